@@ -29,7 +29,7 @@ test-cluster: ## run the tests on the local cluster; TEST=NAME runs those with N
 soak: ## run pod churn and component failures on two nodes: MINUTES=30 SEED=1
 	@e2e/test soak
 
-fuzz: ## fuzz everything that Cleave reads from others: SECONDS=60 SEED=1 TARGET=checkpoint
+fuzz: ## fuzz every parser of input from outside Cleave: SECONDS=60 SEED=1 TARGET=checkpoint
 	@FUZZ_SECONDS="$(SECONDS)" FUZZ_SEED="$(SEED)" e2e/test fuzz
 
 crds: ## write crds/ from the types

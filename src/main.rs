@@ -59,7 +59,7 @@ fn main() -> ExitCode {
     cli.log.start();
     match process::block_on(run(cli.command)) {
         Ok(code) => code,
-        Err(error) => process::exit("cleave", Err(error)),
+        Err(error) => process::exit_code("cleave", Err(error)),
     }
 }
 

@@ -63,7 +63,7 @@ pub(crate) fn block_on<T>(program: impl Future<Output = anyhow::Result<T>>) -> a
 }
 
 /// Prints an error, and returns the exit code of the program.
-pub(crate) fn exit(program: &str, result: anyhow::Result<()>) -> ExitCode {
+pub(crate) fn exit_code(program: &str, result: anyhow::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -12,7 +12,7 @@ const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
 const USAGE_EXIT_CODE: Option<i32> = Some(2);
 
 /// Runs `cleave` without a reachable cluster.
-fn cleave(args: &[&str], input: &str) -> Output {
+fn run_cleave(args: &[&str], input: &str) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_cleave"));
     command.args(args).env("KUBECONFIG", "/no/such/file").env_remove("KUBERNETES_SERVICE_HOST");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -22,8 +22,8 @@ fn cleave(args: &[&str], input: &str) -> Output {
     child.wait_with_output().unwrap()
 }
 
-fn printed(args: &[&str], input: &str) -> String {
-    let output = cleave(args, input);
+fn stdout_of(args: &[&str], input: &str) -> String {
+    let output = run_cleave(args, input);
     assert!(output.status.success(), "{args:?}: {output:?}");
     String::from_utf8(output.stdout).unwrap()
 }
@@ -31,7 +31,7 @@ fn printed(args: &[&str], input: &str) -> String {
 #[test]
 fn the_summary_fits_on_a_screen_and_has_one_line_per_command() {
     for flag in ["-h", "--help"] {
-        let help = printed(&[flag], "");
+        let help = stdout_of(&[flag], "");
         assert!(help.lines().count() <= 30, "{help}");
         assert!(help.lines().all(|line| line.chars().count() <= 80), "{help}");
         for command in USER_COMMANDS.iter().chain(&COMPONENTS) {
@@ -44,10 +44,10 @@ fn the_summary_fits_on_a_screen_and_has_one_line_per_command() {
 #[test]
 fn only_components_list_the_log_options() {
     for command in USER_COMMANDS {
-        assert!(!printed(&[command, "--help"], "").contains("--log"), "{command}");
+        assert!(!stdout_of(&[command, "--help"], "").contains("--log"), "{command}");
     }
     for command in COMPONENTS {
-        let help = printed(&[command, "--help"], "");
+        let help = stdout_of(&[command, "--help"], "");
         assert!(help.contains("--log <LEVELS>") && help.contains("--log-format"), "{help}");
         assert!(!help.starts_with("Options"), "the help starts with what the component does: {help}");
     }
@@ -56,14 +56,14 @@ fn only_components_list_the_log_options() {
 #[test]
 fn every_command_accepts_the_log_options_on_either_side() {
     for args in [["--log", "debug", "crds"], ["crds", "--log", "debug"]] {
-        printed(&args, "");
+        stdout_of(&args, "");
     }
     for args in [
         ["--log", "cleave=loud", "operator", "--identity", "x"],
         ["operator", "--log", "cleave=loud", "--identity", "x"],
         ["status", "--log", "cleave=loud", "--node", "x"],
     ] {
-        assert_eq!(cleave(&args, "").status.code(), USAGE_EXIT_CODE, "{args:?}");
+        assert_eq!(run_cleave(&args, "").status.code(), USAGE_EXIT_CODE, "{args:?}");
     }
 }
 
@@ -74,11 +74,11 @@ fn plan_accepts_cluster_options_only_with_live() {
         ["plan", "--snapshot", "-", "--cleave-namespace", "x"],
         ["plan", "--live", "--units", "3", "-ojson"],
     ] {
-        assert_eq!(cleave(&args, "{}").status.code(), USAGE_EXIT_CODE, "{args:?}");
+        assert_eq!(run_cleave(&args, "{}").status.code(), USAGE_EXIT_CODE, "{args:?}");
     }
-    assert_eq!(cleave(&["plan"], "").status.code(), USAGE_EXIT_CODE);
+    assert_eq!(run_cleave(&["plan"], "").status.code(), USAGE_EXIT_CODE);
     for namespace in ["--cleave-namespace", "--namespace"] {
-        let output = cleave(&["plan", "--live", "--kubeconfig", "/no/such/file", namespace, "x"], "");
+        let output = run_cleave(&["plan", "--live", "--kubeconfig", "/no/such/file", namespace, "x"], "");
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(1) && error.contains("failed to load the kubeconfig"), "{error}");
     }
@@ -86,7 +86,7 @@ fn plan_accepts_cluster_options_only_with_live() {
 
 #[test]
 fn plan_of_a_snapshot_has_these_json_keys() {
-    let text = printed(&["plan", "--snapshot", "-", "-o", "json"], r#"{"nodes": [], "pods": []}"#);
+    let text = stdout_of(&["plan", "--snapshot", "-", "-o", "json"], r#"{"nodes": [], "pods": []}"#);
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
     let keys: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
     assert_eq!(keys, ["changed", "gpus", "notes", "placements", "unplaced"]);

@@ -74,7 +74,7 @@ class Gpu:
         pointer = ctypes.c_uint64()
         return None if self.cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) else pointer
 
-    def allocatable(self):
+    def largest_allocation(self):
         """Finds the largest possible allocation in halving steps, and frees it immediately."""
         total, got, step = self.memory()[1], 0, 1 << 37
         while step >= 1 << 20:
@@ -104,7 +104,7 @@ class Gpu:
         self.launch(self.faulting)
         self.call("cuCtxSynchronize")
 
-    def made(self, make, end, *arguments):
+    def create_and_destroy(self, make, end, *arguments):
         """Creates and destroys an object of the driver."""
         thing = ctypes.c_void_p()
         self.call(make, ctypes.byref(thing), *arguments)
@@ -120,30 +120,30 @@ def say(**line):
     sys.stdout.flush()
 
 
-def see(gpu, began):
+def describe_gpu(gpu, began):
     free, total = gpu.memory()
     seen = {"sms": gpu.attribute(SM_COUNT), "freeMiB": free >> 20, "totalMiB": total >> 20, "contextMs": began}
     if options.allocate:
-        seen["allocatableMiB"] = gpu.allocatable() >> 20
+        seen["allocatableMiB"] = gpu.largest_allocation() >> 20
     return seen
 
 
-def start():
+def start_gpu():
     began = time.monotonic()
     gpu = Gpu()
     return gpu, round((time.monotonic() - began) * 1000, 1)
 
 
-def child(arguments=(), **environment):
+def start_child(arguments=(), **environment):
     return subprocess.Popen([sys.executable, __file__, *arguments], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
 
 
-def seen(process):
+def read_report(process):
     lines = process.communicate()[0].splitlines()
     return json.loads(lines[0]) if lines else {"error": f"no line, status {process.returncode}"}
 
 
-def exercise(gpu, seconds):
+def measure_call_rates(gpu, seconds):
     """Measures the rates of common CUDA calls, each for `seconds`, in calls per second."""
     size = 1 << 20
     host, block = ctypes.create_string_buffer(size), gpu.allocate(size)
@@ -162,10 +162,10 @@ def exercise(gpu, seconds):
         "hundredLaunches": burst,
         "allocate": allocate,
         "copyToGpu": lambda: gpu.call("cuMemcpyHtoD_v2", block, host, ctypes.c_size_t(size)),
-        "stream": lambda: gpu.made("cuStreamCreate", "cuStreamDestroy_v2", 1),
-        "event": lambda: gpu.made("cuEventCreate", "cuEventDestroy_v2", 0),
-        "module": lambda: gpu.made("cuModuleLoadData", "cuModuleUnload", PTX),
-        "pinnedMemory": lambda: gpu.made("cuMemHostAlloc", "cuMemFreeHost", ctypes.c_size_t(size), 0),
+        "stream": lambda: gpu.create_and_destroy("cuStreamCreate", "cuStreamDestroy_v2", 1),
+        "event": lambda: gpu.create_and_destroy("cuEventCreate", "cuEventDestroy_v2", 0),
+        "module": lambda: gpu.create_and_destroy("cuModuleLoadData", "cuModuleUnload", PTX),
+        "pinnedMemory": lambda: gpu.create_and_destroy("cuMemHostAlloc", "cuMemFreeHost", ctypes.c_size_t(size), 0),
     }
     rates = {}
     for name, act in kinds.items():
@@ -181,16 +181,16 @@ def exercise(gpu, seconds):
     say(rates=rates, ipcHandleCode=code)
 
 
-def starts(count, parallel):
+def count_starts(count, parallel):
     """Starts programs in bursts, half of them with raised limits, and counts their SMs."""
     counts, failed, raised, slowest = {}, [], {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"}, 0
     random.seed(os.getpid())
     for begun in range(0, count, parallel):
         if options.until and os.path.exists(options.until):
             break
-        burst = [child(**(raised if (begun + number) % 2 else {})) for number in range(min(parallel, count - begun))]
+        burst = [start_child(**(raised if (begun + number) % 2 else {})) for number in range(min(parallel, count - begun))]
         for process in burst:
-            got = seen(process)
+            got = read_report(process)
             if "error" in got:
                 failed.append(got["error"])
             else:
@@ -199,12 +199,12 @@ def starts(count, parallel):
     say(starts=sum(counts.values()) + len(failed), sms=counts, failed=failed, slowestMs=slowest)
 
 
-def compare(direct, times):
+def compare_context_times(direct, times):
     """Measures context creation directly and through the container's door, in turns."""
     measured = {"directMs": [], "throughMs": []}
     for _ in range(times):
-        measured["directMs"].append(seen(child(CUDA_MPS_PIPE_DIRECTORY=direct)).get("contextMs"))
-        measured["throughMs"].append(seen(child()).get("contextMs"))
+        measured["directMs"].append(read_report(start_child(CUDA_MPS_PIPE_DIRECTORY=direct)).get("contextMs"))
+        measured["throughMs"].append(read_report(start_child()).get("contextMs"))
     if None in measured["directMs"] + measured["throughMs"]:
         say(error="failed to create a context", **measured)
     else:
@@ -216,7 +216,7 @@ def await_file(path):
         time.sleep(0.001)
 
 
-def hoard(path):
+def exhaust_memory(path):
     """Allocates host memory once the file exists, until the kernel kills this process."""
     await_file(path)
     taken = []
@@ -239,14 +239,14 @@ def main():
     asked = threading.Event()
     if options.sigterm:
         signal.signal(signal.SIGTERM, lambda *_: options.sigterm == "finish" and asked.set())
-    gpu, began = start()
-    say(**see(gpu, began))
+    gpu, began = start_gpu()
+    say(**describe_gpu(gpu, began))
     if options.hoard:
-        threading.Thread(target=hoard, args=(options.hoard,), daemon=True).start()
+        threading.Thread(target=exhaust_memory, args=(options.hoard,), daemon=True).start()
     if options.exercise:
         gpu.load()
         sys.stdin.readline()
-        exercise(gpu, options.exercise)
+        measure_call_rates(gpu, options.exercise)
     if options.hold:
         sys.stdin.read()
     if options.take:
@@ -302,9 +302,9 @@ if __name__ == "__main__":
         if options.supervise is not None:
             sys.exit(supervise(options.supervise))
         if options.starts:
-            sys.exit(starts(options.starts, options.parallel))
+            sys.exit(count_starts(options.starts, options.parallel))
         if options.compare:
-            sys.exit(compare(options.compare, options.times))
+            sys.exit(compare_context_times(options.compare, options.times))
         sys.exit(main())
     except (CudaError, OSError) as error:
         say(error=str(error), code=getattr(error, "code", None), at=time.time())

@@ -19,7 +19,7 @@ run = pathlib.Path(tempfile.mkdtemp(prefix="cleave-door-"))
 results, failed = {}, []
 
 
-class Enough(Exception):
+class RequestedTestsDone(Exception):
     """The requested part of the tests is complete."""
 
 
@@ -42,13 +42,13 @@ def wait(what, condition, seconds=30):
     raise TimeoutError(what)
 
 
-def smi(query):
+def query_gpu(query):
     return subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"], check=True, capture_output=True, text=True).stdout.strip()
 
 
-uuid, total, name, driver = (part.strip() for part in smi("uuid,memory.total,name,driver_version").splitlines()[0].split(","))
+uuid, total, name, driver = (part.strip() for part in query_gpu("uuid,memory.total,name,driver_version").splitlines()[0].split(","))
 results["machine"] = {"gpu": name, "driver": driver, "memoryMiB": int(total), "cleave": subprocess.run([cleave, "--version"], capture_output=True, text=True).stdout.strip()}
-modes_before = smi("compute_mode,mig.mode.current,persistence_mode")
+modes_before = query_gpu("compute_mode,mig.mode.current,persistence_mode")
 units = 10
 usable = int(total) - 1024
 desired = {"version": 1, "daemons": {uuid: {"multiUser": True, "exclusive": False, "defaultThreads": None, "defaultMemoryMib": None}}, "allocations": {}}
@@ -66,7 +66,7 @@ def write():
     temporary.rename(run / "mps" / "desired.json")
 
 
-def ask(**request):
+def send_request(**request):
     with socket.socket(socket.AF_UNIX) as host:
         host.settimeout(60)
         host.connect(str(run / "mps" / "host.sock"))
@@ -83,14 +83,14 @@ def client(pipe, *arguments, **environment):
     return subprocess.Popen([sys.executable, str(HERE / "client.py"), *arguments], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def seen(process):
+def read_line(process):
     return json.loads(process.stdout.readline() or '{"error": "no line"}')
 
 
-def once(pipe, *arguments, **environment):
+def run_once(pipe, *arguments, **environment):
     process = client(pipe, *arguments, **environment)
     process.stdin.close()
-    value = seen(process)
+    value = read_line(process)
     process.wait()
     return value
 
@@ -104,10 +104,10 @@ def processor_seconds(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def exercised(pipe, stopped=False):
-    """A client's call rates through this pipe directory, and the MPS host's CPU time."""
+def measure_calls(pipe, stopped=False):
+    """Returns a client's call rates through this pipe directory, and the MPS host's CPU time."""
     process = client(pipe, "--exercise", "0.4")
-    seen(process)
+    read_line(process)
     before = processor_seconds(host.pid)
     if stopped:
         host.send_signal(signal.SIGSTOP)
@@ -123,17 +123,17 @@ def exercised(pipe, stopped=False):
     return {**got, "hostSeconds": round(processor_seconds(host.pid) - before, 3)}
 
 
-def beside_lies(lies):
+def run_violations(lies):
     """Runs each violation beside programs of the same and of other allocations."""
-    until, of = run / "enough", once(door("ff"))["sms"]
+    until, of = run / "enough", run_once(door("ff"))["sms"]
     neighbour = client(door("03"), "--work", "1", "--until", str(until))
-    [seen(neighbour) for _ in range(2)]
+    [read_line(neighbour) for _ in range(2)]
     before, rows = status()["daemons"][uuid], []
     for lie in lies:
         began = time.monotonic()
         reported = subprocess.run([liar, "--lie", lie, "--hold", "8"], env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(door("02"))}, capture_output=True, text=True, timeout=60).stdout.strip()
         row = {"lie": lie, "reported": reported and json.loads(reported), "seconds": round(time.monotonic() - began, 2)}
-        other, own = once(door("05")), once(door("02"))
+        other, own = run_once(door("05")), run_once(door("02"))
         now = status()["daemons"][uuid]
         row |= {"othersMs": other.get("contextMs"), "ownMs": own.get("contextMs")}
         harmed = []
@@ -145,18 +145,18 @@ def beside_lies(lies):
         if neighbour.poll() is not None:
             harmed.append({"neighbour": neighbour.stdout.read().strip()})
             neighbour = client(door("03"), "--work", "1", "--until", str(until))
-            [seen(neighbour) for _ in range(2)]
+            [read_line(neighbour) for _ in range(2)]
         rows.append({**row, **({"harmed": harmed} if harmed else {})})
         print(f"       {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
     until.touch()
-    kernels = seen(neighbour)
+    kernels = read_line(neighbour)
     neighbour.wait()
     check(f"{len(lies)} handshake violations: the server stays the same, and neighbours compute and start", "kernels" in kernels and not any("harmed" in row for row in rows),
           {"harmed": [row for row in rows if "harmed" in row], "slowestStartMs": max(row["othersMs"] or 0 for row in rows), "slowestOwnStartMs": max(row["ownMs"] or 0 for row in rows), "neighbour": kernels})
     results["lies"] = rows
 
 
-def resident(pid):
+def resident_memory(pid):
     fields = dict(line.split(":", 1) for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return {"rssKiB": int(fields["VmRSS"].split()[0]), "anonymousKiB": int(fields["RssAnon"].split()[0])}
 
@@ -170,34 +170,34 @@ try:
     write()
     start = time.monotonic()
     wait("the MPS host answers", lambda: (run / "mps" / "host.sock").exists())
-    reply = ask(op="await", allocation="ff", timeoutMs=30000)
+    reply = send_request(op="await", allocation="ff", timeoutMs=30000)
     check("the daemon runs and the door is open", reply.get("result") == "done", {"reply": reply, "seconds": round(time.monotonic() - start, 2)})
     daemon = status()["daemons"][uuid]
     check("the handshake is known, so limits are hard", daemon["enforcement"] == "Hard", daemon)
     door = lambda key: run / "alloc" / key
     if lies:
-        beside_lies(lies)
-        raise Enough
+        run_violations(lies)
+        raise RequestedTestsDone
 
-    whole = once(door("ff"))
+    whole = run_once(door("ff"))
     check("an uncapped allocation sees the whole GPU", "error" not in whole and whole["freeMiB"] > usable - 2048, whole)
     of = whole.get("sms", 132)
     rows = []
     for k in range(1, units + 1):
-        got = once(door(f"{k:02x}"), "--allocate")
+        got = run_once(door(f"{k:02x}"), "--allocate")
         rows.append({"shares": k, "expectedSms": sms(100 * k // units, of), "limitMiB": usable * k // units, **got})
     check("k of 10 shares give the SMs and memory of k shares",
           all("error" not in row and row["sms"] == row["expectedSms"] and row["limitMiB"] - 1024 <= row["freeMiB"] <= row["limitMiB"] for row in rows), rows)
-    raised = once(door("02"), CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="100", CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=f"0={total}M")
+    raised = run_once(door("02"), CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="100", CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=f"0={total}M")
     check("limits cannot be raised by the environment", raised.get("sms") == sms(20, of) and raised["freeMiB"] <= usable * 2 // units, raised)
-    lowered = once(door("05"), CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="10")
+    lowered = run_once(door("05"), CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="10")
     check("limits can be lowered by the environment", lowered.get("sms") == sms(10, of), lowered)
 
     refused = {}
     for command in ["get_server_list", "set_default_active_thread_percentage 100", "quit"]:
         done = subprocess.run(["nvidia-cuda-mps-control"], input=command + "\n", env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(door("01"))}, capture_output=True, text=True, timeout=60)
         refused[command] = {"rc": done.returncode, "out": (done.stdout + done.stderr).strip()}
-    check("administrators' commands are refused at the door", once(door("01")).get("sms") == sms(10, of) and not any(value["out"].isdigit() for value in refused.values()), refused)
+    check("administrators' commands are refused at the door", run_once(door("01")).get("sms") == sms(10, of) and not any(value["out"].isdigit() for value in refused.values()), refused)
 
     held, wrong = [], []
     random.seed(1)
@@ -206,12 +206,12 @@ try:
         held += [(key, client(door(key), "--hold")) for key in keys]
     limits = {"01": 10, "02": 20, "03": 30, "05": 50, "0a": 100, "ff": None}
     for key, process in held:
-        got = seen(process)
+        got = read_line(process)
         if got.get("sms") != sms(limits[key], of):
             wrong.append({"door": key, **got})
     listed = len(status()["daemons"][uuid]["clients"])
     check("48 concurrent clients of six allocations see their own limits", not wrong, {"wrong": wrong, "listed": listed})
-    over = once(door("01"))
+    over = run_once(door("01"))
     check("the 49th client is rejected, not accepted without limits", over.get("sms") != of, over)
     for _, process in held:
         process.stdin.close()
@@ -223,7 +223,7 @@ try:
         processes = [(key, client(door(key))) for key in keys]
         for key, process in processes:
             process.stdin.close()
-            got = seen(process)
+            got = read_line(process)
             process.wait()
             starts.append(got.get("sms") == sms(limits[key], of))
     check("200 starts in bursts of 8 see their own limits", all(starts), {"right": sum(starts), "of": len(starts)})
@@ -231,21 +231,21 @@ try:
     # A client must stay connected: on a GPU without clients the server is replaced after each one
     # (docs/explanation/faults.md).
     stays = client(door("01"), "--hold")
-    seen(stays)
+    read_line(stays)
     direct, through = [], []
     for _ in range(25):
-        direct.append(once(run / "mps" / uuid).get("contextMs"))
-        through.append(once(door("0a")).get("contextMs"))
+        direct.append(run_once(run / "mps" / uuid).get("contextMs"))
+        through.append(run_once(door("0a")).get("contextMs"))
     figures = {"directMs": statistics.median(direct), "throughMs": statistics.median(through), "direct": direct, "through": through}
     check("a context through the door takes at most 10 ms longer (median)", figures["throughMs"] - figures["directMs"] <= 10, figures)
 
     stays.stdin.close()
     stays.wait()
-    idle = [once(door("0a")).get("contextMs") for _ in range(9)]
+    idle = [run_once(door("0a")).get("contextMs") for _ in range(9)]
     results["a context on a GPU without clients, right after another client exited"] = {"figures": {"medianMs": statistics.median(idle), "through": idle}}
 
-    turns = [(exercised(run / "mps" / uuid), exercised(door("ff"))) for _ in range(3)]
-    stopped = exercised(door("ff"), stopped=True)
+    turns = [(measure_calls(run / "mps" / uuid), measure_calls(door("ff"))) for _ in range(3)]
+    stopped = measure_calls(door("ff"), stopped=True)
     names = list(turns[0][0].get("rates", {}))
     rates = {name: [statistics.median(turn[way]["rates"][name] for turn in turns) for way in (0, 1)] + [stopped.get("rates", {}).get(name)] for name in names}
     seconds = sum(turn[1]["hostSeconds"] for turn in turns)
@@ -254,7 +254,7 @@ try:
     check("call rates through the door are within 10 % of direct ones", all(by >= 0.9 * straight for straight, by, _ in rates.values()), {name: round(by / straight, 3) for name, (straight, by, _) in rates.items()})
 
     if liar:
-        beside_lies(LIES)
+        run_violations(LIES)
 
     pid = status()["daemons"][uuid]["pid"]
     start = time.monotonic()
@@ -262,14 +262,14 @@ try:
     late = [client(door("03")) for _ in range(3)]
     for process in late:
         process.stdin.close()
-    after = [seen(process) for process in late]
+    after = [read_line(process) for process in late]
     waited = round(time.monotonic() - start, 2)
     [process.wait() for process in late]
     check("clients that connect while the daemon is dead wait and then run under their limits", all(got.get("sms") == sms(30, of) for got in after), {"clients": after, "seconds": waited})
     again = wait("the daemon has restarted", lambda: (d := status()["daemons"][uuid]) and d["pid"] not in (None, pid) and d["state"] == "Active" and d)
-    check("the restarted daemon has its limits", once(door("02")).get("sms") == sms(20, of), again)
-    check("the MPS host's memory", resident(host.pid)["rssKiB"] <= 4096, resident(host.pid))
-except Enough:
+    check("the restarted daemon has its limits", run_once(door("02")).get("sms") == sms(20, of), again)
+    check("the MPS host's memory", resident_memory(host.pid)["rssKiB"] <= 4096, resident_memory(host.pid))
+except RequestedTestsDone:
     pass
 finally:
     host.send_signal(signal.SIGTERM)
@@ -280,7 +280,7 @@ finally:
         failed.append("the MPS host did not exit")
     log.close()
     results["log"] = (run / "host.log").read_text().splitlines()[-200:]
-    results["modes"] = {"before": modes_before, "after": smi("compute_mode,mig.mode.current,persistence_mode")}
+    results["modes"] = {"before": modes_before, "after": query_gpu("compute_mode,mig.mode.current,persistence_mode")}
     check("the GPU's modes are unchanged", modes_before == results["modes"]["after"], results["modes"])
     shutil.rmtree(run, ignore_errors=True)
     print(json.dumps(results, indent=1))

@@ -52,7 +52,7 @@ def wait(what, condition, seconds=60.0, pause=0.02):
         time.sleep(pause)
 
 
-def smi(query):
+def query_gpu(query):
     return shell("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits").stdout.strip()
 
 
@@ -95,7 +95,7 @@ def shares(units=10, threads="Strict", enforcement="Report"):
 
 
 def sms(count, units=10):
-    """SMs of a Strict share by the measured rule: rounded down to an even number, at least 8."""
+    """Returns the SMs of a Strict share as measured: rounded down to an even number, at least 8."""
     total = status()["nodes"][0]["gpus"][0]["sms"]
     return total if count >= units else max(8, total * (100 * count // units) // 100 & ~1)
 
@@ -152,19 +152,19 @@ def create(*pods):
 def delete(*pods, grace=1):
     """Deletes pods and waits until their shares are free, even if programs still run."""
     kubectl("delete", "pod", "-n", NAMESPACE, "--ignore-not-found", f"--grace-period={grace}", *(["--force"] if grace == 0 else []), *[pod.name for pod in pods])
-    wait("the pods' shares are free", lambda: not held([pod.name for pod in pods]), 60, 0.05)
+    wait("the pods' shares are free", lambda: not allocations_of([pod.name for pod in pods]), 60, 0.05)
 
 
-def held(names):
+def allocations_of(names):
     allocations = [a for gpu in get("gpunode", NODE)["status"]["gpus"] for a in gpu.get("allocations", [])]
     return [a for a in allocations if a["pod"].removeprefix(f"{NAMESPACE}/") in names]
 
 
-def touch(name):
+def create_file(name):
     (DIRECTORY / name).touch()
 
 
-def clear():
+def delete_pods_and_files():
     """Deletes the pods and files of earlier steps."""
     kubectl("delete", "pod", "-n", NAMESPACE, "--all", "--grace-period=0", "--force")
     wait("no pod has shares", lambda: not any(gpu.get("allocations") for gpu in get("gpunode", NODE)["status"]["gpus"]), 90, 0.1)
@@ -175,12 +175,12 @@ def clear():
     DIRECTORY.chmod(0o777)
 
 
-class Cut(Exception):
+class TimeLimitReached(Exception):
     """The time limit of all drills has passed."""
 
 
-def cut(*_):
-    raise Cut("SIGTERM")
+def raise_time_limit(*_):
+    raise TimeLimitReached("SIGTERM")
 
 
 class Results:
@@ -197,7 +197,7 @@ class Results:
 
 
 def memory_of(program):
-    """Resident and anonymous memory, in KiB, of the processes with this name."""
+    """Returns the resident and anonymous memory, in KiB, of the processes with this name."""
     found = []
     for comm in pathlib.Path("/proc").glob("[0-9]*/comm"):
         try:
@@ -244,7 +244,7 @@ def limits(results):
         shares(10, name)
         for group in [(10,), (1, 9), (2, 8), (3, 7), (4, 6), (5,)]:
             # The previous pod's memory may become free slightly later than its shares.
-            wait("the GPU's memory is free", lambda: int(smi("memory.used").splitlines()[0]) < 2048, 20, 0.05)
+            wait("the GPU's memory is free", lambda: int(query_gpu("memory.used").splitlines()[0]) < 2048, 20, 0.05)
             measure(name, [(k, Pod(f"limits-{name.lower()}-{k}", "--allocate", "--wait", "/drill/never", count=k)) for k in group])
     results.note(rows=rows)
     wrong = [row for row in rows if row.get("sms") != row["reported"]["sms"]]
@@ -302,7 +302,7 @@ def door(results):
     for pod in pods.values():
         wait(f"{pod.name} runs", lambda: get("pod", pod.name, "-n", NAMESPACE)["status"]["phase"] == "Running")
     before = daemon()
-    touch("knock")
+    create_file("knock")
     on_node("kill", "-9", str(before["pid"]))
     killed = time.monotonic()
     after = wait("the daemon has restarted", lambda: (d := daemon()) and d["pid"] not in (None, before["pid"]) and d["state"] == "Active" and d)
@@ -318,7 +318,7 @@ def percentile(values, part):
     return round(sorted(values)[min(len(values) - 1, int(len(values) * part))], 2)
 
 
-class ByHand:
+class ManualMps:
     """Seven programs under a manually started MPS daemon, with the limits of shares."""
 
     def __init__(self, threads, percent, names):
@@ -331,7 +331,7 @@ class ByHand:
         self.env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log), "LD_LIBRARY_PATH": str(DRIVER / "lib64"), "HOME": "/tmp"}
         self.daemon = subprocess.Popen([DRIVER / "bin/nvidia-cuda-mps-control", "-f"], env=self.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait("the manually started daemon listens", lambda: (pipe / "control").exists())
-        memory = (int(smi("memory.total").splitlines()[0]) - 128) // 7
+        memory = (int(query_gpu("memory.total").splitlines()[0]) - 128) // 7
         limited = {**self.env, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={memory}M", **({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(percent)} if percent else {})}
         self.clients = [subprocess.Popen(["/usr/bin/python3", HERE / "infer.py", self.directory, name], env=limited, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for name in names]
 
@@ -389,11 +389,11 @@ def worth(results):
     results.figures["rows"] = run.rows
     ready = lambda directory, of: wait(f"{directory}: all programs are ready", lambda: all((directory / f"ready-{name}").exists() for name in of), 90, 0.1)
 
-    def few(directory, who):
+    def infer_with_fewer_programs(directory, who):
         for size in () if QUICK else (1, 3, 5):
             run.phase(directory, who, names[:size], short)
 
-    def training(directory, who):
+    def run_training(directory, who):
         run.phase(directory, who, names[6:], short, train=names[6:], what="1 trains", warm=4)
         run.phase(directory, who, [names[0], names[6]], short, train=names[6:], what="1 infers, 1 trains")
 
@@ -411,24 +411,24 @@ def worth(results):
 
     policy("TimeSlicing", TIMESLICE, 7, replicas=7)
     pods = configure("time-slicing", TIMESLICE)
-    few(DIRECTORY, "time-slicing")
-    training(DIRECTORY, "time-slicing")
+    infer_with_fewer_programs(DIRECTORY, "time-slicing")
+    run_training(DIRECTORY, "time-slicing")
     for _ in range(turns):
         run.phase(DIRECTORY, "time-slicing", names, short + 1)
     delete(*pods)
     host = lambda: sum(sum(map(int, stat.read_text().rsplit(")", 1)[1].split()[11:13])) for stat in pathlib.Path("/proc").glob("[0-9]*/stat") if "(cleave-mps-host)" in stat.read_text())
     for threads, percent in (("Burst", 28), ("Strict", 14), ("Uncapped", None)):
-        clear()
+        delete_pods_and_files()
         shares(7, threads)
         # Both groups are ready all the time and take turns, so drift affects both equally.
-        hand = ByHand(threads, percent, names)
+        hand = ManualMps(threads, percent, names)
         try:
             pods = configure(f"Cleave {threads}", MPS)
             ready(hand.directory, names)
             pair = ((DIRECTORY, f"Cleave {threads}"), (hand.directory, f"by hand {threads}"))
             for directory, who in pair:
-                few(directory, who)
-            training(*pair[0])
+                infer_with_fewer_programs(directory, who)
+            run_training(*pair[0])
             before = host()
             for turn in range(turns):
                 for directory, who in pair if turn % 2 == 0 else pair[::-1]:
@@ -437,7 +437,7 @@ def worth(results):
         finally:
             hand.end()
         delete(*pods)
-    clear()
+    delete_pods_and_files()
     shares(7, "Strict")
     sizes = {"infer-1": 1, "infer-2": 2, "infer-4": 4}
     pods = configure("mixed", MPS, sizes.get, list(sizes))
@@ -530,7 +530,7 @@ def fault(results):
     trials, kernel_log = 2 if QUICK else 6, KernelLog()
     kernel_log.start()
     for trial in range(trials):
-        clear()
+        delete_pods_and_files()
         kubectl("delete", "events", "-n", NAMESPACE, "--all")
         culprit = Pod("fault-culprit", *supervised("--fault", "/drill/now"), count=3)
         # In the last trial one of the other pods neither exits nor handles SIGTERM.
@@ -541,7 +541,7 @@ def fault(results):
             pod.line("firstKernel")
         watch = Watch()
         watch.start()
-        touch("now")
+        create_file("now")
         exits = [pod for pod in (culprit, *others)]
         ended = {pod.name: wait(f"{pod.name} exits", lambda: next((line["exited"] for line in pod.lines() if "exited" in line), None), 30) for pod in exits}
         at = culprit.line("fault")["fault"]
@@ -579,9 +579,9 @@ def fault(results):
         results.note(**{f"the MPS server's log names, trial {trial}": named, "the kernel's log": kernel_log.said})
     kernel_log.stop()
 
-    def broken(what, act, seconds=60):
+    def check_recovery(what, act, seconds=60):
         """Calls `act`, which kills a component, while a client runs. Then starts another client."""
-        clear()
+        delete_pods_and_files()
         pod = Pod("broken", *supervised("--work", 1), count=2)
         create(pod)
         pod.line("firstKernel")
@@ -602,17 +602,17 @@ def fault(results):
         results.check(f"{what}: the next pod computes under its limits", kernel.get("firstKernel") and following.lines()[0]["sms"] == sms(2), clientCode=line["code"],
                       reportedMs=line["at"] and round((line["at"] - at) * 1000), nextKernelMs=kernel.get("firstKernel") and round((kernel["firstKernel"] - at) * 1000))
 
-    broken("the server is killed", lambda: on_node("kill", "-9", str(daemon()["serverPid"])))
-    broken("the daemon is killed", lambda: on_node("kill", "-9", str(daemon()["pid"])))
-    broken("the agent is killed", lambda: on_node("pkill", "-9", "-x", "cleave-agent"))
-    broken("the MPS host's pod is deleted", lambda: kubectl("delete", "pod", "-n", "cleave-system", "-l", "app.kubernetes.io/component=mps-host", "--wait=false"), 120)
+    check_recovery("the server is killed", lambda: on_node("kill", "-9", str(daemon()["serverPid"])))
+    check_recovery("the daemon is killed", lambda: on_node("kill", "-9", str(daemon()["pid"])))
+    check_recovery("the agent is killed", lambda: on_node("pkill", "-9", "-x", "cleave-agent"))
+    check_recovery("the MPS host's pod is deleted", lambda: kubectl("delete", "pod", "-n", "cleave-system", "-l", "app.kubernetes.io/component=mps-host", "--wait=false"), 120)
 
 
 def churn(results):
     """Creates and deletes 200 pods in waves of 20."""
     wave_size = 20
     shares(wave_size, "Strict")
-    clear()
+    delete_pods_and_files()
     before = {program: memory_of(program) for program in ("cleave-agent", "cleave-mps-host")}
     total, times, wrong, expected = 40 if QUICK else 200, [], [], sms(1, wave_size)
     for wave in range(total // wave_size):
@@ -651,7 +651,7 @@ def churn(results):
 def isolation(results):
     """Tests what a tenant can do to MPS through its mounts, and how Cleave detects escapes."""
     shares(10, "Strict")
-    clear()
+    delete_pods_and_files()
     control = str(DRIVER / "bin/nvidia-cuda-mps-control")
     # Each command has a time limit, because one without an answer must not block the drill.
     commands = ["get_server_list", "get_default_active_thread_percentage", "set_default_active_thread_percentage 100", "set_default_device_pinned_mem_limit 0 80G", "terminate_client 1 1", "quit"]
@@ -672,11 +672,11 @@ def isolation(results):
         now = daemon()
         unharmed = now["pid"] == server["pid"] and now["state"] == "Active" and not any("error" in line for line in bystander.lines())
         results.check(f"root with {kind} can neither read, set nor terminate anything through its mounts", not answered and unharmed and "control" in said.rsplit("status", 1)[1], said=said[-1500:], daemon=now["pid"])
-        touch(f"stop-{number}")
+        create_file(f"stop-{number}")
         bystander.line("kernels")
         delete(pod, bystander)
 
-    def refused(what, **arguments):
+    def check_rejection(what, **arguments):
         pod = Pod("isolation-refused", "--touch", **arguments)
         try:
             create(pod)
@@ -685,10 +685,10 @@ def isolation(results):
         except RuntimeError as error:
             results.check(f"{what} is rejected at admission", "Cleave sets these" in str(error), said=str(error)[-400:])
 
-    refused("a pod that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", env={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "junk"})
-    refused("a pod that sets CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", env={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"})
+    check_rejection("a pod that sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", env={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "junk"})
+    check_rejection("a pod that sets CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", env={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100"})
 
-    def escape(what, *command, evicted=False):
+    def check_escape(what, *command, evicted=False):
         """Runs a program that escapes its limits in a way that admission cannot detect."""
         kubectl("delete", "events", "-n", NAMESPACE, "--all")
         pod = Pod("isolation-escape", "/bin/sh", "-c", " ".join(command), program=None)
@@ -710,18 +710,18 @@ def isolation(results):
         delete(pod)
 
     run = "/usr/bin/python3 /drill/client.py --log /drill/isolation-escape.log --take 20 --wait /drill/never"
-    escape("a program over its memory (CUDA_MPS_PINNED_DEVICE_MEM_LIMIT set within the container)", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk", run)
-    escape("a program that leaves MPS (CUDA_MPS_PIPE_DIRECTORY unset within the container)", "CUDA_MPS_PIPE_DIRECTORY=/tmp/none", run)
-    clear()
+    check_escape("a program over its memory (CUDA_MPS_PINNED_DEVICE_MEM_LIMIT set within the container)", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk", run)
+    check_escape("a program that leaves MPS (CUDA_MPS_PIPE_DIRECTORY unset within the container)", "CUDA_MPS_PIPE_DIRECTORY=/tmp/none", run)
+    delete_pods_and_files()
     shares(10, "Strict", "Evict")
-    escape("a program over its memory", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk", run, evicted=True)
-    escape("a program that leaves MPS", "CUDA_MPS_PIPE_DIRECTORY=/tmp/none", run, evicted=True)
+    check_escape("a program over its memory", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=junk", run, evicted=True)
+    check_escape("a program that leaves MPS", "CUDA_MPS_PIPE_DIRECTORY=/tmp/none", run, evicted=True)
 
 
 def hostile(results):
     """Violates the handshake at a pod's door beside pods that compute and start programs."""
     shares(10, "Strict")
-    clear()
+    delete_pods_and_files()
     before = daemon()
     computes = Pod("hostile-computes", "--work", 1, "--until", "/drill/enough", count=2)
     starts = Pod("hostile-starts", "--starts", 100000, "--parallel", 1, "--until", "/drill/enough", count=3)
@@ -740,7 +740,7 @@ def hostile(results):
         kernel = after.line("firstKernel")
         results.check(f"after {len(lies)} handshake violations of user {user} another pod computes under its limits", "firstKernel" in kernel and after.lines()[0]["sms"] == sms(1), lines=after.lines())
         delete(liar, after)
-    touch("enough")
+    create_file("enough")
     line, kernels = starts.line("starts"), computes.line("kernels")
     results.check("a neighbour's programs start throughout, under their limits", not line.get("failed") and set(line.get("sms", {})) == {str(sms(3))}, **line)
     results.check("a neighbour's program computes throughout", kernels.get("kernels", 0) > 1000, **kernels)
@@ -759,7 +759,7 @@ class Bystanders:
     def __init__(self, count):
         self.count, self.pods, self.serial = count, [], 0
 
-    def ready(self, *others):
+    def create_and_wait(self, *others):
         """Creates missing bystanders and the other pods, and waits until all of them compute."""
         new = []
         if not self.pods:
@@ -770,7 +770,7 @@ class Bystanders:
             if "firstKernel" not in (line := pod.line("firstKernel")):
                 raise RuntimeError(f"{pod.name} does not compute: {line}")
 
-    def broken(self):
+    def cuda_errors(self):
         """Returns the bystanders' CUDA errors. If there are any, new bystanders replace them."""
         codes = [line["code"] for pod in self.pods for line in pod.lines() if "error" in line]
         if codes:
@@ -784,19 +784,19 @@ class Bystanders:
         self.pods = []
 
 
-def victims(kind, number, kernels, *options, make=Pod, **more):
+def busy_pods(kind, number, kernels, *options, make=Pod, **more):
     name = re.sub("[^a-z0-9]+", "-", kind)
     return [make(f"{name}-{number}-{n}", "--work", kernel, "--block", *options, **more) for n, kernel in enumerate(kernels)]
 
 
-def deleted_together(results, kind, grace, total, each, *options, promised=True):
+def delete_in_groups(results, kind, grace, total, each, *options, promised=True):
     """Deletes busy pods in groups and counts how often a bystander broke."""
     bystanders, breaks, done, codes, rounds, took = Bystanders(2), [], 0, {}, 0, []
-    clear()
+    delete_pods_and_files()
     while done < total:
         count = min(each, total - done)
-        pods = victims(kind, rounds, [KERNELS[n % len(KERNELS)] for n in range(count)], *options, grace=30)
-        bystanders.ready(*pods)
+        pods = busy_pods(kind, rounds, [KERNELS[n % len(KERNELS)] for n in range(count)], *options, grace=30)
+        bystanders.create_and_wait(*pods)
         time.sleep(0.5)
         began = time.monotonic()
         delete(*pods, grace=grace)
@@ -806,7 +806,7 @@ def deleted_together(results, kind, grace, total, each, *options, promised=True)
             code = next((line["code"] for line in pod.lines() if "code" in line), None)
             ended = "through MPS" if code == 810 else f"error {code}" if code else "finished" if any("kernels" in line for line in pod.lines()) else "killed"
             codes[ended] = codes.get(ended, 0) + 1
-        if broken := bystanders.broken():
+        if broken := bystanders.cuda_errors():
             breaks.append(broken)
         done, rounds = done + count, rounds + 1
     bystanders.end()
@@ -817,23 +817,23 @@ def deleted_together(results, kind, grace, total, each, *options, promised=True)
         results.note(**{kind: figures})
 
 
-def ended_alone(results, kind, trials, end, *options, expect=False, kernels=KERNELS, **more):
+def terminate_one_by_one(results, kind, trials, end, *options, expect=False, kernels=KERNELS, **more):
     """Terminates busy pods one by one and counts broken neighbours by kernel length."""
     bystanders, table, number = Bystanders(1), {}, 0
     for kernel in kernels:
         tried, broken, size = 0, 0, 4
-        clear()
+        delete_pods_and_files()
         while tried < trials:
-            pods = victims(kind, number, [kernel] * min(size, trials - tried), *options, **more)
+            pods = busy_pods(kind, number, [kernel] * min(size, trials - tried), *options, **more)
             number += 1
-            bystanders.ready(*pods)
+            bystanders.create_and_wait(*pods)
             time.sleep(0.3)
             spoiled = False
             for pod in pods:
                 end(pod)
                 time.sleep(0.3)
                 tried += 1
-                if bystanders.broken():
+                if bystanders.cuda_errors():
                     broken, spoiled = broken + 1, True
                     break  # the other pods of this round are broken too
             delete(*pods, grace=0)
@@ -855,39 +855,39 @@ def neighbour(results):
     """Deletes busy pods, with notice to the node, beside pods that must continue."""
     shares(UNITS, "Strict")
     total, each = (24, 12) if QUICK else (100, 25)
-    deleted_together(results, "grace 5", 5, total, each)
-    deleted_together(results, "grace 30", 30, total, each)
-    deleted_together(results, "grace 5, finishes on SIGTERM", 5, total, each, "--sigterm", "finish")
-    deleted_together(results, "grace 30, finishes on SIGTERM", 30, total, each, "--sigterm", "finish")
-    deleted_together(results, "grace 5, ignores SIGTERM", 5, total, each, "--sigterm", "ignore")
+    delete_in_groups(results, "grace 5", 5, total, each)
+    delete_in_groups(results, "grace 30", 30, total, each)
+    delete_in_groups(results, "grace 5, finishes on SIGTERM", 5, total, each, "--sigterm", "finish")
+    delete_in_groups(results, "grace 30, finishes on SIGTERM", 30, total, each, "--sigterm", "finish")
+    delete_in_groups(results, "grace 5, ignores SIGTERM", 5, total, each, "--sigterm", "ignore")
     if not QUICK:
-        deleted_together(results, "grace 30, ignores SIGTERM", 30, total, 34, "--sigterm", "ignore")
+        delete_in_groups(results, "grace 30, ignores SIGTERM", 30, total, 34, "--sigterm", "ignore")
 
 
 def unended(results):
     """Deletes busy pods while the agent is stopped, so that Cleave cannot terminate them."""
     shares(UNITS, "Strict")
 
-    def unseen(pod):
+    def delete_while_agent_is_stopped(pod):
         on_node("pkill", "-STOP", "-x", "cleave-agent")
         try:
             kubectl("delete", "pod", "-n", NAMESPACE, pod.name, "--grace-period=2")
         finally:
             on_node("pkill", "-CONT", "-x", "cleave-agent")
 
-    ended_alone(results, "agent stopped, grace 2 s", 1 if QUICK else 3, unseen, expect=True, kernels=(100,) if QUICK else KERNELS[::-1], grace=30)
+    terminate_one_by_one(results, "agent stopped, grace 2 s", 1 if QUICK else 3, delete_while_agent_is_stopped, expect=True, kernels=(100,) if QUICK else KERNELS[::-1], grace=30)
 
 
 def killed(results):
     """Ends busy pods without notice: with grace 0, and by the kernel's OOM killer."""
     shares(UNITS, "Strict")
     trials, total = (2, 10) if QUICK else (15, 100)
-    deleted_together(results, "grace 0", 0, total, 10, promised=False)
-    deleted_together(results, "grace 0, ignores SIGTERM", 0, total, 10, "--sigterm", "ignore", promised=False)
+    delete_in_groups(results, "grace 0", 0, total, 10, promised=False)
+    delete_in_groups(results, "grace 0, ignores SIGTERM", 0, total, 10, "--sigterm", "ignore", promised=False)
     reasons = {}
 
-    def starved(pod):
-        touch(f"hoard-{pod.name}")
+    def exhaust_memory(pod):
+        create_file(f"hoard-{pod.name}")
         state = lambda: get("pod", pod.name, "-n", NAMESPACE)["status"]["containerStatuses"][0]["state"].get("terminated")
         reason = wait(f"{pod.name} was killed", state, 30, 0.05)["reason"]
         reasons[reason] = reasons.get(reason, 0) + 1
@@ -896,7 +896,7 @@ def killed(results):
         def __init__(self, name, *command, **more):
             super().__init__(name, *command, "--hoard", f"/drill/hoard-{name}", memory="1Gi", **more)
 
-    ended_alone(results, "out of memory", trials, starved, expect=True, make=Hoarder, grace=30)
+    terminate_one_by_one(results, "out of memory", trials, exhaust_memory, expect=True, make=Hoarder, grace=30)
     results.check("the kernel killed them", reasons.get("OOMKilled", 0) == sum(reasons.values()), reasons=reasons)
 
 
@@ -906,23 +906,23 @@ DRILLS = {drill.__name__: drill for drill in (doctor, limits, door, worth, fault
 def main(out, names):
     (DIRECTORY).mkdir(parents=True, exist_ok=True)
     kubectl("create", "namespace", NAMESPACE)
-    uuid, name, driver, memory = (part.strip() for part in smi("uuid,name,driver_version,memory.total").splitlines()[0].split(","))
-    modes = lambda: smi("compute_mode,mig.mode.current,persistence_mode")
+    uuid, name, driver, memory = (part.strip() for part in query_gpu("uuid,name,driver_version,memory.total").splitlines()[0].split(","))
+    modes = lambda: query_gpu("compute_mode,mig.mode.current,persistence_mode")
     before = modes()
     machine = {"gpu": name, "driver": driver, "memoryMiB": int(memory), "date": time.strftime("%Y-%m-%d", time.gmtime()), "version": os.environ.get("DRILL_VERSION", "")}
     print(json.dumps(machine), flush=True)
     summary, everything, over = {}, {"machine": machine}, False
-    signal.signal(signal.SIGTERM, cut)
+    signal.signal(signal.SIGTERM, raise_time_limit)
     for drill in names:
         if over:
             break
         results, began = Results(), time.monotonic()
         print(f"{drill}: {DRILLS[drill].__doc__}", flush=True)
         try:
-            clear()
+            delete_pods_and_files()
             DRILLS[drill](results)
         except Exception as error:  # a failed drill must not stop the others
-            over = isinstance(error, Cut)
+            over = isinstance(error, TimeLimitReached)
             results.check("the drill completes", False, error=f"{type(error).__name__}: {error}", trace=traceback.format_exc().splitlines()[-6:])
         results.check("the GPU's modes are unchanged", modes() == before, modes=modes())
         failed = [check["what"] for check in results.checks if not check["passed"]]
@@ -930,7 +930,7 @@ def main(out, names):
         everything[drill] = {**summary[drill], "checks": results.checks, "figures": results.figures}
         (out / "results.json").write_text(json.dumps(everything, indent=1))
     try:
-        clear()
+        delete_pods_and_files()
         kubectl("delete", "sharingpolicy", "--all")
     except Exception as error:
         print(f"cleanup failed: {error}", flush=True)

@@ -22,12 +22,12 @@ const (
 )
 
 // Delays of the simulated agents. After a pod is bound, the kubelet and the agent need some time to
-// list it. As in the agent, one write contains a burst of changes, and the delay for allocations is
-// longer than for releases.
+// list it. As in the agent, one write contains a burst of changes, and the delay is longer for
+// allocations than for releases.
 const (
-	listedAfter   = 100 * time.Millisecond
-	betweenWrites = 200 * time.Millisecond
-	gatherGiven   = 500 * time.Millisecond
+	listingDelay    = 100 * time.Millisecond
+	betweenWrites   = 200 * time.Millisecond
+	allocationDelay = 500 * time.Millisecond
 )
 
 // deviceOf returns the UUID of a node's GPU.
@@ -35,8 +35,8 @@ func deviceOf(node, gpu int) string {
 	return fmt.Sprintf("GPU-%08x-0000-4000-8000-%012x", node+1, gpu)
 }
 
-// holding is a pod's allocation: the IDs of its shares, all of one GPU.
-type holding struct {
+// podAllocation is a pod's allocation: the IDs of its shares, all of one GPU.
+type podAllocation struct {
 	gpu int
 	ids []int
 }
@@ -44,13 +44,13 @@ type holding struct {
 // machine contains one node's GPUs and their allocations.
 type machine struct {
 	used [][sharesPerGPU]bool
-	held map[string]holding // allocations by namespace/name of the pod
+	held map[string]podAllocation // allocations by namespace/name of the pod
 }
 
 func newMachine(gpus int) machine { return machine{used: make([][sharesPerGPU]bool, gpus)} }
 
-// free is the number of free shares of a GPU.
-func (m *machine) free(gpu int) int {
+// freeShares returns the number of free shares of a GPU.
+func (m *machine) freeShares(gpu int) int {
 	free := 0
 	for _, used := range m.used[gpu] {
 		if !used {
@@ -60,24 +60,24 @@ func (m *machine) free(gpu int) int {
 	return free
 }
 
-// tightest returns the GPU with the fewest free shares that suffice, or -1 if none has enough.
+// fullestGPU returns the GPU with the fewest free shares that suffice, or -1 if none has enough.
 // Cleave's agent chooses the same GPU for a pod without a reservation.
-func (m *machine) tightest(shares int) int {
+func (m *machine) fullestGPU(shares int) int {
 	best := -1
 	for gpu := range m.used {
-		if free := m.free(gpu); free >= shares && (best < 0 || free < m.free(best)) {
+		if free := m.freeShares(gpu); free >= shares && (best < 0 || free < m.freeShares(best)) {
 			best = gpu
 		}
 	}
 	return best
 }
 
-// take allocates shares of a GPU to a pod. take returns false if too few are free.
-func (m *machine) take(pod string, gpu, shares int) bool {
-	if m.free(gpu) < shares {
+// allocate allocates shares of a GPU to a pod. It returns false if too few are free.
+func (m *machine) allocate(pod string, gpu, shares int) bool {
+	if m.freeShares(gpu) < shares {
 		return false
 	}
-	h := holding{gpu: gpu}
+	h := podAllocation{gpu: gpu}
 	for id := range sharesPerGPU {
 		if !m.used[gpu][id] && len(h.ids) < shares {
 			m.used[gpu][id] = true
@@ -85,14 +85,14 @@ func (m *machine) take(pod string, gpu, shares int) bool {
 		}
 	}
 	if m.held == nil {
-		m.held = make(map[string]holding)
+		m.held = make(map[string]podAllocation)
 	}
 	m.held[pod] = h
 	return true
 }
 
-// give frees a pod's allocation. It returns false if the pod has none.
-func (m *machine) give(pod string) bool {
+// release frees a pod's allocation. It returns false if the pod has none.
+func (m *machine) release(pod string) bool {
 	h, ok := m.held[pod]
 	for _, id := range h.ids {
 		m.used[h.gpu][id] = false
@@ -101,8 +101,8 @@ func (m *machine) give(pod string) bool {
 	return ok
 }
 
-// holders lists the pods with shares of a GPU and their numbers of shares.
-func (m *machine) holders(gpu int) string {
+// describePods lists the pods with shares of a GPU and their numbers of shares.
+func (m *machine) describePods(gpu int) string {
 	var all []string
 	for pod, h := range m.held {
 		if h.gpu == gpu {
@@ -169,8 +169,9 @@ func newAgents(nodes int) *agents {
 	return a
 }
 
-// bound processes the binding of a pod. It is called once for each pod, in the order of binding.
-func (a *agents) bound(pod, node, annotation string, shares int) {
+// recordBinding processes the binding of a pod. It is called once for each pod, in the order of
+// binding.
+func (a *agents) recordBinding(pod, node, annotation string, shares int) {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
 	index, ok := a.names[node]
@@ -185,42 +186,42 @@ func (a *agents) bound(pod, node, annotation string, shares int) {
 		a.malformed = append(a.malformed, fmt.Errorf("%s: %w", pod, err))
 	case gpu < 0:
 		a.unnoted++
-	case m.take(pod, gpu, shares):
-		a.changed(index, gatherGiven)
+	case m.allocate(pod, gpu, shares):
+		a.scheduleWrite(index, allocationDelay)
 		return
 	default:
-		a.elsewhere = append(a.elsewhere, fmt.Sprintf("%s (%d shares) on %s, GPU %d: %s", pod, shares, node, gpu, m.holders(gpu)))
+		a.elsewhere = append(a.elsewhere, fmt.Sprintf("%s (%d shares) on %s, GPU %d: %s", pod, shares, node, gpu, m.describePods(gpu)))
 	}
-	if gpu = m.tightest(shares); gpu < 0 {
+	if gpu = m.fullestGPU(shares); gpu < 0 {
 		a.refused++
 		return
 	}
-	m.take(pod, gpu, shares)
-	a.changed(index, gatherGiven)
+	m.allocate(pod, gpu, shares)
+	a.scheduleWrite(index, allocationDelay)
 }
 
-// gone processes the deletion of a pod.
-func (a *agents) gone(pod, node string) {
+// recordDeletion processes the deletion of a pod.
+func (a *agents) recordDeletion(pod, node string) {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
-	if index, ok := a.names[node]; ok && a.nodes[index].give(pod) {
-		a.changed(index, 0)
+	if index, ok := a.names[node]; ok && a.nodes[index].release(pod) {
+		a.scheduleWrite(index, 0)
 	}
 }
 
-func (a *agents) changed(index int, gather time.Duration) {
+func (a *agents) scheduleWrite(index int, gather time.Duration) {
 	if a.statuses != nil {
-		a.statuses.changed(index, gather)
+		a.statuses.scheduleWrite(index, gather)
 	}
 }
 
-// copyOf returns a copy of a node's current state.
-func (a *agents) copyOf(index int) machine {
+// copyMachine returns a copy of a node's current state.
+func (a *agents) copyMachine(index int) machine {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
 	m := a.nodes[index]
 	m.used = slices.Clone(m.used)
-	m.held = make(map[string]holding, len(a.nodes[index].held))
+	m.held = make(map[string]podAllocation, len(a.nodes[index].held))
 	for pod, h := range a.nodes[index].held {
 		m.held[pod] = h
 	}
@@ -260,8 +261,8 @@ func newStatusWriter(ctx context.Context, client rest.Interface, a *agents) *sta
 	return &statusWriter{client: client, ctx: ctx, agents: a, specs: make([]spec, count), nodes: make([]nodeWrite, count), slots: make(chan struct{}, 64)}
 }
 
-// changed plans a write of the node's status. The write includes all changes until it starts.
-func (t *statusWriter) changed(index int, gather time.Duration) {
+// scheduleWrite plans a write of the node's status. The write includes all changes until it starts.
+func (t *statusWriter) scheduleWrite(index int, gather time.Duration) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	node := &t.nodes[index]
@@ -271,13 +272,14 @@ func (t *statusWriter) changed(index int, gather time.Duration) {
 		}
 		return
 	}
-	t.plan(index, gather)
+	t.writeWithin(index, gather)
 }
 
-// plan moves an already planned write forward if it is due later. The caller must hold the mutex.
-func (t *statusWriter) plan(index int, gather time.Duration) {
+// writeWithin plans a write of the node's status, or moves a planned write forward that is due
+// later. The caller must hold the mutex.
+func (t *statusWriter) writeWithin(index int, gather time.Duration) {
 	node := &t.nodes[index]
-	wait := max(listedAfter+gather, time.Until(node.last.Add(betweenWrites)))
+	wait := max(listingDelay+gather, time.Until(node.last.Add(betweenWrites)))
 	at := time.Now().Add(wait)
 	if node.due != nil {
 		if at.Before(node.at) && node.due.Stop() {
@@ -304,13 +306,13 @@ func (t *statusWriter) plan(index int, gather time.Duration) {
 		t.pending--
 		node.writing, node.last = false, time.Now()
 		if node.stale {
-			t.plan(index, node.gather)
+			t.writeWithin(index, node.gather)
 		}
 	})
 }
 
-// idle reports whether all changes are written.
-func (t *statusWriter) idle() (bool, error) {
+// isIdle reports whether all changes are written, and returns the first error of a write.
+func (t *statusWriter) isIdle() (bool, error) {
 	if err := t.failed.Load(); err != nil {
 		return false, *err
 	}
@@ -323,7 +325,7 @@ func (t *statusWriter) idle() (bool, error) {
 // as a merge patch if no version is known or another write happened.
 func (t *statusWriter) write(ctx context.Context, index int) error {
 	name := nodeName(index)
-	current := status(t.specs[index], index, t.agents.copyOf(index))
+	current := gpuNodeStatus(t.specs[index], index, t.agents.copyMachine(index))
 	t.writes.Add(1)
 	t.mutex.Lock()
 	version := t.nodes[index].version
@@ -409,14 +411,14 @@ func (n gpuNode) spec(gpus int) (spec, bool) {
 	return s, len(n.Spec.GPUs) == gpus
 }
 
-// status is the status of a GpuNode with H100s, as the agent writes it. Without a plan the GPUs are
-// whole.
-func status(s spec, index int, m machine) object {
+// gpuNodeStatus returns the status of a GpuNode with H100s, as the agent writes it. Without a plan
+// the GPUs are whole.
+func gpuNodeStatus(s spec, index int, m machine) object {
 	gpus := make([]object, len(m.used))
 	total := 0
 	for gpu := range m.used {
 		uuid := deviceOf(index, gpu)
-		inUse := sharesPerGPU - m.free(gpu)
+		inUse := sharesPerGPU - m.freeShares(gpu)
 		total += inUse
 		described := object{
 			"uuid": uuid, "index": gpu, "model": "NVIDIA H100 80GB HBM3", "memoryMib": 81559, "sms": 132,

@@ -69,15 +69,15 @@ func (f *fleet) update(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	f.join(nodes.Items)
-	if err := f.leave(ctx, nodes.Items, objects); err != nil {
+	f.addNodes(nodes.Items)
+	if err := f.removeNodes(ctx, nodes.Items, objects); err != nil {
 		return err
 	}
-	f.place(pods.Items)
+	f.allocateShares(pods.Items)
 	for _, node := range nodes.Items {
 		if node.DeletionTimestamp == nil {
 			object, found := objects[node.Name]
-			if err := f.serve(ctx, &node, object, found); err != nil && !apierrors.IsNotFound(err) {
+			if err := f.simulateNode(ctx, &node, object, found); err != nil && !apierrors.IsNotFound(err) {
 				return fmt.Errorf("node %s: %w", node.Name, err)
 			}
 		}
@@ -101,8 +101,8 @@ func (f *fleet) gpuNodes(ctx context.Context) (map[string]gpuNode, error) {
 	return objects, nil
 }
 
-// join adds new nodes.
-func (f *fleet) join(nodes []corev1.Node) {
+// addNodes adds new nodes.
+func (f *fleet) addNodes(nodes []corev1.Node) {
 	for _, node := range nodes {
 		if _, known := f.nodes[node.Name]; !known && node.DeletionTimestamp == nil {
 			f.nodes[node.Name] = &fleetNode{index: int(f.joined.Add(1)), machine: newMachine(f.gpus)}
@@ -110,8 +110,9 @@ func (f *fleet) join(nodes []corev1.Node) {
 	}
 }
 
-// leave removes nodes that no longer exist, with what a cluster's garbage collection removes.
-func (f *fleet) leave(ctx context.Context, nodes []corev1.Node, objects map[string]gpuNode) error {
+// removeNodes removes the state of nodes that no longer exist, and deletes their pods and objects,
+// as a cluster's garbage collection does.
+func (f *fleet) removeNodes(ctx context.Context, nodes []corev1.Node, objects map[string]gpuNode) error {
 	present := make(map[string]bool, len(nodes))
 	for _, node := range nodes {
 		present[node.Name] = true
@@ -128,7 +129,7 @@ func (f *fleet) leave(ctx context.Context, nodes []corev1.Node, objects map[stri
 			continue
 		}
 		for pod := range node.machine.held {
-			f.errors = append(f.errors, fmt.Errorf("node %s left with pod %s", name, pod))
+			f.errors = append(f.errors, fmt.Errorf("node %s was removed while pod %s had shares", name, pod))
 		}
 		now := int64(0)
 		err := f.plane.client.CoreV1().Pods(cleaveNamespace).Delete(ctx, agentName(node.index), metav1.DeleteOptions{GracePeriodSeconds: &now})
@@ -142,9 +143,9 @@ func (f *fleet) leave(ctx context.Context, nodes []corev1.Node, objects map[stri
 
 func agentName(index int) string { return fmt.Sprintf("cleave-agent-%d", index) }
 
-// place gives bound pods shares of the GPU that is reserved for them, and frees those of pods that
-// are gone.
-func (f *fleet) place(pods []corev1.Pod) {
+// allocateShares allocates to bound pods shares of the GPU that is reserved for them, and frees the
+// shares of deleted pods.
+func (f *fleet) allocateShares(pods []corev1.Pod) {
 	present := make(map[string]bool, len(pods))
 	for _, pod := range pods {
 		name := pod.Namespace + "/" + pod.Name
@@ -158,7 +159,7 @@ func (f *fleet) place(pods []corev1.Pod) {
 		}
 		shares := pod.Spec.Containers[0].Resources.Limits[cleaveResource]
 		gpu, err := reservedGPU(pod.Annotations[placementAnnotation], pod.Spec.NodeName, node.index, f.gpus)
-		if err == nil && (gpu < 0 || !node.machine.take(name, gpu, int(shares.Value()))) {
+		if err == nil && (gpu < 0 || !node.machine.allocate(name, gpu, int(shares.Value()))) {
 			err = fmt.Errorf("bound without a reservation that its node can serve")
 		}
 		if err != nil {
@@ -168,15 +169,15 @@ func (f *fleet) place(pods []corev1.Pod) {
 	for _, node := range f.nodes {
 		for pod := range node.machine.held {
 			if !present[pod] {
-				node.machine.give(pod)
+				node.machine.release(pod)
 			}
 		}
 	}
 }
 
-// serve does what the agent and the kubelet of a node do: the agent starts and reports its GPUs,
-// and the kubelet offers shares once the agent has applied the policy.
-func (f *fleet) serve(ctx context.Context, node *corev1.Node, desired gpuNode, found bool) error {
+// simulateNode simulates the agent and the kubelet of a node. The agent starts and reports its
+// GPUs. The kubelet offers shares once the agent has applied the policy.
+func (f *fleet) simulateNode(ctx context.Context, node *corev1.Node, desired gpuNode, found bool) error {
 	own := f.nodes[node.Name]
 	if !own.agent {
 		if err := f.startAgent(ctx, node.Name, own.index); err != nil {
@@ -190,7 +191,7 @@ func (f *fleet) serve(ctx context.Context, node *corev1.Node, desired gpuNode, f
 	if planned, shared := desired.spec(f.gpus); shared {
 		own.spec = planned
 	}
-	text, err := json.Marshal(object{"status": status(own.spec, own.index, own.machine)})
+	text, err := json.Marshal(object{"status": gpuNodeStatus(own.spec, own.index, own.machine)})
 	if err != nil {
 		return err
 	}

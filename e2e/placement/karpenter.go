@@ -18,14 +18,15 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// userKarpenter is the user of Karpenter, an administrator as its chart's roles are not installed.
+// userKarpenter is the user of Karpenter. The user is an administrator, because the roles of
+// Karpenter's chart are not installed.
 const userKarpenter = "karpenter"
 
 // pool contains the options of a run with Karpenter.
 type pool struct {
 	trial trial
-	// karpenter is Karpenter's program with its kwok provider, crds the folders with its custom
-	// resource definitions.
+	// karpenter is the path of Karpenter's program with its kwok provider. crds lists the directories
+	// of its custom resource definitions.
 	karpenter string
 	crds      string
 	gpus      int
@@ -35,15 +36,16 @@ type pool struct {
 	fleet     *fleet
 }
 
-// karpenter checks that a pool of GPU nodes grows from zero by what the pods at the gate need, that
-// it does not grow for a pod that no node can hold, and that it shrinks to zero again.
+// karpenter checks the size of a pool of GPU nodes. The pool must grow from zero for pods at the
+// gate. It must not grow for a pod that fits on no node. It must shrink to zero after the pods are
+// deleted.
 func karpenter(ctx context.Context, arguments []string) error {
 	p := &pool{}
 	o := &p.trial.options
 	flags := flag.NewFlagSet("placement karpenter", flag.ContinueOnError)
 	o.addFlags(flags)
 	flags.StringVar(&p.karpenter, "karpenter", "", "path of Karpenter's program with its kwok provider")
-	flags.StringVar(&p.crds, "crds", "", "folders with Karpenter's custom resource definitions, separated by commas")
+	flags.StringVar(&p.crds, "crds", "", "directories with Karpenter's custom resource definitions, separated by commas")
 	flags.IntVar(&p.gpus, "gpus", 2, "GPUs of each node")
 	flags.IntVar(&p.pods, "pods", 37, "number of pods")
 	flags.IntVar(&p.slack, "slack", 1, "nodes that the pool may have beyond the smallest possible number")
@@ -99,11 +101,11 @@ func (p *pool) run(ctx context.Context, dir string) (err error) {
 	if err := p.startKarpenter(ctx); err != nil {
 		return err
 	}
-	return p.play(ctx)
+	return p.runScenario(ctx)
 }
 
-// instanceTypes is the list of node types for Karpenter's kwok provider. Like a cloud provider, it
-// knows GPUs and no shares.
+// instanceTypes is the list of node types for Karpenter's kwok provider. Like a cloud provider's
+// list, it contains GPUs and no shares.
 func (p *pool) instanceTypes() []object {
 	in := func(key, value string) object { return object{"key": key, "operator": "In", "values": []string{value}} }
 	return []object{{
@@ -115,10 +117,10 @@ func (p *pool) instanceTypes() []object {
 	}}
 }
 
-// kubelets are admission objects that remove shares from new nodes. Karpenter's kwok provider
-// creates nodes that offer all that it planned, but the kubelet of a new node offers shares only
-// after Cleave's agent has registered.
-func kubelets() []object {
+// shareRemovalPolicy returns admission objects that remove shares from new nodes. The kwok provider
+// creates nodes that offer shares at once. The kubelet of a real node offers shares only after
+// Cleave's agent has registered.
+func shareRemovalPolicy() []object {
 	remove := func(field string) string {
 		return fmt.Sprintf(`(has(object.status.%[1]s) && %[2]q in object.status.%[1]s ? [JSONPatch{op: "remove", path: "/status/%[1]s/" + jsonpatch.escapeKey(%[2]q)}] : [])`, field, cleaveResource)
 	}
@@ -134,8 +136,8 @@ func kubelets() []object {
 	}
 }
 
-// objects are the pool, its class, and the overlay that tells Karpenter how many shares a node has.
-// They are those of docs/how-to/autoscaling.md.
+// objects returns the pool, its class, and the overlay with the number of shares of a node.
+// docs/how-to/autoscaling.md lists the same objects.
 func (p *pool) objects() []object {
 	return []object{
 		{"apiVersion": "karpenter.kwok.sh/v1alpha1", "kind": "KWOKNodeClass", "metadata": object{"name": "default"}, "spec": object{}},
@@ -171,7 +173,7 @@ func (p *pool) startKarpenter(ctx context.Context) error {
 		}
 	}
 	var list bytes.Buffer
-	for _, object := range append(kubelets(), p.objects()...) {
+	for _, object := range append(shareRemovalPolicy(), p.objects()...) {
 		text, err := json.Marshal(object)
 		if err != nil {
 			return err
@@ -204,15 +206,16 @@ func (p *pool) startKarpenter(ctx context.Context) error {
 	return err
 }
 
-// play is the scenario. It reports each step on the standard output.
-func (p *pool) play(ctx context.Context) error {
-	shares := sizes(p.trial.options.seed, p.pods)
-	gpus := fewest(shares, sharesPerGPU)
+// runScenario creates and deletes pods, checks the size of the pool after each step, and prints the
+// steps.
+func (p *pool) runScenario(ctx context.Context) error {
+	shares := randomShareCounts(p.trial.options.seed, p.pods)
+	gpus := fewestBins(shares, sharesPerGPU)
 	exact := (gpus + p.gpus - 1) / p.gpus
 	fmt.Printf("%d pods request %v shares: at least %d GPUs, %d nodes of %d\n", p.pods, shares, gpus, exact, p.gpus)
 
-	// From zero, with a pod that no node can hold.
-	if err := p.tooLarge(ctx, "before"); err != nil {
+	// First without nodes: the pod fits on no node of the pool.
+	if err := p.checkTooLargePod(ctx, "before"); err != nil {
 		return err
 	}
 	began := time.Now()
@@ -225,47 +228,47 @@ func (p *pool) play(ctx context.Context) error {
 		names = append(names, name)
 	}
 	if err := waitUntil(ctx, p.limit, "all pods to run", func(ctx context.Context) (bool, error) {
-		running, err := p.running(ctx, names)
+		running, err := p.countRunning(ctx, names)
 		return running == len(names), err
 	}); err != nil {
-		return errors.Join(err, p.explain())
+		return errors.Join(err, p.stateError())
 	}
-	nodes, err := p.count(ctx)
+	nodes, err := p.countNodes(ctx)
 	if err != nil {
 		return err
 	}
-	fmt.Printf("all pods run on %d nodes after %s; %d nodes were added\n", nodes, time.Since(began).Round(time.Second), p.joined())
-	if added := p.joined(); added > exact+p.slack {
+	fmt.Printf("all pods run on %d nodes after %s; %d nodes were added\n", nodes, time.Since(began).Round(time.Second), p.addedNodes())
+	if added := p.addedNodes(); added > exact+p.slack {
 		return fmt.Errorf("%d nodes were added, %d suffice", added, exact)
 	}
-	added := p.joined()
-	if err := p.tooLarge(ctx, "after"); err != nil {
+	added := p.addedNodes()
+	if err := p.checkTooLargePod(ctx, "after"); err != nil {
 		return err
 	}
-	if p.joined() != added {
-		return fmt.Errorf("the pool grew by %d nodes for a pod that no node can hold", p.joined()-added)
+	if p.addedNodes() != added {
+		return fmt.Errorf("the pool grew by %d nodes for a pod that fits on no node", p.addedNodes()-added)
 	}
 	began = time.Now()
 	if err := p.delete(ctx, names...); err != nil {
 		return err
 	}
 	if err := waitUntil(ctx, p.limit, "the pool to be empty", func(ctx context.Context) (bool, error) {
-		nodes, err := p.count(ctx)
+		nodes, err := p.countNodes(ctx)
 		return nodes == 0, err
 	}); err != nil {
-		return errors.Join(err, p.explain())
+		return errors.Join(err, p.stateError())
 	}
-	if p.joined() != added {
-		return fmt.Errorf("%d nodes were added without need", p.joined()-added)
+	if p.addedNodes() != added {
+		return fmt.Errorf("%d nodes were added without need", p.addedNodes()-added)
 	}
 	fmt.Printf("no nodes %s after the pods were deleted\n", time.Since(began).Round(time.Second))
 	return nil
 }
 
-// tooLarge creates a pod that no GPU can hold, waits until Karpenter has refused to add a node for
-// it, and deletes it.
-func (p *pool) tooLarge(ctx context.Context, when string) error {
-	before, err := p.count(ctx)
+// checkTooLargePod creates a pod that fits on no GPU, waits until Karpenter has refused to add a
+// node for it, and deletes it.
+func (p *pool) checkTooLargePod(ctx context.Context, when string) error {
+	before, err := p.countNodes(ctx)
 	if err != nil {
 		return err
 	}
@@ -283,15 +286,15 @@ func (p *pool) tooLarge(ctx context.Context, when string) error {
 		}
 		return slices.ContainsFunc(events.Items, refused), nil
 	}); err != nil {
-		return errors.Join(err, p.explain())
+		return errors.Join(err, p.stateError())
 	}
-	after, err := p.count(ctx)
+	after, err := p.countNodes(ctx)
 	if err != nil {
 		return err
 	}
 	fmt.Printf("a request of %d shares: %d nodes before, %d afterwards\n", sharesPerGPU+1, before, after)
 	if after > before {
-		return fmt.Errorf("the pool grew from %d to %d nodes for a pod that no node can hold", before, after)
+		return fmt.Errorf("the pool grew from %d to %d nodes for a pod that fits on no node", before, after)
 	}
 	return p.delete(ctx, name)
 }
@@ -314,8 +317,8 @@ func (p *pool) delete(ctx context.Context, names ...string) error {
 	return nil
 }
 
-// running counts the pods that run. A failed pod is an error.
-func (p *pool) running(ctx context.Context, names []string) (int, error) {
+// countRunning counts the pods that run. A failed pod is an error.
+func (p *pool) countRunning(ctx context.Context, names []string) (int, error) {
 	list, err := p.trial.plane.client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{})
 	if err != nil {
 		return 0, err
@@ -333,8 +336,8 @@ func (p *pool) running(ctx context.Context, names []string) (int, error) {
 	return running, nil
 }
 
-// count is the number of nodes, and of nodes that Karpenter is about to add.
-func (p *pool) count(ctx context.Context) (int, error) {
+// countNodes returns the number of nodes plus the number of nodes that Karpenter is about to add.
+func (p *pool) countNodes(ctx context.Context) (int, error) {
 	nodes, err := p.trial.plane.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
 	if err != nil {
 		return 0, err
@@ -350,11 +353,11 @@ func (p *pool) count(ctx context.Context) (int, error) {
 	return max(len(nodes.Items), len(claims.Items)), nil
 }
 
-// joined is the number of nodes that were added so far.
-func (p *pool) joined() int { return int(p.fleet.joined.Load()) }
+// addedNodes returns the number of nodes that Karpenter has added since the start.
+func (p *pool) addedNodes() int { return int(p.fleet.joined.Load()) }
 
-// explain lists pods and nodes, as an error. The context of the run may have ended.
-func (p *pool) explain() error {
+// stateError returns an error that lists pods and nodes. The context of the run may have ended.
+func (p *pool) stateError() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	list, err := p.trial.plane.client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{})

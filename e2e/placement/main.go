@@ -75,10 +75,10 @@ func parse(arguments []string) (options, error) {
 		return o, err
 	}
 	var err error
-	if o.nodes, err = numbers(nodes); err != nil {
+	if o.nodes, err = parseNumbers(nodes); err != nil {
 		return o, fmt.Errorf("-nodes: %w", err)
 	}
-	if o.pods, err = numbers(pods); err != nil {
+	if o.pods, err = parseNumbers(pods); err != nil {
 		return o, fmt.Errorf("-pods: %w", err)
 	}
 	if len(o.nodes) != len(o.pods) {
@@ -97,7 +97,7 @@ func parse(arguments []string) (options, error) {
 	return o, nil
 }
 
-func numbers(text string) ([]int, error) {
+func parseNumbers(text string) ([]int, error) {
 	var all []int
 	for _, part := range strings.Split(text, ",") {
 		number, err := strconv.Atoi(part)
@@ -229,15 +229,15 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 	o := t.options
 	r := result{System: t.system.name, Nodes: t.nodes}
 	const warming = 20
-	drawn := sizes(o.seed, warming+o.paced+pods)
+	drawn := randomShareCounts(o.seed, warming+o.paced+pods)
 	warm, err := t.create(ctx, "warm", drawn[:warming], o.clients, 0)
 	if err != nil {
 		return r, err
 	}
-	if err := t.tracker.settle(ctx, warm, o.stall, o.limit); err != nil {
+	if err := t.tracker.waitUntilSettled(ctx, warm, o.stall, o.limit); err != nil {
 		return r, err
 	}
-	if bound := t.tracker.count(warm, func(r *record) bool { return r.node != "" }); bound < warming {
+	if bound := t.tracker.countPods(warm, func(r *record) bool { return r.node != "" }); bound < warming {
 		return r, fmt.Errorf("only %[2]d of the first %[1]d pods were bound", warming, bound)
 	}
 	if err := t.remove(ctx, warm); err != nil {
@@ -271,7 +271,7 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 		return r, err
 	}
 	r.Burst = t.tracker.latencies(burst)
-	r.CreateSeconds = created.Sub(t.tracker.first(burst)).Seconds()
+	r.CreateSeconds = created.Sub(t.tracker.firstRequestTime(burst)).Seconds()
 	r.Writes = after.writes.since(before.writes)
 	r.WritesPerPod = r.Writes.total() / float64(max(r.Burst.Bound, 1))
 	r.Processes = make(map[string]usage)
@@ -279,7 +279,7 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 		used.CPUSeconds -= before.processes[name].CPUSeconds
 		r.Processes[name] = used
 	}
-	r.Failed = t.tracker.count(burst, func(r *record) bool { return r.failed })
+	r.Failed = t.tracker.countPods(burst, func(r *record) bool { return r.failed })
 	r.Refused, r.Elsewhere, r.Unnoted = t.agents.refused, t.agents.elsewhere, t.agents.unnoted
 	if len(t.agents.malformed) > 0 {
 		return r, errors.Join(t.agents.malformed[:min(len(t.agents.malformed), 5)]...)
@@ -296,13 +296,13 @@ func (t *trial) measure(ctx context.Context, pods int) (result, error) {
 
 // waitUntilQuiet waits until all pods are bound and running and all allocations are reported.
 func (t *trial) waitUntilQuiet(ctx context.Context, pods []string) error {
-	if err := t.tracker.settle(ctx, pods, t.options.stall, t.options.limit); err != nil {
+	if err := t.tracker.waitUntilSettled(ctx, pods, t.options.stall, t.options.limit); err != nil {
 		return err
 	}
 	if t.agents.statuses == nil {
 		return nil
 	}
-	return waitUntil(ctx, time.Minute, "all allocations to be reported", func(context.Context) (bool, error) { return t.agents.statuses.idle() })
+	return waitUntil(ctx, time.Minute, "all allocations to be reported", func(context.Context) (bool, error) { return t.agents.statuses.isIdle() })
 }
 
 // snapshot contains counters at one moment.

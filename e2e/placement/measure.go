@@ -20,8 +20,8 @@ import (
 	toolswatch "k8s.io/client-go/tools/watch"
 )
 
-// sizes returns the pods' numbers of shares, 1 to 10, which depend only on the seed.
-func sizes(seed uint64, count int) []int {
+// randomShareCounts returns the pods' numbers of shares, 1 to 10, which depend only on the seed.
+func randomShareCounts(seed uint64, count int) []int {
 	random := rand.New(rand.NewPCG(seed, 0))
 	drawn := make([]int, count)
 	for i := range drawn {
@@ -70,7 +70,7 @@ func (t *tracker) follow(ctx context.Context, p *plane) error {
 	go func() {
 		for event := range watcher.ResultChan() {
 			if pod, ok := event.Object.(*corev1.Pod); ok {
-				t.see(event.Type, pod, time.Now())
+				t.recordEvent(event.Type, pod, time.Now())
 			} else if event.Type == watch.Error {
 				p.failed(fmt.Errorf("the watch of pods failed: %v", event.Object))
 			}
@@ -80,14 +80,14 @@ func (t *tracker) follow(ctx context.Context, p *plane) error {
 	return nil
 }
 
-func (t *tracker) sent(pod string, shares int, now time.Time) {
+func (t *tracker) recordRequest(pod string, shares int, now time.Time) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	t.pods[pod] = &record{shares: shares, sent: now}
 }
 
-// see processes one event.
-func (t *tracker) see(kind watch.EventType, pod *corev1.Pod, now time.Time) {
+// recordEvent processes one event.
+func (t *tracker) recordEvent(kind watch.EventType, pod *corev1.Pod, now time.Time) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	known, ok := t.pods[pod.Name]
@@ -97,18 +97,18 @@ func (t *tracker) see(kind watch.EventType, pod *corev1.Pod, now time.Time) {
 	name := pod.Namespace + "/" + pod.Name
 	if pod.Spec.NodeName != "" && known.node == "" {
 		known.bound, known.node, t.progress = now, pod.Spec.NodeName, now
-		t.agents.bound(name, known.node, pod.Annotations[placementAnnotation], known.shares)
+		t.agents.recordBinding(name, known.node, pod.Annotations[placementAnnotation], known.shares)
 	}
 	known.running = known.running || pod.Status.Phase == corev1.PodRunning
 	known.failed = known.failed || pod.Status.Phase == corev1.PodFailed
 	if kind == watch.Deleted && !known.gone {
 		known.gone = true
-		t.agents.gone(name, known.node)
+		t.agents.recordDeletion(name, known.node)
 	}
 }
 
-// count returns the number of these pods that satisfy a condition.
-func (t *tracker) count(pods []string, is func(*record) bool) int {
+// countPods returns the number of these pods that satisfy a condition.
+func (t *tracker) countPods(pods []string, is func(*record) bool) int {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	count := 0
@@ -120,11 +120,11 @@ func (t *tracker) count(pods []string, is func(*record) bool) int {
 	return count
 }
 
-// settle waits until all pods are bound, no pod was bound for stall, or limit has passed since the
-// first pod was sent. Then it waits until the bound pods run.
-func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.Duration) error {
+// waitUntilSettled waits until all pods are bound, no pod was bound for stall, or limit has passed
+// since the first pod was sent. Then it waits until the bound pods run.
+func (t *tracker) waitUntilSettled(ctx context.Context, pods []string, stall, limit time.Duration) error {
 	isBound := func(r *record) bool { return r.node != "" }
-	started, began := time.Now(), t.first(pods)
+	started, began := time.Now(), t.firstRequestTime(pods)
 	err := waitUntil(ctx, 2*limit, "the pods to be bound", func(context.Context) (bool, error) {
 		t.mutex.Lock()
 		last := t.progress
@@ -132,13 +132,13 @@ func (t *tracker) settle(ctx context.Context, pods []string, stall, limit time.D
 		if last.Before(started) {
 			last = started
 		}
-		return t.count(pods, isBound) == len(pods) || time.Since(last) > stall || time.Since(began) > limit, nil
+		return t.countPods(pods, isBound) == len(pods) || time.Since(last) > stall || time.Since(began) > limit, nil
 	})
 	if err != nil {
 		return err
 	}
 	return waitUntil(ctx, 2*time.Minute, "the bound pods to run", func(context.Context) (bool, error) {
-		return t.count(pods, func(r *record) bool { return isBound(r) && !r.running }) == 0, nil
+		return t.countPods(pods, func(r *record) bool { return isBound(r) && !r.running }) == 0, nil
 	})
 }
 
@@ -223,7 +223,7 @@ func (t *trial) create(ctx context.Context, prefix string, shares []int, clients
 		}
 		one := pod(names[index])
 		t.system.request(one, shares[index])
-		t.tracker.sent(one.Name, shares[index], time.Now())
+		t.tracker.recordRequest(one.Name, shares[index], time.Now())
 		_, err := t.plane.client.CoreV1().Pods(namespace).Create(ctx, one, metav1.CreateOptions{})
 		return err
 	})
@@ -231,7 +231,7 @@ func (t *trial) create(ctx context.Context, prefix string, shares []int, clients
 		return nil, fmt.Errorf("create the pods: %w", err)
 	}
 	return slices.DeleteFunc(names, func(name string) bool {
-		return t.tracker.count([]string{name}, func(*record) bool { return true }) == 0
+		return t.tracker.countPods([]string{name}, func(*record) bool { return true }) == 0
 	}), nil
 }
 
@@ -244,8 +244,8 @@ func (t *trial) remove(ctx context.Context, pods []string) error {
 	if err != nil {
 		return fmt.Errorf("delete the pods: %w", err)
 	}
-	return waitUntil(ctx, time.Minute, "deleted pods to be gone", func(context.Context) (bool, error) {
-		return t.tracker.count(pods, func(r *record) bool { return r.gone }) == len(pods), nil
+	return waitUntil(ctx, time.Minute, "the API server to remove the deleted pods", func(context.Context) (bool, error) {
+		return t.tracker.countPods(pods, func(r *record) bool { return r.gone }) == len(pods), nil
 	})
 }
 
@@ -321,8 +321,8 @@ func (w writes) total() float64 {
 	return total
 }
 
-// first returns the time at which the first of these pods was sent.
-func (t *tracker) first(pods []string) time.Time {
+// firstRequestTime returns the time at which the first of these pods was sent.
+func (t *tracker) firstRequestTime(pods []string) time.Time {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	var first time.Time

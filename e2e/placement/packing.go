@@ -5,24 +5,24 @@ import (
 	"slices"
 )
 
-// fewest returns the smallest number of bins of this size that hold all items. No item is larger
-// than a bin. It tries all packings, apart from those that are equal or no better.
-func fewest(items []int, size int) int {
+// fewestBins returns the smallest number of bins of this size that hold all items. No item is
+// larger than a bin. It tries all packings, apart from those that are equal or no better.
+func fewestBins(items []int, size int) int {
 	items = slices.SortedFunc(slices.Values(items), func(a, b int) int { return cmp.Compare(b, a) })
 	sum := 0
 	for _, item := range items {
 		sum += item
 	}
 	for count := (sum + size - 1) / size; ; count++ {
-		if packs(items, make([]int, count), size, count*size-sum) {
+		if canPack(items, make([]int, count), size, count*size-sum) {
 			return count
 		}
 	}
 }
 
-// packs reports whether the items fit into the bins, of which each has used some of its size. The
+// canPack reports whether the items fit into the bins, of which each has used some of its size. The
 // items are sorted in descending order. waste is how much of all bins may stay unused.
-func packs(items, used []int, size, waste int) bool {
+func canPack(items, used []int, size, waste int) bool {
 	if len(items) == 0 {
 		return true
 	}
@@ -42,7 +42,7 @@ func packs(items, used []int, size, waste int) bool {
 			continue
 		}
 		used[bin] += items[0]
-		if packs(items[1:], used, size, waste-lost) {
+		if canPack(items[1:], used, size, waste-lost) {
 			return true
 		}
 		used[bin] -= items[0]

@@ -17,7 +17,7 @@ func TestTheFewestBinsAreFound(t *testing.T) {
 		// The sum fits seven bins.
 		{[]int{7, 7, 7, 7, 7, 7, 7, 7, 7, 7}, 10},
 	} {
-		if got := fewest(c.items, 10); got != c.want {
+		if got := fewestBins(c.items, 10); got != c.want {
 			t.Errorf("%v: %d bins, not %d", c.items, got, c.want)
 		}
 	}

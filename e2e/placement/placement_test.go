@@ -12,11 +12,11 @@ import (
 )
 
 func TestSizesDependOnlyOnTheSeed(t *testing.T) {
-	first := sizes(1, 1000)
-	if !slices.Equal(first, sizes(1, 1000)) || slices.Equal(first, sizes(2, 1000)) {
+	first := randomShareCounts(1, 1000)
+	if !slices.Equal(first, randomShareCounts(1, 1000)) || slices.Equal(first, randomShareCounts(2, 1000)) {
 		t.Error("equal seeds give different sizes")
 	}
-	if !slices.Equal(first[:10], sizes(1, 10)) {
+	if !slices.Equal(first[:10], randomShareCounts(1, 10)) {
 		t.Error("more pods change the first ones")
 	}
 	if slices.Min(first) != 1 || slices.Max(first) != sharesPerGPU {
@@ -100,22 +100,22 @@ func TestUsageIsParsedWithAnyProgramName(t *testing.T) {
 func TestAReservedPodGetsItsGPU(t *testing.T) {
 	a := newAgents(2)
 	note := `{"until":9,"nodes":{"node-0001":[{"resource":"nvidia.com/gpu-mps","units":4,"device":"` + deviceOf(1, 5) + `"}]}}`
-	a.bound("n/p", "node-0001", note, 4)
-	if free := a.nodes[1].free(5); free != 6 || a.unnoted+len(a.elsewhere)+a.refused != 0 {
+	a.recordBinding("n/p", "node-0001", note, 4)
+	if free := a.nodes[1].freeShares(5); free != 6 || a.unnoted+len(a.elsewhere)+a.refused != 0 {
 		t.Errorf("%d free, %+v", free, a)
 	}
 	// If that GPU is full, the pod is allocated shares of another GPU and counted.
-	a.bound("n/q", "node-0001", note, 7)
-	if len(a.elsewhere) != 1 || !strings.HasSuffix(a.elsewhere[0], "n/q (7 shares) on node-0001, GPU 5: n/p has 4") || a.nodes[1].free(5) != 6 || a.nodes[1].held["n/q"].gpu == 5 {
+	a.recordBinding("n/q", "node-0001", note, 7)
+	if len(a.elsewhere) != 1 || !strings.HasSuffix(a.elsewhere[0], "n/q (7 shares) on node-0001, GPU 5: n/p has 4") || a.nodes[1].freeShares(5) != 6 || a.nodes[1].held["n/q"].gpu == 5 {
 		t.Errorf("%q", a.elsewhere)
 	}
-	a.gone("n/p", "node-0001")
-	a.gone("n/p", "node-0001")
-	if free := a.nodes[1].free(5); free != 10 {
-		t.Errorf("%d free after it is gone", free)
+	a.recordDeletion("n/p", "node-0001")
+	a.recordDeletion("n/p", "node-0001")
+	if free := a.nodes[1].freeShares(5); free != 10 {
+		t.Errorf("%d free after the deletion", free)
 	}
-	a.bound("n/r", "node-0001", "{", 1)
-	a.bound("n/s", "elsewhere", "", 1)
+	a.recordBinding("n/r", "node-0001", "{", 1)
+	a.recordBinding("n/s", "elsewhere", "", 1)
 	if len(a.malformed) != 2 {
 		t.Errorf("%v", a.malformed)
 	}
@@ -124,11 +124,11 @@ func TestAReservedPodGetsItsGPU(t *testing.T) {
 func TestAPodThatFitsNoGPUIsRefused(t *testing.T) {
 	a := newAgents(1)
 	for gpu := range gpusPerNode {
-		a.bound("n/"+string(rune('a'+gpu)), "node-0000", "", 6)
+		a.recordBinding("n/"+string(rune('a'+gpu)), "node-0000", "", 6)
 	}
 	// 32 shares are free, four on each GPU.
-	a.bound("n/five", "node-0000", "", 5)
-	a.bound("n/four", "node-0000", "", 4)
+	a.recordBinding("n/five", "node-0000", "", 5)
+	a.recordBinding("n/four", "node-0000", "", 4)
 	if a.refused != 1 || a.unnoted != gpusPerNode+2 {
 		t.Errorf("%d refused, %d without a reservation", a.refused, a.unnoted)
 	}
@@ -136,9 +136,9 @@ func TestAPodThatFitsNoGPUIsRefused(t *testing.T) {
 
 func TestAStatusReportsAllocations(t *testing.T) {
 	m := newMachine(gpusPerNode)
-	m.take("n/b", 2, 3)
-	m.take("n/a", 2, 2)
-	shared := status(spec{Generation: 4, PlanID: "x", Memory: []uint64{10, 20, 30}}, 0, m)
+	m.allocate("n/b", 2, 3)
+	m.allocate("n/a", 2, 2)
+	shared := gpuNodeStatus(spec{Generation: 4, PlanID: "x", Memory: []uint64{10, 20, 30}}, 0, m)
 	gpu := shared["gpus"].([]object)[2]
 	rows := gpu["allocations"].([]object)
 	if len(rows) != 2 || rows[0]["pod"] != "n/a" || rows[1]["memoryMib"] != uint64(30) || rows[1]["ids"].([]string)[0] != deviceOf(0, 2)+"::0" {
@@ -147,7 +147,7 @@ func TestAStatusReportsAllocations(t *testing.T) {
 	if slice := gpu["slices"].([]object)[0]; slice["inUse"] != 5 || slice["total"] != 10 {
 		t.Errorf("%v", slice)
 	}
-	whole := status(spec{}, 0, newMachine(gpusPerNode))
+	whole := gpuNodeStatus(spec{}, 0, newMachine(gpusPerNode))
 	if gpu := whole["gpus"].([]object)[0]; gpu["mode"] != "Whole" || whole["planId"] != "" {
 		t.Errorf("%v", gpu)
 	}
@@ -157,21 +157,21 @@ func TestAPodIsBoundOnce(t *testing.T) {
 	a := newAgents(1)
 	tracker := newTracker(a)
 	now := time.Now()
-	tracker.sent("p", 3, now)
+	tracker.recordRequest("p", 3, now)
 	event := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "p"}}
-	tracker.see(watch.Added, event, now)
+	tracker.recordEvent(watch.Added, event, now)
 	event.Spec.NodeName = "node-0000"
-	tracker.see(watch.Modified, event, now.Add(time.Second))
+	tracker.recordEvent(watch.Modified, event, now.Add(time.Second))
 	event.Status.Phase = corev1.PodRunning
-	tracker.see(watch.Modified, event, now.Add(2*time.Second))
+	tracker.recordEvent(watch.Modified, event, now.Add(2*time.Second))
 	if l := tracker.latencies([]string{"p"}); l.Bound != 1 || l.P50 != 1000 {
 		t.Errorf("%+v", l)
 	}
-	if a.unnoted != 1 || tracker.count([]string{"p"}, func(r *record) bool { return r.running }) != 1 {
+	if a.unnoted != 1 || tracker.countPods([]string{"p"}, func(r *record) bool { return r.running }) != 1 {
 		t.Error("the pod was bound again, or does not run")
 	}
-	tracker.see(watch.Deleted, event, now)
-	tracker.see(watch.Deleted, event, now)
+	tracker.recordEvent(watch.Deleted, event, now)
+	tracker.recordEvent(watch.Deleted, event, now)
 	if a.nodes[0].held["namespace/p"].ids != nil || len(a.nodes[0].held) != 0 {
 		t.Error("the pod still has an allocation")
 	}

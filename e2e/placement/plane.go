@@ -290,12 +290,12 @@ func freePorts(count int) ([]int, error) {
 }
 
 // waitUntil repeats a check until it succeeds. An error stops it.
-func waitUntil(ctx context.Context, limit time.Duration, what string, ask func(context.Context) (bool, error)) error {
+func waitUntil(ctx context.Context, limit time.Duration, what string, check func(context.Context) (bool, error)) error {
 	late := fmt.Errorf("timed out after %s waiting for %s", limit, what)
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, late)
 	defer cancel()
 	for {
-		done, err := ask(ctx)
+		done, err := check(ctx)
 		if done {
 			return nil
 		}

@@ -22,8 +22,8 @@ type process struct {
 	err      error // set when done is closed
 }
 
-// toStart receives functions for the thread that starts all processes.
-var toStart = func() chan func() {
+// startRequests receives functions for the thread that starts all processes.
+var startRequests = func() chan func() {
 	queue := make(chan func())
 	go func() {
 		// A child receives its parent-death signal when the thread that started it exits. This
@@ -49,7 +49,7 @@ func startProcess(name, log string, env, argv []string) (*process, error) {
 	// then stops its children in order.
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	started := make(chan error)
-	toStart <- func() { started <- command.Start() }
+	startRequests <- func() { started <- command.Start() }
 	if err := <-started; err != nil {
 		return nil, fmt.Errorf("start %s: %w", name, err)
 	}

@@ -45,7 +45,7 @@ type system struct {
 	resource corev1.ResourceName // the nodes' resource, or "" without one
 	// prepare sets up the system after the nodes are Ready.
 	prepare func(context.Context, *trial) error
-	// request makes a pod request shares.
+	// request adds a request for shares to a pod.
 	request func(pod *corev1.Pod, shares int)
 	// check counts overcommitted GPUs at the end, or is nil if the simulated agents count them.
 	check func(context.Context, *trial) (overcommitted int, err error)
@@ -249,7 +249,7 @@ func prepareCleave(ctx context.Context, t *trial) error {
 	if err := startOperator(ctx, t); err != nil {
 		return err
 	}
-	return share(ctx, t)
+	return simulateAgentStart(ctx, t)
 }
 
 // kubectl runs kubectl as an administrator.
@@ -377,9 +377,9 @@ func makeAgents(ctx context.Context, t *trial) error {
 	})
 }
 
-// share simulates agents that join: they report whole GPUs, and report them as shared once the
-// operator has planned.
-func share(ctx context.Context, t *trial) error {
+// simulateAgentStart simulates agents that start: they report whole GPUs, and report shares once
+// the operator has planned.
+func simulateAgentStart(ctx context.Context, t *trial) error {
 	t.agents.statuses = newStatusWriter(ctx, t.plane.custom, t.agents)
 	statuses := t.agents.statuses
 	nodes := func(ctx context.Context) ([]gpuNode, error) {

@@ -20,5 +20,5 @@ struct Cli {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     cli.log.start();
-    process::exit("cleave-agent", process::block_on(cleave_agent::run(cli.args)))
+    process::exit_code("cleave-agent", process::block_on(cleave_agent::run(cli.args)))
 }

@@ -21,5 +21,5 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     cli.log.start();
     let program = async { Ok(cleave_gpu::mps::host::run(cli.args, None).await?) };
-    process::exit("cleave-mps-host", process::block_on(program))
+    process::exit_code("cleave-mps-host", process::block_on(program))
 }

@@ -61,7 +61,7 @@ enum End {
 
 /// The reaction to the end of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Next {
+enum Reaction {
     /// Restart the program.
     Restart,
     /// Exit the supervisor with this code.
@@ -75,8 +75,8 @@ struct Restarts(VecDeque<Instant>);
 impl Restarts {
     /// Decides how to react after the program has exited. `stopping` is true once a signal
     /// requested that the supervisor stop.
-    fn next(&mut self, end: End, stopping: bool, now: Instant) -> Next {
-        let code = |code: i32| Next::Exit(u8::try_from(code).unwrap_or(u8::MAX));
+    fn reaction_to(&mut self, end: End, stopping: bool, now: Instant) -> Reaction {
+        let code = |code: i32| Reaction::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {
             End::Exit(status) => return code(status),
             End::Signal(signal) => signal,
@@ -87,14 +87,14 @@ impl Restarts {
             return code(SIGNAL_EXIT_CODE + signal);
         }
         self.0.push_back(now);
-        Next::Restart
+        Reaction::Restart
     }
 }
 
 /// Runs the program until it exits. Returns the exit code.
 fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("usage: cleave-supervise PROGRAM [ARGUMENT]...") };
-    let awaited = awaited();
+    let awaited = awaited_signals();
     // Blocked signals remain pending until `wait` below consumes them. This also works in process
     // 1, to which the kernel delivers no signal without a handler.
     awaited.thread_block().context("failed to block signals")?;
@@ -112,11 +112,11 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
         }
         // One SIGCHLD can stand for several exited processes. Process 1 of a container also
         // receives SIGCHLD for orphans.
-        while let Some((pid, status)) = reaped()? {
-            let Some(end) = end(status).filter(|_| pid == worker) else { continue };
-            match restarts.next(end, stopping, Instant::now()) {
-                Next::Exit(code) => return Ok(code),
-                Next::Restart => {
+        while let Some((pid, status)) = reap_child()? {
+            let Some(end) = program_end(status).filter(|_| pid == worker) else { continue };
+            match restarts.reaction_to(end, stopping, Instant::now()) {
+                Reaction::Exit(code) => return Ok(code),
+                Reaction::Restart => {
                     eprintln!("cleave-supervise: process {} ended with {end:?}; restarting", pid.as_raw_pid());
                     std::thread::sleep(RESTART_DELAY);
                     worker = start(program, args)?;
@@ -127,7 +127,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
 }
 
 /// Returns the signals that the supervisor waits for.
-fn awaited() -> SigSet {
+fn awaited_signals() -> SigSet {
     FORWARDED_SIGNALS.into_iter().chain([Signal::SIGCHLD]).collect()
 }
 
@@ -140,7 +140,7 @@ fn start(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
 }
 
 /// Reaps one exited child; `None` if no child has exited.
-fn reaped() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
+fn reap_child() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     match rustix::process::wait(WaitOptions::NOHANG) {
         Ok(reaped) => Ok(reaped),
         Err(rustix::io::Errno::CHILD) => Ok(None),
@@ -149,7 +149,7 @@ fn reaped() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
 }
 
 /// Returns how a child exited, or `None` if it is only stopped.
-fn end(status: WaitStatus) -> Option<End> {
+fn program_end(status: WaitStatus) -> Option<End> {
     status.exit_status().map(End::Exit).or_else(|| status.terminating_signal().map(End::Signal))
 }
 
@@ -163,7 +163,7 @@ fn become_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
         bail!("the supervisor (process {parent}) is gone");
     }
     // Unblock the signals, because the program would inherit the mask.
-    awaited().thread_unblock().context("failed to unblock signals")?;
+    awaited_signals().thread_unblock().context("failed to unblock signals")?;
     let error = Command::new(program).args(args).exec();
     Err(error).with_context(|| format!("failed to start {}", program.display()))
 }
@@ -178,7 +178,7 @@ mod tests {
     fn a_program_that_exits_is_not_restarted() {
         for status in [0, 1, 2, 255] {
             let code = u8::try_from(status).unwrap();
-            assert_eq!(Restarts::default().next(End::Exit(status), false, Instant::now()), Next::Exit(code));
+            assert_eq!(Restarts::default().reaction_to(End::Exit(status), false, Instant::now()), Reaction::Exit(code));
         }
     }
 
@@ -187,19 +187,25 @@ mod tests {
         let start = Instant::now();
         let mut restarts = Restarts::default();
         for second in 0..20 {
-            assert_eq!(restarts.next(KILLED_BY_SIGKILL, false, start + Duration::from_secs(second)), Next::Restart);
+            assert_eq!(
+                restarts.reaction_to(KILLED_BY_SIGKILL, false, start + Duration::from_secs(second)),
+                Reaction::Restart
+            );
         }
-        assert_eq!(restarts.next(KILLED_BY_SIGKILL, false, start + Duration::from_secs(59)), Next::Exit(137));
         assert_eq!(
-            restarts.next(KILLED_BY_SIGKILL, false, start + MAX_RESTARTS.1),
-            Next::Restart,
+            restarts.reaction_to(KILLED_BY_SIGKILL, false, start + Duration::from_secs(59)),
+            Reaction::Exit(137)
+        );
+        assert_eq!(
+            restarts.reaction_to(KILLED_BY_SIGKILL, false, start + MAX_RESTARTS.1),
+            Reaction::Restart,
             "the first restart is a minute ago"
         );
-        assert_eq!(restarts.next(KILLED_BY_SIGKILL, false, start + MAX_RESTARTS.1), Next::Exit(137));
+        assert_eq!(restarts.reaction_to(KILLED_BY_SIGKILL, false, start + MAX_RESTARTS.1), Reaction::Exit(137));
     }
 
     #[test]
     fn a_program_is_not_restarted_while_stopping() {
-        assert_eq!(Restarts::default().next(End::Signal(15), true, Instant::now()), Next::Exit(143));
+        assert_eq!(Restarts::default().reaction_to(End::Signal(15), true, Instant::now()), Reaction::Exit(143));
     }
 }

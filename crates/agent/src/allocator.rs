@@ -1,8 +1,8 @@
 //! Allocates slices for a front end such as the device plugin.
 //!
-//! The allocator answers requests from memory. One lock protects the [`AllocationTable`]. The lock
-//! is held briefly, never across an await, and never during file I/O. When a container starts, the
-//! allocator waits until the allocation's door and devices are ready.
+//! The allocator answers requests from memory. One lock protects the [`AllocationTable`]. Hold the
+//! lock only briefly: never across an await, and never during file I/O. When a container starts,
+//! the allocator waits until the allocation's door and devices are ready.
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,8 +19,8 @@ use crate::event::NodeEvent;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
-/// Maximum time that a container's start waits for its door. The kubelet gives up after 30 s and
-/// retries.
+/// Maximum time that a container's start waits for its door. The kubelet's own timeout is 30 s,
+/// after which it retries.
 const READY_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Interval between checks of the CDI specification.
@@ -29,7 +29,7 @@ const CDI_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum time that a request waits for the API server to report its pod. The API server reports a
 /// pod to the kubelet and the agent at the same time. The kubelet's request may therefore arrive
 /// before the agent knows the pod.
-pub(crate) const POD_WAIT: Duration = Duration::from_secs(2);
+pub(crate) const MAX_POD_WAIT: Duration = Duration::from_secs(2);
 
 /// Maximum number of unpublished events in the table. More events would add no information.
 pub(crate) const MAX_EVENTS: usize = 16;
@@ -62,18 +62,18 @@ impl Allocator {
         self.pending_changes.send_replace(());
     }
 
-    /// Waits until a known pod has a request of this size, for at most [`POD_WAIT`].
+    /// Waits until a known pod has a request of this size, for at most [`MAX_POD_WAIT`].
     pub async fn wait_for_pod(&self, resource: &str, units: u32) {
         let mut changes = self.pending_changes.subscribe();
         let known = async {
             while !self.table().pending.expects_request(resource, units) && changes.changed().await.is_ok() {}
         };
-        if tokio::time::timeout(POD_WAIT, known).await.is_ok() {
+        if tokio::time::timeout(MAX_POD_WAIT, known).await.is_ok() {
             self.metrics.count_wait(true);
             return;
         }
         self.metrics.count_wait(false);
-        self.table().pending.wait_timed_out();
+        self.table().pending.record_wait_timeout();
         tracing::info!(
             resource,
             units,
@@ -137,12 +137,12 @@ impl Allocator {
     /// devices, and its door is open.
     ///
     /// # Errors
-    /// A clause that states which condition is still unmet after [`READY_TIMEOUT`].
+    /// Returns a clause that states which condition is still unmet after [`READY_TIMEOUT`].
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
-        if let Some(directory) = self.settings.specification() {
+        if let Some(directory) = self.settings.cdi_directory() {
             // The specification may not list a new MIG instance yet.
             let end = Instant::now() + READY_TIMEOUT;
-            while !cdi::describes(directory, &allocation.devices) {
+            while !cdi::lists_devices(directory, &allocation.devices) {
                 if Instant::now() > end {
                     return Err(format!(
                         "the CDI specification does not contain {} yet",

@@ -158,23 +158,23 @@ pub struct MountArg {
     pub read_only: bool,
 }
 
-/// The text is not `HOST:CONTAINER[:ro]`.
+/// Error for a text that is not `HOST:CONTAINER[:ro]`.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not HOST:CONTAINER or HOST:CONTAINER:ro with absolute paths")]
-pub struct NotAMount(String);
+pub struct InvalidMount(String);
 
 impl FromStr for MountArg {
-    type Err = NotAMount;
+    type Err = InvalidMount;
 
-    fn from_str(text: &str) -> Result<Self, NotAMount> {
+    fn from_str(text: &str) -> Result<Self, InvalidMount> {
         let parts: Vec<&str> = text.split(':').collect();
         let (host, container, read_only) = match parts[..] {
             [host, container] | [host, container, "rw"] => (host, container, false),
             [host, container, "ro"] => (host, container, true),
-            _ => return Err(NotAMount(text.to_owned())),
+            _ => return Err(InvalidMount(text.to_owned())),
         };
         if !host.starts_with('/') || !container.starts_with('/') {
-            return Err(NotAMount(text.to_owned()));
+            return Err(InvalidMount(text.to_owned()));
         }
         Ok(Self { host: host.to_owned(), container: container.to_owned(), read_only })
     }
@@ -189,18 +189,18 @@ pub struct EnvArg {
     pub value: String,
 }
 
-/// The text is not `NAME=VALUE`.
+/// Error for a text that is not `NAME=VALUE`.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not NAME=VALUE")]
-pub struct NotAnEnv(String);
+pub struct InvalidEnv(String);
 
 impl FromStr for EnvArg {
-    type Err = NotAnEnv;
+    type Err = InvalidEnv;
 
-    fn from_str(text: &str) -> Result<Self, NotAnEnv> {
+    fn from_str(text: &str) -> Result<Self, InvalidEnv> {
         match text.split_once('=') {
             Some((name, value)) if !name.is_empty() => Ok(Self { name: name.to_owned(), value: value.to_owned() }),
-            _ => Err(NotAnEnv(text.to_owned())),
+            _ => Err(InvalidEnv(text.to_owned())),
         }
     }
 }

@@ -19,7 +19,7 @@ const SPECIFICATION_FILE: &str = "cleave.dev-gpu.json";
 const CONTROL_NODES: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
 
 /// Returns the fully qualified CDI name of a device.
-pub fn name(uuid: &str) -> String {
+pub fn device_name(uuid: &str) -> String {
     format!("{CDI_KIND}={uuid}")
 }
 
@@ -88,7 +88,7 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
                 continue;
             }
             let devices = fs::read_to_string(host_root.join("proc/devices"))?;
-            let Some(major) = major(&devices) else {
+            let Some(major) = parse_major(&devices) else {
                 return Err(io::Error::new(io::ErrorKind::NotFound, "the kernel lists no nvidia-caps devices"));
             };
             if let Some(directory) = path.parent() {
@@ -108,13 +108,13 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
 }
 
 /// Returns the major number of `nvidia-caps` in `/proc/devices`.
-fn major(devices: &str) -> Option<u32> {
+fn parse_major(devices: &str) -> Option<u32> {
     let numbers = devices.lines().filter_map(|line| line.trim().split_once(' '));
     numbers.filter(|(_, name)| *name == "nvidia-caps").find_map(|(number, _)| number.parse().ok())
 }
 
 /// Returns whether the specification in `directory` lists all of `devices`.
-pub fn describes(directory: &Path, devices: &[String]) -> bool {
+pub fn lists_devices(directory: &Path, devices: &[String]) -> bool {
     let Ok(text) = fs::read(directory.join(SPECIFICATION_FILE)) else { return false };
     let spec: Value = serde_json::from_slice(&text).unwrap_or_default();
     let named: Vec<&str> =
@@ -148,7 +148,7 @@ pub fn specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Pat
 }
 
 /// Writes the specification of these devices, unless it is up to date.
-pub fn write(args: &AgentArgs, nodes: &BTreeMap<String, Vec<String>>) -> io::Result<()> {
+pub fn write_specification(args: &AgentArgs, nodes: &BTreeMap<String, Vec<String>>) -> io::Result<()> {
     let driver = args.driver_root.as_deref().map(|host| (host, args.container_driver_root.as_path()));
     let text = specification(nodes, driver).to_string();
     let path: PathBuf = args.cdi_dir.join(SPECIFICATION_FILE);
@@ -217,11 +217,11 @@ mod tests {
     fn a_specification_describes_the_devices_that_it_lists() {
         let directory = tempfile::tempdir().unwrap();
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
-        assert!(!describes(directory.path(), &names(&["MIG-a"])), "there is no specification");
+        assert!(!lists_devices(directory.path(), &names(&["MIG-a"])), "there is no specification");
         let nodes = BTreeMap::from([("MIG-a".to_owned(), Vec::new())]);
         fs::write(directory.path().join(SPECIFICATION_FILE), specification(&nodes, None).to_string()).unwrap();
-        assert!(describes(directory.path(), &names(&["MIG-a"])));
-        assert!(!describes(directory.path(), &names(&["MIG-a", "MIG-b"])));
+        assert!(lists_devices(directory.path(), &names(&["MIG-a"])));
+        assert!(!lists_devices(directory.path(), &names(&["MIG-a", "MIG-b"])));
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Finds the pods and the container of a process from its cgroup (cgroups(7)). Pure.
 //!
 //! A container may create cgroups with any name below its own cgroup, and move its processes there.
-//! Therefore only the component nearest the root that names a pod is trusted: above it, only the
-//! kubelet and the container runtime create cgroups. Unless the node itself runs in a pod, no
-//! component below it names a real pod.
+//! Therefore this module trusts only the component nearest the root that names a pod: above it,
+//! only the kubelet and the container runtime create cgroups. Unless the node itself runs in a pod,
+//! no component below it names a real pod.
 
 /// The pod and container of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -15,9 +15,9 @@ pub struct Owner {
     pub container: Option<String>,
 }
 
-/// Parses `/proc/PID/cgroup` and returns the owner of the process. `None` if it is in no pod, or if
-/// two hierarchies disagree.
-pub fn owner(text: &str) -> Option<Owner> {
+/// Parses `/proc/PID/cgroup` and returns the owner of the process. Returns `None` if the process is
+/// in no pod, or if two hierarchies disagree.
+pub fn parse_owner(text: &str) -> Option<Owner> {
     let mut found: Option<Owner> = None;
     for owner in paths(text).filter_map(|path| owners(path).into_iter().next()) {
         match &mut found {
@@ -31,7 +31,7 @@ pub fn owner(text: &str) -> Option<Owner> {
 }
 
 /// Parses `/proc/PID/cgroup` and returns the UIDs of all pods above the process, outermost first.
-/// Only the first pod can be trusted: its containers may have created the other cgroups.
+/// Trust only the first pod: its containers may have created the other cgroups.
 pub fn parse_pod_uids(text: &str) -> Vec<String> {
     // All hierarchies that name pods name the same pods.
     let found = paths(text).map(owners).find(|owners| !owners.is_empty());
@@ -59,9 +59,9 @@ fn owners(path: &str) -> Vec<Owner> {
         // Seen from another cgroup namespace, a path begins with `..` for each level up to the
         // common ancestor, which may be below `kubepods`.
         let plain = component.strip_prefix("pod").filter(|_| below_kubepods || outside);
-        if let Some(pod) = plain.or_else(|| in_slice(component)).and_then(uid) {
+        if let Some(pod) = plain.or_else(|| pod_in_slice_name(component)).and_then(parse_pod_uid) {
             let inside = parts.next_back().or_else(|| components.peek().copied());
-            found.push(Owner { pod, container: inside.and_then(container) });
+            found.push(Owner { pod, container: inside.and_then(parse_container_id) });
         }
         below_kubepods |= component == "kubepods";
         outside &= matches!(component, ".." | "burstable" | "besteffort");
@@ -69,16 +69,16 @@ fn owners(path: &str) -> Vec<Owner> {
     found
 }
 
-/// Returns the pod in systemd's name of its cgroup: `kubepods-burstable-pod<uid>.slice`. Nested
-/// kubelets prepend the name of another slice.
-fn in_slice(component: &str) -> Option<&str> {
+/// Returns the pod's UID from systemd's name of the pod's cgroup:
+/// `kubepods-burstable-pod<uid>.slice`. Nested kubelets prepend the name of another slice.
+fn pod_in_slice_name(component: &str) -> Option<&str> {
     let (of, pod) = component.strip_suffix(".slice")?.rsplit_once("-pod")?;
     let of = of.strip_suffix("-burstable").or_else(|| of.strip_suffix("-besteffort")).unwrap_or(of);
     (of == "kubepods" || of.ends_with("-kubepods")).then_some(pod)
 }
 
 /// Parses a pod's UID. systemd's names have underscores instead of dashes.
-fn uid(text: &str) -> Option<String> {
+fn parse_pod_uid(text: &str) -> Option<String> {
     let uid = text.replace('_', "-");
     let hexadecimal = |text: &str| text.bytes().all(|byte| byte.is_ascii_hexdigit());
     let groups: Vec<&str> = uid.split('-').collect();
@@ -89,7 +89,7 @@ fn uid(text: &str) -> Option<String> {
 
 /// Parses a container's id: `<id>`, `cri-containerd-<id>.scope`, `crio-<id>.scope`,
 /// `docker-<id>.scope`.
-fn container(component: &str) -> Option<String> {
+fn parse_container_id(component: &str) -> Option<String> {
     let name = component.strip_suffix(".scope").unwrap_or(component);
     let (runtime, id) = name.rsplit_once('-').unwrap_or(("", name));
     let of_container = matches!(runtime, "" | "cri-containerd" | "crio" | "docker" | "libpod");
@@ -108,7 +108,7 @@ mod tests {
     const OTHER_POD_UID: &str = "00000000-1111-4222-8333-444444444444";
     const CONTAINER_ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
-    #[expect(clippy::unnecessary_wraps, reason = "compared with the result of `owner`")]
+    #[expect(clippy::unnecessary_wraps, reason = "compared with the result of `parse_owner`")]
     fn owner_with_container(container: Option<&str>) -> Option<Owner> {
         Some(Owner { pod: POD_UID.into(), container: container.map(str::to_owned) })
     }
@@ -149,9 +149,9 @@ mod tests {
             format!("/kubepods/pod{POD_UID}/{CONTAINER_ID}/deep/below"),
             format!("/kubepods/pod{POD_UID}/{CONTAINER_ID} (deleted)"),
         ] {
-            assert_eq!(owner(&format!("0::{path}\n")), owner_with_container(Some(CONTAINER_ID)), "{path}");
+            assert_eq!(parse_owner(&format!("0::{path}\n")), owner_with_container(Some(CONTAINER_ID)), "{path}");
             assert_eq!(
-                owner(&format!("7:cpu,cpuacct:{path}\n1:name=systemd:/\n0::/\n")),
+                parse_owner(&format!("7:cpu,cpuacct:{path}\n1:name=systemd:/\n0::/\n")),
                 owner_with_container(Some(CONTAINER_ID)),
                 "{path}"
             );
@@ -166,7 +166,7 @@ mod tests {
             format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-conmon-{CONTAINER_ID}.scope"),
             format!("/kubepods/pod{POD_UID}/../{CONTAINER_ID}x"),
         ] {
-            assert_eq!(owner(&format!("0::{path}")), owner_with_container(None), "{path}");
+            assert_eq!(parse_owner(&format!("0::{path}")), owner_with_container(None), "{path}");
         }
     }
 
@@ -185,7 +185,7 @@ mod tests {
             "::",
             ":",
         ] {
-            assert_eq!(owner(text), None, "{text}");
+            assert_eq!(parse_owner(text), None, "{text}");
         }
     }
 
@@ -202,11 +202,11 @@ mod tests {
             ),
             format!("/../../pod{POD_UID}/{CONTAINER_ID}/{lie}"),
         ] {
-            assert_eq!(owner(&format!("0::{path}")), owner_with_container(Some(CONTAINER_ID)), "{path}");
+            assert_eq!(parse_owner(&format!("0::{path}")), owner_with_container(Some(CONTAINER_ID)), "{path}");
         }
         // If two hierarchies disagree, neither is trusted.
         assert_eq!(
-            owner(&format!(
+            parse_owner(&format!(
                 "2:cpu:/kubepods/pod{POD_UID}/{CONTAINER_ID}\n0::/kubepods/pod{OTHER_POD_UID}/{CONTAINER_ID}"
             )),
             None
@@ -243,12 +243,12 @@ mod tests {
     proptest! {
         #[test]
         fn no_text_causes_a_panic(text in ".*") {
-            let _ = (owner(&text), parse_pod_uids(&text));
+            let _ = (parse_owner(&text), parse_pod_uids(&text));
         }
 
         #[test]
         fn cgroups_below_a_container_do_not_change_its_owner(below in "(/[^/\n]{1,20}){0,6}") {
-            prop_assert_eq!(owner(&format!("0::/kubepods/burstable/pod{POD_UID}/{CONTAINER_ID}{below}")).map(|owner| owner.pod), Some(POD_UID.to_owned()));
+            prop_assert_eq!(parse_owner(&format!("0::/kubepods/burstable/pod{POD_UID}/{CONTAINER_ID}{below}")).map(|owner| owner.pod), Some(POD_UID.to_owned()));
         }
     }
 }

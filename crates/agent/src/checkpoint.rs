@@ -72,7 +72,7 @@ pub enum DecodeError {
     /// The content does not have the form of a checkpoint.
     #[error("the file is damaged")]
     Damaged(#[source] serde_json::Error),
-    /// Another version of the agent wrote it.
+    /// Another version of the agent wrote the file.
     #[error("the file has version {0}; this agent reads version {FORMAT_VERSION}")]
     Version(u32),
     /// A value is impossible, for this reason.
@@ -84,7 +84,7 @@ impl Checkpoint {
     /// Parses the output of [`Checkpoint::encode`].
     ///
     /// # Errors
-    /// Returns [`DecodeError`] if an agent of this version did not write it.
+    /// Returns [`DecodeError`] if `bytes` is not a checkpoint in this agent's format version.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         #[derive(Deserialize)]
         struct Versioned {
@@ -161,7 +161,7 @@ impl Store {
     /// kernel releases the lock when the process ends.
     ///
     /// # Errors
-    /// The directory cannot be created, opened or locked.
+    /// Returns an error if the directory cannot be created, opened or locked.
     pub fn try_lock(&self) -> io::Result<Option<Lock>> {
         let directory = self.path.parent().unwrap_or(&self.path);
         fs::create_dir_all(directory)?;
@@ -173,7 +173,7 @@ impl Store {
         }
     }
 
-    /// Reads the checkpoint. `None` if the file does not exist.
+    /// Reads the checkpoint. Returns `None` if the file does not exist.
     pub fn load(&self) -> Result<Option<Checkpoint>, CheckpointError> {
         let path = || self.path.clone();
         let bytes = match fs::read(&self.path) {

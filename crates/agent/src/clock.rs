@@ -25,7 +25,7 @@ impl Clock {
         Self { from: Stamp { now, wall } }
     }
 
-    /// Returns the time of day at `now`.
+    /// Returns `now` together with its time of day.
     pub fn stamp(self, now: Instant) -> Stamp {
         let since = SignedDuration::try_from(now.saturating_duration_since(self.from.now)).unwrap_or_default();
         Stamp { now, wall: self.from.wall.saturating_add(since).unwrap_or(self.from.wall) }

@@ -75,7 +75,7 @@ impl ContainerSettings {
 
     /// Returns the directory of the CDI specification. A container can start only after the
     /// specification lists the allocation's devices. Returns `None` for strategies without CDI.
-    pub fn specification(&self) -> Option<&Path> {
+    pub fn cdi_directory(&self) -> Option<&Path> {
         (self.strategy == DeviceListStrategy::Cdi).then_some(self.cdi_dir.as_path())
     }
 
@@ -93,7 +93,7 @@ impl ContainerSettings {
         match self.strategy {
             DeviceListStrategy::Envvar => {}
             DeviceListStrategy::Cdi => {
-                edits.cdi_devices = allocation.devices.iter().map(|uuid| cdi::name(uuid)).collect();
+                edits.cdi_devices = allocation.devices.iter().map(|uuid| cdi::device_name(uuid)).collect();
             }
             DeviceListStrategy::DeviceNodes => {
                 let paths: BTreeSet<&String> =

@@ -7,16 +7,16 @@ use cleave_kubelet::{ContainerResponse, DeviceList, DeviceNode, Mount, Options, 
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
-use crate::allocation::allocate::{Choice, Denied, ResourceView, prefer};
+use crate::allocation::allocate::{ChoiceRequest, Denied, ResourceView, prefer};
 use crate::allocator::Allocator;
 use crate::container_edits::ContainerEdits;
-use crate::gpu::layout::{Kind, Pool, parse_id};
+use crate::gpu::layout::{Kind, Pool, parse_slice_id};
 use crate::metrics::{AllocateOutcome, Metrics};
 
 /// Returns whether the choice of slices matters: the available slices belong to several devices,
 /// and `must_include` does not determine the device.
 fn has_choice(pools: &[Pool], request: &PreferredRequest<'_>) -> bool {
-    let mut devices = request.available.iter().filter_map(|id| Some(parse_id(id)?.0));
+    let mut devices = request.available.iter().filter_map(|id| Some(parse_slice_id(id)?.0));
     let first = devices.next();
     request.must_include.is_empty()
         && pools.iter().any(|pool| pool.kind != Kind::Whole)
@@ -41,7 +41,7 @@ pub fn response(edits: ContainerEdits) -> ContainerResponse {
     }
 }
 
-impl<'a> From<&PreferredRequest<'a>> for Choice<'a> {
+impl<'a> From<&PreferredRequest<'a>> for ChoiceRequest<'a> {
     fn from(&PreferredRequest { available, must_include, size }: &PreferredRequest<'a>) -> Self {
         Self { available, must_include, size }
     }
@@ -57,14 +57,14 @@ fn refusal(denied: Denied) -> Refusal {
 
 /// An extended resource that the agent serves to the kubelet.
 #[derive(Debug)]
-pub struct Served {
+pub struct ServedResource {
     resource: String,
     metrics: Metrics,
     allocator: Arc<Allocator>,
     devices: watch::Sender<Arc<DeviceList>>,
 }
 
-impl Served {
+impl ServedResource {
     /// Creates the resource with its first device list.
     pub fn new(resource: String, allocator: Arc<Allocator>, metrics: Metrics, devices: DeviceList) -> Self {
         Self { resource, metrics, allocator, devices: watch::Sender::new(Arc::new(devices)) }
@@ -88,7 +88,7 @@ impl Served {
     }
 }
 
-impl Resource for Served {
+impl Resource for ServedResource {
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>> {
         self.devices.subscribe()
     }
@@ -107,10 +107,10 @@ impl Resource for Served {
         waits.then(|| Box::pin(self.allocator.wait_for_pod(&self.resource, units)) as BoxFuture<'a, ()>)
     }
 
-    fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
+    fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource).map(Vec::as_slice).unwrap_or_default();
-        let reserved = table.pending.reserved(&self.resource);
+        let reserved = table.pending.open_reservations(&self.resource);
         Ok(prefer(&ResourceView { resource: &self.resource, pools, reserved: &reserved }, &request.into()))
     }
 
@@ -161,7 +161,7 @@ mod tests {
     use crate::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
     use crate::allocation::table::AllocationTable;
     use crate::allocator::tests::allocator;
-    use crate::allocator::{MAX_EVENTS, POD_WAIT};
+    use crate::allocator::{MAX_EVENTS, MAX_POD_WAIT};
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
@@ -180,13 +180,13 @@ mod tests {
         Kind::Mps { memory_mib: vec![], threads: vec![], max_clients: None }
     }
 
-    fn served(pending: PendingAllocations, pools: Vec<Pool>) -> Served {
+    fn served_resource(pending: PendingAllocations, pools: Vec<Pool>) -> ServedResource {
         let table = AllocationTable {
             pools: BTreeMap::from([(MPS_RESOURCE.into(), pools)]),
             pending,
             ..AllocationTable::default()
         };
-        Served::new(MPS_RESOURCE.into(), Arc::new(allocator(table)), Metrics::new(), Vec::new())
+        ServedResource::new(MPS_RESOURCE.into(), Arc::new(allocator(table)), Metrics::new(), Vec::new())
     }
 
     fn bound_pod(name: &str, units: u32, device: &str) -> BoundPod {
@@ -216,7 +216,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_preference_waits_until_the_pod_is_known_or_two_seconds() {
-        let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
+        let served = served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
         let all = all_share_ids();
         let request = request(&all, &[], 3);
         let waits = served.wait_for_pod(&request).unwrap();
@@ -231,38 +231,41 @@ mod tests {
         tokio::join!(waits, comes);
         assert_eq!(started.elapsed(), Duration::ZERO, "the pod is reported in time");
         assert!(served.wait_for_pod(&request).is_none(), "the pod is known");
-        let chosen = served.preferred(&request).unwrap();
+        let chosen = served.preferred_devices(&request).unwrap();
         assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
         let _ = served.allocate(&chosen).unwrap();
         served.wait_for_pod(&request).unwrap().await;
-        assert_eq!(started.elapsed(), POD_WAIT, "no second pod of that size is reported, so the wait times out");
+        assert_eq!(started.elapsed(), MAX_POD_WAIT, "no second pod of that size is reported, so the wait times out");
     }
 
     #[test]
     fn no_request_waits_without_a_choice_or_without_a_watch() {
         let all = all_share_ids();
         let two = || pools(&["A", "B"], &mps_kind());
-        let waits = |served: &Served, request: &PreferredRequest<'_>| served.wait_for_pod(request).is_some();
-        assert!(waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &[], 3)));
-        assert!(!waits(&served(PendingAllocations::default(), two()), &request(&all, &[], 3)), "without an API server");
+        let waits = |served: &ServedResource, request: &PreferredRequest<'_>| served.wait_for_pod(request).is_some();
+        assert!(waits(&served_resource(PendingAllocations::with_watch(), two()), &request(&all, &[], 3)));
         assert!(
-            !waits(&served(PendingAllocations::with_watch(), two()), &request(&share_ids("A"), &[], 3)),
+            !waits(&served_resource(PendingAllocations::default(), two()), &request(&all, &[], 3)),
+            "without an API server"
+        );
+        assert!(
+            !waits(&served_resource(PendingAllocations::with_watch(), two()), &request(&share_ids("A"), &[], 3)),
             "all on one device"
         );
         assert!(
-            !waits(&served(PendingAllocations::with_watch(), two()), &request(&all, &share_ids("B")[..1], 3)),
+            !waits(&served_resource(PendingAllocations::with_watch(), two()), &request(&all, &share_ids("B")[..1], 3)),
             "an init container used it"
         );
         assert!(!waits(
-            &served(PendingAllocations::with_watch(), pools(&["A", "B"], &Kind::Whole)),
+            &served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &Kind::Whole)),
             &request(&all, &[], 1)
         ));
-        assert!(!waits(&served(PendingAllocations::with_watch(), Vec::new()), &request(&[], &[], 0)));
+        assert!(!waits(&served_resource(PendingAllocations::with_watch(), Vec::new()), &request(&[], &[], 0)));
     }
 
     #[test]
     fn shares_of_two_devices_are_refused_counted_and_reported() {
-        let served = served(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
+        let served = served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
         let both = ["A::0", "B::0"].map(str::to_owned);
         let refusal = served.allocate(&both).unwrap_err();
         assert!(refusal.to_string().contains("cannot come from 2 GPUs"), "{refusal}");

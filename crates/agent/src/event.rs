@@ -45,7 +45,7 @@ pub struct PodEvent {
 
 impl PodEvent {
     /// Returns the Event for a finding.
-    pub fn of(finding: FindingStatus) -> Self {
+    pub fn for_finding(finding: FindingStatus) -> Self {
         let FindingStatus { kind, namespace, pod, uid, message, .. } = finding;
         Self { namespace, pod, uid, reason: kind, note: message }
     }

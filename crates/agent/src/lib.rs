@@ -1,8 +1,8 @@
 //! The node agent: it observes the node, compares it with its `GpuNode`, acts, and reports.
 //!
 //! One task, the main loop, owns the model of the node ([`node::Node`]). The other tasks send it
-//! their observations and carry out its decisions. All code that decides is pure: time is an
-//! argument, and nothing is read or written.
+//! their observations and carry out its decisions. All code that decides is pure: the time is an
+//! argument, and the code does no I/O.
 //!
 //! ```text
 //!  NVML, a thread per GPU: GPUs, XIDs ──┐             ┌─▶ device plugin: lists in open streams

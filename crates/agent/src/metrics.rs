@@ -77,12 +77,12 @@ struct WaitLabels {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct TerminationLabels {
-    outcome: Termination,
+    outcome: TerminationOutcome,
 }
 
 /// Result of terminating a client of a terminating pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Termination {
+pub enum TerminationOutcome {
     /// The client was terminated.
     Done,
     /// An attempt failed. The agent repeats it.
@@ -128,13 +128,13 @@ pub struct Metrics {
     errors: Family<ErrorLabels, Counter>,
     changes: Family<ChangeLabels, Counter>,
     terminations: Family<TerminationLabels, Counter>,
-    tenants: Tenants,
+    tenants: TenantMetrics,
     registry: Arc<Mutex<Registry>>,
 }
 
 /// Metrics of containers that use shared devices.
 #[derive(Debug, Clone, Default)]
-struct Tenants {
+struct TenantMetrics {
     memory: Family<TenantLabels, Gauge>,
     limit: Family<TenantLabels, Gauge>,
     findings: Family<FindingLabels, Counter>,
@@ -142,7 +142,7 @@ struct Tenants {
     known: Arc<Mutex<BTreeSet<TenantLabels>>>,
 }
 
-impl Tenants {
+impl TenantMetrics {
     fn register(&self, registry: &mut Registry) {
         let memory = "Memory that a container's processes use on a shared GPU, as NVML reports it";
         registry.register("memory_bytes", memory, self.memory.clone());
@@ -229,7 +229,7 @@ impl Metrics {
     }
 
     /// Counts the result of terminating a client of a terminating pod.
-    pub fn count_termination(&self, outcome: Termination) {
+    pub fn count_termination(&self, outcome: TerminationOutcome) {
         self.terminations.get_or_create(&TerminationLabels { outcome }).inc();
     }
 
@@ -254,7 +254,7 @@ impl Metrics {
     /// Sets the memory use of tenants, and removes the series of tenants without an entry in
     /// `usage`.
     pub fn set_tenants(&self, usage: &[Usage]) {
-        let Tenants { memory, limit, known, .. } = &self.tenants;
+        let TenantMetrics { memory, limit, known, .. } = &self.tenants;
         let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         let mut current = BTreeSet::new();
         for Usage { tenant, device, bytes: used, limit_mib } in usage {

@@ -2,7 +2,7 @@
 use cleave_gpu::nvml::{Gpu, Gpus, MigActivation, MigInstance, NvmlError, Process};
 
 use crate::gpu::hardware::error_chain;
-use crate::gpu::mig::{Change, ChangeOutcome, MigOrder, in_use_by};
+use crate::gpu::mig::{Change, ChangeOutcome, MigOrder, in_use_message};
 
 /// Performs a change, unless a process uses the MIG instance or the GPU. Returns the outcome, and
 /// the GPU with its processes after the change if NVML reports them.
@@ -22,7 +22,7 @@ fn try_change(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutc
     let users = |wanted: &dyn Fn(&Process) -> bool| -> Result<Option<ChangeOutcome>, NvmlError> {
         let processes = gpus.processes(uuid)?;
         let users: Vec<&Process> = processes.iter().filter(|process| wanted(process)).collect();
-        Ok((!users.is_empty()).then(|| ChangeOutcome::Busy(in_use_by(&users))))
+        Ok((!users.is_empty()).then(|| ChangeOutcome::Busy(in_use_message(&users))))
     };
     match change {
         Change::Destroy(instance) => {

@@ -19,7 +19,7 @@ use crate::tenants::names::PodName;
 use crate::termination::pods::{Deletion, PodObservation, TerminatingPods};
 use crate::termination::shutdown::{self, Shutdown};
 
-/// Grace period in seconds of a pod without its own. The API server uses the same default.
+/// Grace period in seconds of a pod that sets none. The API server uses the same default.
 const DEFAULT_GRACE_SECONDS: i64 = 30;
 
 /// Annotation of a mirror pod: the API server's object for a static pod.
@@ -101,9 +101,9 @@ struct ContainerStatus {
 }
 
 impl PodObject {
-    /// Returns the `Allocate` calls that the kubelet will make for this pod. Returns `None` if the
-    /// pod has completed or requests no resource that Cleave serves.
-    pub fn bound(&self, node: &str) -> Option<BoundPod> {
+    /// Returns the pod with the `Allocate` calls that the kubelet will make for it on `node`.
+    /// Returns `None` if the pod has completed or requests no resource that Cleave serves.
+    pub fn bound_pod(&self, node: &str) -> Option<BoundPod> {
         let PodObject { metadata, spec, status } = self;
         if self.has_ended() {
             return None;
@@ -123,7 +123,7 @@ impl PodObject {
         })
     }
 
-    /// Progress of the pod's termination.
+    /// Returns the progress of the pod's termination.
     fn termination(&self, bound: &BoundPod, now: Timestamp) -> PodObservation {
         let seconds = |seconds: i64| Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
         let PodObject { metadata, spec, .. } = self;
@@ -143,9 +143,10 @@ impl PodObject {
     /// Records the progress of the pod's termination. Returns whether it changed.
     pub fn record_termination(&self, node: &str, terminating: &mut TerminatingPods, shutdown: &mut Shutdown) -> bool {
         let Some(uid) = &self.metadata.uid else { return false };
-        // A mirror pod is the API server's object for a static pod. Deleting it terminates nothing.
+        // A mirror pod is the API server's object for a static pod. Deleting a mirror pod
+        // terminates no process.
         let is_mirror = self.metadata.annotations.as_ref().is_some_and(|all| all.contains_key(MIRROR_POD_ANNOTATION));
-        let bound = self.bound(node).filter(|_| !is_mirror);
+        let bound = self.bound_pod(node).filter(|_| !is_mirror);
         let now = Instant::now();
         let seen = if self.has_ended() {
             shutdown.remove(uid);
@@ -169,9 +170,9 @@ impl PodObject {
         matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
     }
 
-    /// Returns the pod's name and the names of its containers. Returns `None` if the pod has
-    /// completed.
-    pub fn named(&self) -> Option<(String, PodName)> {
+    /// Returns the pod's UID, its name and the names of its containers. Returns `None` if the pod
+    /// has completed.
+    pub fn uid_and_names(&self) -> Option<(String, PodName)> {
         let PodObject { metadata, status, .. } = self;
         if self.has_ended() {
             return None;
@@ -244,7 +245,7 @@ pub(crate) mod tests {
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-    pub(crate) fn object(name: &str, placement: &str, spec: &Value) -> Value {
+    pub(crate) fn pod_object(name: &str, placement: &str, spec: &Value) -> Value {
         json!({
             "metadata": {"name": name, "namespace": "ns", "uid": format!("uid-{name}"), "resourceVersion": "1",
                 "annotations": {"cleave.dev/placement": placement}},
@@ -252,8 +253,8 @@ pub(crate) mod tests {
         })
     }
 
-    fn read(object: &Value) -> Option<BoundPod> {
-        serde_json::from_value::<PodObject>(object.clone()).unwrap().bound("n")
+    fn read_bound_pod(object: &Value) -> Option<BoundPod> {
+        serde_json::from_value::<PodObject>(object.clone()).unwrap().bound_pod("n")
     }
 
     pub(crate) fn container(name: &str, limits: &Value) -> Value {
@@ -285,7 +286,7 @@ pub(crate) mod tests {
             ("nvidia.com/gpu", 1, "GPU-d"),
             ("nvidia.com/gpu", 1, "GPU-e"),
         ]);
-        let bound = read(&object("p", &note, &spec)).unwrap();
+        let bound = read_bound_pod(&pod_object("p", &note, &spec)).unwrap();
         let requests: Vec<(&str, &str, u32, Option<&str>)> = bound
             .requests
             .iter()
@@ -317,7 +318,7 @@ pub(crate) mod tests {
             &placement(&[(MPS_RESOURCE, 4, "GPU-a")]),
             r#"{"until":1,"nodes":{"m":[]}}"#,
         ] {
-            let bound = read(&object("p", note, &spec)).unwrap();
+            let bound = read_bound_pod(&pod_object("p", note, &spec)).unwrap();
             assert_eq!(bound.requests[0].reserved_on, None, "{note}");
         }
     }
@@ -326,9 +327,9 @@ pub(crate) mod tests {
     fn completed_pods_and_pods_without_shares_have_no_requests_and_started_pods_are_admitted() {
         let spec = json!({"containers": [container("main", &json!({MPS_RESOURCE: "5"}))]});
         let with = |status: Value| {
-            let mut object = object("p", "", &spec);
+            let mut object = pod_object("p", "", &spec);
             object["status"] = status;
-            read(&object)
+            read_bound_pod(&object)
         };
         for phase in ["Succeeded", "Failed"] {
             assert_eq!(with(json!({"phase": phase})), None);
@@ -343,7 +344,11 @@ pub(crate) mod tests {
             json!({MPS_RESOURCE: "x"}),
             json!({MPS_RESOURCE: "-1"}),
         ] {
-            assert_eq!(read(&object("p", "", &json!({"containers": [container("main", &limits)]}))), None, "{limits}");
+            assert_eq!(
+                read_bound_pod(&pod_object("p", "", &json!({"containers": [container("main", &limits)]}))),
+                None,
+                "{limits}"
+            );
         }
     }
 
@@ -361,12 +366,12 @@ pub(crate) mod tests {
         let sleep = |seconds: i64| json!({"preStop": {"sleep": {"seconds": seconds}}, "postStart": {"exec": {}}});
         let exec = json!({"preStop": {"exec": {"command": ["true"]}}});
         let termination = |sleeps: [Value; 2], change: Value| {
-            let mut object = object("p", "", &spec(sleeps));
+            let mut object = pod_object("p", "", &spec(sleeps));
             for (key, value) in change.as_object().into_iter().flatten() {
                 object["metadata"][key.as_str()] = value.clone();
             }
             let pod = serde_json::from_value::<PodObject>(object).unwrap();
-            pod.termination(&pod.bound("n").unwrap(), now)
+            pod.termination(&pod.bound_pod("n").unwrap(), now)
         };
         let stays = termination([sleep(20), sleep(15)], json!({}));
         assert_eq!((stays.uid.as_str(), stays.name.as_str(), stays.deletion), ("uid-p", "ns/p", None));

@@ -181,7 +181,7 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
                     seen.endpoints[MPS_RESOURCE].connected && !seen.endpoints[MPS_RESOURCE].devices.is_empty()
                 })
                 .await;
-            assert_eq!(seen.endpoints[MPS_RESOURCE].healthy().len(), 10, "all shares stay healthy");
+            assert_eq!(seen.endpoints[MPS_RESOURCE].healthy_ids().len(), 10, "all shares stay healthy");
         }
         fs::rename(machine.path("spec/kept.json"), machine.path("spec/spec.json")).unwrap();
         machine.wait_for_view(checkpoint_state, |seen| seen.endpoints[MPS_RESOURCE].connected).await;
@@ -392,7 +392,9 @@ async fn an_xid_of_a_program_is_ignored_and_one_of_the_gpu_makes_all_its_slices_
     machine.simgpu(&["xid", "0", "13"]);
     machine.simgpu(&["xid", "1", "48"]);
     let seen = machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
-    assert!(seen.endpoints[TIMESLICE_RESOURCE].healthy().iter().all(|id| id.starts_with(machine.uuids[0].as_str())));
+    assert!(
+        seen.endpoints[TIMESLICE_RESOURCE].healthy_ids().iter().all(|id| id.starts_with(machine.uuids[0].as_str()))
+    );
     let status = machine.wait_for_status("the XID", |status| status.gpus[1].health.reason == "ResetRequired").await;
     assert!(status.gpus[1].health.message.contains("XID 48"));
 }

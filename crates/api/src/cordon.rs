@@ -128,7 +128,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cordons_survive_a_round_trip(all in proptest::collection::btree_map("GPU-[0-9a-f]{1,8}", "[ -+\\--~]{0,20}", 0..5)) {
+        fn written_cordons_can_be_read_back(all in proptest::collection::btree_map("GPU-[0-9a-f]{1,8}", "[ -+\\--~]{0,20}", 0..5)) {
             let all: BTreeMap<String, String> = all.into_iter().map(|(uuid, reason)| (uuid, reason.trim().to_owned())).collect();
             prop_assume!(all.values().all(|reason| check_reason(reason).is_ok()));
             let written = Cordons(all);

@@ -127,8 +127,8 @@ pub struct Whole {
     pub resource: String,
 }
 
-/// MPS slices of a GPU or MIG instance. The slices' memory and thread limits never add up to more
-/// than the device has.
+/// MPS slices of a GPU or MIG instance. The memory limits of all slices together do not exceed the
+/// device's memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MpsPartition {

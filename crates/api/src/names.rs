@@ -17,7 +17,7 @@ pub const RESOURCE_SHARES_PREFIX: &str = "nvidia.com/gpu-";
 pub const RESOURCE_GPU: &str = "nvidia.com/gpu";
 /// Prefix of the resources of MIG instances: `nvidia.com/mig-1g.10gb`.
 pub const RESOURCE_MIG_PREFIX: &str = "nvidia.com/mig-";
-/// The scheduling gate of pods that request shared resources.
+/// The placement gate: the scheduling gate of pods that request GPUs.
 pub const GATE: &str = "cleave.dev/placement";
 /// Label of a namespace that exempts its pods from admission rules. The label's value is one or
 /// more words, separated by dots.

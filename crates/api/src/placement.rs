@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_placement_survives_a_round_trip() {
+    fn a_written_placement_can_be_read_back() {
         let reserved =
             ReservedUnits { resource: "nvidia.com/gpu-mps".to_owned(), units: 3, device: "GPU-1".to_owned() };
         let placement = Placement { until: 9, nodes: BTreeMap::from([("n1".to_owned(), vec![reserved])]) };

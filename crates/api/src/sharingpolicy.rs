@@ -91,7 +91,7 @@ use serde::{Deserialize, Serialize};
 pub struct SharingPolicySpec {
     /// Labels that a node must have. Default: every node is selected.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(schema_with = "labels")]
+    #[schemars(schema_with = "labels_schema")]
     #[x_kube(validation = Rule::new("size(self) > 0")
         .message("nodeSelector is empty: omit it to select every node, or name a label"))]
     pub node_selector: Option<BTreeMap<String, String>>,
@@ -133,8 +133,8 @@ pub struct SharingPolicySpec {
 /// Where replicas of one controller are placed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum ReplicaPlacement {
-    /// Replicas use different GPUs if possible, and different nodes if possible. Pods of Jobs do
-    /// not: they are placed like pods without a controller.
+    /// Replicas use different GPUs if possible, and different nodes if possible. Pods of Jobs are
+    /// placed like pods without a controller.
     #[default]
     Spread,
     /// Replicas are placed like other pods: GPUs are filled before others are used.
@@ -154,7 +154,7 @@ impl ReplicaPlacement {
 
 /// Returns the schema of node labels. The schema is bounded, so that the cost of rules about labels
 /// is bounded.
-fn labels(_: &mut SchemaGenerator) -> Schema {
+fn labels_schema(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "object",
         "maxProperties": 32,
@@ -295,13 +295,13 @@ pub enum ComputeMode {
     Default,
 }
 
-/// Whether MPS slices are made when pods request them.
+/// Whether MPS slices are created when pods request them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Sizes {
     /// A fixed number of equal shares.
     #[default]
     Fixed,
-    /// Slices of G GiB, made when pods request them.
+    /// Slices of G GiB, created when pods request them.
     Dynamic,
 }
 

@@ -39,7 +39,7 @@ impl ClusterArgs {
     /// # Errors
     /// The kubeconfig cannot be read, or does not have the context.
     pub(crate) async fn config(&self) -> Result<Config> {
-        // TLS needs one provider per process. An error means that one is already installed.
+        // TLS needs one provider per process. An error means that a provider is already installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let options = KubeConfigOptions { context: self.context.clone(), ..KubeConfigOptions::default() };
         let config = match &self.kubeconfig {

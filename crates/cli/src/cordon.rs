@@ -1,4 +1,5 @@
-//! `cleave cordon` and `cleave uncordon`: stop new pods from using one GPU, and allow it again.
+//! `cleave cordon` and `cleave uncordon`: stop new pods from using one GPU, and allow new pods to
+//! use the GPU again.
 //!
 //! The state is in annotations of the `GpuNode`, which the operator reads. A write fails if the
 //! object changed since it was read, so that concurrent administrators cannot overwrite each other.
@@ -13,7 +14,7 @@ use kube::core::DeserializeGuard;
 use kube::{Api, Client};
 use serde_json::json;
 
-use crate::gpu::{GpuArgs, Target, annotation, cordons, find, read, reported};
+use crate::gpu::{GpuArgs, Target, annotation, cordons, find_gpu, read_gpu_node, reported_gpus};
 
 /// Maximum number of attempts to write an object that others change at the same time.
 const MAX_WRITE_ATTEMPTS: u32 = 5;
@@ -57,7 +58,7 @@ pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
 /// Runs `cleave uncordon`.
 pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
     let client = args.gpu.cluster.connect().await?;
-    let (target, changed) = change(&client, &args.gpu, uncordoned).await?;
+    let (target, changed) = update_annotations(&client, &args.gpu, uncordon_annotations).await?;
     println!("{target} {}", if changed { "is uncordoned" } else { "is not cordoned and has no recorded faults" });
     Ok(())
 }
@@ -68,14 +69,15 @@ pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
 /// The reason is not valid, the GPU does not exist, or the API server refused the write.
 pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<Target> {
     check_reason(reason).with_context(|| format!("invalid reason {reason:?}"))?;
-    let (target, changed) = change(client, gpu, |object, uuid| cordoned(object, uuid, reason.trim())).await?;
+    let (target, changed) =
+        update_annotations(client, gpu, |object, uuid| cordon_annotations(object, uuid, reason.trim())).await?;
     println!("{target} is {}", if changed { "cordoned" } else { "already cordoned" });
     Ok(target)
 }
 
 /// Writes the annotations that `wanted` computes from the current object. Returns whether a write
 /// was necessary.
-async fn change(
+async fn update_annotations(
     client: &Client,
     args: &GpuArgs,
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
@@ -83,8 +85,8 @@ async fn change(
     let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
     let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     for _ in 0..MAX_WRITE_ATTEMPTS {
-        let object = read(client, &args.node).await?;
-        let target = find(&object, &args.node, &args.gpu)?;
+        let object = read_gpu_node(client, &args.node).await?;
+        let target = find_gpu(&object, &args.node, &args.gpu)?;
         let annotations = wanted(&object, &target.uuid);
         if annotations.is_empty() {
             return Ok((target, false));
@@ -104,7 +106,7 @@ async fn change(
 }
 
 /// Returns the annotations that cordon a GPU. An empty reason preserves an existing reason.
-fn cordoned(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
+fn cordon_annotations(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
     let mut cordons = cordons(object);
     let before = cordons.0.get(uuid);
     if before.is_some_and(|before| reason.is_empty() || before == reason) {
@@ -115,7 +117,7 @@ fn cordoned(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
 }
 
 /// Returns the annotations that uncordon a GPU and clear the faults recorded so far.
-fn uncordoned(object: &GpuNode, uuid: &str) -> Annotations {
+fn uncordon_annotations(object: &GpuNode, uuid: &str) -> Annotations {
     let mut annotations = Annotations::new();
     let value = |text: String| (!text.is_empty()).then_some(text);
     let mut cordons = cordons(object);
@@ -123,7 +125,7 @@ fn uncordoned(object: &GpuNode, uuid: &str) -> Annotations {
         annotations.push((CORDON_ANNOTATION, value(cordons.to_string())));
     }
     let mut cleared = Cleared::read(annotation(object, CLEARED_ANNOTATION));
-    let gpus = reported(object);
+    let gpus = reported_gpus(object);
     if let Some(last) = gpus.iter().find(|gpu| gpu.uuid == uuid).and_then(last_fault)
         && cleared.0.get(uuid).is_none_or(|before| *before < last)
     {
@@ -180,23 +182,26 @@ mod tests {
 
     #[test]
     fn cordon_writes_once_and_keeps_other_gpus_and_reasons() {
-        let first = apply(&cordoned(&node(), "GPU-a", "new fan"), node());
-        assert!(cordoned(&first, "GPU-a", "new fan").is_empty());
-        assert!(cordoned(&first, "GPU-a", "").is_empty(), "an empty reason keeps the existing one");
-        let both = apply(&cordoned(&first, "GPU-b", ""), first);
+        let first = apply(&cordon_annotations(&node(), "GPU-a", "new fan"), node());
+        assert!(cordon_annotations(&first, "GPU-a", "new fan").is_empty());
+        assert!(cordon_annotations(&first, "GPU-a", "").is_empty(), "an empty reason keeps the existing one");
+        let both = apply(&cordon_annotations(&first, "GPU-b", ""), first);
         assert_eq!(annotation(&both, CORDON_ANNOTATION).unwrap(), "GPU-a=new fan,GPU-b");
-        assert_eq!(cordoned(&both, "GPU-b", "x"), [(CORDON_ANNOTATION, Some("GPU-a=new fan,GPU-b=x".to_owned()))]);
+        assert_eq!(
+            cordon_annotations(&both, "GPU-b", "x"),
+            [(CORDON_ANNOTATION, Some("GPU-a=new fan,GPU-b=x".to_owned()))]
+        );
     }
 
     #[test]
     fn uncordon_keeps_other_gpus_and_clears_faults_once() {
-        let both = apply(&cordoned(&node(), "GPU-a", "new fan"), node());
-        let both = apply(&cordoned(&both, "GPU-b", ""), both);
-        let after = uncordoned(&both, "GPU-a");
+        let both = apply(&cordon_annotations(&node(), "GPU-a", "new fan"), node());
+        let both = apply(&cordon_annotations(&both, "GPU-b", ""), both);
+        let after = uncordon_annotations(&both, "GPU-a");
         assert_eq!(after[0], (CORDON_ANNOTATION, Some("GPU-b".to_owned())));
         assert_eq!(after[1], (CLEARED_ANNOTATION, Some("GPU-a=2026-11-21T20:00:00Z".to_owned())));
-        assert!(uncordoned(&apply(&after, both), "GPU-a").is_empty());
-        let instance = uncordoned(&node(), "GPU-b");
+        assert!(uncordon_annotations(&apply(&after, both), "GPU-a").is_empty());
+        let instance = uncordon_annotations(&node(), "GPU-b");
         assert_eq!(instance, [(CLEARED_ANNOTATION, Some("GPU-b=2026-11-21T20:00:05Z".to_owned()))]);
     }
 }

@@ -12,7 +12,7 @@ use kube::{Api, Client, ResourceExt as _};
 use tokio::time::Instant;
 
 use crate::cordon::cordon;
-use crate::gpu::{GpuArgs, Target, read, reported};
+use crate::gpu::{GpuArgs, Target, read_gpu_node, reported_gpus};
 
 /// Interval of reads of the `GpuNode`.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -84,7 +84,7 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
     let mut evictions = BTreeMap::new();
     let mut printed = Usage::default();
     loop {
-        let object = read(client, &args.gpu.node).await?;
+        let object = read_gpu_node(client, &args.gpu.node).await?;
         let usage = usage(&object, &target.uuid).unwrap_or_default();
         if usage == Usage::default() {
             println!("{target} is free");
@@ -123,7 +123,7 @@ impl std::fmt::Display for Usage {
 
 /// Returns the usage of a GPU, or `None` if the node does not report the GPU.
 fn usage(object: &GpuNode, uuid: &str) -> Option<Usage> {
-    let gpu = reported(object).iter().find(|gpu| gpu.uuid == uuid)?;
+    let gpu = reported_gpus(object).iter().find(|gpu| gpu.uuid == uuid)?;
     Some(Usage {
         pods: gpu.allocations.iter().map(|allocation| allocation.pod.clone()).collect(),
         devices: gpu.slices.iter().map(|slice| slice.in_use).sum(),
@@ -142,7 +142,7 @@ enum Eviction {
 }
 
 /// Returns the pods to evict now.
-fn due<'a>(usage: &'a Usage, evictions: &BTreeMap<String, Eviction>, now: Instant) -> Vec<&'a str> {
+fn due_evictions<'a>(usage: &'a Usage, evictions: &BTreeMap<String, Eviction>, now: Instant) -> Vec<&'a str> {
     let due = |pod: &&String| match evictions.get(*pod) {
         None => true,
         Some(Eviction::Accepted) => false,
@@ -154,7 +154,7 @@ fn due<'a>(usage: &'a Usage, evictions: &BTreeMap<String, Eviction>, now: Instan
 }
 
 /// Returns the pods that no controller recreates, except those that are already terminating.
-fn bare<'a>(pods: impl IntoIterator<Item = (&'a str, &'a PartialObjectMeta<Pod>)>) -> Vec<&'a str> {
+fn pods_without_controller<'a>(pods: impl IntoIterator<Item = (&'a str, &'a PartialObjectMeta<Pod>)>) -> Vec<&'a str> {
     let controlled =
         |pod: &PartialObjectMeta<Pod>| pod.owner_references().iter().any(|owner| owner.controller == Some(true));
     let terminates = |pod: &PartialObjectMeta<Pod>| pod.metadata.deletion_timestamp.is_some();
@@ -172,10 +172,10 @@ async fn evict_due(
     evictions: &mut BTreeMap<String, Eviction>,
 ) -> Result<()> {
     let mut metas = BTreeMap::new();
-    for pod in due(usage, evictions, Instant::now()) {
-        metas.extend(metadata(client, pod).await?.map(|meta| (pod, meta)));
+    for pod in due_evictions(usage, evictions, Instant::now()) {
+        metas.extend(pod_metadata(client, pod).await?.map(|meta| (pod, meta)));
     }
-    let bare = bare(metas.iter().map(|(pod, meta)| (*pod, meta)));
+    let bare = pods_without_controller(metas.iter().map(|(pod, meta)| (*pod, meta)));
     ensure!(
         args.force || bare.is_empty(),
         "no controller recreates these pods: {}. Pass --force to evict them. {target} stays cordoned.",
@@ -199,7 +199,7 @@ async fn evict_due(
 }
 
 /// Returns a pod's metadata, or `None` if the pod no longer exists.
-async fn metadata(client: &Client, pod: &str) -> Result<Option<PartialObjectMeta<Pod>>> {
+async fn pod_metadata(client: &Client, pod: &str) -> Result<Option<PartialObjectMeta<Pod>>> {
     let (namespace, name) = pod.split_once('/').with_context(|| format!("{pod:?} is not a pod name"))?;
     let api = Api::<Pod>::namespaced(client.clone(), namespace);
     api.get_metadata_opt(name).await.with_context(|| format!("failed to read pod {pod}"))

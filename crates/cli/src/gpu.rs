@@ -44,7 +44,7 @@ impl std::fmt::Display for Target {
 }
 
 /// Reads the `GpuNode` of a node.
-pub(crate) async fn read(client: &Client, node: &str) -> Result<GpuNode> {
+pub(crate) async fn read_gpu_node(client: &Client, node: &str) -> Result<GpuNode> {
     let found = Api::<DeserializeGuard<GpuNode>>::all(client.clone()).get_opt(node).await;
     let Some(found) = found.with_context(|| format!("failed to read GpuNode {node}"))? else {
         return Err(not_found(node));
@@ -58,13 +58,13 @@ pub(crate) fn not_found(node: &str) -> anyhow::Error {
 }
 
 /// Returns the GPUs that a node's agent reported.
-pub(crate) fn reported(object: &GpuNode) -> &[GpuStatus] {
+pub(crate) fn reported_gpus(object: &GpuNode) -> &[GpuStatus] {
     object.status.as_ref().map_or(&[], |status| status.gpus.as_slice())
 }
 
 /// Finds a GPU of a node by its index or UUID.
-pub(crate) fn find(object: &GpuNode, node: &str, name: &str) -> Result<Target> {
-    let gpus = reported(object);
+pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<Target> {
+    let gpus = reported_gpus(object);
     if let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == name || gpu.index.to_string() == name) {
         return Ok(Target { node: node.to_owned(), index: Some(gpu.index), uuid: gpu.uuid.clone() });
     }
@@ -118,22 +118,22 @@ mod tests {
     #[test]
     fn finds_a_gpu_by_index_and_by_uuid() {
         for name in ["1", "GPU-b"] {
-            assert_eq!(find(&node(), "n", name).unwrap().to_string(), "GPU 1 (GPU-b) on node n");
+            assert_eq!(find_gpu(&node(), "n", name).unwrap().to_string(), "GPU 1 (GPU-b) on node n");
         }
     }
 
     #[test]
-    fn explains_an_unknown_gpu() {
+    fn an_unknown_gpu_is_an_error_that_names_the_alternatives() {
         for (name, message) in [
             ("2", "node n has no GPU \"2\". It has GPUs 0 (GPU-a), 1 (GPU-b)."),
             ("", "node n has no GPU \"\". It has GPUs 0 (GPU-a), 1 (GPU-b)."),
             ("MIG-b", "MIG-b is a MIG device of GPU 1 (GPU-b). Name the GPU instead."),
         ] {
-            assert_eq!(find(&node(), "n", name).unwrap_err().to_string(), message);
+            assert_eq!(find_gpu(&node(), "n", name).unwrap_err().to_string(), message);
         }
         let mut unreported = node();
         unreported.status = None;
-        let error = find(&unreported, "n", "0").unwrap_err().to_string();
+        let error = find_gpu(&unreported, "n", "0").unwrap_err().to_string();
         assert_eq!(error, "the agent on node n has not reported its GPUs");
     }
 
@@ -142,6 +142,6 @@ mod tests {
         let mut object = node();
         let annotations = object.metadata.annotations.get_or_insert_default();
         annotations.insert(CORDON_ANNOTATION.to_owned(), "GPU-gone".to_owned());
-        assert_eq!(find(&object, "n", "GPU-gone").unwrap().to_string(), "GPU GPU-gone (removed) on node n");
+        assert_eq!(find_gpu(&object, "n", "GPU-gone").unwrap().to_string(), "GPU GPU-gone (removed) on node n");
     }
 }

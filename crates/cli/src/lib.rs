@@ -88,8 +88,8 @@ pub enum Command {
 
     /// Check that this node's GPU driver enforces limits as Cleave expects.
     ///
-    /// Run it on the node as root, in the host's PID namespace. It starts its own MPS daemon on an
-    /// idle GPU. It changes nothing on a GPU that is in use.
+    /// Run the doctor on the node as root, in the host's PID namespace. The doctor starts its own
+    /// MPS daemon on an idle GPU. It changes nothing on a GPU that is in use.
     ///
     /// Exit codes: 0 if every check passed, 1 if a check failed, 2 if nothing could be checked.
     Doctor(DoctorArgs),

@@ -56,7 +56,7 @@ pub struct PlanArgs {
 /// Runs `cleave plan`.
 pub(crate) async fn run(args: PlanArgs) -> Result<()> {
     let Some(path) = &args.snapshot else { return run_live(&args).await };
-    let snapshot = read(path)?;
+    let snapshot = read_snapshot(path)?;
     let policy = Policy { units: args.units, replicas: args.replicas, ..Policy::default() };
     let planned = cleave_plan::plan(&snapshot, &policy);
     let wrong: Vec<String> = cleave_plan::check(&snapshot, &planned.plan).iter().map(ToString::to_string).collect();
@@ -74,7 +74,7 @@ async fn run_live(args: &PlanArgs) -> Result<()> {
     print(&render(&dry::dry_run(&observed)?, args.output)?)
 }
 
-fn read(path: &Path) -> Result<Snapshot> {
+fn read_snapshot(path: &Path) -> Result<Snapshot> {
     let name = path.display();
     let text = if path == Path::new("-") {
         let mut text = String::new();
@@ -147,7 +147,7 @@ fn planned_text(planned: &Planned) -> String {
         many => writeln!(text, "{many} of {} GPUs change:", plan.gpus.len()),
     };
     for gpu in changed {
-        let _ = writeln!(text, "  {} on node {}, {}: {}", gpu.uuid, gpu.node, gpu.mode, slices(gpu));
+        let _ = writeln!(text, "  {} on node {}, {}: {}", gpu.uuid, gpu.node, gpu.mode, slices_text(gpu));
     }
     let _ = writeln!(text, "{} of {} pods fit.", plan.placements.len(), planned.report.pods.len());
     for pod in &planned.report.pods {
@@ -162,7 +162,7 @@ fn planned_text(planned: &Planned) -> String {
 
 /// Returns the slices of a GPU, such as `2 × nvidia.com/gpu-10gb, nvidia.com/mig-3g.20gb at 4 (in
 /// use)`.
-fn slices(gpu: &GpuPlan) -> String {
+fn slices_text(gpu: &GpuPlan) -> String {
     if gpu.slices.is_empty() {
         return "whole".to_owned();
     }

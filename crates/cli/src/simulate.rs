@@ -54,7 +54,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     let mut input = Input::default();
     for path in &args.files {
         let name = path.display();
-        let text = read(path).with_context(|| format!("failed to read {name}"))?;
+        let text = read_input(path).with_context(|| format!("failed to read {name}"))?;
         input.add_text(&text).with_context(|| name.to_string())?;
     }
     print(&input.simulate(args.output)?)
@@ -70,7 +70,7 @@ pub fn simulate(text: &str, output: Output) -> Result<String> {
     input.simulate(output)
 }
 
-fn read(path: &Path) -> std::io::Result<String> {
+fn read_input(path: &Path) -> std::io::Result<String> {
     if path == Path::new("-") {
         let mut text = String::new();
         return std::io::stdin().read_to_string(&mut text).map(|_| text);
@@ -111,7 +111,7 @@ struct Input {
 
 impl Input {
     fn simulate(self, output: Output) -> Result<String> {
-        render(&dry::dry_run(&self.observed()?)?, output)
+        render(&dry::dry_run(&self.into_observed()?)?, output)
     }
 
     fn add_text(&mut self, text: &str) -> Result<()> {
@@ -174,7 +174,7 @@ impl Input {
     }
 
     /// Returns the cluster that the objects describe. All agents are ready.
-    fn observed(self) -> Result<Observed> {
+    fn into_observed(self) -> Result<Observed> {
         let Self { mut observed, nodes, gpu_nodes, pods, priorities } = self;
         for (node, gpus) in nodes {
             let name = node.name_any();

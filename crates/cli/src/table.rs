@@ -12,9 +12,9 @@ impl Table {
         Self { wide: false, rows: vec![headings.iter().map(|&cell| cell.to_owned()).collect()] }
     }
 
-    /// Adds columns if `wide` is true. If `wide` is false, [`Table::wide_row`] drops the cells of
-    /// these columns.
-    pub(crate) fn wide(mut self, wide: bool, headings: &[&str]) -> Self {
+    /// Adds columns if `wide` is true. If `wide` is false, [`Table::add_wide_row`] drops the cells
+    /// of these columns.
+    pub(crate) fn with_wide_columns(mut self, wide: bool, headings: &[&str]) -> Self {
         self.wide = wide;
         if let Some(first) = self.rows.first_mut().filter(|_| wide) {
             first.extend(headings.iter().map(|&cell| cell.to_owned()));
@@ -23,12 +23,12 @@ impl Table {
     }
 
     /// Adds a row. An empty cell is shown as `-`.
-    pub(crate) fn row(&mut self, cells: &[&str]) {
-        self.wide_row(cells, &[]);
+    pub(crate) fn add_row(&mut self, cells: &[&str]) {
+        self.add_wide_row(cells, &[]);
     }
 
     /// Adds a row with cells for the columns of a wide table.
-    pub(crate) fn wide_row(&mut self, cells: &[&str], wide: &[&str]) {
+    pub(crate) fn add_wide_row(&mut self, cells: &[&str], wide: &[&str]) {
         let wide = if self.wide { wide } else { &[] };
         let cell = |&cell: &&str| if cell.is_empty() { "-".to_owned() } else { cell.to_owned() };
         self.rows.push(cells.iter().chain(wide).map(cell).collect());

@@ -4,11 +4,11 @@ mod golden;
 
 use cleave_api::{GpuNode, SharingPolicy};
 use cleave_cli::explain::report::{Explanation, NodeView, State};
-use cleave_cli::explain::{Live, explain, render};
+use cleave_cli::explain::{LiveCluster, explain, render};
 use cleave_operator::dry::Objects;
 use cleave_operator::pods::PodObject;
 use cleave_operator::read::{AgentPod, NodeObject};
-use golden::expect;
+use golden::assert_matches_file;
 use kube::core::DeserializeGuard;
 use serde::Deserialize;
 
@@ -23,10 +23,10 @@ struct Fixture {
     pods: Vec<PodObject>,
 }
 
-fn live() -> Live {
+fn live() -> LiveCluster {
     let Fixture { nodes, agents, gpu_nodes, policies, pods } =
         serde_saphyr::from_str(include_str!("explain/cluster.yaml")).unwrap();
-    Live::new(Objects { nodes, agents, gpu_nodes, policies, pods, ..Objects::default() }, 1000)
+    LiveCluster::new(Objects { nodes, agents, gpu_nodes, policies, pods, ..Objects::default() }, 1000)
 }
 
 fn explanation_of(name: &str) -> Explanation {
@@ -36,9 +36,9 @@ fn explanation_of(name: &str) -> Explanation {
 #[test]
 fn output_matches_the_committed_files() {
     for name in ["five", "twelve", "two", "replica", "picky", "queued", "soon", "a", "plain", "done"] {
-        expect(&format!("explain/{name}.txt"), &render(&explanation_of(name)));
+        assert_matches_file(&format!("explain/{name}.txt"), &render(&explanation_of(name)));
     }
-    expect("explain/five.json", &(serde_json::to_string_pretty(&explanation_of("five")).unwrap() + "\n"));
+    assert_matches_file("explain/five.json", &(serde_json::to_string_pretty(&explanation_of("five")).unwrap() + "\n"));
 }
 
 #[test]
@@ -61,17 +61,17 @@ fn each_pod_has_its_state() {
 }
 
 /// Returns the objects of `explain/cluster.yaml` after `change`, at this time.
-fn changed(change: impl FnOnce(&mut Objects), now: u64) -> Live {
+fn live_after_change(change: impl FnOnce(&mut Objects), now: u64) -> LiveCluster {
     let Fixture { nodes, agents, gpu_nodes, policies, pods } =
         serde_saphyr::from_str(include_str!("explain/cluster.yaml")).unwrap();
     let mut objects = Objects { nodes, agents, gpu_nodes, policies, pods, ..Objects::default() };
     change(&mut objects);
-    Live::new(objects, now)
+    LiveCluster::new(objects, now)
 }
 
 #[test]
 fn a_reservation_that_the_operator_renews_is_valid_after_its_first_expiry() {
-    let at = |now| explain(&changed(|_| {}, now), "demo/soon").unwrap();
+    let at = |now| explain(&live_after_change(|_| {}, now), "demo/soon").unwrap();
     assert_eq!(at(1000).verdict.state, State::Reserved);
     let renewed = at(100_000);
     assert_eq!(renewed.verdict.state, State::Reserved, "{}", renewed.verdict.message);
@@ -98,7 +98,7 @@ fn a_pod_whose_volume_is_on_another_node_does_not_fit() {
             "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
         },
     }));
-    let live = changed(
+    let live = live_after_change(
         |objects| {
             objects.volume_claims.push(claim.unwrap());
             objects.volumes.push(volume.unwrap());

@@ -5,7 +5,7 @@ mod golden;
 use cleave_api::{GpuNode, SharingPolicy};
 use cleave_cli::status::render;
 use cleave_cli::status::report::Report;
-use golden::expect;
+use golden::assert_matches_file;
 use kube::api::ObjectList;
 use kube::core::DeserializeGuard;
 
@@ -19,13 +19,13 @@ fn report(only: Option<&str>) -> Report {
 
 #[test]
 fn tables_match_the_committed_files() {
-    expect("status/table.txt", &render(&report(None), false));
-    expect("status/wide.txt", &render(&report(None), true));
+    assert_matches_file("status/table.txt", &render(&report(None), false));
+    assert_matches_file("status/wide.txt", &render(&report(None), true));
 }
 
 #[test]
 fn json_matches_the_committed_file() {
-    expect("status/report.json", &(serde_json::to_string_pretty(&report(None)).unwrap() + "\n"));
+    assert_matches_file("status/report.json", &(serde_json::to_string_pretty(&report(None)).unwrap() + "\n"));
 }
 
 #[test]

@@ -4,8 +4,9 @@
 //! When the kubelet lists or allocates devices, it first drops the devices of deleted pods from
 //! memory. The kubelet writes the file only after an allocation, and for each device list that a
 //! plugin sends. A restarted kubelet reads the file, and admits pods before it drops any device.
-//! Therefore it does not allocate devices that only the file lists as allocated. The layout is that
-//! of `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public interface.
+//! Therefore the restarted kubelet does not allocate devices that only the file lists as allocated.
+//! The layout is that of `pkg/kubelet/cm/devicemanager/checkpoint`, which is not a public
+//! interface.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -19,7 +20,7 @@ use serde::Deserialize;
 const CHECKPOINT_FILE: &str = "kubelet_internal_checkpoint";
 
 /// Maximum size of the file in bytes. The file has an entry for each container and resource.
-const MAX_FILE: u64 = 16 << 20;
+const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// Devices by extended resource and id.
 pub type AllocatedDevices = BTreeSet<(String, String)>;
@@ -49,9 +50,9 @@ struct Entry {
 /// Reads the devices of a checkpoint.
 ///
 /// # Errors
-/// The text is not a checkpoint. The error contains the position but not the text, which can be
-/// long.
-pub fn allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
+/// Returns an error if the text is not a checkpoint. The error contains the position but not the
+/// text, which can be long.
+pub fn parse_allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
     let wrong = |error: serde_json::Error| {
         let (line, column) = (error.line(), error.column());
         let what =
@@ -89,8 +90,8 @@ impl KubeletCheckpoint {
     /// `None` if the file does not exist. Reads the file only if it has changed.
     ///
     /// # Errors
-    /// The file cannot be read or is not a checkpoint. Each version of the file causes at most one
-    /// error. Later calls return `None`.
+    /// Returns an error if the file cannot be read or is not a checkpoint. Each version of the file
+    /// causes at most one error. Later calls return `None`.
     pub async fn devices(&mut self) -> io::Result<Option<Arc<AllocatedDevices>>> {
         let found = match tokio::fs::metadata(&self.path).await {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -102,10 +103,10 @@ impl KubeletCheckpoint {
         }
         (self.read, self.devices) = (id, None);
         let Some(found) = found else { return Ok(None) };
-        if found.len() > MAX_FILE {
+        if found.len() > MAX_FILE_BYTES {
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("{} bytes", found.len())));
         }
-        self.devices = Some(Arc::new(allocated(&tokio::fs::read(&self.path).await?)?));
+        self.devices = Some(Arc::new(parse_allocated(&tokio::fs::read(&self.path).await?)?));
         Ok(self.devices.clone())
     }
 }
@@ -131,11 +132,11 @@ mod tests {
             ("nvidia.com/gpu-mps", "GPU-a::1"),
             ("example.com/nic", "eth1"),
         ]);
-        assert_eq!(allocated(SAMPLE_CHECKPOINT.as_bytes()).unwrap(), expected);
+        assert_eq!(parse_allocated(SAMPLE_CHECKPOINT.as_bytes()).unwrap(), expected);
         let empty = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
-        assert_eq!(allocated(empty.as_bytes()).unwrap(), allocated_devices(&[]));
+        assert_eq!(parse_allocated(empty.as_bytes()).unwrap(), allocated_devices(&[]));
         for wrong in ["", "[]", "{}", r#"{"Data":{"PodDeviceEntries":[{"DeviceIDs":7}]}}"#] {
-            assert!(allocated(wrong.as_bytes()).is_err(), "{wrong}");
+            assert!(parse_allocated(wrong.as_bytes()).is_err(), "{wrong}");
         }
     }
 

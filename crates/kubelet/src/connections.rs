@@ -21,7 +21,7 @@ use tonic::transport::server::Connected;
 const MAX_CONNECTIONS: usize = 64;
 
 /// Delay after a failure to accept a connection, such as "too many open files".
-const ACCEPT_RETRY: Duration = Duration::from_millis(50);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// The connections of one server. Dropping this value closes them.
 pub(crate) struct Connections {
@@ -60,7 +60,7 @@ impl Connections {
                     Ok((io, _)) => io,
                     Err(error) => {
                         tracing::warn!(%error, "failed to accept a connection");
-                        tokio::time::sleep(ACCEPT_RETRY).await;
+                        tokio::time::sleep(ACCEPT_RETRY_DELAY).await;
                         continue;
                     }
                 };
@@ -91,7 +91,7 @@ impl Connections {
     }
 }
 
-/// A counted connection. Reads and writes end when the server disconnects it.
+/// A counted connection. Reads and writes end when the server disconnects the peer.
 pub(crate) struct Connection {
     io: UnixStream,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,

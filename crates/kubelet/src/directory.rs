@@ -25,8 +25,9 @@ pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
 const SOCKET_PREFIX: &str = "cleave-";
 const SOCKET_SUFFIX: &str = ".sock";
 
-/// `sockaddr_un.sun_path` has 108 bytes and ends with a zero byte.
-const MAX_SOCKET_PATH: usize = 107;
+/// Maximum length of a socket's path in bytes: `sockaddr_un.sun_path` has 108 bytes and ends with a
+/// zero byte.
+const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// Maximum time to wait for an answer on a socket that an earlier process left behind. Without an
 /// answer, the socket counts as in use.
@@ -37,7 +38,7 @@ const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 pub enum DirectoryError {
     /// The path is too long for the address of a unix socket.
     #[error(
-        "{directory} is too long: the path of a socket in this directory has {length} bytes, and the maximum is {MAX_SOCKET_PATH}"
+        "{directory} is too long: the path of a socket in this directory has {length} bytes, and the maximum is {MAX_SOCKET_PATH_BYTES}"
     )]
     TooLong {
         /// Path of the directory.
@@ -82,7 +83,7 @@ impl Directory {
         // All names that `socket_name` returns have the same length.
         let longest = path.join(format!("{SOCKET_PREFIX}{:08x}-{:08x}{SOCKET_SUFFIX}", 0, 0));
         let length = longest.as_os_str().as_bytes().len();
-        if length > MAX_SOCKET_PATH {
+        if length > MAX_SOCKET_PATH_BYTES {
             return Err(DirectoryError::TooLong { directory: path.to_owned(), length });
         }
         Ok(Self { path: path.to_owned() })
@@ -97,7 +98,7 @@ impl Directory {
     }
 
     /// Returns the current `kubelet.sock`, if it exists.
-    pub(crate) fn kubelet(&self) -> Option<SocketId> {
+    pub(crate) fn kubelet_socket_id(&self) -> Option<SocketId> {
         SocketId::of(&self.kubelet_socket())
     }
 
@@ -116,7 +117,7 @@ impl Directory {
 
     /// Removes sockets that earlier processes left behind and on which no process listens. The
     /// caller must have the lock.
-    pub(crate) async fn remove_stale(&self) {
+    pub(crate) async fn remove_stale_sockets(&self) {
         let entries = match std::fs::read_dir(&self.path) {
             Ok(entries) => entries,
             Err(error) => {
@@ -126,7 +127,7 @@ impl Directory {
         };
         for entry in entries.flatten() {
             let is_socket = entry.file_type().is_ok_and(|kind| kind.is_socket());
-            if !is_socket || !entry.file_name().to_str().is_some_and(is_ours) {
+            if !is_socket || !entry.file_name().to_str().is_some_and(is_our_socket_name) {
                 continue;
             }
             let path = entry.path();
@@ -194,7 +195,7 @@ pub(crate) fn socket_name(resource: &ResourceName) -> String {
     format!("{SOCKET_PREFIX}{resource:08x}-{nonce:08x}{SOCKET_SUFFIX}")
 }
 
-fn is_ours(name: &str) -> bool {
+fn is_our_socket_name(name: &str) -> bool {
     let hex = |part: &str| part.len() == 8 && part.bytes().all(|b| b.is_ascii_hexdigit());
     name.strip_prefix(SOCKET_PREFIX)
         .and_then(|rest| rest.strip_suffix(SOCKET_SUFFIX))
@@ -222,7 +223,7 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    pub(crate) fn arm(directory: &Directory, intervals: PollIntervals) -> Self {
+    pub(crate) fn start(directory: &Directory, intervals: PollIntervals) -> Self {
         let events = match watch(directory.path()) {
             Ok(events) => Some(events),
             Err(error) => {
@@ -263,7 +264,9 @@ impl Watch {
                     }
                     // The kubelet writes its checkpoint into this directory for each pod. Such
                     // changes are not relevant here.
-                    let ours = |name: &std::ffi::OsStr| name == KUBELET_SOCKET || name.to_str().is_some_and(is_ours);
+                    let ours = |name: &std::ffi::OsStr| {
+                        name == KUBELET_SOCKET || name.to_str().is_some_and(is_our_socket_name)
+                    };
                     if event.name.as_deref().is_some_and(ours) {
                         return Change::Sockets;
                     }
@@ -307,7 +310,7 @@ mod tests {
     #[test]
     fn a_directory_with_too_long_a_path_is_refused_with_its_length() {
         let name = socket_name(&ResourceName::parse("nvidia.com/gpu-mps").expect("a name"));
-        let fits = format!("/{}", "d".repeat(MAX_SOCKET_PATH - name.len() - 2));
+        let fits = format!("/{}", "d".repeat(MAX_SOCKET_PATH_BYTES - name.len() - 2));
         assert!(Directory::new(Path::new(&fits)).is_ok());
         let error = Directory::new(Path::new(&format!("{fits}d"))).expect_err("one byte too long");
         assert!(error.to_string().contains("108 bytes"), "{error}");
@@ -325,7 +328,7 @@ mod tests {
         let (first, second) = (socket_name(&resource), socket_name(&resource));
         assert_ne!(first, second);
         for name in [&first, &second, &socket_name(&ResourceName::parse("a/b").expect("a name"))] {
-            assert!(is_ours(name), "{name}");
+            assert!(is_our_socket_name(name), "{name}");
             assert_eq!(name.len(), first.len());
         }
     }
@@ -339,7 +342,7 @@ mod tests {
             "cleave-0123456-01234567.sock",
             "cleave-01234567-0123456g.sock",
         ] {
-            assert!(!is_ours(name), "{name}");
+            assert!(!is_our_socket_name(name), "{name}");
         }
     }
 

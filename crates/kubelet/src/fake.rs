@@ -41,7 +41,7 @@ pub struct FakeKubelet {
 
 /// A registration that the kubelet received.
 #[derive(Clone, Debug)]
-pub struct Registered {
+pub struct ReceivedRegistration {
     /// Time at which the request arrived.
     pub at: Instant,
     /// The request, as the plugin sent it.
@@ -74,7 +74,7 @@ pub struct Endpoint {
 
 impl Endpoint {
     /// Returns the ids of the devices that the kubelet can allocate.
-    pub fn healthy(&self) -> Vec<&str> {
+    pub fn healthy_ids(&self) -> Vec<&str> {
         let devices = self.devices.iter().filter(|device| self.connected && device.health == "Healthy");
         devices.map(|device| device.id.as_str()).collect()
     }
@@ -84,7 +84,7 @@ impl Endpoint {
 #[derive(Clone, Debug, Default)]
 pub struct FakeKubeletState {
     /// All registrations in order, across restarts.
-    pub registrations: Vec<Registered>,
+    pub registrations: Vec<ReceivedRegistration>,
     /// Resources by name.
     pub endpoints: BTreeMap<String, Endpoint>,
 }
@@ -100,7 +100,7 @@ struct Running {
 struct Shared {
     directory: PathBuf,
     seen: watch::Sender<FakeKubeletState>,
-    behaviour: Mutex<Behaviour>,
+    faults: Mutex<InjectedFaults>,
     clients: Mutex<Clients>,
 }
 
@@ -121,14 +121,14 @@ struct Client {
 
 /// Faults that a test has set.
 #[derive(Clone, Copy, Default)]
-struct Behaviour {
+struct InjectedFaults {
     refuse: usize,
     hang: bool,
     no_stream: usize,
     slow_disconnect: Duration,
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -138,7 +138,7 @@ impl FakeKubelet {
         let shared = Arc::new(Shared {
             directory: directory.to_owned(),
             seen: watch::Sender::new(FakeKubeletState::default()),
-            behaviour: Mutex::default(),
+            faults: Mutex::default(),
             clients: Mutex::default(),
         });
         let mut kubelet = Self { directory: directory.to_owned(), shared, running: None };
@@ -149,17 +149,17 @@ impl FakeKubelet {
     /// Starts the kubelet after [`stop`](Self::stop). Returns the time at which its socket was
     /// created.
     pub fn run(&mut self) -> io::Result<Instant> {
-        self.clean()?;
+        self.clean_directory()?;
         let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
         let at = Instant::now();
         self.listen(bound)?;
         Ok(at)
     }
 
-    /// Like [`run`](Self::run), but waits between binding `kubelet.sock` and listening, as on a
-    /// slow machine.
+    /// Starts the kubelet like [`run`](Self::run), but waits between binding `kubelet.sock` and
+    /// listening, as on a slow machine.
     pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
-        self.clean()?;
+        self.clean_directory()?;
         let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
         tokio::time::sleep(gap).await;
         self.listen(bound)
@@ -168,7 +168,7 @@ impl FakeKubelet {
     /// Stops the kubelet like `SIGKILL`: its connections end, and `kubelet.sock` remains.
     pub fn stop(&mut self) {
         self.running = None;
-        let mut clients = locked(&self.shared.clients);
+        let mut clients = lock(&self.shared.clients);
         let names: Vec<_> = std::mem::take(&mut clients.by_name).into_keys().collect();
         clients.streams.abort_all();
         drop(clients);
@@ -187,8 +187,8 @@ impl FakeKubelet {
         self.run()
     }
 
-    /// `CleanupPluginDirectory`: removes every socket in the directory.
-    fn clean(&self) -> io::Result<()> {
+    /// Removes every socket in the directory, as the kubelet's `CleanupPluginDirectory` does.
+    fn clean_directory(&self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.directory)? {
             let entry = entry?;
             if entry.file_type()?.is_socket() {
@@ -203,7 +203,7 @@ impl FakeKubelet {
         let listener = std::os::unix::net::UnixListener::from(bound);
         let (connections, incoming) = Connections::new();
         let listener = connections.accept_from(UnixListener::from_std(listener)?);
-        let service = RegistrationServer::new(Register(Arc::clone(&self.shared)));
+        let service = RegistrationServer::new(RegistrationService(Arc::clone(&self.shared)));
         let server = tonic::transport::Server::builder().serve_with_incoming(service, incoming);
         self.running = Some(Running {
             _connections: connections,
@@ -225,8 +225,8 @@ impl FakeKubelet {
         self.shared.seen.subscribe()
     }
 
-    /// Waits until the condition is met, and returns the observable state. `None` if the condition
-    /// is not met within this duration.
+    /// Waits until the condition is met, and returns the observable state. Returns `None` if the
+    /// condition is not met before the timeout.
     pub async fn wait_for(
         &self,
         within: Duration,
@@ -237,42 +237,42 @@ impl FakeKubelet {
         found.ok()?.ok().map(|seen| seen.clone())
     }
 
-    /// Refuses the next `times` registrations.
+    /// Makes the kubelet refuse the next `times` registrations.
     pub fn refuse_registrations(&self, times: usize) {
-        locked(&self.shared.behaviour).refuse = times;
+        lock(&self.shared.faults).refuse = times;
     }
 
-    /// While set, the kubelet does not answer registrations.
+    /// Sets whether the kubelet leaves registrations unanswered.
     pub fn set_hanging(&self, hang: bool) {
-        locked(&self.shared.behaviour).hang = hang;
+        lock(&self.shared.faults).hang = hang;
     }
 
-    /// Opens no stream after the next `times` registrations that it accepts.
+    /// Makes the kubelet open no stream after the next `times` registrations that it accepts.
     pub fn open_no_stream(&self, times: usize) {
-        locked(&self.shared.behaviour).no_stream = times;
+        lock(&self.shared.faults).no_stream = times;
     }
 
     /// Delays the disconnection of a client after its stream ended, which widens the kubelet's
     /// race.
     pub fn disconnect_slowly(&self, delay: Duration) {
-        locked(&self.shared.behaviour).slow_disconnect = delay;
+        lock(&self.shared.faults).slow_disconnect = delay;
     }
 
     /// Ends a resource's stream while the kubelet continues.
     pub fn drop_stream(&self, resource: &str) {
-        let mut clients = locked(&self.shared.clients);
+        let mut clients = lock(&self.shared.clients);
         let Some(client) = clients.by_name.remove(resource) else { return };
         if let Some(stream) = client.stream {
             stream.abort();
         }
         drop(clients);
-        self.shared.disconnected(resource);
+        self.shared.record_disconnection(resource);
     }
 
     /// Returns a client of a resource's plugin, over the connection that the kubelet opened at the
     /// registration.
     pub fn client(&self, resource: &str) -> Option<DevicePluginClient<Channel>> {
-        locked(&self.shared.clients).by_name.get(resource).map(|client| client.channel.clone())
+        lock(&self.shared.clients).by_name.get(resource).map(|client| client.channel.clone())
     }
 
     /// Calls `Allocate` for one container, as the kubelet does.
@@ -325,17 +325,17 @@ fn bind(path: &Path) -> io::Result<rustix::fd::OwnedFd> {
     Ok(socket)
 }
 
-struct Register(Arc<Shared>);
+struct RegistrationService(Arc<Shared>);
 
 #[tonic::async_trait]
-impl Registration for Register {
+impl Registration for RegistrationService {
     async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
         let at = Instant::now();
         let request = request.into_inner();
         let mut number = 0;
         self.0.seen.send_modify(|seen| {
             number = seen.registrations.len();
-            seen.registrations.push(Registered { at, request: request.clone(), accepted: None });
+            seen.registrations.push(ReceivedRegistration { at, request: request.clone(), accepted: None });
         });
         let result = self.0.connect(request).await;
         self.0.seen.send_modify(|seen| seen.registrations[number].accepted = Some(result.is_ok()));
@@ -347,10 +347,10 @@ impl Shared {
     /// Connects to a plugin that registers.
     async fn connect(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
         let (refuse, hang) = {
-            let mut behaviour = locked(&self.behaviour);
-            let refuse = behaviour.refuse > 0;
-            behaviour.refuse = behaviour.refuse.saturating_sub(1);
-            (refuse, behaviour.hang)
+            let mut faults = lock(&self.faults);
+            let refuse = faults.refuse > 0;
+            faults.refuse = faults.refuse.saturating_sub(1);
+            (refuse, faults.hang)
         };
         if hang {
             std::future::pending::<()>().await;
@@ -366,7 +366,7 @@ impl Shared {
         }
         let path = self.directory.join(&request.endpoint);
         let dial = async {
-            let endpoint = path.to_str().and_then(crate::registration::unix).ok_or("a bad path".to_owned())?;
+            let endpoint = path.to_str().and_then(crate::registration::unix_endpoint).ok_or("a bad path".to_owned())?;
             let channel = endpoint.connect().await.map_err(|error| format!("{error:?}"))?;
             let mut client = DevicePluginClient::new(channel).max_decoding_message_size(16 << 20);
             let options =
@@ -378,7 +378,7 @@ impl Shared {
             .map_err(|_| Status::unknown("failed to dial device plugin: context deadline exceeded"))?
             .map_err(|error| Status::unknown(format!("failed to dial device plugin: {error}")))?;
         let number = {
-            let mut clients = locked(&self.clients);
+            let mut clients = lock(&self.clients);
             let number = clients.next;
             clients.next += 1;
             let client = Client { number, channel: client.clone(), stream: None };
@@ -391,13 +391,13 @@ impl Shared {
             endpoint.listed = None;
         });
         let no_stream = {
-            let mut behaviour = locked(&self.behaviour);
-            let no_stream = behaviour.no_stream > 0;
-            behaviour.no_stream = behaviour.no_stream.saturating_sub(1);
+            let mut faults = lock(&self.faults);
+            let no_stream = faults.no_stream > 0;
+            faults.no_stream = faults.no_stream.saturating_sub(1);
             no_stream
         };
         if !no_stream {
-            let mut clients = locked(&self.clients);
+            let mut clients = lock(&self.clients);
             let stream = clients.streams.spawn(Arc::clone(self).receive(request.resource_name.clone(), client));
             if let Some(current) = clients.by_name.get_mut(&request.resource_name).filter(|c| c.number == number) {
                 current.stream = Some(stream);
@@ -421,16 +421,16 @@ impl Shared {
                 });
             }
         }
-        let delay = locked(&self.behaviour).slow_disconnect;
+        let delay = lock(&self.faults).slow_disconnect;
         tokio::time::sleep(delay).await;
         // Like the kubelet up to 1.36, this identifies the client by the name alone. The fake also
         // uses the kubelet's order: the client disconnects, and then the endpoint stops.
-        drop(locked(&self.clients).by_name.remove(&resource));
+        drop(lock(&self.clients).by_name.remove(&resource));
         drop(client);
-        self.disconnected(&resource);
+        self.record_disconnection(&resource);
     }
 
-    fn disconnected(&self, resource: &str) {
+    fn record_disconnection(&self, resource: &str) {
         self.seen.send_modify(|seen| {
             if let Some(endpoint) = seen.endpoints.get_mut(resource) {
                 endpoint.connected = false;
@@ -442,12 +442,12 @@ impl Shared {
 
 /// A fake of the kubelet's PodResources API.
 pub struct FakePodResources {
-    shared: Arc<PodsShared>,
+    shared: Arc<SharedLists>,
     _running: Running,
 }
 
 #[derive(Default)]
-struct PodsShared {
+struct SharedLists {
     list: Mutex<pods::ListPodResourcesResponse>,
     allocatable: Mutex<pods::AllocatableResourcesResponse>,
     hang: std::sync::atomic::AtomicBool,
@@ -459,10 +459,10 @@ impl FakePodResources {
         if std::fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket()) {
             std::fs::remove_file(socket)?;
         }
-        let shared = Arc::new(PodsShared::default());
+        let shared = Arc::new(SharedLists::default());
         let (connections, incoming) = Connections::new();
         let listener = connections.accept_from(UnixListener::bind(socket)?);
-        let service = PodResourcesListerServer::new(Pods(Arc::clone(&shared)));
+        let service = PodResourcesListerServer::new(PodResourcesService(Arc::clone(&shared)));
         let server = tonic::transport::Server::builder().serve_with_incoming(service, incoming);
         let server = AbortOnDropHandle::new(tokio::spawn(async move {
             let _ = server.await;
@@ -485,7 +485,7 @@ impl FakePodResources {
                 ..Default::default()
             }],
         });
-        locked(&self.shared.list).pod_resources = pod_resources.collect();
+        lock(&self.shared.list).pod_resources = pod_resources.collect();
     }
 
     /// Sets the devices that can be allocated.
@@ -495,18 +495,18 @@ impl FakePodResources {
             device_ids: row.ids.clone(),
             topology: Some(pods::TopologyInfo { nodes: row.numa.iter().map(|&id| pods::NumaNode { id }).collect() }),
         });
-        locked(&self.shared.allocatable).devices = devices.collect();
+        lock(&self.shared.allocatable).devices = devices.collect();
     }
 
-    /// While set, the kubelet does not answer calls.
+    /// Sets whether the kubelet leaves calls unanswered.
     pub fn set_hanging(&self, hang: bool) {
         self.shared.hang.store(hang, std::sync::atomic::Ordering::SeqCst);
     }
 }
 
-struct Pods(Arc<PodsShared>);
+struct PodResourcesService(Arc<SharedLists>);
 
-impl Pods {
+impl PodResourcesService {
     async fn maybe_hang(&self) {
         if self.0.hang.load(std::sync::atomic::Ordering::SeqCst) {
             std::future::pending::<()>().await;
@@ -515,13 +515,13 @@ impl Pods {
 }
 
 #[tonic::async_trait]
-impl PodResourcesLister for Pods {
+impl PodResourcesLister for PodResourcesService {
     async fn list(
         &self,
         _: Request<pods::ListPodResourcesRequest>,
     ) -> Result<Response<pods::ListPodResourcesResponse>, Status> {
         self.maybe_hang().await;
-        Ok(Response::new(locked(&self.0.list).clone()))
+        Ok(Response::new(lock(&self.0.list).clone()))
     }
 
     async fn get_allocatable_resources(
@@ -529,7 +529,7 @@ impl PodResourcesLister for Pods {
         _: Request<pods::AllocatableResourcesRequest>,
     ) -> Result<Response<pods::AllocatableResourcesResponse>, Status> {
         self.maybe_hang().await;
-        Ok(Response::new(locked(&self.0.allocatable).clone()))
+        Ok(Response::new(lock(&self.0.allocatable).clone()))
     }
 
     async fn get(
@@ -537,7 +537,7 @@ impl PodResourcesLister for Pods {
         request: Request<pods::GetPodResourcesRequest>,
     ) -> Result<Response<pods::GetPodResourcesResponse>, Status> {
         let wanted = request.into_inner();
-        let list = locked(&self.0.list);
+        let list = lock(&self.0.list);
         let found =
             list.pod_resources.iter().find(|p| p.name == wanted.pod_name && p.namespace == wanted.pod_namespace);
         let found = found.ok_or_else(|| Status::not_found("no such pod"))?;

@@ -31,7 +31,7 @@ mod registration;
 mod resource;
 mod server;
 
-pub use checkpoint::{AllocatedDevices, KubeletCheckpoint, allocated};
+pub use checkpoint::{AllocatedDevices, KubeletCheckpoint, parse_allocated};
 pub use directory::{DEVICE_PLUGINS, DirectoryError};
 pub use plugins::{Backoff, Config, DirectoryState, Phase, Plugins, PluginsState, ResourceState, Timings};
 pub use pods::{

@@ -12,9 +12,9 @@ use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::directory::{Change, Directory, DirectoryError, Lock, PollIntervals, SocketId, Watch, socket_name};
-use crate::registration::{Cause, Observation, RegisterError, Step, decide, register, self_dial};
+use crate::registration::{Cause, Observation, RegisterError, Step, call_own_socket, decide, register};
 use crate::resource::{Resource, ResourceName};
-use crate::server::{Served, Session, Streams};
+use crate::server::{Served, Session, StreamMode};
 
 /// The resources to serve, by name.
 type DesiredResources = BTreeMap<ResourceName, Arc<dyn Resource>>;
@@ -169,14 +169,14 @@ pub enum Phase {
 /// Serves resources to the kubelet until it is dropped.
 pub struct Plugins {
     wanted: watch::Sender<DesiredResources>,
-    run: watch::Sender<Run>,
+    run: watch::Sender<TaskCommand>,
     state: watch::Receiver<PluginsState>,
     manager: AbortOnDropHandle<()>,
 }
 
 /// Instruction to a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Run {
+enum TaskCommand {
     Serve,
     /// End, because the resource was removed.
     Remove,
@@ -185,14 +185,15 @@ enum Run {
 }
 
 impl Plugins {
-    /// Starts without resources. Must be called within a tokio runtime with I/O and time.
+    /// Starts the plugins without resources. Must be called within a tokio runtime with I/O and
+    /// time.
     ///
-    /// Temporary problems are reported in the state and retried, for example if another process
-    /// serves or the directory does not exist yet. Only an invalid path is an error.
+    /// The state reports temporary problems, for example another process that serves or a missing
+    /// directory. The plugins then retry. Only an invalid path is an error.
     pub fn start(config: &Config) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
         let (wanted, wants) = watch::channel(DesiredResources::new());
-        let (run, runs) = watch::channel(Run::Serve);
+        let (run, runs) = watch::channel(TaskCommand::Serve);
         let (state, states) = watch::channel(PluginsState::default());
         let manager = Manager { directory, timings: config.timings, wanted: wants, run: runs, state };
         Ok(Self { wanted, run, state: states, manager: AbortOnDropHandle::new(tokio::spawn(manager.run())) })
@@ -212,7 +213,7 @@ impl Plugins {
 
     /// Ends all streams and releases the directory. Takes at most twice [`Timings::hang_up`].
     pub async fn shutdown(self) {
-        self.run.send_replace(Run::Shutdown);
+        self.run.send_replace(TaskCommand::Shutdown);
         if let Err(error) = self.manager.await {
             tracing::error!(%error, "device plugin manager failed");
         }
@@ -230,21 +231,21 @@ struct Manager {
     directory: Directory,
     timings: Timings,
     wanted: watch::Receiver<DesiredResources>,
-    run: watch::Receiver<Run>,
+    run: watch::Receiver<TaskCommand>,
     state: watch::Sender<PluginsState>,
 }
 
 /// Waits until the task must end. Cancel-safe, because `wait_for` is.
-async fn stopped(run: &mut watch::Receiver<Run>) {
+async fn wait_until_stopped(run: &mut watch::Receiver<TaskCommand>) {
     // An error means that the sender was dropped, so the task must end too.
-    let _ = run.wait_for(|run| *run != Run::Serve).await;
+    let _ = run.wait_for(|run| *run != TaskCommand::Serve).await;
 }
 
 impl Manager {
     async fn run(mut self) {
         while let Some(lock) = self.acquire_lock().await {
             self.serve(&lock).await;
-            if *self.run.borrow() != Run::Serve {
+            if *self.run.borrow() != TaskCommand::Serve {
                 break;
             }
             tracing::warn!(directory = %self.directory.path().display(), "device plugin directory was replaced; restarting in the new directory");
@@ -272,7 +273,7 @@ impl Manager {
         });
     }
 
-    /// Waits until this process has locked the directory. `None` on shutdown.
+    /// Waits until this process has locked the directory. Returns `None` on shutdown.
     async fn acquire_lock(&mut self) -> Option<Lock> {
         loop {
             match self.directory.try_lock() {
@@ -284,7 +285,7 @@ impl Manager {
                 Err(error) => self.publish(DirectoryState::Failed(error_chain(&error))),
             }
             tokio::select! {
-                () = stopped(&mut self.run) => return None,
+                () = wait_until_stopped(&mut self.run) => return None,
                 () = tokio::time::sleep(self.timings.lock) => {}
             }
         }
@@ -294,8 +295,8 @@ impl Manager {
     async fn serve(&mut self, lock: &Lock) {
         let Timings { poll_watched, poll_unwatched, .. } = self.timings;
         let mut directory =
-            Watch::arm(&self.directory, PollIntervals { watched: poll_watched, unwatched: poll_unwatched });
-        self.directory.remove_stale().await;
+            Watch::start(&self.directory, PollIntervals { watched: poll_watched, unwatched: poll_unwatched });
+        self.directory.remove_stale_sockets().await;
         let mut tasks = Tasks {
             directory: self.directory.clone(),
             timings: self.timings,
@@ -306,8 +307,7 @@ impl Manager {
             running: BTreeMap::new(),
         };
         self.wanted.mark_changed();
-        // A failed task is restarted after a delay, so that a task that always fails does not use a
-        // whole core.
+        // Restart a failed task after a delay: a task that always fails must not use a whole core.
         let mut restart_at: Option<Instant> = None;
         loop {
             let pause = async {
@@ -319,7 +319,7 @@ impl Manager {
             // All branches are cancel-safe: watches and joins by their documentation, and
             // `Watch::changed` because the directory is read after every branch.
             let reconcile = tokio::select! {
-                () = stopped(&mut self.run) => break,
+                () = wait_until_stopped(&mut self.run) => break,
                 changed = self.wanted.changed() => {
                     if changed.is_err() {
                         break;
@@ -361,13 +361,13 @@ struct Tasks {
     directory_changes: watch::Sender<()>,
     set: JoinSet<()>,
     names: HashMap<Id, ResourceName>,
-    running: BTreeMap<ResourceName, Running>,
+    running: BTreeMap<ResourceName, TaskHandle>,
 }
 
 /// The manager's handle to the task of one resource.
-struct Running {
+struct TaskHandle {
     resource: watch::Sender<Arc<dyn Resource>>,
-    run: watch::Sender<Run>,
+    run: watch::Sender<TaskCommand>,
 }
 
 impl Tasks {
@@ -375,12 +375,12 @@ impl Tasks {
     fn reconcile(&mut self, wanted: &DesiredResources) {
         for (name, task) in &self.running {
             if !wanted.contains_key(name) {
-                task.run.send_if_modified(|run| std::mem::replace(run, Run::Remove) != Run::Remove);
+                task.run.send_if_modified(|run| std::mem::replace(run, TaskCommand::Remove) != TaskCommand::Remove);
             }
         }
         for (name, resource) in wanted {
             if let Some(task) = self.running.get(name) {
-                // The task of a removed resource may still be ending. The manager starts it again
+                // The task of a removed resource may still be ending. The manager restarts the task
                 // after its end.
                 task.resource.send_if_modified(|served| {
                     let replaced = !Arc::ptr_eq(served, resource);
@@ -390,7 +390,7 @@ impl Tasks {
                 continue;
             }
             let (resource, served) = watch::channel(Arc::clone(resource));
-            let (run, runs) = watch::channel(Run::Serve);
+            let (run, runs) = watch::channel(TaskCommand::Serve);
             self.state.send_modify(|state| {
                 state.resources.insert(name.clone(), ResourceState::default());
             });
@@ -405,7 +405,7 @@ impl Tasks {
             };
             let id = self.set.spawn(plugin.run()).id();
             self.names.insert(id, name.clone());
-            self.running.insert(name.clone(), Running { resource, run });
+            self.running.insert(name.clone(), TaskHandle { resource, run });
         }
     }
 
@@ -429,7 +429,7 @@ impl Tasks {
 
     async fn shutdown(mut self) {
         for task in self.running.values() {
-            task.run.send_replace(Run::Shutdown);
+            task.run.send_replace(TaskCommand::Shutdown);
         }
         while let Some(end) = self.set.join_next_with_id().await {
             self.remove_ended(end);
@@ -443,7 +443,7 @@ struct Plugin {
     directory: Directory,
     timings: Timings,
     served: Served,
-    run: watch::Receiver<Run>,
+    run: watch::Receiver<TaskCommand>,
     /// Changes when the directory has changed.
     directory_changes: watch::Receiver<()>,
     state: watch::Sender<PluginsState>,
@@ -468,7 +468,7 @@ impl Plugin {
     }
 
     /// Records a failure, and logs it if it is new.
-    fn failed(&self, what: &'static str, error: &dyn std::error::Error) {
+    fn record_failure(&self, what: &'static str, error: &dyn std::error::Error) {
         let text = error_chain(error);
         let mut is_new = false;
         self.publish(|state| {
@@ -481,15 +481,15 @@ impl Plugin {
         }
     }
 
-    fn stopping(&self) -> bool {
-        *self.run.borrow() != Run::Serve || self.run.has_changed().is_err()
+    fn is_stopping(&self) -> bool {
+        *self.run.borrow() != TaskCommand::Serve || self.run.has_changed().is_err()
     }
 
     async fn run(mut self) {
         let mut failures = 0;
         // Number of consecutive sessions that ended because the kubelet had no open stream.
         let mut streamless = 0;
-        while let Some(kubelet) = self.kubelet().await {
+        while let Some(kubelet) = self.wait_for_kubelet_socket().await {
             // Use a new socket name for each session: since Kubernetes 1.37, the kubelet
             // distinguishes streams by the path of their socket.
             let path = self.directory.path().join(socket_name(&self.name));
@@ -497,7 +497,7 @@ impl Plugin {
             let mut session = match started {
                 Ok(session) => session,
                 Err(error) => {
-                    self.failed("failed to serve a device plugin", &error);
+                    self.record_failure("failed to serve a device plugin", &error);
                     let delay = self.timings.register.delay(failures);
                     failures += 1;
                     self.wait(delay).await;
@@ -512,7 +512,8 @@ impl Plugin {
                 state.socket = None;
                 state.streams = 0;
             });
-            let streams = if *self.run.borrow() == Run::Remove { Streams::Farewell } else { Streams::End };
+            let streams =
+                if *self.run.borrow() == TaskCommand::Remove { StreamMode::EndWithEmptyList } else { StreamMode::End };
             session.close(streams, self.timings.hang_up).await;
             match outcome {
                 SessionEnd::Stop => return,
@@ -521,20 +522,20 @@ impl Plugin {
         }
     }
 
-    /// Waits for a `kubelet.sock`. `None` if the task must end.
-    async fn kubelet(&mut self) -> Option<SocketId> {
+    /// Waits for a `kubelet.sock`. Returns `None` if the task must end.
+    async fn wait_for_kubelet_socket(&mut self) -> Option<SocketId> {
         loop {
             self.directory_changes.mark_unchanged();
-            if self.stopping() {
+            if self.is_stopping() {
                 return None;
             }
-            if let Some(kubelet) = self.directory.kubelet() {
+            if let Some(kubelet) = self.directory.kubelet_socket_id() {
                 return Some(kubelet);
             }
             self.publish(|state| state.phase = Phase::WaitingForKubelet);
             // Both branches are cancel-safe: `changed` marks a value as seen only when it returns.
             tokio::select! {
-                () = stopped(&mut self.run) => return None,
+                () = wait_until_stopped(&mut self.run) => return None,
                 changed = self.directory_changes.changed() => changed.ok()?,
             }
         }
@@ -543,7 +544,7 @@ impl Plugin {
     /// Waits for this delay, or until the task must end.
     async fn wait(&mut self, delay: Duration) {
         tokio::select! {
-            () = stopped(&mut self.run) => {}
+            () = wait_until_stopped(&mut self.run) => {}
             () = tokio::time::sleep(delay) => {}
         }
     }
@@ -554,11 +555,11 @@ impl Plugin {
     async fn wait_for_cleanup(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.directory_changes.mark_unchanged();
-        while self.directory.kubelet() == Some(kubelet) && !self.stopping() {
+        while self.directory.kubelet_socket_id() == Some(kubelet) && !self.is_stopping() {
             // The socket of a killed kubelet remains until the next kubelet removes it. That
             // kubelet removes our socket first.
             tokio::select! {
-                () = stopped(&mut self.run) => return,
+                () = wait_until_stopped(&mut self.run) => return,
                 () = tokio::time::sleep_until(settled) => return,
                 changed = self.directory_changes.changed() => if changed.is_err() { return },
             }
@@ -567,8 +568,8 @@ impl Plugin {
 
     /// Registers a session and supervises it until it ends.
     async fn run_session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
-        if let Err(error) = self_dial(session.path()).await {
-            self.failed("our own device plugin socket does not answer", &error);
+        if let Err(error) = call_own_socket(session.path()).await {
+            self.record_failure("our own device plugin socket does not answer", &error);
             self.wait(self.timings.register.cap).await;
             return SessionEnd::Restart;
         }
@@ -583,15 +584,15 @@ impl Plugin {
         self.supervise(session, kubelet, streamless).await
     }
 
-    /// Registers with retries. `None` after a success.
+    /// Registers with retries. Returns `None` after a success.
     async fn register(&mut self, session: &Session, kubelet: SocketId) -> Option<SessionEnd> {
         let (mut dials, mut refusals) = (0, 0);
         loop {
             self.directory_changes.mark_unchanged();
-            if self.stopping() {
+            if self.is_stopping() {
                 return Some(SessionEnd::Stop);
             }
-            if self.directory.kubelet() != Some(kubelet) || !session.is_reachable() {
+            if self.directory.kubelet_socket_id() != Some(kubelet) || !session.is_reachable() {
                 return Some(SessionEnd::Restart);
             }
             let deadline = self.timings.register_deadline;
@@ -600,8 +601,13 @@ impl Plugin {
             // futures are cancel-safe by their documentation.
             let registered = tokio::select! {
                 registered = attempt => registered,
-                () = stopped(&mut self.run) => continue,
-                () = registration_outdated(&mut self.directory_changes, &self.directory, kubelet, session) => continue,
+                () = wait_until_stopped(&mut self.run) => continue,
+                () = wait_until_registration_outdated(
+                    &mut self.directory_changes,
+                    &self.directory,
+                    kubelet,
+                    session,
+                ) => continue,
             };
             let error = match registered {
                 Ok(()) => {
@@ -620,17 +626,17 @@ impl Plugin {
                 dials += 1;
                 // At first, the kubelet may not listen yet. Do not log that.
                 if delay >= self.timings.register.first {
-                    self.failed("failed to reach the kubelet", &error);
+                    self.record_failure("failed to reach the kubelet", &error);
                 }
                 delay
             } else {
                 let delay = self.timings.register.delay(refusals);
                 refusals += 1;
-                self.failed("failed to register with the kubelet", &error);
+                self.record_failure("failed to register with the kubelet", &error);
                 delay
             };
             tokio::select! {
-                () = stopped(&mut self.run) => {}
+                () = wait_until_stopped(&mut self.run) => {}
                 _ = self.directory_changes.changed() => {}
                 () = tokio::time::sleep(delay) => {}
             }
@@ -644,7 +650,7 @@ impl Plugin {
         let mut was_open = false;
         loop {
             self.directory_changes.mark_unchanged();
-            if self.stopping() {
+            if self.is_stopping() {
                 return SessionEnd::Stop;
             }
             let streams = *open.borrow_and_update();
@@ -661,7 +667,7 @@ impl Plugin {
             let options = self.served.borrow_and_update().options();
             let seen = Observation {
                 registered_with: kubelet,
-                kubelet: self.directory.kubelet(),
+                kubelet: self.directory.kubelet_socket_id(),
                 reachable: session.is_reachable(),
                 options_changed: options != session.options(),
                 streamless_for: (streams == 0).then(|| since.elapsed()),
@@ -676,7 +682,7 @@ impl Plugin {
                         self.publish(|state| state.error = None);
                     }
                     Err(error) => {
-                        self.failed("failed to recreate our device plugin socket, which was deleted", &error);
+                        self.record_failure("failed to recreate our device plugin socket, which was deleted", &error);
                         check_again = Some(self.timings.register.cap);
                     }
                 },
@@ -699,7 +705,7 @@ impl Plugin {
             };
             // Cancel-safe: each future only triggers another check.
             tokio::select! {
-                () = stopped(&mut self.run) => {}
+                () = wait_until_stopped(&mut self.run) => {}
                 _ = self.directory_changes.changed() => {}
                 _ = open.changed() => {}
                 replaced = self.served.changed() => {
@@ -713,15 +719,15 @@ impl Plugin {
     }
 }
 
-/// Waits until a change of the directory makes the current registration attempt pointless.
-async fn registration_outdated(
+/// Waits until a change of the directory makes the current registration attempt outdated.
+async fn wait_until_registration_outdated(
     changes: &mut watch::Receiver<()>,
     directory: &Directory,
     kubelet: SocketId,
     session: &Session,
 ) {
     while changes.changed().await.is_ok() {
-        if directory.kubelet() != Some(kubelet) || !session.is_reachable() {
+        if directory.kubelet_socket_id() != Some(kubelet) || !session.is_reachable() {
             return;
         }
     }

@@ -15,7 +15,7 @@ pub const POD_RESOURCES: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
 type Client = PodResourcesListerClient<Channel>;
 
 /// Maximum size of an answer in bytes. The kubelet's own clients allow 16 MiB.
-const MAX_ANSWER: usize = 16 << 20;
+const MAX_ANSWER_BYTES: usize = 16 << 20;
 
 /// Devices that are allocated to a container.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -73,8 +73,8 @@ impl PodResources {
     pub fn new(socket: &Path, deadline: Duration) -> Result<Self, PodResourcesError> {
         let bad = || PodResourcesError::Path(socket.to_owned());
         let path = socket.to_str().filter(|_| socket.is_absolute()).ok_or_else(bad)?;
-        let endpoint = crate::registration::unix(path).ok_or_else(bad)?;
-        let client = PodResourcesListerClient::new(endpoint.connect_lazy()).max_decoding_message_size(MAX_ANSWER);
+        let endpoint = crate::registration::unix_endpoint(path).ok_or_else(bad)?;
+        let client = PodResourcesListerClient::new(endpoint.connect_lazy()).max_decoding_message_size(MAX_ANSWER_BYTES);
         Ok(Self { client, deadline })
     }
 
@@ -85,7 +85,7 @@ impl PodResources {
     }
 
     /// Lists all device plugin devices that the kubelet can allocate.
-    pub async fn allocatable(&self) -> Result<Vec<AllocatableDevices>, PodResourcesError> {
+    pub async fn list_allocatable(&self) -> Result<Vec<AllocatableDevices>, PodResourcesError> {
         let call_kubelet =
             async |mut client: Client| client.get_allocatable_resources(wire::AllocatableResourcesRequest {}).await;
         let devices = self.call_kubelet(call_kubelet).await?.devices.into_iter().map(|devices| AllocatableDevices {

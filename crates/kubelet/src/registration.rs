@@ -13,10 +13,10 @@ use crate::proto::v1beta1::registration_client::RegistrationClient;
 use crate::resource::{Options, ResourceName};
 
 /// Deadline for the answer from our own socket. The kubelet's own deadline for a plugin is 10 s.
-const SELF_DIAL_TIMEOUT: Duration = Duration::from_secs(5);
+const OWN_SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Creates an endpoint for a unix socket. `None` if the path is not valid.
-pub(crate) fn unix(path: &str) -> Option<Endpoint> {
+/// Creates an endpoint for a unix socket. Returns `None` if the path is not valid.
+pub(crate) fn unix_endpoint(path: &str) -> Option<Endpoint> {
     // Servers that check `:authority` refuse a path. gRPC prescribes `localhost` for unix sockets.
     let localhost = tonic::codegen::http::Uri::from_static("http://localhost");
     Some(Endpoint::from_shared(format!("unix://{path}")).ok()?.origin(localhost))
@@ -51,7 +51,7 @@ pub(crate) async fn register(
 ) -> Result<(), RegisterError> {
     let kubelet = directory.kubelet_socket();
     let bad = || RegisterError::Path(socket.to_owned());
-    let endpoint = kubelet.to_str().and_then(unix).ok_or_else(bad)?;
+    let endpoint = kubelet.to_str().and_then(unix_endpoint).ok_or_else(bad)?;
     let request = wire::RegisterRequest {
         version: DEVICE_PLUGIN_VERSION.to_owned(),
         endpoint: socket.file_name().and_then(|name| name.to_str()).ok_or_else(bad)?.to_owned(),
@@ -70,7 +70,7 @@ pub(crate) async fn register(
 
 /// Why our own socket does not answer.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum SelfDialError {
+pub(crate) enum OwnSocketError {
     #[error("failed to connect to our own socket")]
     Connect(#[source] tonic::transport::Error),
     #[error("our own socket does not answer: {}", .0.message())]
@@ -83,16 +83,16 @@ pub(crate) enum SelfDialError {
 
 /// Makes the same first call as the kubelet, so that a registration is attempted only if it can
 /// succeed.
-pub(crate) async fn self_dial(socket: &Path) -> Result<(), SelfDialError> {
-    let endpoint = socket.to_str().and_then(unix).ok_or(SelfDialError::Path)?;
+pub(crate) async fn call_own_socket(socket: &Path) -> Result<(), OwnSocketError> {
+    let endpoint = socket.to_str().and_then(unix_endpoint).ok_or(OwnSocketError::Path)?;
     let call = async {
-        let channel = endpoint.connect().await.map_err(SelfDialError::Connect)?;
+        let channel = endpoint.connect().await.map_err(OwnSocketError::Connect)?;
         let answer = DevicePluginClient::new(channel).get_device_plugin_options(wire::Empty {}).await;
-        answer.map_err(|status| SelfDialError::Call(Box::new(status)))
+        answer.map_err(|status| OwnSocketError::Call(Box::new(status)))
     };
-    tokio::time::timeout(SELF_DIAL_TIMEOUT, call)
+    tokio::time::timeout(OWN_SOCKET_TIMEOUT, call)
         .await
-        .map_err(|_| SelfDialError::Deadline(SELF_DIAL_TIMEOUT))?
+        .map_err(|_| OwnSocketError::Deadline(OWN_SOCKET_TIMEOUT))?
         .map(drop)
 }
 
@@ -138,8 +138,9 @@ pub(crate) enum Cause {
     OptionsChanged,
 }
 
-/// Decides from the observed state instead of events. Events can be lost, late or repeated: the
-/// creation of `kubelet.sock` can be reported after the registration with that socket.
+/// Returns the next step for a registered plugin, from the observed state instead of events. Events
+/// can be lost, late or repeated: the creation of `kubelet.sock` can be reported after the
+/// registration with that socket.
 pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {

@@ -17,10 +17,10 @@ use crate::proto::v1beta1 as wire;
 /// [`pre_start`](Resource::pre_start) must answer from memory. While the kubelet waits, it blocks
 /// the admission of pods, and sometimes its device manager.
 pub trait Resource: Send + Sync + 'static {
-    /// Returns the devices, as they change. Each published list is sent on the open stream, even if
-    /// it equals the previous list, because the kubelet writes its
-    /// [checkpoint](crate::KubeletCheckpoint) for each list. A list that is the same `Arc` is not
-    /// sent again.
+    /// Returns a receiver of the device list. The open stream sends each published list, even if
+    /// the list equals the previous one, because the kubelet writes its
+    /// [checkpoint](crate::KubeletCheckpoint) for each list. The stream does not send the same
+    /// `Arc` again.
     ///
     /// If the sender is dropped, the last list remains valid.
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
@@ -29,17 +29,17 @@ pub trait Resource: Send + Sync + 'static {
     /// registration. A replacement with other options is registered again.
     fn options(&self) -> Options;
 
-    /// Returns a future to await before [`preferred`](Resource::preferred) can answer this request.
-    /// Returns `None` if no wait is needed. Keep the wait short and bounded: no pod is admitted
-    /// during the wait.
+    /// Returns a future to await before [`preferred_devices`](Resource::preferred_devices) can
+    /// answer this request. Returns `None` if no wait is needed. Keep the wait short and bounded:
+    /// no pod is admitted during the wait.
     fn wait_for_pod<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
         let _ = request;
         None
     }
 
     /// Chooses devices for a container from the available devices. The answer is a hint: the
-    /// kubelet may allocate others.
-    fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
+    /// kubelet may allocate other devices.
+    fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
 
     /// Returns the settings for a container to which the kubelet allocates exactly these devices.
     /// The kubelet can repeat the call for the same devices.
@@ -48,9 +48,9 @@ pub trait Resource: Send + Sync + 'static {
     /// lists.
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal>;
 
-    /// Called before each start of a container with these devices, if [`Options::pre_start`] is
-    /// set. The kubelet waits at most 30 s and retries with the back-off of the container's
-    /// restarts.
+    /// Prepares a container with these devices. The server calls this method before each start of
+    /// the container if [`Options::pre_start`] is set. The kubelet waits at most 30 s and retries
+    /// with the back-off of the container's restarts.
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         let _ = ids;
         Box::pin(std::future::ready(Ok(())))
@@ -81,12 +81,12 @@ pub struct InvalidResourceName {
 impl ResourceName {
     /// Maximum length of the domain in bytes. The kubelet checks `requests.<name>` as a qualified
     /// name. The domain of a qualified name may have 253 bytes.
-    const MAX_DOMAIN: usize = 253 - "requests.".len();
-    const MAX_NAME: usize = 63;
+    const MAX_DOMAIN_BYTES: usize = 253 - "requests.".len();
+    const MAX_NAME_BYTES: usize = 63;
 
-    /// Accepts the names that the kubelet's `IsExtendedResourceName` accepts.
+    /// Parses a name. Accepts the names that the kubelet's `IsExtendedResourceName` accepts.
     pub fn parse(name: &str) -> Result<Self, InvalidResourceName> {
-        let refuse = |why| Err(InvalidResourceName { name: beginning(name), why });
+        let refuse = |why| Err(InvalidResourceName { name: truncate(name), why });
         let Some((domain, short)) = name.split_once('/') else {
             return refuse("a domain is required, as in `example.com/device`");
         };
@@ -96,10 +96,10 @@ impl ResourceName {
         if name.starts_with("requests.") {
             return refuse("`requests.` is reserved for quotas");
         }
-        if domain.len() > Self::MAX_DOMAIN || !domain.split('.').all(is_label) {
+        if domain.len() > Self::MAX_DOMAIN_BYTES || !domain.split('.').all(is_label) {
             return refuse("the part before `/` is not a DNS subdomain of at most 244 characters");
         }
-        if short.len() > Self::MAX_NAME || !is_short_name(short) {
+        if short.len() > Self::MAX_NAME_BYTES || !is_short_name(short) {
             return refuse(
                 "the part after `/` is not 1 to 63 letters, digits, `-`, `_` and `.`, with a letter or digit at both ends",
             );
@@ -151,7 +151,7 @@ impl Borrow<str> for ResourceName {
 pub struct DeviceId(Arc<str>);
 
 /// Truncates a text for an error message. The text is external input and can be long.
-fn beginning(text: &str) -> String {
+fn truncate(text: &str) -> String {
     text.chars().take(100).collect()
 }
 
@@ -161,10 +161,10 @@ fn beginning(text: &str) -> String {
 pub struct InvalidDeviceId(String);
 
 impl DeviceId {
-    /// Checks the length. The API has no other requirement.
+    /// Parses an id. Checks only the length, because the API has no other requirement.
     pub fn parse(id: &str) -> Result<Self, InvalidDeviceId> {
         if id.is_empty() || id.len() > 63 {
-            return Err(InvalidDeviceId(beginning(id)));
+            return Err(InvalidDeviceId(truncate(id)));
         }
         Ok(Self(id.into()))
     }
@@ -228,7 +228,8 @@ pub struct PreferredRequest<'a> {
 impl<'a> TryFrom<&'a wire::ContainerPreferredAllocationRequest> for PreferredRequest<'a> {
     type Error = Refusal;
 
-    /// Refuses a request with inconsistent numbers. The resource checks the ids.
+    /// Converts the kubelet's request. Refuses a request with inconsistent numbers. The resource
+    /// checks the ids.
     fn try_from(wire: &'a wire::ContainerPreferredAllocationRequest) -> Result<Self, Refusal> {
         let (available, must_include) = (&wire.available_device_i_ds, &wire.must_include_device_i_ds);
         let Ok(size) = usize::try_from(wire.allocation_size) else {

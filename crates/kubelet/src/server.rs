@@ -21,7 +21,7 @@ use crate::resource::{DeviceList, Options, PreferredRequest, Refusal, Resource, 
 
 /// Maximum size of a request in bytes. The kubelet's largest request is `GetPreferredAllocation`
 /// with every free id. 20,000 ids fit in 1 MiB.
-const MAX_REQUEST: usize = 1 << 20;
+const MAX_REQUEST_BYTES: usize = 1 << 20;
 
 /// Maximum time to wait for calls on connections without a stream.
 const IDLE_GRACE: Duration = Duration::from_millis(50);
@@ -31,14 +31,14 @@ pub(crate) type Served = watch::Receiver<Arc<dyn Resource>>;
 
 /// Behaviour of a session's `ListAndWatch` streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Streams {
+pub(crate) enum StreamMode {
     /// Send each change.
     Open,
     /// End at once. The kubelet regards the devices as unhealthy, and keeps the resource for five
     /// minutes.
     End,
     /// Send an empty list and end. The resource is removed, and its capacity becomes 0 at once.
-    Farewell,
+    EndWithEmptyList,
 }
 
 /// A running server. Dropping it ends its connections.
@@ -48,7 +48,7 @@ pub(crate) struct Session {
     options: Options,
     connections: Connections,
     listener: AbortOnDropHandle<()>,
-    orders: watch::Sender<Streams>,
+    orders: watch::Sender<StreamMode>,
     open: watch::Receiver<usize>,
     _server: AbortOnDropHandle<()>,
 }
@@ -57,16 +57,16 @@ impl Session {
     /// Binds a new socket at `path` and serves there.
     pub(crate) fn start(path: PathBuf, mut served: Served) -> io::Result<Self> {
         let options = served.borrow_and_update().options();
-        let (orders, order) = watch::channel(Streams::Open);
+        let (orders, order) = watch::channel(StreamMode::Open);
         let (count, open) = watch::channel(0);
         let (connections, incoming) = Connections::new();
         let (listener, socket) = listen_at(&path, &connections)?;
-        let service =
-            DevicePluginServer::new(Service { served, order, open: count }).max_decoding_message_size(MAX_REQUEST);
+        let service = DevicePluginServer::new(Service { served, order, open: count })
+            .max_decoding_message_size(MAX_REQUEST_BYTES);
         let shown = path.clone();
         let task = tokio::spawn(async move {
             // Do not use tonic's graceful shutdown: it waits for streams, which never end by
-            // themselves. `end` closes them first.
+            // themselves. `Session::close` ends the streams.
             let end = tonic::transport::Server::builder().serve_with_incoming(service, incoming).await;
             if let Err(error) = end {
                 tracing::error!(socket = %shown.display(), error = &error as &dyn std::error::Error, "device plugin server failed");
@@ -95,8 +95,8 @@ impl Session {
         SocketId::of(&self.path) == Some(self.socket)
     }
 
-    /// Binds the socket at the same path again after it was deleted. Open connections and streams
-    /// are not affected.
+    /// Binds the socket at its path again after the socket was deleted. Open connections and
+    /// streams are not affected.
     pub(crate) fn rebind(&mut self) -> io::Result<()> {
         (self.listener, self.socket) = listen_at(&self.path, &self.connections)?;
         Ok(())
@@ -107,7 +107,7 @@ impl Session {
     ///
     /// The wait is necessary: up to Kubernetes 1.36, a stream that ends after the next registration
     /// also disconnects the new client.
-    pub(crate) async fn close(self, streams: Streams, grace: Duration) {
+    pub(crate) async fn close(self, streams: StreamMode, grace: Duration) {
         self.listener.abort();
         if self.is_reachable() {
             let _ = std::fs::remove_file(&self.path);
@@ -130,7 +130,7 @@ fn listen_at(path: &Path, connections: &Connections) -> io::Result<(AbortOnDropH
 /// The gRPC service of one resource.
 struct Service {
     served: Served,
-    order: watch::Receiver<Streams>,
+    order: watch::Receiver<StreamMode>,
     open: watch::Sender<usize>,
 }
 
@@ -159,7 +159,7 @@ impl DevicePlugin for Service {
             devices: Some(devices),
             order: self.order.clone(),
             sent: None,
-            _open: Open::new(&self.open),
+            _open: OpenStream::new(&self.open),
         };
         Ok(Response::new(Box::pin(futures::stream::unfold(feed, |mut feed| async move {
             let list = feed.next().await?;
@@ -178,7 +178,7 @@ impl DevicePlugin for Service {
             if let Some(known) = resource.wait_for_pod(&request) {
                 known.await;
             }
-            let device_i_ds = resource.preferred(&request)?;
+            let device_i_ds = resource.preferred_devices(&request)?;
             container_responses.push(wire::ContainerPreferredAllocationResponse { device_i_ds });
         }
         Ok(Response::new(wire::PreferredAllocationResponse { container_responses }))
@@ -219,9 +219,9 @@ struct Feed {
     served: Served,
     /// `None` after the sender was dropped. The last list remains valid.
     devices: Option<watch::Receiver<Arc<DeviceList>>>,
-    order: watch::Receiver<Streams>,
+    order: watch::Receiver<StreamMode>,
     sent: Option<Arc<DeviceList>>,
-    _open: Open,
+    _open: OpenStream,
 }
 
 impl Feed {
@@ -230,14 +230,14 @@ impl Feed {
             let order = *self.order.borrow_and_update();
             let is_empty = |list: &Arc<DeviceList>| list.is_empty();
             match order {
-                Streams::End => return None,
-                Streams::Farewell if self.sent.as_ref().is_some_and(is_empty) => return None,
-                Streams::Farewell => {
+                StreamMode::End => return None,
+                StreamMode::EndWithEmptyList if self.sent.as_ref().is_some_and(is_empty) => return None,
+                StreamMode::EndWithEmptyList => {
                     let nothing = Arc::new(DeviceList::new());
                     self.sent = Some(Arc::clone(&nothing));
                     return Some(nothing);
                 }
-                Streams::Open => {}
+                StreamMode::Open => {}
             }
             if let Some(devices) = &mut self.devices {
                 let now = Arc::clone(&devices.borrow_and_update());
@@ -273,16 +273,16 @@ impl Feed {
 }
 
 /// Counts an open stream until it is dropped.
-struct Open(watch::Sender<usize>);
+struct OpenStream(watch::Sender<usize>);
 
-impl Open {
+impl OpenStream {
     fn new(count: &watch::Sender<usize>) -> Self {
         count.send_modify(|open| *open += 1);
         Self(count.clone())
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenStream {
     fn drop(&mut self) {
         self.0.send_modify(|open| *open -= 1);
     }

@@ -35,7 +35,7 @@ async fn allocated_and_allocatable_devices_are_listed_even_after_a_restart() {
         assert_eq!(pods.list().await.expect("a list"), rows);
         let rows = [AllocatableDevices { resource: "r".into(), ids: vec!["a::0".into()], numa: vec![0, 1] }];
         kubelet.set_allocatable(&rows);
-        assert_eq!(pods.allocatable().await.expect("a list"), rows);
+        assert_eq!(pods.list_allocatable().await.expect("a list"), rows);
     }
 }
 

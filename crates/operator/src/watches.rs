@@ -28,8 +28,8 @@ use crate::read::{
 };
 use crate::rollout::{Revision, Watched};
 
-/// Seconds after which a watch is restarted where it ended. A watch on which nothing arrives,
-/// because its connection is lost without notice, ends 5 s later.
+/// Seconds after which a watch ends and continues at the last version that it received. A watch on
+/// which nothing arrives, because its connection is lost without notice, ends 5 s later.
 pub(crate) const WATCH_TIMEOUT: u32 = 30;
 
 /// The configuration of all watches.

@@ -1,10 +1,10 @@
 //! Narrows a gated pod to nodes, in addition to its own affinity.
 //!
-//! The node selector terms of a pod are OR-ed, so the requirement must be added to each term. While
-//! a pod is gated, the API server accepts only additions: requirements appended to existing terms,
-//! or a whole affinity if the pod has none. The API server refuses further terms and changes to
-//! existing terms. So the result is a list of JSON Patch additions (RFC 6902) that contain only the
-//! parts that the pod does not have.
+//! Kubernetes combines the node selector terms of a pod with OR, so the requirement must be added
+//! to each term. While a pod is gated, the API server accepts only additions: requirements appended
+//! to existing terms, or a whole affinity if the pod has none. The API server refuses further terms
+//! and changes to existing terms. So the result is a list of JSON Patch additions (RFC 6902) that
+//! contain only the parts that the pod does not have.
 //!
 //! Send the patch with a `test` of `/metadata/resourceVersion`, because the patch refers to terms
 //! by their index.
@@ -35,7 +35,7 @@ pub enum Present<'a> {
 /// is useless.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the pod's required node affinity matches no node: it has no term with a requirement")]
-pub struct MatchesNothing;
+pub struct MatchesNoNode;
 
 /// An `add` operation of a JSON Patch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -88,15 +88,15 @@ const REQUIRED: &str = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgno
 
 /// Returns a requirement for nodes with one of these hostnames. Returns `None` if the list is
 /// empty, because a pod must not be narrowed to no nodes.
-pub fn among<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Requirement> {
+pub fn hostname_requirement<'a>(hostnames: impl IntoIterator<Item = &'a str>) -> Option<Requirement> {
     let values: BTreeSet<&str> = hostnames.into_iter().collect();
     let values: Vec<String> = values.into_iter().map(str::to_owned).collect();
     (!values.is_empty()).then(|| Requirement { key: HOSTNAME.to_owned(), operator: Operator::In, values })
 }
 
-/// Additions that restrict the pod to the nodes that match both its affinity and the requirement.
-/// The list is empty if the pod already has the requirement.
-pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Operation>, MatchesNothing> {
+/// Returns the additions that restrict the pod to the nodes that match both its affinity and the
+/// requirement. The list is empty if the pod already has the requirement.
+pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Operation>, MatchesNoNode> {
     let required = || Terms { node_selector_terms: vec![term(requirement)] };
     let terms = match present {
         Present::Required(terms) => terms,
@@ -111,7 +111,7 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
         Present::NodeAffinity => return Ok(vec![Operation::add(REQUIRED.to_owned(), Value::Required(required()))]),
     };
     if terms.iter().all(is_empty) {
-        return Err(MatchesNothing);
+        return Err(MatchesNoNode);
     }
     let addition = |(index, term): (usize, &NodeSelectorTerm)| {
         let path = format!("{REQUIRED}/nodeSelectorTerms/{index}/matchExpressions");
@@ -121,18 +121,18 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
             Operation::add(format!("{path}/-"), Value::Requirement(requirement.clone()))
         }
     };
-    Ok(terms.iter().enumerate().filter(|(_, term)| wants(term, requirement)).map(addition).collect())
+    Ok(terms.iter().enumerate().filter(|(_, term)| needs_requirement(term, requirement)).map(addition).collect())
 }
 
 /// Returns the pod's required terms after [`narrow`], for callers that send the whole list. A pod
 /// without required terms receives one term.
-pub fn narrowed(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNothing> {
+pub fn narrowed_terms(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNoNode> {
     let Present::Required(terms) = present else { return Ok(vec![term(requirement)]) };
     if terms.iter().all(is_empty) {
-        return Err(MatchesNothing);
+        return Err(MatchesNoNode);
     }
     let mut terms = terms.to_vec();
-    for term in terms.iter_mut().filter(|term| wants(term, requirement)) {
+    for term in terms.iter_mut().filter(|term| needs_requirement(term, requirement)) {
         term.match_expressions.push(requirement.clone());
     }
     Ok(terms)
@@ -142,13 +142,13 @@ fn term(requirement: &Requirement) -> NodeSelectorTerm {
     NodeSelectorTerm { match_expressions: vec![requirement.clone()], match_fields: Vec::new() }
 }
 
-/// Returns a term without requirements matches no node. An added requirement would make it match
-/// some nodes.
+/// Returns whether a term has no requirements. Such a term matches no node, but would match some
+/// nodes with an added requirement.
 fn is_empty(term: &NodeSelectorTerm) -> bool {
     term.match_expressions.is_empty() && term.match_fields.is_empty()
 }
 
-fn wants(term: &NodeSelectorTerm, requirement: &Requirement) -> bool {
+fn needs_requirement(term: &NodeSelectorTerm, requirement: &Requirement) -> bool {
     !is_empty(term) && !term.match_expressions.contains(requirement)
 }
 
@@ -179,7 +179,7 @@ mod tests {
     }
 
     fn requirement() -> Requirement {
-        among(["n2", "n1", "n2"]).unwrap()
+        hostname_requirement(["n2", "n1", "n2"]).unwrap()
     }
 
     fn patched_pod(mut pod: Json, present: Present<'_>) -> Json {
@@ -208,8 +208,8 @@ mod tests {
         let zone = Requirement { key: "zone".to_owned(), operator: Operator::Exists, values: Vec::new() };
         let some = NodeSelectorTerm { match_expressions: vec![zone], match_fields: Vec::new() };
         let empty = NodeSelectorTerm::default();
-        assert_eq!(narrow(Present::Required(&[]), &requirement()), Err(MatchesNothing));
-        assert_eq!(narrow(Present::Required(&[empty.clone(), empty.clone()]), &requirement()), Err(MatchesNothing));
+        assert_eq!(narrow(Present::Required(&[]), &requirement()), Err(MatchesNoNode));
+        assert_eq!(narrow(Present::Required(&[empty.clone(), empty.clone()]), &requirement()), Err(MatchesNoNode));
         let operations = narrow(Present::Required(&[empty.clone(), some]), &requirement()).unwrap();
         assert_eq!(operations.len(), 1);
         assert!(operations[0].path().ends_with("/nodeSelectorTerms/1/matchExpressions/-"), "{operations:?}");
@@ -228,9 +228,9 @@ mod tests {
 
     #[test]
     fn no_requirement_is_added_twice_and_no_pod_is_narrowed_to_no_nodes() {
-        let terms = narrowed(Present::Nothing, &requirement()).unwrap();
+        let terms = narrowed_terms(Present::Nothing, &requirement()).unwrap();
         assert_eq!(narrow(Present::Required(&terms), &requirement()), Ok(Vec::new()));
-        assert_eq!(among([]), None);
+        assert_eq!(hostname_requirement([]), None);
     }
 
     fn pod(terms: &[NodeSelectorTerm]) -> Json {
@@ -264,8 +264,8 @@ mod tests {
 
     proptest! {
         /// A narrowed pod can run on exactly the nodes that both its original affinity and the
-        /// requirement allow. The patch from `narrow` produces the terms that `narrowed` returns.
-        /// No existing part of the pod is changed or moved.
+        /// requirement allow. The patch from `narrow` produces the terms that `narrowed_terms`
+        /// returns. No existing part of the pod is changed or moved.
         #[test]
         fn a_narrowed_pod_goes_only_to_allowed_and_required_nodes(
             terms in terms(),
@@ -275,7 +275,7 @@ mod tests {
         ) {
             let requirement = requirement();
             let present = Present::Required(&terms);
-            let Ok(whole) = narrowed(present, &requirement) else {
+            let Ok(whole) = narrowed_terms(present, &requirement) else {
                 prop_assert!(terms.iter().all(is_empty));
                 prop_assert!(narrow(present, &requirement).is_err());
                 return Ok(());

@@ -68,8 +68,9 @@ const MAX_SPREAD_STEPS: u32 = 500;
 impl Assignment {
     /// Creates the assignment without any pending pod.
     pub(crate) fn new(model: &Model<'_>, states: &mut States) -> Self {
-        // Every class can be packed without demands. The result is the GPU's current partition.
-        let gpus = model.gpus.iter().map(|gpu| states.base(gpu.class).unwrap_or(StateId::MAX)).collect();
+        // `base_state` returns a state for every class that has no demands: the GPU's current
+        // partition.
+        let gpus = model.gpus.iter().map(|gpu| states.base_state(gpu.class).unwrap_or(StateId::MAX)).collect();
         Self {
             gpus,
             free: model.nodes.iter().flat_map(|node| node.free.iter().copied()).collect(),
@@ -140,7 +141,7 @@ impl Assignment {
         match of.units.as_slice() {
             [] => Some(Cost::default()),
             [unit] => {
-                let (cost, at) = cheapest(states, slots, *unit, rule)?;
+                let (cost, at) = cheapest_gpu(states, slots, *unit, rule)?;
                 gpus.push(range.start + at);
                 Some(cost)
             }
@@ -153,8 +154,8 @@ impl Assignment {
         }
     }
 
-    /// Places a pod. A location from [`Self::offer`] is always possible. If a location is not
-    /// possible, changes nothing and returns false.
+    /// Places a pod. A location from [`Self::find_location`] is always possible. If a location is
+    /// not possible, changes nothing and returns false.
     pub(crate) fn place(&mut self, model: &Model<'_>, states: &mut States, pod: u32, location: Location) -> bool {
         let Some(group) = group(model, pod) else { return false };
         if !self.has_room(&group.needs, location.node) {
@@ -163,7 +164,7 @@ impl Assignment {
         let mut done = 0;
         for (unit, gpu) in group.units.iter().zip(&location.gpus) {
             let Some(state) = self.gpus.get_mut(*gpu as usize) else { break };
-            let Some(next) = states.with(*state, *unit) else { break };
+            let Some(next) = states.with_demand(*state, *unit) else { break };
             *state = next;
             done += 1;
         }
@@ -201,7 +202,7 @@ impl Assignment {
 
     fn remove_demand(&mut self, states: &mut States, unit: DemandId, gpu: u32) {
         if let Some(slot) = self.gpus.get_mut(gpu as usize)
-            && let Some(before) = states.without(*slot, unit)
+            && let Some(before) = states.without_demand(*slot, unit)
         {
             *slot = before;
         }
@@ -245,7 +246,7 @@ pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: Rul
 }
 
 /// Returns the cheapest GPU for one unit. If several GPUs cost the same, the first of them.
-fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
+fn cheapest_gpu(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
     let mut best: Option<(Cost, u32)> = None;
     let mut last = None;
     for (&slot, at) in slots.iter().zip(0..) {
@@ -253,7 +254,7 @@ fn cheapest(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) 
             continue;
         }
         last = Some(slot);
-        let Some(next) = states.with(slot, unit) else { continue };
+        let Some(next) = states.with_demand(slot, unit) else { continue };
         let Some(cost) = change_cost(states, slot, next, rule) else { continue };
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, at));
@@ -278,7 +279,7 @@ fn place_on_one_gpu(
         last = Some(slot);
         let mut state = Some(slot);
         for &unit in units {
-            state = state.and_then(|state| states.with(state, unit));
+            state = state.and_then(|state| states.with_demand(state, unit));
         }
         let Some(cost) = state.and_then(|state| change_cost(states, slot, state, rule)) else { continue };
         if best.is_none_or(|(least, _)| cost < least) {
@@ -300,9 +301,9 @@ fn place_on_several_gpus(
     let mut chosen = Vec::with_capacity(units.len());
     let mut sum = Cost::default();
     for &unit in units {
-        let Some((cost, at)) = cheapest(states, &now, unit, rule) else { break };
+        let Some((cost, at)) = cheapest_gpu(states, &now, unit, rule) else { break };
         let slot = now.get_mut(at as usize)?;
-        *slot = states.with(*slot, unit)?;
+        *slot = states.with_demand(*slot, unit)?;
         sum = sum.saturating_add(cost);
         chosen.push(at);
     }
@@ -317,7 +318,7 @@ fn place_on_several_gpus(
     let mut now = slots.to_vec();
     chosen.clear();
     let mut steps = 0;
-    let found = search(states, &mut now, units, rule, &mut chosen, &mut steps);
+    let found = search_combinations(states, &mut now, units, rule, &mut chosen, &mut steps);
     let cost = slots
         .iter()
         .zip(&now)
@@ -325,7 +326,7 @@ fn place_on_several_gpus(
     cost.filter(|_| found).map(|cost| (cost, chosen))
 }
 
-fn search(
+fn search_combinations(
     states: &mut States,
     now: &mut Vec<StateId>,
     units: &[DemandId],
@@ -343,12 +344,13 @@ fn search(
         if now[..at].contains(&slot) {
             continue;
         }
-        let Some(next) = states.with(slot, unit).filter(|&next| change_cost(states, slot, next, rule).is_some()) else {
+        let Some(next) = states.with_demand(slot, unit).filter(|&next| change_cost(states, slot, next, rule).is_some())
+        else {
             continue;
         };
         now[at] = next;
         chosen.push(crate::model::as_u32(at));
-        if search(states, now, rest, rule, chosen, steps) {
+        if search_combinations(states, now, rest, rule, chosen, steps) {
             return true;
         }
         chosen.pop();

@@ -1,4 +1,5 @@
-//! Verifies plans. Shares no arithmetic with the planner, and uses only the snapshot and the plan.
+//! Verifies plans. The check shares no arithmetic with the planner, and uses only the snapshot and
+//! the plan.
 //!
 //! The check runs in tests on every plan, and before a plan is applied. A plan with a violation
 //! must not be applied.
@@ -37,7 +38,7 @@ pub fn check(snapshot: &Snapshot, plan: &Plan) -> Vec<Violation> {
 
 /// Returns whether all requested sizes fit into the bins at the same time, each size in one bin.
 /// Returns true if the steps run out, because the result is then unknown.
-fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
+fn fit_into_bins(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
     let Some((first, rest)) = wanted.split_first() else { return true };
     for at in 0..free.len() {
         let Some(left) = steps.checked_sub(1) else { return true };
@@ -47,7 +48,7 @@ fn fit(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
         }
         let Some(less) = free[at].checked_sub(*first) else { continue };
         let before = std::mem::replace(&mut free[at], less);
-        let fits = fit(rest, free, steps);
+        let fits = fit_into_bins(rest, free, steps);
         free[at] = before;
         if fits {
             return true;
@@ -135,7 +136,8 @@ impl Checker {
             let resource = slice.resource.as_str();
             if slice.placement.is_some() || resource.starts_with(device::MIG_PREFIX) {
                 mig.push(slice);
-            } else if resource == device::REPLICAS || gpu.mode == Mode::TimeSlicing && device::sized(resource).is_none()
+            } else if resource == device::REPLICAS
+                || gpu.mode == Mode::TimeSlicing && device::sized_slice_gib(resource).is_none()
             {
                 replica_slices.push(slice);
             } else if resource == device::WHOLE {
@@ -211,7 +213,7 @@ impl Checker {
         let (mut sized, mut shares) = (0_u64, 0_u64);
         for slice in slices {
             let count = u64::from(slice.count);
-            match device::sized(&slice.resource) {
+            match device::sized_slice_gib(&slice.resource) {
                 Some(gib) => sized = sized.saturating_add(gib.saturating_mul(1024).saturating_mul(count)),
                 None => shares += count,
             }
@@ -327,7 +329,7 @@ impl Checker {
             }
             wanted.sort_unstable_by(|a, b| b.cmp(a));
             let mut free: Vec<u64> = free.into_values().collect();
-            if !fit(&wanted, &mut free, &mut 10_000) {
+            if !fit_into_bins(&wanted, &mut free, &mut 10_000) {
                 self.report(uuid, format!("the {resource} of each pod cannot be on one instance"));
             }
         }
@@ -362,7 +364,7 @@ impl Checker {
             // Resources other than whole GPUs, sized slices and MIG instances are shares. All
             // shares of one resource that a pod requests must be on one GPU.
             let slice = resource.starts_with(device::MIG_PREFIX) && !resource.ends_with(device::SHARED_SUFFIX);
-            let shares = !slice && resource != device::WHOLE && device::sized(resource).is_none();
+            let shares = !slice && resource != device::WHOLE && device::sized_slice_gib(resource).is_none();
             if shares && placement.takes.iter().any(|other| other.resource == *resource && other.gpu != *gpu) {
                 self.report(&pod.name, format!("the pod's {resource} come from two GPUs"));
             }
@@ -371,7 +373,7 @@ impl Checker {
             let wanted = request.count().unwrap_or(u64::MAX);
             let is_gpu = name == device::WHOLE
                 || name.starts_with(device::MIG_PREFIX)
-                || device::sized(name).is_some()
+                || device::sized_slice_gib(name).is_some()
                 || [device::SHARES, device::REPLICAS].contains(&name.as_str());
             if (is_gpu || got.contains_key(name.as_str())) && got.remove(name.as_str()).unwrap_or(0) != wanted {
                 self.report(&pod.name, format!("the pod does not get the {wanted} {name} that it requests"));

@@ -105,7 +105,7 @@ pub fn mig_resource(profile: &str) -> String {
 
 /// Returns the number G in `nvidia.com/gpu-<G>gb`, the resource of slices of G GiB. G is at
 /// least 1.
-pub fn sized(resource: &str) -> Option<u64> {
+pub fn sized_slice_gib(resource: &str) -> Option<u64> {
     let digits = resource.strip_prefix("nvidia.com/gpu-")?.strip_suffix("gb")?;
     // Refuse leading zeros: `010` would be a second name of the same slice.
     if digits.starts_with('0') || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn sizes_are_whole_gib_with_one_spelling() {
-        assert_eq!(sized("nvidia.com/gpu-10gb"), Some(10));
+        assert_eq!(sized_slice_gib("nvidia.com/gpu-10gb"), Some(10));
         for resource in [
             "nvidia.com/gpu-0gb",
             "nvidia.com/gpu-010gb",
@@ -129,7 +129,7 @@ mod tests {
             "nvidia.com/gpu-mps",
             "nvidia.com/gpu-99999999999999999999gb",
         ] {
-            assert_eq!(sized(resource), None, "{resource}");
+            assert_eq!(sized_slice_gib(resource), None, "{resource}");
         }
     }
 

@@ -254,10 +254,10 @@ impl<'g, 'a> Greedy<'g, 'a> {
         let mut state = self.assignment.gpus.get(gpu as usize).copied();
         for other in others {
             let Some(&[other_unit]) = group(model, other).map(|group| group.units.as_slice()) else { return false };
-            state = state.and_then(|state| self.states.without(state, other_unit));
+            state = state.and_then(|state| self.states.without_demand(state, other_unit));
         }
         let Some(less) = state else { return false };
-        if self.states.with(less, unit).is_none_or(|then| change_cost(self.states, less, then, rule).is_none()) {
+        if self.states.with_demand(less, unit).is_none_or(|then| change_cost(self.states, less, then, rule).is_none()) {
             return false;
         }
         let before: Vec<(u32, Location)> = others
@@ -305,8 +305,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
             .and_then(Option::as_ref)
             .and_then(|location| location.gpus.first().copied());
         let state = gpu.and_then(|gpu| self.assignment.gpus.get(gpu as usize).copied());
-        let Some(less) = state.and_then(|state| self.states.without(state, other_unit)) else { return false };
-        self.states.with(less, unit).is_some_and(|then| change_cost(self.states, less, then, rule).is_some())
+        let Some(less) = state.and_then(|state| self.states.without_demand(state, other_unit)) else { return false };
+        self.states.with_demand(less, unit).is_some_and(|then| change_cost(self.states, less, then, rule).is_some())
     }
 
     /// Places a pod that was moved from `from`, on a node with room or in the remaining room of

@@ -128,9 +128,9 @@ impl Table {
             starts.dedup();
             // A profile without a placement cannot be created. The other profiles are still valid.
             let Some(size) = u8::try_from(profile.size).ok().filter(|_| !starts.is_empty()) else { continue };
-            let media = media(&profile.name);
+            let media = media_engines(&profile.name);
             let count = profile.count.unwrap_or(if matches!(media, Media::Extra | Media::All) { 1 } else { u32::MAX });
-            let compute = compute(&profile.name);
+            let compute = compute_slices(&profile.name);
             entries.push(Entry {
                 resource: mig_resource(&profile.name),
                 name: profile.name.clone(),
@@ -195,12 +195,12 @@ impl Table {
     pub(crate) fn mask(&self, instance: Instance) -> Option<Mask> {
         let entry = self.entries.get(usize::from(instance.profile))?;
         entry.starts.binary_search(&instance.start).ok()?;
-        Some(bits(entry.size, instance.start))
+        Some(slice_mask(entry.size, instance.start))
     }
 
     /// Returns whether instances of these profiles can be on one GPU, regardless of their
     /// placements.
-    fn allows(&self, profiles: impl Iterator<Item = u8> + Clone) -> bool {
+    fn can_combine(&self, profiles: impl Iterator<Item = u8> + Clone) -> bool {
         let mut counts = [0_u32; 32];
         let (mut extra, mut all, mut plain) = (0, 0, 0);
         for profile in profiles {
@@ -223,7 +223,7 @@ impl Table {
     /// Estimates the remaining room if the slices in `mask` are used. The estimate is the sum, over
     /// all shapes, of the slices that instances of one shape alone could cover. Higher is better.
     /// An instance costs little room where no larger instance could start.
-    pub(crate) fn room(&self, mask: Mask) -> u32 {
+    pub(crate) fn estimate_room(&self, mask: Mask) -> u32 {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * max_instances(*size, starts, mask)).sum()
     }
 
@@ -238,7 +238,7 @@ impl Table {
             }
             mask |= bits;
         }
-        self.allows(instances.iter().map(|instance| instance.profile)).then_some(mask)
+        self.can_combine(instances.iter().map(|instance| instance.profile)).then_some(mask)
     }
 
     /// Finds placements for the `wanted` profiles. The instances `in_use` are not moved.
@@ -248,7 +248,7 @@ impl Table {
     pub(crate) fn arrange(&self, in_use: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
         let taken = self.combined_mask(in_use)?;
         let everyone = in_use.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
-        if !self.allows(everyone) {
+        if !self.can_combine(everyone) {
             return None;
         }
         let mut order = wanted.to_vec();
@@ -264,7 +264,7 @@ impl Table {
         for &instance in free {
             let Some(bits) = self.mask(instance) else { continue };
             let everyone = in_use.iter().chain(&placed).chain(&kept).map(|other| other.profile);
-            if bits & mask == 0 && self.allows(everyone.chain([instance.profile])) {
+            if bits & mask == 0 && self.can_combine(everyone.chain([instance.profile])) {
                 mask |= bits;
                 kept.push(instance);
             }
@@ -295,7 +295,7 @@ impl Search<'_> {
         // Place equal profiles in ascending order, because exchanging them makes no difference.
         let after = self.placed.last().filter(|last| last.profile == profile).map_or(0, |last| last.start + 1);
         for &start in entry.starts.iter().filter(|&&start| start >= after) {
-            let bits = bits(entry.size, start);
+            let bits = slice_mask(entry.size, start);
             if mask & bits != 0 || self.steps > MAX_STEPS {
                 continue;
             }
@@ -312,14 +312,14 @@ impl Search<'_> {
             !self.placed.contains(instance) && self.table.mask(**instance).is_some_and(|bits| bits & mask != 0)
         };
         let touched = self.placed.len() - reused + self.free.iter().filter(covered).count();
-        let cost = (touched, u32::MAX - self.table.room(mask), self.placed.clone());
+        let cost = (touched, u32::MAX - self.table.estimate_room(mask), self.placed.clone());
         if self.best.as_ref().is_none_or(|(best, _)| cost < *best) {
             self.best = Some((cost, self.placed.clone()));
         }
     }
 }
 
-const fn bits(size: u8, start: u8) -> Mask {
+const fn slice_mask(size: u8, start: u8) -> Mask {
     // A shift by the width of the type is undefined, so this size is a special case.
     if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
@@ -330,7 +330,7 @@ fn max_instances(size: u8, starts: &[u8], mask: Mask) -> u32 {
     let mut taken = mask;
     let mut count = 0;
     for &start in starts {
-        let bits = bits(size, start);
+        let bits = slice_mask(size, start);
         if taken & bits == 0 {
             taken |= bits;
             count += 1;
@@ -340,7 +340,7 @@ fn max_instances(size: u8, starts: &[u8], mask: Mask) -> u32 {
 }
 
 /// Returns the media engines of a profile, from its name.
-fn media(name: &str) -> Media {
+fn media_engines(name: &str) -> Media {
     if name.contains("+me.all") {
         Media::All
     } else if name.contains("+me") {
@@ -354,7 +354,7 @@ fn media(name: &str) -> Media {
 
 /// Returns the number of compute slices in a profile's name, such as 3 in `3g.20gb`. NVIDIA has no
 /// profile with more than 64.
-fn compute(name: &str) -> u32 {
+fn compute_slices(name: &str) -> u32 {
     name.split_once('g').and_then(|(digits, _)| digits.parse().ok()).filter(|&count: &u32| count <= 64).unwrap_or(0)
 }
 
@@ -516,7 +516,7 @@ mod tests {
         let mut full = std::collections::BTreeSet::new();
         for layout in full_layouts(&small) {
             let mask = small.combined_mask(&layout).expect("legal");
-            if small.room(mask) == 0 {
+            if small.estimate_room(mask) == 0 {
                 let mut names: Vec<u8> = layout.iter().map(|instance| instance.profile).collect();
                 names.sort_unstable();
                 full.insert(names);
@@ -607,7 +607,7 @@ mod tests {
         let many: Vec<Profile> = (0..40).map(|index| profile(&format!("1g.{index}gb"), 1, &[0])).collect();
         assert!(matches!(Table::new(&many), Err(TableError::TooManyProfiles(40))));
         let none = Table::new(&[]).expect("an empty list is valid");
-        assert_eq!((none.slices, none.room(0)), (0, 0));
+        assert_eq!((none.slices, none.estimate_room(0)), (0, 0));
         // 16 instances with 31 placements each have many more combinations than the search may try.
         let starts: Vec<u32> = (0..32).collect();
         let wide = Table::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");

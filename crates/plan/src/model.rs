@@ -8,7 +8,7 @@ use std::rc::Rc;
 use crate::device::{self, Families, Family, Mode};
 use crate::mig::{Instance, Table};
 use crate::mps::MAX_CLIENTS;
-use crate::partition::{Cell, Class, Demand, InstanceSharing, Kind, ResourceId, Shared, Usage, merge};
+use crate::partition::{Cell, Class, Demand, InstanceSharing, Kind, ResourceId, SharedTable, Usage, merge_cells};
 use crate::policy::Policy;
 use crate::scheduling::Constraints;
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
@@ -56,7 +56,8 @@ pub(crate) struct NodeModel<'a> {
 pub(crate) struct GpuModel<'a> {
     pub(crate) gpu: &'a Gpu,
     pub(crate) class: ClassId,
-    /// Why the GPU is not repartitioned. `None` if it can be, or if the policy forbids it.
+    /// Why the GPU is not repartitioned. `None` if the GPU can be repartitioned, or if the policy
+    /// forbids a repartition.
     pub(crate) note: Option<String>,
 }
 
@@ -124,7 +125,7 @@ fn kind_by_name(name: &str) -> Option<Kind> {
     } else if let Some(profile) = name.strip_prefix(device::MIG_PREFIX) {
         Some(if profile.ends_with(device::SHARED_SUFFIX) { Kind::Shares } else { Kind::Mig })
     } else {
-        device::sized(name).map(Kind::Sized)
+        device::sized_slice_gib(name).map(Kind::Sized)
     }
 }
 
@@ -233,7 +234,7 @@ impl<'a> Model<'a> {
                 let gpu = &node.gpus[gpu_at];
                 let table = tables.of.get(index).and_then(|of| of.get(gpu_at));
                 let twice = node.gpus.iter().filter(|other| other.uuid == gpu.uuid).count() > 1;
-                let (class, reason) = builder.class(gpu, table, exclusion.is_some(), twice);
+                let (class, reason) = builder.class_of(gpu, table, exclusion.is_some(), twice);
                 let next = as_u32(classes.len());
                 let class = *classes.entry(class).or_insert(next);
                 self.gpus.push(GpuModel { gpu, class, note: reason });
@@ -441,7 +442,7 @@ impl<'b> ClassBuilder<'b> {
     }
 
     /// Returns the class of a GPU, and why the GPU is excluded from the plan, if it is.
-    fn class(
+    fn class_of(
         &self,
         gpu: &Gpu,
         table: Option<&Result<usize, String>>,
@@ -469,7 +470,7 @@ impl<'b> ClassBuilder<'b> {
             match table {
                 Some(Ok(id)) => {
                     class.table =
-                        self.tables.all.get(*id).map(|table| Shared { id: as_u32(*id), table: Rc::clone(table) });
+                        self.tables.all.get(*id).map(|table| SharedTable { id: as_u32(*id), table: Rc::clone(table) });
                     if let Some((mig, shared)) = self.mig.get(*id) {
                         class.mig.clone_from(mig);
                         class.mig_shared.clone_from(shared);
@@ -484,7 +485,7 @@ impl<'b> ClassBuilder<'b> {
         if class.memory == 0 && (families.has(Family::Mps)) {
             note = Some(format!("{} is not a valid memory size of a GPU", gpu.memory));
         }
-        if let Err(reason) = self.cells(gpu, &mut class) {
+        if let Err(reason) = self.read_slices(gpu, &mut class) {
             note = Some(reason);
         }
         if gpu.mode == Mode::Unknown {
@@ -537,7 +538,7 @@ impl<'b> ClassBuilder<'b> {
     }
 
     /// Reads the slices of the GPU. Invalid slices are kept, and the GPU is not repartitioned.
-    fn cells(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
+    fn read_slices(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
         // Report only one problem, the first in alphabetical order. The report must not depend on
         // the order of slices.
         let mut wrong: Option<String> = None;
@@ -554,7 +555,7 @@ impl<'b> ClassBuilder<'b> {
                 kind == Kind::Mig || slice.resource.starts_with(device::MIG_PREFIX) || slice.placement.is_some();
             let mut instance = None;
             if of_mig {
-                instance = Self::instance(slice, class);
+                instance = Self::instance_of(slice, class);
                 match instance {
                     Some(instance) => instances.push(instance),
                     None => reject(match slice.placement {
@@ -571,8 +572,8 @@ impl<'b> ClassBuilder<'b> {
                 if slice.in_use { &mut class.in_use } else { &mut class.free }.push(cell);
             }
         }
-        merge(&mut class.in_use);
-        merge(&mut class.free);
+        merge_cells(&mut class.in_use);
+        merge_cells(&mut class.free);
         if class.in_use.iter().chain(&class.free).any(|cell| cell.count > MAX_EQUAL_SLICES) {
             reject(format!("the GPU has more than {MAX_EQUAL_SLICES} equal slices"));
         }
@@ -591,7 +592,7 @@ impl<'b> ClassBuilder<'b> {
         wrong.map_or(Ok(()), Err)
     }
 
-    fn instance(slice: &Slice, class: &Class) -> Option<Instance> {
+    fn instance_of(slice: &Slice, class: &Class) -> Option<Instance> {
         let shared = class.table.as_ref()?;
         let start = u8::try_from(slice.placement?).ok()?;
         let name = match &slice.profile {

@@ -70,7 +70,7 @@ pub fn memory(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
 /// Slices have the size that their names state, so two slices of 20 GiB fill a GPU of 40 GiB. The
 /// memory of the MPS server is deducted from each slice in proportion. A slice larger than the GPU
 /// counts as the whole GPU.
-pub fn sized(size: Mebibytes, total: Mebibytes) -> Mebibytes {
+pub fn sized_slice_memory(size: Mebibytes, total: Mebibytes) -> Mebibytes {
     let whole = shareable(total);
     let part = (u128::from(whole.0) * u128::from(size.0)).checked_div(u128::from(total.0)).unwrap_or(0);
     Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
@@ -173,11 +173,11 @@ mod tests {
     #[test]
     fn slices_that_fill_a_gpu_leave_room_for_the_server() {
         let total = Mebibytes::from_gib(40);
-        let slice = sized(Mebibytes::from_gib(20), total);
+        let slice = sized_slice_memory(Mebibytes::from_gib(20), total);
         assert_eq!(slice, Mebibytes(20_416));
         assert!(slice.0 * 2 + SERVER_RESERVE.0 <= total.0);
-        assert_eq!(sized(Mebibytes::from_gib(41), total), shareable(total));
-        assert_eq!(sized(Mebibytes::from_gib(1), Mebibytes(0)), Mebibytes(0));
+        assert_eq!(sized_slice_memory(Mebibytes::from_gib(41), total), shareable(total));
+        assert_eq!(sized_slice_memory(Mebibytes::from_gib(1), Mebibytes(0)), Mebibytes(0));
     }
 
     #[test]

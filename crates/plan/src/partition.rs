@@ -50,26 +50,26 @@ pub(crate) struct InstanceSharing {
 
 /// A table of MIG profiles that many classes use. Tables are compared by id.
 #[derive(Debug, Clone)]
-pub(crate) struct Shared {
+pub(crate) struct SharedTable {
     pub(crate) id: u32,
     pub(crate) table: Rc<Table>,
 }
 
-impl PartialEq for Shared {
+impl PartialEq for SharedTable {
     fn eq(&self, other: &Self) -> bool {
         self.id == other.id
     }
 }
 
-impl Eq for Shared {}
+impl Eq for SharedTable {}
 
-impl PartialOrd for Shared {
+impl PartialOrd for SharedTable {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Shared {
+impl Ord for SharedTable {
     fn cmp(&self, other: &Self) -> Ordering {
         self.id.cmp(&other.id)
     }
@@ -93,7 +93,7 @@ pub(crate) struct Class {
     /// Resource of each MIG profile, and of a share of its instances.
     pub(crate) mig: Vec<(ResourceId, u8)>,
     pub(crate) mig_shared: Vec<(ResourceId, u8)>,
-    pub(crate) table: Option<Shared>,
+    pub(crate) table: Option<SharedTable>,
     /// Slices in use, which are kept.
     pub(crate) in_use: Vec<Cell>,
     /// Slices not in use.
@@ -102,7 +102,7 @@ pub(crate) struct Class {
 
 /// A partition of a GPU that serves a set of demands.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Packed {
+pub(crate) struct PackedPartition {
     /// Slices not in use yet: slices for the pods, and slices that remain free.
     pub(crate) free: Vec<Cell>,
     pub(crate) changed: bool,
@@ -129,7 +129,7 @@ const IDLE_GPU_VALUE: i64 = 2000;
 const FULL_GPU_VALUE: u64 = 1000;
 
 impl Class {
-    /// Whether the slices can exist on one GPU.
+    /// Checks whether the slices can exist on one GPU.
     pub(crate) fn check_consistency(&self) -> Result<(), String> {
         let cells = || self.in_use.iter().chain(&self.free);
         let mut families = Families::NONE;
@@ -152,12 +152,12 @@ impl Class {
     }
 
     /// Returns the best partition that serves all demands. Returns `None` if no partition does.
-    pub(crate) fn pack(&self, demands: &[Demand]) -> Option<Packed> {
+    pub(crate) fn pack(&self, demands: &[Demand]) -> Option<PackedPartition> {
         if self.needs_no_repartition(demands) {
-            return Some(self.packed(self.free.clone(), demands));
+            return Some(self.to_packed_partition(self.free.clone(), demands));
         }
         let free = self.repartition(demands)?;
-        Some(self.packed(free, demands))
+        Some(self.to_packed_partition(free, demands))
     }
 
     /// Returns the name of a MIG profile.
@@ -169,16 +169,16 @@ impl Class {
         self.table.as_ref().map(|shared| shared.table.as_ref())
     }
 
-    fn packed(&self, mut free: Vec<Cell>, demands: &[Demand]) -> Packed {
+    fn to_packed_partition(&self, mut free: Vec<Cell>, demands: &[Demand]) -> PackedPartition {
         free.retain(|cell| cell.count > 0);
-        merge(&mut free);
+        merge_cells(&mut free);
         let left = |cell: &Cell| {
             let same = free.iter().find(|other| other.resource == cell.resource && other.instance == cell.instance);
             same.map_or(0, |other| other.count).min(cell.count)
         };
         let destroyed = self.free.iter().map(|cell| cell.count - left(cell)).sum();
         let (worth, used) = self.measure(&free, demands);
-        Packed { changed: free != self.free, destroyed, free, worth, used }
+        PackedPartition { changed: free != self.free, destroyed, free, worth, used }
     }
 
     /// Returns whether the existing slices serve the demands without a repartition.
@@ -292,7 +292,7 @@ impl Class {
             take(demand.kind, demand.units)?;
             free.push(Cell { resource: demand.resource, kind: demand.kind, instance: None, count: demand.units });
         }
-        merge(&mut free);
+        merge_cells(&mut free);
         let is_share =
             |cell: &&Cell| cell.instance.is_none() && self.shares.is_some_and(|offer| offer.0 == cell.resource);
         let in_shares = |cells: &[Cell]| cells.iter().filter(is_share).map(|cell| cell.count).sum::<u32>();
@@ -430,7 +430,7 @@ impl Class {
             || demands.first().is_some_and(|demand| self.family_for(demand) == Some(Family::Mig));
         if let Some(table) = self.table().filter(|_| of_mig) {
             let (mask, used) = self.mig_usage(table, free, demands);
-            return (u128::from(table.room(mask)), u128::from(table.room(0)), used);
+            return (u128::from(table.estimate_room(mask)), u128::from(table.estimate_room(0)), used);
         }
         let replicas = self.replicas.filter(|(resource, _)| {
             self.in_use.iter().any(|cell| cell.resource == *resource)
@@ -521,7 +521,7 @@ fn allocate_from_fullest(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<us
 }
 
 /// Sorts cells and merges equal cells.
-pub(crate) fn merge(cells: &mut Vec<Cell>) {
+pub(crate) fn merge_cells(cells: &mut Vec<Cell>) {
     cells.sort_unstable();
     cells.dedup_by(|next, first| {
         let same = (next.resource, next.kind, next.instance) == (first.resource, first.kind, first.instance);

@@ -85,7 +85,7 @@ pub struct Unplaced {
     pub pod: String,
     /// Why the pod fits no node, for the pod's owner.
     pub reason: String,
-    /// Whether the pod's requests are invalid, so that it fits nowhere. Not part of the JSON.
+    /// Whether the pod fits nowhere because its requests are invalid. Not part of the JSON.
     #[serde(skip)]
     pub malformed: bool,
 }
@@ -100,8 +100,8 @@ pub struct Planned {
 }
 
 /// Parts of the cluster with at most this many pods and GPUs are searched exactly.
-const SMALL_PODS: usize = 24;
-const SMALL_GPUS: usize = 32;
+const MAX_EXACT_PODS: usize = 24;
+const MAX_EXACT_GPUS: usize = 32;
 
 /// Maximum number of look-ups for moving pods in a whole plan: a fixed number, and a number for
 /// each pod.
@@ -109,7 +109,7 @@ const MAX_LOOKUPS: u64 = 200_000;
 const MAX_LOOKUPS_PER_POD: u64 = 300;
 /// Maximum number of look-ups for moving pods in one attempt at a part that is searched exactly
 /// afterwards.
-const SMALL_MAX_LOOKUPS: u64 = 10_000;
+const MAX_LOOKUPS_BEFORE_EXACT_SEARCH: u64 = 10_000;
 
 /// Plans the partition of each GPU and the placement of each pending pod.
 ///
@@ -124,7 +124,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut assignment = empty.clone();
     let moving = MAX_LOOKUPS.saturating_add(MAX_LOOKUPS_PER_POD.saturating_mul(snapshot.pods.len() as u64));
     let mut budget = Budget { moving, steps: policy.search_steps.saturating_mul(16), each: policy.search_steps };
-    for part in parts(&model) {
+    for part in divide_into_parts(&model) {
         solve(&model, &mut states, &mut costs, &mut assignment, &part, &mut budget);
     }
     first_come_first_served(&model, &mut assignment);
@@ -221,7 +221,7 @@ fn leader_of(leader: &mut [u32], of: u32) -> u32 {
 
 /// Divides the cluster into parts with their groups. No pod can be placed in two parts. Nodes that
 /// no pod can use belong to no part.
-fn parts(model: &Model<'_>) -> Vec<Part> {
+fn divide_into_parts(model: &Model<'_>) -> Vec<Part> {
     let mut leader: Vec<u32> = (0..as_u32(model.nodes.len())).collect();
     for group in &model.groups {
         for pair in group.nodes.windows(2) {
@@ -253,9 +253,9 @@ fn solve(
     part: &Part,
     budget: &mut Budget,
 ) {
-    let ideal = part.ideal(model);
+    let ideal = part.ideal_score(model);
     let pods: Vec<u32> = part.pods(model).collect();
-    let small = pods.len() <= SMALL_PODS && part.gpus(model).count() <= SMALL_GPUS;
+    let small = pods.len() <= MAX_EXACT_PODS && part.gpus(model).count() <= MAX_EXACT_GPUS;
     let mut best: Option<(Score, Vec<(u32, Location)>)> = None;
     let planned = pods.iter().any(|&pod| model.planned.get(pod as usize).is_some_and(Option::is_some));
     for style in [Style::AsPlanned, Style::FewestChanges, Style::Packed, Style::LargeFirst] {
@@ -264,7 +264,7 @@ fn solve(
         }
         let before = states.work;
         let mut greedy = Greedy::new(model, states, costs, std::mem::take(assignment));
-        greedy.place(part, style, if small { SMALL_MAX_LOOKUPS } else { budget.moving / 3 });
+        greedy.place(part, style, if small { MAX_LOOKUPS_BEFORE_EXACT_SEARCH } else { budget.moving / 3 });
         *assignment = greedy.assignment;
         budget.moving = budget.moving.saturating_sub((states.work - before) / 8);
         let score = part.score(model, states, assignment);
@@ -333,11 +333,11 @@ fn gpu_plans(model: &Model<'_>, states: &States, assignment: &Assignment) -> Vec
             let state = assignment.gpus.get(gpu as usize).copied().unwrap_or(StateId::MAX);
             let mut slices = observed.gpu.slices.clone();
             let mut changed = false;
-            if let Some((class, packed)) = states.packed(state).filter(|(_, packed)| packed.changed) {
+            if let Some((class, packed)) = states.class_and_partition(state).filter(|(_, packed)| packed.changed) {
                 changed = true;
                 slices.retain(|slice| slice.in_use);
                 for cell in &packed.free {
-                    let slice = slice(model, class, cell);
+                    let slice = slice_of_cell(model, class, cell);
                     slices.extend(std::iter::repeat_n(slice, cell.count as usize));
                 }
             }
@@ -346,7 +346,7 @@ fn gpu_plans(model: &Model<'_>, states: &States, assignment: &Assignment) -> Vec
                 node: node.node.name.clone(),
                 uuid: observed.gpu.uuid.clone(),
                 changed,
-                mode: mode(states, state),
+                mode: planned_family(states, state),
                 slices,
             });
         }
@@ -354,7 +354,7 @@ fn gpu_plans(model: &Model<'_>, states: &States, assignment: &Assignment) -> Vec
     plans
 }
 
-fn slice(model: &Model<'_>, class: &Class, cell: &Cell) -> Slice {
+fn slice_of_cell(model: &Model<'_>, class: &Class, cell: &Cell) -> Slice {
     let of_instance = cell.instance.filter(|_| cell.kind == Kind::Shares);
     let profile = of_instance.filter(|instance| !class.mig_shared.contains(&(cell.resource, instance.profile)));
     Slice {
@@ -367,7 +367,7 @@ fn slice(model: &Model<'_>, class: &Class, cell: &Cell) -> Slice {
     }
 }
 
-fn mode(states: &States, state: StateId) -> Family {
-    let Some((class, packed)) = states.packed(state) else { return Family::Whole };
+fn planned_family(states: &States, state: StateId) -> Family {
+    let Some((class, packed)) = states.class_and_partition(state) else { return Family::Whole };
     class.in_use.iter().chain(&packed.free).find_map(|cell| class.family_of(cell)).unwrap_or(Family::Whole)
 }

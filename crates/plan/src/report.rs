@@ -75,8 +75,10 @@ pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
         let location = assignment.locations.get(index).and_then(Option::as_ref);
         let group = model.group_of.get(index).copied().flatten();
         let reason = match (location, group) {
-            (Some(location), _) => placed(model, states, assignment, as_u32(index), location),
-            (None, Some(group)) => waiting.entry(group).or_insert_with(|| unplaced(cluster, states, group)).clone(),
+            (Some(location), _) => placed_reason(model, states, assignment, as_u32(index), location),
+            (None, Some(group)) => {
+                waiting.entry(group).or_insert_with(|| unplaced_reason(cluster, states, group)).clone()
+            }
             (None, None) => {
                 let wrong =
                     model.bad_pods.get(&as_u32(index)).map_or("the pod's requests are not valid", String::as_str);
@@ -100,7 +102,7 @@ pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
     report
 }
 
-fn placed(model: &Model<'_>, states: &States, assignment: &Assignment, pod: u32, location: &Location) -> String {
+fn placed_reason(model: &Model<'_>, states: &States, assignment: &Assignment, pod: u32, location: &Location) -> String {
     let name = model.node(location.node).map_or("", |node| node.node.name.as_str());
     let units = crate::assignment::group(model, pod).map_or(&[][..], |group| group.units.as_slice());
     let mut takes: BTreeMap<(u32, &str), u32> = BTreeMap::new();
@@ -128,7 +130,7 @@ fn placed(model: &Model<'_>, states: &States, assignment: &Assignment, pod: u32,
     text
 }
 
-fn unplaced(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
+fn unplaced_reason(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
     let model = cluster.model;
     let Some(group) = model.groups.get(id as usize) else { return String::new() };
     if model.nodes.is_empty() {
@@ -180,7 +182,7 @@ fn obstacle(
         let free = empty.free(index).get(usize::from(*dimension)).copied().unwrap_or(0);
         let name = model.dimensions.get(usize::from(*dimension)).copied().unwrap_or_default();
         if free < *need {
-            return format!("not enough {name}: {} requested, {} free", amount(*need), amount(free));
+            return format!("not enough {name}: {} requested, {} free", format_amount(*need), format_amount(free));
         }
     }
     let mut demands: Vec<Demand> = group.units.iter().filter_map(|unit| states.demand(*unit).copied()).collect();
@@ -251,6 +253,6 @@ fn competitors(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> Strin
 }
 
 /// Formats thousandths as a number.
-fn amount(milli: u64) -> String {
+fn format_amount(milli: u64) -> String {
     if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") }
 }

@@ -33,7 +33,7 @@ pub enum Refused {
 
 /// Taints that controllers add and remove without an administrator: for node conditions, during
 /// startup, and when an autoscaler removes a node. An entry that ends with `/` is a prefix.
-const PASSING_TAINTS: [&str; 11] = [
+const TEMPORARY_TAINTS: [&str; 11] = [
     "node.kubernetes.io/",
     "node.cloudprovider.kubernetes.io/",
     "node.cluster.x-k8s.io/",
@@ -54,7 +54,7 @@ impl Refused {
     pub fn may_pass(&self) -> bool {
         match self {
             Self::Selector(_) | Self::Affinity => false,
-            Self::Taint { key, .. } => PASSING_TAINTS
+            Self::Taint { key, .. } => TEMPORARY_TAINTS
                 .iter()
                 .any(|passing| if passing.ends_with('/') { key.starts_with(passing) } else { key == passing }),
             Self::Cordoned => true,
@@ -74,7 +74,7 @@ impl std::fmt::Display for Refused {
     }
 }
 
-/// Whether a pod may run on a node, regardless of other pods.
+/// Checks whether a pod may run on a node, regardless of other pods.
 ///
 /// # Errors
 /// Why the pod cannot run on the node.
@@ -93,17 +93,17 @@ impl<'a> Constraints<'a> {
         Self { selector: &pod.node_selector, affinity: &pod.affinity, tolerations: &pod.tolerations }
     }
 
-    /// Whether a pod with these constraints may run on the node.
+    /// Checks whether a pod with these constraints may run on the node.
     pub(crate) fn admit(&self, node: &Node) -> Result<(), Refused> {
-        if let Some((key, value)) = self.unselected(node) {
+        if let Some((key, value)) = self.missing_label(node) {
             return Err(Refused::Selector(format!("{key}={value}")));
         }
         if !self.has_affinity_to(node) {
             return Err(Refused::Affinity);
         }
-        let cordoned = || (node.unschedulable && !self.tolerates(&cordon())).then_some(Refused::Cordoned);
+        let cordoned = || (node.unschedulable && !self.tolerates(&cordon_taint())).then_some(Refused::Cordoned);
         let tainted = |taint: &Taint| Refused::Taint { key: taint.key.clone(), value: taint.value.clone() };
-        let taints: Vec<Refused> = self.untolerated(node).map(tainted).collect();
+        let taints: Vec<Refused> = self.untolerated_taints(node).map(tainted).collect();
         // Report permanent reasons first. A temporary reason must not hide that the pod can never
         // run on the node.
         let lasting = taints.iter().find(|refused| !refused.may_pass()).cloned();
@@ -113,17 +113,17 @@ impl<'a> Constraints<'a> {
     /// Returns whether the node matches the pod's node selector and required node affinity,
     /// regardless of taints.
     pub(crate) fn selects(&self, node: &Node) -> bool {
-        self.unselected(node).is_none() && self.has_affinity_to(node)
+        self.missing_label(node).is_none() && self.has_affinity_to(node)
     }
 
     /// Returns whether the pod tolerates all taints of the node with effect `NoSchedule` or
     /// `NoExecute`.
     pub(crate) fn tolerates_all(&self, node: &Node) -> bool {
-        self.untolerated(node).next().is_none()
+        self.untolerated_taints(node).next().is_none()
     }
 
     /// Returns the first label of the node selector that the node does not have.
-    fn unselected(&self, node: &Node) -> Option<(&'a String, &'a String)> {
+    fn missing_label(&self, node: &Node) -> Option<(&'a String, &'a String)> {
         self.selector.iter().find(|(key, value)| node.labels.get(*key) != Some(*value))
     }
 
@@ -131,8 +131,8 @@ impl<'a> Constraints<'a> {
         matches_any(self.affinity, &node.labels, &node.name)
     }
 
-    /// Taints of the node that the pod does not tolerate.
-    fn untolerated<'n>(&self, node: &'n Node) -> impl Iterator<Item = &'n Taint> {
+    /// Returns the taints of the node that the pod does not tolerate.
+    fn untolerated_taints<'n>(&self, node: &'n Node) -> impl Iterator<Item = &'n Taint> {
         let hard = |taint: &&Taint| taint.effect == "NoSchedule" || taint.effect == "NoExecute";
         node.taints.iter().filter(hard).filter(|taint| !self.tolerates(taint))
     }
@@ -150,7 +150,7 @@ impl<'a> Constraints<'a> {
     }
 }
 
-fn cordon() -> Taint {
+fn cordon_taint() -> Taint {
     let key = "node.kubernetes.io/unschedulable".to_owned();
     Taint { key, value: String::new(), effect: "NoSchedule".to_owned() }
 }

@@ -40,7 +40,7 @@ impl Part {
     }
 
     /// Returns the priorities of the part's pods, highest first.
-    fn levels(&self, model: &Model<'_>) -> Vec<i32> {
+    fn priorities(&self, model: &Model<'_>) -> Vec<i32> {
         let mut levels: Vec<i32> = self
             .groups
             .iter()
@@ -53,8 +53,8 @@ impl Part {
     }
 
     /// Returns the score if every pod is placed and no GPU is repartitioned.
-    pub(crate) fn ideal(&self, model: &Model<'_>) -> Score {
-        let levels = self.levels(model);
+    pub(crate) fn ideal_score(&self, model: &Model<'_>) -> Score {
+        let levels = self.priorities(model);
         let mut placed = vec![0; levels.len()];
         for &group in &self.groups {
             let Some(group) = model.groups.get(group as usize) else { continue };
@@ -66,7 +66,7 @@ impl Part {
     }
 
     pub(crate) fn score(&self, model: &Model<'_>, states: &States, assignment: &Assignment) -> Score {
-        let levels = self.levels(model);
+        let levels = self.priorities(model);
         let mut placed = vec![0; levels.len()];
         for pod in self.pods(model) {
             let there = assignment.locations.get(pod as usize).is_some_and(Option::is_some);
@@ -111,7 +111,7 @@ struct Search<'s, 'a> {
 const MAX_SPREADS: usize = 24;
 
 /// Searches for an assignment better than `best`. `assignment` must not place any pod of the part.
-/// On return, it still places none of these pods.
+/// On return, `assignment` still places none of these pods.
 pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,
@@ -121,7 +121,7 @@ pub(crate) fn search(
     best: Score,
     max_steps: u32,
 ) -> SearchResult {
-    let levels = part.levels(model);
+    let levels = part.priorities(model);
     let mut pods: Vec<u32> = part.pods(model).collect();
     let weight = |pod: u32| group(model, pod).map_or(0, |group| group.weight.memory);
     let index = |pod: u32| model.group_of.get(pod as usize).copied().flatten();
@@ -185,7 +185,7 @@ impl Search<'_, '_> {
             return;
         }
         let Some(&pod) = self.pods.get(at) else { return self.record_assignment() };
-        let key = self.key(at, skipped);
+        let key = self.state_key(at, skipped);
         if let Some(before) = self.seen.get(&key)
             && *before >= self.placed
         {
@@ -200,7 +200,7 @@ impl Search<'_, '_> {
         // If one of several equal pods is skipped, the later pods of the group are skipped too.
         let forced = skipped && at.checked_sub(1).is_some_and(|before| same_group(self.pods.get(before)));
         if !forced {
-            for location in self.options(pod) {
+            for location in self.locations_for(pod) {
                 if !self.assignment.place(self.model, self.states, pod, location) {
                     continue;
                 }
@@ -266,7 +266,7 @@ impl Search<'_, '_> {
     }
 
     /// Returns the part of the state that determines the possible continuations.
-    fn key(&self, at: usize, skipped: bool) -> Vec<u32> {
+    fn state_key(&self, at: usize, skipped: bool) -> Vec<u32> {
         let mut nodes: Vec<Vec<u32>> = Vec::with_capacity(self.nodes.len());
         for (&node, &alike) in self.nodes.iter().zip(&self.alike) {
             let mut key = vec![alike];
@@ -285,7 +285,7 @@ impl Search<'_, '_> {
 
     /// Returns all locations for a pod, cheapest first. Includes only one of several
     /// interchangeable locations.
-    fn options(&mut self, pod: u32) -> Vec<Location> {
+    fn locations_for(&mut self, pod: u32) -> Vec<Location> {
         let Some(group_id) = self.model.group_of.get(pod as usize).copied().flatten() else { return Vec::new() };
         let model = self.model;
         let Some(group) = model.groups.get(group_id as usize) else { return Vec::new() };
@@ -309,16 +309,16 @@ impl Search<'_, '_> {
                 continue;
             };
             options.push((cost, Location { node, gpus: gpus.clone() }));
-            self.spreads(&group.units, node, &mut options);
+            self.add_spreads(&group.units, node, &mut options);
         }
         options.sort();
         options.dedup_by(|next, first| next.1 == first.1);
         options.into_iter().map(|(_, location)| location).collect()
     }
 
-    /// All ways to spread units over a node's GPUs. Includes only one of several interchangeable
-    /// combinations.
-    fn spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::assignment::Cost, Location)>) {
+    /// Adds all ways to spread units over a node's GPUs to `options`. Includes only one of several
+    /// interchangeable combinations.
+    fn add_spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::assignment::Cost, Location)>) {
         let range = self.model.node(node).map_or(0..0, |node| node.gpus.clone());
         let slots = self.assignment.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
         let mut combinations: Vec<(Vec<StateId>, Vec<u32>)> = vec![(slots.clone(), Vec::new())];
@@ -329,7 +329,7 @@ impl Search<'_, '_> {
                     if now[..at].contains(&now[at]) && units.len() == 1 {
                         continue;
                     }
-                    let Some(state) = self.states.with(now[at], unit) else { continue };
+                    let Some(state) = self.states.with_demand(now[at], unit) else { continue };
                     if self.rule == Rule::Stay && self.states.summary(state).changed {
                         continue;
                     }
@@ -340,8 +340,8 @@ impl Search<'_, '_> {
                     next.push((states, chosen));
                 }
             }
-            // Ways that result in the same states count as one way, no matter which GPU has which
-            // state.
+            // Ways that result in the same states count as one way, regardless of which GPU has
+            // which state.
             let canonical = |states: &[StateId]| {
                 let mut states = states.to_vec();
                 states.sort_unstable();

@@ -5,7 +5,7 @@
 //! so placing one more demand is a look-up.
 use std::collections::BTreeMap;
 
-use crate::partition::{Class, Demand, Packed, Usage};
+use crate::partition::{Class, Demand, PackedPartition, Usage};
 
 /// Index of a class.
 pub(crate) type ClassId = u32;
@@ -19,18 +19,18 @@ struct State {
     class: ClassId,
     /// Demands on the GPU, sorted.
     demands: Vec<DemandId>,
-    packed: Packed,
+    packed: PackedPartition,
     /// For each demand, the state with this demand added, if it was computed.
-    next: Vec<Next>,
+    next: Vec<NextState>,
     /// Computed states with one demand less.
     before: Vec<(DemandId, StateId)>,
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Next {
-    Unasked,
+enum NextState {
+    NotComputed,
     Impossible,
-    Is(StateId),
+    Possible(StateId),
 }
 
 /// All states computed so far.
@@ -60,7 +60,7 @@ impl States {
     }
 
     /// Returns the state of a GPU of this class without any pending pod.
-    pub(crate) fn base(&mut self, class: ClassId) -> Option<StateId> {
+    pub(crate) fn base_state(&mut self, class: ClassId) -> Option<StateId> {
         self.state(class, Vec::new())
     }
 
@@ -72,7 +72,7 @@ impl States {
         let wanted: Vec<Demand> = key.1.iter().filter_map(|&id| self.demands.get(usize::from(id)).copied()).collect();
         let packed = self.classes.get(class as usize)?.pack(&wanted)?;
         let id = u32::try_from(self.all.len()).ok()?;
-        let next = vec![Next::Unasked; self.demands.len()];
+        let next = vec![NextState::NotComputed; self.demands.len()];
         self.all.push(State { class, demands: key.1.clone(), packed, next, before: Vec::new() });
         self.known.insert(key, id);
         Some(id)
@@ -80,26 +80,26 @@ impl States {
 
     /// Returns the state with one more demand. Returns `None` if the GPU cannot serve the
     /// additional demand.
-    pub(crate) fn with(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
+    pub(crate) fn with_demand(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let at = state as usize;
         match self.all.get(at)?.next.get(usize::from(demand))? {
-            Next::Is(next) => return Some(*next),
-            Next::Impossible => return None,
-            Next::Unasked => {}
+            NextState::Possible(next) => return Some(*next),
+            NextState::Impossible => return None,
+            NextState::NotComputed => {}
         }
         let now = self.all.get(at)?;
         let mut demands = now.demands.clone();
         let place = demands.partition_point(|&other| other <= demand);
         demands.insert(place, demand);
         let next = self.state(now.class, demands);
-        self.all.get_mut(at)?.next[usize::from(demand)] = next.map_or(Next::Impossible, Next::Is);
+        self.all.get_mut(at)?.next[usize::from(demand)] = next.map_or(NextState::Impossible, NextState::Possible);
         next
     }
 
     /// Returns the state with one demand less. A GPU that can serve a set of demands can serve each
     /// subset.
-    pub(crate) fn without(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
+    pub(crate) fn without_demand(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let now = self.all.get(state as usize)?;
         if let Some((_, before)) = now.before.iter().find(|(requested, _)| *requested == demand) {
@@ -125,7 +125,7 @@ impl States {
     }
 
     /// Returns the class and the partition of a state.
-    pub(crate) fn packed(&self, state: StateId) -> Option<(&Class, &Packed)> {
+    pub(crate) fn class_and_partition(&self, state: StateId) -> Option<(&Class, &PackedPartition)> {
         let state = self.all.get(state as usize)?;
         Some((self.classes.get(state.class as usize)?, &state.packed))
     }

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 use cleave_plan::ledger::{
-    Allocation, Beside, Chooser, Claim, DeviceFacts, DeviceRequest, Facts, Fit, Fits, Ledger, Moment, NodeFacts,
-    PendingPod, Place, Reservation, Siblings, Tightest, Units,
+    Allocation, ChoiceCriteria, Chooser, Claim, DeviceFacts, DeviceRequest, Facts, Fit, Fits, Ledger, Moment,
+    NodeFacts, PendingPod, Place, Reservation, Siblings, Tightest, Units,
 };
 use cleave_plan::placement::learned::thousandths;
 use proptest::prelude::*;
@@ -177,7 +177,7 @@ impl Simulation {
             }
             Event::Tick { by } => {
                 self.now += by;
-                for pod in self.ledger.overdue(Moment(self.now)) {
+                for pod in self.ledger.pods_with_expired_claims(Moment(self.now)) {
                     let claim = self.ledger.release(&pod).unwrap();
                     assert!(matches!(claim.place, Place::OneOf { .. }), "{pod} is bound");
                     self.delete_pod(&pod);
@@ -217,7 +217,7 @@ impl Simulation {
         let waiting = PendingPod { pod: &name, priority: 0, device_requests: &device_requests };
         self.ledger.synchronize(&mut self.chooser);
         let siblings = Siblings::default();
-        let beside = Beside { cpu: 0, siblings: &siblings };
+        let beside = ChoiceCriteria { cpu: 0, siblings: &siblings };
         let found = self.ledger.choose(waiting, beside, &mut self.chooser, most, |node| NODES.contains(&node));
         let searched = self.ledger.fit_for(waiting, NODES, most, &Tightest).ok();
         if sizes.len() == 1 {

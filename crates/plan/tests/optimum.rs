@@ -23,7 +23,7 @@ const PROFILES: [(&str, u32, &[u32]); 5] = [
 struct RandomNumbers(u64);
 
 impl RandomNumbers {
-    fn below(&mut self, end: u32) -> u32 {
+    fn number_below(&mut self, end: u32) -> u32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -31,11 +31,11 @@ impl RandomNumbers {
     }
 
     fn one_in(&mut self, chance: u32) -> bool {
-        self.below(chance) == 0
+        self.number_below(chance) == 0
     }
 
     fn choose<'a, T>(&mut self, all: &'a [T]) -> &'a T {
-        &all[self.below(u32::try_from(all.len()).expect("few")) as usize]
+        &all[self.number_below(u32::try_from(all.len()).expect("few")) as usize]
     }
 }
 
@@ -57,7 +57,7 @@ fn slice_mask(size: u32, start: u32) -> u32 {
 fn random_gpu(numbers: &mut RandomNumbers, node: u32, index: u32) -> Gpu {
     let mut slices = Vec::new();
     let mut taken = 0;
-    for _ in 0..numbers.below(6) {
+    for _ in 0..numbers.number_below(6) {
         let (name, size, places) = numbers.choose(&PROFILES);
         let start = *numbers.choose(places);
         if taken & slice_mask(*size, start) == 0 {
@@ -85,26 +85,26 @@ fn random_gpu(numbers: &mut RandomNumbers, node: u32, index: u32) -> Gpu {
 
 fn random_snapshot(seed: u64, campaign: Campaign) -> Snapshot {
     let mut numbers = RandomNumbers(seed);
-    let nodes = (0..=numbers.below(4)).map(|node| {
-        let gpus = 1 + numbers.below(2);
+    let nodes = (0..=numbers.number_below(4)).map(|node| {
+        let gpus = 1 + numbers.number_below(2);
         Node {
             name: format!("n{node}"),
             labels: BTreeMap::from([("zone".to_owned(), (*numbers.choose(&["a", "b"])).to_owned())]),
             allocatable: BTreeMap::from([(
                 "cpu".to_owned(),
-                Quantity::whole(if campaign.scarce { 2 + u64::from(numbers.below(6)) } else { 64 }),
+                Quantity::whole(if campaign.scarce { 2 + u64::from(numbers.number_below(6)) } else { 64 }),
             )]),
             gpus: (0..gpus).map(|index| random_gpu(&mut numbers, node, index)).collect(),
             ..Node::default()
         }
     });
     let nodes = nodes.collect();
-    let pods = (0..2 + numbers.below(11)).map(|pod| {
+    let pods = (0..2 + numbers.number_below(11)).map(|pod| {
         let (name, _, _) = numbers.choose(&PROFILES);
-        let count = if campaign.several && numbers.one_in(3) { 2 + numbers.below(2) } else { 1 };
+        let count = if campaign.several && numbers.one_in(3) { 2 + numbers.number_below(2) } else { 1 };
         let mut requests = BTreeMap::from([
             (format!("nvidia.com/mig-{name}"), Quantity::whole(u64::from(count))),
-            ("cpu".to_owned(), Quantity::whole(1 + u64::from(numbers.below(2)))),
+            ("cpu".to_owned(), Quantity::whole(1 + u64::from(numbers.number_below(2)))),
         ]);
         if campaign.several && numbers.one_in(6) {
             let (other, _, _) = numbers.choose(&PROFILES);
@@ -116,7 +116,7 @@ fn random_snapshot(seed: u64, campaign: Campaign) -> Snapshot {
         }
         Pod {
             name: format!("p{pod}"),
-            priority: i32::try_from(numbers.below(campaign.priorities)).expect("few") * 100,
+            priority: i32::try_from(numbers.number_below(campaign.priorities)).expect("few") * 100,
             requests,
             node_selector: selector,
             ..Pod::default()
@@ -157,7 +157,7 @@ fn requested_cpu_millis(pod: &Pod) -> u64 {
     pod.requests["cpu"].milli().expect("a number")
 }
 
-/// Returns for each set of pods, whether a node can run it.
+/// Returns, for each set of pods, whether a node can run the set.
 fn runnable_pod_sets(node: &Node, pods: &[Pod]) -> Vec<bool> {
     let in_use = |gpu: &Gpu| {
         let of = |slice: &Slice| {

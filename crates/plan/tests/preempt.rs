@@ -27,8 +27,8 @@ fn allocation(pod: &str, device: &str, size: u32) -> Allocation {
     Allocation { pod: pod.to_owned(), resource: MPS_RESOURCE.to_owned(), device: device.to_owned(), units: units(size) }
 }
 
-/// Returns a node with devices of ten units with these names. `held` lists the units that are
-/// allocated to pods.
+/// Returns a node with devices of ten units with these names. `held` lists the allocated units: the
+/// pod, the device and the number of units.
 fn node(devices: &[&str], held: &[(&str, &str, u32)]) -> NodeFacts {
     let used = |device: &str| held.iter().filter(|held| held.1 == device).map(|held| held.2).sum();
     let device = |&device: &&str| DeviceFacts {
@@ -566,8 +566,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
     /// The victims make room, each victim is needed, all victims have a lower priority, and their
-    /// budgets allow their eviction. If no budget limits the victims, they equal, for each way to
-    /// place the requests, the best set of all subsets, and the chosen way has the lowest cost.
+    /// budgets allow their eviction. If no budget limits the victims, they equal the best set of
+    /// all subsets, for each way to place the requests. The chosen way has the lowest cost.
     #[test]
     fn victims_are_needed_and_no_other_choice_is_cheaper(case in preemption_case()) {
         let ledger = case.ledger();
@@ -585,7 +585,7 @@ proptest! {
             };
             for way in case.device_choices(node) {
                 let helps = sets.iter().filter(|gone| helps(gone, &way));
-                // Pods that come first are kept if possible, whatever happens to later ones.
+                // Pods that come first are kept if possible, regardless of later pods.
                 let best = helps.min_by_key(|gone| lower.iter().map(|pod| gone.contains(pod)).collect::<Vec<bool>>());
                 if let Some(gone) = best {
                     is_possible = true;
@@ -644,7 +644,7 @@ proptest! {
         prop_assert!(again.as_ref().is_some_and(|again| again.victims.is_empty()), "{:?}, then {:?}", found, again);
     }
 
-    /// The preemptor receives the nominated units, whatever pods of the same or lower priority
+    /// The preemptor receives the nominated units, even if pods of the same or lower priority
     /// arrive while its victims terminate one by one.
     #[test]
     fn nominated_units_are_allocated_to_their_pod(

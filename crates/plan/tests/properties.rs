@@ -328,7 +328,7 @@ proptest! {
     }
 
     #[test]
-    fn slices_in_use_survive(snapshot in prop_oneof![snapshot(false), snapshot(true)]) {
+    fn slices_in_use_are_kept(snapshot in prop_oneof![snapshot(false), snapshot(true)]) {
         let plan = plan_of(&snapshot);
         for node in &snapshot.nodes {
             for gpu in &node.gpus {

@@ -11,7 +11,11 @@ const END_MARKER: &str = "<!-- end of generated -->\n";
 
 /// Replaces each generated part of a page with the result of `content` for the part's name. Fails
 /// if the page lacks one of `required`.
-pub(crate) fn fill(page: &str, required: &[String], content: impl Fn(&str) -> Result<String>) -> Result<String> {
+pub(crate) fn fill_generated_parts(
+    page: &str,
+    required: &[String],
+    content: impl Fn(&str) -> Result<String>,
+) -> Result<String> {
     let mut out = String::with_capacity(page.len());
     let mut rest = page;
     let mut found: Vec<&str> = Vec::new();
@@ -52,16 +56,20 @@ mod tests {
 
     #[test]
     fn the_part_is_replaced_and_the_rest_stays() -> Result<()> {
-        let filled = fill(PAGE, &["b".to_owned()], |name| Ok(format!("new {name}\n")))?;
+        let filled = fill_generated_parts(PAGE, &["b".to_owned()], |name| Ok(format!("new {name}\n")))?;
         assert_eq!(filled, "# A\n\n<!-- generated: b -->\n\nnew b\n\n<!-- end of generated -->\n\nText.\n");
-        assert_eq!(fill(&filled, &[], |name| Ok(format!("new {name}")))?, filled, "filling twice changes nothing");
+        assert_eq!(
+            fill_generated_parts(&filled, &[], |name| Ok(format!("new {name}")))?,
+            filled,
+            "filling twice changes nothing"
+        );
         Ok(())
     }
 
     #[test]
     fn a_missing_part_and_a_missing_end_are_errors() {
         let content = |_: &str| Ok(String::new());
-        assert!(fill(PAGE, &["c".to_owned()], content).is_err());
-        assert!(fill("<!-- generated: b -->\n", &[], content).is_err());
+        assert!(fill_generated_parts(PAGE, &["c".to_owned()], content).is_err());
+        assert!(fill_generated_parts("<!-- generated: b -->\n", &[], content).is_err());
     }
 }

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use anyhow::{Context as _, Result};
 use clap::{Arg, Args as _, Command, Subcommand as _};
 
-use crate::blocks::{fill, table};
+use crate::blocks::{fill_generated_parts, table};
 use crate::text::wrap;
 
 /// Returns all programs with their commands. The log options of servers are not generated:
@@ -33,38 +33,38 @@ pub(crate) fn page(page: &str) -> Result<String> {
     let mut commands = Vec::new();
     for mut program in programs() {
         program.build();
-        collect(&program, program.get_name(), &mut commands);
+        collect_commands(&program, program.get_name(), &mut commands);
     }
     let mut required: Vec<String> = commands.iter().map(|(name, _)| name.clone()).collect();
     required.push("commands".to_owned());
-    fill(page, &required, |name| {
+    fill_generated_parts(page, &required, |name| {
         if name == "commands" {
-            return Ok(summary(&commands));
+            return Ok(summary_table(&commands));
         }
         let (_, command) = commands.iter().find(|(command, _)| command == name).context("there is no such command")?;
-        Ok(describe(name, command))
+        Ok(describe_command(name, command))
     })
 }
 
-/// Commands without subcommands, by their full names.
-fn collect(command: &Command, name: &str, commands: &mut Vec<(String, Command)>) {
+/// Adds the commands without subcommands to `commands`, each with its full name.
+fn collect_commands(command: &Command, name: &str, commands: &mut Vec<(String, Command)>) {
     let below: Vec<&Command> =
         command.get_subcommands().filter(|below| below.get_name() != "help" && !is_internal(below)).collect();
     if below.is_empty() {
         commands.push((name.to_owned(), command.clone()));
     }
     for below in below {
-        collect(below, &format!("{name} {}", below.get_name()), commands);
+        collect_commands(below, &format!("{name} {}", below.get_name()), commands);
     }
 }
 
-/// Whether a command is only for the program itself, not for users.
+/// Returns whether a command is only for the program itself, not for users.
 fn is_internal(command: &Command) -> bool {
     command.is_hide_set()
 }
 
 /// Returns one line for each command.
-fn summary(commands: &[(String, Command)]) -> String {
+fn summary_table(commands: &[(String, Command)]) -> String {
     let row = |(name, command): &(String, Command)| {
         let about = command.get_about().map(ToString::to_string).unwrap_or_default();
         vec![format!("[`{name}`](#{})", name.replace(' ', "-")), about.trim_end_matches('.').to_owned()]
@@ -73,7 +73,7 @@ fn summary(commands: &[(String, Command)]) -> String {
 }
 
 /// Describes a command: its purpose, its usage and its arguments.
-fn describe(name: &str, command: &Command) -> String {
+fn describe_command(name: &str, command: &Command) -> String {
     let about = command.get_long_about().or_else(|| command.get_about()).map(ToString::to_string).unwrap_or_default();
     let mut out: String = about.split("\n\n").map(|paragraph| wrap(&sentence(paragraph), "", "") + "\n").collect();
     let arguments: Vec<&Arg> = command
@@ -81,22 +81,22 @@ fn describe(name: &str, command: &Command) -> String {
         .filter(|arg| !arg.is_hide_set() && !matches!(arg.get_id().as_str(), "help" | "version"))
         .collect();
     let positionals = command.get_positionals().map(|arg| {
-        let value = value(arg);
+        let value = value_name(arg);
         if arg.is_required_set() { format!(" {value}") } else { format!(" [{value}]") }
     });
     let options = if arguments.iter().any(|arg| !arg.is_positional()) { " [OPTION...]" } else { "" };
     let _ = writeln!(out, "Usage: `{name}{options}{}`", positionals.collect::<String>());
     if !arguments.is_empty() {
         let rows: Vec<Vec<String>> =
-            arguments.iter().map(|arg| vec![format!("`{}`", syntax(arg)), meaning(arg)]).collect();
+            arguments.iter().map(|arg| vec![format!("`{}`", syntax(arg)), describe_argument(arg)]).collect();
         out.push('\n');
         out.push_str(&table(&["argument", "meaning"], &rows));
     }
     out
 }
 
-/// The name of an argument's value.
-fn value(arg: &Arg) -> String {
+/// Returns the name of an argument's value.
+fn value_name(arg: &Arg) -> String {
     let names = arg.get_value_names().unwrap_or_default();
     let name = names.first().map_or_else(|| arg.get_id().as_str().to_uppercase(), ToString::to_string);
     let many = arg.get_num_args().is_some_and(|count| count.max_values() > 1);
@@ -106,11 +106,11 @@ fn value(arg: &Arg) -> String {
 /// Returns the syntax of an argument.
 fn syntax(arg: &Arg) -> String {
     if arg.is_positional() {
-        return value(arg);
+        return value_name(arg);
     }
     let short = arg.get_short().map(|short| format!("-{short}, ")).unwrap_or_default();
     let long = arg.get_long().map(|long| format!("--{long}")).unwrap_or_default();
-    let value = if arg.get_action().takes_values() { format!(" {}", value(arg)) } else { String::new() };
+    let value = if arg.get_action().takes_values() { format!(" {}", value_name(arg)) } else { String::new() };
     format!("{short}{long}{value}")
 }
 
@@ -121,7 +121,7 @@ fn sentence(text: &str) -> String {
 }
 
 /// Describes an argument: its help, choices, default and environment variable.
-fn meaning(arg: &Arg) -> String {
+fn describe_argument(arg: &Arg) -> String {
     let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
     // If the help states a default, clap's format has it in brackets.
     let help = help.trim_end_matches(']').replace(" [default: ", ". Default: ");
@@ -158,7 +158,7 @@ mod tests {
         let arg = arg.value_parser(["text", "json"]).default_value("text");
         let mut command = Command::new("a").about("Do it.").arg(arg).arg(Arg::new("node").required(true));
         command.build();
-        let text = describe("a", &command);
+        let text = describe_command("a", &command);
         for part in
             ["Usage: `a [OPTION...] NODE`", "| `-o, --output FORM` | Form. One of `text`, `json`. Default: `text`. |"]
         {
@@ -171,7 +171,7 @@ mod tests {
         for mut program in programs() {
             program.build();
             let mut commands = Vec::new();
-            collect(&program, program.get_name(), &mut commands);
+            collect_commands(&program, program.get_name(), &mut commands);
             assert!(!commands.is_empty());
             for (name, command) in commands {
                 assert!(command.get_about().is_some(), "{name} has no purpose");

@@ -14,7 +14,7 @@ const KEYWORDS: [&str; 8] = ["fn", "struct", "enum", "trait", "mod", "const", "s
 pub(crate) fn problems(root: &Path, page: &str) -> Vec<String> {
     page.lines()
         .enumerate()
-        .flat_map(|(index, line)| spans(line).map(move |span| (index + 1, span)))
+        .flat_map(|(index, line)| code_spans(line).map(move |span| (index + 1, span)))
         .filter_map(|(line, span)| {
             let (path, item) = span.split_once("::").map_or((span, None), |(path, item)| (path, Some(item)));
             if !REFERENCE_DIRECTORIES.iter().any(|directory| path.starts_with(directory)) || is_pattern(path) {
@@ -32,18 +32,18 @@ pub(crate) fn problems(root: &Path, page: &str) -> Vec<String> {
         .collect()
 }
 
-/// Whether a path has parts that readers replace, such as `TARGET`.
+/// Returns whether a path has parts that readers replace, such as `TARGET`.
 fn is_pattern(path: &str) -> bool {
     let placeholder = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_uppercase());
     path.contains(['<', '*', '{', ' ']) || path.split('/').any(placeholder)
 }
 
 /// Returns the code spans of a line.
-fn spans(line: &str) -> impl Iterator<Item = &str> {
+fn code_spans(line: &str) -> impl Iterator<Item = &str> {
     line.split('`').skip(1).step_by(2)
 }
 
-/// Whether a Rust file declares an item.
+/// Returns whether a Rust file declares an item.
 fn declares(text: &str, item: &str) -> bool {
     let words =
         |line: &str| line.split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect::<Vec<_>>();
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn other_code_is_no_reference() {
+    fn code_outside_the_reference_directories_is_no_reference() {
         assert_eq!(
             problems(Path::new("."), "`kubectl get pods`, `e2e/<name>`, `e2e/TARGET/a`, `/run`"),
             Vec::<String>::new()

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use anyhow::{Context as _, Result};
 use serde_json::{Map, Value};
 
-use crate::text::{item, wrap};
+use crate::text::{list_item, wrap};
 
 /// Type of `status.conditions` on the page. Kubernetes documents its fields.
 const CONDITIONS_TYPE: &str = "list of conditions";
@@ -14,9 +14,9 @@ pub(crate) fn page(crd: &Value) -> Result<String> {
     let text = |pointer: &str| crd.pointer(pointer).and_then(Value::as_str).with_context(|| format!("no {pointer}"));
     let kind = text("/spec/names/kind")?;
     let schema = crd.pointer("/spec/versions/0/schema/openAPIV3Schema").context("the CRD has no schema")?;
-    let mut page = Page { out: String::new(), seen: Vec::new() };
+    let mut page = Page { out: String::new(), sections: Vec::new() };
     let _ = write!(page.out, "# {kind}\n\n<!-- Generated from the types by `make docs`. Do not edit. -->\n\n");
-    page.paragraph(schema);
+    page.write_paragraph(schema);
     let _ = write!(
         page.out,
         "| | |\n|---|---|\n| `apiVersion` | `{}/{}` |\n| `kind` | `{kind}` |\n| scope | {} |\n| `kubectl get` | `{}`, `{}` |\n",
@@ -26,10 +26,10 @@ pub(crate) fn page(crd: &Value) -> Result<String> {
         text("/spec/names/plural")?,
         text("/spec/names/shortNames/0")?,
     );
-    page.columns(crd);
+    page.write_columns(crd);
     for part in ["spec", "status"] {
         let schema = schema.pointer(&format!("/properties/{part}")).with_context(|| format!("no {part}"))?;
-        page.object(part, 2, schema);
+        page.write_section(part, 2, schema);
     }
     Ok(page.out)
 }
@@ -37,12 +37,12 @@ pub(crate) fn page(crd: &Value) -> Result<String> {
 struct Page {
     out: String,
     /// Objects that have a section: their properties, and the path under which they are described.
-    seen: Vec<(Value, String)>,
+    sections: Vec<(Value, String)>,
 }
 
 impl Page {
     /// Writes the description of a schema as a paragraph.
-    fn paragraph(&mut self, schema: &Value) {
+    fn write_paragraph(&mut self, schema: &Value) {
         if let Some(text) = description(schema) {
             self.out.push_str(&wrap(&text, "", ""));
             self.out.push('\n');
@@ -50,7 +50,7 @@ impl Page {
     }
 
     /// Writes the columns that `kubectl get` prints.
-    fn columns(&mut self, crd: &Value) {
+    fn write_columns(&mut self, crd: &Value) {
         let columns = crd.pointer("/spec/versions/0/additionalPrinterColumns").and_then(Value::as_array);
         let Some(columns) = columns else { return };
         self.out.push_str("\n| column | field |\n|---|---|\n");
@@ -64,7 +64,7 @@ impl Page {
     }
 
     /// Writes a section for an object, and one for each object in it.
-    fn object(&mut self, path: &str, level: usize, schema: &Value) {
+    fn write_section(&mut self, path: &str, level: usize, schema: &Value) {
         let Some(properties) = schema.get("properties").and_then(Value::as_object) else { return };
         // Record the fields with a section before the sections are written: of equal objects, the
         // outermost is described.
@@ -72,32 +72,36 @@ impl Page {
         for (name, field) in properties {
             let inner = element_schema(field);
             if let Some(fields) = inner.get("properties")
-                && !is_conditions(inner)
+                && !is_list_of_conditions(inner)
                 && self.section_of(inner).is_none()
             {
-                self.seen.push((fields.clone(), child(path, name, field)));
+                self.sections.push((fields.clone(), child_path(path, name, field)));
                 described.push((name, field));
             }
         }
         let _ = write!(self.out, "\n{} {path}\n\n", "#".repeat(level));
-        self.paragraph(schema);
+        self.write_paragraph(schema);
         for (name, field) in properties {
             let required = schema
                 .get("required")
                 .and_then(Value::as_array)
                 .is_some_and(|names| names.iter().any(|required| required == name));
             let entry = self.entry(path, name, field, required);
-            self.out.push_str(&item(&entry));
+            self.out.push_str(&list_item(&entry));
         }
-        let rules = messages(schema);
+        let rules = rule_messages(schema);
         if !rules.is_empty() {
             self.out.push_str("\nRules:\n\n");
             for rule in rules {
-                self.out.push_str(&item(&rule));
+                self.out.push_str(&list_item(&rule));
             }
         }
         for (name, field) in &described {
-            self.object(&child(path, name, field), level.min(3) + usize::from(level == 2), element_schema(field));
+            self.write_section(
+                &child_path(path, name, field),
+                level.min(3) + usize::from(level == 2),
+                element_schema(field),
+            );
         }
     }
 
@@ -140,10 +144,10 @@ impl Page {
     /// Returns a short name of a field's type.
     fn type_of(&self, path: &str, name: &str, field: &Value) -> String {
         let inner = element_schema(field);
-        let of = if is_conditions(inner) {
+        let of = if is_list_of_conditions(inner) {
             return CONDITIONS_TYPE.to_owned();
         } else if inner.get("properties").is_some() {
-            let path = self.section_of(inner).unwrap_or_else(|| child(path, name, field));
+            let path = self.section_of(inner).unwrap_or_else(|| child_path(path, name, field));
             format!("[object](#{})", anchor(&path))
         } else {
             inner.get("type").and_then(Value::as_str).unwrap_or("any").to_owned()
@@ -159,7 +163,7 @@ impl Page {
 
     /// Returns the path of the section that describes an object with these fields.
     fn section_of(&self, schema: &Value) -> Option<String> {
-        self.seen
+        self.sections
             .iter()
             .find(|(properties, _)| Some(properties) == schema.get("properties"))
             .map(|(_, path)| path.clone())
@@ -171,7 +175,7 @@ fn element_schema(field: &Value) -> &Value {
     field.get("items").or_else(|| field.get("additionalProperties")).filter(|inner| inner.is_object()).unwrap_or(field)
 }
 
-fn child(path: &str, name: &str, field: &Value) -> String {
+fn child_path(path: &str, name: &str, field: &Value) -> String {
     format!("{path}.{name}{}", if field.get("items").is_some() { "[]" } else { "" })
 }
 
@@ -191,13 +195,13 @@ fn choices(field: &Value) -> Vec<String> {
 }
 
 /// Returns the messages of a schema's validation rules.
-fn messages(schema: &Value) -> Vec<String> {
+fn rule_messages(schema: &Value) -> Vec<String> {
     let rules = schema.get("x-kubernetes-validations").and_then(Value::as_array);
     let rules = rules.into_iter().flatten().filter_map(|rule| rule.get("message")?.as_str());
     rules.map(|rule| rule.replace('<', "\\<")).collect()
 }
 
-fn is_conditions(schema: &Value) -> bool {
+fn is_list_of_conditions(schema: &Value) -> bool {
     let has = |properties: &Map<String, Value>| properties.contains_key("lastTransitionTime");
     schema.get("properties").and_then(Value::as_object).is_some_and(has)
 }

@@ -102,8 +102,12 @@ impl Diagram {
             }
             "box" => {
                 let name = fields.first().copied().unwrap_or_default().to_owned();
-                ensure!(self.boxes.iter().all(|known| known.name != name), "{name} is there twice");
-                self.boxes.push(Node { name, at: (number(1)?, number(2)?), text: lines(&text(3), MAX_BOX_TEXT)? });
+                ensure!(self.boxes.iter().all(|known| known.name != name), "{name} is defined twice");
+                self.boxes.push(Node {
+                    name,
+                    at: (number(1)?, number(2)?),
+                    text: split_lines(&text(3), MAX_BOX_TEXT)?,
+                });
             }
             "arrow" => {
                 let both = match fields.get(1) {
@@ -117,8 +121,8 @@ impl Diagram {
                     found.map(|found| found.at).with_context(|| format!("there is no box {name}"))
                 };
                 let (from, to) = (at(0)?, at(2)?);
-                ensure!(from.0 == to.0 || from.1 == to.1, "an arrow stays in its row or column");
-                self.arrows.push(Arrow { from, to, both, text: lines(&text(3), MAX_ARROW_TEXT)? });
+                ensure!(from.0 == to.0 || from.1 == to.1, "an arrow must connect boxes of one row or one column");
+                self.arrows.push(Arrow { from, to, both, text: split_lines(&text(3), MAX_ARROW_TEXT)? });
             }
             _ => bail!("there is no statement {word}"),
         }
@@ -207,7 +211,7 @@ fn position((column, row): (i32, i32)) -> (i32, i32) {
 }
 
 /// Splits a text into lines. Fails if one of them has more than `most` characters.
-fn lines(text: &str, most: usize) -> Result<Vec<String>> {
+fn split_lines(text: &str, most: usize) -> Result<Vec<String>> {
     let lines: Vec<String> =
         text.split('|').map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect();
     let long = lines.iter().find(|line| line.chars().count() > most);
@@ -248,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_errors() {
+    fn an_invalid_description_is_an_error() {
         for text in [
             "title T",
             "box a 0 0 A",

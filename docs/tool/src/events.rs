@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail};
 use cleave_api::reasons::{self, Reason};
 
-use crate::blocks::{fill, table};
+use crate::blocks::{fill_generated_parts, table};
 use crate::file::read;
 
 /// Sources that write Events and conditions.
@@ -27,7 +27,7 @@ const TABLES: [(&str, &[Reason]); 8] = [
 /// Returns the page with its tables.
 pub(crate) fn page(page: &str) -> Result<String> {
     let required: Vec<String> = TABLES.iter().map(|(name, _)| (*name).to_owned()).collect();
-    fill(page, &required, |name| match TABLES.iter().find(|(table, _)| *table == name) {
+    fill_generated_parts(page, &required, |name| match TABLES.iter().find(|(table, _)| *table == name) {
         Some((_, reasons)) => Ok(rows(reasons)),
         None => bail!("there is no such table of reasons"),
     })

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_elsewhere_are_not_followed() {
+    fn links_to_other_sites_are_not_internal() {
         assert!(is_internal("b.html#c") && is_internal("#c"));
         assert!(!is_internal("https://example.com") && !is_internal("mailto:a@b"));
     }

@@ -64,8 +64,8 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<()> {
     match command {
         Command::Generate { root, check } => generate(&root, check),
-        Command::Pages { root } => report(&[pages::problems(&root)?, events::problems(&root)?].concat()),
-        Command::Links { site } => report(&links::problems(&site)?),
+        Command::Pages { root } => print_problems(&[pages::problems(&root)?, events::problems(&root)?].concat()),
+        Command::Links { site } => print_problems(&links::problems(&site)?),
     }
 }
 
@@ -103,7 +103,7 @@ fn generate(root: &Path, check: bool) -> Result<()> {
 }
 
 /// Prints problems, and fails if there are any.
-fn report(problems: &[String]) -> Result<()> {
+fn print_problems(problems: &[String]) -> Result<()> {
     for problem in problems {
         eprintln!("{problem}");
     }
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn the_committed_pages_keep_the_rules() -> Result<()> {
+    fn the_committed_pages_have_no_problems() -> Result<()> {
         assert_eq!(pages::problems(&root())?, Vec::<String>::new());
         Ok(())
     }

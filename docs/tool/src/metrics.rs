@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, ensure};
 use syn::visit::{self, Visit};
 use syn::{Expr, ExprMethodCall, File, GenericArgument, Item, Lit, Local, Pat, PathArguments, Type};
 
-use crate::blocks::{fill, table};
+use crate::blocks::{fill_generated_parts, table};
 use crate::file::read;
 
 /// Source files that register metrics.
@@ -30,12 +30,14 @@ pub(crate) fn page(root: &Path, page: &str) -> Result<String> {
     let mut groups: BTreeMap<String, Vec<Metric>> = BTreeMap::new();
     for source in SOURCES {
         let file = syn::parse_file(&read(&root.join(source))?).with_context(|| format!("failed to parse {source}"))?;
-        for (prefix, metric) in registered(&file).with_context(|| format!("failed to find metrics in {source}"))? {
+        for (prefix, metric) in
+            registered_metrics(&file).with_context(|| format!("failed to find metrics in {source}"))?
+        {
             groups.entry(prefix).or_default().push(metric);
         }
     }
     let required: Vec<String> = groups.keys().cloned().collect();
-    fill(page, &required, |name| {
+    fill_generated_parts(page, &required, |name| {
         let metrics = groups.get(name).context("no metric has this prefix")?;
         let row = |Metric { name, kind, labels, help }: &Metric| {
             let labels = labels.iter().map(|label| format!("`{label}`")).collect::<Vec<_>>().join(", ");
@@ -45,8 +47,8 @@ pub(crate) fn page(root: &Path, page: &str) -> Result<String> {
     })
 }
 
-/// The metrics that a file registers, each with its prefix.
-fn registered(file: &File) -> Result<Vec<(String, Metric)>> {
+/// Returns the metrics that a file registers, each with its prefix.
+fn registered_metrics(file: &File) -> Result<Vec<(String, Metric)>> {
     let structs: BTreeMap<String, Vec<(String, &Type)>> = file
         .items
         .iter()
@@ -73,7 +75,7 @@ fn registered(file: &File) -> Result<Vec<(String, Metric)>> {
         for Call { prefix, name, help, field } in calls.found {
             let (_, ty) =
                 fields.iter().find(|(known, _)| *known == field).with_context(|| format!("no field {field}"))?;
-            let (kind, label) = kind_of(ty).with_context(|| format!("{field} is no metric"))?;
+            let (kind, label) = metric_kind(ty).with_context(|| format!("{field} is not a metric"))?;
             let labels = label.and_then(|label| structs.get(&label));
             let labels = labels.into_iter().flatten().map(|(label, _)| label.clone()).collect();
             let name = if kind == "counter" { format!("{name}_total") } else { name };
@@ -107,9 +109,9 @@ struct Calls {
 impl Visit<'_> for Calls {
     fn visit_local(&mut self, local: &Local) {
         if let (Pat::Ident(name), Some(init)) = (&local.pat, &local.init) {
-            if let Some(text) = string(&init.expr) {
+            if let Some(text) = string_literal(&init.expr) {
                 self.strings.insert(name.ident.to_string(), text);
-            } else if let (true, Some(prefix)) = (name.ident == "registry", prefix(&init.expr)) {
+            } else if let (true, Some(prefix)) = (name.ident == "registry", sub_registry_prefix(&init.expr)) {
                 self.prefix = prefix;
             }
         }
@@ -119,8 +121,8 @@ impl Visit<'_> for Calls {
     fn visit_expr_method_call(&mut self, call: &ExprMethodCall) {
         let arguments: Vec<&Expr> = call.args.iter().collect();
         if let (true, [name, help, metric]) = (call.method == "register", arguments.as_slice()) {
-            let help = string(help).or_else(|| self.strings.get(&variable(help)?).cloned());
-            if let (Some(name), Some(help), Some(field)) = (string(name), help, field(metric)) {
+            let help = string_literal(help).or_else(|| self.strings.get(&variable_name(help)?).cloned());
+            if let (Some(name), Some(help), Some(field)) = (string_literal(name), help, cloned_field_name(metric)) {
                 self.found.push(Call { prefix: self.prefix.clone(), name, help, field });
             }
         }
@@ -135,7 +137,7 @@ struct Prefixes(BTreeMap<String, String>);
 impl Visit<'_> for Prefixes {
     fn visit_expr_method_call(&mut self, call: &ExprMethodCall) {
         if let (true, Some(argument), 1) = (call.method == "register", call.args.first(), call.args.len())
-            && let (Expr::Field(field), Some(prefix)) = (&*call.receiver, prefix(argument))
+            && let (Expr::Field(field), Some(prefix)) = (&*call.receiver, sub_registry_prefix(argument))
             && let syn::Member::Named(name) = &field.member
         {
             self.0.insert(name.to_string(), prefix);
@@ -145,15 +147,15 @@ impl Visit<'_> for Prefixes {
 }
 
 /// Returns the prefix in `all.sub_registry_with_prefix(prefix)`.
-fn prefix(expr: &Expr) -> Option<String> {
+fn sub_registry_prefix(expr: &Expr) -> Option<String> {
     match expr {
-        Expr::MethodCall(call) if call.method == "sub_registry_with_prefix" => string(call.args.first()?),
+        Expr::MethodCall(call) if call.method == "sub_registry_with_prefix" => string_literal(call.args.first()?),
         _ => None,
     }
 }
 
 /// Returns the value of a string literal.
-fn string(expr: &Expr) -> Option<String> {
+fn string_literal(expr: &Expr) -> Option<String> {
     match expr {
         Expr::Lit(literal) => match &literal.lit {
             Lit::Str(text) => Some(text.value()),
@@ -163,19 +165,19 @@ fn string(expr: &Expr) -> Option<String> {
     }
 }
 
-fn variable(expr: &Expr) -> Option<String> {
+fn variable_name(expr: &Expr) -> Option<String> {
     if let Expr::Path(path) = expr { path.path.get_ident().map(ToString::to_string) } else { None }
 }
 
 /// Returns the name of the field in `self.field.clone()`.
-fn field(expr: &Expr) -> Option<String> {
+fn cloned_field_name(expr: &Expr) -> Option<String> {
     let Expr::MethodCall(call) = expr else { return None };
     let Expr::Field(field) = &*call.receiver else { return None };
     if let syn::Member::Named(name) = &field.member { Some(name.to_string()) } else { None }
 }
 
-/// The kind of a metric by its type, and the type of its labels.
-fn kind_of(ty: &Type) -> Option<(&'static str, Option<String>)> {
+/// Returns the kind of a metric by its type, and the type of its labels.
+fn metric_kind(ty: &Type) -> Option<(&'static str, Option<String>)> {
     let Type::Path(path) = ty else { return None };
     let last = path.path.segments.last()?;
     match last.ident.to_string().as_str() {
@@ -225,7 +227,7 @@ mod tests {
 
     #[test]
     fn names_types_labels_and_help_are_found() -> Result<()> {
-        let metrics = registered(&syn::parse_file(SOURCE)?)?;
+        let metrics = registered_metrics(&syn::parse_file(SOURCE)?)?;
         let lines: Vec<String> = metrics
             .iter()
             .map(|(prefix, Metric { name, kind, labels, help })| format!("{prefix} {name} {kind} {labels:?} {help}"))

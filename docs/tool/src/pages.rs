@@ -68,7 +68,7 @@ fn long_lines(text: &str) -> Vec<usize> {
     long
 }
 
-/// Whether a line is `[name]: address`, or one link that cannot be broken.
+/// Returns whether a line is `[name]: address`, or one link that cannot be broken.
 fn is_address(line: &str) -> bool {
     line.starts_with('[') && line.contains("]: ") || !line.trim().contains(char::is_whitespace) && line.contains("](")
 }

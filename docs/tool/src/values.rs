@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use anyhow::{Context as _, Result, bail};
 use serde_json::Value;
 
-use crate::text::{item, wrap};
+use crate::text::{list_item, wrap};
 
 /// Returns the page of a chart's values.
 pub(crate) fn page(values: &str, schema: &str) -> Result<String> {
@@ -19,16 +19,16 @@ pub(crate) fn page(values: &str, schema: &str) -> Result<String> {
     let keys = keys(values, &schema)?;
     out.push_str("\n## General\n\n");
     for key in keys.iter().filter(|key| key.path.len() == 1 && !key.is_section) {
-        entry(&mut out, key);
+        write_entry(&mut out, key);
     }
     for key in &keys {
         match (key.is_section, key.path.len()) {
             (true, 1) => {
                 let _ = write!(out, "\n## {}\n\n", key.path[0]);
-                comment(&mut out, &key.comment);
+                write_comment(&mut out, &key.comment);
             }
-            (true, _) if !key.comment.is_empty() => entry(&mut out, key),
-            (false, 2..) => entry(&mut out, key),
+            (true, _) if !key.comment.is_empty() => write_entry(&mut out, key),
+            (false, 2..) => write_entry(&mut out, key),
             _ => {}
         }
     }
@@ -71,7 +71,7 @@ fn keys(values: &str, schema: &Value) -> Result<Vec<Key>> {
             comment.push(text.strip_prefix(' ').unwrap_or(text).to_owned());
             continue;
         }
-        let Some((name, value)) = content.split_once(':') else { bail!("line {}: {line:?} is no key", number + 1) };
+        let Some((name, value)) = content.split_once(':') else { bail!("line {}: {line:?} is not a key", number + 1) };
         path.retain(|(outer, _)| *outer < indent);
         path.push((indent, name.to_owned()));
         let path: Vec<String> = path.iter().map(|(_, name)| name.clone()).collect();
@@ -88,7 +88,7 @@ fn keys(values: &str, schema: &Value) -> Result<Vec<Key>> {
 }
 
 /// Writes the list item of one value.
-fn entry(out: &mut String, key: &Key) {
+fn write_entry(out: &mut String, key: &Key) {
     let mut head = format!("`{}`", key.path.join("."));
     let block = match key.default.as_slice() {
         [line] if !line.starts_with(' ') => {
@@ -98,12 +98,12 @@ fn entry(out: &mut String, key: &Key) {
         }
         lines => lines,
     };
-    let mut parts = parts(&key.comment).into_iter().peekable();
+    let mut parts = parse_comment(&key.comment).into_iter().peekable();
     if let Some(Part::Text(text)) = parts.peek() {
         let _ = write!(head, ": {text}");
         parts.next();
     }
-    out.push_str(&item(&head));
+    out.push_str(&list_item(&head));
     for part in parts {
         match part {
             Part::Choice(choice) => out.push_str(&wrap(&choice, "  - ", "    ")),
@@ -124,12 +124,12 @@ fn entry(out: &mut String, key: &Key) {
 }
 
 /// Writes a section's comment as paragraphs and lists.
-fn comment(out: &mut String, lines: &[String]) {
+fn write_comment(out: &mut String, lines: &[String]) {
     let mut in_list = false;
-    for part in parts(lines) {
+    for part in parse_comment(lines) {
         match part {
             Part::Choice(choice) => {
-                out.push_str(&item(&choice));
+                out.push_str(&list_item(&choice));
                 in_list = true;
             }
             Part::Text(text) => {
@@ -155,7 +155,7 @@ enum Part {
 }
 
 /// Returns the parts of a comment, in order.
-fn parts(lines: &[String]) -> Vec<Part> {
+fn parse_comment(lines: &[String]) -> Vec<Part> {
     let mut parts = Vec::new();
     for line in lines {
         let words = line.split_whitespace().collect::<Vec<_>>().join(" ");

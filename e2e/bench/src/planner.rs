@@ -87,7 +87,7 @@ fn percentile<T: Copy>(sorted: &[T], percent: usize) -> Option<T> {
     sorted.get(rank - 1).copied()
 }
 
-/// A reproducible random number generator (`SplitMix64`).
+/// The random number generator `SplitMix64`, which gives the same numbers in every run.
 struct RandomNumbers(u64);
 
 impl RandomNumbers {

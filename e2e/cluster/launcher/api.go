@@ -183,11 +183,11 @@ func poll(ctx context.Context, try func() error) error {
 	}
 }
 
-// waitServing waits until a component serves or has exited.
-func (c *cluster) waitServing(ctx context.Context, one component, p process) error {
+// waitUntilServing waits until a component serves or has exited.
+func (c *cluster) waitUntilServing(ctx context.Context, one component, p process) error {
 	err := poll(ctx, func() error {
-		err := c.serving(ctx, one)
-		if err != nil && !p.alive() {
+		err := c.checkServing(ctx, one)
+		if err != nil && !p.isRunning() {
 			return &endedError{one}
 		}
 		return err
@@ -202,8 +202,8 @@ type endedError struct{ component component }
 
 func (e *endedError) Error() string { return e.component.String() + " has ended" }
 
-// serving checks whether a component serves.
-func (c *cluster) serving(ctx context.Context, one component) error {
+// checkServing checks whether a component serves.
+func (c *cluster) checkServing(ctx context.Context, one component) error {
 	switch one.kind {
 	case kindNode:
 		return nil // bootNode has already waited

@@ -131,7 +131,8 @@ func cacheKey(u unit, source, goVersion string) (string, error) {
 // programsVariable names a directory with prebuilt programs.
 const programsVariable = "CLEAVE_CLUSTER_PROGRAMS"
 
-// programsIn uses the programs of a directory for all units.
+// programsIn returns the directories of all units' programs below dir, and fails if one of them
+// lacks a program.
 func programsIn(dir string) (binaries, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {
@@ -233,7 +234,7 @@ func (u unit) ensure(ctx context.Context, source, dir string, progress *progress
 // compile runs go build and prints progress every ten seconds.
 func (u unit) compile(ctx context.Context, module, output string, progress *progress) error {
 	start := time.Now()
-	progress.printf("building %s (kept in %s afterwards)", u.name, filepath.Dir(output))
+	progress.printf("building %s (the result will be in %s)", u.name, filepath.Dir(output))
 	arguments := append([]string{"build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", u.ldflags, "-o", output + "/"}, u.packages...)
 	command := exec.CommandContext(ctx, "go", arguments...)
 	command.Dir = module

@@ -28,7 +28,7 @@ func smallModule(t *testing.T) (source string, u unit) {
 	return source, unit{name: "small", dir: "m", packages: []string{"."}, links: map[string]string{"other": "m"}, ldflags: "-s"}
 }
 
-func mustKey(t *testing.T, u unit, source, version string) string {
+func testCacheKey(t *testing.T, u unit, source, version string) string {
 	t.Helper()
 	key, err := cacheKey(u, source, version)
 	if err != nil {
@@ -39,13 +39,13 @@ func mustKey(t *testing.T, u unit, source, version string) string {
 
 func TestCacheKeyDependsOnAllInputs(t *testing.T) {
 	source, u := smallModule(t)
-	first := mustKey(t, u, source, "go1")
-	if again := mustKey(t, u, source, "go1"); again != first {
+	first := testCacheKey(t, u, source, "go1")
+	if again := testCacheKey(t, u, source, "go1"); again != first {
 		t.Errorf("equal inputs give %s and %s", first, again)
 	}
 	write(t, source+"/m/main_test.go", "package main\n")
 	write(t, source+"/m/README.md", "x")
-	if again := mustKey(t, u, source, "go1"); again != first {
+	if again := testCacheKey(t, u, source, "go1"); again != first {
 		t.Error("a test or a text file changes the key")
 	}
 	seen := map[string]string{first: "the first"}
@@ -56,22 +56,22 @@ func TestCacheKeyDependsOnAllInputs(t *testing.T) {
 		}
 		seen[key] = what
 	}
-	check("another Go", mustKey(t, u, source, "go2"))
+	check("another Go", testCacheKey(t, u, source, "go2"))
 	flags := u
 	flags.ldflags = "-w"
-	check("other flags", mustKey(t, flags, source, "go1"))
+	check("other flags", testCacheKey(t, flags, source, "go1"))
 	links := u
 	links.links = nil
-	check("other links", mustKey(t, links, source, "go1"))
+	check("other links", testCacheKey(t, links, source, "go1"))
 	write(t, source+"/m/go.sum", "example.org/x v1.0.0 h1:x=\n")
-	check("another go.sum", mustKey(t, u, source, "go1"))
+	check("another go.sum", testCacheKey(t, u, source, "go1"))
 	write(t, source+"/m/second.go", "package main\n")
-	check("another source", mustKey(t, u, source, "go1"))
+	check("another source", testCacheKey(t, u, source, "go1"))
 }
 
 func TestUnitsKeysUseExistingFiles(t *testing.T) {
 	for _, u := range units() {
-		mustKey(t, u, "..", "go1")
+		testCacheKey(t, u, "..", "go1")
 	}
 }
 
@@ -124,7 +124,7 @@ func TestEnsureReportsCompileErrors(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "undefinedThing") {
 		t.Errorf("got %v", err)
 	}
-	onlyLock(t, filepath.Dir(dir))
+	checkOnlyLockRemains(t, filepath.Dir(dir))
 }
 
 func TestInterruptedBuildLeavesNoFiles(t *testing.T) {
@@ -160,7 +160,7 @@ wait
 	if err := <-done; err == nil || !strings.Contains(err.Error(), "interrupted") {
 		t.Errorf("got %v", err)
 	}
-	onlyLock(t, filepath.Dir(dir))
+	checkOnlyLockRemains(t, filepath.Dir(dir))
 }
 
 func TestEnsureRemovesFilesOfAKilledBuild(t *testing.T) {
@@ -176,7 +176,7 @@ func TestEnsureRemovesFilesOfAKilledBuild(t *testing.T) {
 	}
 }
 
-func onlyLock(t *testing.T, cache string) {
+func checkOnlyLockRemains(t *testing.T, cache string) {
 	t.Helper()
 	entries, err := os.ReadDir(cache)
 	if err != nil {

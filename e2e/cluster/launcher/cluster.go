@@ -50,7 +50,7 @@ func (c *cluster) lock(ctx context.Context) (func(), error) {
 	return func() {
 		if _, err := os.Stat(c.layout.dir); errors.Is(err, fs.ErrNotExist) {
 			_ = os.Remove(path)
-			_ = os.Remove(defaultPlace) // fails while it contains other clusters
+			_ = os.Remove(defaultStateDir) // fails while it contains other clusters
 		}
 		unlock()
 	}, nil
@@ -83,7 +83,7 @@ func (c *cluster) process(one component) (process, bool, error) {
 	} else if err != nil {
 		return process{}, false, err
 	}
-	return p, p.alive(), nil
+	return p, p.isRunning(), nil
 }
 
 // nodeProcess returns process 1 of a running node.
@@ -354,7 +354,7 @@ func (c *cluster) routeAll() error {
 			running[n.Name] = p
 		}
 	}
-	return c.layout.route(running, nodes)
+	return c.layout.createRoutes(running, nodes)
 }
 
 // ensure starts a component if it does not run, and waits until it serves.
@@ -376,7 +376,7 @@ func (c *cluster) ensure(ctx context.Context, one component) error {
 			return err
 		}
 	}
-	if err := c.waitServing(ctx, one, p); err != nil {
+	if err := c.waitUntilServing(ctx, one, p); err != nil {
 		return fmt.Errorf("%w\nthe end of its log, %s:\n%s", err, c.layout.logFile(one), tailFile(c.layout.logFile(one), 15))
 	}
 	if !alive {
@@ -458,7 +458,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	}
 	defer ready.Close()
 	// The node outlives ctx.
-	command, err := self(context.WithoutCancel(ctx), commandNodeInit)
+	command, err := selfCommand(context.WithoutCancel(ctx), commandNodeInit)
 	if err != nil {
 		return err
 	}
@@ -556,7 +556,7 @@ func (c *cluster) stop(ctx context.Context, one component, number unix.Signal) e
 	}
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
-	if err := p.waitGone(ctx); err != nil {
+	if err := p.waitUntilExited(ctx); err != nil {
 		return fmt.Errorf("%w (`cluster kill %s` stops it with SIGKILL)", err, one)
 	}
 	c.progress.printf("%s stopped, process %d", one, p.PID)
@@ -762,7 +762,7 @@ next:
 
 // onNode returns a command that runs on a node.
 func (c *cluster) onNode(ctx context.Context, name string, argv ...string) (*exec.Cmd, error) {
-	command, err := self(ctx, append([]string{"--name", c.layout.name, "--state", c.layout.dir, commandExecNode, name}, argv...)...)
+	command, err := selfCommand(ctx, append([]string{"--name", c.layout.name, "--state", c.layout.dir, commandExecNode, name}, argv...)...)
 	if err != nil {
 		return nil, err
 	}

@@ -205,8 +205,8 @@ func kubeletConfig(n node) object {
 	}
 	if n.StatusSeconds > 0 {
 		config["nodeStatusUpdateFrequency"] = fmt.Sprintf("%ds", n.StatusSeconds)
-		// Unchanged status is still reported at the default interval. Without this setting it would
-		// follow the interval above.
+		// Unchanged status is still reported at the default interval. Without this setting the kubelet
+		// would use the interval above for that report too.
 		config["nodeStatusReportFrequency"] = "5m0s"
 	}
 	return config

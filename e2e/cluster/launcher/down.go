@@ -52,7 +52,7 @@ func (c *cluster) sweep(ctx context.Context) error {
 			}
 		}
 		for _, p := range found {
-			if err := p.waitGone(ctx); err != nil {
+			if err := p.waitUntilExited(ctx); err != nil {
 				return err
 			}
 		}
@@ -112,7 +112,7 @@ func (c *cluster) processes() ([]process, error) {
 		} else if err != nil {
 			return nil, err
 		}
-		if p.alive() {
+		if p.isRunning() {
 			found = append(found, p)
 		}
 	}
@@ -187,7 +187,7 @@ func ourRules(saved string) []string {
 	var rules []string
 	for line := range strings.Lines(saved) {
 		for word := range strings.FieldsSeq(line) {
-			if ours(strings.TrimSuffix(word, "/32")) || ours(word) {
+			if isClusterAddress(strings.TrimSuffix(word, "/32")) || isClusterAddress(word) {
 				rules = append(rules, strings.TrimSpace(line))
 				break
 			}

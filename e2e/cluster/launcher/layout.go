@@ -39,8 +39,8 @@ const (
 	nodePath         = kubeInNode + ":" + containerdInNode + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 )
 
-// defaultPlace is the parent directory of clusters without --state.
-const defaultPlace = "/var/lib/cleave-e2e"
+// defaultStateDir is the parent directory of clusters without --state.
+const defaultStateDir = "/var/lib/cleave-e2e"
 
 // markerVariable is in the environment of each process that the launcher starts.
 const markerVariable = "CLEAVE_E2E_CLUSTER"
@@ -60,7 +60,7 @@ func newLayout(name, dir string) (layout, error) {
 		return layout{}, fmt.Errorf("--name %q: 1 to 32 of a-z, 0-9 and -, not at the ends", name)
 	}
 	if dir == "" {
-		dir = filepath.Join(defaultPlace, name)
+		dir = filepath.Join(defaultStateDir, name)
 	}
 	dir, err := filepath.Abs(dir)
 	if err != nil {
@@ -194,8 +194,8 @@ func freeIndex(nodes []node) (int, error) {
 	return 0, fmt.Errorf("a cluster has %d nodes at most", maxNodes)
 }
 
-// ours reports whether an address or network of a firewall rule belongs to the cluster.
-func ours(text string) bool {
+// isClusterAddress reports whether an address or network of a firewall rule belongs to the cluster.
+func isClusterAddress(text string) bool {
 	prefix, err := netip.ParsePrefix(text)
 	if err != nil {
 		address, err := netip.ParseAddr(text)

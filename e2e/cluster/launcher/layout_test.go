@@ -60,16 +60,16 @@ func TestNodesHaveDistinctAddresses(t *testing.T) {
 			}
 			seen[value] = true
 		}
-		if !ours(n.address()) || !ours(n.podRange()) || len(n.device()) > 15 {
+		if !isClusterAddress(n.address()) || !isClusterAddress(n.podRange()) || len(n.device()) > 15 {
 			t.Fatalf("node %d: %s %s %s", index, n.address(), n.podRange(), n.device())
 		}
 	}
-	if ours(hostAddress) != true || ours("10.206.0.1") || ours("0.0.0.0/0") || ours("10.0.0.0/8") || ours("-A") {
-		t.Error("ours misjudges an address")
+	if isClusterAddress(hostAddress) != true || isClusterAddress("10.206.0.1") || isClusterAddress("0.0.0.0/0") || isClusterAddress("10.0.0.0/8") || isClusterAddress("-A") {
+		t.Error("isClusterAddress returned a wrong result")
 	}
 }
 
-func TestFreeIndex(t *testing.T) {
+func TestFreeIndexIsTheLowestUnusedIndex(t *testing.T) {
 	if got, err := freeIndex([]node{{Index: 1}, {Index: 3}}); got != 2 || err != nil {
 		t.Errorf("got %d, %v", got, err)
 	}
@@ -167,7 +167,7 @@ func TestWriteFileReplacesAtomically(t *testing.T) {
 	}
 }
 
-func TestOurRules(t *testing.T) {
+func TestOurRulesReturnsOnlyRulesOfTheCluster(t *testing.T) {
 	saved := `*nat
 -A POSTROUTING -s 10.204.1.2/32 -j MASQUERADE
 -A POSTROUTING -s 192.168.0.0/16 -j MASQUERADE

@@ -106,7 +106,7 @@ func newCommand() *cobra.Command {
 			RunE: with(true, func(ctx context.Context, c *cluster, _ []string) error { return c.down(ctx) }),
 		},
 		&cobra.Command{
-			Use: "leftovers", Short: "List a cluster's remains on the machine. Fails if there are any", Args: cobra.NoArgs,
+			Use: "leftovers", Short: "List what a cluster left on the machine. Fails if there is anything", Args: cobra.NoArgs,
 			RunE: with(false, func(ctx context.Context, c *cluster, _ []string) error {
 				found, err := c.leftovers(ctx)
 				if err != nil {
@@ -136,9 +136,9 @@ func newCommand() *cobra.Command {
 			Use: "status", Short: "List the components with their process ids. Fails if one is not running", Args: cobra.NoArgs,
 			RunE: with(false, func(_ context.Context, c *cluster, _ []string) error { return c.status(os.Stdout) }),
 		},
-		componentCommand("stop", "Stop a component with SIGTERM, and wait until its process is gone", with,
+		componentCommand("stop", "Stop a component with SIGTERM, and wait until its process has exited", with,
 			func(ctx context.Context, c *cluster, one component) error { return c.stop(ctx, one, unix.SIGTERM) }),
-		componentCommand("kill", "Stop a component with SIGKILL, and wait until its process is gone", with,
+		componentCommand("kill", "Stop a component with SIGKILL, and wait until its process has exited", with,
 			func(ctx context.Context, c *cluster, one component) error { return c.stop(ctx, one, unix.SIGKILL) }),
 		componentCommand("start", "Start a component, and wait until it serves", with,
 			func(ctx context.Context, c *cluster, one component) error { return c.startAlone(ctx, one) }),

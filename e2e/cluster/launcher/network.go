@@ -32,7 +32,7 @@ func (l layout) makeBridge() error {
 		return err
 	}
 	if link == nil {
-		if err := checkFree(); err != nil {
+		if err := checkNetworksAreFree(); err != nil {
 			return err
 		}
 		attributes := netlink.NewLinkAttrs()
@@ -50,8 +50,8 @@ func (l layout) makeBridge() error {
 	return netlink.LinkSetUp(link)
 }
 
-// checkFree refuses networks to which the machine already has routes.
-func checkFree() error {
+// checkNetworksAreFree refuses networks to which the machine already has routes.
+func checkNetworksAreFree() error {
 	routes, err := netlink.RouteList(nil, netlink.FAMILY_V4)
 	if err != nil {
 		return err
@@ -121,9 +121,9 @@ func (l layout) linkNode(n node, pid int) error {
 	return errors.Join(inside.LinkSetUp(loopback), inside.LinkSetUp(eth0))
 }
 
-// route creates the routes between the machine, the nodes and their pods. The machine reaches
-// services through the first node.
-func (l layout) route(running map[string]process, nodes []node) error {
+// createRoutes creates the routes between the machine, the nodes and their pods. The machine
+// reaches services through the first node.
+func (l layout) createRoutes(running map[string]process, nodes []node) error {
 	bridge, err := netlink.LinkByName(l.bridge())
 	if err != nil {
 		return fmt.Errorf("bridge %s: %w", l.bridge(), err)

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-func certificate(t *testing.T, pair keyPair) *x509.Certificate {
+func parseCertificate(t *testing.T, pair keyPair) *x509.Certificate {
 	t.Helper()
 	if _, err := tls.X509KeyPair(pair.certificate, pair.key); err != nil {
 		t.Fatal(err)
@@ -50,11 +50,11 @@ func TestAuthorityCanBeReadAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, host := range []string{"node1", "10.203.0.11"} {
-		if _, err := certificate(t, server).Verify(x509.VerifyOptions{Roots: roots, DNSName: host}); err != nil {
+		if _, err := parseCertificate(t, server).Verify(x509.VerifyOptions{Roots: roots, DNSName: host}); err != nil {
 			t.Errorf("server %s: %v", host, err)
 		}
 	}
-	if _, err := certificate(t, server).Verify(x509.VerifyOptions{Roots: roots, DNSName: "10.203.0.12"}); err == nil {
+	if _, err := parseCertificate(t, server).Verify(x509.VerifyOptions{Roots: roots, DNSName: "10.203.0.12"}); err == nil {
 		t.Error("the certificate is valid for another address")
 	}
 
@@ -62,7 +62,7 @@ func TestAuthorityCanBeReadAgain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	parsed := certificate(t, client)
+	parsed := parseCertificate(t, client)
 	if _, err := parsed.Verify(x509.VerifyOptions{Roots: roots, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}); err != nil {
 		t.Error(err)
 	}

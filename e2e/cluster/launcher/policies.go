@@ -243,9 +243,9 @@ func (w policyInputs) chains(node string) (map[string][]string, error) {
 	return chains, nil
 }
 
-// restore returns the input of iptables-restore for these chains. It removes chains of before that
-// no longer exist.
-func restore(chains, before map[string][]string) string {
+// restoreInput returns the input of iptables-restore for these chains. It removes chains of before
+// that no longer exist.
+func restoreInput(chains, before map[string][]string) string {
 	names, gone := sortedKeys(chains), []string(nil)
 	for _, name := range sortedKeys(before) {
 		if _, stays := chains[name]; !stays {
@@ -343,7 +343,7 @@ func (c *cluster) enforce(ctx context.Context) error {
 				}
 				chains, err := world.chains(n.Name)
 				if err == nil && fmt.Sprint(chains) != fmt.Sprint(before.chains) {
-					err = filter(holder, restore(chains, before.chains))
+					err = applyFilter(holder, restoreInput(chains, before.chains))
 				}
 				if err != nil {
 					failures = append(failures, fmt.Errorf("%s: %w", n.Name, err))
@@ -365,8 +365,8 @@ func (c *cluster) enforce(ctx context.Context) error {
 	}
 }
 
-// filter changes a node's packet filter.
-func filter(holder process, rules string) error {
+// applyFilter changes a node's packet filter.
+func applyFilter(holder process, rules string) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	machine, err := netns.Get()

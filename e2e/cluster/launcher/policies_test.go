@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// world parses a policyInputs from JSON objects of the API.
-func world(t *testing.T, policies, pods, namespaces string) policyInputs {
+// parsePolicyInputs parses a policyInputs from JSON objects of the API.
+func parsePolicyInputs(t *testing.T, policies, pods, namespaces string) policyInputs {
 	t.Helper()
 	var w policyInputs
 	for text, into := range map[string]any{policies: &w.policies, pods: &w.pods, namespaces: &w.namespaces} {
@@ -61,7 +61,7 @@ func TestPoliciesBecomeChains(t *testing.T) {
 		},
 		"other pods": {`{"podSelector": {"matchLabels": {"app": "other"}}, "policyTypes": ["Ingress"]}`, nil},
 	} {
-		w := world(t, `[{"metadata": {"namespace": "a", "name": "p"}, "spec": `+c.spec+`}]`, policyPods, policyNamespaces)
+		w := parsePolicyInputs(t, `[{"metadata": {"namespace": "a", "name": "p"}, "spec": `+c.spec+`}]`, policyPods, policyNamespaces)
 		chains, err := w.chains("node1")
 		if err != nil {
 			t.Fatalf("%s: %v", what, err)
@@ -86,14 +86,14 @@ func TestUnsupportedPoliciesAreReported(t *testing.T) {
 	for _, rule := range []string{
 		`{"from": [{"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}}]}`,
 	} {
-		w := world(t, `[{"metadata": {"namespace": "a", "name": "p"}, "spec": {"policyTypes": ["Ingress"], "ingress": [`+rule+`]}}]`, policyPods, policyNamespaces)
+		w := parsePolicyInputs(t, `[{"metadata": {"namespace": "a", "name": "p"}, "spec": {"policyTypes": ["Ingress"], "ingress": [`+rule+`]}}]`, policyPods, policyNamespaces)
 		if _, err := w.chains("node1"); err == nil || !strings.Contains(err.Error(), "a/p") {
 			t.Errorf("%s: %v", rule, err)
 		}
 	}
 }
 
-func TestSelectors(t *testing.T) {
+func TestASelectorSelectsMatchingLabels(t *testing.T) {
 	of := labels{"app": "x", "tier": "y"}
 	for text, want := range map[string]bool{
 		`{}`: true, `{"matchLabels": {"app": "x"}}`: true, `{"matchLabels": {"app": "z"}}`: false, `{"matchLabels": {"none": ""}}`: false,
@@ -110,8 +110,8 @@ func TestSelectors(t *testing.T) {
 	}
 }
 
-func TestRestoreRemovesChains(t *testing.T) {
-	got := restore(map[string][]string{"A": {"-j RETURN"}}, map[string][]string{"A": nil, "B": {"-j REJECT"}})
+func TestRestoreInputRemovesOldChains(t *testing.T) {
+	got := restoreInput(map[string][]string{"A": {"-j RETURN"}}, map[string][]string{"A": nil, "B": {"-j REJECT"}})
 	if want := "*filter\n:A - [0:0]\n:B - [0:0]\n-A A -j RETURN\n-X B\nCOMMIT\n"; got != want {
 		t.Errorf("%q", got)
 	}

@@ -64,8 +64,8 @@ func identify(pid int) (process, error) {
 	return process{PID: pid, Start: start, Boot: boot}, err
 }
 
-// alive reports whether the process runs. A zombie does not.
-func (p process) alive() bool {
+// isRunning reports whether the process runs. A zombie does not.
+func (p process) isRunning() bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID))
 	if err != nil {
 		return false
@@ -100,15 +100,15 @@ func (p process) open() (int, error) {
 		return -1, fmt.Errorf("open process %d: %w", p.PID, err)
 	}
 	// The descriptor pins the ID, so one check is enough.
-	if !p.alive() {
+	if !p.isRunning() {
 		unix.Close(descriptor)
 		return -1, nil
 	}
 	return descriptor, nil
 }
 
-// waitGone waits until the process has exited.
-func (p process) waitGone(ctx context.Context) error {
+// waitUntilExited waits until the process has exited.
+func (p process) waitUntilExited(ctx context.Context) error {
 	descriptor, err := p.open()
 	if err != nil || descriptor < 0 {
 		return err
@@ -147,7 +147,7 @@ func (s spawnSpec) start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	command, err := self(ctx, commandSpawn)
+	command, err := selfCommand(ctx, commandSpawn)
 	if err != nil {
 		return err
 	}
@@ -160,8 +160,8 @@ func (s spawnSpec) start(ctx context.Context) error {
 	return nil
 }
 
-// self returns a command that runs this program with other arguments.
-func self(ctx context.Context, arguments ...string) (*exec.Cmd, error) {
+// selfCommand returns a command that runs this program with other arguments.
+func selfCommand(ctx context.Context, arguments ...string) (*exec.Cmd, error) {
 	program, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -188,7 +188,7 @@ func spawn(s spawnSpec) error {
 		return err
 	}
 	defer machineProc.Close()
-	if err := enter(s.Cgroup, s.Node); err != nil {
+	if err := enterNamespaces(s.Cgroup, s.Node); err != nil {
 		return err
 	}
 	command := exec.Command(s.Argv[0], s.Argv[1:]...)
@@ -245,9 +245,9 @@ func writeAt(dir *os.File, name string, value any) error {
 	return unix.Renameat(int(dir.Fd()), temporary, int(dir.Fd()), name)
 }
 
-// enter moves this thread into a cgroup of every hierarchy and into the namespaces of a process.
-// The change is permanent and applies to children started later.
-func enter(cgroup string, pid int) error {
+// enterNamespaces moves this thread into a cgroup of every hierarchy and into the namespaces of a
+// process. The change is permanent and applies to children started later.
+func enterNamespaces(cgroup string, pid int) error {
 	if err := joinCgroup(cgroup); err != nil {
 		return err
 	}
@@ -300,7 +300,7 @@ func (c *cluster) execInNode(ctx context.Context, name string, argv []string) er
 			env = append(env, kept+"="+value)
 		}
 	}
-	if err := enter(c.layout.cgroup(name)+nodeLeaf(), holder.PID); err != nil {
+	if err := enterNamespaces(c.layout.cgroup(name)+nodeLeaf(), holder.PID); err != nil {
 		return err
 	}
 	if err := os.Setenv("PATH", nodePath); err != nil {

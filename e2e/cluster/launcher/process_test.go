@@ -33,8 +33,8 @@ func TestParseStat(t *testing.T) {
 	}
 }
 
-// child starts an idle process and kills it at the end of the test.
-func child(t *testing.T) (process, *exec.Cmd) {
+// startIdleProcess starts an idle process and kills it at the end of the test.
+func startIdleProcess(t *testing.T) (process, *exec.Cmd) {
 	t.Helper()
 	command := exec.Command("sleep", "1000")
 	if err := command.Start(); err != nil {
@@ -52,42 +52,42 @@ func child(t *testing.T) (process, *exec.Cmd) {
 }
 
 func TestReusedProcessIDIsAnotherProcess(t *testing.T) {
-	p, _ := child(t)
+	p, _ := startIdleProcess(t)
 	for what, other := range map[string]process{
 		"started later":      {PID: p.PID, Start: p.Start + 1, Boot: p.Boot},
 		"before this boot":   {PID: p.PID, Start: p.Start, Boot: "another"},
 		"of no process here": {PID: 1 << 30, Start: p.Start, Boot: p.Boot},
 	} {
-		if other.alive() {
+		if other.isRunning() {
 			t.Errorf("%s: the process counts as alive", what)
 		}
 		if err := other.signal(unix.SIGKILL); err != nil {
 			t.Errorf("%s: %v", what, err)
 		}
-		if err := other.waitGone(context.Background()); err != nil {
+		if err := other.waitUntilExited(context.Background()); err != nil {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	if !p.alive() {
+	if !p.isRunning() {
 		t.Fatal("a signal for another process killed this one")
 	}
 }
 
-func TestWaitGone(t *testing.T) {
-	p, command := child(t)
+func TestWaitUntilExitedWaitsForTheProcess(t *testing.T) {
+	p, command := startIdleProcess(t)
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
 	defer cancel()
-	if err := p.waitGone(ctx); err == nil {
-		t.Error("a running process counts as gone")
+	if err := p.waitUntilExited(ctx); err == nil {
+		t.Error("a running process counts as exited")
 	}
 	if err := p.signal(unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
 	// A zombie counts as exited.
-	if err := p.waitGone(context.Background()); err != nil {
+	if err := p.waitUntilExited(context.Background()); err != nil {
 		t.Fatal(err)
 	}
-	if p.alive() {
+	if p.isRunning() {
 		t.Error("a zombie is alive")
 	}
 	_ = command.Wait()
@@ -95,7 +95,7 @@ func TestWaitGone(t *testing.T) {
 
 func TestIdentifyThisProcess(t *testing.T) {
 	p, err := identify(os.Getpid())
-	if err != nil || !p.alive() || p.Start == 0 || p.Boot == "" {
+	if err != nil || !p.isRunning() || p.Start == 0 || p.Boot == "" {
 		t.Errorf("%+v, %v", p, err)
 	}
 }

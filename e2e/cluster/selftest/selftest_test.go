@@ -81,8 +81,8 @@ func eventually(t *testing.T, want string, argv ...string) {
 	t.Fatalf("%s: timed out waiting for %q; last result %v\n%s\n%s", strings.Join(argv, " "), want, last.err, last.stdout, last.stderr)
 }
 
-// pids returns the process IDs of the running components.
-func pids(t *testing.T) map[string]string {
+// componentPIDs returns the process IDs of the running components.
+func componentPIDs(t *testing.T) map[string]string {
 	t.Helper()
 	found := make(map[string]string)
 	for _, line := range strings.Split(execute("", clusterArgv("status")...).stdout, "\n")[1:] {
@@ -125,8 +125,8 @@ func runPod(t *testing.T, name, node, command string) {
 
 const idle = "exec sleep 1000000"
 
-// machine returns properties of the machine that a cluster must not change.
-func machine(t *testing.T) string {
+// machineProperties returns properties of the machine that a cluster must not change.
+func machineProperties(t *testing.T) string {
 	t.Helper()
 	var all strings.Builder
 	for _, argv := range [][]string{
@@ -148,7 +148,7 @@ var client string
 func TestCluster(t *testing.T) {
 	client = filepath.Join(t.TempDir(), "client")
 	cluster(t, "down") // after an interrupted run
-	before := machine(t)
+	before := machineProperties(t)
 	t.Cleanup(func() {
 		if r := execute("", clusterArgv("down")...); r.err != nil {
 			t.Errorf("down: %v\n%s", r.err, r.stderr)
@@ -160,11 +160,11 @@ func TestCluster(t *testing.T) {
 		start := time.Now()
 		cluster(t, "up")
 		t.Logf("from no cluster to Ready: %.1f s", time.Since(start).Seconds())
-		first := pids(t)
+		first := componentPIDs(t)
 		start = time.Now()
 		cluster(t, "up")
 		t.Logf("up again: %.1f s", time.Since(start).Seconds())
-		if again := pids(t); len(first) != 8 || fmt.Sprint(again) != fmt.Sprint(first) {
+		if again := componentPIDs(t); len(first) != 8 || fmt.Sprint(again) != fmt.Sprint(first) {
 			t.Errorf("processes %v, then %v", first, again)
 		}
 		if found := execute("", clusterArgv("leftovers")...); found.err == nil || !strings.Contains(found.stdout, "kubelet") {
@@ -194,7 +194,7 @@ func TestCluster(t *testing.T) {
 		if left := cluster(t, "leftovers"); left != "" {
 			t.Errorf("left over:\n%s", left)
 		}
-		if after := machine(t); after != before {
+		if after := machineProperties(t); after != before {
 			t.Errorf("the machine before:\n%s\nand after:\n%s", before, after)
 		}
 		cluster(t, "down") // again, without a cluster
@@ -310,8 +310,8 @@ func testSecondNode(t *testing.T) {
 	}
 }
 
-// untouched returns a check that the pods' containers have not changed or restarted since.
-func untouched(t *testing.T) func() {
+// untouchedCheck returns a check that the pods' containers have not changed or restarted since.
+func untouchedCheck(t *testing.T) func() {
 	t.Helper()
 	const format = "jsonpath={range .items[*]}{.metadata.name} {.status.containerStatuses[0].containerID} {.status.containerStatuses[0].restartCount}{\"\\n\"}{end}"
 	get := func() string { return kubectl(t, "get", "pods", "one", "two", "-o", format) }
@@ -331,22 +331,22 @@ func testComponents(t *testing.T) {
 	for i, name := range []string{
 		"etcd", "apiserver", "controller-manager", "scheduler", "containerd@node1", "kubelet@node1", "proxy@node1", "kubelet@node2",
 	} {
-		check := untouched(t)
-		before := pids(t)[name]
+		check := untouchedCheck(t)
+		before := componentPIDs(t)[name]
 		cluster(t, "kill", name)
 		// The process may still be a zombie, but must not run.
 		if stat, err := os.ReadFile("/proc/" + before + "/stat"); err == nil && !strings.Contains(string(stat), ") Z ") {
 			t.Errorf("%s was killed, but process %s runs: %s", name, before, stat)
 		}
-		if r := execute("", clusterArgv("status")...); r.err == nil || pids(t)[name] != "" {
+		if r := execute("", clusterArgv("status")...); r.err == nil || componentPIDs(t)[name] != "" {
 			t.Errorf("%s was killed, but the status is\n%s", name, r.stdout)
 		}
 		cluster(t, "kill", name) // again, while it does not run
 		cluster(t, "start", name)
 		cluster(t, "start", name)
-		killed := pids(t)[name]
+		killed := componentPIDs(t)[name]
 		cluster(t, "restart", name)
-		if after := pids(t)[name]; after == "" || after == killed || killed == before {
+		if after := componentPIDs(t)[name]; after == "" || after == killed || killed == before {
 			t.Errorf("%s: process %s, then %s, then %s", name, before, killed, after)
 		}
 		pod := fmt.Sprintf("after-%d", i)
@@ -365,7 +365,7 @@ func testComponents(t *testing.T) {
 
 func testPowerCut(t *testing.T) {
 	cluster(t, "kill", "node@node2")
-	for name := range pids(t) {
+	for name := range componentPIDs(t) {
 		if strings.HasSuffix(name, "@node2") {
 			t.Errorf("%s runs on a node without power", name)
 		}
@@ -488,7 +488,7 @@ func testInterruptedUp(t *testing.T) {
 		t.Fatal(err)
 	}
 	cluster(t, "up")
-	if got := pids(t)["apiserver"]; got != fmt.Sprint(started.PID) {
+	if got := componentPIDs(t)["apiserver"]; got != fmt.Sprint(started.PID) {
 		t.Errorf("the running API server, process %d, was replaced: %s", started.PID, got)
 	}
 	cluster(t, "status")

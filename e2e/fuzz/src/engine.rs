@@ -6,7 +6,7 @@ use std::{fs, io};
 
 use fastrand::Rng;
 
-use crate::mutate::mutated;
+use crate::mutate::mutated_input;
 use crate::{ReadResult, Target, guard};
 
 /// Maximum number of samples kept in addition to the initial ones.
@@ -38,7 +38,7 @@ impl Progress {
     }
 
     /// Returns the percentage of inputs that the target could read.
-    pub fn percent(&self) -> u64 {
+    pub fn read_percent(&self) -> u64 {
         self.read * 100 / self.inputs.max(1)
     }
 }
@@ -48,7 +48,7 @@ impl Progress {
 ///
 /// # Errors
 /// If a file cannot be read.
-pub fn corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
+pub fn read_corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target.name);
     let entries = match fs::read_dir(&directory) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -71,7 +71,7 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&
     let mut reported = started;
     let mut progress = Progress::default();
     let mut samples = (target.samples)();
-    samples.extend(corpus(target)?.into_iter().map(|(_, bytes)| bytes));
+    samples.extend(read_corpus(target)?.into_iter().map(|(_, bytes)| bytes));
     for sample in &samples {
         progress.count(guard::run(target, sample));
     }
@@ -89,13 +89,13 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&
         }
         let (sample, other) = (rng.choice(&samples), rng.choice(&samples));
         let input = match (sample, other) {
-            (Some(sample), Some(other)) => mutated(target.shape, target.words, sample, other, &mut rng),
+            (Some(sample), Some(other)) => mutated_input(target.shape, target.words, sample, other, &mut rng),
             _ => Vec::new(),
         };
         let seen = guard::run(target, &input);
         progress.count(seen);
-        // Some valid inputs become samples, so that mutations accumulate. Long inputs are slow and
-        // do not.
+        // Some valid inputs become samples, so that mutations accumulate. Long inputs do not,
+        // because they are slow.
         if seen == ReadResult::Read && rng.u8(..8) == 0 && input.len() < 8192 {
             if samples.len() < first + MAX_KEPT_SAMPLES {
                 samples.push(input);

@@ -1,5 +1,5 @@
-//! Watches targets while they run. If one panics, takes too long or uses too much memory, the input
-//! is printed and kept in a file.
+//! Watches targets while they run. If one panics, takes too long or uses too much memory, the guard
+//! prints the input and writes it to a file.
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use crate::{ReadResult, Target};
 
-/// Time limit of one input. Generous: the build may be unoptimized and the machine busy.
+/// Time limit of one input. The limit is high, because the build may be unoptimized and the machine
+/// busy.
 const TIME_LIMIT: Duration = Duration::from_secs(20);
 /// Memory limit of the whole program, in bytes.
 const MEMORY_LIMIT_BYTES: u64 = 2 << 30;
@@ -31,7 +32,7 @@ static RUNNING: Mutex<Option<HashMap<ThreadId, Running>>> = Mutex::new(None);
 
 /// Locks the running targets. Ignores poisoning: a panic under the lock leaves the map valid, and
 /// the panic hook of the same thread reports it.
-fn running() -> MutexGuard<'static, Option<HashMap<ThreadId, Running>>> {
+fn lock_running() -> MutexGuard<'static, Option<HashMap<ThreadId, Running>>> {
     RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -44,9 +45,9 @@ pub fn run(target: &Target, input: &[u8]) -> ReadResult {
     WATCH.call_once(watch_running_targets);
     let thread = thread::current().id();
     let now = Running { target: target.name, input: input.to_vec(), since: Instant::now() };
-    running().get_or_insert_default().insert(thread, now);
+    lock_running().get_or_insert_default().insert(thread, now);
     let seen = (target.run)(input);
-    running().get_or_insert_default().remove(&thread);
+    lock_running().get_or_insert_default().remove(&thread);
     seen
 }
 
@@ -77,7 +78,7 @@ fn failure_message(target: &str, input: &[u8], why: &str) -> String {
     let more = if input.len() > MAX_PRINTED_BYTES { "…" } else { "" };
     let repeat = match save_input(&failures_directory(), target, input) {
         Ok(path) => format!("repeat with: cargo run -p cleave-fuzz -- {target} --input {}", path.display()),
-        Err(error) => format!("failed to keep the input: {error}"),
+        Err(error) => format!("failed to write the input to a file: {error}"),
     };
     format!("\n{target}: {why}\ninput of {} bytes: {hex}{more}\n{repeat}", input.len())
 }
@@ -88,7 +89,7 @@ fn watch_running_targets() {
     // Report in the hook, so that the report also appears in programs that abort on panic.
     std::panic::set_hook(Box::new(move |panic| {
         before(panic);
-        let failed = running().as_mut().and_then(|all| all.remove(&thread::current().id()));
+        let failed = lock_running().as_mut().and_then(|all| all.remove(&thread::current().id()));
         if let Some(Running { target, input, .. }) = failed {
             eprintln!("{}", failure_message(target, &input, "the target panicked"));
         }
@@ -97,7 +98,7 @@ fn watch_running_targets() {
         loop {
             thread::sleep(CHECK_INTERVAL);
             let memory = resident_bytes().unwrap_or(0);
-            let mut all = running();
+            let mut all = lock_running();
             let all = all.get_or_insert_default().values();
             let failures: Vec<String> = if memory > MEMORY_LIMIT_BYTES {
                 all.map(|one| {
@@ -158,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn the_message_of_a_long_input_is_short_and_says_how_to_repeat_it() {
+    fn the_message_of_a_long_input_is_short_and_contains_the_command_that_repeats_it() {
         let message = failure_message("of_a_test_too", &vec![0xab; 9000], "why");
         assert!(
             message.len() < 2000 && message.contains("9000 bytes: abab") && message.contains("--input /"),

@@ -1,5 +1,5 @@
-//! Fuzz tests for everything that Cleave reads from others: bytes of clients and daemons, files,
-//! messages and objects.
+//! Fuzz tests for all input from outside Cleave: bytes of clients and daemons, files, messages and
+//! objects.
 //!
 //! A [`Target`] is a function that reads bytes. A target must not panic, hang or use unbounded
 //! memory. A target asserts properties of what it reads. For example, a value is the same after it
@@ -8,14 +8,14 @@
 //! `corpus/<target>/`. An input that a target can read may become a sample itself ([`engine`]).
 //!
 //! `cargo test` runs each target on its corpus and then on a fixed number of inputs from a fixed
-//! seed. `make fuzz` and the program of this crate run targets for a given time. A failing input is
-//! kept in a file; commit it to the corpus with the fix.
+//! seed. `make fuzz` and the program of this crate run targets for a given time. They write a
+//! failing input to a file. Commit the file to the corpus with the fix.
 //!
 //! The engine is part of this crate: about 300 lines on `fastrand` and `serde_json`, which the
-//! workspace uses anyway. The alternatives do not fit. Coverage feedback (libFuzzer, `fuzzcheck`)
-//! needs a nightly compiler. Without coverage feedback, `bolero` generates random bytes; it also
-//! needs about forty more crates, and does not know JSON. `mutatis` changes Rust values, so it
-//! generates no malformed text, and it needs a newer compiler than the workspace.
+//! workspace uses anyway. The alternatives have disadvantages. Coverage feedback (libFuzzer,
+//! `fuzzcheck`) needs a nightly compiler. Without coverage feedback, `bolero` generates random
+//! bytes; it also needs about forty more crates, and does not know JSON. `mutatis` changes Rust
+//! values, so it generates no malformed text, and it needs a newer compiler than the workspace.
 pub mod engine;
 pub mod guard;
 pub mod mutate;
@@ -34,14 +34,14 @@ pub enum ReadResult {
     Refused,
 }
 
-/// A function that reads bytes from others, with samples and settings for its test.
+/// A function that reads input from outside Cleave, with samples and settings for its test.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
     /// Name of the target and of its directory in the corpus.
     pub name: &'static str,
     /// Human-readable description of the input and its sender.
     pub what: &'static str,
-    /// Format of its input.
+    /// Format of the input.
     pub shape: Shape,
     /// Words of the format, which mutations insert.
     pub words: &'static [&'static str],

@@ -7,11 +7,12 @@ use clap::Parser;
 use cleave_fuzz::engine::{Budget, fuzz};
 use cleave_fuzz::{Target, all_targets, guard, target_named};
 
-/// Run fuzz targets on everything that Cleave reads from others.
+/// Run fuzz targets, which read input from outside Cleave.
 ///
 /// Targets run one after the other. The first input that fails ends the run with status 101. An
-/// input fails by a panic, by more than 20 s, or by too much memory. A failing input is printed and
-/// kept in target/fuzz-failures. Commit the input to e2e/fuzz/corpus/TARGET with the fix.
+/// input fails if its target panics, takes more than 20 s, or uses too much memory. The run prints
+/// a failing input and writes it to target/fuzz-failures. Commit the input to
+/// e2e/fuzz/corpus/TARGET with the fix.
 ///
 /// With `--profile fuzz`, as in `make fuzz`, arithmetic overflow fails too.
 #[derive(Debug, Parser)]
@@ -66,12 +67,12 @@ fn main() -> Result<()> {
                     "{:<20} {seconds:>5} s {:>12} inputs, {:>3} % read",
                     target.name,
                     progress.inputs,
-                    progress.percent()
+                    progress.read_percent()
                 );
             }
         });
         let progress = progress.with_context(|| format!("failed to read the corpus of {}", target.name))?;
-        println!("{:<20} done    {:>12} inputs, {:>3} % read", target.name, progress.inputs, progress.percent());
+        println!("{:<20} done    {:>12} inputs, {:>3} % read", target.name, progress.inputs, progress.read_percent());
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Tests each target with a fixed number of inputs, which are the same in every run.
 use std::io;
 
-use cleave_fuzz::engine::{Budget, corpus, fuzz};
+use cleave_fuzz::engine::{Budget, fuzz, read_corpus};
 use cleave_fuzz::{ReadResult, all_targets, guard, target_named};
 
 const SEED: u64 = 1;
@@ -20,9 +20,9 @@ fn run_target(name: &str) -> io::Result<()> {
     let progress = fuzz(target, SEED, Budget::Inputs(target.inputs.into()), |_| ())?;
     // Mutations find nothing if almost none or almost all of them are valid.
     assert!(
-        (5..100).contains(&progress.percent()),
+        (5..100).contains(&progress.read_percent()),
         "{name} reads {} % of {} inputs",
-        progress.percent(),
+        progress.read_percent(),
         progress.inputs
     );
     Ok(())
@@ -43,7 +43,7 @@ macro_rules! targets {
             for directory in directories {
                 let name = directory.expect("a directory").file_name();
                 let target = name.to_str().and_then(target_named).unwrap_or_else(|| panic!("no target is named {name:?}"));
-                assert!(!corpus(target).expect("the target's corpus").is_empty());
+                assert!(!read_corpus(target).expect("the target's corpus").is_empty());
             }
         }
     };

@@ -11,26 +11,30 @@ const HASH_MARKER: &str = "#";
 
 /// Returns the files with comments over 100 characters wide, each with the number of such lines.
 pub fn findings(sources: &Sources) -> Vec<Finding> {
-    let mut found: Vec<Finding> =
-        sources.files.iter().chain(&sources.others).filter_map(|(path, text)| find_wide_comments(path, text)).collect();
+    let mut found: Vec<Finding> = sources
+        .files
+        .iter()
+        .chain(&sources.other_files)
+        .filter_map(|(path, text)| find_wide_comments(path, text))
+        .collect();
     found.sort_by(|a, b| a.what.cmp(&b.what));
     found
 }
 
 fn find_wide_comments(path: &str, text: &str) -> Option<Finding> {
-    let marker = marker(path, text)?;
-    let places: Vec<String> = text
+    let marker = comment_marker(path, text)?;
+    let locations: Vec<String> = text
         .lines()
         .enumerate()
         .filter(|(_, line)| line.chars().count() > MAX_WIDTH && is_prose(line, marker))
         .map(|(at, line)| format!("{path}:{}: {} characters, at most {MAX_WIDTH}", at + 1, line.chars().count()))
         .collect();
-    (!places.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", places.len()), places })
+    (!locations.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", locations.len()), locations })
 }
 
 /// Returns the start of a comment in the file. Returns `None` if the file has no comments or is
 /// generated.
-pub(crate) fn marker(path: &str, text: &str) -> Option<&'static str> {
+pub(crate) fn comment_marker(path: &str, text: &str) -> Option<&'static str> {
     if path == "deploy/manifests.yaml" || path.starts_with("crds/") {
         return None;
     }

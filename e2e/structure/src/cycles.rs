@@ -15,7 +15,7 @@ pub fn findings(name: &str, tree: &Tree, uses: &Uses) -> Vec<Finding> {
             let line = uses.get(&(*from, *to)).copied().unwrap_or_default();
             format!("{}:{line} uses {}", tree.files[*from].path, tree.files[*to].module)
         };
-        Finding { what: format!("cycle {name} {}", modules.join(" -> ")), places: steps().map(place).collect() }
+        Finding { what: format!("cycle {name} {}", modules.join(" -> ")), locations: steps().map(place).collect() }
     };
     let mut found: Vec<Finding> = shortest_cycles(uses).iter().map(finding).collect();
     found.sort_by(|a, b| a.what.cmp(&b.what));
@@ -30,7 +30,7 @@ fn shortest_cycles(uses: &Uses) -> BTreeSet<Vec<usize>> {
     for &(from, to) in uses.keys() {
         graph.entry(from).or_default().push(to);
     }
-    uses.keys().filter_map(|&(from, to)| shortest_path(&graph, to, from)).map(lowest_first).collect()
+    uses.keys().filter_map(|&(from, to)| shortest_path(&graph, to, from)).map(rotate_to_lowest).collect()
 }
 
 /// Returns the shortest path between two nodes, including both.
@@ -56,7 +56,7 @@ fn shortest_path(graph: &BTreeMap<usize, Vec<usize>>, from: usize, to: usize) ->
     None
 }
 
-fn lowest_first(mut cycle: Vec<usize>) -> Vec<usize> {
+fn rotate_to_lowest(mut cycle: Vec<usize>) -> Vec<usize> {
     let lowest = cycle.iter().enumerate().min_by_key(|(_, node)| **node).map_or(0, |(at, _)| at);
     cycle.rotate_left(lowest);
     cycle

@@ -21,12 +21,13 @@ const IGNORED_DIRECTORIES: [&str; 3] = [".git", ".gpu", "target"];
 /// and programs, and reads all other files with comments.
 pub fn read(root: &Path) -> Result<Sources> {
     let mut sources = Sources::default();
-    let mut members = members(&read_text(&root.join("Cargo.toml"))?);
+    let mut members = workspace_members(&read_text(&root.join("Cargo.toml"))?);
     members.sort();
     for member in members {
         let directory = if member == "." { String::new() } else { format!("{member}/") };
         let manifest = root.join(&member).join("Cargo.toml");
-        let package = package(&read_text(&manifest)?).with_context(|| format!("{}: no package", manifest.display()))?;
+        let package =
+            package_name(&read_text(&manifest)?).with_context(|| format!("{}: no package", manifest.display()))?;
         for code in CODE_DIRECTORIES {
             let path = root.join(&member).join(code);
             if path.is_dir() {
@@ -53,15 +54,15 @@ pub fn read(root: &Path) -> Result<Sources> {
             sources.crates.push(Crate { name, root: format!("{source}{path}") });
         }
     }
-    let Sources { files, others, .. } = &mut sources;
+    let Sources { files, other_files, .. } = &mut sources;
     walk(root, "", &mut |path, file| {
         if files.contains_key(&path) {
             return Ok(());
         }
         // The first line can determine whether a file has comments. Binary files have none.
         let Ok(content) = String::from_utf8(read_bytes(file)?) else { return Ok(()) };
-        if comments::marker(&path, &content).is_some() {
-            others.insert(path, content);
+        if comments::comment_marker(&path, &content).is_some() {
+            other_files.insert(path, content);
         }
         Ok(())
     })?;
@@ -94,14 +95,14 @@ fn read_text(path: &Path) -> Result<String> {
 }
 
 /// Returns the package's name in a manifest.
-fn package(manifest: &str) -> Option<String> {
+fn package_name(manifest: &str) -> Option<String> {
     let mut lines = manifest.lines().skip_while(|line| line.trim() != "[package]");
     let name = lines.find_map(|line| line.strip_prefix("name = "))?;
     Some(name.trim().trim_matches('"').to_owned())
 }
 
 /// Returns the members in a workspace's manifest, one on each line.
-fn members(manifest: &str) -> Vec<String> {
+fn workspace_members(manifest: &str) -> Vec<String> {
     let lines = manifest.lines().map(str::trim).skip_while(|line| *line != "members = [").skip(1);
     let names = lines.take_while(|line| *line != "]").filter(|line| line.starts_with('"'));
     names.map(|line| line.trim_matches(|c| c == '"' || c == ',').to_owned()).collect()

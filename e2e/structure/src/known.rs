@@ -8,7 +8,7 @@ const HEADER: &str = "\
 ";
 
 /// Formats the list that allows exactly `findings`.
-pub fn list(findings: &[Finding]) -> String {
+pub fn format_list(findings: &[Finding]) -> String {
     let lines = findings.iter().map(|finding| format!("{}\n", finding.what));
     HEADER.chars().chain(lines.collect::<String>().chars()).collect()
 }
@@ -19,20 +19,20 @@ pub struct Difference<'a> {
     /// Findings that the list does not contain.
     pub new: Vec<&'a Finding>,
     /// Lines of the list without a finding.
-    pub gone: Vec<&'a str>,
+    pub obsolete: Vec<&'a str>,
 }
 
 /// Compares `findings` with the list `known`.
 pub fn difference<'a>(findings: &'a [Finding], known: &'a str) -> Difference<'a> {
-    let mut gone: Vec<&str> =
+    let mut obsolete: Vec<&str> =
         known.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
     let mut new = Vec::new();
     for finding in findings {
         // One line allows one finding: two functions with the same name need two lines.
-        match gone.iter().position(|line| *line == finding.what) {
-            Some(at) => _ = gone.remove(at),
+        match obsolete.iter().position(|line| *line == finding.what) {
+            Some(at) => _ = obsolete.remove(at),
             None => new.push(finding),
         }
     }
-    Difference { new, gone }
+    Difference { new, obsolete }
 }

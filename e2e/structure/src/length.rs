@@ -14,20 +14,20 @@ const MAX_FUNCTION_LINES: usize = 80;
 const REASON_PREFIX: &str = "// long:";
 
 /// Returns the files over 800 lines without a reason at their top.
-pub fn files(sources: &Sources) -> Vec<Finding> {
+pub fn long_files(sources: &Sources) -> Vec<Finding> {
     let long = |(path, text): (&String, &String)| {
         let lines = text.lines().count();
-        let mut top = text.lines().map(str::trim).take_while(|line| line.is_empty() || is_above(line));
+        let mut top = text.lines().map(str::trim).take_while(|line| line.is_empty() || is_comment_or_attribute(line));
         (lines > MAX_FILE_LINES && !top.any(is_reason)).then(|| Finding {
             what: format!("long-file {path}"),
-            places: vec![format!("{path}: {lines} lines, at most {MAX_FILE_LINES}")],
+            locations: vec![format!("{path}: {lines} lines, at most {MAX_FILE_LINES}")],
         })
     };
     sources.files.iter().filter_map(long).collect()
 }
 
 /// Returns the functions over 80 lines, including tests, without a reason above them.
-pub fn functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
+pub fn long_functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
     let mut found = Vec::new();
     for (path, file) in parsed {
         let lines = sources.files.get(path).map(|text| text.lines().map(str::trim).collect()).unwrap_or_default();
@@ -46,7 +46,7 @@ struct Functions<'a> {
 }
 
 impl Functions<'_> {
-    fn function(&mut self, attributes: &[Attribute], signature: &Signature, block: &Block) {
+    fn check_function(&mut self, attributes: &[Attribute], signature: &Signature, block: &Block) {
         let first = signature.fn_token.span.start().line;
         let lines = block.brace_token.span.close().end().line + 1 - first;
         if lines <= MAX_FUNCTION_LINES || self.has_reason(attributes, first) {
@@ -56,7 +56,7 @@ impl Functions<'_> {
         let (path, name) = (self.path, &signature.ident);
         self.found.push(Finding {
             what: format!("long-function {path} {owner}{name}"),
-            places: vec![format!("{path}:{first}: {lines} lines, at most {MAX_FUNCTION_LINES}")],
+            locations: vec![format!("{path}:{first}: {lines} lines, at most {MAX_FUNCTION_LINES}")],
         });
     }
 
@@ -67,10 +67,10 @@ impl Functions<'_> {
         let between = self.lines.get(top - 1..first - 1).unwrap_or_default();
         let above = self.lines.get(..top - 1).unwrap_or_default();
         between.iter().any(|line| is_reason(line))
-            || above.iter().rev().take_while(|line| is_above(line)).any(|line| is_reason(line))
+            || above.iter().rev().take_while(|line| is_comment_or_attribute(line)).any(|line| is_reason(line))
     }
 
-    fn within(&mut self, owner: String, walk: impl FnOnce(&mut Self)) {
+    fn with_owner(&mut self, owner: String, walk: impl FnOnce(&mut Self)) {
         let outer = self.owner.replace(owner);
         walk(self);
         self.owner = outer;
@@ -79,18 +79,18 @@ impl Functions<'_> {
 
 impl<'ast> Visit<'ast> for Functions<'_> {
     fn visit_item_fn(&mut self, item: &'ast ItemFn) {
-        self.function(&item.attrs, &item.sig, &item.block);
+        self.check_function(&item.attrs, &item.sig, &item.block);
         visit::visit_item_fn(self, item);
     }
 
     fn visit_impl_item_fn(&mut self, item: &'ast ImplItemFn) {
-        self.function(&item.attrs, &item.sig, &item.block);
+        self.check_function(&item.attrs, &item.sig, &item.block);
         visit::visit_impl_item_fn(self, item);
     }
 
     fn visit_trait_item_fn(&mut self, item: &'ast TraitItemFn) {
         if let Some(block) = &item.default {
-            self.function(&item.attrs, &item.sig, block);
+            self.check_function(&item.attrs, &item.sig, block);
         }
         visit::visit_trait_item_fn(self, item);
     }
@@ -100,16 +100,16 @@ impl<'ast> Visit<'ast> for Functions<'_> {
             Type::Path(path) => path.path.segments.last().map(|segment| segment.ident.to_string()),
             _ => None,
         };
-        self.within(owner.unwrap_or_else(|| "_".to_owned()), |functions| visit::visit_item_impl(functions, item));
+        self.with_owner(owner.unwrap_or_else(|| "_".to_owned()), |functions| visit::visit_item_impl(functions, item));
     }
 
     fn visit_item_trait(&mut self, item: &'ast ItemTrait) {
-        self.within(item.ident.to_string(), |functions| visit::visit_item_trait(functions, item));
+        self.with_owner(item.ident.to_string(), |functions| visit::visit_item_trait(functions, item));
     }
 }
 
 /// Returns whether a line is a comment or an attribute.
-fn is_above(line: &str) -> bool {
+fn is_comment_or_attribute(line: &str) -> bool {
     line.starts_with("//") || line.starts_with("#![")
 }
 

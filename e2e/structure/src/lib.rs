@@ -37,10 +37,10 @@ pub fn check(sources: &Sources) -> Result<Vec<Finding>, parse::Error> {
     let mut findings = Vec::new();
     for a_crate in &sources.crates {
         let tree = modules::read(&parsed, &a_crate.root)?;
-        findings.extend(cycles::findings(&a_crate.name, &tree, &uses::between_files(&tree)));
+        findings.extend(cycles::findings(&a_crate.name, &tree, &uses::uses_between_files(&tree)));
     }
-    findings.extend(length::files(sources));
-    findings.extend(length::functions(sources, &parsed));
+    findings.extend(length::long_files(sources));
+    findings.extend(length::long_functions(sources, &parsed));
     findings.extend(comments::findings(sources));
     Ok(findings)
 }

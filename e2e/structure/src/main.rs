@@ -33,13 +33,14 @@ fn run(options: &Options) -> Result<()> {
     let findings = check(&files::read(&options.root)?)?;
     for finding in &findings {
         println!("{}", finding.what);
-        for place in &finding.places {
+        for place in &finding.locations {
             println!("  {place}");
         }
     }
     if options.write {
         let path = options.root.join(files::KNOWN_FINDINGS);
-        fs::write(&path, known::list(&findings)).with_context(|| format!("failed to write {}", path.display()))?;
+        fs::write(&path, known::format_list(&findings))
+            .with_context(|| format!("failed to write {}", path.display()))?;
     }
     Ok(())
 }

@@ -7,7 +7,7 @@ pub struct Sources {
     /// All Rust files of members by path in the repository, with `/` between names.
     pub files: BTreeMap<String, String>,
     /// Other files with comments to check, by path in the repository.
-    pub others: BTreeMap<String, String>,
+    pub other_files: BTreeMap<String, String>,
     /// The crates to check, in the order in which findings are reported.
     pub crates: Vec<Crate>,
 }
@@ -27,5 +27,5 @@ pub struct Finding {
     /// The finding without line numbers, as in a line of the list of known findings.
     pub what: String,
     /// Locations of the finding. Each is one line that starts with the file and the line number.
-    pub places: Vec<String>,
+    pub locations: Vec<String>,
 }

@@ -6,7 +6,7 @@ use syn::spanned::Spanned as _;
 use syn::visit::{self, Visit};
 use syn::{Attribute, Block, Expr, File, ImplItem, Item, ItemMod, ItemUse, Lit, Meta, Path, UseTree, Visibility};
 
-use crate::parse::{Error, Parsed, only_for_tests};
+use crate::parse::{Error, Parsed, is_only_for_tests};
 use crate::tokens;
 
 /// The modules of one crate. The first is the crate's root.
@@ -75,7 +75,7 @@ pub fn read(parsed: &Parsed, root: &str) -> Result<Tree, Error> {
     let file = parsed.get(root).ok_or_else(|| Error::NoRoot(root.to_owned()))?;
     let mut reader = TreeReader { parsed, tree: Tree::default(), error: None };
     let module = reader.add_file(root, "crate".to_owned(), None);
-    let (directory, _) = split(root);
+    let (directory, _) = split_path(root);
     reader.read_file(file, module, directory);
     match reader.error {
         Some(error) => Err(error),
@@ -123,28 +123,28 @@ struct Visitor<'r, 'a> {
 }
 
 impl Visitor<'_, '_> {
-    fn here(&mut self) -> &mut Module {
+    fn current_module(&mut self) -> &mut Module {
         &mut self.reader.tree.modules[self.module]
     }
 
     fn define(&mut self, ident: &syn::Ident, name: Name) {
         if self.blocks == 0 {
-            self.here().names.entry(ident.to_string()).or_default().push(name);
+            self.current_module().names.entry(ident.to_string()).or_default().push(name);
         }
     }
 
-    fn mention(&mut self, path: Vec<String>, line: usize) {
+    fn add_mention(&mut self, path: Vec<String>, line: usize) {
         self.reader.tree.mentions.push(Mention { module: self.module, path, line });
     }
 
-    fn mention_tokens(&mut self, tokens: TokenStream) {
+    fn add_mentions_in_tokens(&mut self, tokens: TokenStream) {
         for (path, line) in tokens::paths(tokens) {
-            self.mention(path, line);
+            self.add_mention(path, line);
         }
     }
 
-    fn inline_module(&mut self, item: &ItemMod, items: &[Item]) {
-        let file = self.here().file;
+    fn read_inline_module(&mut self, item: &ItemMod, items: &[Item]) {
+        let file = self.current_module().file;
         let module = self.reader.add_module(file, Some(self.module));
         self.define(&item.ident, Name::Module(module));
         let directory = format!("{}/{}", self.directory, item.ident);
@@ -154,13 +154,15 @@ impl Visitor<'_, '_> {
         }
     }
 
-    fn file_module(&mut self, item: &ItemMod) {
+    fn read_file_module(&mut self, item: &ItemMod) {
         let name = item.ident.to_string();
-        let file = self.here().file;
+        let file = self.current_module().file;
         let parsed = self.reader.parsed;
         let declaring = &self.reader.tree.files[file];
         let found = match path_attribute(&item.attrs) {
-            Some(path) => Some(join(split(&declaring.path).0, &path)).map(|path| (split(&path).0.to_owned(), path)),
+            Some(path) => {
+                Some(join_path(split_path(&declaring.path).0, &path)).map(|path| (split_path(&path).0.to_owned(), path))
+            }
             None => {
                 let children = format!("{}/{name}", self.directory);
                 let candidates = [format!("{children}.rs"), format!("{children}/mod.rs")];
@@ -176,7 +178,7 @@ impl Visitor<'_, '_> {
             self.reader.error.get_or_insert(error);
             return;
         };
-        if only_for_tests(&file.attrs) {
+        if is_only_for_tests(&file.attrs) {
             return;
         }
         let label = if declaring.module == "crate" { name } else { format!("{}::{name}", declaring.module) };
@@ -188,7 +190,7 @@ impl Visitor<'_, '_> {
 
 impl<'ast> Visit<'ast> for Visitor<'_, '_> {
     fn visit_item(&mut self, item: &'ast Item) {
-        if only_for_tests(attributes(item)) {
+        if is_only_for_tests(attributes(item)) {
             return;
         }
         match item {
@@ -218,15 +220,15 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
             ImplItem::Type(item) => &item.attrs,
             _ => &[],
         };
-        if !only_for_tests(attributes) {
+        if !is_only_for_tests(attributes) {
             visit::visit_impl_item(self, item);
         }
     }
 
     fn visit_item_mod(&mut self, item: &'ast ItemMod) {
         match &item.content {
-            Some((_, items)) => self.inline_module(item, items),
-            None => self.file_module(item),
+            Some((_, items)) => self.read_inline_module(item, items),
+            None => self.read_file_module(item),
         }
     }
 
@@ -235,15 +237,15 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
             return;
         }
         let mut names = Vec::new();
-        flatten(&item.tree, &mut Vec::new(), &mut names);
+        flatten_use_tree(&item.tree, &mut Vec::new(), &mut names);
         let exported = !matches!(&item.vis, Visibility::Inherited);
         for Imported { path, name, line } in names {
             let import = self.reader.tree.imports.len();
             let glob = name.is_none();
             self.reader.tree.imports.push(Import { module: self.module, path, glob, exported, line });
             match name {
-                Some(name) => self.here().names.entry(name).or_default().push(Name::Import(import)),
-                None => self.here().globs.push(import),
+                Some(name) => self.current_module().names.entry(name).or_default().push(Name::Import(import)),
+                None => self.current_module().globs.push(import),
             }
         }
     }
@@ -252,7 +254,7 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
         let first = path.segments.first().filter(|_| path.leading_colon.is_none());
         if let Some(first) = first {
             let names = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
-            self.mention(names, first.ident.span().start().line);
+            self.add_mention(names, first.ident.span().start().line);
         }
         visit::visit_path(self, path);
     }
@@ -260,7 +262,7 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
     fn visit_pat_ident(&mut self, pattern: &'ast syn::PatIdent) {
         let name = pattern.ident.to_string();
         if name.starts_with(char::is_lowercase) {
-            self.here().variables.insert(name);
+            self.current_module().variables.insert(name);
         }
         visit::visit_pat_ident(self, pattern);
     }
@@ -273,7 +275,7 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
 
     fn visit_macro(&mut self, mac: &'ast syn::Macro) {
         self.visit_path(&mac.path);
-        self.mention_tokens(mac.tokens.clone());
+        self.add_mentions_in_tokens(mac.tokens.clone());
     }
 
     fn visit_attribute(&mut self, attribute: &'ast Attribute) {
@@ -281,9 +283,9 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
             return;
         }
         if let Meta::List(list) = &attribute.meta {
-            self.mention_tokens(list.tokens.clone());
+            self.add_mentions_in_tokens(list.tokens.clone());
             for (path, line) in tokens::quoted_paths(list.tokens.clone()) {
-                self.mention(path, line);
+                self.add_mention(path, line);
             }
         }
     }
@@ -300,7 +302,7 @@ struct Imported {
     line: usize,
 }
 
-fn flatten(tree: &UseTree, prefix: &mut Vec<String>, names: &mut Vec<Imported>) {
+fn flatten_use_tree(tree: &UseTree, prefix: &mut Vec<String>, names: &mut Vec<Imported>) {
     let line = tree.span().start().line;
     let with = |prefix: &[String], last: &syn::Ident| {
         let mut path = prefix.to_vec();
@@ -313,7 +315,7 @@ fn flatten(tree: &UseTree, prefix: &mut Vec<String>, names: &mut Vec<Imported>) 
     match tree {
         UseTree::Path(tree) => {
             prefix.push(tree.ident.to_string());
-            flatten(&tree.tree, prefix, names);
+            flatten_use_tree(&tree.tree, prefix, names);
             prefix.pop();
         }
         UseTree::Name(tree) => {
@@ -328,7 +330,7 @@ fn flatten(tree: &UseTree, prefix: &mut Vec<String>, names: &mut Vec<Imported>) 
         UseTree::Glob(_) => names.push(Imported { path: prefix.clone(), name: None, line }),
         UseTree::Group(tree) => {
             for item in &tree.items {
-                flatten(item, prefix, names);
+                flatten_use_tree(item, prefix, names);
             }
         }
     }
@@ -370,12 +372,12 @@ fn path_attribute(attributes: &[Attribute]) -> Option<String> {
 }
 
 /// Returns the directory and the name of a path.
-fn split(path: &str) -> (&str, &str) {
+fn split_path(path: &str) -> (&str, &str) {
     path.rsplit_once('/').unwrap_or((".", path))
 }
 
 /// Joins `path` to `directory` and resolves each `..`.
-fn join(directory: &str, path: &str) -> String {
+fn join_path(directory: &str, path: &str) -> String {
     let mut names: Vec<&str> = directory.split('/').collect();
     for name in path.split('/') {
         match name {

@@ -49,7 +49,7 @@ pub fn parse(sources: &Sources) -> Result<Parsed, Error> {
 }
 
 /// Returns whether one of the attributes limits its item to builds for tests.
-pub(crate) fn only_for_tests(attributes: &[Attribute]) -> bool {
+pub(crate) fn is_only_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("test")
             || (attribute.path().is_ident("cfg") && attribute.parse_args().is_ok_and(|meta| needs_test(&meta)))

@@ -8,7 +8,7 @@ pub(crate) type Mention = (Vec<String>, usize);
 /// an upper-case letter, as types do.
 pub(crate) fn paths(tokens: TokenStream) -> Vec<Mention> {
     let mut found = Vec::new();
-    collect(tokens, &mut found);
+    collect_paths(tokens, &mut found);
     found
 }
 
@@ -31,15 +31,15 @@ pub(crate) fn quoted_paths(tokens: TokenStream) -> Vec<Mention> {
     found
 }
 
-fn collect(tokens: TokenStream, found: &mut Vec<Mention>) {
+fn collect_paths(tokens: TokenStream, found: &mut Vec<Mention>) {
     let tokens: Vec<TokenTree> = tokens.into_iter().collect();
     let mut at = 0;
     while let Some(token) = tokens.get(at) {
         at += 1;
         match token {
-            TokenTree::Group(group) => collect(group.stream(), found),
+            TokenTree::Group(group) => collect_paths(group.stream(), found),
             TokenTree::Ident(first) => {
-                let begins = !continues(&tokens[..at - 1]);
+                let begins = !is_continuation(&tokens[..at - 1]);
                 let mut path = vec![first.to_string()];
                 while let Some(TokenTree::Ident(next)) = tokens.get(at + 2).filter(|_| is_separator(&tokens, at)) {
                     path.push(next.to_string());
@@ -55,7 +55,7 @@ fn collect(tokens: TokenStream, found: &mut Vec<Mention>) {
 }
 
 /// Returns whether the name after `before` belongs to another name, as in `.field` and `::name`.
-fn continues(before: &[TokenTree]) -> bool {
+fn is_continuation(before: &[TokenTree]) -> bool {
     let punct = |token: &TokenTree, of: char| matches!(token, TokenTree::Punct(punct) if punct.as_char() == of);
     match before {
         [.., first, last] if punct(first, ':') && punct(last, ':') => true,

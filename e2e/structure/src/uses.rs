@@ -17,7 +17,7 @@ enum Target {
 }
 
 /// Returns every use of one file by another.
-pub fn between_files(tree: &Tree) -> Uses {
+pub fn uses_between_files(tree: &Tree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
     let mut add = |from: usize, target: Target, in_code: bool, line: usize| {
@@ -30,7 +30,7 @@ pub fn between_files(tree: &Tree) -> Uses {
         }
     };
     for import in tree.imports.iter().filter(|import| !import.glob) {
-        for target in resolver.path(import.module, &import.path, &mut BTreeSet::new()) {
+        for target in resolver.resolve_path(import.module, &import.path, &mut BTreeSet::new()) {
             if !(import.exported && resolver.is_below(import, target)) {
                 add(import.module, target, false, import.line);
             }
@@ -40,7 +40,7 @@ pub fn between_files(tree: &Tree) -> Uses {
         let variable =
             matches!(mention.path.as_slice(), [name] if tree.modules[mention.module].variables.contains(name));
         if !variable {
-            for target in resolver.path(mention.module, &mention.path, &mut BTreeSet::new()) {
+            for target in resolver.resolve_path(mention.module, &mention.path, &mut BTreeSet::new()) {
                 add(mention.module, target, true, mention.line);
             }
         }
@@ -67,7 +67,7 @@ impl Resolver<'_> {
 
     /// Returns the definitions that `path` leads to from `module`. Returns none if the path leads
     /// to another crate. `followed` contains the imports on the path, so that circular imports end.
-    fn path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
+    fn resolve_path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         let Some((first, mut rest)) = path.split_first() else { return BTreeSet::new() };
         let mut start = module;
         match first.as_str() {
@@ -75,13 +75,13 @@ impl Resolver<'_> {
             "self" => {}
             "super" => start = self.parent(start),
             "Self" => return BTreeSet::new(),
-            _ => return self.name(module, first, rest, followed),
+            _ => return self.resolve_name(module, first, rest, followed),
         }
         while let Some((_, further)) = rest.split_first().filter(|(name, _)| *name == "super") {
             start = self.parent(start);
             rest = further;
         }
-        self.inside(start, rest, followed)
+        self.resolve_within(start, rest, followed)
     }
 
     fn parent(&self, module: usize) -> usize {
@@ -90,39 +90,45 @@ impl Resolver<'_> {
 
     /// Returns the definitions that `path` leads to within `module`. If a name is not found, a
     /// macro is assumed to define it there.
-    fn inside(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
+    fn resolve_within(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         let Some((first, rest)) = path.split_first() else { return BTreeSet::from([Target::Module(module)]) };
-        let found = self.name(module, first, rest, followed);
-        if found.is_empty() && !self.is_known(module, first) { BTreeSet::from([Target::Item(module)]) } else { found }
+        let found = self.resolve_name(module, first, rest, followed);
+        if found.is_empty() && !self.has_name(module, first) { BTreeSet::from([Target::Item(module)]) } else { found }
     }
 
-    fn is_known(&self, module: usize, name: &str) -> bool {
+    fn has_name(&self, module: usize, name: &str) -> bool {
         self.tree.modules[module].names.contains_key(name)
     }
 
     /// Returns the definitions that `name` and then `rest` lead to in the scope of `module`.
-    fn name(&self, module: usize, name: &str, rest: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
+    fn resolve_name(
+        &self,
+        module: usize,
+        name: &str,
+        rest: &[String],
+        followed: &mut BTreeSet<usize>,
+    ) -> BTreeSet<Target> {
         let mut found = BTreeSet::new();
         for name in self.tree.modules[module].names.get(name).into_iter().flatten() {
             match *name {
-                Name::Module(child) => found.extend(self.inside(child, rest, followed)),
+                Name::Module(child) => found.extend(self.resolve_within(child, rest, followed)),
                 Name::Type => _ = found.insert(Target::Item(module)),
                 // A function or constant contains no items, so the path means another item of that
                 // name.
                 Name::Value if rest.is_empty() => _ = found.insert(Target::Item(module)),
                 Name::Value => {}
-                Name::Import(import) => found.extend(self.import(import, rest, followed)),
+                Name::Import(import) => found.extend(self.resolve_import(import, rest, followed)),
             }
         }
-        if self.is_known(module, name) {
+        if self.has_name(module, name) {
             return found;
         }
         for &glob in &self.tree.modules[module].globs {
             if followed.insert(glob) {
                 let import = &self.tree.imports[glob];
-                for target in self.path(import.module, &import.path, followed) {
+                for target in self.resolve_path(import.module, &import.path, followed) {
                     if let Target::Module(of) = target {
-                        found.extend(self.name(of, name, rest, followed));
+                        found.extend(self.resolve_name(of, name, rest, followed));
                     }
                 }
                 followed.remove(&glob);
@@ -131,15 +137,15 @@ impl Resolver<'_> {
         found
     }
 
-    fn import(&self, import: usize, rest: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
+    fn resolve_import(&self, import: usize, rest: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
         if !followed.insert(import) {
             return BTreeSet::new();
         }
         let Import { module, path, .. } = &self.tree.imports[import];
         let mut found = BTreeSet::new();
-        for target in self.path(*module, path, followed) {
+        for target in self.resolve_path(*module, path, followed) {
             match target {
-                Target::Module(of) => found.extend(self.inside(of, rest, followed)),
+                Target::Module(of) => found.extend(self.resolve_within(of, rest, followed)),
                 Target::Item(_) => _ = found.insert(target),
             }
         }

@@ -13,7 +13,7 @@ fn sources(files: &[(&str, &str)]) -> Sources {
     Sources {
         files: files.iter().map(|(path, text)| ((*path).to_owned(), (*text).to_owned())).collect::<BTreeMap<_, _>>(),
         crates: vec![Crate { name: "it".to_owned(), root }],
-        others: BTreeMap::new(),
+        other_files: BTreeMap::new(),
     }
 }
 
@@ -33,7 +33,7 @@ fn findings_of_two_modules(a: &str, b: &str) -> Vec<String> {
 const CYCLE: [&str; 1] = ["cycle it a -> b -> a"];
 
 #[test]
-fn a_cycle_is_found_with_the_lines_that_make_it() {
+fn a_cycle_is_found_with_the_lines_of_its_uses() {
     let found = check_files(&[
         ("src/lib.rs", "mod a;\nmod b;\nmod c;\n"),
         ("src/a.rs", "use std::fmt;\nuse crate::b::B;\npub struct A(B);\n"),
@@ -44,7 +44,7 @@ fn a_cycle_is_found_with_the_lines_that_make_it() {
         found,
         [Finding {
             what: "cycle it a -> b -> c -> a".to_owned(),
-            places: vec![
+            locations: vec![
                 "src/a.rs:2 uses b".to_owned(),
                 "src/b.rs:1 uses c".to_owned(),
                 "src/c.rs:4 uses a".to_owned()
@@ -59,7 +59,7 @@ fn uses_in_one_direction_are_not_a_cycle() {
 }
 
 #[test]
-fn every_use_within_a_component_is_in_a_cycle() {
+fn every_use_within_a_strongly_connected_component_is_in_a_cycle() {
     let found = finding_texts(&[
         ("src/lib.rs", "mod a; mod b; mod c;"),
         ("src/a.rs", "use crate::b::B; use crate::c::C; pub struct A;"),
@@ -175,7 +175,7 @@ fn test_code_is_ignored() {
 }
 
 #[test]
-fn paths_in_macros_and_attributes_count() {
+fn paths_in_macros_and_attributes_are_uses() {
     let a = "use crate::b::B; pub struct A; pub fn f() {}";
     for b in [
         "pub struct B; fn g() { println!(\"{}\", crate::a::f()) }",
@@ -203,7 +203,7 @@ fn a_macro_is_assumed_to_define_unknown_names() {
 }
 
 #[test]
-fn other_crates_are_not_modules() {
+fn names_of_other_crates_are_not_uses() {
     assert!(
         findings_of_two_modules(
             "use crate::b::B; use ::b::C; pub struct A;",
@@ -214,7 +214,7 @@ fn other_crates_are_not_modules() {
 }
 
 #[test]
-fn paths_of_other_crates_in_macros_are_not_modules() {
+fn paths_of_other_crates_in_macros_are_not_uses() {
     let child = ("src/a.rs", "use crate::Root; pub fn f() {}");
     let root = |code: &str| format!("mod a; pub struct Root; fn g() {{ println!(\"{{}}\", {code}) }}");
     assert_eq!(finding_texts(&[("src/lib.rs", &root("a::f()")), child]), ["cycle it crate -> a -> crate"]);
@@ -222,7 +222,7 @@ fn paths_of_other_crates_in_macros_are_not_modules() {
 }
 
 #[test]
-fn files_of_modules_are_found() {
+fn the_file_of_each_module_is_found() {
     let files = [
         ("src/bin/it.rs", "#[path = \"../common.rs\"] mod common; mod outer { pub mod inner; } struct Root;"),
         ("src/common.rs", "use crate::outer::inner::I; pub struct C;"),
@@ -245,7 +245,7 @@ fn a_function_over_80_lines_needs_a_reason_above_it() {
     let over = function_with_lines(81);
     let long = ["long-function src/lib.rs long"];
     assert!(finding_texts(&[("src/lib.rs", &function_with_lines(80))]).is_empty());
-    assert_eq!(check_files(&[("src/lib.rs", &over)])[0].places, ["src/lib.rs:1: 81 lines, at most 80"]);
+    assert_eq!(check_files(&[("src/lib.rs", &over)])[0].locations, ["src/lib.rs:1: 81 lines, at most 80"]);
     for (above, expected) in [
         ("", long.as_slice()),
         ("// long: a table\n", &[]),
@@ -273,7 +273,7 @@ fn a_file_over_800_lines_needs_a_reason_at_its_top() {
 /// Returns the findings in a repository with one file and an empty library.
 fn findings_beside_library(path: &str, text: &str) -> Vec<Finding> {
     let mut sources = sources(&[("src/lib.rs", "")]);
-    sources.others.insert(path.to_owned(), text.to_owned());
+    sources.other_files.insert(path.to_owned(), text.to_owned());
     check(&sources).unwrap()
 }
 
@@ -285,7 +285,7 @@ fn a_comment_over_100_characters_is_found() {
     let text = format!("/{}\nfn f() {{\n    {}\n}}\n", comment(100), comment(97));
     let expected = Finding {
         what: "wide-comment src/lib.rs 2".to_owned(),
-        places: vec![
+        locations: vec![
             "src/lib.rs:1: 101 characters, at most 100".to_owned(),
             "src/lib.rs:3: 101 characters, at most 100".to_owned(),
         ],
@@ -325,12 +325,12 @@ fn a_line_that_is_an_address_may_be_wide() {
 }
 
 #[test]
-fn the_list_allows_what_it_names_once() {
-    let finding = |what: &str| Finding { what: what.to_owned(), places: Vec::new() };
+fn each_line_of_the_list_allows_one_finding() {
+    let finding = |what: &str| Finding { what: what.to_owned(), locations: Vec::new() };
     let findings = [finding("long-file a"), finding("long-file b"), finding("long-file b")];
-    let none = Difference { new: Vec::new(), gone: Vec::new() };
-    assert_eq!(known::difference(&findings, &known::list(&findings)), none);
+    let none = Difference { new: Vec::new(), obsolete: Vec::new() };
+    assert_eq!(known::difference(&findings, &known::format_list(&findings)), none);
     let listed = "# Comment\n\nlong-file b\nlong-file c\n";
-    let expected = Difference { new: vec![&findings[0], &findings[2]], gone: vec!["long-file c"] };
+    let expected = Difference { new: vec![&findings[0], &findings[2]], obsolete: vec!["long-file c"] };
     assert_eq!(known::difference(&findings, listed), expected);
 }

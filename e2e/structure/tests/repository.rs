@@ -14,18 +14,21 @@ fn the_repository_has_only_known_findings() {
         assert!(sources.crates.iter().any(|a_crate| a_crate.root == crate_root), "{crate_root} is not checked");
     }
     for other in ["Makefile", "e2e/test", "charts/cleave/values.yaml", "e2e/cluster/launcher/main.go"] {
-        assert!(sources.others.contains_key(other), "{other} is not checked");
+        assert!(sources.other_files.contains_key(other), "{other} is not checked");
     }
     let findings = check(&sources).unwrap();
     let known = fs::read_to_string(root.join(files::KNOWN_FINDINGS)).unwrap();
     let difference = known::difference(&findings, &known);
-    let new: String =
-        difference.new.iter().map(|finding| format!("{}\n  {}\n", finding.what, finding.places.join("\n  "))).collect();
+    let new: String = difference
+        .new
+        .iter()
+        .map(|finding| format!("{}\n  {}\n", finding.what, finding.locations.join("\n  ")))
+        .collect();
     assert!(new.is_empty(), "new findings, to be resolved:\n{new}");
     assert!(
-        difference.gone.is_empty(),
+        difference.obsolete.is_empty(),
         "no longer found, to be removed from {} with `{WRITE_COMMAND}`:\n{}",
         files::KNOWN_FINDINGS,
-        difference.gone.join("\n")
+        difference.obsolete.join("\n")
     );
 }

@@ -339,7 +339,7 @@ impl<'a> Scope<'a> {
         let scope = Self { cluster, namespace: format!("e2e-{name}") };
         scope.delete_test_objects()?;
         let namespace = format!("/api/v1/namespaces/{}", scope.namespace);
-        wait_until("the namespace of an earlier run is gone", || Ok(cluster.find(&namespace)?.is_none()))?;
+        wait_until("the namespace of an earlier run no longer exists", || Ok(cluster.find(&namespace)?.is_none()))?;
         cluster.create(
             "/api/v1/namespaces",
             &json!({"metadata": {"name": scope.namespace, "labels": {TEST_LABEL: name}}}),
@@ -462,7 +462,7 @@ impl<'a> Scope<'a> {
     pub fn delete_pod(&self, name: &str, grace_seconds: u32) -> Result<()> {
         let path = self.pod_path(name);
         self.cluster.delete(&path, Some(grace_seconds))?;
-        wait_until(&format!("{name} is gone"), || Ok(self.cluster.find(&path)?.is_none()))
+        wait_until(&format!("{name} no longer exists"), || Ok(self.cluster.find(&path)?.is_none()))
     }
 }
 

@@ -5,11 +5,11 @@
 //! start waits for the daemon.
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::pending::Reserved;
+use super::pending::OpenReservation;
 use super::{Allocation, MpsLimits};
-use crate::gpu::layout::{Kind, Pool, parse_id};
+use crate::gpu::layout::{Kind, Pool, parse_slice_id};
 
-/// Maximum length in characters of a caller's text in an error.
+/// Maximum length in characters of another program's text in an error.
 const MAX_QUOTED_CHARS: usize = 80;
 
 /// Pools and reservations of one resource.
@@ -20,20 +20,20 @@ pub struct ResourceView<'a> {
     /// Pools of the resource on all devices.
     pub pools: &'a [Pool],
     /// Reservations of the resource that are not allocated yet.
-    pub reserved: &'a [Reserved<'a>],
+    pub reserved: &'a [OpenReservation<'a>],
 }
 
 impl<'a> ResourceView<'a> {
     /// Returns the pool of this resource that contains a slice.
     fn pool(&self, id: &str) -> Option<&'a Pool> {
-        let (device, number) = parse_id(id)?;
+        let (device, number) = parse_slice_id(id)?;
         self.pools.iter().find(|pool| pool.resource == self.resource && pool.contains(device, number))
     }
 }
 
 /// A request to choose `size` of the available slices.
 #[derive(Debug, Clone, Copy)]
-pub struct Choice<'a> {
+pub struct ChoiceRequest<'a> {
     /// Ids to choose from, including `must_include`, in any order.
     pub available: &'a [String],
     /// Ids that the answer must contain.
@@ -45,7 +45,8 @@ pub struct Choice<'a> {
 /// Chooses the slices for a request, lowest numbers first. The answer always contains
 /// `must_include`.
 ///
-/// If a GPU has enough free slices, all slices come from one GPU. GPUs are preferred in this order:
+/// If a GPU has enough free slices, all slices come from one GPU. The function prefers GPUs in this
+/// order:
 /// - a GPU with a reservation for a request of this size, earliest reservation first
 /// - a GPU with enough other free slices to cover its reservations
 /// - the GPU with the fewest free slices
@@ -53,16 +54,16 @@ pub struct Choice<'a> {
 ///
 /// If no GPU has enough free slices, slices come first from the GPUs with the most free slices, so
 /// that the request uses as few GPUs as possible.
-pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
+pub fn prefer(view: &ResourceView<'_>, request: &ChoiceRequest<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
     for id in request.available {
-        if let (Some((device, number)), Some(_)) = (parse_id(id), view.pool(id)) {
+        if let (Some((device, number)), Some(_)) = (parse_slice_id(id), view.pool(id)) {
             free.entry(device).or_default().insert((number, id));
         }
     }
     let mut chosen: Vec<&str> = must.iter().copied().take(request.size).collect();
-    let started: BTreeSet<&str> = must.iter().filter_map(|id| parse_id(id)).map(|(device, _)| device).collect();
+    let started: BTreeSet<&str> = must.iter().filter_map(|id| parse_slice_id(id)).map(|(device, _)| device).collect();
     let room =
         |device: &str| free.get(device).map_or(0, |slices| slices.iter().filter(|(_, id)| !must.contains(id)).count());
     let missing = request.size.saturating_sub(chosen.len());
@@ -71,7 +72,8 @@ pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
         let free = room(device);
         let fits = free >= missing && (started.is_empty() || started.len() == 1 && started.contains(device));
         let reserved = || view.reserved.iter().filter(|reserved| reserved.device == device);
-        let is_for_this = |reserved: &Reserved<'_>| reserved.sizes.iter().any(|size| *size as usize == request.size);
+        let is_for_this =
+            |reserved: &OpenReservation<'_>| reserved.sizes.iter().any(|size| *size as usize == request.size);
         // The size must match an expected call, not the reservation: an init container's request
         // uses only a part of its reservation.
         let rank = view.reserved.iter().position(|reserved| reserved.device == device && is_for_this(reserved));
@@ -94,7 +96,7 @@ pub fn prefer(view: &ResourceView<'_>, request: &Choice<'_>) -> Vec<String> {
 /// Why slices cannot be allocated together. The text is a clause for the pod's Event.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
-    /// The ids are shares of several GPUs: the pod bypassed the placement gate, or lost its
+    /// The ids belong to shares of several GPUs: the pod bypassed the placement gate, or lost its
     /// reservation.
     #[error("{0}")]
     Split(String),
@@ -118,7 +120,7 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
     let mut first: Option<&Pool> = None;
     for id in ids {
         let Some(pool) = view.pool(id) else {
-            return invalid(format!("{:?} is not a device of {resource} on this node", quote(id)));
+            return invalid(format!("{:?} is not a device of {resource} on this node", truncate(id)));
         };
         if !sorted.insert(id.clone()) {
             return invalid(format!("{id} is requested twice"));
@@ -159,8 +161,9 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
     })
 }
 
-/// Returns the first [`MAX_QUOTED_CHARS`] characters of a text from another program.
-fn quote(text: &str) -> String {
+/// Returns the first [`MAX_QUOTED_CHARS`] characters of a text from another program, for a
+/// quotation in an error.
+fn truncate(text: &str) -> String {
     text.chars().take(MAX_QUOTED_CHARS).collect()
 }
 
@@ -170,7 +173,7 @@ mod tests {
 
     use super::*;
     use crate::allocation::allocation_id;
-    use crate::gpu::layout::device_id;
+    use crate::gpu::layout::slice_id;
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
@@ -192,15 +195,15 @@ mod tests {
     }
 
     fn share_ids(device: &str, numbers: impl IntoIterator<Item = u32>) -> Vec<String> {
-        numbers.into_iter().map(|number| device_id(device, number)).collect()
+        numbers.into_iter().map(|number| slice_id(device, number)).collect()
     }
 
-    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> Choice<'a> {
-        Choice { available, must_include, size }
+    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> ChoiceRequest<'a> {
+        ChoiceRequest { available, must_include, size }
     }
 
     #[test]
-    fn the_fullest_gpu_with_room_for_the_whole_request_is_preferred() {
+    fn the_gpu_with_the_fewest_free_slices_that_fits_the_request_is_preferred() {
         let pools = pools(&[10, 10, 10]);
         let available = [share_ids("GPU-0", 0..10), share_ids("GPU-1", [9, 3, 7]), share_ids("GPU-2", 4..9)].concat();
         assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], 2)), share_ids("GPU-1", [3, 7]));
@@ -209,10 +212,10 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_of_that_size_comes_first_and_other_reservations_are_spared() {
+    fn a_gpu_with_a_reservation_of_the_same_size_is_preferred_and_other_reservations_stay_free() {
         let pools = pools(&[10, 10, 10]);
         let available = [share_ids("GPU-0", 0..10), share_ids("GPU-1", 0..4), share_ids("GPU-2", 0..5)].concat();
-        let keep = |device, units, sizes: &[u32]| Reserved { device, units, sizes: sizes.to_vec() };
+        let keep = |device, units, sizes: &[u32]| OpenReservation { device, units, sizes: sizes.to_vec() };
         let reserved = [keep("GPU-0", 3, &[3]), keep("GPU-1", 4, &[4])];
         let with_kept = ResourceView { reserved: &reserved, ..resource_view(&pools) };
         assert_eq!(
@@ -248,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn if_no_gpu_has_enough_the_fewest_gpus_are_used() {
+    fn if_no_gpu_fits_the_request_the_fewest_gpus_are_used() {
         let pools = pools(&[10, 10, 10]);
         let available = [share_ids("GPU-0", 0..1), share_ids("GPU-1", 0..3), share_ids("GPU-2", 0..2)].concat();
         assert_eq!(
@@ -267,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn k_shares_get_the_limits_of_k() {
+    fn an_allocation_gets_the_limits_for_its_number_of_shares() {
         let pools = pools(&[10]);
         let granted = grant(&resource_view(&pools), &share_ids("GPU-0", [7, 2, 5])).unwrap();
         assert_eq!(granted.ids, share_ids("GPU-0", [2, 5, 7]));
@@ -341,7 +344,7 @@ mod tests {
         }
 
         #[test]
-        fn the_id_does_not_depend_on_order_and_differs_between_sets(
+        fn an_allocation_id_depends_only_on_the_set_of_slices(
             numbers in prop::collection::btree_set(0_u32..48, 1..8),
             others in prop::collection::btree_set(0_u32..48, 1..8),
         ) {
@@ -351,7 +354,7 @@ mod tests {
             prop_assert_eq!(numbers == others, id == allocation_id(MPS_RESOURCE, &share_ids("GPU-0", others)));
         }
 
-        /// No input causes a panic, and only served slices are granted.
+        /// `grant` grants only served slices, and no input makes it panic.
         #[test]
         fn hostile_ids_are_refused(wild in prop::collection::vec("\\PC{0,24}|GPU-[0-3]::[0-9]{1,3}", 0..6)) {
             let pools = pools(&[3, 3]);

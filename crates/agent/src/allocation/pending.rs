@@ -4,7 +4,7 @@
 //! The module combines three sources, because none of them is complete. The API server lists the
 //! pods that are bound to the node, with the reservations in their annotations. `Allocate` calls
 //! name a size but no pod. The kubelet's list names the container of each slice, but appears later
-//! and omits init containers. A call is attributed to a pending container of the same size,
+//! and omits init containers. The agent attributes a call to a pending container of the same size,
 //! preferably one with a reservation on the allocated device. If the kubelet then lists the slices
 //! for another container, the two containers have swapped reservations.
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use cleave_kubelet::ContainerDevices;
 
-use crate::gpu::layout::parse_id;
+use crate::gpu::layout::parse_slice_id;
 
 /// Maximum time from an `Allocate` call until the kubelet lists its pod.
-const LIST_DELAY: Duration = Duration::from_secs(2);
-/// Maximum number of answered `Allocate` calls that are kept while their pods are unknown. A node
-/// admits fewer pods before the watch reports them.
+const MAX_LIST_DELAY: Duration = Duration::from_secs(2);
+/// Maximum number of answered `Allocate` calls that the agent keeps while it does not know their
+/// pods. A node admits fewer pods before the watch reports them.
 const MAX_UNMATCHED_CALLS: usize = 128;
 
 /// A pod that is bound to this node and requests slices.
@@ -31,7 +31,8 @@ pub struct BoundPod {
     pub name: String,
     /// Whether the pod is being deleted. The kubelet may then never call `Allocate` for the pod.
     pub terminating: bool,
-    /// Whether the kubelet has admitted the pod, so it has called `Allocate` for every container.
+    /// Whether the kubelet has admitted the pod. The kubelet has then called `Allocate` for every
+    /// container.
     pub admitted: bool,
     /// The requests of the pod's containers, in the kubelet's order.
     pub requests: Vec<ContainerRequest>,
@@ -56,7 +57,7 @@ pub struct ContainerRequest {
 
 /// The part of a reservation that is not allocated to a container yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reserved<'a> {
+pub struct OpenReservation<'a> {
     /// The GPU or MIG device.
     pub device: &'a str,
     /// Number of slices that are not allocated yet.
@@ -96,8 +97,8 @@ struct Pod {
     /// Position in the order in which pods became known. The kubelet learns of pods in the same
     /// order, and admits them one by one.
     order: u64,
-    /// When the pod became known. A list that was requested earlier may contain an earlier pod with
-    /// the same name.
+    /// When the pod became known. The answer to an earlier request may list an earlier pod with the
+    /// same name.
     known_since: Instant,
     requests: Vec<PendingRequest>,
 }
@@ -154,26 +155,27 @@ impl PendingAllocations {
     }
 
     /// Records that a request timed out because the API server did not report its pod.
-    pub fn wait_timed_out(&mut self) {
+    pub fn record_wait_timeout(&mut self) {
         if self.watch == PodWatch::Failing {
             self.watch = PodWatch::Unreliable;
         }
     }
 
-    /// Returns whether a known pod has a pending request of this size. Also true if the watch is
-    /// disabled or unreliable, because the pod may never become known.
+    /// Returns whether a known pod has a pending request of this size. Also returns true if the
+    /// watch is disabled or unreliable, because the pod may never become known.
     pub fn expects_request(&self, resource: &str, units: u32) -> bool {
-        let wanted = |request: &PendingRequest| request.is(resource, units) && request.state == RequestState::Pending;
+        let wanted =
+            |request: &PendingRequest| request.matches(resource, units) && request.state == RequestState::Pending;
         matches!(self.watch, PodWatch::Disabled | PodWatch::Unreliable)
             || self.pods.values().flat_map(|pod| &pod.requests).any(wanted)
     }
 
     /// Returns the reservations of one resource that are not allocated yet, in the order in which
     /// the kubelet will call `Allocate`.
-    pub fn reserved(&self, resource: &str) -> Vec<Reserved<'_>> {
+    pub fn open_reservations(&self, resource: &str) -> Vec<OpenReservation<'_>> {
         let mut staying: Vec<&Pod> = self.pods.values().filter(|pod| !pod.terminating).collect();
         staying.sort_by_key(|pod| pod.admission_order());
-        staying.into_iter().flat_map(|pod| pod.reserved(resource)).collect()
+        staying.into_iter().flat_map(|pod| pod.open_reservations(resource)).collect()
     }
 
     /// Returns the UID of a pod on this node.
@@ -239,7 +241,7 @@ impl PendingAllocations {
             (!same, pod.terminating, request.reservation.is_some(), pod.admission_order())
         };
         let wanted =
-            self.find_requests(|_, request| request.is(resource, units) && request.state == RequestState::Pending);
+            self.find_requests(|_, request| request.matches(resource, units) && request.state == RequestState::Pending);
         let best = wanted.min_by_key(|(_, pod, request)| fit(pod, request)).map(|(key, _, _)| key);
         if let Some(request) = best.and_then(|key| self.request(&key)) {
             (request.state, request.allocated_on) = (RequestState::Answered(now), Some(device.to_owned()));
@@ -260,7 +262,7 @@ impl PendingAllocations {
     /// Records the kubelet's list, which was requested at `requested_at`.
     pub fn record_listed(&mut self, rows: &[ContainerDevices], requested_at: Instant) {
         for row in rows {
-            let Some((device, _)) = row.ids.first().and_then(|id| parse_id(id)) else { continue };
+            let Some((device, _)) = row.ids.first().and_then(|id| parse_slice_id(id)) else { continue };
             let of_row = self.find_requests(|pod, request| {
                 (pod.namespace.as_str(), pod.name.as_str()) == (row.namespace.as_str(), row.pod.as_str())
                     && (request.wanted.container.as_str(), request.wanted.resource.as_str())
@@ -279,12 +281,12 @@ impl PendingAllocations {
             // The kubelet does not list this pod, so the call was for a container of a pod that no
             // longer exists.
             for request in &mut pod.requests {
-                if matches!(request.state, RequestState::Answered(at) if at + LIST_DELAY < requested_at) {
+                if matches!(request.state, RequestState::Answered(at) if at + MAX_LIST_DELAY < requested_at) {
                     (request.state, request.allocated_on) = (RequestState::Pending, None);
                 }
             }
         }
-        self.unmatched.retain(|answer| answer.at + LIST_DELAY >= requested_at);
+        self.unmatched.retain(|answer| answer.at + MAX_LIST_DELAY >= requested_at);
         self.swap_reservations();
     }
 
@@ -310,11 +312,12 @@ impl PendingAllocations {
             // The call for this request was attributed to another request. Exchange the devices of
             // the two requests.
             let taken = |other: &RequestKey, request: &PendingRequest| {
-                let open =
-                    matches!(request.state, RequestState::Answered(_)) && request.is(&wanted.resource, wanted.units);
+                let open = matches!(request.state, RequestState::Answered(_))
+                    && request.matches(&wanted.resource, wanted.units);
                 open && *other != key && request.allocated_on == here
             };
-            let other = self.all().find(|(other, _, request)| taken(other, request)).map(|(other, _, _)| other);
+            let other =
+                self.all_requests().find(|(other, _, request)| taken(other, request)).map(|(other, _, _)| other);
             if let Some(other) = other.and_then(|other| self.request(&other)) {
                 if allocated_on.is_none() {
                     other.state = RequestState::Pending;
@@ -341,7 +344,7 @@ impl PendingAllocations {
             return;
         }
         let taken = |pod: &Pod, request: &PendingRequest| {
-            request.is(&wanted.resource, wanted.units)
+            request.matches(&wanted.resource, wanted.units)
                 && matches!(request.state, RequestState::Answered(_))
                 && !pod.admitted
         };
@@ -380,7 +383,7 @@ impl PendingAllocations {
                 && request.allocated_on.is_some()
                 && request.allocated_on != request.reservation
         };
-        // Pairs in which both requests are allocated come first.
+        // First swap the pairs in which both requests are allocated.
         for waiting in [false, true] {
             let misplaced: Vec<RequestKey> =
                 self.find_requests(|_, request| elsewhere(request)).map(|(key, _, _)| key).collect();
@@ -392,7 +395,7 @@ impl PendingAllocations {
                 };
                 let has_reservation = |request: &PendingRequest| {
                     let right = if waiting { request.state == RequestState::Pending } else { elsewhere(request) };
-                    right && request.is(&wanted.resource, wanted.units) && request.reservation == allocated_on
+                    right && request.matches(&wanted.resource, wanted.units) && request.reservation == allocated_on
                 };
                 let other = self.find_requests(|_, request| has_reservation(request)).map(|(key, _, _)| key).next();
                 let Some(other) = other.and_then(|other| self.request(&other)) else { continue };
@@ -411,7 +414,7 @@ impl PendingAllocations {
     }
 
     /// Returns all requests, with their pods.
-    fn all(&self) -> impl Iterator<Item = (RequestKey, &Pod, &PendingRequest)> {
+    fn all_requests(&self) -> impl Iterator<Item = (RequestKey, &Pod, &PendingRequest)> {
         self.pods.iter().flat_map(|(uid, pod)| {
             pod.requests.iter().enumerate().map(move |(index, request)| ((uid.clone(), index), pod, request))
         })
@@ -421,7 +424,7 @@ impl PendingAllocations {
         &'a self,
         which: impl Fn(&Pod, &PendingRequest) -> bool + 'a,
     ) -> impl Iterator<Item = (RequestKey, &'a Pod, &'a PendingRequest)> {
-        self.all().filter(move |(_, pod, request)| which(pod, request))
+        self.all_requests().filter(move |(_, pod, request)| which(pod, request))
     }
 
     /// Returns the request with this key.
@@ -432,7 +435,7 @@ impl PendingAllocations {
 
 impl PendingRequest {
     /// Returns whether the request is for `units` of a resource.
-    fn is(&self, resource: &str, units: u32) -> bool {
+    fn matches(&self, resource: &str, units: u32) -> bool {
         self.wanted.units == units && self.wanted.resource == resource
     }
 }
@@ -445,7 +448,7 @@ impl Pod {
     }
 
     /// Returns the reservations of the pod's groups that are not allocated yet.
-    fn reserved(&self, resource: &str) -> impl Iterator<Item = Reserved<'_>> {
+    fn open_reservations(&self, resource: &str) -> impl Iterator<Item = OpenReservation<'_>> {
         let groups: BTreeSet<usize> = self
             .requests
             .iter()
@@ -462,7 +465,7 @@ impl Pod {
                 .max();
             let device = wanted().next_back()?.reservation.as_deref()?;
             let units = whole.saturating_sub(allocated_on.unwrap_or(0));
-            Some(Reserved { device, units, sizes: wanted().map(|request| request.wanted.units).collect() })
+            Some(OpenReservation { device, units, sizes: wanted().map(|request| request.wanted.units).collect() })
         })
     }
 }
@@ -505,7 +508,7 @@ mod tests {
 
     fn reserved_units(pending: &PendingAllocations) -> Vec<(&str, u32, Vec<u32>)> {
         pending
-            .reserved(MPS_RESOURCE)
+            .open_reservations(MPS_RESOURCE)
             .into_iter()
             .map(|reserved| (reserved.device, reserved.units, reserved.sizes))
             .collect()
@@ -527,7 +530,7 @@ mod tests {
                 && !pending.expects_request(MPS_RESOURCE, 4)
                 && !pending.expects_request("other", 3)
         );
-        assert!(pending.reserved("other").is_empty());
+        assert!(pending.open_reservations("other").is_empty());
         pending.record_answer(MPS_RESOURCE, 3, "A", now);
         assert_eq!(reserved_units(&pending), [("B", 2, vec![2])]);
         assert!(!pending.expects_request(MPS_RESOURCE, 3), "the reservation is used");
@@ -563,18 +566,18 @@ mod tests {
     }
 
     #[test]
-    fn a_call_is_forgotten_if_the_kubelet_never_lists_it() {
+    fn an_allocate_call_is_forgotten_if_the_kubelet_never_lists_it() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now);
         pending.record_answer(MPS_RESOURCE, 3, "A", now);
-        pending.record_listed(&[], now + LIST_DELAY);
+        pending.record_listed(&[], now + MAX_LIST_DELAY);
         assert!(!pending.expects_request(MPS_RESOURCE, 3), "it may not be listed yet");
-        pending.record_listed(&[], now + 2 * LIST_DELAY);
+        pending.record_listed(&[], now + 2 * MAX_LIST_DELAY);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
     }
 
     #[test]
-    fn a_call_may_precede_the_report_of_its_pod() {
+    fn an_allocate_call_may_precede_the_report_of_its_pod() {
         let now = Instant::now();
         let mut pending = PendingAllocations::with_watch();
         pending.record_answer(MPS_RESOURCE, 3, "B", now);
@@ -586,8 +589,8 @@ mod tests {
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
         let mut late = PendingAllocations::with_watch();
         late.record_answer(MPS_RESOURCE, 3, "A", now);
-        late.record_listed(&[], now + 2 * LIST_DELAY);
-        late.update_pod(bound_pod("a", &[(3, "A")]), now + 2 * LIST_DELAY);
+        late.record_listed(&[], now + 2 * MAX_LIST_DELAY);
+        late.update_pod(bound_pod("a", &[(3, "A")]), now + 2 * MAX_LIST_DELAY);
         assert!(late.expects_request(MPS_RESOURCE, 3), "that call was for another pod");
     }
 
@@ -626,13 +629,13 @@ mod tests {
     #[test]
     fn a_list_from_before_the_pod_describes_an_earlier_pod_of_that_name() {
         let now = Instant::now();
-        let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now + LIST_DELAY);
+        let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now + MAX_LIST_DELAY);
         pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
     }
 
     #[test]
-    fn a_changed_reservation_is_followed_and_missing_pods_are_removed() {
+    fn a_changed_reservation_replaces_the_old_one_and_missing_pods_are_removed() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(1, "")])], now);
         pending.update_pod(bound_pod("a", &[(3, "B")]), now);
@@ -650,11 +653,11 @@ mod tests {
         assert!(pending.expects_request(MPS_RESOURCE, 1), "there is no API server");
         let mut pending = PendingAllocations::with_watch();
         assert!(!pending.expects_request(MPS_RESOURCE, 1));
-        pending.wait_timed_out();
+        pending.record_wait_timeout();
         assert!(!pending.expects_request(MPS_RESOURCE, 1), "the next pod may be reported in time");
         pending.set_watch_working(false);
         assert!(!pending.expects_request(MPS_RESOURCE, 1), "the watch may recover in time");
-        pending.wait_timed_out();
+        pending.record_wait_timeout();
         assert!(pending.expects_request(MPS_RESOURCE, 1), "the watch did not recover");
         pending.set_watch_working(true);
         assert!(!pending.expects_request(MPS_RESOURCE, 1));

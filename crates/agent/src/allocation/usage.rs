@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use cleave_kubelet::{AllocatedDevices, ContainerDevices};
 
 use crate::allocation::Allocation;
-use crate::gpu::layout::parse_id;
+use crate::gpu::layout::parse_slice_id;
 
 /// Name of the user of an allocation that PodResources does not list.
-const BEING_ADMITTED: &str = "a pod that is being admitted";
+const UNLISTED_USER: &str = "a pod that is being admitted";
 
 /// Allocations by id. The kubelet does not announce the end of an allocation. The agent infers the
 /// end from the PodResources list, after a grace period.
@@ -58,24 +58,24 @@ impl Allocations {
     /// `requested_at`. An allocation has ended if it was listed before but not now, or was not
     /// listed within `grace`.
     ///
-    /// An allocation is kept while `busy` reports clients for it. An allocation is also kept while
-    /// the kubelet's checkpoint contains one of its slices: a kubelet that restarted now would
-    /// count those slices as allocated.
+    /// Keeps an allocation while `busy` reports clients for it. Also keeps an allocation while the
+    /// kubelet's checkpoint contains one of its slices: a kubelet that restarted now would count
+    /// those slices as allocated.
     ///
-    /// Finally, an allocation is kept while any of its slices is allocated to a container.
+    /// Finally, keeps an allocation while any of its slices is allocated to a container.
     /// PodResources omits init containers. The slices of init containers pass to the other
     /// containers of the pod.
-    pub fn collect(
+    pub fn remove_ended(
         &mut self,
         listed: &[ContainerDevices],
         requested_at: Instant,
         grace: Duration,
         busy: impl Fn(&str) -> bool,
         kubelet_checkpoint: &AllocatedDevices,
-    ) -> Collected {
+    ) -> RemovalResult {
         self.mark_listed(listed);
         let used = listed_slices(listed);
-        let mut collected = Collected::default();
+        let mut removed = RemovalResult::default();
         self.0.retain(|id, Entry { allocation, at, seen }| {
             let young = !*seen && requested_at.saturating_duration_since(*at) < grace;
             if is_listed(allocation, &used) || *at > requested_at || young || busy(id) {
@@ -84,13 +84,13 @@ impl Allocations {
             let slice = |id: &String| (allocation.resource.clone(), id.clone());
             let keep = allocation.ids.iter().any(|id| kubelet_checkpoint.contains(&slice(id)));
             if keep {
-                collected.in_kubelet_checkpoint.insert(allocation.resource.clone());
+                removed.in_kubelet_checkpoint.insert(allocation.resource.clone());
             } else {
-                collected.ended.push(allocation.clone());
+                removed.ended.push(allocation.clone());
             }
             keep
         });
-        collected
+        removed
     }
 
     /// Marks the listed allocations. Removes no allocation, because the list may be incomplete.
@@ -102,9 +102,9 @@ impl Allocations {
     }
 }
 
-/// Result of [`Allocations::collect`].
+/// Result of [`Allocations::remove_ended`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Collected {
+pub struct RemovalResult {
     /// Allocations that have ended and were removed.
     pub ended: Vec<Allocation>,
     /// Resources of allocations that are kept only because they are in the kubelet's checkpoint.
@@ -138,7 +138,7 @@ impl Usage {
             for id in &allocation.ids {
                 let users = usage.entry((allocation.resource.clone(), id.clone())).or_default();
                 if users.is_empty() {
-                    users.insert(BEING_ADMITTED.into());
+                    users.insert(UNLISTED_USER.into());
                 }
             }
         }
@@ -153,7 +153,7 @@ impl Usage {
     ) -> impl Iterator<Item = (&'a str, &'a str, &'a BTreeSet<String>)> {
         self.0
             .iter()
-            .filter(|((_, id), _)| devices.contains(parse_id(id).map_or(id.as_str(), |(device, _)| device)))
+            .filter(|((_, id), _)| devices.contains(parse_slice_id(id).map_or(id.as_str(), |(device, _)| device)))
             .map(|((resource, id), users)| (resource.as_str(), id.as_str(), users))
     }
 
@@ -191,20 +191,16 @@ pub(crate) mod tests {
             container_devices("q", &["GPU-a::2", "GPU-a::3"]),
         ]);
         let kubelet_checkpoint = AllocatedDevices::from([(MPS_RESOURCE.to_owned(), "GPU-a::1".to_owned())]);
-        let collected = allocations.collect(&[], start, GRACE, no_clients, &kubelet_checkpoint);
-        assert_eq!(collected.ended, [allocation(&["GPU-a::2", "GPU-a::3"])]);
-        assert_eq!(collected.in_kubelet_checkpoint, BTreeSet::from([MPS_RESOURCE.to_owned()]));
+        let removed = allocations.remove_ended(&[], start, GRACE, no_clients, &kubelet_checkpoint);
+        assert_eq!(removed.ended, [allocation(&["GPU-a::2", "GPU-a::3"])]);
+        assert_eq!(removed.in_kubelet_checkpoint, BTreeSet::from([MPS_RESOURCE.to_owned()]));
         let other = AllocatedDevices::from([("example.com/gpu".to_owned(), "GPU-a::1".to_owned())]);
-        let collected = allocations.collect(&[], start, GRACE, no_clients, &other);
-        assert_eq!(
-            (collected.ended.len(), collected.in_kubelet_checkpoint.len()),
-            (1, 0),
-            "a device of another resource"
-        );
+        let removed = allocations.remove_ended(&[], start, GRACE, no_clients, &other);
+        assert_eq!((removed.ended.len(), removed.in_kubelet_checkpoint.len()), (1, 0), "a device of another resource");
     }
 
     #[test]
-    fn an_unlisted_allocation_has_a_grace_period_and_a_listed_one_ends_at_once() {
+    fn an_allocation_that_was_never_listed_has_a_grace_period_and_one_no_longer_listed_ends_at_once() {
         let start = Instant::now();
         let soon = start + GRACE / 2;
         let mut allocations = Allocations::default();
@@ -212,27 +208,33 @@ pub(crate) mod tests {
         allocations.insert(allocation(&["GPU-a::1"]), start);
         let listed = [container_devices("p", &["GPU-a::1"])];
         assert!(
-            allocations.collect(&listed, soon, GRACE, no_clients, &no_devices()).ended.is_empty(),
+            allocations.remove_ended(&listed, soon, GRACE, no_clients, &no_devices()).ended.is_empty(),
             "being admitted"
         );
-        assert_eq!(allocations.collect(&[], soon, GRACE, no_clients, &no_devices()).ended, [allocation(&["GPU-a::1"])]);
         assert_eq!(
-            allocations.collect(&[], start + GRACE, GRACE, no_clients, &no_devices()).ended,
+            allocations.remove_ended(&[], soon, GRACE, no_clients, &no_devices()).ended,
+            [allocation(&["GPU-a::1"])]
+        );
+        assert_eq!(
+            allocations.remove_ended(&[], start + GRACE, GRACE, no_clients, &no_devices()).ended,
             [allocation(&["GPU-a::0"])]
         );
     }
 
     #[test]
-    fn a_repeated_allocation_starts_its_grace_again_and_ignores_older_lists() {
+    fn a_repeated_allocation_restarts_its_grace_period_and_ignores_older_lists() {
         let start = Instant::now();
         let mut allocations = Allocations::default();
         allocations.insert(allocation(&["GPU-a::0"]), start);
         allocations.mark_listed(&[container_devices("p", &["GPU-a::0"])]);
         allocations.insert(allocation(&["GPU-a::0"]), start + GRACE);
         assert!(
-            allocations.collect(&[], start + GRACE / 2, Duration::ZERO, no_clients, &no_devices()).ended.is_empty()
+            allocations
+                .remove_ended(&[], start + GRACE / 2, Duration::ZERO, no_clients, &no_devices())
+                .ended
+                .is_empty()
         );
-        assert!(allocations.collect(&[], start + GRACE, GRACE, no_clients, &no_devices()).ended.is_empty());
+        assert!(allocations.remove_ended(&[], start + GRACE, GRACE, no_clients, &no_devices()).ended.is_empty());
     }
 
     #[test]
@@ -245,7 +247,7 @@ pub(crate) mod tests {
                 .ended
                 .is_empty()
         );
-        assert_eq!(allocations.collect(&[], start + 2 * GRACE, GRACE, no_clients, &no_devices()).ended.len(), 1);
+        assert_eq!(allocations.remove_ended(&[], start + 2 * GRACE, GRACE, no_clients, &no_devices()).ended.len(), 1);
     }
 
     #[test]
@@ -277,6 +279,6 @@ pub(crate) mod tests {
         let found: Vec<_> =
             usage.of(&BTreeSet::from(["GPU-a"])).map(|(_, id, users)| (id.to_owned(), users.clone())).collect();
         let set = |user: &str| BTreeSet::from([user.to_owned()]);
-        assert_eq!(found, [("GPU-a::0".to_owned(), set(BEING_ADMITTED)), ("GPU-a::1".to_owned(), set("ns/p"))]);
+        assert_eq!(found, [("GPU-a::0".to_owned(), set(UNLISTED_USER)), ("GPU-a::1".to_owned(), set("ns/p"))]);
     }
 }

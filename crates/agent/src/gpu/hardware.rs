@@ -95,8 +95,8 @@ pub struct HardwareTracker {
     driver: Driver,
     /// Why the driver does not answer; `None` if it does. Without the driver, no GPU can be
     /// queried.
-    driver_error: Option<Lost>,
-    gpus: BTreeMap<String, Entry>,
+    driver_error: Option<LossCause>,
+    gpus: BTreeMap<String, TrackedGpu>,
     /// The GPU at each of NVML's indices.
     slots: Vec<Slot>,
     /// Whether the GPUs are from an earlier boot. If so, a GPU that NVML does not list was removed
@@ -108,12 +108,12 @@ pub struct HardwareTracker {
 
 /// A GPU with its history.
 #[derive(Debug)]
-struct Entry {
+struct TrackedGpu {
     gpu: Gpu,
     observed: bool,
     processes: Vec<Process>,
     /// Why NVML cannot query the GPU; `None` if it can.
-    lost: Option<Lost>,
+    lost: Option<LossCause>,
     history: History,
 }
 
@@ -130,12 +130,12 @@ enum Slot {
 
 /// Why a GPU or the driver cannot be queried.
 #[derive(Debug, Clone)]
-struct Lost {
+struct LossCause {
     reason: &'static str,
     message: String,
     since: Time,
     /// Whether only a reset restores the GPU, because it fell off the bus or its driver was
-    /// unloaded. A driver that hangs does not prove this.
+    /// unloaded. A hanging driver is no proof of either.
     for_good: bool,
 }
 
@@ -148,7 +148,7 @@ impl Slot {
     }
 }
 
-impl Entry {
+impl TrackedGpu {
     fn new(gpu: Gpu, observed: bool, processes: Vec<Process>) -> Self {
         Self { gpu, observed, processes, lost: None, history: History::default() }
     }
@@ -156,7 +156,7 @@ impl Entry {
     fn mark_lost(&mut self, reason: &'static str, message: String, since: Time, for_good: bool) {
         let before = self.lost.take();
         let (since, was_for_good) = before.map_or((since, false), |lost| (lost.since, lost.for_good));
-        self.lost = Some(Lost { reason, message, since, for_good: for_good || was_for_good });
+        self.lost = Some(LossCause { reason, message, since, for_good: for_good || was_for_good });
     }
 }
 
@@ -164,7 +164,7 @@ impl HardwareTracker {
     /// Restores the GPUs of a checkpoint. The GPUs count as healthy until NVML reports otherwise,
     /// because pods may start before NVML has answered.
     pub fn restore(gpus: Vec<Gpu>, same_boot: bool, clock: Clock) -> Self {
-        let entry = |gpu: Gpu| (gpu.uuid.clone(), Entry::new(gpu, false, Vec::new()));
+        let entry = |gpu: Gpu| (gpu.uuid.clone(), TrackedGpu::new(gpu, false, Vec::new()));
         let gpus = gpus.into_iter().map(entry).collect();
         Self {
             clock,
@@ -203,7 +203,7 @@ impl HardwareTracker {
 
     /// Records the driver's answer, which was requested at `requested_at`.
     pub fn record_driver_info(&mut self, answer: Result<DriverInfo, NvmlError>, requested_at: Instant) {
-        let since = self.since(requested_at);
+        let since = self.wall_time(requested_at);
         match answer {
             Ok(DriverInfo { driver, count }) => {
                 self.driver = Driver::Present(driver);
@@ -222,14 +222,14 @@ impl HardwareTracker {
                 }
                 let since = self.driver_error.take().map_or(since, |error| error.since);
                 self.driver = Driver::Missing(message.clone());
-                self.driver_error = Some(Lost { reason: reason::DRIVER, message, since, for_good: false });
+                self.driver_error = Some(LossCause { reason: reason::DRIVER, message, since, for_good: false });
             }
         }
     }
 
     /// Records the answer of the GPU at an index, which was requested at `requested_at`.
     pub fn record_answer(&mut self, index: u32, answer: Result<Observation, NvmlError>, requested_at: Instant) {
-        let since = self.since(requested_at);
+        let since = self.wall_time(requested_at);
         let at = usize::try_from(index).unwrap_or(usize::MAX);
         // NVML no longer lists a GPU at this index.
         let Some(before) = self.slots.get(at).cloned() else { return };
@@ -244,7 +244,7 @@ impl HardwareTracker {
                     self.slots.fill(Slot::Unknown);
                 }
                 self.record_gpu(gpu, processes);
-                if let Some(Entry { gpu, history, .. }) = self.gpus.get_mut(&uuid) {
+                if let Some(TrackedGpu { gpu, history, .. }) = self.gpus.get_mut(&uuid) {
                     let devices = gpu.mig.iter().flat_map(|mig| &mig.instances);
                     let devices: Vec<&str> = devices.map(|instance| instance.uuid.as_str()).collect();
                     history.record_answer(requested_at, &devices);
@@ -265,11 +265,11 @@ impl HardwareTracker {
                     Some(uuid) => {
                         if let Some(entry) = self.gpus.get_mut(&uuid) {
                             let for_good = matches!(error, NvmlError::Lost { .. } | NvmlError::NoDriver);
-                            entry.mark_lost(reason::of(&error), message, since.clone(), for_good);
+                            entry.mark_lost(reason::for_error(&error), message, since.clone(), for_good);
                         }
                         Slot::Gpu(uuid)
                     }
-                    // The GPU is not served, because its UUID is unknown.
+                    // The agent cannot serve the GPU, because its UUID is unknown.
                     None => Slot::Unnamed(message),
                 }
             }
@@ -290,7 +290,7 @@ impl HardwareTracker {
         }
     }
 
-    /// Once every index has answered or failed, marks the GPUs without an index as missing.
+    /// Marks the GPUs without an index as missing, once every index has answered or failed.
     fn mark_missing(&mut self, since: &Time) {
         if !matches!(self.driver, Driver::Present(_)) || !self.is_complete() {
             return;
@@ -310,7 +310,7 @@ impl HardwareTracker {
     }
 
     /// Returns the wall-clock time of a monotonic time.
-    fn since(&self, requested_at: Instant) -> Time {
+    fn wall_time(&self, requested_at: Instant) -> Time {
         whole_seconds(self.clock.stamp(requested_at).wall)
     }
 
@@ -326,7 +326,7 @@ impl HardwareTracker {
             }
             None => {
                 let uuid = gpu.uuid.clone();
-                let mut entry = Entry::new(gpu, true, processes);
+                let mut entry = TrackedGpu::new(gpu, true, processes);
                 entry.history.quiet = self.quiet;
                 self.gpus.insert(uuid, entry);
             }
@@ -362,13 +362,14 @@ impl HardwareTracker {
 
     /// Returns the records that are not empty, by UUID of the GPU, for the checkpoint.
     pub fn records(&self) -> BTreeMap<String, Record> {
-        let record = |entry: &Entry| entry.history.record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
+        let record =
+            |entry: &TrackedGpu| entry.history.to_record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
         let records = self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), record(entry)));
         records.filter(|(_, record)| !record.is_empty()).collect()
     }
 
     /// Returns NVML's last description of a GPU.
-    pub fn known(&self, uuid: &str) -> Option<&Gpu> {
+    pub fn known_gpu(&self, uuid: &str) -> Option<&Gpu> {
         self.gpus.get(uuid).map(|entry| &entry.gpu)
     }
 
@@ -382,7 +383,7 @@ impl HardwareTracker {
         now: Instant,
     ) -> Class {
         let at = self.stamp(uuid, now);
-        let Some(Entry { gpu, history, .. }) = self.gpus.get_mut(uuid) else {
+        let Some(TrackedGpu { gpu, history, .. }) = self.gpus.get_mut(uuid) else {
             return crate::gpu::xid::classify(xid, ignored);
         };
         let instances = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances);
@@ -393,8 +394,9 @@ impl HardwareTracker {
 
     /// Returns the current state of the driver and the GPUs.
     pub fn hardware(&self) -> Hardware {
-        let known = |Entry { gpu, observed, processes, lost, history }: &Entry| {
-            let health = self.driver_error.as_ref().or(lost.as_ref()).map_or_else(|| history.health(), Lost::health);
+        let known = |TrackedGpu { gpu, observed, processes, lost, history }: &TrackedGpu| {
+            let health =
+                self.driver_error.as_ref().or(lost.as_ref()).map_or_else(|| history.health(), LossCause::health);
             let (gpu, processes) = (gpu.clone(), processes.clone());
             KnownGpu { gpu, health, instances: history.instances(), observed: *observed, processes }
         };
@@ -410,7 +412,7 @@ impl HardwareTracker {
     }
 }
 
-impl Lost {
+impl LossCause {
     /// Returns the health of a lost GPU.
     fn health(&self) -> Health {
         Health {

@@ -58,7 +58,7 @@ pub mod reason {
     pub const RESET_PENDING: &str = "ResetPending";
 
     /// Returns the reason for a GPU that NVML could not query.
-    pub const fn of(error: &super::NvmlError) -> &'static str {
+    pub const fn for_error(error: &super::NvmlError) -> &'static str {
         use super::NvmlError;
         match error {
             NvmlError::Hung(_) => UNREACHABLE,
@@ -168,7 +168,7 @@ impl History {
 
     /// Returns the record for the checkpoint. `lost`: the GPU is lost now, and only a reset
     /// restores it.
-    pub fn record(&self, lost: bool) -> Record {
+    pub fn to_record(&self, lost: bool) -> Record {
         Record {
             faults: self.faults.iter().map(|fault| fault.recorded.clone()).collect(),
             uncorrected: self.uncorrected.filter(|count| *count > 0),
@@ -417,7 +417,7 @@ pub(crate) mod tests {
         assert_eq!(health_class(&driver), "NeedsReset");
         driver.record_vitals(vitals_with_recovery(Recovery::Nothing), stamp(later));
         assert!(driver.health().healthy, "the driver no longer requests a reset");
-        let mut lost = History::restore(history.record(true), later);
+        let mut lost = History::restore(history.to_record(true), later);
         assert_eq!(health_class(&lost), "Lost");
         lost.record_answer(later, &[]);
         assert!(lost.health().healthy, "lost and back");
@@ -434,7 +434,7 @@ pub(crate) mod tests {
         for xid in [79, 999] {
             let mut before = History::default();
             before.record_xid(xid, None, &[], stamp(start));
-            let json = serde_json::to_string(&before.record(false)).unwrap();
+            let json = serde_json::to_string(&before.to_record(false)).unwrap();
             let mut after = History::restore(serde_json::from_str(&json).unwrap(), start + DEFAULT_QUIET_PERIOD);
             assert_eq!(after.health(), before.health());
             after.record_answer(start + DEFAULT_QUIET_PERIOD, &[]);
@@ -448,7 +448,7 @@ pub(crate) mod tests {
         let mut history = History::default();
         history.record_vitals(vitals_with_errors(7), stamp(start));
         assert!(history.health().healthy, "those are old errors");
-        let mut history = History::restore(history.record(false), start);
+        let mut history = History::restore(history.to_record(false), start);
         history.record_vitals(vitals_with_errors(9), stamp(start));
         let health = history.health();
         assert_eq!((health.class.as_str(), health.reason.as_str()), ("Suspect", "EccErrors"));
@@ -480,7 +480,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_fault_of_one_instance_affects_only_it_and_ends_with_it() {
+    fn a_fault_of_a_mig_instance_affects_only_that_instance_and_ends_with_it() {
         let start = Instant::now();
         let mut history = History::default();
         history.record_xid(94, Some("MIG-a"), &[], stamp(start));
@@ -547,7 +547,7 @@ pub(crate) mod tests {
                     Step::Answer => history.record_answer(now, &["MIG-a"]),
                     Step::Errors(more) => { count += more; history.record_vitals(vitals_with_errors(count), stamp(now)); }
                     Step::Wait(seconds) => now += Duration::from_secs(seconds),
-                    Step::Restart => history = History::restore(history.record(false), now),
+                    Step::Restart => history = History::restore(history.to_record(false), now),
                 }
                 prop_assert!(history.faults.len() <= 4, "bounded");
             }

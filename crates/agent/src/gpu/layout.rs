@@ -91,7 +91,7 @@ pub enum Kind {
 impl Pool {
     /// Returns the ids of the slices in this pool.
     pub fn ids(&self) -> impl Iterator<Item = String> {
-        (self.first..self.first.saturating_add(self.count)).map(|number| device_id(&self.device, number))
+        (self.first..self.first.saturating_add(self.count)).map(|number| slice_id(&self.device, number))
     }
 
     /// Returns whether this pool contains the slice with this number of `device`.
@@ -105,10 +105,10 @@ impl Layout {
     /// creates an id for every slice, so a wrong count could exhaust memory.
     ///
     /// # Errors
-    /// A sentence that states what is wrong.
+    /// Returns a sentence that states which value is invalid.
     pub fn check(&self) -> Result<(), String> {
         for Pool { resource, first, count, kind, .. } in &self.pools {
-            resource_name(resource)?;
+            check_resource_name(resource)?;
             if *count > MAX_SLICES {
                 return Err(format!("{resource}: {count} slices are more than {MAX_SLICES}"));
             }
@@ -135,23 +135,23 @@ impl Layout {
 
 /// Returns the id of a slice. The format must not change, because the checkpoints of the kubelet
 /// and the agent contain ids.
-pub fn device_id(device: &str, number: u32) -> String {
+pub fn slice_id(device: &str, number: u32) -> String {
     format!("{device}::{number}")
 }
 
-/// Returns the device and number of a slice id. Accepts only what [`device_id`] returns, so that
+/// Returns the device and number of a slice id. Accepts only what [`slice_id`] returns, so that
 /// `GPU-x::07` and `GPU-x::7` cannot both name a slice.
-pub fn parse_id(id: &str) -> Option<(&str, u32)> {
+pub fn parse_slice_id(id: &str) -> Option<(&str, u32)> {
     let (device, digits) = id.rsplit_once("::")?;
     let number: u32 = digits.parse().ok()?;
     let canonical = digits == "0" || !digits.starts_with(['0', '+']);
     (canonical && !device.is_empty()).then_some((device, number))
 }
 
-/// A layout that can be served now, and the GPU changes that the rest of the spec needs.
+/// A layout that the agent can serve now, and the GPU changes that the rest of the spec needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TargetLayout {
-    /// The layout that can be served now.
+    /// The layout that the agent can serve now.
     pub layout: Layout,
     /// The GPU changes that the rest of the spec needs, in order.
     pub changes: Vec<Change>,
@@ -166,26 +166,28 @@ impl From<Layout> for TargetLayout {
     }
 }
 
-/// Returns the layout that `spec` requests. Without a spec, the whole GPU or its existing MIG
-/// instances are served. `was_mig`: an earlier spec partitioned the GPU by MIG, so its instances
-/// are removed.
+/// Returns the layout that `spec` requests. Without a spec, the layout contains the whole GPU or
+/// its existing MIG instances. `was_mig`: an earlier spec partitioned the GPU by MIG, so its
+/// instances are removed.
 ///
 /// # Errors
-/// A clause for the step's message.
+/// Returns a clause for the step's message if the GPU cannot have the layout.
 pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result<TargetLayout, String> {
     let mig = gpu.mig.as_ref().filter(|mig| mig.enabled);
     let Some(GpuSpec { partition, .. }) = spec else {
         return Ok(match mig {
-            Some(mig) if !was_mig => existing_instances(mig),
-            _ => {
-                without_mig_mode(gpu, whole(&gpu.uuid, RESOURCE_GPU), if was_mig { Target::Off } else { Target::Keep })?
-            }
+            Some(mig) if !was_mig => existing_instance_layout(mig),
+            _ => layout_without_mig_mode(
+                gpu,
+                whole_gpu_layout(&gpu.uuid, RESOURCE_GPU),
+                if was_mig { Target::Off } else { Target::Keep },
+            )?,
         });
     };
     let Partition { whole: undivided, mps, time_slicing, mig: instances } = partition;
     let layout = match (undivided, mps, time_slicing, instances) {
         (Some(Whole { resource }), None, None, None) => {
-            Layout { pools: vec![whole_pool(&gpu.uuid, resource_name(resource)?)], ..empty(Mode::Whole) }
+            Layout { pools: vec![whole_pool(&gpu.uuid, check_resource_name(resource)?)], ..empty_layout(Mode::Whole) }
         }
         (None, Some(mps), None, None) => {
             if gpu.compute_capability < (7, 0) {
@@ -196,29 +198,29 @@ pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result
                 ));
             }
             let (pools, daemon) = mps_pools(&gpu.uuid, mps, false)?;
-            Layout { pools, daemons: BTreeMap::from([(gpu.uuid.clone(), daemon)]), ..empty(Mode::Mps) }
+            Layout { pools, daemons: BTreeMap::from([(gpu.uuid.clone(), daemon)]), ..empty_layout(Mode::Mps) }
         }
         (None, None, Some(slicing), None) => {
-            Layout { pools: vec![replicas(&gpu.uuid, slicing)?], ..empty(Mode::TimeSlicing) }
+            Layout { pools: vec![replica_pool(&gpu.uuid, slicing)?], ..empty_layout(Mode::TimeSlicing) }
         }
         (None, None, None, Some(instances)) => return mig_layout(gpu, instances),
         _ => return Err("the spec must set exactly one of whole, mps, timeSlicing and mig".into()),
     };
-    let wanted = without_mig_mode(gpu, layout, Target::Off)?;
+    let wanted = layout_without_mig_mode(gpu, layout, Target::Off)?;
     Ok(TargetLayout { note: interval_note(time_slicing.as_ref()), ..wanted })
 }
 
 /// Returns a layout of the undivided GPU, which can be served only with MIG mode off.
-fn without_mig_mode(gpu: &Gpu, layout: Layout, target: Target<'_>) -> Result<TargetLayout, String> {
+fn layout_without_mig_mode(gpu: &Gpu, layout: Layout, target: Target<'_>) -> Result<TargetLayout, String> {
     let mig_on = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
-    let layout = if mig_on { empty(Mode::Mig) } else { layout };
+    let layout = if mig_on { empty_layout(Mode::Mig) } else { layout };
     Ok(TargetLayout { layout, changes: changes(gpu, target)?, note: String::new() })
 }
 
 /// Returns the instances of the spec that exist, and the changes that create the others.
 fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, String> {
     let changes = changes(gpu, Target::On(instances))?;
-    let (mut layout, mut rest) = (empty(Mode::Mig), empty(Mode::Mig));
+    let (mut layout, mut rest) = (empty_layout(Mode::Mig), empty_layout(Mode::Mig));
     let there: &[MigInstance] = gpu.mig.as_ref().filter(|mig| mig.enabled).map_or(&[], |mig| &mig.instances);
     for spec in instances {
         let is =
@@ -239,13 +241,13 @@ fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, 
 }
 
 /// Returns a layout without slices.
-fn empty(mode: Mode) -> Layout {
+fn empty_layout(mode: Mode) -> Layout {
     Layout { mode, pools: Vec::new(), daemons: BTreeMap::new() }
 }
 
 /// Returns the layout of a GPU that is served as a whole.
-fn whole(device: &str, resource: &str) -> Layout {
-    Layout { pools: vec![whole_pool(device, resource.to_owned())], ..empty(Mode::Whole) }
+fn whole_gpu_layout(device: &str, resource: &str) -> Layout {
+    Layout { pools: vec![whole_pool(device, resource.to_owned())], ..empty_layout(Mode::Whole) }
 }
 
 fn whole_pool(device: &str, resource: String) -> Pool {
@@ -253,26 +255,26 @@ fn whole_pool(device: &str, resource: String) -> Pool {
 }
 
 /// Returns a layout that serves each existing MIG instance whole.
-fn existing_instances(mig: &Mig) -> TargetLayout {
+fn existing_instance_layout(mig: &Mig) -> TargetLayout {
     // No pod could request an instance with a profile name that is invalid in a resource name.
-    let has_name = |instance: &&MigInstance| resource_name(&mig_resource(&instance.profile)).is_ok();
+    let has_name = |instance: &&MigInstance| check_resource_name(&mig_resource(&instance.profile)).is_ok();
     let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(has_name);
     let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));
-    Layout { pools: pools.collect(), ..empty(Mode::Mig) }.into()
+    Layout { pools: pools.collect(), ..empty_layout(Mode::Mig) }.into()
 }
 
 fn add_instance(layout: &mut Layout, instance: &MigInstance, partition: &MigPartition) -> Result<(), String> {
     let MigPartition { whole, mps, time_slicing } = partition;
     match (whole, mps, time_slicing) {
         (Some(Whole { resource }), None, None) => {
-            layout.pools.push(whole_pool(&instance.uuid, resource_name(resource)?));
+            layout.pools.push(whole_pool(&instance.uuid, check_resource_name(resource)?));
         }
         (None, Some(mps), None) => {
             let (pools, daemon) = mps_pools(&instance.uuid, mps, true)?;
             layout.pools.extend(pools);
             layout.daemons.insert(instance.uuid.clone(), daemon);
         }
-        (None, None, Some(slicing)) => layout.pools.push(replicas(&instance.uuid, slicing)?),
+        (None, None, Some(slicing)) => layout.pools.push(replica_pool(&instance.uuid, slicing)?),
         _ => {
             return Err(format!(
                 "MIG instance {} at {}: the spec must set exactly one of whole, mps and timeSlicing",
@@ -292,7 +294,7 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     let mut pools: Vec<Pool> = Vec::new();
     let (mut most_threads, mut most_memory) = (None, None);
     for slices in slices {
-        let resource = resource_name(&slices.resource)?;
+        let resource = check_resource_name(&slices.resource)?;
         if let Some(wrong) = slices.threads.iter().find(|&&percent| Percent::new(percent).is_err()) {
             return Err(format!("{wrong} is not a thread percentage from 1 to 100"));
         }
@@ -324,8 +326,9 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     let daemon = wire::Daemon {
         multi_user: *multi_user,
         exclusive: !mig && *compute_mode == ComputeMode::ExclusiveProcess,
-        // The defaults are the limits of the largest allocation. The door lowers them for each
-        // allocation. If the door cannot, the container's environment lowers them.
+        // The daemon's default limits are those of the largest allocation. The door sets the lower
+        // limits of a smaller allocation. If the door cannot, the container's environment sets
+        // them.
         default_threads: most_threads.filter(|_| !unlimited(|slices| slices.threads.is_empty())),
         default_memory_mib: most_memory.filter(|_| !unlimited(|slices| slices.memory_mib.is_empty())),
     };
@@ -341,12 +344,12 @@ fn check_limit_counts(resource: &str, count: u32, limits: [usize; 2]) -> Result<
 }
 
 /// Returns the pool of a time-sliced device's replicas.
-fn replicas(device: &str, partition: &TimeSlicedPartition) -> Result<Pool, String> {
+fn replica_pool(device: &str, partition: &TimeSlicedPartition) -> Result<Pool, String> {
     let TimeSlicedPartition { resource, replicas, interval: _ } = partition;
     if *replicas == 0 || *replicas > MAX_SLICES {
         return Err(format!("{replicas} time-sliced replicas: one GPU can have 1 to {MAX_SLICES}"));
     }
-    let resource = resource_name(resource)?;
+    let resource = check_resource_name(resource)?;
     Ok(Pool { device: device.to_owned(), resource, first: 0, count: *replicas, kind: Kind::TimeSliced })
 }
 
@@ -358,7 +361,7 @@ fn interval_note(slicing: Option<&TimeSlicedPartition>) -> String {
 }
 
 /// Returns the resource name if it is valid.
-fn resource_name(resource: &str) -> Result<String, String> {
+fn check_resource_name(resource: &str) -> Result<String, String> {
     match ResourceName::parse(resource) {
         Ok(_) => Ok(resource.to_owned()),
         Err(error) => Err(error.to_string()),
@@ -407,7 +410,7 @@ pub(crate) mod tests {
     #[test]
     fn a_gpu_without_a_spec_is_whole() {
         let TargetLayout { layout, changes, .. } = target_layout(None, &gpu("GPU-a", 0), false).unwrap();
-        assert_eq!(layout, whole("GPU-a", "nvidia.com/gpu"));
+        assert_eq!(layout, whole_gpu_layout("GPU-a", "nvidia.com/gpu"));
         assert_eq!(layout.pools[0].ids().collect::<Vec<_>>(), ["GPU-a::0"]);
         assert!(changes.is_empty());
     }
@@ -510,7 +513,7 @@ pub(crate) mod tests {
             let TargetLayout { layout, changes, .. } = target_layout(whole, &gpu, was_mig).unwrap();
             assert_eq!(
                 (layout, changes.len()),
-                (empty(Mode::Mig), 4),
+                (empty_layout(Mode::Mig), 4),
                 "only after the instances and MIG mode are gone"
             );
             assert_eq!(changes[3], Change::Mode(false));
@@ -531,20 +534,20 @@ pub(crate) mod tests {
 
     #[test]
     fn only_canonical_ids_are_parsed() {
-        assert_eq!(parse_id("GPU-a::12"), Some(("GPU-a", 12)));
-        assert_eq!(parse_id("GPU-a::0"), Some(("GPU-a", 0)));
+        assert_eq!(parse_slice_id("GPU-a::12"), Some(("GPU-a", 12)));
+        assert_eq!(parse_slice_id("GPU-a::0"), Some(("GPU-a", 0)));
         for bad in
             ["", "GPU-a", "GPU-a::", "::1", "GPU-a::01", "GPU-a::+1", "GPU-a::-1", "GPU-a::1 ", "GPU-a::4294967296"]
         {
-            assert_eq!(parse_id(bad), None, "{bad}");
+            assert_eq!(parse_slice_id(bad), None, "{bad}");
         }
     }
 
     proptest! {
         #[test]
         fn every_id_round_trips(device in "[A-Za-z0-9-]{1,40}", number: u32) {
-            let id = device_id(&device, number);
-            prop_assert_eq!(parse_id(&id), Some((device.as_str(), number)));
+            let id = slice_id(&device, number);
+            prop_assert_eq!(parse_slice_id(&id), Some((device.as_str(), number)));
         }
     }
 }

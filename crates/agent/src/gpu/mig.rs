@@ -15,7 +15,7 @@ use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile, Process};
 pub const MAX_ATTEMPTS: u32 = 5;
 /// Delay after the first failed attempt. Each further failure doubles it.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
-/// Maximum delay between attempts while something is in use.
+/// Maximum delay between attempts while the instance or the GPU is in use.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 /// Maximum number of processes that a message names.
 const MAX_NAMED_PROCESSES: usize = 8;
@@ -58,11 +58,11 @@ pub enum Target<'a> {
     On(&'a [MigInstanceSpec]),
 }
 
-/// Returns the changes that lead to the target, removals first. Existing instances that match the
-/// target are kept, even if another program created them.
+/// Returns the changes that lead to the target, removals first. The changes keep existing instances
+/// that match the target, even if another program created them.
 ///
 /// # Errors
-/// A clause that states why this GPU can never reach the target.
+/// Returns a clause that states why this GPU can never reach the target.
 pub fn changes(gpu: &Gpu, target: Target<'_>) -> Result<Vec<Change>, String> {
     let Some(mig) = &gpu.mig else {
         return match target {
@@ -111,7 +111,7 @@ fn check_placements(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String>
             return Err(format!("a MIG instance {name} cannot be at {start}: NVML has {:?}", profile.starts));
         }
         let overlapping =
-            |(other, size): &&(&MigInstanceSpec, u32)| overlap((*start, profile.size), (other.start, *size));
+            |(other, size): &&(&MigInstanceSpec, u32)| placements_overlap((*start, profile.size), (other.start, *size));
         if let Some((other, _)) = placed.iter().find(overlapping) {
             return Err(format!("MIG instances {} at {} and {name} at {start} overlap", other.profile, other.start));
         }
@@ -120,9 +120,9 @@ fn check_placements(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String>
     Ok(())
 }
 
-/// Returns whether two placements overlap. Each is a first memory slice and a number of memory
-/// slices.
-fn overlap(one: (u32, u32), other: (u32, u32)) -> bool {
+/// Returns whether two placements overlap. A placement is a first memory slice and a number of
+/// memory slices.
+fn placements_overlap(one: (u32, u32), other: (u32, u32)) -> bool {
     one.0 < other.0.saturating_add(other.1) && other.0 < one.0.saturating_add(one.1)
 }
 
@@ -131,7 +131,7 @@ fn overlap(one: (u32, u32), other: (u32, u32)) -> bool {
 pub enum NextStep {
     /// No change remains, or the remaining changes cannot start yet.
     Nothing,
-    /// Start this change, because nothing known prevents it.
+    /// Start this change: no known condition prevents the change.
     Do(Change),
     /// The change waits, for this reason.
     Wait(Change, String),
@@ -142,7 +142,7 @@ pub enum NextStep {
 /// `known`: the users of all slices are known, so instances may be removed. `served`: whether the
 /// kubelet can allocate slices of a device. `gone`: `Ok` if the device's MPS daemon has exited,
 /// otherwise an error that states why not.
-pub fn next<'a>(
+pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a Change>,
     gpu: &Gpu,
     known: bool,
@@ -162,9 +162,10 @@ pub fn next<'a>(
             Change::Mode(false) if enabled && !there.is_empty() => continue,
             Change::Mode(false) => Ok(()),
             Change::Create { profile, start } => {
-                let size = size(gpu, profile);
-                let taken =
-                    there.iter().any(|found| overlap((*start, size), (found.start, self::size(gpu, &found.profile))));
+                let size = profile_slices(gpu, profile);
+                let taken = there.iter().any(|found| {
+                    placements_overlap((*start, size), (found.start, self::profile_slices(gpu, &found.profile)))
+                });
                 if !enabled || taken {
                     continue;
                 }
@@ -182,13 +183,13 @@ pub fn next<'a>(
 
 /// Returns the number of memory slices of an instance with this profile. A profile that NVML does
 /// not list counts as the whole GPU, so no instance is created beside it.
-fn size(gpu: &Gpu, profile: &str) -> u32 {
+fn profile_slices(gpu: &Gpu, profile: &str) -> u32 {
     let profiles: &[MigProfile] = gpu.mig.as_ref().map_or(&[], |mig| &mig.profiles);
     profiles.iter().find(|known| known.name == profile).map_or(u32::MAX, |known| known.size)
 }
 
 /// Returns text like `in use by processes outside of Kubernetes (pid 12, 13)`.
-pub fn in_use_by(processes: &[&Process]) -> String {
+pub fn in_use_message(processes: &[&Process]) -> String {
     let pids: Vec<String> = processes.iter().take(MAX_NAMED_PROCESSES).map(|process| process.pid.to_string()).collect();
     let more = if processes.len() > MAX_NAMED_PROCESSES {
         format!(" and {} more", processes.len() - MAX_NAMED_PROCESSES)
@@ -235,13 +236,13 @@ struct Attempt {
     change: Change,
     failures: u32,
     busy_checks: u32,
-    /// The time of the next attempt; `None` if the change is not retried.
+    /// The time of the next attempt; `None` if the agent does not retry the change.
     not_before: Option<Instant>,
     step: StepStatus,
 }
 
-/// State that decides whether a failed change is retried: health, MIG mode, pending MIG mode,
-/// instances.
+/// State that decides whether the agent retries a failed change: health, MIG mode, pending MIG
+/// mode, instances.
 type GpuState = (bool, Option<(bool, Option<bool>, Vec<MigInstance>)>);
 
 fn gpu_state(gpu: &Gpu, healthy: bool) -> GpuState {
@@ -262,8 +263,8 @@ impl MigProgress {
         }
     }
 
-    /// Updates the target and the state of the GPU. If either changed, failed changes may be
-    /// retried.
+    /// Updates the target and the state of the GPU. If either has changed, the agent may retry
+    /// failed changes.
     pub fn update(&mut self, wanted: Option<&Partition>, gpu: &Gpu, healthy: bool) {
         if self.wanted.as_ref() != wanted {
             *self = Self { in_progress: self.in_progress.take(), ..Self::new(wanted) };
@@ -297,7 +298,7 @@ impl MigProgress {
     pub fn record_plan(&mut self, gpu: &str, left: &[Change], next: &NextStep) {
         self.attempts.retain(|attempt| self.in_progress.is_some() || left.contains(&attempt.change));
         self.waits = match next {
-            NextStep::Wait(change, why) => Some(step(gpu, change, STEP_WAITING, why.clone())),
+            NextStep::Wait(change, why) => Some(step_status(gpu, change, STEP_WAITING, why.clone())),
             NextStep::Nothing | NextStep::Do(_) => None,
         };
         if let NextStep::Do(change) = next {
@@ -343,7 +344,7 @@ impl MigProgress {
                 if matches!(change, Change::Destroy(instance) if !instance.uuid.is_empty()) {
                     self.attempts.clear();
                 }
-                self.done.push(step(gpu, change, STEP_DONE, String::new()));
+                self.done.push(step_status(gpu, change, STEP_DONE, String::new()));
                 self.unreported += 1;
                 return None;
             }
@@ -403,7 +404,7 @@ impl MigProgress {
 }
 
 /// Returns the status of a step that performs a change.
-fn step(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus {
+fn step_status(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus {
     let (gpu, action, result) = (gpu.to_owned(), change.to_string(), result.to_owned());
     StepStatus { gpu, action, result, message, ..StepStatus::default() }
 }

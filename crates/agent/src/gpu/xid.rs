@@ -10,7 +10,8 @@
 //!   <https://github.com/NVIDIA/k8s-device-plugin>
 //! - [`CHECKS`]: "Health Validation: Xid Checks",
 //!   <https://docs.nvidia.com/health-validation/reference/checks/xid.md>
-//! - [`REPAIR`]: Alibaba Cloud's node conditions for GPUs, those that a reboot of the node resolves
+//! - [`ALIBABA`]: Alibaba Cloud's node conditions for GPUs, those that a reboot of the node
+//!   resolves
 use cleave_api::names::{HEALTH_LOST, HEALTH_NEEDS_RESET, HEALTH_SUSPECT};
 use serde::{Deserialize, Serialize};
 
@@ -23,7 +24,7 @@ pub const PLUGIN: &str = "NVIDIA k8s-device-plugin";
 /// Source: NVIDIA's guide to XID checks.
 pub const CHECKS: &str = "Health Validation: Xid Checks";
 /// Source: Alibaba Cloud's node conditions for GPUs.
-pub const REPAIR: &str = "Alibaba Cloud: GPU node conditions";
+pub const ALIBABA: &str = "Alibaba Cloud: GPU node conditions";
 
 /// Classes of XIDs, from least to most severe. The class determines what the GPU needs before it
 /// can serve again.
@@ -80,11 +81,11 @@ pub const TABLE: &[Line] = {
         line(31, Application, "GPU memory page fault", PLUGIN),
         line(32, Application, "invalid or corrupted push buffer stream", CATALOG),
         line(43, Application, "GPU stopped processing: a program's channel was reset", PLUGIN),
-        line(44, NeedsReset, "graphics engine fault during a context switch", REPAIR),
+        line(44, NeedsReset, "graphics engine fault during a context switch", ALIBABA),
         line(45, Application, "preemptive cleanup, due to previous errors", PLUGIN),
         line(46, NeedsReset, "GPU stopped processing", CHECKS),
         line(48, NeedsReset, "double-bit ECC error", CHECKS),
-        line(61, NeedsReset, "internal micro-controller breakpoint or warning", REPAIR),
+        line(61, NeedsReset, "internal micro-controller breakpoint or warning", ALIBABA),
         line(62, NeedsReset, "internal micro-controller halt", CATALOG),
         // The GPU keeps working, and its next reset remaps the row. NVML reports the pending
         // remapping too.
@@ -103,7 +104,7 @@ pub const TABLE: &[Line] = {
         line(119, NeedsReset, "GSP RPC timeout", CATALOG),
         line(120, NeedsReset, "GSP error", CATALOG),
         line(137, Application, "NVLink privilege error: an illegal access to a peer", CATALOG),
-        line(140, NeedsReset, "unrecovered ECC error", REPAIR),
+        line(140, NeedsReset, "unrecovered ECC error", ALIBABA),
         line(143, NeedsReset, "GPU initialization failure", CATALOG),
         // The agent reads the recovery action from NVML and derives the GPU's health from that.
         line(154, Application, "GPU recovery action changed", CATALOG),
@@ -133,7 +134,7 @@ mod tests {
     #[test]
     fn each_xid_is_listed_once_in_order_with_a_source() {
         assert!(TABLE.is_sorted_by(|a, b| a.xid < b.xid));
-        assert!(TABLE.iter().all(|line| [CATALOG, MEMORY, PLUGIN, CHECKS, REPAIR].contains(&line.source)));
+        assert!(TABLE.iter().all(|line| [CATALOG, MEMORY, PLUGIN, CHECKS, ALIBABA].contains(&line.source)));
         assert!(TABLE.iter().all(|line| line.class != Class::Lost), "only NVML itself can report a GPU as lost");
     }
 

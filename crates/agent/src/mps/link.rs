@@ -39,7 +39,8 @@ impl HostLink {
         &self.paths
     }
 
-    /// Reads the desired file that an earlier agent wrote; `None` if it cannot be read.
+    /// Reads the desired file that an earlier agent wrote. Returns `None` if the file cannot be
+    /// read.
     pub fn last_desired(&self) -> Option<Desired> {
         let bytes = fs::read(self.paths.desired()).ok()?;
         match Desired::parse(&bytes) {
@@ -121,7 +122,7 @@ impl HostLink {
 
     async fn follow_status(&self, view: &watch::Sender<HostView>) {
         let unwatched = |error| tracing::warn!(%error, "failed to watch the MPS host's status; polling it instead");
-        // Any change in the directory causes a read. An unchanged view is not sent.
+        // Any change in the directory causes a read. `refresh` sends no unchanged view.
         watch_directory(&self.paths.mps(), STATUS_POLL_INTERVAL, || self.refresh(view), unwatched).await;
     }
 
@@ -152,11 +153,11 @@ impl HostLink {
         }
     }
 
-    /// Sends a request and returns the reply. Repeats it until `deadline` has passed, since the MPS
-    /// host may be restarting.
+    /// Sends a request and returns the reply. Repeats the request until `deadline` has passed,
+    /// because the MPS host may be restarting.
     ///
     /// # Errors
-    /// No reply arrived within `deadline`. The error is a full sentence.
+    /// Returns a full sentence if no reply arrives within `deadline`.
     pub async fn request(&self, request: &Request, deadline: Duration) -> Result<Reply, String> {
         let until = Instant::now() + deadline;
         loop {
@@ -241,7 +242,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_host_is_followed_through_a_status_an_end_and_a_restart() {
+    async fn the_view_follows_the_mps_hosts_status_exit_and_restart() {
         let (_directory, link) = link();
         let (sender, mut view) = watch::channel(HostView::default());
         let follower = link.clone();

@@ -12,7 +12,7 @@ const MAX_ERROR_CHARS: usize = 300;
 pub struct HostView {
     /// Whether the MPS host accepts connections on its socket.
     pub alive: bool,
-    /// The last status that the MPS host wrote. The default status if the file cannot be read.
+    /// The last status that the MPS host wrote, or the default status if the file cannot be read.
     pub status: Status,
     /// Why the status is unusable; `None` if it is usable.
     pub error: Option<String>,
@@ -21,7 +21,7 @@ pub struct HostView {
 /// Parses the status file of the MPS host.
 ///
 /// # Errors
-/// The file is malformed, or a newer MPS host wrote it. The error is a full sentence.
+/// Returns a full sentence if the file is malformed, or if a newer MPS host wrote the file.
 pub fn parse_status(bytes: &[u8]) -> Result<Status, String> {
     #[derive(serde::Deserialize)]
     struct Versioned {

@@ -3,7 +3,7 @@
 //! The kubelet permanently rejects a pod that arrives while its shares are Unhealthy. An admitted
 //! pod only waits: `PreStartContainer` waits until the daemon is Active, and the pod's programs
 //! wait at their door. So shares that were served remain Healthy while their daemon or the MPS host
-//! restarts. Other failures make them Unhealthy at once: a server in state FAULT, a daemon that
+//! restarts. Other failures make shares Unhealthy at once: a server in state FAULT, a daemon that
 //! fails repeatedly, and a daemon that has not yet served with its current layout.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -15,11 +15,11 @@ use crate::mps::HostView;
 
 /// Maximum time that a daemon may be unavailable while its shares remain Healthy.
 ///
-/// This is more than twice the usual absence: half a second for a restarted daemon or server, and
-/// up to 4 s for a replaced MPS host. The maximum is well below the 25 s that a container's start
-/// waits before the kubelet retries. A pod that arrived earlier is therefore still waiting when the
-/// shares become Unhealthy. With a longer time, the kubelet would only send more pods to a daemon
-/// that does not recover.
+/// The maximum is more than twice the usual absence: half a second for a restarted daemon or
+/// server, and up to 4 s for a replaced MPS host. The maximum is well below the 25 s that a
+/// container's start waits before the kubelet retries. A pod that arrived earlier is therefore
+/// still waiting when the shares become Unhealthy. With a longer time, the kubelet would only send
+/// more pods to a daemon that does not recover.
 pub const MAX_ABSENCE: Duration = Duration::from_secs(10);
 
 /// Daemons with shares that count as Healthy.
@@ -39,7 +39,7 @@ enum Presence {
 
 impl Absences {
     /// Removes the devices for which pools or daemon settings changed.
-    pub fn layouts_changed(&mut self, before: &BTreeMap<String, Layout>, after: &BTreeMap<String, Layout>) {
+    pub fn remove_changed_devices(&mut self, before: &BTreeMap<String, Layout>, after: &BTreeMap<String, Layout>) {
         self.since.retain(|device, _| settings_and_pools(before, device) == settings_and_pools(after, device));
     }
 
@@ -84,7 +84,7 @@ impl Absences {
     }
 }
 
-/// Returns whether a device's MPS daemon serves, is away for a while, or fails.
+/// Returns whether a device's MPS daemon serves, is briefly unavailable, or fails.
 fn presence(view: &HostView, device: &str) -> Presence {
     match view.status.daemons.get(device).map(|DaemonStatus { state, .. }| state) {
         Some(DaemonState::Active) if view.alive => Presence::Serves,

@@ -9,11 +9,11 @@ use cleave_api::GpuNodeSpec;
 
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::usage::Usage;
-use crate::gpu::layout::{Layout, parse_id};
+use crate::gpu::layout::{Layout, parse_slice_id};
 
 /// Returns the slices to list as Unhealthy, by resource and id. Returns an empty set while `usage`
 /// is unknown.
-pub fn withheld(
+pub fn withheld_slices(
     spec: Option<&GpuNodeSpec>,
     layouts: &BTreeMap<String, Layout>,
     usage: Option<&Usage>,
@@ -28,11 +28,11 @@ pub fn withheld(
                 .of(&device)
                 .filter(|(resource, id, _)| {
                     *resource == pool.resource
-                        && parse_id(id).is_some_and(|(device, number)| pool.contains(device, number))
+                        && parse_slice_id(id).is_some_and(|(device, number)| pool.contains(device, number))
                 })
                 .map(|(_, id, _)| id)
                 .collect();
-            let reserved = pending.reserved(&pool.resource);
+            let reserved = pending.open_reservations(&pool.resource);
             let reserved: u32 =
                 reserved.iter().filter(|reserved| reserved.device == pool.device).map(|reserved| reserved.units).sum();
             let free = pool.ids().filter(|id| !used.contains(id.as_str()));
@@ -62,7 +62,7 @@ mod tests {
         let layouts = BTreeMap::from([("GPU-a".to_owned(), layout(0)), ("GPU-b".to_owned(), layout(1))]);
         let mut spec = GpuNodeSpec { plan_id: "p".into(), gpus: specs };
         spec.gpus[0].cordoned = cordoned;
-        withheld(Some(&spec), &layouts, usage, pending).into_iter().map(|(_, id)| id).collect()
+        withheld_slices(Some(&spec), &layouts, usage, pending).into_iter().map(|(_, id)| id).collect()
     }
 
     #[test]

@@ -14,7 +14,7 @@ const MAX_HASHES: usize = 64;
 
 /// Tracks which desired files the MPS host has applied.
 #[derive(Debug, Default)]
-pub(super) struct Acknowledged {
+pub(super) struct DesiredFileTracker {
     last: Desired,
     sequence: u64,
     hashes: VecDeque<(u64, String)>,
@@ -23,7 +23,7 @@ pub(super) struct Acknowledged {
     applied: u64,
 }
 
-impl Acknowledged {
+impl DesiredFileTracker {
     /// Records the daemons and doors that should run.
     pub(super) fn record_desired(&mut self, desired: &Desired) {
         if *desired != self.last || self.sequence == 0 {
@@ -53,23 +53,23 @@ impl Acknowledged {
     }
 
     /// Returns whether the MPS host has applied a desired file without this daemon.
-    pub(super) fn host_read_removal(&self, device: &str) -> bool {
+    pub(super) fn has_applied_removal(&self, device: &str) -> bool {
         self.removed.get(device).is_none_or(|sequence| self.applied >= *sequence)
     }
 
     /// Returns whether the MPS host has applied the current settings of this daemon.
-    pub(super) fn host_read_settings(&self, device: &str) -> bool {
+    pub(super) fn has_applied_settings(&self, device: &str) -> bool {
         self.changed.get(device).is_none_or(|sequence| self.applied >= *sequence)
     }
 }
 
 /// The reported state of each daemon, so that the agent reports each exit and each recovery once.
 #[derive(Debug, Default)]
-pub(super) struct ReportedDaemons(BTreeMap<String, Reported>);
+pub(super) struct ReportedDaemons(BTreeMap<String, ReportedState>);
 
 /// The last reported state of a daemon.
 #[derive(Debug, Clone, Copy, Default)]
-enum Reported {
+enum ReportedState {
     /// Nothing was reported, because the daemon or the agent has just started.
     #[default]
     Nothing,
@@ -95,26 +95,26 @@ impl ReportedDaemons {
             let recovery = || recovered(format!("shares of {device}: the MPS daemon serves again with all limits"));
             let reported = self.0.get(&device).copied().unwrap_or_default();
             let next = match (reported, check_daemon(view, &device)) {
-                (Reported::Serving(before), Ok(())) if restarts > before => {
+                (ReportedState::Serving(before), Ok(())) if restarts > before => {
                     // The daemon exited and recovered between two updates.
                     events.extend([unavailable("the MPS daemon exited"), recovery()]);
-                    Reported::Serving(restarts)
+                    ReportedState::Serving(restarts)
                 }
-                (Reported::Unavailable, Ok(())) => {
+                (ReportedState::Unavailable, Ok(())) => {
                     events.push(recovery());
-                    Reported::Serving(restarts)
+                    ReportedState::Serving(restarts)
                 }
-                (Reported::Nothing | Reported::Serving(_), Ok(())) => Reported::Serving(restarts),
-                (Reported::Serving(_), Err(why)) => {
+                (ReportedState::Nothing | ReportedState::Serving(_), Ok(())) => ReportedState::Serving(restarts),
+                (ReportedState::Serving(_), Err(why)) => {
                     events.push(unavailable(&why));
-                    Reported::Unavailable
+                    ReportedState::Unavailable
                 }
-                (Reported::Nothing, Err(why)) if failing => {
+                (ReportedState::Nothing, Err(why)) if failing => {
                     events.push(unavailable(&why));
-                    Reported::Unavailable
+                    ReportedState::Unavailable
                 }
-                // A normal start is not reported, and a failure is reported only once.
-                (reported @ (Reported::Nothing | Reported::Unavailable), Err(_)) => reported,
+                // A normal start causes no event. A failure causes only one event.
+                (reported @ (ReportedState::Nothing | ReportedState::Unavailable), Err(_)) => reported,
             };
             self.0.insert(device, next);
         }

@@ -7,8 +7,8 @@ use cleave_gpu::nvml::{Gpu, Process};
 
 use crate::allocation::usage::Usage;
 use crate::gpu::hardware::Hardware;
-use crate::gpu::layout::{Layout, TargetLayout, parse_id, target_layout};
-use crate::gpu::mig::{Change, in_use_by};
+use crate::gpu::layout::{Layout, TargetLayout, parse_slice_id, target_layout};
+use crate::gpu::mig::{Change, in_use_message};
 
 /// Maximum number of pods that a step's message names.
 const MAX_NAMED_PODS: usize = 8;
@@ -40,7 +40,7 @@ pub struct Rules {
 }
 
 /// Decides the layout of each GPU separately. Ignores GPUs in the spec that the node does not have.
-/// While `usage` is unknown, no served slice is removed.
+/// While `usage` is unknown, removes no served slice.
 pub fn decide(
     hardware: &Hardware,
     spec: Option<&GpuNodeSpec>,
@@ -70,7 +70,7 @@ pub fn decide(
         match target {
             Ok(wanted) => decision.plan_gpu(gpu, before, wanted, usage, rules),
             Err(why) => {
-                decision.unfinished_step("apply the spec".into(), gpu, STEP_REFUSED, why);
+                decision.add_unfinished_step("apply the spec".into(), gpu, STEP_REFUSED, why);
                 decision.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
             }
         }
@@ -93,7 +93,7 @@ impl Decision {
             && let Some(at) = changes.iter().position(|change| matches!(change, Change::Mode(_)))
         {
             let on = changes.remove(at) == Change::Mode(true);
-            self.unfinished_step(describe(&layout), gpu, STEP_WAITING, manual_instruction(gpu, on));
+            self.add_unfinished_step(describe(&layout), gpu, STEP_WAITING, manual_instruction(gpu, on));
             if on {
                 // MIG mode remains off, so the layout cannot change.
                 self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
@@ -101,7 +101,7 @@ impl Decision {
             }
         }
         let mut blocked = match (usage, before) {
-            (Some(usage), _) => blocked_by_pods(gpu, before, &layout, &changes, usage),
+            (Some(usage), _) => devices_blocked_by_pods(gpu, before, &layout, &changes, usage),
             // A first layout removes nothing.
             (None, None) => BTreeMap::new(),
             (None, Some(before)) if *before == layout => BTreeMap::new(),
@@ -110,7 +110,7 @@ impl Decision {
                 BTreeMap::from([(gpu.uuid.clone(), why)])
             }
         };
-        let foreign = blocked_by_processes(gpu, before, &changes, rules);
+        let foreign = devices_blocked_by_processes(gpu, before, &changes, rules);
         self.foreign |= !foreign.is_empty();
         let in_use = !foreign.is_empty() || usage.is_some() && !blocked.is_empty();
         for (device, why) in foreign {
@@ -119,7 +119,7 @@ impl Decision {
         if !blocked.is_empty() {
             let why: BTreeSet<&str> = blocked.values().map(String::as_str).collect();
             let why = why.into_iter().collect::<Vec<_>>().join("; ");
-            self.unfinished_step(describe(&layout), gpu, STEP_WAITING, why);
+            self.add_unfinished_step(describe(&layout), gpu, STEP_WAITING, why);
             if let Some(step) = self.steps.last_mut().filter(|_| in_use) {
                 step.reason = STEP_IN_USE.into();
             }
@@ -135,7 +135,7 @@ impl Decision {
         }
         self.applied &= changes.is_empty();
         if blocked.is_empty() && changes.is_empty() && before != Some(&layout) {
-            self.step(describe(&layout), gpu, STEP_DONE, note);
+            self.add_step(describe(&layout), gpu, STEP_DONE, note);
         }
         self.layouts.insert(gpu.uuid.clone(), layout);
         if !changes.is_empty() {
@@ -144,15 +144,15 @@ impl Decision {
     }
 
     /// Adds a step with a result.
-    fn step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
+    fn add_step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
         let (gpu, result) = (gpu.uuid.clone(), result.into());
         self.steps.push(StepStatus { gpu, action, result, message, ..StepStatus::default() });
     }
 
     /// Adds a step that is waiting or refused.
-    fn unfinished_step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
+    fn add_unfinished_step(&mut self, action: String, gpu: &Gpu, result: &str, message: String) {
         self.applied = false;
-        self.step(action, gpu, result, message);
+        self.add_step(action, gpu, result, message);
     }
 }
 
@@ -179,7 +179,7 @@ fn describe(layout: &Layout) -> String {
 }
 
 /// Returns the devices on which slices in use would change, and the pods that use these slices.
-fn blocked_by_pods(
+fn devices_blocked_by_pods(
     gpu: &Gpu,
     before: Option<&Layout>,
     after: &Layout,
@@ -221,7 +221,7 @@ fn blocked_by_pods(
 
 /// Returns the served devices that would be destroyed while processes outside of Kubernetes use
 /// them.
-fn blocked_by_processes(
+fn devices_blocked_by_processes(
     gpu: &Gpu,
     before: Option<&Layout>,
     changes: &[Change],
@@ -242,7 +242,7 @@ fn blocked_by_processes(
             Change::Mode(false) | Change::Create { .. } => continue,
         };
         if !there.is_empty() && served(device) {
-            found.insert(device.clone(), in_use_by(&there));
+            found.insert(device.clone(), in_use_message(&there));
         }
     }
     found
@@ -251,7 +251,7 @@ fn blocked_by_processes(
 /// Returns whether a slice remains unchanged: both layouts contain it with the same limits, and its
 /// daemon need not restart.
 pub fn is_unchanged(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
-    let Some((device, number)) = parse_id(id) else { return true };
+    let Some((device, number)) = parse_slice_id(id) else { return true };
     let find = |layout: &Layout| {
         let pool = layout.pools.iter().find(|pool| pool.resource == resource && pool.contains(device, number))?;
         Some((pool.kind.clone(), layout.daemons.get(device).cloned()))
@@ -422,7 +422,7 @@ mod tests {
     }
 
     proptest! {
-        /// With any spec, a slice in use remains unchanged, and deciding again changes nothing.
+        /// No spec changes a slice in use. A repeated decision changes nothing.
         #[test]
         fn a_slice_in_use_is_never_removed(
             units in 1_u32..48, next in 0_u32..50, used in prop::collection::btree_set(0_u32..48, 0..4), sliced: bool,

@@ -21,15 +21,15 @@ use crate::mps::HostView;
 
 /// Maximum time until the MPS server's log names clients. If the log names several clients, no
 /// Event names one of them as the cause.
-const LOG_DELAY: Duration = Duration::from_millis(500);
+const MAX_LOG_DELAY: Duration = Duration::from_millis(500);
 /// Maximum time until the kubelet and the API server report which pod has an allocation.
-const OWNER_DELAY: Duration = Duration::from_secs(2);
+const MAX_OWNER_DELAY: Duration = Duration::from_secs(2);
 /// Maximum number of pods that an Event names.
 const MAX_NAMED_PODS: usize = 8;
 
 /// Sources that identify the pod of an allocation.
 #[derive(Debug, Clone, Copy)]
-pub struct Pods<'a> {
+pub struct PodSources<'a> {
     /// The kubelet's PodResources list.
     pub listed: &'a [ContainerDevices],
     /// The agent's allocations.
@@ -38,9 +38,9 @@ pub struct Pods<'a> {
     pub pending: &'a PendingAllocations,
 }
 
-impl Pods<'_> {
+impl PodSources<'_> {
     /// Returns the pod to which an allocation belongs.
-    fn of(&self, id: &str) -> Option<PodRef> {
+    fn pod_of(&self, id: &str) -> Option<PodRef> {
         let allocation = self.allocations.get(id);
         let is = |row: &&ContainerDevices| {
             // An init container's slices pass to another container. The kubelet lists them for that
@@ -91,7 +91,7 @@ struct ReportedFault {
 
 impl Faults {
     /// Compares the MPS host's status with earlier reports, and returns new Events.
-    pub fn update(&mut self, view: &HostView, pods: &Pods<'_>, now: Instant) -> FaultReport {
+    pub fn update(&mut self, view: &HostView, pods: &PodSources<'_>, now: Instant) -> FaultReport {
         let mut report = FaultReport::default();
         // A stopped MPS host leaves a status without a process id, which contains nothing new.
         if !view.alive || view.status.pid == 0 {
@@ -124,7 +124,7 @@ impl Faults {
             }
             let Some(seen) = self.seen.get_mut(device) else { continue };
             seen.fault.clone_from(fault);
-            if let Some(wait) = seen.wait(pods, now) {
+            if let Some(wait) = seen.wait_before_report(pods, now) {
                 report.wake_after = Some(report.wake_after.map_or(wait, |again| again.min(wait)));
             } else if !std::mem::replace(&mut seen.reported, true) {
                 report.events.extend(seen.events(device));
@@ -139,7 +139,7 @@ impl Faults {
 
 impl ReportedFault {
     /// Returns the time to wait for more information before the report, or `None` to report now.
-    fn wait(&mut self, pods: &Pods<'_>, now: Instant) -> Option<Duration> {
+    fn wait_before_report(&mut self, pods: &PodSources<'_>, now: Instant) -> Option<Duration> {
         if self.reported {
             return None;
         }
@@ -148,7 +148,7 @@ impl ReportedFault {
         let mut all_known = true;
         for allocation in allocations {
             let known = self.pods.get(allocation).is_some_and(|pod| !pod.uid.is_empty());
-            if !known && let Some(pod) = pods.of(allocation) {
+            if !known && let Some(pod) = pods.pod_of(allocation) {
                 self.pods.insert(allocation.clone(), pod);
             }
             all_known &= self.pods.get(allocation).is_some_and(|pod| !pod.uid.is_empty());
@@ -157,9 +157,9 @@ impl ReportedFault {
         let patience = if all_known && self.fault.over {
             return None;
         } else if all_known {
-            LOG_DELAY
+            MAX_LOG_DELAY
         } else {
-            OWNER_DELAY
+            MAX_OWNER_DELAY
         };
         patience.checked_sub(age).filter(|wait| !wait.is_zero())
     }
@@ -237,7 +237,7 @@ impl ReportedFault {
     }
 }
 
-/// Describes the cause in the node's Event.
+/// Returns the cause as text for the node's Event.
 fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
         (None, _) => return "a fatal GPU error of a program that MPS did not identify".to_owned(),
@@ -261,7 +261,7 @@ fn note_for_culprit(killed: bool) -> &'static str {
     }
 }
 
-/// Describes the cause in the Event of another affected pod.
+/// Returns the cause as text for the Event of another affected pod.
 fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) -> String {
     let who = match (culprit, pod) {
         (None, _) => {
@@ -277,7 +277,7 @@ fn cause_for_neighbour(reader: &PodRef, culprit: Option<&Client>, pod: Option<&P
     }
 }
 
-/// Describes the affected programs by pod.
+/// Returns the affected programs by pod, as text.
 fn affected_programs(pods: &[&PodRef], unknown: usize) -> String {
     let mut names: Vec<String> =
         pods.iter().take(MAX_NAMED_PODS).map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
@@ -317,19 +317,19 @@ mod tests {
         now: Instant,
     }
 
-    fn nth_device_id(number: usize) -> String {
+    fn nth_slice_id(number: usize) -> String {
         format!("GPU-a::{number}")
     }
 
     fn nth_allocation_id(number: usize) -> String {
-        allocation(&[&nth_device_id(number)]).id()
+        allocation(&[&nth_slice_id(number)]).id()
     }
 
     fn client(number: usize) -> Client {
         Client { pid: 100 + u32::try_from(number).unwrap(), allocation: Some(nth_allocation_id(number)) }
     }
 
-    fn view(host: u32, fault: Option<Fault>) -> HostView {
+    fn host_view(host: u32, fault: Option<Fault>) -> HostView {
         let daemon = DaemonStatus {
             state: DaemonState::Fault,
             pid: None,
@@ -354,7 +354,7 @@ mod tests {
             for (number, (namespace, name)) in pods.iter().enumerate() {
                 rows.push(ContainerDevices {
                     namespace: (*namespace).to_owned(),
-                    ..container_devices(name, &[&nth_device_id(number)])
+                    ..container_devices(name, &[&nth_slice_id(number)])
                 });
                 if !unknown.contains(name) {
                     pending.update_pod(bound_pod(namespace, name), now);
@@ -362,12 +362,12 @@ mod tests {
             }
             let mut test =
                 Self { listed: rows, allocations: Allocations::default(), pending, faults: Faults::default(), now };
-            assert_eq!(test.update(&view(7, None)), FaultReport::default());
+            assert_eq!(test.update(&host_view(7, None)), FaultReport::default());
             test
         }
 
         fn update(&mut self, view: &HostView) -> FaultReport {
-            let pods = Pods { listed: &self.listed, allocations: &self.allocations, pending: &self.pending };
+            let pods = PodSources { listed: &self.listed, allocations: &self.allocations, pending: &self.pending };
             self.faults.update(view, &pods, self.now)
         }
 
@@ -376,10 +376,10 @@ mod tests {
             let first = self.update(view);
             assert_eq!(
                 (first.events, first.wake_after),
-                (Vec::new(), Some(LOG_DELAY)),
+                (Vec::new(), Some(MAX_LOG_DELAY)),
                 "the log may still name another client"
             );
-            self.now += LOG_DELAY;
+            self.now += MAX_LOG_DELAY;
             self.update(view)
         }
     }
@@ -410,7 +410,7 @@ mod tests {
     #[test]
     fn each_pod_gets_one_event_that_names_no_pod_of_another_namespace() {
         let mut test = FaultTest::new(&[("ns", "bad"), ("ns", "near"), ("other", "far")], &[]);
-        let report = test.update_after_log_delay(&view(7, Some(fault(1, Some(0), 3))));
+        let report = test.update_after_log_delay(&host_view(7, Some(fault(1, Some(0), 3))));
         let events = events(&report);
         assert_eq!(
             events.iter().map(|(to, reason, _)| (*to, *reason)).collect::<Vec<_>>(),
@@ -436,18 +436,24 @@ mod tests {
         }
         let pod = report.events[3].regarding.clone().unwrap();
         assert_eq!(pod, PodRef { namespace: "other".into(), name: "far".into(), uid: "uid-far".into() });
-        assert_eq!(test.update(&view(7, Some(Fault { over: true, ..fault(1, Some(0), 3) }))), FaultReport::default());
-        assert_eq!(test.update(&view(7, Some(fault(2, None, 3)))).faults, BTreeMap::from([("GPU-a".to_owned(), 1)]));
+        assert_eq!(
+            test.update(&host_view(7, Some(Fault { over: true, ..fault(1, Some(0), 3) }))),
+            FaultReport::default()
+        );
+        assert_eq!(
+            test.update(&host_view(7, Some(fault(2, None, 3)))).faults,
+            BTreeMap::from([("GPU-a".to_owned(), 1)])
+        );
     }
 
     #[test]
-    fn if_the_log_names_several_clients_none_is_blamed() {
+    fn no_event_names_a_cause_if_the_log_names_several_clients() {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
-        assert_eq!(test.update(&view(7, Some(fault(1, Some(0), 2)))).events, []);
-        test.now += LOG_DELAY / 2;
+        assert_eq!(test.update(&host_view(7, Some(fault(1, Some(0), 2)))).events, []);
+        test.now += MAX_LOG_DELAY / 2;
         // The MPS host reports no culprit if the log names two.
-        assert_eq!(test.update(&view(7, Some(fault(1, None, 2)))).events, []);
-        let report = test.update(&view(7, Some(Fault { over: true, ..fault(1, None, 2) })));
+        assert_eq!(test.update(&host_view(7, Some(fault(1, None, 2)))).events, []);
+        let report = test.update(&host_view(7, Some(Fault { over: true, ..fault(1, None, 2) })));
         let reasons: Vec<&str> = events(&report).iter().map(|event| event.1).collect();
         assert_eq!(
             reasons,
@@ -459,27 +465,27 @@ mod tests {
     #[test]
     fn events_wait_for_unknown_pods_for_a_limited_time() {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &["b"]);
-        let report = test.update(&view(7, Some(fault(1, None, 2))));
-        assert_eq!((report.events.len(), report.wake_after, report.faults.len()), (0, Some(OWNER_DELAY), 1));
+        let report = test.update(&host_view(7, Some(fault(1, None, 2))));
+        assert_eq!((report.events.len(), report.wake_after, report.faults.len()), (0, Some(MAX_OWNER_DELAY), 1));
         test.pending.update_pod(bound_pod("ns", "b"), test.now);
-        test.now += LOG_DELAY / 2;
-        let report = test.update(&view(7, Some(fault(1, None, 2))));
+        test.now += MAX_LOG_DELAY / 2;
+        let report = test.update(&host_view(7, Some(fault(1, None, 2))));
         assert_eq!(
             (report.events.len(), report.wake_after),
-            (0, Some(LOG_DELAY / 2)),
+            (0, Some(MAX_LOG_DELAY / 2)),
             "the log may still name a client"
         );
         // No list contains the pod any more, but the fault keeps its record of the pod.
         test.listed.clear();
-        test.now += LOG_DELAY / 2;
-        let report = test.update(&view(7, Some(fault(1, None, 2))));
+        test.now += MAX_LOG_DELAY / 2;
+        let report = test.update(&host_view(7, Some(fault(1, None, 2))));
         assert_eq!(events(&report).len(), 3);
         assert!(events(&report)[1].2.contains("possibly the pod's own"));
         assert_eq!(report.wake_after, None);
         // No source ever reports these pods.
-        test.update(&view(7, Some(fault(2, Some(0), 2))));
-        test.now += OWNER_DELAY;
-        let report = test.update(&view(7, Some(fault(2, Some(0), 2))));
+        test.update(&host_view(7, Some(fault(2, Some(0), 2))));
+        test.now += MAX_OWNER_DELAY;
+        let report = test.update(&host_view(7, Some(fault(2, Some(0), 2))));
         assert_eq!(events(&report).len(), 1);
         assert!(events(&report)[0].2.contains(
             "process 100 of no known pod, but it often names a neighbour. The fault broke 2 programs of unknown pods"
@@ -489,8 +495,8 @@ mod tests {
     #[test]
     fn pods_of_terminated_programs_get_an_event() {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
-        test.update_after_log_delay(&view(7, Some(fault(1, Some(0), 2))));
-        let terminated = |clients: Vec<Client>| view(7, Some(Fault { ended: clients, ..fault(1, Some(0), 2) }));
+        test.update_after_log_delay(&host_view(7, Some(fault(1, Some(0), 2))));
+        let terminated = |clients: Vec<Client>| host_view(7, Some(Fault { ended: clients, ..fault(1, Some(0), 2) }));
         let report = test.update(&terminated(vec![client(1)]));
         assert_eq!(
             events(&report).iter().map(|event| (event.0, event.1)).collect::<Vec<_>>(),
@@ -506,7 +512,7 @@ mod tests {
     #[test]
     fn a_program_killed_while_its_kernels_ran_is_the_known_cause() {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
-        let report = test.update_after_log_delay(&view(7, Some(Fault { killed: true, ..fault(1, Some(0), 2) })));
+        let report = test.update_after_log_delay(&host_view(7, Some(Fault { killed: true, ..fault(1, Some(0), 2) })));
         let events = events(&report);
         assert_eq!(events[1].1, "CausedGpuFault");
         assert!(events[0].2.contains("was killed while its kernels ran"), "{}", events[0].2);
@@ -515,19 +521,19 @@ mod tests {
     }
 
     #[test]
-    fn a_new_agent_reports_ongoing_faults_and_a_new_host_starts_again() {
+    fn a_new_agent_reports_only_ongoing_faults_and_a_new_host_restarts_the_fault_numbers() {
         let mut test = FaultTest::new(&[("ns", "a")], &[]);
         test.faults = Faults::default();
         let over = |number| Fault { over: true, ended: vec![client(0)], ..fault(number, Some(0), 1) };
-        assert_eq!(test.update(&view(7, Some(over(3)))), FaultReport::default(), "an earlier agent reported it");
-        assert_eq!(test.update(&view(7, Some(over(3)))), FaultReport::default());
-        assert_eq!(test.update(&view(7, Some(over(5)))).faults["GPU-a"], 2, "one was missed");
-        assert_eq!(test.update(&HostView { alive: false, ..view(8, Some(over(1))) }), FaultReport::default());
-        assert_eq!(test.update(&view(0, Some(over(1)))), FaultReport::default(), "the host has stopped");
-        assert_eq!(events(&test.update(&view(8, Some(over(1))))).len(), 3);
+        assert_eq!(test.update(&host_view(7, Some(over(3)))), FaultReport::default(), "an earlier agent reported it");
+        assert_eq!(test.update(&host_view(7, Some(over(3)))), FaultReport::default());
+        assert_eq!(test.update(&host_view(7, Some(over(5)))).faults["GPU-a"], 2, "one was missed");
+        assert_eq!(test.update(&HostView { alive: false, ..host_view(8, Some(over(1))) }), FaultReport::default());
+        assert_eq!(test.update(&host_view(0, Some(over(1)))), FaultReport::default(), "the host has stopped");
+        assert_eq!(events(&test.update(&host_view(8, Some(over(1))))).len(), 3);
         test.faults = Faults::default();
         assert_eq!(
-            events(&test.update_after_log_delay(&view(8, Some(fault(1, Some(0), 1))))).len(),
+            events(&test.update_after_log_delay(&host_view(8, Some(fault(1, Some(0), 1))))).len(),
             2,
             "the fault is ongoing"
         );
@@ -536,20 +542,20 @@ mod tests {
     #[test]
     fn a_second_fault_does_not_suppress_the_report_of_the_first() {
         let mut test = FaultTest::new(&[("ns", "a")], &["a"]);
-        assert_eq!(events(&test.update(&view(7, Some(fault(1, Some(0), 1))))).len(), 0);
-        let report = test.update(&view(7, Some(fault(2, Some(0), 1))));
+        assert_eq!(events(&test.update(&host_view(7, Some(fault(1, Some(0), 1))))).len(), 0);
+        let report = test.update(&host_view(7, Some(fault(2, Some(0), 1))));
         assert_eq!(events(&report).iter().map(|event| event.1).collect::<Vec<_>>(), ["GpuFault", "NamedInGpuFault"]);
-        assert_eq!(report.wake_after, Some(OWNER_DELAY));
+        assert_eq!(report.wake_after, Some(MAX_OWNER_DELAY));
     }
 
     #[test]
     fn an_init_containers_slices_belong_to_its_pod() {
         let mut test = FaultTest::new(&[("ns", "a")], &[]);
-        test.listed = vec![container_devices("a", &[&nth_device_id(0)])];
-        let first = allocation(&[&nth_device_id(0), &nth_device_id(1)]);
+        test.listed = vec![container_devices("a", &[&nth_slice_id(0)])];
+        let first = allocation(&[&nth_slice_id(0), &nth_slice_id(1)]);
         let client = Client { pid: 1, allocation: Some(first.id()) };
         test.allocations.insert(first, test.now);
         let fault = Fault { number: 1, culprit: Some(client.clone()), affected: vec![client], ..Fault::default() };
-        assert_eq!(events(&test.update_after_log_delay(&view(7, Some(fault))))[1].0, Some("a"));
+        assert_eq!(events(&test.update_after_log_delay(&host_view(7, Some(fault))))[1].0, Some("a"));
     }
 }

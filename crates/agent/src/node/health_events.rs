@@ -7,8 +7,9 @@ use cleave_api::names::HEALTH_SUSPECT;
 use crate::event::{NodeEvent, recovered, warning};
 use crate::gpu::hardware::Hardware;
 
-/// The reported severity of each GPU and MIG device with a problem. The first report, each increase
-/// and the recovery cause one Event each. A restart of the agent causes none.
+/// The reported severity of each GPU and MIG device with a problem. The agent publishes one Event
+/// when a problem begins, when its severity increases, and when it ends. A restart of the agent
+/// causes no Event.
 #[derive(Debug, Clone, Default)]
 pub struct ReportedHealth(BTreeMap<String, Severity>);
 
@@ -40,7 +41,7 @@ impl ReportedHealth {
             }
             now.insert(device, severity);
         }
-        // A decrease of the severity is not reported, but a later increase is.
+        // A decrease of the severity causes no Event, but a later increase does.
         for device in self.0.keys().filter(|device| !now.contains_key(*device)) {
             found.push(recovered(format!("GPU {device} is healthy again")));
         }

@@ -1,5 +1,5 @@
 //! [`Node`] is the agent's model of the node. Inputs update it; [`Node::reconcile`] decides what to
-//! do next. Pure: the time is an argument, and nothing is read or written.
+//! do next. Pure: the time is an argument, and no code here does I/O.
 pub mod absence;
 pub mod cordon;
 mod daemons;
@@ -24,10 +24,10 @@ use cleave_kubelet::{AllocatedDevices, ContainerDevices, DeviceList, ResourceNam
 use k8s_openapi::jiff::Timestamp;
 
 use self::absence::Absences;
-use self::daemons::{Acknowledged, ReportedDaemons};
+use self::daemons::{DesiredFileTracker, ReportedDaemons};
 use self::faults::Faults;
 use self::health_events::ReportedHealth;
-use crate::allocation::usage::{Allocations, Collected};
+use crate::allocation::usage::{Allocations, RemovalResult};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
 use crate::clock::Clock;
@@ -40,7 +40,7 @@ use crate::mps;
 use crate::object::Object;
 use crate::tenants::snapshot::TenantSnapshot;
 
-/// Time for which slices are listed as Unhealthy before they are removed. The kubelet may be
+/// Time for which the agent lists slices as Unhealthy before it removes them. The kubelet may be
 /// allocating such a slice at this moment. A pod that starts with a removed slice would fail
 /// permanently.
 pub const WITHDRAWAL_TIME: Duration = Duration::from_millis(300);
@@ -83,7 +83,7 @@ pub struct Actions {
 #[derive(Debug)]
 pub struct Node {
     boot_id: String,
-    /// Time for which an allocation is kept before the kubelet lists it.
+    /// Time for which the agent keeps an allocation that the kubelet has not listed yet.
     grace: Duration,
     tracker: HardwareTracker,
     inventoried: bool,
@@ -101,13 +101,13 @@ pub struct Node {
     kubelet_since: Instant,
     view: mps::HostView,
     layouts: BTreeMap<String, Layout>,
-    /// Daemons of the last desired file, adopted because the checkpoint is lost. Each is kept until
-    /// it is known to be unused.
+    /// Daemons of the last desired file, adopted because the checkpoint is lost. The agent keeps
+    /// each daemon until no pod uses the daemon.
     adopted: BTreeMap<String, wire::Daemon>,
     adopted_allocations: BTreeMap<String, wire::Allocation>,
     steps: Vec<StepStatus>,
-    /// Slices that will be removed, by resource and id, with the time at which each was first
-    /// listed as Unhealthy.
+    /// Slices that the agent will remove, by resource and id, with the time at which the agent
+    /// first listed each as Unhealthy.
     withdrawing: BTreeMap<(String, String), Instant>,
     /// Whether MIG mode must not be changed.
     keep_mig_mode: bool,
@@ -115,16 +115,15 @@ pub struct Node {
     mig_partitioned: BTreeSet<String>,
     /// Progress of MIG changes, by GPU.
     mig_progress: BTreeMap<String, MigProgress>,
-    /// When each GPU was last observed after a change. Answers that were requested earlier are
-    /// outdated.
+    /// When each GPU was last observed after a change. Answers to earlier requests are outdated.
     changed: BTreeMap<String, Instant>,
     /// Whether a checkpoint was found. If so, all earlier allocations are known.
     has_checkpoint: bool,
     /// Events for the next reconciliation.
     pending_events: Vec<NodeEvent>,
     last_foreign_poll: Option<Instant>,
-    acknowledged: Acknowledged,
-    /// Daemons with a short absence that is not reported.
+    acknowledged: DesiredFileTracker,
+    /// Daemons with a short absence that the agent does not report.
     absences: Absences,
     reported_daemons: ReportedDaemons,
     /// Reported GPU faults.
@@ -180,7 +179,7 @@ impl Node {
             changed: BTreeMap::new(),
             pending_events: Vec::new(),
             last_foreign_poll: None,
-            acknowledged: Acknowledged::default(),
+            acknowledged: DesiredFileTracker::default(),
             absences: Absences::default(),
             reported_daemons: ReportedDaemons::default(),
             faults: Faults::default(),
@@ -222,7 +221,7 @@ impl Node {
     pub fn record_gpu(&mut self, index: u32, mut answer: Result<Observation, NvmlError>, requested_at: Instant) {
         if let Ok(Observation { gpu, .. }) = &mut answer
             && self.changed.get(&gpu.uuid).is_some_and(|at| requested_at < *at)
-            && let Some(known) = self.tracker.known(&gpu.uuid)
+            && let Some(known) = self.tracker.known_gpu(&gpu.uuid)
         {
             gpu.clone_from(known);
         }
@@ -346,8 +345,8 @@ impl Node {
         } else {
             let kubelet_checkpoint = kubelet_checkpoint.clone().unwrap_or_default();
             let busy = |id: &str| busy.contains(id);
-            let Collected { ended, in_kubelet_checkpoint } =
-                allocations.collect(&rows, requested_at, self.grace, busy, &kubelet_checkpoint);
+            let RemovalResult { ended, in_kubelet_checkpoint } =
+                allocations.remove_ended(&rows, requested_at, self.grace, busy, &kubelet_checkpoint);
             self.resend_lists = in_kubelet_checkpoint;
             ended.len()
         };

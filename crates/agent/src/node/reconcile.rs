@@ -18,7 +18,7 @@ use crate::checkpoint::Checkpoint;
 use crate::event::NodeEvent;
 use crate::gpu::hardware::{Hardware, KnownGpu};
 use crate::gpu::layout::{Kind, Layout, Pool};
-use crate::gpu::mig::{Change, MigOrder, MigProgress, NextStep, next};
+use crate::gpu::mig::{Change, MigOrder, MigProgress, NextStep, next_step};
 use crate::mps::HostView;
 use crate::tenants::snapshot::{self, TenantSnapshot};
 
@@ -35,7 +35,7 @@ impl Node {
     /// Decides the next actions, and updates the table.
     pub fn reconcile(&mut self, table: &mut AllocationTable, now: Instant) -> Actions {
         let hardware = self.tracker.hardware();
-        let in_use = self.in_use(&table.allocations);
+        let in_use = self.slices_in_use(&table.allocations);
         let usage = in_use.as_ref().filter(|_| self.pod_resources.is_some());
         let partitions: BTreeMap<String, Partition> = self
             .spec
@@ -57,12 +57,12 @@ impl Node {
 
         let desired = self.desired(&table.allocations);
         self.update_daemons(&desired, now);
-        let orders = self.orders(&hardware, &partitions, changes, now);
+        let orders = self.order_changes(&hardware, &partitions, changes, now);
         steps.extend(self.mig_progress.values().flat_map(MigProgress::steps).cloned());
         self.record_steps(steps, layouts_changed);
         let lists = self.lists_slice(&hardware, &table.pending, in_use.as_ref());
         let mut events = self.events(&hardware);
-        let pods = faults::Pods {
+        let pods = faults::PodSources {
             listed: self.pod_resources.as_deref().unwrap_or_default(),
             allocations: &table.allocations,
             pending: &table.pending,
@@ -80,7 +80,7 @@ impl Node {
             status: self.status(&hardware, table, &lists, in_use.as_ref(), applied),
             snapshot: self.snapshot(&hardware, table, &rules),
             checkpoint: self.checkpoint(&hardware, &table.allocations),
-            not_ready: self.not_ready(&desired),
+            not_ready: self.not_ready_reason(&desired),
             wake_after: self.next_wakeup(foreign, faults.wake_after, now),
             lists,
             resend: std::mem::take(&mut self.resend_lists),
@@ -97,7 +97,7 @@ impl Node {
     /// Collects the restrictions on changes, and updates the set of GPUs that are partitioned by
     /// MIG.
     fn rules(&mut self, hardware: &Hardware, partitions: &BTreeMap<String, Partition>) -> Rules {
-        self.mig_partitioned = mig_partitioned(hardware, partitions, &self.mig_partitioned, |uuid| {
+        self.mig_partitioned = mig_partitioned_gpus(hardware, partitions, &self.mig_partitioned, |uuid| {
             self.mig_progress.get(uuid).is_some_and(MigProgress::is_in_progress)
         });
         let processes = foreign_processes(hardware, &self.view);
@@ -180,7 +180,7 @@ impl Node {
     fn set_layouts(&mut self, layouts: BTreeMap<String, Layout>) -> bool {
         let otherwise = layouts != self.layouts;
         if otherwise {
-            self.absences.layouts_changed(&self.layouts, &layouts);
+            self.absences.remove_changed_devices(&self.layouts, &layouts);
         }
         self.layouts = layouts;
         otherwise
@@ -191,11 +191,11 @@ impl Node {
         self.acknowledged.record_desired(desired);
         self.acknowledged.record_applied(&self.view.status.desired);
         let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys());
-        self.absences.update(daemons, &self.view, |device| self.acknowledged.host_read_settings(device), now);
+        self.absences.update(daemons, &self.view, |device| self.acknowledged.has_applied_settings(device), now);
     }
 
     /// Orders the next change of each GPU, if the change can start now.
-    fn orders(
+    fn order_changes(
         &mut self,
         hardware: &Hardware,
         partitions: &BTreeMap<String, Partition>,
@@ -221,7 +221,7 @@ impl Node {
                     self.layouts.get(uuid).is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device))
                 };
                 let may = left.iter().filter(|change| progress.may_start(change, now));
-                next(may, gpu, known, served, |device| self.daemon_gone(device))
+                next_step(may, gpu, known, served, |device| self.check_daemon_exited(device))
             } else {
                 NextStep::Nothing
             };
@@ -243,9 +243,9 @@ impl Node {
         orders
     }
 
-    /// Checks that the MPS daemon of a device has exited and will not start again. The error states
+    /// Checks that the MPS daemon of a device has exited and will not restart. The error states
     /// why not.
-    fn daemon_gone(&self, device: &str) -> Result<(), String> {
+    fn check_daemon_exited(&self, device: &str) -> Result<(), String> {
         if self.adopted.contains_key(device) {
             return Err("an MPS daemon from an earlier agent still serves the device".into());
         }
@@ -256,7 +256,7 @@ impl Node {
                 "the MPS daemon may still run: the MPS host does not answer".into()
             });
         }
-        if self.acknowledged.host_read_removal(device) {
+        if self.acknowledged.has_applied_removal(device) {
             Ok(())
         } else {
             Err("the MPS host has not yet read the request to stop the MPS daemon".into())
@@ -281,7 +281,7 @@ impl Node {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
             let Some(before) = self.layouts.get(uuid) else { continue };
-            let going = removed_or_changed(before, after);
+            let going = removed_or_changed_slices(before, after);
             let since = |slice: &(String, String)| self.withdrawing.get(slice).copied().unwrap_or(now);
             if going.iter().any(|slice| now.saturating_duration_since(since(slice)) < WITHDRAWAL_TIME) {
                 after.clone_from(before);
@@ -330,7 +330,7 @@ impl Node {
 
     /// Returns the slices in use, which must not be allocated to other containers. Until the
     /// kubelet has listed its pods, the checkpoint's allocations count as in use.
-    fn in_use(&self, allocations: &Allocations) -> Option<Usage> {
+    fn slices_in_use(&self, allocations: &Allocations) -> Option<Usage> {
         let known = self.pod_resources.is_some() || self.has_checkpoint;
         known.then(|| Usage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
     }
@@ -342,13 +342,13 @@ impl Node {
         in_use: Option<&Usage>,
     ) -> BTreeMap<ResourceName, DeviceList> {
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
-        let withheld = cordon::withheld(spec, &self.layouts, in_use, pending);
+        let withheld = cordon::withheld_slices(spec, &self.layouts, in_use, pending);
         let mut lists: BTreeMap<ResourceName, DeviceList> = BTreeMap::new();
         for (uuid, layout) in &self.layouts {
             let Some(known) = hardware.gpus.get(uuid) else { continue };
             for pool in &layout.pools {
                 let Ok(name) = ResourceName::parse(&pool.resource) else { continue };
-                let serves = self.can_serve(known, pool).is_ok();
+                let serves = self.check_can_serve(known, pool).is_ok();
                 let device = |id: String| {
                     let slice = (pool.resource.clone(), id.clone());
                     let healthy = serves && !self.withdrawing.contains_key(&slice) && !withheld.contains(&slice);
@@ -361,7 +361,7 @@ impl Node {
     }
 
     /// Checks that slices of this pool can be allocated now. The error states why not.
-    fn can_serve(&self, known: &KnownGpu, pool: &Pool) -> Result<(), String> {
+    fn check_can_serve(&self, known: &KnownGpu, pool: &Pool) -> Result<(), String> {
         if !known.health.healthy {
             return Err(known.health.message.clone());
         }
@@ -375,7 +375,7 @@ impl Node {
         match pool.kind {
             Kind::Mps { .. } if self.absences.is_tolerated(&pool.device) => Ok(()),
             Kind::Mps { .. } => status::check_daemon(&self.view, &pool.device).and_then(|()| {
-                if self.acknowledged.host_read_settings(&pool.device) {
+                if self.acknowledged.has_applied_settings(&pool.device) {
                     Ok(())
                 } else {
                     Err("the MPS host has not read the latest settings yet".into())
@@ -389,7 +389,7 @@ impl Node {
         }
     }
 
-    fn not_ready(&self, desired: &Desired) -> Option<String> {
+    fn not_ready_reason(&self, desired: &Desired) -> Option<String> {
         if !self.inventoried {
             return Some("NVML has not answered yet".into());
         }
@@ -401,14 +401,14 @@ impl Node {
 }
 
 /// Returns the served slices that the new layout removes or changes, each as resource and id.
-fn removed_or_changed(before: &Layout, after: &Layout) -> Vec<(String, String)> {
+fn removed_or_changed_slices(before: &Layout, after: &Layout) -> Vec<(String, String)> {
     let slices = before.pools.iter().flat_map(|pool| pool.ids().map(|id| (pool.resource.clone(), id)));
     slices.filter(|(resource, id)| !is_unchanged(Some(before), after, resource, id)).collect()
 }
 
 /// Returns the GPUs that a spec has partitioned by MIG and that are not whole again. A GPU remains
 /// in the set while a change is in progress.
-fn mig_partitioned(
+fn mig_partitioned_gpus(
     hardware: &Hardware,
     partitions: &BTreeMap<String, Partition>,
     before: &BTreeSet<String>,

@@ -17,7 +17,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use crate::allocation::usage::{Allocations, Usage};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
 use crate::gpu::hardware::{Driver, Hardware, KnownGpu};
-use crate::gpu::layout::{Layout, parse_id};
+use crate::gpu::layout::{Layout, parse_slice_id};
 use crate::mps::HostView;
 use crate::node::absence::Absences;
 use crate::object::Object;
@@ -77,7 +77,7 @@ pub struct StatusInput<'a> {
     pub allocations: &'a Allocations,
     /// State of the MPS host.
     pub view: &'a HostView,
-    /// Daemons with a short absence that is not reported.
+    /// Daemons with a short absence that the agent does not report.
     pub absences: &'a Absences,
     /// Steps of changes.
     pub steps: &'a [StepStatus],
@@ -121,9 +121,9 @@ pub fn build(input: &StatusInput<'_>) -> GpuNodeStatus {
         driver: hardware.driver.version().unwrap_or_default().to_owned(),
         boot_id: boot_id.to_owned(),
         conditions: vec![
-            condition(CONDITION_READY, generation, ready(input, &gpus)),
-            condition(CONDITION_APPLIED, generation, is_applied(input)),
-            condition(CONDITION_GPUS_HEALTHY, generation, gpus_healthy(input)),
+            condition(CONDITION_READY, generation, ready_condition(input, &gpus)),
+            condition(CONDITION_APPLIED, generation, applied_condition(input)),
+            condition(CONDITION_GPUS_HEALTHY, generation, gpus_healthy_condition(input)),
         ],
         summary: Some(Summary::of(&gpus)),
         models: Vec::new(),
@@ -203,7 +203,7 @@ fn mig_status(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
 /// Returns the numbers of total, used and unhealthy slices of a pool.
 fn slice_status(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::Pool) -> SliceStatus {
     let device = BTreeSet::from([pool.device.as_str()]);
-    let of_pool = |id: &str| parse_id(id).is_some_and(|(device, number)| pool.contains(device, number));
+    let of_pool = |id: &str| parse_slice_id(id).is_some_and(|(device, number)| pool.contains(device, number));
     // While usage is unknown, all slices count as used, because the operator releases pods for free
     // slices.
     let in_use = input.usage.map_or(pool.count as usize, |usage| {
@@ -235,13 +235,13 @@ fn allocations(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> 
     for row in input.listed {
         let mut by_device: BTreeMap<&str, Vec<String>> = BTreeMap::new();
         for id in &row.ids {
-            if let Some((device, _)) = parse_id(id).filter(|(device, _)| devices.contains(device)) {
+            if let Some((device, _)) = parse_slice_id(id).filter(|(device, _)| devices.contains(device)) {
                 by_device.entry(device).or_default().push(id.clone());
             }
         }
         let allocation = input.allocations.get(&allocation_id(&row.resource, &row.ids));
         for (device, mut ids) in by_device {
-            ids.sort_by_key(|id| parse_id(id).map(|(_, number)| number));
+            ids.sort_by_key(|id| parse_slice_id(id).map(|(_, number)| number));
             let limits = allocation.and_then(|allocation| allocation.mps);
             let whole = gpu.uuid == device;
             // For a MIG instance, the number of SMs comes from the instance's profile in NVML.
@@ -326,26 +326,26 @@ const fn state_name(state: DaemonState) -> &'static str {
 }
 
 /// The content of a condition.
-struct Verdict {
+struct ConditionContent {
     status: &'static str,
     reason: &'static str,
     message: String,
 }
 
-fn verdict(status: bool, reason: &'static str, message: impl Into<String>) -> Verdict {
-    Verdict { status: if status { "True" } else { "False" }, reason, message: message.into() }
+fn condition_content(status: bool, reason: &'static str, message: impl Into<String>) -> ConditionContent {
+    ConditionContent { status: if status { "True" } else { "False" }, reason, message: message.into() }
 }
 
 /// Returns the condition `Ready`.
-fn ready(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Verdict {
+fn ready_condition(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> ConditionContent {
     match &input.hardware.driver {
-        Driver::Unknown => return verdict(false, reason::STARTING, "NVML has not answered yet"),
-        Driver::Missing(why) => return verdict(false, reason::NO_DRIVER, why.clone()),
+        Driver::Unknown => return condition_content(false, reason::STARTING, "NVML has not answered yet"),
+        Driver::Missing(why) => return condition_content(false, reason::NO_DRIVER, why.clone()),
         Driver::Present(_) if gpus.is_empty() && !input.inventoried => {
-            return verdict(false, reason::STARTING, "NVML has not answered for any GPU yet");
+            return condition_content(false, reason::STARTING, "NVML has not answered for any GPU yet");
         }
         Driver::Present(version) if gpus.is_empty() && input.hardware.unnamed.is_empty() => {
-            return verdict(false, reason::NO_GPU, format!("driver {version} finds no GPU"));
+            return condition_content(false, reason::NO_GPU, format!("driver {version} finds no GPU"));
         }
         Driver::Present(_) => {}
     }
@@ -358,29 +358,29 @@ fn ready(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Verdict {
         (!messages.is_empty()).then(|| messages.join("; "))
     };
     let unhealthy = problem(|health| !health.healthy && health.reason != reason::MPS_UNAVAILABLE);
-    let unhealthy: Vec<String> = unnamed(input.hardware).chain(unhealthy).collect();
+    let unhealthy: Vec<String> = unnamed_gpus(input.hardware).chain(unhealthy).collect();
     if !unhealthy.is_empty() {
-        return verdict(false, reason::GPU_UNHEALTHY, unhealthy.join("; "));
+        return condition_content(false, reason::GPU_UNHEALTHY, unhealthy.join("; "));
     }
     if let Some(message) = problem(|health| !health.healthy) {
-        return verdict(false, reason::MPS_UNAVAILABLE, message);
+        return condition_content(false, reason::MPS_UNAVAILABLE, message);
     }
-    verdict(true, reason::SERVING, "")
+    condition_content(true, reason::SERVING, "")
 }
 
 /// Returns the GPUs that NVML lists but that never reported their UUID. These GPUs have no row in
 /// the status.
-fn unnamed(hardware: &Hardware) -> impl Iterator<Item = String> {
+fn unnamed_gpus(hardware: &Hardware) -> impl Iterator<Item = String> {
     hardware.unnamed.iter().map(|(index, why)| format!("GPU {index}: {why}"))
 }
 
 /// Returns the condition `GpusHealthy`, which ignores MPS because MPS has its own condition. A GPU
 /// that serves but should be reset is healthy, and the message mentions the reset.
-fn gpus_healthy(input: &StatusInput<'_>) -> Verdict {
+fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
     if !input.inventoried {
-        return verdict(false, reason::STARTING, "NVML has not answered yet");
+        return condition_content(false, reason::STARTING, "NVML has not answered yet");
     }
-    let (mut unhealthy, mut pending): (Vec<String>, _) = (unnamed(input.hardware).collect(), Vec::new());
+    let (mut unhealthy, mut pending): (Vec<String>, _) = (unnamed_gpus(input.hardware).collect(), Vec::new());
     for KnownGpu { gpu, health, instances, .. } in input.hardware.by_index() {
         let name = format!("GPU {} ({})", gpu.index, gpu.uuid);
         let of_gpu = (!health.message.is_empty()).then(|| format!("{name}: {}", health.message));
@@ -389,18 +389,20 @@ fn gpus_healthy(input: &StatusInput<'_>) -> Verdict {
         unhealthy.extend(instances.iter().map(|(device, health)| format!("{device} of {name}: {}", health.message)));
     }
     match (unhealthy.is_empty(), pending.is_empty()) {
-        (false, _) => {
-            verdict(false, reason::GPU_UNHEALTHY, unhealthy.into_iter().chain(pending).collect::<Vec<_>>().join("; "))
-        }
-        (true, false) => verdict(true, crate::gpu::health::reason::RESET_PENDING, pending.join("; ")),
-        (true, true) => verdict(true, reason::HEALTHY, ""),
+        (false, _) => condition_content(
+            false,
+            reason::GPU_UNHEALTHY,
+            unhealthy.into_iter().chain(pending).collect::<Vec<_>>().join("; "),
+        ),
+        (true, false) => condition_content(true, crate::gpu::health::reason::RESET_PENDING, pending.join("; ")),
+        (true, true) => condition_content(true, reason::HEALTHY, ""),
     }
 }
 
 /// Returns the condition `Applied`.
-fn is_applied(input: &StatusInput<'_>) -> Verdict {
+fn applied_condition(input: &StatusInput<'_>) -> ConditionContent {
     if let Object::Malformed(why) = input.object {
-        return verdict(false, reason::MALFORMED, format!("the last valid spec still applies: {why}"));
+        return condition_content(false, reason::MALFORMED, format!("the last valid spec still applies: {why}"));
     }
     if input.spec.is_none() {
         let why = match input.object {
@@ -408,13 +410,13 @@ fn is_applied(input: &StatusInput<'_>) -> Verdict {
             Object::Present(..) => "the operator has not planned this node yet",
             Object::Unknown | Object::Malformed(_) => "the API server has not answered yet",
         };
-        return verdict(false, reason::NO_SPEC, why);
+        return condition_content(false, reason::NO_SPEC, why);
     }
     if !input.inventoried {
-        return verdict(false, reason::STARTING, "NVML has not answered yet");
+        return condition_content(false, reason::STARTING, "NVML has not answered yet");
     }
     if input.applied {
-        return verdict(true, reason::APPLIED, "");
+        return condition_content(true, reason::APPLIED, "");
     }
     let open: Vec<&StepStatus> = input.steps.iter().filter(|step| step.result != STEP_DONE).collect();
     let refused = open.iter().any(|step| step.result == cleave_api::names::STEP_REFUSED);
@@ -425,11 +427,11 @@ fn is_applied(input: &StatusInput<'_>) -> Verdict {
     if messages.is_empty() {
         messages.push("the GPUs are being repartitioned".into());
     }
-    verdict(false, if refused { reason::REFUSED } else { reason::WAITING }, messages.join("; "))
+    condition_content(false, if refused { reason::REFUSED } else { reason::WAITING }, messages.join("; "))
 }
 
-fn condition(type_: &str, generation: i64, verdict: Verdict) -> Condition {
-    let Verdict { status, reason, message } = verdict;
+fn condition(type_: &str, generation: i64, content: ConditionContent) -> Condition {
+    let ConditionContent { status, reason, message } = content;
     Condition {
         type_: type_.to_owned(),
         status: status.to_owned(),
@@ -442,7 +444,11 @@ fn condition(type_: &str, generation: i64, verdict: Verdict) -> Condition {
 
 /// Sets the times of conditions. A condition with an unchanged status keeps its time from `before`.
 /// All other conditions change at `now`.
-pub fn with_times(mut status: GpuNodeStatus, before: &[Condition], now: k8s_openapi::jiff::Timestamp) -> GpuNodeStatus {
+pub fn with_condition_times(
+    mut status: GpuNodeStatus,
+    before: &[Condition],
+    now: k8s_openapi::jiff::Timestamp,
+) -> GpuNodeStatus {
     for condition in &mut status.conditions {
         let same = before.iter().find(|old| old.type_ == condition.type_ && old.status == condition.status);
         condition.last_transition_time = same.map_or(Time(now), |old| old.last_transition_time.clone());

@@ -246,7 +246,7 @@ fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
 }
 
 #[test]
-fn a_failed_start_is_an_event_and_a_normal_one_is_not() {
+fn a_failed_start_causes_an_event_and_a_normal_start_does_not() {
     let start = Instant::now();
     let (mut node, mut table) = node(None, None, start);
     node.record_inventory(inventory(), start);
@@ -378,7 +378,7 @@ fn an_error_of_the_kubelet_ends_no_allocation() {
 }
 
 #[test]
-fn the_checkpoint_serves_before_other_inputs_answer() {
+fn slices_of_the_checkpoint_are_served_before_other_inputs_answer() {
     let start = Instant::now();
     let (mut first, mut table, desired) = serving_node(start);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
@@ -421,7 +421,7 @@ fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
 }
 
 #[test]
-fn an_unplanned_spec_counts_as_none_and_a_malformed_one_leaves_the_last() {
+fn an_unplanned_spec_counts_as_no_spec_and_a_malformed_one_keeps_the_last_spec() {
     let start = Instant::now();
     let (mut node, mut table) = node(None, None, start);
     node.record_inventory(inventory(), start);

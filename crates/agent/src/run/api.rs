@@ -27,7 +27,7 @@ use super::shutdown;
 use crate::args::AgentArgs;
 use crate::event::{NodeEvent, PodEvent, PodRef};
 use crate::metrics::Metrics;
-use crate::node::status::{is_minor_change, with_times};
+use crate::node::status::{is_minor_change, with_condition_times};
 use crate::object::Object;
 use crate::termination::shutdown::Periods;
 
@@ -35,7 +35,7 @@ use crate::termination::shutdown::Periods;
 const MIN_WRITE_INTERVAL: Duration = Duration::from_millis(200);
 /// Delay of a status with only minor changes. Pods often start in bursts, and the operator keeps
 /// their reservations until the status shows their allocations.
-const MINOR_DELAY: Duration = Duration::from_millis(500);
+const MINOR_CHANGE_DELAY: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed write.
 const WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
 /// Maximum number of characters of an Event's note. The API server's limit is 1024.
@@ -43,7 +43,7 @@ const MAX_NOTE_CHARS: usize = 1000;
 
 /// State of the node's `GpuNode` on the API server.
 #[derive(Debug, Clone, Default)]
-struct Server {
+struct ServerState {
     /// Whether the object exists.
     present: bool,
     /// UID of the object, for Events.
@@ -78,7 +78,7 @@ async fn follow(
     client: Client,
     name: String,
     objects: mpsc::Sender<Object>,
-    server: watch::Sender<Server>,
+    server: watch::Sender<ServerState>,
     metrics: Metrics,
 ) {
     let api: Api<DeserializeGuard<GpuNode>> = Api::all(client);
@@ -93,11 +93,11 @@ async fn follow(
             }
             Ok(WatchEvent::InitApply(object) | WatchEvent::Apply(object)) => {
                 listed = true;
-                read(object, &server)
+                record_object(object, &server)
             }
             Ok(WatchEvent::InitDone) if listed => continue,
             Ok(WatchEvent::InitDone | WatchEvent::Delete(_)) => {
-                server.send_replace(Server::default());
+                server.send_replace(ServerState::default());
                 tracing::info!(name, "GpuNode not found; waiting for the operator to create it");
                 Object::Missing
             }
@@ -113,17 +113,18 @@ async fn follow(
     }
 }
 
-/// Records the server's version of the object. A malformed object replaces no spec.
-fn read(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sender<Server>) -> Object {
+/// Records the server's version of the object. A malformed object does not replace the last valid
+/// spec.
+fn record_object(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sender<ServerState>) -> Object {
     match object {
         Ok(object) => {
             let ObjectMeta { uid, resource_version, generation, .. } = object.metadata;
-            server.send_replace(Server { present: true, uid, status: object.status, version: resource_version });
+            server.send_replace(ServerState { present: true, uid, status: object.status, version: resource_version });
             Object::Present(generation.unwrap_or_default(), object.spec)
         }
         Err(invalid) => {
             tracing::warn!(error = invalid.error, "ignoring a malformed GpuNode; the last valid spec still applies");
-            server.send_replace(Server { present: true, uid: invalid.metadata.uid, ..Server::default() });
+            server.send_replace(ServerState { present: true, uid: invalid.metadata.uid, ..ServerState::default() });
             Object::Malformed(invalid.error)
         }
     }
@@ -134,7 +135,7 @@ async fn write_status(
     client: Client,
     name: String,
     mut wanted: watch::Receiver<Option<GpuNodeStatus>>,
-    mut server: watch::Receiver<Server>,
+    mut server: watch::Receiver<ServerState>,
     metrics: Metrics,
 ) {
     let api: Api<GpuNode> = Api::all(client);
@@ -144,7 +145,7 @@ async fn write_status(
     let mut trust_written = false;
     let mut delayed_since: Option<Instant> = None;
     loop {
-        let Server { present, status: seen, version: seen_version, .. } = server.borrow_and_update().clone();
+        let ServerState { present, status: seen, version: seen_version, .. } = server.borrow_and_update().clone();
         let status = wanted.borrow_and_update().clone();
         let mut delayed_until = None;
         if let Some(status) = status.filter(|_| present) {
@@ -154,14 +155,14 @@ async fn write_status(
             };
             let before = written.as_ref().map(|(status, _)| status).or(seen.as_ref());
             let before = before.map(|status| status.conditions.as_slice()).unwrap_or_default();
-            let status = with_times(status, before, Timestamp::now());
+            let status = with_condition_times(status, before, Timestamp::now());
             if on_server == Some(&status) {
                 delayed_since = None;
             } else {
                 let since = *delayed_since.get_or_insert_with(Instant::now);
                 delayed_until = on_server
                     .filter(|written| is_minor_change(written, &status))
-                    .map(|_| since + MINOR_DELAY)
+                    .map(|_| since + MINOR_CHANGE_DELAY)
                     .filter(|until| *until > Instant::now());
                 if delayed_until.is_none() {
                     let version = match write(&api, &name, version, &status).await {
@@ -201,7 +202,7 @@ async fn write_status(
 
 /// Writes a status and returns the new resource version. Replacing a known version costs the API
 /// server a third less than a patch. Without a known version, or after a conflict with another
-/// writer, the status is patched.
+/// writer, this function patches the status.
 async fn write(
     api: &Api<GpuNode>,
     name: &str,
@@ -220,12 +221,12 @@ async fn write(
             outcome => return outcome.map(|object| object.metadata.resource_version),
         }
     }
-    let patched = api.patch_status(name, &PatchParams::apply(AGENT_MANAGER), &patch(status)).await;
+    let patched = api.patch_status(name, &PatchParams::apply(AGENT_MANAGER), &status_patch(status)).await;
     patched.map(|object| object.metadata.resource_version)
 }
 
 /// Returns a merge patch with every top-level field of the status. The patch replaces every list.
-fn patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
+fn status_patch(status: &GpuNodeStatus) -> Patch<serde_json::Value> {
     Patch::Merge(serde_json::json!({ "status": status }))
 }
 
@@ -235,7 +236,7 @@ async fn write_events(
     client: Client,
     name: String,
     mut events: mpsc::Receiver<NodeEvent>,
-    server: watch::Receiver<Server>,
+    server: watch::Receiver<ServerState>,
     metrics: Metrics,
 ) {
     let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(name.clone()) });
@@ -292,7 +293,7 @@ pub(super) async fn run(
 ) -> anyhow::Result<()> {
     let name = args.node_name.clone();
     let client = connect(&metrics).await;
-    let (server, seen) = watch::channel(Server::default());
+    let (server, seen) = watch::channel(ServerState::default());
     let (objects, read) = mpsc::channel(4);
     let (note, began) = watch::channel(None);
     let periods = Periods::new(args.shutdown_grace.clone());
@@ -383,11 +384,11 @@ mod tests {
     async fn a_status_is_written_if_it_differs_and_retried_after_an_error() {
         let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(status("1")));
-        let (server, seen) = watch::channel(super::Server::default());
+        let (server, seen) = watch::channel(super::ServerState::default());
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "there is no object");
 
-        let present = |status| super::Server { present: true, status, ..super::Server::default() };
+        let present = |status| super::ServerState { present: true, status, ..super::ServerState::default() };
         server.send_replace(present(None));
         let failed = answer_request(
             &mut api,
@@ -415,7 +416,7 @@ mod tests {
     async fn a_known_version_is_replaced_and_an_outdated_one_is_patched() {
         let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(status("1")));
-        let known = super::Server { present: true, version: Some("7".into()), ..super::Server::default() };
+        let known = super::ServerState { present: true, version: Some("7".into()), ..super::ServerState::default() };
         let (_server, seen) = watch::channel(known);
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let with = |version: &str, status: &GpuNodeStatus| {
@@ -453,8 +454,11 @@ mod tests {
     async fn new_allocations_are_delayed_and_freed_ones_are_reported_at_once() {
         let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(status_with_allocations(&[])));
-        let present =
-            super::Server { present: true, status: Some(status_with_allocations(&[])), ..super::Server::default() };
+        let present = super::ServerState {
+            present: true,
+            status: Some(status_with_allocations(&[])),
+            ..super::ServerState::default()
+        };
         let (_server, seen) = watch::channel(present);
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         let pods = |sent: &Value| sent["status"]["gpus"][0]["allocations"].as_array().map_or(0, Vec::len);
@@ -465,27 +469,27 @@ mod tests {
         for pod in ["a", "b", "c", "d"] {
             pods_so_far.push(pod);
             wanted.send_replace(Some(status_with_allocations(&pods_so_far)));
-            assert!(timeout(MINOR_DELAY / 5, api.next_request()).await.is_err(), "{pod}");
+            assert!(timeout(MINOR_CHANGE_DELAY / 5, api.next_request()).await.is_err(), "{pod}");
         }
         let (_, sent) = answer_request(&mut api, 200, &gpu_node_object(&status_with_allocations(&pods_so_far))).await;
-        assert_eq!((pods(&sent), began.elapsed() <= MINOR_DELAY + Duration::from_millis(2)), (4, true));
+        assert_eq!((pods(&sent), began.elapsed() <= MINOR_CHANGE_DELAY + Duration::from_millis(2)), (4, true));
 
         // One allocation is added, and later another is removed. A third pod may use the freed
         // slices.
         tokio::time::sleep(MIN_WRITE_INTERVAL).await;
         let began = Instant::now();
         wanted.send_replace(Some(status_with_allocations(&["a", "b", "c", "d", "e"])));
-        assert!(timeout(MINOR_DELAY / 5, api.next_request()).await.is_err());
+        assert!(timeout(MINOR_CHANGE_DELAY / 5, api.next_request()).await.is_err());
         wanted.send_replace(Some(status_with_allocations(&["a", "b", "c", "e"])));
         assert_eq!(pods(&answer_request(&mut api, 200, &gpu_node_object(&status_with_allocations(&["a"]))).await.1), 4);
-        assert!(began.elapsed() < MINOR_DELAY / 2, "{:?}", began.elapsed());
+        assert!(began.elapsed() < MINOR_CHANGE_DELAY / 2, "{:?}", began.elapsed());
     }
 
     #[tokio::test(start_paused = true)]
     async fn events_of_a_pod_are_published_on_it_and_on_the_node_separately_for_each_pod() {
         let (client, mut api) = mock_client();
         let (events, to_publish) = mpsc::channel(4);
-        let (_server, seen) = watch::channel(super::Server::default());
+        let (_server, seen) = watch::channel(super::ServerState::default());
         tokio::spawn(write_events(client, "n".into(), to_publish, seen, Metrics::new()));
         for name in ["a", "b"] {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
@@ -530,7 +534,7 @@ mod tests {
     async fn a_malformed_object_is_reported_and_the_watch_continues() {
         let (client, mut api) = mock_client();
         let (objects, mut read) = mpsc::channel(4);
-        let (server, _seen) = watch::channel(super::Server::default());
+        let (server, _seen) = watch::channel(super::ServerState::default());
         tokio::spawn(follow(client, "n".into(), objects, server, Metrics::new()));
         let bad = json!({ "metadata": { "name": "n", "resourceVersion": "1" }, "spec": { "gpus": "none" } });
         let list = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNodeList", "metadata": { "resourceVersion": "1" }, "items": [bad] });

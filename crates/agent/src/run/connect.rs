@@ -86,7 +86,7 @@ fn build_client(authority: &str, account: &Path) -> Result<Client, ConnectError>
     let service = ServiceBuilder::new()
         .layer(BaseUriLayer::new(uri))
         .map_request(move |mut request: Request<Body>| {
-            request.headers_mut().extend(token.now().map(|token| (header::AUTHORIZATION, token)));
+            request.headers_mut().extend(token.current_header().map(|token| (header::AUTHORIZATION, token)));
             request
         })
         .map_err(BoxError::from)
@@ -110,7 +110,7 @@ impl Token {
 
     /// Returns the token, and first reads it again if it is older than [`MAX_TOKEN_AGE`]. If the
     /// file cannot be read, the last token remains in use.
-    fn now(&self) -> Option<HeaderValue> {
+    fn current_header(&self) -> Option<HeaderValue> {
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
         if read.1.elapsed() >= MAX_TOKEN_AGE {
             let token = std::fs::read_to_string(&self.file).ok().and_then(|text| bearer_header(&text));
@@ -277,13 +277,13 @@ mod tests {
         let token = Token::read(file.clone()).unwrap();
         let expire = || token.read.lock().unwrap().1 = Instant::now().checked_sub(MAX_TOKEN_AGE).unwrap();
         std::fs::write(&file, "two").unwrap();
-        assert_eq!(token.now().unwrap(), "Bearer one", "less than a minute old");
+        assert_eq!(token.current_header().unwrap(), "Bearer one", "less than a minute old");
         expire();
-        assert_eq!(token.now().unwrap(), "Bearer two");
+        assert_eq!(token.current_header().unwrap(), "Bearer two");
         std::fs::remove_file(&file).unwrap();
         expire();
-        assert_eq!(token.now().unwrap(), "Bearer two");
-        assert!(token.now().unwrap().is_sensitive());
+        assert_eq!(token.current_header().unwrap(), "Bearer two");
+        assert!(token.current_header().unwrap().is_sensitive());
     }
 
     #[test]

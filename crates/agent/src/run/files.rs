@@ -18,24 +18,25 @@ const WRITE_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Contents of the files.
 #[derive(Clone, Default)]
-pub(super) struct Written {
+pub(super) struct FileContents {
     pub(super) desired: Desired,
     pub(super) checkpoint: Vec<u8>,
     pub(super) nodes: BTreeMap<String, Vec<String>>,
-    /// Remove directories of allocations that no longer exist. False until the allocations are
-    /// known.
+    /// Whether to remove the directories of allocations that no longer exist. False until the
+    /// allocations are known.
     pub(super) sweep: bool,
 }
 
-/// Writes the files on a separate thread, because a disk may be slow. Retries failed writes.
+/// Writes the files on a separate thread, because a disk may be slow. Retries failed
+/// writes.
 pub(super) async fn write(
     args: Arc<AgentArgs>,
     store: Store,
     link: HostLink,
-    mut wanted: watch::Receiver<Written>,
+    mut wanted: watch::Receiver<FileContents>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
-    let mut done = Written::default();
+    let mut done = FileContents::default();
     loop {
         let next = wanted.borrow_and_update().clone();
         let (args, store, link, before) = (Arc::clone(&args), store.clone(), link.clone(), done.clone());
@@ -60,8 +61,8 @@ fn write_once(
     args: &AgentArgs,
     store: &Store,
     link: &HostLink,
-    before: &Written,
-    next: &Written,
+    before: &FileContents,
+    next: &FileContents,
 ) -> std::io::Result<()> {
     // Write the checkpoint first. Otherwise, if this agent is killed between the writes, the next
     // agent closes the door of a new allocation. A failed write must not prevent the second write:
@@ -75,7 +76,7 @@ fn write_once(
         link.remove_directories_except(|id| next.desired.allocations.contains_key(id));
     }
     if args.device_list_strategy == DeviceListStrategy::Cdi && next.nodes != before.nodes {
-        cdi::write(args, &next.nodes)?;
+        cdi::write_specification(args, &next.nodes)?;
     }
     Ok(())
 }
@@ -92,16 +93,16 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         let args = parse(&[]).unwrap();
-        let next = Written {
+        let next = FileContents {
             desired: Desired { version: cleave_gpu::mps::wire::VERSION, ..Desired::default() },
             checkpoint: b"{}".to_vec(),
-            ..Written::default()
+            ..FileContents::default()
         };
         // A file with the name of the directory makes writes to the directory fail.
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
             let (store, link) = (Store::new(&path(state)), HostLink::new(Paths::new(path(run))));
-            let done = write_once(&args, &store, &link, &Written::default(), &next);
+            let done = write_once(&args, &store, &link, &FileContents::default(), &next);
             (done.is_ok(), path(state).join("agent.json").exists(), link.last_desired().is_some())
         };
         assert_eq!(write("state", "broken"), (false, true, false));

@@ -38,7 +38,7 @@ const FIRST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Polls the driver and its GPUs. Returns when the main loop has ended.
 ///
 /// # Errors
-/// A thread could not be started.
+/// Returns an error if a thread cannot be started.
 pub(crate) async fn watch(
     library: Library,
     inputs: mpsc::Sender<Input>,
@@ -90,8 +90,9 @@ pub(crate) async fn watch(
     tokio::try_join!(forward, driver, gather(gathered, &inputs)).map(drop)
 }
 
-/// Forwards answers. Answers within [`GATHER_TIME`] form one input. The driver's answer and the
-/// first answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`] also form one input.
+/// Forwards answers to the main loop. Answers within [`GATHER_TIME`] form one
+/// input. The driver's answer and the first answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`]
+/// also form one input.
 async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>) -> anyhow::Result<()> {
     let (mut count, mut awaited) = (0, BTreeSet::new());
     let (mut batch, mut until) = (Vec::new(), None);

@@ -71,7 +71,7 @@ async fn healthz(State(probes): State<Arc<Probes>>) -> (StatusCode, &'static str
 }
 
 async fn readyz(State(probes): State<Arc<Probes>>) -> (StatusCode, String) {
-    let why = not_ready(&probes.heartbeat.borrow(), &probes.plugins.borrow());
+    let why = not_ready_reason(&probes.heartbeat.borrow(), &probes.plugins.borrow());
     match why {
         None => (StatusCode::OK, "ok\n".into()),
         Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
@@ -79,7 +79,7 @@ async fn readyz(State(probes): State<Arc<Probes>>) -> (StatusCode, String) {
 }
 
 /// Returns the first reason why the agent is not ready, or `None` if it is ready.
-fn not_ready(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<String> {
+fn not_ready_reason(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<String> {
     if let Some(why) = &heartbeat.not_ready {
         return Some(why.clone());
     }
@@ -111,11 +111,11 @@ mod tests {
             BTreeMap::from([(name, ResourceState { phase, error: Some("refused".into()), ..ResourceState::default() })])
         };
         let state = |phase| PluginsState { directory: DirectoryState::Held, resources: resource(phase) };
-        assert_eq!(not_ready(&ready, &state(Phase::Streaming)), None);
-        assert_eq!(not_ready(&ready, &state(Phase::Registered)).unwrap(), "nvidia.com/gpu: Registered: refused");
+        assert_eq!(not_ready_reason(&ready, &state(Phase::Streaming)), None);
+        assert_eq!(not_ready_reason(&ready, &state(Phase::Registered)).unwrap(), "nvidia.com/gpu: Registered: refused");
         let held = PluginsState { directory: DirectoryState::HeldByAnother, resources: BTreeMap::new() };
-        assert_eq!(not_ready(&ready, &held).unwrap(), "the device plugin directory: HeldByAnother");
+        assert_eq!(not_ready_reason(&ready, &held).unwrap(), "the device plugin directory: HeldByAnother");
         let waiting = Heartbeat { not_ready: Some("NVML has not answered yet".into()), ..ready };
-        assert_eq!(not_ready(&waiting, &state(Phase::Streaming)).unwrap(), "NVML has not answered yet");
+        assert_eq!(not_ready_reason(&waiting, &state(Phase::Streaming)).unwrap(), "NVML has not answered yet");
     }
 }

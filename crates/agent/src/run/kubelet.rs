@@ -48,9 +48,9 @@ impl SocketTracker {
     }
 }
 
-/// When to request the PodResources list.
+/// Determines when the agent requests the PodResources list.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Listing {
+pub(super) struct ListSchedule {
     /// Time between two requests.
     pub(super) interval: Duration,
     /// Counts allocations. Each triggers an early request.
@@ -64,7 +64,7 @@ pub(super) struct Listing {
 pub(super) async fn list(
     args: Arc<AgentArgs>,
     inputs: mpsc::Sender<Input>,
-    mut listing: watch::Receiver<Listing>,
+    mut listing: watch::Receiver<ListSchedule>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
     let socket = args.pod_resources_socket.as_path();
@@ -95,7 +95,7 @@ pub(super) async fn list(
         if inputs.send(Input::PodResources(answer, requested_at, kubelet_checkpoint)).await.is_err() {
             return Ok(());
         }
-        let Listing { interval, resent: so_far, .. } = *listing.borrow_and_update();
+        let ListSchedule { interval, resent: so_far, .. } = *listing.borrow_and_update();
         let mut allocated = false;
         if so_far == resent {
             tokio::select! {

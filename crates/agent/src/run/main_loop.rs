@@ -10,15 +10,15 @@ use k8s_openapi::jiff::Timestamp;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::files::Written;
+use super::files::FileContents;
 use super::http::Heartbeat;
 use super::input::Input;
-use super::kubelet::Listing;
+use super::kubelet::ListSchedule;
 use super::mig;
 use super::pods::NodePods;
 use crate::args::{AgentArgs, DeviceListStrategy};
 use crate::cdi;
-use crate::device_plugin::Served;
+use crate::device_plugin::ServedResource;
 use crate::event::NodeEvent;
 use crate::gpu::mig::{MigOrder, OrderResult};
 use crate::gpu::xid;
@@ -32,18 +32,18 @@ const MAX_ALLOCATION_DELAY: Duration = Duration::from_millis(30);
 const MAX_RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// State of the main loop.
-pub(super) struct Main {
+pub(super) struct MainLoop {
     pub(super) node: Node,
     pub(super) pods: NodePods,
     pub(super) plugins: Plugins,
-    pub(super) served: BTreeMap<ResourceName, Arc<Served>>,
+    pub(super) served: BTreeMap<ResourceName, Arc<ServedResource>>,
     pub(super) args: Arc<AgentArgs>,
     pub(super) metrics: Metrics,
     pub(super) heartbeat: watch::Sender<Heartbeat>,
-    pub(super) written: watch::Sender<Written>,
+    pub(super) written: watch::Sender<FileContents>,
     pub(super) status: watch::Sender<Option<cleave_api::GpuNodeStatus>>,
     pub(super) events: mpsc::Sender<NodeEvent>,
-    pub(super) listing: watch::Sender<Listing>,
+    pub(super) listing: watch::Sender<ListSchedule>,
     pub(super) poll: watch::Sender<()>,
     pub(super) snapshot: watch::Sender<Arc<TenantSnapshot>>,
     pub(super) library: Library,
@@ -55,7 +55,7 @@ pub(super) struct Main {
     pub(super) stopping: CancellationToken,
 }
 
-impl Main {
+impl MainLoop {
     pub(super) async fn run(mut self, mut inputs: mpsc::Receiver<Input>) -> anyhow::Result<()> {
         let allocator = Arc::clone(&self.pods.allocator);
         let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
@@ -179,7 +179,7 @@ impl Main {
         if resent.map(|served| served.resend_list()).count() > 0 {
             self.listing.send_modify(|listing| listing.resent += 1);
         }
-        self.write(Written { desired, checkpoint: checkpoint.encode(), nodes, sweep: actions.sweep_directories });
+        self.write(FileContents { desired, checkpoint: checkpoint.encode(), nodes, sweep: actions.sweep_directories });
         for (device, faults) in &faults {
             self.metrics.count_faults(device, *faults);
         }
@@ -194,7 +194,7 @@ impl Main {
         let interval = actions.list_interval;
         self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.interval, interval) != interval);
         for order in actions.orders {
-            self.start(order);
+            self.start_order(order);
         }
         if actions.poll_nvml {
             self.poll.send_replace(());
@@ -241,7 +241,7 @@ impl Main {
     }
 
     /// Starts a MIG change. The result of the change arrives as an input.
-    fn start(&self, order: MigOrder) {
+    fn start_order(&self, order: MigOrder) {
         let inputs = self.inputs.clone();
         let send_result = async move |ended| {
             if let Some(inputs) = inputs.upgrade() {
@@ -261,7 +261,7 @@ impl Main {
             if let Some(served) = self.served.get(&name) {
                 served.update(devices);
             } else {
-                let served = Served::new(
+                let served = ServedResource::new(
                     name.as_str().to_owned(),
                     Arc::clone(&self.pods.allocator),
                     self.metrics.clone(),
@@ -278,9 +278,9 @@ impl Main {
     }
 
     /// Passes the files' new content to the task that writes them, if the content changed.
-    fn write(&self, next: Written) {
+    fn write(&self, next: FileContents) {
         self.written.send_if_modified(|last| {
-            let Written { desired, checkpoint, nodes, sweep } = &next;
+            let FileContents { desired, checkpoint, nodes, sweep } = &next;
             let changed = last.desired != *desired
                 || last.checkpoint != *checkpoint
                 || last.nodes != *nodes

@@ -1,4 +1,4 @@
-//! The tasks of the agent. Only tasks wait, and only [`main_loop`] decides.
+//! The tasks of the agent. Only these tasks wait, and only [`main_loop`] makes decisions.
 mod api;
 mod connect;
 mod files;
@@ -29,10 +29,10 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use self::files::Written;
+use self::files::FileContents;
 use self::http::Heartbeat;
-use self::kubelet::Listing;
-use self::main_loop::Main;
+use self::kubelet::ListSchedule;
+use self::main_loop::MainLoop;
 use self::pods::NodePods;
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
@@ -53,7 +53,7 @@ const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Runs the agent until it receives SIGTERM.
 ///
 /// # Errors
-/// A path is not usable, or a task that should run forever has ended.
+/// Returns an error if a path is not usable, or if a task that should run forever has ended.
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     // The caller may have installed a provider. The first provider remains installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -72,16 +72,16 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
 
     let (inputs, received) = mpsc::channel(64);
     let (heartbeat, heartbeats) = watch::channel(Heartbeat { reconciled: now, not_ready: Some("starting".into()) });
-    let (written, to_write) = watch::channel(Written::default());
+    let (written, to_write) = watch::channel(FileContents::default());
     let (status, statuses) = watch::channel(None);
     let (events, to_publish) = mpsc::channel(64);
     let termination_events = events.clone();
-    let (listing, listings) = watch::channel(Listing { interval: kubelet::LIST_DELAY, allocated: 0, resent: 0 });
+    let (listing, listings) = watch::channel(ListSchedule { interval: kubelet::LIST_DELAY, allocated: 0, resent: 0 });
     let (poll, polls) = watch::channel(());
     let (snapshot, snapshots) = watch::channel(Arc::new(TenantSnapshot::default()));
     let (pod_events, pod_events_to_publish) = mpsc::channel(64);
-    let library = Library::find(search(&args));
-    let main = Main {
+    let library = Library::find(nvml_search(&args));
+    let main = MainLoop {
         node,
         pods: pods.clone(),
         plugins: Plugins::start(&Config::new(&args.device_plugin_dir))?,
@@ -205,7 +205,7 @@ fn restore_node(args: &AgentArgs, store: &Store, link: &HostLink, now: Instant) 
 }
 
 /// Returns where to search for NVML.
-fn search(args: &AgentArgs) -> Search {
+fn nvml_search(args: &AgentArgs) -> Search {
     Search {
         library: args.nvml_library.clone(),
         host_root: args.host_root.clone(),

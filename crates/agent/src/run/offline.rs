@@ -44,11 +44,11 @@ impl OfflineDirectory {
     /// Returns whether the directory contains a list of pods. The agent checks this only once, when
     /// it starts.
     pub(super) fn has_pods(&self) -> bool {
-        self.pods().exists()
+        self.pods_path().exists()
     }
 
     /// Returns the path of the list of pod objects.
-    fn pods(&self) -> PathBuf {
+    fn pods_path(&self) -> PathBuf {
         self.0.join("pods.json")
     }
 
@@ -58,7 +58,7 @@ impl OfflineDirectory {
         // Without an API server, the agent does not follow shutdowns.
         let mut shutdown = Shutdown::default();
         loop {
-            let text = fs::read(self.pods()).unwrap_or_default();
+            let text = fs::read(self.pods_path()).unwrap_or_default();
             if text != last {
                 match serde_json::from_slice::<Vec<PodObject>>(&text) {
                     Ok(pods) => {
@@ -71,11 +71,11 @@ impl OfflineDirectory {
                         });
                         let mut names = to.names.lock();
                         names.begin_list();
-                        pods.iter().filter_map(PodObject::named).for_each(|(uid, pod)| names.insert(uid, pod));
+                        pods.iter().filter_map(PodObject::uid_and_names).for_each(|(uid, pod)| names.insert(uid, pod));
                         names.end_list();
                         drop(names);
                         to.allocator.update_pending(|pending| {
-                            let bound: Vec<_> = pods.iter().filter_map(|pod| pod.bound(node)).collect();
+                            let bound: Vec<_> = pods.iter().filter_map(|pod| pod.bound_pod(node)).collect();
                             pending.retain_pods(&bound.iter().map(|pod| pod.uid.clone()).collect());
                             bound.into_iter().for_each(|pod| pending.update_pod(pod, Instant::now()));
                         });

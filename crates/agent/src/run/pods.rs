@@ -88,7 +88,7 @@ impl TerminationWatch {
                 object.0.as_ref().is_ok_and(|pod| pod.record_termination(node, terminating, shutdown))
             }
         };
-        let advanced = shutdown.in_progress() && self.advance(terminating);
+        let advanced = shutdown.is_in_progress() && self.advance(terminating);
         changed || advanced
     }
 
@@ -108,7 +108,7 @@ fn update_names(names: &mut PodNames, event: &Event<DeserializeGuard<PodObject>>
         Event::InitDone => names.end_list(),
         Event::InitApply(DeserializeGuard(object)) | Event::Apply(DeserializeGuard(object)) => {
             let Ok(pod) = object else { return };
-            match (pod.named(), pod.uid()) {
+            match (pod.uid_and_names(), pod.uid()) {
                 (Some((uid, pod)), _) => names.insert(uid, pod),
                 (None, Some(uid)) => names.remove(uid),
                 (None, None) => {}
@@ -186,7 +186,7 @@ fn update_pending(
         Event::Apply(object) => (object, false),
     };
     match object {
-        Ok(pod) => match (pod.bound(node), pod.uid()) {
+        Ok(pod) => match (pod.bound_pod(node), pod.uid()) {
             (Some(bound), _) => {
                 if is_listed {
                     listed.insert(bound.uid.clone());
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
     use crate::allocation::table::AllocationTable;
     use crate::allocator::tests::allocator;
-    use crate::pods::tests::{container, object, placement};
+    use crate::pods::tests::{container, placement, pod_object};
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
@@ -224,11 +224,11 @@ mod tests {
     }
 
     #[test]
-    fn terminating_pods_are_followed() {
+    fn deletions_of_pods_update_the_terminating_pods() {
         let spec = json!({"containers": [container("main", &json!({MPS_RESOURCE: "1"}))]});
         let guard = |object: Value| serde_json::from_value::<DeserializeGuard<PodObject>>(object).unwrap();
         let deleted = |name: &str| {
-            let mut object = object(name, "", &spec);
+            let mut object = pod_object(name, "", &spec);
             object["metadata"]["deletionTimestamp"] = json!(Timestamp::now().to_string());
             object["metadata"]["deletionGracePeriodSeconds"] = json!(30);
             object
@@ -237,18 +237,18 @@ mod tests {
         let mut handle = |terminating: &mut TerminatingPods, event| watch_state.handle(terminating, &event, "n");
         assert!(!handle(&mut terminating, Event::Init));
         for name in ["a", "b", "c", "d"] {
-            assert!(handle(&mut terminating, Event::InitApply(guard(object(name, "", &spec)))));
+            assert!(handle(&mut terminating, Event::InitApply(guard(pod_object(name, "", &spec)))));
         }
         assert!(!handle(&mut terminating, Event::InitDone) && !terminating.has_terminating());
         assert!(handle(&mut terminating, Event::Apply(guard(deleted("a")))));
         assert_eq!(seconds_left(&terminating, "a"), Some(30));
         // A forced deletion is not preceded by a change of the pod object.
-        assert!(handle(&mut terminating, Event::Delete(guard(object("b", "", &spec)))));
+        assert!(handle(&mut terminating, Event::Delete(guard(pod_object("b", "", &spec)))));
         assert_eq!(seconds_left(&terminating, "b"), Some(0));
         // While the watch was broken, one pod was deleted, one became malformed, and one completed.
-        let mut bad = object("c", "", &json!({"containers": 7}));
+        let mut bad = pod_object("c", "", &json!({"containers": 7}));
         bad["metadata"]["uid"] = json!("uid-c");
-        let mut completed = object("a", "", &spec);
+        let mut completed = pod_object("a", "", &spec);
         completed["status"] = json!({"phase": "Succeeded"});
         assert!(!handle(&mut terminating, Event::Init));
         assert!(!handle(&mut terminating, Event::InitApply(guard(bad))));
@@ -267,7 +267,7 @@ mod tests {
         let guard = |name: &str, priority: i32, limits: &Value| {
             let mut spec = json!({"containers": [container("main", limits)], "priority": priority});
             spec["terminationGracePeriodSeconds"] = json!(15);
-            serde_json::from_value::<DeserializeGuard<PodObject>>(object(name, "", &spec)).unwrap()
+            serde_json::from_value::<DeserializeGuard<PodObject>>(pod_object(name, "", &spec)).unwrap()
         };
         let periods = ["0=20", "100=10"].map(|period| period.parse().unwrap()).to_vec();
         let mut watch_state =
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_nodes_pods_are_followed_despite_a_malformed_one() {
+    async fn pods_of_the_node_are_watched_despite_a_malformed_pod() {
         let (service, mut api) = mock::pair::<http::Request<Body>, http::Response<Body>>();
         let allocator = Arc::new(allocator(AllocationTable {
             pending: PendingAllocations::with_watch(),
@@ -313,7 +313,7 @@ mod tests {
         };
         let spec = |shares: u32| json!({"containers": [container("main", &json!({MPS_RESOURCE: shares.to_string()}))]});
         let bad = json!({"metadata": {"name": "bad", "namespace": "ns", "uid": "bad"}, "spec": {"containers": 7}});
-        let items = json!([bad, object("a", &placement(&[(MPS_RESOURCE, 3, "GPU-a")]), &spec(3))]);
+        let items = json!([bad, pod_object("a", &placement(&[(MPS_RESOURCE, 3, "GPU-a")]), &spec(3))]);
         let request = answer(
             json!({"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}),
         )
@@ -329,20 +329,21 @@ mod tests {
             timeout(std::time::Duration::from_secs(60), arrived).await.unwrap_or_else(|_| panic!("never: {what}"));
         };
         until("the listed pod", &|pending| {
-            pending.reserved(MPS_RESOURCE).iter().any(|reserved| reserved.device == "GPU-a")
+            pending.open_reservations(MPS_RESOURCE).iter().any(|reserved| reserved.device == "GPU-a")
         })
         .await;
-        let mut completed = object("a", "", &spec(3));
+        let mut completed = pod_object("a", "", &spec(3));
         completed["status"] = json!({"phase": "Failed"});
         let changes = [
-            json!({"type": "ADDED", "object": object("b", &placement(&[(MPS_RESOURCE, 4, "GPU-b")]), &spec(4))}),
+            json!({"type": "ADDED", "object": pod_object("b", &placement(&[(MPS_RESOURCE, 4, "GPU-b")]), &spec(4))}),
             json!({"type": "MODIFIED", "object": completed}),
         ];
         let text = changes.map(|change| format!("{change}\n")).concat();
         let (_, reply) = timeout(std::time::Duration::from_secs(60), api.next_request()).await.unwrap().unwrap();
         reply.send_response(http::Response::new(Body::from(text.into_bytes())));
         until("the change", &|pending| {
-            pending.reserved(MPS_RESOURCE).iter().map(|reserved| reserved.device).collect::<Vec<_>>() == ["GPU-b"]
+            pending.open_reservations(MPS_RESOURCE).iter().map(|reserved| reserved.device).collect::<Vec<_>>()
+                == ["GPU-b"]
         })
         .await;
     }

@@ -60,11 +60,11 @@ impl ProcessObserver {
     /// the answers that arrived in time, and late answers of earlier rounds.
     ///
     /// # Errors
-    /// A thread could not be started.
+    /// Returns an error if a thread cannot be started.
     pub(crate) async fn round(&mut self, snapshot: &Arc<TenantSnapshot>, devices: &[String]) -> std::io::Result<Round> {
         let end = Instant::now() + ROUND_TIMEOUT;
         let mut queried = BTreeSet::new();
-        for (gpu, devices) in by_gpu(snapshot, devices) {
+        for (gpu, devices) in group_by_gpu(snapshot, devices) {
             if !self.in_progress.contains_key(&gpu) {
                 self.query(gpu.clone(), devices, Arc::clone(snapshot))?;
                 queried.insert(gpu);
@@ -87,7 +87,7 @@ impl ProcessObserver {
         Ok(round)
     }
 
-    /// Asks a GPU's worker thread for the processes, and starts the thread on first use.
+    /// Requests the processes of a GPU from its worker thread, and starts the thread on first use.
     fn query(&mut self, gpu: String, devices: Vec<String>, snapshot: Arc<TenantSnapshot>) -> std::io::Result<()> {
         let worker = match self.workers.get(&gpu) {
             Some(worker) => worker.clone(),
@@ -122,7 +122,7 @@ impl ProcessObserver {
 }
 
 /// Groups devices by the UUID of their GPU.
-fn by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<String, Vec<String>> {
+fn group_by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<String, Vec<String>> {
     let mut gpus: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for device in devices {
         let gpu = snapshot.devices.get(device).map_or(device, |shared| &shared.gpu);
@@ -131,8 +131,8 @@ fn by_gpu(snapshot: &TenantSnapshot, devices: &[String]) -> BTreeMap<String, Vec
     gpus
 }
 
-/// Lists the processes on devices of one GPU. A device that fails is omitted; if all fail, the
-/// error is returned.
+/// Lists the processes on devices of one GPU. Omits a device that fails. Returns the error if all
+/// devices fail.
 fn sample_processes(
     gpus: &dyn Gpus,
     proc: &Path,
@@ -246,7 +246,7 @@ mod tests {
         let shared = |gpu: &str| SharedDevice { gpu: gpu.into(), in_use: true, ..SharedDevice::default() };
         let devices = devices.iter().map(|(device, gpu)| ((*device).to_owned(), shared(gpu)));
         let snapshot = Arc::new(TenantSnapshot { devices: devices.collect(), ..TenantSnapshot::default() });
-        let in_use = snapshot.in_use();
+        let in_use = snapshot.devices_in_use();
         (trigger, ProcessObserver::new(library, "/proc".into()), snapshot, in_use)
     }
 

@@ -24,8 +24,8 @@ use crate::tenants::violations::{ProcessId, find_violations};
 /// Interval between two rounds.
 const ROUND_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between the round that suspects a process and the round that confirms the violation.
-/// Together with [`ROUND_INTERVAL`], it is well below two seconds, the maximum time to find a
-/// violation. The driver needs less time to report a program as an MPS client after the program's
+/// Together with [`ROUND_INTERVAL`], the delay is well below two seconds, the maximum time to find
+/// a violation. The driver needs less time to report a program as an MPS client after the program's
 /// first context.
 const CONFIRMATION_DELAY: Duration = Duration::from_millis(400);
 /// Maximum time that the MPS host may take to terminate a client.
@@ -61,7 +61,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
     loop {
         let begun = Instant::now();
         let before = Arc::clone(&snapshot.borrow_and_update());
-        let devices = before.in_use();
+        let devices = before.devices_in_use();
         if devices.is_empty() && findings.is_empty() {
             metrics.set_tenants(&[]);
             if snapshot.changed().await.is_err() {
@@ -96,14 +96,14 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
             metrics.count_finding(kind);
         }
         for finding in changes.report {
-            if pod_events.try_send(PodEvent::of(finding)).is_err() {
+            if pod_events.try_send(PodEvent::for_finding(finding)).is_err() {
                 metrics.count_error("event-dropped");
             }
         }
         for (device, process) in changes.terminate {
             tokio::spawn(terminate(link.clone(), device, process));
         }
-        let all = findings.all();
+        let all = findings.statuses();
         if all != reported {
             reported.clone_from(&all);
             if report.send(all).await.is_err() {

@@ -9,7 +9,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
 use crate::event::NodeEvent;
-use crate::metrics::{Metrics, Termination};
+use crate::metrics::{Metrics, TerminationOutcome};
 use crate::mps;
 use crate::termination::pods::TerminatingPods;
 use crate::termination::process::{self, Process};
@@ -29,7 +29,7 @@ pub(super) async fn run(
     let (mut terminations, mut known) = (Terminations::default(), BTreeMap::new());
     let mut attempts = JoinSet::new();
     loop {
-        let clients = clients(&pods.borrow_and_update(), &views.borrow_and_update(), &mut known);
+        let clients = clients_of_terminating_pods(&pods.borrow_and_update(), &views.borrow_and_update(), &mut known);
         let decision = terminations.decide(clients, Instant::now());
         for (client, why) in decision.report {
             report_late(&client, &why, &events, &metrics);
@@ -59,7 +59,11 @@ pub(super) async fn run(
 
 /// Returns the clients of terminating pods. Reads `/proc` only if a pod terminates, and the cgroup
 /// of each client only once: `known` caches the pods.
-fn clients(pods: &TerminatingPods, view: &mps::HostView, known: &mut BTreeMap<ClientKey, Vec<String>>) -> Vec<Client> {
+fn clients_of_terminating_pods(
+    pods: &TerminatingPods,
+    view: &mps::HostView,
+    known: &mut BTreeMap<ClientKey, Vec<String>>,
+) -> Vec<Client> {
     if !pods.has_terminating() {
         known.clear();
         return Vec::new();
@@ -81,7 +85,8 @@ fn clients(pods: &TerminatingPods, view: &mps::HostView, known: &mut BTreeMap<Cl
     found
 }
 
-/// Requests the termination of a client from the MPS host. Returns when the request began.
+/// Requests the termination of a client from the MPS host. Also returns the time at which the
+/// request began.
 async fn terminate(link: mps::link::HostLink, client: Client) -> (Client, Outcome, Instant) {
     let began = Instant::now();
     let ClientKey { device, pid } = client.key.clone();
@@ -100,7 +105,7 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
     let since_deletion_ms = deadlines.since.elapsed().as_millis();
     match outcome {
         Outcome::Terminated => {
-            metrics.count_termination(Termination::Done);
+            metrics.count_termination(TerminationOutcome::Done);
             tracing::info!(
                 pod,
                 pid,
@@ -115,7 +120,7 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
             tracing::debug!(pod, pid, device, "a client of a terminating pod has no context");
         }
         Outcome::Failed(why) => {
-            metrics.count_termination(Termination::Failed);
+            metrics.count_termination(TerminationOutcome::Failed);
             tracing::warn!(pod, pid, device, took_ms, since_deletion_ms, why, "failed to terminate a client; retrying");
         }
     }
@@ -123,7 +128,7 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
 
 fn report_late(client: &Client, why: &str, events: &mpsc::Sender<NodeEvent>, metrics: &Metrics) {
     let Client { key: ClientKey { device, pid }, pod, .. } = client;
-    metrics.count_termination(Termination::Late);
+    metrics.count_termination(TerminationOutcome::Late);
     tracing::warn!(pod, pid, device, why, "a client was not terminated in time");
     let note = format!(
         "pod {pod} is terminating, but process {pid} of the pod was not terminated through MPS: {why}. If the process is killed while its kernels run, other programs on {device} may fail"

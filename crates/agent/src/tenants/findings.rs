@@ -12,10 +12,10 @@ use k8s_openapi::jiff::Timestamp;
 use super::names::PodNames;
 use super::violations::{Assessment, ProcessId, Violation, ViolationKey};
 
-/// Time for which a finding is reported after its violation was last seen. The operator must not
-/// miss the finding, and a violation that comes and goes must remain one finding.
+/// Time for which the agent reports a finding after the last sample that shows its violation. The
+/// operator must not miss the finding, and an intermittent violation must remain one finding.
 pub const RETENTION: Duration = Duration::from_secs(10);
-/// Time for which a finding is reported while no sample contains its device.
+/// Time for which the agent reports a finding while no sample contains its device.
 const RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
 /// Maximum number of findings in a `GpuNode`.
 pub const MAX_FINDINGS: usize = 32;
@@ -86,7 +86,7 @@ impl Findings {
         (now, time): (Instant, Timestamp),
     ) -> Changes {
         let mut changes = Changes::default();
-        self.remember_clients(clients, now);
+        self.record_clients(clients, now);
         let previous = std::mem::take(&mut self.previous);
         let violations: Vec<Violation> =
             violations.into_iter().filter_map(|violation| self.without_recent_clients(violation)).collect();
@@ -98,19 +98,19 @@ impl Findings {
                 continue;
             }
             if evict {
-                self.terminate(&violation, now, &mut changes);
+                self.add_clients_to_terminate(&violation, now, &mut changes);
             }
             self.record(violation, evict, (now, time), &mut changes);
         }
         let pending = |key: &ViolationKey| state(&key.device) == SampleState::Pending;
         self.previous.extend(previous.into_iter().filter(|(key, _)| pending(key)));
         self.remove_expired(state, evicts, names, now);
-        self.report(&mut changes);
+        self.add_findings_to_report(&mut changes);
         changes
     }
 
     /// Adds the MPS clients of a sample and removes old processes.
-    fn remember_clients(&mut self, clients: BTreeSet<ProcessId>, now: Instant) {
+    fn record_clients(&mut self, clients: BTreeSet<ProcessId>, now: Instant) {
         self.clients.extend(clients.into_iter().map(|process| (process, now)));
         self.clients.retain(|_, at| now.saturating_duration_since(*at) < RECENT_CLIENT_EXEMPTION);
         self.terminated.retain(|_, at| now.saturating_duration_since(*at) < MIN_TERMINATION_INTERVAL);
@@ -125,9 +125,9 @@ impl Findings {
         (!violation.processes.is_empty()).then_some(violation)
     }
 
-    /// Adds the violation's clients to those to terminate, except clients with a request in the
-    /// last [`MIN_TERMINATION_INTERVAL`].
-    fn terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
+    /// Adds the violation's clients to the clients to terminate, except clients with a request in
+    /// the last [`MIN_TERMINATION_INTERVAL`].
+    fn add_clients_to_terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
         for &process in &violation.clients {
             if let Entry::Vacant(entry) = self.terminated.entry(process) {
                 entry.insert(now);
@@ -182,8 +182,8 @@ impl Findings {
         });
     }
 
-    /// Adds the findings that no Event has reported and that name their pod.
-    fn report(&mut self, changes: &mut Changes) {
+    /// Adds to `changes` the findings that no Event has reported and that name their pod.
+    fn add_findings_to_report(&mut self, changes: &mut Changes) {
         let ready = |finding: &&mut Finding| !finding.reported && !finding.status.pod.is_empty();
         for finding in self.confirmed.values_mut().filter(ready) {
             finding.reported = true;
@@ -192,7 +192,7 @@ impl Findings {
     }
 
     /// Returns the findings, oldest first, at most [`MAX_FINDINGS`].
-    pub fn all(&self) -> Vec<FindingStatus> {
+    pub fn statuses(&self) -> Vec<FindingStatus> {
         let mut all: Vec<FindingStatus> = self.confirmed.values().map(|finding| finding.status.clone()).collect();
         let since = |finding: &FindingStatus| finding.since.as_ref().map(|time| time.0);
         all.sort_by(|a, b| (since(a), &a.device, &a.uid, &a.kind).cmp(&(since(b), &b.device, &b.uid, &b.kind)));
@@ -272,12 +272,14 @@ mod tests {
     fn two_samples_make_a_finding_that_is_reported_once() {
         let mut watch = FindingsTest::new();
         let first = watch.sample(0, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
-        assert!(first.confirm && first.new.is_empty() && first.report.is_empty() && watch.findings.all().is_empty());
+        assert!(
+            first.confirm && first.new.is_empty() && first.report.is_empty() && watch.findings.statuses().is_empty()
+        );
         let second = watch.sample(400, vec![violation(MEMORY_EXCEEDED, 1, 6)]);
         assert_eq!((second.new.len(), second.report.len(), second.confirm), (1, 1, false));
         let third = watch.sample(1400, vec![violation(MEMORY_EXCEEDED, 2, 7)]);
         assert_eq!((third.new.len(), third.report.len(), third.confirm), (0, 0, false));
-        assert_eq!(watch.findings.all()[0].message, "uses 6 MiB", "a new amount of memory is not written");
+        assert_eq!(watch.findings.statuses()[0].message, "uses 6 MiB", "a new amount of memory is not written");
     }
 
     #[test]
@@ -331,10 +333,10 @@ mod tests {
             watch.sample(at, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
         }
         watch.sample(5000, vec![]);
-        assert_eq!(watch.findings.all().len(), 1);
+        assert_eq!(watch.findings.statuses().len(), 1);
         watch.state = SampleState::Unreachable;
         watch.sample(20_000, vec![]);
-        assert_eq!(watch.findings.all().len(), 1, "the GPU is unreachable");
+        assert_eq!(watch.findings.statuses().len(), 1, "the GPU is unreachable");
         watch.state = SampleState::Sampled;
         watch.sample(21_000, vec![]);
         assert!(watch.findings.is_empty());
@@ -355,7 +357,7 @@ mod tests {
         let still_running = watch.sample(13_000, vec![violation(MEMORY_EXCEEDED, 2, 5)]);
         assert_eq!(still_running.terminate.len(), 1);
         watch.sample(900_000, vec![]);
-        assert_eq!(watch.findings.all().len(), 1, "a disruption budget may delay the eviction");
+        assert_eq!(watch.findings.statuses().len(), 1, "a disruption budget may delay the eviction");
         watch.names.remove("uid-p");
         watch.sample(901_000, vec![]);
         assert!(watch.findings.is_empty());
@@ -368,10 +370,10 @@ mod tests {
         watch.sample(0, vec![unnamed()]);
         let found = watch.sample(400, vec![unnamed()]);
         assert_eq!((found.new.len(), found.report.len()), (1, 0));
-        assert_eq!(watch.findings.all()[0].uid, "uid-p");
+        assert_eq!(watch.findings.statuses()[0].uid, "uid-p");
         let named = watch.sample(1400, vec![violation(MEMORY_EXCEEDED, 1, 5)]);
         assert_eq!((named.new.len(), named.report.len()), (0, 1));
-        assert_eq!(watch.findings.all()[0].pod, "p");
+        assert_eq!(watch.findings.statuses()[0].pod, "p");
     }
 
     #[test]
@@ -387,6 +389,6 @@ mod tests {
         };
         watch.sample(0, many());
         assert_eq!(watch.sample(400, many()).new.len(), 100);
-        assert_eq!(watch.findings.all().len(), MAX_FINDINGS);
+        assert_eq!(watch.findings.statuses().len(), MAX_FINDINGS);
     }
 }

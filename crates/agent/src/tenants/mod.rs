@@ -12,8 +12,8 @@
 //!
 //! The operator reads `GpuNode.status` and evicts pods.
 //!
-//! The watch queries nothing while no process can use a shared device. Without an answer of a GPU,
-//! the watch reports and terminates none of the GPU's tenants. The watch continues on other GPUs.
+//! The watch queries nothing while no process can use a shared device. While a GPU does not answer,
+//! the watch neither reports nor terminates the GPU's tenants. The watch continues on other GPUs.
 pub mod findings;
 pub mod names;
 pub mod process;

@@ -25,7 +25,7 @@ pub struct Process {
 /// read.
 ///
 /// # Errors
-/// A file cannot be read or parsed. The process may still run.
+/// Returns an error if a file cannot be read or parsed. The process may still run.
 pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
     let directory = proc.join(pid.to_string());
     let read = |name: &str| match File::open(directory.join(name)) {
@@ -52,7 +52,7 @@ pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
     if stat(&after)?.1 != start {
         return Ok(None);
     }
-    Ok(Some(Process { start, parent, owner: cgroup::owner(&String::from_utf8_lossy(&cgroups)) }))
+    Ok(Some(Process { start, parent, owner: cgroup::parse_owner(&String::from_utf8_lossy(&cgroups)) }))
 }
 
 /// Parses the parent's pid and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat`

@@ -9,7 +9,7 @@ use cleave_kubelet::ContainerDevices;
 use crate::allocation::allocation_id;
 use crate::allocation::usage::Allocations;
 use crate::gpu::hardware::Hardware;
-use crate::gpu::layout::{Kind, Layout, parse_id};
+use crate::gpu::layout::{Kind, Layout, parse_slice_id};
 use crate::mps::HostView;
 
 /// The shared devices of the node and their allocations at one moment.
@@ -117,14 +117,15 @@ impl TenantSnapshot {
     }
 
     /// Returns the UUIDs of the devices that a process may be using.
-    pub fn in_use(&self) -> Vec<String> {
+    pub fn devices_in_use(&self) -> Vec<String> {
         self.devices.iter().filter(|(_, device)| device.in_use).map(|(uuid, _)| uuid.clone()).collect()
     }
 }
 
 /// Returns the shares in one row of the kubelet's list, with one entry per device.
 fn shares(row: &ContainerDevices) -> Vec<Share> {
-    let devices: BTreeSet<&str> = row.ids.iter().filter_map(|id| parse_id(id)).map(|(device, _)| device).collect();
+    let devices: BTreeSet<&str> =
+        row.ids.iter().filter_map(|id| parse_slice_id(id)).map(|(device, _)| device).collect();
     let allocation = allocation_id(&row.resource, &row.ids);
     let share = |device: &str| Share {
         namespace: row.namespace.clone(),

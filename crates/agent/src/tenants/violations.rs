@@ -115,7 +115,7 @@ pub struct Assessment {
     pub clients: BTreeSet<ProcessId>,
 }
 
-/// Compares a sample with the limits in `snapshot`. Devices that are not in `snapshot` are ignored.
+/// Compares a sample with the limits in `snapshot`. Ignores devices that are not in `snapshot`.
 pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names: &PodNames) -> Assessment {
     let mut assessment = Assessment::default();
     for (uuid, processes) in &sample.devices {
@@ -318,7 +318,7 @@ impl Share {
     }
 }
 
-/// Names a process's owner in a sentence.
+/// Returns words that name a process's owner in a sentence.
 fn describe(tenant: &Tenant, owner: Option<&Owner>) -> String {
     match (tenant.pod.as_str(), tenant.container.as_str(), owner) {
         ("", _, None) => "the host (no pod)".to_owned(),

@@ -19,7 +19,7 @@ use self::pods::Deadlines;
 
 /// Time from a client's deadline until the agent reports that the client still runs. This time is
 /// shorter than a `preStop` sleep of one second.
-const REPORT_AFTER: Duration = Duration::from_millis(500);
+const REPORT_DELAY: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed attempt.
 const RETRY_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// Interval between attempts to terminate a client that has no context, or that is stopped.
@@ -130,7 +130,7 @@ impl Terminations {
                 attempts.last_error = Some("the process is stopped, and MPS would wait for it".into());
             }
             // A stopped client cannot be terminated in time: report it at once.
-            let report_at = if client.stopped { now } else { attempts.due + REPORT_AFTER };
+            let report_at = if client.stopped { now } else { attempts.due + REPORT_DELAY };
             if !attempts.reported && now >= report_at {
                 attempts.reported = true;
                 let error = attempts.last_error.clone();
@@ -194,7 +194,7 @@ mod tests {
     }
 
     /// Returns the terminating pods, each with its grace period in seconds.
-    fn terminating(graces: &[(&str, u64)], now: Instant) -> TerminatingPods {
+    fn terminating_pods(graces: &[(&str, u64)], now: Instant) -> TerminatingPods {
         let mut pods = TerminatingPods::default();
         for (uid, grace) in graces {
             pods.observe(observation(uid, Some((*grace, *grace))), now);
@@ -202,7 +202,7 @@ mod tests {
         pods
     }
 
-    /// Pids of the clients to terminate.
+    /// Returns the pids of the clients to terminate.
     fn pids(decision: &Decision) -> Vec<u32> {
         decision.terminate.iter().map(|client| client.key.pid).collect()
     }
@@ -210,12 +210,12 @@ mod tests {
     #[test]
     fn a_client_that_handles_sigterm_is_terminated_just_before_its_grace_ends_and_others_at_once() {
         let now = Instant::now();
-        let pods = terminating(&[("a", 30)], now);
+        let pods = terminating_pods(&[("a", 30)], now);
         let clients = || [(1, false), (2, true)].map(|(pid, survives)| client(&pods, "a", "G", pid, survives).unwrap());
         let mut terminations = Terminations::default();
         let decision = terminations.decide(clients().to_vec(), now);
         assert_eq!(pids(&decision), [1]);
-        assert_eq!(decision.next_check, Some(now + REPORT_AFTER));
+        assert_eq!(decision.next_check, Some(now + REPORT_DELAY));
         terminations.record(&clients()[0].key, &Outcome::Terminated, now + millis(5));
         let decision = terminations.decide(clients().to_vec(), now + millis(5));
         assert_eq!((decision.terminate.len(), decision.next_check), (0, Some(now + secs(28))), "terminated once");
@@ -228,7 +228,7 @@ mod tests {
     #[test]
     fn a_daemon_has_one_request_at_a_time_and_devices_do_not_wait_for_each_other() {
         let now = Instant::now();
-        let pods = terminating(&[("a", 30), ("b", 0)], now);
+        let pods = terminating_pods(&[("a", 30), ("b", 0)], now);
         let all: Vec<Client> = [("a", "G", 3, false), ("a", "G", 1, false), ("b", "H", 2, true), ("a", "H", 4, false)]
             .map(|(uid, device, pid, survives)| client(&pods, uid, device, pid, survives).unwrap())
             .to_vec();
@@ -238,7 +238,7 @@ mod tests {
         // One daemon hangs; the other continues.
         terminations.record(&all[2].key, &Outcome::Terminated, now);
         assert_eq!(pids(&terminations.decide(all.clone(), now)), [4]);
-        let reports = terminations.decide(all.clone(), now + REPORT_AFTER).report;
+        let reports = terminations.decide(all.clone(), now + REPORT_DELAY).report;
         let reports: Vec<(u32, &str)> = reports.iter().map(|(client, why)| (client.key.pid, why.as_str())).collect();
         assert_eq!(reports, [3, 1, 4].map(|pid| (pid, "the MPS host has not answered yet")));
         assert!(terminations.decide(all.clone(), now + secs(9)).report.is_empty(), "once");
@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn failed_attempts_are_repeated_with_growing_pauses_until_the_process_has_ended() {
         let start = Instant::now();
-        let pods = terminating(&[("a", 30)], start);
+        let pods = terminating_pods(&[("a", 30)], start);
         let one = client(&pods, "a", "G", 1, false).unwrap();
         let mut terminations = Terminations::default();
         let (mut now, mut attempts, mut reports) = (start, Vec::new(), Vec::new());
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn a_stopped_client_is_reported_at_once_and_terminated_when_it_continues() {
         let now = Instant::now();
-        let pods = terminating(&[("a", 30)], now);
+        let pods = terminating_pods(&[("a", 30)], now);
         let one = client(&pods, "a", "G", 1, false).unwrap();
         let stopped = Client { stopped: true, ..one.clone() };
         let other = client(&pods, "a", "G", 2, false).unwrap();
@@ -291,7 +291,7 @@ mod tests {
     #[test]
     fn a_client_without_a_context_is_checked_again_and_not_reported() {
         let start = Instant::now();
-        let pods = terminating(&[("a", 30)], start);
+        let pods = terminating_pods(&[("a", 30)], start);
         let one = client(&pods, "a", "G", 1, false).unwrap();
         let mut terminations = Terminations::default();
         for attempt in 0..20 {
@@ -322,21 +322,22 @@ mod tests {
         /// The daemon of a device behaves like this from now on.
         Daemon {
             device: usize,
-            behaviour: Behaviour,
+            behaviour: DaemonBehaviour,
         },
         Nothing,
     }
 
     /// How an MPS daemon answers requests.
     #[derive(Debug, Clone, Copy, PartialEq)]
-    enum Behaviour {
+    enum DaemonBehaviour {
         Work,
         Fail,
         Hang,
     }
 
     fn steps() -> impl Strategy<Value = Vec<Step>> {
-        let behaviour = prop_oneof![Just(Behaviour::Work), Just(Behaviour::Fail), Just(Behaviour::Hang)];
+        let behaviour =
+            prop_oneof![Just(DaemonBehaviour::Work), Just(DaemonBehaviour::Fail), Just(DaemonBehaviour::Hang)];
         let step = prop_oneof![
             2 => (0..6_usize, prop_oneof![Just(0), Just(1), Just(5), Just(30)])
                 .prop_map(|(pod, grace)| Step::Delete { pod, grace }),
@@ -352,7 +353,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-        /// Six pods with two clients each, on two devices.
+        /// Runs random events with six pods of two clients each, on two devices.
         #[test]
         fn clients_of_terminating_pods_are_terminated_or_reported_in_time_and_others_left_alone(steps in steps()) {
             let start = Instant::now();
@@ -361,7 +362,7 @@ mod tests {
             for pod in 0..6 {
                 pods.observe(PodObservation { sleep: secs(0), ..observation(&name(pod), None) }, start);
             }
-            let (mut stopped, mut daemons, mut terminated) = ([false; 12], [Behaviour::Work; 2], [false; 12]);
+            let (mut stopped, mut daemons, mut terminated) = ([false; 12], [DaemonBehaviour::Work; 2], [false; 12]);
             let (mut deleted, mut reported, mut overdue_since) = ([false; 6], [false; 12], [None; 12]);
             let mut terminations = Terminations::default();
             let mut hanging: [Option<usize>; 2] = [None; 2];
@@ -384,7 +385,7 @@ mod tests {
                 let pid = |index: usize| u32::try_from(index).unwrap();
                 let key = |index: usize| ClientKey { device: index.rem_euclid(2).to_string(), pid: pid(index) };
                 for device in 0..2 {
-                    if daemons[device] != Behaviour::Hang && let Some(index) = hanging[device].take() {
+                    if daemons[device] != DaemonBehaviour::Hang && let Some(index) = hanging[device].take() {
                         terminations.record(&key(index), &Outcome::Failed("hung".into()), now);
                     }
                 }
@@ -409,12 +410,14 @@ mod tests {
                         prop_assert!(!terminated[index] && !stopped[index]);
                         prop_assert_eq!(hanging[index % 2], None, "the daemon is busy");
                         match daemons[index % 2] {
-                            Behaviour::Work => {
+                            DaemonBehaviour::Work => {
                                 terminated[index] = true;
                                 terminations.record(&client.key, &Outcome::Terminated, now);
                             }
-                            Behaviour::Fail => terminations.record(&client.key, &Outcome::Failed("no".into()), now),
-                            Behaviour::Hang => hanging[index % 2] = Some(index),
+                            DaemonBehaviour::Fail => {
+                                terminations.record(&client.key, &Outcome::Failed("no".into()), now);
+                            }
+                            DaemonBehaviour::Hang => hanging[index % 2] = Some(index),
                         }
                     }
                     if count == 0 {
@@ -427,7 +430,7 @@ mod tests {
                     // A client is overdue from the first step at which it is due.
                     let since = overdue_since[index].or(due.filter(|due| *due <= now).map(|_| now));
                     overdue_since[index] = since;
-                    let overdue = since.is_some_and(|since| now >= since + REPORT_AFTER);
+                    let overdue = since.is_some_and(|since| now >= since + REPORT_DELAY);
                     prop_assert!(
                         !overdue || terminated[index] || reported[index],
                         "client {} is neither terminated nor reported", index

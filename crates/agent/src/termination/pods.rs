@@ -6,18 +6,19 @@ use cleave_kubelet::ContainerDevices;
 
 use crate::allocation::allocation_id;
 
-/// Time for which a pod is tracked after the API server has removed it. The programs of a pod that
-/// was deleted by force may still run: the kubelet grants them the grace period of the spec.
+/// Time for which the agent tracks a pod after the API server has removed the pod. The programs of
+/// a pod that was deleted by force may still run: the kubelet grants them the grace period of the
+/// spec.
 const RETENTION: Duration = Duration::from_secs(300);
 /// A `preStop` sleep up to this long only gives the agent time to act. A longer sleep gives the
 /// program time to finish its work.
-const AGENT_SLEEP: Duration = Duration::from_secs(2);
+const MAX_AGENT_SLEEP: Duration = Duration::from_secs(2);
 /// Time before the end of the grace period at which clients that survive SIGTERM are terminated.
 /// `terminate_client` takes 3 to 10 ms per client, a GPU has at most 48 clients, and failed
 /// attempts are repeated.
-const MARGIN: Duration = Duration::from_secs(2);
+const MAX_MARGIN: Duration = Duration::from_secs(2);
 /// The margin is at most a quarter of the grace period.
-const MARGIN_PART: u32 = 4;
+const MIN_GRACE_TO_MARGIN_RATIO: u32 = 4;
 
 /// Maximum grace period or sleep. Longer values count as this maximum: a spec may contain any
 /// 64-bit number of seconds, which would overflow an [`Instant`].
@@ -62,15 +63,15 @@ pub struct Deadlines {
 
 impl Deadlines {
     fn new(since: Instant, end: Instant, grace: Duration, sleep: Duration) -> Self {
-        let margin = (grace / MARGIN_PART).min(MARGIN);
+        let margin = (grace / MIN_GRACE_TO_MARGIN_RATIO).min(MAX_MARGIN);
         let last = end.checked_sub(margin).unwrap_or(since).max(since);
-        let before_sigterm = sleep.checked_sub(AGENT_SLEEP).map_or(since, |wait| since + wait);
+        let before_sigterm = sleep.checked_sub(MAX_AGENT_SLEEP).map_or(since, |wait| since + wait);
         Self { since, end, due: (before_sigterm.min(last), last), grace }
     }
 
     /// Moves the end to an earlier time. No client becomes due later, although a shorter grace
     /// period has a smaller margin.
-    fn shortened(self, end: Instant, grace: Duration) -> Self {
+    fn with_earlier_end(self, end: Instant, grace: Duration) -> Self {
         let Self { since, end: before, due: (ends, survives), .. } = self;
         let Self { due: (_, last), end, .. } = Self::new(since, before.min(end), grace, Duration::ZERO);
         Self { since, end, due: (ends.min(last), survives.min(last)), grace }
@@ -117,7 +118,9 @@ impl TerminatingPods {
         let deadlines = match (deletion, was) {
             (None, _) => None,
             // A grace period can be shortened, but not extended.
-            (Some(Deletion { grace, .. }), Some(was)) if grace < was.grace => Some(was.shortened(now + grace, grace)),
+            (Some(Deletion { grace, .. }), Some(was)) if grace < was.grace => {
+                Some(was.with_earlier_end(now + grace, grace))
+            }
             (Some(_), Some(was)) => Some(was),
             (Some(Deletion { grace, left }), None) => {
                 // If the agent has observed the pod without a deletion, the deletion is new,
@@ -138,7 +141,7 @@ impl TerminatingPods {
         self.prune(now);
         let Some(pod) = self.by_uid.get_mut(uid).filter(|pod| pod.removed.is_none()) else { return false };
         let immediate = || Deadlines::new(now, now, Duration::ZERO, Duration::ZERO);
-        pod.deadlines = Some(pod.deadlines.map_or_else(immediate, |was| was.shortened(now, Duration::ZERO)));
+        pod.deadlines = Some(pod.deadlines.map_or_else(immediate, |was| was.with_earlier_end(now, Duration::ZERO)));
         pod.removed = Some(now);
         true
     }
@@ -225,7 +228,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_observed_deletion_has_its_whole_grace_period_and_an_older_one_its_rest() {
+    fn a_new_deletion_has_its_whole_grace_period_and_an_earlier_one_the_remaining_time() {
         let now = Instant::now();
         let mut pods = TerminatingPods::default();
         assert!(pods.observe(observation("a", None), now) && !pods.observe(observation("a", None), now));
@@ -318,8 +321,8 @@ pub(super) mod tests {
         // Shortening the grace period does not delay a deadline, although the margin shrinks.
         let long = Deadlines::new(now, now + secs(8), secs(8), secs(0));
         assert_eq!(long.terminate_at(true), now + secs(6));
-        assert_eq!(long.shortened(now + secs(8), secs(1)).terminate_at(true), now + secs(6));
-        assert_eq!(long.shortened(now + secs(3), secs(1)).terminate_at(true), now + millis(2750));
+        assert_eq!(long.with_earlier_end(now + secs(8), secs(1)).terminate_at(true), now + secs(6));
+        assert_eq!(long.with_earlier_end(now + secs(3), secs(1)).terminate_at(true), now + millis(2750));
     }
 
     #[test]

@@ -24,7 +24,7 @@ impl Process {
     pub(crate) fn read(pid: u32) -> Option<Self> {
         let directory = proc_directory(pid);
         let status = Status::parse(&read(&directory.join("status"))?)?;
-        let survives_sigterm = status.handles || status.blocks && all_threads_block(&directory);
+        let survives_sigterm = status.handles || status.blocks && all_threads_block_sigterm(&directory);
         let stopped = status.state == State::Stopped;
         (status.state != State::Ended).then_some(Self { survives_sigterm, stopped })
     }
@@ -55,7 +55,7 @@ fn read(path: &Path) -> Option<String> {
 
 /// Returns whether all threads block SIGTERM. A program that waits for the signal blocks it in
 /// every thread. Otherwise the signal would end the process through another thread.
-fn all_threads_block(directory: &Path) -> bool {
+fn all_threads_block_sigterm(directory: &Path) -> bool {
     let Ok(threads) = fs::read_dir(directory.join("task")) else { return false };
     // Ignore a thread that has ended since the directory was read.
     let status = |path: &Path| read(&path.join("status")).and_then(|text| Status::parse(&text));

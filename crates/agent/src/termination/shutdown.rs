@@ -13,8 +13,8 @@ use serde::Deserialize;
 
 use super::pods::{Deletion, PodObservation, TerminatingPods};
 
-/// Maximum time that a shutdown takes beyond the sum of all periods. After that time, the kubelet
-/// has given up the shutdown.
+/// Maximum time that a shutdown takes beyond the sum of all periods. After that time, the agent
+/// assumes that the kubelet terminates no more pods.
 const MAX_OVERRUN: Duration = Duration::from_secs(60);
 
 /// Time that the kubelet waits for one group of pods at shutdown. A group contains the pods with at
@@ -28,7 +28,7 @@ pub struct Period {
     pub seconds: u32,
 }
 
-/// A period is not of the form `PRIORITY=SECONDS`.
+/// Error for a text that is not `PRIORITY=SECONDS`.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not PRIORITY=SECONDS with at most 86400 seconds")]
 pub struct InvalidPeriod(String);
@@ -66,7 +66,7 @@ impl Periods {
 
     /// Returns the index of the group in which the kubelet terminates pods of this priority. Pods
     /// below the lowest priority belong to the first group.
-    fn group(&self, priority: i32) -> usize {
+    fn group_index(&self, priority: i32) -> usize {
         self.0.iter().rposition(|period| period.priority <= priority).unwrap_or(0)
     }
 
@@ -76,7 +76,7 @@ impl Periods {
     }
 
     /// Returns the time that all groups have together.
-    fn total(&self) -> Duration {
+    fn total_duration(&self) -> Duration {
         (0..self.0.len()).map(|group| self.duration(group)).sum()
     }
 }
@@ -155,7 +155,7 @@ impl Shutdown {
     }
 
     /// Returns whether the node is shutting down.
-    pub fn in_progress(&self) -> bool {
+    pub fn is_in_progress(&self) -> bool {
         self.progress.is_some()
     }
 
@@ -171,7 +171,7 @@ impl Shutdown {
                 return None;
             }
             let end = start + periods.duration(group);
-            if pods.values().any(|pod| periods.group(pod.priority) == group) {
+            if pods.values().any(|pod| periods.group_index(pod.priority) == group) {
                 progress.had_pods = true;
                 if now < end {
                     return Some(end);
@@ -191,7 +191,7 @@ impl Shutdown {
     fn observation(&self, pod: &Pod, now: Instant) -> Option<PodObservation> {
         let observation = pod.observation.clone()?;
         let shutdown = || {
-            let group = self.periods.group(pod.priority);
+            let group = self.periods.group_index(pod.priority);
             let start = *self.progress.as_ref().filter(|_| self.listed)?.starts.get(group)?;
             let grace = pod.grace.min(self.periods.duration(group));
             Some(Deletion { grace, left: (start + grace).saturating_duration_since(now) })
@@ -221,7 +221,7 @@ struct Record {
 pub fn elapsed(record: &[u8], now: Timestamp, up: Duration, periods: &Periods) -> Option<Duration> {
     let Record { start_time, end_time } = serde_json::from_slice(record).ok()?;
     let elapsed = Duration::try_from(now.duration_since(start_time)).ok()?;
-    (end_time < start_time && elapsed < up && elapsed < periods.total() + MAX_OVERRUN).then_some(elapsed)
+    (end_time < start_time && elapsed < up && elapsed < periods.total_duration() + MAX_OVERRUN).then_some(elapsed)
 }
 
 /// A shutdown in progress, and the record that shows it.
@@ -247,7 +247,8 @@ impl ShutdownStart {
     ) -> Option<Self> {
         match previous {
             Some(previous) if previous.record == record => {
-                (now.saturating_duration_since(previous.at) < periods.total() + MAX_OVERRUN).then_some(previous)
+                let age = now.saturating_duration_since(previous.at);
+                (age < periods.total_duration() + MAX_OVERRUN).then_some(previous)
             }
             _ => {
                 let at = elapsed(&record, wall, up, periods).and_then(|elapsed| now.checked_sub(elapsed))?;
@@ -296,7 +297,7 @@ pub(crate) mod tests {
             assert_eq!(read(ended, Some(&start_of_first), 2, set), None);
             assert_eq!(read(b"", Some(&start_of_first), 2, set), None);
             assert_eq!(
-                read(&record, Some(&start_of_first), (periods.total() + MAX_OVERRUN).as_secs(), set),
+                read(&record, Some(&start_of_first), (periods.total_duration() + MAX_OVERRUN).as_secs(), set),
                 None,
                 "too old"
             );
@@ -307,9 +308,9 @@ pub(crate) mod tests {
     fn pods_are_grouped_by_priority_like_in_the_kubelet() {
         let periods = periods();
         for (priority, group) in [(-9, 0), (-5, 0), (-1, 0), (0, 1), (7, 1), (2_000_000_000, 2), (i32::MAX, 2)] {
-            assert_eq!(periods.group(priority), group, "{priority}");
+            assert_eq!(periods.group_index(priority), group, "{priority}");
         }
-        assert_eq!(periods.total(), secs(90));
+        assert_eq!(periods.total_duration(), secs(90));
         for bad in ["", "0", "=", "0=", "a=1", "0=-1", "0=86401", "2147483648=1"] {
             assert!(bad.parse::<Period>().is_err(), "{bad}");
         }
@@ -371,11 +372,11 @@ pub(crate) mod tests {
         let deleted = Pod { observation: Some(observation("usual", Some((5, 4)))), ..usual() };
         let observation = shutdown.observe("usual", deleted, start + secs(1)).unwrap();
         assert_eq!(observation.deletion, Some(Deletion { grace: secs(5), left: secs(4) }), "the shorter one counts");
-        // The kubelet has given up the shutdown, so the pod no longer terminates.
+        // The shutdown was cancelled, so the pod no longer terminates.
         shutdown.observe("usual", usual(), start);
         shutdown.set_start(None);
         shutdown.update(&mut terminating, start + secs(2));
-        assert!(!terminating.has_terminating() && !shutdown.in_progress());
+        assert!(!terminating.has_terminating() && !shutdown.is_in_progress());
     }
 
     #[test]
@@ -383,11 +384,11 @@ pub(crate) mod tests {
         let now = Instant::now();
         let mut shutdown = Shutdown::default();
         assert_eq!(shutdown.observe("a", pod("a", 0, 30, true), now), Some(observation("a", None)));
-        assert_eq!((shutdown.pods.len(), shutdown.in_progress()), (0, false));
+        assert_eq!((shutdown.pods.len(), shutdown.is_in_progress()), (0, false));
     }
 
     #[test]
-    fn a_record_counts_while_it_is_of_this_boot_and_not_ended() {
+    fn a_shutdown_record_is_valid_only_in_its_boot_and_until_the_shutdown_ends() {
         const ZERO_TIME: &str = "0001-01-01T00:00:00Z";
         let now: Timestamp = "2027-01-15T08:00:10Z".parse().unwrap();
         let record = |start: &str, end: &str| format!(r#"{{"startTime":"{start}","endTime":"{end}"}}"#);

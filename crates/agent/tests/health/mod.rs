@@ -10,7 +10,7 @@ const MIG_3G_RESOURCE: &str = "nvidia.com/mig-3g.40gb";
 
 /// Returns whether all healthy slices of a resource belong to this device.
 fn only_this_device_is_healthy(seen: &cleave_kubelet::fake::FakeKubeletState, resource: &str, device: &str) -> bool {
-    seen.endpoints[resource].healthy().iter().all(|id| id.starts_with(device))
+    seen.endpoints[resource].healthy_ids().iter().all(|id| id.starts_with(device))
 }
 
 fn health_reason(status: &GpuNodeStatus, gpu: usize) -> &str {
@@ -186,7 +186,10 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     set_cordoned(&machine, "cordoned", true);
     let seen = machine.wait_for_healthy(MPS_RESOURCE, 5).await;
     assert_eq!(seen.endpoints[MPS_RESOURCE].devices.len(), 8, "all shares stay listed");
-    assert!(seen.endpoints[MPS_RESOURCE].healthy().iter().any(|id| **id == *used[0]), "a share in use stays healthy");
+    assert!(
+        seen.endpoints[MPS_RESOURCE].healthy_ids().iter().any(|id| **id == *used[0]),
+        "a share in use stays healthy"
+    );
     machine
         .wait_for_status("applied", |status| status.plan_id == "cordoned" && status.gpus[0].slices[0].unhealthy == 3)
         .await;
@@ -210,13 +213,13 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
 }
 
 /// Returns ten shares on each GPU.
-fn ten_shares_each(gpus: &[String]) -> Vec<GpuSpec> {
+fn ten_share_specs(gpus: &[String]) -> Vec<GpuSpec> {
     gpus.iter().map(|gpu| mps_spec(gpu, 10)).collect()
 }
 
 #[tokio::test]
 async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
-    let machine = Machine::start(&["4xH200"], ten_shares_each);
+    let machine = Machine::start(&["4xH200"], ten_share_specs);
     machine.wait_for_healthy(MPS_RESOURCE, 40).await;
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
     trigger_gpu_read(&machine);
@@ -236,7 +239,7 @@ async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
     assert_eq!((health.class.as_str(), health.message.as_str()), ("Lost", "NVML did not answer for 20 s"));
     assert_eq!(condition(&status, "GpusHealthy"), ("False", "GpuUnhealthy"));
     let seen = machine.wait_for_healthy(MPS_RESOURCE, 30).await;
-    assert!(!seen.endpoints[MPS_RESOURCE].healthy().iter().any(|id| id.starts_with(machine.uuids[3].as_str())));
+    assert!(!seen.endpoints[MPS_RESOURCE].healthy_ids().iter().any(|id| id.starts_with(machine.uuids[3].as_str())));
     let share = share_ids(&machine.uuids[0], [0]);
     machine.kubelet.allocate(MPS_RESOURCE, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &[&share[0]]).await.unwrap();
@@ -260,7 +263,7 @@ async fn a_hanging_gpu_is_unreachable_and_delays_no_reports_of_other_gpus() {
 async fn a_gpu_that_hangs_before_the_first_answer_does_not_block_other_gpus() {
     let mut machine = Machine::new(&["4xH200"]);
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
-    machine.set_spec("first", ten_shares_each(&machine.uuids));
+    machine.set_spec("first", ten_share_specs(&machine.uuids));
     machine.start_host();
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 30).await;

@@ -102,7 +102,7 @@ impl Machine {
     }
 
     /// Starts a program that uses a device outside any pod.
-    pub(crate) fn start_outside_pods(&self, device: &str) -> Child {
+    pub(crate) fn start_program_outside_pods(&self, device: &str) -> Child {
         self.command("simgpu").args(["hold", device]).stdout(Stdio::null()).spawn().unwrap()
     }
 
@@ -289,7 +289,7 @@ impl Machine {
     /// Waits until the kubelet sees exactly `count` healthy devices of a resource.
     pub(crate) async fn wait_for_healthy(&self, resource: &str, count: usize) -> FakeKubeletState {
         let condition = |seen: &FakeKubeletState| {
-            seen.endpoints.get(resource).is_some_and(|endpoint| endpoint.healthy().len() == count)
+            seen.endpoints.get(resource).is_some_and(|endpoint| endpoint.healthy_ids().len() == count)
         };
         self.wait_for_view(&format!("{count} healthy {resource}"), condition).await
     }
@@ -314,7 +314,7 @@ impl Machine {
             .borrow()
             .endpoints
             .iter()
-            .map(|(name, e)| (name.clone(), e.devices.len(), e.healthy().len()))
+            .map(|(name, e)| (name.clone(), e.devices.len(), e.healthy_ids().len()))
             .collect();
         panic!(
             "never: {what}\nkubelet: {seen:?}\n--- agent\n{}\n--- MPS host\n{}\n--- status\n{}",

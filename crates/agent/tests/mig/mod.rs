@@ -74,7 +74,7 @@ impl Machine {
 
 /// Returns the ids of a resource's healthy devices, as the kubelet has them.
 fn healthy_ids(seen: &FakeKubeletState, resource: &str) -> Vec<String> {
-    seen.endpoints[resource].healthy().iter().map(ToString::to_string).collect()
+    seen.endpoints[resource].healthy_ids().iter().map(ToString::to_string).collect()
 }
 
 /// A program outside Kubernetes that uses a device.
@@ -227,7 +227,7 @@ async fn a_program_outside_kubernetes_keeps_its_instance() {
     let machine = Machine::start(&["H100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
     machine.wait_until_applied("first").await;
     let uuid = machine.instances(0)[0].1.clone().unwrap();
-    let program = ProgramOutsideKubernetes(machine.start_outside_pods(&uuid));
+    let program = ProgramOutsideKubernetes(machine.start_program_outside_pods(&uuid));
     machine
         .wait_until("the program runs", || {
             machine.simgpu(&["processes"]).contains(&program.0.id().to_string()).then_some(())

@@ -8,9 +8,9 @@ use cleave_plan::ledger::{Container, Kind as When, device_requests, parts};
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
-use cleave_agent::allocation::allocate::{Choice, ResourceView, grant, prefer};
+use cleave_agent::allocation::allocate::{ChoiceRequest, ResourceView, grant, prefer};
 use cleave_agent::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
-use cleave_agent::gpu::layout::{Kind, Pool, device_id};
+use cleave_agent::gpu::layout::{Kind, Pool, slice_id};
 
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const UNITS_PER_DEVICE: u32 = 10;
@@ -77,17 +77,17 @@ impl Node {
     /// Returns the ids of a device that are not allocated.
     fn free_ids(&self, device: &str) -> Vec<String> {
         let taken: BTreeSet<&String> = self.running.iter().chain(&self.waiting).flat_map(Pod::ids).collect();
-        (0..UNITS_PER_DEVICE).map(|unit| device_id(device, unit)).filter(|id| !taken.contains(id)).collect()
+        (0..UNITS_PER_DEVICE).map(|unit| slice_id(device, unit)).filter(|id| !taken.contains(id)).collect()
     }
 
     fn count_unreserved(&self, device: &str) -> i64 {
         let free = i64::try_from(self.free_ids(device).len()).unwrap();
         let reservations = self.reservations.iter().filter(|reservation| reservation.device == device);
-        reservations.fold(free, |rest, reservation| rest - i64::from(self.count_outstanding(reservation)))
+        reservations.fold(free, |rest, reservation| rest - i64::from(self.count_unallocated(reservation)))
     }
 
-    /// Returns units of a reservation that are not allocated yet.
-    fn count_outstanding(&self, reservation: &Reservation) -> u32 {
+    /// Returns the number of units of a reservation that are not allocated yet.
+    fn count_unallocated(&self, reservation: &Reservation) -> u32 {
         let Some(pod) = self.waiting.iter().find(|pod| pod.bound.uid == reservation.pod) else { return 0 };
         let of_ask = parts(&pod.containers)
             .into_iter()
@@ -98,7 +98,7 @@ impl Node {
     }
 
     /// Reserves shares for a new pod and binds it to the node. Ignores the pod if they do not fit.
-    fn pod_arrives(&mut self, shape: &[(bool, u32)]) {
+    fn add_pod(&mut self, shape: &[(bool, u32)]) {
         let kind = |init: bool| if init { When::Init } else { When::Main };
         let mut containers: Vec<Container> = shape
             .iter()
@@ -122,7 +122,7 @@ impl Node {
             self.reservations.push(Reservation { pod: uid.clone(), request, units, device });
             // The reservation counts only if its pod is known. Add the pod before its next request.
             if request == 0 {
-                let bound = BoundPod { uid: uid.clone(), ..bound() };
+                let bound = BoundPod { uid: uid.clone(), ..empty_bound_pod() };
                 self.waiting.push(Pod { bound, containers: containers.clone(), allocated: Vec::new() });
             }
         }
@@ -136,7 +136,7 @@ impl Node {
             reserved_on: reserved.iter().find(|one| one.request == part.request).map(|one| one.device.clone()),
         };
         let requests = parts(&containers).into_iter().map(want).collect();
-        let bound = BoundPod { uid: uid.clone(), name: format!("p{uid}"), requests, ..bound() };
+        let bound = BoundPod { uid: uid.clone(), name: format!("p{uid}"), requests, ..empty_bound_pod() };
         self.waiting.retain(|pod| pod.bound.uid != uid);
         self.pending.update_pod(bound.clone(), self.now);
         self.waiting.push(Pod { bound, containers, allocated: Vec::new() });
@@ -170,9 +170,9 @@ impl Node {
                 "the pod is known and has no allocation"
             );
             let available = [free, must.clone()].concat();
-            let reserved = self.pending.reserved(MPS_RESOURCE);
+            let reserved = self.pending.open_reservations(MPS_RESOURCE);
             let view = ResourceView { resource: MPS_RESOURCE, pools: &self.pools, reserved: &reserved };
-            prefer(&view, &Choice { available: &available, must_include: &must, size })
+            prefer(&view, &ChoiceRequest { available: &available, must_include: &must, size })
         };
         let granted = grant(&ResourceView { resource: MPS_RESOURCE, pools: &self.pools, reserved: &[] }, &ids);
         prop_assert!(granted.is_ok(), "{granted:?} for {size} of {pod:?}; reservations: {:?}", self.reservations);
@@ -195,8 +195,8 @@ impl Node {
         Ok(())
     }
 
-    /// A pod may receive shares that are reserved for another pod of the same size. The ledger then
-    /// swaps the reservations.
+    /// Swaps two reservations as the ledger does, if a pod received shares that were reserved for
+    /// another pod of the same size.
     fn swap_reservations(&mut self, pod: &Pod, number: usize, device: &str) {
         let request = parts(&pod.containers)[number].request;
         let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.request == request;
@@ -206,7 +206,7 @@ impl Node {
             return;
         }
         let is_other = |reservation: &Reservation| {
-            reservation.units == units && reservation.device == device && self.count_outstanding(reservation) == units
+            reservation.units == units && reservation.device == device && self.count_unallocated(reservation) == units
         };
         if let Some(other) = self.reservations.iter().position(is_other) {
             self.reservations[other].device = reserved;
@@ -240,7 +240,7 @@ impl Node {
     }
 }
 
-fn bound() -> BoundPod {
+fn empty_bound_pod() -> BoundPod {
     BoundPod {
         uid: String::new(),
         namespace: "ns".into(),
@@ -280,7 +280,7 @@ fn run_steps(devices: usize, steps: Vec<Step>, in_order: bool) -> Result<(), Tes
     for step in steps {
         node.now += Duration::from_millis(100);
         match step {
-            Step::PodArrives(shape) => node.pod_arrives(&shape),
+            Step::PodArrives(shape) => node.add_pod(&shape),
             Step::Admit(_, _) if node.waiting.is_empty() => {}
             Step::Admit(pod, lists) => {
                 let index = if in_order { 0 } else { pod % node.waiting.len() };

@@ -56,9 +56,9 @@ fn no_device_is_watched_while_none_can_be_in_use() {
     let mut node = node(Enforcement::Report);
     let snapshot = node.snapshot();
     assert_eq!(snapshot.devices.keys().collect::<Vec<_>>(), ["GPU-a"], "whole GPUs are not shared");
-    assert_eq!((snapshot.in_use(), snapshot.shares), (vec![], None), "the kubelet has not listed allocations");
+    assert_eq!((snapshot.devices_in_use(), snapshot.shares), (vec![], None), "the kubelet has not listed allocations");
     node.table.allocations.insert(share(), node.start);
-    assert_eq!(node.snapshot().in_use(), ["GPU-a"]);
+    assert_eq!(node.snapshot().devices_in_use(), ["GPU-a"]);
 }
 
 #[test]
@@ -68,7 +68,7 @@ fn a_device_with_a_process_is_watched_even_without_allocations() {
     let gpus = [(0, Ok(gpu("GPU-a", 0)))].into();
     let processes = [("GPU-a".to_owned(), vec![process])].into();
     record_answer(&mut node.agent, Ok(Inventory { driver: "580".into(), gpus, processes }), node.start);
-    assert_eq!(node.snapshot().in_use(), ["GPU-a"]);
+    assert_eq!(node.snapshot().devices_in_use(), ["GPU-a"]);
 }
 
 #[test]

@@ -238,7 +238,7 @@ async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
 }
 
 #[tokio::test]
-async fn a_pod_with_a_long_prestop_sleep_is_terminated_after_it() {
+async fn a_pod_with_a_long_prestop_sleep_is_terminated_after_the_sleep() {
     let mut pods = Node::new(&["H200"]).await;
     let drains = pods.start_pod("drains", 0, &LONG_KERNELS_ARGUMENTS).await;
     let other = pods.start_pod("other", 0, &LONG_KERNELS_ARGUMENTS).await;

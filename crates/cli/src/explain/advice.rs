@@ -7,7 +7,7 @@ use cleave_operator::pods::full_name;
 use cleave_operator::read::Node;
 use cleave_plan::ledger::{Holder, Holders, Moment, NoFit, PendingPod, Preemption, Tightest};
 
-use super::nodes::unavailable;
+use super::nodes::unavailable_reason;
 use super::report::NodeView;
 use super::view::PodContext;
 
@@ -16,19 +16,19 @@ const MAX_NAMED_NODES: usize = 5;
 
 impl PodContext<'_> {
     /// Returns the suggestions, one sentence each.
-    pub(super) fn help(&self, nodes: &[NodeView]) -> Vec<String> {
+    pub(super) fn suggestions(&self, nodes: &[NodeView]) -> Vec<String> {
         if self.device_requests.is_empty() {
             return Vec::new();
         }
         let usable: BTreeSet<&str> =
             nodes.iter().filter(|node| node.refusal.is_none()).map(|node| node.name.as_str()).collect();
-        let mut help: Vec<String> = self.removals(&usable).into_iter().collect();
-        let refusing = self.refusing(nodes);
+        let mut help: Vec<String> = self.suggest_removals(&usable).into_iter().collect();
+        let refusing = self.unusable_nodes_by_refusal(nodes);
         help.extend(refusing.iter().map(|(refusal, nodes)| refusal_line(refusal, nodes)));
         if usable.is_empty() && !refusing.is_empty() {
             return help;
         }
-        help.extend(self.missing_resources(nodes, &usable));
+        help.extend(self.missing_resource_lines(nodes, &usable));
         let fit = self.ledger.fit(self.device_requests, usable.iter().copied(), 1, &Tightest);
         if matches!(fit, Err(NoFit::TooMany | NoFit::TooFew { .. })) {
             let advice = "The pod's containers together request more than any node has, even an empty one. Add a node with more GPUs, or use fewer containers per pod.";
@@ -38,7 +38,7 @@ impl PodContext<'_> {
     }
 
     /// Returns the nodes that have free slices but are not usable for the pod, by reason.
-    fn refusing<'n>(&self, nodes: &'n [NodeView]) -> BTreeMap<&'n str, Vec<&'n str>> {
+    fn unusable_nodes_by_refusal<'n>(&self, nodes: &'n [NodeView]) -> BTreeMap<&'n str, Vec<&'n str>> {
         let mut refusing: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for node in nodes {
             if let Some(refusal) = &node.refusal
@@ -52,7 +52,7 @@ impl PodContext<'_> {
 
     /// Suggests pods to remove so that the pod fits. Ignores priorities, because users can delete
     /// any of these pods, and some of them terminate without a deletion.
-    fn removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
+    fn suggest_removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.holders();
         let lowered = |holder: &Holder<'static>| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
         let pods = holders.iter().map(|(name, holder)| (name.clone(), lowered(holder))).collect();
@@ -61,10 +61,15 @@ impl PodContext<'_> {
         let found = self.ledger.preempt(waiting, usable.iter().copied(), &lower)?;
         let gpus: BTreeSet<String> = found.takes.iter().map(|take| self.gpu_of(&found.node, &take.device)).collect();
         let gpus = gpus.into_iter().collect::<Vec<_>>().join(", ");
-        Some(self.removals_line(&found, &gpus, &holders))
+        Some(self.removal_suggestion(&found, &gpus, &holders))
     }
 
-    fn removals_line(&self, found: &Preemption, gpus: &str, holders: &BTreeMap<String, Holder<'static>>) -> String {
+    fn removal_suggestion(
+        &self,
+        found: &Preemption,
+        gpus: &str,
+        holders: &BTreeMap<String, Holder<'static>>,
+    ) -> String {
         let node = &found.node;
         if found.victims.is_empty() {
             let fits = self.ledger.fit(self.device_requests, [node.as_str()], 1, &Tightest).is_ok();
@@ -90,7 +95,7 @@ impl PodContext<'_> {
     fn holders(&self) -> BTreeMap<String, Holder<'static>> {
         let is_unavailable = |node: &str, gpu: &GpuStatus| {
             let cordons = self.live.observed.nodes.get(node).map(Node::cordons);
-            unavailable(gpu, &cordons.unwrap_or_default()).is_some()
+            unavailable_reason(gpu, &cordons.unwrap_or_default()).is_some()
         };
         let unusable: BTreeSet<(&str, &str)> = self
             .gpus()
@@ -120,12 +125,12 @@ impl PodContext<'_> {
 
     /// Returns the requested resources that no usable node offers, or that no GPU offers in this
     /// amount.
-    fn missing_resources(&self, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Vec<String> {
+    fn missing_resource_lines(&self, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Vec<String> {
         let resources: BTreeSet<&str> = self.device_requests.iter().map(|request| request.resource.as_str()).collect();
-        resources.into_iter().filter_map(|resource| self.missing_resource(resource, nodes, usable)).collect()
+        resources.into_iter().filter_map(|resource| self.missing_resource_line(resource, nodes, usable)).collect()
     }
 
-    fn missing_resource(&self, resource: &str, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Option<String> {
+    fn missing_resource_line(&self, resource: &str, nodes: &[NodeView], usable: &BTreeSet<&str>) -> Option<String> {
         let totals = |node: &NodeView| -> Vec<u32> {
             let devices = node.gpus.iter().flat_map(|gpu| &gpu.devices);
             devices.filter(|device| device.resource == resource).map(|device| device.total).collect()

@@ -16,7 +16,7 @@ use crate::client::InstallArgs;
 
 /// The cluster at one time, as input of the placement gate and of planning.
 #[derive(Debug, Default)]
-pub struct Live {
+pub struct LiveCluster {
     /// The input of the placement gate.
     pub(super) cluster: Cluster,
     /// The input of planning.
@@ -25,7 +25,7 @@ pub struct Live {
     pub(super) now: u64,
 }
 
-impl Live {
+impl LiveCluster {
     /// Lists the objects of a cluster, and the pod `namespace/name` even if the pod has ended.
     ///
     /// # Errors

@@ -5,9 +5,9 @@
 //! since the operator's decision.
 //!
 //! ```text
-//!  cluster ──[live]──▶ Live ──[view]──▶ verdict, allocations ─┐
-//!                        └──[nodes]──▶ nodes and GPUs ────────┼─▶ Explanation ──[text]──▶ terminal
-//!                                          └──[advice]────────┘
+//!  cluster ─[live]─▶ LiveCluster ─[view]─▶ verdict, allocations ┐
+//!                      └──[nodes]──▶ nodes and GPUs ────────────┼─▶ Explanation ─[text]─▶ terminal
+//!                                        └──[advice]────────────┘
 //! ```
 mod advice;
 mod live;
@@ -22,7 +22,7 @@ use kube::Client;
 use crate::client::{ClusterArgs, InstallArgs};
 use crate::output::{Output, json, print};
 
-pub use live::Live;
+pub use live::LiveCluster;
 pub use text::render;
 pub use view::explain;
 
@@ -77,7 +77,7 @@ pub(crate) async fn run(args: ExplainArgs) -> Result<()> {
     let config = args.cluster.config().await?;
     let name = pod_name(&args.pod, args.namespace.as_deref(), &config.default_namespace)?;
     let client = Client::try_from(config).context("failed to create the Kubernetes client")?;
-    let live = Live::observe(&client, &args.install, &name).await?;
+    let live = LiveCluster::observe(&client, &args.install, &name).await?;
     let Some(explanation) = explain(&live, &name) else {
         bail!("pod {name} not found. Run `kubectl get pods --all-namespaces` to list pods.");
     };

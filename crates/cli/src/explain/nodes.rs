@@ -20,15 +20,15 @@ type Free<'a> = BTreeMap<&'a str, u64>;
 impl PodContext<'_> {
     /// Returns the nodes on which Cleave manages GPUs.
     pub(super) fn nodes(&self, assignments: &[Assignment], state: State) -> Vec<NodeView> {
-        let wanted = self.wanted();
-        let free = self.free();
+        let wanted = self.planning_pod();
+        let free = self.free_amounts();
         let ours = self.live.observed.nodes.iter().filter(|(_, node)| node.has_object());
         ours.map(|(name, node)| {
             let refusal = match node.gpu_node.as_ref().map(|object| &object.0) {
                 Some(Err(invalid)) => Some(format!("the GpuNode is malformed: {}", invalid.error)),
                 _ => refusal(&wanted, &plan_node(name, node))
                     .or_else(|| shortage(free.get(name.as_str()), &wanted.requests))
-                    .or_else(|| not_serving(node)),
+                    .or_else(|| not_serving_reason(node)),
             };
             NodeView { name: name.clone(), refusal, gpus: self.gpu_views(name, node, assignments, state) }
         })
@@ -40,7 +40,7 @@ impl PodContext<'_> {
         let rooms = self.ledger.devices(name);
         let specs = node.object().map(|object| object.spec.gpus.as_slice()).unwrap_or_default();
         let view = |gpu: &GpuStatus| {
-            let unavailable = unavailable(gpu, &cordons);
+            let unavailable = unavailable_reason(gpu, &cordons);
             let here = || assignments.iter().filter(|assignment| assignment.node == name);
             let device = |room| self.device_view(room, unavailable.as_deref(), here(), state);
             let devices = rooms.iter().filter(|room| is_part_of(room, gpu)).map(device).collect();
@@ -95,7 +95,7 @@ impl PodContext<'_> {
 
     /// Returns the free amounts, by node, of resources that Cleave does not manage. Resources that
     /// the pod itself uses count as free.
-    fn free(&self) -> BTreeMap<&str, Free<'_>> {
+    fn free_amounts(&self) -> BTreeMap<&str, Free<'_>> {
         let mut free: BTreeMap<&str, Free> = BTreeMap::new();
         for (name, node) in &self.live.observed.nodes {
             let amounts = node.allocatable.iter().filter(|(resource, _)| !is_served(resource));
@@ -117,7 +117,7 @@ impl PodContext<'_> {
 }
 
 /// Returns why no pod can use a GPU now. Returns `None` if the GPU is usable.
-pub(super) fn unavailable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> {
+pub(super) fn unavailable_reason(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> {
     if let Some(reason) = cordons.0.get(&gpu.uuid) {
         return Some(if reason.is_empty() { "cordoned".to_owned() } else { format!("cordoned: {reason}") });
     }
@@ -126,7 +126,7 @@ pub(super) fn unavailable(gpu: &GpuStatus, cordons: &Cordons) -> Option<String> 
 }
 
 /// Returns why Cleave serves no GPUs on a node.
-fn not_serving(node: &Node) -> Option<String> {
+fn not_serving_reason(node: &Node) -> Option<String> {
     match node.agent {
         None => Some("no Cleave agent runs on the node".to_owned()),
         Some(agent) if !agent.ready => Some("the agent is not ready".to_owned()),

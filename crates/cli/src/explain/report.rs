@@ -103,7 +103,7 @@ pub struct Assignment {
 pub struct NodeView {
     /// Name of the node.
     pub name: String,
-    /// Why the pod cannot use the node even if GPUs are free. `None` if it can.
+    /// Why the pod cannot use the node even if GPUs are free. `None` if the pod can use the node.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refusal: Option<String>,
     /// GPUs of the node.

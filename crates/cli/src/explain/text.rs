@@ -70,7 +70,7 @@ fn assignment_table(explanation: &Explanation) -> String {
         let (units, gpu) =
             (assignment.units.to_string(), assignment.gpu.map(|gpu| gpu.to_string()).unwrap_or_default());
         let container = assignment.container.as_deref().unwrap_or("(reserved)");
-        table.row(&[&units, &assignment.resource, &assignment.node, &gpu, &assignment.device, container]);
+        table.add_row(&[&units, &assignment.resource, &assignment.node, &gpu, &assignment.device, container]);
     }
     table.render()
 }
@@ -96,7 +96,7 @@ fn node_table(explanation: &Explanation) -> String {
     let mut table = Table::new(&["NODE", "GPU", "MODE", "RESOURCE", "TOTAL", "USED", "RESERVED", "FREE", "NOTE"]);
     for node in best_nodes(explanation) {
         if let Some(refusal) = &node.refusal {
-            table.row(&[&node.name, "", "", "", "", "", "", "", refusal]);
+            table.add_row(&[&node.name, "", "", "", "", "", "", "", refusal]);
         }
         for gpu in &node.gpus {
             add_gpu(&mut table, &node.name, gpu);
@@ -110,11 +110,11 @@ fn add_gpu(table: &mut Table, node: &str, gpu: &GpuView) {
     let index = gpu.index.to_string();
     if gpu.devices.is_empty() {
         let note = gpu.unavailable.as_deref().unwrap_or("no resources");
-        table.row(&[node, &index, &gpu.mode, "", "", "", "", "", note]);
+        table.add_row(&[node, &index, &gpu.mode, "", "", "", "", "", note]);
     }
     for device in &gpu.devices {
         let numbers = [device.total, device.used, device.reserved, device.free].map(|number| number.to_string());
         let [total, used, reserved, free] = &numbers;
-        table.row(&[node, &index, &gpu.mode, &device.resource, total, used, reserved, free, &device.note]);
+        table.add_row(&[node, &index, &gpu.mode, &device.resource, total, used, reserved, free, &device.note]);
     }
 }

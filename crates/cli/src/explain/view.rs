@@ -10,23 +10,23 @@ use cleave_operator::pods::{PodObject, claimant, full_name};
 use cleave_plan::ledger::{DeviceRequest, Ledger};
 use cleave_plan::snapshot::Pod as PlanPod;
 
-use super::live::{Live, decide};
+use super::live::{LiveCluster, decide};
 use super::report::{Assignment, Explanation, Part, State, Verdict};
 
 /// The cluster, from the view of one pod.
 pub(super) struct PodContext<'a> {
-    pub(super) live: &'a Live,
+    pub(super) live: &'a LiveCluster,
     /// Allocations and reservations, without those of pods that still have the placement gate.
     pub(super) ledger: &'a Ledger,
     pub(super) pod: &'a PodObject,
     /// `namespace/name` of the pod.
     pub(super) name: &'a str,
-    /// The requests of the pod. Each must come from one device.
+    /// The requests of the pod. The units of each request must be on one device.
     pub(super) device_requests: &'a [DeviceRequest],
 }
 
 /// Explains the state of the pod `namespace/name`. Returns `None` if the cluster has no such pod.
-pub fn explain(live: &Live, name: &str) -> Option<Explanation> {
+pub fn explain(live: &LiveCluster, name: &str) -> Option<Explanation> {
     let pod = live.cluster.pods.iter().find(|pod| full_name(&pod.metadata) == name)?;
     let device_requests = pod.device_requests();
     let mut others = Gatekeeper::default();
@@ -37,7 +37,7 @@ pub fn explain(live: &Live, name: &str) -> Option<Explanation> {
     let verdict = view.verdict();
     let assignments = view.assignments();
     let nodes = view.nodes(&assignments, verdict.state);
-    let help = if verdict.state.needs_help() { view.help(&nodes) } else { Vec::new() };
+    let help = if verdict.state.needs_help() { view.suggestions(&nodes) } else { Vec::new() };
     Some(Explanation {
         pod: name.to_owned(),
         priority: pod.spec.priority.unwrap_or(0),
@@ -214,7 +214,7 @@ impl PodContext<'_> {
     }
 
     /// Returns the input of planning for the pod.
-    pub(super) fn wanted(&self) -> PlanPod {
+    pub(super) fn planning_pod(&self) -> PlanPod {
         let plain = || PlanPod { requests: self.pod.spec.requests.clone(), ..PlanPod::default() };
         claimant(self.pod).map_or_else(plain, |claimant| claimant.pod)
     }

@@ -9,7 +9,7 @@ pub(crate) const NO_GPU_NODES: &str = "No GpuNodes. The operator creates one for
 pub fn render(report: &Report, wide: bool) -> String {
     let tables = [gpu_table(report, wide), policy_table(report, wide), allocation_table(report, wide)];
     let mut text = tables.join("\n");
-    let remarks = remarks(report);
+    let remarks = problem_lines(report);
     if !remarks.is_empty() {
         text.push('\n');
         text.push_str(&remarks.join("\n"));
@@ -23,11 +23,11 @@ fn gpu_table(report: &Report, wide: bool) -> String {
         return NO_GPU_NODES.to_owned();
     }
     let mut table = Table::new(&["NODE", "GPU", "MODEL", "MODE", "RESOURCE", "IN USE", "FREE", "HEALTH"])
-        .wide(wide, &["MEMORY MIB", "SMS", "POLICY", "MPS", "DOOR", "UUID"]);
+        .with_wide_columns(wide, &["MEMORY MIB", "SMS", "POLICY", "MPS", "DOOR", "UUID"]);
     for node in &report.nodes {
         if node.gpus.is_empty() {
             let why = if node.ready.reason.is_empty() { &node.ready.status } else { &node.ready.reason };
-            table.wide_row(&[&node.name, "-", "-", "-", "-", "-", "-", why], &["-"; 6]);
+            table.add_wide_row(&[&node.name, "-", "-", "-", "-", "-", "-", why], &["-"; 6]);
         }
         for gpu in &node.gpus {
             add_gpu(&mut table, &node.name, gpu);
@@ -38,23 +38,23 @@ fn gpu_table(report: &Report, wide: bool) -> String {
 
 /// Adds a row for each resource of a GPU, or one row if it has none.
 fn add_gpu(table: &mut Table, node: &str, gpu: &Gpu) {
-    let health = health(gpu);
+    let health = health_text(gpu);
     let (index, memory, sms) = (gpu.index.to_string(), gpu.memory_mib.to_string(), gpu.sms.to_string());
     let policy = gpu.policy.as_deref().unwrap_or_default();
-    let states = distinct(gpu.mps.iter().map(|daemon| daemon.state.as_str()).collect());
-    let doors = distinct(gpu.mps.iter().map(|daemon| daemon.door.as_str()).collect());
+    let states = join_distinct(gpu.mps.iter().map(|daemon| daemon.state.as_str()).collect());
+    let doors = join_distinct(gpu.mps.iter().map(|daemon| daemon.door.as_str()).collect());
     let wide = [memory.as_str(), &sms, policy, &states, &doors, &gpu.uuid];
     if gpu.slices.is_empty() {
-        table.wide_row(&[node, &index, &gpu.model, &gpu.mode, "", "", "", &health], &wide);
+        table.add_wide_row(&[node, &index, &gpu.model, &gpu.mode, "", "", "", &health], &wide);
     }
     for slices in &gpu.slices {
         let (in_use, free) = (slices.in_use.to_string(), slices.free.to_string());
-        table.wide_row(&[node, &index, &gpu.model, &gpu.mode, &slices.resource, &in_use, &free, &health], &wide);
+        table.add_wide_row(&[node, &index, &gpu.model, &gpu.mode, &slices.resource, &in_use, &free, &health], &wide);
     }
 }
 
 /// Returns the health of a GPU, and whether it is cordoned.
-fn health(gpu: &Gpu) -> String {
+fn health_text(gpu: &Gpu) -> String {
     let health = match (gpu.healthy, gpu.reason.is_empty()) {
         (true, _) => "Healthy",
         (false, true) => "Unhealthy",
@@ -67,13 +67,13 @@ fn policy_table(report: &Report, wide: bool) -> String {
     if report.policies.is_empty() {
         return "No SharingPolicies. Every GPU is whole.\n".to_owned();
     }
-    let mut table =
-        Table::new(&["POLICY", "MODE", "GPUS", "NODES", "IN USE", "TOTAL", "READY", "REASON"]).wide(wide, &["MESSAGE"]);
+    let mut table = Table::new(&["POLICY", "MODE", "GPUS", "NODES", "IN USE", "TOTAL", "READY", "REASON"])
+        .with_wide_columns(wide, &["MESSAGE"]);
     for policy in &report.policies {
         let numbers = [policy.gpus, policy.nodes, policy.in_use, policy.total].map(|number| number.to_string());
         let [gpus, nodes, in_use, total] = &numbers;
         let Verdict { status, reason, message } = &policy.ready;
-        table.wide_row(&[&policy.name, &policy.mode, gpus, nodes, in_use, total, status, reason], &[message]);
+        table.add_wide_row(&[&policy.name, &policy.mode, gpus, nodes, in_use, total, status, reason], &[message]);
     }
     table.render()
 }
@@ -83,7 +83,7 @@ fn allocation_table(report: &Report, wide: bool) -> String {
         return "No pod uses a GPU.\n".to_owned();
     }
     let mut table = Table::new(&["POD", "NODE", "GPU", "RESOURCE", "SHARES", "SMS", "MIB", "CLIENTS"])
-        .wide(wide, &["USABLE MIB", "CONTAINER", "THREADS %", "DEVICE", "IDS"]);
+        .with_wide_columns(wide, &["USABLE MIB", "CONTAINER", "THREADS %", "DEVICE", "IDS"]);
     for allocation in &report.allocations {
         add_allocation(&mut table, allocation);
     }
@@ -98,14 +98,14 @@ fn add_allocation(table: &mut Table, allocation: &Allocation) {
     let (usable, threads) = (optional(allocation.usable_mib), optional(allocation.threads.map(u64::from)));
     let prefix = format!("{}::", allocation.device);
     let ids: Vec<&str> = allocation.ids.iter().map(|id| id.strip_prefix(&prefix).unwrap_or(id)).collect();
-    table.wide_row(
+    table.add_wide_row(
         &[&allocation.pod, &allocation.node, &gpu, &allocation.resource, &shares, &sms, &memory, &clients],
         &[&usable, &allocation.container, &threads, &allocation.device, &ids.join(",")],
     );
 }
 
 /// Returns the problems, one line each.
-fn remarks(report: &Report) -> Vec<String> {
+fn problem_lines(report: &Report) -> Vec<String> {
     let mut remarks = Vec::new();
     for node in &report.nodes {
         let not_true = |verdict: &&Verdict| verdict.status != "True";
@@ -135,7 +135,7 @@ fn remarks(report: &Report) -> Vec<String> {
 }
 
 /// Joins the distinct words, sorted, with commas.
-fn distinct(mut words: Vec<&str>) -> String {
+fn join_distinct(mut words: Vec<&str>) -> String {
     words.sort_unstable();
     words.dedup();
     words.join(",")

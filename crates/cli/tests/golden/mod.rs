@@ -2,7 +2,7 @@
 
 /// Compares with a file below `tests`. `UPDATE_EXPECTED=1 cargo test -p cleave-cli` writes the file
 /// instead.
-pub(crate) fn expect(name: &str, actual: &str) {
+pub(crate) fn assert_matches_file(name: &str, actual: &str) {
     let path = format!("{}/tests/{name}", env!("CARGO_MANIFEST_DIR"));
     if std::env::var_os("UPDATE_EXPECTED").is_some() {
         std::fs::write(&path, actual).unwrap();

@@ -40,8 +40,8 @@ pub(crate) struct PathArgs {
 
 #[derive(Debug, Clone, clap::Subcommand)]
 pub(crate) enum HostCommand {
-    /// Set a GPU's compute mode and print the previous one. The MPS host runs this in a child
-    /// process to keep NVML out of its own memory.
+    /// Set a GPU's compute mode and print the previous one. The MPS host runs this command in a
+    /// child process, so that the MPS host itself does not load NVML.
     #[command(hide = true)]
     ComputeMode {
         /// UUID of the GPU.
@@ -52,7 +52,8 @@ pub(crate) enum HostCommand {
         #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
         nvml_library: Option<PathBuf>,
     },
-    /// Fail unless the MPS host of this node answers on its socket. The readiness probe of its pod.
+    /// Fail unless the MPS host of this node answers on its socket. The MPS host's pod runs this
+    /// command as its readiness probe.
     #[command(hide = true)]
     Ready {
         /// Directory that the agent and the MPS host share.

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use super::context::Context;
 use super::error::ComputeModeError;
-use super::files::replace;
+use super::files::replace_file;
 use super::process::Exit;
 use super::text::shorten;
 use crate::nvml;
@@ -83,7 +83,7 @@ impl Record {
     }
 
     /// Returns an error of an operation on the record's file.
-    fn error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
+    fn record_error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
         move |source| ComputeModeError::Record { action, path: self.0.clone(), source }
     }
 
@@ -98,16 +98,16 @@ impl Record {
                 None => Err(ComputeModeError::UnknownRecord { path: self.0.clone(), content: shorten(content.trim()) }),
             },
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(self.error("read")(error)),
+            Err(error) => Err(self.record_error("read")(error)),
         }
     }
 
     fn write(&self, mode: Mode) -> Result<(), ComputeModeError> {
-        replace(&self.0, mode.name().as_bytes()).map_err(self.error("write"))
+        replace_file(&self.0, mode.name().as_bytes()).map_err(self.record_error("write"))
     }
 
     fn remove(&self) -> Result<(), ComputeModeError> {
-        std::fs::remove_file(&self.0).map_err(self.error("remove"))
+        std::fs::remove_file(&self.0).map_err(self.record_error("remove"))
     }
 }
 
@@ -122,7 +122,7 @@ pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(),
         // previous mode, which is nearly always the default.
         record.write(Mode::Default)?;
     }
-    match run(context, device, Mode::ExclusiveProcess).await {
+    match set_in_child(context, device, Mode::ExclusiveProcess).await {
         Ok(_) if recorded => Ok(()),
         Ok(previous) => record.write(previous),
         Err(error) => {
@@ -138,19 +138,19 @@ pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(),
 pub(crate) async fn restore(context: &Context, device: &str) -> Result<(), ComputeModeError> {
     let record = Record::of(context, device);
     let Some(previous) = record.read()? else { return Ok(()) };
-    run(context, device, previous).await?;
+    set_in_child(context, device, previous).await?;
     record.remove()
 }
 
 /// Returns the devices with a recorded compute mode to restore.
-pub(crate) fn recorded(mps: &Path) -> Vec<String> {
+pub(crate) fn devices_with_record(mps: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(mps) else { return Vec::new() };
     let name = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_suffix(RECORD_EXTENSION).map(str::to_owned);
     entries.filter_map(|entry| name(entry.ok()?)).collect()
 }
 
 /// Sets a compute mode in the child process. Returns the previous mode.
-async fn run(context: &Context, device: &str, mode: Mode) -> Result<Mode, ComputeModeError> {
+async fn set_in_child(context: &Context, device: &str, mode: Mode) -> Result<Mode, ComputeModeError> {
     let mut words = context.options.compute_mode.iter();
     let mut command = Command::new(words.next().cloned().unwrap_or_default());
     command.args(words).args(["--device", device, "--mode", mode.name()]);
@@ -159,7 +159,7 @@ async fn run(context: &Context, device: &str, mode: Mode) -> Result<Mode, Comput
     let mut output = output.take(MAX_OUTPUT);
     let exited = timeout(CHILD_DEADLINE, async {
         output.read_to_end(&mut text).await?;
-        io::Result::Ok(child.exited().await)
+        io::Result::Ok(child.wait_for_exit().await)
     })
     .await;
     child.kill();

@@ -52,12 +52,12 @@ impl Context {
     }
 
     /// Notifies subscribers that the content of the status has changed.
-    pub(crate) fn status_changed(&self) {
+    pub(crate) fn notify_status_change(&self) {
         self.status_changes.send_modify(|changes| *changes = changes.wrapping_add(1));
     }
 
-    /// Subscribes to [`Context::status_changed`].
-    pub(crate) fn status_changes(&self) -> watch::Receiver<u64> {
+    /// Subscribes to [`Context::notify_status_change`].
+    pub(crate) fn subscribe_to_status_changes(&self) -> watch::Receiver<u64> {
         self.status_changes.subscribe()
     }
 }

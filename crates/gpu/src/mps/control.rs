@@ -52,12 +52,12 @@ pub(crate) async fn send_command(pipe: &Path, command: &Command, deadline: Durat
 
 /// Sends one command over any control socket.
 pub(crate) async fn send_over(socket: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
-    within(deadline, &command.to_string(), async {
+    with_deadline(deadline, &command.to_string(), async {
         let socket = Socket::connect(socket).await?;
         expect_hello(&socket).await?;
-        socket.send_credentials(protocol::CREDENTIALS, Credentials::own()).await?;
+        socket.send_credentials(protocol::CREDENTIALS, Credentials::of_this_process()).await?;
         socket.send(&Kind::Administrator.packet()).await?;
-        for packet in protocol::commands(command) {
+        for packet in protocol::command_packets(command) {
             socket.send(&packet).await?;
         }
         let mut output = String::new();
@@ -81,7 +81,7 @@ pub(crate) async fn send_over(socket: &Path, command: &Command, deadline: Durati
 /// Returns whether the daemon sends the known greeting. Without this greeting, Cleave can use
 /// neither commands nor doors with the daemon.
 pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError> {
-    within(ANSWER_DEADLINE, "hello", async {
+    with_deadline(ANSWER_DEADLINE, "hello", async {
         let socket = Socket::connect(&pipe.join("control")).await?;
         match expect_hello(&socket).await {
             Ok(()) => Ok(true),
@@ -101,11 +101,11 @@ pub(crate) async fn send_by_tool(
     deadline: Duration,
 ) -> Result<String, ControlError> {
     let (child, mut output) = children.spawn(&mut tool, format!("{command}\n").as_bytes())?;
-    let answer = within(deadline, &command.to_string(), async {
+    let answer = with_deadline(deadline, &command.to_string(), async {
         let mut text = Vec::new();
         (&mut output).take(MAX_OUTPUT as u64).read_to_end(&mut text).await?;
         let text = String::from_utf8_lossy(&text).into_owned();
-        match child.exited().await {
+        match child.wait_for_exit().await {
             Exit::Status(0) => Ok(text),
             exit => Err(Unexpected::new(&format!("({exit}) {}", text.trim())).into()),
         }
@@ -138,7 +138,7 @@ impl PendingHandshake {
 
 /// Introduces a client to the daemon with the credentials `who`.
 pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<AcceptedClient, ControlError> {
-    within(ANSWER_DEADLINE, "a client's handshake", async {
+    with_deadline(ANSWER_DEADLINE, "a client's handshake", async {
         let daemon = Socket::connect(&pipe.join("control")).await?;
         expect_hello(&daemon).await?;
         daemon.send_credentials(protocol::CREDENTIALS, who).await.map_err(|error| {
@@ -171,7 +171,7 @@ async fn expect_hello(socket: &Socket) -> Result<(), ControlError> {
 }
 
 /// Limits the time of an operation. `what` names the operation in the error.
-async fn within<T>(
+async fn with_deadline<T>(
     after: Duration,
     what: &str,
     work: impl Future<Output = Result<T, ControlError>>,

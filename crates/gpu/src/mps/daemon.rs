@@ -154,7 +154,7 @@ impl Device {
     }
 
     /// Waits for the [`ControlLock`], the right to change the server's limits.
-    pub(crate) async fn control(&self) -> MutexGuard<'_, ControlLock> {
+    pub(crate) async fn lock_control(&self) -> MutexGuard<'_, ControlLock> {
         self.control.lock().await
     }
 
@@ -169,8 +169,8 @@ impl Device {
             restarts: report.restarts,
             enforcement: phase.enforcement,
             message: report.message.clone(),
-            clients: self.clients.borrow().listed(),
-            fault: self.faults.borrow().last().cloned(),
+            clients: self.clients.borrow().listed_clients(),
+            fault: self.faults.borrow().last_fault().cloned(),
         }
     }
 
@@ -189,13 +189,13 @@ impl Device {
         match enforcement {
             Enforcement::Hard => control::send_command(&self.pipe, command, deadline).await,
             Enforcement::Advisory => {
-                control::send_by_tool(&self.context.children, self.tool(), command, deadline).await
+                control::send_by_tool(&self.context.children, self.control_tool(), command, deadline).await
             }
         }
     }
 
     /// Returns the driver's control tool for this daemon.
-    fn tool(&self) -> Process {
+    fn control_tool(&self) -> Process {
         let options = &self.context.options;
         tool::command(&options.mps_control, options.library_path.as_deref(), &self.pipe, &self.name)
     }
@@ -208,7 +208,7 @@ impl Device {
         let mut report = self.report.borrow_mut();
         if report.message != message {
             message.clone_into(&mut report.message);
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
     }
 
@@ -226,7 +226,7 @@ impl Device {
             self.set_message(message);
         }
         if before != state {
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
     }
 }

@@ -17,7 +17,7 @@ pub(crate) struct Changes {
 }
 
 /// Returns the changes that lead from `old` to `new`.
-pub(crate) fn changes(old: &Desired, new: &Desired) -> Changes {
+pub(crate) fn changes_between(old: &Desired, new: &Desired) -> Changes {
     let mut changes = Changes::default();
     for (id, was) in &old.allocations {
         // The device of a door never changes: close the door of an allocation that moves.
@@ -74,11 +74,11 @@ mod tests {
     #[test]
     fn equal_states_need_no_change() {
         let same = desired(&[("a", 50)], &[("1", "a", 10)]);
-        assert_eq!(changes(&same, &same), Changes::default());
+        assert_eq!(changes_between(&same, &same), Changes::default());
     }
 
     #[test]
-    fn each_difference_becomes_its_own_change() {
+    fn each_difference_gives_one_change() {
         let old = desired(
             &[("a", 50), ("b", 50), ("c", 50)],
             &[("1", "a", 10), ("2", "a", 10), ("3", "b", 10), ("4", "a", 10)],
@@ -89,7 +89,7 @@ mod tests {
         );
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
         assert_eq!(
-            changes(&old, &new),
+            changes_between(&old, &new),
             Changes {
                 close: names(&["1", "3"]),
                 stop: names(&["c"]),

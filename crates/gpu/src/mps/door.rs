@@ -105,7 +105,7 @@ impl Door {
     }
 
     /// Returns whether this is a door of the device.
-    pub(crate) fn is_of(&self, device: &str) -> bool {
+    pub(crate) fn is_on_device(&self, device: &str) -> bool {
         self.device.name == device
     }
 
@@ -202,22 +202,22 @@ impl Door {
 
     fn count_admitted(&self) {
         self.admitted.set(self.admitted.get() + 1);
-        self.context.status_changed();
+        self.context.notify_status_change();
     }
 
     fn count_refused(&self) {
         self.refused.set(self.refused.get() + 1);
-        self.context.status_changed();
+        self.context.notify_status_change();
     }
 }
 
-/// Counts a client as waiting, from [`Waiting::begin`] until this value is dropped.
-struct Waiting<'a> {
+/// Counts a client as waiting, from [`WaitingCount::begin_connection`] until this value is dropped.
+struct WaitingCount<'a> {
     door: &'a Door,
     counted: Cell<bool>,
 }
 
-impl<'a> Waiting<'a> {
+impl<'a> WaitingCount<'a> {
     fn new(door: &'a Door) -> Self {
         Self { door, counted: Cell::new(false) }
     }
@@ -225,16 +225,16 @@ impl<'a> Waiting<'a> {
     fn begin_connection(&self) {
         if !self.counted.replace(true) {
             self.door.waiting.set(self.door.waiting.get() + 1);
-            self.door.context.status_changed();
+            self.door.context.notify_status_change();
         }
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaitingCount<'_> {
     fn drop(&mut self) {
         if self.counted.get() {
             self.door.waiting.set(self.door.waiting.get() - 1);
-            self.door.context.status_changed();
+            self.door.context.notify_status_change();
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Errors of the MPS host, one enum per step.
 //!
-//! [`HostError`] ends the process. [`DaemonError`] ends one life of a daemon, which is then
-//! restarted. After a [`DesiredError`] nothing changes. [`TerminateError`] and [`NotReady`] answer
-//! a request of the agent. A failed exchange with a daemon is a [`ControlError`].
+//! [`HostError`] ends the process. After a [`DaemonError`], the MPS host replaces the daemon. After
+//! a [`DesiredError`] nothing changes. [`TerminateError`] and [`NotReady`] answer a request of the
+//! agent. A failed exchange with a daemon is a [`ControlError`].
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -69,10 +69,10 @@ pub(crate) enum DaemonError {
     StuckInFault(Exit),
     #[error("{0}")]
     Control(#[from] ControlError),
-    #[error("{setting} was not accepted: it reads back as {actual:?}")]
+    #[error("the MPS daemon did not accept {setting}: the daemon reports {actual:?}")]
     NotAccepted { setting: String, actual: String },
     #[error("the MPS server was not ready within {} s: {last}", .after.as_secs())]
-    ServerNotReady { after: Duration, last: LastSeen },
+    ServerNotReady { after: Duration, last: LastServerState },
     #[error("MPS server {server} exited while it was {state:?}, before it was ready")]
     ServerExited { server: u32, state: ServerState },
     #[error("MPS server {server} did not shut down within {} s", .after.as_secs())]
@@ -95,12 +95,12 @@ fn after_colon(line: &str) -> String {
 
 /// The last state that a daemon reported for a starting server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LastSeen {
+pub(crate) enum LastServerState {
     NoServer,
     Server(u32, ServerState),
 }
 
-impl std::fmt::Display for LastSeen {
+impl std::fmt::Display for LastServerState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::NoServer => f.write_str("no server was started"),

@@ -13,7 +13,7 @@ use super::seqpacket::{MAX_PATH, async_fd};
 use super::wire::Paths;
 
 /// Creates the run directory. Returns the lock, which only one MPS host can acquire.
-pub(crate) fn prepare(paths: &Paths) -> Result<OwnedFd, HostError> {
+pub(crate) fn prepare_run_directory(paths: &Paths) -> Result<OwnedFd, HostError> {
     let longest = paths.door(&"f".repeat(32)).with_extension("new");
     let length = longest.as_os_str().len();
     if length > MAX_PATH {
@@ -35,7 +35,7 @@ pub(crate) fn prepare(paths: &Paths) -> Result<OwnedFd, HostError> {
 }
 
 /// Replaces a file. Readers see either the old content or the new content, never a part.
-pub(crate) fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
+pub(crate) fn replace_file(path: &Path, text: &[u8]) -> io::Result<()> {
     let building = path.with_extension("new");
     let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&building)?;
     file.write_all(text)?;
@@ -55,7 +55,7 @@ impl DesiredWatch {
     }
 
     /// Returns once the desired file was written, or the kernel has dropped events.
-    pub(crate) async fn written(&mut self) -> io::Result<()> {
+    pub(crate) async fn wait_until_written(&mut self) -> io::Result<()> {
         loop {
             let mut ready = self.0.readable().await?;
             let mut space = [MaybeUninit::uninit(); 4096];

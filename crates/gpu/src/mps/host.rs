@@ -56,7 +56,7 @@ fn set_compute_mode(library: Option<&Path>, device: &str, mode: Mode) -> Result<
 
 async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError> {
     let paths = Paths::new(&args.run_dir);
-    let lock = files::prepare(&paths)?;
+    let lock = files::prepare_run_directory(&paths)?;
     let max_descriptors = raise_descriptor_limit();
     let options = build_options(args, subcommand)?;
     let context = Rc::new(Context::new(paths, options, Children::start()?, max_descriptors));
@@ -66,7 +66,7 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
     let mut desired = DesiredWatch::new(&context.paths.mps())?;
     let listener = socket::listen(&context.paths.socket())?;
     tokio::task::spawn_local(socket::serve(Rc::clone(&reconciler), listener));
-    let reporter = tokio::task::spawn_local(Rc::clone(&reconciler).report());
+    let reporter = tokio::task::spawn_local(Rc::clone(&reconciler).write_status_changes());
     reconciler.apply_desired_file();
     reconciler.clean_up().await;
     loop {
@@ -75,7 +75,7 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
             () = sleep(MAINTENANCE_INTERVAL) => reconciler.maintain(),
-            written = desired.written() => {
+            written = desired.wait_until_written() => {
                 written?;
                 reconciler.apply_desired_file();
             }
@@ -87,7 +87,7 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
         tracing::warn!(%error, "failed to remove the MPS host's socket");
     }
     reporter.abort();
-    reconciler.report_stopped();
+    reconciler.write_stopped_status();
     drop(lock);
     Ok(())
 }

@@ -51,7 +51,7 @@ pub struct LogLine<'a> {
 }
 
 /// Parses one line. Any text is accepted.
-pub fn log_line(line: &str) -> LogLine<'_> {
+pub fn parse_log_line(line: &str) -> LogLine<'_> {
     let (source, pid, text) = split_prefix(line).unwrap_or(("", None, line.trim()));
     LogLine { source, pid, text, event: parse_event(text) }
 }
@@ -82,13 +82,13 @@ fn parse_event(text: &str) -> LogEvent {
         pid_of(text).map(LogEvent::ClientConnected)
     } else if let Some(client) = between("Client process ", " disconnected") {
         number(client).map(LogEvent::ClientDisconnected)
-    } else if let Some((client, context)) = lost_context(text) {
+    } else if let Some((client, context)) = parse_lost_context(text) {
         Some(if context == 0 { LogEvent::Routine } else { LogEvent::ClientLost(client) })
     } else if let Some(version) = between("CUDA MPS Control binary version: ", "") {
         number(version).map(LogEvent::Version)
-    } else if is_routine_line(text) {
+    } else if is_administrator_output(text) {
         Some(LogEvent::Chatter)
-    } else if is_routine(text) {
+    } else if is_routine_client_event(text) {
         Some(LogEvent::Routine)
     } else {
         None
@@ -98,14 +98,14 @@ fn parse_event(text: &str) -> LogEvent {
 
 /// Returns the client and context of a [`LogEvent::ClientLost`] line. "recevie" is the driver's
 /// spelling.
-fn lost_context(text: &str) -> Option<(u32, u32)> {
+fn parse_lost_context(text: &str) -> Option<(u32, u32)> {
     let (_, client) = text.strip_prefix("Server failed to rec")?.split_once("assuming client {PID: ")?;
     let (pid, rest) = client.split_once(',')?;
     let context = rest.trim_start().strip_prefix("Context")?.trim_start_matches(" ID").strip_prefix(": ")?;
     Some((pid.parse().ok()?, context.split('}').next()?.parse().ok()?))
 }
 
-fn is_routine_line(text: &str) -> bool {
+fn is_administrator_output(text: &str) -> bool {
     ["Accepting connection...", "NEW UI", "UI closed", "User did not send valid credentials", ""].contains(&text)
         || text.starts_with("Cmd:")
         // The daemon also prints its answers.
@@ -113,7 +113,7 @@ fn is_routine_line(text: &str) -> bool {
         || ["ACTIVE", "INITIALIZING", "FAULT"].contains(&text)
 }
 
-fn is_routine(text: &str) -> bool {
+fn is_routine_client_event(text: &str) -> bool {
     [
         "NEW CLIENT ",
         "Received new client request",
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn known_lines_parse_to_their_events() {
-        let parse_event = |text: &str| log_line(&format!("[2026-11-21 10:38:36.269 Server   402] {text}")).event;
+        let parse_event = |text: &str| parse_log_line(&format!("[2026-11-21 10:38:36.269 Server   402] {text}")).event;
         assert_eq!(parse_event("NEW SERVER 423: Ready"), LogEvent::ServerReady(423));
         assert_eq!(parse_event("Server 423 exited with status 0"), LogEvent::ServerExited { server: 423, status: 0 });
         assert_eq!(parse_event("Client {PID: 436, Context ID: 0} connected"), LogEvent::ClientConnected(436));
@@ -168,22 +168,22 @@ mod tests {
             assert_eq!(parse_event(routine), LogEvent::Routine, "{routine}");
         }
         assert_eq!(parse_event("Server has started"), LogEvent::Other);
-        let line = log_line("[2026-11-21 10:38:36.269 Control   402] NEW UI");
+        let line = parse_log_line("[2026-11-21 10:38:36.269 Control   402] NEW UI");
         assert_eq!((line.source, line.pid, line.text), ("Control", Some(402), "NEW UI"));
-        assert_eq!(log_line("An instance of this daemon is already running").source, "");
+        assert_eq!(parse_log_line("An instance of this daemon is already running").source, "");
     }
 
     proptest! {
         #[test]
         fn arbitrary_text_parses(text: String) {
-            let line = log_line(&text);
+            let line = parse_log_line(&text);
             prop_assert!(text.contains(line.text));
         }
 
         #[test]
         fn a_line_that_is_cut_anywhere_parses(cut in 0_usize..90) {
             let line = "[2026-11-21 10:38:36.269 Server   402] Client {PID: 579, Context: 1} encountered a fatal GPU error.";
-            let _ = log_line(line.get(..cut).unwrap_or(line));
+            let _ = parse_log_line(line.get(..cut).unwrap_or(line));
         }
     }
 }

@@ -52,7 +52,7 @@ pub(crate) struct Child {
 }
 
 impl Children {
-    /// Starts to reap child processes. Call it on a `LocalSet`, once per process.
+    /// Starts to reap child processes. Call this function on a `LocalSet`, once per process.
     pub(crate) fn start() -> io::Result<Rc<Self>> {
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
         let children = Rc::new(Self::default());
@@ -69,7 +69,7 @@ impl Children {
         Ok(children)
     }
 
-    /// Collects the exit status of all ended processes, also of orphans.
+    /// Collects the exit status of all processes that have exited, including orphans.
     fn reap(&self) {
         while let Ok(Some((pid, status))) = rustix::process::wait(WaitOptions::NOHANG) {
             let Some(exit) = parse_exit(status) else { continue };
@@ -117,7 +117,7 @@ fn parse_exit(status: WaitStatus) -> Option<Exit> {
 
 impl Child {
     /// Waits for the exit. May be called any number of times.
-    pub(crate) async fn exited(&self) -> Exit {
+    pub(crate) async fn wait_for_exit(&self) -> Exit {
         let mut exit = self.exit.clone();
         match exit.wait_for(Option::is_some).await {
             Ok(exit) => exit.unwrap_or(Exit::Status(0)),
@@ -166,7 +166,7 @@ impl PidFd {
     }
 
     /// Waits for the exit. Returns false if the process runs longer than `within`.
-    pub(crate) async fn exited(&self, within: Duration) -> bool {
+    pub(crate) async fn wait_for_exit(&self, within: Duration) -> bool {
         let Ok(fd) = self.0.try_clone().and_then(async_fd) else { return self.has_exited() };
         timeout(within, fd.readable()).await.is_ok()
     }

@@ -20,20 +20,20 @@ const EMPTY_READ_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Finds the MPS daemons and servers whose pipe directory is `pipe`. This MPS host or an earlier
 /// one started them.
-pub(crate) async fn of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
+pub(crate) async fn processes_of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
     let of = pipe.to_owned();
-    on_own_thread(move || find_processes(&of)).await.unwrap_or_default()
+    run_on_own_thread(move || find_processes(&of)).await.unwrap_or_default()
 }
 
 /// Finds all MPS daemons and servers that may serve a GPU. `None` if the search failed.
-pub(crate) async fn of_gpu(uuid: &str) -> Option<Vec<u32>> {
+pub(crate) async fn processes_of_gpu(uuid: &str) -> Option<Vec<u32>> {
     let uuid = uuid.to_owned();
-    on_own_thread(move || all_pids().filter(|&pid| is_mps(pid) && serves_device(pid, &uuid)).collect()).await
+    run_on_own_thread(move || all_pids().filter(|&pid| is_mps(pid) && serves_device(pid, &uuid)).collect()).await
 }
 
-/// Runs a search on its own thread. Reading the environment of a process that hangs in the driver
+/// Runs a search on a new thread. Reading the environment of a process that hangs in the driver
 /// hangs too, and must not block other devices. A thread that hangs is abandoned.
-async fn on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+async fn run_on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (found, answer) = oneshot::channel();
     let search = move || {
         // The send fails if the search has timed out.
@@ -109,14 +109,14 @@ fn is_of_pipe(pid: u32, pipe: &Path) -> bool {
 }
 
 /// Kills the MPS processes of a pipe directory. Returns their number.
-pub(crate) async fn clear(pipe: &Path) -> usize {
-    let left = of_pipe(pipe).await;
+pub(crate) async fn kill_processes_of_pipe(pipe: &Path) -> usize {
+    let left = processes_of_pipe(pipe).await;
     for (pid, hold) in &left {
         tracing::warn!(pid, pipe = %pipe.display(), "killing leftover MPS process");
         hold.signal(Signal::KILL);
     }
     for (pid, hold) in &left {
-        if !hold.exited(KILL_DEADLINE).await {
+        if !hold.wait_for_exit(KILL_DEADLINE).await {
             tracing::error!(pid, "leftover MPS process still runs after SIGKILL");
         }
     }
@@ -136,7 +136,7 @@ fn process_state(pid: u32) -> Option<char> {
 }
 
 /// Returns the user id of a process.
-pub(crate) fn owner(pid: u32) -> Option<u32> {
+pub(crate) fn owner_uid(pid: u32) -> Option<u32> {
     use std::os::unix::fs::MetadataExt;
     std::fs::metadata(format!("/proc/{pid}")).ok().map(|metadata| metadata.uid())
 }

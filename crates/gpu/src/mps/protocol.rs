@@ -3,8 +3,8 @@
 //! When a peer connects, the daemon sends [`HELLO`]. The peer answers with [`CREDENTIALS`] and
 //! `SCM_CREDENTIALS`, then sends its [`Kind`]. A client receives [`DESCRIPTOR`] with a socket to
 //! the server, introduces itself there, and finally sends the daemon 4 bytes: the resulting
-//! `CUresult`. An administrator sends [`commands`] and reads replies until [`END_OF_REPLIES`]. Each
-//! line of output is one packet.
+//! `CUresult`. An administrator sends [`command_packets`] and reads replies until
+//! [`END_OF_REPLIES`]. Each line of output is one packet.
 use std::fmt;
 
 use super::text::shorten;
@@ -153,7 +153,7 @@ impl fmt::Display for Command {
 }
 
 /// Returns the packets of one command. An administrator sends them after its [`Kind`].
-pub fn commands(command: &Command) -> [Vec<u8>; 3] {
+pub fn command_packets(command: &Command) -> [Vec<u8>; 3] {
     let text = format!("{command}\n\0").into_bytes();
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
     [length.to_vec(), text, END_OF_COMMANDS.to_vec()]
@@ -194,7 +194,7 @@ impl Unexpected {
 }
 
 /// Parses the list of servers, or of a server's clients.
-pub fn pids(output: &str) -> Result<Vec<u32>, Unexpected> {
+pub fn parse_pids(output: &str) -> Result<Vec<u32>, Unexpected> {
     let pids: Result<Vec<u32>, _> = output.split_whitespace().map(str::parse).collect();
     pids.map_err(|_| Unexpected::new(output))
 }
@@ -213,7 +213,7 @@ pub enum ServerState {
 }
 
 /// Parses the answer to `get_server_status`.
-pub fn server_state(output: &str) -> Result<ServerState, Unexpected> {
+pub fn parse_server_state(output: &str) -> Result<ServerState, Unexpected> {
     match output.trim() {
         "INITIALIZING" => Ok(ServerState::Initializing),
         "ACTIVE" => Ok(ServerState::Active),
@@ -250,7 +250,7 @@ pub fn is_memory(output: &str, mib: Option<u64>) -> bool {
 
 /// Result of `terminate_client`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Terminated {
+pub enum TerminateResult {
     /// The client's contexts were terminated.
     Done,
     /// The client has no context (`CUDA_ERROR_INVALID_CONTEXT`): not yet, or no longer.
@@ -258,10 +258,10 @@ pub enum Terminated {
 }
 
 /// Parses the answer to `terminate_client`.
-pub fn terminated(output: &str) -> Result<Terminated, Unexpected> {
+pub fn parse_terminate_result(output: &str) -> Result<TerminateResult, Unexpected> {
     match output.lines().last().map(str::trim) {
-        Some("0") => Ok(Terminated::Done),
-        Some("201") => Ok(Terminated::NoContext),
+        Some("0") => Ok(TerminateResult::Done),
+        Some("201") => Ok(TerminateResult::NoContext),
         _ => Err(Unexpected::new(output)),
     }
 }
@@ -274,7 +274,7 @@ mod tests {
 
     #[test]
     fn commands_have_the_packets_of_the_command_line_tool() {
-        let [length, text, end] = commands(&Command::ServerList);
+        let [length, text, end] = command_packets(&Command::ServerList);
         assert_eq!(length, [0x11, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(text, b"get_server_list\n\0");
         assert_eq!(end, [0; 8]);
@@ -313,26 +313,33 @@ mod tests {
 
     #[test]
     fn unexpected_answers_are_errors() {
-        assert_eq!(server_state("FAULT"), Ok(ServerState::Fault));
-        assert_eq!(server_state("Server 999999 not found"), Ok(ServerState::Gone));
-        assert!(server_state("").is_err());
-        assert_eq!(pids(""), Ok(vec![]));
-        assert_eq!(pids("579\n580"), Ok(vec![579, 580]));
-        assert!(pids("Server 9 not found").is_err());
-        assert_eq!(terminated("0"), Ok(Terminated::Done));
-        assert_eq!(terminated("201\n"), Ok(Terminated::NoContext));
-        assert!(terminated("Invalid process 999999!\n1").is_err());
-        assert!(terminated("").is_err());
+        assert_eq!(parse_server_state("FAULT"), Ok(ServerState::Fault));
+        assert_eq!(parse_server_state("Server 999999 not found"), Ok(ServerState::Gone));
+        assert!(parse_server_state("").is_err());
+        assert_eq!(parse_pids(""), Ok(vec![]));
+        assert_eq!(parse_pids("579\n580"), Ok(vec![579, 580]));
+        assert!(parse_pids("Server 9 not found").is_err());
+        assert_eq!(parse_terminate_result("0"), Ok(TerminateResult::Done));
+        assert_eq!(parse_terminate_result("201\n"), Ok(TerminateResult::NoContext));
+        assert!(parse_terminate_result("Invalid process 999999!\n1").is_err());
+        assert!(parse_terminate_result("").is_err());
     }
 
     #[test]
     fn an_unexpected_answer_is_shortened_in_its_error() {
         let long = "\u{fffd}".repeat(100_000);
-        for error in [pids(&long).unwrap_err(), server_state(&long).unwrap_err(), terminated(&long).unwrap_err()] {
+        for error in [
+            parse_pids(&long).unwrap_err(),
+            parse_server_state(&long).unwrap_err(),
+            parse_terminate_result(&long).unwrap_err(),
+        ] {
             let text = error.to_string();
             assert!(text.len() < 1000 && text.ends_with("\u{fffd}…\""), "{text}");
         }
-        assert_eq!(pids("no").unwrap_err().to_string(), "the MPS control daemon sent an unexpected answer: \"no\"");
+        assert_eq!(
+            parse_pids("no").unwrap_err().to_string(),
+            "the MPS control daemon sent an unexpected answer: \"no\""
+        );
     }
 
     proptest! {
@@ -340,7 +347,7 @@ mod tests {
         fn arbitrary_input_never_panics_a_parser(bytes: Vec<u8>, text: String) {
             let _ = Reply::parse(&bytes);
             let _ = Kind::parse(&bytes);
-            let _ = (pids(&text), server_state(&text), terminated(&text));
+            let _ = (parse_pids(&text), parse_server_state(&text), parse_terminate_result(&text));
             let _ = (is_percentage(&text, 20), is_memory(&text, Some(1)));
         }
 
@@ -352,7 +359,7 @@ mod tests {
                 Command::Terminate { server, client: server },
                 Command::ShutdownServer { server, force: true },
             ] {
-                let [length, text, _] = commands(&command);
+                let [length, text, _] = command_packets(&command);
                 prop_assert_eq!(length, u64::try_from(text.len()).unwrap().to_le_bytes());
                 prop_assert_eq!(text.iter().filter(|&&byte| byte == b'\n' || byte == 0).count(), 2);
             }

@@ -14,8 +14,8 @@ use super::daemon::Device;
 use super::diff::{self, Changes};
 use super::door::Door;
 use super::error::{DesiredError, NotReady, TerminateError};
-use super::files::replace;
-use super::protocol::Terminated;
+use super::files::replace_file;
+use super::protocol::TerminateResult;
 use super::wire::{Allocation, Desired, Status, VERSION};
 
 /// Time within which changes are combined into one status.
@@ -28,7 +28,7 @@ pub(crate) struct Reconciler {
     /// Hash of the desired file that was most recently applied.
     applied: RefCell<String>,
     desired_error: RefCell<Option<DesiredError>>,
-    devices: RefCell<BTreeMap<String, Supervised>>,
+    devices: RefCell<BTreeMap<String, SupervisedDevice>>,
     doors: RefCell<BTreeMap<String, Rc<Door>>>,
     /// Doors that could not be opened.
     door_errors: RefCell<BTreeMap<String, io::Error>>,
@@ -36,7 +36,7 @@ pub(crate) struct Reconciler {
 
 /// A device and the task that supervises its daemon. [`Reconciler::stop`] removes the task and
 /// waits for it.
-struct Supervised {
+struct SupervisedDevice {
     device: Rc<Device>,
     task: Option<JoinHandle<()>>,
 }
@@ -74,12 +74,12 @@ impl Reconciler {
             }
         };
         *self.desired_error.borrow_mut() = error;
-        self.context.status_changed();
+        self.context.notify_status_change();
     }
 
     /// Starts, stops and changes daemons and doors as the new desired file requires.
     fn apply(&self, new: Desired) {
-        let changes = diff::changes(&self.desired.borrow(), &new);
+        let changes = diff::changes_between(&self.desired.borrow(), &new);
         let hash = new.hash();
         if changes != Changes::default() {
             let Changes { close, stop, run, open, limit } = &changes;
@@ -101,14 +101,14 @@ impl Reconciler {
         }
         for id in changes.open.iter().chain(&changes.limit) {
             if let Some(allocation) = new.allocations.get(id) {
-                self.open_or_limit(id, allocation);
+                self.open_door_or_set_limits(id, allocation);
             }
         }
         *self.desired.borrow_mut() = new;
         *self.applied.borrow_mut() = hash;
     }
 
-    fn open_or_limit(&self, id: &str, allocation: &Allocation) {
+    fn open_door_or_set_limits(&self, id: &str, allocation: &Allocation) {
         let open = self.doors.borrow().get(id).cloned();
         if let Some(door) = open {
             door.set_limits(allocation);
@@ -137,7 +137,7 @@ impl Reconciler {
         }
         let device = Device::new(name, Rc::clone(&self.context));
         let task = Some(tokio::task::spawn_local(Rc::clone(&device).supervise()));
-        self.devices.borrow_mut().insert(name.to_owned(), Supervised { device: Rc::clone(&device), task });
+        self.devices.borrow_mut().insert(name.to_owned(), SupervisedDevice { device: Rc::clone(&device), task });
         device
     }
 
@@ -151,7 +151,7 @@ impl Reconciler {
                 tracing::info!(allocation = id, "removed door of an earlier MPS host");
             }
         }
-        for device in compute_mode::recorded(&self.context.paths.mps()) {
+        for device in compute_mode::devices_with_record(&self.context.paths.mps()) {
             if self.devices.borrow().contains_key(&device) {
                 continue;
             }
@@ -166,8 +166,8 @@ impl Reconciler {
         for door in self.doors.borrow().values() {
             door.restore_socket();
         }
-        self.devices.borrow_mut().retain(|name, Supervised { device, task }| {
-            let is_used = device.is_present() || self.doors.borrow().values().any(|door| door.is_of(name));
+        self.devices.borrow_mut().retain(|name, SupervisedDevice { device, task }| {
+            let is_used = device.is_present() || self.doors.borrow().values().any(|door| door.is_on_device(name));
             if !is_used && let Some(task) = task {
                 task.abort();
             }
@@ -183,7 +183,8 @@ impl Reconciler {
         self.context.stopping.cancel();
         let tasks: Vec<(String, JoinHandle<()>)> = {
             let mut devices = self.devices.borrow_mut();
-            let task = |(name, supervised): (&String, &mut Supervised)| Some((name.clone(), supervised.task.take()?));
+            let task =
+                |(name, supervised): (&String, &mut SupervisedDevice)| Some((name.clone(), supervised.task.take()?));
             devices.iter_mut().filter_map(task).collect()
         };
         for (device, task) in tasks {
@@ -198,7 +199,7 @@ impl Reconciler {
     pub(crate) fn status(&self) -> Status {
         let desired_error = self.desired_error.borrow();
         let door_errors = self.door_errors.borrow();
-        let door_errors = door_errors.iter().map(|(id, error)| door_failed(id, error).to_string());
+        let door_errors = door_errors.iter().map(|(id, error)| open_door_error(id, error).to_string());
         let errors: Vec<String> = desired_error.iter().map(ToString::to_string).chain(door_errors).collect();
         let is_stopping = self.context.stopping.is_cancelled();
         Status {
@@ -218,8 +219,8 @@ impl Reconciler {
     }
 
     /// Writes the status whenever it changes, forever.
-    pub(crate) async fn report(self: Rc<Self>) {
-        let mut changes = self.context.status_changes();
+    pub(crate) async fn write_status_changes(self: Rc<Self>) {
+        let mut changes = self.context.subscribe_to_status_changes();
         let mut written = None;
         loop {
             let status = self.status();
@@ -235,7 +236,7 @@ impl Reconciler {
     }
 
     /// Writes the status of an MPS host that has stopped.
-    pub(crate) fn report_stopped(&self) {
+    pub(crate) fn write_stopped_status(&self) {
         let error = Some("the MPS host has stopped".to_owned());
         self.write_status(&Status { pid: 0, error, ..self.status() });
     }
@@ -244,7 +245,7 @@ impl Reconciler {
     /// next change retries.
     fn write_status(&self, status: &Status) -> bool {
         let path = self.context.paths.status();
-        let written = serde_json::to_vec(status).map_err(io::Error::other).and_then(|text| replace(&path, &text));
+        let written = serde_json::to_vec(status).map_err(io::Error::other).and_then(|text| replace_file(&path, &text));
         if let Err(error) = &written {
             tracing::error!(path = %path.display(), %error, "failed to write status");
         }
@@ -252,21 +253,21 @@ impl Reconciler {
     }
 
     /// Terminates a client's contexts through MPS.
-    pub(crate) async fn terminate(&self, device: &str, pid: u32) -> Result<Terminated, TerminateError> {
+    pub(crate) async fn terminate(&self, device: &str, pid: u32) -> Result<TerminateResult, TerminateError> {
         let supervised = self.devices.borrow().get(device).map(|supervised| Rc::clone(&supervised.device));
         supervised.ok_or_else(|| TerminateError::NoDaemon(device.to_owned()))?.terminate(pid).await
     }
 
     /// Waits until the allocation's door would admit clients.
-    pub(crate) async fn ready(&self, allocation: &str) {
-        let mut changes = self.context.status_changes();
+    pub(crate) async fn wait_until_ready(&self, allocation: &str) {
+        let mut changes = self.context.subscribe_to_status_changes();
         while self.check_ready(allocation).is_err() && changes.changed().await.is_ok() {}
     }
 
     /// Checks whether the allocation's door would admit clients now.
     pub(crate) fn check_ready(&self, allocation: &str) -> Result<(), NotReady> {
         if let Some(error) = self.door_errors.borrow().get(allocation) {
-            return Err(door_failed(allocation, error));
+            return Err(open_door_error(allocation, error));
         }
         if let Some(door) = self.doors.borrow().get(allocation) {
             return door.check_ready();
@@ -279,6 +280,6 @@ impl Reconciler {
     }
 }
 
-fn door_failed(allocation: &str, error: &io::Error) -> NotReady {
+fn open_door_error(allocation: &str, error: &io::Error) -> NotReady {
     NotReady::DoorFailed { allocation: allocation.to_owned(), error: error.to_string() }
 }

@@ -19,7 +19,7 @@ use tokio::io::unix::AsyncFd;
 
 use super::protocol::MAX_PACKET;
 
-/// Poll interval of [`Socket::closed`].
+/// Poll interval of [`Socket::wait_until_closed`].
 const CLOSED_POLL: Duration = Duration::from_secs(1);
 /// Retry interval of [`Socket::connect`] while the listener's queue is full.
 const CONNECT_RETRY: Duration = Duration::from_millis(5);
@@ -37,7 +37,7 @@ pub(crate) struct Credentials {
 
 impl Credentials {
     /// Returns the credentials of this process.
-    pub(crate) fn own() -> Self {
+    pub(crate) fn of_this_process() -> Self {
         Self {
             pid: std::process::id(),
             uid: rustix::process::getuid().as_raw(),
@@ -165,7 +165,7 @@ impl Socket {
     ///
     /// Polls instead of using tokio's readiness: clearing a readiness without reading would make
     /// the other waits on this socket hang.
-    pub(crate) async fn closed(&self) {
+    pub(crate) async fn wait_until_closed(&self) {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let closed = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
         loop {
@@ -178,7 +178,7 @@ impl Socket {
     }
 
     /// Returns once the peer has closed or sent an unexpected packet. Leaves the queue unchanged.
-    pub(crate) async fn closed_or_readable(&self) {
+    pub(crate) async fn wait_until_closed_or_readable(&self) {
         loop {
             let Ok(mut ready) = self.0.readable().await else { return };
             let mut byte = [0_u8; 1];

@@ -12,7 +12,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{sleep, timeout};
 
 use super::error::HostError;
-use super::protocol::Terminated;
+use super::protocol::TerminateResult;
 use super::reconciler::Reconciler;
 use super::wire::{Reply, Request};
 
@@ -41,7 +41,7 @@ pub(crate) fn listen(path: &Path) -> Result<UnixListener, HostError> {
     Ok(listener)
 }
 
-/// Asks the MPS host at this socket for its status.
+/// Requests the status from the MPS host at this socket.
 pub(crate) async fn probe(path: &Path) -> Result<(), HostError> {
     let exchange = async {
         let mut stream = UnixStream::connect(path).await?;
@@ -115,7 +115,7 @@ async fn answer(reconciler: &Reconciler, request: Request) -> Reply {
     match request {
         Request::Status => Reply::Status(reconciler.status()),
         Request::Await { allocation, timeout_ms } => {
-            match timeout(Duration::from_millis(timeout_ms), reconciler.ready(&allocation)).await {
+            match timeout(Duration::from_millis(timeout_ms), reconciler.wait_until_ready(&allocation)).await {
                 Ok(()) => Reply::Done,
                 Err(_) => match reconciler.check_ready(&allocation) {
                     // The allocation became ready after the time limit.
@@ -125,8 +125,8 @@ async fn answer(reconciler: &Reconciler, request: Request) -> Reply {
             }
         }
         Request::Terminate { device, pid } => match reconciler.terminate(&device, pid).await {
-            Ok(Terminated::Done) => Reply::Done,
-            Ok(Terminated::NoContext) => Reply::NoContext,
+            Ok(TerminateResult::Done) => Reply::Done,
+            Ok(TerminateResult::NoContext) => Reply::NoContext,
             Err(error) => Reply::Error { message: error.to_string() },
         },
     }

@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn statuses_of_older_and_newer_hosts_parse() {
+    fn statuses_of_older_and_newer_mps_hosts_parse() {
         let older =
             r#"{"state":"Active","pid":7,"serverPid":8,"restarts":0,"enforcement":"Hard","message":"","clients":[]}"#;
         let mut status: DaemonStatus = serde_json::from_str(older).unwrap();

@@ -44,14 +44,14 @@ impl Search {
             .iter()
             .map(PathBuf::as_path)
             .chain(DRIVER_ROOTS.iter().map(Path::new))
-            .map(|root| below(&self.host_root, root))
+            .map(|root| under_host_root(&self.host_root, root))
             .flat_map(|root| LIBRARY_DIRECTORIES.iter().map(move |directory| root.join(directory).join(NAME)))
             .collect()
     }
 }
 
 /// Translates a path on the host to its path in this process.
-fn below(host_root: &Path, path: &Path) -> PathBuf {
+fn under_host_root(host_root: &Path, path: &Path) -> PathBuf {
     host_root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_given_library_is_the_only_candidate() {
+    fn a_configured_library_is_the_only_candidate() {
         let search = Search { library: Some("/x/libnvidia_ml.so".into()), ..Search::default() };
         assert_eq!(search.candidates(), [PathBuf::from("/x/libnvidia_ml.so")]);
     }

@@ -23,8 +23,8 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Blocks this thread and passes each event of the GPU at an index to `report`, until `report`
-    /// returns `Break`. Without events, it passes `None` about once a second, so that `report` can
-    /// stop the wait.
+    /// returns `Break`. Without events, the call passes `None` about once a second, so that
+    /// `report` can stop the wait.
     fn listen(
         &self,
         _index: u32,
@@ -65,7 +65,7 @@ pub trait Gpus: Send + Sync {
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError>;
 
     /// Turns MIG mode of a GPU on or off. Returns the time at which the change takes effect. The
-    /// GPU must be idle. A driver may reset it, which may change other properties of the GPU.
+    /// GPU must be idle. A driver may reset the GPU, which may change other properties of the GPU.
     fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError>;
 
     /// Creates a GPU instance of `profile` at exactly `start`, and one compute instance that spans

@@ -19,8 +19,8 @@ pub struct Library(Arc<Shared>);
 /// The parts that all clones of a [`Library`] use.
 struct Shared {
     open: Open,
-    /// Locked while the library is being loaded: one thread can hang in `nvmlInit`, and the others
-    /// wait for it. Never locked during any other call.
+    /// Locked while the library is being loaded: one thread can hang in `nvmlInit`, and the other
+    /// threads wait for that thread. Never locked during any other call.
     session: Mutex<Option<Arc<dyn Gpus>>>,
 }
 

@@ -56,7 +56,7 @@ impl Nvml {
     fn device(&self, uuid: &str) -> Result<Device<'_>, NvmlError> {
         let index = self.indices.lock().unwrap_or_else(PoisonError::into_inner).get(uuid).copied();
         if let Some(index) = index {
-            match self.by_index(index) {
+            match self.device_at(index) {
                 Ok(device) if device.uuid().is_ok_and(|found| found == uuid) => return Ok(device),
                 // The indices have changed. Search by UUID.
                 Ok(_) | Err(NvmlError::NotFound(_)) => {}
@@ -69,7 +69,7 @@ impl Nvml {
         })
     }
 
-    fn by_index(&self, index: u32) -> Result<Device<'_>, NvmlError> {
+    fn device_at(&self, index: u32) -> Result<Device<'_>, NvmlError> {
         self.inner.device_by_index(index).map_err(|code| match code {
             Code::NotFound | Code::InvalidArg => NvmlError::NotFound(format!("GPU {index}")),
             code => NvmlError::of("nvmlDeviceGetHandleByIndex", code),
@@ -86,7 +86,7 @@ impl Nvml {
             .pci_info()
             .map(|info| sysfs_bus_id(&info.bus_id))
             .map_err(|code| NvmlError::of("nvmlDeviceGetPciInfo", code))?;
-        let mig = mig(&self.inner, device)?;
+        let mig = read_mig(&self.inner, device)?;
         let cores = if_supported("nvmlDeviceGetNumGpuCores", device.num_cores())?;
         let sms = match cores {
             Some(cores) => Sms(cores / cores_per_sm(compute_capability)),
@@ -117,13 +117,13 @@ impl Gpus for Nvml {
     }
 
     fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
-        let gpu = self.describe(&self.by_index(index)?, index)?;
+        let gpu = self.describe(&self.device_at(index)?, index)?;
         self.indices.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu.uuid.clone(), index);
         Ok(gpu)
     }
 
     fn listen(&self, index: u32, report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>) -> Result<(), NvmlError> {
-        xid::listen(&self.inner, &self.by_index(index)?, report)
+        xid::listen(&self.inner, &self.device_at(index)?, report)
     }
 
     fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
@@ -143,7 +143,7 @@ impl Gpus for Nvml {
             .map_err(|code| NvmlError::of("nvmlDeviceGetComputeRunningProcesses", code))?;
         let clients = if_supported("nvmlDeviceGetMPSComputeRunningProcesses", device.mps_running_compute_processes())?;
         let are_clients_known = clients.is_some();
-        Ok(DeviceProcesses { processes: merge(&all, &clients.unwrap_or_default()), are_clients_known })
+        Ok(DeviceProcesses { processes: merge_processes(&all, &clients.unwrap_or_default()), are_clients_known })
     }
 
     fn vitals(&self, uuid: &str) -> Result<Vitals, NvmlError> {
@@ -159,7 +159,7 @@ impl Gpus for Nvml {
             uncorrected,
             remap_pending: pending,
             remap_failed: rows.map(|rows| rows.failed),
-            recovery: recovery(&device)?,
+            recovery: requested_recovery(&device)?,
         })
     }
 
@@ -227,7 +227,7 @@ impl Gpus for Nvml {
 
 /// Returns the recovery action that the driver requests. Returns `None` if the driver is too old to
 /// report one or reports an unknown one.
-fn recovery(device: &Device<'_>) -> Result<Option<Recovery>, NvmlError> {
+fn requested_recovery(device: &Device<'_>) -> Result<Option<Recovery>, NvmlError> {
     const FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
     let values = if_known("nvmlDeviceGetFieldValues", device.field_values_for(&[FIELD]))?;
     let value = values.into_iter().flatten().flatten().find_map(|sample| sample.value.ok());
@@ -251,7 +251,7 @@ const fn recovery_action(action: u64) -> Option<Recovery> {
     }
 }
 
-fn mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<Mig>, NvmlError> {
+fn read_mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<Mig>, NvmlError> {
     let Some(mode) = if_supported("nvmlDeviceGetMigMode", device.mig_mode())? else { return Ok(None) };
     let enabled = mode.current == 1;
     let profiles = sys::profiles(nvml, device)?;
@@ -295,7 +295,7 @@ fn numa_node(pci: &str) -> Option<u32> {
 
 /// Merges NVML's list of all processes with its list of MPS clients. A client is in both lists,
 /// possibly with different memory values. The larger value is used.
-fn merge(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
+fn merge_processes(all: &[ProcessInfo], clients: &[ProcessInfo]) -> Vec<Process> {
     let mut processes: BTreeMap<(u32, Option<u32>), Process> = BTreeMap::new();
     for (info, mps) in all.iter().map(|info| (info, false)).chain(clients.iter().map(|info| (info, true))) {
         let memory = match info.used_gpu_memory {
@@ -345,13 +345,13 @@ mod tests {
     fn a_process_in_both_lists_is_one_mps_client() {
         let info =
             |pid, bytes| ProcessInfo { pid, used_gpu_memory: bytes, gpu_instance_id: None, compute_instance_id: None };
-        let merged = merge(
+        let merged = merge_processes(
             &[info(7, UsedGpuMemory::Used(5)), info(3, UsedGpuMemory::Unavailable)],
             &[info(7, UsedGpuMemory::Used(9)), info(8, UsedGpuMemory::Used(1))],
         );
         let process = |pid, memory, mps| Process { pid, memory, mps, gpu_instance: None };
         assert_eq!(merged, [process(3, None, false), process(7, Some(9), true), process(8, Some(1), true)]);
         let inside = |gpu_instance_id| ProcessInfo { gpu_instance_id, ..info(7, UsedGpuMemory::Used(5)) };
-        assert_eq!(merge(&[inside(Some(1)), inside(Some(2))], &[]).len(), 2, "it uses both instances");
+        assert_eq!(merge_processes(&[inside(Some(1)), inside(Some(2))], &[]).len(), 2, "it uses both instances");
     }
 }

@@ -1,7 +1,7 @@
 //! The calls that nvml-wrapper does not wrap: MIG instances, events with their GPU instance, the
 //! first version of the memory call, and remapped rows.
 //!
-//! This is all of the product's unsafe code. Each function passes NVML pointers only to its own
+//! The product has no other unsafe code. Each function passes NVML pointers only to its own
 //! live, zeroed values and buffers, with their true lengths. Every handle comes from the same
 //! library, which is still initialized: `Device` borrows `Nvml`, so the library outlives the
 //! handle.

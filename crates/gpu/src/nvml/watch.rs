@@ -91,7 +91,7 @@ fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &
                         }
                     }
                 }
-                // After a long run without an error, start with the first delay again.
+                // After a long run without an error, the delay returns to its first value.
                 pause = if started.elapsed() > BACK_OFF.1 { BACK_OFF.0 } else { (pause * 2).min(BACK_OFF.1) };
                 sleep(pause, stop);
             }

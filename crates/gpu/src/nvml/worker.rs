@@ -22,12 +22,12 @@ type Job = Box<dyn FnOnce() + Send>;
 pub struct Worker {
     library: Library,
     jobs: Sender<Job>,
-    progress: Arc<Mutex<Progress>>,
+    progress: Arc<Mutex<QueueState>>,
 }
 
 /// The state of the worker's queue.
 #[derive(Debug, Default)]
-struct Progress {
+struct QueueState {
     /// Number of calls queued.
     queued: u64,
     /// Number of calls that have returned.
@@ -58,7 +58,7 @@ impl Worker {
     ) -> Result<T, NvmlError> {
         let started = Instant::now();
         let number = {
-            let mut progress = self.progress();
+            let mut progress = self.lock_queue_state();
             if let Some(missed) = progress.missed {
                 return Err(NvmlError::Hung(missed));
             }
@@ -84,7 +84,7 @@ impl Worker {
             // `call` panicked.
             Ok(Err(_)) => Err(NvmlError::Hung(started.elapsed())),
             Err(_) => {
-                let mut progress = self.progress();
+                let mut progress = self.lock_queue_state();
                 // The call may have returned between the timeout and this check.
                 if progress.returned < number {
                     progress.missed = Some(deadline);
@@ -94,7 +94,7 @@ impl Worker {
         }
     }
 
-    fn progress(&self) -> MutexGuard<'_, Progress> {
+    fn lock_queue_state(&self) -> MutexGuard<'_, QueueState> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -16,8 +16,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Registers a GPU in its own event set. Passes each event to `report`, and `None` after each read
 /// without an event, until `report` returns `Break`.
 ///
-/// Polls instead of waiting in the library. NVML lets only one thread wait at a time, and the
-/// others spin on a lock. Two waiting threads used a whole CPU (two H200s, driver 580.159).
+/// Polls instead of waiting in the library. NVML lets only one thread wait at a time, and all other
+/// threads spin on a lock. Two waiting threads used a whole CPU (two H200s, driver 580.159).
 pub(super) fn listen(
     nvml: &Nvml,
     device: &Device<'_>,

@@ -80,7 +80,7 @@ fn observation_of<'a>(report: &'a Value, check: &str) -> &'a str {
 }
 
 /// Returns the MPS processes and files that a doctor left on this node.
-fn leftovers(node: &Node) -> Vec<String> {
+fn remaining_processes_and_files(node: &Node) -> Vec<String> {
     let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", temporary_directory(node).as_os_str().as_encoded_bytes()].concat();
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let is_ours = |path: &Path| {
@@ -111,7 +111,7 @@ fn the_simulated_driver_behaves_as_expected_and_the_doctor_cleans_up() {
     assert_eq!(not_tested, ["48 clients", "fault"], "{report:#}");
     assert_eq!((status, &report["asExpected"]), (Some(0), &Value::Bool(true)));
     assert_eq!((&report["driver"], &report["controlVersion"]), (&"580.159.04".into(), &13000.into()));
-    assert_eq!(leftovers(&node), [] as [&str; 0]);
+    assert_eq!(remaining_processes_and_files(&node), [] as [&str; 0]);
     assert!(node.machine.processes().unwrap().is_empty());
 }
 
@@ -141,7 +141,7 @@ fn an_unknown_handshake_differs_and_stops_the_tests() {
     let text = doctor_command(&node, &[]).output().unwrap();
     let text = String::from_utf8(text.stdout).unwrap();
     assert!(text.contains("door        DIFFERS") && text.contains("- door: limits are advisory"), "{text}");
-    assert_eq!(leftovers(&node), [] as [&str; 0]);
+    assert_eq!(remaining_processes_and_files(&node), [] as [&str; 0]);
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn a_daemon_that_does_not_start_is_reported_with_its_last_line() {
     assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["start"]));
     assert!(observation_of(&report, "start").starts_with("the daemon exited (exit status: 3)"), "{report:#}");
     assert_eq!(observation_of(&report, "limits"), "the daemon does not answer");
-    assert_eq!(leftovers(&node), [] as [&str; 0]);
+    assert_eq!(remaining_processes_and_files(&node), [] as [&str; 0]);
 }
 
 /// Returns a CUDA program started by a shell script that first runs `script`.
@@ -234,7 +234,7 @@ fn the_tests_stop_when_another_process_uses_the_gpu() {
         observation_of(&report, "terminate").contains(&format!("process {pid} started to use the GPU")),
         "{report:#}"
     );
-    assert_eq!(leftovers(&node), [] as [&str; 0]);
+    assert_eq!(remaining_processes_and_files(&node), [] as [&str; 0]);
 }
 
 #[test]
@@ -243,11 +243,11 @@ fn a_doctor_that_receives_a_signal_stops_its_daemon() {
     node.inject_fault("mps:command:start_server", None, Effect::Hang(None), None);
     let mut doctor: Child =
         doctor_command(&node, &["--client", &client_path(&node)]).stdout(Stdio::piped()).spawn().unwrap();
-    wait_until("the daemon runs", || leftovers(&node).len() >= 2);
+    wait_until("the daemon runs", || remaining_processes_and_files(&node).len() >= 2);
     rustix::process::kill_process(Pid::from_child(&doctor), Signal::TERM).unwrap();
     wait_until("the doctor exits", || doctor.try_wait().unwrap().is_some());
     assert_eq!(doctor.wait().unwrap().code(), Some(2));
-    assert_eq!(leftovers(&node), [] as [&str; 0]);
+    assert_eq!(remaining_processes_and_files(&node), [] as [&str; 0]);
 }
 
 #[test]

@@ -9,8 +9,8 @@ use sim_machine::Effect;
 use sim_mps::handshake::{self, Subject};
 use sim_mps::wire::{self as words, FromContext, ToContext};
 
-use crate::node::{Client, Node, kill, limits_in};
-use crate::{ALLOCATION_A, ALLOCATION_B, two_tenants};
+use crate::node::{Client, Node, kill, parse_limits};
+use crate::{ALLOCATION_A, ALLOCATION_B, node_with_two_tenants};
 
 /// Arguments of a client that runs a kernel and then makes an illegal access.
 const FAULT_ARGUMENTS: [&str; 3] = ["--kernel-ms", "1", "--fault"];
@@ -58,7 +58,7 @@ fn exit_signal(status: ExitStatus) -> Option<i32> {
 
 #[test]
 fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let before = node.daemon_status(0);
     assert_eq!(before.fault, None);
     let mut exits = start_running_client(&node, ALLOCATION_B, &["--hold", "forever"]);
@@ -93,8 +93,8 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
     ended.sort_by_key(|client| client.pid);
     assert_eq!(ended, sorted_clients([reported_client(&deaf, ALLOCATION_A), reported_client(&lingers, ALLOCATION_B)]));
     assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0));
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
-    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     // The next fault has its own number.
     start_running_client(&node, ALLOCATION_B, &FAULT_ARGUMENTS).wait();
     node.wait_for_status("the next fault is reported", |status| {
@@ -116,11 +116,11 @@ fn a_server_that_does_not_recover_is_replaced() {
     let uuid = node.uuid(0);
     let mut meanwhile = 0;
     node.wait_for_status("the fault has ended", |status| {
-        meanwhile += usize::from(node.limits_seen(ALLOCATION_B) == (66, Some(20480)));
+        meanwhile += usize::from(node.run_and_read_limits(ALLOCATION_B) == (66, Some(20480)));
         status.daemons[&uuid].fault.as_ref().is_some_and(|fault| fault.over)
     });
     assert!(meanwhile > 0);
-    assert_eq!(limits_in(&waits.read_line()), (26, Some(8192)));
+    assert_eq!(parse_limits(&waits.read_line()), (26, Some(8192)));
     let (fault, after) = wait_until_fault_is_over(&node, 0);
     assert_eq!((after.pid, after.restarts, fault.ended), (before.pid, 0, vec![]));
     assert_ne!(after.server_pid, before.server_pid);
@@ -135,7 +135,7 @@ fn a_server_that_does_not_recover_is_replaced() {
 
 #[test]
 fn a_daemon_that_ignores_commands_is_replaced_and_gets_its_limits() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let before = node.daemon_status(0);
     for call in ["mps:heal", "mps:command:shutdown_server", "mps:command:quit"] {
         node.inject_fault(call, Some(0), Effect::Code(1), None);
@@ -145,7 +145,7 @@ fn a_daemon_that_ignores_commands_is_replaced_and_gets_its_limits() {
     assert_eq!((fault.number, after.restarts), (1, 1));
     assert_ne!(after.pid, before.pid);
     assert!(after.message.contains("FAULT") && after.message.contains("signal 9"), "{}", after.message);
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
@@ -161,13 +161,13 @@ fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
     let uuid = node.uuid(0);
     let mut meanwhile = 0;
     node.wait_for_status("a new daemon serves", |status| {
-        meanwhile += usize::from(node.limits_seen(ALLOCATION_B) == (66, Some(20480)));
+        meanwhile += usize::from(node.run_and_read_limits(ALLOCATION_B) == (66, Some(20480)));
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
     assert!(meanwhile > 0);
     assert_eq!(wait_until_fault_is_over(&node, 0).0.number, 1);
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     assert_eq!(node.daemon_status(1).restarts, 0);
 }
 
@@ -178,7 +178,7 @@ fn count_replacements(node: &Node) -> usize {
 
 #[test]
 fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let uuid = node.uuid(0);
     let before = node.daemon_status(0).server_pid;
     let has_clients = |count: usize| {
@@ -187,7 +187,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
         });
     };
     // Clean exits of a client: by itself, after a signal that the client handles, and through MPS.
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let mut handles = start_running_client(&node, ALLOCATION_A, &["--hold", "forever", "--handle-sigterm"]);
     handles.signal(Signal::TERM);
     assert_eq!(handles.wait().code(), Some(0));
@@ -196,7 +196,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
     ended.signal(Signal::KILL);
     ended.wait();
     has_clients(0);
-    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     assert_eq!((node.daemon_status(0).server_pid, count_replacements(&node)), (before, 0), "{}", node.read_host_log());
     // One client is killed while another runs.
     let mut stays = start_running_client(&node, ALLOCATION_B, &["--hold", "forever", "--handle-sigterm"]);
@@ -204,7 +204,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
     killed.signal(Signal::KILL);
     killed.wait();
     has_clients(1);
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     has_clients(1);
     assert!(stays.has_no_output());
     assert_eq!((node.daemon_status(0).server_pid, count_replacements(&node)), (before, 0));
@@ -215,14 +215,14 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
         server.is_some() && server != before
     });
     assert_eq!((after.daemons[&uuid].restarts, &after.daemons[&uuid].fault), (0, &None));
-    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     assert_eq!(count_replacements(&node), 1);
     assert!(!node.read_host_log().contains("to=Restarting"), "the device stayed Active: {}", node.read_host_log());
 }
 
 #[test]
 fn a_server_in_which_a_busy_client_was_killed_breaks_no_later_client() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     for round in 1..=3 {
         let mut killed = start_busy_client(&node, ALLOCATION_A, "1000");
         killed.signal(Signal::KILL);
@@ -241,7 +241,7 @@ fn a_server_in_which_a_busy_client_was_killed_breaks_no_later_client() {
 
 #[test]
 fn a_client_killed_while_its_kernels_ran_is_reported_as_the_cause() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut neighbour = start_running_client(&node, ALLOCATION_B, &["--hold", "forever"]);
     let mut killed = start_busy_client(&node, ALLOCATION_A, "1000");
     let cause = reported_client(&killed, ALLOCATION_A);
@@ -251,12 +251,12 @@ fn a_client_killed_while_its_kernels_ran_is_reported_as_the_cause() {
     let (fault, _) = wait_until_fault_is_over(&node, 0);
     assert_eq!((fault.culprit.as_ref(), fault.killed), (Some(&cause), true));
     assert!(fault.affected.contains(&cause) && fault.affected.contains(&reported_client(&neighbour, ALLOCATION_B)));
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
 fn killing_a_server_in_fault_ends_the_fault() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut lingers = wait_until_running(
         node.start_client_ignoring_sigterm(ALLOCATION_B, &["--hold", "forever", "--linger", "forever"]),
     );
@@ -265,14 +265,14 @@ fn killing_a_server_in_fault_ends_the_fault() {
     kill(fault.server_pid.unwrap(), Signal::KILL);
     let (_, after) = wait_until_fault_is_over(&node, 0);
     assert_eq!((after.pid, after.restarts), (fault.pid, 0));
-    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     assert!(lingers.read_line()["error"].is_number());
     assert!(lingers.has_no_output(), "the fault no longer blocks the GPU");
 }
 
 #[test]
 fn a_process_whose_identity_is_not_proven_to_the_server_is_not_signalled() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut command = Command::new("sleep");
     command.arg("600");
     let mut bystander = Client::spawn(command);
@@ -290,5 +290,5 @@ fn a_process_whose_identity_is_not_proven_to_the_server_is_not_signalled() {
     assert_eq!((fault.ended, after.restarts), (vec![], 0));
     assert!(bystander.has_no_output());
     assert_eq!(fault.culprit, Some(Reported { pid, allocation: None }));
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }

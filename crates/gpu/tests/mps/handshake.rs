@@ -6,29 +6,29 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cleave_gpu::mps::wire::DaemonState;
-use sim_mps::handshake::{self, CREDENTIALS, Closed, Entrance, KIND_CLIENT, Subject, own_credentials};
+use sim_mps::handshake::{self, CREDENTIALS, ClientSockets, ConnectError, KIND_CLIENT, Subject, own_credentials};
 use sim_mps::seqpacket::Connection;
 
 use crate::node::{Node, wait_until};
-use crate::{ALLOCATION_A, ALLOCATION_B, two_tenants};
+use crate::{ALLOCATION_A, ALLOCATION_B, node_with_two_tenants};
 
 /// Returns a client that has received the server's socket.
-fn client_with_socket(node: &Node, allocation: &str) -> Entrance {
+fn client_with_socket(node: &Node, allocation: &str) -> ClientSockets {
     handshake::connect_to_server(&node.paths.door(allocation)).unwrap()
 }
 
 /// Asserts that other clients run as before, on the same server.
 fn assert_unharmed(node: &Node, before: Option<u32>) {
-    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let daemon = node.daemon_status(0);
     assert_eq!((daemon.server_pid, daemon.restarts), (before, 0), "{}", node.read_host_log());
     node.wait_for_state(0, DaemonState::Active);
 }
 
 #[test]
-fn a_client_that_dies_with_the_socket_affects_no_other_client() {
-    let node = two_tenants();
+fn a_client_that_exits_before_its_introduction_to_the_server_affects_no_other_client() {
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     for _ in 0..3 {
         drop(client_with_socket(&node, ALLOCATION_A));
@@ -37,26 +37,26 @@ fn a_client_that_dies_with_the_socket_affects_no_other_client() {
 }
 
 #[test]
-fn a_client_that_stalls_with_the_socket_is_disconnected() {
-    let node = two_tenants();
+fn a_client_that_never_introduces_itself_to_the_server_is_disconnected() {
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let stalled = client_with_socket(&node, ALLOCATION_A);
     assert_unharmed(&node, server);
     // An open connection would let the stalled client run under limits that were set later for
     // other clients.
-    assert!(matches!(stalled.enter(Subject::Process), Err(Closed::ByServer)));
+    assert!(matches!(stalled.enter(Subject::Process), Err(ConnectError::ByServer)));
     assert_unharmed(&node, server);
 }
 
 #[test]
 fn a_client_that_introduces_itself_in_part_is_disconnected() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     for words in 1..3 {
         let client = client_with_socket(&node, ALLOCATION_A);
-        let channel = client.channel().unwrap();
+        let channel = client.receive_channel().unwrap();
         client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
-        for word in Subject::Process.words().iter().take(words - 1) {
+        for word in Subject::Process.introduction_words().iter().take(words - 1) {
             client.server.send(word).unwrap();
         }
         drop((client, channel));
@@ -73,18 +73,18 @@ fn shutdown_violations() -> Vec<String> {
 
 #[test]
 fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut neighbour = node.start_client(ALLOCATION_B, &["--busy-forever", "--kernel-ms", "1"]);
     neighbour.read_line();
     assert_eq!(neighbour.read_line()["launched"], true);
     let before = node.daemon_status(0);
     for lie in shutdown_violations() {
-        let mut liar = node.start_client(ALLOCATION_A, &["--lie", &lie, "--hold", "60"]);
-        let line = liar.read_line();
-        liar.wait();
+        let mut client = node.start_client(ALLOCATION_A, &["--lie", &lie, "--hold", "60"]);
+        let line = client.read_line();
+        client.wait();
         let start = Instant::now();
-        assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)), "{lie}");
-        assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)), "{lie}");
+        assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)), "{lie}");
+        assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)), "{lie}");
         assert!(start.elapsed() < Duration::from_secs(5), "{lie}: {:?}", start.elapsed());
         let now = node.daemon_status(0);
         assert_eq!((now.pid, now.server_pid, now.restarts), (before.pid, before.server_pid, 0), "{lie}: {line}");
@@ -95,48 +95,48 @@ fn a_client_that_shuts_its_sockets_down_breaks_only_its_own_handshake() {
 
 #[test]
 fn a_client_that_claims_to_be_refused_is_disconnected() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid.unwrap();
-    let liar = client_with_socket(&node, ALLOCATION_A);
-    let channel = liar.channel().unwrap();
-    liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
-    for word in Subject::Process.words() {
-        liar.server.send(&word).unwrap();
+    let client = client_with_socket(&node, ALLOCATION_A);
+    let channel = client.receive_channel().unwrap();
+    client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
+    for word in Subject::Process.introduction_words() {
+        client.server.send(&word).unwrap();
     }
-    assert_eq!(liar.server.recv(64).unwrap().unwrap().data, [0; 4]);
-    liar.daemon.send(&7_u32.to_le_bytes()).unwrap();
+    assert_eq!(client.server.recv(64).unwrap().unwrap().data, [0; 4]);
+    client.daemon.send(&7_u32.to_le_bytes()).unwrap();
     wait_until("the server has disconnected the client", || {
         node.send_admin_command(0, &format!("get_client_list {server}"))
             .lines()
             .all(|line| line != std::process::id().to_string())
     });
     assert_unharmed(&node, Some(server));
-    drop((liar, channel));
+    drop((client, channel));
 }
 
 #[test]
 fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     for words in 0..3 {
-        let liar = client_with_socket(&node, ALLOCATION_A);
-        let channel = liar.channel().unwrap();
+        let client = client_with_socket(&node, ALLOCATION_A);
+        let channel = client.receive_channel().unwrap();
         if words > 0 {
-            liar.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
+            client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
         }
-        for word in Subject::Process.words().iter().take(words.max(1) - 1) {
-            liar.server.send(word).unwrap();
+        for word in Subject::Process.introduction_words().iter().take(words.max(1) - 1) {
+            client.server.send(word).unwrap();
         }
-        liar.server.shutdown();
-        liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
+        client.server.shutdown();
+        client.daemon.send(&0_u32.to_le_bytes()).unwrap();
         assert_unharmed(&node, server);
-        drop((liar, channel));
+        drop((client, channel));
     }
 }
 
 #[test]
 fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let before = node.count_host_descriptors();
     let (channel, socket) = client_with_socket(&node, ALLOCATION_A).enter(Subject::Process).unwrap();
@@ -155,16 +155,15 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
 
 #[test]
 fn connections_are_limited_per_allocation() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let enter = || {
-        handshake::connect_to_server(&node.paths.door(ALLOCATION_A))
-            .and_then(|entrance| entrance.enter(Subject::Process))
+        handshake::connect_to_server(&node.paths.door(ALLOCATION_A)).and_then(|sockets| sockets.enter(Subject::Process))
     };
     let held: Vec<_> = (0..256).map(|_| enter().unwrap()).collect();
     let descriptors = node.count_host_descriptors();
-    assert!(matches!(enter(), Err(Closed::ByDaemon)));
-    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+    assert!(matches!(enter(), Err(ConnectError::ByDaemon)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     drop(held);
     wait_until("the clients' descriptors are closed", || node.count_host_descriptors() + 512 <= descriptors);
     assert_unharmed(&node, server);
@@ -172,19 +171,19 @@ fn connections_are_limited_per_allocation() {
 
 #[test]
 fn a_client_that_claims_to_be_connected_is_detected() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
-    let liar = client_with_socket(&node, ALLOCATION_A);
-    liar.daemon.send(&0_u32.to_le_bytes()).unwrap();
+    let client = client_with_socket(&node, ALLOCATION_A);
+    client.daemon.send(&0_u32.to_le_bytes()).unwrap();
     assert_unharmed(&node, server);
-    assert!(matches!(liar.enter(Subject::Process), Err(Closed::ByServer)));
+    assert!(matches!(client.enter(Subject::Process), Err(ConnectError::ByServer)));
     let status = node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));
 }
 
 #[test]
 fn a_client_that_connects_late_but_in_time_is_admitted() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let client = client_with_socket(&node, ALLOCATION_A);
     let entered = client.enter(Subject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
@@ -193,13 +192,13 @@ fn a_client_that_connects_late_but_in_time_is_admitted() {
 
 #[test]
 fn allocations_take_turns_even_if_one_sends_many_clients() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let door = node.paths.door(ALLOCATION_A);
     let before = node.daemon_status(0).server_pid;
     // Each client receives its socket and does not use it.
     let stalling: Vec<_> = (0..12).map(|_| handshake::introduce(&door, KIND_CLIENT).unwrap().unwrap()).collect();
     // Three connections: one to check for a daemon, one for the process, one for a context.
-    assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     let dropped = node.status().unwrap().allocations[ALLOCATION_A].refused;
     assert!(dropped <= 4, "the door waited for {dropped} of 12");
     assert_eq!(node.daemon_status(0).server_pid, before);

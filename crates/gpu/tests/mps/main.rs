@@ -17,13 +17,13 @@ use sim_machine::{ComputeMode, Effect};
 use sim_mps::handshake as mps;
 use sim_mps::seqpacket::Connection;
 
-use node::{Client, Node, as_user, default_daemon, kill, limits_in, wait_until};
+use node::{Client, Node, as_user, default_daemon, kill, parse_limits, wait_until};
 
 const ALLOCATION_A: &str = "aa";
 const ALLOCATION_B: &str = "bb";
 
 /// Returns one GPU with two allocations: one fifth and one half of the GPU.
-fn two_tenants() -> Node {
+fn node_with_two_tenants() -> Node {
     let mut node = Node::with_host(1);
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.desire_allocation(ALLOCATION_B, 0, Some(50), Some(20480));
@@ -33,7 +33,7 @@ fn two_tenants() -> Node {
 
 #[test]
 fn clients_run_under_the_limits_of_their_allocation() {
-    let mut node = two_tenants();
+    let mut node = node_with_two_tenants();
     node.desire_allocation("cc", 0, None, None);
     node.apply_desired();
     let expected = |id: &str| match id {
@@ -46,7 +46,7 @@ fn clients_run_under_the_limits_of_their_allocation() {
         let ids = [ALLOCATION_A, ALLOCATION_B, "cc", ALLOCATION_A, ALLOCATION_B, "cc"];
         let mut clients: Vec<(&str, Client)> = ids.iter().map(|id| (*id, node.start_client(id, &[]))).collect();
         for (id, client) in &mut clients {
-            assert_eq!(limits_in(&client.read_line()), expected(id), "{id}");
+            assert_eq!(parse_limits(&client.read_line()), expected(id), "{id}");
         }
     }
     // The CUDA library connects once for the process and once for each context.
@@ -58,11 +58,11 @@ fn clients_run_under_the_limits_of_their_allocation() {
 
 #[test]
 fn a_tenant_can_lower_its_limits_but_not_raise_them() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let saw = |threads: &str, memory: &str| {
         let mut command = node.client_command(ALLOCATION_A, &[]);
         command.env("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", threads).env("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory);
-        limits_in(&Client::spawn(command).read_line())
+        parse_limits(&Client::spawn(command).read_line())
     };
     assert_eq!(saw("100", "0=100G"), (26, Some(8192)));
     assert_eq!(saw("10", "0=4G"), (12, Some(4096)));
@@ -70,10 +70,10 @@ fn a_tenant_can_lower_its_limits_but_not_raise_them() {
 
 #[test]
 fn a_user_other_than_root_is_admitted() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut command = node.client_command(ALLOCATION_A, &[]);
     as_user(&mut command, 1000);
-    assert_eq!(limits_in(&Client::spawn(command).read_line()), (26, Some(8192)));
+    assert_eq!(parse_limits(&Client::spawn(command).read_line()), (26, Some(8192)));
 }
 
 #[test]
@@ -110,30 +110,30 @@ fn no_client_is_admitted_if_defaults_are_not_accepted() {
     node.write_desired();
     node.start();
     let backing_off = node.wait_for_state(0, DaemonState::BackOff);
-    assert!(backing_off.message.contains("was not accepted"), "{backing_off:#?}");
+    assert!(backing_off.message.contains("did not accept"), "{backing_off:#?}");
     let mut client = node.start_client(ALLOCATION_A, &[]);
     let waits = node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
     assert_eq!(waits.allocations[ALLOCATION_A].admitted, 0);
     assert!(client.has_no_output());
     node.clear_faults();
-    assert_eq!(limits_in(&client.read_line()), (132, None));
+    assert_eq!(parse_limits(&client.read_line()), (132, None));
 }
 
 #[test]
 fn administrators_are_refused_and_counted() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let control = node.paths.door(ALLOCATION_A);
     for command in ["get_server_list", "quit", "set_default_active_thread_percentage 100"] {
         assert!(!matches!(mps::send_command(&control, command), Ok(Some(_))), "{command}");
     }
     node.wait_for_status("all clients are counted", |status| status.allocations[ALLOCATION_A].refused == 3);
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
 fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
     let mut node = Node::without_host(1);
-    node.env("SIM_MPS_SERVER_START_MS", "1500");
+    node.set_env("SIM_MPS_SERVER_START_MS", "1500");
     node.desire_daemon(0, default_daemon());
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.write_desired();
@@ -144,7 +144,7 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
         status.allocations.get(ALLOCATION_A).is_some_and(|door| door.waiting == 1)
     });
     assert!(first.has_no_output());
-    assert_eq!(limits_in(&first.read_line()), (26, Some(8192)));
+    assert_eq!(parse_limits(&first.read_line()), (26, Some(8192)));
     // This client connects after the daemon was killed.
     for _ in 0..2 {
         kill(node.wait_for_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
@@ -152,7 +152,7 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
         let mut clients: Vec<Client> = (0..5).map(|_| node.start_client(ALLOCATION_A, &[])).collect();
         node.wait_for_status("the clients wait", |status| status.allocations[ALLOCATION_A].waiting == 5);
         for client in &mut clients {
-            assert_eq!(limits_in(&client.read_line()), (26, Some(8192)));
+            assert_eq!(parse_limits(&client.read_line()), (26, Some(8192)));
         }
         node.wait_for_status("no client waits", |status| status.allocations[ALLOCATION_A].waiting == 0);
     }
@@ -160,8 +160,8 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
 
 #[test]
 fn a_killed_server_is_restarted_and_gets_its_limits_again() {
-    let node = two_tenants();
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    let node = node_with_two_tenants();
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let before = node.daemon_status(0);
     kill(before.server_pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
@@ -171,7 +171,7 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     });
     assert_eq!(after.daemons[&uuid].pid, before.pid, "the daemon is the same");
     // The last limits of the old server are set on the new one.
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
@@ -187,12 +187,12 @@ fn a_hung_daemon_is_replaced_and_the_other_gpu_never_waits() {
     let uuid = node.uuid(0);
     let mut seen_meanwhile = 0;
     node.wait_for_status("the daemon is replaced", |status| {
-        seen_meanwhile += usize::from(node.limits_seen(ALLOCATION_B) == (66, Some(20480)));
+        seen_meanwhile += usize::from(node.run_and_read_limits(ALLOCATION_B) == (66, Some(20480)));
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
     assert!(seen_meanwhile > 0);
-    assert_eq!(limits_in(&waits.read_line()), (26, Some(8192)));
+    assert_eq!(parse_limits(&waits.read_line()), (26, Some(8192)));
     assert_eq!(node.daemon_status(1).pid, other.pid);
     assert_eq!(node.daemon_status(1).restarts, 0);
 }
@@ -207,16 +207,16 @@ fn a_hung_command_does_not_delay_the_other_gpu() {
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
     for _ in 0..5 {
-        assert_eq!(node.limits_seen(ALLOCATION_B).0, 66);
+        assert_eq!(node.run_and_read_limits(ALLOCATION_B).0, 66);
     }
     assert!(waits.has_no_output(), "no client is admitted without limits");
     node.clear_faults();
-    assert_eq!(limits_in(&waits.read_line()).0, 26);
+    assert_eq!(parse_limits(&waits.read_line()).0, 26);
 }
 
 #[test]
-fn clients_that_lie_or_stall_are_refused_and_delay_no_other_client() {
-    let node = two_tenants();
+fn invalid_and_stalled_handshakes_are_refused_and_delay_no_other_client() {
+    let node = node_with_two_tenants();
     let lies = [
         "stall=0",
         "stall=4",
@@ -238,20 +238,20 @@ fn clients_that_lie_or_stall_are_refused_and_delay_no_other_client() {
         lies.iter().map(|lie| node.start_client(ALLOCATION_A, &["--lie", lie, "--hold", "30"])).collect();
     let before = node.daemon_status(0);
     for _ in 0..4 {
-        assert_eq!(node.limits_seen(ALLOCATION_B), (66, Some(20480)));
+        assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     }
     for (liar, lie) in liars.iter_mut().zip(lies) {
         assert_ne!(liar.read_line()["outcome"], "open", "{lie}");
     }
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let after = node.daemon_status(0);
     assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0));
 }
 
 #[test]
 fn connections_leak_no_descriptors() {
-    let node = two_tenants();
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    let node = node_with_two_tenants();
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let settled = |node: &Node| {
         node.wait_for_status("no client is connected", |status| {
             status.daemons.values().all(|daemon| daemon.clients.is_empty())
@@ -270,13 +270,13 @@ fn connections_leak_no_descriptors() {
         }
         drop(mps::introduce(&door, mps::KIND_ADMINISTRATOR).unwrap());
     }
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     wait_until("all descriptors are closed", || settled(&node) <= before);
 }
 
 #[test]
 fn clients_are_reported_with_their_allocation_until_they_exit() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut a = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     let mut b = node.start_client(ALLOCATION_B, &["--hold", "forever"]);
     a.read_line();
@@ -304,18 +304,18 @@ fn clients_beyond_the_maximum_are_refused_until_one_exits() {
     node.apply_desired();
     let mut running: Vec<Client> = (0..2).map(|_| node.start_client(ALLOCATION_A, &["--hold", "forever"])).collect();
     for client in &mut running {
-        assert_eq!(limits_in(&client.read_line()).0, 26);
+        assert_eq!(parse_limits(&client.read_line()).0, 26);
     }
     let third = node.start_client(ALLOCATION_A, &[]).read_line();
     assert!(!third["viaMps"].as_bool().unwrap_or_default(), "{third}");
     node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused > 0);
     running.pop();
-    assert_eq!(node.limits_seen(ALLOCATION_A).0, 26);
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A).0, 26);
 }
 
 #[test]
 fn clients_wait_while_the_server_is_in_fault() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let mut culprit = node.start_client(ALLOCATION_A, &["--kernel-ms", "1", "--fault", "--linger", "forever"]);
     culprit.read_line();
     let fault = node.wait_for_state(0, DaemonState::Fault);
@@ -325,13 +325,13 @@ fn clients_wait_while_the_server_is_in_fault() {
     assert!(waits.has_no_output());
     culprit.signal(Signal::KILL);
     node.wait_for_state(0, DaemonState::Active);
-    assert_eq!(limits_in(&waits.read_line()), (66, Some(20480)));
+    assert_eq!(parse_limits(&waits.read_line()), (66, Some(20480)));
     assert_eq!(node.daemon_status(0).restarts, 0);
 }
 
 #[test]
-fn a_host_cleans_up_after_one_that_was_killed() {
-    let mut node = two_tenants();
+fn an_mps_host_cleans_up_after_a_killed_mps_host() {
+    let mut node = node_with_two_tenants();
     let before = node.daemon_status(0);
     node.stop_host(Signal::KILL);
     node.start();
@@ -340,7 +340,7 @@ fn a_host_cleans_up_after_one_that_was_killed() {
         let daemon = status.daemons.get(&uuid);
         daemon.is_some_and(|daemon| daemon.state == DaemonState::Active && daemon.pid != before.pid)
     });
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let mut processes = node.mps_processes();
     processes.sort_unstable();
     let now = node.daemon_status(0);
@@ -350,8 +350,8 @@ fn a_host_cleans_up_after_one_that_was_killed() {
 }
 
 #[test]
-fn a_host_that_stops_leaves_nothing_behind() {
-    let mut node = two_tenants();
+fn an_mps_host_that_stops_removes_its_processes_and_files() {
+    let mut node = node_with_two_tenants();
     let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     running.read_line();
     assert!(node.stop_host(Signal::TERM).success());
@@ -375,7 +375,7 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
     node.start();
     node.wait_for_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
-    assert_eq!(node.limits_seen(ALLOCATION_A).0, 26);
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A).0, 26);
     // A killed MPS host cannot restore the compute mode. The next MPS host does.
     node.stop_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
@@ -396,7 +396,7 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
 
 #[test]
 fn an_undesired_daemon_stops_once_its_clients_have_exited() {
-    let mut node = two_tenants();
+    let mut node = node_with_two_tenants();
     let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     running.read_line();
     let before = node.daemon_status(0);
@@ -417,12 +417,12 @@ fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     node.desire_daemon(0, default_daemon());
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.apply_desired();
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
-fn new_settings_wait_for_clients_and_new_limits_bind_the_next_client() {
-    let mut node = two_tenants();
+fn new_settings_wait_for_clients_and_new_limits_apply_to_the_next_client() {
+    let mut node = node_with_two_tenants();
     let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     running.read_line();
     let before = node.daemon_status(0);
@@ -433,7 +433,7 @@ fn new_settings_wait_for_clients_and_new_limits_bind_the_next_client() {
     node.wait_for_status("the restart waits for clients", |status| {
         status.daemons[&uuid].message.contains("clients to exit: 1")
     });
-    assert_eq!(node.limits_seen(ALLOCATION_A), (12, Some(1024)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (12, Some(1024)));
     assert_eq!(node.daemon_status(0).pid, before.pid);
     running.signal(Signal::KILL);
     running.wait();
@@ -447,7 +447,7 @@ fn new_settings_wait_for_clients_and_new_limits_bind_the_next_client() {
 
 #[test]
 fn an_invalid_desired_file_changes_nothing() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let before = node.status().unwrap();
     for (bytes, says) in [
         (&b"{\"version\":1,\"daem"[..], "failed to parse"),
@@ -460,7 +460,7 @@ fn an_invalid_desired_file_changes_nothing() {
         assert_eq!(after.desired, before.desired);
         assert_eq!(after.daemons, before.daemons);
     }
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     node.write_desired();
     node.wait_for_status("the error is cleared", |status| status.error.is_none());
 }
@@ -470,13 +470,13 @@ fn a_run_directory_that_is_too_long_for_sockets_is_an_error() {
     let node = Node::without_host(1);
     let long = node.path(&"x".repeat(90));
     let output = Command::new(node::host_program()).args(["mps-host", "--run-dir"]).arg(&long).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success());
-    assert!(said.contains("too long") && said.contains("--run-dir"), "{said}");
+    assert!(errors.contains("too long") && errors.contains("--run-dir"), "{errors}");
 }
 
 #[test]
-fn a_second_host_in_the_same_directory_does_not_start() {
+fn a_second_mps_host_in_the_same_directory_does_not_start() {
     let node = Node::with_host(1);
     let output = node.host_command().output().unwrap();
     assert!(!output.status.success());
@@ -486,10 +486,10 @@ fn a_second_host_in_the_same_directory_does_not_start() {
 
 #[test]
 fn a_removed_door_socket_is_restored() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     fs::remove_dir_all(node.paths.allocation(ALLOCATION_A)).unwrap();
     wait_until("the door exists again", || node.paths.door(ALLOCATION_A).exists());
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]
@@ -511,13 +511,13 @@ fn an_unknown_handshake_is_relayed_unchanged() {
     through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
     let packet = through.recv_fd(64).unwrap().unwrap();
     assert_eq!(packet.data, mps::DESCRIPTOR);
-    let entrance = mps::Entrance { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
-    let _client = entrance.enter(mps::Subject::Process).unwrap();
+    let sockets = mps::ClientSockets { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
+    let _client = sockets.enter(mps::Subject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
 }
 
 #[test]
-fn the_readiness_probe_succeeds_only_while_the_host_answers() {
+fn the_readiness_probe_succeeds_only_while_the_mps_host_answers() {
     let mut node = Node::with_host(1);
     let ready = |node: &Node| {
         let mut probe = Command::new(node::host_program());
@@ -538,7 +538,7 @@ fn the_readiness_probe_succeeds_only_while_the_host_answers() {
 
 #[test]
 fn valid_and_invalid_requests_are_answered() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     assert!(matches!(node.request(&Request::Status), Reply::Status(status) if status.pid == node.host_pid()));
     for bad in ["{}\n", "\n", "nonsense\n", "{\"op\":\"explode\"}\n", &format!("{}\n", "[".repeat(100_000))] {
         assert!(matches!(node.send_line(bad), Reply::Error { .. }), "{bad:.20}");
@@ -585,19 +585,19 @@ fn without_multi_user_users_take_turns() {
         as_user(&mut command, 1000);
         Client::spawn(command)
     };
-    assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let mut holds = as_1000(&["--hold", "forever"]);
-    assert_eq!(limits_in(&holds.read_line()), (26, Some(8192)));
+    assert_eq!(parse_limits(&holds.read_line()), (26, Some(8192)));
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("root's client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
     assert!(waits.has_no_output());
     holds.signal(Signal::KILL);
-    assert_eq!(limits_in(&waits.read_line()), (26, Some(8192)));
+    assert_eq!(parse_limits(&waits.read_line()), (26, Some(8192)));
 }
 
 #[test]
 fn orphans_are_reaped() {
-    let node = two_tenants();
+    let node = node_with_two_tenants();
     let before = node.daemon_status(0);
     kill(before.pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
@@ -619,11 +619,11 @@ fn orphans_are_reaped() {
 }
 
 #[test]
-fn the_host_uses_less_than_4_mib_of_anonymous_memory() {
-    let node = two_tenants();
+fn the_mps_host_uses_less_than_4_mib_of_anonymous_memory() {
+    let node = node_with_two_tenants();
     let start = Instant::now();
     for _ in 0..20 {
-        assert_eq!(node.limits_seen(ALLOCATION_A), (26, Some(8192)));
+        assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     }
     let status = fs::read_to_string(format!("/proc/{}/status", node.host_pid())).unwrap();
     let line = |name: &str| status.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();

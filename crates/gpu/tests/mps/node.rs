@@ -71,7 +71,7 @@ impl Node {
     }
 
     /// Sets a variable for MPS hosts started from now on.
-    pub(crate) fn env(&mut self, name: &str, value: &str) {
+    pub(crate) fn set_env(&mut self, name: &str, value: &str) {
         self.env.push((name.to_owned(), value.to_owned()));
     }
 
@@ -241,12 +241,12 @@ impl Node {
     }
 
     /// Returns the SMs and the memory limit in MiB that a program of the allocation sees.
-    pub(crate) fn limits_seen(&self, allocation: &str) -> (u64, Option<u64>) {
+    pub(crate) fn run_and_read_limits(&self, allocation: &str) -> (u64, Option<u64>) {
         let mut client = self.start_client(allocation, &[]);
         let line = client.read_line();
         // Wait for the exit: after a kill, the MPS host would replace the server.
         client.wait();
-        limits_in(&line)
+        parse_limits(&line)
     }
 
     pub(crate) fn inject_fault(&self, call: &str, gpu: Option<usize>, effect: Effect, remaining: Option<u32>) {
@@ -313,7 +313,7 @@ pub(crate) fn default_daemon() -> Daemon {
 }
 
 /// Reads the SMs and the memory limit from a line that a program printed.
-pub(crate) fn limits_in(line: &Value) -> (u64, Option<u64>) {
+pub(crate) fn parse_limits(line: &Value) -> (u64, Option<u64>) {
     assert_eq!(line["viaMps"], true, "{line}");
     (line["sms"].as_u64().unwrap(), line["limitMiB"].as_u64())
 }

@@ -10,13 +10,13 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tonic::Code;
 
-use crate::{Bench, DEADLINE, MPS_RESOURCE, Shares, connect_to_plugin, count_registrations, wait_until_served};
+use crate::{DEADLINE, Fixture, MPS_RESOURCE, TestResource, connect_to_plugin, count_registrations, wait_until_served};
 
 #[tokio::test]
 async fn calls_return_the_resources_answers() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::new(&["a::0", "a::1"]))]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0", "a::1"]))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
 
     let response = kubelet.allocate(MPS_RESOURCE, &["a::1", "a::0"]).await.expect("allocated");
@@ -48,9 +48,9 @@ async fn calls_return_the_resources_answers() {
 
 #[tokio::test]
 async fn several_containers_in_one_request_are_answered_in_order() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::new(&["a::0", "a::1"]))]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0", "a::1"]))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     let mut client = kubelet.client(MPS_RESOURCE).expect("a client");
     let container = |id: &str| wire::ContainerAllocateRequest { devices_ids: vec![id.to_owned()] };
@@ -120,10 +120,10 @@ async fn next_frame_of_stream(connection: &mut UnixStream, stream: u32) -> (u8, 
 /// authority, and h2 resets only the call with the path.
 #[tokio::test]
 async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::new(&["a::0"]))]);
-    let socket = bench.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0"]))]);
+    let socket = fixture.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
     let exchange = async {
         let mut connection = UnixStream::connect(&socket).await.expect("a connection");
         let start = [HTTP2_PREFACE.to_vec(), frame(SETTINGS_FRAME, 0, 0, &[])].concat();
@@ -159,10 +159,10 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
 
 #[tokio::test]
 async fn hostile_connections_do_not_affect_the_kubelet() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::new(&["a::0"]))]);
-    let socket = bench.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0"]))]);
+    let socket = fixture.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
     let settings = frame(SETTINGS_FRAME, 0, 0, &[]);
     let call = frame(HEADERS_FRAME, 4, 1, &header_block("localhost"));
     let inputs: Vec<Vec<u8>> = vec![

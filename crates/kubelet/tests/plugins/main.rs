@@ -23,14 +23,14 @@ use tonic::transport::Endpoint as Address;
 
 /// Deadline for each condition, much longer than any condition takes on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// Longer than any test, for timers that must not fire.
-const NEVER_ELAPSES: Duration = Duration::from_secs(3600);
+/// A duration that is longer than any test, for timers that must not fire.
+const LONGER_THAN_ANY_TEST: Duration = Duration::from_secs(3600);
 
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
 
 /// A resource with devices that the test changes.
-struct Shares {
+struct TestResource {
     devices: watch::Sender<Arc<DeviceList>>,
     options: Options,
 }
@@ -40,7 +40,7 @@ fn devices(ids: &[&str]) -> Arc<DeviceList> {
     Arc::new(ids.iter().map(device).collect())
 }
 
-impl Shares {
+impl TestResource {
     fn new(ids: &[&str]) -> Arc<Self> {
         Self::with_options(ids, Options { pre_start: true, preferred: true })
     }
@@ -50,7 +50,7 @@ impl Shares {
     }
 }
 
-impl Resource for Shares {
+impl Resource for TestResource {
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>> {
         self.devices.subscribe()
     }
@@ -59,7 +59,7 @@ impl Resource for Shares {
         self.options
     }
 
-    fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
+    fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
         let others = request.available.iter().filter(|id| !request.must_include.contains(id));
         Ok(request.must_include.iter().chain(others).take(request.size).cloned().collect())
     }
@@ -92,7 +92,7 @@ impl Resource for Shares {
     }
 }
 
-fn resources(of: &[(&str, &Arc<Shares>)]) -> BTreeMap<ResourceName, Arc<dyn Resource>> {
+fn resources(of: &[(&str, &Arc<TestResource>)]) -> BTreeMap<ResourceName, Arc<dyn Resource>> {
     of.iter()
         .map(|(name, shares)| {
             let resource: Arc<dyn Resource> = Arc::clone(shares) as _;
@@ -102,18 +102,18 @@ fn resources(of: &[(&str, &Arc<Shares>)]) -> BTreeMap<ResourceName, Arc<dyn Reso
 }
 
 /// A device plugin directory with timers that do not fire unless a test sets them.
-struct Bench {
+struct Fixture {
     directory: tempfile::TempDir,
     config: Config,
 }
 
-impl Bench {
+impl Fixture {
     fn new() -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         let mut config = Config::new(directory.path());
-        config.timings.stream = Backoff { first: NEVER_ELAPSES, cap: NEVER_ELAPSES };
-        config.timings.register_deadline = NEVER_ELAPSES;
-        config.timings.poll_watched = NEVER_ELAPSES;
+        config.timings.stream = Backoff { first: LONGER_THAN_ANY_TEST, cap: LONGER_THAN_ANY_TEST };
+        config.timings.register_deadline = LONGER_THAN_ANY_TEST;
+        config.timings.poll_watched = LONGER_THAN_ANY_TEST;
         Self { directory, config }
     }
 
@@ -125,13 +125,13 @@ impl Bench {
         FakeKubelet::start(self.path()).expect("a kubelet")
     }
 
-    fn plugins(&self, of: &[(&str, &Arc<Shares>)]) -> Plugins {
+    fn plugins(&self, of: &[(&str, &Arc<TestResource>)]) -> Plugins {
         let plugins = Plugins::start(&self.config).expect("plugins");
         plugins.set(resources(of));
         plugins
     }
 
-    /// Sockets in the directory, except the kubelet's.
+    /// Returns the names of the sockets in the directory, except the kubelet's.
     fn socket_names(&self) -> Vec<String> {
         let names = std::fs::read_dir(self.path()).expect("a directory").map(|e| e.expect("an entry").file_name());
         let mut names: Vec<_> =
@@ -154,7 +154,7 @@ async fn wait_for_kubelet(
 
 /// Waits until the kubelet can allocate exactly these devices.
 async fn wait_until_served(kubelet: &FakeKubelet, resource: &str, ids: &[&str]) -> Endpoint {
-    let has = |endpoint: &Endpoint| endpoint.connected && endpoint.healthy() == ids;
+    let has = |endpoint: &Endpoint| endpoint.connected && endpoint.healthy_ids() == ids;
     let condition = |seen: &FakeKubeletState| seen.endpoints.get(resource).is_some_and(has);
     wait_for_kubelet(kubelet, &format!("{ids:?} of {resource}"), condition).await.endpoints[resource].clone()
 }

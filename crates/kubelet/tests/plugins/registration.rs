@@ -12,32 +12,33 @@ use tokio::io::AsyncReadExt as _;
 use tokio::net::UnixStream;
 
 use crate::{
-    Bench, DEADLINE, MPS_RESOURCE, NEVER_ELAPSES, Shares, TIMESLICE_RESOURCE, connect_to_plugin, count_registrations,
-    devices, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready, wait_until_served,
+    DEADLINE, Fixture, LONGER_THAN_ANY_TEST, MPS_RESOURCE, TIMESLICE_RESOURCE, TestResource, connect_to_plugin,
+    count_registrations, devices, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready,
+    wait_until_served,
 };
 
 #[tokio::test]
 async fn a_resource_is_registered_and_its_devices_are_streamed() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0", "a::1"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0", "a::1"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     assert!(endpoint.options.pre_start_required && endpoint.options.get_preferred_allocation_available);
     let state = wait_until_ready(&plugins).await;
     let request = kubelet.state().borrow().registrations[0].request.clone();
     assert_eq!((request.version.as_str(), request.resource_name.as_str()), ("v1beta1", MPS_RESOURCE));
     assert_eq!(state.resources[MPS_RESOURCE].socket.as_ref(), Some(&request.endpoint));
-    assert_eq!(bench.socket_names(), [request.endpoint]);
+    assert_eq!(fixture.socket_names(), [request.endpoint]);
     assert_eq!((state.resources[MPS_RESOURCE].registrations, state.resources[MPS_RESOURCE].streams), (1, 1));
 }
 
 #[tokio::test]
 async fn changes_are_streamed_and_the_same_list_is_not() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for _ in 0..100 {
         shares.devices.send_modify(|_| {});
@@ -57,12 +58,12 @@ async fn changes_are_streamed_and_the_same_list_is_not() {
 
 #[tokio::test]
 async fn two_streams_both_see_every_change() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
-    let mut other = connect_to_plugin(&bench.path().join(endpoint.socket)).await.expect("a connection");
+    let mut other = connect_to_plugin(&fixture.path().join(endpoint.socket)).await.expect("a connection");
     let mut stream = other.list_and_watch(wire::Empty {}).await.expect("a stream").into_inner();
     let mut next = async || stream.message().await.expect("no error").expect("a list").devices.len();
     assert_eq!(next().await, 1);
@@ -74,17 +75,17 @@ async fn two_streams_both_see_every_change() {
 
 #[tokio::test]
 async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
-    let bench = Bench::new();
-    let mut kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let fixture = Fixture::new();
+    let mut kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let mut sockets = vec![wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket];
     for _ in 0..5 {
         kubelet.stop();
         kubelet.run_slowly(Duration::from_millis(20)).await.expect("a kubelet");
         sockets.push(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
     }
-    assert_eq!(bench.socket_names(), [sockets[5].clone()]);
+    assert_eq!(fixture.socket_names(), [sockets[5].clone()]);
     sockets.sort();
     sockets.dedup();
     assert_eq!(sockets.len(), 6);
@@ -97,23 +98,23 @@ async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_starts_later_is_registered_with() {
-    let bench = Bench::new();
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+async fn the_plugin_registers_with_a_kubelet_that_starts_later() {
+    let fixture = Fixture::new();
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let waiting =
         |state: &PluginsState| state.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == Phase::WaitingForKubelet);
     assert!(!wait_for_state(&plugins, "waiting", waiting).await.is_ready());
-    let kubelet = bench.kubelet();
+    let kubelet = fixture.kubelet();
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
 async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
-    let bench = Bench::new();
-    let mut kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let fixture = Fixture::new();
+    let mut kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_ready(&plugins).await;
     kubelet.stop();
     wait_for_state(&plugins, "without a stream", |state| !state.is_ready()).await;
@@ -124,33 +125,34 @@ async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
 
 #[tokio::test]
 async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
-    let (socket, aside) = (bench.path().join("kubelet.sock"), bench.path().join("aside"));
+    let (socket, aside) = (fixture.path().join("kubelet.sock"), fixture.path().join("aside"));
     std::fs::rename(&socket, &aside).expect("rename");
     std::fs::rename(&aside, &socket).expect("rename");
     // Trigger a decision after both renames.
-    std::fs::remove_file(bench.path().join(&endpoint.socket)).expect("our socket");
-    wait_until("bound again", || bench.path().join(&endpoint.socket).exists()).await;
+    std::fs::remove_file(fixture.path().join(&endpoint.socket)).expect("our socket");
+    wait_until("bound again", || fixture.path().join(&endpoint.socket).exists()).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);
     assert!(kubelet.state().borrow().endpoints[MPS_RESOURCE].connected);
 }
 
 #[tokio::test]
 async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let before = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for _ in 0..3 {
-        std::fs::remove_file(bench.path().join(&before.socket)).expect("our socket");
-        wait_until("bound again", || bench.path().join(&before.socket).exists()).await;
-        let mut client =
-            connect_to_plugin(&bench.path().join(&before.socket)).await.expect("the plugin answers at the new socket");
+        std::fs::remove_file(fixture.path().join(&before.socket)).expect("our socket");
+        wait_until("bound again", || fixture.path().join(&before.socket).exists()).await;
+        let mut client = connect_to_plugin(&fixture.path().join(&before.socket))
+            .await
+            .expect("the plugin answers at the new socket");
         client.get_device_plugin_options(wire::Empty {}).await.expect("options");
     }
     shares.devices.send_replace(devices(&["a::0", "a::1"]));
@@ -161,44 +163,44 @@ async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
 
 #[tokio::test]
 async fn a_deleted_socket_without_a_stream_is_registered_again() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
     kubelet.open_no_stream(1);
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let state = wait_for_state(&plugins, "registered", |s| {
         s.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == Phase::Registered)
     });
     let socket = state.await.resources[MPS_RESOURCE].socket.clone().expect("a socket");
-    std::fs::remove_file(bench.path().join(&socket)).expect("our socket");
+    std::fs::remove_file(fixture.path().join(&socket)).expect("our socket");
     assert_ne!(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket, socket);
 }
 
 #[tokio::test]
-async fn a_kubelet_that_removes_our_socket_before_the_old_one_is_registered_with_at_once() {
-    let mut bench = Bench::new();
+async fn the_plugin_registers_at_once_with_a_new_kubelet_after_its_socket_was_removed() {
+    let mut fixture = Fixture::new();
     // The plugin must register without this delay: the kubelet admits pods before the delay ends.
-    bench.config.timings.settle = NEVER_ELAPSES;
-    let mut kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    fixture.config.timings.settle = LONGER_THAN_ANY_TEST;
+    let mut kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let socket = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     kubelet.stop();
     wait_for_state(&plugins, "without a stream", |s| s.resources[MPS_RESOURCE].streams == 0).await;
-    std::fs::remove_file(bench.path().join(&socket)).expect("our socket");
+    std::fs::remove_file(fixture.path().join(&socket)).expect("our socket");
     wait_for_state(&plugins, "waiting", |s| s.resources[MPS_RESOURCE].phase == Phase::WaitingForKubelet).await;
     kubelet.run().expect("a kubelet");
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
-async fn a_kubelet_that_opens_no_stream_is_registered_with_again() {
-    let mut bench = Bench::new();
-    bench.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_millis(100) };
-    let kubelet = bench.kubelet();
+async fn the_plugin_registers_again_if_the_kubelet_opens_no_stream() {
+    let mut fixture = Fixture::new();
+    fixture.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_millis(100) };
+    let kubelet = fixture.kubelet();
     kubelet.open_no_stream(3);
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let state = wait_until_ready(&plugins).await;
     assert_eq!((state.resources[MPS_RESOURCE].streamless, count_registrations(&kubelet, MPS_RESOURCE)), (3, 4));
@@ -206,11 +208,11 @@ async fn a_kubelet_that_opens_no_stream_is_registered_with_again() {
 
 #[tokio::test]
 async fn a_stream_that_the_kubelet_drops_is_restored() {
-    let mut bench = Bench::new();
-    bench.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_secs(1) };
-    let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let mut fixture = Fixture::new();
+    fixture.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_secs(1) };
+    let kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     kubelet.drop_stream(MPS_RESOURCE);
     assert_ne!(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket, first);
@@ -218,12 +220,12 @@ async fn a_stream_that_the_kubelet_drops_is_restored() {
 
 #[tokio::test]
 async fn a_refused_registration_is_retried_and_reported() {
-    let mut bench = Bench::new();
-    bench.config.timings.register = Backoff { first: Duration::from_millis(10), cap: Duration::from_millis(20) };
-    let kubelet = bench.kubelet();
+    let mut fixture = Fixture::new();
+    fixture.config.timings.register = Backoff { first: Duration::from_millis(10), cap: Duration::from_millis(20) };
+    let kubelet = fixture.kubelet();
     kubelet.refuse_registrations(5);
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let reported = |state: &PluginsState| {
         state
             .resources
@@ -236,17 +238,17 @@ async fn a_refused_registration_is_retried_and_reported() {
     let state = wait_until_ready(&plugins).await;
     assert_eq!((state.resources[MPS_RESOURCE].failures, state.resources[MPS_RESOURCE].registrations), (5, 1));
     assert_eq!(state.resources[MPS_RESOURCE].error, None);
-    assert_eq!(bench.socket_names().len(), 1, "one session serves all attempts");
+    assert_eq!(fixture.socket_names().len(), 1, "one session serves all attempts");
 }
 
 #[tokio::test]
 async fn a_kubelet_that_hangs_times_out() {
-    let mut bench = Bench::new();
-    bench.config.timings.register_deadline = Duration::from_millis(50);
-    let kubelet = bench.kubelet();
+    let mut fixture = Fixture::new();
+    fixture.config.timings.register_deadline = Duration::from_millis(50);
+    let kubelet = fixture.kubelet();
     kubelet.set_hanging(true);
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let failed = |state: &PluginsState| state.resources.get(MPS_RESOURCE).is_some_and(|r| r.failures >= 2);
     let state = wait_for_state(&plugins, "failed", failed).await;
     assert!(state.resources[MPS_RESOURCE].error.as_ref().is_some_and(|e| e.contains("did not answer within 0.05 s")));
@@ -255,12 +257,12 @@ async fn a_kubelet_that_hangs_times_out() {
 }
 
 #[tokio::test]
-async fn after_a_hanging_kubelet_dies_the_next_is_registered_with_at_once() {
-    let bench = Bench::new();
-    let mut kubelet = bench.kubelet();
+async fn the_plugin_registers_at_once_with_the_successor_of_a_killed_hanging_kubelet() {
+    let fixture = Fixture::new();
+    let mut kubelet = fixture.kubelet();
     kubelet.set_hanging(true);
-    let shares = Shares::new(&["a::0"]);
-    let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let shares = TestResource::new(&["a::0"]);
+    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_for_kubelet(&kubelet, "a registration", |seen| !seen.registrations.is_empty()).await;
     kubelet.stop();
     kubelet.set_hanging(false);
@@ -269,30 +271,30 @@ async fn after_a_hanging_kubelet_dies_the_next_is_registered_with_at_once() {
 }
 
 #[tokio::test]
-async fn a_kubelet_socket_that_is_replaced_while_the_old_one_hangs_is_registered_with() {
-    let bench = Bench::new();
-    let hanging = bench.kubelet();
+async fn the_plugin_registers_with_a_new_kubelet_while_the_old_one_hangs() {
+    let fixture = Fixture::new();
+    let hanging = fixture.kubelet();
     hanging.set_hanging(true);
-    let shares = Shares::new(&["a::0"]);
-    let _plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let shares = TestResource::new(&["a::0"]);
+    let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_for_kubelet(&hanging, "a registration", |seen| !seen.registrations.is_empty()).await;
-    let next = bench.kubelet();
+    let next = fixture.kubelet();
     wait_until_served(&next, MPS_RESOURCE, &["a::0"]).await;
 }
 
 /// Up to Kubernetes 1.36, the end of an old stream disconnects the resource's current client, even
 /// a new one.
 #[tokio::test]
-async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
-    let mut bench = Bench::new();
-    bench.config.timings.hang_up = NEVER_ELAPSES;
-    let kubelet = bench.kubelet();
+async fn the_plugin_registers_again_only_after_the_kubelet_disconnects() {
+    let mut fixture = Fixture::new();
+    fixture.config.timings.hang_up = LONGER_THAN_ANY_TEST;
+    let kubelet = fixture.kubelet();
     kubelet.disconnect_slowly(Duration::from_millis(200));
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::with_options(&["a::0"], Options::default()))]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], Options::default()))]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     plugins.set(resources(&[(
         MPS_RESOURCE,
-        &Shares::with_options(&["a::0"], Options { pre_start: true, preferred: false }),
+        &TestResource::with_options(&["a::0"], Options { pre_start: true, preferred: false }),
     )]));
     wait_for_kubelet(&kubelet, "the agent registers again", |seen| seen.endpoints[MPS_RESOURCE].socket != first).await;
     let disconnected = |seen: &FakeKubeletState| seen.endpoints[MPS_RESOURCE].disconnected == 1;
@@ -303,14 +305,14 @@ async fn the_kubelet_disconnects_before_it_is_registered_with_again() {
 
 #[tokio::test]
 async fn only_changed_options_cause_a_registration() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &Shares::with_options(&["a::0"], Options::default()))]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], Options::default()))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
-    plugins.set(resources(&[(MPS_RESOURCE, &Shares::with_options(&["b::0", "b::1"], Options::default()))]));
+    plugins.set(resources(&[(MPS_RESOURCE, &TestResource::with_options(&["b::0", "b::1"], Options::default()))]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["b::0", "b::1"]).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1, "replaced in the open stream");
-    plugins.set(resources(&[(MPS_RESOURCE, &Shares::new(&["c::0"]))]));
+    plugins.set(resources(&[(MPS_RESOURCE, &TestResource::new(&["c::0"]))]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["c::0"]).await;
     wait_for_kubelet(&kubelet, "the new options", |seen| seen.endpoints[MPS_RESOURCE].options.pre_start_required).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 2);
@@ -318,10 +320,10 @@ async fn only_changed_options_cause_a_registration() {
 
 #[tokio::test]
 async fn adding_or_removing_a_resource_does_not_disturb_others() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let (mps, slices) = (Shares::new(&["a::0"]), Shares::new(&["b::0", "b::1"]));
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &mps)]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let (mps, slices) = (TestResource::new(&["a::0"]), TestResource::new(&["b::0", "b::1"]));
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &mps)]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for round in 1..=3 {
         plugins.set(resources(&[(MPS_RESOURCE, &mps), (TIMESLICE_RESOURCE, &slices)]));
@@ -336,15 +338,15 @@ async fn adding_or_removing_a_resource_does_not_disturb_others() {
     let last = kubelet.state().borrow().endpoints[MPS_RESOURCE].clone();
     assert!(last.connected);
     assert_eq!((last.socket, last.lists, count_registrations(&kubelet, MPS_RESOURCE)), (first.socket.clone(), 1, 1));
-    assert_eq!(bench.socket_names(), [first.socket]);
+    assert_eq!(fixture.socket_names(), [first.socket]);
 }
 
 #[tokio::test]
 async fn a_resource_that_is_removed_and_added_at_once_is_served() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     kubelet.disconnect_slowly(Duration::from_millis(50));
     plugins.set(resources(&[]));
@@ -358,12 +360,12 @@ async fn a_resource_that_is_removed_and_added_at_once_is_served() {
 
 #[tokio::test]
 async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let (first, second) = (Shares::new(&["a::0"]), Shares::new(&["a::0", "a::1"]));
-    let one = bench.plugins(&[(MPS_RESOURCE, &first)]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let (first, second) = (TestResource::new(&["a::0"]), TestResource::new(&["a::0", "a::1"]));
+    let one = fixture.plugins(&[(MPS_RESOURCE, &first)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
-    let two = bench.plugins(&[(MPS_RESOURCE, &second)]);
+    let two = fixture.plugins(&[(MPS_RESOURCE, &second)]);
     let state = wait_for_state(&two, "waiting", |state| state.directory == DirectoryState::HeldByAnother).await;
     assert!(!state.is_ready());
     wait_until_ready(&one).await;
@@ -374,10 +376,10 @@ async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
 
 #[tokio::test]
 async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares), (TIMESLICE_RESOURCE, &shares)]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares), (TIMESLICE_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     wait_until_served(&kubelet, TIMESLICE_RESOURCE, &["a::0"]).await;
     plugins.shutdown().await;
@@ -387,20 +389,20 @@ async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
         1,
         "the list is not emptied, because another start will serve the devices"
     );
-    assert!(bench.socket_names().is_empty());
-    let _next = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    assert!(fixture.socket_names().is_empty());
+    let _next = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
 async fn a_peer_that_never_disconnects_does_not_delay_the_shutdown() {
-    let mut bench = Bench::new();
-    bench.config.timings.hang_up = Duration::from_millis(50);
-    let kubelet = bench.kubelet();
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+    let mut fixture = Fixture::new();
+    fixture.config.timings.hang_up = Duration::from_millis(50);
+    let kubelet = fixture.kubelet();
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
-    let mut silent = UnixStream::connect(bench.path().join(endpoint.socket)).await.expect("a connection");
+    let mut silent = UnixStream::connect(fixture.path().join(endpoint.socket)).await.expect("a connection");
     tokio::time::timeout(DEADLINE, plugins.shutdown()).await.expect("an end");
     let mut rest = Vec::new();
     tokio::time::timeout(DEADLINE, silent.read_to_end(&mut rest)).await.expect("hung up").ok();
@@ -408,8 +410,8 @@ async fn a_peer_that_never_disconnects_does_not_delay_the_shutdown() {
 
 #[tokio::test]
 async fn only_our_own_stale_sockets_are_removed() {
-    let bench = Bench::new();
-    let at = |name: &str| bench.path().join(name);
+    let fixture = Fixture::new();
+    let at = |name: &str| fixture.path().join(name);
     let stale = ["cleave-00000000-00000001.sock", "cleave-deadbeef-0badf00d.sock"];
     for name in stale {
         drop(UnixListener::bind(at(name)).expect("bind"));
@@ -419,19 +421,19 @@ async fn only_our_own_stale_sockets_are_removed() {
     drop(UnixListener::bind(at(kept[1])).expect("bind"));
     std::fs::write(at(kept[2]), "{}").expect("a file");
     drop(UnixListener::bind(at(kept[3])).expect("bind"));
-    let _plugins = bench.plugins(&[]);
+    let _plugins = fixture.plugins(&[]);
     wait_until("removed", || stale.iter().all(|name| !at(name).exists())).await;
-    assert!(kept.iter().all(|name| at(name).exists()), "{:?}", bench.socket_names());
+    assert!(kept.iter().all(|name| at(name).exists()), "{:?}", fixture.socket_names());
 }
 
 #[tokio::test]
-async fn a_directory_that_is_created_later_is_served_from() {
-    let mut bench = Bench::new();
-    let directory = bench.path().join("device-plugins");
-    bench.config.directory.clone_from(&directory);
-    bench.config.timings.lock = Duration::from_millis(10);
-    let shares = Shares::new(&["a::0"]);
-    let plugins = bench.plugins(&[(MPS_RESOURCE, &shares)]);
+async fn plugins_serve_from_a_directory_that_is_created_later() {
+    let mut fixture = Fixture::new();
+    let directory = fixture.path().join("device-plugins");
+    fixture.config.directory.clone_from(&directory);
+    fixture.config.timings.lock = Duration::from_millis(10);
+    let shares = TestResource::new(&["a::0"]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let failed =
         |state: &PluginsState| matches!(&state.directory, DirectoryState::Failed(e) if e.contains("No such file"));
     for _ in 0..2 {
@@ -457,8 +459,8 @@ async fn an_invalid_path_is_an_error_at_once() {
 async fn the_longest_resource_name_is_served() {
     let domain = [63, 63, 63, 52].map(|n| "a".repeat(n)).join(".");
     let name = format!("{domain}/{}", "b".repeat(63));
-    let bench = Bench::new();
-    let kubelet = bench.kubelet();
-    let _plugins = bench.plugins(&[(&name, &Shares::new(&["a::0"]))]);
+    let fixture = Fixture::new();
+    let kubelet = fixture.kubelet();
+    let _plugins = fixture.plugins(&[(&name, &TestResource::new(&["a::0"]))]);
     wait_until_served(&kubelet, &name, &["a::0"]).await;
 }

@@ -173,7 +173,7 @@ impl PodClaims {
     /// Other expired reservations are renewed. The scheduler may be slow or may wait for a volume,
     /// or a temporary obstacle on the node may end. [`super::stranded`] limits the total time.
     pub(super) fn expire(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: Now) {
-        let mut due: BTreeSet<String> = ledger.overdue(Moment(now.epoch)).into_iter().collect();
+        let mut due: BTreeSet<String> = ledger.pods_with_expired_claims(Moment(now.epoch)).into_iter().collect();
         for pod in unsettled.iter().filter(|pod| is_released(pod)) {
             let name = full_name(&pod.metadata);
             if !due.remove(&name) {

@@ -1,7 +1,7 @@
 //! Builds the patch that releases a pod.
 use cleave_api::names::{LARGEST_PREFIX, OTHER_NODES_ANNOTATION, UNSCHEDULABLE_ANNOTATION};
 use cleave_api::placement::ANNOTATION;
-use cleave_plan::affinity::{Present, among, narrow};
+use cleave_plan::affinity::{Present, hostname_requirement, narrow};
 use cleave_plan::ledger::DeviceRequest;
 use cleave_plan::snapshot::{NodeSelectorTerm, Operator, Requirement};
 use serde_json::{Value, json};
@@ -22,7 +22,7 @@ pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Dest
         vec![json!({"op": "test", "path": "/metadata/resourceVersion", "value": pod.metadata.resource_version})];
     let requirement = match destination {
         Destination::Anywhere => None,
-        Destination::Hostnames(hostnames) => among(hostnames),
+        Destination::Hostnames(hostnames) => hostname_requirement(hostnames),
         Destination::Matching(requirement) => Some(requirement),
         Destination::LargerGpus(device_requests) => larger_gpus(device_requests),
     };

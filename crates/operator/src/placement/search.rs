@@ -7,7 +7,7 @@ use cleave_api::names::RESOURCE_GPU;
 use cleave_api::placement::Placement;
 use cleave_plan::Quantity;
 use cleave_plan::constraints::NodeChecker;
-use cleave_plan::ledger::{Beside, Chooser, DeviceRequest, Fits, Ledger, PendingPod, PreemptionNode, Tightest};
+use cleave_plan::ledger::{ChoiceCriteria, Chooser, DeviceRequest, Fits, Ledger, PendingPod, PreemptionNode, Tightest};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Requirement, Toleration};
 
 use super::actions::{Destination, Release, ReleaseReason};
@@ -237,7 +237,7 @@ impl<'a> PlacementSearch<'a> {
         let may_use = |node: &str| !avoids(node) && self.nodes.admits(node, plan_pod) && allows(node) && has_room(node);
         let mut replicas = self.replicas.borrow_mut();
         let siblings = replicas.of(pod, ledger);
-        let beside = Beside { cpu: learning::cpu(&plan_pod.requests), siblings };
+        let beside = ChoiceCriteria { cpu: learning::cpu(&plan_pod.requests), siblings };
         let chosen = ledger.choose(candidate.pending_pod(), beside, &mut self.chooser.borrow_mut(), most, may_use);
         if let Some(fits) = chosen {
             return Ok(fits);
@@ -246,7 +246,7 @@ impl<'a> PlacementSearch<'a> {
         let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
         // Requests for several parts of GPUs are not ranked. Such requests are only kept off the
         // nodes of replicas.
-        let apart = || with_room().filter(|node| !avoids(node) && siblings.lacks(node));
+        let apart = || with_room().filter(|node| !avoids(node) && siblings.has_none_on(node));
         if candidate.device_requests.len() > 1
             && let Ok(fits) = ledger.fit_for(candidate.pending_pod(), apart(), most, &Tightest)
         {

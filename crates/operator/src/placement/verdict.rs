@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use cleave_api::names::{RESOURCE_GPU, RESOURCE_MIG_PREFIX};
 use cleave_plan::affinity::HOSTNAME;
-use cleave_plan::device::sized;
+use cleave_plan::device::sized_slice_gib;
 use cleave_plan::ledger::DeviceRequest;
 
 use crate::policies::demand::{Reason, WaitingPod};
@@ -45,7 +45,7 @@ impl Verdict {
     /// `demand` is set if a GPU may be repartitioned for the pod.
     pub(super) fn explain(self, device_requests: &[DeviceRequest], demand: Option<&WaitingPod>) -> (String, bool) {
         let is_partitioned = |DeviceRequest { resource, .. }: &DeviceRequest| {
-            sized(resource).is_some() || resource.starts_with(RESOURCE_MIG_PREFIX) || resource == RESOURCE_GPU
+            sized_slice_gib(resource).is_some() || resource.starts_with(RESOURCE_MIG_PREFIX) || resource == RESOURCE_GPU
         };
         match (self, demand) {
             // Demand decides which resources exist, so Cleave may create a missing resource for the

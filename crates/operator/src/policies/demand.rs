@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use cleave_api::gpunode::{GpuStatus, Partition};
 use cleave_api::names::RESOURCE_GPU;
-use cleave_plan::device::sized;
+use cleave_plan::device::sized_slice_gib;
 use cleave_plan::{GpuPlan, Planned, Policy, Violation};
 
 use crate::policies::partition;
@@ -198,7 +198,7 @@ fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
 fn memory(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snapshot::Slice) -> u64 {
     let total = gpu.memory.as_mebibytes().unwrap_or(0);
     let count = u64::from(slice.count);
-    if let Some(gib) = sized(&slice.resource) {
+    if let Some(gib) = sized_slice_gib(&slice.resource) {
         return gib.saturating_mul(1024).saturating_mul(count);
     }
     if slice.placement.is_some() {

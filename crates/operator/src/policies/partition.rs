@@ -9,7 +9,7 @@ use cleave_api::gpunode::{
     GpuStatus, MigInstanceSpec, MigPartition, MpsPartition, MpsSlices, Partition, TimeSlicedPartition, Whole,
 };
 use cleave_api::names::{RESOURCE_GPU, mig_resource};
-use cleave_plan::device::{Family, SHARED_SUFFIX, sized};
+use cleave_plan::device::{Family, SHARED_SUFFIX, sized_slice_gib};
 use cleave_plan::mps::{self, MAX_CLIENTS};
 use cleave_plan::snapshot::Slice;
 use cleave_plan::units::Mebibytes;
@@ -231,12 +231,12 @@ fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>,
     let total = Mebibytes(gpu.memory_mib);
     let all = mps::shareable(total);
     // For each k: the memory of k slices, and their fraction of the GPU.
-    let rows: Vec<(Mebibytes, u32, u32)> = if let Some(gib) = sized(resource) {
+    let rows: Vec<(Mebibytes, u32, u32)> = if let Some(gib) = sized_slice_gib(resource) {
         let one = Mebibytes::from_gib(gib);
         let most = total.0.div_ceil(one.0).clamp(1, u64::from(MAX_CLIENTS));
         let row = |k: u64| {
             let size = Mebibytes(one.0.saturating_mul(k).min(total.0));
-            (mps::sized(size, total), saturating_u32(size.0), saturating_u32(total.0))
+            (mps::sized_slice_memory(size, total), saturating_u32(size.0), saturating_u32(total.0))
         };
         (1..=most).map(row).collect()
     } else {

@@ -19,7 +19,7 @@ use std::time::Duration;
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Partition};
 use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, RESOURCE_GPU, STEP_FAILED, STEP_REFUSED, STEP_WAITING, is_served};
 use cleave_plan::Quantity;
-use cleave_plan::device::{MIG_PREFIX, Mode, SHARED_SUFFIX, sized};
+use cleave_plan::device::{MIG_PREFIX, Mode, SHARED_SUFFIX, sized_slice_gib};
 use cleave_plan::mig::Profile;
 use cleave_plan::snapshot::{Gpu, MigSharing, Node as PlanNode, Slice, Snapshot};
 
@@ -520,7 +520,7 @@ fn fix_slices(gpu: &mut Gpu) {
 
 /// Returns whether a resource names shares or replicas of whole GPUs.
 fn is_shares(resource: &str) -> bool {
-    resource != RESOURCE_GPU && !resource.starts_with(MIG_PREFIX) && sized(resource).is_none()
+    resource != RESOURCE_GPU && !resource.starts_with(MIG_PREFIX) && sized_slice_gib(resource).is_none()
 }
 
 /// Returns whether a GPU has a free unit of the resource, or is a free whole GPU.

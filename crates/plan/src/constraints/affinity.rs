@@ -99,7 +99,7 @@ impl<'a> RequiredDomains<'a> {
     }
 
     /// Returns the first topology key of the subject's affinity that the node does not have.
-    pub(super) fn missing(&self, node: &Node) -> Option<&'a str> {
+    pub(super) fn missing_key(&self, node: &Node) -> Option<&'a str> {
         self.affinity.iter().map(|term| term.topology_key.as_str()).find(|key| !node.labels.contains_key(*key))
     }
 

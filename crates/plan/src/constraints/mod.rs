@@ -85,13 +85,13 @@ impl<'a> NodeChecker<'a> {
             let eligible = if checker.spread.is_empty() {
                 BTreeMap::new()
             } else {
-                checker.spread.domains(&subject, index.values().copied())
+                checker.spread.find_domains(&subject, index.values().copied())
             };
             for neighbour in all {
                 checker.affinity.count(&subject, &neighbour, &namespaces, &find);
                 checker.spread.count(&subject, &neighbour, &eligible);
             }
-            checker.spread.finish();
+            checker.spread.find_lowest_counts();
         }
         checker
     }
@@ -110,10 +110,10 @@ impl<'a> NodeChecker<'a> {
         if !self.volumes.iter().all(|terms| scheduling::matches_any(terms, &node.labels, "")) {
             return Err(Conflict::Volume);
         }
-        if let Some(key) = self.affinity.missing(node).or_else(|| self.spread.missing(node)) {
+        if let Some(key) = self.affinity.missing_key(node).or_else(|| self.spread.missing_key(node)) {
             return Err(Conflict::NoTopologyKey { topology_key: key.to_owned() });
         }
-        if let Some(port) = self.ports.on(&node.name) {
+        if let Some(port) = self.ports.conflict_on(&node.name) {
             return Err(Conflict::HostPort(port));
         }
         self.affinity.refuse(node)?;

@@ -35,7 +35,7 @@ impl<'a> PortConflicts<'a> {
 
     /// Returns a port of the subject that another pod uses on the node. Returns `None` if no ports
     /// conflict.
-    pub(super) fn on(&self, node: &str) -> Option<u16> {
+    pub(super) fn conflict_on(&self, node: &str) -> Option<u16> {
         self.nodes.get(node).copied()
     }
 }

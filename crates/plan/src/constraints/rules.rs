@@ -98,8 +98,8 @@ impl PodAffinityTerm {
     }
 
     /// Returns whether the term may select a pod of `namespace` with these labels. `own` is the
-    /// namespace of the pod that has the term. The namespace's labels are not read: if the result
-    /// depends on them, it is true.
+    /// namespace of the pod that has the term. Does not read the namespace's labels: returns true
+    /// if the result depends on them.
     pub fn may_select(&self, own: &str, namespace: &str, labels: &Labels) -> bool {
         self.selects(own, labels, namespace, &|_| None) != Match::No
     }

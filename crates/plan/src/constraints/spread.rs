@@ -62,7 +62,7 @@ impl<'a> Spread<'a> {
     /// node counts if it has every topology key and no policy ignores it. Returns all nodes with
     /// every topology key. Each node has two flags: whether the subject's node affinity selects the
     /// node, and whether the subject tolerates the node's taints.
-    pub(super) fn domains(
+    pub(super) fn find_domains(
         &mut self,
         subject: &Subject<'a>,
         nodes: impl Iterator<Item = &'a Node>,
@@ -70,7 +70,7 @@ impl<'a> Spread<'a> {
         let mut eligible = BTreeMap::new();
         let constraints = scheduling::Constraints::of(subject.pod);
         for node in nodes {
-            if self.missing(node).is_some() {
+            if self.missing_key(node).is_some() {
                 continue;
             }
             let found =
@@ -105,7 +105,7 @@ impl<'a> Spread<'a> {
 
     /// Finds the lowest number of pods for each constraint. Call this after counting all
     /// neighbours.
-    pub(super) fn finish(&mut self) {
+    pub(super) fn find_lowest_counts(&mut self) {
         for count in &mut self.counts {
             let domains = i64::try_from(count.domains.len()).unwrap_or(i64::MAX);
             let enough = domains >= i64::from(count.constraint.min_domains.unwrap_or(1));
@@ -114,7 +114,7 @@ impl<'a> Spread<'a> {
     }
 
     /// Returns the first topology key of the constraints that the node does not have.
-    pub(super) fn missing(&self, node: &Node) -> Option<&'a str> {
+    pub(super) fn missing_key(&self, node: &Node) -> Option<&'a str> {
         let mut keys = self.counts.iter().map(|count| count.constraint.topology_key.as_str());
         keys.find(|key| !node.labels.contains_key(*key))
     }

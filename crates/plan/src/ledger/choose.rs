@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::device_units::DeviceUnits;
 use super::facts::Reservation;
 use super::node::{Node, UnitsByDevice};
-use super::pack::{pack, tightest};
+use super::pack::{pack, tightest_devices};
 use super::request::{DeviceRequest, Units};
 use crate::placement::{self, Demand, GPU, Rank, Score};
 
@@ -105,11 +105,11 @@ impl Node {
         };
         let &[size] = units.as_slice() else { return self.fit(wanted, score).map(|(worth, _)| worth) };
         let none = UnitsByDevice::new();
-        let stocks = self.stocks.get(*resource).unwrap_or(&none);
+        let units_by_device = self.units_by_device.get(*resource).unwrap_or(&none);
         let mut best: Option<Candidate> = None;
-        if stocks.values().any(|stock| stock.free() >= size.get()) {
-            let free: Vec<u32> = stocks.values().map(DeviceUnits::free).collect();
-            for_each_device(&self.model, stocks, size.get(), &free, score, |candidate| {
+        if units_by_device.values().any(|device_units| device_units.free() >= size.get()) {
+            let free: Vec<u32> = units_by_device.values().map(DeviceUnits::free).collect();
+            for_each_device(&self.model, units_by_device, size.get(), &free, score, |candidate| {
                 if best.as_ref().is_none_or(|best| candidate.compare(best).is_lt()) {
                     best = Some(candidate);
                 }
@@ -117,7 +117,7 @@ impl Node {
         }
         match best {
             Some(best) => Ok((best.rank.score, best.free - size.get())),
-            None => Err(no_fit(resource, units, stocks)),
+            None => Err(no_fit(resource, units, units_by_device)),
         }
     }
 
@@ -130,17 +130,19 @@ impl Node {
         let (mut total, mut spare, mut takes) = (0.0, 0_u32, Vec::new());
         for (resource, units) in wanted {
             let none = UnitsByDevice::new();
-            let stocks = self.stocks.get(*resource).unwrap_or(&none);
-            let names: Vec<&String> = stocks.keys().collect();
+            let units_by_device = self.units_by_device.get(*resource).unwrap_or(&none);
+            let names: Vec<&String> = units_by_device.keys().collect();
             let sizes: Vec<u32> = units.iter().map(|units| units.get()).collect();
-            let mut free: Vec<u32> = stocks.values().map(DeviceUnits::free).collect();
+            let mut free: Vec<u32> = units_by_device.values().map(DeviceUnits::free).collect();
             let mut order = |size: u32, free: &[u32]| {
-                let candidates = candidates(&self.model, stocks, size, free, score);
+                let candidates = candidates(&self.model, units_by_device, size, free, score);
                 candidates.into_iter().map(|candidate| candidate.device).collect()
             };
-            let Some(devices) = pack(&sizes, &free, &mut order) else { return Err(no_fit(resource, units, stocks)) };
+            let Some(devices) = pack(&sizes, &free, &mut order) else {
+                return Err(no_fit(resource, units, units_by_device));
+            };
             for (&units, device) in units.iter().zip(devices) {
-                let candidates = candidates(&self.model, stocks, units.get(), &free, score);
+                let candidates = candidates(&self.model, units_by_device, units.get(), &free, score);
                 if let Some(candidate) = candidates.into_iter().find(|candidate| candidate.device == device) {
                     total += candidate.rank.score;
                 }
@@ -173,18 +175,24 @@ impl Candidate {
 }
 
 /// Returns the devices with at least `size` free units, best first.
-fn candidates<S: Score>(model: &str, stocks: &UnitsByDevice, size: u32, free: &[u32], score: &S) -> Vec<Candidate> {
+fn candidates<S: Score>(
+    model: &str,
+    units_by_device: &UnitsByDevice,
+    size: u32,
+    free: &[u32],
+    score: &S,
+) -> Vec<Candidate> {
     let mut candidates = Vec::with_capacity(free.len());
-    for_each_device(model, stocks, size, free, score, |candidate| candidates.push(candidate));
+    for_each_device(model, units_by_device, size, free, score, |candidate| candidates.push(candidate));
     candidates.sort_by(Candidate::compare);
     candidates
 }
 
-/// Calls `take` for each device with at least `size` free units. Scores count GPUs in thousandths,
-/// so units are converted.
+/// Calls `take` for each device with at least `size` free units. The function converts units to
+/// thousandths of a GPU, because scores count in thousandths.
 fn for_each_device<S: Score>(
     model: &str,
-    stocks: &UnitsByDevice,
+    units_by_device: &UnitsByDevice,
     size: u32,
     free: &[u32],
     score: &S,
@@ -194,27 +202,32 @@ fn for_each_device<S: Score>(
         let part = u64::from(units) * u64::from(GPU) / u64::from(capacity.max(1));
         u32::try_from(part).map_or(GPU, |part| part.min(GPU))
     };
-    let gpus = stocks.values().zip(free).map(|(stock, free)| thousandths(*free, stock.capacity())).collect();
+    let gpus = units_by_device
+        .values()
+        .zip(free)
+        .map(|(device_units, free)| thousandths(*free, device_units.capacity()))
+        .collect();
     // Other resources are 0, because the scheduler checks them.
     let node = placement::Node { model: model.to_owned(), cpu_total: 0, cpu: 0, gpus };
     let before = score.precompute(&node);
-    for (device, (stock, &free)) in stocks.values().zip(free).enumerate() {
+    for (device, (device_units, &free)) in units_by_device.values().zip(free).enumerate() {
         if free >= size {
-            let per_gpu = thousandths(size, stock.capacity());
+            let per_gpu = thousandths(size, device_units.capacity());
             let demand = Demand { cpu: 0, gpus: 1, per_gpu, models: Vec::new() };
             take(Candidate { device, free, rank: score.rank(&node, &before, &demand, Some(device)) });
         }
     }
 }
 
-/// Returns why these units do not fit on a node's devices. The reason is about the largest size
+/// Returns why these units do not fit on a node's devices. The reason refers to the largest size
 /// that does not fit.
-fn no_fit(resource: &str, units: &[Units], stocks: &UnitsByDevice) -> NoFit {
+fn no_fit(resource: &str, units: &[Units], units_by_device: &UnitsByDevice) -> NoFit {
     let resource = resource.to_owned();
     let Some(&requested) = units.iter().max() else { return NoFit::NoNode };
-    let (Some(largest), Some(emptiest)) =
-        (stocks.values().map(DeviceUnits::capacity).max(), stocks.values().map(DeviceUnits::free).max())
-    else {
+    let (Some(largest), Some(emptiest)) = (
+        units_by_device.values().map(DeviceUnits::capacity).max(),
+        units_by_device.values().map(DeviceUnits::free).max(),
+    ) else {
         return NoFit::NotOffered { resource };
     };
     if requested.get() > largest {
@@ -225,7 +238,7 @@ fn no_fit(resource: &str, units: &[Units], stocks: &UnitsByDevice) -> NoFit {
         };
     }
     if units.len() > 1 && units.iter().all(|units| units.get() == 1) {
-        let sum = |amount: fn(&DeviceUnits) -> u32| stocks.values().map(amount).fold(0, u32::saturating_add);
+        let sum = |amount: fn(&DeviceUnits) -> u32| units_by_device.values().map(amount).fold(0, u32::saturating_add);
         let requested = u32::try_from(units.len()).unwrap_or(u32::MAX);
         let (capacity, free) = (sum(DeviceUnits::capacity), sum(DeviceUnits::free));
         return if requested > capacity {
@@ -235,8 +248,8 @@ fn no_fit(resource: &str, units: &[Units], stocks: &UnitsByDevice) -> NoFit {
         };
     }
     let sizes: Vec<u32> = units.iter().map(|units| units.get()).collect();
-    let all = || stocks.values().map(DeviceUnits::capacity).collect::<Vec<u32>>();
-    if sizes.len() > 1 && pack(&sizes, &all(), &mut tightest).is_none() {
+    let all = || units_by_device.values().map(DeviceUnits::capacity).collect::<Vec<u32>>();
+    if sizes.len() > 1 && pack(&sizes, &all(), &mut tightest_devices).is_none() {
         NoFit::TooMany
     } else if requested.get() > emptiest {
         NoFit::NotFree { resource, requested, most: emptiest }

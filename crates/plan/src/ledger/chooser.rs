@@ -17,7 +17,7 @@ use super::request::DeviceRequest;
 use crate::placement::learned::{Learner, thousandths};
 use crate::placement::{self, Candidate, Demand, Learned, Placer, Replicas, Score};
 
-/// Maximum number of resources whose requests are learned. Others use the tightest fit.
+/// Maximum number of resources whose requests are learned. Other resources use the tightest fit.
 const MAX_LEARNED: usize = 64;
 /// Free CPU of a node whose CPU is unknown, in thousandths of a core.
 const UNKNOWN_CPU: Cpu = Cpu { total: 0, free: u32::MAX as u64 };
@@ -26,7 +26,7 @@ const UNKNOWN_CPU: Cpu = Cpu { total: 0, free: u32::MAX as u64 };
 #[derive(Debug, Clone, Default)]
 pub(super) struct Changes(pub(super) BTreeSet<String>);
 
-/// The changes are no state of the ledger: two ledgers with the same nodes and claims are equal.
+/// The comparison ignores changes: two ledgers with the same nodes and claims are equal.
 impl PartialEq for Changes {
     fn eq(&self, _: &Self) -> bool {
         true
@@ -58,14 +58,14 @@ impl Siblings {
     }
 
     /// Returns whether a node runs no replica.
-    pub fn lacks(&self, node: &str) -> bool {
+    pub fn has_none_on(&self, node: &str) -> bool {
         !self.0.contains_key(node)
     }
 }
 
-/// What the ledger needs to know of a pod besides its requests for devices.
+/// Properties of a pod, other than its requests for devices, by which the ledger chooses devices.
 #[derive(Debug, Clone, Copy)]
-pub struct Beside<'a> {
+pub struct ChoiceCriteria<'a> {
     /// CPU that the pod requests, in thousandths of a core.
     pub cpu: u64,
     /// Replicas that the pod is kept apart from: first from their GPUs, then from their nodes.
@@ -95,7 +95,7 @@ pub struct Chooser<S: Score = Learned> {
     /// Tables by resource, then by the capacity of a device.
     tables: BTreeMap<String, BTreeMap<u32, Table<S>>>,
     cpu: BTreeMap<String, Cpu>,
-    /// What was learned of each resource's requests.
+    /// The learner of each resource's requests.
     learners: BTreeMap<String, Learner>,
 }
 
@@ -134,13 +134,14 @@ impl<S: Score + Default> Chooser<S> {
         }
         let mut rows: BTreeMap<(&str, u32), (placement::Node, Vec<&String>)> = BTreeMap::new();
         let cpu = self.cpu.get(name).copied().unwrap_or(UNKNOWN_CPU);
-        for (resource, stocks) in node.iter().flat_map(|node| &node.stocks) {
-            for (device, stock) in stocks.iter().filter(|(_, stock)| stock.capacity() > 0) {
-                let (row, devices) = rows.entry((resource, stock.capacity())).or_insert_with(|| {
+        for (resource, units_by_device) in node.iter().flat_map(|node| &node.units_by_device) {
+            for (device, device_units) in units_by_device.iter().filter(|(_, device_units)| device_units.capacity() > 0)
+            {
+                let (row, devices) = rows.entry((resource, device_units.capacity())).or_insert_with(|| {
                     let model = node.map(|node| node.model.clone()).unwrap_or_default();
                     (placement::Node { model, cpu_total: cpu.total, cpu: cpu.free, gpus: Vec::new() }, Vec::new())
                 });
-                row.gpus.push(thousandths(stock.free(), stock.capacity()));
+                row.gpus.push(thousandths(device_units.free(), device_units.capacity()));
                 devices.push(device);
             }
         }
@@ -156,7 +157,7 @@ impl<S: Score + Default> Chooser<S> {
                 self.tables.insert(resource.to_owned(), BTreeMap::new());
             }
             if let Some(tables) = self.tables.get_mut(resource) {
-                tables.entry(capacity).or_default().put(name, row, &devices);
+                tables.entry(capacity).or_default().add_or_change(name, row, &devices);
             }
         }
     }
@@ -175,20 +176,20 @@ impl<S: Score> Chooser<S> {
         }
     }
 
-    /// Returns the nodes and devices that fit the requests, best first. Of pods with several
-    /// requests, only those for whole devices have candidates.
+    /// Returns the nodes and devices that fit the requests, best first. A pod with several requests
+    /// has candidates only if it requests whole devices.
     pub(super) fn candidates(
         &mut self,
         device_requests: &[DeviceRequest],
-        beside: Beside<'_>,
+        criteria: ChoiceCriteria<'_>,
     ) -> impl Iterator<Item = (&str, Vec<&str>)> {
         let mut lists = Vec::new();
-        if let Some((resource, units, gpus)) = uniform(device_requests) {
+        if let Some((resource, units, gpus)) = equal_requests(device_requests) {
             for (&capacity, table) in self.tables.get_mut(resource).into_iter().flatten() {
                 if if gpus == 1 { units <= capacity } else { units == capacity } {
                     let per_gpu = thousandths(units, capacity);
-                    let demand = Demand { cpu: beside.cpu, gpus, per_gpu, models: Vec::new() };
-                    lists.push(table.candidates(demand, beside.siblings).peekable());
+                    let demand = Demand { cpu: criteria.cpu, gpus, per_gpu, models: Vec::new() };
+                    lists.push(table.candidates(demand, criteria.siblings).peekable());
                 }
             }
         }
@@ -206,10 +207,10 @@ impl Chooser<Learned> {
     /// Counts an arrived pod. `models` are the GPU models that the pod can run on. No models means
     /// any model.
     pub fn count(&mut self, device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) {
-        let Some((resource, demand)) = demand(device_requests, cpu, models) else { return };
+        let Some((resource, demand)) = to_demand(device_requests, cpu, models) else { return };
         if !self.tables.contains_key(resource) && !self.learners.contains_key(resource) {
-            // No node offers the resource. Pods that request the resource say nothing about the
-            // GPUs that exist.
+            // No node offers the resource. The scores of the existing GPUs do not depend on
+            // requests for the resource.
             return;
         }
         if self.learners.len() < MAX_LEARNED || self.learners.contains_key(resource) {
@@ -223,34 +224,34 @@ impl Chooser<Learned> {
     /// `waiting` are the requests of pods that wait, with their CPU.
     pub fn learn(&mut self, waiting: impl Iterator<Item = (Vec<DeviceRequest>, u64)>) {
         for (resource, learner) in self.learners.iter_mut().filter(|(_, learner)| learner.is_due()) {
-            learner.learned();
+            learner.record_update();
             let tables = self.tables.get_mut(resource).into_iter().flat_map(BTreeMap::values_mut);
             tables.for_each(|table| table.is_learned = false);
         }
         let learners = &self.learners;
         let known = self.tables.iter_mut().filter_map(|(resource, tables)| {
-            let learner = learners.get(resource).filter(|learner| learner.knows_enough())?;
+            let learner = learners.get(resource).filter(|learner| learner.has_enough_pods())?;
             Some(tables.iter_mut().map(move |(&capacity, table)| (resource, learner, capacity, table)))
         });
         let mut due = known.flatten().filter(|(.., table)| !table.is_learned);
         let Some((resource, learner, capacity, table)) = due.next() else { return };
         let waiting: Vec<Demand> = waiting
             .filter_map(|(device_requests, cpu)| {
-                demand(&device_requests, cpu, Vec::new()).filter(|(of, _)| of == resource).map(|(_, demand)| demand)
+                to_demand(&device_requests, cpu, Vec::new()).filter(|(of, _)| of == resource).map(|(_, demand)| demand)
             })
             .collect();
         let nodes: Vec<placement::Node> =
             table.placer.nodes().iter().filter(|node| !node.gpus.is_empty()).cloned().collect();
         let score = learner.score(capacity, &nodes, waiting.iter());
         table.placer.set_score(score);
-        learner.frequent(capacity).for_each(|demand| table.placer.rank(&demand));
+        learner.frequent_requests(capacity).for_each(|demand| table.placer.rank(&demand));
         table.is_learned = true;
     }
 }
 
 impl<S: Score> Table<S> {
     /// Adds or changes a node.
-    fn put(&mut self, name: &str, node: placement::Node, devices: &[&String]) {
+    fn add_or_change(&mut self, name: &str, node: placement::Node, devices: &[&String]) {
         let index = match self.by_node.get(name).copied() {
             Some(index) => index,
             None => {
@@ -304,16 +305,16 @@ impl<S: Score> Table<S> {
     }
 }
 
-/// Returns the resource, units and number of requests that are all equal. Returns `None` for other
-/// requests.
-fn uniform(device_requests: &[DeviceRequest]) -> Option<(&str, u32, u32)> {
+/// Returns the resource, the units and the number of the requests if all of them are equal. Returns
+/// `None` otherwise.
+fn equal_requests(device_requests: &[DeviceRequest]) -> Option<(&str, u32, u32)> {
     let (first, others) = device_requests.split_first()?;
     let count = u32::try_from(device_requests.len()).ok()?;
     others.iter().all(|ask| ask == first).then(|| (first.resource.as_str(), first.units.get(), count))
 }
 
 /// Returns the requests in the form that is learned, with units in `per_gpu`.
-fn demand(device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) -> Option<(&str, Demand)> {
-    let (resource, per_gpu, gpus) = uniform(device_requests)?;
+fn to_demand(device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) -> Option<(&str, Demand)> {
+    let (resource, per_gpu, gpus) = equal_requests(device_requests)?;
     Some((resource, Demand { cpu, gpus, per_gpu, models }))
 }

@@ -5,9 +5,9 @@ use super::request::Units;
 
 /// The capacity of one resource on one device, and how many of its units are used and reserved.
 ///
-/// Either `reserved ≤ capacity − used`, or nothing is reserved: [`Stock::new`] starts without
-/// reservations, and only [`Stock::reserve`] adds one. If the facts change, the caller creates a
-/// new units and adds the reservations again.
+/// Either `reserved ≤ capacity − used`, or nothing is reserved: [`DeviceUnits::new`] starts without
+/// reservations, and only [`DeviceUnits::reserve`] adds one. If the facts change, the caller
+/// creates a new value and adds the reservations again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct DeviceUnits {
     capacity: u32,
@@ -18,12 +18,12 @@ pub(super) struct DeviceUnits {
 }
 
 impl DeviceUnits {
-    /// Creates a units without reservations. `used` can exceed `capacity` if units become unhealthy
-    /// while they are in use.
+    /// Creates the value for a device without reservations. `used` can exceed `capacity` if units
+    /// become unhealthy while they are in use.
     pub(super) fn new(capacity: u32, used: u32) -> Self {
-        let mut stock = Self { capacity, used, reserved: BTreeMap::new(), free: 0 };
-        stock.recount();
-        stock
+        let mut device_units = Self { capacity, used, reserved: BTreeMap::new(), free: 0 };
+        device_units.recount();
+        device_units
     }
 
     /// Updates `free`. No other function subtracts units.
@@ -76,7 +76,7 @@ impl DeviceUnits {
         }
     }
 
-    /// Returns a copy of the units without reservations.
+    /// Returns a copy without reservations.
     pub(super) fn without_reservations(&self) -> Self {
         Self::new(self.capacity, self.used)
     }
@@ -92,20 +92,20 @@ mod tests {
 
     #[test]
     fn no_more_units_are_reserved_than_are_free() {
-        let mut stock = DeviceUnits::new(10, 3);
-        assert!(stock.reserve(units(4)) && stock.reserve(units(3)));
-        assert!(!stock.reserve(units(1)));
-        assert_eq!((stock.free(), stock.reserved()), (0, 7));
-        stock.unreserve(units(4));
-        stock.unreserve(units(4));
-        assert_eq!((stock.free(), stock.reserved()), (4, 3), "units are freed once");
-        assert!(!stock.reserve(units(5)) && stock.reserve(units(4)));
+        let mut device_units = DeviceUnits::new(10, 3);
+        assert!(device_units.reserve(units(4)) && device_units.reserve(units(3)));
+        assert!(!device_units.reserve(units(1)));
+        assert_eq!((device_units.free(), device_units.reserved()), (0, 7));
+        device_units.unreserve(units(4));
+        device_units.unreserve(units(4));
+        assert_eq!((device_units.free(), device_units.reserved()), (4, 3), "units are freed once");
+        assert!(!device_units.reserve(units(5)) && device_units.reserve(units(4)));
     }
 
     #[test]
     fn an_overused_device_has_no_free_units() {
-        let mut stock = DeviceUnits::new(2, 5);
-        assert_eq!(stock.free(), 0);
-        assert!(!stock.reserve(units(1)) && !stock.reserve(units(u32::MAX)));
+        let mut device_units = DeviceUnits::new(2, 5);
+        assert_eq!(device_units.free(), 0);
+        assert!(!device_units.reserve(units(1)) && !device_units.reserve(units(u32::MAX)));
     }
 }

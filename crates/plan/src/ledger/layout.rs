@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::device_units::DeviceUnits;
 use super::facts::{Allocation, Claim, Reservation};
 use super::node::UnitsByDevice;
-use super::pack::{pack, tightest};
+use super::pack::{pack, tightest_devices};
 use super::request::{DeviceRequest, Units};
 
 /// A pod's claim on one node.
@@ -17,7 +17,7 @@ pub(super) struct NodeClaim<'a> {
 }
 
 /// Returns the claims of these pods on a node, one claim for each pod.
-pub(super) fn claimed<'a>(
+pub(super) fn claims_on_node<'a>(
     claims: &'a BTreeMap<String, Claim>,
     pods: &BTreeSet<String>,
     node: &str,
@@ -66,7 +66,7 @@ pub(super) fn follow_swaps(
     node: &str,
     allocated: &BTreeMap<String, Vec<Allocation>>,
 ) {
-    let all = claimed(claims, pods, node, allocated);
+    let all = claims_on_node(claims, pods, node, allocated);
     if all.iter().all(|one| one.allocated.is_empty() || one.noted.is_empty() || one.compare_with_notes().1.is_empty()) {
         return;
     }
@@ -108,7 +108,7 @@ pub(super) fn set_reservations(
 /// Returns the reservations for all missing units of the claims, regardless of the annotated
 /// reservations. Returns `None` if the reservations do not fit together.
 pub(super) fn new_reservations(
-    stocks: &BTreeMap<String, UnitsByDevice>,
+    units_by_device: &BTreeMap<String, UnitsByDevice>,
     claimed: &[NodeClaim<'_>],
 ) -> Option<Vec<Vec<Reservation>>> {
     let note = |resource: &str, units, device: &str| Reservation {
@@ -126,12 +126,13 @@ pub(super) fn new_reservations(
         }
     }
     for (resource, parts) in wanted.into_iter().filter(|(_, parts)| !parts.is_empty()) {
-        let stocks = stocks.get(resource)?;
-        let free: Vec<u32> = stocks.values().map(|stock| stock.without_reservations().free()).collect();
+        let units_by_device = units_by_device.get(resource)?;
+        let free: Vec<u32> =
+            units_by_device.values().map(|device_units| device_units.without_reservations().free()).collect();
         let sizes: Vec<u32> = parts.iter().map(|(_, units)| units.get()).collect();
-        let devices = pack(&sizes, &free, &mut tightest)?;
+        let devices = pack(&sizes, &free, &mut tightest_devices)?;
         for ((pod, units), device) in parts.into_iter().zip(devices) {
-            notes.get_mut(pod)?.push(note(resource, units, stocks.keys().nth(device)?));
+            notes.get_mut(pod)?.push(note(resource, units, units_by_device.keys().nth(device)?));
         }
     }
     Some(notes)
@@ -140,7 +141,7 @@ pub(super) fn new_reservations(
 /// Replaces all reservations of a node by the reservations that its claims need. Returns the
 /// requests that fit on no device.
 pub(super) fn reserve_missing(
-    stocks: &mut BTreeMap<String, UnitsByDevice>,
+    units_by_device: &mut BTreeMap<String, UnitsByDevice>,
     claimed: &[NodeClaim<'_>],
 ) -> Vec<DeviceRequest> {
     let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
@@ -161,14 +162,15 @@ pub(super) fn reserve_missing(
     }
     // Place large reservations first, because they are harder to place elsewhere.
     noted.sort_unstable_by(|one, other| other.units.cmp(&one.units).then_with(|| one.cmp(other)));
-    for stock in stocks.values_mut().flat_map(BTreeMap::values_mut) {
-        *stock = stock.without_reservations();
+    for device_units in units_by_device.values_mut().flat_map(BTreeMap::values_mut) {
+        *device_units = device_units.without_reservations();
     }
     for note in noted {
         let Some(missing) = wanted.get_mut(note.resource.as_str()) else { continue };
         let Some(index) = missing.iter().position(|units| *units == note.units) else { continue };
-        let stock = stocks.get_mut(&note.resource).and_then(|stocks| stocks.get_mut(&note.device));
-        if stock.is_some_and(|stock| stock.reserve(note.units)) {
+        let device_units =
+            units_by_device.get_mut(&note.resource).and_then(|units_by_device| units_by_device.get_mut(&note.device));
+        if device_units.is_some_and(|device_units| device_units.reserve(note.units)) {
             missing.swap_remove(index);
         }
     }
@@ -176,10 +178,10 @@ pub(super) fn reserve_missing(
     for (resource, mut missing) in wanted {
         missing.sort_unstable_by(|one, other| other.cmp(one));
         let mut none = UnitsByDevice::new();
-        let stocks = stocks.get_mut(resource).unwrap_or(&mut none);
+        let units_by_device = units_by_device.get_mut(resource).unwrap_or(&mut none);
         let started_on: Vec<bool> =
-            stocks.keys().map(|device| started_on.contains(&(resource, device.as_str()))).collect();
-        let left = place(stocks, &started_on, &missing);
+            units_by_device.keys().map(|device| started_on.contains(&(resource, device.as_str()))).collect();
+        let left = reserve_sizes(units_by_device, &started_on, &missing);
         short.extend(left.into_iter().map(|units| DeviceRequest { resource: resource.to_owned(), units }));
     }
     short
@@ -187,10 +189,10 @@ pub(super) fn reserve_missing(
 
 /// Reserves these sizes, in descending order, on devices. If not all sizes fit, reserves as many as
 /// fit one by one. Returns the sizes that do not fit.
-fn place(stocks: &mut UnitsByDevice, started_on: &[bool], sizes: &[Units]) -> Vec<Units> {
-    let mut free: Vec<u32> = stocks.values().map(DeviceUnits::free).collect();
+fn reserve_sizes(units_by_device: &mut UnitsByDevice, started_on: &[bool], sizes: &[Units]) -> Vec<Units> {
+    let mut free: Vec<u32> = units_by_device.values().map(DeviceUnits::free).collect();
     let mut order = |size: u32, free: &[u32]| {
-        let mut devices = tightest(size, free);
+        let mut devices = tightest_devices(size, free);
         devices.sort_by_key(|device| !started_on.get(*device).copied().unwrap_or_default());
         devices
     };
@@ -202,10 +204,11 @@ fn place(stocks: &mut UnitsByDevice, started_on: &[bool], sizes: &[Units]) -> Ve
             Some(devices) => devices.get(index).copied(),
             None => order(units.get(), &free).first().copied(),
         };
-        let stock = device.and_then(|device| Some((stocks.values_mut().nth(device)?, free.get_mut(device)?)));
-        let reserved = stock.is_some_and(|(stock, free)| {
-            let reserved = stock.reserve(units);
-            *free = stock.free();
+        let device_units =
+            device.and_then(|device| Some((units_by_device.values_mut().nth(device)?, free.get_mut(device)?)));
+        let reserved = device_units.is_some_and(|(device_units, free)| {
+            let reserved = device_units.reserve(units);
+            *free = device_units.free();
             reserved
         });
         if !reserved {

@@ -1,7 +1,7 @@
 //! The ledger: records which units of each device are free, used, or reserved for pods.
 //!
-//! A scheduler that adds up the units of a node's GPUs cannot see which units are on one GPU. So a
-//! pod is released only when the ledger has reserved units of one device for each of the pod's
+//! A scheduler that adds up the units of a node's GPUs does not know which units are on one GPU. So
+//! a pod is released only when the ledger has reserved units of one device for each of the pod's
 //! [`DeviceRequest`]s. A [`Claim`] records the requests of a released pod. A [`Reservation`]
 //! reserves units of a device. Reservations are stored by node, resource and size, not by pod. So
 //! two pods with equal requests can swap their units.
@@ -19,8 +19,8 @@
 //! copies of the two pods are swapped. The annotations do not change. The ledger has no other
 //! history. Therefore:
 //!
-//! - The units reserved on a device never exceed its free units. `units.rs` contains the only
-//!   subtraction, and the only function that adds a reservation.
+//! - The units reserved on a device never exceed its free units. `device_units.rs` contains the
+//!   only subtraction, and the only function that adds a reservation.
 //! - A ledger rebuilt from observations and annotations equals the lost ledger, unless a node is
 //!   short of units ([`Ledger::rebuild`]).
 //!
@@ -44,7 +44,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub use choose::NoFit;
 use choose::{NodeRank, requested_units};
 use chooser::Changes;
-pub use chooser::{Beside, Chooser, Cpu, Siblings};
+pub use chooser::{ChoiceCriteria, Chooser, Cpu, Siblings};
 pub use containers::{Container, Kind, Part, device_requests, parts};
 use device_units::DeviceUnits;
 pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place, Reservation};
@@ -121,7 +121,7 @@ impl Ledger {
         most: usize,
         score: &S,
     ) -> Result<Fits, NoFit> {
-        self.find(device_requests, (None, i32::MIN), nodes, most, score)
+        self.find_fits(device_requests, (None, i32::MIN), nodes, most, score)
     }
 
     /// Like [`Self::fit`], but units that are nominated for this pod, or for pods of lower
@@ -136,7 +136,7 @@ impl Ledger {
         most: usize,
         score: &S,
     ) -> Result<Fits, NoFit> {
-        self.find(waiting.device_requests, (Some(waiting.pod), waiting.priority), nodes, most, score)
+        self.find_fits(waiting.device_requests, (Some(waiting.pod), waiting.priority), nodes, most, score)
     }
 
     /// Passes nodes that changed to the chooser. Call this before [`Self::choose`].
@@ -155,17 +155,17 @@ impl Ledger {
     pub fn choose<S: Score>(
         &self,
         waiting: PendingPod<'_>,
-        beside: Beside<'_>,
+        criteria: ChoiceCriteria<'_>,
         chooser: &mut Chooser<S>,
         most: usize,
         mut may: impl FnMut(&str) -> bool,
     ) -> Option<Fits> {
         let PendingPod { pod, priority, device_requests } = waiting;
         let first = device_requests.first()?;
-        let nominated = self.nominated(Some(pod), priority);
+        let nominated = self.nominated_units(Some(pod), priority);
         let mut places: Vec<Fit> = Vec::new();
         let mut refused: BTreeSet<&str> = BTreeSet::new();
-        for (name, devices) in chooser.candidates(device_requests, beside) {
+        for (name, devices) in chooser.candidates(device_requests, criteria) {
             if places.len() >= most {
                 break;
             }
@@ -176,9 +176,11 @@ impl Ledger {
                 refused.insert(name);
                 continue;
             }
-            let stocks = self.nodes.get(name).and_then(|node| node.stocks.get(&first.resource));
+            let units_by_device = self.nodes.get(name).and_then(|node| node.units_by_device.get(&first.resource));
             let has_room = |device: &&str| {
-                stocks.and_then(|stocks| stocks.get(*device)).is_some_and(|stock| stock.free() >= first.units.get())
+                units_by_device
+                    .and_then(|units_by_device| units_by_device.get(*device))
+                    .is_some_and(|device_units| device_units.free() >= first.units.get())
             };
             if devices.len() == device_requests.len() && devices.iter().all(has_room) {
                 let take = |device: &str| Reservation {
@@ -205,7 +207,7 @@ impl Ledger {
         })
     }
 
-    fn find<'a, S: Score>(
+    fn find_fits<'a, S: Score>(
         &self,
         device_requests: &[DeviceRequest],
         (pod, priority): (Option<&str>, i32),
@@ -216,7 +218,7 @@ impl Ledger {
         let wanted = requested_units(device_requests);
         let mut found: Vec<(NodeRank, &'a str, Cow<'_, Node>)> = Vec::new();
         let mut why = NoFit::NoNode;
-        let nominated = self.nominated(pod, priority);
+        let nominated = self.nominated_units(pod, priority);
         for name in nodes {
             let Some(node) = self.nodes.get(name) else { continue };
             let node = nominated.get(name).map_or(Cow::Borrowed(node), |kept| Cow::Owned(node.without_nominated(kept)));
@@ -250,7 +252,7 @@ impl Ledger {
             return Err(Refused::Claimed);
         }
         let takes = fits.places.iter().flat_map(|fit| fit.takes.iter().map(|take| (fit.node.as_str(), take)));
-        let nominated = self.nominated(Some(pod), fits.priority);
+        let nominated = self.nominated_units(Some(pod), fits.priority);
         let mut taken: Vec<(&str, &Reservation)> = Vec::new();
         for (node, take) in takes {
             let kept = nominated.get(node).and_then(|kept| kept.get(&(take.resource.clone(), take.device.clone())));
@@ -316,7 +318,7 @@ impl Ledger {
     }
 
     /// Returns the pods that are not bound and whose claims have expired.
-    pub fn overdue(&self, now: Moment) -> Vec<String> {
+    pub fn pods_with_expired_claims(&self, now: Moment) -> Vec<String> {
         let due = |claim: &Claim| matches!(claim.place, Place::OneOf { expires, .. } if expires <= now);
         self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect()
     }
@@ -358,8 +360,8 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.reservations().collect()).unwrap_or_default()
     }
 
-    /// Requests of a node's claims that fit on no device. The kubelet rejects a pod with such a
-    /// request.
+    /// Returns the requests of a node's claims that fit on no device. The kubelet rejects a pod
+    /// with such a request.
     pub fn unplaced_requests(&self, node: &str) -> &[DeviceRequest] {
         self.nodes.get(node).map(|node| node.short.as_slice()).unwrap_or_default()
     }
@@ -369,16 +371,16 @@ impl Ledger {
         self.nodes.get(node).map(|node| node.devices().collect()).unwrap_or_default()
     }
 
-    /// Finds the pods to preempt so that the pod fits on one of these nodes. `None` if no
+    /// Finds the pods to preempt so that the pod fits on one of these nodes. Returns `None` if no
     /// preemption helps.
     ///
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
     /// the node. Victims free units of devices and what the node is missing
     /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
     /// other pods of the same or higher priority remain nominated. A node that is short of a
-    /// requested resource is excluded. What terminating pods use counts as free, so no pod is
-    /// preempted for units that become free anyway. While the victims terminate, another call
-    /// returns no further victims.
+    /// requested resource is excluded. The units and other resources of terminating pods count as
+    /// free, so no pod is preempted for units that become free anyway. While the victims terminate,
+    /// another call returns no further victims.
     ///
     /// For each way to place the requests on devices, as many pods as possible are kept: first pods
     /// of higher priority, then pods that started earlier. A disruption budget never allows fewer
@@ -390,21 +392,21 @@ impl Ledger {
     /// request on a node that is missing nothing. In other cases the search may miss one.
     ///
     /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods that
-    /// cannot be evicted, and pods on devices that cannot serve, from `holders`. Preempting the
-    /// latter frees no usable units.
+    /// cannot be evicted, and pods on devices that cannot serve, from `holders`. A preemption on
+    /// such a device frees no usable units.
     pub fn preempt<'a>(
         &self,
         pending: PendingPod<'_>,
         nodes: impl IntoIterator<Item = impl Into<PreemptionNode<'a>>>,
         holders: &Holders<'_>,
     ) -> Option<Preemption> {
-        let nominated = self.nominated(Some(pending.pod), pending.priority);
+        let nominated = self.nominated_units(Some(pending.pod), pending.priority);
         let nodes = nodes.into_iter().map(Into::into).map(|target: PreemptionNode<'a>| (target.name, target));
         let nodes: BTreeMap<&str, PreemptionNode<'a>> = nodes.collect();
         let nodes = nodes.into_iter().filter_map(|(name, target)| {
             Some(SearchedNode { target, node: self.nodes.get(name)?, nominated: nominated.get(name) })
         });
-        preempt::cheapest(pending, nodes, holders)
+        preempt::cheapest_preemption(pending, nodes, holders)
     }
 
     /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces
@@ -435,7 +437,7 @@ impl Ledger {
 
     /// Returns the nominated units by node, for pods of this priority or a higher priority.
     /// Excludes the nomination of `pod`.
-    fn nominated(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
+    fn nominated_units(&self, pod: Option<&str>, priority: i32) -> BTreeMap<String, Nominated> {
         let mut units: BTreeMap<String, Nominated> = BTreeMap::new();
         for (of, nomination) in &self.nominations {
             if nomination.priority >= priority && Some(of.as_str()) != pod {
@@ -472,7 +474,7 @@ impl Ledger {
     }
 
     fn device_units(&mut self, node: &str, take: &Reservation) -> Option<&mut DeviceUnits> {
-        self.nodes.get_mut(node)?.stocks.get_mut(&take.resource)?.get_mut(&take.device)
+        self.nodes.get_mut(node)?.units_by_device.get_mut(&take.resource)?.get_mut(&take.device)
     }
 
     /// Finds new reservations for the claims of a rebuilt node if the annotated reservations do not
@@ -482,8 +484,8 @@ impl Ledger {
         if node.short.is_empty() {
             return;
         }
-        let claimed = layout::claimed(&self.claims, pods, name, &node.allocations);
-        let Some(notes) = layout::new_reservations(&node.stocks, &claimed) else { return };
+        let claimed = layout::claims_on_node(&self.claims, pods, name, &node.allocations);
+        let Some(notes) = layout::new_reservations(&node.units_by_device, &claimed) else { return };
         let notes: Vec<(String, Vec<Reservation>)> = pods.iter().cloned().zip(notes).collect();
         layout::set_reservations(&mut self.claims, name, notes);
         self.update_reservations(name);
@@ -495,8 +497,10 @@ impl Ledger {
         let none = BTreeSet::new();
         let pods = self.pods.get(name).unwrap_or(&none);
         layout::follow_swaps(&mut self.claims, pods, name, &node.allocations);
-        node.short =
-            layout::reserve_missing(&mut node.stocks, &layout::claimed(&self.claims, pods, name, &node.allocations));
+        node.short = layout::reserve_missing(
+            &mut node.units_by_device,
+            &layout::claims_on_node(&self.claims, pods, name, &node.allocations),
+        );
         self.changes.0.insert(name.to_owned());
     }
 }

@@ -22,7 +22,7 @@ pub struct DeviceUsage {
     pub free: u32,
 }
 
-/// The stocks of one resource by device.
+/// Units of one resource by device.
 pub(super) type UnitsByDevice = BTreeMap<String, DeviceUnits>;
 
 /// A node as the ledger last observed it, and the reservations on the node.
@@ -30,10 +30,10 @@ pub(super) type UnitsByDevice = BTreeMap<String, DeviceUnits>;
 pub(super) struct Node {
     pub(super) model: String,
     /// Units by resource, then by device.
-    pub(super) stocks: BTreeMap<String, UnitsByDevice>,
+    pub(super) units_by_device: BTreeMap<String, UnitsByDevice>,
     /// Allocations of each pod.
     pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
-    /// Asks of claims that fit on no device.
+    /// Requests of claims that fit on no device.
     pub(super) short: Vec<DeviceRequest>,
 }
 
@@ -56,19 +56,19 @@ impl Node {
             allocations.entry(allocation.pod.clone()).or_default().push(allocation);
         }
         allocations.values_mut().for_each(|allocations| allocations.sort());
-        let mut stocks: BTreeMap<String, UnitsByDevice> = BTreeMap::new();
+        let mut units_by_device: BTreeMap<String, UnitsByDevice> = BTreeMap::new();
         for ((resource, device), (capacity, used)) in amounts {
             let key = (resource, device);
             let used = used.max(sums.get(&key).copied().unwrap_or(0));
-            stocks.entry(key.0).or_default().insert(key.1, DeviceUnits::new(capacity, used));
+            units_by_device.entry(key.0).or_default().insert(key.1, DeviceUnits::new(capacity, used));
         }
-        Self { model: facts.model, stocks, allocations, short: Vec::new() }
+        Self { model: facts.model, units_by_device, allocations, short: Vec::new() }
     }
 
     pub(super) fn reservations(&self) -> impl Iterator<Item = Reservation> {
-        self.stocks.iter().flat_map(|(resource, stocks)| {
-            stocks.iter().flat_map(|(device, stock)| {
-                stock.reservations().map(|units| Reservation {
+        self.units_by_device.iter().flat_map(|(resource, units_by_device)| {
+            units_by_device.iter().flat_map(|(device, device_units)| {
+                device_units.reservations().map(|units| Reservation {
                     resource: resource.clone(),
                     units,
                     device: device.clone(),
@@ -79,14 +79,14 @@ impl Node {
 
     /// Returns the capacity, use and reservations of each device and resource.
     pub(super) fn devices(&self) -> impl Iterator<Item = DeviceUsage> {
-        self.stocks.iter().flat_map(|(resource, stocks)| {
-            stocks.iter().map(move |(device, stock)| DeviceUsage {
+        self.units_by_device.iter().flat_map(|(resource, units_by_device)| {
+            units_by_device.iter().map(move |(device, device_units)| DeviceUsage {
                 resource: resource.clone(),
                 device: device.clone(),
-                capacity: stock.capacity(),
-                used: stock.used(),
-                reserved: stock.reserved(),
-                free: stock.free(),
+                capacity: device_units.capacity(),
+                used: device_units.used(),
+                reserved: device_units.reserved(),
+                free: device_units.free(),
             })
         })
     }
@@ -96,12 +96,13 @@ impl Node {
     pub(super) fn without_nominated(&self, nominated: &Nominated) -> Self {
         let mut node = self.clone();
         for ((resource, device), &units) in nominated {
-            let stock = node.stocks.get_mut(resource).and_then(|stocks| stocks.get_mut(device));
-            if let Some(stock) = stock
-                && let Some(units) = Units::new(units.min(stock.free()))
+            let device_units =
+                node.units_by_device.get_mut(resource).and_then(|units_by_device| units_by_device.get_mut(device));
+            if let Some(device_units) = device_units
+                && let Some(units) = Units::new(units.min(device_units.free()))
             {
                 // Only free units are reserved, so this always succeeds.
-                let _ = stock.reserve(units);
+                let _ = device_units.reserve(units);
             }
         }
         node

@@ -9,8 +9,8 @@ const MAX_STATES: usize = 20_000;
 /// time.
 ///
 /// `order` returns the devices to try for a size, given the free units, best first. Devices that
-/// `order` omits are not tried. The first assignment found is returned, so for one size it is the
-/// best.
+/// `order` omits are not tried. Returns the first assignment that it finds. For one size, the first
+/// assignment is the best.
 pub(super) fn pack(
     sizes: &[u32],
     free: &[u32],
@@ -72,7 +72,7 @@ impl Search<'_> {
 }
 
 /// Returns the devices with enough free units, in ascending order of free units.
-pub(super) fn tightest(size: u32, free: &[u32]) -> Vec<usize> {
+pub(super) fn tightest_devices(size: u32, free: &[u32]) -> Vec<usize> {
     let mut devices: Vec<usize> = (0..free.len()).filter(|&device| free[device] >= size).collect();
     devices.sort_by_key(|&device| (free[device], device));
     devices
@@ -86,17 +86,17 @@ mod tests {
 
     #[test]
     fn one_size_goes_to_the_tightest_device() {
-        assert_eq!(pack(&[3], &[9, 3, 4], &mut tightest), Some(vec![1]));
-        assert_eq!(pack(&[10], &[9, 3, 4], &mut tightest), None);
-        assert_eq!(pack(&[], &[], &mut tightest), Some(vec![]));
-        assert_eq!(pack(&[1], &[], &mut tightest), None);
+        assert_eq!(pack(&[3], &[9, 3, 4], &mut tightest_devices), Some(vec![1]));
+        assert_eq!(pack(&[10], &[9, 3, 4], &mut tightest_devices), None);
+        assert_eq!(pack(&[], &[], &mut tightest_devices), Some(vec![]));
+        assert_eq!(pack(&[1], &[], &mut tightest_devices), None);
     }
 
     #[test]
     fn the_search_backtracks_from_the_tightest_device() {
         // The tightest device for 4 has 6 free units. This choice leaves 2 and 7, and the third
         // size of 3 does not fit.
-        assert_eq!(pack(&[3, 4, 3, 3], &[7, 6], &mut tightest), Some(vec![0, 0, 1, 1]));
+        assert_eq!(pack(&[3, 4, 3, 3], &[7, 6], &mut tightest_devices), Some(vec![0, 0, 1, 1]));
     }
 
     #[test]
@@ -105,7 +105,7 @@ mod tests {
         // No assignment exists: for 60 sizes on 19 devices, three devices must have four sizes
         // each. Even the twelve smallest sizes exceed 3 × 421.
         let free = vec![421; 19];
-        assert_eq!(pack(&sizes, &free, &mut tightest), None);
+        assert_eq!(pack(&sizes, &free, &mut tightest_devices), None);
     }
 
     proptest! {
@@ -115,7 +115,7 @@ mod tests {
             sizes in prop::collection::vec(1_u32..8, 0..5),
             free in prop::collection::vec(0_u32..11, 0..4),
         ) {
-            let found = pack(&sizes, &free, &mut tightest);
+            let found = pack(&sizes, &free, &mut tightest_devices);
             let assignments = free.len().pow(u32::try_from(sizes.len()).unwrap());
             let fits = |devices: &[usize]| {
                 let mut left = free.clone();

@@ -14,7 +14,7 @@ use super::choose::requested_units;
 use super::device_units::DeviceUnits;
 use super::facts::{Moment, Reservation};
 use super::node::{Node, Nominated};
-use super::pack::{pack, tightest};
+use super::pack::{pack, tightest_devices};
 use super::request::DeviceRequest;
 use crate::Quantity;
 
@@ -132,7 +132,7 @@ pub(super) struct SearchedNode<'a> {
 
 /// Returns the cheapest preemption on these nodes. Returns `None` if no preemption helps. Among
 /// equal preemptions, the preemption on the first node.
-pub(super) fn cheapest<'a>(
+pub(super) fn cheapest_preemption<'a>(
     pending: PendingPod<'_>,
     nodes: impl Iterator<Item = SearchedNode<'a>>,
     holders: &Holders<'_>,
@@ -153,8 +153,8 @@ pub(super) fn cheapest<'a>(
     best.map(|(_, preemption)| preemption)
 }
 
-/// Something of which a node has a limited amount: units of a requested resource on a device, or a
-/// resource of the node such as CPU.
+/// A limited resource: units of a requested resource on a device, or a resource of the node such as
+/// CPU.
 struct Slot<'a> {
     resource: &'a str,
     /// UUID of the device. The UUID is empty for a resource of the node.
@@ -194,9 +194,9 @@ impl<'a> NodeView<'a> {
         let mut slots: Vec<Slot<'a>> = Vec::new();
         let mut at: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         for resource in requested_units(pending.device_requests).into_keys() {
-            for (device, stock) in node.stocks.get(resource).into_iter().flatten() {
+            for (device, device_units) in node.units_by_device.get(resource).into_iter().flatten() {
                 let kept = nominated.and_then(|kept| kept.get(&(resource.to_owned(), device.clone())));
-                let most = free_units(stock) - i128::from(kept.copied().unwrap_or(0));
+                let most = free_units(device_units) - i128::from(kept.copied().unwrap_or(0));
                 at.insert((resource, device), slots.len());
                 slots.push(Slot { resource, device, most });
             }
@@ -221,7 +221,7 @@ impl<'a> NodeView<'a> {
                 }
             }
             for (slot, of) in slots.iter().enumerate().skip(device_slots) {
-                frees.extend(freed(holder, of.resource).map(|amount| (slot, amount)));
+                frees.extend(freed_amount(holder, of.resource).map(|amount| (slot, amount)));
             }
             for (&slot, amount) in &frees {
                 if let Some(slot) = slots.get_mut(slot) {
@@ -263,7 +263,7 @@ impl<'a> NodeView<'a> {
     fn assignments(&self) -> BTreeSet<Vec<usize>> {
         let mut found = BTreeSet::new();
         // Find one way first, because the search below can reach its limit without finding any.
-        let Some(one) = self.packed() else { return found };
+        let Some(one) = self.pack_requests() else { return found };
         let mut left: Vec<i128> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
         self.collect_assignments(&mut left, &mut Vec::new(), &mut found, &mut steps);
@@ -309,7 +309,7 @@ impl<'a> NodeView<'a> {
     }
 
     /// Returns one way to place all requests if all candidates were preempted.
-    fn packed(&self) -> Option<Vec<usize>> {
+    fn pack_requests(&self) -> Option<Vec<usize>> {
         let mut chosen = Vec::with_capacity(self.device_requests.len());
         for device_requests in self.device_requests.chunk_by(|(_, one), (_, other)| one.resource == other.resource) {
             let of =
@@ -321,7 +321,7 @@ impl<'a> NodeView<'a> {
                 .filter(|slot| of(slot))
                 .map(|slot| u32::try_from(slot.most.max(0)).unwrap_or(u32::MAX));
             let sizes: Vec<u32> = device_requests.iter().map(|(_, request)| request.units.get()).collect();
-            let devices = pack(&sizes, &free.collect::<Vec<u32>>(), &mut tightest)?;
+            let devices = pack(&sizes, &free.collect::<Vec<u32>>(), &mut tightest_devices)?;
             chosen.extend(devices.into_iter().map(|device| first + device));
         }
         Some(chosen)
@@ -338,16 +338,16 @@ impl<'a> NodeView<'a> {
         }
         // Prefer to evict the least important pods of a budget. If these pods free too little,
         // evict the pods of the budget that free the most.
-        self.keep_others(spare.clone(), &self.evictable(|_| 0)).or_else(|| {
-            let needed = self.needed(&spare);
-            self.keep_others(spare, &self.evictable(|candidate| candidate.share_of(&needed)))
+        self.candidates_to_evict(spare.clone(), &self.evictable_candidates(|_| 0)).or_else(|| {
+            let needed = self.needed_amounts(&spare);
+            self.candidates_to_evict(spare, &self.evictable_candidates(|candidate| candidate.share_of(&needed)))
         })
     }
 
     /// Returns which candidates may be evicted together. If a disruption budget allows fewer
-    /// evictions than it has candidates, those that help most may be evicted. Among equal ones, the
-    /// least important may be evicted.
-    fn evictable(&self, help: impl Fn(&Candidate<'a>) -> i128) -> Vec<bool> {
+    /// evictions than it has candidates, the candidates that help most may be evicted. Among equal
+    /// candidates, the least important may be evicted.
+    fn evictable_candidates(&self, help: impl Fn(&Candidate<'a>) -> i128) -> Vec<bool> {
         let mut evictable = vec![true; self.candidates.len()];
         let mut limited: Vec<(usize, &Candidate<'a>, usize)> = Vec::new();
         for (index, candidate) in self.candidates.iter().enumerate().rev() {
@@ -364,7 +364,7 @@ impl<'a> NodeView<'a> {
     }
 
     /// Returns the amount that candidates must free of each slot.
-    fn needed(&self, spare: &Spare) -> Spare {
+    fn needed_amounts(&self, spare: &Spare) -> Spare {
         let of = |slot: usize| {
             let frees = self.candidates.iter().flat_map(|candidate| &candidate.frees);
             frees.filter(|(freed, _)| *freed == slot).map(|(_, amount)| *amount).sum::<i128>()
@@ -374,7 +374,7 @@ impl<'a> NodeView<'a> {
 
     /// Returns the candidates to evict. Keeps the candidates that are not evictable, and then each
     /// candidate, in order, if the pending pod still fits. Returns `None` if the pod does not fit.
-    fn keep_others(&self, mut spare: Spare, evictable: &[bool]) -> Option<Vec<&Candidate<'a>>> {
+    fn candidates_to_evict(&self, mut spare: Spare, evictable: &[bool]) -> Option<Vec<&Candidate<'a>>> {
         let candidates = || self.candidates.iter().zip(evictable);
         for (candidate, _) in candidates().filter(|(_, evictable)| !**evictable) {
             candidate.keep(&mut spare);
@@ -397,7 +397,7 @@ impl<'a> NodeView<'a> {
 type Spare = BTreeMap<usize, i128>;
 
 impl Candidate<'_> {
-    /// Subtracts what the pod keeps from the spare amounts.
+    /// Subtracts the pod's amounts from the spare amounts, because the pod is kept.
     fn keep(&self, spare: &mut Spare) {
         for (slot, amount) in &self.frees {
             if let Some(spare) = spare.get_mut(slot) {
@@ -415,17 +415,17 @@ impl Candidate<'_> {
     }
 }
 
-/// Returns the amount of a node's resource that a pod frees, in thousandths. Returns `None` if it
-/// frees nothing.
-fn freed(holder: &Holder<'_>, resource: &str) -> Option<i128> {
+/// Returns the amount of a node's resource that a pod frees, in thousandths. Returns `None` if the
+/// pod frees nothing of the resource.
+fn freed_amount(holder: &Holder<'_>, resource: &str) -> Option<i128> {
     let requests = holder.requests?;
     let amount = if resource == PODS { Some(1000) } else { requests.get(resource).and_then(Quantity::milli) };
     amount.filter(|amount| *amount > 0).map(i128::from)
 }
 
 /// Returns the free units. The result is negative if more units are reserved than exist.
-fn free_units(stock: &DeviceUnits) -> i128 {
-    i128::from(stock.capacity()) - i128::from(stock.used()) - i128::from(stock.reserved())
+fn free_units(device_units: &DeviceUnits) -> i128 {
+    i128::from(device_units.capacity()) - i128::from(device_units.used()) - i128::from(device_units.reserved())
 }
 
 fn cost(victims: &[&Candidate<'_>]) -> Cost {

@@ -135,7 +135,7 @@ fn allocated_units_are_no_longer_reserved() {
 }
 
 #[test]
-fn two_equal_pods_can_swap() {
+fn two_equal_pods_can_swap_reservations() {
     let mut ledger = ledger(&[6, 7]);
     reserve(&mut ledger, "first", &[3], 9);
     reserve(&mut ledger, "second", &[3], 9);
@@ -218,17 +218,17 @@ fn at_most_the_given_number_of_nodes_is_returned_best_first() {
 }
 
 #[test]
-fn only_pods_that_are_not_bound_become_overdue() {
+fn only_claims_of_pods_that_are_not_bound_expire() {
     let mut ledger = ledger(&[0]);
     reserve(&mut ledger, "late", &[2], 10);
     reserve(&mut ledger, "later", &[3], 20);
     reserve(&mut ledger, "bound", &[4], 10);
     ledger.bind("bound", "n", &device_requests(&[4]));
-    assert!(ledger.overdue(Moment(9)).is_empty());
-    assert_eq!(ledger.overdue(Moment(10)), ["late"]);
+    assert!(ledger.pods_with_expired_claims(Moment(9)).is_empty());
+    assert_eq!(ledger.pods_with_expired_claims(Moment(10)), ["late"]);
     ledger.release("late");
     assert_eq!(reserved(&ledger, "n"), [units_on("a", 3), units_on("a", 4)]);
-    assert!(ledger.overdue(Moment(10)).is_empty());
+    assert!(ledger.pods_with_expired_claims(Moment(10)).is_empty());
 }
 
 #[test]
@@ -357,7 +357,7 @@ fn typical_requests_decide_on_which_device_units_remain_free() {
         }
     }
     let value = Value::learn(
-        &observed.typical(),
+        &observed.typical_pods(),
         &[placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, gpus: vec![GPU; 2] }],
     );
     let ledger = ledger(&[0, 4]);
@@ -374,7 +374,7 @@ static LEARNED_VALUE: LazyLock<Value> = LazyLock::new(|| {
         observed.add(&Demand { cpu: 1, gpus: 1, per_gpu, models: Vec::new() });
     }
     let there = placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, gpus: vec![GPU; 2] };
-    Value::learn(&observed.typical(), &[there])
+    Value::learn(&observed.typical_pods(), &[there])
 });
 
 proptest! {

@@ -47,8 +47,8 @@ impl TypicalPod {
 /// ATC'23).
 const TYPICAL_COVERAGE: f64 = 0.95;
 
-/// Maximum number of kinds that are counted. The lighter half is dropped beyond it, so that pods
-/// with ever new requests do not fill the memory.
+/// Maximum number of kinds that are counted. Beyond the maximum, [`Observed::add`] drops the half
+/// with the lower weights, so that pods with ever new requests do not fill the memory.
 const MAX_KINDS: usize = 4096;
 
 /// Kinds of pods that arrived, each with its weight. Older pods weigh less.
@@ -81,7 +81,7 @@ impl Observed {
         if self.kinds.len() > MAX_KINDS {
             let mut weights: Vec<f64> = self.kinds.values().copied().collect();
             let (_, median, _) = weights.select_nth_unstable_by(MAX_KINDS / 2, f64::total_cmp);
-            // Of kinds with equal weights, all are dropped.
+            // All kinds whose weight equals the median are dropped too.
             self.kinds.retain(|_, weight| *weight > *median);
             self.total = self.kinds.values().sum();
         }
@@ -104,7 +104,7 @@ impl Observed {
     }
 
     /// Returns the most frequent kinds that cover 95 % of the pods.
-    pub fn typical(&self) -> Vec<TypicalPod> {
+    pub fn typical_pods(&self) -> Vec<TypicalPod> {
         let kinds = self.by_weight();
         let mut sum = 0.0;
         let mut typical = Vec::new();
@@ -134,7 +134,7 @@ mod tests {
         let mut observed = Observed::new(None);
         (0..96).for_each(|_| observed.add(&pod(500)));
         (0..4).for_each(|_| observed.add(&pod(100)));
-        let typical = observed.typical();
+        let typical = observed.typical_pods();
         assert_eq!(typical.len(), 1);
         assert!((typical[0].weight - 1.0).abs() < 1e-9 && typical[0].per_gpu == 500);
     }
@@ -144,14 +144,14 @@ mod tests {
         let mut observed = Observed::new(Some(50.0));
         (0..1000).for_each(|_| observed.add(&pod(100)));
         (0..500).for_each(|_| observed.add(&pod(900)));
-        assert_eq!(observed.typical().iter().map(|kind| kind.per_gpu).collect::<Vec<_>>(), [900]);
+        assert_eq!(observed.typical_pods().iter().map(|kind| kind.per_gpu).collect::<Vec<_>>(), [900]);
     }
 
     #[test]
     fn decay_neither_overflows_nor_drops_recent_pods() {
         let mut observed = Observed::new(Some(1.0));
         (0..10_000).for_each(|turn| observed.add(&pod(100 + turn % 2)));
-        let typical = observed.typical();
+        let typical = observed.typical_pods();
         assert!(
             typical.len() == 2 && typical.iter().all(|kind| kind.weight.is_finite() && kind.weight > 0.3),
             "{typical:?}"
@@ -166,11 +166,11 @@ mod tests {
             observed.add(&pod(500));
             assert!(observed.kinds.len() <= MAX_KINDS);
         }
-        assert_eq!(observed.typical()[0].per_gpu, 500, "the frequent kind is still known");
+        assert_eq!(observed.typical_pods()[0].per_gpu, 500, "the frequent kind is still known");
     }
 
     #[test]
     fn without_pods_nothing_is_typical() {
-        assert!(Observed::new(None).typical().is_empty());
+        assert!(Observed::new(None).typical_pods().is_empty());
     }
 }

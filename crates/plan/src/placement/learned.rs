@@ -1,10 +1,10 @@
-//! The operator's score, and when it is learned.
+//! The operator's score, and the rules for when to learn the score.
 use super::value::{self, Value};
 use super::{Demand, GPU, Node, Observed, Rank, Score, Tightest, TypicalPod};
 
 /// Number of arrived pods after which an arrival has half of its weight.
 const HALF_LIFE: f64 = 4_000.0;
-/// Number of pods below which too little is known. The score is then the tightest fit.
+/// Number of pods below which the score is the tightest fit, because too few requests are known.
 const MIN_PODS: usize = 50;
 /// Maximum number of kinds of pods that are ranked when the score is updated.
 const MAX_RANKED_KINDS: usize = 256;
@@ -66,24 +66,24 @@ impl Learner {
     }
 
     /// Returns whether enough pods were counted to learn a score at all.
-    pub fn knows_enough(&self) -> bool {
+    pub fn has_enough_pods(&self) -> bool {
         self.pods >= MIN_PODS
     }
 
     /// Returns whether enough pods arrived since the last update of the score.
     pub fn is_due(&self) -> bool {
         let interval = (self.learned_at / 8).clamp(MIN_PODS, MAX_INTERVAL);
-        self.knows_enough() && self.pods - self.learned_at >= interval
+        self.has_enough_pods() && self.pods - self.learned_at >= interval
     }
 
     /// Records that the scores are up to date.
-    pub fn learned(&mut self) {
+    pub fn record_update(&mut self) {
         self.learned_at = self.pods;
     }
 
     /// Returns the most frequent requests for GPUs of `capacity` units. The ranks of these requests
     /// can be computed before the next such pod arrives.
-    pub fn frequent(&self, capacity: u32) -> impl Iterator<Item = Demand> {
+    pub fn frequent_requests(&self, capacity: u32) -> impl Iterator<Item = Demand> {
         let fits = move |kind: &&Demand| {
             if kind.gpus == 1 { kind.per_gpu <= capacity } else { kind.per_gpu == capacity }
         };
@@ -98,10 +98,10 @@ impl Learner {
     /// Returns the score for GPUs of `capacity` units on these nodes. `waiting` are the requests of
     /// pending pods, in units. Takes milliseconds.
     pub fn score<'a>(&self, capacity: u32, nodes: &[Node], waiting: impl Iterator<Item = &'a Demand>) -> Learned {
-        let typical = self.observed.typical().into_iter().filter(|kind| kind.per_gpu <= capacity);
+        let typical = self.observed.typical_pods().into_iter().filter(|kind| kind.per_gpu <= capacity);
         let typical: Vec<TypicalPod> =
             typical.map(|kind| TypicalPod { per_gpu: thousandths(kind.per_gpu, capacity), ..kind }).collect();
-        if !self.knows_enough() || typical.is_empty() {
+        if !self.has_enough_pods() || typical.is_empty() {
             return Learned::Tightest;
         }
         let waiting = waiting.filter(|demand| demand.per_gpu <= capacity);
@@ -148,7 +148,7 @@ mod tests {
         for pod in 1..=20_000 {
             learner.add(&units(3));
             if learner.is_due() {
-                learner.learned();
+                learner.record_update();
                 updates.push(pod);
             }
         }
@@ -166,7 +166,7 @@ mod tests {
         let rank = |score: &Learned, way| {
             score.rank(&node, &score.precompute(&node), &Demand { per_gpu: 400, ..units(0) }, Some(way))
         };
-        let better = |score: &Learned, way, than| rank(score, way).order(&rank(score, than)).is_gt();
+        let better = |score: &Learned, way, than| rank(score, way).compare(&rank(score, than)).is_gt();
         // 6 of 10 units are free on the second GPU, which a pod of 6 could use.
         assert!(better(&score, 0, 1));
         assert!(better(&Learned::Tightest, 1, 0));

@@ -1,7 +1,7 @@
 //! Ranks the GPUs that fit a pod, so that as many typical requests as possible still fit later.
 //!
 //! The ledger chooses with a [`Score`]. The operator's score is [`Learned`]: the tightest fit until
-//! enough pods were seen, then [`Value`], which knows the typical requests.
+//! enough pods have arrived, then [`Value`], which is computed from the typical requests.
 //!
 //! - [`demand`] learns typical requests of pods.
 //! - [`value`] computes the value of free capacity for these requests, and describes the formula.
@@ -83,7 +83,7 @@ pub struct Rank {
 
 impl Rank {
     /// Compares two choices. The better one is greater.
-    fn order(&self, other: &Self) -> std::cmp::Ordering {
+    fn compare(&self, other: &Self) -> std::cmp::Ordering {
         self.score
             .total_cmp(&other.score)
             .then_with(|| other.spread.total_cmp(&self.spread))
@@ -106,13 +106,13 @@ pub trait Score {
     fn rank(&self, node: &Node, before: &Self::NodeValues, demand: &Demand, way: Way) -> Rank;
 }
 
-/// Thousandths of the GPU that remain after a placement.
+/// Returns the thousandths of the GPU that remain after a placement.
 pub fn remaining(node: &Node, demand: &Demand, way: Way) -> u32 {
     way.and_then(|device| node.gpus.get(device)).map_or(0, |free| free.saturating_sub(demand.per_gpu))
 }
 
-/// A score that prefers the device with the fewest remaining units. Use it if no typical requests
-/// have been learned.
+/// A score that prefers the device with the fewest remaining units. Use this score if no typical
+/// requests have been learned.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Tightest;
 

@@ -26,11 +26,11 @@ impl PartialOrd for Candidate {
 }
 
 impl Ord for Candidate {
-    /// Compares two candidates. The better candidate is greater. Among equal ones, the candidate
-    /// with the lower indices.
+    /// Compares two candidates. The better candidate is greater. Among equal candidates, the
+    /// candidate with the lower indices is greater.
     fn cmp(&self, other: &Self) -> Ordering {
         (other.replicas.cmp(&self.replicas))
-            .then_with(|| self.rank.order(&other.rank))
+            .then_with(|| self.rank.compare(&other.rank))
             .then_with(|| other.node.cmp(&self.node))
             .then_with(|| other.way.cmp(&self.way))
     }
@@ -47,7 +47,7 @@ pub struct Replicas {
 
 /// The best way to place one kind of pod on one node, in few bytes.
 #[derive(Debug, Clone, Copy)]
-struct Best {
+struct BestWay {
     score: f64,
     spread: f64,
     left: u32,
@@ -55,16 +55,16 @@ struct Best {
     way: u32,
 }
 
-impl Best {
+impl BestWay {
     /// Value of `way` for a pod with several GPUs.
-    const SEVERAL: u32 = u32::MAX - 1;
+    const SEVERAL_GPUS: u32 = u32::MAX - 1;
     /// The pod does not fit.
     const NONE: Self = Self { score: 0.0, spread: 0.0, left: 0, way: u32::MAX };
 
     fn candidate(self, node: usize) -> Option<Candidate> {
         let way = match self.way {
             u32::MAX => return None,
-            Self::SEVERAL => None,
+            Self::SEVERAL_GPUS => None,
             device => Some(device as usize),
         };
         let rank = Rank { score: self.score, spread: self.spread, left: self.left };
@@ -75,8 +75,8 @@ impl Best {
 /// Cached results for one kind of pod, and the position in the log of changes up to which they are
 /// valid.
 #[derive(Debug, Clone)]
-struct Answers {
-    best: Vec<Best>,
+struct CachedRanks {
+    best: Vec<BestWay>,
     seen: usize,
 }
 
@@ -86,7 +86,7 @@ pub struct Placer<S: Score> {
     nodes: Vec<Node>,
     score: S,
     before: Vec<S::NodeValues>,
-    answers: BTreeMap<Demand, Answers>,
+    cached_ranks: BTreeMap<Demand, CachedRanks>,
     /// Indices of changed nodes, in order.
     changes: Vec<usize>,
 }
@@ -95,7 +95,7 @@ pub struct Placer<S: Score> {
 /// list of nodes.
 const MAX_CHANGES_PER_NODE: usize = 8;
 /// Maximum number of cached ranks, of 24 bytes each.
-const MAX_ANSWERS: usize = 1 << 19;
+const MAX_CACHED_RANKS: usize = 1 << 19;
 
 impl<S: Score + Default> Default for Placer<S> {
     fn default() -> Self {
@@ -107,7 +107,7 @@ impl<S: Score> Placer<S> {
     /// Creates a placer with its nodes and its score.
     pub fn new(nodes: Vec<Node>, score: S) -> Self {
         let before = nodes.iter().map(|node| score.precompute(node)).collect();
-        Self { nodes, score, before, answers: BTreeMap::new(), changes: Vec::new() }
+        Self { nodes, score, before, cached_ranks: BTreeMap::new(), changes: Vec::new() }
     }
 
     /// Returns all nodes, in the order of their indices.
@@ -124,7 +124,7 @@ impl<S: Score> Placer<S> {
     pub fn set_score(&mut self, score: S) {
         self.before = self.nodes.iter().map(|node| score.precompute(node)).collect();
         self.score = score;
-        self.answers.clear();
+        self.cached_ranks.clear();
         self.changes.clear();
     }
 
@@ -132,7 +132,7 @@ impl<S: Score> Placer<S> {
     pub fn add(&mut self, node: Node) -> usize {
         self.before.push(self.score.precompute(&node));
         self.nodes.push(node);
-        self.answers.clear();
+        self.cached_ranks.clear();
         self.changes.clear();
         self.nodes.len() - 1
     }
@@ -147,8 +147,8 @@ impl<S: Score> Placer<S> {
             // Drop only results that were not used during half of the log.
             let cut = self.changes.len() / 2;
             self.changes.drain(..cut);
-            self.answers.retain(|_, answers| answers.seen >= cut);
-            self.answers.values_mut().for_each(|answers| answers.seen -= cut);
+            self.cached_ranks.retain(|_, cached_ranks| cached_ranks.seen >= cut);
+            self.cached_ranks.values_mut().for_each(|cached_ranks| cached_ranks.seen -= cut);
         }
     }
 
@@ -156,13 +156,16 @@ impl<S: Score> Placer<S> {
     /// pod's controller, only the best GPU is returned.
     pub fn candidates(&mut self, demand: Demand, replicas: BTreeMap<usize, Replicas>) -> Candidates<'_> {
         self.rank(&demand);
-        let beside = replicas.iter().flat_map(|(&index, replicas)| self.beside(&demand, index, replicas)).collect();
-        let best = self.answers.get(&demand).map(|answers| answers.best.as_slice()).unwrap_or_default();
-        Candidates { nodes: &self.nodes, best, demand, beside, replicas, rest: Rest::All }
+        let beside = replicas
+            .iter()
+            .flat_map(|(&index, replicas)| self.candidates_beside_replicas(&demand, index, replicas))
+            .collect();
+        let best = self.cached_ranks.get(&demand).map(|cached_ranks| cached_ranks.best.as_slice()).unwrap_or_default();
+        Candidates { nodes: &self.nodes, best, demand, beside, replicas, rest: RemainingCandidates::All }
     }
 
     /// Returns all ways to place a pod on a node that runs replicas of the pod's controller.
-    fn beside(&self, demand: &Demand, index: usize, replicas: &Replicas) -> Vec<Candidate> {
+    fn candidates_beside_replicas(&self, demand: &Demand, index: usize, replicas: &Replicas) -> Vec<Candidate> {
         let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return Vec::new() };
         let candidate = |way: Option<usize>| {
             let on_gpu = way.and_then(|way| replicas.on_gpus.get(&way)).copied().unwrap_or(0);
@@ -174,36 +177,43 @@ impl<S: Score> Placer<S> {
 
     /// Computes the ranks for a kind of pod, if they are not cached.
     pub fn rank(&mut self, demand: &Demand) {
-        let behind = self.answers.get(demand).map_or(usize::MAX, |answers| self.changes.len() - answers.seen);
+        let behind =
+            self.cached_ranks.get(demand).map_or(usize::MAX, |cached_ranks| self.changes.len() - cached_ranks.seen);
         let seen = self.changes.len();
         if behind > self.nodes.len() {
-            self.make_room();
+            self.drop_oldest_ranks();
             let best = (0..self.nodes.len()).map(|node| self.best(node, demand)).collect();
-            self.answers.insert(demand.clone(), Answers { best, seen });
+            self.cached_ranks.insert(demand.clone(), CachedRanks { best, seen });
             return;
         }
         let changed = self.changes.get(seen - behind..).unwrap_or_default();
-        let changed: Vec<(usize, Best)> = changed.iter().map(|&node| (node, self.best(node, demand))).collect();
-        let Some(answers) = self.answers.get_mut(demand) else { return };
+        let changed: Vec<(usize, BestWay)> = changed.iter().map(|&node| (node, self.best(node, demand))).collect();
+        let Some(cached_ranks) = self.cached_ranks.get_mut(demand) else { return };
         for (node, best) in changed {
-            if let Some(answer) = answers.best.get_mut(node) {
+            if let Some(answer) = cached_ranks.best.get_mut(node) {
                 *answer = best;
             }
         }
-        answers.seen = seen;
+        cached_ranks.seen = seen;
     }
 
     /// Drops the kinds of pods that were not placed for the longest time, until another kind fits
     /// into the cache.
-    fn make_room(&mut self) {
-        while self.answers.len() > 1 && (self.answers.len() + 1).saturating_mul(self.nodes.len()) > MAX_ANSWERS {
-            let oldest = self.answers.iter().min_by_key(|(_, answers)| answers.seen).map(|(demand, _)| demand.clone());
-            oldest.and_then(|oldest| self.answers.remove(&oldest));
+    fn drop_oldest_ranks(&mut self) {
+        while self.cached_ranks.len() > 1
+            && (self.cached_ranks.len() + 1).saturating_mul(self.nodes.len()) > MAX_CACHED_RANKS
+        {
+            let oldest = self
+                .cached_ranks
+                .iter()
+                .min_by_key(|(_, cached_ranks)| cached_ranks.seen)
+                .map(|(demand, _)| demand.clone());
+            oldest.and_then(|oldest| self.cached_ranks.remove(&oldest));
         }
     }
 
-    fn best(&self, index: usize, demand: &Demand) -> Best {
-        let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return Best::NONE };
+    fn best(&self, index: usize, demand: &Demand) -> BestWay {
+        let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return BestWay::NONE };
         let mut best: Option<(Rank, Option<usize>)> = None;
         for way in node.ways(demand) {
             // GPUs with equal free capacity have equal ranks.
@@ -212,42 +222,42 @@ impl<S: Score> Placer<S> {
                 continue;
             }
             let rank = self.score.rank(node, before, demand, way);
-            if best.as_ref().is_none_or(|(other, _)| rank.order(other).is_gt()) {
+            if best.as_ref().is_none_or(|(other, _)| rank.compare(other).is_gt()) {
                 best = Some((rank, way));
             }
         }
-        let Some((Rank { score, spread, left }, way)) = best else { return Best::NONE };
-        let way = way.map_or(Best::SEVERAL, |way| u32::try_from(way).unwrap_or(u32::MAX));
-        Best { score, spread, left, way }
+        let Some((Rank { score, spread, left }, way)) = best else { return BestWay::NONE };
+        let way = way.map_or(BestWay::SEVERAL_GPUS, |way| u32::try_from(way).unwrap_or(u32::MAX));
+        BestWay { score, spread, left, way }
     }
 }
 
 /// The nodes and GPUs that fit a pod, best first, with the indices of the GPUs that the pod uses.
 ///
-/// Most pods use the first candidate. So the first one is the result of a linear search, and the
-/// others are ordered only when the second one is needed.
+/// Most pods use the first candidate. So a linear search finds the first candidate, and the others
+/// are ordered only when the second candidate is needed.
 #[derive(Debug)]
 pub struct Candidates<'a> {
     nodes: &'a [Node],
-    best: &'a [Best],
+    best: &'a [BestWay],
     demand: Demand,
     /// Candidates on nodes with replicas.
     beside: Vec<Candidate>,
     replicas: BTreeMap<usize, Replicas>,
-    rest: Rest,
+    rest: RemainingCandidates,
 }
 
 /// The candidates that were not returned yet.
 #[derive(Debug)]
-enum Rest {
+enum RemainingCandidates {
     All,
     Except(Candidate),
     Ordered(BinaryHeap<Candidate>),
 }
 
 impl Candidates<'_> {
-    fn fitting(&self) -> impl Iterator<Item = Candidate> {
-        let alone = |(node, _): &(usize, &Best)| self.replicas.is_empty() || !self.replicas.contains_key(node);
+    fn fitting_candidates(&self) -> impl Iterator<Item = Candidate> {
+        let alone = |(node, _): &(usize, &BestWay)| self.replicas.is_empty() || !self.replicas.contains_key(node);
         let others = self.best.iter().enumerate().filter(alone);
         others.filter_map(|(node, best)| best.candidate(node)).chain(self.beside.iter().copied())
     }
@@ -257,14 +267,16 @@ impl Iterator for Candidates<'_> {
     type Item = (Candidate, Vec<usize>);
 
     fn next(&mut self) -> Option<Self::Item> {
-        if let Rest::Except(first) = self.rest {
-            self.rest = Rest::Ordered(self.fitting().filter(|candidate| *candidate != first).collect());
+        if let RemainingCandidates::Except(first) = self.rest {
+            self.rest = RemainingCandidates::Ordered(
+                self.fitting_candidates().filter(|candidate| *candidate != first).collect(),
+            );
         }
-        let next = if let Rest::Ordered(heap) = &mut self.rest {
+        let next = if let RemainingCandidates::Ordered(heap) = &mut self.rest {
             heap.pop()?
         } else {
-            let first = self.fitting().max()?;
-            self.rest = Rest::Except(first);
+            let first = self.fitting_candidates().max()?;
+            self.rest = RemainingCandidates::Except(first);
             first
         };
         Some((next, self.nodes.get(next.node)?.devices(&self.demand, next.way)))
@@ -335,10 +347,13 @@ mod tests {
 
     #[test]
     fn the_cache_is_bounded() {
-        let mut placer = Placer::new(vec![node(&[1000]); MAX_ANSWERS / 4], Fullest);
+        let mut placer = Placer::new(vec![node(&[1000]); MAX_CACHED_RANKS / 4], Fullest);
         for per_gpu in 1..10 {
-            assert_eq!(placer.candidates(shares(per_gpu), BTreeMap::new()).count(), MAX_ANSWERS / 4);
-            assert!(placer.answers.values().map(|answers| answers.best.len()).sum::<usize>() <= MAX_ANSWERS);
+            assert_eq!(placer.candidates(shares(per_gpu), BTreeMap::new()).count(), MAX_CACHED_RANKS / 4);
+            assert!(
+                placer.cached_ranks.values().map(|cached_ranks| cached_ranks.best.len()).sum::<usize>()
+                    <= MAX_CACHED_RANKS
+            );
         }
     }
 

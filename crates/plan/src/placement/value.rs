@@ -35,7 +35,7 @@ const SPARE_CPU_PENALTY: f64 = 0.05;
 /// ratio.
 const SCARCE_CPU_RATIO: f64 = 0.93;
 
-/// Part of the GPU capacity that must be in use before the use of CPU says how scarce it is.
+/// Part of the GPU capacity that must be in use before the use of CPU determines how scarce CPU is.
 const MIN_USED_GPUS: f64 = 0.02;
 
 /// CPU for each GPU above which a node counts as having much CPU, in thousandths of a core.
@@ -106,11 +106,11 @@ impl Value {
         }
     }
 
-    /// Adapts the value to pending pods. Pods then prefer holes that no pending pod needs to whole
-    /// GPUs that pending pods wait for.
+    /// Adapts the value to pending pods. The score then prefers free parts that no pending pod
+    /// needs to whole GPUs that pending pods wait for.
     ///
-    /// The adaptation makes a difference only if pods terminate. Otherwise, pods that share GPUs
-    /// would prevent GPUs from becoming whole again.
+    /// The adaptation has an effect only if pods terminate. Without the adaptation, pods that share
+    /// GPUs would prevent GPUs from becoming whole again.
     #[must_use]
     pub fn with_pending<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
         let (mut whole, mut all) = (0u64, 0u64);
@@ -123,14 +123,14 @@ impl Value {
     }
 
     /// Returns the value of one GPU by its free thousandths.
-    fn gpu(&self, free: u32) -> f64 {
+    fn gpu_value(&self, free: u32) -> f64 {
         self.packing.get(free as usize * STEPS_PER_GPU / GPU as usize).copied().unwrap_or(1.0)
             + if free >= GPU { self.whole } else { 0.0 }
     }
 
     /// Returns the value of a node's free CPU and GPU capacity together, without the values of
     /// single GPUs.
-    fn beside(&self, model: f64, cpu: f64, free: f64) -> f64 {
+    fn node_value(&self, model: f64, cpu: f64, free: f64) -> f64 {
         let stranded = if self.cpu_per_gpu > 0.0 { (free - cpu / self.cpu_per_gpu).max(0.0) } else { 0.0 };
         (MODEL_SCARCITY_WEIGHT * model * free - STRANDED_GPU_COST * stranded) / f64::from(GPU)
     }
@@ -140,7 +140,7 @@ impl Value {
 #[derive(Debug, Clone, PartialEq)]
 pub struct NodeValues {
     free: f64,
-    beside: f64,
+    node_value: f64,
     model: f64,
     cpu_rich: f64,
 }
@@ -154,7 +154,7 @@ impl Score for Value {
         let gpus = to_f64(node.gpus.len().max(1) as u64);
         NodeValues {
             free,
-            beside: self.beside(model, to_f64(node.cpu), free),
+            node_value: self.node_value(model, to_f64(node.cpu), free),
             model,
             cpu_rich: (to_f64(node.cpu_total) / (USUAL_CPU_PER_GPU * gpus) - 1.0).min(4.0),
         }
@@ -166,20 +166,22 @@ impl Score for Value {
         let lost = match way {
             Some(device) => {
                 let now = node.gpus.get(device).copied().unwrap_or(0);
-                self.gpu(now) - self.gpu(now.saturating_sub(demand.per_gpu))
+                self.gpu_value(now) - self.gpu_value(now.saturating_sub(demand.per_gpu))
             }
             // A pod with several GPUs uses whole GPUs.
-            None => f64::from(demand.gpus) * (self.gpu(demand.per_gpu)),
+            None => f64::from(demand.gpus) * (self.gpu_value(demand.per_gpu)),
         };
         let compact = cpu / 128_000.0 + free / 8_000.0;
         let spared = if demand.gpus == 1 { self.spare_cpu * before.cpu_rich } else { 0.0 };
-        let score = self.beside(before.model, cpu, free) - before.beside - lost - FULLER_NODE_BONUS * compact - spared;
+        let score =
+            self.node_value(before.model, cpu, free) - before.node_value - lost - FULLER_NODE_BONUS * compact - spared;
         Rank { score, spread: 0.0, left: remaining(node, demand, way) }
     }
 }
 
-/// Thousandths of a core that are used on the nodes for each used thousandth of a GPU. The number
-/// includes pods without GPUs, which the typical pods may not. 0 while too little is used.
+/// Returns the thousandths of a core that are used on the nodes for each used thousandth of a GPU.
+/// The number includes pods without GPUs, which the typical pods may not include. The result is 0
+/// while too little is used.
 fn used_cpu_per_gpu(nodes: &[Node]) -> f64 {
     let free = |node: &Node| node.gpus.iter().map(|free| free.min(&GPU)).sum::<u32>();
     let all: f64 = nodes.iter().map(|node| to_f64(node.gpus.len() as u64) * f64::from(GPU)).sum();
@@ -188,7 +190,8 @@ fn used_cpu_per_gpu(nodes: &[Node]) -> f64 {
     if used > MIN_USED_GPUS * all { cpu / used } else { 0.0 }
 }
 
-/// Sizes in hundredths, rounded up, and weights of the typical pods that share one GPU.
+/// Returns the sizes, in hundredths rounded up, and the weights of the typical pods that share one
+/// GPU.
 fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
     let mut sizes: BTreeMap<usize, f64> = BTreeMap::new();
     for kind in typical.iter().filter(|kind| kind.gpus == 1 && kind.per_gpu > 0 && kind.per_gpu < GPU) {
@@ -199,9 +202,9 @@ fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
 
 /// Returns the value of a GPU with x hundredths free, for each x. This is the highest sum of prices
 /// of sizes that fit into x. Prices are dual prices of a cutting-stock problem: the fewest GPUs on
-/// which all shared pods fit. A hole that fits no typical pod has no value. A size that tiles a GPU
-/// is worth its part of the GPU. Multiplicative weights solve the linear program. Here, the result
-/// of this method is as good as exact duals, and needs no solver.
+/// which all shared pods fit. A free part in which no typical pod fits has no value. A size that
+/// tiles a GPU is worth its part of the GPU. Multiplicative weights solve the linear program. Here,
+/// the result of this method is as good as exact duals, and needs no solver.
 fn packing_values(items: &[(usize, f64)]) -> Vec<f64> {
     const ROUNDS: usize = 4000;
     const WARM_UP: usize = 1000;

@@ -158,7 +158,7 @@ fn terms_select_namespaces_as_kubernetes_does() {
 }
 
 #[test]
-fn a_pod_is_not_first_if_another_may_match() {
+fn a_pod_is_not_the_first_of_its_group_if_another_pod_may_match() {
     let mut cluster = two_zones();
     cluster.namespaces.insert("default".to_owned(), labels(&[("team", "red")]));
     let more = r#", "namespaceSelector": {"matchLabels": {"team": "red"}}"#;
@@ -169,7 +169,7 @@ fn a_pod_is_not_first_if_another_may_match() {
 }
 
 #[test]
-fn one_more_pod_goes_to_the_zone_with_fewer() {
+fn one_more_pod_goes_to_the_zone_with_fewer_pods() {
     // "Example: one topology spread constraint": three pods on node1, node2 and node3.
     let mut cluster = two_zones();
     cluster.pods = ["node1", "node2", "node3"].map(|node| pod(FOO_LABELS, "{}").on_node(node)).into();
@@ -194,7 +194,7 @@ fn one_more_pod_goes_to_the_zone_with_fewer() {
 }
 
 #[test]
-fn constraints_can_exclude_each_other() {
+fn conflicting_spread_constraints_leave_no_node() {
     // "Example: conflicting topology spread constraints": two zones, three nodes.
     let mut cluster = cluster(&[("node1", "zoneA"), ("node2", "zoneA"), ("node3", "zoneB")]);
     cluster.pods = ["node1", "node1", "node2", "node3", "node3"].map(|node| pod(FOO_LABELS, "{}").on_node(node)).into();
@@ -247,7 +247,7 @@ fn taints_exclude_zones_if_the_policy_honors_them() {
 }
 
 #[test]
-fn fewer_domains_than_the_minimum_count_as_empty_ones() {
+fn missing_domains_below_the_minimum_count_as_empty() {
     let mut cluster = two_zones();
     cluster.pods = ["node1", "node3"].map(|node| pod(FOO_LABELS, "{}").on_node(node)).into();
     let with = |more: &str| pod(FOO_LABELS, &spread_rules(&[spread_constraint("zone", more)]));
@@ -418,7 +418,7 @@ fn the_limit_bounds_the_cost_of_too_many_rules() {
     for subject in [&large, &wide] {
         assert!(subject.rules.are_too_many());
         assert!(cluster.refusals_by_node(subject).iter().all(|verdict| *verdict == Err(Conflict::TooManyRules)));
-        // The judge refuses too many rules before it reads any pod or node.
+        // The checker refuses a pod with too many rules before it reads any pod or node.
         let all = || std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("pods are read") });
         let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
         let _ = NodeChecker::new(subject.as_subject(), nodes, all(), all(), |_| None);

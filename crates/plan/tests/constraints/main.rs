@@ -45,7 +45,7 @@ impl Cluster {
         NodeChecker::new(subject.as_subject(), &self.nodes, all, repelling, |name| self.namespaces.get(name))
     }
 
-    /// Returns for each node, whether the pod may run on it.
+    /// Returns, for each node, whether the pod may run on the node.
     fn refusals_by_node(&self, subject: &TestPod) -> Vec<Result<(), Conflict>> {
         let checker = self.checker(subject);
         self.nodes.iter().map(|node| checker.refuse(node)).collect()

@@ -57,7 +57,7 @@ pub struct ShownOutput {
 }
 
 impl Block {
-    /// The commands to run, with the words of [`Test::Run`] replaced.
+    /// Returns the commands to run, with the words of [`Test::Run`] replaced.
     pub fn script(&self) -> String {
         let Test::Run { values, .. } = &self.test else { return String::new() };
         values.iter().fold(self.text.clone(), |text, (word, value)| replace_word(&text, word, value))
@@ -65,9 +65,9 @@ impl Block {
 }
 
 impl ShownOutput {
-    /// Lines that the page shows and the program did not print.
-    pub fn missing_from(&self, printed: &str) -> Vec<String> {
-        let form = |line: &str| if self.exact { collapse(line) } else { without_variable_parts(line) };
+    /// Returns the lines that the page shows and that are not among the lines of `printed`.
+    pub fn missing_lines(&self, printed: &str) -> Vec<String> {
+        let form = |line: &str| if self.exact { collapse_white_space(line) } else { without_variable_parts(line) };
         let printed: Vec<String> = printed.lines().map(form).collect();
         let shown = self.text.lines().filter(|line| !matches!(line.trim(), "" | "..." | "…"));
         shown.filter(|line| !printed.contains(&form(line))).map(str::to_owned).collect()
@@ -92,7 +92,7 @@ pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
         let fenced = lines.by_ref().map(|(_, line)| line).take_while(|line| line.trim() != "```");
         let text: String = fenced.map(|line| format!("{}\n", line.get(indent..).unwrap_or_default())).collect();
         let above = comment.take();
-        if let Some(exact) = above.and_then(is_output) {
+        if let Some(exact) = above.and_then(parse_output_comment) {
             match blocks.last_mut() {
                 Some(Block { output: output @ None, test: Test::Run { .. }, .. }) => {
                     *output = Some(ShownOutput { text, exact });
@@ -102,11 +102,13 @@ pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
         } else if matches!(language.trim(), "sh" | "bash" | "console") {
             match above
                 .ok_or_else(|| "this block has no comment `run` or `not run: reason` above it".to_owned())
-                .and_then(test)
+                .and_then(parse_test)
             {
                 Ok(test) => {
                     let block = Block { line: index + 1, text, test, output: None };
-                    problems.extend(unreplaced(&block).map(|word| format!("{}: {word} has no value", block.line)));
+                    problems.extend(
+                        remaining_placeholders(&block).map(|word| format!("{}: {word} has no value", block.line)),
+                    );
                     blocks.push(block);
                 }
                 Err(problem) => problems.push(format!("{}: {problem}", index + 1)),
@@ -116,8 +118,8 @@ pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
     (blocks, problems)
 }
 
-/// Whether a comment marks output, and whether it marks exact output.
-fn is_output(comment: &str) -> Option<bool> {
+/// Parses a comment above output: `Some(true)` for exact output, `None` for another comment.
+fn parse_output_comment(comment: &str) -> Option<bool> {
     match comment {
         "output" => Some(false),
         "exact output" => Some(true),
@@ -126,13 +128,13 @@ fn is_output(comment: &str) -> Option<bool> {
 }
 
 /// Parses the comment above a block.
-fn test(comment: &str) -> Result<Test, String> {
+fn parse_test(comment: &str) -> Result<Test, String> {
     let (word, rest) = comment.split_once(':').unwrap_or((comment, ""));
     match word.trim() {
         "not run" if rest.split_whitespace().count() >= MIN_REASON_WORDS => {
             Ok(Test::NotRun { reason: rest.trim().to_owned() })
         }
-        "not run" => Err("the comment above this block does not say why it is not run".to_owned()),
+        "not run" => Err("the comment above this block does not give the reason why no test runs the block".to_owned()),
         word @ ("run" | "retry") => {
             let pairs = rest.split_whitespace().map(|pair| match pair.split_once('=') {
                 Some((name, value)) if !name.is_empty() && !value.is_empty() => Ok((name.to_owned(), value.to_owned())),
@@ -144,8 +146,8 @@ fn test(comment: &str) -> Result<Test, String> {
     }
 }
 
-/// Placeholders that remain in a block that a test runs.
-fn unreplaced(block: &Block) -> impl Iterator<Item = &'static str> {
+/// Returns the placeholders that remain in a block that a test runs.
+fn remaining_placeholders(block: &Block) -> impl Iterator<Item = &'static str> {
     let script = block.script();
     PLACEHOLDERS.into_iter().filter(move |word| replace_word(&script, word, "") != script)
 }
@@ -154,7 +156,7 @@ fn is_part_of_word(character: char) -> bool {
     character.is_ascii_alphanumeric() || matches!(character, '_' | '-')
 }
 
-/// Replaces a word wherever it stands alone.
+/// Replaces each occurrence of a word that is not a part of a longer word.
 fn replace_word(text: &str, word: &str, value: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -165,7 +167,8 @@ fn replace_word(text: &str, word: &str, value: &str) -> String {
         out.push_str(before);
         out.push_str(if alone { value } else { word });
         rest = after;
-        // A word directly behind a replaced word is part of the same word.
+        // Skip the next character too: an occurrence that starts there is part of the same longer
+        // word.
         if !alone && let Some(next) = rest.chars().next().filter(|next| is_part_of_word(*next)) {
             out.push(next);
             rest = rest.get(next.len_utf8()..).unwrap_or_default();
@@ -175,11 +178,11 @@ fn replace_word(text: &str, word: &str, value: &str) -> String {
     out
 }
 
-fn collapse(line: &str) -> String {
+fn collapse_white_space(line: &str) -> String {
     line.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// A line without numbers, ages, UUIDs of GPUs and the random ends of generated names.
+/// Returns a line without numbers, ages, UUIDs of GPUs and the random ends of generated names.
 fn without_variable_parts(line: &str) -> String {
     line.split_whitespace().map(without_variable_part).collect::<Vec<_>>().join(" ")
 }
@@ -260,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_replaced_where_they_stand_alone() {
+    fn a_word_is_replaced_unless_it_is_part_of_a_longer_word() {
         let block = single_block(
             "<!-- run: NODE=node1 GPU=3 -->\n```sh\ncleave drain NODE GPU --reason GPU-NODE\nGPUS=NODE/GPU\n```\n",
         );
@@ -293,10 +296,10 @@ mod tests {
         let shown = |text: &str, exact| ShownOutput { text: text.to_owned(), exact };
         let pods = "NAME  READY  AGE\nbig-7d9c5b8f6d-4xkzq   1/1   Running   3m2s\n";
         let printed = "NAME READY AGE\nbig-5bd6d8ffd8-zz9xw 1/1 Running 12s\nbig-5bd6d8ffd8-abcde 0/1 Pending 1s";
-        assert_eq!(shown(pods, false).missing_from(printed), Vec::<String>::new());
-        assert_eq!(shown("big-7d9c5b8f6d-4xkzq 1/1 Failed 1s\n...\n", false).missing_from(printed).len(), 1);
-        assert_eq!(shown("a  1.5 GPU-1f", false).missing_from("a 22 GPU-ab"), Vec::<String>::new());
-        assert_eq!(shown("{\"sms\":38}", true).missing_from("  {\"sms\":38}"), Vec::<String>::new());
-        assert_eq!(shown("{\"sms\":38}", true).missing_from("{\"sms\":36}").len(), 1);
+        assert_eq!(shown(pods, false).missing_lines(printed), Vec::<String>::new());
+        assert_eq!(shown("big-7d9c5b8f6d-4xkzq 1/1 Failed 1s\n...\n", false).missing_lines(printed).len(), 1);
+        assert_eq!(shown("a  1.5 GPU-1f", false).missing_lines("a 22 GPU-ab"), Vec::<String>::new());
+        assert_eq!(shown("{\"sms\":38}", true).missing_lines("  {\"sms\":38}"), Vec::<String>::new());
+        assert_eq!(shown("{\"sms\":38}", true).missing_lines("{\"sms\":36}").len(), 1);
     }
 }

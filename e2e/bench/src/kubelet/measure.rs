@@ -8,15 +8,15 @@ use cleave_kubelet::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use tonic::Status;
 use tonic::transport::Channel;
 
-use super::occupancy::{Churn, count_gpus, fits_on_one, gpu_of_id, random_free};
-use super::process::{DEADLINE, Launcher, Plugin, memory as memory_of, read_load};
-use super::report::{Figure, Report, Sorted};
+use super::occupancy::{Churn, count_gpus, fits_on_one_gpu, gpu_of_id, random_free_shares};
+use super::process::{DEADLINE, Launcher, Plugin, read_load, read_memory};
+use super::report::{Figure, Report, SortedDurations};
 
 /// Number of calls before the measured ones, so that caches and the connection's windows settle.
 const WARM_UP_CALLS: usize = 50;
 
 /// Converts a duration to milliseconds.
-pub(super) fn milliseconds(duration: Duration) -> f64 {
+pub(super) fn to_milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
@@ -38,47 +38,50 @@ pub(super) async fn measure_starts(launcher: &Launcher, times: usize, report: &m
         registers.push(registered.context("no registration")?.at.duration_since(plugin.started));
         let listed = plugin.endpoint().listed.context("no list")?;
         lists.push(listed.duration_since(plugin.started));
-        exits.push(plugin.end().await?);
+        exits.push(plugin.stop().await?);
     }
     for (what, durations, published, goal) in [
         ("exec → Register", registers, (8.9, 9.9), Some(9.0)),
         ("exec → first ListAndWatch", lists, (10.4, 11.4), None),
         ("SIGTERM → exit", exits, (8.3, 18.0), None),
     ] {
-        let sorted = Sorted::new(durations);
+        let sorted = SortedDurations::new(durations);
         report.add(
             Figure::new(CASE_NAME, format!("{what}, p50"), sorted.quantile(0.5), "ms")
-                .published(published.0)
-                .at_most(goal),
+                .with_published(published.0)
+                .with_goal(goal),
         );
-        report.add(Figure::new(CASE_NAME, format!("{what}, max"), sorted.quantile(1.0), "ms").published(published.1));
+        report.add(
+            Figure::new(CASE_NAME, format!("{what}, max"), sorted.quantile(1.0), "ms").with_published(published.1),
+        );
     }
     Ok(())
 }
 
 /// Measures the memory of the plugin.
-pub(super) fn memory(
+pub(super) fn measure_memory(
     plugin: &Plugin,
     when: &str,
     published: Option<(f64, f64, f64)>,
     report: &mut Report,
 ) -> Result<()> {
     const CASE_NAME: &str = "memory and idle work";
-    let memory = memory_of(plugin.pid()?)?;
+    let memory = read_memory(plugin.pid()?)?;
     let (rss, pss, anonymous) = published.map_or((None, None, None), |(r, p, a)| (Some(r), Some(p), Some(a)));
     let goal = f64::from(12 << 10);
     report.add(
         Figure::new(CASE_NAME, format!("resident {when}"), to_figure(memory.resident), "KiB")
-            .published(rss)
-            .at_most(goal),
+            .with_published(rss)
+            .with_goal(goal),
     );
     report.add(
-        Figure::new(CASE_NAME, format!("proportional {when}"), to_figure(memory.proportional), "KiB").published(pss),
+        Figure::new(CASE_NAME, format!("proportional {when}"), to_figure(memory.proportional), "KiB")
+            .with_published(pss),
     );
     report.add(
         Figure::new(CASE_NAME, format!("anonymous {when}"), to_figure(memory.anonymous), "KiB")
-            .published(anonymous)
-            .at_most(anonymous),
+            .with_published(anonymous)
+            .with_goal(anonymous),
     );
     Ok(())
 }
@@ -91,13 +94,13 @@ pub(super) async fn measure_idle(plugin: &Plugin, over: Duration, report: &mut R
     let before = read_load(plugin.pid()?)?;
     tokio::time::sleep(over).await;
     let after = read_load(plugin.pid()?)?;
-    memory(plugin, "idle", Some((20_708.0, 19_440.0, 3_168.0)), report)?;
+    measure_memory(plugin, "idle", Some((20_708.0, 19_440.0, 3_168.0)), report)?;
     let per_minute = 60.0 / over.as_secs_f64();
-    let time = milliseconds(after.time.saturating_sub(before.time)) * per_minute;
+    let time = to_milliseconds(after.time.saturating_sub(before.time)) * per_minute;
     let switches = to_figure(after.switches.saturating_sub(before.switches)) * per_minute;
-    report.add(Figure::new(CASE_NAME, "processor time per idle minute", time, "ms").published(1.1));
-    report.add(Figure::new(CASE_NAME, "context switches per idle minute", switches, "").published(38.0));
-    report.add(Figure::new(CASE_NAME, "threads", to_figure(after.threads), "").published(8.0));
+    report.add(Figure::new(CASE_NAME, "processor time per idle minute", time, "ms").with_published(1.1));
+    report.add(Figure::new(CASE_NAME, "context switches per idle minute", switches, "").with_published(38.0));
+    report.add(Figure::new(CASE_NAME, "threads", to_figure(after.threads), "").with_published(8.0));
     Ok(())
 }
 
@@ -106,7 +109,7 @@ async fn measure_calls<T, F: Future<Output = Result<T, Status>>>(
     times: usize,
     mut call: impl FnMut(usize) -> F,
     mut check: impl FnMut(usize, T) -> Result<()>,
-) -> Result<Sorted> {
+) -> Result<SortedDurations> {
     // Keep this thread awake: the time of its own wake-up is not part of the plugin's latency. The
     // kubelet's Go runtime also spins before it sleeps.
     let awake = tokio::spawn(async {
@@ -126,24 +129,28 @@ async fn measure_calls<T, F: Future<Output = Result<T, Status>>>(
             durations.push(took);
         }
     }
-    Ok(Sorted::new(durations))
+    Ok(SortedDurations::new(durations))
 }
 
 /// Adds the median and the 99th percentile of a latency to the report.
 fn add_latency(
     case: &'static str,
     what: &str,
-    sorted: &Sorted,
+    sorted: &SortedDurations,
     published: (f64, f64),
     goals: (Option<f64>, Option<f64>),
     report: &mut Report,
 ) {
     let microseconds = |quantile| sorted.quantile(quantile) * 1e3;
     report.add(
-        Figure::new(case, format!("{what}, p50"), microseconds(0.5), "µs").published(published.0).at_most(goals.0),
+        Figure::new(case, format!("{what}, p50"), microseconds(0.5), "µs")
+            .with_published(published.0)
+            .with_goal(goals.0),
     );
     report.add(
-        Figure::new(case, format!("{what}, p99"), microseconds(0.99), "µs").published(published.1).at_most(goals.1),
+        Figure::new(case, format!("{what}, p99"), microseconds(0.99), "µs")
+            .with_published(published.1)
+            .with_goal(goals.1),
     );
 }
 
@@ -165,7 +172,7 @@ fn preferred_request(available: &[&str], size: usize) -> Result<wire::PreferredA
 }
 
 /// Returns the devices of the only container in a response.
-fn only_answer(response: wire::PreferredAllocationResponse) -> Result<Vec<String>> {
+fn devices_of_only_container(response: wire::PreferredAllocationResponse) -> Result<Vec<String>> {
     let mut containers = response.container_responses;
     ensure!(containers.len() == 1, "{} answers for one container", containers.len());
     Ok(containers.swap_remove(0).device_i_ds)
@@ -182,7 +189,7 @@ pub(super) async fn measure_call_latencies(
     report: &mut Report,
 ) -> Result<()> {
     let endpoint = plugin.endpoint();
-    let all = endpoint.healthy();
+    let all = endpoint.healthy_ids();
     let mut rng = fastrand::Rng::with_seed(seed);
     let client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
 
@@ -196,12 +203,12 @@ pub(super) async fn measure_call_latencies(
     )
     .await?;
     add_latency(CALLS_CASE, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
-    allocate_calls(&client, &all, times, &mut rng, report).await?;
-    preferred_calls(&client, &all, times, &mut rng, report).await
+    measure_allocate_calls(&client, &all, times, &mut rng, report).await?;
+    measure_preferred_calls(&client, &all, times, &mut rng, report).await
 }
 
 /// Measures the latency of `Allocate`.
-async fn allocate_calls(
+async fn measure_allocate_calls(
     client: &DevicePluginClient<Channel>,
     all: &[&str],
     times: usize,
@@ -240,7 +247,7 @@ async fn allocate_calls(
 
 /// Measures `GetPreferredAllocation`. Counts answers that depend on the order of the available
 /// devices, and answers that split a request over GPUs.
-async fn preferred_calls(
+async fn measure_preferred_calls(
     client: &DevicePluginClient<Channel>,
     all: &[&str],
     times: usize,
@@ -265,7 +272,7 @@ async fn preferred_calls(
                 async move { client.get_preferred_allocation(request).await }
             },
             |_, answer| {
-                let ids = only_answer(answer.into_inner())?;
+                let ids = devices_of_only_container(answer.into_inner())?;
                 ensure!(ids.len() == units, "{} devices preferred for {units}", ids.len());
                 split += usize::from(count_gpus(ids.iter().map(String::as_str)) > 1);
                 answers.insert(ids);
@@ -276,10 +283,12 @@ async fn preferred_calls(
         let what = format!("GetPreferredAllocation, {units} of {}", all.len());
         add_latency(CALLS_CASE, &what, &sorted, published, (goal, None), report);
         let different = to_figure(answers.len().saturating_sub(1));
-        report.add(Figure::new(CALLS_CASE, format!("{what}, answers that differ"), different, "").at_most(0.0));
+        report.add(Figure::new(CALLS_CASE, format!("{what}, answers that differ"), different, "").with_goal(0.0));
         // The published figure is for the policy `packed`; the policy `distributed` splits each
         // request.
-        report.add(Figure::new(CALLS_CASE, format!("{what}, split"), to_figure(split), "").published(0.0).at_most(0.0));
+        report.add(
+            Figure::new(CALLS_CASE, format!("{what}, split"), to_figure(split), "").with_published(0.0).with_goal(0.0),
+        );
     }
     Ok(())
 }
@@ -291,7 +300,7 @@ fn describe_plugin(all: &[&str]) -> (usize, String) {
 }
 
 /// Returns the published figure for this number of GPUs, if one exists.
-fn for_gpus(gpus: usize, four: f64, eight: f64) -> Option<f64> {
+fn published_figure_for(gpus: usize, four: f64, eight: f64) -> Option<f64> {
     match gpus {
         4 => Some(four),
         8 => Some(eight),
@@ -300,12 +309,14 @@ fn for_gpus(gpus: usize, four: f64, eight: f64) -> Option<f64> {
 }
 
 /// Requests the preferred devices among the free ones.
-pub(super) async fn preferred(
+pub(super) async fn request_preferred(
     client: &mut DevicePluginClient<Channel>,
     free: &[&str],
     units: usize,
 ) -> Result<Vec<String>> {
-    let ids = only_answer(client.get_preferred_allocation(preferred_request(free, units)?).await?.into_inner())?;
+    let ids = devices_of_only_container(
+        client.get_preferred_allocation(preferred_request(free, units)?).await?.into_inner(),
+    )?;
     ensure!(ids.len() == units, "{} devices preferred for {units}", ids.len());
     Ok(ids)
 }
@@ -321,23 +332,27 @@ pub(super) async fn measure_random_occupancy(
     const CASE_NAME: &str = "splits";
     const UNITS: usize = 5;
     let endpoint = plugin.endpoint();
-    let all = endpoint.healthy();
+    let all = endpoint.healthy_ids();
     let (gpus, shape) = describe_plugin(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut rng = fastrand::Rng::with_seed(seed);
     let (mut could, mut split) = (0, 0);
     for _ in 0..states {
-        let free = random_free(&all, &mut rng);
-        if !fits_on_one(&free, UNITS) {
+        let free = random_free_shares(&all, &mut rng);
+        if !fits_on_one_gpu(&free, UNITS) {
             continue;
         }
         could += 1;
-        let ids = preferred(&mut client, &free, UNITS).await?;
+        let ids = request_preferred(&mut client, &free, UNITS).await?;
         split += usize::from(count_gpus(ids.iter().map(String::as_str)) > 1);
     }
     let label = format!("{shape}, random occupancy, {could} states with room on one GPU: 5 units split");
     let percent = 100.0 * to_figure(split) / to_figure(could).max(1.0);
-    report.add(Figure::new(CASE_NAME, label, percent, "%").published(for_gpus(gpus, 79.0, 97.3)).at_most(0.0));
+    report.add(
+        Figure::new(CASE_NAME, label, percent, "%")
+            .with_published(published_figure_for(gpus, 79.0, 97.3))
+            .with_goal(0.0),
+    );
     Ok(())
 }
 
@@ -346,7 +361,7 @@ pub(super) async fn measure_random_occupancy(
 pub(super) async fn measure_churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &mut Report) -> Result<()> {
     const CASE_NAME: &str = "splits";
     let endpoint = plugin.endpoint();
-    let all = endpoint.healthy();
+    let all = endpoint.healthy_ids();
     let (gpus, shape) = describe_plugin(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
     let mut churn = Churn::new(&all, seed);
@@ -355,7 +370,7 @@ pub(super) async fn measure_churn(plugin: &Plugin, arrivals: usize, seed: u64, r
     let mut tally = [[0_usize; 4]; 2];
     for _ in 0..arrivals {
         let (units, Some(free)) = churn.arrive() else { continue };
-        let ids = preferred(&mut client, &free, units).await?;
+        let ids = request_preferred(&mut client, &free, units).await?;
         ensure!(churn.place(&ids), "a device was preferred that is not free: {ids:?}");
         let texts: Vec<&str> = ids.iter().map(String::as_str).collect();
         let is_split = count_gpus(texts.iter().copied()) > 1;
@@ -364,7 +379,7 @@ pub(super) async fn measure_churn(plugin: &Plugin, arrivals: usize, seed: u64, r
             granted.with_context(|| format!("Allocate refused {ids:?}"))?;
         } else if let Some(tally) = tally.get_mut(usize::from(units == 5)) {
             tally[1] += 1;
-            tally[2] += usize::from(fits_on_one(&free, units));
+            tally[2] += usize::from(fits_on_one_gpu(&free, units));
             tally[3] += usize::from(granted.is_ok());
         }
         if units > 1 {
@@ -373,10 +388,16 @@ pub(super) async fn measure_churn(plugin: &Plugin, arrivals: usize, seed: u64, r
     }
     let used = 100.0 * churn.utilisation();
     let label = format!("{shape}, churn of {arrivals} arrivals");
-    report.add(Figure::new(CASE_NAME, format!("{label}: used"), used, "%").published(for_gpus(gpus, 62.0, 69.0)));
+    report.add(
+        Figure::new(CASE_NAME, format!("{label}: used"), used, "%")
+            .with_published(published_figure_for(gpus, 62.0, 69.0)),
+    );
     let published = [
-        (for_gpus(gpus, 40.0, 59.0), None),
-        (for_gpus(gpus, 100.0 * 786.0 / 931.0, 100.0 * 869.0 / 940.0), for_gpus(gpus, 745.0, 827.0)),
+        (published_figure_for(gpus, 40.0, 59.0), None),
+        (
+            published_figure_for(gpus, 100.0 * 786.0 / 931.0, 100.0 * 869.0 / 940.0),
+            published_figure_for(gpus, 745.0, 827.0),
+        ),
     ];
     for ((units, [placed, split, avoidable, granted]), (split_published, avoidable_published)) in
         [2, 5].into_iter().zip(tally).zip(published)
@@ -384,15 +405,16 @@ pub(super) async fn measure_churn(plugin: &Plugin, arrivals: usize, seed: u64, r
         let label = format!("{label}: {units} units");
         let percent = 100.0 * to_figure(split) / to_figure(placed).max(1.0);
         report.add(
-            Figure::new(CASE_NAME, format!("{label} split, of {placed}"), percent, "%").published(split_published),
+            Figure::new(CASE_NAME, format!("{label} split, of {placed}"), percent, "%").with_published(split_published),
         );
         report.add(
             Figure::new(CASE_NAME, format!("{label} split though one GPU had room"), to_figure(avoidable), "")
-                .published(avoidable_published)
-                .at_most(0.0),
+                .with_published(avoidable_published)
+                .with_goal(0.0),
         );
-        report
-            .add(Figure::new(CASE_NAME, format!("{label} granted over two GPUs"), to_figure(granted), "").at_most(0.0));
+        report.add(
+            Figure::new(CASE_NAME, format!("{label} granted over two GPUs"), to_figure(granted), "").with_goal(0.0),
+        );
     }
     Ok(())
 }
@@ -408,7 +430,7 @@ pub(super) fn measure_list_size(plugin: &Plugin, report: &mut Report) {
         _ => None,
     };
     let what = format!("ListAndWatch of {} devices", endpoint.devices.len());
-    report.add(Figure::new("messages", what, to_figure(endpoint.message_bytes), "B").published(published));
+    report.add(Figure::new("messages", what, to_figure(endpoint.message_bytes), "B").with_published(published));
 }
 
 /// Measures the time from the creation of kubelet.sock to the registration, when the kubelet
@@ -427,15 +449,19 @@ pub(super) async fn measure_kubelet_restarts(plugin: &mut Plugin, times: usize, 
         durations.push(registered.context("no registration")?.at.duration_since(created));
     }
     let slow = durations.iter().filter(|duration| **duration >= Duration::from_millis(50)).count();
-    let sorted = Sorted::new(durations);
+    let sorted = SortedDurations::new(durations);
     let label = format!("kubelet.sock replaced {times} times → Register");
-    report.add(Figure::new(CASE_NAME, format!("{label}, p50"), sorted.quantile(0.5), "ms").published(4.0));
+    report.add(Figure::new(CASE_NAME, format!("{label}, p50"), sorted.quantile(0.5), "ms").with_published(4.0));
     report.add(
-        Figure::new(CASE_NAME, format!("{label}, max"), sorted.quantile(1.0), "ms").published(1000.0).at_most(50.0),
+        Figure::new(CASE_NAME, format!("{label}, max"), sorted.quantile(1.0), "ms")
+            .with_published(1000.0)
+            .with_goal(50.0),
     );
     // Published figures: 6 of 20 on an idle machine and 16 of 20 on a busy one, so 22 of 40.
     report.add(
-        Figure::new(CASE_NAME, format!("{label}, not within 50 ms"), to_figure(slow), "").published(22.0).at_most(0.0),
+        Figure::new(CASE_NAME, format!("{label}, not within 50 ms"), to_figure(slow), "")
+            .with_published(22.0)
+            .with_goal(0.0),
     );
     Ok(())
 }
@@ -454,9 +480,9 @@ pub(super) async fn measure_refusal(plugin: &mut Plugin, report: &mut Report) ->
     ensure!(at.len() == 2, "{} registrations after a refused one, expected 2", at.len());
     let waited = at[1].duration_since(at[0]);
     report.add(
-        Figure::new(CASE_NAME, "Register refused → Register", milliseconds(waited), "ms")
-            .published(30_100.0)
-            .at_most(2000.0),
+        Figure::new(CASE_NAME, "Register refused → Register", to_milliseconds(waited), "ms")
+            .with_published(30_100.0)
+            .with_goal(2000.0),
     );
     Ok(())
 }
@@ -481,7 +507,8 @@ pub(super) async fn measure_deleted_socket(plugin: &Plugin, report: &mut Report)
         tokio::time::timeout(DEADLINE, answered).await.context("the plugin did not notice the deleted socket")?;
     // Published figure: not within 20 s.
     report.add(
-        Figure::new(CASE_NAME, "own socket deleted → answers again", milliseconds(took), "ms").published(f64::INFINITY),
+        Figure::new(CASE_NAME, "own socket deleted → answers again", to_milliseconds(took), "ms")
+            .with_published(f64::INFINITY),
     );
     Ok(())
 }

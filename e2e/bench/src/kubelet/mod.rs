@@ -2,8 +2,9 @@
 //! real unix sockets.
 //!
 //! The plugin is Cleave's agent on simulated GPUs (`--agent`), or any program given after `--`.
-//! Without either, the plugin is this program, which serves MPS shares of synthetic GPUs. The
-//! plugin uses the kubelet's protocol and the agent's choice of devices, but no NVML.
+//! Without `--agent` and a program, the plugin is this program, which serves MPS shares of
+//! synthetic GPUs. The plugin uses the kubelet's protocol and the agent's choice of devices, but no
+//! NVML.
 mod faults;
 mod measure;
 mod occupancy;
@@ -119,21 +120,21 @@ async fn measure_all(args: &Args) -> Result<Report> {
     measure::measure_random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
     measure::measure_churn(&plugin, args.arrivals, args.seed, &mut report).await?;
     measure::measure_list_size(&plugin, &mut report);
-    measure::memory(&plugin, "after these calls", None, &mut report)?;
+    measure::measure_memory(&plugin, "after these calls", None, &mut report)?;
     measure::measure_kubelet_restarts(&mut plugin, args.restarts, &mut report).await?;
     measure::measure_refusal(&mut plugin, &mut report).await?;
     measure::measure_deleted_socket(&plugin, &mut report).await?;
-    measure::memory(&plugin, "after the restarts", None, &mut report)?;
-    plugin.end().await?;
+    measure::measure_memory(&plugin, "after the restarts", None, &mut report)?;
+    plugin.stop().await?;
     if args.command.is_empty() {
         let plugin = launcher(4, 10)?.start().await?;
         measure::measure_random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
         measure::measure_churn(&plugin, args.arrivals, args.seed, &mut report).await?;
-        plugin.end().await?;
+        plugin.stop().await?;
         for (gpus, units) in [(8, 1), (8, 5), (8, 48)] {
             let plugin = launcher(gpus, units)?.start().await?;
             measure::measure_list_size(&plugin, &mut report);
-            plugin.end().await?;
+            plugin.stop().await?;
         }
     }
     if args.agent.is_some() {

@@ -12,7 +12,7 @@ pub(super) fn count_gpus<'a>(ids: impl IntoIterator<Item = &'a str>) -> usize {
 }
 
 /// Returns whether one GPU has at least this many of the shares.
-pub(super) fn fits_on_one(free: &[&str], units: usize) -> bool {
+pub(super) fn fits_on_one_gpu(free: &[&str], units: usize) -> bool {
     let mut count: BTreeMap<&str, usize> = BTreeMap::new();
     free.iter().any(|id| {
         let count = count.entry(gpu_of_id(id)).or_default();
@@ -22,7 +22,7 @@ pub(super) fn fits_on_one(free: &[&str], units: usize) -> bool {
 }
 
 /// Draws free shares in random order: for each GPU a uniformly distributed number of random shares.
-pub(super) fn random_free<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&'a str> {
+pub(super) fn random_free_shares<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -> Vec<&'a str> {
     let mut by_gpu: BTreeMap<&str, Vec<&'a str>> = BTreeMap::new();
     for id in all {
         by_gpu.entry(gpu_of_id(id)).or_default().push(id);
@@ -53,8 +53,8 @@ pub(super) struct Churn<'a> {
 }
 
 impl<'a> Churn<'a> {
-    /// Starts with these shares free. The mean lifetime is proportional to the number of shares:
-    /// 12.5 arrivals for 40 shares, which uses about two thirds of them.
+    /// Creates a simulation in which all these shares are free. The mean lifetime is proportional
+    /// to the number of shares: 12.5 arrivals for 40 shares, which uses about two thirds of them.
     pub(super) fn new(all: &[&'a str], seed: u64) -> Self {
         Self {
             free: all.iter().copied().collect(),
@@ -112,8 +112,8 @@ mod tests {
     #[test]
     fn a_request_fits_if_one_gpu_has_all_of_it() {
         let free = ["a::0", "b::0", "a::1", "b::7"];
-        assert!(fits_on_one(&free, 2));
-        assert!(!fits_on_one(&free, 3));
+        assert!(fits_on_one_gpu(&free, 2));
+        assert!(!fits_on_one_gpu(&free, 3));
         assert_eq!(count_gpus(free), 2);
         assert_eq!(count_gpus(["a::0", "a::1"]), 1);
     }
@@ -124,7 +124,7 @@ mod tests {
         let all: Vec<&str> = all.iter().map(String::as_str).collect();
         let draw = || {
             let mut rng = fastrand::Rng::with_seed(1);
-            (0..1000).map(|_| random_free(&all, &mut rng)).collect::<Vec<_>>()
+            (0..1000).map(|_| random_free_shares(&all, &mut rng)).collect::<Vec<_>>()
         };
         let states = draw();
         assert_eq!(states, draw());

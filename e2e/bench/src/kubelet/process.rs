@@ -10,17 +10,17 @@ use cleave_kubelet::fake::{Endpoint, FakeKubelet, FakeKubeletState, FakePodResou
 use sim_machine::Machine;
 use tokio::process::{Child, Command};
 
-use super::simulated::{Sharing, Simulated};
+use super::simulated::{Sharing, SimulatedHardware};
 
 /// Time limit for any reaction of the plugin. NVIDIA's plugin retries after 30 s.
 pub(super) const DEADLINE: Duration = Duration::from_secs(60);
 
-/// How to start a plugin.
+/// The settings with which the benchmark starts a plugin.
 pub(super) struct Launcher {
     resource: String,
     program: PathBuf,
     args: Vec<String>,
-    simulated: Option<Simulated>,
+    simulated: Option<SimulatedHardware>,
 }
 
 /// A running plugin and its fake kubelet.
@@ -72,7 +72,7 @@ impl Launcher {
             resource: resource.to_owned(),
             program: cleave.to_owned(),
             args: args.iter().copied().map(str::to_owned).collect(),
-            simulated: Some(Simulated::new(resource, cleave, sharing, gpus, units)?),
+            simulated: Some(SimulatedHardware::new(resource, cleave, sharing, gpus, units)?),
         })
     }
 
@@ -109,10 +109,10 @@ impl Launcher {
             Ok(command)
         };
         let machine = match &self.simulated {
-            Some(simulated) => Some(simulated.prepare(directory.path())?),
+            Some(simulated) => Some(simulated.create_machine(directory.path())?),
             None => None,
         };
-        let host = match self.simulated.as_ref().and_then(Simulated::mps_host) {
+        let host = match self.simulated.as_ref().and_then(SimulatedHardware::mps_host) {
             Some(program) => Some(command(program, Vec::new())?.spawn().context("failed to start the MPS host")?),
             None => None,
         };
@@ -157,8 +157,9 @@ impl Plugin {
     /// Waits until the kubelet has devices of the resource, and all of them are healthy.
     pub(super) async fn wait_until_served(&mut self) -> Result<FakeKubeletState> {
         let resource = self.resource.clone();
-        let all =
-            |endpoint: &Endpoint| !endpoint.devices.is_empty() && endpoint.healthy().len() == endpoint.devices.len();
+        let all = |endpoint: &Endpoint| {
+            !endpoint.devices.is_empty() && endpoint.healthy_ids().len() == endpoint.devices.len()
+        };
         self.wait_for_kubelet(&format!("devices of {resource}"), |seen| seen.endpoints.get(&resource).is_some_and(all))
             .await
     }
@@ -192,14 +193,14 @@ impl Plugin {
     }
 
     /// Terminates the plugin, and restarts it with the same kubelet and directories.
-    pub(super) async fn replace(&mut self) -> Result<()> {
+    pub(super) async fn restart(&mut self) -> Result<()> {
         terminate(&mut self.child).await?;
         self.child = self.command.spawn().context("failed to restart the plugin")?;
         Ok(())
     }
 
     /// Terminates the plugin and its MPS host. Returns how long the plugin took to exit.
-    pub(super) async fn end(mut self) -> Result<Duration> {
+    pub(super) async fn stop(mut self) -> Result<Duration> {
         let took = terminate(&mut self.child).await?;
         if let Some(mut host) = self.host.take() {
             terminate(&mut host).await.context("the MPS host")?;
@@ -234,7 +235,7 @@ pub(super) struct Memory {
 }
 
 /// Reads the memory of a process.
-pub(super) fn memory(pid: u32) -> Result<Memory> {
+pub(super) fn read_memory(pid: u32) -> Result<Memory> {
     let read =
         |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).with_context(|| format!("{file} of {pid}"));
     let (status, rollup) = (read("status")?, read("smaps_rollup")?);
@@ -257,7 +258,7 @@ pub(super) struct ProcessLoad {
     pub(super) threads: usize,
 }
 
-/// Reads the work of all threads of a process.
+/// Reads the processor time and context switches of all threads of a process.
 pub(super) fn read_load(pid: u32) -> Result<ProcessLoad> {
     let mut work = ProcessLoad { time: Duration::ZERO, switches: 0, threads: 0 };
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).context("threads")? {

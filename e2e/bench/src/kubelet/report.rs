@@ -33,12 +33,12 @@ impl Figure {
         Self { case, what: what.into(), unit, measured, published: None, goal: None, met: None }
     }
 
-    pub(super) fn published(mut self, published: impl Into<Option<f64>>) -> Self {
+    pub(super) fn with_published(mut self, published: impl Into<Option<f64>>) -> Self {
         self.published = published.into();
         self
     }
 
-    pub(super) fn at_most(mut self, goal: impl Into<Option<f64>>) -> Self {
+    pub(super) fn with_goal(mut self, goal: impl Into<Option<f64>>) -> Self {
         self.goal = goal.into();
         self.met = self.goal.map(|goal| self.measured <= goal);
         self
@@ -97,9 +97,9 @@ impl fmt::Display for Report {
 }
 
 /// Sorted durations, for quantiles.
-pub(super) struct Sorted(Vec<f64>);
+pub(super) struct SortedDurations(Vec<f64>);
 
-impl Sorted {
+impl SortedDurations {
     /// Sorts durations, in milliseconds.
     pub(super) fn new(durations: impl IntoIterator<Item = std::time::Duration>) -> Self {
         let mut values: Vec<f64> = durations.into_iter().map(|duration| duration.as_secs_f64() * 1e3).collect();
@@ -127,17 +127,17 @@ mod tests {
 
     #[test]
     fn quantiles_are_ranks() {
-        let sorted = Sorted::new([3, 1, 2, 4].map(std::time::Duration::from_millis));
+        let sorted = SortedDurations::new([3, 1, 2, 4].map(std::time::Duration::from_millis));
         let shown = [0.0, 0.25, 0.5, 0.99, 1.0].map(|part| format_number(sorted.quantile(part)));
         assert_eq!(shown, ["1", "1", "2", "4", "4"]);
-        assert_eq!(format_number(Sorted::new([]).quantile(0.5)), "0");
+        assert_eq!(format_number(SortedDurations::new([]).quantile(0.5)), "0");
     }
 
     #[test]
     fn a_missed_goal_is_marked_in_table_and_json() {
         let mut report = Report::new("p".to_owned());
-        report.add(Figure::new("c", "slow", 3.0, "ms").published(2.0).at_most(2.5));
-        report.add(Figure::new("c", "quick", 1.0, "ms").at_most(2.5));
+        report.add(Figure::new("c", "slow", 3.0, "ms").with_published(2.0).with_goal(2.5));
+        report.add(Figure::new("c", "quick", 1.0, "ms").with_goal(2.5));
         let text = report.to_string();
         assert_eq!(text.lines().filter(|line| line.ends_with("missed")).count(), 1);
         let json = serde_json::to_value(&report).unwrap();

@@ -23,7 +23,7 @@ pub(super) enum Sharing {
 }
 
 /// The simulated hardware of a run.
-pub(super) struct Simulated {
+pub(super) struct SimulatedHardware {
     resource: String,
     sharing: Sharing,
     gpus: u32,
@@ -33,7 +33,7 @@ pub(super) struct Simulated {
     mps_host: PathBuf,
 }
 
-impl Simulated {
+impl SimulatedHardware {
     /// Uses the simulated NVML and MPS in the directory of the `cleave` program.
     pub(super) fn new(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
         let beside = |name: &str| {
@@ -54,14 +54,14 @@ impl Simulated {
     }
 
     /// Returns the directory of the simulated machine.
-    fn machine(directory: &Path) -> PathBuf {
+    fn machine_directory(directory: &Path) -> PathBuf {
         directory.join("machine")
     }
 
     /// Returns the environment by which the agent and the MPS host find the simulated hardware.
     pub(super) fn environment(&self, directory: &Path) -> [(&'static str, OsString); 3] {
         [
-            (STATE_ENV, Self::machine(directory).into()),
+            (STATE_ENV, Self::machine_directory(directory).into()),
             ("CLEAVE_NVML_LIBRARY", self.nvml.clone().into()),
             ("CLEAVE_MPS_CONTROL", self.mps_control.clone().into()),
         ]
@@ -73,11 +73,11 @@ impl Simulated {
     }
 
     /// Creates the machine, and the spec for its GPUs.
-    pub(super) fn prepare(&self, directory: &Path) -> Result<Machine> {
+    pub(super) fn create_machine(&self, directory: &Path) -> Result<Machine> {
         let gpu = GpuDescription { model: GPU_MODEL.to_owned(), count: Some(self.gpus), ..GpuDescription::default() };
         let description =
             Description { name: "bench".to_owned(), driver: Driver::default(), gpus: vec![gpu], models: Vec::new() };
-        let machine = Machine::init(Self::machine(directory), &description).context("a simulated machine")?;
+        let machine = Machine::init(Self::machine_directory(directory), &description).context("a simulated machine")?;
         let state = machine.snapshot().context("a simulated machine")?;
         let mut gpus = Vec::new();
         for gpu in &state.gpus {

@@ -77,7 +77,7 @@ impl Resource for Shares {
         Options { pre_start: true, preferred: true }
     }
 
-    fn preferred(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
+    fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
         Ok(prefer(&self.view(), &request.into()))
     }
 

@@ -1,7 +1,7 @@
-//! The choice of a placement policy, and how it learns.
+//! The placement policies that the benchmark offers, and how each one learns and places pods.
 use cleave_plan::placement::{GPU, Learned, Observed, Score};
 
-use super::cluster::{Cluster, MPS_RESOURCE, Placed, device_requests};
+use super::cluster::{Cluster, MPS_RESOURCE, PodPlacement, device_requests};
 use super::lists::Pod;
 use super::policies::{BestFit, Fgd, Random};
 
@@ -25,21 +25,21 @@ impl Policy {
     }
 }
 
-/// A policy that a [`Cluster`] places pods by.
+/// A placement policy that a [`Cluster`] uses.
 pub(super) trait PlacementPolicy: Score + Default {
     /// Counts an arrived pod.
     fn count(_: &mut Cluster<Self>, _: &Pod) {}
 
-    /// Updates the score. `seen` are the pods that arrived, `waiting` the ones that wait.
+    /// Updates the score from the pods that arrived (`seen`) and the pods that wait (`waiting`).
     fn learn(cluster: &mut Cluster<Self>, seen: &Observed, waiting: &[&Pod]);
 
     /// Decides where to place a pod.
-    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<Placed> {
+    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
         cluster.place(pod)
     }
 }
 
-/// The operator's score. The score learns as in the operator.
+/// The operator's score, which learns as in the operator.
 impl PlacementPolicy for Learned {
     fn count(cluster: &mut Cluster<Self>, pod: &Pod) {
         cluster.chooser.count(&device_requests(pod), pod.demand.cpu, pod.demand.models.clone());
@@ -52,7 +52,7 @@ impl PlacementPolicy for Learned {
 
 impl PlacementPolicy for Fgd {
     fn learn(cluster: &mut Cluster<Self>, seen: &Observed, _: &[&Pod]) {
-        cluster.set_score(Self::new(&seen.typical()));
+        cluster.set_score(Self::new(&seen.typical_pods()));
     }
 }
 
@@ -63,8 +63,8 @@ impl PlacementPolicy for BestFit {
 impl PlacementPolicy for Random {
     fn learn(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
 
-    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<Placed> {
-        let next = cluster.chooser.score(MPS_RESOURCE, GPU).map_or_else(Self::default, Self::next);
+    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
+        let next = cluster.chooser.score(MPS_RESOURCE, GPU).map_or_else(Self::default, Self::next_score);
         cluster.set_score(next);
         cluster.place(pod)
     }

@@ -7,7 +7,7 @@ use cleave_plan::placement::Observed;
 use serde_json::json;
 
 use super::chooser::{PlacementPolicy, Policy};
-use super::cluster::{Cluster, Placed};
+use super::cluster::{Cluster, PodPlacement};
 use super::figures::{percentile, ratio};
 use super::lists::Pod;
 use super::random::Rng;
@@ -43,7 +43,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
         .filter_map(|pod| pod.lifetime.filter(|&life| life > 0.0).map(|life| (pod, life.min(MAX_LIFETIME_SECONDS))))
         .collect();
     ensure!(!pods.is_empty(), "the list has no creation and deletion times");
-    let capacity: u64 = cluster.hosts().iter().map(|host| u64::from(host.free())).sum();
+    let capacity: u64 = cluster.hosts().iter().map(|host| u64::from(host.free_gpu_thousandths())).sum();
     // Little's law: arrivals per second such that demand · lifetime is OFFERED_LOAD times the
     // capacity.
     let work: f64 = pods.iter().map(|(pod, life)| f64::from(pod.demand.total()) * life).sum::<f64>()
@@ -51,14 +51,14 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
     let rate = OFFERED_LOAD * ratio(capacity, 1) / work;
     let mut rng = Rng(seed);
     let mut seen = Observed::new(Some(HALF_LIFE_ARRIVALS));
-    let mut departures: BTreeMap<(u64, usize), (&Pod, Placed)> = BTreeMap::new();
+    let mut departures: BTreeMap<(u64, usize), (&Pod, PodPlacement)> = BTreeMap::new();
     let mut waiting: VecDeque<(f64, &Pod, f64)> = VecDeque::new();
     let (mut now, mut allocated) = (0.0f64, 0u64);
     let (mut area, mut counted_from, mut last) = (0.0f64, 0.0f64, 0.0f64);
     let mut waits = Vec::new();
     let mut placed = 0usize;
     for arrival in 0..ARRIVALS {
-        now += -(1.0 - rng.unit()).max(1e-12).ln() / rate;
+        now += -(1.0 - rng.next_fraction()).max(1e-12).ln() / rate;
         if arrival == WARM_UP_ARRIVALS {
             (area, counted_from, last) = (0.0, now, now);
         }
@@ -130,7 +130,7 @@ fn drifted_pod<'a>(pods: &[(&'a Pod, f64)], arrival: usize, rng: &mut Rng) -> (&
             (true, true) => 0.3 + 0.7 * progress,
             (true, false) => 1.0 - 0.7 * progress,
         };
-        if rng.unit() < keep {
+        if rng.next_fraction() < keep {
             return pod;
         }
     }

@@ -1,10 +1,10 @@
-//! A simulated cluster that places pods by the operator's path: nodes of the ledger, the chooser
-//! that ranks them, and a reservation for each placed pod.
+//! A simulated cluster that places pods as the operator does: the chooser ranks the nodes of the
+//! ledger, and each placed pod has a reservation.
 use std::collections::BTreeMap;
 
 use cleave_plan::ledger::{
-    Allocation, Beside, Chooser, Cpu, DeviceFacts, DeviceRequest, Ledger, Moment, NodeFacts, PendingPod, Siblings,
-    Units,
+    Allocation, ChoiceCriteria, Chooser, Cpu, DeviceFacts, DeviceRequest, Ledger, Moment, NodeFacts, PendingPod,
+    Siblings, Units,
 };
 use cleave_plan::placement::{self, GPU, Score};
 
@@ -15,11 +15,11 @@ pub(super) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
 /// Where a pod was placed.
 #[derive(Debug, Clone)]
-pub(super) struct Placed {
+pub(super) struct PodPlacement {
     pod: String,
     /// Index of the node.
     pub(super) node: usize,
-    /// Indices of its GPUs.
+    /// Indices of the pod's GPUs.
     pub(super) devices: Vec<usize>,
 }
 
@@ -29,26 +29,26 @@ pub(super) struct Cluster<S: Score> {
     by_name: BTreeMap<String, usize>,
     ledger: Ledger,
     pub(super) chooser: Chooser<S>,
-    /// The score before one is learned.
+    /// The initial score, until the policy has learned one.
     score: S,
     /// Allocations of each node, as its agent reports them.
     allocations: Vec<Vec<Allocation>>,
     pods: usize,
     /// How pods without GPUs are placed.
-    without_gpus: WithoutGpus,
+    without_gpus: CpuPodPlacement,
 }
 
 /// How pods without GPUs are placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum WithoutGpus {
+pub(super) enum CpuPodPlacement {
     /// The placement policy under test places them too, as the published policies do.
     Policy,
-    /// The node with the most free CPU and memory gets them, as with the default scheduler.
+    /// The pod goes to the node with the most free CPU and memory, as with the default scheduler.
     Scheduler,
 }
 
 impl<S: Score + Default> Cluster<S> {
-    pub(super) fn new(hosts: Vec<Host>, without_gpus: WithoutGpus) -> Self {
+    pub(super) fn new(hosts: Vec<Host>, without_gpus: CpuPodPlacement) -> Self {
         let mut cluster = Self {
             by_name: hosts.iter().enumerate().map(|(index, host)| (host.name.clone(), index)).collect(),
             allocations: vec![Vec::new(); hosts.len()],
@@ -59,7 +59,7 @@ impl<S: Score + Default> Cluster<S> {
             pods: 0,
             without_gpus,
         };
-        (0..cluster.hosts.len()).for_each(|node| cluster.report(node));
+        (0..cluster.hosts.len()).for_each(|node| cluster.report_to_ledger(node));
         cluster.ledger.synchronize(&mut cluster.chooser);
         cluster
     }
@@ -75,19 +75,19 @@ impl<S: Score + Default> Cluster<S> {
     }
 
     /// Decides where to place a pod, and reserves its units. `None` if it fits nowhere.
-    pub(super) fn place(&mut self, pod: &Pod) -> Option<Placed> {
+    pub(super) fn place(&mut self, pod: &Pod) -> Option<PodPlacement> {
         if pod.demand.gpus == 0 {
             let (_, node) = self.hosts.iter().enumerate().filter(|(_, host)| host.admits(pod)).fold(
                 None,
                 |best, (index, host)| {
-                    let worth = self.worth_without_gpus(host, pod);
+                    let worth = self.score_without_gpus(host, pod);
                     match best {
                         Some((most, _)) if worth <= most => best,
                         _ => Some((worth, index)),
                     }
                 },
             )?;
-            return Some(Placed { pod: String::new(), node, devices: Vec::new() });
+            return Some(PodPlacement { pod: String::new(), node, devices: Vec::new() });
         }
         self.pods += 1;
         let name = format!("p{}", self.pods);
@@ -99,23 +99,23 @@ impl<S: Score + Default> Cluster<S> {
         let admits =
             |node: &str| by_name.get(node).and_then(|node| hosts.get(*node)).is_some_and(|host| host.admits(pod));
         let waiting = PendingPod { pod: &name, priority: 0, device_requests: &device_requests };
-        let beside = Beside { cpu: pod.demand.cpu, siblings: &siblings };
+        let beside = ChoiceCriteria { cpu: pod.demand.cpu, siblings: &siblings };
         let fits = self.ledger.choose(waiting, beside, &mut self.chooser, 1, admits)?;
         self.ledger.reserve(&name, &fits, Moment(u64::MAX)).ok()?;
         let fit = fits.iter().next()?;
         let node = *self.by_name.get(fit.node())?;
         let devices = fit.reservations().iter().filter_map(|take| take.device.parse().ok()).collect();
-        Some(Placed { pod: name, node, devices })
+        Some(PodPlacement { pod: name, node, devices })
     }
 
-    fn worth_without_gpus(&self, host: &Host, pod: &Pod) -> (f64, f64, i64) {
+    fn score_without_gpus(&self, host: &Host, pod: &Pod) -> (f64, f64, i64) {
         match self.without_gpus {
-            WithoutGpus::Scheduler => {
+            CpuPodPlacement::Scheduler => {
                 let part = |free: u64, wanted: u64, total: u64| super::figures::ratio(free - wanted, total.max(1));
                 let cpu = part(host.cpu, pod.demand.cpu, host.cpu_total);
                 (cpu + part(host.memory, pod.memory, host.memory_total), 0.0, 0)
             }
-            WithoutGpus::Policy => {
+            CpuPodPlacement::Policy => {
                 let node = host.node();
                 let score = self.chooser.score(MPS_RESOURCE, GPU).unwrap_or(&self.score);
                 let rank = score.rank(&node, &score.precompute(&node), &pod.demand, None);
@@ -125,8 +125,8 @@ impl<S: Score + Default> Cluster<S> {
     }
 
     /// Starts a placed pod: the scheduler binds it, and the kubelet allocates its units.
-    pub(super) fn start(&mut self, pod: &Pod, placed: &Placed) {
-        self.change(pod, placed, u64::checked_sub, |free, part| free - part);
+    pub(super) fn start(&mut self, pod: &Pod, placed: &PodPlacement) {
+        self.change_capacity(pod, placed, u64::checked_sub, |free, part| free - part);
         let Some(host) = self.hosts.get(placed.node) else { return };
         if pod.demand.gpus > 0 {
             self.ledger.bind(&placed.pod, &host.name, &device_requests(pod));
@@ -141,25 +141,31 @@ impl<S: Score + Default> Cluster<S> {
                     })
                 }));
             }
-            self.report(placed.node);
+            self.report_to_ledger(placed.node);
         }
         self.report_cpu(placed.node);
     }
 
     /// Ends a pod.
-    pub(super) fn end(&mut self, pod: &Pod, placed: &Placed) {
-        self.change(pod, placed, u64::checked_add, |free, part| free + part);
+    pub(super) fn end(&mut self, pod: &Pod, placed: &PodPlacement) {
+        self.change_capacity(pod, placed, u64::checked_add, |free, part| free + part);
         if pod.demand.gpus > 0 {
             self.ledger.release(&placed.pod);
             if let Some(allocations) = self.allocations.get_mut(placed.node) {
                 allocations.retain(|allocation| allocation.pod != placed.pod);
             }
-            self.report(placed.node);
+            self.report_to_ledger(placed.node);
         }
         self.report_cpu(placed.node);
     }
 
-    fn change(&mut self, pod: &Pod, placed: &Placed, amount: fn(u64, u64) -> Option<u64>, gpu: fn(u32, u32) -> u32) {
+    fn change_capacity(
+        &mut self,
+        pod: &Pod,
+        placed: &PodPlacement,
+        amount: fn(u64, u64) -> Option<u64>,
+        gpu: fn(u32, u32) -> u32,
+    ) {
         let Some(host) = self.hosts.get_mut(placed.node) else { return };
         host.cpu = amount(host.cpu, pod.demand.cpu).unwrap_or_default();
         host.memory = amount(host.memory, pod.memory).unwrap_or_default();
@@ -169,7 +175,7 @@ impl<S: Score + Default> Cluster<S> {
     }
 
     /// Passes a node's report to the ledger, as its `GpuNode` does.
-    fn report(&mut self, node: usize) {
+    fn report_to_ledger(&mut self, node: usize) {
         let (Some(host), Some(allocations)) = (self.hosts.get(node), self.allocations.get(node)) else { return };
         let device = |(index, free): (usize, &u32)| DeviceFacts {
             device: index.to_string(),
@@ -197,8 +203,8 @@ pub(super) fn device_requests(pod: &Pod) -> Vec<DeviceRequest> {
     (0..pod.demand.gpus).filter_map(|_| ask.clone()).collect()
 }
 
-/// The node of a score.
 impl Host {
+    /// Converts the host to the form in which a score ranks it.
     pub(super) fn node(&self) -> placement::Node {
         placement::Node { model: self.model.clone(), cpu_total: self.cpu_total, cpu: self.cpu, gpus: self.gpus.clone() }
     }

@@ -38,7 +38,7 @@ impl Host {
     }
 
     /// Returns the free thousandths of all GPUs.
-    pub(super) fn free(&self) -> u32 {
+    pub(super) fn free_gpu_thousandths(&self) -> u32 {
         self.gpus.iter().sum()
     }
 }

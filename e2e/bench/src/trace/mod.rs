@@ -19,7 +19,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use chooser::{PlacementPolicy, Policy};
 use cleave_plan::placement::{Learned, Observed};
-use cluster::{Cluster, Placed, WithoutGpus};
+use cluster::{Cluster, CpuPodPlacement, PodPlacement};
 use figures::{percentile, ratio};
 use lists::{Host, Pod, read_hosts, read_pods};
 use policies::{BestFit, Fgd, Random};
@@ -50,8 +50,8 @@ pub(crate) struct Args {
     #[arg(long)]
     no_history: bool,
     /// How pods without GPUs are placed. In a real cluster Cleave does not place them.
-    #[arg(long, value_enum, default_value_t = WithoutGpus::Policy)]
-    without_gpus: WithoutGpus,
+    #[arg(long, value_enum, default_value_t = CpuPodPlacement::Policy)]
+    without_gpus: CpuPodPlacement,
     /// Simulate departures: pods leave after their lifetime in the trace, pods that fit nowhere
     /// wait, and requests drift from small shares to large ones. Prints allocation and waiting
     /// times.
@@ -60,7 +60,7 @@ pub(crate) struct Args {
 }
 
 /// Draws the workload. Returns indices into the list, in order of arrival.
-fn arrivals(pods: &[Pod], capacity: u64, rng: &mut Rng) -> Vec<usize> {
+fn draw_arrivals(pods: &[Pod], capacity: u64, rng: &mut Rng) -> Vec<usize> {
     let limit = capacity * 13 / 10;
     let mut order: Vec<usize> = (0..pods.len()).collect();
     let mut wanted: u64 = pods.iter().map(|pod| u64::from(pod.demand.total())).sum();
@@ -94,9 +94,9 @@ fn run_policy<P: PlacementPolicy>(args: &Args) -> Result<()> {
     if args.departures {
         return churn::run(args.policy, args.seed, cluster, &pods);
     }
-    let capacity: u64 = whole.iter().map(|host| u64::from(host.free())).sum();
+    let capacity: u64 = whole.iter().map(|host| u64::from(host.free_gpu_thousandths())).sum();
     let mut rng = Rng(args.seed);
-    let order = arrivals(&pods, capacity, &mut rng);
+    let order = draw_arrivals(&pods, capacity, &mut rng);
     let mut seen = Observed::new(None);
     if !args.no_history {
         let mut history: Vec<&Pod> = pods.iter().collect();
@@ -109,7 +109,7 @@ fn run_policy<P: PlacementPolicy>(args: &Args) -> Result<()> {
     }
     let mut file = args.placements.as_ref().map(std::fs::File::create).transpose()?.map(std::io::BufWriter::new);
     let (mut arrived, mut allocated, mut at_100) = (0u64, 0u64, None);
-    let mut placements: Vec<(&Pod, Placed)> = Vec::new();
+    let mut placements: Vec<(&Pod, PodPlacement)> = Vec::new();
     let (mut times, mut learning) = (Vec::with_capacity(order.len()), Vec::new());
     for (turn, &index) in order.iter().enumerate() {
         let pod = &pods[index];
@@ -152,7 +152,7 @@ fn run_policy<P: PlacementPolicy>(args: &Args) -> Result<()> {
 
 /// Checks the placements independently of the policy: no capacity is allocated twice, and the free
 /// capacity at the end agrees.
-fn verify_placements(mut hosts: Vec<Host>, placements: &[(&Pod, Placed)], after: &[Host]) -> Result<()> {
+fn verify_placements(mut hosts: Vec<Host>, placements: &[(&Pod, PodPlacement)], after: &[Host]) -> Result<()> {
     for (pod, placed) in placements {
         let demand = &pod.demand;
         let host = hosts.get_mut(placed.node).context("a pod is on an unknown node")?;

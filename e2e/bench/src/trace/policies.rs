@@ -37,7 +37,7 @@ impl Fgd {
     }
 
     /// Returns the free GPU capacity that typical pods cannot use.
-    fn fragment(&self, model: &str, cpu: u64, gpus: &[u32]) -> f64 {
+    fn fragmentation(&self, model: &str, cpu: u64, gpus: &[u32]) -> f64 {
         let free: u32 = gpus.iter().sum();
         let of = |kind: &TypicalPod| {
             let able = gpus.iter().filter(|&&free| free >= kind.per_gpu).count();
@@ -55,7 +55,7 @@ impl Score for Fgd {
     type NodeValues = f64;
 
     fn precompute(&self, node: &Node) -> f64 {
-        self.fragment(&node.model, node.cpu, &node.gpus)
+        self.fragmentation(&node.model, node.cpu, &node.gpus)
     }
 
     fn rank(&self, node: &Node, before: &f64, demand: &Demand, way: Option<usize>) -> Rank {
@@ -68,20 +68,20 @@ impl Score for Fgd {
                 wanted -= 1;
             }
         }
-        let fall = before - self.fragment(&node.model, node.cpu - demand.cpu, &gpus);
+        let fall = before - self.fragmentation(&node.model, node.cpu - demand.cpu, &gpus);
         let score = (100.0 / (1.0 + (-fall / 1000.0).exp())).trunc();
         Rank { score, spread: free_capacity(node, demand), left: remaining(node, demand, way) }
     }
 }
 
-/// Chooses a node and GPUs that fit at random. The ranks last for one decision: the score is
-/// replaced before the next one.
+/// Chooses at random among the nodes and GPUs that fit. A score makes one decision: the benchmark
+/// replaces the score before the next decision.
 #[derive(Debug, Clone)]
 pub(super) struct Random(RefCell<Rng>);
 
 impl Random {
     /// Returns the score for the next decision.
-    pub(super) fn next(&self) -> Self {
+    pub(super) fn next_score(&self) -> Self {
         Self(RefCell::new(Rng(self.0.borrow_mut().next())))
     }
 }
@@ -96,10 +96,10 @@ impl Score for Random {
     type NodeValues = f64;
 
     fn precompute(&self, _: &Node) -> f64 {
-        self.0.borrow_mut().unit()
+        self.0.borrow_mut().next_fraction()
     }
 
     fn rank(&self, _: &Node, before: &f64, _: &Demand, _: Option<usize>) -> Rank {
-        Rank { score: *before, spread: self.0.borrow_mut().unit(), left: 0 }
+        Rank { score: *before, spread: self.0.borrow_mut().next_fraction(), left: 0 }
     }
 }

@@ -20,7 +20,7 @@ impl Rng {
     }
 
     /// Returns a number from 0 to 1.
-    pub(super) fn unit(&mut self) -> f64 {
+    pub(super) fn next_fraction(&mut self) -> f64 {
         f64::from(u32::try_from(self.next() >> 32).unwrap_or(0)) / f64::from(u32::MAX)
     }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use cleave_agent::allocation::pending::PendingAllocations;
 use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::allocation::{Allocation, MpsLimits};
-use cleave_agent::cgroup::{owner, parse_pod_uids};
+use cleave_agent::cgroup::{parse_owner, parse_pod_uids};
 use cleave_agent::checkpoint::Checkpoint;
 use cleave_agent::mps::{HostView, parse_status};
 use cleave_agent::node::{Actions, Node};
@@ -31,38 +31,39 @@ const GRACE_PERIOD: Duration = Duration::from_secs(10);
 
 /// Returns the spec that the operator writes for the first node of the sample cluster.
 pub(super) fn sample_spec() -> GpuNodeSpec {
-    let changes = objects::read(&fixtures::cluster()).map(|observed| objects::planned(&observed).changes);
+    let changes = objects::read_cluster(&fixtures::cluster()).map(|observed| objects::plan_cluster(&observed).changes);
     changes.unwrap_or_default().into_iter().next().map(|change| change.spec).unwrap_or_default()
 }
 
 /// Returns the agent's actions for [`sample_spec`], with two allocations.
-pub(super) fn sample_turn() -> Actions {
+pub(super) fn sample_actions() -> Actions {
     let allocation = |resource: &str, gpu: u32| Allocation {
         resource: resource.to_owned(),
-        ids: vec![format!("{}::0", fixtures::uuid(gpu)), format!("{}::1", fixtures::uuid(gpu))],
-        devices: vec![fixtures::uuid(gpu)],
+        ids: vec![format!("{}::0", fixtures::gpu_uuid(gpu)), format!("{}::1", fixtures::gpu_uuid(gpu))],
+        devices: vec![fixtures::gpu_uuid(gpu)],
         mps: None,
     };
-    let first = turns(None, Object::Present(3, sample_spec()), HostView::default());
+    let first = run_agent(None, Object::Present(3, sample_spec()), HostView::default());
     let mut checkpoint = first.checkpoint;
     checkpoint.allocations.push(allocation("nvidia.com/gpu.shared", 2));
     let mps = Some(MpsLimits { threads: Some(20), memory_mib: Some(16_000), max_clients: Some(4) });
     checkpoint.allocations.push(Allocation { mps, ..allocation("nvidia.com/gpu-mps", 0) });
-    turns(Some(checkpoint), Object::Present(3, sample_spec()), HostView::default())
+    run_agent(Some(checkpoint), Object::Present(3, sample_spec()), HostView::default())
 }
 
 /// Runs an agent's model on all of its inputs, and returns its last actions.
 ///
-/// Checks after each step that others can read what the agent writes. The checks are weaker if the
-/// checkpoint has GPUs that NVML does not list. Such GPUs count as lost and keep their layout, so
-/// an instance may appear twice. The next agent refuses a checkpoint with such an instance.
-fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
-    let listed: BTreeSet<String> = (0..fixtures::GPUS_PER_NODE).map(fixtures::uuid).collect();
+/// Checks after each step that the MPS host, the API server and the next agent accept what the
+/// agent writes. The checks are weaker if the checkpoint has GPUs that NVML does not list. Such
+/// GPUs count as lost and keep their layout, so an instance may appear twice. The next agent
+/// refuses a checkpoint with such an instance.
+fn run_agent(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
+    let listed: BTreeSet<String> = (0..fixtures::GPUS_PER_NODE).map(fixtures::gpu_uuid).collect();
     let contradicts = |known: &Checkpoint| {
         let served = known.layouts.keys().chain(known.gpus.iter().map(|gpu| &gpu.uuid));
         served.into_iter().any(|uuid| !listed.contains(uuid))
     };
-    let sound = !checkpoint.as_ref().is_some_and(contradicts);
+    let is_consistent = !checkpoint.as_ref().is_some_and(contradicts);
     let start = Instant::now();
     let (mut node, allocations) = Node::start("boot".to_owned(), GRACE_PERIOD, checkpoint, None, start);
     let held: Vec<ContainerDevices> = allocations.iter().map(|(_, allocation)| container_devices(allocation)).collect();
@@ -77,12 +78,12 @@ fn turns(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Acti
         node.record_gpu(gpu.index, Ok(Observation { gpu, processes: Vec::new() }), start);
     }
     node.record_pod_resources(Ok(held.clone()), start, &mut table.allocations);
-    check_actions(&node.reconcile(&mut table, start), sound);
+    check_actions(&node.reconcile(&mut table, start), is_consistent);
     let later = start + Duration::from_secs(60);
     node.record_pod_resources(Ok(held), later, &mut table.allocations);
-    let turn = node.reconcile(&mut table, later);
-    check_actions(&turn, sound);
-    turn
+    let actions = node.reconcile(&mut table, later);
+    check_actions(&actions, is_consistent);
+    actions
 }
 
 /// Returns the allocation as the kubelet lists it.
@@ -96,21 +97,22 @@ fn container_devices(allocation: &Allocation) -> ContainerDevices {
     }
 }
 
-/// Checks that others can read what the agent writes. `sound` adds the checks that a contradictory
-/// checkpoint breaks.
-fn check_actions(turn: &Actions, sound: bool) {
-    let read = Desired::parse(&fixtures::to_json(&turn.desired));
-    assert_eq!(read.as_ref(), Ok(&turn.desired), "the MPS host failed to read the desired state");
-    if sound {
-        encoded(&turn.checkpoint);
+/// Checks that the MPS host and the API server accept what the agent writes. If `is_consistent` is
+/// true, also checks the checkpoint and the lists of devices, which a contradictory checkpoint can
+/// break.
+fn check_actions(actions: &Actions, is_consistent: bool) {
+    let read = Desired::parse(&fixtures::to_json(&actions.desired));
+    assert_eq!(read.as_ref(), Ok(&actions.desired), "the MPS host failed to read the desired state");
+    if is_consistent {
+        encode_checkpoint(&actions.checkpoint);
     }
-    for (resource, devices) in turn.lists.iter().filter(|_| sound) {
+    for (resource, devices) in actions.lists.iter().filter(|_| is_consistent) {
         let mut ids: Vec<&str> = devices.iter().map(|device| device.id.as_str()).collect();
         ids.sort_unstable();
         ids.dedup();
         assert_eq!(ids.len(), devices.len(), "{resource} has a duplicate id");
     }
-    for condition in &turn.status.conditions {
+    for condition in &actions.status.conditions {
         assert!(
             condition.message.len() <= 32 << 10,
             "the API server refuses a message of {} bytes",
@@ -120,7 +122,7 @@ fn check_actions(turn: &Actions, sound: bool) {
 }
 
 /// Encodes a checkpoint, and checks that the next agent can read it.
-fn encoded(checkpoint: &Checkpoint) -> Vec<u8> {
+fn encode_checkpoint(checkpoint: &Checkpoint) -> Vec<u8> {
     let again = Checkpoint::decode(&checkpoint.encode()).map_err(|error| error.to_string());
     assert_eq!(again.as_ref(), Ok(checkpoint), "the next agent failed to read the checkpoint");
     checkpoint.encode()
@@ -146,7 +148,7 @@ pub(super) const CHECKPOINT: Target = Target {
         "MIG-x",
         "nvidia.com/gpu",
     ],
-    samples: || [sample_turn().checkpoint, Checkpoint::default()].map(|one| encoded(&one)).to_vec(),
+    samples: || [sample_actions().checkpoint, Checkpoint::default()].map(|one| encode_checkpoint(&one)).to_vec(),
     inputs: 1_000,
     run: |bytes| match Checkpoint::decode(bytes) {
         Err(error) => {
@@ -154,8 +156,8 @@ pub(super) const CHECKPOINT: Target = Target {
             ReadResult::Refused
         }
         Ok(checkpoint) => {
-            encoded(&checkpoint);
-            turns(Some(checkpoint), Object::Unknown, HostView::default());
+            encode_checkpoint(&checkpoint);
+            run_agent(Some(checkpoint), Object::Unknown, HostView::default());
             ReadResult::Read
         }
     },
@@ -181,15 +183,15 @@ pub(super) const NODE_SPEC: Target = Target {
         "3g.40gb",
         "nvidia.com/gpu",
     ],
-    samples: || vec![fixtures::sample(&sample_spec())],
+    samples: || vec![fixtures::encode_sample(&sample_spec())],
     inputs: 700,
     run: |bytes| match serde_json::from_slice::<GpuNodeSpec>(bytes) {
         Err(error) => {
-            turns(None, Object::Malformed(error.to_string()), HostView::default());
+            run_agent(None, Object::Malformed(error.to_string()), HostView::default());
             ReadResult::Refused
         }
         Ok(spec) => {
-            turns(None, Object::Present(1, spec), HostView::default());
+            run_agent(None, Object::Present(1, spec), HostView::default());
             ReadResult::Read
         }
     },
@@ -203,7 +205,7 @@ pub(super) const MPS_STATUS: Target = Target {
         "version", "daemons", "state", "Active", "Fault", "BackOff", "Stopping", "Hard", "Advisory", "clients",
         "culprit", "fault",
     ],
-    samples: || vec![fixtures::sample(&fixtures::status(&sample_turn().desired))],
+    samples: || vec![fixtures::encode_sample(&fixtures::host_status(&sample_actions().desired))],
     inputs: 700,
     run: |bytes| match parse_status(bytes) {
         Err(error) => {
@@ -213,7 +215,7 @@ pub(super) const MPS_STATUS: Target = Target {
         Ok(status) => {
             let again = parse_status(&fixtures::to_json(&status));
             assert_eq!(again.as_ref(), Ok(&status));
-            turns(None, Object::Present(1, sample_spec()), HostView { alive: true, status, error: None });
+            run_agent(None, Object::Present(1, sample_spec()), HostView { alive: true, status, error: None });
             ReadResult::Read
         }
     },
@@ -285,13 +287,13 @@ pub(super) const PODS: Target = Target {
             for pod in [staying.as_ref(), Some(&pod), Some(&pod)].into_iter().flatten() {
                 pod.record_termination("n1", &mut terminating, &mut shutdown);
                 shutdown.update(&mut terminating, now);
-                pod.named();
-                if let Some(bound) = pod.bound("n1") {
+                pod.uid_and_names();
+                if let Some(bound) = pod.bound_pod("n1") {
                     assert!(!bound.requests.is_empty());
                     pending.update_pod(bound, now);
                 }
             }
-            pending.reserved("nvidia.com/gpu-mps");
+            pending.open_reservations("nvidia.com/gpu-mps");
             seen = ReadResult::Read;
         }
         if let Ok(mut pod) = serde_json::from_slice::<operator::PodObject>(bytes) {
@@ -335,7 +337,7 @@ pub(super) const PROC: Target = Target {
         if let Some((parent, start)) = stat {
             assert!(text.contains(&parent.to_string()) && text.contains(&start.to_string()));
         }
-        let found = owner(&text);
+        let found = parse_owner(&text);
         if let Some(owner) = &found {
             assert!(matches!(owner.pod.len(), 32 | 36), "{owner:?}");
             assert!(
@@ -348,7 +350,11 @@ pub(super) const PROC: Target = Target {
                 // A tenant can create a cgroup of any name below its container's cgroup.
                 let lie =
                     format!("{}/kubepods/pod00000000-1111-4222-8333-444444444444/ffffffffffffffff", text.trim_end());
-                assert_eq!(super::agent::owner(&lie).as_ref().map(|other| &other.pod), Some(&owner.pod), "{lie:?}");
+                assert_eq!(
+                    super::agent::parse_owner(&lie).as_ref().map(|other| &other.pod),
+                    Some(&owner.pod),
+                    "{lie:?}"
+                );
             }
         }
         if stat.is_some() || found.is_some() { ReadResult::Read } else { ReadResult::Refused }

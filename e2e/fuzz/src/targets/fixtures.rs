@@ -25,7 +25,7 @@ pub(super) fn to_json(value: &impl Serialize) -> Vec<u8> {
 }
 
 /// Encodes a value as a sample, and checks that decoding returns the same value.
-pub(super) fn sample<T: Serialize + DeserializeOwned + PartialEq + Debug>(value: &T) -> Vec<u8> {
+pub(super) fn encode_sample<T: Serialize + DeserializeOwned + PartialEq + Debug>(value: &T) -> Vec<u8> {
     let written = to_json(value);
     let read = serde_json::from_slice::<T>(&written).map_err(|error| error.to_string());
     assert_eq!(read.as_ref(), Ok(value));
@@ -33,7 +33,7 @@ pub(super) fn sample<T: Serialize + DeserializeOwned + PartialEq + Debug>(value:
 }
 
 /// Returns the UUID of a GPU.
-pub(super) fn uuid(index: u32) -> String {
+pub(super) fn gpu_uuid(index: u32) -> String {
     format!("GPU-3da61522-b946-8b5e-d0da-{index:012x}")
 }
 
@@ -64,7 +64,7 @@ pub(super) fn gpus() -> Vec<Gpu> {
         compute_instance: Some(0),
     };
     let gpu = |index: u32| Gpu {
-        uuid: uuid(index),
+        uuid: gpu_uuid(index),
         index,
         minor: index,
         model: GPU_MODEL.to_owned(),
@@ -84,7 +84,7 @@ pub(super) fn gpus() -> Vec<Gpu> {
 }
 
 /// Returns the status of an MPS host that has applied all of `desired`.
-pub(super) fn status(desired: &Desired) -> Status {
+pub(super) fn host_status(desired: &Desired) -> Status {
     let client = Client { pid: 579, allocation: desired.allocations.keys().next().cloned() };
     let daemon = |device: &String| {
         let status = DaemonStatus {
@@ -203,7 +203,7 @@ pub(super) fn cluster() -> Value {
         .map(|known| json!({"name": known.name, "memoryMib": known.memory_mib, "sms": known.sms, "size": known.size, "starts": known.starts}))
         .collect();
     let gpu = |index: u32| GpuStatus {
-        uuid: uuid(index),
+        uuid: gpu_uuid(index),
         index,
         model: GPU_MODEL.to_owned(),
         memory_mib: GPU_MEMORY_MIB,
@@ -212,7 +212,7 @@ pub(super) fn cluster() -> Value {
         mig: Some(MigStatus::default()),
         health: Health { healthy: true, ..Health::default() },
         slices: vec![SliceStatus {
-            device: uuid(index),
+            device: gpu_uuid(index),
             resource: "nvidia.com/gpu".to_owned(),
             total: 1,
             ..SliceStatus::default()
@@ -229,7 +229,7 @@ pub(super) fn cluster() -> Value {
     let gpu_node = |name: &str| {
         json!({
             "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode",
-            "metadata": {"name": name, "annotations": {"cleave.dev/cordon": format!("{}=fan", uuid(7))}},
+            "metadata": {"name": name, "annotations": {"cleave.dev/cordon": format!("{}=fan", gpu_uuid(7))}},
             "spec": {"planId": "p", "gpus": []},
             "status": {
                 "observedGeneration": 1, "agentVersion": "0.1.0",

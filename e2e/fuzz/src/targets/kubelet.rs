@@ -4,11 +4,11 @@ use std::fmt::Debug;
 
 use cleave_agent::allocation::allocate::{ResourceView, grant, prefer};
 use cleave_agent::allocation::allocation_id;
-use cleave_agent::allocation::pending::Reserved;
+use cleave_agent::allocation::pending::OpenReservation;
 use cleave_agent::gpu::layout::{Kind, Pool};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
-use cleave_kubelet::{PreferredRequest, allocated, container_devices};
+use cleave_kubelet::{PreferredRequest, container_devices, parse_allocated};
 use prost::Message;
 
 use super::fixtures;
@@ -18,20 +18,20 @@ use crate::{ReadResult, Target, assert_printable};
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
 /// Checks that decoding an encoded message returns the same message.
-fn message<T: Message + Default + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
+fn decode_message<T: Message + Default + PartialEq + Debug>(bytes: &[u8]) -> Option<T> {
     let read = T::decode(bytes).ok()?;
     assert_eq!(T::decode(read.encode_to_vec().as_slice()).as_ref(), Ok(&read));
     Some(read)
 }
 
-fn pools() -> Vec<Pool> {
+fn sample_pools() -> Vec<Pool> {
     let mps = |count: u8| Kind::Mps {
         memory_mib: (1..=u64::from(count)).map(|k| k * 8000).collect(),
         threads: (1..=count).map(|k| 100 / count * k).collect(),
         max_clients: None,
     };
     let pool = |gpu: u32, first, kind| Pool {
-        device: fixtures::uuid(gpu),
+        device: fixtures::gpu_uuid(gpu),
         resource: MPS_RESOURCE.to_owned(),
         first,
         count: 10,
@@ -40,8 +40,8 @@ fn pools() -> Vec<Pool> {
     vec![pool(0, 0, mps(10)), pool(1, 7, mps(10)), pool(2, 0, Kind::TimeSliced), pool(3, u32::MAX - 10, Kind::Whole)]
 }
 
-fn ids(gpu: u32, numbers: std::ops::Range<u32>) -> Vec<String> {
-    numbers.map(|number| format!("{}::{number}", fixtures::uuid(gpu))).collect()
+fn slice_ids(gpu: u32, numbers: std::ops::Range<u32>) -> Vec<String> {
+    numbers.map(|number| format!("{}::{number}", fixtures::gpu_uuid(gpu))).collect()
 }
 
 pub(super) const DEVICE_PLUGIN: Target = Target {
@@ -63,26 +63,26 @@ pub(super) const DEVICE_PLUGIN: Target = Target {
                 .encode_to_vec()
         };
         vec![
-            preferred([ids(0, 0..4), ids(1, 7..10)].concat(), ids(1, 8..9), 3),
-            preferred([ids(0, 0..4), ids(1, 7..10)].concat(), Vec::new(), 2),
-            preferred(ids(2, 0..3), Vec::new(), 1),
-            allocate(ids(0, 0..3)),
-            allocate(ids(2, 0..2)),
-            allocate([ids(0, 0..1), ids(1, 7..8)].concat()),
-            plugin::PreStartContainerRequest { devices_ids: ids(0, 0..2) }.encode_to_vec(),
+            preferred([slice_ids(0, 0..4), slice_ids(1, 7..10)].concat(), slice_ids(1, 8..9), 3),
+            preferred([slice_ids(0, 0..4), slice_ids(1, 7..10)].concat(), Vec::new(), 2),
+            preferred(slice_ids(2, 0..3), Vec::new(), 1),
+            allocate(slice_ids(0, 0..3)),
+            allocate(slice_ids(2, 0..2)),
+            allocate([slice_ids(0, 0..1), slice_ids(1, 7..8)].concat()),
+            plugin::PreStartContainerRequest { devices_ids: slice_ids(0, 0..2) }.encode_to_vec(),
         ]
     },
     inputs: 30_000,
-    run: device_plugin,
+    run: run_device_plugin,
 };
 
-fn device_plugin(bytes: &[u8]) -> ReadResult {
-    let pools = pools();
-    let device = fixtures::uuid(1);
-    let reserved = [Reserved { device: &device, units: 2, sizes: vec![2] }];
+fn run_device_plugin(bytes: &[u8]) -> ReadResult {
+    let pools = sample_pools();
+    let device = fixtures::gpu_uuid(1);
+    let reserved = [OpenReservation { device: &device, units: 2, sizes: vec![2] }];
     let view = ResourceView { resource: MPS_RESOURCE, pools: &pools, reserved: &reserved };
     let mut seen = ReadResult::Refused;
-    if let Some(request) = message::<plugin::PreferredAllocationRequest>(bytes) {
+    if let Some(request) = decode_message::<plugin::PreferredAllocationRequest>(bytes) {
         for container in &request.container_requests {
             match PreferredRequest::try_from(container) {
                 Err(refusal) => assert_printable(&refusal.to_string()),
@@ -98,8 +98,8 @@ fn device_plugin(bytes: &[u8]) -> ReadResult {
             }
         }
     }
-    let allocate = message::<plugin::AllocateRequest>(bytes).unwrap_or_default();
-    let start = message::<plugin::PreStartContainerRequest>(bytes).unwrap_or_default();
+    let allocate = decode_message::<plugin::AllocateRequest>(bytes).unwrap_or_default();
+    let start = decode_message::<plugin::PreStartContainerRequest>(bytes).unwrap_or_default();
     let lists = allocate.container_requests.iter().map(|container| &container.devices_ids);
     for ids in lists.chain([&start.devices_ids]) {
         match grant(&view, ids) {
@@ -131,9 +131,9 @@ pub(super) const POD_RESOURCES: Target = Target {
         let container = pods::ContainerResources {
             name: "main".to_owned(),
             devices: vec![
-                devices(MPS_RESOURCE, ids(0, 0..3)),
-                devices("other/device", ids(1, 0..1)),
-                devices(MPS_RESOURCE, ids(0, 3..4)),
+                devices(MPS_RESOURCE, slice_ids(0, 0..3)),
+                devices("other/device", slice_ids(1, 0..1)),
+                devices(MPS_RESOURCE, slice_ids(0, 3..4)),
             ],
             ..pods::ContainerResources::default()
         };
@@ -142,7 +142,7 @@ pub(super) const POD_RESOURCES: Target = Target {
         vec![
             pods::ListPodResourcesResponse { pod_resources: vec![pod; 2] }.encode_to_vec(),
             pods::AllocatableResourcesResponse {
-                devices: vec![devices(MPS_RESOURCE, ids(0, 0..9))],
+                devices: vec![devices(MPS_RESOURCE, slice_ids(0, 0..9))],
                 ..Default::default()
             }
             .encode_to_vec(),
@@ -150,8 +150,8 @@ pub(super) const POD_RESOURCES: Target = Target {
     },
     inputs: 40_000,
     run: |bytes| {
-        message::<pods::AllocatableResourcesResponse>(bytes);
-        let Some(answer) = message::<pods::ListPodResourcesResponse>(bytes) else { return ReadResult::Refused };
+        decode_message::<pods::AllocatableResourcesResponse>(bytes);
+        let Some(answer) = decode_message::<pods::ListPodResourcesResponse>(bytes) else { return ReadResult::Refused };
         let all = answer.pod_resources.iter().flat_map(|pod| &pod.containers).flat_map(|container| &container.devices);
         let listed: usize = all.map(|devices| devices.device_ids.len()).sum();
         let rows = container_devices(answer);
@@ -169,23 +169,24 @@ pub(super) const KUBELET_CHECKPOINT: Target = Target {
     samples: || {
         let entry = |container: &str, ids: &serde_json::Value| serde_json::json!({"PodUID": "2f9a", "ContainerName": container, "ResourceName": MPS_RESOURCE, "DeviceIDs": ids, "AllocResp": "CgA="});
         let file = |entries: serde_json::Value| {
-            let data =
-                serde_json::json!({"PodDeviceEntries": entries, "RegisteredDevices": {MPS_RESOURCE: ids(0, 0..10)}});
+            let data = serde_json::json!({"PodDeviceEntries": entries, "RegisteredDevices": {MPS_RESOURCE: slice_ids(0, 0..10)}});
             serde_json::json!({"Data": data, "Checksum": 2_049_411_213}).to_string().into_bytes()
         };
-        let (one, two) =
-            (serde_json::json!({"-1": ids(0, 0..3)}), serde_json::json!({"0": ids(1, 0..1), "1": ids(1, 1..2)}));
+        let (one, two) = (
+            serde_json::json!({"-1": slice_ids(0, 0..3)}),
+            serde_json::json!({"0": slice_ids(1, 0..1), "1": slice_ids(1, 1..2)}),
+        );
         vec![file(serde_json::json!([entry("main", &one), entry("beside", &two)])), file(serde_json::Value::Null)]
     },
     inputs: 10_000,
-    run: |bytes| match allocated(bytes) {
+    run: |bytes| match parse_allocated(bytes) {
         Err(error) => {
             assert_printable(&error.to_string());
             ReadResult::Refused
         }
         Ok(devices) => {
-            // `serde_json` limits the depth of a parsed tree, but not of fields that the reader
-            // skips.
+            // `serde_json` limits the depth of a parsed tree, but not the depth of fields that the
+            // reader skips.
             let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) else { return ReadResult::Read };
             let entries = file["Data"]["PodDeviceEntries"].as_array().cloned().unwrap_or_default();
             let of = |entry: &serde_json::Value| {

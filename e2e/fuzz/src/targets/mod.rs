@@ -28,7 +28,7 @@ pub fn all_targets() -> &'static [Target] {
         plan::SNAPSHOT,
         objects::POLICY,
         objects::CLUSTER,
-        objects::REVIEW,
+        objects::ADMISSION_REVIEW,
         texts::PLACEMENT,
         texts::ANNOTATIONS,
         texts::QUANTITY,

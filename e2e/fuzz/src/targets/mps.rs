@@ -1,7 +1,8 @@
 //! Input from MPS daemons and their clients, and the messages between agent and MPS host.
-use cleave_gpu::mps::log::{LogEvent, log_line};
+use cleave_gpu::mps::log::{LogEvent, parse_log_line};
 use cleave_gpu::mps::protocol::{
-    Command, Kind, Reply, commands, is_memory, is_percentage, pids, server_state, terminated,
+    Command, Kind, Reply, command_packets, is_memory, is_percentage, parse_pids, parse_server_state,
+    parse_terminate_result,
 };
 use cleave_gpu::mps::wire::{Desired, Paths, Reply as HostReply, Request};
 use serde::Serialize;
@@ -53,16 +54,16 @@ pub(super) const CONTROL_PACKET: Target = Target {
         samples
     },
     inputs: 20_000,
-    run: control_packet,
+    run: read_control_packet,
 };
 
-fn control_packet(packet: &[u8]) -> ReadResult {
+fn read_control_packet(packet: &[u8]) -> ReadResult {
     let kind = Kind::parse(packet);
     if kind != Kind::Unknown {
         assert_eq!(kind.packet().as_slice(), packet);
         return ReadResult::Read;
     }
-    frames(packet);
+    check_command_encoding(packet);
     match Reply::parse(packet) {
         None => ReadResult::Refused,
         Some(Reply::End) => ReadResult::Read,
@@ -76,11 +77,14 @@ fn control_packet(packet: &[u8]) -> ReadResult {
 
 /// Passes this answer to every parser of answers.
 fn parse_answer(text: &str) {
-    if let Ok(read) = pids(text) {
+    if let Ok(read) = parse_pids(text) {
         let written: Vec<String> = read.iter().map(u32::to_string).collect();
-        assert_eq!(pids(&written.join("\n")).as_deref(), Ok(read.as_slice()));
+        assert_eq!(parse_pids(&written.join("\n")).as_deref(), Ok(read.as_slice()));
     }
-    for error in [pids(text).err(), server_state(text).err(), terminated(text).err()].into_iter().flatten() {
+    for error in [parse_pids(text).err(), parse_server_state(text).err(), parse_terminate_result(text).err()]
+        .into_iter()
+        .flatten()
+    {
         assert_printable(&error.to_string());
     }
     let percents: Vec<u8> = (0..=255).filter(|&percent| is_percentage(text, percent)).collect();
@@ -89,7 +93,7 @@ fn parse_answer(text: &str) {
 }
 
 /// Checks the encoding of commands with numbers from the packet.
-fn frames(packet: &[u8]) {
+fn check_command_encoding(packet: &[u8]) {
     let mut words = packet.chunks(4).map(|word| word.iter().fold(0_u32, |word, byte| word << 8 | u32::from(*byte)));
     let (server, other) = (words.next().unwrap_or(0), words.next().unwrap_or(0));
     let percent = packet.first().copied().unwrap_or(0);
@@ -103,7 +107,7 @@ fn frames(packet: &[u8]) {
         Command::Terminate { server, client: other },
         Command::Quit { seconds: other },
     ] {
-        let [length, text, end] = commands(&command);
+        let [length, text, end] = command_packets(&command);
         assert_eq!(length, u64::try_from(text.len()).unwrap_or(0).to_le_bytes(), "{command}");
         assert_eq!(text, format!("{command}\n\0").into_bytes());
         assert_eq!(text.iter().filter(|byte| matches!(**byte, b'\n' | 0)).count(), 2, "{command} is not one line");
@@ -146,7 +150,7 @@ fn read_log(bytes: &[u8]) -> ReadResult {
     let text = String::from_utf8_lossy(bytes);
     let mut seen = ReadResult::Refused;
     for line in text.lines() {
-        let read = log_line(line);
+        let read = parse_log_line(line);
         assert!(line.contains(read.text) && line.contains(read.source));
         let named = match read.event {
             LogEvent::ServerReady(pid)
@@ -164,7 +168,7 @@ fn read_log(bytes: &[u8]) -> ReadResult {
         // The line that the daemon prints for these values.
         let again = format!("[2026-11-21 10:38:36.269 {} {}] {}", read.source, read.pid.unwrap_or(0), read.text);
         if !read.source.is_empty() && read.pid.is_some() {
-            assert_eq!(log_line(&again), read, "{again:?}");
+            assert_eq!(parse_log_line(&again), read, "{again:?}");
         }
         if read.event != LogEvent::Other {
             seen = ReadResult::Read;
@@ -190,12 +194,12 @@ pub(super) const DESIRED: Target = Target {
         "../x",
         "00ff",
     ],
-    samples: || vec![fixtures::sample(&agent::sample_turn().desired)],
+    samples: || vec![fixtures::encode_sample(&agent::sample_actions().desired)],
     inputs: 12_000,
-    run: desired,
+    run: read_desired,
 };
 
-fn desired(bytes: &[u8]) -> ReadResult {
+fn read_desired(bytes: &[u8]) -> ReadResult {
     match Desired::parse(bytes) {
         Err(error) => {
             assert_printable(&error.to_string());
@@ -236,10 +240,10 @@ pub(super) const HOST_MESSAGE: Target = Target {
         "message",
     ],
     samples: || {
-        let status = fixtures::status(&agent::sample_turn().desired);
+        let status = fixtures::host_status(&agent::sample_actions().desired);
         let requests = [
             Request::Await { allocation: "00ff".into(), timeout_ms: 25_000 },
-            Request::Terminate { device: fixtures::uuid(0), pid: 579 },
+            Request::Terminate { device: fixtures::gpu_uuid(0), pid: 579 },
             Request::Status,
         ];
         let replies = [
@@ -248,7 +252,7 @@ pub(super) const HOST_MESSAGE: Target = Target {
             HostReply::Error { message: "why".into() },
             HostReply::Status(status),
         ];
-        requests.iter().map(fixtures::sample).chain(replies.iter().map(fixtures::sample)).collect()
+        requests.iter().map(fixtures::encode_sample).chain(replies.iter().map(fixtures::encode_sample)).collect()
     },
     inputs: 6_000,
     run: |bytes| match (check_round_trip::<Request>(bytes), check_round_trip::<HostReply>(bytes)) {

@@ -60,10 +60,10 @@ pub(super) const POLICY: Target = Target {
         let Ok(policy) = serde_json::from_slice::<DeserializeGuard<SharingPolicy>>(bytes) else {
             return ReadResult::Refused;
         };
-        let mut observed = read(&fixtures::cluster()).unwrap_or_default();
+        let mut observed = read_cluster(&fixtures::cluster()).unwrap_or_default();
         observed.policies.clear();
         observed.add_policy(&policy);
-        let run = planned(&observed);
+        let run = plan_cluster(&observed);
         for report in run.plan.policies.values() {
             match &report.invalid {
                 Some(Invalid::Malformed(error)) => assert!(!error.is_empty()),
@@ -99,7 +99,7 @@ struct Cluster {
 }
 
 impl Cluster {
-    fn observed(mut self) -> Observed {
+    fn into_observed(mut self) -> Observed {
         let mut observed = Observed::default();
         self.nodes.iter().for_each(|node| observed.add_node(node));
         self.agents.iter().for_each(|pod| observed.add_agent(pod));
@@ -112,13 +112,13 @@ impl Cluster {
 }
 
 /// Reads the objects as the operator does.
-pub(super) fn read(cluster: &Value) -> Option<Observed> {
-    Cluster::deserialize(cluster).ok().map(Cluster::observed)
+pub(super) fn read_cluster(cluster: &Value) -> Option<Observed> {
+    Cluster::deserialize(cluster).ok().map(Cluster::into_observed)
 }
 
 /// Runs the operator's planning. Checks that the plan breaks no rule, and that the written objects
 /// can be read again.
-pub(super) fn planned(observed: &Observed) -> dry::DryRun {
+pub(super) fn plan_cluster(observed: &Observed) -> dry::DryRun {
     let mut plan = plan::plan(observed);
     let outcome: Outcome = demand::overlay(&mut plan, observed, &mut History::default(), std::time::Duration::ZERO);
     let wrong: Vec<String> = outcome.violations.iter().map(ToString::to_string).collect();
@@ -170,15 +170,15 @@ pub(super) const CLUSTER: Target = Target {
     samples: || vec![fixtures::to_json(&fixtures::cluster())],
     inputs: 300,
     run: |bytes| {
-        let Some(observed) = serde_json::from_slice(bytes).ok().and_then(|cluster| read(&cluster)) else {
+        let Some(observed) = serde_json::from_slice(bytes).ok().and_then(|cluster| read_cluster(&cluster)) else {
             return ReadResult::Refused;
         };
-        planned(&observed);
+        plan_cluster(&observed);
         ReadResult::Read
     },
 };
 
-pub(super) const REVIEW: Target = Target {
+pub(super) const ADMISSION_REVIEW: Target = Target {
     name: "review",
     what: "AdmissionReviews of pods, at the operator's webhook",
     shape: Shape::Json,
@@ -259,11 +259,11 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::targets::agent::{sample_spec, sample_turn};
+    use crate::targets::agent::{sample_actions, sample_spec};
 
     #[test]
     fn the_sample_cluster_has_every_sharing_mode() {
-        let run = planned(&read(&fixtures::cluster()).unwrap());
+        let run = plan_cluster(&read_cluster(&fixtures::cluster()).unwrap());
         assert!(run.plan.policies.values().all(|report| report.invalid.is_none() && report.unreported.is_empty()));
         assert_eq!(run.changes.len(), 2);
         let placed = run.outcome.planned.map_or(0, |planned| planned.plan.placements.len());
@@ -271,9 +271,9 @@ mod tests {
         let partitions: Vec<_> = sample_spec().gpus.into_iter().map(|gpu| gpu.partition).collect();
         assert!(partitions.iter().any(|one| one.mps.is_some()) && partitions.iter().any(|one| one.mig.is_some()));
         assert!(partitions.iter().any(|one| one.time_slicing.is_some()));
-        let turn = sample_turn();
-        assert!(turn.desired.daemons.len() >= 2 && turn.desired.allocations.len() == 1, "{:?}", turn.desired);
-        let modes: BTreeSet<&str> = turn.checkpoint.layouts.values().map(|layout| layout.mode.as_str()).collect();
+        let actions = sample_actions();
+        assert!(actions.desired.daemons.len() >= 2 && actions.desired.allocations.len() == 1, "{:?}", actions.desired);
+        let modes: BTreeSet<&str> = actions.checkpoint.layouts.values().map(|layout| layout.mode.as_str()).collect();
         assert!(modes.len() >= 3, "{modes:?}");
     }
 }

@@ -44,7 +44,7 @@ pub(super) const SNAPSHOT: Target = Target {
     ],
     samples: || {
         let gpu = |index: u32, more: serde_json::Value| {
-            let mut gpu = json!({"uuid": fixtures::uuid(index), "index": index, "model": fixtures::GPU_MODEL, "memory": "81079Mi", "mode": "Auto"});
+            let mut gpu = json!({"uuid": fixtures::gpu_uuid(index), "index": index, "model": fixtures::GPU_MODEL, "memory": "81079Mi", "mode": "Auto"});
             if let (Some(fields), Some(more)) = (gpu.as_object_mut(), more.as_object()) {
                 fields.extend(more.clone());
             }
@@ -89,7 +89,7 @@ pub(super) const SNAPSHOT: Target = Target {
         let planned = plan(&snapshot, &policy);
         let wrong: Vec<String> = check(&snapshot, &planned.plan).iter().map(ToString::to_string).collect();
         assert!(wrong.is_empty(), "{policy:?}: {wrong:?}");
-        assert_eq!(plan(&snapshot, &policy).plan, planned.plan, "a second run gives another plan");
+        assert_eq!(plan(&snapshot, &policy).plan, planned.plan, "a second run returned a different plan");
         for pod in &planned.report.pods {
             assert!(!pod.reason.is_empty(), "{}", pod.pod);
         }

@@ -1,5 +1,5 @@
 //! Short texts with a grammar: annotations, quantities, names.
-use cleave_agent::gpu::layout::{device_id, parse_id};
+use cleave_agent::gpu::layout::{parse_slice_id, slice_id};
 use cleave_api::cordon::{Cleared, Cordons, check_reason};
 use cleave_api::placement::Placement;
 use cleave_kubelet::{DeviceId, ResourceName};
@@ -137,9 +137,9 @@ pub(super) const NAMES: Target = Target {
             Ok(id) => assert_eq!(id.as_str(), text),
             Err(error) => assert_printable(&error.to_string()),
         }
-        let id = parse_id(&text);
+        let id = parse_slice_id(&text);
         if let Some((device, number)) = id {
-            assert_eq!(device_id(device, number), text, "a slice has two ids");
+            assert_eq!(slice_id(device, number), text, "a slice has two ids");
         }
         if name.is_ok() || id.is_some() { ReadResult::Read } else { ReadResult::Refused }
     },

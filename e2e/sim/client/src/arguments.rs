@@ -18,14 +18,14 @@ actions of its flags, in this order: --read-line, --allocate, --fault or --busy,
 
 A CUDA error prints {"error":700,"name":"CUDA_ERROR_ILLEGAL_ADDRESS"}. The exit status is the code modulo 256 (700 is 188,
 806 is 38, 808 is 40, 810 is 42), or 1 if that is 0. By default a signal kills the program at once, and its MPS server
-finds that the client disconnected without a goodbye.
+detects that the client disconnected without closing its contexts.
 
 Its GPUs are those of NVIDIA_VISIBLE_DEVICES. If that is unset or `void`, they are those whose /dev/nvidia<n> exists. If
 none exists, they are all GPUs if CUDA_VISIBLE_DEVICES is set, else none. CUDA_VISIBLE_DEVICES selects among them, and
 the program uses the first."#;
 
-/// The command line.
-// The flags are independent of each other.
+/// The command line of the program.
+// The flags are independent of each other, so an enum cannot replace them.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Parser)]
 #[command(version, about = "A simulated CUDA program for the simulated GPUs and MPS", long_about = ABOUT)]
@@ -38,7 +38,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MIB", value_delimiter = ',')]
     pub(crate) allocate: Vec<u64>,
 
-    /// Length of the kernels of --busy and --fault. Without it they only wait
+    /// Length of the kernels of --busy and --fault. Without this option, --busy and --fault only
+    /// wait
     #[arg(long, value_name = "MS")]
     pub(crate) kernel_ms: Option<f64>,
 
@@ -72,11 +73,11 @@ pub(crate) struct Arguments {
     #[arg(long)]
     pub(crate) handle_sigterm: bool,
 
-    /// Number of contexts to create. The first is used
+    /// Number of contexts to create. The program uses the first one
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) contexts: usize,
 
-    /// Number of identical processes. The exit status is the first that is not 0
+    /// Number of identical processes. The exit status is the first one that is not 0
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) processes: usize,
 

@@ -25,11 +25,11 @@ pub(crate) enum Context {
     /// A context that an MPS server serves.
     Mps(MpsContext),
     /// A context that shares the whole GPU with other processes by time-slicing.
-    Plain(Plain),
+    Plain(PlainContext),
 }
 
 /// A context without MPS.
-pub(crate) struct Plain {
+pub(crate) struct PlainContext {
     machine: Machine,
     context: sim_machine::Context,
     device: Device,
@@ -46,8 +46,8 @@ impl Cuda {
         let machine = Machine::open_default().ok();
         let mps = Mps::attach(control)?;
         let devices = match (&mps, &machine) {
-            (Some(mps), machine) => given.visible_of(mps.devices(), machine.as_ref()),
-            (None, Some(machine)) => machine.snapshot().map(|state| given.visible(&state)).unwrap_or_default(),
+            (Some(mps), machine) => given.visible_server_devices(mps.devices(), machine.as_ref()),
+            (None, Some(machine)) => machine.snapshot().map(|state| given.visible_devices(&state)).unwrap_or_default(),
             (None, None) => Vec::new(),
         };
         if devices.is_empty() { Err(NO_DEVICE) } else { Ok(Self { machine, mps, devices }) }
@@ -57,22 +57,22 @@ impl Cuda {
     ///
     /// # Errors
     /// The `CUresult` of the failure.
-    pub(crate) fn context(&self) -> Result<Context, i32> {
+    pub(crate) fn create_context(&self) -> Result<Context, i32> {
         if let Some(mps) = &self.mps {
-            return mps.context(&Environment::own(), &self.devices, 0).map(Context::Mps);
+            return mps.create_context(&Environment::of_this_process(), &self.devices, 0).map(Context::Mps);
         }
         let machine = self.machine.clone().ok_or(NO_DEVICE)?;
         let device = self.devices.first().ok_or(NO_DEVICE)?.clone();
         let overhead = context_overhead(device.sms);
         let context = machine.open_context(&device.uuid, ContextKind::Compute, overhead);
         let context = context.map_err(|error| error.cuda_code())?;
-        Ok(Context::Plain(Plain { machine, context, device, error: AtomicI32::new(0) }))
+        Ok(Context::Plain(PlainContext { machine, context, device, error: AtomicI32::new(0) }))
     }
 }
 
 impl Context {
     /// Returns whether MPS serves the context.
-    pub(crate) fn via_mps(&self) -> bool {
+    pub(crate) fn uses_mps(&self) -> bool {
         matches!(self, Self::Mps(_))
     }
 
@@ -93,9 +93,9 @@ impl Context {
     }
 
     /// Returns the memory limit of the context, in bytes.
-    pub(crate) fn limit(&self) -> Option<u64> {
+    pub(crate) fn memory_limit(&self) -> Option<u64> {
         match self {
-            Self::Mps(context) => context.limit(),
+            Self::Mps(context) => context.memory_limit(),
             Self::Plain(_) => None,
         }
     }
@@ -105,7 +105,7 @@ impl Context {
         match self {
             Self::Mps(context) => context.free_memory(),
             Self::Plain(plain) => {
-                plain.working()?;
+                plain.check_error()?;
                 plain.context.memory().map(|memory| memory.free).map_err(|error| error.cuda_code())
             }
         }
@@ -116,7 +116,7 @@ impl Context {
         match self {
             Self::Mps(context) => context.allocate(bytes),
             Self::Plain(plain) => {
-                plain.working()?;
+                plain.check_error()?;
                 plain.context.allocate(bytes).map_err(|error| error.cuda_code())
             }
         }
@@ -126,7 +126,7 @@ impl Context {
     pub(crate) fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.launch(kernel_ms),
-            Self::Plain(plain) => plain.working(),
+            Self::Plain(plain) => plain.check_error(),
         }
     }
 
@@ -134,7 +134,7 @@ impl Context {
     pub(crate) fn synchronize(&self) -> Result<(), i32> {
         match self {
             Self::Mps(context) => context.synchronize(),
-            Self::Plain(plain) => plain.working(),
+            Self::Plain(plain) => plain.check_error(),
         }
     }
 
@@ -150,22 +150,22 @@ impl Context {
     pub(crate) fn error(&self) -> Option<i32> {
         match self {
             Self::Mps(context) => context.error(),
-            Self::Plain(plain) => plain.working().err(),
+            Self::Plain(plain) => plain.check_error().err(),
         }
     }
 }
 
-impl Plain {
+impl PlainContext {
     /// Fails with the `CUresult` of the error that broke the context.
-    fn working(&self) -> Result<(), i32> {
+    fn check_error(&self) -> Result<(), i32> {
         match self.error.load(Ordering::Relaxed) {
-            0 => self.context.check().map_err(|error| error.cuda_code()),
+            0 => self.context.check_exists().map_err(|error| error.cuda_code()),
             code => Err(code),
         }
     }
 
     fn access_illegally(&self) -> Result<(), i32> {
-        self.working()?;
+        self.check_error()?;
         self.error.store(CUDA_ERROR_ILLEGAL_ADDRESS, Ordering::Relaxed);
         let updated = self.machine.update(|state| {
             let place = state.device(&self.device.uuid);

@@ -36,7 +36,7 @@ impl DeviceSelection {
         let dev = text(DEV_ENV).unwrap_or_else(|| "/dev".to_owned());
         Self {
             container: text("NVIDIA_VISIBLE_DEVICES"),
-            nodes: nodes(Path::new(&dev)),
+            nodes: device_node_numbers(Path::new(&dev)),
             program: text("CUDA_VISIBLE_DEVICES"),
         }
     }
@@ -55,7 +55,7 @@ impl DeviceSelection {
     }
 
     /// Returns the devices that a program of this machine sees, in the order of its ordinals.
-    pub(crate) fn visible(&self, state: &State) -> Vec<Device> {
+    pub(crate) fn visible_devices(&self, state: &State) -> Vec<Device> {
         let given = match self.container() {
             Container::All => state.visible_devices(None),
             Container::List(list) => state.visible_devices(Some(list)),
@@ -75,27 +75,27 @@ impl DeviceSelection {
             sms: device.sms(),
             memory: device.cuda_memory(),
         });
-        self.wanted(given.collect())
+        self.selected_devices(given.collect())
     }
 
     /// Returns the devices of an MPS server that the program sees. `machine` is `None` in a
     /// container without access to the machine's state. In that case, only the environment
     /// restricts the devices.
-    pub(crate) fn visible_of(&self, offers: &[Device], machine: Option<&Machine>) -> Vec<Device> {
+    pub(crate) fn visible_server_devices(&self, offers: &[Device], machine: Option<&Machine>) -> Vec<Device> {
         let state = machine.and_then(|machine| machine.snapshot().ok());
         match (state, self.container()) {
             (Some(state), _) => {
-                let visible = self.visible(&state);
+                let visible = self.visible_devices(&state);
                 offers.iter().filter(|offer| visible.iter().any(|device| device.uuid == offer.uuid)).cloned().collect()
             }
             (None, Container::Nothing) => Vec::new(),
-            (None, Container::All | Container::Nodes(_)) => self.wanted(offers.to_vec()),
-            (None, Container::List(list)) => self.wanted(select(offers, list)),
+            (None, Container::All | Container::Nodes(_)) => self.selected_devices(offers.to_vec()),
+            (None, Container::List(list)) => self.selected_devices(select(offers, list)),
         }
     }
 
     /// Returns the devices that the program's own environment selects.
-    fn wanted(&self, given: Vec<Device>) -> Vec<Device> {
+    fn selected_devices(&self, given: Vec<Device>) -> Vec<Device> {
         match self.program.as_deref() {
             Some(list) => select(&given, list),
             None => given,
@@ -115,7 +115,7 @@ fn select(devices: &[Device], list: &str) -> Vec<Device> {
 }
 
 /// Returns the numbers of the GPUs' device nodes in a directory.
-fn nodes(dev: &Path) -> Vec<u32> {
+fn device_node_numbers(dev: &Path) -> Vec<u32> {
     let entries = fs::read_dir(dev).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.strip_prefix("nvidia")?.parse().ok()).collect()
 }
@@ -134,7 +134,7 @@ mod tests {
     fn indices(given: &DeviceSelection) -> Vec<u32> {
         let state = state();
         let index = |device: &Device| state.gpus.iter().find(|gpu| gpu.uuid == device.uuid).unwrap().index;
-        given.visible(&state).iter().map(index).collect()
+        given.visible_devices(&state).iter().map(index).collect()
     }
 
     fn device_selection(container: Option<&str>, nodes: &[u32], program: Option<&str>) -> DeviceSelection {
@@ -173,9 +173,9 @@ mod tests {
         let offers = state.gpus.iter().map(|gpu| Device { uuid: gpu.uuid.clone(), sms: 132, memory: 0 });
         let offers: Vec<Device> = offers.take(1).collect();
         let first = offers[0].uuid.clone();
-        assert_eq!(device_selection(Some(&first), &[], None).visible_of(&offers, None), offers);
-        assert_eq!(device_selection(Some("GPU-other"), &[], None).visible_of(&offers, None), []);
-        assert_eq!(device_selection(None, &[], None).visible_of(&offers, None), []);
-        assert_eq!(device_selection(Some("void"), &[0], None).visible_of(&offers, None), offers);
+        assert_eq!(device_selection(Some(&first), &[], None).visible_server_devices(&offers, None), offers);
+        assert_eq!(device_selection(Some("GPU-other"), &[], None).visible_server_devices(&offers, None), []);
+        assert_eq!(device_selection(None, &[], None).visible_server_devices(&offers, None), []);
+        assert_eq!(device_selection(Some("void"), &[0], None).visible_server_devices(&offers, None), offers);
     }
 }

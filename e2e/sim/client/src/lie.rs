@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::Shutdown;
 use serde_json::json;
-use sim_mps::handshake::{self, CREDENTIALS, Entrance, KIND_ADMINISTRATOR, KIND_CLIENT, Subject};
+use sim_mps::handshake::{self, CREDENTIALS, ClientSockets, KIND_ADMINISTRATOR, KIND_CLIENT, Subject};
 use sim_mps::seqpacket::{Connection, Credentials};
 
 use crate::output::print;
@@ -49,11 +49,11 @@ pub(crate) enum HandshakeViolation {
     Mute(usize),
     /// Shuts a socket down after this many steps of the handshake with the server. 0 is before the
     /// client receives anything, 1 after it has received the descriptors. 2 to 4 are after one to
-    /// three words. 5 is after the answer but before the last word to the daemon.
+    /// three words. 5 is after the answer but before the last packet to the daemon.
     Shutdown(SocketPart, u32),
-    /// Sends no last word to the daemon.
+    /// Does not send the last packet of the handshake to the daemon.
     NoLastWord,
-    /// Sends this last word to the daemon.
+    /// Sends this value as the last packet of the handshake to the daemon.
     LastWord(u32),
     /// Completes this many handshakes and keeps the connections open without using them.
     Enter(usize),
@@ -135,19 +135,19 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
     | HandshakeViolation::NoLastWord
     | HandshakeViolation::LastWord(_) = lie
     {
-        let Ok(entrance) = handshake::connect_to_server(control) else {
+        let Ok(sockets) = handshake::connect_to_server(control) else {
             report("closed", 0);
             return Ok(());
         };
-        let open = violate_with_server(entrance, lie)?;
-        let waited = open.first().map_or(Ok((true, 0)), |connection| drain(connection, deadline))?;
+        let open = violate_with_server(sockets, lie)?;
+        let waited = open.first().map_or(Ok((true, 0)), |connection| read_until_closed(connection, deadline))?;
         report(if waited.0 { "closed" } else { "open" }, waited.1);
         return Ok(());
     }
     if let HandshakeViolation::Enter(count) = lie {
-        let enter = || handshake::connect_to_server(control).and_then(|entrance| entrance.enter(Subject::Process));
+        let enter = || handshake::connect_to_server(control).and_then(|sockets| sockets.enter(Subject::Process));
         let open: Vec<_> = (0..count).map_while(|_| enter().ok()).collect();
-        let closed = open.first().map_or(Ok((true, 0)), |(_, server)| drain(server, deadline))?.0;
+        let closed = open.first().map_or(Ok((true, 0)), |(_, server)| read_until_closed(server, deadline))?.0;
         report(if closed { "closed" } else { "open" }, open.len());
         return Ok(());
     }
@@ -166,7 +166,7 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
                     }
                     outcome = if connection.is_closed() { outcome } else { "open" };
                 } else {
-                    let (closed, read) = drain(connection, deadline)?;
+                    let (closed, read) = read_until_closed(connection, deadline)?;
                     packets += read;
                     outcome = if closed { outcome } else { "open" };
                 }
@@ -179,16 +179,16 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
 
 /// Violates the handshake with the server. Returns the connections to keep open, the daemon's
 /// first.
-fn violate_with_server(entrance: Entrance, lie: HandshakeViolation) -> io::Result<Vec<Connection>> {
+fn violate_with_server(sockets: ClientSockets, lie: HandshakeViolation) -> io::Result<Vec<Connection>> {
     if let HandshakeViolation::Shutdown(half, 0) = lie {
-        shut_down(half, &entrance, None)?;
-        let Entrance { daemon, server } = entrance;
+        shut_down(half, &sockets, None)?;
+        let ClientSockets { daemon, server } = sockets;
         return Ok(vec![daemon, server]);
     }
     // The descriptors stay open until the violation ends.
-    let channel = entrance.channel().map_err(|_| io::ErrorKind::ConnectionReset)?;
-    let Entrance { daemon, server } = &entrance;
-    let [first, second] = Subject::Process.words();
+    let channel = sockets.receive_channel().map_err(|_| io::ErrorKind::ConnectionReset)?;
+    let ClientSockets { daemon, server } = &sockets;
+    let [first, second] = Subject::Process.introduction_words();
     let say = |words: usize| -> io::Result<()> {
         for word in 0..words.min(3) {
             match word {
@@ -210,7 +210,7 @@ fn violate_with_server(entrance: Entrance, lie: HandshakeViolation) -> io::Resul
             if step == 5 {
                 server.recv(64)?;
             }
-            shut_down(half, &entrance, Some(&channel))?;
+            shut_down(half, &sockets, Some(&channel))?;
         }
         HandshakeViolation::LastWord(word) => {
             say(3)?;
@@ -222,17 +222,17 @@ fn violate_with_server(entrance: Entrance, lie: HandshakeViolation) -> io::Resul
             server.recv(64)?;
         }
     }
-    let Entrance { daemon, server } = entrance;
+    let ClientSockets { daemon, server } = sockets;
     Ok(vec![daemon, server, channel])
 }
 
-fn shut_down(half: SocketPart, entrance: &Entrance, channel: Option<&Connection>) -> io::Result<()> {
+fn shut_down(half: SocketPart, sockets: &ClientSockets, channel: Option<&Connection>) -> io::Result<()> {
     let (socket, how) = match half {
-        SocketPart::Both => (&entrance.server, Shutdown::Both),
-        SocketPart::Reading => (&entrance.server, Shutdown::Read),
-        SocketPart::Writing => (&entrance.server, Shutdown::Write),
-        SocketPart::Daemon => (&entrance.daemon, Shutdown::Both),
-        SocketPart::Channel => (channel.unwrap_or(&entrance.server), Shutdown::Both),
+        SocketPart::Both => (&sockets.server, Shutdown::Both),
+        SocketPart::Reading => (&sockets.server, Shutdown::Read),
+        SocketPart::Writing => (&sockets.server, Shutdown::Write),
+        SocketPart::Daemon => (&sockets.daemon, Shutdown::Both),
+        SocketPart::Channel => (channel.unwrap_or(&sockets.server), Shutdown::Both),
     };
     Ok(rustix::net::shutdown(socket, how)?)
 }
@@ -294,7 +294,7 @@ fn violate(connection: &Connection, lie: HandshakeViolation) -> io::Result<()> {
 
 /// Reads until the peer closes or until `deadline`. Returns whether the peer closed, and the number
 /// of packets.
-fn drain(connection: &Connection, deadline: Instant) -> io::Result<(bool, usize)> {
+fn read_until_closed(connection: &Connection, deadline: Instant) -> io::Result<(bool, usize)> {
     let mut packets = 0;
     loop {
         match connection.recv_until(4096, deadline) {
@@ -311,7 +311,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lies_are_parsed_by_name() {
+    fn violations_are_parsed_by_name() {
         assert_eq!("stall=9".parse(), Ok(HandshakeViolation::Stall(9)));
         assert_eq!("kind=7".parse(), Ok(HandshakeViolation::Kind(7)));
         assert_eq!("huge".parse(), Ok(HandshakeViolation::Huge));

@@ -58,13 +58,13 @@ fn main() -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     if arguments.processes > 1 && std::env::var_os(CHILD_ENV).is_none() {
-        return processes(arguments.processes, &terminated);
+        return run_processes(arguments.processes, &terminated);
     }
     Ok(ExitCode::from(work::run(&arguments, &terminated)))
 }
 
 /// Runs this program in `count` parallel processes.
-fn processes(count: usize, terminated: &AtomicBool) -> anyhow::Result<ExitCode> {
+fn run_processes(count: usize, terminated: &AtomicBool) -> anyhow::Result<ExitCode> {
     let own = std::env::current_exe()?;
     let mut children = (0..count)
         .map(|_| Command::new(&own).args(std::env::args_os().skip(1)).env(CHILD_ENV, "1").spawn())
@@ -75,7 +75,7 @@ fn processes(count: usize, terminated: &AtomicBool) -> anyhow::Result<ExitCode> 
     while !children.is_empty() {
         if terminated.load(Ordering::Relaxed) && !std::mem::replace(&mut signalled, true) {
             for child in &children {
-                // Errors are ignored: the process may have exited.
+                // Ignore errors: the process may have exited.
                 let _ =
                     Pid::from_raw(child.id().try_into()?).map(|pid| rustix::process::kill_process(pid, Signal::TERM));
             }

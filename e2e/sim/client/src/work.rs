@@ -19,7 +19,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(10);
 const FAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a program stopped.
-enum Stop {
+enum StopReason {
     /// A CUDA call failed with this `CUresult`.
     Error(i32),
     /// The program received a signal that it handles.
@@ -29,19 +29,20 @@ enum Stop {
 /// Runs the program and returns its exit status.
 pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
     let control = sim_mps::tool::pipe_directory().join("control");
-    // Must live as long as the contexts: the server identifies the process by it.
+    // Keep this value until the contexts are dropped: the server identifies the process by its
+    // connection.
     let cuda = Cuda::init(&control, &DeviceSelection::from_environment());
     let contexts = match &cuda {
-        Ok(cuda) => (0..arguments.contexts).map(|_| cuda.context()).collect::<Result<Vec<_>, _>>(),
+        Ok(cuda) => (0..arguments.contexts).map(|_| cuda.create_context()).collect::<Result<Vec<_>, _>>(),
         Err(code) => Err(*code),
     };
     let outcome = match &contexts {
         Ok(contexts) => Program { arguments, contexts, terminated }.run(),
-        Err(code) => Err(Stop::Error(*code)),
+        Err(code) => Err(StopReason::Error(*code)),
     };
     let status = match outcome {
-        Ok(()) | Err(Stop::Signal) => 0,
-        Err(Stop::Error(code)) => {
+        Ok(()) | Err(StopReason::Signal) => 0,
+        Err(StopReason::Error(code)) => {
             print(&json!({ "error": code, "name": cuda::error_name(code) }));
             if let Some(span) = arguments.linger {
                 let since = Instant::now();
@@ -71,29 +72,29 @@ struct Program<'a> {
 
 impl Program<'_> {
     /// Prints the GPU's properties, and performs the requested work.
-    fn run(&self) -> Result<(), Stop> {
-        let first = self.first()?;
+    fn run(&self) -> Result<(), StopReason> {
+        let first = self.first_context()?;
         let mib = |bytes: u64| bytes >> 20;
         print(&json!({
             "sms": first.sms(),
-            "freeMiB": mib(first.free_memory().map_err(Stop::Error)?),
+            "freeMiB": mib(first.free_memory().map_err(StopReason::Error)?),
             "totalMiB": mib(first.device().memory),
-            "viaMps": first.via_mps(),
+            "viaMps": first.uses_mps(),
             "uuid": first.device().uuid,
             "pid": std::process::id(),
-            "limitMiB": first.limit().map(mib),
+            "limitMiB": first.memory_limit().map(mib),
         }));
         if self.arguments.read_line {
             // The end of input counts as a line.
             let _ = io::stdin().lock().read_line(&mut String::new());
         }
         for mib in &self.arguments.allocate {
-            first.allocate(mib << 20).map_err(Stop::Error)?;
-            print(&json!({ "allocatedMiB": mib, "freeMiB": first.free_memory().map_err(Stop::Error)? >> 20 }));
+            first.allocate(mib << 20).map_err(StopReason::Error)?;
+            print(&json!({ "allocatedMiB": mib, "freeMiB": first.free_memory().map_err(StopReason::Error)? >> 20 }));
         }
         if let Some(after) = self.arguments.fault {
             self.run_kernels(Some(Span::For(after.0)))?;
-            first.access_illegally().map_err(Stop::Error)?;
+            first.access_illegally().map_err(StopReason::Error)?;
             return self.wait(Span::For(FAULT_TIMEOUT));
         }
         let busy = if self.arguments.busy_forever { Some(Span::Forever) } else { self.arguments.busy };
@@ -101,41 +102,41 @@ impl Program<'_> {
         self.arguments.hold.map_or(Ok(()), |span| self.wait(span))
     }
 
-    fn first(&self) -> Result<&Context, Stop> {
-        self.contexts.first().ok_or(Stop::Error(cuda_invalid_context()))
+    fn first_context(&self) -> Result<&Context, StopReason> {
+        self.contexts.first().ok_or(StopReason::Error(invalid_context_error()))
     }
 
-    /// Runs kernels one after the other during `span`. Without a kernel length it only waits.
-    fn run_kernels(&self, span: Option<Span>) -> Result<(), Stop> {
+    /// Runs kernels one after the other during `span`. Without a kernel length, waits instead.
+    fn run_kernels(&self, span: Option<Span>) -> Result<(), StopReason> {
         let Some(span) = span else { return Ok(()) };
         let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait(span) };
-        let context = self.first()?;
+        let context = self.first_context()?;
         let since = Instant::now();
-        context.launch(kernel_ms).map_err(Stop::Error)?;
+        context.launch(kernel_ms).map_err(StopReason::Error)?;
         print(&json!({ "launched": true, "kernelMs": kernel_ms }));
         let waited = self.wait(span);
-        if let Err(Stop::Error(code)) = waited {
-            return Err(Stop::Error(code));
+        if let Err(StopReason::Error(code)) = waited {
+            return Err(StopReason::Error(code));
         }
         // Wait until the kernel in flight has finished.
         let kernel = Duration::try_from_secs_f64(kernel_ms / 1000.0).unwrap_or_default();
         let begun = since.elapsed().as_secs_f64() / kernel.as_secs_f64();
         let left = if begun.is_finite() { kernel.mul_f64(begun.ceil() - begun) } else { Duration::ZERO };
         thread::sleep(left);
-        context.synchronize().map_err(Stop::Error)?;
+        context.synchronize().map_err(StopReason::Error)?;
         print(&json!({ "kernelMs": kernel_ms, "iterations": if begun.is_finite() { begun.ceil() } else { 0.0 } }));
         waited
     }
 
     /// Waits during `span`, unless an error or a handled signal arrives first.
-    fn wait(&self, span: Span) -> Result<(), Stop> {
+    fn wait(&self, span: Span) -> Result<(), StopReason> {
         let since = Instant::now();
         loop {
             if let Some(code) = self.contexts.iter().find_map(Context::error) {
-                return Err(Stop::Error(code));
+                return Err(StopReason::Error(code));
             }
             if self.terminated.load(Ordering::Relaxed) {
-                return Err(Stop::Signal);
+                return Err(StopReason::Signal);
             }
             if span.is_over(since) {
                 return Ok(());
@@ -146,7 +147,7 @@ impl Program<'_> {
 }
 
 /// Returns the `CUresult` of a program that has created no context.
-fn cuda_invalid_context() -> i32 {
+fn invalid_context_error() -> i32 {
     201
 }
 

@@ -6,14 +6,14 @@ use std::fs;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 
-use node::{Client, Node, answer, as_user, is_root, wait_until};
+use node::{Client, Node, as_user, is_root, wait_for_answer, wait_until};
 use sim_mps::handshake;
 use sim_mps::seqpacket::Connection;
 
 const PRIVILEGE_ERROR: &str = "privilege";
 
 #[test]
-fn the_pipe_directory_has_the_files_of_the_real_one() {
+fn the_pipe_directory_has_the_same_files_as_with_the_real_mps() {
     let node = Node::with_daemon(&[]);
     let metadata = |name: &str| fs::metadata(node.socket(name)).unwrap();
     assert!(metadata("control").file_type().is_socket());
@@ -26,7 +26,7 @@ fn the_pipe_directory_has_the_files_of_the_real_one() {
 }
 
 #[test]
-fn control_allows_reading_but_no_changes() {
+fn the_control_socket_allows_reading_commands_but_no_changes() {
     let node = Node::with_daemon(&[]);
     let client = node.start_running_client(&["--hold", "forever"]);
     let server = node.wait_for_server();
@@ -49,7 +49,7 @@ fn control_allows_reading_but_no_changes() {
 }
 
 #[test]
-fn the_tool_uses_the_privileged_socket_if_accessible() {
+fn the_control_tool_uses_the_privileged_socket_if_accessible() {
     if !is_root() {
         return;
     }
@@ -71,7 +71,7 @@ fn a_program_can_be_an_administrator() {
 }
 
 #[test]
-fn a_hard_link_to_control_is_enough_and_can_be_renewed() {
+fn a_client_connects_through_a_hard_link_to_the_control_socket() {
     let mut node = Node::with_daemon(&[]);
     let view = node.path("view");
     fs::create_dir(&view).unwrap();
@@ -169,11 +169,11 @@ fn protocol_violations_are_rejected_and_affect_no_client() {
         ["kind=7", "stall=4", "short-kind", "huge", "garbage", "twice", "descriptors", "long-command", "last-word=807"]
     {
         for extra in [[].as_slice(), &["--socket", privileged.to_str().unwrap()]] {
-            let mut liar = node.start_client(&[["--lie", lie].as_slice(), extra].concat());
-            assert_eq!(liar.read_line()["outcome"], "closed", "{lie}");
+            let mut client = node.start_client(&[["--lie", lie].as_slice(), extra].concat());
+            assert_eq!(client.read_line()["outcome"], "closed", "{lie}");
         }
     }
-    assert_eq!(node.first_line(&[])["viaMps"], true);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     wait_until("only the first client remains", || node.client_list(node.wait_for_server()) == [running.pid()]);
 }
 
@@ -183,20 +183,20 @@ fn a_silent_peer_blocks_the_daemon_for_all() {
         let node = Node::with_daemon(&[]);
         node.wait_for_server();
         let served = node.log().matches("Accepting connection").count();
-        let liar = node.start_client(&["--lie", lie, "--hold", "forever"]);
+        let silent = node.start_client(&["--lie", lie, "--hold", "forever"]);
         wait_until("the silent peer is served", || node.log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
             // Wait until the server accepts the client: a client that is killed earlier blocks the
             // server.
-            let connected = format!("Client {{PID: {}, Context ID: 0}} connected", liar.pid());
+            let connected = format!("Client {{PID: {}, Context ID: 0}} connected", silent.pid());
             wait_until("the client is accepted", || node.log().contains(&connected));
         }
         let reply = node.send_command_in_background("get_server_list");
         let mut client = node.start_client(&[]);
         node.wait_for_side_effects();
         assert!(reply.try_recv().is_err() && client.has_no_output(), "{lie}");
-        liar.kill(rustix::process::Signal::KILL);
-        assert!(!answer(&reply).is_empty(), "{lie}");
+        silent.kill(rustix::process::Signal::KILL);
+        assert!(!wait_for_answer(&reply).is_empty(), "{lie}");
         assert_eq!(client.read_line()["viaMps"], true, "{lie}");
     }
 }
@@ -216,20 +216,20 @@ fn a_client_that_closes_before_its_introduction_blocks_the_server_forever() {
 }
 
 #[test]
-fn an_introduction_in_its_place_unblocks_the_server() {
+fn a_later_introduction_on_a_copy_of_the_socket_unblocks_the_server() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
-    let entrance = handshake::connect_to_server(&node.socket("control")).unwrap();
-    let copy = Connection::from_fd(entrance.server.as_fd().try_clone_to_owned().unwrap());
-    drop(entrance);
+    let sockets = handshake::connect_to_server(&node.socket("control")).unwrap();
+    let copy = Connection::from_fd(sockets.server.as_fd().try_clone_to_owned().unwrap());
+    drop(sockets);
     let reply = node.send_command_in_background(&format!("get_server_status {server}"));
-    let [first, second] = handshake::Subject::Process.words();
+    let [first, second] = handshake::Subject::Process.introduction_words();
     copy.send_credentials(handshake::CREDENTIALS, handshake::own_credentials()).unwrap();
     copy.send(&first).unwrap();
     copy.send(&second).unwrap();
-    assert_eq!(answer(&reply), "ACTIVE\n");
+    assert_eq!(wait_for_answer(&reply), "ACTIVE\n");
     assert_eq!(node.client_list(server), [std::process::id()]);
     copy.shutdown();
     wait_until("the client has exited", || node.client_list(server).is_empty());
-    assert_eq!(node.first_line(&[])["viaMps"], true);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
 }

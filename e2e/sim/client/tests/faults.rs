@@ -4,7 +4,7 @@ mod node;
 
 use std::process::Stdio;
 
-use node::{Client, Node, answer, wait_until};
+use node::{Client, Node, wait_for_answer, wait_until};
 use rustix::process::Signal;
 use sim_machine::{ComputeMode, Effect};
 use sim_mps::seqpacket::{Connection, Listener};
@@ -13,13 +13,13 @@ use sim_mps::seqpacket::{Connection, Listener};
 fn without_a_daemon_a_program_is_plain_cuda() {
     let mut node = Node::without_daemon();
     let plain = |node: &Node| {
-        let line = node.first_line(&[("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")]);
+        let line = node.run_and_read_line(&[("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")]);
         assert_eq!((line["viaMps"].as_bool(), line["sms"].as_i64()), (Some(false), Some(132)), "{line}");
         assert!(line["freeMiB"].as_i64() > Some(142_000));
     };
     plain(&node);
     node.start(&[]);
-    assert_eq!(node.first_line(&[])["viaMps"], true);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     node.kill_daemon();
     plain(&node);
     let listener = Listener::bind(&node.socket("control"), 0o666).unwrap();
@@ -32,10 +32,10 @@ fn exclusive_process_rejects_programs_without_mps() {
     let mut node = Node::without_daemon();
     node.set_compute_mode(ComputeMode::ExclusiveProcess);
     let nowhere = [("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")];
-    assert_eq!(node.first_line(&nowhere)["viaMps"], false);
+    assert_eq!(node.run_and_read_line(&nowhere)["viaMps"], false);
     node.start(&[]);
-    assert_eq!(node.first_line(&[])["viaMps"], true);
-    assert_eq!(node.first_line(&nowhere)["error"], 46);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
+    assert_eq!(node.run_and_read_line(&nowhere)["error"], 46);
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn a_server_does_not_start_on_a_gpu_in_use() {
     wait_until("the server has failed", || node.log().contains("exited with status 1"));
     assert_eq!(node.send_command("get_server_list"), "");
     plain.kill(Signal::KILL);
-    assert_eq!(node.first_line(&[])["viaMps"], true);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
 }
 
 #[test]
@@ -59,7 +59,7 @@ fn without_a_gpu_a_daemon_runs_but_no_server() {
     node.start(&[]);
     // After several failed server starts the daemon refuses the client, which then runs as plain
     // CUDA.
-    assert_eq!(node.first_line(&[])["viaMps"], false);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], false);
     assert!(node.log().contains("no CUDA-capable device is detected"));
     assert!(node.log().matches("Starting new server").count() > 5);
 }
@@ -70,7 +70,7 @@ fn a_program_without_a_gpu_finds_no_device() {
     let mut blind = node.client_command(&[]);
     blind.env("NVIDIA_VISIBLE_DEVICES", "none");
     let mut client = Client::spawn(blind);
-    assert_eq!(client.error(), 100);
+    assert_eq!(client.wait_for_error(), 100);
     assert_eq!(client.wait().code(), Some(100));
 }
 
@@ -80,10 +80,10 @@ fn a_killed_daemon_ends_its_server_and_clients_and_can_be_replaced() {
     let mut client = node.start_running_client(&["--hold", "forever"]);
     node.send_command("set_default_active_thread_percentage 50");
     node.kill_daemon();
-    assert_eq!(client.error(), 806);
+    assert_eq!(client.wait_for_error(), 806);
     assert_eq!(client.wait().code(), Some(806 - 3 * 256));
     node.start(&[]);
-    let line = node.first_line(&[]);
+    let line = node.run_and_read_line(&[]);
     assert_eq!((line["viaMps"].as_bool(), line["sms"].as_i64()), (Some(true), Some(132)));
 }
 
@@ -94,19 +94,19 @@ fn an_illegal_access_breaks_all_clients_and_blocks_new_ones_until_they_exit() {
     let mut other = node.start_running_client(&["--hold", "forever"]);
     let mut culprit = node.start_running_client(&["--fault=0.05", "--kernel-ms", "1"]);
     for client in [&mut culprit, &mut other, &mut slow] {
-        assert_eq!(client.error(), 700);
+        assert_eq!(client.wait_for_error(), 700);
     }
     assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
-    let server = node.server_in_fault();
+    let server = node.wait_for_fault();
     let mut late = node.start_client(&[]);
-    assert_eq!(late.error(), 807);
+    assert_eq!(late.wait_for_error(), 807);
     assert_eq!(late.wait().code(), Some(807 - 3 * 256));
     assert!(node.client_list(server).contains(&slow.pid()));
     slow.kill(Signal::TERM);
     wait_until("the server is ACTIVE again", || {
         node.send_command(&format!("get_server_status {server}")) == "ACTIVE\n"
     });
-    assert_eq!(node.first_line(&[])["viaMps"], true);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     let log = node.log();
     let blamed = format!("Client {{PID: {}, Context: 1}} encountered a fatal GPU error.", culprit.pid());
     assert!(log.contains(&blamed), "{log}");
@@ -122,14 +122,14 @@ fn a_busy_client_that_is_killed_breaks_its_neighbours() {
         let node = Node::with_daemon(&[]);
         let mut neighbour = node.start_running_client(&["--hold", "forever"]);
         node.start_busy_client("100").kill(signal);
-        assert_eq!(neighbour.error(), 700, "{signal:?}");
+        assert_eq!(neighbour.wait_for_error(), 700, "{signal:?}");
         neighbour.wait();
-        assert_eq!(node.first_line(&[])["viaMps"], true);
+        assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     }
 }
 
 #[test]
-fn short_kernels_break_no_client_and_longer_ones_one_in_twelve() {
+fn clients_killed_with_short_kernels_break_no_client_and_every_twelfth_with_longer_kernels_does() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
     let mut neighbour = node.start_running_client(&["--hold", "forever"]);
@@ -143,18 +143,18 @@ fn short_kernels_break_no_client_and_longer_ones_one_in_twelve() {
     (0..11).for_each(|_| die("10"));
     assert!(neighbour.has_no_output());
     die("10");
-    assert_eq!(neighbour.error(), 700);
+    assert_eq!(neighbour.wait_for_error(), 700);
 }
 
 #[test]
-fn a_client_that_dies_without_neighbours_breaks_a_later_client() {
+fn a_busy_client_killed_without_neighbours_breaks_a_later_client() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
     node.start_busy_client("1000").kill(Signal::KILL);
     wait_until("the server no longer lists the client", || node.client_list(server).is_empty());
     assert_eq!(node.send_command(&format!("get_server_status {server}")), "ACTIVE\n");
     let mut later = node.start_running_client(&["--kernel-ms", "1", "--busy", "forever"]);
-    assert_eq!(later.error(), 700);
+    assert_eq!(later.wait_for_error(), 700);
 }
 
 #[test]
@@ -164,7 +164,7 @@ fn a_terminated_or_orderly_client_breaks_no_neighbour() {
     let mut neighbour = node.start_running_client(&["--hold", "forever"]);
     let mut terminated = node.start_busy_client("1000");
     assert_eq!(node.send_command(&format!("terminate_client {server} {}", terminated.pid())), "0\n");
-    assert_eq!(terminated.error(), 810);
+    assert_eq!(terminated.wait_for_error(), 810);
     assert_eq!(terminated.wait().code(), Some(810 - 3 * 256));
     wait_until("the client has disconnected", || node.client_list(server) == [neighbour.pid()]);
     let lingering = node.start_busy_client_with("1000", &["--linger", "forever"]);
@@ -191,9 +191,9 @@ fn terminate_client_blocks_while_the_client_is_stopped() {
     node.wait_for_side_effects();
     assert!(terminated.try_recv().is_err() && listed.try_recv().is_err());
     stopped.signal(Signal::CONT);
-    assert_eq!(answer(&terminated), "0\n");
-    assert_eq!(answer(&listed), format!("{server}\n"));
-    assert_eq!(stopped.error(), 810);
+    assert_eq!(wait_for_answer(&terminated), "0\n");
+    assert_eq!(wait_for_answer(&listed), format!("{server}\n"));
+    assert_eq!(stopped.wait_for_error(), 810);
     assert!(neighbour.has_no_output());
 }
 
@@ -203,13 +203,13 @@ fn servers_are_shut_down_and_the_daemon_quits_cleanly() {
     let server = node.wait_for_server();
     let mut client = node.start_running_client(&["--hold", "forever"]);
     node.send_command(&format!("shutdown_server {server} -f"));
-    assert_eq!(client.error(), 806);
+    assert_eq!(client.wait_for_error(), 806);
     assert_eq!(node.send_command("get_server_list"), "");
     node.wait_for_server();
     let mut client = node.start_running_client(&["--hold", "forever"]);
     node.send_command("quit -t 0");
-    assert_eq!(node.daemon_ended().code(), Some(0));
-    assert_eq!(client.error(), 806);
+    assert_eq!(node.wait_for_daemon_exit().code(), Some(0));
+    assert_eq!(client.wait_for_error(), 806);
     assert!(!node.socket("control").exists());
     assert!(node.machine.processes().unwrap().is_empty());
 }
@@ -220,7 +220,7 @@ fn a_directory_has_one_daemon_even_in_the_background() {
     let started = |command: &mut std::process::Command| command.stdin(Stdio::null()).output().unwrap();
     let first = started(node.control_command().arg("-d"));
     assert!(first.status.success(), "{first:?}");
-    assert_eq!(node.first_line(&[])["viaMps"], true);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     let second = started(node.control_command().arg("-d"));
     assert!(!second.status.success());
     assert!(String::from_utf8_lossy(&second.stderr).contains("An instance of this daemon is already running"));
@@ -245,8 +245,8 @@ fn an_injected_hang_of_a_command_blocks_the_daemon() {
     node.wait_for_side_effects();
     assert!(hanging.try_recv().is_err() && other.try_recv().is_err());
     node.clear_faults();
-    assert_eq!(answer(&hanging), "");
-    assert_eq!(answer(&other), "100.0\n");
+    assert_eq!(wait_for_answer(&hanging), "");
+    assert_eq!(wait_for_answer(&other), "100.0\n");
 }
 
 #[test]
@@ -258,14 +258,14 @@ fn an_injected_fault_fails_the_daemons_start() {
         assert_eq!(status.code(), Some(3));
     }
     node.start(&[]);
-    assert_eq!(node.first_line(&[])["viaMps"], true);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
 }
 
 #[test]
 fn programs_understand_an_injected_handshake_of_another_driver() {
     let node = Node::with_daemon(&[]);
     node.inject_fault("mps:handshake", Effect::Code(1), None);
-    assert_eq!(node.first_line(&[])["viaMps"], true);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     assert_eq!(node.run_control(&["get_default_active_thread_percentage"], None), "100.0\n");
     let hello = Connection::connect(&node.socket("control")).unwrap().recv(64).unwrap().unwrap();
     assert_ne!(hello.data, sim_mps::handshake::HELLO);
@@ -278,12 +278,12 @@ fn a_socket_of_another_protocol_is_not_mps() {
     let listener = Listener::bind(&node.socket("control"), 0o666).unwrap();
     let talk = move || {
         while let Ok(connection) = listener.accept() {
-            // Errors are ignored: the first connection closes before it reads.
+            // Ignore errors: the first connection closes before it reads.
             let _ = connection.send(b"HTTP/1.1 200 OK");
         }
     };
     std::thread::spawn(talk);
-    assert_eq!(node.first_line(&[])["viaMps"], false);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], false);
 }
 
 #[test]
@@ -303,9 +303,9 @@ fn a_lost_gpu_ends_the_server_and_its_clients() {
     let node = Node::with_daemon(&[]);
     let mut client = node.start_running_client(&["--hold", "forever"]);
     node.lose_gpu();
-    assert_eq!(client.error(), 806);
+    assert_eq!(client.wait_for_error(), 806);
     wait_until("the server has exited", || node.send_command("get_server_list").is_empty());
-    assert_eq!(node.first_line(&[])["error"], 100);
+    assert_eq!(node.run_and_read_line(&[])["error"], 100);
 }
 
 #[test]
@@ -314,7 +314,7 @@ fn the_server_can_be_killed_repeatedly() {
     for _ in 0..3 {
         let mut client = node.start_running_client(&["--hold", "forever"]);
         node::kill(node.wait_for_server(), Signal::KILL);
-        assert_eq!(client.error(), 806);
+        assert_eq!(client.wait_for_error(), 806);
     }
     assert!(node.log().contains("exited with status 0"));
 }

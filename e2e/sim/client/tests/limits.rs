@@ -29,7 +29,7 @@ fn a_percentage_gives_the_measured_number_of_sms() {
         (100, 132),
     ];
     for (percent, sms) in measured {
-        assert_eq!(node.first_line(&[(THREADS_ENV, &percent.to_string())])["sms"], sms, "{percent} %");
+        assert_eq!(node.run_and_read_line(&[(THREADS_ENV, &percent.to_string())])["sms"], sms, "{percent} %");
     }
 }
 
@@ -39,7 +39,7 @@ fn the_environment_can_only_lower_the_percentage() {
     assert_eq!(node.send_command("get_default_active_thread_percentage"), "100.0\n");
     assert_eq!(node.send_command("set_default_active_thread_percentage 50"), "50.0\n");
     for (own, sms) in [("75", 66), ("25", 32), ("abc", 66), ("0", 66)] {
-        assert_eq!(node.first_line(&[(THREADS_ENV, own)])["sms"], sms, "{own}");
+        assert_eq!(node.run_and_read_line(&[(THREADS_ENV, own)])["sms"], sms, "{own}");
     }
 }
 
@@ -51,7 +51,7 @@ fn a_change_applies_to_the_next_client_only() {
     assert_eq!(running.read_line()["sms"], 66);
     let server = node.wait_for_server();
     assert_eq!(node.send_command(&format!("set_active_thread_percentage {server} 80")), "80.0\n");
-    assert_eq!(node.first_line(&[])["sms"], 104);
+    assert_eq!(node.run_and_read_line(&[])["sms"], 104);
     assert_eq!(node.send_command(&format!("get_active_thread_percentage {server}")), "80.0\n");
     assert!(running.has_no_output());
 }
@@ -64,9 +64,9 @@ fn limits_are_set_at_the_first_handshake_of_a_process() {
     let mps = Mps::attach(&node.socket("control")).unwrap().unwrap();
     node.send_command(&format!("set_active_thread_percentage {server} 50"));
     node.send_command(&format!("set_device_pinned_mem_limit {server} 0 8G"));
-    let context = mps.context(&Environment::default(), mps.devices(), 0).unwrap();
-    assert_eq!((context.sms(), context.limit()), (26, None));
-    assert_eq!(node.first_line(&[])["sms"], 66);
+    let context = mps.create_context(&Environment::default(), mps.devices(), 0).unwrap();
+    assert_eq!((context.sms(), context.memory_limit()), (26, None));
+    assert_eq!(node.run_and_read_line(&[])["sms"], 66);
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn replies_match_the_measurements() {
         assert_eq!(send_command(&format!("set_device_pinned_mem_limit SERVER 0 {set}")), "");
         assert_eq!(send_command("get_device_pinned_mem_limit SERVER 0"), printed);
     }
-    assert!(node.first_line(&[])["limitMiB"].is_null());
+    assert!(node.run_and_read_line(&[])["limitMiB"].is_null());
     assert_eq!(send_command("terminate_client SERVER 9"), "Invalid process 9!\n1\n");
 }
 
@@ -93,7 +93,7 @@ fn a_memory_limit_reduces_free_memory_but_not_the_total() {
     let node = Node::with_daemon(&[]);
     let prefix = node.uuid()[..12].to_owned();
     for limit in ["0=8G".to_owned(), "0=8192M".to_owned(), format!("{}=8G", node.uuid()), format!("{prefix}=8G")] {
-        let line = node.first_line(&[(MEMORY_ENV, &limit)]);
+        let line = node.run_and_read_line(&[(MEMORY_ENV, &limit)]);
         assert_eq!((line["freeMiB"].as_i64(), line["totalMiB"].as_i64()), (Some(7678), Some(GPU_TOTAL_MIB)), "{limit}");
     }
     let mut command = node.client_command(&["--allocate", "7424,256"]);
@@ -101,9 +101,9 @@ fn a_memory_limit_reduces_free_memory_but_not_the_total() {
     let mut client = node::Client::spawn(command);
     client.read_line();
     assert_eq!(client.read_line()["freeMiB"], 254);
-    assert_eq!(client.error(), 2);
+    assert_eq!(client.wait_for_error(), 2);
     assert_eq!(client.wait().code(), Some(2));
-    assert_eq!(node.first_line(&[(MEMORY_ENV, "0=8.5G")])["error"], 2);
+    assert_eq!(node.run_and_read_line(&[(MEMORY_ENV, "0=8.5G")])["error"], 2);
 }
 
 #[test]
@@ -111,14 +111,14 @@ fn an_invalid_entry_in_the_environment_removes_every_memory_limit() {
     let node = Node::with_daemon(&[]);
     node.send_command("set_default_device_pinned_mem_limit 0 10G");
     assert_eq!(node.send_command("get_default_device_pinned_mem_limit 0"), "10G\n");
-    assert_eq!(node.first_line(&[])["limitMiB"], 10 << 10);
+    assert_eq!(node.run_and_read_line(&[])["limitMiB"], 10 << 10);
     for escape in ["0=2G,1=4G", "1=8G", "8G", "junk"] {
-        let line = node.first_line(&[(MEMORY_ENV, escape)]);
+        let line = node.run_and_read_line(&[(MEMORY_ENV, escape)]);
         assert!(line["limitMiB"].is_null(), "{escape}: {line}");
         assert!(line["freeMiB"].as_i64() > Some(GPU_TOTAL_MIB - 1000), "{escape}: {line}");
     }
     for (own, limit) in [("0=4G", 4 << 10), ("0=100G", 10 << 10)] {
-        assert_eq!(node.first_line(&[(MEMORY_ENV, own)])["limitMiB"], limit, "{own}");
+        assert_eq!(node.run_and_read_line(&[(MEMORY_ENV, own)])["limitMiB"], limit, "{own}");
     }
 }
 
@@ -130,7 +130,7 @@ fn limits_set_before_a_connection_apply_to_that_client() {
         node.send_command(&format!("set_active_thread_percentage {server} {percent}"));
         node.send_command(&format!("set_device_pinned_mem_limit {server} 0 {limit}"));
         assert_eq!(node.send_command(&format!("get_device_pinned_mem_limit {server} 0")), format!("{limit}\n"));
-        let line = node.first_line(&[(THREADS_ENV, "100")]);
+        let line = node.run_and_read_line(&[(THREADS_ENV, "100")]);
         assert_eq!((line["sms"].as_i64(), line["freeMiB"].as_i64()), (Some(sms), Some(free)));
     }
     assert!(node.log().contains("Device pinned memory limit for device 0 set to 0x200000000 bytes"));
@@ -142,7 +142,7 @@ fn the_defaults_come_from_the_daemons_environment() {
     node.daemon_env(THREADS_ENV, "25");
     node.daemon_env(MEMORY_ENV, "0=16G");
     node.start(&[]);
-    let line = node.first_line(&[]);
+    let line = node.run_and_read_line(&[]);
     assert_eq!((line["sms"].as_i64(), line["limitMiB"].as_i64()), (Some(32), Some(16 << 10)));
 }
 
@@ -152,11 +152,11 @@ fn a_killed_servers_replacement_has_the_defaults() {
     node.send_command("set_default_active_thread_percentage 50");
     let server = node.wait_for_server();
     node.send_command(&format!("set_active_thread_percentage {server} 10"));
-    assert_eq!(node.first_line(&[])["sms"], 12);
+    assert_eq!(node.run_and_read_line(&[])["sms"], 12);
     let mut client = node.start_running_client(&["--hold", "forever"]);
     node::kill(server, rustix::process::Signal::KILL);
-    assert_eq!(client.error(), 806);
-    assert_eq!(node.first_line(&[])["sms"], 66);
+    assert_eq!(client.wait_for_error(), 806);
+    assert_eq!(node.run_and_read_line(&[])["sms"], 66);
     assert_ne!(node.wait_for_server(), server);
 }
 
@@ -165,11 +165,11 @@ fn the_49th_context_is_refused() {
     let node = Node::with_daemon(&[]);
     let mut crowd = node.start_running_client(&["--contexts", "48", "--hold", "forever"]);
     let mut late = node.start_client(&[]);
-    assert_eq!(late.error(), 808);
+    assert_eq!(late.wait_for_error(), 808);
     assert_eq!(late.wait().code(), Some(808 - 3 * 256));
     crowd.signal(rustix::process::Signal::TERM);
     crowd.wait();
-    assert_eq!(node.first_line(&[])["viaMps"], true);
+    assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
 }
 
 #[test]

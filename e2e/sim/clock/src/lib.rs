@@ -18,9 +18,9 @@ use libc::{c_char, c_int, c_long, c_void, clockid_t, time_t, timespec, timeval};
 const OFFSET_FILE: &CStr = c"/dev/shm/sim-clock";
 const OFFSET_VARIABLE: &CStr = c"SIM_CLOCK";
 
-/// Reads the offset in seconds. May call only functions that are safe in signal handlers and do not
-/// query the time.
-fn offset() -> time_t {
+/// Reads the offset in seconds. This function may call only functions that are safe in signal
+/// handlers and do not query the time.
+fn read_offset() -> time_t {
     let mut text = [0_u8; 24];
     // SAFETY: both strings end with a zero byte, as does the result of `getenv`. No code here
     // changes the environment. `text` has as many bytes as `read` may write.
@@ -35,16 +35,16 @@ fn offset() -> time_t {
         libc::close(file);
         read
     };
-    usize::try_from(read).ok().and_then(|read| text.get(..read)).map_or(0, parse)
+    usize::try_from(read).ok().and_then(|read| text.get(..read)).map_or(0, parse_offset)
 }
 
 /// Parses an offset. Invalid text, such as a half-written file, gives 0.
-fn parse(text: &[u8]) -> time_t {
+fn parse_offset(text: &[u8]) -> time_t {
     std::str::from_utf8(text).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
 }
 
 /// Queries the kernel's clock.
-fn real(clock: clockid_t, time: *mut timespec) -> c_int {
+fn query_kernel_clock(clock: clockid_t, time: *mut timespec) -> c_int {
     // This is a raw system call, because this library replaces the C library's function.
     // SAFETY: the kernel checks the pointer and returns EFAULT if it cannot write there.
     let result = unsafe { libc::syscall(libc::SYS_clock_gettime, c_long::from(clock), time) };
@@ -54,8 +54,8 @@ fn real(clock: clockid_t, time: *mut timespec) -> c_int {
 /// Returns the time of day with the offset, in seconds and nanoseconds.
 fn time_of_day() -> (time_t, c_long) {
     let mut time = timespec { tv_sec: 0, tv_nsec: 0 };
-    real(libc::CLOCK_REALTIME, &raw mut time);
-    (time.tv_sec.saturating_add(offset()), time.tv_nsec)
+    query_kernel_clock(libc::CLOCK_REALTIME, &raw mut time);
+    (time.tv_sec.saturating_add(read_offset()), time.tv_nsec)
 }
 
 /// `clock_gettime(2)` with the offset applied to the time of day.
@@ -65,15 +65,16 @@ fn time_of_day() -> (time_t, c_long) {
 /// detects.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn clock_gettime(clock: clockid_t, time: *mut timespec) -> c_int {
-    let result = real(clock, time);
+    let result = query_kernel_clock(clock, time);
     if result == 0 && matches!(clock, libc::CLOCK_REALTIME | libc::CLOCK_REALTIME_COARSE) {
         // SAFETY: `time` is valid, because the kernel has written to it.
-        unsafe { (*time).tv_sec = (*time).tv_sec.saturating_add(offset()) };
+        unsafe { (*time).tv_sec = (*time).tv_sec.saturating_add(read_offset()) };
     }
     result
 }
 
-/// `gettimeofday(2)` with the offset applied. Like the C library, it ignores the time zone.
+/// `gettimeofday(2)` with the offset applied. Like the C library, the function ignores the time
+/// zone.
 ///
 /// # Safety
 /// As for `gettimeofday(2)`, `time` points to a `timeval` or is null.
@@ -108,7 +109,7 @@ mod tests {
     #[test]
     fn invalid_text_is_an_offset_of_zero() {
         for (text, seconds) in [("3600\n", 3600), ("-3600", -3600), ("", 0), ("-", 0), ("1h", 0), ("\u{ff}", 0)] {
-            assert_eq!(parse(text.as_bytes()), seconds, "{text:?}");
+            assert_eq!(parse_offset(text.as_bytes()), seconds, "{text:?}");
         }
     }
 }

@@ -7,7 +7,7 @@ use rustix::fs::{FlockOperation, flock};
 use crate::error::{ContextError, Error};
 use crate::process::{self, PidRef, Process, ProcessKind};
 use crate::state::{ComputeMode, DeviceRef, State};
-use crate::store::{LEASES_DIRECTORY, Machine, io, open_shared};
+use crate::store::{LEASES_DIRECTORY, Machine, io_error, open_shared};
 
 /// The kind of context that a process opens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,8 +87,8 @@ impl Machine {
             let (id, boot, device) = (state.next_id(), state.boot, device.to_owned());
             let lease = format!("{boot}-{id}");
             let path = self.path(LEASES_DIRECTORY).join(&lease);
-            let file = open_shared(&path, false).map_err(io("make", &path))?;
-            flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|e| io("lock", &path)(e.into()))?;
+            let file = open_shared(&path, false).map_err(io_error("make", &path))?;
+            flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|e| io_error("lock", &path)(e.into()))?;
             let entry = Process { id, kind, device: device.clone(), used, pid, name, lease: Some(lease.clone()) };
             state.processes.push(entry);
             Ok(Context { machine: self.clone(), id, boot, device, lease, lock: file })
@@ -152,7 +152,7 @@ impl Context {
     ///
     /// # Errors
     /// The context or its device no longer exists. The program's next CUDA call returns this error.
-    pub fn check(&self) -> Result<(), ContextError> {
+    pub fn check_exists(&self) -> Result<(), ContextError> {
         let state = self.machine.snapshot()?;
         self.process_index(&state)?;
         usable_device(&state, &self.device).map(drop)
@@ -177,7 +177,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         // A forked child inherits the lock, so closing the file is not enough. Unlock it.
         let _ = flock(&self.lock, FlockOperation::Unlock);
-        // A failure here is harmless: the unlocked lease already marks the context as dead.
+        // A failure here is harmless: other processes ignore a context whose lease is not locked.
         let _ = self.machine.update::<_, Error>(|state| {
             if state.boot == self.boot {
                 state.processes.retain(|p| p.id != self.id);
@@ -325,7 +325,7 @@ mod tests {
         drop(other);
         assert!(machine.processes().unwrap().is_empty());
         machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
-        assert!(matches!(held.check(), Err(ContextError::Destroyed)));
+        assert!(matches!(held.check_exists(), Err(ContextError::Destroyed)));
     }
 
     #[test]
@@ -348,7 +348,7 @@ mod tests {
         let (_dir, machine, gpu) = machine("T4");
         let context = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
         machine.change(|s| s.gpus[0].lost = true).unwrap();
-        assert!(matches!(context.check(), Err(ContextError::Lost(_))));
+        assert!(matches!(context.check_exists(), Err(ContextError::Lost(_))));
         assert!(matches!(machine.open_context(&gpu, ContextKind::Compute, 0), Err(ContextError::Lost(_))));
         assert!(matches!(machine.open_context("GPU-x", ContextKind::Compute, 0), Err(ContextError::InvalidDevice(_))));
     }
@@ -382,7 +382,7 @@ mod tests {
         assert!(matches!(old.allocate(1), Err(ContextError::Destroyed)));
         let new = machine.open_context(&gpu, ContextKind::Compute, 0).unwrap();
         drop(old);
-        new.check().unwrap();
+        new.check_exists().unwrap();
         assert_eq!(machine.processes().unwrap().len(), 1);
     }
 }

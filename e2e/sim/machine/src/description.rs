@@ -68,7 +68,7 @@ impl Description {
         for entry in &self.gpus {
             let model = find_model(&self.models, &entry.model)
                 .ok_or_else(|| Error::Invalid(format!("unknown GPU model {:?}", entry.model)))?;
-            if entry.mig && !model.mig_capable() {
+            if entry.mig && !model.is_mig_capable() {
                 return Err(Error::Invalid(format!("{} does not support MIG", model.name)));
             }
             let count = entry.count.unwrap_or(1);
@@ -103,7 +103,7 @@ impl Description {
     fn gpu(&self, entry: &GpuDescription, model: &Model, index: u32) -> Gpu {
         let number = index.to_string();
         let uuid = || format!("GPU-{}", derive_uuid(&["gpu", &self.name, &number]));
-        let serial = || format!("{:013}", digest(&["serial", &self.name, &number]) % 10_u128.pow(13));
+        let serial = || format!("{:013}", hash_names(&["serial", &self.name, &number]) % 10_u128.pow(13));
         // GPUs are spread over the buses as on an eight-GPU board. After 28 GPUs the next domain
         // starts.
         let pci = || Pci { domain: index / 28, bus: 0x10 + (index % 28) * 8 + index % 2, device: 0 };
@@ -136,14 +136,14 @@ impl Description {
 /// Derives a UUID from names. The same names always give the same UUID.
 pub(crate) fn derive_uuid(names: &[&str]) -> String {
     // Sets version 5 (derived from a name) and the usual variant, as real UUIDs have.
-    let n = (digest(names) & !(0xf000 << 64) & !(0xc000 << 48)) | (0x5000 << 64) | (0x8000 << 48);
+    let n = (hash_names(names) & !(0xf000 << 64) & !(0xc000 << 48)) | (0x5000 << 64) | (0x8000 << 48);
     let part = |shift: u32, bits: u32| (n >> shift) & ((1 << bits) - 1);
     format!("{:08x}-{:04x}-{:04x}-{:04x}-{:012x}", part(96, 32), part(80, 16), part(64, 16), part(48, 16), part(0, 48))
 }
 
 /// Returns a 128-bit hash of names: FNV-1a over each name and a zero byte, from two offsets. The
 /// mixing makes similar names give dissimilar hashes.
-fn digest(names: &[&str]) -> u128 {
+fn hash_names(names: &[&str]) -> u128 {
     let half = |start: u64| {
         let bytes = names.iter().flat_map(|n| n.bytes().chain([0]));
         let h = bytes.fold(start, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3));

@@ -30,10 +30,11 @@
 //!   when the client disconnects;
 //! - [`mps_sms`] for the SMs of a thread percentage, [`State::device`] for the device that a UUID
 //!   names, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;
-//! - [`Machine::injected`] for errors and hangs that `simgpu fail` and `simgpu hang` inject.
+//! - [`Machine::apply_faults`] for errors and hangs that `simgpu fail` and `simgpu hang` inject.
 //!
 //! A process is alive while it locks its lease file under `leases/`. The kernel releases the lock
-//! however the process ends, in any PID namespace. Dead processes are never counted.
+//! when the process exits for any reason, in any PID namespace. No query counts processes that have
+//! exited.
 
 mod context;
 mod description;

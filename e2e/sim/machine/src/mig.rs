@@ -37,8 +37,8 @@ pub fn gpu_instance_id(memory_slices: u32, placement: Placement) -> u32 {
 }
 
 impl Gpu {
-    fn mig_ready(&self, model: &Model) -> Result<(), MigError> {
-        if self.mig && model.mig_capable() { Ok(()) } else { Err(MigError::NotSupported) }
+    fn require_mig_mode(&self, model: &Model) -> Result<(), MigError> {
+        if self.mig && model.is_mig_capable() { Ok(()) } else { Err(MigError::NotSupported) }
     }
 
     /// Switches MIG mode. `busy` is true if a process uses the GPU or one of its instances. If the
@@ -49,7 +49,7 @@ impl Gpu {
     /// The model does not support MIG, a process or an instance uses the GPU, or a reset is
     /// required.
     pub fn set_mig_mode(&mut self, model: &Model, on: bool, busy: bool) -> Result<(), MigError> {
-        if !model.mig_capable() {
+        if !model.is_mig_capable() {
             return Err(MigError::NotSupported);
         }
         self.mig_pending = on;
@@ -116,7 +116,7 @@ impl Gpu {
     /// # Errors
     /// MIG is off, the profile or placement does not exist, or not enough slices are free.
     pub fn create_gpu_instance(&mut self, model: &Model, id: u32, at: Option<Placement>) -> Result<u32, MigError> {
-        self.mig_ready(model)?;
+        self.require_mig_mode(model)?;
         let profile = model.gpu_profile(id).ok_or(MigError::InvalidArgument)?;
         let free = self.free_placements(model, profile);
         let placement = match at {
@@ -125,7 +125,7 @@ impl Gpu {
             }
             Some(at) => free.into_iter().find(|p| *p == at),
             // The driver's order: seven 1g instances go to 6, 4, 5, 0, 1, 2, 3.
-            None => free.into_iter().min_by_key(|p| (self.blocked_by(model, *p), p.start)),
+            None => free.into_iter().min_by_key(|p| (self.count_blocked_placements(model, *p), p.start)),
         };
         let placement = placement.ok_or(MigError::InsufficientResources)?;
         let id = gpu_instance_id(model.mig_memory_slices, placement);
@@ -136,7 +136,7 @@ impl Gpu {
 
     /// Returns the number of free placements, of any profile, that an instance at this placement
     /// would block.
-    fn blocked_by(&self, model: &Model, placement: Placement) -> usize {
+    fn count_blocked_placements(&self, model: &Model, placement: Placement) -> usize {
         let free = |p: &GpuProfile| self.free_placements(model, p);
         model.gpu_profiles.iter().flat_map(free).filter(|p| p.overlaps(placement)).count()
     }
@@ -176,7 +176,7 @@ impl Gpu {
         id: u32,
         at: Option<Placement>,
     ) -> Result<u32, MigError> {
-        self.mig_ready(model)?;
+        self.require_mig_mode(model)?;
         let gi = self.instances.iter().find(|i| i.id == gpu_instance).ok_or(MigError::NotFound)?;
         let profile = model.compute_profile(gi.profile, id).ok_or(MigError::InvalidArgument)?;
         let mut free = self.free_compute_placements(model, gpu_instance, profile.slices).into_iter();
@@ -230,7 +230,7 @@ mod tests {
         (state.gpus.remove(0), find_model(&[], model).unwrap())
     }
 
-    fn id(model: &Model, name: &str) -> u32 {
+    fn profile_id(model: &Model, name: &str) -> u32 {
         model.gpu_profiles.iter().find(|p| p.name == name).unwrap().id
     }
 
@@ -273,7 +273,8 @@ mod tests {
     #[test]
     fn an_invalid_or_taken_placement_is_refused() {
         let (mut h100, model) = gpu("H100-80");
-        let (three, four, two) = (id(model, "3g.40gb"), id(model, "4g.40gb"), id(model, "2g.20gb"));
+        let (three, four, two) =
+            (profile_id(model, "3g.40gb"), profile_id(model, "4g.40gb"), profile_id(model, "2g.20gb"));
         assert_eq!(h100.create_gpu_instance(model, three, Some(placement_at(2, 4))), Err(MigError::InvalidArgument));
         assert_eq!(h100.create_gpu_instance(model, three, Some(placement_at(4, 3))), Err(MigError::InvalidArgument));
         assert_eq!(h100.create_gpu_instance(model, 99, None), Err(MigError::InvalidArgument));
@@ -291,7 +292,7 @@ mod tests {
     #[test]
     fn media_engines_are_used_once() {
         let (mut h200, model) = gpu("H200-141");
-        let me = id(model, "1g.18gb+me");
+        let me = profile_id(model, "1g.18gb+me");
         h200.create_gpu_instance(model, me, None).unwrap();
         assert_eq!(h200.create_gpu_instance(model, me, None), Err(MigError::InsufficientResources));
         let plain = model.gpu_profiles.iter().find(|p| p.name == "1g.18gb").unwrap();
@@ -301,7 +302,7 @@ mod tests {
     #[test]
     fn instances_in_use_are_not_destroyed() {
         let (mut a30, model) = gpu("A30");
-        let gi = a30.create_gpu_instance(model, id(model, "2g.12gb"), None).unwrap();
+        let gi = a30.create_gpu_instance(model, profile_id(model, "2g.12gb"), None).unwrap();
         let ci = a30.create_compute_instance(model, gi, 1, None).unwrap();
         assert_eq!(a30.destroy_gpu_instance(gi), Err(MigError::InUse));
         assert_eq!(a30.destroy_compute_instance(gi, ci, |_| true), Err(MigError::InUse));

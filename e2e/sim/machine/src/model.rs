@@ -29,7 +29,8 @@ pub struct Model {
     pub cores_per_sm: u32,
     /// Total memory that NVML reports, in MiB.
     pub memory_mib: u64,
-    /// Total memory that CUDA reports, in MiB. The total excludes what the driver reserves.
+    /// Total memory that CUDA reports, in MiB. The total excludes the memory that the driver
+    /// reserves.
     pub cuda_memory_mib: u64,
     /// Width of the memory bus, in bits.
     pub memory_bus_width: u32,
@@ -130,7 +131,7 @@ impl Placement {
 impl Model {
     /// Returns whether the model supports MIG.
     #[must_use]
-    pub fn mig_capable(&self) -> bool {
+    pub fn is_mig_capable(&self) -> bool {
         self.mig_memory_slices > 0
     }
 

@@ -131,14 +131,14 @@ impl PidResolver {
             }
             known.remove(process);
         }
-        let found = scan(Path::new("/proc"), process)?;
+        let found = find_pid_in(Path::new("/proc"), process)?;
         known.insert(*process, found);
         Some(found)
     }
 }
 
 /// Searches a `/proc` for a process of another namespace.
-fn scan(proc: &Path, process: &PidRef) -> Option<u32> {
+fn find_pid_in(proc: &Path, process: &PidRef) -> Option<u32> {
     fs::read_dir(proc).ok()?.flatten().find_map(|entry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
         let status = fs::read_to_string(entry.path().join("status")).ok()?;
@@ -194,9 +194,9 @@ mod tests {
         let namespace = process(300, "NSpid:\t300\t7\n");
         fs::create_dir(proc.path().join("self")).unwrap();
         let wanted = PidRef { pid: 7, namespace, start: 0 };
-        assert_eq!(scan(proc.path(), &wanted), Some(300));
-        assert_eq!(scan(proc.path(), &PidRef { pid: 8, ..wanted }), None);
-        assert_eq!(scan(proc.path(), &PidRef { namespace: 1, ..wanted }), None);
+        assert_eq!(find_pid_in(proc.path(), &wanted), Some(300));
+        assert_eq!(find_pid_in(proc.path(), &PidRef { pid: 8, ..wanted }), None);
+        assert_eq!(find_pid_in(proc.path(), &PidRef { namespace: 1, ..wanted }), None);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::model::{Model, Placement, find_model};
-use crate::process::{Process, ProcessKind};
+use crate::process::Process;
 
 /// The state of the machine at one moment.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -418,10 +418,10 @@ impl State {
         }
     }
 
-    /// Reboots the machine. The GPUs, the driver and, if the board stores it, MIG mode survive
-    /// (Ampere: the pending mode becomes current; Hopper: off). As on a real machine, processes,
-    /// MIG instances, events, ECC counts, compute modes and lost GPUs do not survive. Injected
-    /// faults remain until cleared: they belong to the test, not to the machine.
+    /// Reboots the machine. A board that stores MIG mode (Ampere) activates the pending mode; other
+    /// boards (Hopper) turn MIG mode off. As on a real machine, a reboot clears processes, MIG
+    /// instances, events, ECC counts and compute modes, and restores lost GPUs. Injected faults
+    /// remain until the test clears them.
     pub fn reboot(&mut self) {
         self.boot += 1;
         self.processes.clear();
@@ -432,13 +432,6 @@ impl State {
             gpu.reset();
             gpu.compute_mode = ComputeMode::Default;
         }
-    }
-
-    /// Returns the process that owns the device, if any. An MPS client never does, because it uses
-    /// its server's context.
-    #[must_use]
-    pub fn holder<'p>(&self, processes: &'p [Process], uuid: &str) -> Option<&'p Process> {
-        processes.iter().find(|p| p.device == uuid && p.kind != ProcessKind::MpsClient)
     }
 }
 
@@ -481,7 +474,7 @@ mod tests {
         Description { name: "test".to_owned(), gpus, ..Description::default() }.state().unwrap()
     }
 
-    fn visible(state: &State, value: Option<&str>) -> Vec<u32> {
+    fn visible_indices(state: &State, value: Option<&str>) -> Vec<u32> {
         state.visible_devices(value).iter().map(|d| d.gpu.index).collect()
     }
 
@@ -490,19 +483,19 @@ mod tests {
         let mut state = state(&["T4", "L4", "A30", "T4"]);
         let uuid = |i: usize| state.gpus[i].uuid.clone();
         let (first, third) = (uuid(0), uuid(2));
-        assert_eq!(visible(&state, None), [0, 1, 2, 3]);
-        assert_eq!(visible(&state, Some("3,1")), [3, 1]);
-        assert_eq!(visible(&state, Some(&format!("{third},{}", &first[..12]))), [2, 0]);
-        assert_eq!(visible(&state, Some("1,7,2")), [1]);
-        assert_eq!(visible(&state, Some("1,-1,2")), [1]);
-        assert!(visible(&state, Some("")).is_empty());
-        assert!(visible(&state, Some("1,1")).is_empty());
-        assert!(visible(&state, Some("GPU-")).is_empty());
-        assert!(visible(&state, Some("all")).is_empty());
+        assert_eq!(visible_indices(&state, None), [0, 1, 2, 3]);
+        assert_eq!(visible_indices(&state, Some("3,1")), [3, 1]);
+        assert_eq!(visible_indices(&state, Some(&format!("{third},{}", &first[..12]))), [2, 0]);
+        assert_eq!(visible_indices(&state, Some("1,7,2")), [1]);
+        assert_eq!(visible_indices(&state, Some("1,-1,2")), [1]);
+        assert!(visible_indices(&state, Some("")).is_empty());
+        assert!(visible_indices(&state, Some("1,1")).is_empty());
+        assert!(visible_indices(&state, Some("GPU-")).is_empty());
+        assert!(visible_indices(&state, Some("all")).is_empty());
         state.gpus[0].lost = true;
-        assert_eq!(visible(&state, Some("0")), [1]);
+        assert_eq!(visible_indices(&state, Some("0")), [1]);
         state.driver.present = false;
-        assert!(visible(&state, None).is_empty());
+        assert!(visible_indices(&state, None).is_empty());
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! The state directory: one file that is replaced atomically under a lock, a generation number, and
-//! waiting for changes.
+//! Reads, changes and watches the state directory. A lock protects the state file, and each change
+//! replaces the file atomically and increases a generation number.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{ErrorKind, Read, Write};
@@ -54,7 +54,7 @@ impl Machine {
     /// # Errors
     /// The directory contains no machine, or it cannot be read.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, Error> {
-        let machine = Self::handle(dir.into());
+        let machine = Self::new_handle(dir.into());
         machine.snapshot()?;
         Ok(machine)
     }
@@ -65,12 +65,12 @@ impl Machine {
     /// # Errors
     /// The description is invalid, or the directory cannot be written.
     pub fn init(dir: impl Into<PathBuf>, description: &Description) -> Result<Self, Error> {
-        let machine = Self::handle(dir.into());
+        let machine = Self::new_handle(dir.into());
         let mut fresh = description.state()?;
         let leases = machine.path(LEASES_DIRECTORY);
-        fs::create_dir_all(&leases).map_err(io("make", &leases))?;
+        fs::create_dir_all(&leases).map_err(io_error("make", &leases))?;
         for dir in [machine.dir(), &leases] {
-            fs::set_permissions(dir, Permissions::from_mode(0o777)).map_err(io("open up", dir))?;
+            fs::set_permissions(dir, Permissions::from_mode(0o777)).map_err(io_error("open up", dir))?;
         }
         let _lock = machine.lock()?;
         // Leases and numbers of the old machine must not be mistaken for those of the new one.
@@ -83,7 +83,7 @@ impl Machine {
         Ok(machine)
     }
 
-    fn handle(dir: PathBuf) -> Self {
+    fn new_handle(dir: PathBuf) -> Self {
         Self { inner: Arc::new(Inner { dir, cache: Mutex::default(), pids: PidResolver::default() }) }
     }
 
@@ -115,7 +115,7 @@ impl Machine {
     fn generation(&self) -> Result<u64, Error> {
         let path = self.path(GENERATION_FILE);
         let mut bytes = [0; 8];
-        File::open(&path).and_then(|mut f| f.read_exact(&mut bytes)).map_err(io("read", &path))?;
+        File::open(&path).and_then(|mut f| f.read_exact(&mut bytes)).map_err(io_error("read", &path))?;
         Ok(u64::from_le_bytes(bytes))
     }
 
@@ -144,7 +144,7 @@ impl Machine {
     ///
     /// # Errors
     /// The directory no longer exists, or its changes cannot be watched.
-    pub fn wait_change(&self, since: u64, timeout: Duration) -> Result<u64, Error> {
+    pub fn wait_for_change(&self, since: u64, timeout: Duration) -> Result<u64, Error> {
         let deadline = Instant::now() + timeout;
         let now = self.snapshot()?.generation;
         if now > since || timeout.is_zero() {
@@ -152,9 +152,9 @@ impl Machine {
         }
         let dir = self.dir();
         let watch = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)
-            .map_err(|e| io("watch", dir)(e.into()))?;
+            .map_err(|e| io_error("watch", dir)(e.into()))?;
         let events = inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::DELETE_SELF;
-        inotify::add_watch(&watch, dir, events).map_err(|e| io("watch", dir)(e.into()))?;
+        inotify::add_watch(&watch, dir, events).map_err(|e| io_error("watch", dir)(e.into()))?;
         loop {
             let now = self.snapshot()?.generation;
             let left = deadline.saturating_duration_since(Instant::now());
@@ -165,7 +165,7 @@ impl Machine {
             let left = rustix::event::Timespec::try_from(left).ok();
             match rustix::event::poll(&mut fds, left.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(io("watch", dir)(e.into())),
+                Err(e) => return Err(io_error("watch", dir)(e.into())),
             }
             let mut drained = [0_u8; 1024];
             while matches!(rustix::io::read(&watch, &mut drained), Ok(n) if n > 0) {}
@@ -203,13 +203,13 @@ impl Machine {
         held && !process.pid.is_dead()
     }
 
-    /// Removes the contexts of dead processes and their lease files. Call it only within
-    /// [`Machine::update`].
+    /// Removes the contexts of processes that have exited, and their lease files. Call it only
+    /// within [`Machine::update`].
     pub(crate) fn prune(&self, state: &mut State) {
         state.processes.retain(|p| {
             let alive = self.is_alive(p);
             if let (false, Some(lease)) = (alive, &p.lease) {
-                // A leftover file is harmless, so errors are ignored.
+                // Ignore errors: a leftover file is harmless.
                 let _ = fs::remove_file(self.path(LEASES_DIRECTORY).join(lease));
             }
             alive
@@ -222,7 +222,7 @@ impl Machine {
     ///
     /// # Errors
     /// The directory no longer exists, or its state is malformed.
-    pub fn injected(&self, call: &str, device: Option<&str>) -> Result<Option<i32>, Error> {
+    pub fn apply_faults(&self, call: &str, device: Option<&str>) -> Result<Option<i32>, Error> {
         let mut done = Vec::new();
         loop {
             let state = self.snapshot()?;
@@ -241,8 +241,8 @@ impl Machine {
     }
 
     /// Consumes one call of a fault. Returns false if another process consumed the last call. A
-    /// consumed fault that hangs remains in the list with 0 calls. Clearing the fault releases the
-    /// calls that hang.
+    /// consumed fault that hangs remains in the list with 0 calls. The calls that hang continue
+    /// once the fault is cleared.
     fn consume_fault(&self, id: u64) -> Result<bool, Error> {
         self.update(|state| {
             let Some(fault) = state.faults.iter_mut().find(|f| f.id == id) else { return Ok(false) };
@@ -263,7 +263,7 @@ impl Machine {
             if left.is_zero() || !state.faults.iter().any(|f| f.id == id) {
                 return Ok(());
             }
-            self.wait_change(state.generation, left)?;
+            self.wait_for_change(state.generation, left)?;
         }
     }
 
@@ -273,19 +273,19 @@ impl Machine {
 
     fn lock(&self) -> Result<File, Error> {
         let path = self.path(LOCK_FILE);
-        let file = open_shared(&path, false).map_err(io("open", &path))?;
+        let file = open_shared(&path, false).map_err(io_error("open", &path))?;
         loop {
             match flock(&file, FlockOperation::LockExclusive) {
                 Ok(()) => return Ok(file),
                 Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(io("lock", &path)(e.into())),
+                Err(e) => return Err(io_error("lock", &path)(e.into())),
             }
         }
     }
 
     fn load(&self) -> Result<State, Error> {
         let path = self.path(STATE_FILE);
-        let bytes = fs::read(&path).map_err(io("read", &path))?;
+        let bytes = fs::read(&path).map_err(io_error("read", &path))?;
         serde_json::from_slice(&bytes).map_err(|source| Error::Malformed { path, source })
     }
 
@@ -297,20 +297,21 @@ impl Machine {
         // A killed writer may have left a file that belongs to another user. Such a file can be
         // replaced but not opened.
         match fs::remove_file(&fresh) {
-            Err(e) if e.kind() != ErrorKind::NotFound => return Err(io("replace", &fresh)(e)),
+            Err(e) if e.kind() != ErrorKind::NotFound => return Err(io_error("replace", &fresh)(e)),
             _ => {}
         }
-        open_shared(&fresh, true).and_then(|mut f| f.write_all(&text)).map_err(io("write", &fresh))?;
+        open_shared(&fresh, true).and_then(|mut f| f.write_all(&text)).map_err(io_error("write", &fresh))?;
         let raised = open_shared(&number, false)
             .and_then(|f| std::os::unix::fs::FileExt::write_all_at(&f, &state.generation.to_le_bytes(), 0));
-        raised.map_err(io("write", &number))?;
-        fs::rename(&fresh, &path).map_err(io("replace", &path))?;
+        raised.map_err(io_error("write", &number))?;
+        fs::rename(&fresh, &path).map_err(io_error("replace", &path))?;
         *self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(state));
         Ok(())
     }
 }
 
-/// Opens a file for reading and writing. A new file is writable by all users, whatever the umask.
+/// Opens a file for reading and writing. A new file is writable by all users, regardless of the
+/// umask.
 pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
     let create = || OpenOptions::new().read(true).write(true).create_new(true).mode(0o666).open(path);
     let file = if new {
@@ -330,7 +331,7 @@ pub(crate) fn open_shared(path: &Path, new: bool) -> std::io::Result<File> {
     Ok(file)
 }
 
-pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
+pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
     let path = path.to_owned();
     move |source| Error::Io { action, path, source }
 }
@@ -350,7 +351,7 @@ mod tests {
         (dir, machine)
     }
 
-    fn fault(state: &mut State, call: &str, effect: Effect, remaining: Option<u32>) -> u64 {
+    fn add_fault(state: &mut State, call: &str, effect: Effect, remaining: Option<u32>) -> u64 {
         let id = state.next_id();
         state.faults.push(Fault { id, call: call.to_owned(), gpu: None, effect, remaining });
         id
@@ -419,10 +420,10 @@ mod tests {
     fn waiting_ends_at_a_change_or_the_timeout() {
         let (dir, machine) = machine();
         let seen = machine.snapshot().unwrap().generation;
-        assert_eq!(machine.wait_change(seen, Duration::from_millis(1)).unwrap(), seen);
+        assert_eq!(machine.wait_for_change(seen, Duration::from_millis(1)).unwrap(), seen);
         let writer = Machine::open(dir.path()).unwrap();
         thread::scope(|scope| {
-            let waiter = scope.spawn(|| machine.wait_change(seen, Duration::from_secs(60)));
+            let waiter = scope.spawn(|| machine.wait_for_change(seen, Duration::from_secs(60)));
             writer.change(State::next_id).unwrap();
             assert_eq!(waiter.join().unwrap().unwrap(), seen + 1);
         });
@@ -441,8 +442,8 @@ mod tests {
     #[test]
     fn a_counted_fault_applies_to_that_number_of_calls() {
         let (_dir, machine) = machine();
-        machine.change(|s| fault(s, "nvmlDeviceGetUUID", Effect::Code(15), Some(2))).unwrap();
-        let hit = |call| machine.injected(call, None).unwrap();
+        machine.change(|s| add_fault(s, "nvmlDeviceGetUUID", Effect::Code(15), Some(2))).unwrap();
+        let hit = |call| machine.apply_faults(call, None).unwrap();
         assert_eq!(hit("nvmlDeviceGetName"), None);
         assert_eq!(
             (hit("nvmlDeviceGetUUID"), hit("nvmlDeviceGetUUID"), hit("nvmlDeviceGetUUID")),
@@ -456,13 +457,13 @@ mod tests {
         let (_dir, machine) = machine();
         let uuids: Vec<String> = machine.snapshot().unwrap().gpus.iter().map(|g| g.uuid.clone()).collect();
         let change = |s: &mut State| {
-            fault(s, "nvmlDeviceGetMemory*", Effect::Code(1), None);
-            fault(s, "nvmlDeviceGetPciInfo", Effect::Code(2), None);
+            add_fault(s, "nvmlDeviceGetMemory*", Effect::Code(1), None);
+            add_fault(s, "nvmlDeviceGetPciInfo", Effect::Code(2), None);
             s.faults[0].gpu = Some(uuids[1].clone());
             Ok::<_, Error>(())
         };
         machine.update(change).unwrap();
-        let hit = |call, gpu: Option<usize>| machine.injected(call, gpu.map(|g| uuids[g].as_str())).unwrap();
+        let hit = |call, gpu: Option<usize>| machine.apply_faults(call, gpu.map(|g| uuids[g].as_str())).unwrap();
         assert_eq!(hit("nvmlDeviceGetMemoryInfo_v2", Some(1)), Some(1));
         assert_eq!(hit("nvmlDeviceGetMemoryInfo_v2", Some(0)), None);
         assert_eq!(hit("nvmlDeviceGetMemoryInfo_v2", None), None);
@@ -472,20 +473,20 @@ mod tests {
     #[test]
     fn a_hanging_call_continues_when_the_fault_is_cleared() {
         let (dir, machine) = machine();
-        let id = machine.change(|s| fault(s, "nvmlInit", Effect::Hang(Some(60.0)), Some(1))).unwrap();
+        let id = machine.change(|s| add_fault(s, "nvmlInit", Effect::Hang(Some(60.0)), Some(1))).unwrap();
         thread::scope(|scope| {
-            let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().injected("nvmlInit_v2", None));
+            let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().apply_faults("nvmlInit_v2", None));
             // The call hangs once it has consumed the fault's one call.
             let mut state = machine.snapshot().unwrap();
             let deadline = Instant::now() + Duration::from_secs(60);
             while state.faults[0].remaining == Some(1) {
                 let left = deadline.saturating_duration_since(Instant::now());
                 assert!(!left.is_zero(), "the call never came");
-                machine.wait_change(state.generation, left).unwrap();
+                machine.wait_for_change(state.generation, left).unwrap();
                 state = machine.snapshot().unwrap();
             }
             assert!(!hanging.is_finished());
-            assert_eq!(machine.injected("nvmlInit_v2", None).unwrap(), None);
+            assert_eq!(machine.apply_faults("nvmlInit_v2", None).unwrap(), None);
             machine.change(|s| s.faults.retain(|f| f.id != id)).unwrap();
             assert_eq!(hanging.join().unwrap().unwrap(), None);
         });

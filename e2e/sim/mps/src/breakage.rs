@@ -9,7 +9,7 @@ pub const RULE_ENV: &str = "SIM_MPS_BREAK";
 /// The environment variable of the initial count of exits with kernels of 1 to 100 ms.
 pub const SEED_ENV: &str = "SIM_MPS_SEED";
 
-/// One in this many exits with kernels of 1 to 100 ms breaks the neighbours.
+/// Number of exits with kernels of 1 to 100 ms after which one exit breaks the neighbours.
 const EXITS_PER_BREAKAGE: u64 = 12;
 
 /// Which exits break the neighbours.
@@ -56,15 +56,15 @@ impl BreakageRule {
 mod tests {
     use super::*;
 
-    fn breakages_of_twelve(mut rule: BreakageRule, kernel_ms: f64) -> usize {
+    fn count_breakages_in_twelve_exits(mut rule: BreakageRule, kernel_ms: f64) -> usize {
         (0..12).filter(|_| rule.breaks_neighbours(kernel_ms)).count()
     }
 
     #[test]
-    fn the_odds_match_the_measurements() {
+    fn breakages_match_the_measurements() {
         for (kernel_ms, expected) in [(0.1, 0), (0.5, 0), (10.0, 1), (100.0, 12), (1000.0, 12)] {
             assert_eq!(
-                breakages_of_twelve(BreakageRule::from_environment(None, None), kernel_ms),
+                count_breakages_in_twelve_exits(BreakageRule::from_environment(None, None), kernel_ms),
                 expected,
                 "{kernel_ms} ms"
             );
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn the_environment_selects_the_rule() {
-        assert_eq!(breakages_of_twelve(BreakageRule::from_environment(Some("always"), None), 0.1), 12);
-        assert_eq!(breakages_of_twelve(BreakageRule::from_environment(Some("never"), None), 1000.0), 0);
+        assert_eq!(count_breakages_in_twelve_exits(BreakageRule::from_environment(Some("always"), None), 0.1), 12);
+        assert_eq!(count_breakages_in_twelve_exits(BreakageRule::from_environment(Some("never"), None), 1000.0), 0);
     }
 }

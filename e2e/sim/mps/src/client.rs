@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::handshake::{self, Closed, Subject};
+use crate::handshake::{self, ConnectError, Subject};
 use crate::limits::{self, DeviceName};
 use crate::seqpacket::Connection;
 use crate::wire::{self, Device, FromContext, ToContext};
@@ -36,7 +36,7 @@ pub struct Environment {
 
 impl Environment {
     /// Reads the variables of this process.
-    pub fn own() -> Self {
+    pub fn of_this_process() -> Self {
         let text = |name| std::env::var(name).ok();
         Self { threads: text("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), memory: text("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT") }
     }
@@ -52,30 +52,32 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 pub struct Mps {
     control: PathBuf,
     devices: Vec<Device>,
-    /// The server notices when this connection closes, at the latest when the process exits.
+    /// The server detects the close of this connection, at the latest when the process exits.
     channel: Connection,
     _socket: Connection,
 }
 
 impl Mps {
-    /// Searches for a daemon like the CUDA library's initialisation. Waits without a deadline
-    /// for the daemon's answer.
+    /// Searches for a daemon, as the CUDA library does when it initialises. Waits for the daemon's
+    /// answer without a deadline.
     ///
     /// `None` is not an error: the program then runs as plain CUDA without limits. This was
-    /// measured for a `control` that is missing, dead, or accepts and closes. A daemon that closes
-    /// later in the handshake is assumed to have the same effect, which is the worst case.
+    /// measured for a `control` that is missing, that no process serves, or that accepts and
+    /// closes. This simulation assumes the same effect for a daemon that closes later in the
+    /// handshake, which is the worst case.
     ///
     /// # Errors
-    /// A `CUresult` from the server, or one that reports that no server stayed alive.
+    /// A `CUresult` from the server, or [`CONNECTION_FAILED`] if every server exited during the
+    /// handshake.
     pub fn attach(control: &Path) -> Result<Option<Self>, i32> {
         if handshake::probe(control).is_err() {
             return Ok(None);
         }
-        let (devices, (channel, socket)) = match enter(control, Subject::Process, &ToContext::Devices) {
+        let (devices, (channel, socket)) = match connect_with_retries(control, Subject::Process, &ToContext::Devices) {
             Ok((FromContext::Devices(devices), entered)) => (devices, entered),
-            Ok(_) | Err(Closed::ByServer) => return Err(CONNECTION_FAILED),
-            Err(Closed::ByDaemon) => return Ok(None),
-            Err(Closed::Refused(code)) => return Err(code),
+            Ok(_) | Err(ConnectError::ByServer) => return Err(CONNECTION_FAILED),
+            Err(ConnectError::ByDaemon) => return Ok(None),
+            Err(ConnectError::Refused(code)) => return Err(code),
         };
         Ok(Some(Self { control: control.to_owned(), devices, channel, _socket: socket }))
     }
@@ -89,20 +91,25 @@ impl Mps {
     ///
     /// # Errors
     /// The `CUresult` of the failure.
-    pub fn context(&self, environment: &Environment, visible: &[Device], ordinal: usize) -> Result<MpsContext, i32> {
+    pub fn create_context(
+        &self,
+        environment: &Environment,
+        visible: &[Device],
+        ordinal: usize,
+    ) -> Result<MpsContext, i32> {
         let device = visible.get(ordinal).ok_or(NO_DEVICE)?.clone();
         let create = ToContext::Create {
             device: device.uuid.clone(),
-            threads: environment.threads.as_deref().and_then(limits::percentage),
+            threads: environment.threads.as_deref().and_then(limits::parse_percentage),
             command: command_name(),
             namespace: pid_namespace(),
         };
         let entered =
-            match handshake::connect_to_server(&self.control).and_then(|entrance| entrance.enter(Subject::Context)) {
+            match handshake::connect_to_server(&self.control).and_then(|sockets| sockets.enter(Subject::Context)) {
                 Ok(entered) => entered,
-                Err(Closed::Refused(code)) => return Err(code),
-                Err(Closed::ByServer) => return Err(RPC_FAILURE),
-                Err(Closed::ByDaemon) => return Err(CONNECTION_FAILED),
+                Err(ConnectError::Refused(code)) => return Err(code),
+                Err(ConnectError::ByServer) => return Err(RPC_FAILURE),
+                Err(ConnectError::ByDaemon) => return Err(CONNECTION_FAILED),
             };
         let (channel, socket) = (Arc::new(entered.0), entered.1);
         wire::send(&channel, &create).map_err(|_| RPC_FAILURE)?;
@@ -113,7 +120,7 @@ impl Mps {
         };
         let names: Vec<DeviceName<'_>> =
             visible.iter().enumerate().map(|(ordinal, device)| DeviceName { ordinal, uuid: &device.uuid }).collect();
-        let own = limits::client_memory(environment.memory.as_deref(), &names, ordinal);
+        let own = limits::parse_client_memory(environment.memory.as_deref(), &names, ordinal);
         let limit = limits::effective_memory(limit, own);
         let overhead = limits::context_overhead(sms);
         if limit.is_some_and(|limit| limit < overhead) {
@@ -123,7 +130,7 @@ impl Mps {
         let (answers, replies) = mpsc::channel();
         let state = Arc::new(FirstError::default());
         let reader = (Arc::clone(&channel), Arc::clone(&state));
-        thread::spawn(move || read(&reader.0, &reader.1, &answers));
+        thread::spawn(move || read_messages(&reader.0, &reader.1, &answers));
         let (replies, allocated) = (Mutex::new(replies), AtomicU64::new(0));
         Ok(MpsContext { channel, _socket: socket, replies, state, device, sms, limit, overhead, allocated })
     }
@@ -131,34 +138,34 @@ impl Mps {
 
 impl Drop for Mps {
     fn drop(&mut self) {
-        // Errors are ignored: the server may have exited.
+        // Ignore errors: the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
     }
 }
 
 /// Performs the handshake and sends a first request. Retries if the server exits before it answers.
-fn enter(
+fn connect_with_retries(
     control: &Path,
     subject: Subject,
     question: &ToContext,
-) -> Result<(FromContext, (Connection, Connection)), Closed> {
+) -> Result<(FromContext, (Connection, Connection)), ConnectError> {
     let once = || {
         let entered = handshake::connect_to_server(control)?.enter(subject)?;
-        wire::send(&entered.0, question).map_err(|_| Closed::ByServer)?;
-        let answer = wire::recv(&entered.0).ok().flatten().ok_or(Closed::ByServer)?;
+        wire::send(&entered.0, question).map_err(|_| ConnectError::ByServer)?;
+        let answer = wire::recv(&entered.0).ok().flatten().ok_or(ConnectError::ByServer)?;
         Ok((answer, entered))
     };
     for _ in 0..MAX_RETRIES {
         match once() {
-            Err(Closed::ByServer) => thread::sleep(RETRY_INTERVAL),
+            Err(ConnectError::ByServer) => thread::sleep(RETRY_INTERVAL),
             other => return other,
         }
     }
-    Err(Closed::ByServer)
+    Err(ConnectError::ByServer)
 }
 
-/// A context that an MPS server serves. Dropping it closes it cleanly. If the process exits, the
-/// server detects the exit.
+/// A context that an MPS server serves. A dropped context is closed cleanly. If the process exits
+/// instead, the server detects the exit.
 #[derive(Debug)]
 pub struct MpsContext {
     channel: Arc<Connection>,
@@ -184,7 +191,7 @@ impl MpsContext {
     }
 
     /// Returns the memory limit of the context, in bytes.
-    pub fn limit(&self) -> Option<u64> {
+    pub fn memory_limit(&self) -> Option<u64> {
         self.limit
     }
 
@@ -194,7 +201,7 @@ impl MpsContext {
     /// The `CUresult` of the failure.
     pub fn free_memory(&self) -> Result<u64, i32> {
         let free = self.request(&ToContext::Query)?;
-        Ok(self.limit_left().map_or(free, |left| left.min(free)))
+        Ok(self.remaining_limit().map_or(free, |left| left.min(free)))
     }
 
     /// Allocates `bytes` bytes of device memory.
@@ -203,7 +210,7 @@ impl MpsContext {
     /// The `CUresult` of the failure.
     pub fn allocate(&self, bytes: u64) -> Result<(), i32> {
         // The library enforces the limit. The server only checks the device's memory.
-        if self.limit_left().is_some_and(|left| bytes > left) {
+        if self.remaining_limit().is_some_and(|left| bytes > left) {
             return Err(OUT_OF_MEMORY);
         }
         self.request(&ToContext::Allocate(bytes))?;
@@ -242,7 +249,7 @@ impl MpsContext {
     }
 
     /// Waits until an error breaks the context, at most for `timeout`.
-    pub fn wait_error(&self, timeout: Duration) -> Option<i32> {
+    pub fn wait_for_error(&self, timeout: Duration) -> Option<i32> {
         let deadline = Instant::now() + timeout;
         let mut error = self.state.lock();
         loop {
@@ -257,7 +264,7 @@ impl MpsContext {
         }
     }
 
-    fn limit_left(&self) -> Option<u64> {
+    fn remaining_limit(&self) -> Option<u64> {
         self.limit.map(|limit| limit.saturating_sub(self.overhead + self.allocated.load(Ordering::Relaxed)))
     }
 
@@ -282,7 +289,7 @@ impl MpsContext {
 
 impl Drop for MpsContext {
     fn drop(&mut self) {
-        // Errors are ignored: the server may have exited.
+        // Ignore errors: the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
         self.channel.shutdown();
     }
@@ -307,7 +314,7 @@ impl FirstError {
 }
 
 /// Reads the server's messages during the life of a context: answers and notifications.
-fn read(socket: &Connection, state: &FirstError, answers: &Sender<FromContext>) {
+fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromContext>) {
     let end = loop {
         match wire::recv(socket) {
             Ok(Some(FromContext::Broken(code))) => state.set(code),

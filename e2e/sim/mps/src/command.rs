@@ -130,21 +130,23 @@ impl Command {
                 Self::TerminateClient { server: server.parse().ok()?, client: client.parse().ok()? }
             }
             ("get_default_active_thread_percentage", []) => Self::GetDefaultThreads,
-            ("set_default_active_thread_percentage", [value]) => Self::SetDefaultThreads(limits::percentage(value)),
+            ("set_default_active_thread_percentage", [value]) => {
+                Self::SetDefaultThreads(limits::parse_percentage(value))
+            }
             ("get_active_thread_percentage", [server]) => Self::GetThreads(server.parse().ok()?),
             ("set_active_thread_percentage", [server, value]) => {
-                Self::SetThreads(server.parse().ok()?, limits::percentage(value))
+                Self::SetThreads(server.parse().ok()?, limits::parse_percentage(value))
             }
             ("get_default_device_pinned_mem_limit", [device]) => Self::GetDefaultMemory((*device).to_owned()),
             ("set_default_device_pinned_mem_limit", [device, value]) => {
-                limits::bytes(value)?;
+                limits::parse_bytes(value)?;
                 Self::SetDefaultMemory((*device).to_owned(), (*value).to_owned())
             }
             ("get_device_pinned_mem_limit", [server, device]) => {
                 Self::GetMemory(server.parse().ok()?, (*device).to_owned())
             }
             ("set_device_pinned_mem_limit", [server, device, value]) => {
-                limits::bytes(value)?;
+                limits::parse_bytes(value)?;
                 Self::SetMemory(server.parse().ok()?, (*device).to_owned(), (*value).to_owned())
             }
             ("get_default_client_priority", []) => Self::GetDefaultPriority,

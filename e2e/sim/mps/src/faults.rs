@@ -30,13 +30,13 @@ impl InjectedFaults {
     }
 
     /// Waits if the call must hang, and returns the code if it must fail.
-    pub fn injected(&self, call: &str) -> Option<i32> {
+    pub fn apply_faults(&self, call: &str) -> Option<i32> {
         let machine = self.machine()?;
         let device = machine.snapshot().ok().and_then(|state| {
             state.visible_devices(self.visible.as_deref()).first().map(|device| device.uuid().to_owned())
         });
         // Without a machine there are no faults.
-        machine.injected(call, device.as_deref()).ok().flatten()
+        machine.apply_faults(call, device.as_deref()).ok().flatten()
     }
 
     fn machine(&self) -> Option<&Machine> {

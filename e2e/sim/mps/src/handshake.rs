@@ -74,7 +74,7 @@ pub enum Subject {
 
 impl Subject {
     /// Returns the two words that introduce the subject to the server.
-    pub fn words(self) -> [[u8; 4]; 2] {
+    pub fn introduction_words(self) -> [[u8; 4]; 2] {
         match self {
             Self::Process => [0_u32.to_le_bytes(), 0xff_u32.to_le_bytes()],
             Self::Context => [1_u32.to_le_bytes(), 0_u32.to_le_bytes()],
@@ -147,7 +147,7 @@ pub fn reply(connection: &Connection, line: &str) -> io::Result<()> {
 ///
 /// The server reads the three packets of the introduction before it checks the packets, like the
 /// real server.
-pub fn receive(connection: &Connection, channel: &Connection) -> Result<(Subject, Credentials), Refusal> {
+pub fn receive_introduction(connection: &Connection, channel: &Connection) -> Result<(Subject, Credentials), Refusal> {
     let other = File::open("/dev/null")?;
     for number in 0..MAX_DESCRIPTORS {
         let fd = if number == 0 { channel.as_fd() } else { other.as_fd() };
@@ -190,8 +190,8 @@ pub fn introduce(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
 
 /// A client's connections during the handshake.
 #[derive(Debug)]
-pub struct Entrance {
-    /// The connection to the daemon, which waits for the last word.
+pub struct ClientSockets {
+    /// The connection to the daemon, which waits for the last packet of the handshake.
     pub daemon: Connection,
     /// The socket to the server. The client keeps it open until it exits.
     pub server: Connection,
@@ -199,7 +199,7 @@ pub struct Entrance {
 
 /// Why a client could not connect.
 #[derive(Debug)]
-pub enum Closed {
+pub enum ConnectError {
     /// No daemon exists, or it refused the client. The CUDA library does not treat either case as
     /// an error.
     ByDaemon,
@@ -210,50 +210,51 @@ pub enum Closed {
 }
 
 /// Performs the client's side up to the socket to the server. The client waits without a deadline.
-pub fn connect_to_server(control: &Path) -> Result<Entrance, Closed> {
-    let daemon = introduce(control, KIND_CLIENT).ok().flatten().ok_or(Closed::ByDaemon)?;
+pub fn connect_to_server(control: &Path) -> Result<ClientSockets, ConnectError> {
+    let daemon = introduce(control, KIND_CLIENT).ok().flatten().ok_or(ConnectError::ByDaemon)?;
     let packet = daemon.recv_fd(64).ok().flatten().filter(|packet| packet.data == DESCRIPTOR);
-    let server = packet.and_then(|packet| packet.fd).ok_or(Closed::ByDaemon)?;
-    Ok(Entrance { daemon, server: Connection::from_fd(server) })
+    let server = packet.and_then(|packet| packet.fd).ok_or(ConnectError::ByDaemon)?;
+    Ok(ClientSockets { daemon, server: Connection::from_fd(server) })
 }
 
-impl Entrance {
+impl ClientSockets {
     /// Receives the server's descriptors. The first one is the channel between client and server.
-    pub fn channel(&self) -> Result<Connection, Closed> {
+    pub fn receive_channel(&self) -> Result<Connection, ConnectError> {
         // Turns off attestation: credentials would use the space of the descriptors.
-        rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| Closed::ByServer)?;
+        rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| ConnectError::ByServer)?;
         let mut channel = None;
         for _ in 0..MAX_DESCRIPTORS {
-            let packet = self.server.recv_fd(64).ok().flatten().ok_or(Closed::ByServer)?;
-            let fd = packet.fd.ok_or(Closed::ByServer)?;
+            let packet = self.server.recv_fd(64).ok().flatten().ok_or(ConnectError::ByServer)?;
+            let fd = packet.fd.ok_or(ConnectError::ByServer)?;
             channel.get_or_insert(Connection::from_fd(fd));
         }
-        self.server.recv(64).ok().flatten().ok_or(Closed::ByServer)?;
-        channel.ok_or(Closed::ByServer)
+        self.server.recv(64).ok().flatten().ok_or(ConnectError::ByServer)?;
+        channel.ok_or(ConnectError::ByServer)
     }
 
     /// Performs the rest of the client's side: introduces `subject` to the server, reads the
-    /// answer, and forwards it to the daemon as the last word. Returns the channel to the server
-    /// and the socket of the handshake.
-    pub fn enter(self, subject: Subject) -> Result<(Connection, Connection), Closed> {
+    /// answer, and sends the same answer to the daemon as the last packet. Returns the channel to
+    /// the server and the socket of the handshake.
+    pub fn enter(self, subject: Subject) -> Result<(Connection, Connection), ConnectError> {
         self.enter_as(subject, own_credentials())
     }
 
-    /// Like [`enter`](Self::enter), with the credentials of another process. This requires root.
-    pub fn enter_as(self, subject: Subject, who: Credentials) -> Result<(Connection, Connection), Closed> {
-        let channel = self.channel()?;
-        let [first, second] = subject.words();
-        let said = self
+    /// Like [`enter`](Self::enter), with the credentials of another process. The caller must be
+    /// root.
+    pub fn enter_as(self, subject: Subject, who: Credentials) -> Result<(Connection, Connection), ConnectError> {
+        let channel = self.receive_channel()?;
+        let [first, second] = subject.introduction_words();
+        let sent = self
             .server
             .send_credentials(CREDENTIALS, who)
             .and_then(|()| self.server.send(&first))
             .and_then(|()| self.server.send(&second));
-        said.map_err(|_| Closed::ByServer)?;
-        let answer = self.server.recv(64).ok().flatten().ok_or(Closed::ByServer)?;
-        let result = as_u32(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(Closed::ByServer)?;
+        sent.map_err(|_| ConnectError::ByServer)?;
+        let answer = self.server.recv(64).ok().flatten().ok_or(ConnectError::ByServer)?;
+        let result = as_u32(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(ConnectError::ByServer)?;
         // The server has decided already, so a closed daemon changes nothing.
         let _ = self.daemon.send(&answer.data);
-        if result == 0 { Ok((channel, self.server)) } else { Err(Closed::Refused(result)) }
+        if result == 0 { Ok((channel, self.server)) } else { Err(ConnectError::Refused(result)) }
     }
 }
 
@@ -319,7 +320,7 @@ mod tests {
             server.enable_credentials().unwrap();
             connection.send_fd(DESCRIPTOR, client.as_fd()).unwrap();
             let (channel, theirs) = Connection::pair().unwrap();
-            let (subject, credentials) = receive(&server, &theirs).unwrap();
+            let (subject, credentials) = receive_introduction(&server, &theirs).unwrap();
             assert_eq!((subject, Peer::Client(credentials)), (Subject::Context, visitor));
             server.send(&0_u32.to_le_bytes()).unwrap();
             assert_eq!(connection.recv(64).unwrap().unwrap().data, [0; 4]);
@@ -374,12 +375,12 @@ mod tests {
             let (client, server) = Connection::pair().unwrap();
             server.enable_credentials().unwrap();
             let (channel, _theirs) = Connection::pair().unwrap();
-            let [first, second] = Subject::Process.words();
+            let [first, second] = Subject::Process.introduction_words();
             let words: [&[u8]; 3] = [CREDENTIALS, &first, &second];
             for packet in words[..said].iter().chain(&words) {
                 client.send(packet).unwrap();
             }
-            let received = receive(&server, &channel);
+            let received = receive_introduction(&server, &channel);
             assert!(
                 received.is_ok() || said > 0 && matches!(received, Err(Refusal::Malformed(_))),
                 "{said}: {received:?}"

@@ -59,7 +59,7 @@ impl Default for Settings {
 impl Settings {
     /// Reads a daemon's initial settings from its environment. Invalid values are ignored.
     pub fn from_environment(threads: Option<&str>, memory: Option<&str>) -> Self {
-        let mut settings = Self { threads: threads.and_then(percentage).unwrap_or(100.0), ..Self::default() };
+        let mut settings = Self { threads: threads.and_then(parse_percentage).unwrap_or(100.0), ..Self::default() };
         for entry in memory.unwrap_or_default().split(',') {
             if let Some((device, value)) = entry.split_once('=') {
                 settings.set_memory(device.trim(), value.trim());
@@ -71,7 +71,7 @@ impl Settings {
     /// Sets a device's limit and replaces one with the same name. 0 removes it.
     pub fn set_memory(&mut self, device: &str, value: &str) {
         self.memory.retain(|limit| limit.device != device);
-        if bytes(value) != Some(0) {
+        if parse_bytes(value) != Some(0) {
             self.memory.push(MemoryLimit { device: device.to_owned(), value: value.to_owned() });
         }
     }
@@ -80,7 +80,7 @@ impl Settings {
     /// in whole G, rounded down, and lower ones in whole M.
     pub fn printed_memory(&self, device: &str) -> Option<String> {
         let limit = self.memory.iter().find(|limit| limit.device == device)?;
-        let mib = bytes(&limit.value)? >> 20;
+        let mib = parse_bytes(&limit.value)? >> 20;
         Some(if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") })
     }
 
@@ -90,17 +90,17 @@ impl Settings {
             .iter()
             .rev()
             .find(|limit| device.matches_device(&limit.device))
-            .and_then(|limit| bytes(&limit.value))
+            .and_then(|limit| parse_bytes(&limit.value))
     }
 }
 
 /// Parses a thread percentage. Values above 100 count as 100. MPS ignores invalid values.
-pub fn percentage(text: &str) -> Option<f64> {
+pub fn parse_percentage(text: &str) -> Option<f64> {
     text.trim().parse::<f64>().ok().filter(|percent| *percent > 0.0 && percent.is_finite()).map(|p| p.min(100.0))
 }
 
 /// Parses a limit to bytes. A unit applies only to whole numbers: `8.5G` means 8 bytes.
-pub fn bytes(text: &str) -> Option<u64> {
+pub fn parse_bytes(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let number: u64 = text[..digits].parse().ok()?;
     match text[digits..].chars().next() {
@@ -123,7 +123,7 @@ pub enum ClientMemory {
 }
 
 /// Parses a client's `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` for the devices that it sees.
-pub fn client_memory(text: Option<&str>, devices: &[DeviceName<'_>], used: usize) -> ClientMemory {
+pub fn parse_client_memory(text: Option<&str>, devices: &[DeviceName<'_>], used: usize) -> ClientMemory {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return ClientMemory::Unset };
     let mut outcome = ClientMemory::Unset;
     for entry in text.split(',') {
@@ -131,7 +131,7 @@ pub fn client_memory(text: Option<&str>, devices: &[DeviceName<'_>], used: usize
         let Some(device) = devices.iter().position(|device| device.matches_device(name)) else {
             return ClientMemory::Escaped;
         };
-        let Some(limit) = bytes(value) else { return ClientMemory::Escaped };
+        let Some(limit) = parse_bytes(value) else { return ClientMemory::Escaped };
         if device == used {
             outcome = ClientMemory::Lowered(limit);
         }
@@ -177,31 +177,31 @@ mod tests {
     }
 
     #[test]
-    fn fractions_and_missing_units_are_misread_like_mps_does() {
-        assert_eq!(bytes("8G"), Some(8 << 30));
-        assert_eq!(bytes("8192M"), Some(8 << 30));
-        assert_eq!(bytes("8.5G"), Some(8));
-        assert_eq!(bytes("G"), None);
-        assert_eq!(bytes("-1G"), None);
-        assert_eq!(bytes("99999999999999999999G"), None);
-        assert_eq!(bytes("18446744073709551615G"), None);
+    fn fractions_and_missing_units_are_parsed_as_mps_parses_them() {
+        assert_eq!(parse_bytes("8G"), Some(8 << 30));
+        assert_eq!(parse_bytes("8192M"), Some(8 << 30));
+        assert_eq!(parse_bytes("8.5G"), Some(8));
+        assert_eq!(parse_bytes("G"), None);
+        assert_eq!(parse_bytes("-1G"), None);
+        assert_eq!(parse_bytes("99999999999999999999G"), None);
+        assert_eq!(parse_bytes("18446744073709551615G"), None);
     }
 
     #[test]
     fn a_client_lowers_its_memory_by_ordinal_uuid_or_prefix() {
         for text in ["0=8G", "0=8192M", &format!("{UUID}=8G"), "GPU-8f3c=8G"] {
-            assert_eq!(client_memory(Some(text), &ONE_DEVICE, 0), ClientMemory::Lowered(8 << 30), "{text}");
+            assert_eq!(parse_client_memory(Some(text), &ONE_DEVICE, 0), ClientMemory::Lowered(8 << 30), "{text}");
         }
-        assert_eq!(client_memory(Some("0=8.5G"), &ONE_DEVICE, 0), ClientMemory::Lowered(8));
-        assert_eq!(client_memory(None, &ONE_DEVICE, 0), ClientMemory::Unset);
-        assert_eq!(client_memory(Some(""), &ONE_DEVICE, 0), ClientMemory::Unset);
+        assert_eq!(parse_client_memory(Some("0=8.5G"), &ONE_DEVICE, 0), ClientMemory::Lowered(8));
+        assert_eq!(parse_client_memory(None, &ONE_DEVICE, 0), ClientMemory::Unset);
+        assert_eq!(parse_client_memory(Some(""), &ONE_DEVICE, 0), ClientMemory::Unset);
     }
 
     #[test]
     fn one_invalid_entry_removes_every_memory_limit() {
         for text in ["0=2G,1=4G", "1=8G", "8G", "junk", "0=", "0=junk", "0=2G,", "GPU-ffff=8G", "GPU-=8G"] {
-            assert_eq!(client_memory(Some(text), &ONE_DEVICE, 0), ClientMemory::Escaped, "{text}");
-            assert_eq!(effective_memory(Some(10 << 30), client_memory(Some(text), &ONE_DEVICE, 0)), None);
+            assert_eq!(parse_client_memory(Some(text), &ONE_DEVICE, 0), ClientMemory::Escaped, "{text}");
+            assert_eq!(effective_memory(Some(10 << 30), parse_client_memory(Some(text), &ONE_DEVICE, 0)), None);
         }
     }
 
@@ -217,10 +217,10 @@ mod tests {
     #[test]
     fn an_invalid_percentage_is_ignored() {
         for text in ["abc", "0", "", "-5", "NaN", "inf"] {
-            assert_eq!(percentage(text), None, "{text}");
+            assert_eq!(parse_percentage(text), None, "{text}");
         }
-        assert_eq!(percentage("12.5"), Some(12.5));
-        assert_eq!(percentage("250"), Some(100.0));
+        assert_eq!(parse_percentage("12.5"), Some(12.5));
+        assert_eq!(parse_percentage("250"), Some(100.0));
     }
 
     #[test]
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_printed_like_mps_does() {
+    fn limits_are_printed_as_mps_prints_them() {
         for (set, printed) in [("8192M", "8G"), ("512M", "512M"), ("1024M", "1G"), ("1536M", "1G"), ("7678M", "7G")] {
             let mut settings = Settings::default();
             settings.set_memory("0", set);

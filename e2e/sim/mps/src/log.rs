@@ -30,13 +30,13 @@ impl Log {
     }
 
     /// Writes a line of a component (`Control`, `Server`, `Other`) with a PID.
-    pub fn line(&self, component: &str, pid: u32, text: &str) {
-        self.raw(format!("{}\n", format_line(Timestamp::now(), component, pid, text)).as_bytes());
+    pub fn write_line(&self, component: &str, pid: u32, text: &str) {
+        self.write_raw(format!("{}\n", format_line(Timestamp::now(), component, pid, text)).as_bytes());
     }
 
     /// Writes a formatted line.
-    pub fn raw(&self, line: &[u8]) {
-        // Errors are ignored: a log without a reader must not stop the daemon.
+    pub fn write_raw(&self, line: &[u8]) {
+        // Ignore errors: a log without a reader must not stop the daemon.
         let _ = match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
             Sink::Stdout => {
                 let mut out = io::stdout().lock();

@@ -37,7 +37,7 @@ pub struct Connection(OwnedFd);
 pub struct Packet {
     /// The bytes, at most as many as requested.
     pub data: Vec<u8>,
-    /// Whether the packet was longer than requested. The rest is lost.
+    /// Whether the packet was longer than requested. The kernel has discarded the remaining bytes.
     pub truncated: bool,
     /// The sender, if the message carried its credentials.
     pub credentials: Option<Credentials>,
@@ -156,8 +156,8 @@ impl Connection {
         self.recv_with(most, &Ancillary::Credentials)
     }
 
-    /// Waits for one packet with a descriptor. Do not call this on a connection that
-    /// [attests](Self::attest): the buffer has no space for both.
+    /// Waits for one packet with a descriptor. Do not call this method after
+    /// [`Self::enable_credentials`]: the buffer has no space for both.
     pub fn recv_fd(&self, most: usize) -> io::Result<Option<Packet>> {
         self.recv_with(most, &Ancillary::Descriptor)
     }
@@ -257,7 +257,7 @@ impl Connection {
 
     /// Closes the connection for both ends and wakes their waiting threads.
     pub fn shutdown(&self) {
-        // Errors are ignored: the peer may have closed already.
+        // Ignore errors: the peer may have closed already.
         let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
     }
 }
@@ -279,7 +279,7 @@ impl From<Connection> for OwnedFd {
 pub struct Listener(OwnedFd);
 
 impl Listener {
-    /// Listens at `path` with this file mode, and replaces a dead daemon's socket there.
+    /// Listens at `path` with this file mode, and replaces the socket of a daemon that has exited.
     pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),

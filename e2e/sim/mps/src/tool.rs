@@ -52,7 +52,7 @@ enum Request {
 pub fn main() -> ExitCode {
     let arguments: Vec<String> =
         std::env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();
-    match parse(&arguments) {
+    match parse_arguments(&arguments) {
         Request::Help => print(HELP),
         Request::Version => print("CUDA MPS Control binary version: 13000\n"),
         Request::Invalid(what) => {
@@ -60,19 +60,20 @@ pub fn main() -> ExitCode {
             ExitCode::FAILURE
         }
         Request::Daemon { background, multi_user } => {
-            let config = config(multi_user);
-            let outcome = if background { daemon::background(config) } else { daemon::foreground(config) };
+            let config = read_config(multi_user);
+            let outcome =
+                if background { daemon::start_in_background(config) } else { daemon::run_in_foreground(config) };
             outcome.unwrap_or_else(|error| {
                 eprintln!("{error:#}");
                 ExitCode::FAILURE
             })
         }
-        Request::Commands(Some(command)) => send([Ok(command)]),
-        Request::Commands(None) => send(io::stdin().lock().lines()),
+        Request::Commands(Some(command)) => send_commands([Ok(command)]),
+        Request::Commands(None) => send_commands(io::stdin().lock().lines()),
     }
 }
 
-fn parse(arguments: &[String]) -> Request {
+fn parse_arguments(arguments: &[String]) -> Request {
     let (mut daemon, mut multi_user) = (None, false);
     let mut command: Vec<&str> = Vec::new();
     for argument in arguments {
@@ -96,11 +97,11 @@ fn parse(arguments: &[String]) -> Request {
     }
 }
 
-fn config(multi_user: bool) -> Config {
+fn read_config(multi_user: bool) -> Config {
     let text = |name| std::env::var(name).ok();
     Config {
         pipe_directory: pipe_directory(),
-        log_directory: directory("CUDA_MPS_LOG_DIRECTORY", DEFAULT_LOG_DIRECTORY),
+        log_directory: directory_from_environment("CUDA_MPS_LOG_DIRECTORY", DEFAULT_LOG_DIRECTORY),
         visible: text("CUDA_VISIBLE_DEVICES"),
         multi_user,
         defaults: Settings::from_environment(
@@ -112,15 +113,15 @@ fn config(multi_user: bool) -> Config {
 
 /// Returns `CUDA_MPS_PIPE_DIRECTORY` of this process, or the default.
 pub fn pipe_directory() -> PathBuf {
-    directory("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY)
+    directory_from_environment("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY)
 }
 
-fn directory(variable: &str, default: &str) -> PathBuf {
+fn directory_from_environment(variable: &str, default: &str) -> PathBuf {
     std::env::var_os(variable).filter(|value| !value.is_empty()).map_or_else(|| PathBuf::from(default), PathBuf::from)
 }
 
 /// Sends each command over a separate connection and prints the answers.
-fn send(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
+fn send_commands(commands: impl IntoIterator<Item = io::Result<String>>) -> ExitCode {
     for command in commands {
         let Ok(command) = command else { break };
         if command.trim().is_empty() {
@@ -167,7 +168,7 @@ mod tests {
     use super::*;
 
     fn parse_line(line: &str) -> Request {
-        parse(&line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+        parse_arguments(&line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
     }
 
     #[test]

@@ -64,7 +64,7 @@ pub(crate) fn parse_compute_mode(mode: sys::nvmlComputeMode_t) -> Result<Compute
     }
 }
 
-/// Returns the handle of a GPU. A lost GPU has none.
+/// Returns the handle of a GPU. A lost GPU has no handle.
 pub(crate) fn gpu_handle(view: &View, find: impl Fn(&sim_machine::Gpu) -> bool, none: Code) -> Result<Handle> {
     let gpu = view.state.gpus.iter().find(|g| find(g)).ok_or(none)?;
     view.gpu(&gpu.uuid)?;
@@ -79,13 +79,13 @@ pub(crate) fn handle_by_uuid(view: &View, uuid: &str) -> Result<Handle> {
 }
 
 /// Returns whether a caller's text is this PCI address, with a domain of 4 or 8 digits.
-pub(crate) fn same_bus_id(pci: sim_machine::Pci, text: &str) -> bool {
+pub(crate) fn is_bus_id(pci: sim_machine::Pci, text: &str) -> bool {
     pci.bus_id().eq_ignore_ascii_case(text) || pci.short_bus_id().eq_ignore_ascii_case(text)
 }
 
 /// The processes that a list contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum List {
+pub(crate) enum ProcessList {
     /// All compute processes, MPS clients and servers included.
     Compute,
     /// MPS clients.
@@ -96,7 +96,7 @@ pub(crate) enum List {
 
 /// A process in NVML's lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Listed {
+pub(crate) struct ListedProcess {
     pub(crate) pid: u32,
     pub(crate) used: u64,
     pub(crate) gpu_instance: u32,
@@ -105,13 +105,13 @@ pub(crate) struct Listed {
 
 /// Lists the processes on a device, each once with all of its memory there. A GPU's list includes
 /// the processes of its MIG devices. Processes outside this process's PID namespace are omitted.
-pub(crate) fn processes(view: &View, device: &DeviceRef<'_>, list: List) -> Result<Vec<Listed>> {
-    let mut listed: Vec<Listed> = Vec::new();
+pub(crate) fn processes(view: &View, device: &DeviceRef<'_>, list: ProcessList) -> Result<Vec<ListedProcess>> {
+    let mut listed: Vec<ListedProcess> = Vec::new();
     for process in view.machine.processes()? {
         let wanted = match list {
-            List::Compute => process.kind != ProcessKind::Graphics,
-            List::Mps => process.kind == ProcessKind::MpsClient,
-            List::Graphics => process.kind == ProcessKind::Graphics,
+            ProcessList::Compute => process.kind != ProcessKind::Graphics,
+            ProcessList::Mps => process.kind == ProcessKind::MpsClient,
+            ProcessList::Graphics => process.kind == ProcessKind::Graphics,
         };
         let Some(place) = view.state.device(&process.device) else { continue };
         let inside = place.uuid() == device.uuid() || (device.mig.is_none() && place.gpu.uuid == device.gpu.uuid);
@@ -120,18 +120,19 @@ pub(crate) fn processes(view: &View, device: &DeviceRef<'_>, list: List) -> Resu
         }
         let Some(pid) = view.machine.visible_pid(&process) else { continue };
         let (gpu_instance, compute_instance) = place.mig.map_or((NO_INSTANCE, NO_INSTANCE), |(gi, ci)| (gi.id, ci.id));
-        let same =
-            |l: &&mut Listed| (l.pid, l.gpu_instance, l.compute_instance) == (pid, gpu_instance, compute_instance);
+        let same = |l: &&mut ListedProcess| {
+            (l.pid, l.gpu_instance, l.compute_instance) == (pid, gpu_instance, compute_instance)
+        };
         match listed.iter_mut().find(same) {
             Some(entry) => entry.used += process.used,
-            None => listed.push(Listed { pid, used: process.used, gpu_instance, compute_instance }),
+            None => listed.push(ListedProcess { pid, used: process.used, gpu_instance, compute_instance }),
         }
     }
     Ok(listed)
 }
 
 /// Returns the processes on a GPU and in its MIG devices.
-pub(crate) fn on_gpu(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<Process>> {
+pub(crate) fn processes_on_gpu(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<Process>> {
     let here = |p: &Process| state.device(&p.device).is_some_and(|d| d.gpu.uuid == gpu);
     Ok(machine.processes()?.into_iter().filter(here).collect())
 }
@@ -142,7 +143,7 @@ pub(crate) fn utilization(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
     if let Some(percent) = device.gpu.utilization {
         return Ok(percent.min(100));
     }
-    let programs = on_gpu(&view.machine, &view.state, &device.gpu.uuid)?;
+    let programs = processes_on_gpu(&view.machine, &view.state, &device.gpu.uuid)?;
     let programs = programs.iter().filter(|p| p.kind != ProcessKind::MpsServer).count();
     Ok(u32::try_from(programs * 20).unwrap_or(100).min(100))
 }
@@ -155,7 +156,7 @@ pub(crate) fn power(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
 
 /// Converts a list such as `0-3,8` to words of bits, the least significant first. An empty list
 /// sets the first `all` bits.
-pub(crate) fn bits(list: &str, words: usize, all: usize) -> Vec<u64> {
+pub(crate) fn to_bit_words(list: &str, words: usize, all: usize) -> Vec<u64> {
     let mut set = vec![0_u64; words];
     let mut add = |bit: usize| {
         if let Some(word) = set.get_mut(bit / 64) {
@@ -176,12 +177,12 @@ pub(crate) fn bits(list: &str, words: usize, all: usize) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::bits;
+    use super::to_bit_words;
 
     #[test]
     fn cpu_lists_convert_to_words_of_bits() {
-        assert_eq!(bits("0-3,65", 2, 0), [0b1111, 0b10]);
-        assert_eq!(bits("", 1, 2), [0b11]);
-        assert_eq!(bits("0-9999999,x,", 1, 0), [u64::MAX]);
+        assert_eq!(to_bit_words("0-3,65", 2, 0), [0b1111, 0b10]);
+        assert_eq!(to_bit_words("", 1, 2), [0b11]);
+        assert_eq!(to_bit_words("0-9999999,x,", 1, 0), [u64::MAX]);
     }
 }

@@ -14,7 +14,7 @@ pub(crate) const SUPPORTED: u64 = sys::nvmlEventTypeAll as u64;
 
 /// An event set.
 #[derive(Debug, Default)]
-struct Set {
+struct EventSet {
     /// By GPU: the registered event types, and the last event before the registration.
     registered: HashMap<String, (u64, u64)>,
     /// The number of the event that was delivered last.
@@ -22,9 +22,9 @@ struct Set {
 }
 
 /// The last number of a set, and the sets by number.
-static SETS: Mutex<Option<(u64, HashMap<u64, Set>)>> = Mutex::new(None);
+static SETS: Mutex<Option<(u64, HashMap<u64, EventSet>)>> = Mutex::new(None);
 
-fn sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, Set>)>> {
+fn sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, EventSet>)>> {
     SETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -33,13 +33,13 @@ pub(crate) fn create() -> Handle {
     let mut sets = sets();
     let (last, sets) = sets.get_or_insert_default();
     *last += 1;
-    sets.insert(*last, Set::default());
+    sets.insert(*last, EventSet::default());
     handle(Object::EventSet(*last))
 }
 
 /// Frees a set.
 pub(crate) fn free(set: Handle) -> Result<()> {
-    with(set, |_| ())?;
+    with_set(set, |_| ())?;
     let Object::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
     if let Some((_, sets)) = sets().as_mut() {
         sets.remove(&number);
@@ -52,7 +52,7 @@ pub(crate) fn register(view: &View, gpu: &str, types: u64, set: Handle) -> Resul
     if types & !SUPPORTED != 0 {
         return Err(Code::NOT_SUPPORTED);
     }
-    with(set, |set| {
+    with_set(set, |set| {
         set.registered.entry(gpu.to_owned()).or_insert((0, view.state.last_id)).0 |= types;
     })
 }
@@ -62,13 +62,13 @@ pub(crate) fn wait(view: &View, set: Handle, timeout: Duration) -> Result<Event>
     let deadline = Instant::now() + timeout;
     loop {
         let state = view.machine.snapshot()?;
-        let next = with(set, |set| {
-            let next = next(set, &state);
+        let next = with_set(set, |set| {
+            let next = next_event(set, &state);
             if let Some(event) = &next {
                 set.seen = event.seq;
             }
             // Pending events are delivered before the error that the GPU is lost.
-            next.map(Ok).or_else(|| lost(set, &state).then_some(Err(Code::GPU_IS_LOST)))
+            next.map(Ok).or_else(|| has_lost_gpu(set, &state).then_some(Err(Code::GPU_IS_LOST)))
         })?;
         if let Some(next) = next {
             return next;
@@ -77,12 +77,12 @@ pub(crate) fn wait(view: &View, set: Handle, timeout: Duration) -> Result<Event>
         if left.is_zero() {
             return Err(Code::TIMEOUT);
         }
-        view.machine.wait_change(state.generation, left)?;
+        view.machine.wait_for_change(state.generation, left)?;
     }
 }
 
 /// Runs `body` with the set behind a handle.
-fn with<T>(set: Handle, body: impl FnOnce(&mut Set) -> T) -> Result<T> {
+fn with_set<T>(set: Handle, body: impl FnOnce(&mut EventSet) -> T) -> Result<T> {
     let Object::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
     let mut sets = sets();
     let set = sets.as_mut().and_then(|(_, sets)| sets.get_mut(&number)).ok_or(Code::INVALID_ARGUMENT)?;
@@ -90,19 +90,19 @@ fn with<T>(set: Handle, body: impl FnOnce(&mut Set) -> T) -> Result<T> {
 }
 
 /// Returns the first event that the set registered and that was not delivered.
-fn next(set: &Set, state: &State) -> Option<Event> {
+fn next_event(set: &EventSet, state: &State) -> Option<Event> {
     let wanted = |e: &&Event| {
-        let asked = set
+        let is_registered = set
             .registered
             .get(&e.gpu)
             .is_some_and(|(types, after)| e.seq > *after && types & event_type_bit(e.kind) != 0);
-        asked && e.seq > set.seen
+        is_registered && e.seq > set.seen
     };
     state.events.iter().find(wanted).cloned()
 }
 
 /// Returns whether a GPU with registered events is lost.
-fn lost(set: &Set, state: &State) -> bool {
+fn has_lost_gpu(set: &EventSet, state: &State) -> bool {
     state.gpus.iter().any(|g| g.lost && set.registered.contains_key(&g.uuid))
 }
 

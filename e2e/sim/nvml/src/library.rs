@@ -60,8 +60,8 @@ pub(crate) enum Object {
     EventSet(u64),
 }
 
-/// A handle as it crosses the ABI. A handle is never an address, so an invalid handle is detected
-/// and harmless.
+/// A handle as C programs receive it. A handle is never an address, so the library detects an
+/// invalid handle.
 pub(crate) type Handle = usize;
 
 /// The state between `nvmlInit` and `nvmlShutdown`.
@@ -163,8 +163,8 @@ impl View {
 }
 
 fn inject(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
-    match machine.injected(name, device)? {
-        // A fault may inject a code that NVML does not define. Callers must cope with it.
+    match machine.apply_faults(name, device)? {
+        // A fault may inject a code that NVML does not define. Callers must handle such a code.
         Some(code) => Err(Code(code.unsigned_abs())),
         None => Ok(()),
     }
@@ -219,7 +219,7 @@ pub(crate) fn on_gpu(
 }
 
 /// Runs a call that changes a GPU and requires root.
-pub(crate) fn as_root(
+pub(crate) fn on_gpu_as_root(
     name: &str,
     device: Handle,
     body: impl FnOnce(&View, &Gpu, &Model) -> Result<()>,

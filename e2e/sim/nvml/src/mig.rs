@@ -29,7 +29,7 @@ pub(crate) fn profile_by_index(model: &Model, index: u32) -> Result<&GpuProfile>
 
 /// Returns a GPU instance profile by its id.
 pub(crate) fn profile_by_id(model: &Model, id: u32) -> Result<&GpuProfile> {
-    if !model.mig_capable() {
+    if !model.is_mig_capable() {
         return Err(Code::NOT_SUPPORTED);
     }
     model.gpu_profile(id).ok_or(Code::INVALID_ARGUMENT)
@@ -85,8 +85,8 @@ pub(crate) fn find_gpu_instance<'v>(
 /// the mode is already active.
 pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {
-        let busy = !device::on_gpu(&view.machine, state, uuid)?.is_empty();
-        let (gpu, model) = target(state, uuid)?;
+        let busy = !device::processes_on_gpu(&view.machine, state, uuid)?.is_empty();
+        let (gpu, model) = gpu_to_change(state, uuid)?;
         let activation = match gpu.set_mig_mode(&model, on, busy) {
             Ok(()) => sys::nvmlReturn_enum_NVML_SUCCESS,
             Err(sim_machine::MigError::NotSupported) => return Err(Code::NOT_SUPPORTED),
@@ -99,13 +99,13 @@ pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlRet
 
 /// Creates a GPU instance.
 pub(crate) fn create_gpu_instance(view: &View, uuid: &str, profile: u32, at: Option<Placement>) -> Result<Handle> {
-    let id = change(&view.machine, uuid, |gpu, model| Ok(gpu.create_gpu_instance(model, profile, at)?))?;
+    let id = change_gpu(&view.machine, uuid, |gpu, model| Ok(gpu.create_gpu_instance(model, profile, at)?))?;
     Ok(handle(Object::GpuInstance(uuid.to_owned(), id)))
 }
 
 /// Destroys a GPU instance.
 pub(crate) fn destroy_gpu_instance(view: &View, uuid: &str, id: u32) -> Result<()> {
-    change(&view.machine, uuid, |gpu, _| Ok(gpu.destroy_gpu_instance(id)?))
+    change_gpu(&view.machine, uuid, |gpu, _| Ok(gpu.destroy_gpu_instance(id)?))
 }
 
 /// Creates a compute instance.
@@ -116,7 +116,7 @@ pub(crate) fn create_compute_instance(
     profile: u32,
     at: Option<Placement>,
 ) -> Result<Handle> {
-    let id = change(&view.machine, uuid, |gpu, model| Ok(gpu.create_compute_instance(model, gi, profile, at)?))?;
+    let id = change_gpu(&view.machine, uuid, |gpu, model| Ok(gpu.create_compute_instance(model, gi, profile, at)?))?;
     Ok(handle(Object::ComputeInstance(uuid.to_owned(), gi, id)))
 }
 
@@ -125,7 +125,7 @@ pub(crate) fn destroy_compute_instance(view: &View, uuid: &str, gi: u32, id: u32
     // Processes register under the same lock, so none can appear in between.
     view.machine.update(|state| {
         let processes = view.machine.live_processes(state);
-        let (gpu, _) = target(state, uuid)?;
+        let (gpu, _) = gpu_to_change(state, uuid)?;
         gpu.destroy_compute_instance(gi, id, |uuid| processes.iter().any(|p| p.device == uuid))?;
         state.push_event(uuid, EventKind::MigConfigChange, 0, None);
         Ok(())
@@ -133,9 +133,9 @@ pub(crate) fn destroy_compute_instance(view: &View, uuid: &str, gi: u32, id: u32
 }
 
 /// Changes a GPU's instances and records an event.
-fn change<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<T>) -> Result<T> {
+fn change_gpu<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<T>) -> Result<T> {
     machine.update(|state| {
-        let (gpu, model) = target(state, uuid)?;
+        let (gpu, model) = gpu_to_change(state, uuid)?;
         let done = change(gpu, &model)?;
         state.push_event(uuid, EventKind::MigConfigChange, 0, None);
         Ok(done)
@@ -143,7 +143,7 @@ fn change<T>(machine: &Machine, uuid: &str, change: impl FnOnce(&mut Gpu, &Model
 }
 
 /// Returns the GPU that a call changes, and its model. Fails if the GPU is lost.
-fn target<'s>(state: &'s mut State, uuid: &str) -> Result<(&'s mut Gpu, Model)> {
+fn gpu_to_change<'s>(state: &'s mut State, uuid: &str) -> Result<(&'s mut Gpu, Model)> {
     let model = state.model(state.gpu(uuid)?)?.clone();
     let gpu = state.gpu_mut(uuid)?;
     if gpu.lost { Err(Code::GPU_IS_LOST) } else { Ok((gpu, model)) }

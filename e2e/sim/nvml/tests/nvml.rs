@@ -24,7 +24,7 @@ use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{ContextKind, Description, Effect, EventKind, Fault, GpuDescription, Machine, STATE_ENV, State};
 
 /// Runs a test's body in a separate process, on a machine with these GPUs.
-fn run_alone(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
+fn run_in_separate_process(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
     if std::env::var_os(STATE_ENV).is_some() {
         return body(&Machine::open_default().unwrap());
     }
@@ -78,7 +78,7 @@ fn wait_until(machine: &Machine, done: impl Fn(&State) -> bool) {
         }
         let left = deadline.saturating_duration_since(Instant::now());
         assert!(!left.is_zero(), "timed out waiting for the condition");
-        machine.wait_change(state.generation, left).unwrap();
+        machine.wait_for_change(state.generation, left).unwrap();
     }
 }
 
@@ -93,12 +93,12 @@ fn holder() {
     }
 }
 
-fn library() -> PathBuf {
+fn library_path() -> PathBuf {
     std::env::current_exe().unwrap().with_file_name("libnvidia_ml.so")
 }
 
 fn load() -> Result<Nvml, NvmlError> {
-    Nvml::builder().lib_path(library().as_os_str()).init()
+    Nvml::builder().lib_path(library_path().as_os_str()).init()
 }
 
 fn nvml() -> Nvml {
@@ -160,7 +160,7 @@ fn set_mig(nvml: &Nvml, gpu: &Device<'_>, on: u32) -> (u32, u32) {
 
 #[test]
 fn all_gpus_are_listed_with_their_properties() {
-    run_alone("all_gpus_are_listed_with_their_properties", &["H200-141", "T4", "L4", "A30"], |machine| {
+    run_in_separate_process("all_gpus_are_listed_with_their_properties", &["H200-141", "T4", "L4", "A30"], |machine| {
         let nvml = nvml();
         let state = machine.snapshot().unwrap();
         assert_eq!(nvml.device_count().unwrap(), 4);
@@ -203,7 +203,7 @@ fn all_gpus_are_listed_with_their_properties() {
 
 #[test]
 fn the_largest_profile_has_all_sms_of_a_hopper() {
-    run_alone("the_largest_profile_has_all_sms_of_a_hopper", &["H200-141", "T4"], |_| {
+    run_in_separate_process("the_largest_profile_has_all_sms_of_a_hopper", &["H200-141", "T4"], |_| {
         let nvml = nvml();
         let h200 = nvml.device_by_index(0).unwrap();
         let info = h200.profile_info(sys::NVML_GPU_INSTANCE_PROFILE_7_SLICE).unwrap();
@@ -247,7 +247,7 @@ fn zeroed<T>() -> T {
 
 #[test]
 fn mig_instances_are_created_used_and_destroyed() {
-    run_alone("mig_instances_are_created_used_and_destroyed", &["H100-80"], |machine| {
+    run_in_separate_process("mig_instances_are_created_used_and_destroyed", &["H100-80"], |machine| {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         assert_eq!(create_gpu_instance(&nvml, &gpu, 9, None).unwrap_err(), 3, "MIG is off");
@@ -316,7 +316,7 @@ fn mig_instances_are_created_used_and_destroyed() {
 
 #[test]
 fn invalid_handles_are_refused() {
-    run_alone("invalid_handles_are_refused", &["A100-40"], |_| {
+    run_in_separate_process("invalid_handles_are_refused", &["A100-40"], |_| {
         let nvml = nvml();
         let gpu = handle(&nvml.device_by_index(0).unwrap());
         let mut out = 0;
@@ -345,7 +345,7 @@ fn next_xid(set: &EventSet<'_>) -> u64 {
 
 #[test]
 fn an_event_names_its_mig_device() {
-    run_alone("an_event_names_its_mig_device", &["A30"], |machine| {
+    run_in_separate_process("an_event_names_its_mig_device", &["A30"], |machine| {
         let nvml = nvml();
         let gpu = handle(&nvml.device_by_index(0).unwrap());
         let mut set = std::ptr::null_mut();
@@ -371,7 +371,7 @@ fn an_event_names_its_mig_device() {
 
 #[test]
 fn events_reach_registered_sets() {
-    run_alone("events_reach_registered_sets", &["H100-80", "H100-80"], |machine| {
+    run_in_separate_process("events_reach_registered_sets", &["H100-80", "H100-80"], |machine| {
         let nvml = nvml();
         let uuids: Vec<String> = machine.snapshot().unwrap().gpus.iter().map(|g| g.uuid.clone()).collect();
         let xid =
@@ -413,7 +413,7 @@ fn events_reach_registered_sets() {
 
 #[test]
 fn a_lost_gpu_does_not_affect_others() {
-    run_alone("a_lost_gpu_does_not_affect_others", &["A100-80", "A100-80"], |machine| {
+    run_in_separate_process("a_lost_gpu_does_not_affect_others", &["A100-80", "A100-80"], |machine| {
         let nvml = nvml();
         let (lost, well) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
         let uuid = lost.uuid().unwrap();
@@ -437,7 +437,7 @@ fn a_lost_gpu_does_not_affect_others() {
 
 #[test]
 fn processes_are_listed_with_their_memory_until_killed() {
-    run_alone("processes_are_listed_with_their_memory_until_killed", &["H200-141"], |machine| {
+    run_in_separate_process("processes_are_listed_with_their_memory_until_killed", &["H200-141"], |machine| {
         let nvml = nvml();
         let gpu = nvml.device_by_index(0).unwrap();
         let uuid = gpu.uuid().unwrap();
@@ -476,7 +476,7 @@ fn processes_are_listed_with_their_memory_until_killed() {
 
 #[test]
 fn settings_are_visible_to_other_processes() {
-    run_alone("settings_are_visible_to_other_processes", &["H200-141"], |machine| {
+    run_in_separate_process("settings_are_visible_to_other_processes", &["H200-141"], |machine| {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         gpu.set_compute_mode(ComputeMode::ExclusiveProcess).unwrap();
@@ -493,7 +493,7 @@ fn settings_are_visible_to_other_processes() {
 
 #[test]
 fn only_root_can_change_a_gpu() {
-    run_alone("only_root_can_change_a_gpu", &["H100-80"], |_| {
+    run_in_separate_process("only_root_can_change_a_gpu", &["H100-80"], |_| {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         if rustix::process::geteuid().is_root() {
@@ -514,7 +514,7 @@ fn only_root_can_change_a_gpu() {
 
 #[test]
 fn injected_errors_and_hangs_take_precedence() {
-    run_alone("injected_errors_and_hangs_take_precedence", &["T4", "T4"], |machine| {
+    run_in_separate_process("injected_errors_and_hangs_take_precedence", &["T4", "T4"], |machine| {
         let nvml = nvml();
         let (one, two) = (nvml.device_by_index(0).unwrap(), nvml.device_by_index(1).unwrap());
         let gpu = Some(one.uuid().unwrap());
@@ -542,7 +542,7 @@ fn injected_errors_and_hangs_take_precedence() {
 
 #[test]
 fn nvml_fails_without_a_driver() {
-    run_alone("nvml_fails_without_a_driver", &[], |machine| {
+    run_in_separate_process("nvml_fails_without_a_driver", &[], |machine| {
         assert_eq!(nvml().device_count().unwrap(), 0, "a driver without a GPU");
         change_state(machine, |s| s.driver.present = false);
         assert!(matches!(load(), Err(NvmlError::DriverNotLoaded)));
@@ -554,7 +554,7 @@ fn nvml_fails_without_a_driver() {
 
 #[test]
 fn calls_fail_after_the_last_shutdown() {
-    run_alone("calls_fail_after_the_last_shutdown", &["T4"], |_| {
+    run_in_separate_process("calls_fail_after_the_last_shutdown", &["T4"], |_| {
         let (one, two) = (nvml(), nvml());
         drop(one);
         assert_eq!(two.device_count().unwrap(), 1);

@@ -167,7 +167,8 @@ pub(crate) enum Command {
         graphics: bool,
     },
     /// Reboot the machine. Processes, MIG instances, events, ECC counts, compute modes and lost
-    /// GPUs are cleared. MIG mode stays if the board stores it (Ampere), as do injected faults.
+    /// GPUs are cleared. Injected faults remain, and so does MIG mode if the board stores it
+    /// (Ampere).
     Reboot,
 }
 

@@ -96,7 +96,7 @@ fn add_fault(
     effect: Effect,
     remaining: Option<u32>,
 ) -> Result<()> {
-    let gpu = gpu.map(|name| device(state, &name)).transpose()?;
+    let gpu = gpu.map(|name| device_uuid(state, &name)).transpose()?;
     if let Effect::Hang(Some(seconds)) = effect {
         ensure!(seconds.is_finite() && seconds >= 0.0, "{seconds} is not a duration");
     }
@@ -107,7 +107,7 @@ fn add_fault(
 }
 
 /// Returns the UUID of a GPU or MIG device.
-fn device(state: &State, name: &str) -> Result<String, Error> {
+fn device_uuid(state: &State, name: &str) -> Result<String, Error> {
     match state.device(name) {
         Some(device) => Ok(device.uuid().to_owned()),
         None => Ok(state.gpu(name)?.uuid.clone()),
@@ -171,7 +171,7 @@ fn parse_number(key: &str, value: &str) -> Result<Option<u32>> {
 }
 
 /// Creates a MIG device.
-pub(crate) fn create(machine: &Machine, gpu: &str, profile: &str, at: Option<u32>) -> Result<String> {
+pub(crate) fn create_mig_device(machine: &Machine, gpu: &str, profile: &str, at: Option<u32>) -> Result<String> {
     machine.update(|state| {
         let model = state.model(state.gpu(gpu)?)?.clone();
         let found = model.gpu_profiles.iter().find(|p| p.name == profile);
@@ -191,7 +191,7 @@ pub(crate) fn create(machine: &Machine, gpu: &str, profile: &str, at: Option<u32
 }
 
 /// Destroys a MIG device and its GPU instance.
-pub(crate) fn destroy(machine: &Machine, uuid: &str) -> Result<()> {
+pub(crate) fn destroy_mig_device(machine: &Machine, uuid: &str) -> Result<()> {
     machine.update(|state| {
         let device = state.device(uuid).with_context(|| format!("{uuid} does not exist"))?;
         let (gi, ci) = device.mig.with_context(|| format!("{uuid} is not a MIG device"))?;
@@ -208,13 +208,13 @@ pub(crate) fn destroy(machine: &Machine, uuid: &str) -> Result<()> {
 
 /// Uses a GPU until this process is killed.
 pub(crate) fn use_gpu(machine: &Machine, gpu: &str, memory: u64, graphics: bool) -> Result<()> {
-    let uuid = device(&*machine.snapshot()?, gpu)?;
+    let uuid = device_uuid(&*machine.snapshot()?, gpu)?;
     let kind = if graphics { ContextKind::Graphics } else { ContextKind::Compute };
     let context = machine.open_context(&uuid, kind, memory << 20)?;
     println!("holding {memory} MiB of {uuid}");
     loop {
-        context.check()?;
+        context.check_exists()?;
         let seen = machine.snapshot()?.generation;
-        machine.wait_change(seen, std::time::Duration::from_secs(3600))?;
+        machine.wait_for_change(seen, std::time::Duration::from_secs(3600))?;
     }
 }

@@ -41,8 +41,10 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Show { output: Output::Json } => println!("{}", show::json(&machine)?),
         Command::Processes { output } => print!("{}", show::processes(&machine, output == Output::Json)?),
         Command::Hold { gpu, memory, graphics } => change::use_gpu(&machine, &gpu, memory, graphics)?,
-        Command::Mig(Mig::Create { gpu, profile, at }) => println!("{}", change::create(&machine, &gpu, &profile, at)?),
-        Command::Mig(Mig::Destroy { uuid }) => change::destroy(&machine, &uuid)?,
+        Command::Mig(Mig::Create { gpu, profile, at }) => {
+            println!("{}", change::create_mig_device(&machine, &gpu, &profile, at)?)
+        }
+        Command::Mig(Mig::Destroy { uuid }) => change::destroy_mig_device(&machine, &uuid)?,
         other => change::apply(&machine, other)?,
     }
     Ok(())

@@ -11,11 +11,11 @@ pub(crate) fn json(machine: &Machine) -> Result<String> {
     let mut state = State::clone(&*machine.snapshot()?);
     state.processes = machine.processes()?;
     let mut value = serde_json::to_value(&state)?;
-    value["processes"] = state.processes.iter().map(|p| process(machine, p)).collect::<Result<_>>()?;
+    value["processes"] = state.processes.iter().map(|p| process_json(machine, p)).collect::<Result<_>>()?;
     Ok(serde_json::to_string_pretty(&value)?)
 }
 
-fn process(machine: &Machine, process: &Process) -> Result<Value> {
+fn process_json(machine: &Machine, process: &Process) -> Result<Value> {
     let mut value = serde_json::to_value(process)?;
     value["visiblePid"] = json!(machine.visible_pid(process));
     Ok(value)
@@ -25,7 +25,7 @@ fn process(machine: &Machine, process: &Process) -> Result<Value> {
 pub(crate) fn processes(machine: &Machine, as_json: bool) -> Result<String> {
     let processes = machine.processes()?;
     if as_json {
-        let values: Vec<Value> = processes.iter().map(|p| process(machine, p)).collect::<Result<_>>()?;
+        let values: Vec<Value> = processes.iter().map(|p| process_json(machine, p)).collect::<Result<_>>()?;
         return Ok(serde_json::to_string_pretty(&values)? + "\n");
     }
     let mut out = format!("{:<9} {:<10} {:>8}  {:<41} NAME\n", "PID", "KIND", "MIB", "DEVICE");

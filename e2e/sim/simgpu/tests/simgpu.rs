@@ -69,7 +69,7 @@ fn start_holder(simgpu: &Simgpu, device: &str) -> Holder {
         }
         let left = deadline.saturating_duration_since(Instant::now());
         assert!(!left.is_zero(), "timed out waiting for a process on {device}");
-        machine.wait_change(seen, left).unwrap();
+        machine.wait_for_change(seen, left).unwrap();
     }
 }
 
@@ -187,7 +187,7 @@ fn a_reboot_ends_processes() {
 }
 
 #[test]
-fn without_a_machine_the_error_says_how_to_create_one() {
+fn without_a_machine_the_error_names_the_command_that_creates_one() {
     let none = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-machine-here");
     let output = Command::new(env!("CARGO_BIN_EXE_simgpu")).arg("--state").arg(&none).arg("show").output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();

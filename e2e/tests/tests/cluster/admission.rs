@@ -75,7 +75,7 @@ fn set_exceptions(scope: &Scope, allow: &str) -> Result<()> {
 }
 
 #[test]
-fn the_policies_are_type_checked_and_deny() -> Result<()> {
+fn the_admission_policies_have_no_type_errors_and_deny_requests() -> Result<()> {
     let cluster = Cluster::connect()?;
     for name in [
         "cleave-pods",
@@ -280,7 +280,7 @@ fn a_label_on_the_namespace_makes_exceptions() -> Result<()> {
 }
 
 #[test]
-fn the_status_of_a_deployment_says_why_its_pods_are_refused() -> Result<()> {
+fn the_status_of_a_deployment_contains_the_reason_for_refused_pods() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "template")?;
     let mut template = pod_with_env(&json!({SHARES_RESOURCE: 1}), &env_for_all_gpus());

@@ -186,7 +186,7 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
             took >= Duration::from_secs(6),
             "{leaving} got {took:?} of its grace of {GRACE_SECONDS} s while the clock is off by {off} s"
         );
-        wait_until(&format!("{leaving} is gone"), || Ok(cluster.find(&scope.pod_path(&leaving))?.is_none()))?;
+        wait_until(&format!("{leaving} no longer exists"), || Ok(cluster.find(&scope.pod_path(&leaving))?.is_none()))?;
         // A pod that is released and served shows that operator and agent have run since the jump.
         let probe = format!("probe-{at}");
         scope.create_pod_on_node(NODE, &probe, &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;

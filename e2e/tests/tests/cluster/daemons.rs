@@ -35,7 +35,7 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     let report: serde_json::Value = serde_json::from_str(scope.exec_in_pod("two", &["cat", "/report"])?.trim())?;
     ensure!(report["viaMps"] == true && report["sms"] == 26, "the client reports {report}");
     wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
-    wait_until("an Event reports it", || {
+    wait_until("an Event reports that the daemon does not serve", || {
         let events = cluster.list("/api/v1/events")?;
         Ok(events
             .iter()
@@ -80,7 +80,7 @@ fn describe_failed_pod(scope: &Scope) -> Result<Option<String>> {
 }
 
 /// Checks that all pods run with the limits of their share, and deletes them.
-fn check_and_delete(scope: &Scope, names: &[String]) -> Result<()> {
+fn check_limits_and_delete(scope: &Scope, names: &[String]) -> Result<()> {
     for name in names {
         scope.wait_until_running(name)?;
         let report = scope.client_report(name)?;
@@ -122,7 +122,7 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
                 Ok(violation.or(describe_failed_pod(&scope)?))
             },
         )?;
-        check_and_delete(&scope, &names)?;
+        check_limits_and_delete(&scope, &names)?;
         drop(faults);
     }
     Ok(())
@@ -141,5 +141,5 @@ fn pods_created_while_the_mps_host_is_replaced_wait_and_are_not_refused() -> Res
         || Ok(component_pod(&cluster, "mps-host").is_ok_and(|pod| name(&pod) != old && is_ready(&pod))),
         || describe_failed_pod(&scope),
     )?;
-    check_and_delete(&scope, &names)
+    check_limits_and_delete(&scope, &names)
 }

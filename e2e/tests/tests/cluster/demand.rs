@@ -27,7 +27,7 @@ fn dynamic_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &V
     Ok(scope)
 }
 
-/// Returns [`dynamic`] with mode `Auto`.
+/// Returns a [`dynamic_scope`] with mode `Auto`.
 fn auto_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32]) -> Result<Scope<'a>> {
     dynamic_scope(cluster, name, indices, &json!({"mode": "Auto"}))
 }
@@ -165,7 +165,8 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
     scope.delete_pod(&names[1], 0)?;
     scope.wait_until_running("twenty")?;
     let report = scope.client_report("twenty")?;
-    let limit = mps::sized(cleave_plan::units::Mebibytes::from_gib(20), cleave_plan::units::Mebibytes(total)).0;
+    let limit =
+        mps::sized_slice_memory(cleave_plan::units::Mebibytes::from_gib(20), cleave_plan::units::Mebibytes(total)).0;
     ensure!(
         report["freeMiB"].as_u64().is_some_and(|free| free <= limit),
         "the client reports {report}, and its limit is {limit} MiB"
@@ -402,7 +403,7 @@ fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -
 
 /// Prints the measured times. Fails only if a request was served without a repartition.
 #[test]
-fn time_from_creation_to_running_with_a_repartition() -> Result<()> {
+fn a_pod_that_needs_a_repartition_runs_and_its_start_times_are_printed() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto_scope(&cluster, "times", &[0])?;
     let mut all = Vec::new();

@@ -146,7 +146,7 @@ fn delete_demo(cluster: &Cluster) -> Result<()> {
         kubectl(&["-n", DEMO_NAMESPACE, "delete", "pods", "--all", "--force", "--grace-period=0", "--wait=false"])?;
         Ok(cluster.find(&namespace)?.is_none())
     };
-    wait_until("the namespace of the demo is gone", gone)
+    wait_until("the namespace of the demo no longer exists", gone)
 }
 
 /// Runs the blocks of a page in order, each in a separate shell.
@@ -188,7 +188,7 @@ fn run_block(block: &Block) -> Result<()> {
     let mut report = String::new();
     let _ = write!(report, "{script}printed:\n{printed}{}", String::from_utf8_lossy(&output.stderr));
     ensure!(output.status.success(), "{}: {report}", output.status);
-    let missing = block.output.as_ref().map(|shown| shown.missing_from(&printed)).unwrap_or_default();
+    let missing = block.output.as_ref().map(|shown| shown.missing_lines(&printed)).unwrap_or_default();
     ensure!(missing.is_empty(), "the output lacks {missing:?}: {report}");
     Ok(())
 }

@@ -37,7 +37,7 @@ fn an_illegal_access_is_reported_on_each_affected_pod_and_programs_that_do_not_e
     scope.create_pod("culprit", &json!({SHARES_RESOURCE: 1}), "exec cleave-client --kernel-ms 1 --fault")?;
     for (of, pod) in [(&scope, "culprit"), (&scope, "near"), (&other, "far")] {
         let (phase, log) = of.wait_until_finished(pod)?;
-        ensure!(phase == "Failed" && log.contains("\"error\":700"), "{pod} is {phase} and says {log}");
+        ensure!(phase == "Failed" && log.contains("\"error\":700"), "{pod} is {phase} and logged {log}");
     }
     let far = cluster.get(&other.pod_path("far"))?;
     let exit = far["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"].as_u64();

@@ -42,7 +42,7 @@ pub(crate) fn wait_for_event(scope: &Scope, pod: &str, words: &str) -> Result<()
 
 /// Waits until a pod has an allocation. Checks that the allocation consists of this many shares of
 /// one GPU, and returns that GPU.
-pub(crate) fn on_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
+pub(crate) fn wait_for_shares_of_one_gpu(cluster: &Cluster, scope: &Scope, pod: &str, shares: usize) -> Result<String> {
     wait_for(&format!("{pod} has an allocation"), WAIT_TIMEOUT, || {
         let allocated = allocations(cluster, scope, pod)?;
         if allocated.is_empty() {
@@ -65,7 +65,7 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
     for index in 0..GPUS_PER_NODE {
         let name = format!("seven-{index}");
         scope.wait_until_running(&name)?;
-        devices.insert(on_one_gpu(&cluster, &scope, &name, 7)?);
+        devices.insert(wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?);
     }
     ensure!(devices.len() as u64 == GPUS_PER_NODE, "two pods of 7 of 10 shares are on one GPU: {devices:?}");
     // Twelve shares are free, three on each GPU: a scheduler that adds them up would bind the pod.
@@ -75,15 +75,18 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
     ensure!(is_gated(&waiting) && waiting["spec"]["nodeName"].is_null(), "{waiting}");
     scope.create_pod("three", &json!({SHARES_RESOURCE: 3}), SLEEP_FOREVER_SCRIPT)?;
     scope.wait_until_running("three")?;
-    let taken = on_one_gpu(&cluster, &scope, "three", 3)?;
+    let taken = wait_for_shares_of_one_gpu(&cluster, &scope, "three", 3)?;
     let sevens = (0..GPUS_PER_NODE).map(|index| format!("seven-{index}"));
     let deleted = sevens
-        .map(|name| Ok((on_one_gpu(&cluster, &scope, &name, 7)?, name)))
+        .map(|name| Ok((wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?, name)))
         .find(|found: &Result<_>| found.as_ref().is_ok_and(|(device, _)| *device != taken))
         .context("all pods are on one GPU")??;
     scope.delete_pod(&deleted.1, 0)?;
     scope.wait_until_running("five")?;
-    ensure!(on_one_gpu(&cluster, &scope, "five", 5)? == deleted.0, "the pod is not on the GPU with free shares");
+    ensure!(
+        wait_for_shares_of_one_gpu(&cluster, &scope, "five", 5)? == deleted.0,
+        "the pod is not on the GPU with free shares"
+    );
     Ok(())
 }
 
@@ -236,7 +239,7 @@ fn shares_that_a_stale_kubelet_checkpoint_lists_are_not_reserved_for_another_pod
     run_launcher(&["kill", &kubelet])?;
     run_launcher(&["start", &kubelet])?;
     scope.wait_until_running("next")?;
-    on_one_gpu(&cluster, &scope, "next", 10).map(drop)
+    wait_for_shares_of_one_gpu(&cluster, &scope, "next", 10).map(drop)
 }
 
 /// Observations during a storm of pods.
@@ -358,8 +361,8 @@ fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result
         *killed.entry(what).or_default() += 1;
         match what {
             "agent" => kill_agent(&scope),
-            // Only the leader, so that the other replica takes over. If the last leader is gone and
-            // nobody leads yet, there is nothing to kill.
+            // Kill only the leader, so that the other replica takes over. If no operator leads,
+            // there is no pod to kill.
             "operator" => component_pod(&cluster, "operator").map_or(Ok(()), |pod| {
                 cluster.delete(
                     &format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}", text(&pod["metadata"]["name"])),

@@ -212,7 +212,7 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
         ensure!(refused.code == 403, "{refused}");
         for part in ["only the Cleave operator may remove the scheduling gate", GATE_NAME, "cleave.dev/allow=placement"]
         {
-            ensure!(refused.message.contains(part), "{refused} does not say {part:?}");
+            ensure!(refused.message.contains(part), "{refused} does not contain {part:?}");
         }
     }
     // Other fields of the pod can still be changed.
@@ -252,7 +252,7 @@ fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
 }
 
 #[test]
-fn the_policy_on_gates_was_type_checked() -> Result<()> {
+fn the_policy_that_protects_gates_has_no_type_errors() -> Result<()> {
     let cluster = Cluster::connect()?;
     let _gating = Setting::change(GATE_VALUE, "policy")?;
     let path = format!("{REGISTRATIONS_PATH}/validatingadmissionpolicies/cleave-gate");

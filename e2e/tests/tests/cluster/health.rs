@@ -85,7 +85,7 @@ fn check_runs_elsewhere(cluster: &Cluster, scope: &Scope, name: &str, unhealthy:
 }
 
 #[test]
-fn each_class_of_xid_has_its_effect_and_its_recovery() -> Result<()> {
+fn xids_of_each_class_withdraw_shares_and_recover_as_documented() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "xids")?;
     let repair = RepairGuard::new(&cluster);
@@ -263,7 +263,7 @@ fn a_cordoned_gpu_gets_no_new_pod_a_drain_empties_it_and_uncordon_makes_it_sched
     let drained = run_program(&cleave_path(), &["drain", NODE, &device, "--force", "--grace", "1", "--timeout", "80"])?;
     ensure!(drained.contains("is free"), "{drained}");
     ensure!(gpu_status(&cluster, index)?["allocations"] == json!([]), "the drained GPU has allocations");
-    wait_until("the evicted pod is gone", || {
+    wait_until("the evicted pod no longer exists", || {
         let pod = cluster.find(&scope.pod_path("holder"))?;
         Ok(pod.is_none_or(|pod| matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded")))
     })?;
@@ -284,15 +284,15 @@ fn gpu_index(cluster: &Cluster, uuid: &str) -> Result<u64> {
 
 /// Makes the operator taint nodes on which all GPUs are unhealthy. Dropping the value disables the
 /// taint.
-struct Tainting(#[expect(dead_code, reason = "dropped with this value")] Setting);
+struct TaintSetting(#[expect(dead_code, reason = "dropped with this value")] Setting);
 
-impl Tainting {
+impl TaintSetting {
     fn enable() -> Result<Self> {
         Ok(Self(Setting::change("operator.taintUnhealthyNodes", true)?))
     }
 }
 
-impl Drop for Tainting {
+impl Drop for TaintSetting {
     fn drop(&mut self) {
         // Remove the taint here: the operator might remove it only after the next test has started.
         let _ = kubectl(&["taint", "node", NODE, "cleave.dev/unhealthy-"]);
@@ -310,7 +310,7 @@ fn a_node_without_a_healthy_gpu_is_tainted_if_enabled_and_other_taints_stay() ->
     let cluster = Cluster::connect()?;
     let _scope = ten_shares(&cluster, "taints")?;
     let other = ["taint", "node", NODE, "e2e.cleave.dev/other=x:PreferNoSchedule", "--overwrite"];
-    let tainting = Tainting::enable()?;
+    let tainting = TaintSetting::enable()?;
     let repair = RepairGuard::new(&cluster);
     kubectl(&other)?;
     for index in 0..GPUS_PER_NODE {

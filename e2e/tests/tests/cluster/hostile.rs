@@ -63,10 +63,10 @@ impl Expected {
 impl Attempt {
     /// Runs the attempt. Returns a description of the outcome, or an error if the outcome is
     /// unexpected.
-    fn result(&self, bed: &TestBed<'_>) -> Result<String> {
+    fn check(&self, bed: &TestBed<'_>) -> Result<String> {
         match (self.expected, (self.run)(bed)?) {
             (Expected::Refused(words), Outcome::Refused(answers)) => {
-                ensure!(!answers.is_empty(), "the attempt was not made");
+                ensure!(!answers.is_empty(), "the attempt caused no refusal");
                 for answer in &answers {
                     let says = words.iter().all(|word| answer.contains(word));
                     ensure!(says, "the attempt is refused with {answer:?}, which does not contain {words:?}");
@@ -132,7 +132,7 @@ impl<'a> TestBed<'a> {
         let mut before = self.read_state()?;
         let mut failed = Vec::new();
         for attempt in attempts {
-            let mut result = attempt.result(self);
+            let mut result = attempt.check(self);
             let after = self.read_state()?;
             if after != before {
                 result = Err(anyhow::anyhow!("the attempt changed the state from {before:?} to {after:?}"));
@@ -140,7 +140,7 @@ impl<'a> TestBed<'a> {
             }
             match result {
                 Ok(said) => {
-                    writeln!(out, "  {}: {}: {}", attempt.name, attempt.expected.outcome_words(), start(&said))?;
+                    writeln!(out, "  {}: {}: {}", attempt.name, attempt.expected.outcome_words(), shorten(&said))?;
                 }
                 Err(error) => {
                     writeln!(out, "  {}: FAILED: {error:#}", attempt.name)?;
@@ -212,7 +212,7 @@ fn parse_json_lines(said: &str) -> Vec<Value> {
 }
 
 /// Shortens a text to 160 characters in one line.
-fn start(said: &str) -> String {
+fn shorten(said: &str) -> String {
     said.split_whitespace().collect::<Vec<_>>().join(" ").chars().take(160).collect()
 }
 

@@ -15,7 +15,7 @@ const LISTEN_ON_8081_SCRIPT: &str = "exec busybox nc -ll -p 8081 -e true";
 
 fn pod_address(pod: &Value) -> Result<String> {
     let address = text(&pod["status"]["podIP"]);
-    ensure!(!address.is_empty(), "it has no address: {}", pod["status"]);
+    ensure!(!address.is_empty(), "the pod has no address: {}", pod["status"]);
     Ok(address)
 }
 
@@ -34,7 +34,7 @@ fn can_connect(scope: &Scope, pod: &str, address: &str, port: &str) -> Result<bo
 
 /// Returns whether a program of Cleave on [`NODE`] can connect to an address, from the network of
 /// its pod.
-fn cleave_reaches(program: &str, address: &str, port: &str) -> Result<bool> {
+fn can_program_connect(program: &str, address: &str, port: &str) -> Result<bool> {
     let pid = find_pid(NODE, program)?;
     let printed =
         on_node(NODE, &["nsenter", &format!("--net=/proc/{pid}/ns/net"), "sh", "-c", &connect_command(address, port)])?;
@@ -55,7 +55,7 @@ fn scope_for_caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Res
 }
 
 /// Waits until all of Cleave's pods are ready.
-fn wait_all_ready(cluster: &Cluster) -> Result<()> {
+fn wait_until_all_ready(cluster: &Cluster) -> Result<()> {
     wait_until("all of Cleave's pods are ready", || {
         let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
         Ok(pods.iter().all(is_ready))
@@ -84,17 +84,17 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     let service = cluster.get("/api/v1/namespaces/default/services/kubernetes")?;
     let api = text(&service["spec"]["clusterIP"]);
     ensure!(!api.is_empty(), "the API server has no address: {}", service["spec"]);
-    ensure!(cleave_reaches("cleave-agent", &api, "443")?, "the agent failed to reach the API server");
-    ensure!(!cleave_reaches("cleave-mps-host", &api, "443")?, "the MPS host can reach the API server");
+    ensure!(can_program_connect("cleave-agent", &api, "443")?, "the agent failed to reach the API server");
+    ensure!(!can_program_connect("cleave-mps-host", &api, "443")?, "the MPS host can reach the API server");
     for program in ["cleave-agent", "cleave-mps-host"] {
-        ensure!(!cleave_reaches(program, &listener, "8081")?, "{program} can reach a pod");
+        ensure!(!can_program_connect(program, &listener, "8081")?, "{program} can reach a pod");
     }
     let host = find_pid(NODE, "cleave-mps-host")?;
     let listens = on_node(NODE, &["cat", &format!("/proc/{host}/net/tcp"), &format!("/proc/{host}/net/tcp6")])?;
     // State 0A is LISTEN.
     let open: Vec<&str> = listens.lines().filter(|line| line.split_whitespace().nth(3) == Some("0A")).collect();
     ensure!(open.is_empty(), "the MPS host listens on ports: {open:?}");
-    wait_all_ready(&cluster)?;
+    wait_until_all_ready(&cluster)?;
     drop((stranger, reader));
     // Pods are still allocated shares.
     let scope = ten_shares(&cluster, "network")?;
@@ -116,7 +116,7 @@ fn without_the_policies_every_namespace_reads_metrics_and_the_agent_connects_any
     wait_until("every namespace can read the agent's metrics", || {
         can_connect(&stranger, "caller", &metrics, METRICS_PORT)
     })?;
-    wait_until("the agent can reach every pod", || cleave_reaches("cleave-agent", &listener, "8081"))?;
+    wait_until("the agent can reach every pod", || can_program_connect("cleave-agent", &listener, "8081"))?;
     drop(without);
     wait_until("other namespaces cannot reach the agent", || {
         Ok(!can_connect(&stranger, "caller", &metrics, METRICS_PORT)?)

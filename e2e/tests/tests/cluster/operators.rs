@@ -53,7 +53,7 @@ fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
     scope.wait_until_running("before")?;
     let old = leader_identity(&cluster)?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{old}"), Some(0))?;
-    // Created while nobody leads. The new leader must see the shares of both.
+    // These pods are created while no operator leads. The new leader must see the shares of both.
     scope.create_pod("first", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
     scope.create_pod("second", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
     // The standby, or the new replica that replaces the old leader.
@@ -77,7 +77,7 @@ fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
 /// Checks that a request is forbidden by a policy, with this text.
 fn check_forbidden(result: Result<Value>, says: &str) -> Result<()> {
     let refused = result.err().with_context(|| format!("not refused: {says}"))?.downcast::<Refused>()?;
-    ensure!(refused.code == 403 && refused.message.contains(says), "{refused} does not say {says:?}");
+    ensure!(refused.code == 403 && refused.message.contains(says), "{refused} does not contain {says:?}");
     Ok(())
 }
 

@@ -9,7 +9,7 @@ use crate::{
     gpus_without_ten_shares, ten_shares, wait_until_offered,
 };
 
-/// Status, reason and message of a condition of a policy.
+/// Reads the status, reason and message of a policy's condition; `None` if it is absent.
 fn read_condition(cluster: &Cluster, policy: &str, kind: &str) -> Result<Option<(String, String, String)>> {
     let policy = cluster.get(&format!("{POLICIES_PATH}/{policy}"))?;
     let conditions = policy["status"]["conditions"].as_array().cloned().unwrap_or_default();
@@ -123,7 +123,7 @@ fn an_invalid_policy_is_refused_with_a_reason() -> Result<()> {
         let refused = scope.create_policy("wrong", &spec);
         let Err(error) = refused else { anyhow::bail!("accepted: {spec}") };
         let refused = error.downcast_ref::<Refused>().map(|refused| refused.message.clone()).unwrap_or_default();
-        ensure!(refused.contains(says), "{spec} is refused with {refused:?}, which does not say {says:?}");
+        ensure!(refused.contains(says), "{spec} is refused with {refused:?}, which does not contain {says:?}");
     }
     Ok(())
 }
@@ -133,7 +133,7 @@ fn a_policy_that_selects_no_gpu_is_not_accepted_and_changes_nothing() -> Result<
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "nothing")?;
     scope.create_policy("unknown", &json!({"gpus": {"models": ["RTX 9999"]}, "mode": "Mps", "mps": {"units": 2}}))?;
-    wait_until("the policy reports that no GPU is of that model", || {
+    wait_until("the policy reports that no GPU has that model", || {
         Ok(read_condition(&cluster, "unknown", "Accepted")?
             .is_some_and(|(status, _, message)| status == "False" && message.contains("RTX 9999")))
     })?;

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
 
-use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, on_one_gpu, wait_for_event};
+use crate::gate::{SLEEP_FOREVER_SCRIPT, is_gated, wait_for_event, wait_for_shares_of_one_gpu};
 use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, container_and_restarts, ten_shares};
 
 /// Two priority classes, `e2e-high` and `e2e-patient`. Dropping the value deletes them.
@@ -66,7 +66,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
         .map(|index| {
             let name = format!("seven-{index}");
             scope.wait_until_running(&name)?;
-            on_one_gpu(&cluster, &scope, &name, 7)?;
+            wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?;
             container_and_restarts(&cluster, &scope, &name)
         })
         .collect::<Result<_>>()?;
@@ -142,7 +142,7 @@ fn a_pod_preempts_on_a_node_without_free_cpu() -> Result<()> {
     let free = free_cpu(&cluster)?;
     create_pod(&scope, &pod_with_cpu("low", 1, free * 3 / 4))?;
     scope.wait_until_running("low")?;
-    on_one_gpu(&cluster, &scope, "low", 1)?;
+    wait_for_shares_of_one_gpu(&cluster, &scope, "low", 1)?;
     create_pod(&scope, &pod_with_high_priority(pod_with_cpu("high", 1, free / 2)))?;
     scope.wait_until_running("high")?;
     // A pod whose containers have exited still exists for a moment.
@@ -165,7 +165,7 @@ fn eight_waiting_pods_that_no_eviction_helps_do_not_block_the_ninth() -> Result<
     create_pod(&scope, &pod_with_cpu("low", 1, free / 4))?;
     for name in ["fixed", "low"] {
         scope.wait_until_running(name)?;
-        on_one_gpu(&cluster, &scope, name, 1)?;
+        wait_for_shares_of_one_gpu(&cluster, &scope, name, 1)?;
     }
     // Each pod requests another amount, so that each needs its own search.
     for index in 0..8 {
@@ -205,7 +205,7 @@ fn a_pod_with_two_disruption_budgets_does_not_block_preemption() -> Result<()> {
     for index in 0..GPUS_PER_NODE {
         let name = format!("seven-{index}");
         scope.wait_until_running(&name)?;
-        on_one_gpu(&cluster, &scope, &name, 7)?;
+        wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?;
     }
     create_pod(&scope, &pod_with_high_priority(pod("high", &json!({SHARES_RESOURCE: 6}), SLEEP_FOREVER_SCRIPT)))?;
     scope.wait_until_running("high")?;

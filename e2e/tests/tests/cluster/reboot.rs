@@ -39,7 +39,7 @@ fn node_file(path: &str) -> Result<PathBuf> {
     Ok(state.join("nodes").join(NODE).join("host").join(path.trim_start_matches('/')))
 }
 
-/// A node without power. Dropping the value starts the node if it is still down.
+/// Keeps [`NODE`] without power. Dropping the value starts the node if it is still down.
 struct PowerCut;
 
 impl PowerCut {
@@ -184,7 +184,7 @@ fn kubelet_allocations() -> Result<BTreeMap<String, BTreeSet<String>>> {
 /// Waits until kubelet, agent and MPS host agree. The node's status must list exactly the
 /// allocations that the kubelet has for its running pods, without an allocation error. Each
 /// allocation must have a door.
-fn wait_consistent(scope: &Scope) -> Result<()> {
+fn wait_until_consistent(scope: &Scope) -> Result<()> {
     wait_until("kubelet, agent and MPS host agree about allocations", || {
         let mut running = scope.pods()?;
         running.retain(|pod| text(&pod["spec"]["nodeName"]) == NODE && runs_in_new_container(pod, &BTreeSet::new()));
@@ -204,7 +204,7 @@ fn wait_consistent(scope: &Scope) -> Result<()> {
         let mut expected = BTreeMap::new();
         for pod in &running {
             let uid = text(&pod["metadata"]["uid"]);
-            let ids = by_uid.get(&uid).with_context(|| format!("the kubelet has nothing for {uid}"))?;
+            let ids = by_uid.get(&uid).with_context(|| format!("the kubelet's checkpoint has no entry for {uid}"))?;
             expected.insert(format!("{}/{}", scope.namespace, text(&pod["metadata"]["name"])), ids.clone());
         }
         ensure!(reported == expected, "the node reports {reported:?}, and the kubelet has {expected:?}");
@@ -338,7 +338,7 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
     scope.create_pod_on_node(OTHER_NODE, "beside", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("beside")?;
     scope.client_report("beside")?;
-    wait_consistent(&scope)?;
+    wait_until_consistent(&scope)?;
     let beside = container_and_restarts(&cluster, &scope, "beside")?;
     let shares_before: BTreeMap<&str, Vec<Value>> =
         BARE_POD_SHARES.iter().map(|(name, _)| Ok((*name, share_ids(&scope, name)?))).collect::<Result<_>>()?;
@@ -350,7 +350,7 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
 
     let bare = check_bare_pods(&scope, &before, &shares_before)?;
     check_deployment(&scope, &first, &before, bare)?;
-    wait_consistent(&scope)?;
+    wait_until_consistent(&scope)?;
     wait_for_health(&cluster, 3, "")?;
     wait_for_health(&cluster, 2, "NeedsReset")?;
     wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
@@ -358,7 +358,7 @@ fn a_reboot_loses_no_share_and_allocates_none_twice() -> Result<()> {
     scope.create_pod_on_node(NODE, "new", &json!({SHARES_RESOURCE: 5}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("new")?;
     check_limits(&scope, "new", 5)?;
-    wait_consistent(&scope)
+    wait_until_consistent(&scope)
 }
 
 #[test]
@@ -393,7 +393,7 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
         check_limits(&scope, &name, SHARES_PER_REPLICA)?;
     }
     wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
-    wait_consistent(&scope)?;
+    wait_until_consistent(&scope)?;
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
     let rejected: Vec<String> = pods
         .iter()

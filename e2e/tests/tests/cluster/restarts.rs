@@ -194,7 +194,7 @@ impl Drop for SecondAgent<'_> {
     fn drop(&mut self) {
         let gone = self.cluster.delete(&self.path, None);
         let is_gone = || Ok(self.cluster.find(&self.path)?.is_none());
-        if let Err(error) = gone.and_then(|()| wait_until("the second agent is gone", is_gone)) {
+        if let Err(error) = gone.and_then(|()| wait_until("the second agent no longer exists", is_gone)) {
             let _ = writeln!(std::io::stderr(), "failed to delete the second agent: {error:#}");
         }
     }
@@ -332,7 +332,7 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
 }
 
 #[test]
-fn kubectl_prints_useful_columns() -> Result<()> {
+fn kubectl_get_prints_modes_and_gpu_models() -> Result<()> {
     let cluster = Cluster::connect()?;
     let _scope = ten_shares(&cluster, "columns")?;
     let printed = kubectl(&["get", "sharingpolicies,gpunodes"])?;

@@ -13,7 +13,7 @@ use crate::{HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, SMS_PER_GPU, allocations,
 /// context as free.
 const MAX_CONTEXT_MIB: u64 = 600;
 
-/// Limits in SMs and MiB of `shares` of ten, on a GPU with `total` MiB.
+/// Returns the limits in SMs and MiB of `shares` of ten, on a GPU with `total` MiB.
 pub(crate) fn limits_of_shares(shares: u32, total: u64) -> (Sms, Mebibytes) {
     let threads = mps::threads(shares, 10, Threads::Strict);
     (mps::sms(threads, Sms(SMS_PER_GPU)), mps::memory(shares, 10, Mebibytes(total)))
@@ -52,7 +52,7 @@ fn each_pod_sees_its_shares_of_one_gpu() -> Result<()> {
         );
         ensure!(
             text(&report["uuid"]) == text(&allocated[0]["device"]),
-            "{name} reports another GPU than it has shares of"
+            "the GPU that {name} reports is not the GPU of its shares"
         );
     }
     Ok(())
@@ -92,7 +92,7 @@ fn a_tenant_sees_only_its_door_and_cannot_administer_or_raise_its_limits() -> Re
 }
 
 #[test]
-fn users_other_than_root_share_too() -> Result<()> {
+fn a_user_other_than_root_can_use_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "users")?;
     let mut plain = pod("plain", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT);
@@ -146,7 +146,7 @@ fn the_node_refuses_a_pod_that_bypassed_the_gate_and_fits_no_gpu() -> Result<()>
         }
         Ok(!gated)
     })?;
-    wait_until("the pod's status says why it cannot run", || {
+    wait_until("the pod's status contains the reason for the rejection", || {
         let status = cluster.get(&scope.pod_path("eleven"))?["status"].clone();
         Ok(text(&status["reason"]) == "UnexpectedAdmissionError" && text(&status["message"]).contains("no single GPU"))
     })

@@ -36,7 +36,7 @@ impl<'a> Cordon<'a> {
 impl Drop for Cordon<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.set(false) {
-            let _ = writeln!(std::io::stderr(), "{} stays cordoned: {error:#}", self.node);
+            let _ = writeln!(std::io::stderr(), "failed to uncordon {}: {error:#}", self.node);
         }
     }
 }
@@ -83,11 +83,11 @@ fn a_pod_that_waits_while_its_policy_is_deleted_and_applied_again_runs() -> Resu
     let scope = ten_shares(&cluster, "policy-again")?;
     let spec = cluster.get(&format!("{POLICIES_PATH}/ten-shares"))?["spec"].clone();
     cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
-    wait_until("the shares are gone", || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 0))?;
+    wait_until("the node offers no shares", || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 0))?;
     scope.create_pod("waits", &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT)?;
     check_stays_gated(&scope, "waits", Duration::from_secs(6))?;
     scope.create_policy("ten-shares", &spec)?;
-    wait_until("the shares are back", || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 40))?;
+    wait_until("the node offers its shares again", || Ok(cluster.allocatable(NODE, SHARES_RESOURCE)? == 40))?;
     check_runs_soon(&scope, "waits")
 }
 
@@ -117,7 +117,7 @@ impl AddedNodes<'_> {
     fn remove(&self, name: &str) -> Result<()> {
         run_launcher(&["node", "remove", name])?;
         self.cluster.delete(&node_path(name), None)?;
-        wait_until(&format!("no pod is left on {name}"), || {
+        wait_until(&format!("{name} has no pods"), || {
             let pods = self.cluster.list(&format!("/api/v1/pods?fieldSelector=spec.nodeName%3D{name}"))?;
             for pod in &pods {
                 let (namespace, pod) = (text(&pod["metadata"]["namespace"]), text(&pod["metadata"]["name"]));
@@ -155,7 +155,7 @@ fn deployment_on_different_nodes(name: &str, replicas: u32) -> Value {
 }
 
 #[test]
-fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Result<()> {
+fn replicas_with_required_anti_affinity_run_on_different_nodes() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "apart")?;
     scope.create_policy("ten-shares", &json!({"mode": "Mps", "mps": {"units": 10}}))?;
@@ -181,7 +181,7 @@ fn replicas_with_required_anti_affinity_each_run_on_a_node_of_their_own() -> Res
     });
     // Delete the Deployment before its nodes are removed.
     cluster.delete(&format!("/apis/apps/v1/namespaces/{}/deployments/apart", scope.namespace), None)?;
-    wait_until("the replicas are gone", || Ok(scope.pods()?.is_empty()))?;
+    wait_until("no replica exists", || Ok(scope.pods()?.is_empty()))?;
     ensure!(on?.len() == nodes.len());
     Ok(())
 }
@@ -240,7 +240,7 @@ fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result
     }
     wait_until("the replacement runs elsewhere", || {
         let Some(pod) = of_deployment()? else { return Ok(false) };
-        ensure!(pod["metadata"]["uid"] != first["metadata"]["uid"], "it is still the first");
+        ensure!(pod["metadata"]["uid"] != first["metadata"]["uid"], "the pod was not replaced");
         ensure!(pod["status"]["phase"] == "Running", "{}", pod["status"]);
         Ok(text(&pod["spec"]["nodeName"]) != node)
     })?;
@@ -249,7 +249,7 @@ fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result
         let mut conditions = conditions.unwrap_or_default().into_iter();
         Ok::<_, anyhow::Error>(conditions.find(|condition| condition["type"] == "cleave.dev/Placed"))
     };
-    wait_until("the pod without a controller says what to do", || {
+    wait_until("the condition of the pod without a controller names the required action", || {
         let condition = placed()?;
         Ok(condition
             .is_some_and(|one| one["status"] == "False" && text(&one["message"]).contains("Delete and recreate it")))
@@ -257,5 +257,5 @@ fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result
     // The node accepts the pod again: no decision was permanent.
     cordon.set(false)?;
     scope.wait_until_running("bare")?;
-    wait_until("the condition is over", || Ok(placed()?.is_some_and(|condition| condition["status"] == "True")))
+    wait_until("the condition is True", || Ok(placed()?.is_some_and(|condition| condition["status"] == "True")))
 }

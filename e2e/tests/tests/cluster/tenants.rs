@@ -56,7 +56,7 @@ fn metric_value(text: &str, metric: &str, scope: &Scope, pod: &str) -> Option<f6
 pub(crate) fn wait_for_condition_and_event(cluster: &Cluster, scope: &Scope, pod: &str, kind: &str) -> Result<()> {
     wait_until(&format!("{pod} has the condition {kind}"), || {
         let condition = within_share_condition(cluster, scope, pod)?;
-        ensure!(condition == Some(("False".to_owned(), kind.to_owned())), "its condition is {condition:?}");
+        ensure!(condition == Some(("False".to_owned(), kind.to_owned())), "the pod's condition is {condition:?}");
         Ok(true)
     })?;
     wait_until(&format!("{pod} has an Event {kind}"), || Ok(!events_with_reason(cluster, scope, pod, kind)?.is_empty()))
@@ -72,7 +72,7 @@ fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() ->
     wait_for_condition_and_event(&cluster, &scope, "escape", "MemoryExceeded")?;
     let reported = events_with_reason(&cluster, &scope, "escape", "MemoryExceeded")?;
     let note = text(&reported[0]["note"]);
-    ensure!(note.contains("MiB") && note.contains("request more shares"), "the Event says {note:?}");
+    ensure!(note.contains("MiB") && note.contains("request more shares"), "the Event has the note {note:?}");
     let figures = wait_for("the metrics have both pods", WAIT_TIMEOUT, || {
         let text = query_agent(&cluster, "metrics")?;
         let of = |pod| {
@@ -88,7 +88,7 @@ fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() ->
         events_with_reason(&cluster, &scope, "neighbour", "MemoryExceeded")?.is_empty(),
         "the neighbour has a finding"
     );
-    ensure!(cluster.find(&scope.pod_path("escape"))?.is_some(), "the pod was evicted although the policy only reports");
+    ensure!(cluster.find(&scope.pod_path("escape"))?.is_some(), "the pod was evicted although the policy sets Report");
 
     // The finding is cleared: the program exits, the pod's next program stays within its share, and
     // the condition changes.
@@ -97,18 +97,21 @@ fn a_pod_that_escapes_its_memory_limit_is_reported_and_its_neighbour_is_not() ->
     scope.create_pod("outside", &json!({SHARES_RESOURCE: 1}), &format!("{first}; {HOLD_CLIENT_SCRIPT}"))?;
     wait_for_condition_and_event(&cluster, &scope, "outside", "OutsideMps")?;
     scope.exec_in_pod("outside", &["sh", "-c", "kill $(cat /pid)"])?;
-    wait_until("the condition says that the pod is within its share", || {
+    wait_until("the condition reports that the pod is within its share", || {
         let condition = within_share_condition(&cluster, &scope, "outside")?;
-        ensure!(condition == Some(("True".to_owned(), "WithinShare".to_owned())), "its condition is {condition:?}");
+        ensure!(
+            condition == Some(("True".to_owned(), "WithinShare".to_owned())),
+            "the pod's condition is {condition:?}"
+        );
         Ok(true)
     })?;
-    wait_until("the metrics of the deleted pod are gone", || {
+    wait_until("the metrics do not contain the deleted pod", || {
         Ok(metric_value(&query_agent(&cluster, "metrics")?, "cleave_tenant_memory_bytes", &scope, "escape").is_none())
     })
 }
 
 #[test]
-fn a_pod_that_exceeds_its_share_is_evicted_if_the_policy_says_so() -> Result<()> {
+fn a_pod_that_exceeds_its_share_is_evicted_if_the_policy_sets_evict() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = scope_with_enforcement(&cluster, "tenants-evict", "Evict")?;
     scope.create_pod("neighbour", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
@@ -116,7 +119,7 @@ fn a_pod_that_exceeds_its_share_is_evicted_if_the_policy_says_so() -> Result<()>
     for (pod, script) in [("escape", ESCAPE_MEMORY_LIMIT_SCRIPT), ("outside", RUN_OUTSIDE_MPS_SCRIPT)] {
         scope.create_pod(pod, &json!({SHARES_RESOURCE: 1}), script)?;
         wait_until(&format!("{pod} is evicted"), || Ok(cluster.find(&scope.pod_path(pod))?.is_none()))?;
-        wait_until(&format!("an Event says why {pod} was evicted"), || {
+        wait_until(&format!("an Event contains the reason for the eviction of {pod}"), || {
             Ok(!events_with_reason(&cluster, &scope, pod, "EvictedOutsideShare")?.is_empty())
         })?;
     }

@@ -32,7 +32,7 @@ impl<'a> Template<'a> {
         let template = Self { cluster, path, image };
         // An earlier run may have been killed.
         template.set_release(&Value::Null)?;
-        template.wait_rolled_out()?;
+        template.wait_until_rolled_out()?;
         Ok(template)
     }
 
@@ -66,7 +66,7 @@ impl<'a> Template<'a> {
     }
 
     /// Waits until all hosts match the template and are ready.
-    fn wait_rolled_out(&self) -> Result<()> {
+    fn wait_until_rolled_out(&self) -> Result<()> {
         wait_until("all MPS hosts are of the newest revision", || self.is_rolled_out())
     }
 }
@@ -76,7 +76,7 @@ impl Drop for Template<'_> {
         let restored = self
             .set_release(&Value::Null)
             .and_then(|()| self.set_image(&self.image))
-            .and_then(|()| self.wait_rolled_out());
+            .and_then(|()| self.wait_until_rolled_out());
         if let Err(error) = restored {
             let _ = writeln!(std::io::stderr(), "failed to restore the MPS hosts: {error:#}");
         }
@@ -153,7 +153,7 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
         "the new pod has other limits: {}",
         scope.client_report("next")?
     );
-    template.wait_rolled_out()?;
+    template.wait_until_rolled_out()?;
     wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     wait_until("the DaemonSet has an Event of the replacement", || {
         let events = cluster.list(&format!("/apis/events.k8s.io/v1/namespaces/{SYSTEM_NAMESPACE}/events"))?;
@@ -188,7 +188,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
         wait_until("the host is replaced", || {
             Ok(host_uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
         })?;
-        template.wait_rolled_out()
+        template.wait_until_rolled_out()
     };
     let outcome = drained();
     uncordon()?;

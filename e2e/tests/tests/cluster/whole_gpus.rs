@@ -90,7 +90,7 @@ impl<'a> OtherNode<'a> {
 impl Drop for OtherNode<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.0.delete(&format!("/api/v1/nodes/{OTHER_NODE}"), None) {
-            let _ = writeln!(std::io::stderr(), "the node {OTHER_NODE} stays: {error:#}");
+            let _ = writeln!(std::io::stderr(), "failed to delete the node {OTHER_NODE}: {error:#}");
         }
     }
 }

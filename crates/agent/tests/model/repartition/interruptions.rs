@@ -67,10 +67,10 @@ fn an_instance_is_destroyed_only_after_its_daemon_has_ended() {
     node.now += WITHDRAWAL_TIME;
     node.reconcile();
     assert!(node.orders.is_empty() && node.step_messages().contains("has not exited yet"), "{}", node.step_messages());
-    node.host_reads_desired();
+    node.read_desired_file();
     node.reconcile();
     assert!(node.orders.is_empty() && node.step_messages().contains("has not exited yet"), "{}", node.step_messages());
-    node.host_applies();
+    node.apply_desired_file();
     node.reconcile();
     assert!(matches!(node.orders[0].change, Change::Destroy(_)));
     node.perform_order();
@@ -84,13 +84,13 @@ fn an_instance_stays_while_a_new_mps_host_may_start_its_daemon() {
     node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 4)])]);
     node.run();
     node.host = Desired::default();
-    node.host_reports(String::new());
+    node.report_host_status(String::new());
     node.set_spec(vec![mig_spec(GPU_UUID, &[])]);
     node.reconcile();
     node.now += WITHDRAWAL_TIME;
     node.reconcile();
     assert!(node.orders.is_empty() && node.step_messages().contains("has not yet read"), "{}", node.step_messages());
-    node.host_applies();
+    node.apply_desired_file();
     node.reconcile();
     assert_eq!(node.orders.len(), 1);
 }
@@ -115,7 +115,7 @@ fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
     node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0), ("1g.10gb", 1, 0)])]);
     while !matches!(node.orders.first(), Some(MigOrder { change: Change::Create { .. }, .. })) {
         node.perform_order();
-        node.host_applies();
+        node.apply_desired_file();
         node.list_allocations();
         node.now += GRACE;
         node.reconcile();
@@ -180,7 +180,7 @@ fn a_repartitioning_continues_after_the_agent_was_killed_at_any_step() {
                 for step in 0..killed_after {
                     match step % 4 {
                         0 => node.reconcile(),
-                        1 => node.host_applies(),
+                        1 => node.apply_desired_file(),
                         2 => node.perform_order(),
                         _ => node.now += WITHDRAWAL_TIME,
                     }

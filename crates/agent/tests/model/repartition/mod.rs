@@ -268,7 +268,7 @@ fn with_mig_mode_never_the_agent_does_not_change_the_mode() {
 }
 
 #[test]
-fn instances_created_by_hand_are_served_and_left_alone() {
+fn instances_that_an_administrator_created_are_served_and_kept() {
     let mut node = TestNode::new("H100-80");
     (node.gpu.lock().state.mig, node.gpu.lock().state.mig_pending) = (true, true);
     let complete = node.gpu.lock().create_gpu_instance("3g.40gb", 4).unwrap();

@@ -59,7 +59,7 @@ const PLACES: [MigPlace; 12] = [
 ];
 
 /// Returns the placements at these indices. Omits placements that overlap an earlier one.
-fn without_overlaps(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
+fn non_overlapping_places(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
     let mut chosen: Vec<MigPlace> = Vec::new();
     for place in picks.iter().map(|pick| PLACES[pick % PLACES.len()]) {
         if chosen.iter().all(|other| place.1 >= other.1 + other.2 || other.1 >= place.1 + place.2) {
@@ -96,7 +96,7 @@ fn events() -> impl Strategy<Value = Event> {
 impl TestNode {
     fn apply(&mut self, event: &Event) {
         match event {
-            Event::WantInstances(picks) => self.set_spec(vec![mig_spec(GPU_UUID, &without_overlaps(picks))]),
+            Event::WantInstances(picks) => self.set_spec(vec![mig_spec(GPU_UUID, &non_overlapping_places(picks))]),
             Event::WantWhole => self.set_spec(vec![]),
             Event::WantShares => self.set_spec(vec![mps_spec(GPU_UUID, 4)]),
             Event::Allocate(pick) => drop(self.allocate(*pick)),
@@ -141,8 +141,8 @@ impl TestNode {
             }
             Event::Reconcile => self.reconcile(),
             Event::PerformOrder => self.perform_order(),
-            Event::HostApplies => self.host_applies(),
-            Event::HostReadsDesired => self.host_reads_desired(),
+            Event::HostApplies => self.apply_desired_file(),
+            Event::HostReadsDesired => self.read_desired_file(),
             Event::ListAllocations => self.list_allocations(),
             Event::ReadGpu => self.read_gpu(),
             Event::Wait { ms } => self.now += Duration::from_millis(*ms),
@@ -153,8 +153,8 @@ impl TestNode {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// Performing a change checks that it removes nothing in use. Once nothing is in use, the agent
-    /// applies the spec, and further rounds change nothing.
+    /// Each performed change checks that it removes no device in use. Once no device is in use, the
+    /// agent applies the spec. Further rounds change nothing.
     #[test]
     fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(
         sequence in prop::collection::vec(events(), 1..120),
@@ -165,7 +165,7 @@ proptest! {
         for event in &sequence {
             node.apply(event);
         }
-        let wanted = without_overlaps(&last);
+        let wanted = non_overlapping_places(&last);
         node.set_spec(vec![mig_spec(GPU_UUID, &wanted)]);
         node.gpu.lock().failures.clear();
         node.gpu.lock().processes.clear();

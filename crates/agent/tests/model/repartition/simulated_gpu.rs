@@ -70,7 +70,7 @@ impl SimulatedGpu {
             gpu_instance: gi.id,
             compute_instance: gi.compute.first().map(|ci| ci.id),
         };
-        let mig = self.model.mig_capable().then(|| Mig {
+        let mig = self.model.is_mig_capable().then(|| Mig {
             enabled: self.state.mig,
             pending: (self.state.mig != self.state.mig_pending).then_some(self.state.mig_pending),
             profiles: self.model.gpu_profiles.iter().map(profile).collect(),

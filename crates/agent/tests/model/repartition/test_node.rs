@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use cleave_agent::allocation::allocate::{ResourceView, grant};
 use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::checkpoint::Checkpoint;
-use cleave_agent::gpu::layout::parse_id;
+use cleave_agent::gpu::layout::parse_slice_id;
 use cleave_agent::gpu::mig::{Change, MigOrder, OrderResult};
 use cleave_agent::mig_order::apply_order;
 use cleave_agent::mps::HostView;
@@ -20,7 +20,7 @@ use cleave_kubelet::ContainerDevices;
 use super::simulated_gpu::{GPU_UUID, SharedGpu};
 use crate::fixtures::record_answer;
 
-/// Time that a new agent waits for the kubelet's list before it removes allocations.
+/// Time for which a new agent keeps allocations before the kubelet lists them.
 pub(super) const GRACE: Duration = Duration::from_secs(30);
 
 /// Number of rounds, enough for every expected change.
@@ -82,33 +82,35 @@ impl TestNode {
         next.agent.record_object(object);
         *self = next;
         self.list_allocations();
-        self.host_reports(self.host.hash());
+        self.report_host_status(self.host.hash());
     }
 
-    /// NVML describes the GPU and its processes to the agent.
+    /// Passes NVML's description of the GPU and its processes to the agent.
     pub(super) fn read_gpu(&mut self) {
         let inventory = self.gpu.inventory();
         record_answer(&mut self.agent, inventory, self.now);
     }
 
-    /// The kubelet lists its allocations to the agent.
+    /// Passes the kubelet's list of allocations to the agent.
     pub(super) fn list_allocations(&mut self) {
         self.agent.record_pod_resources(Ok(self.allocated.clone()), self.now, &mut self.table.allocations);
     }
 
-    /// The MPS host applies the desired file and reports it.
-    pub(super) fn host_applies(&mut self) {
+    /// Applies the desired file as the MPS host does, and reports the result to the agent.
+    pub(super) fn apply_desired_file(&mut self) {
         self.host = self.last.desired.clone();
-        self.host_reports(self.host.hash());
+        self.report_host_status(self.host.hash());
     }
 
-    /// The MPS host has read the desired file, but daemons that it omits still run.
-    pub(super) fn host_reads_desired(&mut self) {
-        self.host_reports(self.last.desired.hash());
+    /// Reports to the agent that the MPS host has read the desired file. Daemons that the file
+    /// omits still run.
+    pub(super) fn read_desired_file(&mut self) {
+        self.report_host_status(self.last.desired.hash());
     }
 
-    /// The MPS host reports its daemons and the hash of the desired file that it has read.
-    pub(super) fn host_reports(&mut self, desired: String) {
+    /// Reports to the agent the MPS host's daemons and the hash of the desired file that the host
+    /// has read.
+    pub(super) fn report_host_status(&mut self, desired: String) {
         let status = DaemonStatus {
             state: DaemonState::Active,
             pid: Some(1),
@@ -158,7 +160,8 @@ impl TestNode {
 
     /// Returns the UUIDs of the existing devices that pods or processes use.
     fn devices_in_use(&self) -> BTreeSet<String> {
-        let listed = self.allocated.iter().flat_map(|row| &row.ids).filter_map(|id| Some(parse_id(id)?.0.to_owned()));
+        let listed =
+            self.allocated.iter().flat_map(|row| &row.ids).filter_map(|id| Some(parse_slice_id(id)?.0.to_owned()));
         let allocated = self.table.allocations.iter().flat_map(|(_, allocation)| allocation.devices.clone());
         let gpu = self.gpu.lock();
         let has_process = |instance: &MigInstance| gpu.processes.values().any(|gi| *gi == Some(instance.gpu_instance));
@@ -243,7 +246,7 @@ impl TestNode {
     }
 
     pub(super) fn run_round(&mut self) {
-        self.host_applies();
+        self.apply_desired_file();
         self.read_gpu();
         self.list_allocations();
         self.reconcile();

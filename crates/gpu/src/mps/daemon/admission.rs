@@ -25,7 +25,8 @@ impl Device {
         if control.applied == Some((server, limits)) {
             return Ok(());
         }
-        // The limits are unknown until they are read back. This call may be cancelled earlier.
+        // The limits are unknown until this call has read them back. The caller may cancel the call
+        // earlier.
         control.applied = None;
         let Limits { threads: percent, memory_mib } = limits;
         let actual = self.send_command(&Command::SetThreads { server, percent }).await?;
@@ -50,13 +51,13 @@ impl Device {
         if phase.multi_user {
             return Ok(phase.server);
         }
-        let servers = protocol::pids(&self.send_command(&Command::ServerList).await?)?;
+        let servers = protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?;
         match servers.first() {
             None => self.start_server(uid).await.map(Some),
-            Some(&server) if procfs::owner(server) == Some(uid) => Ok(Some(server)),
+            Some(&server) if procfs::owner_uid(server) == Some(uid) => Ok(Some(server)),
             // The server belongs to another user. Shut it down once it has no clients.
             Some(&server) => {
-                if protocol::pids(&self.send_command(&Command::Clients(server)).await?)?.is_empty() {
+                if protocol::parse_pids(&self.send_command(&Command::Clients(server)).await?)?.is_empty() {
                     self.send_command(&Command::ShutdownServer { server, force: false }).await?;
                 }
                 Ok(None)
@@ -66,25 +67,25 @@ impl Device {
 
     /// Registers a client that a door admitted. The next regular probe compares it with MPS's own
     /// list, so no extra probe is needed.
-    pub(crate) fn admitted(&self, client: u32, allocation: &str, pidfd: Option<PidFd>) {
+    pub(crate) fn register_client(&self, client: u32, allocation: &str, pidfd: Option<PidFd>) {
         self.clients.borrow_mut().admit(client, allocation, pidfd);
         self.handshake_known.set(true);
-        self.context.status_changed();
+        self.context.notify_status_change();
     }
 
     /// Returns whether one more client would exceed the allocation's maximum.
     pub(crate) fn is_full(&self, allocation: &str, max_clients: u32, client: u32) -> bool {
         let mut clients = self.clients.borrow_mut();
         clients.forget_exited(Instant::now());
-        clients.others_of(allocation, client) >= usize::try_from(max_clients).unwrap_or(usize::MAX)
+        clients.count_other_clients(allocation, client) >= usize::try_from(max_clients).unwrap_or(usize::MAX)
     }
 
     /// Waits until MPS has logged the exit of each exited client, or the time limit for these log
     /// lines has passed. The server may break a client that connects earlier.
-    pub(crate) async fn exits_logged(&self) {
+    pub(crate) async fn wait_until_exits_logged(&self) {
         loop {
             self.clients.borrow_mut().forget_exited(Instant::now());
-            if !self.clients.borrow().awaits_log() {
+            if !self.clients.borrow().has_unlogged_exit() {
                 return;
             }
             sleep(EXIT_POLL).await;
@@ -93,18 +94,18 @@ impl Device {
 
     /// Handles an unknown reply to a client's handshake. If no handshake has succeeded before, the
     /// driver uses an unknown protocol, and limits are advisory.
-    pub(crate) fn unknown_handshake(&self) {
+    pub(crate) fn handle_unknown_handshake(&self) {
         if self.handshake_known.get() {
             tracing::error!(device = self.name, "unexpected reply to a client's handshake");
         } else {
             tracing::warn!(device = self.name, "unknown MPS handshake; limits are advisory");
             self.phase.send_modify(|phase| phase.enforcement = Enforcement::Advisory);
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
     }
 
     /// Handles an error in a door's communication with the daemon.
-    pub(crate) fn door_failed(&self, error: &DaemonError) {
+    pub(crate) fn handle_door_error(&self, error: &DaemonError) {
         if matches!(error, DaemonError::Control(ControlError::Timeout { .. })) {
             self.unanswered.set(true);
         }
@@ -112,9 +113,9 @@ impl Device {
     }
 
     /// Handles a server that refuses clients because it is in FAULT.
-    pub(crate) fn server_in_fault(&self) {
+    pub(crate) fn handle_server_in_fault(&self) {
         if self.phase.borrow().is_open() {
-            self.fault_confirmed();
+            self.handle_confirmed_fault();
             self.set_state(DaemonState::Fault, None);
         }
         self.probe_soon();

@@ -22,7 +22,7 @@ pub(super) struct Backoff {
 impl Backoff {
     /// Records a failure after the daemon ran for `ran`. Returns the delay before the restart. The
     /// first failure has no delay, because tenants are waiting.
-    pub(super) fn failed(&mut self, ran: Duration) -> Duration {
+    pub(super) fn record_failure(&mut self, ran: Duration) -> Duration {
         if ran >= STABLE_AFTER {
             self.failures = 0;
         }
@@ -46,11 +46,11 @@ mod tests {
     #[test]
     fn the_first_failure_is_retried_at_once_and_later_ones_with_growing_delays() {
         let mut backoff = Backoff::default();
-        let waits: Vec<u128> = (0..10).map(|_| backoff.failed(Duration::ZERO).as_millis()).collect();
+        let waits: Vec<u128> = (0..10).map(|_| backoff.record_failure(Duration::ZERO).as_millis()).collect();
         assert_eq!(waits, [0, 250, 500, 1000, 2000, 4000, 8000, 16000, 30000, 30000]);
         assert_eq!(backoff.state(), DaemonState::BackOff);
         for _ in 0..1000 {
-            assert!(backoff.failed(Duration::ZERO) <= MAX_DELAY);
+            assert!(backoff.record_failure(Duration::ZERO) <= MAX_DELAY);
         }
     }
 
@@ -58,9 +58,9 @@ mod tests {
     fn a_daemon_that_ran_long_enough_resets_the_backoff() {
         let mut backoff = Backoff::default();
         for _ in 0..5 {
-            backoff.failed(Duration::ZERO);
+            backoff.record_failure(Duration::ZERO);
         }
-        assert_eq!(backoff.failed(STABLE_AFTER), Duration::ZERO);
+        assert_eq!(backoff.record_failure(STABLE_AFTER), Duration::ZERO);
         assert_eq!(backoff.state(), DaemonState::Restarting);
     }
 }

@@ -12,7 +12,7 @@ const MAX_LOG_DELAY: Duration = Duration::from_millis(500);
 
 /// A client that a door admitted.
 #[derive(Debug)]
-struct Admitted {
+struct AdmittedClient {
     allocation: String,
     pidfd: Option<PidFd>,
     identity: Identity,
@@ -34,7 +34,7 @@ enum Identity {
     Proven,
 }
 
-impl Admitted {
+impl AdmittedClient {
     fn has_exited(&self) -> bool {
         self.pidfd.as_ref().is_none_or(PidFd::has_exited)
     }
@@ -45,14 +45,14 @@ impl Admitted {
 pub(super) struct Clients {
     /// Pids in MPS's latest list, and pids of clients admitted since that list.
     listed: BTreeSet<u32>,
-    admitted: BTreeMap<u32, Admitted>,
+    admitted: BTreeMap<u32, AdmittedClient>,
     /// Clients with contexts that MPS has terminated. Exits of these clients break no other client.
     terminated: BTreeSet<u32>,
 }
 
 impl Clients {
-    /// Registers a client of an allocation. A program connects several times and is registered
-    /// once.
+    /// Registers a client of an allocation. A program connects several times, and this method
+    /// registers the program once.
     pub(super) fn admit(&mut self, pid: u32, allocation: &str, pidfd: Option<PidFd>) {
         let is_new = self.listed.insert(pid);
         if let Some(admitted) = self.admitted.get_mut(&pid).filter(|admitted| !admitted.has_exited()) {
@@ -61,11 +61,11 @@ impl Clients {
         } else {
             let identity = if is_new { Identity::Unproven } else { Identity::Unprovable };
             let allocation = allocation.to_owned();
-            self.admitted.insert(pid, Admitted { allocation, pidfd, identity, exited_at: None });
+            self.admitted.insert(pid, AdmittedClient { allocation, pidfd, identity, exited_at: None });
         }
     }
 
-    /// Records the pids that MPS lists. Returns whether they have changed.
+    /// Records the pids that MPS lists. Returns whether the list has changed.
     pub(super) fn set_listed(&mut self, pids: BTreeSet<u32>) -> bool {
         for (pid, admitted) in &mut self.admitted {
             if admitted.identity == Identity::Unproven && pids.contains(pid) {
@@ -78,12 +78,13 @@ impl Clients {
     }
 
     /// Removes a client after MPS has logged its exit.
-    pub(super) fn disconnected(&mut self, pid: u32) {
+    pub(super) fn remove_disconnected(&mut self, pid: u32) {
         self.admitted.remove(&pid);
         self.terminated.remove(&pid);
     }
 
-    /// Forgets all clients, because their server has exited. Returns whether MPS had listed any.
+    /// Removes all clients, because their server has exited. Returns whether MPS had listed a
+    /// client.
     pub(super) fn clear(&mut self) -> bool {
         let had_listed = !self.listed.is_empty();
         *self = Self::default();
@@ -116,12 +117,12 @@ impl Clients {
     }
 
     /// Returns the clients that MPS lists.
-    pub(super) fn listed(&self) -> Vec<Client> {
+    pub(super) fn listed_clients(&self) -> Vec<Client> {
         self.listed.iter().map(|&pid| self.client(pid)).collect()
     }
 
     /// Returns all clients, including those that MPS does not list yet or no longer lists.
-    pub(super) fn all(&self) -> Vec<Client> {
+    pub(super) fn all_clients(&self) -> Vec<Client> {
         self.pids().into_iter().map(|pid| self.client(pid)).collect()
     }
 
@@ -137,7 +138,7 @@ impl Clients {
 
     /// Returns the running clients that may be signalled: a door admitted them, MPS lists them, and
     /// their identity is proven.
-    pub(super) fn signalable(&self) -> impl Iterator<Item = (Client, &PidFd)> {
+    pub(super) fn signalable_clients(&self) -> impl Iterator<Item = (Client, &PidFd)> {
         self.admitted.iter().filter_map(|(&pid, admitted)| {
             let pidfd = admitted.pidfd.as_ref().filter(|pidfd| {
                 admitted.identity == Identity::Proven && self.listed.contains(&pid) && !pidfd.has_exited()
@@ -147,8 +148,8 @@ impl Clients {
     }
 
     /// Returns the number of an allocation's running clients other than `pid`.
-    pub(super) fn others_of(&self, allocation: &str, pid: u32) -> usize {
-        let is_other = |&(&other, admitted): &(&u32, &Admitted)| {
+    pub(super) fn count_other_clients(&self, allocation: &str, pid: u32) -> usize {
+        let is_other = |&(&other, admitted): &(&u32, &AdmittedClient)| {
             other != pid && admitted.allocation == allocation && admitted.exited_at.is_none()
         };
         self.admitted.iter().filter(is_other).count()
@@ -164,7 +165,7 @@ impl Clients {
     }
 
     /// Returns whether a client has exited and MPS may still log the exit.
-    pub(super) fn awaits_log(&self) -> bool {
+    pub(super) fn has_unlogged_exit(&self) -> bool {
         self.admitted.values().any(|admitted| admitted.exited_at.is_some())
     }
 }

@@ -47,8 +47,8 @@ impl Step {
     }
 }
 
-/// Time for a server without clients to recover. Cleave measured 0.03 s. Others measured up to 1.4
-/// s until the server had recreated its contexts.
+/// Time for a server without clients to recover. Recovery took 0.03 s in Cleave's measurement, and
+/// up to 1.4 s in published ones.
 const RECOVERY_TIME: Duration = Duration::from_secs(3);
 
 /// Progress through the steps. Times count from the start of the fault.

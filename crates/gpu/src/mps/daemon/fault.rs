@@ -54,7 +54,7 @@ pub(super) struct FaultTracker {
 
 impl FaultTracker {
     /// Returns the last fault, which may be over.
-    pub(super) fn last(&self) -> Option<&Fault> {
+    pub(super) fn last_fault(&self) -> Option<&Fault> {
         self.last.as_ref()
     }
 
@@ -74,7 +74,7 @@ impl FaultTracker {
     }
 
     /// Records that a new server serves, or that the old server has recreated its contexts.
-    pub(super) fn fresh_server(&mut self) {
+    pub(super) fn mark_clean(&mut self) {
         self.unclean = false;
     }
 
@@ -113,9 +113,9 @@ impl FaultTracker {
     }
 
     /// Records that the log names a client. If the log names several clients, the first error is
-    /// unknown. If a client was killed while its kernels ran, the log is ignored: on an H200
-    /// (driver 580) it named a surviving neighbour in 47 of 47 such faults.
-    pub(super) fn name(&mut self, pid: u32, allocation: Option<String>) {
+    /// unknown. If a client was killed while its kernels ran, this method ignores the log: on an
+    /// H200 (driver 580), the log named a running neighbour in 47 of 47 such faults.
+    pub(super) fn record_named_client(&mut self, pid: u32, allocation: Option<String>) {
         let (Some(fault), Some(current)) = (&mut self.last, &mut self.current) else { return };
         if current.named.contains(&pid) {
             return;
@@ -158,8 +158,8 @@ impl FaultTracker {
         Some(now.saturating_duration_since(current.began))
     }
 
-    /// Records a client that exited with an open context. Do not call it during a fault, in which
-    /// all clients exit with open contexts.
+    /// Records a client that exited with an open context. Do not call this method during a fault,
+    /// in which all clients exit with open contexts.
     pub(super) fn record_exit(&mut self, client: Client, now: Instant) {
         self.unclean = true;
         self.exited.retain(|exited| {
@@ -170,14 +170,14 @@ impl FaultTracker {
 
     /// Returns the step to perform now against the current fault, and the time since the fault
     /// began.
-    pub(super) fn escalate(&mut self, clients: usize, now: Instant) -> Option<(Step, Duration)> {
+    pub(super) fn next_step(&mut self, clients: usize, now: Instant) -> Option<(Step, Duration)> {
         let current = self.current.as_mut()?;
         let at = now.saturating_duration_since(current.began);
         Some((current.escalation.advance(at, clients)?, at))
     }
 
     /// Records clients that were signalled because they did not exit.
-    pub(super) fn signalled(&mut self, clients: Vec<Client>) {
+    pub(super) fn record_signalled(&mut self, clients: Vec<Client>) {
         let Some(fault) = &mut self.last else { return };
         for client in clients {
             if !fault.ended.contains(&client) {
@@ -195,7 +195,7 @@ mod tests {
         Client { pid, allocation: Some(format!("{pid:02x}")) }
     }
 
-    fn exited(pid: u32, at: Instant) -> ExitedClient {
+    fn exited_client(pid: u32, at: Instant) -> ExitedClient {
         ExitedClient { client: client(pid), at }
     }
 
@@ -204,11 +204,11 @@ mod tests {
     }
 
     #[test]
-    fn signs_of_one_fault_count_once_until_it_ends() {
+    fn several_reports_of_a_fault_count_as_one_fault() {
         let now = Instant::now();
         let mut faults = FaultTracker::default();
         assert!(faults.begin(vec![client(1), client(2)], now));
-        faults.name(2, None);
+        faults.record_named_client(2, None);
         assert!(!faults.begin(vec![client(1)], now + LATE_LOG_WINDOW));
         assert_eq!(culprit(&faults), Some(2));
         assert_eq!(faults.last.as_ref().unwrap().affected, [client(1), client(2)]);
@@ -216,47 +216,48 @@ mod tests {
         assert_eq!(faults.end(now + LATE_LOG_WINDOW), Some(LATE_LOG_WINDOW));
         assert!(faults.end(now + LATE_LOG_WINDOW).is_none());
         assert!(faults.is_late_log(now + LATE_LOG_WINDOW * 3 / 2) && !faults.is_late_log(now + LATE_LOG_WINDOW * 2));
-        faults.name(1, None);
+        faults.record_named_client(1, None);
         assert_eq!(culprit(&faults), Some(2), "a fault that is over does not change");
         assert!(faults.begin(vec![], now + LATE_LOG_WINDOW * 2));
         assert_eq!((faults.last.as_ref().unwrap().number, culprit(&faults)), (2, None));
     }
 
     #[test]
-    fn no_culprit_is_reported_if_several_clients_may_be_it() {
+    fn no_culprit_is_reported_if_several_clients_may_be_the_cause() {
         let now = Instant::now();
         let mut faults = FaultTracker::default();
         faults.begin(vec![client(1), client(2)], now);
-        faults.name(1, None);
-        faults.name(1, None);
+        faults.record_named_client(1, None);
+        faults.record_named_client(1, None);
         assert_eq!(culprit(&faults), Some(1));
-        faults.name(2, None);
+        faults.record_named_client(2, None);
         assert_eq!(culprit(&faults), None);
-        let mut faults = FaultTracker { exited: vec![exited(1, now), exited(2, now)], ..FaultTracker::default() };
+        let mut faults =
+            FaultTracker { exited: vec![exited_client(1, now), exited_client(2, now)], ..FaultTracker::default() };
         faults.begin(vec![client(3)], now);
         assert_eq!(culprit(&faults), None);
         assert_eq!(faults.last.unwrap().affected.len(), 3);
     }
 
     #[test]
-    fn a_client_killed_just_before_is_the_cause_even_if_the_log_names_another() {
+    fn a_client_killed_just_before_a_fault_is_the_culprit_even_if_the_log_names_another_client() {
         let now = Instant::now();
-        let mut faults = FaultTracker { exited: vec![exited(1, now)], ..FaultTracker::default() };
+        let mut faults = FaultTracker { exited: vec![exited_client(1, now)], ..FaultTracker::default() };
         faults.begin(vec![client(2)], now + CAUSE_WINDOW / 2);
         assert_eq!((culprit(&faults), faults.last.as_ref().unwrap().killed), (Some(1), true));
-        faults.name(2, None);
+        faults.record_named_client(2, None);
         assert_eq!(
             (culprit(&faults), faults.last.as_ref().unwrap().killed),
             (Some(1), true),
             "the log names a survivor"
         );
-        let mut faults = FaultTracker { exited: vec![exited(1, now)], ..FaultTracker::default() };
+        let mut faults = FaultTracker { exited: vec![exited_client(1, now)], ..FaultTracker::default() };
         faults.begin(vec![client(2)], now + CAUSE_WINDOW);
         assert_eq!(culprit(&faults), None, "too long ago");
     }
 
     #[test]
-    fn the_log_outweighs_an_active_server_for_a_while() {
+    fn a_logged_fault_takes_precedence_over_the_state_active_for_a_second() {
         let now = Instant::now();
         let mut faults = FaultTracker::default();
         assert!(faults.has_recovered(3, now));

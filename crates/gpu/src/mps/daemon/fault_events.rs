@@ -6,7 +6,7 @@ use super::Device;
 impl Device {
     /// Handles a log line about a fatal error, which may name a client. Returns whether a fault is
     /// in progress.
-    pub(super) fn fault_logged(&self, client: Option<u32>) -> bool {
+    pub(super) fn handle_logged_fault(&self, client: Option<u32>) -> bool {
         let now = Instant::now();
         if client.is_none() && self.faults.borrow().is_late_log(now) {
             return false;
@@ -15,19 +15,19 @@ impl Device {
         if let Some(pid) = client {
             let allocation = self.clients.borrow().allocation_of(pid);
             let allocation_text = allocation.as_deref().unwrap_or("none").to_owned();
-            self.faults.borrow_mut().name(pid, allocation);
-            if self.faults.borrow().last().is_some_and(|fault| !fault.killed) {
+            self.faults.borrow_mut().record_named_client(pid, allocation);
+            if self.faults.borrow().last_fault().is_some_and(|fault| !fault.killed) {
                 self.set_message(&format!(
                     "a fatal GPU error: the log names client {pid} of allocation {allocation_text}"
                 ));
             }
         }
-        self.context.status_changed();
+        self.context.notify_status_change();
         true
     }
 
     /// Handles a server that reports FAULT.
-    pub(super) fn fault_confirmed(&self) {
+    pub(super) fn handle_confirmed_fault(&self) {
         self.begin_fault(Instant::now());
         self.faults.borrow_mut().confirm();
     }
@@ -36,11 +36,11 @@ impl Device {
         if self.faults.borrow().is_current() {
             return;
         }
-        let clients = self.clients.borrow().all();
+        let clients = self.clients.borrow().all_clients();
         if !self.faults.borrow_mut().begin(clients, now) {
             return;
         }
-        let fault = self.faults.borrow().last().cloned().unwrap_or_default();
+        let fault = self.faults.borrow().last_fault().cloned().unwrap_or_default();
         let pids: Vec<u32> = fault.affected.iter().map(|client| client.pid).collect();
         tracing::error!(device = self.name, number = fault.number, clients = ?pids, "fatal GPU error");
         match &fault.culprit {
@@ -50,12 +50,12 @@ impl Device {
             )),
             None => self.set_message("a fatal GPU error broke all clients"),
         }
-        self.context.status_changed();
+        self.context.notify_status_change();
     }
 
     /// Handles a server that reports ACTIVE. Ends the current fault, if any, unless the log has
     /// just reported it. Returns false if the fault continues.
-    pub(super) fn server_recovered(&self) -> bool {
+    pub(super) fn handle_active_server(&self) -> bool {
         let clients = self.clients.borrow().count();
         if !self.faults.borrow().has_recovered(clients, Instant::now()) {
             return false;
@@ -69,7 +69,7 @@ impl Device {
         let lasted = self.faults.borrow_mut().end(Instant::now());
         if let Some(lasted) = lasted {
             tracing::info!(device = self.name, ?lasted, reason, "fault is over");
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
     }
 

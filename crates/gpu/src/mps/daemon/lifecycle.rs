@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::backoff::Backoff;
-use super::probe::End;
+use super::probe::EndReason;
 use super::{ControlLock, DAEMON_START_DEADLINE, Device};
 use crate::mps::compute_mode;
 use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT, QUIT_DEADLINE};
@@ -51,7 +51,7 @@ impl Device {
                 tracing::error!(device = self.name, %error, "failed to restore compute mode");
             }
             self.present.set(false);
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
     }
 
@@ -61,14 +61,14 @@ impl Device {
             let Some(settings) = desired.borrow_and_update().clone() else { return };
             let start = Instant::now();
             match self.run_once(&settings, desired).await {
-                End::NotDesired => return,
-                End::NewSettings => self.set_state(DaemonState::Restarting, Some("restarting with new settings")),
-                End::Failed(error) => {
-                    let delay = backoff.failed(start.elapsed());
+                EndReason::NotDesired => return,
+                EndReason::NewSettings => self.set_state(DaemonState::Restarting, Some("restarting with new settings")),
+                EndReason::Failed(error) => {
+                    let delay = backoff.record_failure(start.elapsed());
                     tracing::error!(device = self.name, %error, ?delay, "MPS daemon failed");
                     self.set_state(backoff.state(), Some(&error.to_string()));
                     self.report.borrow_mut().restarts += 1;
-                    self.context.status_changed();
+                    self.context.notify_status_change();
                     tokio::select! {
                         () = self.context.stopping.cancelled() => return,
                         () = sleep(delay) => {}
@@ -81,44 +81,45 @@ impl Device {
         }
     }
 
-    /// Runs one life of the daemon, from its start until all its processes have exited.
-    async fn run_once(self: &Rc<Self>, settings: &Daemon, desired: &mut watch::Receiver<Option<Daemon>>) -> End {
+    /// Runs one instance of the daemon, from its start until all its processes have exited.
+    async fn run_once(self: &Rc<Self>, settings: &Daemon, desired: &mut watch::Receiver<Option<Daemon>>) -> EndReason {
         let mut child = None;
         let end = match self.start(settings, &mut child).await {
             Ok(()) => self.watch(settings, desired, child.as_ref()).await,
-            Err(DaemonError::HostStopping) => End::NotDesired,
-            Err(error) => End::Failed(error),
+            Err(DaemonError::HostStopping) => EndReason::NotDesired,
+            Err(error) => EndReason::Failed(error),
         };
-        let state = if matches!(end, End::NotDesired) { DaemonState::Stopping } else { DaemonState::Restarting };
+        let state = if matches!(end, EndReason::NotDesired) { DaemonState::Stopping } else { DaemonState::Restarting };
         self.set_state(state, None);
         // Lock: an admission in progress either finishes first or finds that the daemon has exited.
         let mut control = self.control.lock().await;
         *control = ControlLock::default();
         if let Some(child) = &child {
-            if !matches!(end, End::Failed(_)) {
+            if !matches!(end, EndReason::Failed(_)) {
                 self.quit(child).await;
             }
             child.kill();
-            if timeout(KILL_DEADLINE, child.exited()).await.is_err() {
+            if timeout(KILL_DEADLINE, child.wait_for_exit()).await.is_err() {
                 tracing::error!(device = self.name, pid = child.pid, "MPS daemon still runs after SIGKILL");
             }
         }
-        procfs::clear(&self.pipe).await;
+        procfs::kill_processes_of_pipe(&self.pipe).await;
         self.clients.borrow_mut().clear();
         self.end_fault("daemon is gone");
-        self.faults.borrow_mut().fresh_server();
+        self.faults.borrow_mut().mark_clean();
         self.report.borrow_mut().pid = None;
         self.set_server(None);
-        self.context.status_changed();
+        self.context.notify_status_change();
         end
     }
 
-    /// Requests the daemon to quit. Kills a daemon that does not exit in time.
+    /// Sends the daemon the command to quit. Reports a daemon that does not exit in time; the
+    /// caller kills that daemon.
     async fn quit(&self, child: &Child) {
         if let Err(error) = self.send_command_within(&QUIT, QUIT_DEADLINE).await {
             tracing::warn!(device = self.name, %error, "MPS daemon refused the command to quit");
         }
-        if let Ok(exit) = timeout(ANSWER_DEADLINE, child.exited()).await {
+        if let Ok(exit) = timeout(ANSWER_DEADLINE, child.wait_for_exit()).await {
             tracing::info!(device = self.name, %exit, "MPS daemon quit");
         } else {
             tracing::warn!(device = self.name, "killing the MPS daemon, which did not quit");
@@ -142,10 +143,10 @@ impl Device {
         let last_line = Rc::new(RefCell::new(String::new()));
         let log = tokio::task::spawn_local(Rc::clone(self).read_log(output, Rc::clone(&last_line)));
         self.report.borrow_mut().pid = Some(child.pid);
-        self.context.status_changed();
+        self.context.notify_status_change();
         let child = started.insert(child);
         let exited = async {
-            let exit = child.exited().await;
+            let exit = child.wait_for_exit().await;
             // Wait: the daemon's last lines may still be in the pipe.
             let _ = timeout(LAST_LINES_DEADLINE, log).await;
             exit
@@ -169,12 +170,12 @@ impl Device {
             std::fs::set_permissions(self.context.paths.mps(), std::fs::Permissions::from_mode(0o711))
                 .map_err(failed)?;
         }
-        if !procfs::of_pipe(&self.pipe).await.is_empty() {
+        if !procfs::processes_of_pipe(&self.pipe).await.is_empty() {
             tracing::warn!(device = self.name, "stopping the daemon of an earlier MPS host");
             if let Err(error) = control::send_command(&self.pipe, &QUIT, QUIT_DEADLINE).await {
                 tracing::warn!(device = self.name, %error, "daemon of an earlier MPS host refused the command to quit");
             }
-            procfs::clear(&self.pipe).await;
+            procfs::kill_processes_of_pipe(&self.pipe).await;
         }
         for name in ["control", "control_privileged"] {
             match std::fs::remove_file(self.pipe.join(name)) {
@@ -186,7 +187,7 @@ impl Device {
     }
 
     fn spawn(&self, settings: &Daemon) -> Result<(Child, pipe::Receiver), DaemonError> {
-        let mut command = self.tool();
+        let mut command = self.control_tool();
         command.arg("-f");
         if settings.multi_user {
             command.arg("-multiuser-server");
@@ -198,7 +199,7 @@ impl Device {
 
     async fn set_up(&self, settings: &Daemon) -> Result<(), DaemonError> {
         let mut control = self.control.lock().await;
-        self.first_answer().await?;
+        self.wait_for_first_answer().await?;
         self.set_defaults(settings).await?;
         if settings.multi_user {
             let server = self.start_server(0).await?;
@@ -212,7 +213,7 @@ impl Device {
 
     /// Waits for the daemon's first answer. The daemon's greeting shows whether doors can enforce
     /// limits.
-    async fn first_answer(&self) -> Result<(), DaemonError> {
+    async fn wait_for_first_answer(&self) -> Result<(), DaemonError> {
         let deadline = Instant::now() + DAEMON_START_DEADLINE;
         loop {
             match control::has_known_greeting(&self.pipe).await {
@@ -259,8 +260,8 @@ impl Device {
         settings: &Daemon,
         desired: &mut watch::Receiver<Option<Daemon>>,
         child: Option<&Child>,
-    ) -> End {
-        let Some(child) = child else { return End::NewSettings };
+    ) -> EndReason {
+        let Some(child) = child else { return EndReason::NewSettings };
         let mut fast_probes = 0_u32;
         loop {
             fast_probes = if self.phase.borrow().is_open() { 0 } else { fast_probes.saturating_add(1) };
@@ -274,12 +275,12 @@ impl Device {
             };
             tokio::select! {
                 biased;
-                exit = child.exited() => return End::Failed(if self.faults.borrow().is_replacing_daemon() {
+                exit = child.wait_for_exit() => return EndReason::Failed(if self.faults.borrow().is_replacing_daemon() {
                     DaemonError::StuckInFault(exit)
                 } else {
                     DaemonError::Exited { exit, last_line: String::new() }
                 }),
-                () = self.context.stopping.cancelled() => return End::NotDesired,
+                () = self.context.stopping.cancelled() => return EndReason::NotDesired,
                 // Cancel-safe: if a probe is cancelled, the daemon's answers to its commands are
                 // not read.
                 result = async {
@@ -292,7 +293,7 @@ impl Device {
                 } => match result {
                     Ok(None) => {}
                     Ok(Some(end)) => return end,
-                    Err(error) => return End::Failed(error),
+                    Err(error) => return EndReason::Failed(error),
                 },
             }
         }

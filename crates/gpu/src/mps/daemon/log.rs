@@ -7,14 +7,15 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::net::unix::pipe;
 
 use super::Device;
-use crate::mps::log::{LogEvent, LogLine, log_line};
+use crate::mps::log::{LogEvent, LogLine, parse_log_line};
 use crate::mps::wire::DaemonState;
 
 /// Maximum length of a line in bytes. Longer lines are split.
 const MAX_LINE: usize = 4096;
 
 impl Device {
-    /// Reads until the output ends. Stores the last line that may explain an exit in `last_line`.
+    /// Reads the daemon's output to its end. Stores the last line that may explain an exit in
+    /// `last_line`.
     pub(super) async fn read_log(self: Rc<Self>, output: pipe::Receiver, last_line: Rc<RefCell<String>>) {
         let mut output = BufReader::new(output);
         let mut line = Vec::new();
@@ -23,7 +24,7 @@ impl Device {
             match read_line(&mut output, &mut line).await {
                 Ok(true) => {
                     let text = String::from_utf8_lossy(&line);
-                    let line = log_line(&text);
+                    let line = parse_log_line(&text);
                     if line.event != LogEvent::Chatter {
                         line.text.clone_into(&mut last_line.borrow_mut());
                     }
@@ -49,7 +50,7 @@ impl Device {
             }
             LogEvent::ClientDisconnected(client) => {
                 tracing::debug!(device, source, pid, "{text}");
-                self.clients.borrow_mut().disconnected(client);
+                self.clients.borrow_mut().remove_disconnected(client);
                 self.probe_soon();
             }
             LogEvent::ClientLost(client) => {
@@ -64,7 +65,7 @@ impl Device {
                 tracing::error!(device, source, pid, "{text}");
                 // In other states the server has no clients that could break.
                 let serves = matches!(self.phase.borrow().state, DaemonState::Active | DaemonState::Fault);
-                if serves && self.fault_logged(client) {
+                if serves && self.handle_logged_fault(client) {
                     self.set_state(DaemonState::Fault, None);
                 }
                 self.probe_soon();

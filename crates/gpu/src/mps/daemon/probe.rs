@@ -15,8 +15,8 @@ use crate::mps::wire::{Daemon, DaemonState};
 /// stopped client delays the answer.
 const MAX_TERMINATE_TIME: Duration = Duration::from_secs(30);
 
-/// Why one life of a daemon ends.
-pub(super) enum End {
+/// Why the MPS host stops or replaces a running daemon.
+pub(super) enum EndReason {
     NotDesired,
     NewSettings,
     Failed(DaemonError),
@@ -24,13 +24,13 @@ pub(super) enum End {
 
 impl Device {
     /// Probes the daemon, recovers it, and applies new settings once it has no clients. Returns the
-    /// reason if this life of the daemon ends.
+    /// reason if the MPS host has to stop or replace this daemon.
     pub(super) async fn probe(
         &self,
         settings: &Daemon,
         desired: &watch::Receiver<Option<Daemon>>,
         child: &Child,
-    ) -> Result<Option<End>, DaemonError> {
+    ) -> Result<Option<EndReason>, DaemonError> {
         let mut control = self.control.lock().await;
         // An administrator may have changed the server's limits since the last probe. Set the
         // limits again.
@@ -60,9 +60,9 @@ impl Device {
         Ok(end)
     }
 
-    /// Returns the reason to end this life of the daemon: new settings, or a daemon that is no
+    /// Returns the reason to stop or replace this daemon: new settings, or a daemon that is no
     /// longer desired.
-    fn compare_settings(&self, settings: &Daemon, desired: Option<&Daemon>) -> Option<End> {
+    fn compare_settings(&self, settings: &Daemon, desired: Option<&Daemon>) -> Option<EndReason> {
         let clients = self.clients.borrow().count();
         match desired {
             Some(desired) if desired == settings => {
@@ -72,7 +72,7 @@ impl Device {
                 }
                 None
             }
-            None if clients == 0 => Some(End::NotDesired),
+            None if clients == 0 => Some(EndReason::NotDesired),
             None => {
                 // The doors are closed, so clients can no longer connect. Running clients may
                 // finish.
@@ -80,7 +80,7 @@ impl Device {
                 self.set_state(DaemonState::Stopping, Some(&message));
                 None
             }
-            Some(_) if clients == 0 => Some(End::NewSettings),
+            Some(_) if clients == 0 => Some(EndReason::NewSettings),
             Some(_) => {
                 self.set_message(&format!("new settings are waiting for clients to exit: {clients}"));
                 None
@@ -91,27 +91,28 @@ impl Device {
     /// Reads the server, its state and its clients.
     async fn examine(&self, settings: &Daemon) -> Result<(), DaemonError> {
         self.clients.borrow_mut().forget_exited(tokio::time::Instant::now());
-        let servers = protocol::pids(&self.send_command(&Command::ServerList).await?)?;
+        let servers = protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?;
         let known = self.phase.borrow().server;
         let Some(server) = self.find_server(servers.first().copied(), settings).await? else { return Ok(()) };
         if known.is_some_and(|known| known != server) {
-            self.server_gone();
+            self.clear_server();
         }
-        let state = protocol::server_state(&self.send_command(&Command::ServerStatus(server)).await?)?;
+        let state = protocol::parse_server_state(&self.send_command(&Command::ServerStatus(server)).await?)?;
         let clients = self.send_command(&Command::Clients(server)).await?;
-        let clients = if protocol::is_not_found(&clients) { Vec::new() } else { protocol::pids(&clients)? };
+        let clients = if protocol::is_not_found(&clients) { Vec::new() } else { protocol::parse_pids(&clients)? };
         if self.clients.borrow_mut().set_listed(clients.into_iter().collect::<BTreeSet<u32>>()) {
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
         if self.phase.borrow().server != Some(server) {
             self.set_server(Some(server));
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
-        self.server_reports(state);
+        self.handle_server_state(state);
         Ok(())
     }
 
-    /// Returns the server that the daemon lists. If none exists and all users share one, starts it.
+    /// Returns the server that the daemon lists. If the daemon lists none and all users share one
+    /// server, starts the server.
     async fn find_server(&self, listed: Option<u32>, settings: &Daemon) -> Result<Option<u32>, DaemonError> {
         if listed.is_some() {
             return Ok(listed);
@@ -120,7 +121,7 @@ impl Device {
             let phase = self.phase.borrow();
             (phase.server, phase.state)
         };
-        self.server_gone();
+        self.clear_server();
         if state == DaemonState::Stopping {
             return Ok(None);
         }
@@ -133,18 +134,18 @@ impl Device {
         self.start_server(0).await.map(Some)
     }
 
-    fn server_reports(&self, state: ServerState) {
+    fn handle_server_state(&self, state: ServerState) {
         if state == ServerState::Fault {
-            self.fault_confirmed();
+            self.handle_confirmed_fault();
         }
         match state {
             // The daemon is stopping, so its state does not depend on the server's state.
             _ if self.phase.borrow().state == DaemonState::Stopping => {
                 if state == ServerState::Active {
-                    self.server_recovered();
+                    self.handle_active_server();
                 }
             }
-            ServerState::Active if self.server_recovered() => self.set_state(DaemonState::Active, None),
+            ServerState::Active if self.handle_active_server() => self.set_state(DaemonState::Active, None),
             // Keep the state: the log has just reported a fault that the server does not report
             // yet.
             ServerState::Active => {}

@@ -22,7 +22,7 @@ impl Device {
     /// [`super::ControlLock`]. Returns within the step's deadline.
     pub(super) async fn escalate(&self, daemon: &Child) {
         let clients = self.clients.borrow().count();
-        let Some((step, at)) = self.faults.borrow_mut().escalate(clients, Instant::now()) else { return };
+        let Some((step, at)) = self.faults.borrow_mut().next_step(clients, Instant::now()) else { return };
         tracing::warn!(device = self.name, ?step, ?at, clients, "MPS server stays in FAULT");
         let message = match step {
             Step::Wait => return,
@@ -61,11 +61,11 @@ impl Device {
                 pidfd.signal(signal);
                 client
             };
-            clients.signalable().map(send).collect()
+            clients.signalable_clients().map(send).collect()
         };
         tracing::warn!(device = self.name, ?signal, clients = ?signalled, "sending signals to clients that keep the MPS server in FAULT");
-        self.faults.borrow_mut().signalled(signalled);
-        self.context.status_changed();
+        self.faults.borrow_mut().record_signalled(signalled);
+        self.context.notify_status_change();
     }
 
     /// Returns whether the server may break a client, and has no clients now.
@@ -85,10 +85,10 @@ impl Device {
             "replacing the MPS server after a client exited with an open context"
         );
         // The server's exit is expected from here on.
-        self.server_gone();
+        self.clear_server();
         self.send_command_within(&Command::ShutdownServer { server, force: false }, SHUTDOWN_DEADLINE).await?;
         let deadline = Instant::now() + SHUTDOWN_DEADLINE;
-        while protocol::pids(&self.send_command(&Command::ServerList).await?)?.contains(&server) {
+        while protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?.contains(&server) {
             if Instant::now() > deadline {
                 return Err(DaemonError::ServerNotStopped { server, after: SHUTDOWN_DEADLINE });
             }
@@ -97,7 +97,7 @@ impl Device {
         if phase.multi_user {
             let server = self.start_server(0).await?;
             self.set_server(Some(server));
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
         Ok(())
     }

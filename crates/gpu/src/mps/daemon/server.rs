@@ -1,10 +1,10 @@
-//! Starts the server of a daemon, and forgets a server that has exited.
+//! Starts the server of a daemon, and clears the state of a server that has exited.
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
 use super::{Device, SERVER_START_DEADLINE};
-use crate::mps::error::{DaemonError, LastSeen};
+use crate::mps::error::{DaemonError, LastServerState};
 use crate::mps::protocol::{self, Command, ServerState};
 
 /// Poll interval of a starting server.
@@ -15,18 +15,20 @@ impl Device {
     pub(super) async fn start_server(&self, uid: u32) -> Result<u32, DaemonError> {
         self.send_command(&Command::StartServer { uid }).await?;
         let deadline = Instant::now() + SERVER_START_DEADLINE;
-        let mut last = LastSeen::NoServer;
+        let mut last = LastServerState::NoServer;
         while Instant::now() < deadline {
-            let servers = protocol::pids(&self.send_command(&Command::ServerList).await?)?;
+            let servers = protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?;
             match (servers.first(), last) {
                 (Some(&server), _) => {
-                    match protocol::server_state(&self.send_command(&Command::ServerStatus(server)).await?)? {
+                    match protocol::parse_server_state(&self.send_command(&Command::ServerStatus(server)).await?)? {
                         ServerState::Active => return Ok(server),
-                        state => last = LastSeen::Server(server, state),
+                        state => last = LastServerState::Server(server, state),
                     }
                 }
-                (None, LastSeen::Server(server, state)) => return Err(DaemonError::ServerExited { server, state }),
-                (None, LastSeen::NoServer) => {}
+                (None, LastServerState::Server(server, state)) => {
+                    return Err(DaemonError::ServerExited { server, state });
+                }
+                (None, LastServerState::NoServer) => {}
             }
             sleep(START_POLL).await;
         }
@@ -34,13 +36,13 @@ impl Device {
     }
 
     /// Clears the server's pid and its clients.
-    pub(super) fn server_gone(&self) {
+    pub(super) fn clear_server(&self) {
         let had_listed = self.clients.borrow_mut().clear();
         self.end_fault("server is gone");
-        self.faults.borrow_mut().fresh_server();
+        self.faults.borrow_mut().mark_clean();
         self.set_server(None);
         if had_listed {
-            self.context.status_changed();
+            self.context.notify_status_change();
         }
     }
 }

@@ -7,14 +7,14 @@ use super::Device;
 use crate::mps::control::ANSWER_DEADLINE;
 use crate::mps::error::TerminateError;
 use crate::mps::procfs;
-use crate::mps::protocol::{self, Command, Terminated};
+use crate::mps::protocol::{self, Command, TerminateResult};
 
 /// Time limit for acquiring the control lock, and then for the daemon's answer.
 const TERMINATE_DEADLINE: Duration = ANSWER_DEADLINE.saturating_mul(2);
 
 impl Device {
     /// Terminates a client's contexts through MPS.
-    pub(crate) async fn terminate(&self, client: u32) -> Result<Terminated, TerminateError> {
+    pub(crate) async fn terminate(&self, client: u32) -> Result<TerminateResult, TerminateError> {
         if procfs::is_stopped(client) {
             // A stopped client would block the daemon, and therefore all other clients, until the
             // stopped client continues.
@@ -30,7 +30,7 @@ impl Device {
         self.probe_soon();
         let output = output?;
         self.terminating_since.set(None);
-        let terminated = protocol::terminated(&output);
+        let terminated = protocol::parse_terminate_result(&output);
         if terminated.is_err() {
             self.clients.borrow_mut().unset_terminated(client);
         }

@@ -3,8 +3,8 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
 
-/// Returns `nvidia-cuda-mps-control` for a device: the daemon itself, or the tool that sends
-/// commands to it.
+/// Returns the command `nvidia-cuda-mps-control` for a device. The program is both the daemon and
+/// the tool that sends commands to the daemon.
 pub(crate) fn command(program: &Path, library_path: Option<&OsStr>, pipe: &Path, device: &str) -> Command {
     let mut command = Command::new(program);
     command

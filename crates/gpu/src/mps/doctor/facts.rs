@@ -9,7 +9,7 @@ use tokio::process::Command;
 use tokio::time::timeout;
 
 use crate::mps::daemon::tool;
-use crate::mps::log::{LogEvent, log_line};
+use crate::mps::log::{LogEvent, parse_log_line};
 use crate::nvml::{ComputeMode, Gpu};
 
 /// Time limit of `nvidia-cuda-mps-control -v`, which contacts no daemon.
@@ -66,7 +66,7 @@ pub(super) fn gpu_facts(gpu: &Gpu, compute_mode: Option<ComputeMode>, processes:
 }
 
 /// Returns the cgroup versions that are mounted at `mount`.
-pub(super) fn cgroups(mount: &Path) -> &'static str {
+pub(super) fn cgroup_versions(mount: &Path) -> &'static str {
     if mount.join("cgroup.controllers").exists() {
         "v2"
     } else if mount.join("unified").exists() {
@@ -91,7 +91,7 @@ pub(super) async fn control_version(control: &Path, library_path: Option<&OsStr>
     let mut command = Command::from(tool::command(control, library_path, Path::new("/nonexistent"), uuid));
     command.arg("-v").stdin(Stdio::null()).kill_on_drop(true);
     let output = timeout(VERSION_DEADLINE, command.output()).await.ok()?.ok()?;
-    String::from_utf8_lossy(&output.stdout).lines().find_map(|line| match log_line(line).event {
+    String::from_utf8_lossy(&output.stdout).lines().find_map(|line| match parse_log_line(line).event {
         LogEvent::Version(version) => Some(version),
         _ => None,
     })

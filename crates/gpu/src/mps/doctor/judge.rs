@@ -4,15 +4,16 @@ use cleave_plan::units::{Percent, Sms};
 use serde::Serialize;
 
 use super::observed::{
-    Allocated, Bound, Exchange, GpuView, Log, LoweredLimits, Observations, Outcome, Termination, TestedGpu,
+    AllocationResult, Exchange, GpuView, LimitedView, LoggedEvents, LoweredLimits, Observations, Outcome, Termination,
+    TestedGpu,
 };
-use crate::mps::protocol::{self, Command, ServerState, Terminated};
+use crate::mps::protocol::{self, Command, ServerState, TerminateResult};
 use crate::nvml::ComputeMode;
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 const OUT_OF_MEMORY: i64 = 2;
 /// `CUDA_ERROR_MPS_CLIENT_TERMINATED`.
-const TERMINATED: i64 = 810;
+const CLIENT_TERMINATED: i64 = 810;
 
 /// Result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -68,7 +69,7 @@ impl Check {
 pub(super) fn findings(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let mut findings = judge_daemon(seen);
     findings.extend(judge_limits(seen, gpu));
-    findings.extend(known_holes(seen, gpu));
+    findings.extend(judge_known_holes(seen, gpu));
     findings.extend(judge_clients(seen, gpu));
     findings
 }
@@ -108,7 +109,7 @@ fn judge_daemon(seen: &Observations) -> Vec<Finding> {
         }),
         commands.judge(&seen.commands, |exchanges| {
             let unexpected: Vec<String> =
-                exchanges.iter().filter(|exchange| !has_known_form(exchange)).map(quote).collect();
+                exchanges.iter().filter(|exchange| !has_known_form(exchange)).map(format_exchange).collect();
             let seen = if unexpected.is_empty() {
                 format!("{} sent, all answered", exchanges.len())
             } else {
@@ -117,8 +118,11 @@ fn judge_daemon(seen: &Observations) -> Vec<Finding> {
             (unexpected.is_empty(), seen)
         }),
         unprivileged.judge(&seen.unprivileged, |exchanges| {
-            let accepted: Vec<String> =
-                exchanges.iter().filter(|exchange| !exchange.answer.contains("privilege")).map(quote).collect();
+            let accepted: Vec<String> = exchanges
+                .iter()
+                .filter(|exchange| !exchange.answer.contains("privilege"))
+                .map(format_exchange)
+                .collect();
             let seen =
                 if accepted.is_empty() { format!("{} commands refused", exchanges.len()) } else { accepted.join("; ") };
             (accepted.is_empty(), seen)
@@ -127,7 +131,7 @@ fn judge_daemon(seen: &Observations) -> Vec<Finding> {
     ]
 }
 
-fn judge_log(log: &Log) -> (bool, String) {
+fn judge_log(log: &LoggedEvents) -> (bool, String) {
     let missing: Vec<&str> = [
         (log.version.is_some(), "the version"),
         (log.server_ready, "a ready server"),
@@ -144,15 +148,17 @@ fn judge_log(log: &Log) -> (bool, String) {
     }
 }
 
-fn quote(exchange: &Exchange) -> String {
+fn format_exchange(exchange: &Exchange) -> String {
     format!("`{}` answers {:?}", exchange.command, exchange.answer.trim())
 }
 
 /// Returns whether an answer has the form that Cleave parses.
 fn has_known_form(Exchange { command, answer, set }: &Exchange) -> bool {
     match command {
-        Command::ServerList | Command::Clients(_) => protocol::pids(answer).is_ok(),
-        Command::ServerStatus(_) => protocol::server_state(answer).is_ok_and(|state| state == ServerState::Active),
+        Command::ServerList | Command::Clients(_) => protocol::parse_pids(answer).is_ok(),
+        Command::ServerStatus(_) => {
+            protocol::parse_server_state(answer).is_ok_and(|state| state == ServerState::Active)
+        }
         Command::SetThreads { percent, .. } | Command::SetDefaultThreads(percent) => {
             protocol::is_percentage(answer, *percent)
         }
@@ -165,7 +171,7 @@ fn has_known_form(Exchange { command, answer, set }: &Exchange) -> bool {
         | Command::SetMemory { .. }
         | Command::SetDefaultMemory(_)
         | Command::Quit { .. } => answer.trim().is_empty(),
-        Command::Terminate { .. } => protocol::terminated(answer).is_ok(),
+        Command::Terminate { .. } => protocol::parse_terminate_result(answer).is_ok(),
     }
 }
 
@@ -175,7 +181,7 @@ fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
 }
 
 /// Returns whether exactly these limits apply to the program, and no tighter limits.
-fn limits_apply(bound: &Bound, gpu: TestedGpu) -> bool {
+fn limits_apply(bound: &LimitedView, gpu: TestedGpu) -> bool {
     bound.view.sms == expected_sms(bound.percent, gpu) && is_limited(bound.view, bound.limit_mib)
 }
 
@@ -185,12 +191,12 @@ fn is_limited(view: GpuView, limit_mib: u64) -> bool {
     (limit_mib / 2..=limit_mib).contains(&view.free_mib)
 }
 
-fn describe(GpuView { sms, free_mib }: GpuView) -> String {
+fn describe_view(GpuView { sms, free_mib }: GpuView) -> String {
     format!("{sms} SMs and {free_mib} MiB free")
 }
 
-fn describe_bound(bound: &Bound) -> String {
-    format!("at {} % and {} MiB: {}", bound.percent, bound.limit_mib, describe(bound.view))
+fn describe_limited_view(bound: &LimitedView) -> String {
+    format!("at {} % and {} MiB: {}", bound.percent, bound.limit_mib, describe_view(bound.view))
 }
 
 /// Returns findings about limits.
@@ -222,7 +228,7 @@ fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     };
     vec![
         bound.judge(&seen.bound, |both| {
-            (both.iter().all(|one| limits_apply(one, gpu)), both.each_ref().map(describe_bound).join("; "))
+            (both.iter().all(|one| limits_apply(one, gpu)), both.each_ref().map(describe_limited_view).join("; "))
         }),
         rounding.judge(&seen.rounding, |seen| {
             let other: Vec<String> = seen
@@ -235,32 +241,32 @@ fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
         }),
         lowered.judge(&seen.lowered, |lowered| judge_lowered(lowered, gpu)),
         memory.judge(&seen.memory, |memory| {
-            let of = |allocated: Allocated| {
+            let of = |allocated: AllocationResult| {
                 allocated.map_or_else(|code| format!("error {code}"), |()| "allocated".to_owned())
             };
             let good = memory.half.is_ok() && memory.all == Err(OUT_OF_MEMORY);
             (good, format!("limit {} MiB: half {}, all {}", memory.limit_mib, of(memory.half), of(memory.all)))
         }),
-        defaults.judge(&seen.defaults, |bound| (limits_apply(bound, gpu), describe_bound(bound))),
+        defaults.judge(&seen.defaults, |bound| (limits_apply(bound, gpu), describe_limited_view(bound))),
     ]
 }
 
 fn judge_lowered(lowered: &LoweredLimits, gpu: TestedGpu) -> (bool, String) {
     let LoweredLimits { set, requested_more, requested_less } = lowered;
-    let raised = Bound { view: *requested_more, ..*set };
+    let raised = LimitedView { view: *requested_more, ..*set };
     let good = limits_apply(set, gpu) && limits_apply(&raised, gpu) && limits_apply(requested_less, gpu);
     (
         good,
         format!(
             "{}; requesting more: {}; less: {}",
-            describe_bound(set),
-            describe(*requested_more),
-            describe(requested_less.view)
+            describe_limited_view(set),
+            describe_view(*requested_more),
+            describe_view(requested_less.view)
         ),
     )
 }
 
-fn known_holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
+fn judge_known_holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
     let escape = Check {
         name: "escape",
         expected: "known hole: an invalid memory limit in a program's environment removes its limit",
@@ -279,7 +285,7 @@ fn known_holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
         plain.judge(&seen.no_control, |plain| {
             let forbidden = matches!(gpu.compute_mode, Some(ComputeMode::ExclusiveProcess | ComputeMode::Prohibited));
             match plain {
-                Ok(view) => (!forbidden && view.sms == gpu.sms, describe(*view)),
+                Ok(view) => (!forbidden && view.sms == gpu.sms, describe_view(*view)),
                 Err(code) => (forbidden, format!("error {code}")),
             }
         }),
@@ -324,8 +330,10 @@ fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
         impact: "after a fault, shares stay unhealthy until the daemon is replaced",
     };
     vec![
-        users.judge(&seen.users, |bound| (limits_apply(bound, gpu), format!("beside root: {}", describe_bound(bound)))),
-        link.judge(&seen.link, |bound| (limits_apply(bound, gpu), describe_bound(bound))),
+        users.judge(&seen.users, |bound| {
+            (limits_apply(bound, gpu), format!("beside root: {}", describe_limited_view(bound)))
+        }),
+        link.judge(&seen.link, |bound| (limits_apply(bound, gpu), describe_limited_view(bound))),
         by_mps.judge(&seen.listed_by_mps, |&known| (known, describe_listed(Some(known)).to_owned())),
         by_nvml.judge(&seen.listed_by_nvml, |&known| (known == Some(true), describe_listed(known).to_owned())),
         ended.judge(&seen.terminated, judge_termination),
@@ -343,21 +351,25 @@ fn describe_listed(listed: Option<bool>) -> &'static str {
 }
 
 fn judge_termination(ended: &Termination) -> (bool, String) {
-    let of = |allocated: Allocated| allocated.map_or_else(|code| format!("error {code}"), |()| "continues".to_owned());
-    let answered = protocol::terminated(&ended.answer) == Ok(Terminated::Done);
-    let good = answered && ended.client == Err(TERMINATED) && ended.neighbour.is_ok();
+    let of = |allocated: AllocationResult| {
+        allocated.map_or_else(|code| format!("error {code}"), |()| "continues".to_owned())
+    };
+    let answered = protocol::parse_terminate_result(&ended.answer) == Ok(TerminateResult::Done);
+    let good = answered && ended.client == Err(CLIENT_TERMINATED) && ended.neighbour.is_ok();
     let answer = if answered { String::new() } else { format!("answers {:?}; ", ended.answer.trim()) };
     (good, format!("{answer}the client: {}; its neighbour: {}", of(ended.client), of(ended.neighbour)))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::observed::Memory;
+    use super::super::observed::AllocationResults;
     use super::*;
 
     const H200: TestedGpu = TestedGpu { sms: 132, compute_mode: Some(ComputeMode::Default) };
-    const HALF_BOUND: Bound = Bound { percent: 50, limit_mib: 8192, view: GpuView { sms: 66, free_mib: 7921 } };
-    const FIFTH_BOUND: Bound = Bound { percent: 20, limit_mib: 4096, view: GpuView { sms: 26, free_mib: 3973 } };
+    const HALF_LIMIT: LimitedView =
+        LimitedView { percent: 50, limit_mib: 8192, view: GpuView { sms: 66, free_mib: 7921 } };
+    const FIFTH_LIMIT: LimitedView =
+        LimitedView { percent: 20, limit_mib: 4096, view: GpuView { sms: 26, free_mib: 3973 } };
     const SERVER_PID: u32 = 17;
 
     fn exchange(command: Command, answer: &str, set: Option<u64>) -> Exchange {
@@ -382,7 +394,7 @@ mod tests {
             exchange(Command::Clients(SERVER_PID), "", None),
         ];
         let refused = exchange(Command::SetDefaultThreads(50), "Not enough privilege to execute it", None);
-        let log = Log {
+        let log = LoggedEvents {
             version: Some(13000),
             server_ready: true,
             client_connected: Some(true),
@@ -396,19 +408,19 @@ mod tests {
             log: Outcome::Observed(log),
             listed_by_mps: Outcome::Observed(true),
             listed_by_nvml: Outcome::Observed(Some(true)),
-            bound: Outcome::Observed([HALF_BOUND, FIFTH_BOUND]),
+            bound: Outcome::Observed([HALF_LIMIT, FIFTH_LIMIT]),
             rounding: Outcome::Observed(vec![(1, 8), (10, 12), (33, 42), (90, 118), (100, 132)]),
             lowered: Outcome::Observed(LoweredLimits {
-                set: HALF_BOUND,
-                requested_more: HALF_BOUND.view,
-                requested_less: FIFTH_BOUND,
+                set: HALF_LIMIT,
+                requested_more: HALF_LIMIT.view,
+                requested_less: FIFTH_LIMIT,
             }),
-            memory: Outcome::Observed(Memory { limit_mib: 8192, half: Ok(()), all: Err(2) }),
-            escape: Outcome::Observed(Bound { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF_BOUND }),
-            users: Outcome::Observed(HALF_BOUND),
-            link: Outcome::Observed(HALF_BOUND),
+            memory: Outcome::Observed(AllocationResults { limit_mib: 8192, half: Ok(()), all: Err(2) }),
+            escape: Outcome::Observed(LimitedView { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF_LIMIT }),
+            users: Outcome::Observed(HALF_LIMIT),
+            link: Outcome::Observed(HALF_LIMIT),
             terminated: Outcome::Observed(Termination { answer: "0".to_owned(), client: Err(810), neighbour: Ok(()) }),
-            defaults: Outcome::Observed(HALF_BOUND),
+            defaults: Outcome::Observed(HALF_LIMIT),
             no_control: Outcome::Observed(Ok(GpuView { sms: 132, free_mib: 142_575 })),
         }
     }
@@ -436,7 +448,7 @@ mod tests {
 
     #[test]
     fn skipped_tests_are_not_tested_and_failed_ones_differ() {
-        let left = findings(&Observations::none("no GPU is free"), H200);
+        let left = findings(&Observations::untested("no GPU is free"), H200);
         assert!(left.iter().all(|finding| finding.verdict == Verdict::NotTested));
         assert_eq!(left[0].observed, "no GPU is free");
         assert_eq!(differing_checks_after(|seen| seen.start = Outcome::Failed("it ends".to_owned())), ["start"]);
@@ -471,61 +483,60 @@ mod tests {
 
     #[test]
     fn an_incomplete_log_differs() {
-        let log = Log {
+        let log = LoggedEvents {
             version: Some(13000),
             server_ready: true,
             client_connected: Some(true),
             client_disconnected: Some(true),
         };
         for less in [
-            Log { version: None, ..log.clone() },
-            Log { server_ready: false, ..log.clone() },
-            Log { client_connected: Some(false), ..log.clone() },
-            Log { client_disconnected: Some(false), ..log.clone() },
+            LoggedEvents { version: None, ..log.clone() },
+            LoggedEvents { server_ready: false, ..log.clone() },
+            LoggedEvents { client_connected: Some(false), ..log.clone() },
+            LoggedEvents { client_disconnected: Some(false), ..log.clone() },
         ] {
             assert_eq!(differing_checks_after(|seen| seen.log = Outcome::Observed(less)), ["log"]);
         }
         assert!(
-            differing_checks_after(
-                |seen| seen.log = Outcome::Observed(Log { client_connected: None, client_disconnected: None, ..log })
-            )
+            differing_checks_after(|seen| seen.log =
+                Outcome::Observed(LoggedEvents { client_connected: None, client_disconnected: None, ..log }))
             .is_empty()
         );
     }
 
     #[test]
-    fn limits_that_do_not_bind_differ() {
-        let more_sms = Bound { view: GpuView { sms: 132, ..HALF_BOUND.view }, ..HALF_BOUND };
-        let more_memory = Bound { view: GpuView { free_mib: 100_000, ..HALF_BOUND.view }, ..HALF_BOUND };
-        let no_memory = Bound { view: GpuView { free_mib: 100, ..HALF_BOUND.view }, ..HALF_BOUND };
+    fn limits_that_do_not_apply_differ() {
+        let more_sms = LimitedView { view: GpuView { sms: 132, ..HALF_LIMIT.view }, ..HALF_LIMIT };
+        let more_memory = LimitedView { view: GpuView { free_mib: 100_000, ..HALF_LIMIT.view }, ..HALF_LIMIT };
+        let no_memory = LimitedView { view: GpuView { free_mib: 100, ..HALF_LIMIT.view }, ..HALF_LIMIT };
         for other in [more_sms, more_memory, no_memory] {
-            assert_eq!(differing_checks_after(|seen| seen.bound = Outcome::Observed([other, FIFTH_BOUND])), ["limits"]);
-            assert_eq!(differing_checks_after(|seen| seen.bound = Outcome::Observed([FIFTH_BOUND, other])), ["limits"]);
+            assert_eq!(differing_checks_after(|seen| seen.bound = Outcome::Observed([other, FIFTH_LIMIT])), ["limits"]);
+            assert_eq!(differing_checks_after(|seen| seen.bound = Outcome::Observed([FIFTH_LIMIT, other])), ["limits"]);
             assert_eq!(differing_checks_after(|seen| seen.defaults = Outcome::Observed(other)), ["defaults"]);
             assert_eq!(differing_checks_after(|seen| seen.users = Outcome::Observed(other)), ["users"]);
             assert_eq!(differing_checks_after(|seen| seen.link = Outcome::Observed(other)), ["link"]);
-            let raised = LoweredLimits { set: HALF_BOUND, requested_more: other.view, requested_less: FIFTH_BOUND };
+            let raised = LoweredLimits { set: HALF_LIMIT, requested_more: other.view, requested_less: FIFTH_LIMIT };
             assert_eq!(differing_checks_after(|seen| seen.lowered = Outcome::Observed(raised)), ["lower"]);
         }
         let deaf = LoweredLimits {
-            set: HALF_BOUND,
-            requested_more: HALF_BOUND.view,
-            requested_less: Bound { view: HALF_BOUND.view, ..FIFTH_BOUND },
+            set: HALF_LIMIT,
+            requested_more: HALF_LIMIT.view,
+            requested_less: LimitedView { view: HALF_LIMIT.view, ..FIFTH_LIMIT },
         };
         assert_eq!(differing_checks_after(|seen| seen.lowered = Outcome::Observed(deaf)), ["lower"]);
         assert_eq!(differing_checks_after(|seen| seen.rounding = Outcome::Observed(vec![(10, 12), (33, 43)])), ["sms"]);
         for (half, all) in [(Ok(()), Ok(())), (Err(2), Err(2)), (Ok(()), Err(700))] {
-            let memory = Memory { limit_mib: 8192, half, all };
+            let memory = AllocationResults { limit_mib: 8192, half, all };
             assert_eq!(differing_checks_after(|seen| seen.memory = Outcome::Observed(memory)), ["memory"]);
         }
     }
 
     #[test]
     fn a_limit_that_programs_can_no_longer_exceed_differs() {
-        assert_eq!(differing_checks_after(|seen| seen.escape = Outcome::Observed(HALF_BOUND)), ["escape"]);
+        assert_eq!(differing_checks_after(|seen| seen.escape = Outcome::Observed(HALF_LIMIT)), ["escape"]);
         assert_eq!(differing_checks_after(|seen| seen.no_control = Outcome::Observed(Err(805))), ["no control"]);
         assert_eq!(
-            differing_checks_after(|seen| seen.no_control = Outcome::Observed(Ok(HALF_BOUND.view))),
+            differing_checks_after(|seen| seen.no_control = Outcome::Observed(Ok(HALF_LIMIT.view))),
             ["no control"]
         );
         let exclusive = TestedGpu { compute_mode: Some(ComputeMode::ExclusiveProcess), ..H200 };

@@ -41,9 +41,9 @@ use crate::nvml::{DriverInfo, Gpu, Library, NvmlError, Search, Worker};
 
 /// Check that this node's GPU driver enforces limits as Cleave expects.
 ///
-/// Starts its own MPS daemon on an idle GPU. On a GPU that is in use it starts nothing and reports
-/// only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and 2 if there
-/// is no result. Run it as root in the node's PID namespace.
+/// Starts its own MPS daemon on an idle GPU. On a GPU that is in use, the command starts nothing
+/// and reports only facts. Exits with 0 if all tested checks are as expected, 1 if one differs, and
+/// 2 if there is no result. Run the command as root in the node's PID namespace.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DoctorArgs {
     /// Index or UUID of the GPU. Default: the first GPU.
@@ -99,7 +99,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let library = Library::find(search);
     let nvml = Worker::start(&library, "nvml")?;
     let DriverInfo { driver, count } = nvml.call(NVML_DEADLINE, |gpus| gpus.driver_info()).await?;
-    let gpu = choose_gpu(describe(&library, count).await?, args.gpu.as_deref())?;
+    let gpu = choose_gpu(describe_gpus(&library, count).await?, args.gpu.as_deref())?;
     let (uuid, of) = (gpu.uuid.clone(), gpu.uuid.clone());
     let compute_mode = nvml.call(NVML_DEADLINE, move |gpus| gpus.compute_mode(&uuid)).await.ok();
     let processes = nvml.call(NVML_DEADLINE, move |gpus| gpus.processes(&of)).await.ok();
@@ -108,7 +108,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let library_path = args.paths.mps_library_path.as_deref();
     let mut facts = Facts {
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
-        cgroups: facts::cgroups(Path::new("/sys/fs/cgroup")),
+        cgroups: facts::cgroup_versions(Path::new("/sys/fs/cgroup")),
         driver,
         cuda: cuda.map(|(major, minor)| format!("{major}.{minor}")),
         control_version: match &control {
@@ -118,25 +118,31 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
         control,
         gpu: facts::gpu_facts(&gpu, compute_mode, processes.map(|processes| processes.len())),
     };
-    let preconditions = preconditions::check(&args.paths.run_dir, args.idle, &facts, &gpu, compute_mode).await;
+    let preconditions =
+        preconditions::check_preconditions(&args.paths.run_dir, args.idle, &facts, &gpu, compute_mode).await;
     let skip_reason = preconditions.skip_reason();
     let are_others_visible = preconditions.others == ForeignProcesses::Visible;
     let seen = match (&skip_reason, &facts.control) {
-        (None, Some(control)) => test(&setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?,
-        (reason, _) => Observations::none(reason.as_deref().unwrap_or_default()),
+        (None, Some(control)) => {
+            test_driver(&build_setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?
+        }
+        (reason, _) => Observations::untested(reason.as_deref().unwrap_or_default()),
     };
     if let Outcome::Observed(log) = &seen.log {
         facts.control_version = log.version.or(facts.control_version);
     }
     let findings = judge::findings(&seen, TestedGpu { sms: gpu.sms.0, compute_mode });
     let as_expected = findings.iter().all(|finding| finding.verdict != Verdict::Differs);
-    print(&Report { facts, skip_reason, as_expected, findings }, args.json)?;
+    print_report(&Report { facts, skip_reason, as_expected, findings }, args.json)?;
     Ok(as_expected)
 }
 
-fn print(report: &Report, json: bool) -> Result<(), DoctorError> {
-    let text =
-        if json { serde_json::to_string_pretty(report).map_err(io::Error::from)? + "\n" } else { report::text(report) };
+fn print_report(report: &Report, json: bool) -> Result<(), DoctorError> {
+    let text = if json {
+        serde_json::to_string_pretty(report).map_err(io::Error::from)? + "\n"
+    } else {
+        report::format_report(report)
+    };
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
@@ -144,8 +150,8 @@ fn print(report: &Report, json: bool) -> Result<(), DoctorError> {
 }
 
 /// Describes every GPU, by index. Each GPU has its own worker, so a GPU that hangs does not delay
-/// the others.
-async fn describe(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<Gpu, NvmlError>>, DoctorError> {
+/// the other GPUs.
+async fn describe_gpus(library: &Library, count: u32) -> Result<BTreeMap<u32, Result<Gpu, NvmlError>>, DoctorError> {
     let mut calls = JoinSet::new();
     for index in 0..count {
         let worker = Worker::start(library, format!("nvml-gpu-{index}"))?;
@@ -168,8 +174,8 @@ fn choose_gpu(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>)
     Err(DoctorError::NoGpu { wanted, available: available.join(", ") })
 }
 
-/// Returns what the tests need to run.
-fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_others_visible: bool) -> Setup {
+/// Returns the settings of the tests.
+fn build_setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_others_visible: bool) -> Setup {
     let words = args.client.as_deref().map(|client| client.split_whitespace().map(OsString::from).collect());
     Setup {
         uuid: gpu.uuid.clone(),
@@ -187,10 +193,10 @@ fn setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_other
 }
 
 /// Starts a daemon, runs the tests and stops the daemon.
-async fn test(setup: &Setup) -> Result<Observations, DoctorError> {
+async fn test_driver(setup: &Setup) -> Result<Observations, DoctorError> {
     // Install signal handlers before starting anything that has to be stopped.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let mut seen = Observations::none("the daemon does not answer");
+    let mut seen = Observations::untested("the daemon does not answer");
     let mut daemon = match OwnDaemon::start(setup) {
         Ok(daemon) => daemon,
         Err(error) => {
@@ -209,11 +215,11 @@ async fn test(setup: &Setup) -> Result<Observations, DoctorError> {
 
 /// Runs the tests and records what they observe.
 async fn observe(setup: &Setup, daemon: &mut OwnDaemon, seen: &mut Observations) {
-    match daemon.first_answer().await {
+    match daemon.wait_for_first_answer().await {
         Err(error) => seen.start = Outcome::Failed(error.to_string()),
         Ok(answer) => {
             if !answer.is_known {
-                *seen = Observations::none(
+                *seen = Observations::untested(
                     "the daemon's protocol is unknown, so Cleave sends commands with the driver's own tool",
                 );
             }

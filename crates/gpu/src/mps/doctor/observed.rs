@@ -25,7 +25,7 @@ impl<T> Outcome<T> {
 }
 
 /// Returns the outcome of a test that was not run.
-fn skipped<T>(why: &str) -> Outcome<T> {
+fn not_run<T>(why: &str) -> Outcome<T> {
     Outcome::NotTested(why.to_owned())
 }
 
@@ -38,7 +38,7 @@ pub(super) struct GpuView {
 
 /// The events that the daemon logged.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Log {
+pub(super) struct LoggedEvents {
     pub(super) version: Option<u32>,
     pub(super) server_ready: bool,
     /// Whether the daemon logged a client's connection. `None` if no client connected.
@@ -57,7 +57,7 @@ pub(super) struct Exchange {
 
 /// Limits, and the view of a program that connected under them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Bound {
+pub(super) struct LimitedView {
     pub(super) percent: u8,
     pub(super) limit_mib: u64,
     pub(super) view: GpuView,
@@ -66,22 +66,22 @@ pub(super) struct Bound {
 /// The views of two programs with environments that set limits other than the server's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LoweredLimits {
-    pub(super) set: Bound,
+    pub(super) set: LimitedView,
     /// The view of a program with higher limits in its environment.
     pub(super) requested_more: GpuView,
     /// Lower limits in a program's environment, and the view of that program.
-    pub(super) requested_less: Bound,
+    pub(super) requested_less: LimitedView,
 }
 
 /// Result of a CUDA call. The error is CUDA's error code.
-pub(super) type Allocated = Result<(), i64>;
+pub(super) type AllocationResult = Result<(), i64>;
 
 /// Allocations under a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Memory {
+pub(super) struct AllocationResults {
     pub(super) limit_mib: u64,
-    pub(super) half: Allocated,
-    pub(super) all: Allocated,
+    pub(super) half: AllocationResult,
+    pub(super) all: AllocationResult,
 }
 
 /// A client terminated by MPS.
@@ -89,9 +89,9 @@ pub(super) struct Memory {
 pub(super) struct Termination {
     pub(super) answer: String,
     /// Result of the client's next CUDA call.
-    pub(super) client: Allocated,
+    pub(super) client: AllocationResult,
     /// Result of a neighbour's next CUDA call.
-    pub(super) neighbour: Allocated,
+    pub(super) neighbour: AllocationResult,
 }
 
 /// The outcomes of all tests.
@@ -104,52 +104,52 @@ pub(super) struct Observations {
     pub(super) commands: Outcome<Vec<Exchange>>,
     /// Administrators' commands over the socket that every user can reach, with the answers.
     pub(super) unprivileged: Outcome<Vec<Exchange>>,
-    pub(super) log: Outcome<Log>,
+    pub(super) log: Outcome<LoggedEvents>,
     /// Whether MPS lists a client by its pid.
     pub(super) listed_by_mps: Outcome<bool>,
     /// Whether NVML lists the same client as an MPS client. `None` if this driver does not
     /// distinguish clients from other processes.
     pub(super) listed_by_nvml: Outcome<Option<bool>>,
     /// Two programs that connected one after the other and ran side by side.
-    pub(super) bound: Outcome<[Bound; 2]>,
+    pub(super) bound: Outcome<[LimitedView; 2]>,
     /// Percentages and the SMs that programs saw under them.
     pub(super) rounding: Outcome<Vec<(u8, u32)>>,
     pub(super) lowered: Outcome<LoweredLimits>,
-    pub(super) memory: Outcome<Memory>,
+    pub(super) memory: Outcome<AllocationResults>,
     /// The view of a program with an invalid memory limit in its environment.
-    pub(super) escape: Outcome<Bound>,
+    pub(super) escape: Outcome<LimitedView>,
     /// The view of another user's program while root's program was running.
-    pub(super) users: Outcome<Bound>,
+    pub(super) users: Outcome<LimitedView>,
     /// The view of a program with a pipe directory that contains only a link to `control`.
-    pub(super) link: Outcome<Bound>,
+    pub(super) link: Outcome<LimitedView>,
     pub(super) terminated: Outcome<Termination>,
     /// The view of the first program of a new server, under the daemon's defaults.
-    pub(super) defaults: Outcome<Bound>,
+    pub(super) defaults: Outcome<LimitedView>,
     /// The view of a program without a `control` socket, or its CUDA error.
     pub(super) no_control: Outcome<Result<GpuView, i64>>,
 }
 
 impl Observations {
     /// Creates the observations of a run that tested nothing, for this reason.
-    pub(super) fn none(why: &str) -> Self {
+    pub(super) fn untested(why: &str) -> Self {
         Self {
-            start: skipped(why),
-            greeting: skipped(why),
-            commands: skipped(why),
-            unprivileged: skipped(why),
-            log: skipped(why),
-            listed_by_mps: skipped(why),
-            listed_by_nvml: skipped(why),
-            bound: skipped(why),
-            rounding: skipped(why),
-            lowered: skipped(why),
-            memory: skipped(why),
-            escape: skipped(why),
-            users: skipped(why),
-            link: skipped(why),
-            terminated: skipped(why),
-            defaults: skipped(why),
-            no_control: skipped(why),
+            start: not_run(why),
+            greeting: not_run(why),
+            commands: not_run(why),
+            unprivileged: not_run(why),
+            log: not_run(why),
+            listed_by_mps: not_run(why),
+            listed_by_nvml: not_run(why),
+            bound: not_run(why),
+            rounding: not_run(why),
+            lowered: not_run(why),
+            memory: not_run(why),
+            escape: not_run(why),
+            users: not_run(why),
+            link: not_run(why),
+            terminated: not_run(why),
+            defaults: not_run(why),
+            no_control: not_run(why),
         }
     }
 }

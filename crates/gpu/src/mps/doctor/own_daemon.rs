@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::setup::Setup;
 use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT, QUIT_DEADLINE};
 use crate::mps::daemon::{DAEMON_START_DEADLINE, tool};
-use crate::mps::log::{LogEvent, log_line};
+use crate::mps::log::{LogEvent, parse_log_line};
 use crate::mps::procfs;
 use crate::mps::text::shorten;
 
@@ -107,7 +107,7 @@ impl OwnDaemon {
     }
 
     /// Waits for the daemon's first answer.
-    pub(super) async fn first_answer(&mut self) -> Result<FirstAnswer, OwnDaemonError> {
+    pub(super) async fn wait_for_first_answer(&mut self) -> Result<FirstAnswer, OwnDaemonError> {
         let begun = Instant::now();
         loop {
             if let Ok(Some(status)) = self.child.try_wait() {
@@ -133,7 +133,7 @@ impl OwnDaemon {
         {
             let _ = self.child.kill().await;
         }
-        procfs::clear(&self.pipe_directory()).await;
+        procfs::kill_processes_of_pipe(&self.pipe_directory()).await;
         if let Err(error) = fs::remove_dir_all(&self.directory) {
             tracing::warn!(directory = %self.directory.display(), %error, "failed to remove the doctor's directory");
         }
@@ -143,7 +143,7 @@ impl OwnDaemon {
 async fn read_log(output: impl AsyncRead + Unpin, log: Arc<Mutex<DaemonLog>>) {
     let mut lines = BufReader::new(output).lines();
     while let Ok(Some(line)) = lines.next_line().await {
-        let line = log_line(&line);
+        let line = parse_log_line(&line);
         tracing::debug!(source = line.source, pid = line.pid, "{}", line.text);
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
         match line.event {

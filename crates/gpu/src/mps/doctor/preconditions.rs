@@ -18,7 +18,7 @@ pub(super) struct Preconditions {
     root: bool,
     mig: bool,
     compute_mode: Option<ComputeMode>,
-    /// Why the GPU may belong to Cleave. `None` if it does not.
+    /// Why Cleave may use the GPU. `None` if Cleave does not use the GPU.
     cleave: Option<String>,
     /// Pids of MPS processes that may serve the GPU. `None` if the search failed.
     mps: Option<Vec<u32>>,
@@ -65,7 +65,7 @@ impl Preconditions {
 }
 
 /// Checks the preconditions. `assume_idle` is `--idle`.
-pub(super) async fn check(
+pub(super) async fn check_preconditions(
     run_dir: &Path,
     assume_idle: bool,
     facts: &Facts,
@@ -78,8 +78,8 @@ pub(super) async fn check(
         root: rustix::process::geteuid().is_root(),
         mig: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
         compute_mode,
-        cleave: reserved_by_cleave(run_dir, &gpu.uuid),
-        mps: procfs::of_gpu(&gpu.uuid).await,
+        cleave: reason_cleave_uses_gpu(run_dir, &gpu.uuid),
+        mps: procfs::processes_of_gpu(&gpu.uuid).await,
         processes: facts.gpu.processes,
         others: match namespace.as_os_str() == INITIAL_PID_NAMESPACE {
             true => ForeignProcesses::Visible,
@@ -89,8 +89,8 @@ pub(super) async fn check(
     }
 }
 
-/// Returns why the GPU may belong to Cleave. Returns `None` if it does not.
-fn reserved_by_cleave(run: &Path, uuid: &str) -> Option<String> {
+/// Returns why Cleave may use the GPU. Returns `None` if Cleave does not use the GPU.
+fn reason_cleave_uses_gpu(run: &Path, uuid: &str) -> Option<String> {
     let path = Paths::new(run).desired();
     let desired = match std::fs::read(&path) {
         Ok(bytes) => Desired::parse(&bytes),
@@ -152,15 +152,15 @@ mod tests {
     #[test]
     fn a_gpu_belongs_to_cleave_if_the_desired_file_lists_it_or_is_unreadable() {
         let run = tempfile::tempdir().unwrap();
-        assert_eq!(reserved_by_cleave(run.path(), "GPU-1"), None);
+        assert_eq!(reason_cleave_uses_gpu(run.path(), "GPU-1"), None);
         std::fs::create_dir(run.path().join("mps")).unwrap();
         let path = Paths::new(run.path()).desired();
         let daemon = r#"{"multiUser":true,"exclusive":false,"defaultThreads":null,"defaultMemoryMib":null}"#;
         let desired = format!(r#"{{"version":1,"daemons":{{"GPU-1":{daemon}}},"allocations":{{}}}}"#);
         std::fs::write(&path, desired).unwrap();
-        assert!(reserved_by_cleave(run.path(), "GPU-1").unwrap().contains("Cleave shares the GPU"));
-        assert_eq!(reserved_by_cleave(run.path(), "GPU-2"), None);
+        assert!(reason_cleave_uses_gpu(run.path(), "GPU-1").unwrap().contains("Cleave shares the GPU"));
+        assert_eq!(reason_cleave_uses_gpu(run.path(), "GPU-2"), None);
         std::fs::write(&path, "junk").unwrap();
-        assert!(reserved_by_cleave(run.path(), "GPU-2").unwrap().contains("failed to determine"));
+        assert!(reason_cleave_uses_gpu(run.path(), "GPU-2").unwrap().contains("failed to determine"));
     }
 }

@@ -16,7 +16,7 @@ use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::time::timeout;
 
-use super::observed::{Allocated, GpuView};
+use super::observed::{AllocationResult, GpuView};
 use crate::mps::text::shorten;
 
 /// Time limit for a line of output. Creating a context takes 0.1 s, and much longer if the driver
@@ -36,7 +36,7 @@ pub(super) struct Program {
 
 /// Options of one run.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Start {
+pub(super) struct RunOptions {
     /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub(super) pipe: PathBuf,
     pub(super) environment: BTreeMap<&'static str, String>,
@@ -64,7 +64,7 @@ pub(super) enum ProgramError {
 /// A line that the program printed.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Line {
+struct OutputLine {
     error: Option<i64>,
     sms: Option<u32>,
     #[serde(rename = "freeMiB")]
@@ -72,7 +72,7 @@ struct Line {
 }
 
 /// A running program with a context.
-pub(super) struct Running {
+pub(super) struct RunningProgram {
     child: Child,
     input: Option<ChildStdin>,
     lines: Lines<BufReader<ChildStdout>>,
@@ -82,7 +82,7 @@ pub(super) struct Running {
 
 impl Program {
     /// Starts the program and waits until it has a context.
-    pub(super) async fn start(&self, start: &Start) -> Result<Running, ProgramError> {
+    pub(super) async fn start(&self, start: &RunOptions) -> Result<RunningProgram, ProgramError> {
         let broken = |what: &str| ProgramError::Broken(what.to_owned());
         let (program, arguments) = self.words.split_first().ok_or_else(|| broken("is not named"))?;
         let mut command = Command::new(program);
@@ -111,7 +111,7 @@ impl Program {
         }
         let mut child = command.spawn().map_err(|error| broken(&format!("does not start: {error}")))?;
         let (Some(output), Some(pid)) = (child.stdout.take(), child.id()) else { return Err(broken("has no output")) };
-        let mut running = Running {
+        let mut running = RunningProgram {
             input: child.stdin.take(),
             lines: BufReader::new(output).lines(),
             child,
@@ -127,7 +127,7 @@ impl Program {
     }
 
     /// Runs the program until it exits. Returns its view of the GPU.
-    pub(super) async fn view(&self, start: &Start) -> Result<GpuView, ProgramError> {
+    pub(super) async fn view(&self, start: &RunOptions) -> Result<GpuView, ProgramError> {
         let running = self.start(start).await?;
         let view = running.view;
         running.finish().await;
@@ -135,25 +135,25 @@ impl Program {
     }
 
     /// Runs the program with an allocation. Returns the result of the allocation.
-    pub(super) async fn allocate(&self, pipe: &Path, mib: u64) -> Result<Allocated, ProgramError> {
-        let start = Start { pipe: pipe.to_owned(), allocate_mib: Some(mib), ..Start::default() };
+    pub(super) async fn allocate(&self, pipe: &Path, mib: u64) -> Result<AllocationResult, ProgramError> {
+        let start = RunOptions { pipe: pipe.to_owned(), allocate_mib: Some(mib), ..RunOptions::default() };
         let mut running = self.start(&start).await?;
-        let allocated = running.allocated().await?;
+        let allocated = running.read_allocation_result().await?;
         running.finish().await;
         Ok(allocated)
     }
 }
 
-impl Running {
+impl RunningProgram {
     /// Reads the program's next line within [`LINE_DEADLINE`].
-    async fn read_line(&mut self) -> Result<Line, ProgramError> {
+    async fn read_line(&mut self) -> Result<OutputLine, ProgramError> {
         let broken = |what: String| Err(ProgramError::Broken(what));
         match timeout(LINE_DEADLINE, self.lines.next_line()).await {
             Err(_) => Err(ProgramError::Timeout),
             Ok(Err(error)) => broken(format!("prints unreadable output: {error}")),
             Ok(Ok(None)) => broken("exits without output".to_owned()),
-            Ok(Ok(Some(line))) => match serde_json::from_str::<Line>(&line) {
-                Ok(Line { error: Some(code), .. }) => Err(ProgramError::Cuda(code)),
+            Ok(Ok(Some(line))) => match serde_json::from_str::<OutputLine>(&line) {
+                Ok(OutputLine { error: Some(code), .. }) => Err(ProgramError::Cuda(code)),
                 Ok(line) => Ok(line),
                 Err(_) => broken(format!("prints {:?}", shorten(&line))),
             },
@@ -161,7 +161,7 @@ impl Running {
     }
 
     /// Reads the result of the allocation.
-    async fn allocated(&mut self) -> Result<Allocated, ProgramError> {
+    async fn read_allocation_result(&mut self) -> Result<AllocationResult, ProgramError> {
         match self.read_line().await {
             Ok(_) => Ok(Ok(())),
             Err(ProgramError::Cuda(code)) => Ok(Err(code)),
@@ -170,12 +170,12 @@ impl Running {
     }
 
     /// Sends a waiting program its line, so that the program allocates. Returns the result.
-    pub(super) async fn resume(&mut self) -> Result<Allocated, ProgramError> {
+    pub(super) async fn resume(&mut self) -> Result<AllocationResult, ProgramError> {
         if let Some(mut input) = self.input.take() {
             // The write fails if the program has exited. The missing line then shows the exit.
             let _ = input.write_all(b"\n").await;
         }
-        self.allocated().await
+        self.read_allocation_result().await
     }
 
     /// Makes the program exit, and waits for its exit.

@@ -6,7 +6,8 @@ use serde::Serialize;
 use super::facts::Facts;
 use super::judge::{Finding, Verdict};
 
-/// What the doctor found. The serialized form of a report is the command's JSON output.
+/// The doctor's facts, reasons and findings. The serialized form of a report is the command's JSON
+/// output.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Report {
@@ -26,10 +27,13 @@ const COLUMN_GAP: &str = "  ";
 const LINE_WIDTH: usize = 100;
 
 /// Formats the report for a terminal.
-pub(super) fn text(report: &Report) -> String {
+pub(super) fn format_report(report: &Report) -> String {
     let mut text = facts_text(&report.facts);
     if let Some(why) = &report.skip_reason {
-        write_paragraph(&mut text, &format!("Nothing was started on the GPU: {why}. No check below was tested."));
+        write_paragraph(
+            &mut text,
+            &format!("The doctor started nothing on the GPU: {why}. It tested none of the checks below."),
+        );
     }
     text.push('\n');
     write_row(&mut text, ["CHECK", "", "CLEAVE EXPECTS", "OBSERVED"]);
@@ -94,7 +98,7 @@ fn facts_text(facts: &Facts) -> String {
 
 /// Writes wrapped text. The lines of a list item after the first are indented.
 fn write_paragraph(text: &mut String, words: &str) {
-    for (number, line) in wrapped(words, LINE_WIDTH - 2).iter().enumerate() {
+    for (number, line) in wrap_text(words, LINE_WIDTH - 2).iter().enumerate() {
         let indent = if number > 0 && words.starts_with("- ") { "  " } else { "" };
         let _ = writeln!(text, "{indent}{line}");
     }
@@ -104,7 +108,7 @@ fn write_paragraph(text: &mut String, words: &str) {
 fn write_row(text: &mut String, cells: [&str; 4]) {
     let mut columns = Vec::new();
     for (cell, width) in cells.iter().zip(COLUMN_WIDTHS) {
-        columns.push(wrapped(cell, width));
+        columns.push(wrap_text(cell, width));
     }
     let height = columns.iter().map(Vec::len).max().unwrap_or_default();
     for number in 0..height {
@@ -119,7 +123,7 @@ fn write_row(text: &mut String, cells: [&str; 4]) {
 }
 
 /// Wraps text to lines of at most `width` characters. Splits words that are longer than a line.
-fn wrapped(words: &str, width: usize) -> Vec<String> {
+fn wrap_text(words: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in words.split_whitespace() {
         let mut rest: Vec<char> = word.chars().collect();
@@ -173,9 +177,9 @@ mod tests {
 
     #[test]
     fn lines_have_at_most_100_columns() {
-        let mut seen = Observations::none("none");
+        let mut seen = Observations::untested("none");
         seen.start = Outcome::Failed(format!("{} and {}", "x".repeat(300), "é ".repeat(200)));
-        let text = text(&report(&seen, None));
+        let text = format_report(&report(&seen, None));
         let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
         assert!(longest <= LINE_WIDTH, "{longest}\n{text}");
         assert!(text.contains(&"x".repeat(37)), "{text}");
@@ -183,10 +187,10 @@ mod tests {
 
     #[test]
     fn differences_are_counted_and_explained() {
-        let mut seen = Observations::none("none");
+        let mut seen = Observations::untested("none");
         seen.start = Outcome::Observed(5);
         seen.greeting = Outcome::Observed(false);
-        let text = text(&report(&seen, None));
+        let text = format_report(&report(&seen, None));
         assert!(text.contains("1 as expected, 1 differs, 17 not tested."), "{text}");
         assert!(text.contains("\n- door: limits are advisory"), "{text}");
         assert!(!text.contains("- start:"), "{text}");
@@ -194,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_common_reason_for_skipping_is_stated_once() {
-        let text = text(&report(&Observations::none("the GPU is in use"), Some("the GPU is in use")));
+        let text = format_report(&report(&Observations::untested("the GPU is in use"), Some("the GPU is in use")));
         assert_eq!(text.matches("the GPU is in use").count(), 1, "{text}");
         assert!(text.contains("0 as expected, 0 differ, 19 not tested."), "{text}");
     }

@@ -9,9 +9,11 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::observed::{Bound, Exchange, GpuView, Log, LoweredLimits, Memory, Observations, Outcome, Termination};
+use super::observed::{
+    AllocationResults, Exchange, GpuView, LimitedView, LoggedEvents, LoweredLimits, Observations, Outcome, Termination,
+};
 use super::own_daemon::{DaemonLog, OwnDaemon};
-use super::program::{Program, ProgramError, Running, Start};
+use super::program::{Program, ProgramError, RunOptions, RunningProgram};
 use super::setup::{NVML_DEADLINE, Setup};
 use crate::mps::control::{self, ANSWER_DEADLINE, ControlError};
 use crate::mps::daemon::SERVER_START_DEADLINE;
@@ -99,34 +101,34 @@ pub(super) async fn run_tests(setup: &Setup, daemon: &OwnDaemon, seen: &mut Obse
         client: Cell::new(None),
         stopped: RefCell::new(None),
     };
-    seen.commands = tests.run(tests.commands()).await;
-    seen.unprivileged = tests.run(tests.unprivileged()).await;
-    let listed = tests.run(tests.listed()).await;
+    seen.commands = tests.run_test(tests.send_commands()).await;
+    seen.unprivileged = tests.run_test(tests.send_unprivileged_commands()).await;
+    let listed = tests.run_test(tests.check_client_lists()).await;
     seen.listed_by_mps = listed.map(|listed| listed.0);
     seen.listed_by_nvml = if setup.are_others_visible {
         listed.map(|listed| listed.1)
     } else {
         Outcome::NotTested("needs the node's pid namespace (hostPID)".to_owned())
     };
-    seen.bound = tests.run(tests.bound()).await;
-    seen.rounding = tests.run(tests.rounding()).await;
-    seen.lowered = tests.run(tests.lowered()).await;
-    seen.memory = tests.run(tests.memory()).await;
-    seen.escape = tests.run(tests.escape()).await;
-    seen.users = tests.run(tests.users()).await;
-    seen.link = tests.run(tests.link()).await;
-    seen.no_control = tests.run(tests.view_without_control()).await;
-    seen.terminated = tests.run(tests.terminate()).await;
-    seen.defaults = tests.run(tests.defaults()).await;
+    seen.bound = tests.run_test(tests.view_under_two_limits()).await;
+    seen.rounding = tests.run_test(tests.view_rounded_sms()).await;
+    seen.lowered = tests.run_test(tests.view_with_requested_limits()).await;
+    seen.memory = tests.run_test(tests.allocate_up_to_limit()).await;
+    seen.escape = tests.run_test(tests.view_with_invalid_limit()).await;
+    seen.users = tests.run_test(tests.view_of_other_user()).await;
+    seen.link = tests.run_test(tests.view_through_link()).await;
+    seen.no_control = tests.run_test(tests.view_without_control()).await;
+    seen.terminated = tests.run_test(tests.terminate_client()).await;
+    seen.defaults = tests.run_test(tests.view_under_defaults()).await;
     // Read the log last: its lines arrive after the clients' actions.
-    seen.log = Outcome::Observed(tests.logged().await);
+    seen.log = Outcome::Observed(tests.wait_for_log().await);
 }
 
 impl Tests<'_> {
     /// Runs one test, unless another process uses the GPU.
-    async fn run<T>(&self, work: impl Future<Output = Result<T, NoResult>>) -> Outcome<T> {
+    async fn run_test<T>(&self, work: impl Future<Output = Result<T, NoResult>>) -> Outcome<T> {
         if self.stopped.borrow().is_none() {
-            *self.stopped.borrow_mut() = self.other_user().await;
+            *self.stopped.borrow_mut() = self.reason_to_stop().await;
         }
         if let Some(why) = &*self.stopped.borrow() {
             return Outcome::NotTested(why.clone());
@@ -140,7 +142,7 @@ impl Tests<'_> {
 
     /// Returns why the tests must stop: another process uses the GPU. Returns `None` if no other
     /// process does.
-    async fn other_user(&self) -> Option<String> {
+    async fn reason_to_stop(&self) -> Option<String> {
         if !self.setup.are_others_visible {
             return None;
         }
@@ -150,7 +152,7 @@ impl Tests<'_> {
             match self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.processes(&uuid)).await {
                 Err(error) => return Some(format!("NVML no longer reports which processes use the GPU: {error}")),
                 Ok(processes) => {
-                    let other = processes.iter().find(|process| !self.is_ours(process.pid))?;
+                    let other = processes.iter().find(|process| !self.is_own_process(process.pid))?;
                     // NVML may still list a test process that has just exited.
                     if Instant::now() > deadline {
                         return Some(format!("process {} started to use the GPU", other.pid));
@@ -161,7 +163,7 @@ impl Tests<'_> {
         }
     }
 
-    fn is_ours(&self, pid: u32) -> bool {
+    fn is_own_process(&self, pid: u32) -> bool {
         let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         self.server.get() == Some(pid) || log.ready.contains(&pid)
     }
@@ -176,7 +178,12 @@ impl Tests<'_> {
     }
 
     /// Sends a command and records the answer.
-    async fn record(&self, exchanges: &mut Vec<Exchange>, command: Command, set: Option<u64>) -> Result<(), NoResult> {
+    async fn send_and_record(
+        &self,
+        exchanges: &mut Vec<Exchange>,
+        command: Command,
+        set: Option<u64>,
+    ) -> Result<(), NoResult> {
         let answer = self.send_command(command.clone()).await?;
         exchanges.push(Exchange { command, answer, set });
         Ok(())
@@ -191,18 +198,18 @@ impl Tests<'_> {
         self.setup.program.as_ref().ok_or_else(|| NoResult::NotTested(NO_PROGRAM.to_owned()))
     }
 
-    fn start_here(&self) -> Start {
-        Start { pipe: self.pipe_directory(), ..Start::default() }
+    fn run_options(&self) -> RunOptions {
+        RunOptions { pipe: self.pipe_directory(), ..RunOptions::default() }
     }
 
     /// Returns the view of a program that sets no limits of its own.
     async fn view(&self) -> Result<GpuView, NoResult> {
-        Ok(self.program()?.view(&self.start_here()).await?)
+        Ok(self.program()?.view(&self.run_options()).await?)
     }
 
     /// Starts a program that waits for a line on its standard input.
-    async fn running(&self, allocate_mib: Option<u64>) -> Result<Running, NoResult> {
-        Ok(self.program()?.start(&Start { waits: true, allocate_mib, ..self.start_here() }).await?)
+    async fn start_waiting_program(&self, allocate_mib: Option<u64>) -> Result<RunningProgram, NoResult> {
+        Ok(self.program()?.start(&RunOptions { waits: true, allocate_mib, ..self.run_options() }).await?)
     }
 
     /// Sets the limits of the next program that connects.
@@ -222,38 +229,38 @@ impl Tests<'_> {
         self.set_limits(USUAL_PERCENT, Some(self.limit_mib)).await
     }
 
-    fn under_usual_limits(&self, view: GpuView) -> Bound {
-        Bound { percent: USUAL_PERCENT, limit_mib: self.limit_mib, view }
+    fn under_usual_limits(&self, view: GpuView) -> LimitedView {
+        LimitedView { percent: USUAL_PERCENT, limit_mib: self.limit_mib, view }
     }
 
     /// Sends each command that Cleave uses.
-    async fn commands(&self) -> Result<Vec<Exchange>, NoResult> {
+    async fn send_commands(&self) -> Result<Vec<Exchange>, NoResult> {
         let mut exchanges = Vec::new();
         let limit = Some(self.limit_mib);
-        self.record(&mut exchanges, Command::SetDefaultThreads(USUAL_PERCENT), None).await?;
-        self.record(&mut exchanges, Command::GetDefaultThreads, Some(USUAL_PERCENT.into())).await?;
-        self.record(&mut exchanges, Command::SetDefaultMemory(self.limit_mib), None).await?;
-        self.record(&mut exchanges, Command::GetDefaultMemory, limit).await?;
-        self.record(&mut exchanges, Command::StartServer { uid: 0 }, None).await?;
-        let server = self.ready().await?;
+        self.send_and_record(&mut exchanges, Command::SetDefaultThreads(USUAL_PERCENT), None).await?;
+        self.send_and_record(&mut exchanges, Command::GetDefaultThreads, Some(USUAL_PERCENT.into())).await?;
+        self.send_and_record(&mut exchanges, Command::SetDefaultMemory(self.limit_mib), None).await?;
+        self.send_and_record(&mut exchanges, Command::GetDefaultMemory, limit).await?;
+        self.send_and_record(&mut exchanges, Command::StartServer { uid: 0 }, None).await?;
+        let server = self.wait_for_server().await?;
         self.server.set(Some(server));
-        self.record(&mut exchanges, Command::ServerList, None).await?;
-        self.record(&mut exchanges, Command::ServerStatus(server), None).await?;
-        self.record(&mut exchanges, Command::SetThreads { server, percent: LOW_PERCENT }, None).await?;
-        self.record(&mut exchanges, Command::SetMemory { server, mib: limit }, None).await?;
-        self.record(&mut exchanges, Command::GetMemory { server }, limit).await?;
-        self.record(&mut exchanges, Command::SetMemory { server, mib: None }, None).await?;
-        self.record(&mut exchanges, Command::GetMemory { server }, None).await?;
-        self.record(&mut exchanges, Command::Clients(server), None).await?;
+        self.send_and_record(&mut exchanges, Command::ServerList, None).await?;
+        self.send_and_record(&mut exchanges, Command::ServerStatus(server), None).await?;
+        self.send_and_record(&mut exchanges, Command::SetThreads { server, percent: LOW_PERCENT }, None).await?;
+        self.send_and_record(&mut exchanges, Command::SetMemory { server, mib: limit }, None).await?;
+        self.send_and_record(&mut exchanges, Command::GetMemory { server }, limit).await?;
+        self.send_and_record(&mut exchanges, Command::SetMemory { server, mib: None }, None).await?;
+        self.send_and_record(&mut exchanges, Command::GetMemory { server }, None).await?;
+        self.send_and_record(&mut exchanges, Command::Clients(server), None).await?;
         Ok(exchanges)
     }
 
     /// Waits until the server serves. Returns its pid.
-    async fn ready(&self) -> Result<u32, NoResult> {
+    async fn wait_for_server(&self) -> Result<u32, NoResult> {
         let deadline = Instant::now() + SERVER_START_DEADLINE;
         while Instant::now() < deadline {
-            if let Some(&server) = protocol::pids(&self.send_command(Command::ServerList).await?)?.first()
-                && protocol::server_state(&self.send_command(Command::ServerStatus(server)).await?)?
+            if let Some(&server) = protocol::parse_pids(&self.send_command(Command::ServerList).await?)?.first()
+                && protocol::parse_server_state(&self.send_command(Command::ServerStatus(server)).await?)?
                     == ServerState::Active
             {
                 return Ok(server);
@@ -264,7 +271,7 @@ impl Tests<'_> {
     }
 
     /// Sends privileged commands through the socket `control`, to which programs also have access.
-    async fn unprivileged(&self) -> Result<Vec<Exchange>, NoResult> {
+    async fn send_unprivileged_commands(&self) -> Result<Vec<Exchange>, NoResult> {
         let server = self.server()?;
         let mut exchanges = Vec::new();
         for command in [
@@ -282,14 +289,15 @@ impl Tests<'_> {
     }
 
     /// Returns whether MPS lists a client, and whether NVML lists it as an MPS client.
-    async fn listed(&self) -> Result<(bool, Option<bool>), NoResult> {
+    async fn check_client_lists(&self) -> Result<(bool, Option<bool>), NoResult> {
         self.set_limits(100, None).await?;
         let server = self.server()?;
-        let client = self.running(None).await?;
+        let client = self.start_waiting_program(None).await?;
         self.client.set(Some(client.pid));
         let deadline = Instant::now() + REPORT_DEADLINE;
         let known = loop {
-            let by_mps = protocol::pids(&self.send_command(Command::Clients(server)).await?)?.contains(&client.pid);
+            let by_mps =
+                protocol::parse_pids(&self.send_command(Command::Clients(server)).await?)?.contains(&client.pid);
             let uuid = self.setup.uuid.clone();
             let found = self.setup.nvml.call(NVML_DEADLINE, move |gpus| gpus.device_processes(&uuid)).await?;
             let listed = found.processes.iter().any(|process| process.pid == client.pid && process.mps);
@@ -303,19 +311,19 @@ impl Tests<'_> {
     }
 
     /// Returns the views of two running programs that started under different limits.
-    async fn bound(&self) -> Result<[Bound; 2], NoResult> {
+    async fn view_under_two_limits(&self) -> Result<[LimitedView; 2], NoResult> {
         self.set_usual_limits().await?;
-        let first = self.running(None).await?;
+        let first = self.start_waiting_program(None).await?;
         let low = self.limit_mib / 2;
         self.set_limits(LOW_PERCENT, Some(low)).await?;
-        let second = Bound { percent: LOW_PERCENT, limit_mib: low, view: self.view().await? };
+        let second = LimitedView { percent: LOW_PERCENT, limit_mib: low, view: self.view().await? };
         let first_saw = self.under_usual_limits(first.view);
         first.finish().await;
         Ok([first_saw, second])
     }
 
     /// Returns the SMs that a program sees with each of [`ROUNDED_PERCENTAGES`].
-    async fn rounding(&self) -> Result<Vec<(u8, u32)>, NoResult> {
+    async fn view_rounded_sms(&self) -> Result<Vec<(u8, u32)>, NoResult> {
         let mut seen = Vec::new();
         for percent in ROUNDED_PERCENTAGES {
             self.set_limits(percent, None).await?;
@@ -329,44 +337,48 @@ impl Tests<'_> {
             ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent.to_string()),
             ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={mib}M")),
         ];
-        let start = Start { environment: environment.into(), ..self.start_here() };
+        let start = RunOptions { environment: environment.into(), ..self.run_options() };
         Ok(self.program()?.view(&start).await?)
     }
 
     /// Returns the views of programs that request more or less than their limits.
-    async fn lowered(&self) -> Result<LoweredLimits, NoResult> {
+    async fn view_with_requested_limits(&self) -> Result<LoweredLimits, NoResult> {
         self.set_usual_limits().await?;
         let set = self.under_usual_limits(self.view().await?);
         let requested_more = self.view_with_environment(100, self.setup.memory_mib).await?;
         let low = self.limit_mib / 2;
         let view = self.view_with_environment(LOW_PERCENT, low).await?;
-        Ok(LoweredLimits { set, requested_more, requested_less: Bound { percent: LOW_PERCENT, limit_mib: low, view } })
+        Ok(LoweredLimits {
+            set,
+            requested_more,
+            requested_less: LimitedView { percent: LOW_PERCENT, limit_mib: low, view },
+        })
     }
 
     /// Allocates half of the memory limit, and then all of it.
-    async fn memory(&self) -> Result<Memory, NoResult> {
+    async fn allocate_up_to_limit(&self) -> Result<AllocationResults, NoResult> {
         self.set_usual_limits().await?;
         let half = self.program()?.allocate(&self.pipe_directory(), self.limit_mib / 2).await?;
         let all = self.program()?.allocate(&self.pipe_directory(), self.limit_mib).await?;
-        Ok(Memory { limit_mib: self.limit_mib, half, all })
+        Ok(AllocationResults { limit_mib: self.limit_mib, half, all })
     }
 
     /// Returns the view of a program with an invalid memory limit in its environment.
-    async fn escape(&self) -> Result<Bound, NoResult> {
+    async fn view_with_invalid_limit(&self) -> Result<LimitedView, NoResult> {
         self.set_usual_limits().await?;
         let environment = [("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk".to_owned())].into();
-        let view = self.program()?.view(&Start { environment, ..self.start_here() }).await?;
+        let view = self.program()?.view(&RunOptions { environment, ..self.run_options() }).await?;
         Ok(self.under_usual_limits(view))
     }
 
     /// Returns the view of another user's program, while a program of root runs.
-    async fn users(&self) -> Result<Bound, NoResult> {
+    async fn view_of_other_user(&self) -> Result<LimitedView, NoResult> {
         if !rustix::process::geteuid().is_root() {
             return Err(NoResult::NotTested("needs root".to_owned()));
         }
         self.set_usual_limits().await?;
-        let root = self.running(None).await?;
-        let view = self.program()?.view(&Start { uid: Some(NOBODY_UID), ..self.start_here() }).await;
+        let root = self.start_waiting_program(None).await?;
+        let view = self.program()?.view(&RunOptions { uid: Some(NOBODY_UID), ..self.run_options() }).await;
         root.finish().await;
         match view {
             Err(error @ ProgramError::Broken(_)) => Err(NoResult::NotTested(format!("as user {NOBODY_UID}: {error}"))),
@@ -375,16 +387,16 @@ impl Tests<'_> {
     }
 
     /// Returns the view of a program that connects through a hard link to the socket.
-    async fn link(&self) -> Result<Bound, NoResult> {
+    async fn view_through_link(&self) -> Result<LimitedView, NoResult> {
         self.set_usual_limits().await?;
         let pipe = self.directory.join("link");
         fs::hard_link(self.pipe_directory().join("control"), pipe.join("control"))?;
-        let view = self.program()?.view(&Start { pipe, ..Start::default() }).await?;
+        let view = self.program()?.view(&RunOptions { pipe, ..RunOptions::default() }).await?;
         Ok(self.under_usual_limits(view))
     }
 
     async fn view_without_control(&self) -> Result<Result<GpuView, i64>, NoResult> {
-        let start = Start { pipe: self.directory.join("empty"), ..Start::default() };
+        let start = RunOptions { pipe: self.directory.join("empty"), ..RunOptions::default() };
         match self.program()?.view(&start).await {
             Ok(view) => Ok(Ok(view)),
             Err(ProgramError::Cuda(code)) => Ok(Err(code)),
@@ -393,11 +405,11 @@ impl Tests<'_> {
     }
 
     /// Terminates one of two clients.
-    async fn terminate(&self) -> Result<Termination, NoResult> {
+    async fn terminate_client(&self) -> Result<Termination, NoResult> {
         self.set_usual_limits().await?;
         let server = self.server()?;
-        let mut client = self.running(Some(1)).await?;
-        let mut neighbour = self.running(Some(1)).await?;
+        let mut client = self.start_waiting_program(Some(1)).await?;
+        let mut neighbour = self.start_waiting_program(Some(1)).await?;
         let terminate = Command::Terminate { server, client: client.pid };
         let answer = control::send_command(&self.pipe_directory(), &terminate, TERMINATE_DEADLINE).await?;
         let termination = Termination { answer, client: client.resume().await?, neighbour: neighbour.resume().await? };
@@ -408,12 +420,12 @@ impl Tests<'_> {
 
     /// Returns the view of a program whose server started after a shutdown, with the default
     /// limits.
-    async fn defaults(&self) -> Result<Bound, NoResult> {
+    async fn view_under_defaults(&self) -> Result<LimitedView, NoResult> {
         self.set_usual_limits().await?;
         let server = self.server()?;
         self.send_command(Command::ShutdownServer { server, force: false }).await?;
         let deadline = Instant::now() + REPORT_DEADLINE;
-        while !protocol::pids(&self.send_command(Command::ServerList).await?)?.is_empty() {
+        while !protocol::parse_pids(&self.send_command(Command::ServerList).await?)?.is_empty() {
             if Instant::now() > deadline {
                 return Err(NoResult::Failed("the server does not shut down".to_owned()));
             }
@@ -423,13 +435,13 @@ impl Tests<'_> {
     }
 
     /// Returns what the daemon has logged, at the latest after [`REPORT_DEADLINE`].
-    async fn logged(&self) -> Log {
+    async fn wait_for_log(&self) -> LoggedEvents {
         let deadline = Instant::now() + REPORT_DEADLINE;
         loop {
             let logged = {
                 let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
                 let client = self.client.get();
-                Log {
+                LoggedEvents {
                     version: log.version,
                     server_ready: self.server.get().is_some_and(|server| log.ready.contains(&server)),
                     client_connected: client.map(|client| log.connected.contains(&client)),

@@ -10,7 +10,7 @@ use tokio::time::{sleep, timeout};
 
 use super::handshake::{Introduction, Refusal, introduce_for, receive_introduction};
 use super::relay::relay;
-use super::{Door, MAX_SERVER_CONNECTIONS, Waiting};
+use super::{Door, MAX_SERVER_CONNECTIONS, WaitingCount};
 use crate::mps::control::{self, AcceptedClient, ControlError};
 use crate::mps::daemon::{ControlLock, Limits, Phase};
 use crate::mps::error::DaemonError;
@@ -151,7 +151,7 @@ impl Door {
     async fn admit_when_possible(&self, client: &Socket, who: Credentials) -> Option<Refusal> {
         // From here on the pidfd refers to this process, even if it exits.
         let mut pidfd = PidFd::open(who.pid);
-        let waiting = Waiting::new(self);
+        let waiting = WaitingCount::new(self);
         loop {
             let mut phase = self.device.phase();
             let is_open = phase.borrow().is_open();
@@ -159,7 +159,7 @@ impl Door {
                 waiting.begin_connection();
                 tokio::select! {
                     () = self.closed.cancelled() => return None,
-                    () = client.closed_or_readable() => return None,
+                    () = client.wait_until_closed_or_readable() => return None,
                     open = phase.wait_for(Phase::is_open) => if open.is_err() { return None },
                 }
             }
@@ -179,7 +179,7 @@ impl Door {
                     waiting.begin_connection();
                     tokio::select! {
                         () = self.closed.cancelled() => return None,
-                        () = client.closed_or_readable() => return None,
+                        () = client.wait_until_closed_or_readable() => return None,
                         () = sleep(ADMISSION_RETRY_DELAY) => {}
                     }
                 }
@@ -192,14 +192,14 @@ impl Door {
     async fn admit(&self, client: &Socket, who: Credentials, pidfd: &mut Option<PidFd>) -> Admission {
         let locks = async {
             let turn = self.turn.lock().await;
-            (turn, self.device.control().await)
+            (turn, self.device.lock_control().await)
         };
         let (_turn, mut control) = tokio::select! {
             () = self.closed.cancelled() => return Admission::Left,
-            () = client.closed_or_readable() => return Admission::Left,
+            () = client.wait_until_closed_or_readable() => return Admission::Left,
             locks = locks => locks,
         };
-        self.device.exits_logged().await;
+        self.device.wait_until_exits_logged().await;
         if self.device.must_replace_server() {
             self.device.probe_soon();
             return Admission::Held;
@@ -222,7 +222,7 @@ impl Door {
             Ok(None) => return Admission::Held,
             Err(error) => {
                 tracing::warn!(allocation = self.id, %error, "failed to set limits; the client waits");
-                self.device.door_failed(&error);
+                self.device.handle_door_error(&error);
                 return Admission::Held;
             }
         };
@@ -230,12 +230,12 @@ impl Door {
             Ok(introduced) => introduced,
             Err(ControlError::ClientGone) => return Admission::Left,
             Err(ControlError::UnknownProtocol) => {
-                self.device.unknown_handshake();
+                self.device.handle_unknown_handshake();
                 return Admission::Refused(Refusal::UnknownReply);
             }
             Err(error) => {
                 tracing::warn!(allocation = self.id, %error, "failed to introduce a client to the daemon; the client waits");
-                self.device.door_failed(&error.into());
+                self.device.handle_door_error(&error.into());
                 return Admission::Held;
             }
         };
@@ -246,10 +246,10 @@ impl Door {
     /// wait.
     async fn prepare_server(&self, control: &mut ControlLock, who: Credentials) -> Result<Option<u32>, DaemonError> {
         let Some(server) = self.device.server_for(who.uid).await? else { return Ok(None) };
-        match protocol::server_state(&self.device.send_command(&Command::ServerStatus(server)).await?)? {
+        match protocol::parse_server_state(&self.device.send_command(&Command::ServerStatus(server)).await?)? {
             ServerState::Active => {}
             ServerState::Fault => {
-                self.device.server_in_fault();
+                self.device.handle_server_in_fault();
                 return Ok(None);
             }
             ServerState::Initializing | ServerState::Gone => {
@@ -294,12 +294,12 @@ impl Door {
         }
         if let Err(error) = answer {
             tracing::warn!(allocation = self.id, pid = who.pid, %error, "MPS server did not accept a client");
-            self.device.door_failed(&error.into());
+            self.device.handle_door_error(&error.into());
         }
         match result.map(u32::from_le_bytes).filter(|_| !has_lied) {
             Some(0) => {
                 self.stalled.set(0);
-                self.device.admitted(who.pid, &self.id, pidfd.take());
+                self.device.register_client(who.pid, &self.id, pidfd.take());
                 Admission::Admitted
             }
             Some(code) => {

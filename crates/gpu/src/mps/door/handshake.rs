@@ -36,7 +36,8 @@ pub(super) enum Refusal {
 /// The kind of peer that connected.
 pub(super) enum Introduction {
     Client(Credentials),
-    /// The peer closed the connection. Each client does so once, to check whether a daemon exists.
+    /// The peer closed the connection. Each client closes its first connection, which only checks
+    /// whether a daemon exists.
     Closed,
     Refused(Refusal),
 }
@@ -72,7 +73,7 @@ pub(super) fn introduce_for(server: &OwnedFd, who: Credentials) {
     let [first, rest @ ..] = protocol::INTRODUCTION;
     // Sending the client's credentials fails if the client has exited: the kernel accepts only
     // credentials of living processes.
-    let sent = send(first, Some(who)).or_else(|_| send(first, Some(Credentials::own())));
+    let sent = send(first, Some(who)).or_else(|_| send(first, Some(Credentials::of_this_process())));
     if sent.is_ok() {
         for packet in rest {
             let _ = send(packet, None);

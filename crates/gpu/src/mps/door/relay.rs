@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use super::{Door, Waiting};
+use super::{Door, WaitingCount};
 use crate::mps::daemon::Phase;
 use crate::mps::seqpacket::{Packet, Socket};
 
@@ -23,7 +23,7 @@ pub(super) async fn relay(client: &Socket, server: &Socket) {
                 biased;
                 sent = server.send_credentials(&data, who) => if sent.is_err() { return },
                 // Also wait for the close: a server that never reads would block the send forever.
-                () = client.closed() => return,
+                () = client.wait_until_closed() => return,
             }
         }
     };
@@ -47,7 +47,7 @@ pub(super) async fn relay(client: &Socket, server: &Socket) {
 impl Door {
     /// Relays everything unchanged between a client and a daemon with an unknown handshake.
     pub(super) async fn relay_to_daemon(&self, client: &Socket) {
-        let waiting = Waiting::new(self);
+        let waiting = WaitingCount::new(self);
         let mut phase = self.device.phase();
         if !phase.borrow().is_open() {
             waiting.begin_connection();

@@ -146,7 +146,7 @@ impl Node {
     }
 
     /// Returns the PID of the server after it has entered FAULT.
-    pub(crate) fn server_in_fault(&self) -> u32 {
+    pub(crate) fn wait_for_fault(&self) -> u32 {
         let pid = self.send_command("get_server_list").trim().parse().unwrap();
         wait_until("the server is in FAULT", || self.send_command(&format!("get_server_status {pid}")) == "FAULT\n");
         pid
@@ -157,7 +157,7 @@ impl Node {
         self.start_busy_client_with(kernel_ms, &[])
     }
 
-    /// Like [`busy`](Self::busy), with more arguments.
+    /// Like [`Self::start_busy_client`], with more arguments.
     pub(crate) fn start_busy_client_with(&self, kernel_ms: &str, more: &[&str]) -> Client {
         let arguments = ["--kernel-ms", kernel_ms, "--busy-forever"];
         let mut client = self.start_running_client(&[arguments.as_slice(), more].concat());
@@ -187,7 +187,7 @@ impl Node {
     }
 
     /// Runs a program with these variables and returns its first line.
-    pub(crate) fn first_line(&self, env: &[(&str, &str)]) -> Value {
+    pub(crate) fn run_and_read_line(&self, env: &[(&str, &str)]) -> Value {
         let mut command = self.client_command(&[]);
         command.envs(env.iter().copied());
         Client::spawn(command).read_line()
@@ -196,7 +196,7 @@ impl Node {
     /// Runs other programs to completion, so that an unwanted event has time to happen.
     pub(crate) fn wait_for_side_effects(&self) {
         for _ in 0..5 {
-            assert_eq!(self.first_line(&[("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")])["viaMps"], false);
+            assert_eq!(self.run_and_read_line(&[("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")])["viaMps"], false);
         }
     }
 
@@ -256,7 +256,7 @@ impl Node {
     }
 
     /// Waits for the daemon's exit and returns its status.
-    pub(crate) fn daemon_ended(&mut self) -> ExitStatus {
+    pub(crate) fn wait_for_daemon_exit(&mut self) -> ExitStatus {
         let daemon = self.daemon.as_mut().unwrap();
         wait_until("the daemon exits", || daemon.try_wait().unwrap().is_some());
         self.daemon.take().unwrap().wait().unwrap()
@@ -319,7 +319,7 @@ impl Client {
     }
 
     /// Returns the next error that the program prints.
-    pub(crate) fn error(&mut self) -> i64 {
+    pub(crate) fn wait_for_error(&mut self) -> i64 {
         loop {
             let line = self.read_line();
             if let Some(code) = line["error"].as_i64() {
@@ -374,7 +374,7 @@ pub(crate) fn kill(pid: u32, signal: Signal) {
 }
 
 /// Waits for an administrator's answer.
-pub(crate) fn answer(reply: &Receiver<String>) -> String {
+pub(crate) fn wait_for_answer(reply: &Receiver<String>) -> String {
     reply.recv_timeout(DEADLINE).expect("the daemon answers")
 }
 

@@ -39,9 +39,9 @@ impl Daemon {
             self.log(&format!("Cmd:{line}"));
             let lines = match Command::parse(&line) {
                 Err(mistake) => vec![mistake.to_string()],
-                Ok(command) if command.is_privileged() && !privileged => vec![refusal(&line)],
+                Ok(command) if command.is_privileged() && !privileged => vec![privilege_error(&line)],
                 Ok(command) => {
-                    let injected = self.faults.injected(&format!("mps:command:{}", name(&line)));
+                    let injected = self.faults.apply_faults(&format!("mps:command:{}", command_name(&line)));
                     if let (Command::Quit(timeout), None) = (&command, injected) {
                         quit = Some(*timeout);
                     }
@@ -58,7 +58,7 @@ impl Daemon {
                 }
             }
         }
-        // Errors are ignored: the administrator may have closed before the end of the answer.
+        // Ignore errors: the administrator may have closed before the end of the answer.
         let _ = connection.send(&handshake::END_OF_REPLIES);
         connection.shutdown();
         if let Some(timeout) = quit {
@@ -75,7 +75,7 @@ impl Daemon {
             Command::ShutdownServer { server, force } => self.shutdown_server(*server, *force),
             Command::GetClientList(pid) => {
                 self.send_to_server(*pid, |request| ToServer::Ping { request })?;
-                let pids = self.lock().client_pids(*pid).ok_or_else(|| no_server(*pid))?;
+                let pids = self.lock().client_pids(*pid).ok_or_else(|| no_server_error(*pid))?;
                 Ok(pids.iter().map(u32::to_string).collect())
             }
             Command::GetDeviceClientList(only) => {
@@ -94,16 +94,16 @@ impl Daemon {
                 }
                 Ok(lines)
             }
-            Command::GetDefaultThreads => one(percentage(&self.lock().defaults)),
+            Command::GetDefaultThreads => one(format_percentage(&self.lock().defaults)),
             Command::SetDefaultThreads(value) => {
                 let defaults = &mut self.lock().defaults;
                 defaults.threads = value.unwrap_or(defaults.threads);
-                one(percentage(defaults))
+                one(format_percentage(defaults))
             }
-            Command::GetThreads(pid) => one(self.read_server(*pid, |server| percentage(&server.settings))?),
+            Command::GetThreads(pid) => one(self.read_server(*pid, |server| format_percentage(&server.settings))?),
             Command::SetThreads(pid, value) => {
                 let set = |settings: &mut Settings| settings.threads = value.unwrap_or(settings.threads);
-                one(self.set(*pid, set, percentage)?)
+                one(self.set_limits(*pid, set, format_percentage)?)
             }
             Command::GetDefaultMemory(device) => Ok(self.lock().defaults.printed_memory(device).into_iter().collect()),
             Command::SetDefaultMemory(device, value) => {
@@ -114,7 +114,7 @@ impl Daemon {
                 Ok(self.read_server(*pid, |server| server.settings.printed_memory(device))?.into_iter().collect())
             }
             Command::SetMemory(pid, device, value) => {
-                self.set(*pid, |settings| settings.set_memory(device, value), |_| ())?;
+                self.set_limits(*pid, |settings| settings.set_memory(device, value), |_| ())?;
                 Ok(Vec::new())
             }
             Command::GetDefaultPriority => one(self.lock().defaults.priority.to_string()),
@@ -130,11 +130,11 @@ impl Daemon {
     /// Reads a property of a server after the server has answered.
     fn read_server<T>(&self, pid: u32, read: impl FnOnce(&Server) -> T) -> Result<T, Vec<String>> {
         self.send_to_server(pid, |request| ToServer::Ping { request })?;
-        self.lock().servers.get(&pid).map(read).ok_or_else(|| no_server(pid))
+        self.lock().servers.get(&pid).map(read).ok_or_else(|| no_server_error(pid))
     }
 
     /// Changes the limits of a server's next clients.
-    fn set<T>(
+    fn set_limits<T>(
         &self,
         pid: u32,
         change: impl FnOnce(&mut Settings),
@@ -142,7 +142,7 @@ impl Daemon {
     ) -> Result<T, Vec<String>> {
         self.send_to_server(pid, |request| ToServer::Ping { request })?;
         let mut state = self.lock();
-        let server = state.servers.get_mut(&pid).ok_or_else(|| no_server(pid))?;
+        let server = state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?;
         change(&mut server.settings);
         // The server only logs these settings. Each client's limits are sent with the client.
         let _ = wire::try_send(&server.link, &ToServer::Settings(server.settings.clone()));
@@ -153,20 +153,20 @@ impl Daemon {
     fn send_to_server(&self, pid: u32, question: impl FnOnce(u64) -> ToServer) -> Result<i32, Vec<String>> {
         let mut state = self.lock();
         let request = state.next_number();
-        let server = state.servers.get(&pid).ok_or_else(|| no_server(pid))?;
+        let server = state.servers.get(&pid).ok_or_else(|| no_server_error(pid))?;
         if server.status == Status::Initializing {
             return Ok(0);
         }
         let link = Arc::clone(&server.link);
         drop(state);
-        wire::send(&link, &question(request)).map_err(|_| no_server(pid))?;
+        wire::send(&link, &question(request)).map_err(|_| no_server_error(pid))?;
         state = self.lock();
         loop {
             if let Some(result) = state.answers.remove(&request) {
                 return Ok(result);
             }
             if !state.servers.contains_key(&pid) {
-                return Err(no_server(pid));
+                return Err(no_server_error(pid));
             }
             state = self.wait(state, CHECK_INTERVAL);
         }
@@ -196,7 +196,7 @@ impl Daemon {
 
     fn shutdown_server(&self, pid: u32, force: bool) -> Answer {
         let mut state = self.lock();
-        state.servers.get_mut(&pid).ok_or_else(|| no_server(pid))?.leaving = true;
+        state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?.leaving = true;
         while !force && state.servers.get(&pid).is_some_and(|server| !server.clients.is_empty()) {
             state = self.wait(state, CHECK_INTERVAL);
         }
@@ -212,7 +212,7 @@ impl Daemon {
     fn quit(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {
-            // Errors are ignored: the file may not exist.
+            // Ignore errors: the file may not exist.
             let _ = fs::remove_file(directory.join(name));
         }
         let mut state = self.lock();
@@ -230,7 +230,7 @@ impl Daemon {
         while !state.servers.is_empty() && Instant::now() < deadline {
             state = self.wait(state, CHECK_INTERVAL);
         }
-        // A hanging server exits when it notices that the daemon has exited.
+        // A server that hangs exits once it detects that the daemon has exited.
         for name in ["nvidia-cuda-mps-control.pid", "log"] {
             let _ = fs::remove_file(directory.join(name));
         }
@@ -242,18 +242,18 @@ impl Daemon {
 }
 
 /// Returns the command's name: the first word of a line.
-fn name(line: &str) -> &str {
+fn command_name(line: &str) -> &str {
     line.split_whitespace().next().unwrap_or_default()
 }
 
-fn refusal(line: &str) -> String {
-    format!("Not enough privilege to execute {} command", name(line))
+fn privilege_error(line: &str) -> String {
+    format!("Not enough privilege to execute {} command", command_name(line))
 }
 
-fn percentage(settings: &Settings) -> String {
+fn format_percentage(settings: &Settings) -> String {
     format!("{:.1}", settings.threads)
 }
 
-fn no_server(pid: u32) -> Vec<String> {
+fn no_server_error(pid: u32) -> Vec<String> {
     vec![format!("Server {pid} not found")]
 }

@@ -1,8 +1,8 @@
 //! The control daemon: `nvidia-cuda-mps-control -d` or `-f`.
 //!
-//! Like the real daemon, it serves one connection at a time and waits for each without a deadline.
-//! A peer that connects and sends nothing blocks all others. Only clients without a ready server
-//! are queued.
+//! Like the real daemon, this daemon serves one connection at a time and waits for each peer
+//! without a deadline. A peer that connects and sends nothing blocks all others. Only clients
+//! without a ready server are queued.
 
 mod administrator;
 mod servers;
@@ -27,7 +27,7 @@ use crate::handshake::{self, Peer, Refusal};
 use crate::limits::Settings;
 use crate::log::Log;
 use crate::seqpacket::{Connection, Listener};
-use state::{Pending, State};
+use state::{PendingClient, State};
 
 /// The environment variable that marks the background process of `-d`.
 const DETACHED_ENV: &str = "SIM_MPS_DETACHED";
@@ -62,15 +62,15 @@ struct Daemon {
 }
 
 /// `-f`: runs in the foreground until `quit`.
-pub fn foreground(config: Config) -> anyhow::Result<ExitCode> {
-    run(config, &Sinks::Stdout, || {})
+pub fn run_in_foreground(config: Config) -> anyhow::Result<ExitCode> {
+    run(config, &LogSinks::Stdout, || {})
 }
 
 /// `-d`: starts the daemon in the background and returns when it listens.
-pub fn background(config: Config) -> anyhow::Result<ExitCode> {
+pub fn start_in_background(config: Config) -> anyhow::Result<ExitCode> {
     if std::env::var_os(DETACHED_ENV).is_some() {
         rustix::process::setsid()?;
-        return detached(config);
+        return run_detached(config);
     }
     let mut daemon = Command::new(std::env::current_exe()?)
         .args(std::env::args_os().skip(1))
@@ -79,11 +79,11 @@ pub fn background(config: Config) -> anyhow::Result<ExitCode> {
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()?;
-    let mut said = String::new();
+    let mut message = String::new();
     if let Some(stdout) = daemon.stdout.take() {
-        BufReader::new(stdout).read_line(&mut said)?;
+        BufReader::new(stdout).read_line(&mut message)?;
     }
-    match said.trim() {
+    match message.trim() {
         READY_MESSAGE => Ok(ExitCode::SUCCESS),
         "" => Ok(exit_code(daemon.wait()?.code().unwrap_or(1))),
         error => anyhow::bail!("{error}"),
@@ -91,12 +91,12 @@ pub fn background(config: Config) -> anyhow::Result<ExitCode> {
 }
 
 /// Runs the daemon of `-d`. Until it listens, its messages go to the process that started it.
-fn detached(config: Config) -> anyhow::Result<ExitCode> {
+fn run_detached(config: Config) -> anyhow::Result<ExitCode> {
     let send = |text: &str| {
-        // Errors are ignored: the parent may have exited, and the daemon continues.
+        // Ignore errors: the parent may have exited, and the daemon continues.
         let _ = writeln!(io::stdout(), "{text}");
     };
-    let sinks = Sinks::Files(config.log_directory.clone());
+    let sinks = LogSinks::Files(config.log_directory.clone());
     let outcome = run(config, &sinks, || send(READY_MESSAGE));
     if let Err(error) = &outcome {
         send(&format!("{error:#}"));
@@ -105,12 +105,12 @@ fn detached(config: Config) -> anyhow::Result<ExitCode> {
 }
 
 /// The destinations of the daemon's log and the servers' log.
-enum Sinks {
+enum LogSinks {
     Stdout,
     Files(PathBuf),
 }
 
-impl Sinks {
+impl LogSinks {
     fn open(&self, name: &str) -> anyhow::Result<Log> {
         match self {
             Self::Stdout => Ok(Log::stdout()),
@@ -123,16 +123,16 @@ impl Sinks {
     }
 }
 
-fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<ExitCode> {
+fn run(config: Config, sinks: &LogSinks, ready: impl FnOnce()) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(!config.multi_user || rustix::process::geteuid().is_root(), "-multiuser-server requires root");
     let faults = InjectedFaults::new(config.visible.clone());
-    if let Some(code) = faults.injected("mps:start") {
+    if let Some(code) = faults.apply_faults("mps:start") {
         return Ok(exit_code(code));
     }
     let directory = &config.pipe_directory;
     make_directory(directory)?;
-    // Locked until the daemon exits for any reason. A killed daemon thus never blocks its
-    // successor.
+    // Locked until the daemon exits for any reason. So a killed daemon never blocks the next
+    // daemon.
     let _lock = lock_file(&directory.join("control_lock"))?;
     let log = sinks.open("control.log")?;
     let server_log = forward_server_log(&directory.join("log"), sinks.open("server.log")?)?;
@@ -159,7 +159,7 @@ fn run(config: Config, sinks: &Sinks, ready: impl FnOnce()) -> anyhow::Result<Ex
 }
 
 impl Daemon {
-    /// Serves without end. `quit` exits the process.
+    /// Serves all connections. Returns only after an error: the command `quit` exits the process.
     fn serve(self: Arc<Self>, listeners: &[(Listener, bool)]) -> anyhow::Result<ExitCode> {
         let mut pending = VecDeque::new();
         loop {
@@ -196,14 +196,14 @@ impl Daemon {
     }
 
     /// Serves one connection. Returns a client that must be queued.
-    fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<Pending> {
+    fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<PendingClient> {
         let hello =
-            if self.faults.injected("mps:handshake").is_some() { handshake::OTHER_HELLO } else { handshake::HELLO };
+            if self.faults.apply_faults("mps:handshake").is_some() { handshake::OTHER_HELLO } else { handshake::HELLO };
         match handshake::read_peer_kind(&connection, hello) {
             Ok(Peer::Client(credentials)) => {
-                if self.faults.injected("mps:client").is_none() {
+                if self.faults.apply_faults("mps:client").is_none() {
                     let failed_before = self.lock().failed_starts;
-                    return self.serve_client(Pending::new(connection, credentials, failed_before));
+                    return self.serve_client(PendingClient::new(connection, credentials, failed_before));
                 }
             }
             Ok(Peer::Administrator(_)) => {
@@ -221,12 +221,12 @@ impl Daemon {
     /// Signals a change of the state.
     fn notify(&self) {
         self.changed.notify_all();
-        // The write fails only if the counter is full, and then the reader wakes anyway.
+        // The write fails only if the counter is full, and then the reader wakes as well.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
     fn log(&self, text: &str) {
-        self.log.line("Control", std::process::id(), text);
+        self.log.write_line("Control", std::process::id(), text);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -278,7 +278,7 @@ fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
         let mut reader = BufReader::new(reader);
         let mut line = Vec::new();
         while reader.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
-            log.raw(&line);
+            log.write_raw(&line);
             line.clear();
         }
     });

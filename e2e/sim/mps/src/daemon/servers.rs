@@ -9,7 +9,7 @@ use std::sync::{Arc, MutexGuard};
 use std::thread;
 
 use super::Daemon;
-use super::state::{Choice, Client, ClientContext, Pending, Server, State};
+use super::state::{Client, ClientContext, PendingClient, Server, ServerChoice, State};
 use crate::handshake;
 use crate::seqpacket::Connection;
 use crate::wire::{self, FromServer, Status, ToServer};
@@ -19,18 +19,18 @@ const START_RETRIES: u32 = 5;
 
 impl Daemon {
     /// Retries the queued clients in the order of their arrival.
-    pub(super) fn serve_pending(self: &Arc<Self>, pending: &mut VecDeque<Pending>) {
+    pub(super) fn serve_pending(self: &Arc<Self>, pending: &mut VecDeque<PendingClient>) {
         for _ in 0..pending.len() {
             let waits = pending.pop_front().and_then(|client| self.serve_client(client));
             pending.extend(waits);
         }
     }
 
-    /// Passes a client on to a server and waits for the client's last word. Returns a client that
-    /// must be queued.
-    pub(super) fn serve_client(self: &Arc<Self>, mut client: Pending) -> Option<Pending> {
+    /// Passes a client on to a server and waits for the last packet of the client's handshake.
+    /// Returns a client that must be queued.
+    pub(super) fn serve_client(self: &Arc<Self>, mut client: PendingClient) -> Option<PendingClient> {
         let mut state = self.lock();
-        let Pending { pid, uid, .. } = client;
+        let PendingClient { pid, uid, .. } = client;
         if client.connection.is_closed() {
             return None;
         }
@@ -39,27 +39,27 @@ impl Daemon {
             return None;
         }
         match state.choose(uid, self.config.multi_user) {
-            Choice::Enter(server) => {
+            ServerChoice::Enter(server) => {
                 self.log_client(&mut client, "Server already exists");
-                pass_on(state, server, &client.connection);
+                pass_to_server(state, server, &client.connection);
                 return None;
             }
-            Choice::Start => {
+            ServerChoice::Start => {
                 let owner = if self.config.multi_user { 0 } else { uid };
                 if let Err(error) = self.start_server(&mut state, owner) {
                     self.log(&format!("failed to start a server: {error}"));
                     state.failed_starts += 1;
                 }
             }
-            Choice::Replace(server) => self.end_server(&mut state, server),
-            Choice::Wait => {}
+            ServerChoice::Replace(server) => self.end_server(&mut state, server),
+            ServerChoice::Wait => {}
         }
         drop(state);
         self.log_client(&mut client, "Server is not ready, push client to pending list");
         Some(client)
     }
 
-    fn log_client(&self, client: &mut Pending, text: &str) {
+    fn log_client(&self, client: &mut PendingClient, text: &str) {
         if !std::mem::replace(&mut client.logged, true) {
             self.log(&format!("NEW CLIENT {} from user {}: {text}", client.pid, client.uid));
         }
@@ -80,7 +80,7 @@ impl Daemon {
         // `command` owns the other end of the link and must not outlive the server.
         drop(command);
         let pid = child.id();
-        self.log.line("Control", pid, &format!("Starting new server {pid} for user {uid}"));
+        self.log.write_line("Control", pid, &format!("Starting new server {pid} for user {uid}"));
         let settings = state.defaults.clone();
         let start = ToServer::Start {
             visible: self.config.visible.clone(),
@@ -88,7 +88,7 @@ impl Daemon {
             uid,
             settings: settings.clone(),
         };
-        // Errors are ignored: the thread below detects a dead server.
+        // Ignore errors: the thread below detects a server that has exited.
         let _ = wire::send(&link, &start);
         let link = Arc::new(link);
         let server = Server {
@@ -121,7 +121,7 @@ impl Daemon {
         let mut served = false;
         while let Ok(Some(message)) = wire::recv(link) {
             served |= matches!(message, FromServer::Status(Status::Active));
-            self.handle(pid, message);
+            self.handle_message(pid, message);
         }
         // The link is closed, so the server has exited or is about to.
         let status = child.wait().ok();
@@ -136,7 +136,7 @@ impl Daemon {
         self.notify();
     }
 
-    fn handle(&self, pid: u32, message: FromServer) {
+    fn handle_message(&self, pid: u32, message: FromServer) {
         let mut state = self.lock();
         let Some(server) = state.servers.get_mut(&pid) else { return };
         match message {
@@ -169,7 +169,7 @@ impl Daemon {
 }
 
 /// Sends a client and a server the two ends of a socket. The current limits apply to the client.
-fn pass_on(mut state: MutexGuard<'_, State>, server: u32, client: &Connection) {
+fn pass_to_server(mut state: MutexGuard<'_, State>, server: u32, client: &Connection) {
     let connection = state.next_number();
     let Some(server) = state.servers.get_mut(&server) else { return };
     let Ok((theirs, servers)) = Connection::pair() else { return };
@@ -183,15 +183,15 @@ fn pass_on(mut state: MutexGuard<'_, State>, server: u32, client: &Connection) {
     }
     drop(theirs);
     server.clients.insert(connection, Client::default());
-    // Errors are ignored: the daemon and the client both detect a dead server.
+    // Ignore errors: the daemon and the client both detect a server that has exited.
     let _ = server.link.send_fd(&message, servers.as_fd());
     drop(servers);
     drop(state);
-    // Waits for the last word, like the real daemon.
+    // Wait for the last packet of the handshake, as the real daemon does.
     let _ = client.recv(64);
 }
 
-/// Returns the server program beside this one, or else the one in `PATH`.
+/// Returns the path of the server program in this program's directory, or else in `PATH`.
 fn server_program() -> PathBuf {
     const NAME: &str = "nvidia-cuda-mps-server";
     let beside = std::env::current_exe().ok().map(|own| own.with_file_name(NAME)).filter(|path| path.exists());

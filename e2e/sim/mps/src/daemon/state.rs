@@ -54,7 +54,7 @@ pub(super) struct ClientContext {
 }
 
 /// A client that waits for a server.
-pub(super) struct Pending {
+pub(super) struct PendingClient {
     pub(super) connection: Connection,
     pub(super) pid: i32,
     pub(super) uid: u32,
@@ -64,7 +64,7 @@ pub(super) struct Pending {
     pub(super) logged: bool,
 }
 
-impl Pending {
+impl PendingClient {
     pub(super) fn new(connection: Connection, credentials: Credentials, failed_before: u32) -> Self {
         let Credentials { pid, uid, .. } = credentials;
         Self { connection, pid, uid, failed_before, logged: false }
@@ -73,7 +73,7 @@ impl Pending {
 
 /// The daemon's decision about a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Choice {
+pub(super) enum ServerChoice {
     /// Pass the client on to this server.
     Enter(u32),
     /// Start a server, because there is none.
@@ -95,15 +95,15 @@ impl State {
     }
 
     /// Decides how to handle a client of `uid`. With `multi_user` all users share one server.
-    pub(super) fn choose(&self, uid: u32, multi_user: bool) -> Choice {
+    pub(super) fn choose(&self, uid: u32, multi_user: bool) -> ServerChoice {
         // Only one server runs at a time. A stopping server uses the GPU until it has exited.
-        let Some((pid, server)) = self.servers.iter().next() else { return Choice::Start };
+        let Some((pid, server)) = self.servers.iter().next() else { return ServerChoice::Start };
         match server.status {
-            _ if server.leaving => Choice::Wait,
+            _ if server.leaving => ServerChoice::Wait,
             // A server in FAULT receives clients too, and refuses them itself with 807 (not ready).
-            Status::Active | Status::Fault if multi_user || server.uid == uid => Choice::Enter(*pid),
-            Status::Active if server.clients.is_empty() => Choice::Replace(*pid),
-            Status::Initializing | Status::Fault | Status::Active => Choice::Wait,
+            Status::Active | Status::Fault if multi_user || server.uid == uid => ServerChoice::Enter(*pid),
+            Status::Active if server.clients.is_empty() => ServerChoice::Replace(*pid),
+            Status::Initializing | Status::Fault | Status::Active => ServerChoice::Wait,
         }
     }
 
@@ -164,7 +164,7 @@ impl State {
 mod tests {
     use super::*;
 
-    fn with_server(uid: u32, status: Status, clients: &[u32]) -> State {
+    fn state_with_server(uid: u32, status: Status, clients: &[u32]) -> State {
         let mut state = State::new(Settings::default());
         let (link, _) = Connection::pair().unwrap();
         let clients = clients.iter().map(|pid| {
@@ -189,26 +189,26 @@ mod tests {
 
     #[test]
     fn a_second_user_waits_until_the_first_has_no_clients() {
-        assert_eq!(State::new(Settings::default()).choose(0, false), Choice::Start);
-        assert_eq!(with_server(0, Status::Active, &[1]).choose(0, false), Choice::Enter(6472));
-        assert_eq!(with_server(0, Status::Active, &[1]).choose(1000, false), Choice::Wait);
-        assert_eq!(with_server(0, Status::Active, &[]).choose(1000, false), Choice::Replace(6472));
-        assert_eq!(with_server(0, Status::Active, &[1]).choose(1000, true), Choice::Enter(6472));
+        assert_eq!(State::new(Settings::default()).choose(0, false), ServerChoice::Start);
+        assert_eq!(state_with_server(0, Status::Active, &[1]).choose(0, false), ServerChoice::Enter(6472));
+        assert_eq!(state_with_server(0, Status::Active, &[1]).choose(1000, false), ServerChoice::Wait);
+        assert_eq!(state_with_server(0, Status::Active, &[]).choose(1000, false), ServerChoice::Replace(6472));
+        assert_eq!(state_with_server(0, Status::Active, &[1]).choose(1000, true), ServerChoice::Enter(6472));
     }
 
     #[test]
     fn a_starting_or_stopping_server_accepts_no_client() {
-        assert_eq!(with_server(0, Status::Initializing, &[]).choose(0, true), Choice::Wait);
-        assert_eq!(with_server(0, Status::Fault, &[1]).choose(0, true), Choice::Enter(6472));
-        assert_eq!(with_server(0, Status::Fault, &[1]).choose(1000, false), Choice::Wait);
-        let mut state = with_server(0, Status::Active, &[]);
+        assert_eq!(state_with_server(0, Status::Initializing, &[]).choose(0, true), ServerChoice::Wait);
+        assert_eq!(state_with_server(0, Status::Fault, &[1]).choose(0, true), ServerChoice::Enter(6472));
+        assert_eq!(state_with_server(0, Status::Fault, &[1]).choose(1000, false), ServerChoice::Wait);
+        let mut state = state_with_server(0, Status::Active, &[]);
         state.servers.values_mut().for_each(|server| server.leaving = true);
-        assert_eq!(state.choose(0, true), Choice::Wait);
+        assert_eq!(state.choose(0, true), ServerChoice::Wait);
     }
 
     #[test]
     fn ps_is_a_table_with_the_short_uuid() {
-        let table = with_server(0, Status::Active, &[9741, 9743]).ps_lines(Some(9741));
+        let table = state_with_server(0, Status::Active, &[9741, 9743]).ps_lines(Some(9741));
         assert_eq!(
             table,
             [

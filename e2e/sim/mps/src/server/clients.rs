@@ -2,7 +2,7 @@
 //!
 //! The rules are measured. An illegal access breaks every client, and the server refuses clients in
 //! FAULT until the last broken client has exited. A client that exits with a kernel in flight may
-//! break the others. A client that `terminate_client` ends breaks no other client.
+//! break the other clients. A client that `terminate_client` ends breaks no other client.
 //!
 //! A process has one connection for itself and one for each context.
 
@@ -61,7 +61,7 @@ pub enum Effect {
     /// Notify a client that [`ILLEGAL_ADDRESS`] broke its context.
     Break(u64),
     /// Request a client to end its context.
-    AskToEnd(u64),
+    RequestEnd(u64),
     /// Free the memory of a context that has ended.
     Release(u64),
     /// Answer a `terminate_client`: 0 for success, [`INVALID_VALUE`] for an unknown client,
@@ -92,21 +92,21 @@ impl Clients {
 
     /// Adds a process, or returns the `CUresult` that refuses it.
     pub fn add_process(&mut self, connection: u64, pid: u32) -> Result<(), i32> {
-        self.add(connection, pid, Stage::Process)
+        self.add_connection(connection, pid, Stage::Process)
     }
 
     /// Reserves a context for a process. Returns the context's number within the process, from 1,
     /// or the `CUresult` that refuses it.
-    pub fn reserve(&mut self, connection: u64, pid: u32) -> Result<u32, i32> {
+    pub fn reserve_context(&mut self, connection: u64, pid: u32) -> Result<u32, i32> {
         if self.contexts().count() >= MAX_CONTEXTS {
             return Err(MAX_CLIENTS_REACHED);
         }
         let own = self.contexts().filter(|other| other.pid == pid).count();
-        self.add(connection, pid, Stage::Reserved)?;
+        self.add_connection(connection, pid, Stage::Reserved)?;
         Ok(u32::try_from(own + 1).unwrap_or(u32::MAX))
     }
 
-    fn add(&mut self, connection: u64, pid: u32, stage: Stage) -> Result<(), i32> {
+    fn add_connection(&mut self, connection: u64, pid: u32, stage: Stage) -> Result<(), i32> {
         if self.status == Status::Fault {
             return Err(NOT_READY);
         }
@@ -115,11 +115,11 @@ impl Clients {
     }
 
     fn contexts(&self) -> impl Iterator<Item = &Client> {
-        self.connected.values().filter(|client| client.holds_context() || client.stage == Stage::Reserved)
+        self.connected.values().filter(|client| client.has_context() || client.stage == Stage::Reserved)
     }
 
     /// Marks a reserved context as created.
-    pub fn created(&mut self, connection: u64) {
+    pub fn mark_created(&mut self, connection: u64) {
         if let Some(client) = self.connected.get_mut(&connection).filter(|client| client.stage == Stage::Reserved) {
             client.stage = Stage::Live;
         }
@@ -146,7 +146,7 @@ impl Clients {
     }
 
     /// Returns the PIDs of the clients that a fatal error broke, each once.
-    pub fn broken(&self) -> Vec<u32> {
+    pub fn broken_pids(&self) -> Vec<u32> {
         let mut pids: Vec<u32> =
             self.connected.values().filter(|client| client.stage == Stage::Broken).map(|client| client.pid).collect();
         pids.dedup();
@@ -160,18 +160,18 @@ impl Clients {
             Some(client) if client.stage == Stage::Live => client.busy = Some(kernel_ms),
             _ => return Vec::new(),
         }
-        if std::mem::take(&mut self.poisoned) { self.fault() } else { Vec::new() }
+        if std::mem::take(&mut self.poisoned) { self.break_all_contexts() } else { Vec::new() }
     }
 
     /// Records that a client's kernels have finished.
-    pub fn idle(&mut self, connection: u64) {
+    pub fn finish_kernels(&mut self, connection: u64) {
         if let Some(client) = self.connected.get_mut(&connection) {
             client.busy = None;
         }
     }
 
     /// Breaks every context with a fatal error.
-    pub fn fault(&mut self) -> Vec<Effect> {
+    pub fn break_all_contexts(&mut self) -> Vec<Effect> {
         let mut effects = Vec::new();
         for (connection, client) in &mut self.connected {
             if client.stage == Stage::Live {
@@ -191,9 +191,9 @@ impl Clients {
     pub fn terminate(&mut self, request: u64, pid: u32) -> Vec<Effect> {
         let mut effects = Vec::new();
         for (connection, client) in &mut self.connected {
-            if client.pid == pid && client.holds_context() && !client.terminating {
+            if client.pid == pid && client.has_context() && !client.terminating {
                 client.terminating = true;
-                effects.push(Effect::AskToEnd(*connection));
+                effects.push(Effect::RequestEnd(*connection));
             }
         }
         if self.connected.values().any(|client| client.pid == pid && client.terminating) {
@@ -206,7 +206,7 @@ impl Clients {
     }
 
     /// Handles a client's report that its context has ended.
-    pub fn ended(&mut self, connection: u64) -> Vec<Effect> {
+    pub fn handle_context_end(&mut self, connection: u64) -> Vec<Effect> {
         let Some(client) = self.connected.get_mut(&connection).filter(|client| client.terminating) else {
             return Vec::new();
         };
@@ -223,17 +223,18 @@ impl Clients {
         effects
     }
 
-    /// Removes a closed connection. `orderly` means that the client sent a goodbye.
+    /// Removes a closed connection. `orderly` means that the client closed the connection cleanly,
+    /// with [`ToContext::Goodbye`](crate::wire::ToContext::Goodbye).
     pub fn remove_connection(&mut self, connection: u64, orderly: bool) -> Vec<Effect> {
         let Some(client) = self.connected.remove(&connection) else { return Vec::new() };
         let mut effects = Vec::new();
-        if client.holds_context() {
+        if client.has_context() {
             effects.push(Effect::Release(connection));
         }
         if let (Stage::Live, Some(kernel_ms), false) = (client.stage, client.busy, orderly)
             && self.rule.breaks_neighbours(kernel_ms)
         {
-            let broken = self.fault();
+            let broken = self.break_all_contexts();
             self.poisoned = broken.is_empty();
             effects.extend(broken);
         }
@@ -261,7 +262,7 @@ impl Clients {
 }
 
 impl Client {
-    fn holds_context(&self) -> bool {
+    fn has_context(&self) -> bool {
         matches!(self.stage, Stage::Live | Stage::Broken)
     }
 }
@@ -276,34 +277,34 @@ mod tests {
         for connection in 1..=count {
             let pid = 100 + u32::try_from(connection).unwrap();
             clients.add_process(1000 + connection, pid).unwrap();
-            context(&mut clients, connection, pid, 1);
+            add_context(&mut clients, connection, pid, 1);
         }
         clients
     }
 
-    fn context(clients: &mut Clients, connection: u64, pid: u32, number: u32) {
-        assert_eq!(clients.reserve(connection, pid), Ok(number));
-        clients.created(connection);
+    fn add_context(clients: &mut Clients, connection: u64, pid: u32, number: u32) {
+        assert_eq!(clients.reserve_context(connection, pid), Ok(number));
+        clients.mark_created(connection);
     }
 
     #[test]
     fn the_49th_context_is_refused_until_another_ends() {
         let mut clients = clients_with_contexts(48);
         assert_eq!(clients.add_process(2000, 149), Ok(()));
-        assert_eq!(clients.reserve(49, 149), Err(MAX_CLIENTS_REACHED));
+        assert_eq!(clients.reserve_context(49, 149), Err(MAX_CLIENTS_REACHED));
         clients.remove_connection(7, true);
-        assert_eq!(clients.reserve(49, 149), Ok(1));
-        assert_eq!(clients.reserve(50, 149), Err(MAX_CLIENTS_REACHED));
+        assert_eq!(clients.reserve_context(49, 149), Ok(1));
+        assert_eq!(clients.reserve_context(50, 149), Err(MAX_CLIENTS_REACHED));
     }
 
     #[test]
     fn a_fault_lasts_until_the_last_broken_client_exits() {
         let mut clients = clients_with_contexts(3);
-        let effects = clients.fault();
+        let effects = clients.break_all_contexts();
         assert_eq!(effects, [Effect::Break(1), Effect::Break(2), Effect::Break(3), Effect::Status(Status::Fault)]);
-        assert_eq!(clients.broken(), [101, 102, 103]);
+        assert_eq!(clients.broken_pids(), [101, 102, 103]);
         assert_eq!(clients.add_process(2000, 104), Err(NOT_READY));
-        assert_eq!(clients.reserve(4, 101), Err(NOT_READY));
+        assert_eq!(clients.reserve_context(4, 101), Err(NOT_READY));
         assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
         assert_eq!(clients.remove_connection(3, false), [Effect::Release(3)]);
         assert_eq!(clients.remove_connection(1001, false), []);
@@ -312,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_client_that_dies_breaks_neighbours_and_an_orderly_exit_does_not() {
+    fn a_busy_client_breaks_its_neighbours_if_it_is_killed_but_not_if_it_exits_cleanly() {
         let mut clients = clients_with_contexts(3);
         clients.start_kernels(1, 100.0);
         clients.start_kernels(2, 100.0);
@@ -324,31 +325,31 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_client_or_one_with_short_kernels_breaks_no_client_when_it_dies() {
+    fn a_killed_client_that_is_idle_or_has_short_kernels_breaks_no_client() {
         let mut clients = clients_with_contexts(3);
         clients.start_kernels(1, 100.0);
-        clients.idle(1);
+        clients.finish_kernels(1);
         clients.start_kernels(2, 0.5);
         assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
         assert_eq!(clients.remove_connection(2, false), [Effect::Release(2)]);
     }
 
     #[test]
-    fn a_busy_client_that_dies_without_neighbours_breaks_the_next_busy_client() {
+    fn a_busy_client_killed_without_neighbours_breaks_the_next_busy_client() {
         let mut clients = clients_with_contexts(1);
         clients.start_kernels(1, 1000.0);
         assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
-        context(&mut clients, 2, 102, 1);
+        add_context(&mut clients, 2, 102, 1);
         assert_eq!(clients.start_kernels(2, 0.1), [Effect::Break(2), Effect::Status(Status::Fault)]);
         assert_eq!(clients.remove_connection(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
     }
 
     #[test]
-    fn the_death_of_a_terminated_client_breaks_no_client() {
+    fn the_exit_of_a_terminated_client_breaks_no_client() {
         let mut clients = clients_with_contexts(2);
         clients.start_kernels(1, 1000.0);
-        assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
-        assert_eq!(clients.ended(1), [Effect::Release(1), Effect::Answer(7, 0)]);
+        assert_eq!(clients.terminate(7, 101), [Effect::RequestEnd(1)]);
+        assert_eq!(clients.handle_context_end(1), [Effect::Release(1), Effect::Answer(7, 0)]);
         assert_eq!(clients.terminate(8, 101), [Effect::Answer(8, INVALID_CONTEXT)]);
         assert_eq!(clients.remove_connection(1, false), []);
     }
@@ -356,10 +357,10 @@ mod tests {
     #[test]
     fn terminate_waits_for_every_context_of_the_process_only() {
         let mut clients = clients_with_contexts(2);
-        context(&mut clients, 3, 101, 2);
-        assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1), Effect::AskToEnd(3)]);
+        add_context(&mut clients, 3, 101, 2);
+        assert_eq!(clients.terminate(7, 101), [Effect::RequestEnd(1), Effect::RequestEnd(3)]);
         assert_eq!(clients.terminate(8, 101), []);
-        assert_eq!(clients.ended(1), [Effect::Release(1)]);
+        assert_eq!(clients.handle_context_end(1), [Effect::Release(1)]);
         assert_eq!(
             clients.remove_connection(3, false),
             [Effect::Release(3), Effect::Answer(7, 0), Effect::Answer(8, 0)]
@@ -372,10 +373,10 @@ mod tests {
     #[test]
     fn a_terminated_broken_client_keeps_the_fault_until_it_exits() {
         let mut clients = clients_with_contexts(1);
-        clients.fault();
-        assert_eq!(clients.terminate(7, 101), [Effect::AskToEnd(1)]);
-        assert_eq!(clients.ended(1), [Effect::Answer(7, 0)]);
-        assert_eq!(clients.broken(), [101]);
+        clients.break_all_contexts();
+        assert_eq!(clients.terminate(7, 101), [Effect::RequestEnd(1)]);
+        assert_eq!(clients.handle_context_end(1), [Effect::Answer(7, 0)]);
+        assert_eq!(clients.broken_pids(), [101]);
         assert_eq!(clients.remove_connection(1, false), [Effect::Release(1), Effect::Status(Status::Active)]);
     }
 }

@@ -1,7 +1,7 @@
 //! `nvidia-cuda-mps-server`: the daemon's child that opens the GPU and serves the clients.
 //!
 //! The server's standard input is a socket to the daemon, and the server's standard output is the
-//! daemon's log. Like the real server, it exits when the daemon does.
+//! daemon's log. Like the real server, this server exits when the daemon exits.
 
 pub mod clients;
 
@@ -33,7 +33,7 @@ const DEFAULT_START_MS: u64 = 150;
 /// The XID of an illegal access: an MMU fault.
 const XID_MMU_FAULT: u64 = 31;
 const INVALID_DEVICE: i32 = 101;
-const UNKNOWN: i32 = 999;
+const UNKNOWN_ERROR: i32 = 999;
 
 /// The program's main function.
 pub fn main() -> ExitCode {
@@ -41,7 +41,7 @@ pub fn main() -> ExitCode {
     match run(&log) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            log.line("Other", std::process::id(), &format!("MPS server failed to start: {error:#}"));
+            log.write_line("Other", std::process::id(), &format!("MPS server failed to start: {error:#}"));
             ExitCode::FAILURE
         }
     }
@@ -50,37 +50,37 @@ pub fn main() -> ExitCode {
 fn run(log: &Log) -> anyhow::Result<()> {
     let link = Connection::from_fd(io::stdin().as_fd().try_clone_to_owned()?);
     let pid = std::process::id();
-    log.line("Other", pid, "Startup");
+    log.write_line("Other", pid, "Startup");
     let start = wire::recv(&link).context("not started by nvidia-cuda-mps-control")?;
     let Some(ToServer::Start { visible, pipe_directory, uid, settings }) = start else {
         anyhow::bail!("not started by nvidia-cuda-mps-control");
     };
     let control = Path::new(&pipe_directory).join("control");
-    log.line("Other", pid, &format!("Connecting to control daemon on socket: {}", control.display()));
+    log.write_line("Other", pid, &format!("Connecting to control daemon on socket: {}", control.display()));
     // The server runs as its clients' user, who may lack access to the daemon's directory.
     rustix::fs::access(&control, rustix::fs::Access::READ_OK)
         .with_context(|| format!("failed to reach {}", control.display()))?;
-    log.line("Other", pid, "Initializing server process");
+    log.write_line("Other", pid, "Initializing server process");
     let faults = InjectedFaults::new(visible.clone());
-    if let Some(code) = faults.injected("mps:server") {
+    if let Some(code) = faults.apply_faults("mps:server") {
         std::process::exit(code);
     }
     let delay = std::env::var(START_ENV).ok().and_then(|ms| ms.parse().ok()).unwrap_or(DEFAULT_START_MS);
     thread::sleep(Duration::from_millis(delay));
 
     let machine = Machine::open_default().context("no CUDA-capable device is detected")?;
-    let devices = devices(&machine, visible.as_deref())?;
+    let devices = served_devices(&machine, visible.as_deref())?;
     let mut own = Vec::new();
     for (ordinal, device) in devices.iter().enumerate() {
-        log.line("Server", pid, &format!("Creating server context on device {ordinal} ({})", device.name));
+        log.write_line("Server", pid, &format!("Creating server context on device {ordinal} ({})", device.name));
         let context = machine.open_context(&device.offer.uuid, ContextKind::MpsServer, SERVER_MEMORY_BYTES);
         own.push(context.with_context(|| format!("failed to create a context on device {ordinal}"))?);
     }
-    log.line("Server", pid, &format!("Created anonymous shared memory region mps.shm.{uid}.{pid}"));
-    log.line("Server", pid, "CUDA MPS Server for Linux/Unix. Binary version: 13000");
+    log.write_line("Server", pid, &format!("Created anonymous shared memory region mps.shm.{uid}.{pid}"));
+    log.write_line("Server", pid, "CUDA MPS Server for Linux/Unix. Binary version: 13000");
     let version = machine.snapshot()?.driver.version.clone();
     let major = version.split('.').next().unwrap_or_default();
-    log.line("Server", pid, &format!("Display Driver version: {major}"));
+    log.write_line("Server", pid, &format!("Display Driver version: {major}"));
 
     let environment = |name| std::env::var(name).ok();
     let rule = BreakageRule::from_environment(environment(RULE_ENV).as_deref(), environment(SEED_ENV).as_deref());
@@ -107,17 +107,17 @@ fn run(log: &Log) -> anyhow::Result<()> {
 
 /// A device of the machine that the server serves.
 #[derive(Debug)]
-struct Served {
+struct ServedDevice {
     offer: Device,
     name: String,
     gpu: String,
     instance: Option<(u32, u32)>,
 }
 
-fn devices(machine: &Machine, visible: Option<&str>) -> anyhow::Result<Vec<Served>> {
+fn served_devices(machine: &Machine, visible: Option<&str>) -> anyhow::Result<Vec<ServedDevice>> {
     let state = machine.snapshot()?;
-    let devices: Vec<Served> = (state.visible_devices(visible).into_iter())
-        .map(|device| Served {
+    let devices: Vec<ServedDevice> = (state.visible_devices(visible).into_iter())
+        .map(|device| ServedDevice {
             offer: Device { uuid: device.uuid().to_owned(), sms: device.sms(), memory: device.cuda_memory() },
             name: device.model.name.clone(),
             gpu: device.gpu.uuid.clone(),
@@ -134,20 +134,20 @@ struct Server {
     faults: InjectedFaults,
     link: Connection,
     machine: Machine,
-    devices: Vec<Served>,
+    devices: Vec<ServedDevice>,
     inner: Mutex<Inner>,
 }
 
 /// The server's mutable state.
 struct Inner {
     clients: Clients,
-    connections: BTreeMap<u64, Entry>,
+    connections: BTreeMap<u64, ConnectionEntry>,
     /// The limits of each process, as of its introduction.
     bound: BTreeMap<u32, Settings>,
 }
 
 /// The resources of a connection.
-struct Entry {
+struct ConnectionEntry {
     channel: Arc<Connection>,
     /// The context's number within its process, from 1. 0 is the process's connection.
     id: u32,
@@ -176,7 +176,7 @@ impl Server {
                 Ok(ToServer::Terminate { request, pid }) => {
                     let mut inner = self.lock();
                     let effects = inner.clients.terminate(request, pid);
-                    self.apply(&mut inner, effects);
+                    self.apply_effects(&mut inner, effects);
                 }
                 Ok(ToServer::Start { .. }) | Err(_) => {}
                 Ok(ToServer::Shutdown) => break,
@@ -194,9 +194,9 @@ impl Server {
     /// Exits when a device is lost or the machine reboots.
     fn watch_devices(&self, own: &[Context]) {
         let mut seen = 0;
-        while let Ok(now) = self.machine.wait_change(seen, Duration::from_secs(60)) {
+        while let Ok(now) = self.machine.wait_for_change(seen, Duration::from_secs(60)) {
             seen = now;
-            if let Some(error) = own.iter().find_map(|context| context.check().err()) {
+            if let Some(error) = own.iter().find_map(|context| context.check_exists().err()) {
                 self.log(&format!("Server encountered a fatal exception: {error}. Shutting down"));
                 std::process::exit(1);
             }
@@ -210,7 +210,7 @@ impl Server {
             self.report(&FromServer::Left { connection });
             return;
         };
-        let introduced = handshake::receive(&socket, &theirs);
+        let introduced = handshake::receive_introduction(&socket, &theirs);
         drop(theirs);
         let (subject, pid) = match introduced {
             Ok((subject, credentials)) => (subject, u32::try_from(credentials.pid).unwrap_or(0)),
@@ -223,15 +223,15 @@ impl Server {
                         thread::park();
                     }
                 }
-                // Errors are ignored: the peer may have disconnected.
-                let _ = socket.send(&UNKNOWN.to_le_bytes());
+                // Ignore errors: the peer may have disconnected.
+                let _ = socket.send(&UNKNOWN_ERROR.to_le_bytes());
                 self.report(&FromServer::Left { connection });
                 return;
             }
         };
         let channel = Arc::new(channel);
-        let entered = self.enter(connection, subject, pid, settings, &channel);
-        // Errors are ignored: the thread below detects a closed connection.
+        let entered = self.register(connection, subject, pid, settings, &channel);
+        // Ignore errors: the thread below detects a closed connection.
         let _ = socket.send(&entered.err().unwrap_or(0).to_le_bytes());
         if entered.is_err() {
             self.report(&FromServer::Left { connection });
@@ -240,15 +240,15 @@ impl Server {
         let server = Arc::clone(self);
         let spawned = thread::Builder::new().stack_size(256 << 10).spawn(move || {
             let orderly = server.serve_client(connection, &channel, &socket);
-            server.leave(connection, orderly);
+            server.handle_disconnect(connection, orderly);
         });
         if spawned.is_err() {
-            self.leave(connection, true);
+            self.handle_disconnect(connection, true);
         }
     }
 
     /// Registers a process or a context, or returns the `CUresult` that refuses it.
-    fn enter(
+    fn register(
         &self,
         connection: u64,
         subject: Subject,
@@ -259,10 +259,10 @@ impl Server {
         let mut inner = self.lock();
         let id = match subject {
             Subject::Process => inner.clients.add_process(connection, pid).map(|()| 0),
-            Subject::Context => inner.clients.reserve(connection, pid),
+            Subject::Context => inner.clients.reserve_context(connection, pid),
         }?;
         inner.bound.entry(pid).or_insert(settings);
-        inner.connections.insert(connection, Entry { channel: Arc::clone(channel), id, context: None });
+        inner.connections.insert(connection, ConnectionEntry { channel: Arc::clone(channel), id, context: None });
         self.log(&format!("Received new client request for {{PID: {pid}, Context ID: {id}}}"));
         self.log(&format!("Client {{PID: {pid}, Context ID: {id}}} connected"));
         self.log(&format!("Creating worker thread for client {{PID: {pid}, Context ID: {id}}}"));
@@ -272,7 +272,8 @@ impl Server {
         Ok(())
     }
 
-    /// Serves a client's requests until it disconnects. Returns whether the client sent a goodbye.
+    /// Serves a client's requests until it disconnects. Returns whether the client sent
+    /// [`ToContext::Goodbye`].
     fn serve_client(&self, connection: u64, channel: &Connection, socket: &Connection) -> bool {
         // Messages from before the close still count, up to a limit.
         let mut last_messages = 64;
@@ -287,19 +288,20 @@ impl Server {
             match wire::recv::<ToContext>(channel) {
                 Ok(Some(ToContext::Goodbye)) => return true,
                 Ok(Some(request)) => {
-                    if let Some(answer) = self.answer(connection, request)
+                    if let Some(answer) = self.handle_request(connection, request)
                         && wire::send(channel, &answer).is_err()
                     {
                         return false;
                     }
                 }
-                // A close or an invalid message is not a goodbye.
+                // A client that closes the connection or sends an invalid message has sent no
+                // `Goodbye`.
                 Ok(None) | Err(_) => return false,
             }
         }
     }
 
-    fn answer(&self, connection: u64, request: ToContext) -> Option<FromContext> {
+    fn handle_request(&self, connection: u64, request: ToContext) -> Option<FromContext> {
         let mut inner = self.lock();
         match request {
             ToContext::Devices => {
@@ -307,35 +309,35 @@ impl Server {
                 Some(FromContext::Devices(offers))
             }
             ToContext::Create { device, threads, command, namespace } => {
-                let created = self.create(&mut inner, connection, &device, threads, command, namespace);
+                let created = self.create_context(&mut inner, connection, &device, threads, command, namespace);
                 Some(created.unwrap_or_else(FromContext::Error))
             }
-            ToContext::Allocate(bytes) => Some(inner.memory(connection, |memory| memory.allocate(bytes))),
-            ToContext::Free(bytes) => Some(inner.memory(connection, |memory| memory.free(bytes))),
-            ToContext::Query => Some(inner.memory(connection, |_| Ok(()))),
+            ToContext::Allocate(bytes) => Some(inner.change_memory(connection, |memory| memory.allocate(bytes))),
+            ToContext::Free(bytes) => Some(inner.change_memory(connection, |memory| memory.free(bytes))),
+            ToContext::Query => Some(inner.change_memory(connection, |_| Ok(()))),
             ToContext::Busy(kernel_ms) => {
                 let effects = inner.clients.start_kernels(connection, kernel_ms);
-                self.apply(&mut inner, effects);
+                self.apply_effects(&mut inner, effects);
                 None
             }
             ToContext::Idle => {
-                inner.clients.idle(connection);
+                inner.clients.finish_kernels(connection);
                 None
             }
             ToContext::IllegalAccess => {
-                self.illegal_access(&mut inner, connection);
+                self.handle_illegal_access(&mut inner, connection);
                 None
             }
             ToContext::Terminated => {
-                let effects = inner.clients.ended(connection);
-                self.apply(&mut inner, effects);
+                let effects = inner.clients.handle_context_end(connection);
+                self.apply_effects(&mut inner, effects);
                 None
             }
             ToContext::Goodbye => None,
         }
     }
 
-    fn create(
+    fn create_context(
         &self,
         inner: &mut Inner,
         connection: u64,
@@ -357,12 +359,12 @@ impl Server {
         let limit = settings.memory_of(DeviceName { ordinal, uuid });
         inner.connections.get_mut(&connection).ok_or(clients::INVALID_CONTEXT)?.context =
             Some(ClientMemory { memory, ordinal });
-        inner.clients.created(connection);
+        inner.clients.mark_created(connection);
         self.report(&FromServer::Context { connection, pid, device: uuid.to_owned(), namespace, command });
         Ok(FromContext::Created { sms, limit, free })
     }
 
-    fn illegal_access(&self, inner: &mut Inner, connection: u64) {
+    fn handle_illegal_access(&self, inner: &mut Inner, connection: u64) {
         let Some(ordinal) = inner.connections.get(&connection).and_then(|entry| Some(entry.context.as_ref()?.ordinal))
         else {
             return;
@@ -371,22 +373,22 @@ impl Server {
             return;
         }
         let device = &self.devices[ordinal];
-        let told = self.machine.update(|state| {
+        let event = self.machine.update(|state| {
             state.push_event(&device.gpu, EventKind::Xid, XID_MMU_FAULT, device.instance);
             Ok::<_, sim_machine::Error>(())
         });
-        if let Err(error) = told {
+        if let Err(error) = event {
             self.log(&format!("{error}"));
         }
         let id = inner.connections.get(&connection).map_or(0, |entry| entry.id);
         let pid = inner.clients.pid(connection).unwrap_or(0);
         let client = format!("Client {{PID: {pid}, Context: {id}}} encountered a fatal GPU error.");
-        self.log.line("Other", std::process::id(), &client);
-        let effects = inner.clients.fault();
-        self.apply(inner, effects);
+        self.log.write_line("Other", std::process::id(), &client);
+        let effects = inner.clients.break_all_contexts();
+        self.apply_effects(inner, effects);
     }
 
-    fn leave(&self, connection: u64, orderly: bool) {
+    fn handle_disconnect(&self, connection: u64, orderly: bool) {
         let mut inner = self.lock();
         let pid = inner.clients.pid(connection);
         if let (Some(pid), Some(entry)) = (pid, inner.connections.get(&connection)) {
@@ -403,7 +405,7 @@ impl Server {
         }
         let mut effects = inner.clients.remove_connection(connection, orderly);
         if effects.contains(&Effect::Status(Status::Fault)) {
-            // The log names a living client and never the one that exited. Measured in 47 of 47
+            // The log names a running client and never the client that exited. Measured in 47 of 47
             // such faults.
             let alive = |other: &u64| *other != connection && inner.connections[other].context.is_some();
             let named = inner.connections.keys().copied().filter(alive).min();
@@ -411,14 +413,14 @@ impl Server {
                 named.and_then(|other| Some((inner.clients.pid(other)?, inner.connections[&other].id)))
             {
                 let client = format!("Client {{PID: {pid}, Context: {id}}} encountered a fatal GPU error.");
-                self.log.line("Other", std::process::id(), &client);
+                self.log.write_line("Other", std::process::id(), &client);
             }
         }
-        if effects.contains(&Effect::Status(Status::Active)) && self.faults.injected("mps:heal").is_some() {
+        if effects.contains(&Effect::Status(Status::Active)) && self.faults.apply_faults("mps:heal").is_some() {
             inner.clients.stay_in_fault();
             effects.retain(|effect| *effect != Effect::Status(Status::Active));
         }
-        self.apply(&mut inner, effects);
+        self.apply_effects(&mut inner, effects);
         inner.connections.remove(&connection);
         if let Some(pid) = pid.filter(|pid| !inner.clients.has_process(*pid)) {
             inner.bound.remove(&pid);
@@ -427,11 +429,11 @@ impl Server {
         self.report(&FromServer::Left { connection });
     }
 
-    fn apply(&self, inner: &mut Inner, effects: Vec<Effect>) {
+    fn apply_effects(&self, inner: &mut Inner, effects: Vec<Effect>) {
         for effect in effects {
             match effect {
                 Effect::Break(connection) => inner.notify(connection, &FromContext::Broken(clients::ILLEGAL_ADDRESS)),
-                Effect::AskToEnd(connection) => inner.notify(connection, &FromContext::Terminate),
+                Effect::RequestEnd(connection) => inner.notify(connection, &FromContext::Terminate),
                 Effect::Release(connection) => {
                     if let Some(entry) = inner.connections.get_mut(&connection) {
                         entry.context = None;
@@ -447,7 +449,7 @@ impl Server {
     }
 
     fn log_status(&self, status: Status, inner: &Inner) {
-        let log = |text: &str| self.log.line("Other", std::process::id(), text);
+        let log = |text: &str| self.log.write_line("Other", std::process::id(), text);
         match status {
             Status::Fault => {
                 log("Volta MPS: Server is handling a fatal GPU error.");
@@ -459,7 +461,7 @@ impl Server {
                 log("The following devices");
                 (0..self.devices.len()).for_each(|ordinal| log(&ordinal.to_string()));
                 log("The following clients have a sticky error set:");
-                inner.clients.broken().iter().for_each(|pid| log(&pid.to_string()));
+                inner.clients.broken_pids().iter().for_each(|pid| log(&pid.to_string()));
             }
             Status::Active => {
                 for (ordinal, device) in self.devices.iter().enumerate() {
@@ -482,11 +484,11 @@ impl Server {
     }
 
     fn log(&self, text: &str) {
-        self.log.line("Server", std::process::id(), text);
+        self.log.write_line("Server", std::process::id(), text);
     }
 
     fn report(&self, message: &FromServer) {
-        // Errors are ignored: the server exits when the daemon has exited.
+        // Ignore errors: the server exits when the daemon has exited.
         let _ = wire::send(&self.link, message);
     }
 
@@ -497,7 +499,7 @@ impl Server {
 
 impl Inner {
     /// Changes the memory of a working context.
-    fn memory(
+    fn change_memory(
         &self,
         connection: u64,
         change: impl FnOnce(&Context) -> Result<(), sim_machine::ContextError>,
@@ -512,7 +514,7 @@ impl Inner {
         }
     }
 
-    /// Notifies a client. A client that does not read must not block the others.
+    /// Notifies a client. A client that does not read must not block the other clients.
     fn notify(&self, connection: u64, message: &FromContext) {
         if let Some(entry) = self.connections.get(&connection) {
             let _ = wire::try_send(&entry.channel, message);

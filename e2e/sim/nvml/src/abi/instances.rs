@@ -7,29 +7,29 @@ use std::ptr::without_provenance_mut;
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{ComputeProfile, DeviceRef, GpuProfile, Placement};
 
-use super::raw::{In, Out, chars};
-use super::{Return, exports, parse_switch, to_u32, version};
+use super::raw::{In, Out, to_c_chars};
+use super::{Return, exports, parse_switch, struct_version, to_u32};
 use crate::library::{
-    Code, Handle, Object, Result, View, as_root, call_on, catch_panic, handle, on_device, on_gpu, require_root,
+    Code, Handle, Object, Result, View, call_on, catch_panic, handle, on_device, on_gpu, on_gpu_as_root, require_root,
 };
 use crate::mig;
 
 exports! {
     nvmlDeviceGetMigMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) |own|
         on_gpu(own, device, |_, gpu, model| {
-            if !model.mig_capable() {
+            if !model.is_mig_capable() {
                 return Err(Code::NOT_SUPPORTED);
             }
             current.put(gpu.mig.into())?;
             pending.put(gpu.mig_pending.into())
         });
     nvmlDeviceSetMigMode(device: Handle, mode: c_uint, activation: Out<Return>) |own|
-        as_root(own, device, |view, gpu, model| {
+        on_gpu_as_root(own, device, |view, gpu, model| {
             let on = parse_switch(mode)?;
             if activation.is_null() {
                 return Err(Code::INVALID_ARGUMENT);
             }
-            if !model.mig_capable() {
+            if !model.is_mig_capable() {
                 return Err(Code::NOT_SUPPORTED);
             }
             activation.put(mig::set_mode(view, &gpu.uuid, on)?)
@@ -46,15 +46,15 @@ exports! {
             out.put(handle(Object::Device(ci.uuid.clone())))
         });
     nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device: Handle, out: Out<Handle>) |own| on_device(own, device, |_, d| {
-        in_mig(&d)?;
+        mig_instances_of(&d)?;
         out.put(handle(Object::Device(d.gpu.uuid.clone())))
     });
     nvmlDeviceGetGpuInstanceId(device: Handle, id: Out<c_uint>) |own|
-        on_device(own, device, |_, d| id.put(in_mig(&d)?.0.id));
+        on_device(own, device, |_, d| id.put(mig_instances_of(&d)?.0.id));
     nvmlDeviceGetComputeInstanceId(device: Handle, id: Out<c_uint>) |own|
-        on_device(own, device, |_, d| id.put(in_mig(&d)?.1.id));
-    nvmlDeviceGetAttributes(device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) |own| attributes(own, device, out);
-    nvmlDeviceGetAttributes_v2(device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) |own| attributes(own, device, out);
+        on_device(own, device, |_, d| id.put(mig_instances_of(&d)?.1.id));
+    nvmlDeviceGetAttributes(device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) |own| put_attributes(own, device, out);
+    nvmlDeviceGetAttributes_v2(device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) |own| put_attributes(own, device, out);
 
     nvmlDeviceGetGpuInstanceProfileInfo(device: Handle, profile: c_uint, out: Out<sys::nvmlGpuInstanceProfileInfo_t>) |own|
         on_gpu(own, device, |_, _, model| {
@@ -79,21 +79,21 @@ exports! {
         on_gpu(own, device, |_, _, model| put_profile(mig::profile_by_id(model, id)?, out));
     nvmlDeviceGetGpuInstancePossiblePlacements(
         device: Handle, id: c_uint, out: Out<sys::nvmlGpuInstancePlacement_t>, count: Out<c_uint>,
-    ) |own| placements(own, device, id, out, count);
+    ) |own| put_placements(own, device, id, out, count);
     nvmlDeviceGetGpuInstancePossiblePlacements_v2(
         device: Handle, id: c_uint, out: Out<sys::nvmlGpuInstancePlacement_t>, count: Out<c_uint>,
-    ) |own| placements(own, device, id, out, count);
+    ) |own| put_placements(own, device, id, out, count);
     nvmlDeviceGetGpuInstanceRemainingCapacity(device: Handle, id: c_uint, count: Out<c_uint>) |own|
         on_gpu(own, device, |_, gpu, model| {
             count.put(gpu.remaining_capacity(model, mig::profile_by_id(model, id)?))
         });
     nvmlDeviceCreateGpuInstance(device: Handle, id: c_uint, out: Out<Handle>) |own|
-        as_root(own, device, |view, gpu, _| create(view, &gpu.uuid, id, None, out));
+        on_gpu_as_root(own, device, |view, gpu, _| create_gpu_instance(view, &gpu.uuid, id, None, out));
     nvmlDeviceCreateGpuInstanceWithPlacement(
         device: Handle, id: c_uint, at: In<sys::nvmlGpuInstancePlacement_t>, out: Out<Handle>,
-    ) |own| as_root(own, device, |view, gpu, _| {
+    ) |own| on_gpu_as_root(own, device, |view, gpu, _| {
         let at = at.get()?;
-        create(view, &gpu.uuid, id, Some(Placement { start: at.start, size: at.size }), out)
+        create_gpu_instance(view, &gpu.uuid, id, Some(Placement { start: at.start, size: at.size }), out)
     });
     nvmlDeviceGetGpuInstances(device: Handle, id: c_uint, out: Out<Handle>, count: Out<c_uint>) |own|
         on_gpu(own, device, |_, gpu, model| {
@@ -102,7 +102,7 @@ exports! {
             put_all(instances.map(|i| handle(Object::GpuInstance(gpu.uuid.clone(), i.id))), out, count)
         });
     nvmlDeviceGetGpuInstanceById(device: Handle, id: c_uint, out: Out<Handle>) |own| on_gpu(own, device, |_, gpu, model| {
-        if !model.mig_capable() {
+        if !model.is_mig_capable() {
             return Err(Code::NOT_SUPPORTED);
         }
         let found = gpu.instances.iter().find(|i| i.id == id).ok_or(Code::NOT_FOUND)?;
@@ -166,12 +166,12 @@ exports! {
         put_all((0..=last).map(|start| sys::nvmlComputeInstancePlacement_t { start, size }), out, count)
     });
     nvmlGpuInstanceCreateComputeInstance(instance: Handle, profile: c_uint, out: Out<Handle>) |own|
-        on_instance(own, instance, |view, gpu, id| create_compute(view, gpu, id, profile, None, out));
+        on_instance(own, instance, |view, gpu, id| create_compute_instance(view, gpu, id, profile, None, out));
     nvmlGpuInstanceCreateComputeInstanceWithPlacement(
         instance: Handle, profile: c_uint, at: In<sys::nvmlComputeInstancePlacement_t>, out: Out<Handle>,
     ) |own| on_instance(own, instance, |view, gpu, id| {
         let at = at.get()?;
-        create_compute(view, gpu, id, profile, Some(Placement { start: at.start, size: at.size }), out)
+        create_compute_instance(view, gpu, id, profile, Some(Placement { start: at.start, size: at.size }), out)
     });
     nvmlGpuInstanceGetComputeInstances(instance: Handle, profile: c_uint, out: Out<Handle>, count: Out<c_uint>) |own|
         on_instance(own, instance, |view, gpu, id| {
@@ -187,9 +187,9 @@ exports! {
             out.put(handle(Object::ComputeInstance(gpu.to_owned(), gi, id)))
         });
     nvmlComputeInstanceGetInfo(instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) |own|
-        compute_info(own, instance, out);
+        put_compute_info(own, instance, out);
     nvmlComputeInstanceGetInfo_v2(instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) |own|
-        compute_info(own, instance, out);
+        put_compute_info(own, instance, out);
     nvmlComputeInstanceDestroy(instance: Handle) |own| on_compute(own, instance, |view, gpu, gi, id| {
         require_root()?;
         mig::find_gpu_instance(view, gpu, gi)?;
@@ -214,7 +214,9 @@ fn on_compute(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32, 
     })
 }
 
-fn in_mig<'a>(device: &DeviceRef<'a>) -> Result<(&'a sim_machine::GpuInstance, &'a sim_machine::ComputeInstance)> {
+fn mig_instances_of<'a>(
+    device: &DeviceRef<'a>,
+) -> Result<(&'a sim_machine::GpuInstance, &'a sim_machine::ComputeInstance)> {
     device.mig.ok_or(Code::INVALID_ARGUMENT)
 }
 
@@ -222,7 +224,7 @@ fn p2p_capability(profile: &GpuProfile) -> u32 {
     profile.capabilities & sys::NVML_GPU_INSTANCE_PROFILE_CAPS_P2P
 }
 
-fn attributes(name: &str, device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) -> Return {
+fn put_attributes(name: &str, device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) -> Return {
     on_device(name, device, |_, d| {
         let (gi, ci) = d.mig.ok_or(Code::NOT_SUPPORTED)?;
         let whole = d.model.gpu_profile(gi.profile).ok_or(Code::UNKNOWN)?;
@@ -246,8 +248,8 @@ fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -
     type V2 = sys::nvmlGpuInstanceProfileInfo_v2_t;
     type V3 = sys::nvmlGpuInstanceProfileInfo_v3_t;
     let wanted = out.cast::<c_uint>().get()?;
-    let name = chars(&format!("MIG {}", p.name));
-    if wanted == version::<V2>(2) {
+    let name = to_c_chars(&format!("MIG {}", p.name));
+    if wanted == struct_version::<V2>(2) {
         out.put(V2 {
             version: wanted,
             id: p.id,
@@ -263,7 +265,7 @@ fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -
             memorySizeMB: p.memory_mib,
             name,
         })
-    } else if wanted == version::<V3>(3) {
+    } else if wanted == struct_version::<V3>(3) {
         out.cast::<V3>().put(V3 {
             version: wanted,
             id: p.id,
@@ -292,8 +294,8 @@ fn put_compute_profile(
     type V2 = sys::nvmlComputeInstanceProfileInfo_v2_t;
     type V3 = sys::nvmlComputeInstanceProfileInfo_v3_t;
     let wanted = out.cast::<c_uint>().get()?;
-    let name = chars(&format!("MIG {}", p.name));
-    if wanted == version::<V2>(2) {
+    let name = to_c_chars(&format!("MIG {}", p.name));
+    if wanted == struct_version::<V2>(2) {
         out.put(V2 {
             version: wanted,
             id: p.id,
@@ -307,7 +309,7 @@ fn put_compute_profile(
             sharedOfaCount: shared.ofa,
             name,
         })
-    } else if wanted == version::<V3>(3) {
+    } else if wanted == struct_version::<V3>(3) {
         out.cast::<V3>().put(V3 {
             version: wanted,
             id: p.id,
@@ -340,7 +342,7 @@ fn put_all<T: Copy>(items: impl Iterator<Item = T>, out: Out<T>, count: Out<c_ui
     count.put(to_u32(written))
 }
 
-fn placements(
+fn put_placements(
     name: &str,
     device: Handle,
     id: u32,
@@ -353,14 +355,14 @@ fn placements(
     })
 }
 
-fn create(view: &View, gpu: &str, profile: u32, at: Option<Placement>, out: Out<Handle>) -> Result<()> {
+fn create_gpu_instance(view: &View, gpu: &str, profile: u32, at: Option<Placement>, out: Out<Handle>) -> Result<()> {
     if out.is_null() {
         return Err(Code::INVALID_ARGUMENT);
     }
     out.put(mig::create_gpu_instance(view, gpu, profile, at)?)
 }
 
-fn create_compute(
+fn create_compute_instance(
     view: &View,
     gpu: &str,
     gi: u32,
@@ -376,7 +378,7 @@ fn create_compute(
     out.put(mig::create_compute_instance(view, gpu, gi, profile, at)?)
 }
 
-fn compute_info(name: &str, instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) -> Return {
+fn put_compute_info(name: &str, instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) -> Return {
     on_compute(name, instance, |view, gpu, gi, id| {
         let (_, _, found) = mig::find_gpu_instance(view, gpu, gi)?;
         let ci = found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;

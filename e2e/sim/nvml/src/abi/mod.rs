@@ -9,10 +9,10 @@ use std::time::Duration;
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{EventKind, Gpu};
 
-use self::raw::{Out, Text, chars};
-use crate::device::{self, List, NO_INSTANCE};
+use self::raw::{Out, Text, to_c_chars};
+use crate::device::{self, NO_INSTANCE, ProcessList};
 use crate::library::{
-    self, Code, Handle, Object, Result, as_root, call, catch_panic, handle, object, on_device, on_gpu,
+    self, Code, Handle, Object, Result, call, catch_panic, handle, object, on_device, on_gpu, on_gpu_as_root,
 };
 use crate::{events, mig};
 
@@ -31,8 +31,9 @@ macro_rules! exports {
 }
 pub(crate) use exports;
 
-/// Returns the version of a structure like NVML's macro: the size, with the number in the top byte.
-pub(crate) fn version<T>(number: u32) -> u32 {
+/// Returns the version of a structure, as NVML's macro computes it: the size, with the number in
+/// the top byte.
+pub(crate) fn struct_version<T>(number: u32) -> u32 {
     u32::try_from(size_of::<T>()).unwrap_or(0) | number << 24
 }
 
@@ -97,24 +98,24 @@ exports! {
         on_gpu(own, device, |_, _, model| width.put(model.memory_bus_width));
     nvmlDeviceGetPciInfo_v3(device: Handle, info: Out<sys::nvmlPciInfo_t>) |own| on_gpu(own, device, |_, gpu, model| {
         info.put(sys::nvmlPciInfo_t {
-            busIdLegacy: chars(&gpu.pci.short_bus_id()),
+            busIdLegacy: to_c_chars(&gpu.pci.short_bus_id()),
             domain: gpu.pci.domain,
             bus: gpu.pci.bus,
             device: gpu.pci.device,
             pciDeviceId: model.pci_device_id,
             pciSubSystemId: model.pci_subsystem_id,
-            busId: chars(&gpu.pci.bus_id()),
+            busId: to_c_chars(&gpu.pci.bus_id()),
         })
     });
     // The GPU's memory is not a NUMA node, as on most machines. The nearest node is in the memory
     // affinity.
     nvmlDeviceGetNumaNodeId(device: Handle, _node: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| Err(Code::NOT_SUPPORTED));
     nvmlDeviceGetMemoryAffinity(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
-        on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.numa_node.unwrap_or(0).to_string(), 0));
+        on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.numa_node.unwrap_or(0).to_string(), 0));
     nvmlDeviceGetCpuAffinity(device: Handle, size: c_uint, set: Out<c_ulong>) |own|
-        on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.cpus, count_cpus()));
+        on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.cpus, count_cpus()));
     nvmlDeviceGetCpuAffinityWithinScope(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
-        on_gpu(own, device, |_, gpu, _| bits(size, set, &gpu.cpus, count_cpus()));
+        on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.cpus, count_cpus()));
     nvmlDeviceGetTopologyCommonAncestor(one: Handle, other: Handle, level: Out<c_uint>) |own|
         on_gpu(own, one, |view, gpu, _| {
             let Object::Device(other) = object(other)? else { return Err(Code::INVALID_ARGUMENT) };
@@ -136,7 +137,7 @@ exports! {
     });
     nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<sys::nvmlMemory_v2_t>) |own| on_device(own, device, |view, d| {
         let version = out.cast::<c_uint>().get()?;
-        if version != self::version::<sys::nvmlMemory_v2_t>(2) {
+        if version != self::struct_version::<sys::nvmlMemory_v2_t>(2) {
             return Err(Code::FUNCTION_NOT_FOUND);
         }
         let m = device::memory(view, &d)?;
@@ -149,35 +150,35 @@ exports! {
 
     nvmlDeviceGetComputeMode(device: Handle, mode: Out<sys::nvmlComputeMode_t>) |own|
         on_device(own, device, |_, d| mode.put(device::compute_mode(d.gpu.compute_mode)));
-    nvmlDeviceSetComputeMode(device: Handle, mode: sys::nvmlComputeMode_t) |own| as_root(own, device, |view, gpu, _| {
+    nvmlDeviceSetComputeMode(device: Handle, mode: sys::nvmlComputeMode_t) |own| on_gpu_as_root(own, device, |view, gpu, _| {
         let mode = device::parse_compute_mode(mode)?;
-        change(view, gpu, move |gpu| if gpu.mig { Err(Code::NOT_SUPPORTED) } else { gpu.compute_mode = mode; Ok(()) })
+        change_gpu(view, gpu, move |gpu| if gpu.mig { Err(Code::NOT_SUPPORTED) } else { gpu.compute_mode = mode; Ok(()) })
     });
     nvmlDeviceGetPersistenceMode(device: Handle, mode: Out<c_uint>) |own|
         on_gpu(own, device, |_, gpu, _| mode.put(gpu.persistence.into()));
-    nvmlDeviceSetPersistenceMode(device: Handle, mode: c_uint) |own| as_root(own, device, |view, gpu, _| {
+    nvmlDeviceSetPersistenceMode(device: Handle, mode: c_uint) |own| on_gpu_as_root(own, device, |view, gpu, _| {
         let on = parse_switch(mode)?;
-        change(view, gpu, move |gpu| { gpu.persistence = on; Ok(()) })
+        change_gpu(view, gpu, move |gpu| { gpu.persistence = on; Ok(()) })
     });
 
     nvmlDeviceGetComputeRunningProcesses(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v1_t>) |own|
-        processes_v1(own, device, List::Compute, count, out);
+        put_processes_v1(own, device, ProcessList::Compute, count, out);
     nvmlDeviceGetComputeRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
-        processes(own, device, List::Compute, count, out);
+        put_processes(own, device, ProcessList::Compute, count, out);
     nvmlDeviceGetComputeRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
-        processes(own, device, List::Compute, count, out);
+        put_processes(own, device, ProcessList::Compute, count, out);
     nvmlDeviceGetMPSComputeRunningProcesses(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v1_t>) |own|
-        processes_v1(own, device, List::Mps, count, out);
+        put_processes_v1(own, device, ProcessList::Mps, count, out);
     nvmlDeviceGetMPSComputeRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
-        processes(own, device, List::Mps, count, out);
+        put_processes(own, device, ProcessList::Mps, count, out);
     nvmlDeviceGetMPSComputeRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
-        processes(own, device, List::Mps, count, out);
+        put_processes(own, device, ProcessList::Mps, count, out);
     nvmlDeviceGetGraphicsRunningProcesses(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v1_t>) |own|
-        processes_v1(own, device, List::Graphics, count, out);
+        put_processes_v1(own, device, ProcessList::Graphics, count, out);
     nvmlDeviceGetGraphicsRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
-        processes(own, device, List::Graphics, count, out);
+        put_processes(own, device, ProcessList::Graphics, count, out);
     nvmlDeviceGetGraphicsRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
-        processes(own, device, List::Graphics, count, out);
+        put_processes(own, device, ProcessList::Graphics, count, out);
 
     nvmlDeviceGetUtilizationRates(device: Handle, out: Out<sys::nvmlUtilization_t>) |own| on_device(own, device, |view, d| {
         // MIG devices have no counters.
@@ -259,9 +260,9 @@ exports! {
     nvmlDeviceRegisterEvents(device: Handle, types: c_ulonglong, set: Handle) |own|
         on_gpu(own, device, |view, gpu, _| events::register(view, &gpu.uuid, types, set));
     nvmlEventSetWait(set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) |own|
-        wait(own, set, data, milliseconds);
+        wait_for_event(own, set, data, milliseconds);
     nvmlEventSetWait_v2(set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) |own|
-        wait(own, set, data, milliseconds);
+        wait_for_event(own, set, data, milliseconds);
 }
 
 /// Returns the text of a return code. Requires no initialisation.
@@ -323,19 +324,19 @@ fn handle_by_index(name: &str, index: c_uint, out: Out<Handle>) -> Return {
 fn handle_by_bus_id(name: &str, bus: Text, out: Out<Handle>) -> Return {
     call(name, |view| {
         let bus = bus.get()?;
-        out.put(device::gpu_handle(view, |g| device::same_bus_id(g.pci, &bus), Code::NOT_FOUND)?)
+        out.put(device::gpu_handle(view, |g| device::is_bus_id(g.pci, &bus), Code::NOT_FOUND)?)
     })
 }
 
 /// Writes the bits of a list of numbers to the caller's words.
-fn bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
-    // 65,536 bits are more than any machine needs. The limit keeps a garbage size from filling
-    // memory.
+fn put_bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<()> {
+    // 65,536 bits are more than any machine needs. The limit prevents a call with an invalid size
+    // from using all memory.
     let words = (size as usize).min(1024);
     if words == 0 {
         return Err(Code::INSUFFICIENT_SIZE);
     }
-    device::bits(list, words, all).into_iter().enumerate().try_for_each(|(at, word)| set.put_at(at, word))
+    device::to_bit_words(list, words, all).into_iter().enumerate().try_for_each(|(at, word)| set.put_at(at, word))
 }
 
 /// Returns a GPU's number of ECC errors of a kind.
@@ -343,7 +344,7 @@ fn count_ecc_errors(gpu: &Gpu, kind: c_uint) -> Result<u64> {
     gpu.ecc.get(kind as usize).copied().ok_or(Code::INVALID_ARGUMENT)
 }
 
-fn change(view: &library::View, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Result<()>) -> Result<()> {
+fn change_gpu(view: &library::View, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Result<()>) -> Result<()> {
     view.machine.update(|state| change(state.gpu_mut(&gpu.uuid)?))
 }
 
@@ -360,10 +361,10 @@ fn check_buffer<T: Copy>(count: Out<c_uint>, out: Out<T>, needed: usize) -> Resu
     }
 }
 
-fn processes(
+fn put_processes(
     name: &str,
     device: Handle,
-    list: List,
+    list: ProcessList,
     count: Out<c_uint>,
     out: Out<sys::nvmlProcessInfo_v2_t>,
 ) -> Return {
@@ -382,10 +383,10 @@ fn processes(
     })
 }
 
-fn processes_v1(
+fn put_processes_v1(
     name: &str,
     device: Handle,
-    list: List,
+    list: ProcessList,
     count: Out<c_uint>,
     out: Out<sys::nvmlProcessInfo_v1_t>,
 ) -> Return {
@@ -399,7 +400,7 @@ fn processes_v1(
     })
 }
 
-fn wait(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) -> Return {
+fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) -> Return {
     call(name, |view| {
         if data.is_null() {
             return Err(Code::INVALID_ARGUMENT);

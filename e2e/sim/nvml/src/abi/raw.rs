@@ -16,7 +16,7 @@ impl<T: Copy> Out<T> {
         self.0.is_null()
     }
 
-    fn checked(self) -> Result<*mut T> {
+    fn non_null(self) -> Result<*mut T> {
         if self.0.is_null() { Err(Code::INVALID_ARGUMENT) } else { Ok(self.0) }
     }
 
@@ -27,7 +27,7 @@ impl<T: Copy> Out<T> {
 
     /// Writes an element of an array.
     pub(crate) fn put_at(self, index: usize, value: T) -> Result<()> {
-        let to = self.checked()?;
+        let to = self.non_null()?;
         // SAFETY: the pointer is not null. By NVML's contract the buffer is valid for writes of the
         // documented number of values, or of the caller's count, which was checked. Programs that
         // pack their structures do not align it, so the write does not assume alignment.
@@ -37,7 +37,7 @@ impl<T: Copy> Out<T> {
 
     /// Reads the caller's value: a count, or the version of a structure.
     pub(crate) fn get(self) -> Result<T> {
-        let from = self.checked()?;
+        let from = self.non_null()?;
         // SAFETY: the pointer is not null. By NVML's contract the variable is valid and
         // initialised. `T` is an integer or a C structure of integers, for which all bit patterns
         // are valid.
@@ -46,7 +46,7 @@ impl<T: Copy> Out<T> {
 
     /// Reads an element of the caller's array.
     pub(crate) fn get_at(self, index: usize) -> Result<T> {
-        let from = self.checked()?;
+        let from = self.non_null()?;
         // SAFETY: as for `get`. The caller's count, which was checked, covers the element.
         Ok(unsafe { from.add(index).read_unaligned() })
     }
@@ -60,7 +60,7 @@ impl<T: Copy> Out<T> {
 impl Out<c_char> {
     /// Writes a NUL-terminated text into a buffer of `length` bytes.
     pub(crate) fn text(self, length: c_uint, text: &str) -> Result<()> {
-        self.checked()?;
+        self.non_null()?;
         if text.len() >= length as usize {
             return Err(Code::INSUFFICIENT_SIZE);
         }
@@ -102,7 +102,7 @@ impl Text {
 }
 
 /// Copies a text to a structure's character array, truncated if too long.
-pub(crate) fn chars<const N: usize>(text: &str) -> [c_char; N] {
+pub(crate) fn to_c_chars<const N: usize>(text: &str) -> [c_char; N] {
     let mut array = [0; N];
     for (to, byte) in array.iter_mut().zip(text.bytes().take(N - 1)) {
         *to = byte.cast_signed();

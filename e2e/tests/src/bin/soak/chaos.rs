@@ -93,7 +93,7 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
             let old = find_pid(node, "cleave-agent")?;
             signal_program(node, "cleave-agent", "KILL")?;
             wait_until("the agent was restarted", || Ok(find_pid(node, "cleave-agent")? != old))?;
-            wait_ready(cluster, node, "agent")
+            wait_until_ready(cluster, node, "agent")
         }
         "agent's container" => {
             signal_program(node, "cleave-supervise", "KILL")?;
@@ -104,14 +104,14 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
         "MPS host" => {
             signal_program(node, "cleave-mps-host", "KILL")?;
             replace_pods(cluster, node, "mps-host")?;
-            wait_ready(cluster, node, "agent")
+            wait_until_ready(cluster, node, "agent")
         }
         "operator" => replace_pods(cluster, node, "operator"),
         "kubelet" | "containerd" => {
             let component = format!("{what}@{node}");
             run_launcher(&["kill", &component])?;
             run_launcher(&["start", &component])?;
-            wait_ready(cluster, node, "agent")
+            wait_until_ready(cluster, node, "agent")
         }
         "API server" | "scheduler" => {
             let component = if what == "scheduler" { what } else { "apiserver" };
@@ -153,7 +153,7 @@ fn kill_mps(cluster: &Cluster, random: &mut Random, what: &str, node: &str) -> R
     let Some(pid) = pick(random, &pids) else { return Ok(()) };
     // Ignore errors: the process may have exited since its PID was read.
     let _ = on_node(node, &["kill", "-9", pid]);
-    wait_until("the killed process is gone", || {
+    wait_until("the killed process has exited", || {
         Ok(on_node(node, &["test", "-e", &format!("/proc/{pid}/exe")]).is_err())
     })?;
     wait_until("all MPS daemons of the node serve", || {
@@ -182,11 +182,11 @@ fn replace_pods(cluster: &Cluster, node: &str, component: &str) -> Result<()> {
             Some(0),
         )?;
     }
-    wait_ready(cluster, node, component)
+    wait_until_ready(cluster, node, component)
 }
 
 /// Waits until all pods of a component are ready.
-fn wait_ready(cluster: &Cluster, node: &str, component: &str) -> Result<()> {
+fn wait_until_ready(cluster: &Cluster, node: &str, component: &str) -> Result<()> {
     wait_until(&format!("the {component} of {node} is ready"), || {
         let pods = component_pods(cluster, node, component)?;
         let is_ready = |pod: &serde_json::Value| {

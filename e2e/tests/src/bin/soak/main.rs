@@ -45,8 +45,8 @@ fn main() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "soak")?;
     create_policies(&scope)?;
-    wait_settled(&scope)?;
-    let before = ObjectCounts::of_nodes()?;
+    wait_until_settled(&scope)?;
+    let before = ObjectCounts::count_on_nodes()?;
     println!("soak: {minutes} minutes, seed {seed}");
 
     let mut tracker = Tracker::default();
@@ -55,13 +55,13 @@ fn main() -> Result<()> {
     let end = Instant::now() + Duration::from_secs(60 * minutes);
     let mut reported = Instant::now();
     while Instant::now() < end {
-        churn(&scope, &mut random, &mut tracker)?;
+        create_and_delete_pods(&scope, &mut random, &mut tracker)?;
         tracker.observe(&Observation::read(&scope)?);
         if random.below(6) == 0 {
             // Wait first: a kubelet permanently rejects pods that arrive during a disruption. The
             // cluster tests measure these rejections, and docs/explanation/placement.md describes
             // them.
-            if wait_idle(&scope, &mut tracker)? {
+            if wait_until_idle(&scope, &mut tracker)? {
                 let since = Timestamp::now();
                 let disruption = chaos.disrupt(&cluster, &mut random)?;
                 disruptions.push(format!(
@@ -93,12 +93,12 @@ fn main() -> Result<()> {
     for pod in scope.pods()? {
         cluster.delete(&scope.pod_path(&text(&pod["metadata"]["name"])), Some(0))?;
     }
-    wait_until("all pods are gone", || Ok(scope.pods()?.is_empty()))?;
-    wait_settled(&scope).context("slices were lost")?;
+    wait_until("no pod exists", || Ok(scope.pods()?.is_empty()))?;
+    wait_until_settled(&scope).context("slices were lost")?;
     // The kubelet needs a minute or two to clean up after a killed container runtime.
     let mut left = Vec::new();
     let _ = wait_for("nothing remains", 2 * WAIT_TIMEOUT, || {
-        left = resources::remaining_objects(&before, &ObjectCounts::of_nodes()?);
+        left = resources::remaining_objects(&before, &ObjectCounts::count_on_nodes()?);
         Ok(left.is_empty().then_some(()))
     });
     memory.push(resources::measure_memory()?);
@@ -106,14 +106,14 @@ fn main() -> Result<()> {
     println!("resident KiB at the start, in the middle, at the end: {}", resources::format_memory_over_time(&memory));
     let grown = resources::grown_programs(&memory);
     println!(
-        "soak: {minutes} minutes, seed {seed}: {} promises broken, {} things left behind, {} programs grown",
+        "soak: {minutes} minutes, seed {seed}: {} broken promises, {} kinds of leftovers, {} programs with growing memory",
         tracker.violations.len(),
         left.len(),
         grown.len()
     );
     ensure!(tracker.violations.is_empty(), "{:#?}", tracker.violations);
-    ensure!(left.is_empty(), "left behind on the nodes: {left:#?}");
-    ensure!(grown.is_empty(), "programs that have grown: {grown:#?}");
+    ensure!(left.is_empty(), "leftovers on the nodes: {left:#?}");
+    ensure!(grown.is_empty(), "programs with growing memory: {grown:#?}");
     Ok(())
 }
 
@@ -143,7 +143,7 @@ fn create_policies(scope: &Scope) -> Result<()> {
 }
 
 /// Waits until both nodes offer all of their GPUs, all are healthy and none has allocations.
-fn wait_settled(scope: &Scope) -> Result<()> {
+fn wait_until_settled(scope: &Scope) -> Result<()> {
     let cluster = scope.cluster;
     wait_until("both nodes offer all of their slices", || {
         let gpus = |node: &str| -> Result<u64> {
@@ -166,7 +166,7 @@ fn wait_settled(scope: &Scope) -> Result<()> {
 }
 
 /// Creates a burst of pods, and deletes some of the earlier ones.
-fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()> {
+fn create_and_delete_pods(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()> {
     let living = scope.pods()?;
     for _ in 0..=random.below(6) {
         if living.len() >= MAX_PODS {
@@ -182,7 +182,7 @@ fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()
         };
         let script = if random.below(5) == 0 { HOLD_CLIENT_SCRIPT } else { SLEEP_FOREVER_SCRIPT };
         scope.create_pod_on_node(node, &name, &limits, script)?;
-        tracker.pod_created(&name, node, limits[WHOLE_GPUS_RESOURCE].is_null(), script == HOLD_CLIENT_SCRIPT);
+        tracker.record_created_pod(&name, node, limits[WHOLE_GPUS_RESOURCE].is_null(), script == HOLD_CLIENT_SCRIPT);
     }
     for pod in &living {
         let name = text(&pod["metadata"]["name"]);
@@ -192,7 +192,7 @@ fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()
             _ => 40,
         };
         if random.below(odds) == 0 {
-            tracker.pod_deleted(&name);
+            tracker.record_deleted_pod(&name);
             scope.cluster.delete(&scope.pod_path(&name), Some(u32::try_from(random.below(2))?))?;
         }
     }
@@ -200,7 +200,7 @@ fn churn(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()
 }
 
 /// Waits up to 5 s until no pod is in transit to a node. Returns false on timeout.
-fn wait_idle(scope: &Scope, tracker: &mut Tracker) -> Result<bool> {
+fn wait_until_idle(scope: &Scope, tracker: &mut Tracker) -> Result<bool> {
     let until = Instant::now() + Duration::from_secs(5);
     loop {
         let observation = Observation::read(scope)?;

@@ -94,14 +94,14 @@ pub(crate) struct Tracker {
 
 impl Tracker {
     /// Records that the soak created a pod.
-    pub(crate) fn pod_created(&mut self, name: &str, node: &'static str, gated: bool, client: bool) {
+    pub(crate) fn record_created_pod(&mut self, name: &str, node: &'static str, gated: bool, client: bool) {
         self.created += 1;
         let pod = TrackedPod { node, gated, client, done: false, mps_killed: false, container: None };
         self.pods.insert(name.to_owned(), pod);
     }
 
     /// Records that the soak deletes a pod, so that the pod's end is expected.
-    pub(crate) fn pod_deleted(&mut self, name: &str) {
+    pub(crate) fn record_deleted_pod(&mut self, name: &str) {
         if let Some(pod) = self.pods.get_mut(name) {
             pod.done = true;
         }
@@ -157,7 +157,7 @@ impl Tracker {
                 let rejected = text(&pod["status"]["reason"]) == "UnexpectedAdmissionError";
                 let why = format!("{} {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 if tracked.client && tracked.mps_killed {
-                    *self.outcomes.entry("failed as their MPS was killed").or_default() += 1;
+                    *self.outcomes.entry("failed because their MPS was killed").or_default() += 1;
                 } else if is_recent && rejected {
                     *self.outcomes.entry("rejected after a disruption").or_default() += 1;
                 } else if !tracked.gated && rejected {

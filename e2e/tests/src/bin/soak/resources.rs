@@ -20,7 +20,7 @@ echo containers $(ls /run/containerd/io.containerd.runtime.v2.task/k8s.io 2>/dev
 
 impl ObjectCounts {
     /// Counts the objects on all nodes.
-    pub(crate) fn of_nodes() -> Result<Self> {
+    pub(crate) fn count_on_nodes() -> Result<Self> {
         let mut counts = BTreeMap::new();
         for node in [SHARES_NODE, DYNAMIC_NODE] {
             for line in on_node(node, &["sh", "-c", COUNT_SCRIPT])?.lines() {
@@ -45,7 +45,7 @@ pub(crate) fn remaining_objects(before: &ObjectCounts, after: &ObjectCounts) -> 
 pub(crate) type Memory = BTreeMap<(&'static str, String), u64>;
 
 /// Prints one line `PROGRAM KIB` for each program.
-const RESIDENT_SCRIPT: &str = r#"
+const MEMORY_SCRIPT: &str = r#"
 for p in /proc/[0-9]*; do
   case "$(tr '\0' ' ' <$p/cmdline 2>/dev/null)" in
     "/usr/bin/cleave-agent "*) what=agent ;;
@@ -61,7 +61,7 @@ done
 pub(crate) fn measure_memory() -> Result<Memory> {
     let mut all = Memory::new();
     for node in [SHARES_NODE, DYNAMIC_NODE] {
-        for line in on_node(node, &["sh", "-c", RESIDENT_SCRIPT])?.lines() {
+        for line in on_node(node, &["sh", "-c", MEMORY_SCRIPT])?.lines() {
             if let Some((what, kib)) = line.split_once(' ') {
                 all.insert((node, what.to_owned()), kib.trim().parse().unwrap_or_default());
             }

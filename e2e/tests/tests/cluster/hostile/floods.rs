@@ -28,7 +28,7 @@ const PLACEMENT_ANNOTATION: &str = "cleave.dev/placement";
 
 pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
-        name: "two hundred connections to the agent's metrics from a permitted namespace, and silence",
+        name: "two hundred silent connections to the agent's metrics from a permitted namespace",
         expected: Expected::NoEffect,
         run: open_silent_connections,
     },
@@ -40,7 +40,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
             crate::gate::wait_for_event(&bed.scope, "nobody", "NoGpuFits")?;
             let placed = bed.scope.cluster.get(&bed.scope.pod_path("nobody"))?;
             ensure!(placed["spec"]["nodeName"].is_null(), "{placed}");
-            Ok(Outcome::NoEffect("an Event says that no node has it, and it is not bound".to_owned()))
+            Ok(Outcome::NoEffect("an Event reports that no node has the resource, and the pod is not bound".to_owned()))
         },
     },
     Attempt {

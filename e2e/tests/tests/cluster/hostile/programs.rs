@@ -155,7 +155,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "higher limits from a ConfigMap as a whole",
+        name: "higher limits by `envFrom` with a ConfigMap",
         expected: Expected::NoEffect,
         run: |bed| {
             let script =
@@ -166,7 +166,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "another pipe directory from a ConfigMap as a whole",
+        name: "another pipe directory by `envFrom` with a ConfigMap",
         expected: REFUSED_WITHOUT_CONTEXT,
         run: |bed| {
             let said = run_script(bed, "away", "echo $CUDA_MPS_PIPE_DIRECTORY; cleave-client --once")?;
@@ -183,7 +183,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "the pipe directory elsewhere",
+        name: "the pipe directory set to another directory",
         expected: REFUSED_WITHOUT_CONTEXT,
         run: |bed| {
             let said = run_script(bed, HOSTILE_POD, "CUDA_MPS_PIPE_DIRECTORY=/nowhere cleave-client --once")?;
@@ -191,14 +191,18 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt { name: "a volume over the door's directory", expected: Expected::NoEffect, run: mount_over_door },
-    Attempt { name: "an MPS daemon of its own", expected: REFUSED_WITHOUT_CONTEXT, run: start_own_daemon },
+    Attempt {
+        name: "a separate MPS daemon in the container",
+        expected: REFUSED_WITHOUT_CONTEXT,
+        run: start_own_daemon,
+    },
     Attempt {
         name: "another GPU of the node, through its own door",
         expected: Expected::Refused(&["CUDA_ERROR_NO_DEVICE"]),
         run: |bed| run_on_other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all"),
     },
     Attempt {
-        name: "another GPU of the node, around MPS",
+        name: "another GPU of the node, without MPS",
         expected: REFUSED_WITHOUT_CONTEXT,
         run: |bed| run_on_other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all CUDA_MPS_PIPE_DIRECTORY=/nowhere"),
     },
@@ -218,7 +222,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: start_too_many_processes,
     },
     Attempt {
-        name: "a door without a share",
+        name: "a door in a pod without shares",
         expected: Expected::Refused(&["No such file"]),
         run: |bed| Ok(Outcome::Refused(vec![run_script(bed, "none", "ls /run/cleave-mps/control")?])),
     },
@@ -290,7 +294,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "an administrator's end of the neighbour, of the server and of the daemon at the door",
+        name: "an administrator's commands at the door that end the neighbour, the server and the daemon",
         expected: Expected::Refused(&["no answer"]),
         run: |bed| {
             let Processes { server, neighbour } = read_processes(bed)?;
@@ -358,23 +362,27 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| wait_for_violations(bed, LIAR_POD, &["unread"]),
     },
     Attempt {
-        name: "silence with the server's socket in hand",
+        name: "no further message after the server's socket is received",
         expected: REFUSED_AS_CLOSED,
         run: |bed| wait_for_violations(bed, LIAR_POD, &["mute=0", "mute=1", "mute=2"]),
     },
     Attempt {
-        name: "a last word that is missing or wrong",
+        name: "a last message of the handshake that is missing or wrong",
         expected: REFUSED_AS_CLOSED,
         run: |bed| wait_for_violations(bed, LIAR_POD, &["no-last-word", "last-word=7"]),
     },
-    Attempt { name: "exit while it has the server's socket", expected: Expected::NoEffect, run: exit_during_handshake },
+    Attempt {
+        name: "exit of a client that has the server's socket",
+        expected: Expected::NoEffect,
+        run: exit_during_handshake,
+    },
     Attempt {
         name: "a socket to the server that is shut down",
         expected: Expected::NoEffect,
         run: shut_down_during_handshake,
     },
     Attempt {
-        name: "two hundred connections at once, and silence",
+        name: "two hundred connections at once that send nothing",
         expected: REFUSED_AS_CLOSED,
         run: |bed| {
             check_neighbour_starts(bed)?;
@@ -475,7 +483,7 @@ fn start_own_daemon(bed: &TestBed<'_>) -> Result<Outcome> {
         cleave-client --once
         /tmp/own/nvidia-cuda-mps-control quit >/dev/null 2>&1",
     )?;
-    ensure!(said.contains("it listens"), "its daemon does not start: {said}");
+    ensure!(said.contains("it listens"), "the pod's daemon does not start: {said}");
     check_no_context(&said, 1)
 }
 
@@ -486,7 +494,7 @@ fn mount_over_door(bed: &TestBed<'_>) -> Result<Outcome> {
     match check_no_context(&said, 1)? {
         Outcome::Refused(errors) => {
             ensure!(errors == ["CUDA_ERROR_DEVICE_UNAVAILABLE"], "{errors:?}");
-            Ok(Outcome::NoEffect("it has no context, and its GPU is unchanged".to_owned()))
+            Ok(Outcome::NoEffect("the pod has no context, and its GPU is unchanged".to_owned()))
         }
         _ => check_limits(bed, 1, &said, 1),
     }
@@ -601,17 +609,17 @@ fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Ou
 
 /// Runs clients that exit while they have the server's socket.
 fn exit_during_handshake(bed: &TestBed<'_>) -> Result<Outcome> {
-    on_the_same_server(bed, (0..4).map(|words| format!("vanish={words}")))
+    check_same_server_after(bed, (0..4).map(|words| format!("vanish={words}")))
 }
 
 /// Runs clients that shut down the socket to the server.
 fn shut_down_during_handshake(bed: &TestBed<'_>) -> Result<Outcome> {
-    on_the_same_server(bed, (0..6).map(|step| format!("shutdown={step}")))
+    check_same_server_after(bed, (0..6).map(|step| format!("shutdown={step}")))
 }
 
 /// Runs protocol violations, and checks after each that the neighbour can start another program and
 /// that the server was not replaced.
-fn on_the_same_server(bed: &TestBed<'_>, lies: impl Iterator<Item = String>) -> Result<Outcome> {
+fn check_same_server_after(bed: &TestBed<'_>, lies: impl Iterator<Item = String>) -> Result<Outcome> {
     let server = read_processes(bed)?.server;
     for lie in lies {
         run_script(bed, LIAR_POD, &format!("cleave-client --lie {lie}"))?;

@@ -202,7 +202,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "a volume with Cleave's directory of the node, where the namespace is held to the standard `baseline`",
+        name: "a volume with Cleave's directory of the node, where the namespace enforces the standard `baseline`",
         expected: Expected::Refused(&["violates PodSecurity", "hostPath volumes"]),
         run: mount_host_path,
     },
