@@ -58,9 +58,9 @@ fn adapt_schema(value: &mut Value) {
             if map.contains_key("type") && map.get("title").is_some_and(Value::is_string) {
                 map.remove("title");
             }
-            map.values_mut().for_each(adapt);
+            map.values_mut().for_each(adapt_schema);
         }
-        Value::Array(items) => items.iter_mut().for_each(adapt),
+        Value::Array(items) => items.iter_mut().for_each(adapt_schema),
         _ => {}
     }
 }

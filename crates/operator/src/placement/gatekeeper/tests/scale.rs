@@ -32,12 +32,11 @@ fn device(node: usize, gpu: usize) -> String {
     format!("GPU-{node:08x}-0000-4000-8000-{gpu:012x}")
 }
 
-/// Where a pod of the fleet is: its node, its GPU and its share.
+/// Where a pod of the fleet is: its node and its GPU.
 #[derive(Clone, Copy)]
 struct Place {
     node: usize,
     gpu: usize,
-    unit: usize,
 }
 
 /// Returns a pod of a Deployment with 50 replicas, as the API server reports it. Without `place`,
@@ -72,7 +71,7 @@ fn pod(number: usize, shares: Option<&str>, node: Option<usize>, place: Option<P
             pod["status"] = json!({"phase": "Pending"});
         }
     }
-    if let Some(Place { node, gpu, .. }) = place {
+    if let Some(Place { node, gpu }) = place {
         let held = json!({"until": 1_800_000_000u64, "nodes": {name(node): [
             {"resource": MPS_RESOURCE, "units": 1, "device": device(node, gpu)}]}});
         pod["metadata"]["annotations"] = json!({"cleave.dev/placement": held.to_string()});
@@ -117,7 +116,7 @@ impl Fleet {
     /// Returns where a pod is. Pods beyond the number of shares use no GPU.
     fn place(&self, number: usize) -> Option<Place> {
         let (node, slot) = (number % self.nodes, number / self.nodes);
-        (slot < GPUS * UNITS).then_some(Place { node, gpu: slot / UNITS, unit: slot % UNITS })
+        (slot < GPUS * UNITS).then_some(Place { node, gpu: slot / UNITS })
     }
 
     fn listed_pod(&self, number: usize) -> RawPod {
@@ -186,7 +185,7 @@ fn measure_memory(what: &str, shares: bool, count: usize) {
     writer.apply(Event::Init);
     let before = resident();
     for number in 0..count {
-        let place = Place { node: number % 1000, gpu: number / 1000 % GPUS, unit: 0 };
+        let place = Place { node: number % 1000, gpu: number / 1000 % GPUS };
         let object = pod(number, shares.then_some("1"), Some(number % 1000), shares.then_some(place));
         writer.apply(Event::InitApply(object));
     }
