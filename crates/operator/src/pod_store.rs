@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use cleave_api::placement::Placement;
 use kube::runtime::watcher::Event;
 use tokio::sync::watch;
 
@@ -120,6 +121,7 @@ struct Interners {
     labels: Interner<BTreeMap<String, String>>,
     specs: Interner<PodSpec>,
     statuses: Interner<PodStatus>,
+    placements: Interner<Placement>,
 }
 
 impl Interners {
@@ -135,6 +137,14 @@ impl Interners {
         let names = pod.metadata.namespace.iter_mut().chain(&mut pod.bound_to);
         names.for_each(|name| self.names.intern(name));
         pod.metadata.labels.iter_mut().for_each(|labels| self.labels.share(labels));
+        if pod.node().is_some()
+            && let Some(placement) = &mut pod.placement
+        {
+            // The reservation of a bound pod does not end. Without the time, pods with equal requests
+            // on one GPU share it.
+            placement.until = 0;
+            self.placements.share(placement);
+        }
         self.specs.share(&mut pod.spec);
         self.statuses.share(&mut pod.status);
         for text in [&mut pod.metadata.name, &mut pod.metadata.uid].into_iter().flatten() {
@@ -375,10 +385,31 @@ mod tests {
         let (store, mut writer) = store();
         list(&mut writer, (0..1000).map(|number| raw(&format!("p{number}"), CPU(), json!({"phase": "Running"}))));
         let state = lock(&writer.state);
-        let Interners { names, labels, specs, statuses } = &state.interners;
+        let Interners { names, labels, specs, statuses, .. } = &state.interners;
         assert_eq!((names.len(), labels.len(), specs.len(), statuses.len()), (2, 1, 1, 1));
         drop(state);
         assert_eq!(store.state().len(), 1000);
+    }
+
+    #[test]
+    fn bound_pods_share_a_reservation_apart_from_its_time() {
+        let (store, mut writer) = store();
+        let reserved = |name: &str, until: u64| {
+            let mut pod = raw(name, GPU(), json!({}));
+            let note = json!({"until": until, "nodes": {"n": [{"resource": "r", "units": 1, "device": "d"}]}});
+            pod.metadata.annotations = Some([(cleave_api::placement::ANNOTATION.to_owned(), note.to_string())].into());
+            pod
+        };
+        list(&mut writer, [reserved("a", 1), reserved("b", 2)]);
+        let pods = store.state();
+        let [Some(a), Some(b)] = [&pods[0], &pods[1]].map(|pod| pod.placement.as_deref()) else { panic!("{pods:?}") };
+        assert!(std::ptr::eq(a, b));
+        assert_eq!(a.nodes["n"].len(), 1);
+        // A pod that is not bound keeps the time.
+        let mut waiting = reserved("c", 3);
+        waiting.spec.node_name = None;
+        writer.apply(Event::Apply(waiting));
+        assert!(store.state().iter().any(|pod| pod.placement.as_ref().is_some_and(|placement| placement.until == 3)));
     }
 
     #[tokio::test]

@@ -66,7 +66,7 @@ pub struct PodObject {
     /// Whether the pod has annotations. Set by [`PodObject::trim`], which drops the annotations.
     pub annotated: bool,
     /// The reservation in the pod's annotation, written when the pod was released.
-    pub placement: Option<Box<Placement>>,
+    pub placement: Option<Shared<Placement>>,
     /// Whether the pod was released as unschedulable.
     pub unschedulable: bool,
     /// Whether the pod was released to nodes on which another device plugin serves GPUs.
@@ -431,7 +431,7 @@ impl PodObject {
         self.unschedulable = self.unschedulable || annotation(UNSCHEDULABLE_ANNOTATION).is_some();
         self.to_other_nodes = self.to_other_nodes || annotation(OTHER_NODES_ANNOTATION).is_some();
         let note = annotation(placement::ANNOTATION);
-        let note = note.and_then(|text| Placement::parse(text).ok()).map(Box::new);
+        let note = note.and_then(|text| Placement::parse(text).ok()).map(Shared::from);
         self.placement = note.or(self.placement.take());
         let replica_placement = annotation(REPLICA_PLACEMENT).and_then(|text| ReplicaPlacement::parse(text));
         self.replica_placement = replica_placement.or(self.replica_placement);

@@ -364,7 +364,7 @@ impl Gatekeeper {
     /// Returns the time until the next reconcile if nothing changes. A reconcile is due when a
     /// reservation or lingering claim ends, or when MPS hosts must be examined.
     fn next_deadline(&self, ledger: &Ledger, cluster: &Cluster, rollout: Option<&Step>, now: Now) -> Option<Duration> {
-        let reservations = ledger.claims().values().filter_map(|claim| match &claim.place {
+        let reservations = ledger.unbound_claims().filter_map(|(_, claim)| match &claim.place {
             Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
             Place::Bound(_) => None,
         });
