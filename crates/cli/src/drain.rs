@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cleave_api::GpuNode;
-use cleave_operator::evict::{Evicted, Options, evict_with};
+use cleave_operator::evict::{Evicted, EvictionOptions, evict_with};
 use k8s_openapi::api::core::v1::Pod;
 use kube::core::PartialObjectMeta;
 use kube::{Api, Client, ResourceExt as _};
@@ -211,7 +211,7 @@ async fn evict(client: &Client, pod: &str, meta: &PartialObjectMeta<Pod>, grace:
         return Ok(Eviction::Accepted);
     }
     let uid = meta.uid().unwrap_or_default();
-    match evict_with(client, pod, &uid, Options { grace, timeout: EVICTION_TIMEOUT }).await {
+    match evict_with(client, pod, &uid, EvictionOptions { grace, timeout: EVICTION_TIMEOUT }).await {
         Evicted::Done | Evicted::NotFound => Ok(Eviction::Accepted),
         Evicted::Protected(_) => Ok(Eviction::Refused(Instant::now())),
         Evicted::Throttled(_) => Ok(Eviction::Throttled(Instant::now())),

@@ -11,7 +11,7 @@
 //!   objects' metadata from etcd, and waits for the newest version. This does not show deletions,
 //!   which endanger no reservation.
 //!
-//! [`Versions::reach`] decides and is pure.
+//! [`Versions::has_reached`] decides and is pure.
 use std::fmt::Debug;
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ use crate::leader::LeaseGuard;
 use crate::read::LIVING_PODS;
 
 /// Objects per request of a list.
-const PAGE: u32 = 500;
+const PAGE_SIZE: u32 = 500;
 /// Time limit of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay after a failed request.
@@ -53,16 +53,16 @@ pub(crate) struct Versions {
 }
 
 /// Selects one kind of [`Versions`].
-pub(crate) type OfKind = fn(&mut Versions) -> &mut u64;
+pub(crate) type VersionOfKind = fn(&mut Versions) -> &mut u64;
 
 impl Versions {
     /// Returns whether stores of these versions contain everything up to the `required` versions.
-    pub(crate) const fn reach(self, required: Self) -> bool {
+    pub(crate) const fn has_reached(self, required: Self) -> bool {
         self.pods >= required.pods && self.nodes >= required.nodes && self.gpu_nodes >= required.gpu_nodes
     }
 
     /// The older version of each kind. Each version that was read in a term suffices for its kind.
-    fn older(self, other: Self) -> Self {
+    fn older_of_each(self, other: Self) -> Self {
         Self {
             pods: self.pods.min(other.pods),
             nodes: self.nodes.min(other.nodes),
@@ -81,7 +81,7 @@ pub(crate) struct StoreVersion {
 impl StoreVersion {
     /// Returns the version that the store contains after this event. Returns `None` if the event
     /// does not show it.
-    pub(crate) fn after<K: Resource>(&mut self, event: &Event<K>) -> Option<u64> {
+    pub(crate) fn version_after<K: Resource>(&mut self, event: &Event<K>) -> Option<u64> {
         match event {
             Event::Init => self.listed = 0,
             Event::InitApply(object) => self.listed = self.listed.max(version(object)),
@@ -121,9 +121,9 @@ impl CatchUp {
         pod: &(String, String),
         stored: &mut watch::Receiver<Versions>,
     ) -> bool {
-        match required(client, pod).await {
+        match required_versions(client, pod).await {
             Ok(read) => {
-                let required = self.required.map_or(read, |before| before.older(read));
+                let required = self.required.map_or(read, |before| before.older_of_each(read));
                 self.required = Some(required);
                 wait_until_stored(stored, required).await
             }
@@ -187,7 +187,7 @@ pub(crate) async fn run(
 /// watch that lags for long may have lost its connection. It then connects again within
 /// [`crate::watches::WATCH_TIMEOUT`].
 async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Versions) -> bool {
-    let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.reach(required))).await;
+    let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.has_reached(required))).await;
     match reached.map(|reached| reached.is_ok()) {
         Ok(true) => true,
         // The watches have stopped. `crate::run` handles that.
@@ -213,24 +213,24 @@ enum Error {
 
 /// Returns the versions that the stores must contain: nothing that was written before this call is
 /// newer.
-async fn required(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
-    let all = ListParams::default().limit(PAGE);
-    let pods = match mark(client, pod).await {
+async fn required_versions(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
+    let all = ListParams::default().limit(PAGE_SIZE);
+    let pods = match annotate_own_pod(client, pod).await {
         Some(version) => version,
         // The watch does not deliver other pods either.
-        None => newest::<Pod>(client, all.clone().fields(LIVING_PODS)).await?,
+        None => newest_version::<Pod>(client, all.clone().fields(LIVING_PODS)).await?,
     };
-    let nodes = newest::<Node>(client, all.clone()).await?;
-    Ok(Versions { pods, nodes, gpu_nodes: newest::<GpuNode>(client, all).await? })
+    let nodes = newest_version::<Node>(client, all.clone()).await?;
+    Ok(Versions { pods, nodes, gpu_nodes: newest_version::<GpuNode>(client, all).await? })
 }
 
 /// Writes an annotation to this process's pod. Returns the version of the write, or `None` if the
 /// pod does not exist or could not be changed: a webhook or a policy may refuse the write.
-async fn mark(client: &Client, (namespace, name): &(String, String)) -> Option<u64> {
+async fn annotate_own_pod(client: &Client, (namespace, name): &(String, String)) -> Option<u64> {
     let api = Api::<Pod>::namespaced(client.clone(), namespace);
     let annotation = json!({LEADING_SINCE_ANNOTATION: Timestamp::now().to_string()});
     let patch = Patch::Merge(json!({"metadata": {"annotations": annotation}}));
-    match within(api.patch_metadata(name, &PatchParams::default(), &patch)).await {
+    match with_timeout(api.patch_metadata(name, &PatchParams::default(), &patch)).await {
         Ok(pod) => Some(version(&pod)).filter(|version| *version > 0),
         Err(error) => {
             let error = &error as &dyn std::error::Error;
@@ -241,14 +241,14 @@ async fn mark(client: &Client, (namespace, name): &(String, String)) -> Option<u
 }
 
 /// The version of the newest object that is listed, read from etcd.
-async fn newest<K>(client: &Client, mut page: ListParams) -> Result<u64, Error>
+async fn newest_version<K>(client: &Client, mut page: ListParams) -> Result<u64, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
     let api = Api::<K>::all(client.clone());
     let mut newest = 0;
     loop {
-        let list = within(api.list_metadata(&page)).await?;
+        let list = with_timeout(api.list_metadata(&page)).await?;
         newest = list.items.iter().map(version).fold(newest, u64::max);
         match list.metadata.continue_.filter(|token| !token.is_empty()) {
             None => return Ok(newest),
@@ -257,7 +257,7 @@ where
     }
 }
 
-async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
+async fn with_timeout<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
     tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| Error::Timeout)?.map_err(Error::Api)
 }
 
@@ -285,9 +285,9 @@ mod tests {
     #[test]
     fn stores_are_current_only_if_no_kind_lags() {
         let required = versions(5, 6, 7);
-        assert!(required.reach(required) && versions(9, 9, 9).reach(required));
+        assert!(required.has_reached(required) && versions(9, 9, 9).has_reached(required));
         for lagging in [versions(4, 6, 7), versions(5, 5, 7), versions(5, 6, 6)] {
-            assert!(!lagging.reach(required), "{lagging:?}");
+            assert!(!lagging.has_reached(required), "{lagging:?}");
         }
     }
 
@@ -305,21 +305,25 @@ mod tests {
             (Event::InitDone, Some(0)),
         ];
         for (event, expected) in events {
-            assert_eq!(store.after(&event), expected, "{event:?}");
+            assert_eq!(store.version_after(&event), expected, "{event:?}");
         }
         let mut foreign = pod_of_version(0);
         foreign.metadata.resource_version = Some("x".to_owned());
-        assert_eq!(store.after(&Event::Apply(foreign)), Some(0));
+        assert_eq!(store.version_after(&Event::Apply(foreign)), Some(0));
     }
 
     #[test]
     fn a_version_that_was_read_again_suffices_if_it_is_older() {
-        assert_eq!(versions(5, 6, 7).older(versions(6, 5, 7)), versions(5, 5, 7), "the newest node was deleted");
+        assert_eq!(
+            versions(5, 6, 7).older_of_each(versions(6, 5, 7)),
+            versions(5, 5, 7),
+            "the newest node was deleted"
+        );
     }
 
     /// An API server with a lease, two pages of nodes and one `GpuNode`. It answers the annotation
     /// of this process's pod with `marked`. Records the requests other than those about the lease.
-    fn server(marked: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
+    fn mock_server(marked: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));
         let seen = Arc::clone(&requests);
@@ -360,13 +364,13 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_new_leader_may_write_only_when_lagging_watches_have_caught_up() {
-        let (client, requests) = server(200);
+        let (client, requests) = mock_server(200);
         let (elector, lease) =
             Elector::new(Api::namespaced(client.clone(), "default"), "l".to_owned(), "me".to_owned());
         let (stop, released) = (CancellationToken::new(), CancellationToken::new());
         let (progress, stored) = watch::channel(versions(49, 40, 45));
         let (ready, caught_up) = watch::channel(0);
-        let mut guard = lease.when_ready(caught_up);
+        let mut guard = lease.with_readiness(caught_up);
         let own = ("ns".to_owned(), "me".to_owned());
         let late = Counter::default();
         let test = async {
@@ -398,12 +402,12 @@ mod tests {
     async fn a_process_that_cannot_annotate_its_pod_lists_the_pods() {
         let own = ("ns".to_owned(), "me".to_owned());
         for refused in [400, 403, 404, 409, 422, 429, 500] {
-            let (client, requests) = server(refused);
-            assert_eq!(required(&client, &own).await.unwrap(), versions(48, 40, 45), "{refused}");
+            let (client, requests) = mock_server(refused);
+            assert_eq!(required_versions(&client, &own).await.unwrap(), versions(48, 40, 45), "{refused}");
             let lines = requests.lock().unwrap().clone();
             assert!(lines[1].contains("fieldSelector=status.phase"), "the watch has this selector: {lines:?}");
         }
-        let (client, _) = server(200);
-        assert_eq!(required(&client, &own).await.unwrap(), versions(50, 40, 45));
+        let (client, _) = mock_server(200);
+        assert_eq!(required_versions(&client, &own).await.unwrap(), versions(50, 40, 45));
     }
 }

@@ -19,7 +19,7 @@ use crate::read::{
 };
 
 /// Objects per request of a list.
-const PAGE: u32 = 500;
+const PAGE_SIZE: u32 = 500;
 
 /// The result of one pass that writes nothing.
 #[derive(Debug, Clone)]
@@ -38,7 +38,7 @@ pub struct DryRun {
 /// The plan violates a rule, so the operator would not apply it.
 pub fn dry_run(observed: &Observed) -> Result<DryRun> {
     let mut plan = plan::plan(observed);
-    let outcome = demand::overlay(&mut plan, observed, &mut History::default(), Duration::ZERO);
+    let outcome = demand::decide_partitions(&mut plan, observed, &mut History::default(), Duration::ZERO);
     if !outcome.violations.is_empty() {
         let wrong: Vec<String> = outcome.violations.iter().map(ToString::to_string).collect();
         bail!("the plan is invalid and was not applied:\n{}", wrong.join("\n"));
@@ -101,16 +101,19 @@ impl Objects {
     pub async fn list_for_placement(self, client: &Client) -> Result<Self> {
         let all = ListParams::default();
         Ok(Self {
-            volume_claims: if_allowed("PersistentVolumeClaims", list(&Api::all(client.clone()), all.clone()).await)?,
-            volumes: if_allowed("PersistentVolumes", list(&Api::all(client.clone()), all.clone()).await)?,
-            budgets: if_allowed("PodDisruptionBudgets", list(&Api::all(client.clone()), all.clone()).await)?,
-            namespaces: if_allowed("Namespaces", list(&Api::all(client.clone()), all).await)?,
+            volume_claims: objects_if_allowed(
+                "PersistentVolumeClaims",
+                list(&Api::all(client.clone()), all.clone()).await,
+            )?,
+            volumes: objects_if_allowed("PersistentVolumes", list(&Api::all(client.clone()), all.clone()).await)?,
+            budgets: objects_if_allowed("PodDisruptionBudgets", list(&Api::all(client.clone()), all.clone()).await)?,
+            namespaces: objects_if_allowed("Namespaces", list(&Api::all(client.clone()), all).await)?,
             ..self
         })
     }
 
     /// Converts the objects to the operator's view of the cluster.
-    pub fn observed(&self) -> Observed {
+    pub fn to_observed(&self) -> Observed {
         let mut observed = Observed::default();
         self.nodes.iter().for_each(|node| observed.add_node(node));
         self.agents.iter().for_each(|pod| observed.add_agent(pod));
@@ -126,7 +129,7 @@ async fn list<K>(api: &Api<K>, params: ListParams) -> kube::Result<Vec<K>>
 where
     K: Clone + DeserializeOwned + Debug,
 {
-    let mut page = params.limit(PAGE);
+    let mut page = params.limit(PAGE_SIZE);
     let mut items = Vec::new();
     loop {
         let list = api.list(&page).await?;
@@ -140,7 +143,7 @@ where
 
 /// Returns the objects, or none if the user may not list them: users need not have all of the
 /// operator's rights.
-fn if_allowed<K>(kind: &str, listed: kube::Result<Vec<K>>) -> Result<Vec<K>> {
+fn objects_if_allowed<K>(kind: &str, listed: kube::Result<Vec<K>>) -> Result<Vec<K>> {
     match listed {
         Err(kube::Error::Api(status)) if status.code == 403 => {
             tracing::warn!(kind, "not allowed to list these objects; the result ignores them");
@@ -155,7 +158,7 @@ fn if_allowed<K>(kind: &str, listed: kube::Result<Vec<K>>) -> Result<Vec<K>> {
 /// # Errors
 /// The API server refused a list request.
 pub async fn observe(client: &Client, namespace: &str, agent_selector: &str) -> Result<Observed> {
-    Ok(Objects::list(client, namespace, agent_selector).await?.observed())
+    Ok(Objects::list(client, namespace, agent_selector).await?.to_observed())
 }
 
 #[cfg(test)]

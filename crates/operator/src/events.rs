@@ -23,14 +23,14 @@ const MAX_NOTE_BYTES: usize = 1000;
 /// Stores the reported messages, so that each Event is published once.
 #[derive(Debug, Default)]
 pub(crate) struct EventPublisher {
-    pods: BTreeMap<String, Reported>,
+    pods: BTreeMap<String, PodReport>,
     excluded_nodes: BTreeMap<String, String>,
     excluded_gpus: BTreeMap<(String, String), String>,
 }
 
 /// The last report about one pod.
 #[derive(Debug)]
-struct Reported {
+struct PodReport {
     reason: Reason,
     /// When the pod began to wait for its current reason.
     since: Duration,
@@ -69,7 +69,7 @@ impl EventPublisher {
         for (name, waiting) in waiting {
             let Some(uid) = uids.get(name) else { continue };
             let reported =
-                self.pods.entry(name.clone()).or_insert(Reported { reason: waiting.reason, since: now, last: None });
+                self.pods.entry(name.clone()).or_insert(PodReport { reason: waiting.reason, since: now, last: None });
             if reported.reason != waiting.reason {
                 (reported.reason, reported.since) = (waiting.reason, now);
             }

@@ -44,7 +44,7 @@ const BUDGET_CAUSE: &str = "DisruptionBudget";
 
 /// How a pod is evicted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Options {
+pub struct EvictionOptions {
     /// Grace period in seconds. `None` means the pod's own grace period.
     pub grace: Option<u32>,
     /// Time limit of the request.
@@ -55,27 +55,27 @@ pub struct Options {
 /// bound after this version is not evicted.
 pub(crate) async fn evict_unchanged(client: &Client, pod: &str, uid: &str, version: &str) -> Evicted {
     let preconditions = serde_json::json!({"uid": uid, "resourceVersion": version});
-    send(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE_TIMEOUT).await
+    send_eviction(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE_TIMEOUT).await
 }
 
 /// Evicts the pod `namespace/name` with its own grace period, if its UID is unchanged.
 pub(crate) async fn evict(client: &Client, pod: &str, uid: &str) -> Evicted {
-    evict_with(client, pod, uid, Options { grace: None, timeout: WRITE_TIMEOUT }).await
+    evict_with(client, pod, uid, EvictionOptions { grace: None, timeout: WRITE_TIMEOUT }).await
 }
 
 /// Evicts the pod `namespace/name`, if its UID is unchanged.
 ///
 /// Pass a client with `Config::default_retry` off. A client that retries requests on its own
 /// repeats an eviction that a disruption budget refuses (HTTP 429).
-pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: Options) -> Evicted {
+pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: EvictionOptions) -> Evicted {
     let mut delete = serde_json::json!({"preconditions": {"uid": uid}});
     if let Some(grace) = options.grace {
         delete["gracePeriodSeconds"] = grace.into();
     }
-    send(client, pod, delete, options.timeout).await
+    send_eviction(client, pod, delete, options.timeout).await
 }
 
-async fn send(client: &Client, pod: &str, delete: serde_json::Value, timeout: Duration) -> Evicted {
+async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, timeout: Duration) -> Evicted {
     let Some((namespace, name)) = pod.split_once('/') else { return Evicted::NotFound };
     let body = serde_json::json!({
         "apiVersion": "policy/v1",
@@ -92,14 +92,14 @@ async fn send(client: &Client, pod: &str, delete: serde_json::Value, timeout: Du
     };
     match tokio::time::timeout(timeout, client.request_text(request)).await {
         Ok(Ok(_)) => Evicted::Done,
-        Ok(Err(kube::Error::Api(status))) => result_of(&status),
+        Ok(Err(kube::Error::Api(status))) => result_of_status(&status),
         Ok(Err(error)) => Evicted::Failed(error.to_string()),
         Err(_) => Evicted::Failed(format!("the API server did not answer within {} s", timeout.as_secs())),
     }
 }
 
 /// Translates the status with which the API server answered an eviction that it did not accept.
-fn result_of(status: &Status) -> Evicted {
+fn result_of_status(status: &Status) -> Evicted {
     let causes = status.details.iter().flat_map(|details| &details.causes);
     match status.code {
         404 | 409 => Evicted::NotFound,
@@ -123,21 +123,21 @@ mod tests {
     fn eviction_result(code: u16, details: Value) -> Evicted {
         let mut status = json!({"kind": "Status", "status": "Failure", "message": "why", "code": code});
         status["details"] = details;
-        result_of(&serde_json::from_value(status).unwrap())
+        result_of_status(&serde_json::from_value(status).unwrap())
     }
 
     #[test]
-    fn a_disruption_budget_and_throttling_are_told_apart_by_the_cause() {
+    fn a_disruption_budget_and_throttling_are_distinguished_by_the_cause() {
         let budget = json!({"retryAfterSeconds": 10, "causes": [{"reason": "DisruptionBudget", "message": "needs 2"}]});
         assert_eq!(eviction_result(429, budget), Evicted::Protected("why".to_owned()));
         assert_eq!(eviction_result(429, json!({"retryAfterSeconds": 7})), Evicted::Throttled(Duration::from_secs(7)));
         // Priority and fairness answers with plain text, for which the client builds a status.
         let plain = Status::failure("Too many requests", "Failed to parse error data").with_code(429);
-        assert_eq!(result_of(&plain), Evicted::Throttled(Duration::from_secs(1)));
+        assert_eq!(result_of_status(&plain), Evicted::Throttled(Duration::from_secs(1)));
     }
 
     #[test]
-    fn other_answers_are_told_apart_by_their_code() {
+    fn other_answers_are_distinguished_by_their_code() {
         for (code, expected) in
             [(403, "refused"), (422, "refused"), (500, "refused"), (503, "failed"), (404, "not_found")]
         {

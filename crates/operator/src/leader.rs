@@ -21,10 +21,10 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 /// Time for which a lease is valid after a renewal. Kubernetes' own controllers use the same value.
-pub const LEASE: Duration = Duration::from_secs(15);
+pub const LEASE_TIME: Duration = Duration::from_secs(15);
 /// Time for which a [`LeaseGuard`] is valid after the renewal request was sent. A write that starts
 /// while the guard is valid completes or times out before the lease expires.
-pub const GUARD: Duration = Duration::from_secs(10);
+pub const GUARD_TIME: Duration = Duration::from_secs(10);
 /// Interval between renewals by the holder. A guard remains valid if one renewal fails, even if
 /// both of its requests take as long as they may, and the next renewal succeeds.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
@@ -46,7 +46,7 @@ pub struct ObservedLease {
 
 impl ObservedLease {
     /// Returns the lease after `spec` was read. `before` is the result of the previous read.
-    pub fn next(before: Option<Self>, spec: LeaseSpec, now: Duration) -> Self {
+    pub fn after_read(before: Option<Self>, spec: LeaseSpec, now: Duration) -> Self {
         before.filter(|before| before.spec == spec).unwrap_or(Self { spec, since: now })
     }
 }
@@ -74,7 +74,7 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
         Some(holder) if holder == me => Decision::Renew,
         Some(_) => {
             let length = spec.lease_duration_seconds.and_then(|seconds| u64::try_from(seconds).ok());
-            let length = length.map_or(LEASE, Duration::from_secs);
+            let length = length.map_or(LEASE_TIME, Duration::from_secs);
             match length.checked_sub(now.saturating_sub(*since)) {
                 None | Some(Duration::ZERO) => Decision::Acquire,
                 Some(left) => Decision::Wait(left),
@@ -84,12 +84,12 @@ pub fn evaluate(last: Option<&ObservedLease>, me: &str, now: Duration) -> Decisi
 }
 
 /// Returns the spec of a lease that `me` acquires at `now`.
-fn lease_of(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
+fn acquired_lease(old: Option<&LeaseSpec>, me: &str, now: Timestamp) -> LeaseSpec {
     let kept = old.filter(|old| old.holder_identity.as_deref() == Some(me));
     let transitions = old.and_then(|old| old.lease_transitions).unwrap_or(0);
     LeaseSpec {
         holder_identity: Some(me.to_owned()),
-        lease_duration_seconds: i32::try_from(LEASE.as_secs()).ok(),
+        lease_duration_seconds: i32::try_from(LEASE_TIME.as_secs()).ok(),
         acquire_time: kept.and_then(|kept| kept.acquire_time.clone()).or(Some(MicroTime(now))),
         renew_time: Some(MicroTime(now)),
         lease_transitions: Some(if kept.is_some() || old.is_none() {
@@ -128,7 +128,7 @@ struct Term {
 
 impl Term {
     /// Returns the number of the current term. Returns `None` if this process does not lead.
-    fn current(self) -> Option<u64> {
+    fn current_number(self) -> Option<u64> {
         self.until.is_some_and(|until| Instant::now() < until).then_some(self.number)
     }
 }
@@ -144,7 +144,7 @@ impl LeaseGuard {
     /// Returns the number of the current term, whether or not this process is ready to write.
     /// Returns `None` if this process does not lead.
     pub(crate) fn term(&self) -> Option<u64> {
-        self.terms.borrow().current()
+        self.terms.borrow().current_number()
     }
 
     /// Returns the number of the first term after `last` in which this process leads. Cancel-safe.
@@ -162,14 +162,14 @@ impl LeaseGuard {
 
     /// Returns a guard of the same lease that is current only in terms up to the one that `ready`
     /// contains.
-    pub(crate) fn when_ready(&self, ready: watch::Receiver<u64>) -> Self {
+    pub(crate) fn with_readiness(&self, ready: watch::Receiver<u64>) -> Self {
         Self { terms: self.terms.clone(), ready: Some(ready) }
     }
 
     /// Returns a guard that is current for an hour.
     #[cfg(test)]
-    pub(crate) fn leading() -> Self {
-        let (terms, guard) = guard();
+    pub(crate) fn of_leader() -> Self {
+        let (terms, guard) = new_guard();
         let until = Instant::now() + Duration::from_secs(3600);
         terms.send_replace(Term { known: true, number: 1, until: Some(until) });
         guard
@@ -221,7 +221,7 @@ pub(crate) fn start(
     (namespace, name, me): (String, String, String),
     (stop, released): (CancellationToken, CancellationToken),
 ) -> anyhow::Result<(LeaseGuard, impl Future<Output = anyhow::Result<()>>)> {
-    let (term, guard) = guard();
+    let (term, guard) = new_guard();
     let (report, ended) = oneshot::channel();
     let elect = move || -> anyhow::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -238,7 +238,7 @@ pub(crate) fn start(
 }
 
 /// Returns a guard, and the sender of its terms.
-fn guard() -> (watch::Sender<Term>, LeaseGuard) {
+fn new_guard() -> (watch::Sender<Term>, LeaseGuard) {
     let (sender, terms) = watch::channel(Term::default());
     (sender, LeaseGuard { terms, ready: None })
 }
@@ -269,7 +269,7 @@ pub struct Elector {
 impl Elector {
     /// Creates an elector and the guard that it renews.
     pub fn new(api: Api<Lease>, name: String, me: String) -> (Self, LeaseGuard) {
-        let (term, guard) = guard();
+        let (term, guard) = new_guard();
         (Self::with_term(api, name, me, term), guard)
     }
 
@@ -302,11 +302,11 @@ impl Elector {
     /// Reads the lease and executes the next step. Returns the delay before the next read.
     async fn poll(&mut self) -> Result<Duration, Error> {
         let sent = Instant::now();
-        let lease = within(self.api.get_opt(&self.name)).await?;
+        let lease = with_timeout(self.api.get_opt(&self.name)).await?;
         let now = sent - self.started;
         self.last = lease
             .as_ref()
-            .map(|lease| ObservedLease::next(self.last.take(), lease.spec.clone().unwrap_or_default(), now));
+            .map(|lease| ObservedLease::after_read(self.last.take(), lease.spec.clone().unwrap_or_default(), now));
         let decision = evaluate(self.last.as_ref(), &self.me, now);
         self.interrupted |= decision != Decision::Renew;
         let written = match decision {
@@ -315,24 +315,24 @@ impl Elector {
                 return Ok(left.min(POLL_INTERVAL));
             }
             Decision::Create => {
-                let spec = lease_of(None, &self.me, Timestamp::now());
+                let spec = acquired_lease(None, &self.me, Timestamp::now());
                 let lease = Lease {
                     metadata: ObjectMeta { name: Some(self.name.clone()), ..ObjectMeta::default() },
                     spec: Some(spec),
                 };
-                within(self.api.create(&PostParams::default(), &lease)).await
+                with_timeout(self.api.create(&PostParams::default(), &lease)).await
             }
             Decision::Acquire | Decision::Renew => {
                 let mut lease = lease.unwrap_or_default();
-                lease.spec = Some(lease_of(lease.spec.as_ref(), &self.me, Timestamp::now()));
+                lease.spec = Some(acquired_lease(lease.spec.as_ref(), &self.me, Timestamp::now()));
                 // The request includes the `resourceVersion` that was read. If two processes try to
                 // acquire the lease at once, one of them receives a conflict.
-                within(self.api.replace(&self.name, &PostParams::default(), &lease)).await
+                with_timeout(self.api.replace(&self.name, &PostParams::default(), &lease)).await
             }
         };
         match written {
             Ok(_) => {
-                self.set_term(Some(sent + GUARD));
+                self.set_term(Some(sent + GUARD_TIME));
                 Ok(RENEW_INTERVAL)
             }
             // Another process wrote first. Read the lease again after 100 ms.
@@ -343,13 +343,13 @@ impl Elector {
 
     fn set_term(&mut self, until: Option<Instant>) {
         let before = *self.term.borrow();
-        if before.current().is_some() != until.is_some() {
+        if before.current_number().is_some() != until.is_some() {
             tracing::info!(lease = self.name, identity = self.me, leader = until.is_some(), "leadership changed");
         }
         let interrupted = until.is_some() && std::mem::take(&mut self.interrupted);
         self.term.send_modify(|term| {
             // Writers may have seen that the guard expired, and dropped their state.
-            let begins = interrupted || until.is_some() && term.current().is_none();
+            let begins = interrupted || until.is_some() && term.current_number().is_none();
             *term = Term { known: true, number: term.number + u64::from(begins), until };
         });
     }
@@ -358,12 +358,12 @@ impl Elector {
     async fn release(&mut self) {
         self.set_term(None);
         let released_lease = async {
-            let Some(mut lease) = within(self.api.get_opt(&self.name)).await? else { return Ok(()) };
+            let Some(mut lease) = with_timeout(self.api.get_opt(&self.name)).await? else { return Ok(()) };
             let Some(spec) = lease.spec.take().filter(|spec| spec.holder_identity.as_deref() == Some(&self.me)) else {
                 return Ok(());
             };
             lease.spec = Some(released_lease(&spec, Timestamp::now()));
-            within(self.api.replace(&self.name, &PostParams::default(), &lease)).await.map(drop)
+            with_timeout(self.api.replace(&self.name, &PostParams::default(), &lease)).await.map(drop)
         };
         if let Err(error) = released_lease.await {
             tracing::warn!(error = &error as &dyn std::error::Error, "failed to release the lease");
@@ -371,7 +371,7 @@ impl Elector {
     }
 }
 
-async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
+async fn with_timeout<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
     tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| Error::Timeout)?.map_err(Error::Api)
 }
 
@@ -438,19 +438,19 @@ mod tests {
 
     #[test]
     fn a_renewal_restarts_the_wait_regardless_of_its_timestamp() {
-        let first = ObservedLease::next(None, lease("b", Some(15)), at(0));
-        let unchanged = ObservedLease::next(Some(first.clone()), lease("b", Some(15)), at(14));
+        let first = ObservedLease::after_read(None, lease("b", Some(15)), at(0));
+        let unchanged = ObservedLease::after_read(Some(first.clone()), lease("b", Some(15)), at(14));
         assert_eq!(unchanged, first);
         let changed = LeaseSpec { renew_time: Some(MicroTime(Timestamp::UNIX_EPOCH)), ..lease("b", Some(15)) };
-        let renewed = ObservedLease::next(Some(unchanged), changed, at(14));
+        let renewed = ObservedLease::after_read(Some(unchanged), changed, at(14));
         assert_eq!(evaluate(Some(&renewed), "a", at(16)), Decision::Wait(13 * SECOND));
     }
 
     #[test]
     fn a_guard_expires_before_another_process_may_take_the_lease() {
-        assert!(GUARD + REQUEST_TIMEOUT < LEASE);
+        assert!(GUARD_TIME + REQUEST_TIMEOUT < LEASE_TIME);
         let failed = REQUEST_TIMEOUT + REQUEST_TIMEOUT;
-        assert!(RENEW_INTERVAL + failed + RETRY_DELAY < GUARD, "a guard outlives one failed renewal");
+        assert!(RENEW_INTERVAL + failed + RETRY_DELAY < GUARD_TIME, "a guard outlives one failed renewal");
     }
 
     /// Returns an API server that stores one lease, and sends the number of writes after each one.
@@ -482,8 +482,8 @@ mod tests {
         let (guard, ended) = start(connect, names, (stop.clone(), released.clone())).unwrap();
         let began = std::time::Instant::now();
         // Blocks this thread, and with it the runtime of the test.
-        while began.elapsed() <= LEASE {
-            writes.recv_timeout(LEASE).unwrap();
+        while began.elapsed() <= LEASE_TIME {
+            writes.recv_timeout(LEASE_TIME).unwrap();
         }
         assert!(guard.is_current(), "the lease was renewed meanwhile");
         stop.cancel();
@@ -498,7 +498,7 @@ mod tests {
         let api = Api::namespaced(lease_server(written), "default");
         let (mut elector, lease) = Elector::new(api, "l".to_owned(), "me".to_owned());
         let (ready, caught_up) = watch::channel(0);
-        let mut guard = lease.when_ready(caught_up);
+        let mut guard = lease.with_readiness(caught_up);
         assert_eq!((lease.term(), guard.is_current()), (None, false));
         elector.poll().await.unwrap();
         assert_eq!((lease.term(), lease.is_current(), guard.is_current()), (Some(1), true, false));
@@ -512,7 +512,7 @@ mod tests {
         assert_eq!((lease.term(), guard.is_current()), (Some(2), false), "another process may have led");
         ready.send_replace(2);
         assert!(guard.is_current());
-        tokio::time::sleep(GUARD).await;
+        tokio::time::sleep(GUARD_TIME).await;
         assert_eq!((lease.term(), guard.is_current()), (None, false), "the guard has expired");
         elector.poll().await.unwrap();
         assert_eq!((lease.term(), guard.is_current()), (Some(3), false), "writers have dropped their state");
@@ -521,14 +521,14 @@ mod tests {
     #[test]
     fn taking_the_lease_counts_a_transition_and_renewing_does_not() {
         let now = Timestamp::UNIX_EPOCH;
-        let taken = lease_of(Some(&lease("b", Some(15))), "a", now);
+        let taken = acquired_lease(Some(&lease("b", Some(15))), "a", now);
         assert_eq!(taken.lease_transitions, Some(4));
         assert_eq!(taken.acquire_time, Some(MicroTime(now)));
         let later = now + jiff::SignedDuration::from_secs(5);
-        let renewed = lease_of(Some(&taken), "a", later);
+        let renewed = acquired_lease(Some(&taken), "a", later);
         assert_eq!((renewed.lease_transitions, renewed.acquire_time.as_ref()), (Some(4), Some(&MicroTime(now))));
         assert_eq!(renewed.renew_time, Some(MicroTime(later)));
-        assert_eq!(lease_of(None, "a", now).lease_transitions, Some(0));
+        assert_eq!(acquired_lease(None, "a", now).lease_transitions, Some(0));
         assert_eq!(released_lease(&renewed, later).holder_identity, None);
     }
 }

@@ -252,13 +252,13 @@ impl Metrics {
     pub(crate) fn refresh(&self, leads: bool) {
         self.leader.set(i64::from(leads));
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        self.resident.set(resident(&status).unwrap_or(0));
+        self.resident.set(resident_bytes(&status).unwrap_or(0));
     }
 }
 
 /// Returns the resident memory in bytes, from `/proc/self/status`. Unlike `statm`, this file does
 /// not depend on the page size.
-fn resident(status: &str) -> Option<i64> {
+fn resident_bytes(status: &str) -> Option<i64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<i64>().ok()?.checked_mul(1024)
 }
@@ -268,7 +268,7 @@ mod tests {
     use prometheus_client::encoding::text::encode;
     use prometheus_client::registry::Registry;
 
-    use super::{Kind, Metrics, Reason, resident};
+    use super::{Kind, Metrics, Reason, resident_bytes};
 
     #[test]
     fn a_process_that_does_not_lead_reports_no_state_of_the_cluster() {
@@ -309,9 +309,9 @@ mod tests {
 
     #[test]
     fn resident_memory_is_read_in_bytes() {
-        assert_eq!(resident("Name:\tcleave\nVmHWM:\t 9000 kB\nVmRSS:\t  8192 kB\n"), Some(8 << 20));
+        assert_eq!(resident_bytes("Name:\tcleave\nVmHWM:\t 9000 kB\nVmRSS:\t  8192 kB\n"), Some(8 << 20));
         for nonsense in ["", "VmRSS:", "VmRSS: kB", "VmRSS: x kB", "VmRSS: 9223372036854775807 kB"] {
-            assert_eq!(resident(nonsense), None, "{nonsense:?}");
+            assert_eq!(resident_bytes(nonsense), None, "{nonsense:?}");
         }
     }
 }

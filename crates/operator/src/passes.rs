@@ -84,7 +84,7 @@ struct PassFailed;
 
 impl Controller for Passes {
     fn gather_time(&mut self) -> Duration {
-        self.pace.wait(self.started.elapsed())
+        self.pace.plan_delay(self.started.elapsed())
     }
 
     async fn reconcile(&mut self, trigger: Trigger) -> Option<Duration> {
@@ -186,12 +186,14 @@ impl Passes {
         let idle = rules().filter_map(|rule| rule.idle).min();
         let timeout = rules().filter_map(|rule| rule.timeout).min();
         let waiting = observed.pods.iter().filter(|claimant| claimant.node.is_none());
-        if let Err(wait) = self.quiet.due(waiting.map(|claimant| claimant.pod.name.as_str()), (idle, timeout), now) {
+        if let Err(wait) =
+            self.quiet.check_due(waiting.map(|claimant| claimant.pod.name.as_str()), (idle, timeout), now)
+        {
             self.next = Some(wait);
             return Demand::Gathering;
         }
         let started = Instant::now();
-        let outcome = demand::overlay(plan, observed, &mut self.history, now);
+        let outcome = demand::decide_partitions(plan, observed, &mut self.history, now);
         let took = started.elapsed();
         let Some(planned) = outcome.planned.as_ref() else { return Demand::None };
         self.context.metrics.plan_seconds.observe(took.as_secs_f64());
@@ -270,7 +272,7 @@ impl Passes {
             if !self.context.claim.is_current() {
                 return false;
             }
-            let written = within(apply::write(&api, &change)).await;
+            let written = with_timeout(apply::write(&api, &change)).await;
             let done = written.is_some_and(|written| match written {
                 Ok(()) => {
                     tracing::info!(
@@ -320,7 +322,7 @@ impl Passes {
             if !self.context.claim.is_current() {
                 return false;
             }
-            let written = within(status::write(&api, &update)).await;
+            let written = with_timeout(status::write(&api, &update)).await;
             let done = written.is_some_and(|written| match written {
                 Ok(()) => true,
                 Err(error) => {
@@ -354,7 +356,7 @@ impl Passes {
                 return false;
             }
             let taint::Change { node, why, .. } = &change;
-            let done = match within(taint::write(&self.context.client, &change)).await {
+            let done = match with_timeout(taint::write(&self.context.client, &change)).await {
                 Some(Ok(())) => {
                     tracing::info!(node, why, tainted = why.is_some(), "updated the node's taint");
                     true
@@ -455,7 +457,7 @@ mod tests {
             recorder: Recorder::new(client.clone(), Reporter { controller: "test".to_owned(), instance: None }),
             client,
             stores,
-            claim: LeaseGuard::leading(),
+            claim: LeaseGuard::of_leader(),
             metrics: Metrics::default(),
             listed: Arc::new(AtomicBool::new(true)),
             stop: CancellationToken::new(),

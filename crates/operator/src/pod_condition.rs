@@ -20,7 +20,7 @@ pub(crate) struct Target<'a> {
 
 /// What a write of a condition achieved.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Written {
+pub(crate) enum WriteResult {
     /// It was written. Contains the pod's new `resourceVersion`.
     Done(String),
     /// The pod has changed, was deleted or was replaced. Nothing was written.
@@ -38,7 +38,7 @@ pub(crate) async fn write(
     condition: &PodCondition,
     status_changed: bool,
 ) -> bool {
-    write_to(client, Target { pod, uid, version: None }, condition, status_changed).await != Written::Failed
+    write_to(client, Target { pod, uid, version: None }, condition, status_changed).await != WriteResult::Failed
 }
 
 /// Writes a condition of a pod. `status_changed` is true if the condition's status changes, and not
@@ -48,8 +48,8 @@ pub(crate) async fn write_to(
     Target { pod, uid, version }: Target<'_>,
     condition: &PodCondition,
     status_changed: bool,
-) -> Written {
-    let Some((namespace, name)) = pod.split_once('/') else { return Written::Obsolete };
+) -> WriteResult {
+    let Some((namespace, name)) = pod.split_once('/') else { return WriteResult::Obsolete };
     let mut entry = json!({
         "type": condition.type_, "status": condition.status, "reason": condition.reason, "message": condition.message,
     });
@@ -70,7 +70,7 @@ pub(crate) async fn write_to(
         Ok(request) => request,
         Err(error) => {
             tracing::error!(pod, error = &error as &dyn std::error::Error, "failed to build a request");
-            return Written::Obsolete;
+            return WriteResult::Obsolete;
         }
     };
     match tokio::time::timeout(WRITE_TIMEOUT, client.request_text(request)).await {
@@ -82,7 +82,7 @@ pub(crate) async fn write_to(
                 message = condition.message,
                 "wrote a pod condition"
             );
-            Written::Done(resource_version(&answer))
+            WriteResult::Done(resource_version(&answer))
         }
         // The pod was deleted, or a new pod has the same name.
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
@@ -92,15 +92,15 @@ pub(crate) async fn write_to(
                 message = status.message,
                 "skipped a pod condition: the pod changed or no longer exists"
             );
-            Written::Obsolete
+            WriteResult::Obsolete
         }
         Ok(Err(error)) => {
             tracing::warn!(pod, error = &error as &dyn std::error::Error, "failed to write a pod condition");
-            Written::Failed
+            WriteResult::Failed
         }
         Err(_) => {
             tracing::warn!(pod, "failed to write a pod condition: the API server did not answer");
-            Written::Failed
+            WriteResult::Failed
         }
     }
 }

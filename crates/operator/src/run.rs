@@ -24,7 +24,7 @@ use crate::metrics::Metrics;
 use crate::passes::{self, Passes};
 use crate::placement::{self, Gate};
 use crate::task::{self, Context};
-use crate::tenants::Tenants;
+use crate::tenants::TenantController;
 use crate::watches::{WATCH_TIMEOUT, Wakers, Watches};
 
 /// The operator's tasks. Each task returns its name and its result.
@@ -113,7 +113,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         report_unschedulable: args.report_unschedulable,
         taint_fragmented: args.taint_fragmented,
     });
-    let tenants = Tenants::new(context.clone(), wakes.clone());
+    let tenants = TenantController::new(context.clone(), wakes.clone());
     let passes =
         Passes::new(passes::ControllerInputs { context: context.clone(), wakes, demand, taint: args.taint_unhealthy });
     tasks.spawn(async move {
@@ -126,7 +126,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         released.cancel();
         ("passes", passes.and(gate).and(tenants))
     });
-    finish(tasks, stop).await
+    wait_until_stopped(tasks, stop).await
 }
 
 /// Starts the thread that renews the lease, and the task that waits until the stores are as new as
@@ -150,7 +150,7 @@ fn spawn_lease(
         catch_up::run((client, late), pod, held, (stored, ready), stop).await;
         ("catch-up", Ok(()))
     });
-    let claim = lease.when_ready(caught_up);
+    let claim = lease.with_readiness(caught_up);
     Ok((lease, claim))
 }
 
@@ -162,7 +162,7 @@ fn spawn_webhook(
     (reviewer, exempt): (Reviewer, Namespaces),
     stop: &CancellationToken,
 ) -> Result<()> {
-    let tls = certificate::tls(served.clone()).context("failed to set up TLS")?;
+    let tls = certificate::tls_config(served.clone()).context("failed to set up TLS")?;
     let until = stop.clone();
     tasks.spawn(async move {
         ("webhook", webhook::serve(listener, tls, reviewer, until, webhook::DRAIN_TIME).await.map_err(Into::into))
@@ -188,7 +188,7 @@ async fn listen(address: SocketAddr) -> Result<TcpListener> {
 }
 
 /// Waits for a signal or the end of a task, then stops all tasks and waits for them.
-async fn finish(mut tasks: Tasks, stop: CancellationToken) -> Result<()> {
+async fn wait_until_stopped(mut tasks: Tasks, stop: CancellationToken) -> Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("failed to listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("failed to listen for SIGINT")?;
     let mut outcome = Ok(());

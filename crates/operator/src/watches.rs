@@ -19,14 +19,14 @@ use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::catch_up::{OfKind, StoreVersion, Versions};
+use crate::catch_up::{StoreVersion, VersionOfKind, Versions};
 use crate::metrics::{Kind, Metrics};
 use crate::pod_store::{self, Effect, PodStore};
 use crate::pods::RawPod;
 use crate::read::{
     AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
 };
-use crate::rollout::{Revision, Watched};
+use crate::rollout::{HostStores, Revision};
 
 /// Seconds after which a watch ends and continues at the last version that it received. A watch on
 /// which nothing arrives, because its connection is lost without notice, ends 5 s later.
@@ -228,10 +228,10 @@ impl Watches<'_> {
     }
 
     /// Watches the objects that decide which MPS hosts to replace. Only the gate reads them.
-    pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> Watched {
+    pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> HostStores {
         let pods = (Api::<AgentPod>::namespaced(client.clone(), namespace), config().labels(selector));
         let revisions = (Api::<Revision>::namespaced(client.clone(), namespace), config());
-        Watched {
+        HostStores {
             pods: self.store_objects(
                 "MpsHostPod",
                 pods,
@@ -266,7 +266,7 @@ impl Watches<'_> {
         kind: &'static str,
         watched: (Api<K>, watcher::Config),
         WatchRules { trim, same, wake }: WatchRules<K>,
-        of_kind: Option<OfKind>,
+        of_kind: Option<VersionOfKind>,
     ) -> Store<K>
     where
         K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
@@ -400,7 +400,7 @@ impl StreamedList {
 }
 
 /// Publishes the version that a store has reached.
-fn publish_version(versions: &watch::Sender<Versions>, of_kind: OfKind, reached: Option<u64>) {
+fn publish_version(versions: &watch::Sender<Versions>, of_kind: VersionOfKind, reached: Option<u64>) {
     if let Some(version) = reached {
         versions.send_modify(|versions| *of_kind(versions) = version.max(*of_kind(versions)));
     }

@@ -16,7 +16,7 @@ pub(crate) const MAX_IN_FLIGHT: usize = 16;
 
 /// Returns the result of a write, or `None` if the API server did not answer within
 /// [`WRITE_TIMEOUT`].
-pub(crate) async fn within<T>(write: impl Future<Output = T>) -> Option<T> {
+pub(crate) async fn with_timeout<T>(write: impl Future<Output = T>) -> Option<T> {
     let written = tokio::time::timeout(WRITE_TIMEOUT, write).await;
     if written.is_err() {
         tracing::warn!(seconds = WRITE_TIMEOUT.as_secs(), "write timed out");

@@ -153,13 +153,13 @@ async fn a_free_lease_is_taken_renewed_and_released() {
     // lease.
     while guard.is_current() {
         answer_request(&mut server, StatusCode::INTERNAL_SERVER_ERROR, &error_status(500, "InternalError")).await;
-        assert!(renewed.elapsed() < cleave_operator::leader::LEASE, "the operator leads without a lease");
+        assert!(renewed.elapsed() < cleave_operator::leader::LEASE_TIME, "the operator leads without a lease");
     }
 
     // After `stop` is cancelled, the lease is released only once all writers have stopped.
     stop.cancel();
     while let Ok(Some((_, reply))) =
-        tokio::time::timeout(cleave_operator::leader::LEASE * 9, server.next_request()).await
+        tokio::time::timeout(cleave_operator::leader::LEASE_TIME * 9, server.next_request()).await
     {
         // A request that was already sent may still arrive.
         reply.send_error("the API server cannot be reached");
@@ -190,7 +190,7 @@ async fn a_lease_of_another_process_is_taken_only_after_it_expires() {
         assert!(!guard.is_current());
     };
     assert_eq!(body["spec"]["holderIdentity"], "a");
-    assert!(started.elapsed() >= cleave_operator::leader::LEASE);
+    assert!(started.elapsed() >= cleave_operator::leader::LEASE_TIME);
 }
 
 #[tokio::test(start_paused = true)]
@@ -204,7 +204,7 @@ async fn a_lease_of_another_process_is_not_released() {
     released.cancel();
     while !task.is_finished() {
         if let Ok(Some((request, reply))) =
-            tokio::time::timeout(cleave_operator::leader::GUARD, server.next_request()).await
+            tokio::time::timeout(cleave_operator::leader::GUARD_TIME, server.next_request()).await
         {
             assert_eq!(request.method(), "GET", "the operator writes to another process's lease");
             let body = Body::from(lease(Some("b")).to_string().into_bytes());

@@ -49,7 +49,7 @@ impl LiveCluster {
     /// Builds both inputs from the objects. `now` is in seconds since the Unix epoch.
     pub fn new(mut objects: Objects, now: u64) -> Self {
         objects.pods.iter_mut().for_each(PodObject::trim);
-        let observed = objects.observed();
+        let observed = objects.to_observed();
         let cluster = Cluster {
             pods: objects.pods.into_iter().map(Arc::new).collect(),
             nodes: objects.nodes.into_iter().map(Arc::new).collect(),

@@ -4,7 +4,7 @@
 //! Each certificate has its own CA. The CA's key is dropped after signing, so the CA cannot sign
 //! another certificate. The Secret contains the certificate, its key, and the CAs that API servers
 //! must trust: the certificate's own CA and the previous one. API servers therefore also trust a
-//! replica that still serves the previous certificate. [`step`] decides and is pure. This function
+//! replica that still serves the previous certificate. [`next_step`] decides and is pure. This function
 //! detects expiry by verifying the certificate as a client would at a given time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -88,13 +88,13 @@ impl Certificate {
     /// remains trusted, because a replica may still serve `before`.
     pub(crate) fn create(host: &str, now: SystemTime, before: Option<&Self>) -> Result<Self, Error> {
         let key = KeyPair::generate().map_err(Error::Create)?;
-        let mut leaf = params(vec![host.to_owned()], host.to_owned(), now)?;
+        let mut leaf = certificate_params(vec![host.to_owned()], host.to_owned(), now)?;
         leaf.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         leaf.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         leaf.use_authority_key_identifier_extension = true;
         // Each CA needs a unique name, because clients find a certificate's issuer by name.
         let since = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        let mut ca = params(Vec::new(), format!("{host} since {since}"), now)?;
+        let mut ca = certificate_params(Vec::new(), format!("{host} since {since}"), now)?;
         ca.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         ca.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         let issuer =
@@ -108,7 +108,7 @@ impl Certificate {
     }
 
     /// Parses the data of a Secret. Returns `None` if the data is empty.
-    pub(crate) fn read(data: &BTreeMap<String, ByteString>) -> Result<Option<Self>, Error> {
+    pub(crate) fn from_secret_data(data: &BTreeMap<String, ByteString>) -> Result<Option<Self>, Error> {
         if data.values().all(|value| value.0.is_empty()) {
             return Ok(None);
         }
@@ -120,16 +120,16 @@ impl Certificate {
     }
 
     /// Returns the data of the Secret that stores this certificate.
-    pub(crate) fn data(&self) -> BTreeMap<String, ByteString> {
+    pub(crate) fn secret_data(&self) -> BTreeMap<String, ByteString> {
         let parts = [(CERTIFICATE, &self.chain_pem), (KEY, &self.key_pem), (AUTHORITIES, &self.authorities_pem)];
         parts.into_iter().map(|(name, text)| (name.to_owned(), ByteString(text.clone().into_bytes()))).collect()
     }
 
     fn new(chain_pem: String, key_pem: String, authorities_pem: String) -> Result<Self, Error> {
-        let chain = certificates(&chain_pem, CERTIFICATE)?;
-        let authorities = certificates(&authorities_pem, AUTHORITIES)?;
+        let chain = parse_certificates(&chain_pem, CERTIFICATE)?;
+        let authorities = parse_certificates(&authorities_pem, AUTHORITIES)?;
         let private = PrivateKeyDer::from_pem_slice(key_pem.as_bytes()).map_err(|error| Error::Pem(KEY, error))?;
-        let provider = provider();
+        let provider = crypto_provider();
         let served = CertifiedKey::from_der(chain, private, &provider).map_err(Error::Unusable)?;
         let mut roots = RootCertStore::empty();
         for authority in &authorities {
@@ -142,7 +142,7 @@ impl Certificate {
     }
 
     /// Returns the certificate and key in the form that the TLS server requires.
-    pub(crate) fn certified(&self) -> Arc<CertifiedKey> {
+    pub(crate) fn certified_key(&self) -> Arc<CertifiedKey> {
         Arc::clone(&self.served)
     }
 
@@ -175,7 +175,7 @@ impl Certificate {
     }
 }
 
-fn params(names: Vec<String>, common_name: String, now: SystemTime) -> Result<CertificateParams, Error> {
+fn certificate_params(names: Vec<String>, common_name: String, now: SystemTime) -> Result<CertificateParams, Error> {
     let mut params = CertificateParams::new(names).map_err(Error::Create)?;
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, common_name);
@@ -184,14 +184,14 @@ fn params(names: Vec<String>, common_name: String, now: SystemTime) -> Result<Ce
     Ok(params)
 }
 
-fn certificates(pem: &str, part: &'static str) -> Result<Vec<CertificateDer<'static>>, Error> {
+fn parse_certificates(pem: &str, part: &'static str) -> Result<Vec<CertificateDer<'static>>, Error> {
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
     found
         .map_err(|error| Error::Pem(part, error))
         .and_then(|found| if found.is_empty() { Err(Error::Lacks(part)) } else { Ok(found) })
 }
 
-fn provider() -> Arc<CryptoProvider> {
+fn crypto_provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
@@ -211,7 +211,7 @@ pub(crate) enum Step {
 /// Only the leader renews a certificate. Otherwise replicas could undo each other's changes before
 /// API servers receive them. If no valid certificate is stored, any replica creates one, because
 /// the leader may be an older replica without a webhook during a rollout. The first write wins.
-pub(crate) fn step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> Step {
+pub(crate) fn next_step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> Step {
     match stored {
         Some(stored) if stored.is_trusted(host, now) => {
             if leads && !stored.is_trusted(host, now + RENEW_BEFORE) {
@@ -229,9 +229,9 @@ pub(crate) type Served = watch::Receiver<Option<Arc<CertifiedKey>>>;
 
 /// Serves the current certificate on each new connection.
 #[derive(Debug)]
-struct Current(Served);
+struct CurrentCertificate(Served);
 
-impl ResolvesServerCert for Current {
+impl ResolvesServerCert for CurrentCertificate {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         self.0.borrow().clone()
     }
@@ -241,11 +241,11 @@ impl ResolvesServerCert for Current {
 ///
 /// # Errors
 /// The TLS library does not support the configuration.
-pub(crate) fn tls(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
-    let mut config = ServerConfig::builder_with_provider(provider())
+pub(crate) fn tls_config(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
+    let mut config = ServerConfig::builder_with_provider(crypto_provider())
         .with_safe_default_protocol_versions()?
         .with_no_client_auth()
-        .with_cert_resolver(Arc::new(Current(served)));
+        .with_cert_resolver(Arc::new(CurrentCertificate(served)));
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(Arc::new(config))
 }
@@ -306,13 +306,17 @@ impl CertificateManager {
     /// Reads the Secret once and executes the next step. `leads` states whether this process holds
     /// the lease.
     async fn update(&mut self, now: SystemTime, leads: bool) -> Result<(), UpdateError> {
-        let secret = within(self.secrets.get_opt(&self.name)).await?;
+        let secret = with_timeout(self.secrets.get_opt(&self.name)).await?;
         let secret = secret.ok_or_else(|| UpdateError::NoSecret(self.name.clone()))?;
-        let stored = Certificate::read(secret.data.as_ref().unwrap_or(&BTreeMap::new())).unwrap_or_else(|error| {
-            tracing::warn!(error = &error as &dyn std::error::Error, "ignored an invalid certificate in the Secret");
-            None
-        });
-        let current = match step(stored.as_ref(), &self.host, now, leads) {
+        let stored =
+            Certificate::from_secret_data(secret.data.as_ref().unwrap_or(&BTreeMap::new())).unwrap_or_else(|error| {
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "ignored an invalid certificate in the Secret"
+                );
+                None
+            });
+        let current = match next_step(stored.as_ref(), &self.host, now, leads) {
             Step::Serve => stored,
             step => Some(self.replace(secret, stored, step, now).await?),
         };
@@ -320,7 +324,7 @@ impl CertificateManager {
             self.publish_authorities(&current).await?;
             self.served.send_if_modified(|served| {
                 let differs = served.as_ref().is_none_or(|served| served.cert != current.served.cert);
-                *served = Some(current.certified());
+                *served = Some(current.certified_key());
                 differs
             });
             self.known = Some(current);
@@ -345,30 +349,30 @@ impl CertificateManager {
             self.publish_authorities(&current).await?;
             tokio::time::sleep(CA_PUBLICATION_DELAY).await;
         }
-        secret.data = Some(current.data());
+        secret.data = Some(current.secret_data());
         // The request includes the `resourceVersion` that was read, so only one replica's write
         // succeeds. The other replicas then read that replica's certificate.
-        within(self.secrets.replace(&self.name, &PostParams::default(), &secret)).await?;
+        with_timeout(self.secrets.replace(&self.name, &PostParams::default(), &secret)).await?;
         Ok(current)
     }
 
     /// Adds the certificate's CAs to the webhook configuration, so that API servers trust them.
     async fn publish_authorities(&self, current: &Certificate) -> Result<(), UpdateError> {
-        let configured = within(self.webhooks.get(&self.name)).await?;
+        let configured = with_timeout(self.webhooks.get(&self.name)).await?;
         for webhook in configured.webhooks.unwrap_or_default() {
             if current.is_trusted_by(webhook.client_config.ca_bundle.as_ref()) {
                 continue;
             }
             let bundle = ByteString(current.authorities_pem.clone().into_bytes());
             let change = json!({"webhooks": [{"name": webhook.name, "clientConfig": {"caBundle": bundle}}]});
-            within(self.webhooks.patch(&self.name, &PatchParams::default(), &Patch::Strategic(change))).await?;
+            with_timeout(self.webhooks.patch(&self.name, &PatchParams::default(), &Patch::Strategic(change))).await?;
             tracing::info!(configuration = self.name, "wrote the CA bundle to the webhook configuration");
         }
         Ok(())
     }
 }
 
-async fn within<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, UpdateError> {
+async fn with_timeout<T>(request: impl Future<Output = kube::Result<T>>) -> Result<T, UpdateError> {
     Ok(tokio::time::timeout(REQUEST_TIMEOUT, request).await.map_err(|_| UpdateError::Timeout)??)
 }
 
@@ -403,31 +407,31 @@ mod tests {
     #[test]
     fn a_stored_certificate_is_read_back() {
         let (made, other) = (new_certificate(), new_certificate());
-        let read = Certificate::read(&made.data()).unwrap().unwrap();
-        assert_eq!(read.data(), made.data());
+        let read = Certificate::from_secret_data(&made.secret_data()).unwrap().unwrap();
+        assert_eq!(read.secret_data(), made.secret_data());
         assert!(read.is_trusted(SERVICE_HOST, now()));
-        assert!(Certificate::read(&BTreeMap::new()).unwrap().is_none());
-        let emptied = made.data().into_keys().map(|key| (key, ByteString(Vec::new()))).collect();
-        assert!(Certificate::read(&emptied).unwrap().is_none());
+        assert!(Certificate::from_secret_data(&BTreeMap::new()).unwrap().is_none());
+        let emptied = made.secret_data().into_keys().map(|key| (key, ByteString(Vec::new()))).collect();
+        assert!(Certificate::from_secret_data(&emptied).unwrap().is_none());
         for part in [CERTIFICATE, KEY, AUTHORITIES] {
             for spoiled in
                 [&b""[..], b"\xff", b"none", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
             {
-                let mut data = made.data();
+                let mut data = made.secret_data();
                 data.insert(part.to_owned(), ByteString(spoiled.to_vec()));
-                assert!(Certificate::read(&data).is_err(), "{part}: {spoiled:?}");
+                assert!(Certificate::from_secret_data(&data).is_err(), "{part}: {spoiled:?}");
             }
-            let mut data = made.data();
+            let mut data = made.secret_data();
             data.remove(part);
-            assert!(Certificate::read(&data).is_err(), "no {part}");
+            assert!(Certificate::from_secret_data(&data).is_err(), "no {part}");
         }
         // The key or the CA belongs to another certificate.
-        let mut data = made.data();
-        data.insert(KEY.to_owned(), other.data()[KEY].clone());
-        assert!(Certificate::read(&data).is_err());
-        let mut data = made.data();
-        data.insert(AUTHORITIES.to_owned(), other.data()[AUTHORITIES].clone());
-        assert!(!Certificate::read(&data).unwrap().unwrap().is_trusted(SERVICE_HOST, now()));
+        let mut data = made.secret_data();
+        data.insert(KEY.to_owned(), other.secret_data()[KEY].clone());
+        assert!(Certificate::from_secret_data(&data).is_err());
+        let mut data = made.secret_data();
+        data.insert(AUTHORITIES.to_owned(), other.secret_data()[AUTHORITIES].clone());
+        assert!(!Certificate::from_secret_data(&data).unwrap().unwrap().is_trusted(SERVICE_HOST, now()));
     }
 
     #[test]
@@ -435,13 +439,15 @@ mod tests {
         let first = new_certificate();
         let second = Certificate::create(SERVICE_HOST, now() + RENEW_BEFORE, Some(&first)).unwrap();
         let third = Certificate::create(SERVICE_HOST, now() + VALIDITY, Some(&second)).unwrap();
-        let bundle = |current: &Certificate| current.data()[AUTHORITIES].clone();
+        let bundle = |current: &Certificate| current.secret_data()[AUTHORITIES].clone();
         // The server presents the first certificate to a client that trusts the second
         // certificate's CAs.
-        let mut served = second.data();
-        served.insert(CERTIFICATE.to_owned(), first.data()[CERTIFICATE].clone());
-        served.insert(KEY.to_owned(), first.data()[KEY].clone());
-        assert!(Certificate::read(&served).unwrap().unwrap().is_trusted(SERVICE_HOST, now() + RENEW_BEFORE));
+        let mut served = second.secret_data();
+        served.insert(CERTIFICATE.to_owned(), first.secret_data()[CERTIFICATE].clone());
+        served.insert(KEY.to_owned(), first.secret_data()[KEY].clone());
+        assert!(
+            Certificate::from_secret_data(&served).unwrap().unwrap().is_trusted(SERVICE_HOST, now() + RENEW_BEFORE)
+        );
         assert!(first.is_trusted_by(Some(&bundle(&second))));
         assert!(!second.is_trusted_by(Some(&bundle(&first))), "the second CA is not published yet");
         assert!(!first.is_trusted_by(Some(&bundle(&third))), "old CAs are dropped");
@@ -466,11 +472,11 @@ mod tests {
             (now() - 2 * MAX_CLOCK_SKEW, false, Step::Create),
         ] {
             // `at` is the current time of the case.
-            let step = step(Some(&made), SERVICE_HOST, at, leads);
+            let step = next_step(Some(&made), SERVICE_HOST, at, leads);
             assert_eq!(step, expected, "{:?} after its creation", at.duration_since(now()));
         }
-        assert_eq!(step(None, SERVICE_HOST, now(), false), Step::Create);
-        assert_eq!(step(Some(&made), "another.svc", now(), false), Step::Create);
+        assert_eq!(next_step(None, SERVICE_HOST, now(), false), Step::Create);
+        assert_eq!(next_step(Some(&made), "another.svc", now(), false), Step::Create);
     }
 
     mod manager_tests {
@@ -525,7 +531,7 @@ mod tests {
 
         fn stored_certificate(body: &Value) -> Certificate {
             let data: BTreeMap<String, ByteString> = serde_json::from_value(body["data"].clone()).unwrap();
-            Certificate::read(&data).unwrap().unwrap()
+            Certificate::from_secret_data(&data).unwrap().unwrap()
         }
 
         fn conflict_status() -> Value {
@@ -579,8 +585,8 @@ mod tests {
                 answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&made.data())),
-                        ("GET", WEBHOOK_PATH, StatusCode::OK, webhook_object(Some(&made.data()[AUTHORITIES]))),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&made.secret_data())),
+                        ("GET", WEBHOOK_PATH, StatusCode::OK, webhook_object(Some(&made.secret_data()[AUTHORITIES]))),
                     ]
                 )
             );
@@ -593,14 +599,14 @@ mod tests {
             let (mut manager, served, mut server) = manager();
             let old = new_certificate();
             let due = now() + VALIDITY - RENEW_BEFORE + MAX_CLOCK_SKEW;
-            let known = webhook_object(Some(&old.data()[AUTHORITIES]));
+            let known = webhook_object(Some(&old.secret_data()[AUTHORITIES]));
             // A process that does not lead keeps the stored certificate.
             let (updated, _) = tokio::join!(
                 manager.update(due, false),
                 answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.secret_data())),
                         ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
                     ]
                 )
@@ -612,10 +618,10 @@ mod tests {
                 answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.secret_data())),
                         ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
                         ("PATCH", WEBHOOK_PATH, StatusCode::OK, known.clone()),
-                        ("PUT", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("PUT", SECRET_PATH, StatusCode::OK, secret_object(&old.secret_data())),
                         ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
                         ("PATCH", WEBHOOK_PATH, StatusCode::OK, known),
                     ]
@@ -633,19 +639,19 @@ mod tests {
         async fn the_served_certificate_stays_when_the_secret_is_invalid_or_gone() {
             let (mut manager, served, mut server) = manager();
             let old = new_certificate();
-            let known = webhook_object(Some(&old.data()[AUTHORITIES]));
+            let known = webhook_object(Some(&old.secret_data()[AUTHORITIES]));
             let (updated, _) = tokio::join!(
                 manager.update(now(), false),
                 answer_requests(
                     &mut server,
                     vec![
-                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.data())),
+                        ("GET", SECRET_PATH, StatusCode::OK, secret_object(&old.secret_data())),
                         ("GET", WEBHOOK_PATH, StatusCode::OK, known.clone()),
                     ]
                 )
             );
             updated.unwrap();
-            let mut spoiled = old.data();
+            let mut spoiled = old.secret_data();
             spoiled.insert(CERTIFICATE.to_owned(), ByteString(b"none".to_vec()));
             let (updated, bodies) = tokio::join!(
                 manager.update(now(), false),

@@ -70,7 +70,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The request is not a review of a pod.
 #[derive(Debug, thiserror::Error)]
-pub enum Malformed {
+pub enum MalformedReview {
     /// The body is not JSON, or not an `AdmissionReview`.
     #[error("the body is not an AdmissionReview of a pod: {0}")]
     Json(String),
@@ -101,8 +101,8 @@ pub enum Change {
 impl Change {
     fn patch(self, pod: &RawPod) -> Option<Patch> {
         match self {
-            Self::Gate { tolerate } => gate(pod, tolerate),
-            Self::PreStop(seconds) => pre_stop(pod, seconds),
+            Self::Gate { tolerate } => gate_patch(pod, tolerate),
+            Self::PreStop(seconds) => pre_stop_patch(pod, seconds),
         }
     }
 
@@ -118,7 +118,7 @@ impl Change {
 }
 
 /// Returns the start of an error's text. The error may quote long parts of the body.
-fn start_of(error: &serde_json::Error) -> String {
+fn shorten_error(error: &serde_json::Error) -> String {
     error.to_string().chars().take(300).collect()
 }
 
@@ -131,15 +131,15 @@ pub fn review(
     change: Change,
     body: &[u8],
     exempt: impl FnOnce(&str) -> bool,
-) -> Result<AdmissionReview<DynamicObject>, Malformed> {
+) -> Result<AdmissionReview<DynamicObject>, MalformedReview> {
     let review: AdmissionReview<RawPod> =
-        serde_json::from_slice(body).map_err(|error| Malformed::Json(start_of(&error)))?;
-    let request: AdmissionRequest<RawPod> = review.try_into().map_err(|_| Malformed::NoRequest)?;
-    let pod = request.object.as_ref().ok_or(Malformed::NoPod)?;
+        serde_json::from_slice(body).map_err(|error| MalformedReview::Json(shorten_error(&error)))?;
+    let request: AdmissionRequest<RawPod> = review.try_into().map_err(|_| MalformedReview::NoRequest)?;
+    let pod = request.object.as_ref().ok_or(MalformedReview::NoPod)?;
     let response = AdmissionResponse::from(&request);
     let response = match change.patch(pod) {
         Some(patch) if !exempt(request.namespace.as_deref().unwrap_or_default()) => {
-            response.with_patch(patch).map_err(Malformed::Patch)?
+            response.with_patch(patch).map_err(MalformedReview::Patch)?
         }
         _ => response,
     };
@@ -151,24 +151,24 @@ pub fn review(
 ///
 /// The chart's match conditions select the resources for which pods wait at the gate. API servers
 /// send no reviews of other pods.
-fn gate(pod: &RawPod, tolerate: bool) -> Option<Patch> {
+fn gate_patch(pod: &RawPod, tolerate: bool) -> Option<Patch> {
     let spec = &pod.spec;
     let is_gated = spec.scheduling_gates.iter().any(|gate| gate.name == GATE);
-    if !requests(pod, is_served) || spec.node_name.as_deref().is_some_and(|node| !node.is_empty()) || is_gated {
+    if !requests_any(pod, is_served) || spec.node_name.as_deref().is_some_and(|node| !node.is_empty()) || is_gated {
         return None;
     }
     let mut changes =
-        vec![append(["spec", "schedulingGates"], spec.scheduling_gates.is_empty(), json!({"name": GATE}))];
-    if tolerate && requests(pod, is_shared) && !spec.tolerations.iter().any(decides_gpu_taint) {
+        vec![append_operation(["spec", "schedulingGates"], spec.scheduling_gates.is_empty(), json!({"name": GATE}))];
+    if tolerate && requests_any(pod, is_shared) && !spec.tolerations.iter().any(decides_gpu_taint) {
         let toleration = json!({"key": RESOURCE_GPU, "operator": "Exists"});
-        changes.push(append(["spec", "tolerations"], spec.tolerations.is_empty(), toleration));
+        changes.push(append_operation(["spec", "tolerations"], spec.tolerations.is_empty(), toleration));
     }
     Some(Patch(changes))
 }
 
 /// Returns whether a container or init container requests one of these resources. Extended
 /// resources are always in the limits. The API server refuses quantities that are not numbers.
-fn requests(pod: &RawPod, is_one: fn(&str) -> bool) -> bool {
+fn requests_any(pod: &RawPod, is_one: fn(&str) -> bool) -> bool {
     let mut containers = pod.spec.containers.iter().chain(&pod.spec.init_containers);
     containers.any(|container| {
         container.resources.limits.iter().any(|(name, quantity)| is_one(name) && quantity.milli() != Some(0))
@@ -183,7 +183,7 @@ fn decides_gpu_taint(toleration: &Toleration) -> bool {
 
 /// Returns the operation that appends a value to a list, or adds the list if the object does not
 /// have it.
-fn append(list: [&str; 2], is_missing: bool, value: serde_json::Value) -> PatchOperation {
+fn append_operation(list: [&str; 2], is_missing: bool, value: serde_json::Value) -> PatchOperation {
     let (path, value) = if is_missing {
         (PointerBuf::from_tokens(list), json!([value]))
     } else {
@@ -195,7 +195,7 @@ fn append(list: [&str; 2], is_missing: bool, value: serde_json::Value) -> PatchO
 /// Returns the patch that adds a sleep before SIGTERM to containers with MPS shares, unless they
 /// have a preStop hook. Returns `None` if the sleep would use up the grace period, or if the pod
 /// opts out. The API server accepts hooks of init containers only for sidecars.
-fn pre_stop(pod: &RawPod, seconds: u16) -> Option<Patch> {
+fn pre_stop_patch(pod: &RawPod, seconds: u16) -> Option<Patch> {
     let spec = &pod.spec;
     let declined = || {
         let value = pod.metadata.annotations.as_ref().and_then(|all| all.get(PRE_STOP));
@@ -252,16 +252,16 @@ impl Reviewer {
 }
 
 async fn review_gate(State(reviewer): State<Reviewer>, body: Body) -> Response {
-    answer(Change::Gate { tolerate: reviewer.tolerate }, reviewer, body).await
+    answer_review(Change::Gate { tolerate: reviewer.tolerate }, reviewer, body).await
 }
 
 async fn review_pre_stop(State(reviewer): State<Reviewer>, Path(seconds): Path<u16>, body: Body) -> Response {
-    answer(Change::PreStop(seconds), reviewer, body).await
+    answer_review(Change::PreStop(seconds), reviewer, body).await
 }
 
-async fn answer(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, body: Body) -> Response {
+async fn answer_review(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, body: Body) -> Response {
     if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
-        return refuse(StatusCode::PAYLOAD_TOO_LARGE, "the request body is too large");
+        return refusal_response(StatusCode::PAYLOAD_TOO_LARGE, "the request body is too large");
     }
     // A body that arrives too slowly is dropped together with its permit.
     let read = tokio::time::timeout(REQUEST_TIMEOUT, async {
@@ -270,8 +270,8 @@ async fn answer(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, b
     });
     let body = match read.await {
         Ok(Ok(body)) => body,
-        Ok(Err(error)) => return refuse(StatusCode::PAYLOAD_TOO_LARGE, &error.to_string()),
-        Err(_) => return refuse(StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time"),
+        Ok(Err(error)) => return refusal_response(StatusCode::PAYLOAD_TOO_LARGE, &error.to_string()),
+        Err(_) => return refusal_response(StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time"),
     };
     let exempt = |namespace: &str| {
         let found = namespaces.get(&ObjectRef::new(namespace));
@@ -279,12 +279,12 @@ async fn answer(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, b
     };
     match review(change, &body, exempt).map(|review| serde_json::to_vec(&review)) {
         Ok(Ok(review)) => ([(header::CONTENT_TYPE, "application/json")], review).into_response(),
-        Ok(Err(error)) => refuse(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
-        Err(error) => refuse(StatusCode::BAD_REQUEST, &error.to_string()),
+        Ok(Err(error)) => refusal_response(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+        Err(error) => refusal_response(StatusCode::BAD_REQUEST, &error.to_string()),
     }
 }
 
-fn refuse(status: StatusCode, why: &str) -> Response {
+fn refusal_response(status: StatusCode, why: &str) -> Response {
     tracing::warn!(status = status.as_u16(), why, "refused an admission review");
     (status, format!("{why}\n")).into_response()
 }
@@ -369,7 +369,7 @@ mod tests {
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     /// Returns a review as an API server sends it.
-    fn review_of(spec: &Value) -> Value {
+    fn review_with_spec(spec: &Value) -> Value {
         json!({
             "kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1",
             "request": {
@@ -416,7 +416,7 @@ mod tests {
 
     /// Returns the gates of the pod after the change.
     fn gate_names(spec: &Value, exempt: bool) -> Vec<String> {
-        let pod = changed_pod(GATE_ONLY, &review_of(spec), exempt);
+        let pod = changed_pod(GATE_ONLY, &review_with_spec(spec), exempt);
         let gates = pod["spec"]["schedulingGates"].as_array().into_iter().flatten();
         gates.map(|gate| gate["name"].as_str().unwrap().to_owned()).collect()
     }
@@ -488,7 +488,7 @@ mod tests {
             if !own.is_null() {
                 spec["tolerations"] = own.clone();
             }
-            changed_pod(Change::Gate { tolerate }, &review_of(&spec), false)["spec"]["tolerations"].clone()
+            changed_pod(Change::Gate { tolerate }, &review_with_spec(&spec), false)["spec"]["tolerations"].clone()
         };
         let shares = json!({MPS_RESOURCE: "1"});
         let added = json!({"key": "nvidia.com/gpu", "operator": "Exists"});
@@ -507,7 +507,7 @@ mod tests {
         assert_eq!(tolerations(&json!({"nvidia.com/gpu": 1}), &Value::Null, true), Value::Null, "whole GPUs");
         assert_eq!(tolerations(&shares, &Value::Null, false), Value::Null, "switched off");
         // A second review of the changed pod changes nothing.
-        let mut again = review_of(&pod_spec_with_limits(&shares));
+        let mut again = review_with_spec(&pod_spec_with_limits(&shares));
         again["request"]["object"] = changed_pod(Change::Gate { tolerate: true }, &again, false);
         assert_eq!(changed_pod(Change::Gate { tolerate: true }, &again, false), again["request"]["object"]);
     }
@@ -526,8 +526,8 @@ mod tests {
         for limits in
             [json!({MPS_RESOURCE: "2"}), json!({MPS_RESOURCE: 1}), json!({"nvidia.com/mig-1g.10gb.shared": "1"})]
         {
-            assert_eq!(pre_stop_seconds(&review_of(&pod_spec_with_limits(&limits)), 1, false), [Some(1)]);
-            assert_eq!(pre_stop_seconds(&review_of(&pod_spec_with_limits(&limits)), 1, true), [None], "exempt");
+            assert_eq!(pre_stop_seconds(&review_with_spec(&pod_spec_with_limits(&limits)), 1, false), [Some(1)]);
+            assert_eq!(pre_stop_seconds(&review_with_spec(&pod_spec_with_limits(&limits)), 1, true), [None], "exempt");
         }
         for limits in [
             json!({}),
@@ -535,7 +535,11 @@ mod tests {
             json!({"nvidia.com/gpu": 1}),
             json!({"nvidia.com/gpu-timeslice": 1}),
         ] {
-            assert_eq!(pre_stop_seconds(&review_of(&pod_spec_with_limits(&limits)), 1, false), [None], "{limits}");
+            assert_eq!(
+                pre_stop_seconds(&review_with_spec(&pod_spec_with_limits(&limits)), 1, false),
+                [None],
+                "{limits}"
+            );
         }
         let mut sidecar = with("sidecar", json!({MPS_RESOURCE: "1"}));
         sidecar["restartPolicy"] = json!("Always");
@@ -547,7 +551,7 @@ mod tests {
             "containers": [with("main", json!({MPS_RESOURCE: "1"})), with("beside", json!({"cpu": "1"})), own, started],
             "initContainers": [with("first", json!({MPS_RESOURCE: "1"})), sidecar],
         });
-        let review = review_of(&spec);
+        let review = review_with_spec(&spec);
         assert_eq!(pre_stop_seconds(&review, 3, false), [Some(3), None, None, Some(3), None, Some(3)]);
         let pod = changed_pod(Change::PreStop(3), &review, false);
         assert_eq!(pod["spec"]["containers"][2], spec["containers"][2]);
@@ -566,7 +570,7 @@ mod tests {
             if let Some(grace) = grace {
                 spec["terminationGracePeriodSeconds"] = json!(grace);
             }
-            let mut review = review_of(&spec);
+            let mut review = review_with_spec(&spec);
             review["request"]["object"]["metadata"]["annotations"] = annotations.clone();
             review
         };
@@ -588,24 +592,24 @@ mod tests {
     }
 
     #[test]
-    fn bodies_that_are_no_reviews_are_refused() {
+    fn bodies_that_are_not_reviews_are_refused() {
         let answer = |body: &[u8]| review(GATE_ONLY, body, |_| false).map(|_| ()).unwrap_err().to_string();
-        let whole = review_of(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"}))).to_string();
+        let whole = review_with_spec(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"}))).to_string();
         for body in
             [&b""[..], b"{", b"null", b"[]", b"\xff\xfe", b"{\"kind\": 1}", &whole.as_bytes()[..whole.len() / 2]]
         {
             assert!(answer(body).starts_with("the body is not an AdmissionReview of a pod: "), "{}", answer(body));
         }
-        let mut empty = review_of(&json!({}));
+        let mut empty = review_with_spec(&json!({}));
         empty["request"]["object"] = Value::Null;
         assert_eq!(answer(empty.to_string().as_bytes()), "the AdmissionReview has no pod");
         empty["request"] = Value::Null;
         assert_eq!(answer(empty.to_string().as_bytes()), "the AdmissionReview has no request");
         for spec in [json!(1), json!({"containers": 1}), json!({"containers": [{"resources": {"limits": [1]}}]})] {
-            answer(review_of(&spec).to_string().as_bytes());
+            answer(review_with_spec(&spec).to_string().as_bytes());
         }
     }
-    mod served {
+    mod server_tests {
         use std::net::SocketAddr;
         use std::time::SystemTime;
 
@@ -620,7 +624,7 @@ mod tests {
         use tokio_rustls::client::TlsStream;
 
         use super::*;
-        use crate::admission::certificate::{Certificate, tls};
+        use crate::admission::certificate::{Certificate, tls_config};
 
         const SERVICE_HOST: &str = "cleave-webhook.cleave-system.svc";
 
@@ -639,7 +643,7 @@ mod tests {
             async fn start_with(certificate: Option<&Certificate>, tolerate: bool) -> Self {
                 let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
                 let addr = listener.local_addr().unwrap();
-                let (served, certified) = watch::channel(certificate.map(Certificate::certified));
+                let (served, certified) = watch::channel(certificate.map(Certificate::certified_key));
                 let (namespaces, mut writer) = reflector::store();
                 let exempt = json!({"metadata": {"name": "lab", "labels": {ALLOW_LABEL: "placement"}}});
                 writer.apply_watcher_event(&Event::Apply(serde_json::from_value(exempt).unwrap()));
@@ -648,14 +652,14 @@ mod tests {
                 let task = tokio::spawn(async move {
                     let _kept = writer;
                     let reviewer = Reviewer::new(namespaces, tolerate);
-                    serve(listener, tls(certified).unwrap(), reviewer, until, Duration::ZERO).await.unwrap();
+                    serve(listener, tls_config(certified).unwrap(), reviewer, until, Duration::ZERO).await.unwrap();
                 });
                 Self { addr, served, stop, task }
             }
 
             async fn connect(&self, trusted: &Certificate) -> std::io::Result<TlsStream<TcpStream>> {
                 let mut roots = RootCertStore::empty();
-                for authority in CertificateDer::pem_slice_iter(&trusted.data()["ca.crt"].0) {
+                for authority in CertificateDer::pem_slice_iter(&trusted.secret_data()["ca.crt"].0) {
                     roots.add(authority.unwrap()).unwrap();
                 }
                 let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -686,60 +690,62 @@ mod tests {
                 (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
             }
 
-            async fn end(self) {
+            async fn stop(self) {
                 self.stop.cancel();
                 self.task.await.unwrap();
             }
         }
 
-        fn certificate(before: Option<&Certificate>) -> Certificate {
+        fn new_certificate(before: Option<&Certificate>) -> Certificate {
             Certificate::create(SERVICE_HOST, SystemTime::now(), before).unwrap()
         }
 
-        fn in_namespace(namespace: &str) -> Vec<u8> {
-            let mut review = review_of(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"})));
+        fn review_in_namespace(namespace: &str) -> Vec<u8> {
+            let mut review = review_with_spec(&pod_spec_with_limits(&json!({MPS_RESOURCE: "1"})));
             review["request"]["namespace"] = json!(namespace);
             review.to_string().into_bytes()
         }
 
         #[tokio::test]
         async fn reviews_are_answered() {
-            let current = certificate(None);
+            let current = new_certificate(None);
             let server = Server::start(Some(&current)).await;
-            let (status, body) = server.send(&current, "POST /gate?timeout=10s", &in_namespace("team")).await;
+            let (status, body) = server.send(&current, "POST /gate?timeout=10s", &review_in_namespace("team")).await;
             assert_eq!(status, 200);
             let answer: Value = serde_json::from_str(&body).unwrap();
             assert!(answer["response"]["patch"].is_array(), "{answer}");
-            let (status, body) = server.send(&current, "POST /gate", &in_namespace("lab")).await;
+            let (status, body) = server.send(&current, "POST /gate", &review_in_namespace("lab")).await;
             assert_eq!(status, 200);
             let answer: Value = serde_json::from_str(&body).unwrap();
             assert!(answer["response"]["patch"].is_null() && answer["response"]["allowed"] == true, "{answer}");
-            let (status, body) = server.send(&current, "POST /pre-stop/3?timeout=5s", &in_namespace("team")).await;
+            let (status, body) =
+                server.send(&current, "POST /pre-stop/3?timeout=5s", &review_in_namespace("team")).await;
             let answer: Value = serde_json::from_str(&body).unwrap();
             let patch: Vec<u8> = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();
             let patch = String::from_utf8(patch).unwrap();
             assert!(status == 200 && patch.contains(r#""seconds":3"#) && !patch.contains(GATE), "{patch}");
-            server.end().await;
+            server.stop().await;
         }
 
         #[tokio::test]
         async fn the_same_path_adds_the_toleration_if_the_operator_is_configured_to() {
-            let current = certificate(None);
+            let current = new_certificate(None);
             for tolerate in [false, true] {
                 let server = Server::start_with(Some(&current), tolerate).await;
-                let (status, body) = server.send(&current, "POST /gate?timeout=10s", &in_namespace("team")).await;
+                let (status, body) =
+                    server.send(&current, "POST /gate?timeout=10s", &review_in_namespace("team")).await;
                 let answer: Value = serde_json::from_str(&body).unwrap();
                 let patch: Vec<u8> = serde_json::from_value(answer["response"]["patch"].clone()).unwrap();
                 let patch = String::from_utf8(patch).unwrap();
                 assert!(status == 200 && patch.contains(GATE), "{patch}");
                 assert_eq!(patch.contains("/spec/tolerations"), tolerate, "{patch}");
-                server.end().await;
+                server.stop().await;
             }
         }
 
         #[tokio::test]
         async fn malformed_requests_do_not_affect_other_clients() {
-            let current = certificate(None);
+            let current = new_certificate(None);
             let server = Server::start(Some(&current)).await;
             // One client sends nothing, and another stops in the middle of a request.
             let idle = TcpStream::connect(server.addr).await.unwrap();
@@ -765,24 +771,24 @@ mod tests {
             let mut plain = TcpStream::connect(server.addr).await.unwrap();
             plain.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
             let _ = plain.read_to_end(&mut Vec::new()).await;
-            assert_eq!(server.send(&current, "POST /gate", &in_namespace("team")).await.0, 200);
+            assert_eq!(server.send(&current, "POST /gate", &review_in_namespace("team")).await.0, 200);
             drop((idle, halting));
-            server.end().await;
+            server.stop().await;
         }
 
         #[tokio::test]
         async fn a_new_certificate_is_served_to_new_connections() {
-            let first = certificate(None);
+            let first = new_certificate(None);
             let server = Server::start(None).await;
             assert!(server.connect(&first).await.is_err(), "no certificate is served yet");
-            server.served.send_replace(Some(first.certified()));
+            server.served.send_replace(Some(first.certified_key()));
             server.connect(&first).await.map(drop).unwrap();
-            let second = certificate(Some(&first));
+            let second = new_certificate(Some(&first));
             server.connect(&second).await.map(drop).unwrap();
-            server.served.send_replace(Some(second.certified()));
+            server.served.send_replace(Some(second.certified_key()));
             assert!(server.connect(&first).await.is_err(), "the first bundle does not include the second CA");
             server.connect(&second).await.map(drop).unwrap();
-            server.end().await;
+            server.stop().await;
         }
     }
 }

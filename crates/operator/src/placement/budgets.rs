@@ -39,8 +39,8 @@ impl<'a> Budgets<'a> {
     }
 
     /// Returns the number of evictions that each budget allows now.
-    pub(super) fn allowed(&self) -> Vec<u32> {
-        self.all.iter().map(|budget| budget.allowed()).collect()
+    pub(super) fn allowed_evictions(&self) -> Vec<u32> {
+        self.all.iter().map(|budget| budget.allowed_evictions()).collect()
     }
 
     /// Returns whether budgets allow the eviction of a pod that is bound.
@@ -62,7 +62,7 @@ impl<'a> Budgets<'a> {
         if selecting.next().is_some() {
             return Protection::Protected;
         }
-        match budget.allowed() {
+        match budget.allowed_evictions() {
             _ if budget.ignores_unready() && !pod.ready => Protection::None,
             0 => Protection::Protected,
             _ => Protection::Budget(index),
@@ -73,7 +73,7 @@ impl<'a> Budgets<'a> {
 impl BudgetObject {
     /// Returns the number of evictions that the budget allows now. Returns 0 if the API server has
     /// not processed the latest change of the budget.
-    pub(super) fn allowed(&self) -> u32 {
+    pub(super) fn allowed_evictions(&self) -> u32 {
         let is_current = self.status.observed_generation >= self.metadata.generation.unwrap_or(0);
         if is_current { u32::try_from(self.status.disruptions_allowed).unwrap_or(0) } else { 0 }
     }

@@ -12,7 +12,7 @@ use super::replicas::ReplicaIndex;
 use crate::pods::{PodObject, full_name};
 
 /// Time after which a reservation is renewed or expires.
-pub(super) const RESERVATION: Duration = Duration::from_secs(300);
+pub(super) const RESERVATION_TIME: Duration = Duration::from_secs(300);
 /// Maximum number of renewals of a reservation. After an hour, the operator assumes that no
 /// scheduler will bind the pod.
 pub(super) const MAX_RENEWALS: u32 = 11;
@@ -76,34 +76,34 @@ impl PodClaims {
     }
 
     /// Ends the claim of a pod.
-    pub(super) fn release(&mut self, ledger: Option<&mut Ledger>, name: &str) {
+    pub(super) fn end_claim(&mut self, ledger: Option<&mut Ledger>, name: &str) {
         self.uids.remove(name);
         self.replicas.remove(name);
         if let Some(ledger) = ledger {
-            self.freed.extend(ledger.release(name).into_iter().flat_map(|claim| nodes(&claim.place)));
+            self.freed.extend(ledger.release(name).into_iter().flat_map(|claim| claim_nodes(&claim.place)));
         }
     }
 
     /// Takes the nodes on which reservations have ended since the last call.
-    pub(super) fn take_freed(&mut self) -> BTreeSet<String> {
+    pub(super) fn take_freed_nodes(&mut self) -> BTreeSet<String> {
         std::mem::take(&mut self.freed)
     }
 
     /// Ends the claim of an earlier pod of the same name.
-    pub(super) fn release_predecessor(&mut self, ledger: &mut Ledger, name: &str, uid: &str) {
+    pub(super) fn end_predecessor_claim(&mut self, ledger: &mut Ledger, name: &str, uid: &str) {
         if self.uids.get(name).is_some_and(|known| known != uid) {
-            self.release(Some(ledger), name);
+            self.end_claim(Some(ledger), name);
             self.allocated.remove(name);
         }
     }
 
     /// Records that a pod is bound to a node. Returns true if the node has reported all allocations
     /// of the pod and the pod is not terminating. Such a pod needs no further examination.
-    pub(super) fn bind(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, node: &str) -> bool {
+    pub(super) fn record_binding(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, node: &str) -> bool {
         let terminating = pod.metadata.deletion_timestamp.is_some();
         if terminating && self.allocated.contains(name) {
             // The node's report now shows which shares the pod still uses.
-            self.release(Some(ledger), name);
+            self.end_claim(Some(ledger), name);
             return false;
         }
         match ledger.claim(name).map(|claim| matches!(&claim.place, Place::Bound(to) if to == node)) {
@@ -111,7 +111,7 @@ impl PodClaims {
                 self.add_claim(ledger, name, pod, Place::Bound(node.to_owned()));
             }
             Some(false) => {
-                self.freed.extend(ledger.claim(name).into_iter().flat_map(|claim| nodes(&claim.place)));
+                self.freed.extend(ledger.claim(name).into_iter().flat_map(|claim| claim_nodes(&claim.place)));
                 ledger.bind(name, node, &pod.device_requests());
                 self.add(name.to_owned(), pod);
             }
@@ -124,7 +124,7 @@ impl PodClaims {
     }
 
     /// Restores the reservation of a released pod from its annotation, unless it has expired.
-    pub(super) fn restore(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, now: Now) {
+    pub(super) fn restore_reservation(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, now: Now) {
         let uid = pod.uid().unwrap_or_default();
         if ledger.claim(name).is_none()
             && self.expired.get(name) != Some(&uid)
@@ -142,7 +142,7 @@ impl PodClaims {
     /// Ends the claims of pods that ended or were deleted. `maybe_deleted` contains the candidates,
     /// and `present` the pods that still exist. A claim without a reported allocation lasts for
     /// [`UNREPORTED_CLAIM_TIME`].
-    pub(super) fn remove_gone(
+    pub(super) fn remove_ended_pods(
         &mut self,
         ledger: &mut Ledger,
         present: &BTreeSet<String>,
@@ -158,7 +158,7 @@ impl PodClaims {
             }
             let until = *self.lingering.entry(name.clone()).or_insert(up.saturating_add(UNREPORTED_CLAIM_TIME));
             if self.allocated.contains(name) || !ledger.awaits_allocation(name) || until <= up {
-                self.release(Some(ledger), name);
+                self.end_claim(Some(ledger), name);
                 self.lingering.remove(name);
             }
         }
@@ -172,7 +172,7 @@ impl PodClaims {
     ///
     /// Other expired reservations are renewed. The scheduler may be slow or may wait for a volume,
     /// or a temporary obstacle on the node may end. [`super::stranded`] limits the total time.
-    pub(super) fn expire(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: Now) {
+    pub(super) fn expire_reservations(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: Now) {
         let mut due: BTreeSet<String> = ledger.pods_with_expired_claims(Moment(now.epoch)).into_iter().collect();
         for pod in unsettled.iter().filter(|pod| is_released(pod)) {
             let name = full_name(&pod.metadata);
@@ -188,12 +188,12 @@ impl PodClaims {
                 continue;
             }
             tracing::warn!(pod = name, "reservation expired before the pod was bound");
-            self.release(Some(ledger), &name);
+            self.end_claim(Some(ledger), &name);
             self.expired.insert(name, uid);
         }
         // These pods ended or were deleted, or the watch has not reported their release yet.
         for pod in due {
-            self.release(Some(ledger), &pod);
+            self.end_claim(Some(ledger), &pod);
         }
     }
 
@@ -211,7 +211,7 @@ impl PodClaims {
 }
 
 /// Returns the nodes of a claim.
-fn nodes(place: &Place) -> Vec<String> {
+fn claim_nodes(place: &Place) -> Vec<String> {
     match place {
         Place::OneOf { nodes, .. } => nodes.iter().cloned().collect(),
         Place::Bound(node) => vec![node.clone()],
@@ -220,7 +220,7 @@ fn nodes(place: &Place) -> Vec<String> {
 
 /// Returns the expiry of a reservation that is created or renewed now.
 pub(super) fn expiry(now: Now) -> Moment {
-    Moment(now.epoch.saturating_add(RESERVATION.as_secs()))
+    Moment(now.epoch.saturating_add(RESERVATION_TIME.as_secs()))
 }
 
 /// Returns the node that a pod is bound to, or the nodes of the reservation in the pod's

@@ -196,8 +196,8 @@ fn neighbour<'p>(pod: &'p PodObject, node: &'p str) -> Neighbour<'p> {
 ///
 /// # Errors
 /// The rule that excludes the node.
-pub(super) fn check(judge: Option<&NodeChecker<'_>>, node: &PlanNode) -> Result<(), Conflict> {
-    judge.map_or(Ok(()), |judge| judge.refuse(node))
+pub(super) fn check_rules(checker: Option<&NodeChecker<'_>>, node: &PlanNode) -> Result<(), Conflict> {
+    checker.map_or(Ok(()), |checker| checker.refuse(node))
 }
 
 fn namespace(pod: &PodObject) -> &str {

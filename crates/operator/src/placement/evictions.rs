@@ -130,8 +130,8 @@ impl<'a> Evictability<'a> {
     }
 
     /// Returns the number of evictions that each disruption budget allows now.
-    pub(super) fn allowed(&self) -> Vec<u32> {
-        self.budgets.allowed()
+    pub(super) fn allowed_evictions(&self) -> Vec<u32> {
+        self.budgets.allowed_evictions()
     }
 
     /// Returns the properties of a bound pod that decide whether it is preempted. Returns `None` if

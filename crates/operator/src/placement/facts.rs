@@ -11,7 +11,7 @@ use cleave_plan::ledger::{Allocation, DeviceFacts, NodeFacts, Reservation, Units
 
 use crate::pods::PodObject;
 use crate::policies::partition;
-use crate::rollout::Mps;
+use crate::rollout::MpsState;
 
 /// Returns the node's devices for the ledger, and the pods on devices that serve no new pods.
 /// Evicting those pods would make no units available.
@@ -22,7 +22,12 @@ use crate::rollout::Mps;
 /// - units that are reported as unhealthy
 /// - all units of a node whose agent is not ready, because a pod that starts on the node fails
 /// - shares under MPS if `withheld`, because the operator replaces the node's MPS host
-pub(super) fn of_node(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) -> (NodeFacts, BTreeSet<String>) {
+pub(super) fn node_facts(
+    object: &GpuNode,
+    ready: bool,
+    mps: &MpsState,
+    withheld: bool,
+) -> (NodeFacts, BTreeSet<String>) {
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
     let annotations = object.metadata.annotations.as_ref();
     let cordons = Cordons::read(annotations.and_then(|annotations| annotations.get(CORDON_ANNOTATION)));
@@ -66,7 +71,7 @@ pub(super) fn of_node(object: &GpuNode, ready: bool, mps: &Mps, withheld: bool) 
 }
 
 /// Returns the names of the policies of a node's devices, by device.
-pub(super) fn policies(object: &GpuNode) -> BTreeMap<String, Arc<str>> {
+pub(super) fn policies_by_device(object: &GpuNode) -> BTreeMap<String, Arc<str>> {
     let mut names: BTreeMap<&str, Arc<str>> = BTreeMap::new();
     let mut of_devices = BTreeMap::new();
     for gpu in object.status.iter().flat_map(|status| &status.gpus) {

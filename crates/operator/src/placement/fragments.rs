@@ -11,7 +11,7 @@ use cleave_api::names::FRAGMENTED_TAINT;
 use cleave_plan::ledger::Ledger;
 
 use super::nodes::{NodeState, Nodes};
-use crate::policies::taint::{Change, add, remove};
+use crate::policies::taint::{Change, add_patch, remove_patch};
 
 /// Key and effect of the taint.
 const FRAGMENTED: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
@@ -20,13 +20,13 @@ const MAX_CHANGES: usize = 32;
 
 /// Which changes were decided.
 #[derive(Debug)]
-pub(super) struct Fragments {
+pub(super) struct FragmentationTaints {
     enabled: bool,
     /// The `resourceVersion` for which each change was decided, by node. The watch may lag.
     decided: BTreeMap<String, String>,
 }
 
-impl Fragments {
+impl FragmentationTaints {
     /// If not `enabled`, no node is changed.
     pub(super) const fn new(enabled: bool) -> Self {
         Self { enabled, decided: BTreeMap::new() }
@@ -38,7 +38,7 @@ impl Fragments {
     }
 
     /// Records that a node's taint could not be written. A later reconcile writes it.
-    pub(super) fn write_failed(&mut self, node: &str) {
+    pub(super) fn record_failed_write(&mut self, node: &str) {
         self.decided.remove(node);
     }
 
@@ -51,9 +51,9 @@ impl Fragments {
         let mut changes = Vec::new();
         let mut differing = BTreeSet::new();
         for (name, state) in &nodes.0 {
-            let Some(change) = change(name, state, looks_free(ledger, name, smallest)) else { continue };
+            let Some(change) = taint_change(name, state, looks_free(ledger, name, smallest)) else { continue };
             differing.insert(name.as_str());
-            let version = state.version().to_owned();
+            let version = state.resource_version().to_owned();
             if changes.len() < MAX_CHANGES && self.decided.get(name) != Some(&version) {
                 self.decided.insert(name.clone(), version);
                 changes.push(change);
@@ -77,13 +77,14 @@ fn looks_free(ledger: &Ledger, node: &str, smallest: &BTreeMap<String, u64>) -> 
 }
 
 /// Returns the change of a node's taint. Returns `None` if the node has the wanted state.
-fn change(name: &str, state: &NodeState, wanted: bool) -> Option<Change> {
+fn taint_change(name: &str, state: &NodeState, wanted: bool) -> Option<Change> {
     let is_own = |taint: &cleave_plan::snapshot::Taint| (taint.key.as_str(), taint.effect.as_str()) == FRAGMENTED;
     let (why, patch) = match (wanted, state.node.taints.iter().position(is_own)) {
-        (true, None) => {
-            (Some("its free shares are on several GPUs"), add(&FRAGMENTED, &state.node.taints, state.version()))
-        }
-        (false, Some(index)) => (None, remove(&FRAGMENTED, index)),
+        (true, None) => (
+            Some("its free shares are on several GPUs"),
+            add_patch(&FRAGMENTED, &state.node.taints, state.resource_version()),
+        ),
+        (false, Some(index)) => (None, remove_patch(&FRAGMENTED, index)),
         _ => return None,
     };
     Some(Change { node: name.to_owned(), why, patch })

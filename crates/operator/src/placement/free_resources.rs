@@ -66,7 +66,7 @@ impl<'a> FreeResources<'a> {
     }
 
     /// Ends a nomination.
-    pub(super) fn withdraw(&mut self, pod: &str, node: &str) {
+    pub(super) fn withdraw_nomination(&mut self, pod: &str, node: &str) {
         if let Some(nominees) = self.nominated.get_mut(node) {
             nominees.remove(pod);
         }
@@ -74,14 +74,14 @@ impl<'a> FreeResources<'a> {
 
     /// Returns whether a node has room for a pod.
     pub(super) fn has_room(&mut self, node: &str, pod: Requester<'_>) -> bool {
-        self.missing(node, pod).is_some_and(|missing| missing.is_empty())
+        self.missing_resources(node, pod).is_some_and(|missing| missing.is_empty())
     }
 
     /// Returns the amount of each resource that a node is missing for a pod. Returns `None` if the
     /// node has no `GpuNode`, or is too small for the pod even without other pods.
-    pub(super) fn missing<'r>(&mut self, node: &str, pod: Requester<'r>) -> Option<BTreeMap<&'r str, u128>> {
+    pub(super) fn missing_resources<'r>(&mut self, node: &str, pod: Requester<'r>) -> Option<BTreeMap<&'r str, u128>> {
         let allocatable = &self.nodes.0.get(node)?.node.allocatable;
-        self.compute(node)?;
+        self.compute_free(node)?;
         let free = self.computed.get(node)?;
         let of_others =
             |(name, nominee): &(&String, &Nominee<'a>)| *name != pod.name && nominee.priority >= pod.priority;
@@ -104,14 +104,14 @@ impl<'a> FreeResources<'a> {
 
     /// Subtracts the requests of a pod that is released to the node.
     pub(super) fn subtract(&mut self, node: &str, requests: &BTreeMap<String, Quantity>) {
-        self.compute(node);
+        self.compute_free(node);
         if let Some(free) = self.computed.get_mut(node) {
             subtract(free, requests);
         }
     }
 
     /// Computes the free resources of a node. `None` if the node has no `GpuNode`.
-    fn compute(&mut self, node: &str) -> Option<()> {
+    fn compute_free(&mut self, node: &str) -> Option<()> {
         let (name, state) = self.nodes.0.get_key_value(node).filter(|(_, state)| state.managed)?;
         if !self.computed.contains_key(name.as_str()) {
             let mut free = state.free_resources(self.tracker);

@@ -12,8 +12,8 @@ use super::actions::{Actions, Destination, Eviction, Release, ReleaseReason};
 use super::claims::{self, PodClaims};
 use super::cluster::{Cluster, Input, Now, is_released};
 use super::evictions::{Evictability, EvictionRecords};
-use super::fragments::Fragments;
-use super::growth::{Circumstances, Growth, Offers, Outlook};
+use super::fragments::FragmentationTaints;
+use super::growth::{AutoscalerReports, Circumstances, Offers, Outlook};
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
 use super::pod_tracker::PodTracker;
@@ -21,8 +21,8 @@ use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
 use super::search::{Candidate, PlacementSearch};
-use super::stranded::{self, Advice, Rescue, Stranded};
-use super::unanswered::Unanswered;
+use super::stranded::{self, Advice, Rescue, StrandedPods};
+use super::unanswered::UnansweredReleases;
 use super::{learning, mps_hosts};
 use crate::evict::Evicted;
 use crate::pod_store::PodChanges;
@@ -56,15 +56,15 @@ pub struct Gatekeeper {
     nodes: Nodes,
     tracker: PodTracker,
     claims: PodClaims,
-    unanswered: Unanswered,
+    unanswered: UnansweredReleases,
     queue: Queue,
     /// Results of evictions for pods of higher priority.
     evictions: EvictionRecords,
     /// Pods for which preemption was searched for.
     preemptors: Preemptors,
-    stranded: Stranded,
-    growth: Growth,
-    fragments: Fragments,
+    stranded: StrandedPods,
+    growth: AutoscalerReports,
+    fragments: FragmentationTaints,
     /// State of the replacement of MPS hosts.
     pub(crate) rollout: Rollout,
     /// Earliest time at which the next reconcile examines MPS hosts.
@@ -91,13 +91,13 @@ impl Gatekeeper {
             nodes: Nodes::default(),
             tracker: PodTracker::default(),
             claims: PodClaims::default(),
-            unanswered: Unanswered::default(),
+            unanswered: UnansweredReleases::default(),
             queue: Queue::default(),
             evictions: EvictionRecords::default(),
             preemptors: Preemptors::default(),
-            stranded: Stranded::default(),
-            growth: Growth::new(true),
-            fragments: Fragments::new(false),
+            stranded: StrandedPods::default(),
+            growth: AutoscalerReports::new(true),
+            fragments: FragmentationTaints::new(false),
             rollout: Rollout::default(),
             next_rollout: Duration::ZERO,
         }
@@ -116,7 +116,7 @@ impl Gatekeeper {
     /// may not have reported them. A gatekeeper that saw the pod keeps its claim; see
     /// [`claims::UNREPORTED_CLAIM_TIME`]. A new one must wait as long.
     #[must_use]
-    pub fn settle_first(self) -> Self {
+    pub fn with_settling_delay(self) -> Self {
         Self { settle_time: claims::UNREPORTED_CLAIM_TIME, ..self }
     }
 
@@ -124,14 +124,14 @@ impl Gatekeeper {
     /// default.
     #[must_use]
     pub fn with_reports(self, enabled: bool) -> Self {
-        Self { growth: Growth::new(enabled), ..self }
+        Self { growth: AutoscalerReports::new(enabled), ..self }
     }
 
     /// Sets whether nodes that only look free to cluster autoscalers are tainted. Taints are
     /// disabled by default.
     #[must_use]
     pub fn with_taints(self, enabled: bool) -> Self {
-        Self { fragments: Fragments::new(enabled), ..self }
+        Self { fragments: FragmentationTaints::new(enabled), ..self }
     }
 
     /// Drops all state. Call this while another process leads.
@@ -161,7 +161,7 @@ impl Gatekeeper {
     /// no answer, that patch may have released the pod, so the reservation is kept.
     pub fn record_failed_release(&mut self, pod: &str) {
         if !self.unanswered.contains(pod) {
-            self.claims.release(self.ledger.as_mut(), pod);
+            self.claims.end_claim(self.ledger.as_mut(), pod);
         }
     }
 
@@ -169,7 +169,7 @@ impl Gatekeeper {
     /// refusals, the release is delayed.
     pub fn record_refused_release(&mut self, pod: &str, message: &str, up: Duration) {
         if !self.unanswered.contains(pod) {
-            self.claims.release(self.ledger.as_mut(), pod);
+            self.claims.end_claim(self.ledger.as_mut(), pod);
             self.queue.record_refusal(pod, message, up);
         }
     }
@@ -181,12 +181,12 @@ impl Gatekeeper {
 
     /// Records that the report about a pod at the gate could not be written.
     pub(crate) fn record_failed_report(&mut self, uid: &str) {
-        self.growth.write_failed(uid);
+        self.growth.record_failed_write(uid);
     }
 
     /// Records that the taint of a node could not be written.
     pub(crate) fn record_failed_taint(&mut self, node: &str) {
-        self.fragments.write_failed(node);
+        self.fragments.record_failed_write(node);
     }
 
     /// Records that the condition of a stranded pod could not be written.
@@ -242,7 +242,7 @@ impl Gatekeeper {
         now: Now,
     ) -> Actions {
         let changed = self.nodes.update(cluster, &self.rollout, &self.agent_labels);
-        changed.iter().for_each(|(node, _)| self.preemptors.touch(node));
+        changed.iter().for_each(|(node, _)| self.preemptors.record_node_change(node));
         let mut ledger = match self.ledger.take() {
             Some(mut ledger) => {
                 for (name, facts) in changed {
@@ -259,14 +259,14 @@ impl Gatekeeper {
                 let mut ledger = self.claims.rebuild(nodes, tracker, now);
                 self.chooser = Chooser::default();
                 ledger.synchronize(&mut self.chooser);
-                learning::count_running(&mut self.chooser, tracker);
+                learning::count_running_pods(&mut self.chooser, tracker);
                 ledger
             }
         };
         let held = tracker.unsettled();
         let unsettled: Vec<&PodObject> = held.iter().map(AsRef::as_ref).collect();
         let waiting = self.track_pods(&mut ledger, &unsettled, (tracker, maybe_deleted), now);
-        self.claims.expire(&mut ledger, &unsettled, now);
+        self.claims.expire_reservations(&mut ledger, &unsettled, now);
         // This must precede any reservation. Otherwise a node that is found idle here could receive
         // a reservation in the same reconcile.
         let rollout = self.plan_rollout(cluster, &mut ledger, now.up);
@@ -274,11 +274,11 @@ impl Gatekeeper {
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
         let changed_nodes = tracker.take_changed_nodes();
         let input = Input { cluster, tracker, unsettled: &unsettled, demand, now };
-        for node in changed_nodes.into_iter().chain(self.claims.take_freed()) {
-            self.preemptors.touch(&node);
+        for node in changed_nodes.into_iter().chain(self.claims.take_freed_nodes()) {
+            self.preemptors.record_node_change(&node);
         }
         ledger.synchronize(&mut self.chooser);
-        actions.rescue = self.rescue(&ledger, &input);
+        actions.rescue = self.handle_stranded(&ledger, &input);
         if let Some(requeue) = actions.rescue.requeue {
             actions.requeue_in(requeue);
         }
@@ -286,8 +286,8 @@ impl Gatekeeper {
         if settling.is_zero() {
             self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
-            actions.releases.extend(self.unanswered.retries(&ledger, now).take(room));
-            actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.smallest());
+            actions.releases.extend(self.unanswered.releases_to_retry(&ledger, now).take(room));
+            actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.smallest_requests());
         } else {
             actions.requeue_in(settling);
         }
@@ -310,14 +310,14 @@ impl Gatekeeper {
         let mut waiting = Vec::new();
         for pod in unsettled {
             let name = full_name(&pod.metadata);
-            self.claims.release_predecessor(ledger, &name, &pod.uid().unwrap_or_default());
+            self.claims.end_predecessor_claim(ledger, &name, &pod.uid().unwrap_or_default());
             if pod.node().is_some() || !pod.waits_at_gate() {
                 self.unanswered.remove(&name);
             } else if self.unanswered.is_refuted_by(&name, pod) {
-                self.claims.release(Some(ledger), &name);
+                self.claims.end_claim(Some(ledger), &name);
             }
             if let Some(node) = pod.node() {
-                if self.claims.bind(ledger, &name, pod, node) {
+                if self.claims.record_binding(ledger, &name, pod, node) {
                     tracker.mark_settled(&name);
                     settled.push(name.clone());
                 }
@@ -328,20 +328,20 @@ impl Gatekeeper {
                     waiting.push((name.clone(), *pod));
                 }
             } else {
-                self.claims.restore(ledger, &name, pod, now);
+                self.claims.restore_reservation(ledger, &name, pod, now);
             }
             present.insert(name);
         }
         self.unanswered.retain(&present);
-        self.claims.remove_gone(ledger, &present, maybe_deleted, now.up);
+        self.claims.remove_ended_pods(ledger, &present, maybe_deleted, now.up);
         let arrived = self.queue.update(&present, &waiting, now.up);
         ledger.synchronize(&mut self.chooser);
-        learning::count_arrived(&mut self.chooser, &self.nodes, &arrived);
+        learning::count_arrived_pods(&mut self.chooser, &self.nodes, &arrived);
         for name in &settled {
             present.remove(name);
         }
         tracker.remember_unsettled(present);
-        queue::sort(&mut waiting);
+        queue::sort_by_priority(&mut waiting);
         waiting
     }
 
@@ -353,7 +353,7 @@ impl Gatekeeper {
         let views = mps_hosts::host_views(cluster, hosts, &self.nodes, ledger);
         let step = self.rollout.update(&views, up);
         for (name, facts) in self.nodes.update(cluster, &self.rollout, &self.agent_labels) {
-            self.preemptors.touch(&name);
+            self.preemptors.record_node_change(&name);
             if let Some(facts) = facts {
                 ledger.observe(&name, facts);
             }
@@ -378,19 +378,19 @@ impl Gatekeeper {
     }
 
     /// Decides how to handle released pods that are not bound.
-    fn rescue(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
+    fn handle_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
         let Self { unschedulable_after, agent_labels, chooser, nodes, stranded, claims, .. } = self;
         let tracker = input.tracker;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
         let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
         let mut at_other_nodes: Vec<Candidate<'_>> = Vec::new();
         for pod in input.unsettled.iter().copied().filter(|pod| is_released(pod)) {
-            if let Some(reason) = stranded::Reason::find(pod, ledger, nodes, tracker) {
+            if let Some(reason) = stranded::Reason::of_released_pod(pod, ledger, nodes, tracker) {
                 found.push((pod, reason));
             } else if pod.placement.is_none() && pod.unschedulable {
-                unschedulable.push(Candidate::unschedulable(pod, nodes));
+                unschedulable.push(Candidate::from_unschedulable(pod, nodes));
             } else if pod.placement.is_none() && pod.to_other_nodes && pod.is_reported_unschedulable() {
-                at_other_nodes.push(Candidate::at_other_nodes(pod, nodes, agent_labels));
+                at_other_nodes.push(Candidate::from_other_nodes(pod, nodes, agent_labels));
             }
         }
         let parts = (&*nodes, tracker, claims.replicas());
@@ -432,9 +432,9 @@ impl Gatekeeper {
     ) {
         let up = input.now.up;
         self.preemptors.update(waiting);
-        withdraw_other_nominations(ledger, waiting).iter().for_each(|node| self.preemptors.touch(node));
+        withdraw_other_nominations(ledger, waiting).iter().for_each(|node| self.preemptors.record_node_change(node));
         if self.evictions.update(up) {
-            self.preemptors.touch_all();
+            self.preemptors.record_cluster_change();
         }
         if !waiting.is_empty() {
             self.preemptors.update_budgets(&input.cluster.budgets);
@@ -453,7 +453,7 @@ impl Gatekeeper {
         let up = input.now.up;
         self.update_preemption(ledger, &waiting, input, actions);
         if waiting.is_empty() {
-            self.growth.report(&[], up, actions);
+            self.growth.add_reports(&[], up, actions);
             return;
         }
         let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
@@ -461,11 +461,11 @@ impl Gatekeeper {
         let tracker = input.tracker;
         let Self { evictions, preemptors, growth, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
-        let waiting = queue.skip_refused(ledger, waiting, up, actions).into_iter();
+        let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
         let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
-        let offers = LazyCell::new(|| Offers::of(input.cluster.policies.iter().map(AsRef::as_ref)));
+        let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
         let mut reserved: Vec<(String, &PodObject)> = Vec::new();
@@ -475,16 +475,16 @@ impl Gatekeeper {
                 break;
             }
             let Candidate { name, pod, device_requests, .. } = candidate;
-            let waited = queue.waited(name, up);
+            let waited = queue.waiting_time(name, up);
             if device_requests.is_empty() {
                 actions.releases.push(candidate.release(ReleaseReason::NotServed, Destination::Anywhere, waited));
                 continue;
             }
-            if let Some(delay) = stranded.delay(pod, up) {
+            if let Some(delay) = stranded.gate_delay(pod, up) {
                 actions.requeue_in(delay);
-                preemption.withdraw(ledger, &mut search, name);
+                preemption.withdraw_nomination(ledger, &mut search, name);
                 growth.record_delayed(pod, up);
-                actions.waiting.insert(name.clone(), no_room(DELAYED_MESSAGE.to_owned()));
+                actions.waiting.insert(name.clone(), waiting_for_room(DELAYED_MESSAGE.to_owned()));
                 continue;
             }
             let verdict = match search.find(ledger, candidate) {
@@ -503,12 +503,12 @@ impl Gatekeeper {
                 actions.releases.push(candidate.release_to_other_nodes(requirement, waited));
                 continue;
             }
-            let withheld = rollout.describe_withheld(device_requests, &search.eligible(candidate));
+            let withheld = rollout.describe_withheld(device_requests, &search.eligible_nodes(candidate));
             let mut circumstances = Circumstances::new(&offers, input.demand.get(name), withheld);
-            let pause = growth.pause(candidate, &circumstances, up);
+            let pause = growth.preemption_pause(candidate, &circumstances, up);
             circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
             let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
-            match queue.unplaceable_for(name, may_pass, up) {
+            match queue.unplaceable_time(name, may_pass, up) {
                 Some(unplaceable) if unplaceable >= unschedulable_after => {
                     actions.releases.push(candidate.release_unplaceable(need, message, waited));
                     continue;
@@ -516,15 +516,15 @@ impl Gatekeeper {
                 Some(unplaceable) => actions.requeue_in(unschedulable_after.saturating_sub(unplaceable)),
                 None => {}
             }
-            actions.waiting.insert(name.clone(), no_room(message));
+            actions.waiting.insert(name.clone(), waiting_for_room(message));
         }
-        preemptors.finish(up, actions);
+        preemptors.finish_reconcile(up, actions);
         reserved.into_iter().for_each(|(name, pod)| claims.add(name, pod));
-        growth.report(&candidates, up, actions);
+        growth.add_reports(&candidates, up, actions);
     }
 }
 
-fn no_room(message: String) -> WaitingPod {
+fn waiting_for_room(message: String) -> WaitingPod {
     WaitingPod { reason: Reason::NoRoom, message }
 }
 

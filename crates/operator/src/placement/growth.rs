@@ -41,7 +41,7 @@ pub(super) const FULL_AFTER: Duration = Duration::from_secs(10);
 pub(super) const NO_NODE_AFTER: Duration = Duration::from_secs(30);
 /// Time for which a pod that is too large for a GPU is not reported again. A node that was added
 /// for it did not help, and must not be added again.
-const FUTILE_TIME: Duration = Duration::from_secs(3600);
+const TOO_LARGE_BACKOFF: Duration = Duration::from_secs(3600);
 /// Time for which a pod must be too large before that counts. A GPU may offer less for a moment,
 /// for example while its policy changes.
 pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
@@ -52,7 +52,7 @@ const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// Maximum number of reports in one reconcile.
 const MAX_REPORTS: usize = 64;
 /// Delay before the next reconcile if there are more reports.
-const NEXT_REPORTS: Duration = Duration::from_millis(50);
+const NEXT_REPORTS_DELAY: Duration = Duration::from_millis(50);
 
 /// What policies offer for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -76,7 +76,7 @@ pub(super) struct Offers {
 
 impl Offers {
     /// Returns what these policies offer. Malformed and invalid policies offer nothing.
-    pub(super) fn of<'a>(policies: impl Iterator<Item = &'a DeserializeGuard<SharingPolicy>>) -> Self {
+    pub(super) fn of_policies<'a>(policies: impl Iterator<Item = &'a DeserializeGuard<SharingPolicy>>) -> Self {
         let mut offers = Self::default();
         for policy in policies.filter_map(|policy| policy.0.as_ref().ok()) {
             if let Ok(valid) = validate(&policy.name_any(), None, &policy.spec) {
@@ -89,14 +89,14 @@ impl Offers {
     fn add(&mut self, share: &SharingMode) {
         match share {
             SharingMode::Whole => self.add_units(RESOURCE_GPU.to_owned(), 1),
-            SharingMode::Mps(mps) => self.add_units(mps.resource().to_owned(), shares(mps)),
+            SharingMode::Mps(mps) => self.add_units(mps.resource().to_owned(), max_shares(mps)),
             SharingMode::TimeSlicing(slicing) => self.add_units(slicing.resource().to_owned(), slicing.replicas),
             SharingMode::Mig { layout, each } => {
                 for profile in layout {
                     match each {
                         InstanceShare::Whole => self.add_units(mig_resource(profile), 1),
                         InstanceShare::Mps(mps) => {
-                            self.add_units(shared_instance_resource(profile, mps.resource.as_deref()), shares(mps));
+                            self.add_units(shared_instance_resource(profile, mps.resource.as_deref()), max_shares(mps));
                         }
                         InstanceShare::TimeSlicing(ReplicaRules { replicas, resource, .. }) => {
                             self.add_units(shared_instance_resource(profile, resource.as_deref()), *replicas);
@@ -114,7 +114,7 @@ impl Offers {
     }
 
     /// Returns what the policies offer for the request that they serve the least.
-    fn for_requests(&self, requests: &[DeviceRequest]) -> Offer {
+    fn least_offer(&self, requests: &[DeviceRequest]) -> Offer {
         let offer = |request: &DeviceRequest| match self.units.get(&request.resource) {
             Some(units) if *units >= request.units.get() => Offer::Enough,
             _ if self.any && is_served(&request.resource) => Offer::Enough,
@@ -126,7 +126,7 @@ impl Offers {
 
     /// Returns what a pod that is not placeable needs, if nothing makes room for it.
     fn need(&self, requests: &[DeviceRequest], impossible: Option<PermanentObstacle>) -> Need {
-        match (impossible, self.for_requests(requests)) {
+        match (impossible, self.least_offer(requests)) {
             (None, _) => Need::Node(FULL_AFTER),
             (Some(PermanentObstacle::TooLarge), _) | (Some(_), Offer::TooFew) => Need::LargerGpu,
             (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), Offer::Enough) => {
@@ -156,11 +156,11 @@ impl<'a> Circumstances<'a> {
     }
 
     /// Whether room is made for the pod without evictions.
-    fn makes_room(&self, candidate: &Candidate<'_>) -> bool {
+    fn is_making_room(&self, candidate: &Candidate<'_>) -> bool {
         let planned = |waiting: &WaitingPod| {
             matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
         };
-        !self.withheld.is_empty() || candidate.planned(self.demand).is_some_and(planned)
+        !self.withheld.is_empty() || candidate.planned_wait(self.demand).is_some_and(planned)
     }
 }
 
@@ -175,7 +175,7 @@ pub(super) struct Outlook {
 
 /// Returns the maximum number of shares of one GPU. If the policy states a share's memory, the
 /// number depends on the GPU, and the policy may apply to GPUs of any size.
-fn shares(mps: &MpsShare) -> u32 {
+fn max_shares(mps: &MpsShare) -> u32 {
     match mps.size {
         ShareSize::Units(units) => units,
         ShareSize::Memory(_) => MAX_CLIENTS,
@@ -184,17 +184,17 @@ fn shares(mps: &MpsShare) -> u32 {
 
 /// What each pod at the gate needs, and what was reported about it.
 #[derive(Debug)]
-pub(super) struct Growth {
+pub(super) struct AutoscalerReports {
     enabled: bool,
     /// By UID.
-    pods: BTreeMap<String, Waiter>,
+    pods: BTreeMap<String, UnplaceablePod>,
     /// The smallest request among the pods that are reported, by resource.
     smallest: BTreeMap<String, u64>,
 }
 
 /// A pod at the gate that was not placeable. Times are durations since the process started.
 #[derive(Debug, Default)]
-struct Waiter {
+struct UnplaceablePod {
     /// When the pod is reported, if it needs a node.
     due: Option<Duration>,
     /// Since when it is too large.
@@ -207,7 +207,7 @@ struct Waiter {
     written: Option<(bool, Duration)>,
 }
 
-impl Growth {
+impl AutoscalerReports {
     /// If not `enabled`, no pod is reported, and earlier reports are taken back.
     pub(super) const fn new(enabled: bool) -> Self {
         Self { enabled, pods: BTreeMap::new(), smallest: BTreeMap::new() }
@@ -219,7 +219,7 @@ impl Growth {
     }
 
     /// Returns the smallest request among the pods that are to be reported, by resource.
-    pub(super) const fn smallest(&self) -> &BTreeMap<String, u64> {
+    pub(super) const fn smallest_requests(&self) -> &BTreeMap<String, u64> {
         &self.smallest
     }
 
@@ -235,14 +235,14 @@ impl Growth {
     }
 
     /// Time for which no pods are evicted for the pod, because room is made for it otherwise.
-    pub(super) fn pause(
+    pub(super) fn preemption_pause(
         &mut self,
         candidate: &Candidate<'_>,
         circumstances: &Circumstances<'_>,
         up: Duration,
     ) -> Option<Duration> {
         let waiter = self.pods.entry(candidate.pod.uid().unwrap_or_default()).or_default();
-        let makes_room = circumstances.makes_room(candidate);
+        let makes_room = circumstances.is_making_room(candidate);
         waiter.room_since = makes_room.then(|| waiter.room_since.unwrap_or(up));
         let pause = waiter.room_since?.saturating_add(MAX_PAUSE).saturating_sub(up);
         (!pause.is_zero()).then_some(pause)
@@ -262,11 +262,11 @@ impl Growth {
         up: Duration,
     ) -> Outlook {
         let Circumstances { offers, demand, preemption, withheld } = circumstances;
-        let gets_room = *preemption == Prospect::Room || circumstances.makes_room(candidate);
+        let gets_room = *preemption == Prospect::Room || circumstances.is_making_room(candidate);
         let need = if gets_room || candidate.awaits_agent() {
             Need::Nothing
         } else {
-            offers.need(&candidate.device_requests, verdict.impossible())
+            offers.need(&candidate.device_requests, verdict.permanent_obstacle())
         };
         let reported = candidate.pod.is_reported_unschedulable();
         // A search for a preemption may show that the pod needs no node. A report that exists is
@@ -274,7 +274,7 @@ impl Growth {
         let is_decided = *preemption != Prospect::Unknown || reported;
         let uid = candidate.pod.uid().unwrap_or_default();
         self.record(&uid, need, is_decided, up);
-        if verdict.impossible().is_none() {
+        if verdict.permanent_obstacle().is_none() {
             self.forget_too_large(&uid);
         }
         let (message, may_pass) = candidate.explain(verdict, *demand);
@@ -308,14 +308,14 @@ impl Growth {
     }
 
     /// Records that a report could not be written. A later reconcile writes it.
-    pub(super) fn write_failed(&mut self, uid: &str) {
+    pub(super) fn record_failed_write(&mut self, uid: &str) {
         if let Some(waiter) = self.pods.get_mut(uid) {
             waiter.written = None;
         }
     }
 
     /// Adds the reports about the pods at the gate that stay there. Forgets all other pods.
-    pub(super) fn report(&mut self, candidates: &[Candidate<'_>], up: Duration, actions: &mut Actions) {
+    pub(super) fn add_reports(&mut self, candidates: &[Candidate<'_>], up: Duration, actions: &mut Actions) {
         let mut before = std::mem::take(&mut self.pods);
         self.smallest.clear();
         let released: BTreeSet<String> = actions.releases.iter().map(|release| release.uid.clone()).collect();
@@ -333,10 +333,10 @@ impl Growth {
             }
             if wanted == reported {
                 waiter.written = None;
-            } else if let Some(again) = waiter.write_again(wanted).filter(|again| up < *again) {
+            } else if let Some(again) = waiter.earliest_rewrite(wanted).filter(|again| up < *again) {
                 actions.requeue_in(again.saturating_sub(up));
             } else if actions.reports.len() >= MAX_REPORTS {
-                actions.requeue_in(NEXT_REPORTS);
+                actions.requeue_in(NEXT_REPORTS_DELAY);
             } else {
                 waiter.written = Some((wanted, up));
                 let message = actions.waiting.get(&candidate.name).map(|waiting| waiting.message.as_str());
@@ -352,16 +352,16 @@ impl Growth {
     }
 }
 
-impl Waiter {
+impl UnplaceablePod {
     /// Returns whether the pod is to be reported. After a change of the leader a report stays,
     /// although the new leader has not waited yet.
     fn is_due(&self, reported: bool, up: Duration) -> bool {
-        let futile = self.too_large.is_some_and(|at| up < at.saturating_add(FUTILE_TIME));
+        let futile = self.too_large.is_some_and(|at| up < at.saturating_add(TOO_LARGE_BACKOFF));
         !futile && self.due.is_some_and(|due| due <= up || reported)
     }
 
     /// Returns the time until which the same report is not written again.
-    fn write_again(&self, wanted: bool) -> Option<Duration> {
+    fn earliest_rewrite(&self, wanted: bool) -> Option<Duration> {
         let (written, at) = self.written?;
         (written == wanted).then(|| at.saturating_add(WRITE_AGAIN_AFTER))
     }

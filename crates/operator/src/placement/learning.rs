@@ -23,7 +23,7 @@ const MAX_SELECTORS: usize = 64;
 type Selectors = (BTreeMap<String, String>, Vec<NodeSelectorTerm>);
 
 /// Returns the CPU that a pod requests, in thousandths of a core.
-pub(super) fn cpu(requests: &BTreeMap<String, Quantity>) -> u64 {
+pub(super) fn cpu_millis(requests: &BTreeMap<String, Quantity>) -> u64 {
     requests.get(CPU).and_then(Quantity::milli).unwrap_or(0)
 }
 
@@ -41,12 +41,12 @@ pub(super) fn update_cpu(
         if let Some(Claim { place: Place::OneOf { nodes, .. }, .. }) = ledger.claim(&full_name(&pod.metadata)) {
             for node in nodes {
                 let sum = released.entry(node).or_default();
-                *sum = sum.saturating_add(cpu(&pod.spec.requests));
+                *sum = sum.saturating_add(cpu_millis(&pod.spec.requests));
             }
         }
     }
     for (name, state) in nodes.0.iter().filter(|(_, state)| state.managed) {
-        let total = cpu(&state.node.allocatable);
+        let total = cpu_millis(&state.node.allocatable);
         let bound = tracker.requested(name).and_then(|requested| requested.get(CPU)).copied().unwrap_or(0);
         let bound = u64::try_from(bound).unwrap_or(u64::MAX);
         let used = bound.saturating_add(released.get(name.as_str()).copied().unwrap_or(0));
@@ -55,13 +55,13 @@ pub(super) fn update_cpu(
 }
 
 /// Updates the score if that is due. Call [`update_cpu`] first.
-pub(super) fn learn(chooser: &mut Chooser, unsettled: &[&PodObject]) {
+pub(super) fn update_score(chooser: &mut Chooser, unsettled: &[&PodObject]) {
     let waiting = unsettled.iter().filter(|pod| pod.waits_at_gate());
-    chooser.learn(waiting.map(|pod| (pod.device_requests(), cpu(&pod.spec.requests))));
+    chooser.learn(waiting.map(|pod| (pod.device_requests(), cpu_millis(&pod.spec.requests))));
 }
 
 /// Counts the pods that arrived at the gate.
-pub(super) fn count_arrived(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&PodObject]) {
+pub(super) fn count_arrived_pods(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&PodObject]) {
     let mut known: BTreeMap<Selectors, Vec<String>> = BTreeMap::new();
     for pod in arrived {
         let plan_pod = plan_pod(pod);
@@ -69,29 +69,29 @@ pub(super) fn count_arrived(chooser: &mut Chooser, nodes: &Nodes, arrived: &[&Po
         let models = if (key.0.is_empty() && key.1.is_empty()) || known.len() >= MAX_SELECTORS {
             Vec::new()
         } else {
-            known.entry(key).or_insert_with(|| models(nodes, &plan_pod)).clone()
+            known.entry(key).or_insert_with(|| usable_models(nodes, &plan_pod)).clone()
         };
-        chooser.count(&pod.device_requests(), cpu(&pod.spec.requests), models);
+        chooser.count(&pod.device_requests(), cpu_millis(&pod.spec.requests), models);
     }
 }
 
 /// Counts the pods that run when the operator starts, because it keeps no record of earlier ones.
 /// The result differs from a record: short-lived pods are missing, and selectors of bound pods are
 /// not known. Both fade as pods arrive.
-pub(super) fn count_running(chooser: &mut Chooser, tracker: &PodTracker) {
+pub(super) fn count_running_pods(chooser: &mut Chooser, tracker: &PodTracker) {
     let mut pods: Vec<&PodObject> =
         tracker.living().filter(|pod| pod.requests_gpus() && !pod.waits_at_gate()).collect();
     let age = |pod: &PodObject| pod.metadata.creation_timestamp.as_ref().map(|time| time.0);
     pods.sort_by(|a, b| (age(a), &a.metadata.name).cmp(&(age(b), &b.metadata.name)));
     let first = pods.len().saturating_sub(MAX_COUNTED_AT_START);
     for pod in pods.into_iter().skip(first) {
-        chooser.count(&pod.device_requests(), cpu(&pod.spec.requests), Vec::new());
+        chooser.count(&pod.device_requests(), cpu_millis(&pod.spec.requests), Vec::new());
     }
 }
 
 /// Returns the models of the nodes that the pod can use, sorted. Returns none if the pod can use
 /// all models.
-fn models(nodes: &Nodes, pod: &PlanPod) -> Vec<String> {
+fn usable_models(nodes: &Nodes, pod: &PlanPod) -> Vec<String> {
     let mut models: BTreeMap<&str, bool> = BTreeMap::new();
     for state in nodes.0.values().filter(|state| state.managed) {
         *models.entry(&state.model).or_default() |= state.may_admit_later(pod);

@@ -20,7 +20,7 @@ use super::facts;
 use super::pod_tracker::PodTracker;
 use super::verdict::{Exclusion, PermanentObstacle, Verdict};
 use crate::read::NodeObject;
-use crate::rollout::{Mps, Rollout};
+use crate::rollout::{MpsState, Rollout};
 
 /// Nodes by name, and the number of GPUs of the node with the most GPUs.
 #[derive(Debug, Default)]
@@ -32,7 +32,7 @@ pub(super) struct NodeState {
     versions: Versions,
     pub(super) node: PlanNode,
     /// State of MPS that the `GpuNode` reports.
-    pub(super) mps: Mps,
+    pub(super) mps: MpsState,
     /// GPU model of the node.
     pub(super) model: String,
     /// Names of the policies of the node's devices, by device.
@@ -106,12 +106,12 @@ impl NodeState {
     }
 
     /// Updates the state from the `GpuNode`. Returns the node's devices for the ledger.
-    fn read(&mut self, object: &GpuNode) -> NodeFacts {
+    fn update_from(&mut self, object: &GpuNode) -> NodeFacts {
         let is_ready = self.versions.agent.unwrap_or_default();
-        self.mps = Mps::of(object, is_ready);
-        let (facts, blocked) = facts::of_node(object, is_ready, &self.mps, self.versions.withheld);
+        self.mps = MpsState::of(object, is_ready);
+        let (facts, blocked) = facts::node_facts(object, is_ready, &self.mps, self.versions.withheld);
         self.model.clone_from(&facts.model);
-        self.policies = facts::policies(object);
+        self.policies = facts::policies_by_device(object);
         self.blocked = blocked;
         self.allocated = facts.allocations.iter().map(|allocation| allocation.pod.clone()).collect();
         self.offers = facts.devices.iter().map(|device| device.resource.clone()).collect();
@@ -121,7 +121,7 @@ impl NodeState {
     }
 
     /// Returns the `resourceVersion` of the node.
-    pub(super) fn version(&self) -> &str {
+    pub(super) fn resource_version(&self) -> &str {
         self.versions.node.as_deref().unwrap_or_default()
     }
 
@@ -137,7 +137,7 @@ impl NodeState {
     }
 
     /// Returns the name of the policy of a device.
-    pub(super) fn policy(&self, device: &str) -> Option<&str> {
+    pub(super) fn policy_of_device(&self, device: &str) -> Option<&str> {
         self.policies.get(device).map(AsRef::as_ref)
     }
 
@@ -145,14 +145,14 @@ impl NodeState {
     /// thousandths. Excludes the resources that Cleave can serve. The result is negative if pods
     /// request more than the node has.
     pub(super) fn free_resources(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
-        let mut free = self.free_with_gpus(tracker);
+        let mut free = self.free_resources_with_gpus(tracker);
         free.retain(|resource, _| !is_served(resource));
         free
     }
 
     /// Returns all of the node's resources that no bound pod requests, in thousandths. The result
     /// is negative if pods request more than the node has.
-    pub(super) fn free_with_gpus(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
+    pub(super) fn free_resources_with_gpus(&self, tracker: &PodTracker) -> BTreeMap<&str, i128> {
         let requested = tracker.requested(&self.node.name);
         let amounts = self.node.allocatable.iter().map(|(resource, quantity)| {
             let requested = requested.and_then(|requested| requested.get(resource)).copied().unwrap_or(0);
@@ -201,7 +201,7 @@ impl NodeState {
 
     /// Returns the resources that the node's kubelet still reports from before its `GpuNode`
     /// disappeared. `before` is the node's previous state.
-    fn still_reported(&self, before: Option<&Self>) -> BTreeSet<String> {
+    fn still_reported_resources(&self, before: Option<&Self>) -> BTreeSet<String> {
         let Some(before) = before.filter(|_| !self.has_status) else { return BTreeSet::new() };
         let mut served: BTreeSet<String> = before.offers.union(&before.missing).cloned().collect();
         served.retain(|resource| self.node.allocatable.get(resource).and_then(Quantity::count) > Some(0));
@@ -271,8 +271,8 @@ impl Nodes {
                 continue;
             }
             let mut state = NodeState::new(object, gpu_node, versions.into_owned());
-            let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| state.read(object));
-            state.missing = state.still_reported(self.0.get(name));
+            let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| state.update_from(object));
+            state.missing = state.still_reported_resources(self.0.get(name));
             let has_label = |(key, value): (&String, &String)| state.node.labels.get(key) == Some(value);
             state.has_agent_labels = !agent_labels.is_empty() && agent_labels.iter().all(has_label);
             self.0.insert(name.to_owned(), state);
@@ -290,7 +290,7 @@ impl Nodes {
     }
 
     /// Returns the nodes on which selector, affinity and taints allow the pod.
-    pub(super) fn eligible(&self, pod: &PlanPod) -> Vec<&str> {
+    pub(super) fn eligible_nodes(&self, pod: &PlanPod) -> Vec<&str> {
         self.0.values().filter(|state| state.admits(pod)).map(|state| state.node.name.as_str()).collect()
     }
 
@@ -344,7 +344,7 @@ impl Nodes {
                 holders.insert(pod.clone(), gone);
             }
         }
-        Holders { pods: holders, budgets: evictability.allowed() }
+        Holders { pods: holders, budgets: evictability.allowed_evictions() }
     }
 
     /// Returns why a pod is not placeable, and whether that can change. `why` is the ledger's

@@ -51,7 +51,7 @@ impl<'a> OtherNodes<'a> {
         let reliable: Vec<(&String, &String)> = labels.iter().filter(is_reliable).collect();
         let other = |state: &'a super::nodes::NodeState| {
             let (key, value) = reliable.iter().find(|(key, value)| state.node.labels.get(*key) != Some(*value))?;
-            Some(OtherNode { node: &state.node, free: state.free_with_gpus(tracker), label: (key, value) })
+            Some(OtherNode { node: &state.node, free: state.free_resources_with_gpus(tracker), label: (key, value) })
         };
         let mut found = Self(others.into_iter().filter_map(other).collect());
         for pod in unsettled.iter().filter(|pod| pod.to_other_nodes && is_released(pod)) {

@@ -10,21 +10,21 @@ use super::actions::{Destination, ReleaseReason};
 use crate::pods::{PodObject, is_interchangeable};
 
 /// Where the patch contains the `resourceVersion` of the pod.
-const VERSION: &str = "/0/value";
+const VERSION_POINTER: &str = "/0/value";
 
 /// Returns the JSON Patch that narrows the pod, annotates it with its reservation and removes its
 /// only gate.
 ///
 /// The patch applies as a whole or not at all, and only to the version of the pod that the decision
 /// was based on.
-pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Destination<'_>) -> Value {
+pub(super) fn release_patch(pod: &PodObject, reason: &ReleaseReason, destination: Destination<'_>) -> Value {
     let mut operations =
         vec![json!({"op": "test", "path": "/metadata/resourceVersion", "value": pod.metadata.resource_version})];
     let requirement = match destination {
         Destination::Anywhere => None,
         Destination::Hostnames(hostnames) => hostname_requirement(hostnames),
         Destination::Matching(requirement) => Some(requirement),
-        Destination::LargerGpus(device_requests) => larger_gpus(device_requests),
+        Destination::LargerGpus(device_requests) => larger_gpus_requirement(device_requests),
     };
     // An affinity that matches no node needs no narrowing: the pod still matches no node.
     let narrowed = requirement.map(|requirement| narrow(existing_affinity(pod), &requirement).unwrap_or_default());
@@ -47,14 +47,14 @@ pub(super) fn release(pod: &PodObject, reason: &ReleaseReason, destination: Dest
 }
 
 /// Returns the `resourceVersion` to which the patch applies.
-pub(super) fn version(patch: &Value) -> Option<&str> {
-    patch.pointer(VERSION)?.as_str()
+pub(super) fn resource_version(patch: &Value) -> Option<&str> {
+    patch.pointer(VERSION_POINTER)?.as_str()
 }
 
 /// Returns the patch for another `resourceVersion` of the pod.
-pub(super) fn with_version(patch: &Value, version: String) -> Value {
+pub(super) fn with_resource_version(patch: &Value, version: String) -> Value {
     let mut patch = patch.clone();
-    if let Some(value) = patch.pointer_mut(VERSION) {
+    if let Some(value) = patch.pointer_mut(VERSION_POINTER) {
         *value = Value::String(version);
     }
     patch
@@ -75,7 +75,7 @@ fn existing_affinity(pod: &PodObject) -> Present<'_> {
 /// Only autoscalers' node templates and administrators set the label of the requirement. The
 /// requirement names no node, so any node with the label may serve the pod. `None` for whole GPUs
 /// and whole MIG instances: the scheduler counts them correctly.
-fn larger_gpus(device_requests: &[DeviceRequest]) -> Option<Requirement> {
+fn larger_gpus_requirement(device_requests: &[DeviceRequest]) -> Option<Requirement> {
     let request = device_requests
         .iter()
         .filter(|request| !is_interchangeable(&request.resource))

@@ -10,7 +10,7 @@ use super::claims::PodClaims;
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
-use super::preemptors::{Preemptors, Scope};
+use super::preemptors::{Preemptors, SearchScope};
 use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::verdict::Verdict;
 
@@ -56,11 +56,11 @@ pub(super) enum Prospect {
 }
 
 /// The result of one search.
-enum Outcome {
+enum SearchResult {
     /// These evictions make room. The list of victims must be empty.
     Preempt(Preemption),
     /// No preemption helps, or the pod may not preempt others.
-    Hopeless,
+    Impossible,
     /// It is not this pod's turn, or room is being made for it without evictions.
     Later,
 }
@@ -73,7 +73,7 @@ impl<'a> PreemptionSearch<'a> {
         preemptors: &'a mut Preemptors,
         up: Duration,
     ) -> Self {
-        let (turns, is_paused) = (preemptors.turns(up), evictability.is_paused(up));
+        let (turns, is_paused) = (preemptors.pods_in_turn(up), evictability.is_paused(up));
         let (holders, hopeless) = (OnceCell::new(), BTreeSet::new());
         Self {
             nodes,
@@ -108,12 +108,12 @@ impl<'a> PreemptionSearch<'a> {
         if let Some(pause) = pause {
             actions.requeue_in(pause);
         }
-        let prospect = match self.find(ledger, search, candidate, (verdict, pause.is_some())) {
-            Outcome::Preempt(Preemption { node, takes, victims }) => {
+        let prospect = match self.find_victims(ledger, search, candidate, (verdict, pause.is_some())) {
+            SearchResult::Preempt(Preemption { node, takes, victims }) => {
                 // A victim that does not terminate counts as running then.
                 actions.requeue_in(TERMINATION_TIME);
-                self.evict(victims, &candidate.name, actions);
-                self.preemptors.forget(&candidate.name);
+                self.add_evictions(victims, &candidate.name, actions);
+                self.preemptors.record_success(&candidate.name);
                 search.nominate(candidate, &node);
                 // The ledger refuses only nominations for pods with a claim, and waiting pods have
                 // none.
@@ -121,63 +121,63 @@ impl<'a> PreemptionSearch<'a> {
                 let _ = ledger.nominate(&candidate.name, nomination);
                 Prospect::Room
             }
-            Outcome::Hopeless => {
-                self.withdraw(ledger, search, &candidate.name);
+            SearchResult::Impossible => {
+                self.withdraw_nomination(ledger, search, &candidate.name);
                 Prospect::NoRoom
             }
-            Outcome::Later if ledger.nominations().contains_key(&candidate.name) => Prospect::Room,
-            Outcome::Later => Prospect::Unknown,
+            SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => Prospect::Room,
+            SearchResult::Later => Prospect::Unknown,
         };
         actions.preemption_searches = self.searches;
         prospect
     }
 
     /// Ends the nomination of a waiting pod.
-    pub(super) fn withdraw(&mut self, ledger: &mut Ledger, search: &mut PlacementSearch<'a>, pod: &str) {
+    pub(super) fn withdraw_nomination(&mut self, ledger: &mut Ledger, search: &mut PlacementSearch<'a>, pod: &str) {
         if let Some(nomination) = ledger.withdraw(pod) {
-            search.withdraw(pod, &nomination.node);
-            self.preemptors.touch(&nomination.node);
+            search.withdraw_nomination(pod, &nomination.node);
+            self.preemptors.record_node_change(&nomination.node);
         }
     }
 
-    fn find(
+    fn find_victims(
         &mut self,
         ledger: &Ledger,
         search: &PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
         (verdict, is_paused): (&Verdict, bool),
-    ) -> Outcome {
+    ) -> SearchResult {
         let Candidate { name, pod, plan_pod, .. } = candidate;
-        if verdict.impossible().is_some() || pod.spec.preemption_policy.as_deref() == Some("Never") {
-            return Outcome::Hopeless;
+        if verdict.permanent_obstacle().is_some() || pod.spec.preemption_policy.as_deref() == Some("Never") {
+            return SearchResult::Impossible;
         }
         let nominated = ledger.nominations().get(name);
-        let scope = self.preemptors.scope(name, self.up);
+        let scope = self.preemptors.search_scope(name, self.up);
         let key = search.key(candidate);
         if nominated.is_none() {
-            if scope == Scope::Nothing {
+            if scope == SearchScope::Nothing {
                 self.hopeless.insert(key);
-                return Outcome::Hopeless;
+                return SearchResult::Impossible;
             }
             if self.hopeless.contains(&key) {
-                self.preemptors.give_up(name, pod, key.has_rules(), self.up);
-                return Outcome::Hopeless;
+                self.preemptors.record_failure(name, pod, key.has_rules(), self.up);
+                return SearchResult::Impossible;
             }
         }
         if !self.may_preempt(plan_pod.priority) {
-            return Outcome::Hopeless;
+            return SearchResult::Impossible;
         }
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, self.holders());
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
-                return Outcome::Preempt(found);
+                return SearchResult::Preempt(found);
             }
         }
         if self.is_paused || is_paused {
-            return Outcome::Later;
+            return SearchResult::Later;
         }
-        let is_turn = if self.preemptors.knows(name) {
+        let is_turn = if self.preemptors.has_waited(name) {
             self.turns.contains(name)
         } else {
             self.new += 1;
@@ -185,21 +185,21 @@ impl<'a> PreemptionSearch<'a> {
         };
         if !is_turn {
             self.preemptors.defer(name, pod);
-            return Outcome::Later;
+            return SearchResult::Later;
         }
         self.searches += 1;
         let since = match scope {
-            Scope::ChangedSince(version) if !key.has_rules() && nominated.is_none() => Some(version),
+            SearchScope::ChangedSince(version) if !key.has_rules() && nominated.is_none() => Some(version),
             _ => None,
         };
         let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_changed(node, version));
         let targets = search.preemption_nodes(candidate, is_searched);
         match ledger.preempt(candidate.pending_pod(), targets, self.holders()) {
-            Some(found) => Outcome::Preempt(found),
+            Some(found) => SearchResult::Preempt(found),
             None => {
-                self.preemptors.give_up(name, pod, key.has_rules(), self.up);
+                self.preemptors.record_failure(name, pod, key.has_rules(), self.up);
                 self.hopeless.insert(key);
-                Outcome::Hopeless
+                SearchResult::Impossible
             }
         }
     }
@@ -222,7 +222,7 @@ impl<'a> PreemptionSearch<'a> {
     /// Adds the evictions of these victims for the pod `preemptor`. Victims with a disruption
     /// budget come first, because the API server may refuse them. Then no other victim is evicted
     /// in vain.
-    fn evict(&mut self, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
+    fn add_evictions(&mut self, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
         let Some(holders) = self.holders.get_mut() else { return };
         victims.sort_by_key(|pod| holders.pods.get(pod).is_none_or(|holder| holder.budget.is_none()));
         holders.evict(&victims);

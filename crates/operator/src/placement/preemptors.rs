@@ -10,7 +10,7 @@ use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
 /// Maximum number of waiting pods per reconcile for which preemption is searched again.
-const MAX_TURNS: usize = 8;
+const MAX_REPEATED_SEARCHES: usize = 8;
 /// Time after which a search without result is repeated even if nothing has changed. Changes that
 /// this module does not track, such as another pod's labels, take effect then.
 pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
@@ -44,18 +44,18 @@ struct Preemptor {
     /// The reconcile that last searched for this pod, or that first saw the pod.
     turn: u64,
     /// The last search without result.
-    hopeless: Option<Hopeless>,
+    hopeless: Option<FutileSearch>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Hopeless {
+struct FutileSearch {
     version: u64,
     until: Duration,
 }
 
 /// The nodes on which a preemption may help a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Scope {
+pub(super) enum SearchScope {
     /// No node has changed since the last search.
     Nothing,
     /// Nodes that have changed since this version.
@@ -81,14 +81,14 @@ impl Preemptors {
             return;
         }
         let present: BTreeMap<&str, &PodObject> = waiting.iter().map(|(name, pod)| (name.as_str(), *pod)).collect();
-        self.waiting.retain(|name, one| present.get(name.as_str()).is_some_and(|pod| one.id == id(pod)));
+        self.waiting.retain(|name, one| present.get(name.as_str()).is_some_and(|pod| one.id == uid_and_version(pod)));
         if self.waiting.is_empty() {
             self.changed.clear();
         }
     }
 
     /// Records a change of a node that may make preemption possible on the node.
-    pub(super) fn touch(&mut self, node: &str) {
+    pub(super) fn record_node_change(&mut self, node: &str) {
         if !self.waiting.is_empty() {
             self.version += 1;
             self.changed.insert(node.to_owned(), self.version);
@@ -96,7 +96,7 @@ impl Preemptors {
     }
 
     /// Records a change that may make preemption possible anywhere.
-    pub(super) fn touch_all(&mut self) {
+    pub(super) fn record_cluster_change(&mut self) {
         self.version += 1;
         self.everywhere = self.version;
     }
@@ -110,7 +110,7 @@ impl Preemptors {
                 budget.metadata.namespace.as_deref().unwrap_or_default(),
                 budget.metadata.name.as_deref().unwrap_or_default()
             );
-            let (allowed, ignores_unready) = (budget.allowed(), budget.ignores_unready());
+            let (allowed, ignores_unready) = (budget.allowed_evictions(), budget.ignores_unready());
             (name, BudgetState { generation: budget.metadata.generation, allowed, ignores_unready })
         };
         let now: BTreeMap<String, BudgetState> = budgets.iter().map(state).collect();
@@ -122,40 +122,36 @@ impl Preemptors {
             })
         };
         if self.budgets.iter().any(helps) {
-            self.touch_all();
+            self.record_cluster_change();
         }
         self.budgets = now;
     }
 
     /// Returns the waiting pods whose turn it is: those whose last search was the longest ago, and
     /// that another search may help.
-    pub(super) fn turns(&self, up: Duration) -> BTreeSet<String> {
-        let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != Scope::Nothing);
+    pub(super) fn pods_in_turn(&self, up: Duration) -> BTreeSet<String> {
+        let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != SearchScope::Nothing);
         let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();
         due.sort_unstable();
-        due.into_iter().take(MAX_TURNS).map(|(_, name)| name.clone()).collect()
+        due.into_iter().take(MAX_REPEATED_SEARCHES).map(|(_, name)| name.clone()).collect()
     }
 
     /// Returns whether the pod waited in an earlier reconcile.
-    pub(super) fn knows(&self, pod: &str) -> bool {
+    pub(super) fn has_waited(&self, pod: &str) -> bool {
         self.waiting.contains_key(pod)
     }
 
     /// Returns the nodes on which a preemption may help the pod.
-    pub(super) fn scope(&self, pod: &str, up: Duration) -> Scope {
-        self.waiting.get(pod).map_or(Scope::Everything, |one| self.scope_of(one, up))
+    pub(super) fn search_scope(&self, pod: &str, up: Duration) -> SearchScope {
+        self.waiting.get(pod).map_or(SearchScope::Everything, |one| self.scope_of(one, up))
     }
 
-    fn scope_of(&self, one: &Preemptor, up: Duration) -> Scope {
+    fn scope_of(&self, one: &Preemptor, up: Duration) -> SearchScope {
         match one.hopeless {
-            Some(Hopeless { version, until }) if until > up && self.everywhere <= version => {
-                if self.version > version {
-                    Scope::ChangedSince(version)
-                } else {
-                    Scope::Nothing
-                }
+            Some(FutileSearch { version, until }) if until > up && self.everywhere <= version => {
+                if self.version > version { SearchScope::ChangedSince(version) } else { SearchScope::Nothing }
             }
-            _ => Scope::Everything,
+            _ => SearchScope::Everything,
         }
     }
 
@@ -165,27 +161,27 @@ impl Preemptors {
     }
 
     /// Records that evictions make room for the pod.
-    pub(super) fn forget(&mut self, name: &str) {
+    pub(super) fn record_success(&mut self, name: &str) {
         self.waiting.remove(name);
     }
 
     /// Records that no preemption helps the pod. `has_rules` if the pod has rules about other pods
     /// or volumes.
-    pub(super) fn give_up(&mut self, name: &str, pod: &PodObject, has_rules: bool, up: Duration) {
+    pub(super) fn record_failure(&mut self, name: &str, pod: &PodObject, has_rules: bool, up: Duration) {
         let time = if has_rules { RULES_RECHECK_TIME } else { RECHECK_TIME };
-        let hopeless = Some(Hopeless { version: self.version, until: up.saturating_add(time) });
-        self.waiting.insert(name.to_owned(), Preemptor { id: id(pod), turn: self.reconciles, hopeless });
+        let hopeless = Some(FutileSearch { version: self.version, until: up.saturating_add(time) });
+        self.waiting.insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, hopeless });
     }
 
     /// Records that the pod must wait for its turn.
     pub(super) fn defer(&mut self, name: &str, pod: &PodObject) {
-        let new = || Preemptor { id: id(pod), turn: self.reconciles, hopeless: None };
+        let new = || Preemptor { id: uid_and_version(pod), turn: self.reconciles, hopeless: None };
         self.waiting.entry(name.to_owned()).or_insert_with(new);
         self.is_deferred = true;
     }
 
     /// Ends a reconcile: adds when the next one is necessary.
-    pub(super) fn finish(&self, up: Duration, actions: &mut Actions) {
+    pub(super) fn finish_reconcile(&self, up: Duration, actions: &mut Actions) {
         actions.more |= self.is_deferred;
         actions.awaits_budgets = !self.waiting.is_empty();
         let rechecks = self.waiting.values().filter_map(|one| one.hopeless).map(|hopeless| hopeless.until);
@@ -195,6 +191,6 @@ impl Preemptors {
     }
 }
 
-fn id(pod: &PodObject) -> (Option<String>, Option<String>) {
+fn uid_and_version(pod: &PodObject) -> (Option<String>, Option<String>) {
     (pod.metadata.uid.clone(), pod.metadata.resource_version.clone())
 }

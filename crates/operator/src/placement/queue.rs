@@ -22,22 +22,22 @@ const MAX_MESSAGE_CHARS: usize = 300;
 
 /// Pods at the gate, by name.
 #[derive(Debug, Default)]
-pub(super) struct Queue(BTreeMap<String, Gated>);
+pub(super) struct Queue(BTreeMap<String, GatedPod>);
 
 /// A pod at the gate. Times are durations since the process started.
 #[derive(Debug)]
-struct Gated {
+struct GatedPod {
     uid: String,
     since: Duration,
     /// When the pod became unplaceable. `None` if the pod is placeable or its obstacle is
     /// temporary.
     unplaceable_since: Option<Duration>,
-    refused: Option<Refused>,
+    refused: Option<Refusals>,
 }
 
 /// The API server's refusals to release a pod.
 #[derive(Debug)]
-struct Refused {
+struct Refusals {
     /// Number of consecutive refusals.
     times: u32,
     /// End of the delay.
@@ -59,7 +59,7 @@ impl Queue {
         self.0.retain(|name, _| present.contains(name));
         for (name, pod) in waiting {
             let uid = pod.uid().unwrap_or_default();
-            let new = || Gated { uid: uid.clone(), since: up, unplaceable_since: None, refused: None };
+            let new = || GatedPod { uid: uid.clone(), since: up, unplaceable_since: None, refused: None };
             if self.0.get(name).is_none_or(|gated| gated.uid != uid) {
                 self.0.insert(name.clone(), new());
                 arrived.push(*pod);
@@ -69,13 +69,13 @@ impl Queue {
     }
 
     /// Returns the time for which a pod has waited.
-    pub(super) fn waited(&self, name: &str, up: Duration) -> Duration {
+    pub(super) fn waiting_time(&self, name: &str, up: Duration) -> Duration {
         self.0.get(name).map_or(Duration::ZERO, |gated| up.saturating_sub(gated.since))
     }
 
     /// Returns the time for which a pod has been unplaceable. Returns `None` if `may_pass`: the
     /// obstacle is temporary.
-    pub(super) fn unplaceable_for(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
+    pub(super) fn unplaceable_time(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
         let gated = self.0.get_mut(name)?;
         gated.unplaceable_since = if may_pass { None } else { gated.unplaceable_since.or(Some(up)) };
         Some(up.saturating_sub(gated.unplaceable_since?))
@@ -93,11 +93,11 @@ impl Queue {
             Some(more) => FIRST_BACKOFF.saturating_mul(2_u32.saturating_pow(more)).min(MAX_BACKOFF),
         };
         let message = message.chars().take(MAX_MESSAGE_CHARS).collect();
-        gated.refused = Some(Refused { times, until: up.saturating_add(delay), message });
+        gated.refused = Some(Refusals { times, until: up.saturating_add(delay), message });
     }
 
     /// Removes from `waiting` the pods whose release is delayed, and reports why they wait.
-    pub(super) fn skip_refused<'a>(
+    pub(super) fn remove_delayed<'a>(
         &self,
         ledger: &mut Ledger,
         mut waiting: Vec<(String, &'a PodObject)>,
@@ -106,7 +106,7 @@ impl Queue {
     ) -> Vec<(String, &'a PodObject)> {
         waiting.retain(|(name, _)| {
             let refused = self.0.get(name).and_then(|gated| gated.refused.as_ref());
-            let Some(Refused { until, message, .. }) = refused.filter(|refused| refused.until > up) else {
+            let Some(Refusals { until, message, .. }) = refused.filter(|refused| refused.until > up) else {
                 return true;
             };
             actions.requeue_in(until.saturating_sub(up));
@@ -120,7 +120,7 @@ impl Queue {
 }
 
 /// Sorts pods by descending priority, then by age.
-pub(super) fn sort(waiting: &mut [(String, &PodObject)]) {
+pub(super) fn sort_by_priority(waiting: &mut [(String, &PodObject)]) {
     waiting.sort_by(|(name, pod), (other_name, other)| {
         let priority = |pod: &PodObject| pod.spec.priority.unwrap_or(0);
         let created = |pod: &PodObject| pod.metadata.creation_timestamp.as_ref().map(|time| time.0);

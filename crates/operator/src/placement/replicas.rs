@@ -69,8 +69,8 @@ impl<'a> ReplicaSearch<'a> {
     ///
     /// The pod's annotation decides, otherwise the policy of the GPU that a replica uses. A replica
     /// on a GPU that packs keeps no pod away.
-    pub(super) fn of(&mut self, pod: &PodObject, ledger: &Ledger) -> &Siblings {
-        let Some(controller) = controller(pod) else { return &self.none };
+    pub(super) fn siblings_of(&mut self, pod: &PodObject, ledger: &Ledger) -> &Siblings {
+        let Some(controller) = avoided_controller(pod) else { return &self.none };
         let everywhere = pod.replica_placement == Some(ReplicaPlacement::Spread);
         let Self { index, nodes, packing, known, .. } = self;
         known.entry((controller, everywhere)).or_insert_with(|| {
@@ -78,7 +78,7 @@ impl<'a> ReplicaSearch<'a> {
             for (node, devices) in
                 index.pods.get(&controller).into_iter().flatten().flat_map(|pod| ledger.devices_of(pod))
             {
-                add(&mut siblings, nodes, (node, devices), if everywhere { None } else { Some(packing) });
+                add_devices(&mut siblings, nodes, (node, devices), if everywhere { None } else { Some(packing) });
             }
             siblings
         })
@@ -91,20 +91,25 @@ impl<'a> ReplicaSearch<'a> {
         for everywhere in [false, true] {
             if let Some(siblings) = self.known.get_mut(&(controller, everywhere)) {
                 let packing = if everywhere { None } else { Some(&self.packing) };
-                add(siblings, self.nodes, (node, devices.clone()), packing);
+                add_devices(siblings, self.nodes, (node, devices.clone()), packing);
             }
         }
     }
 }
 
 /// Returns the controller whose replicas the pod is kept apart from.
-fn controller(pod: &PodObject) -> Option<ControllerId> {
+fn avoided_controller(pod: &PodObject) -> Option<ControllerId> {
     pod.controller_id.filter(|_| pod.replica_placement != Some(ReplicaPlacement::Pack))
 }
 
 /// Adds the devices of a pod, except those of policies that pack.
-fn add(siblings: &mut Siblings, nodes: &Nodes, (node, devices): (&str, Vec<&str>), packing: Option<&BTreeSet<String>>) {
-    let policy = |device: &str| nodes.0.get(node).and_then(|state| state.policy(device));
+fn add_devices(
+    siblings: &mut Siblings,
+    nodes: &Nodes,
+    (node, devices): (&str, Vec<&str>),
+    packing: Option<&BTreeSet<String>>,
+) {
+    let policy = |device: &str| nodes.0.get(node).and_then(|state| state.policy_of_device(device));
     let packs =
         |device: &&str| packing.is_some_and(|packing| policy(device).is_some_and(|policy| packing.contains(policy)));
     let apart: Vec<&str> = devices.iter().copied().filter(|device| !packs(device)).collect();

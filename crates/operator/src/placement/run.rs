@@ -18,11 +18,11 @@ use super::stranded::{Advice, Recreation, Rescue};
 use crate::events::{self, EventPublisher};
 use crate::evict::{self, Evicted};
 use crate::metrics::{Outcome, Reason};
-use crate::pod_condition::{self, Target, Written};
+use crate::pod_condition::{self, Target, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::{self, Change};
-use crate::rollout::{self, Deleted, Replacement, Step, Watched};
+use crate::rollout::{self, DeletionResult, HostStores, Replacement, Step};
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
@@ -40,7 +40,7 @@ pub(crate) struct ControllerInputs {
     /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     /// MPS hosts. `None` if the operator does not replace MPS hosts.
-    pub(crate) hosts: Option<Watched>,
+    pub(crate) hosts: Option<HostStores>,
     /// Time for which a pod must be unplaceable before it is released as unschedulable.
     pub(crate) unschedulable_after: Duration,
     /// Labels that every node with an agent has.
@@ -93,7 +93,7 @@ pub(crate) struct Gate {
     context: Context,
     wakes: Wakers,
     demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
-    hosts: Option<Watched>,
+    hosts: Option<HostStores>,
     keeper: Gatekeeper,
     publisher: EventPublisher,
     started: Instant,
@@ -156,7 +156,7 @@ impl Gate {
                 .with_agent_labels(agent_labels)
                 .with_reports(parts.report_unschedulable)
                 .with_taints(parts.taint_fragmented)
-                .settle_first(),
+                .with_settling_delay(),
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
@@ -172,7 +172,7 @@ impl Gate {
             gpu_nodes: stores.gpu_nodes.state(),
             policies: stores.policies.state(),
             agents: stores.agents.state(),
-            hosts: self.hosts.as_ref().and_then(Watched::state),
+            hosts: self.hosts.as_ref().and_then(HostStores::state),
             volume_claims: stores.volume_claims.state(),
             volumes: stores.volumes.state(),
             budgets: stores.budgets.state(),
@@ -262,11 +262,11 @@ impl Gate {
     /// Takes back the report about a pod that is released, because on a released pod such a report
     /// must come from the scheduler. Returns the patch that then releases the pod.
     async fn take_back(&self, release: &Release) -> Result<serde_json::Value, Failure> {
-        let version = patch::version(&release.patch);
+        let version = patch::resource_version(&release.patch);
         let target = Target { pod: &release.pod, uid: &release.uid, version };
         match pod_condition::write_to(&self.context.client, target, &scheduled_condition(None), false).await {
-            Written::Done(version) => Ok(patch::with_version(&release.patch, version)),
-            Written::Obsolete | Written::Failed => Err(Failure::Retry),
+            WriteResult::Done(version) => Ok(patch::with_resource_version(&release.patch, version)),
+            WriteResult::Obsolete | WriteResult::Failed => Err(Failure::Retry),
         }
     }
 
@@ -277,9 +277,9 @@ impl Gate {
             return true;
         }
         let writes: Vec<_> = reports.iter().map(|report| self.report_pod(report)).collect();
-        let results: Vec<(&str, Written)> =
+        let results: Vec<(&str, WriteResult)> =
             futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-        let failed = results.into_iter().filter(|(_, written)| *written == Written::Failed);
+        let failed = results.into_iter().filter(|(_, written)| *written == WriteResult::Failed);
         failed.map(|(uid, _)| self.keeper.record_failed_report(uid)).count() == 0
     }
 
@@ -317,7 +317,7 @@ impl Gate {
     }
 
     /// Writes one report.
-    async fn report_pod<'r>(&self, report: &'r Report) -> (&'r str, Written) {
+    async fn report_pod<'r>(&self, report: &'r Report) -> (&'r str, WriteResult) {
         let Report { pod, uid, version, message } = report;
         let target = Target { pod, uid, version: Some(version) };
         let condition = scheduled_condition(message.as_deref());
@@ -461,17 +461,20 @@ impl Gate {
         self.context.metrics.hosts_replaced.get_or_create(&Outcome { result: deleted.as_str() }).inc();
         let up = self.started.elapsed();
         match deleted {
-            Deleted::Done => {
+            DeletionResult::Done => {
                 tracing::info!(node, pod, "deleted an outdated MPS host");
                 self.keeper.rollout.record_replacement(replacement, up);
-                return Some((replacement.regarding(), events::host_replaced_event(node, pod, &replacement.host.uid)));
+                return Some((
+                    replacement.daemon_set_reference(),
+                    events::host_replaced_event(node, pod, &replacement.host.uid),
+                ));
             }
-            Deleted::Skipped => self.keeper.rollout.record_no_deletion(node),
-            Deleted::Failed(error) => {
+            DeletionResult::Skipped => self.keeper.rollout.record_no_deletion(node),
+            DeletionResult::Failed(error) => {
                 tracing::warn!(node, pod, error = &error as &dyn std::error::Error, "failed to delete an MPS host");
                 self.keeper.rollout.record_refusal(node, up);
             }
-            Deleted::Timeout => {
+            DeletionResult::Timeout => {
                 tracing::warn!(node, pod, seconds = WRITE_TIMEOUT.as_secs(), "the API server did not answer");
                 self.keeper.rollout.record_refusal(node, up);
             }

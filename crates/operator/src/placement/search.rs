@@ -12,7 +12,7 @@ use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, 
 
 use super::actions::{Destination, Release, ReleaseReason};
 use super::cluster::{Input, plan_pod};
-use super::constraints::{ConstraintKey, Constraints, check};
+use super::constraints::{ConstraintKey, Constraints, check_rules};
 use super::free_resources::{FreeResources, Requester};
 use super::learning;
 use super::nodes::{NodeChecks, Nodes, Provider};
@@ -74,7 +74,7 @@ impl<'a> Candidate<'a> {
 
     /// Creates a candidate from a pod that was released to nodes of another device plugin, with the
     /// affinity from before its release.
-    pub(super) fn at_other_nodes(pod: &'a PodObject, nodes: &Nodes, labels: &AgentLabels) -> Self {
+    pub(super) fn from_other_nodes(pod: &'a PodObject, nodes: &Nodes, labels: &AgentLabels) -> Self {
         let mut candidate = Self::new(crate::pods::full_name(&pod.metadata), pod, nodes, None);
         candidate.plan_pod.affinity = without_requirement(&candidate.plan_pod.affinity, labels);
         candidate
@@ -83,7 +83,7 @@ impl<'a> Candidate<'a> {
     /// Returns what the pod waits for according to the plan for GPUs that are partitioned on
     /// demand. Returns `None` if the pod requests more GPUs than a node has, because the plan does
     /// not consider that.
-    pub(super) fn planned<'w>(&self, demand: Option<&'w WaitingPod>) -> Option<&'w WaitingPod> {
+    pub(super) fn planned_wait<'w>(&self, demand: Option<&'w WaitingPod>) -> Option<&'w WaitingPod> {
         demand.filter(|_| !self.too_many_gpus)
     }
 
@@ -96,7 +96,7 @@ impl<'a> Candidate<'a> {
     /// Returns the explanation for the pod's owner, and whether the pod may become placeable.
     /// `demand` is set if a GPU may be repartitioned for the pod.
     pub(super) fn explain(&self, verdict: Verdict, demand: Option<&WaitingPod>) -> (String, bool) {
-        let (message, may_pass) = verdict.explain(&self.device_requests, self.planned(demand));
+        let (message, may_pass) = verdict.explain(&self.device_requests, self.planned_wait(demand));
         match &self.missing {
             Some(resource) if !may_pass => {
                 (format!("A node offers {resource}, but its GpuNode or the status of its GpuNode is missing"), true)
@@ -107,7 +107,7 @@ impl<'a> Candidate<'a> {
 
     /// Creates a candidate from a pod that was released as unschedulable, with the affinity from
     /// before its release.
-    pub(super) fn unschedulable(pod: &'a PodObject, nodes: &Nodes) -> Self {
+    pub(super) fn from_unschedulable(pod: &'a PodObject, nodes: &Nodes) -> Self {
         let mut candidate = Self::new(crate::pods::full_name(&pod.metadata), pod, nodes, None);
         candidate.plan_pod.affinity = patch::without_larger_gpus(&candidate.plan_pod.affinity);
         candidate
@@ -126,7 +126,7 @@ impl<'a> Candidate<'a> {
     /// Returns the action that releases the pod.
     pub(super) fn release(&self, reason: ReleaseReason, destination: Destination<'_>, waited: Duration) -> Release {
         let uid = self.pod.uid().unwrap_or_default();
-        let patch = patch::release(self.pod, &reason, destination);
+        let patch = patch::release_patch(self.pod, &reason, destination);
         let reported = self.pod.is_reported_unschedulable();
         Release { pod: self.name.clone(), uid, reason, reported, waited, patch }
     }
@@ -204,7 +204,7 @@ impl<'a> PlacementSearch<'a> {
         chooser: &'a mut Chooser,
     ) -> Self {
         learning::update_cpu(chooser, nodes, tracker, ledger, input.unsettled);
-        learning::learn(chooser, input.unsettled);
+        learning::update_score(chooser, input.unsettled);
         Self {
             chooser: RefCell::new(chooser),
             replicas: RefCell::new(ReplicaSearch::new(replicas, nodes, &input.cluster.policies)),
@@ -236,13 +236,13 @@ impl<'a> PlacementSearch<'a> {
         // Most pods are placeable, so the search usually ends before it has checked every node.
         let may_use = |node: &str| !avoids(node) && self.nodes.admits(node, plan_pod) && allows(node) && has_room(node);
         let mut replicas = self.replicas.borrow_mut();
-        let siblings = replicas.of(pod, ledger);
-        let beside = ChoiceCriteria { cpu: learning::cpu(&plan_pod.requests), siblings };
+        let siblings = replicas.siblings_of(pod, ledger);
+        let beside = ChoiceCriteria { cpu: learning::cpu_millis(&plan_pod.requests), siblings };
         let chosen = ledger.choose(candidate.pending_pod(), beside, &mut self.chooser.borrow_mut(), most, may_use);
         if let Some(fits) = chosen {
             return Ok(fits);
         }
-        let eligible = self.eligible(candidate);
+        let eligible = self.eligible_nodes(candidate);
         let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
         // Requests for several parts of GPUs are not ranked. Such requests are only kept off the
         // nodes of replicas.
@@ -261,7 +261,7 @@ impl<'a> PlacementSearch<'a> {
         let verdict = match ledger.fit_for(candidate.pending_pod(), with_room(), most, &Tightest) {
             Ok(fits) => return Ok(fits),
             Err(why) => {
-                let conflict = |node: &PlanNode| check(checker.as_ref(), node);
+                let conflict = |node: &PlanNode| check_rules(checker.as_ref(), node);
                 let checks = NodeChecks { conflict: &conflict, has_room: &has_room };
                 self.nodes.diagnose(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
             }
@@ -278,7 +278,7 @@ impl<'a> PlacementSearch<'a> {
         ledger.synchronize(chooser);
         for fit in fits.iter() {
             self.free.borrow_mut().subtract(fit.node(), &candidate.plan_pod.requests);
-            chooser.use_cpu(fit.node(), learning::cpu(&candidate.plan_pod.requests));
+            chooser.use_cpu(fit.node(), learning::cpu_millis(&candidate.plan_pod.requests));
             let devices = fit.reservations().iter().map(|take| take.device.as_str());
             self.replicas.get_mut().reserve(candidate.pod, fit.node(), devices);
         }
@@ -286,9 +286,9 @@ impl<'a> PlacementSearch<'a> {
     }
 
     /// Returns the nodes on which selector, affinity and taints allow the pod.
-    pub(super) fn eligible(&self, candidate: &'a Candidate<'a>) -> Vec<&'a str> {
+    pub(super) fn eligible_nodes(&self, candidate: &'a Candidate<'a>) -> Vec<&'a str> {
         let mut known = self.eligible.borrow_mut();
-        known.entry(candidate.node_key()).or_insert_with(|| self.nodes.eligible(&candidate.plan_pod)).clone()
+        known.entry(candidate.node_key()).or_insert_with(|| self.nodes.eligible_nodes(&candidate.plan_pod)).clone()
     }
 
     /// Returns the nodes on which preemption may make room for the pod, among those that
@@ -302,11 +302,11 @@ impl<'a> PlacementSearch<'a> {
         let key = self.constraints.key(candidate.pod);
         let checker = key.as_ref().and_then(|key| self.constraints.evaluate_rules(key, &candidate.plan_pod));
         let mut free = self.free.borrow_mut();
-        let nodes = self.eligible(candidate).into_iter();
+        let nodes = self.eligible_nodes(candidate).into_iter();
         let nodes = nodes.filter(|node| is_searched(node) && self.allows(node, checker.as_ref()));
         nodes
             .filter_map(|name| {
-                let missing = free.missing(name, candidate.requester())?;
+                let missing = free.missing_resources(name, candidate.requester())?;
                 Some(PreemptionNode { name, missing })
             })
             .collect()
@@ -320,8 +320,8 @@ impl<'a> PlacementSearch<'a> {
     }
 
     /// Ends the nomination of a pod.
-    pub(super) fn withdraw(&mut self, pod: &str, node: &str) {
-        self.free.borrow_mut().withdraw(pod, node);
+    pub(super) fn withdraw_nomination(&mut self, pod: &str, node: &str) {
+        self.free.borrow_mut().withdraw_nomination(pod, node);
     }
 
     /// Returns the properties of a pod that decide whether it is placeable, or can become placeable
@@ -341,6 +341,6 @@ impl<'a> PlacementSearch<'a> {
     }
 
     fn allows(&self, node: &str, checker: Option<&NodeChecker<'_>>) -> bool {
-        self.nodes.0.get(node).is_some_and(|state| check(checker, &state.node).is_ok())
+        self.nodes.0.get(node).is_some_and(|state| check_rules(checker, &state.node).is_ok())
     }
 }

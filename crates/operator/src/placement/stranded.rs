@@ -35,9 +35,9 @@ const MAX_BACKOFF: Duration = Duration::from_secs(600);
 const BACKOFF_RESET_DELAY: Duration = Duration::from_secs(1800);
 /// The delay from which replacements also wait at the gate. Otherwise, pods that the scheduler
 /// repeatedly refuses would reserve GPUs all the time.
-const GATE_DELAY_FROM: Duration = Duration::from_secs(40);
+const MIN_GATE_DELAY: Duration = Duration::from_secs(40);
 /// Delay before the operator retries a failed eviction.
-const EVICTION_RETRY: Duration = Duration::from_secs(30);
+const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(30);
 /// Maximum number of pods evicted, and of pods reported, in one reconcile.
 const MAX_PODS_PER_RECONCILE: usize = 32;
 
@@ -60,7 +60,12 @@ pub(super) enum Reason {
 impl Reason {
     /// Returns why a pod that was released to nodes will not be bound. Returns `None` if the
     /// scheduler may still bind it.
-    pub(super) fn find(pod: &PodObject, ledger: &Ledger, nodes: &Nodes, tracker: &PodTracker) -> Option<Self> {
+    pub(super) fn of_released_pod(
+        pod: &PodObject,
+        ledger: &Ledger,
+        nodes: &Nodes,
+        tracker: &PodTracker,
+    ) -> Option<Self> {
         let placement = pod.placement.as_ref()?;
         let names = || placement.nodes.keys().cloned().collect();
         let plan_pod = plan_pod(pod);
@@ -141,7 +146,7 @@ pub struct Rescue {
 
 /// State of stranded pods between two reconciles.
 #[derive(Debug, Default)]
-pub(super) struct Stranded {
+pub(super) struct StrandedPods {
     /// When each pod's reason not to be bound was first found, by UID.
     since: BTreeMap<String, Duration>,
     /// UIDs of pods whose condition was written.
@@ -165,7 +170,7 @@ struct Backoff {
     avoid: BTreeSet<String>,
 }
 
-impl Stranded {
+impl StrandedPods {
     /// Decides how to handle the released pods in `found`. Each comes with the reason why it is not
     /// bound.
     ///
@@ -267,7 +272,7 @@ impl Stranded {
 
     /// Records that a pod could not be evicted. Other pods are evicted before this pod is retried.
     pub(super) fn record_failed_eviction(&mut self, uid: &str, up: Duration) {
-        self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY));
+        self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY_DELAY));
     }
 
     /// Records that a pod's condition could not be written. A later reconcile writes it.
@@ -277,9 +282,9 @@ impl Stranded {
 
     /// Returns the time for which the gate delays a pod because pods of its controller were
     /// recreated repeatedly.
-    pub(super) fn delay(&self, pod: &PodObject, up: Duration) -> Option<Duration> {
+    pub(super) fn gate_delay(&self, pod: &PodObject, up: Duration) -> Option<Duration> {
         let backoff = self.owners.get(&pod.controller.as_ref()?.uid)?;
-        let delayed = up < backoff.until && backoff.delay >= GATE_DELAY_FROM;
+        let delayed = up < backoff.until && backoff.delay >= MIN_GATE_DELAY;
         delayed.then(|| backoff.until.saturating_sub(up))
     }
 
@@ -303,7 +308,7 @@ mod tests {
 
     const REFUSAL_TIMEOUT: Duration = Duration::from_secs(180);
 
-    fn owned(name: &str, kind: &str, owner: &str) -> PodObject {
+    fn owned_pod(name: &str, kind: &str, owner: &str) -> PodObject {
         let mut pod = PodObject::default();
         pod.metadata.name = Some(name.to_owned());
         pod.metadata.namespace = Some("team".into());
@@ -314,34 +319,35 @@ mod tests {
     }
 
     fn replica(name: &str) -> PodObject {
-        owned(name, "ReplicaSet", "web")
+        owned_pod(name, "ReplicaSet", "web")
     }
 
     fn at(second: u64) -> Duration {
         Duration::from_secs(second)
     }
 
-    fn expired() -> Reason {
+    fn expired_reason() -> Reason {
         Reason::Expired(vec!["n1".to_owned()])
     }
 
-    fn recreated(rescue: &Rescue) -> Vec<&str> {
+    fn recreated_pods(rescue: &Rescue) -> Vec<&str> {
         rescue.recreate.iter().map(|one| one.pod.as_str()).collect()
     }
 
     #[test]
     fn a_pod_of_a_controller_is_recreated_and_a_bare_pod_gets_advice_once() {
         let (owned, bare) = (replica("owned"), PodObject { controller: None, ..replica("bare") });
-        let mut stranded = Stranded::default();
-        let rescue = stranded.reconcile([(&owned, expired()), (&bare, expired())], REFUSAL_TIMEOUT, at(0));
-        assert_eq!((recreated(&rescue), rescue.recreate[0].version.as_str()), (vec!["team/owned"], "7"));
+        let mut stranded = StrandedPods::default();
+        let rescue =
+            stranded.reconcile([(&owned, expired_reason()), (&bare, expired_reason())], REFUSAL_TIMEOUT, at(0));
+        assert_eq!((recreated_pods(&rescue), rescue.recreate[0].version.as_str()), (vec!["team/owned"], "7"));
         assert!(rescue.recreate[0].message.ends_with("Cleave evicts it so that ReplicaSet web recreates it."));
         let advice = rescue.advise[0].message.as_deref().unwrap();
         assert!(advice.contains("Delete and recreate it"), "{advice}");
-        assert_eq!(stranded.reconcile([(&bare, expired())], REFUSAL_TIMEOUT, at(1)).advise, []);
+        assert_eq!(stranded.reconcile([(&bare, expired_reason())], REFUSAL_TIMEOUT, at(1)).advise, []);
         stranded.record_failed_advice("bare");
         assert_eq!(
-            stranded.reconcile([(&bare, expired())], REFUSAL_TIMEOUT, at(2)).advise.len(),
+            stranded.reconcile([(&bare, expired_reason())], REFUSAL_TIMEOUT, at(2)).advise.len(),
             1,
             "the write failed"
         );
@@ -353,11 +359,11 @@ mod tests {
         for (kind, when_expired, when_gone) in
             [("ReplicaSet", 1, 1), ("StatefulSet", 1, 1), ("Job", 0, 1), ("Workflow", 0, 0), ("ConfigMap", 0, 0)]
         {
-            let pod = owned("a", kind, "x");
-            let mut stranded = Stranded::default();
-            let rescue = stranded.reconcile([(&pod, expired())], REFUSAL_TIMEOUT, at(0));
+            let pod = owned_pod("a", kind, "x");
+            let mut stranded = StrandedPods::default();
+            let rescue = stranded.reconcile([(&pod, expired_reason())], REFUSAL_TIMEOUT, at(0));
             assert_eq!((rescue.recreate.len(), rescue.advise.len()), (when_expired, 1 - when_expired), "{kind}");
-            let mut stranded = Stranded::default();
+            let mut stranded = StrandedPods::default();
             stranded.reconcile([(&pod, gone())], REFUSAL_TIMEOUT, at(0));
             let rescue = stranded.reconcile([(&pod, gone())], REFUSAL_TIMEOUT, at(20));
             assert_eq!((rescue.recreate.len(), rescue.advise.len()), (when_gone, 1 - when_gone), "{kind}");
@@ -368,41 +374,41 @@ mod tests {
     fn a_brief_refusal_by_a_node_strands_no_pod() {
         let pod = replica("owned");
         let cordoned = || (&pod, Reason::Refused("n1: cordoned".to_owned()));
-        let mut stranded = Stranded::default();
+        let mut stranded = StrandedPods::default();
         let rescue = stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(0));
-        assert_eq!((recreated(&rescue), rescue.requeue), (vec![], Some(REFUSAL_TIMEOUT)));
+        assert_eq!((recreated_pods(&rescue), rescue.requeue), (vec![], Some(REFUSAL_TIMEOUT)));
         stranded.reconcile([], REFUSAL_TIMEOUT, at(179));
         let rescue = stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(180));
         assert_eq!(
-            (recreated(&rescue), rescue.requeue),
+            (recreated_pods(&rescue), rescue.requeue),
             (vec![], Some(REFUSAL_TIMEOUT)),
             "the time is counted from the second refusal"
         );
-        assert_eq!(recreated(&stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(360))), ["team/owned"]);
+        assert_eq!(recreated_pods(&stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(360))), ["team/owned"]);
     }
 
     #[test]
     fn pods_of_a_controller_are_recreated_together_and_each_delay_is_longer() {
         let pods = ["a", "b"].map(replica);
-        let other = owned("c", "ReplicaSet", "other");
-        let mut stranded = Stranded::default();
-        let all = |stranded: &mut Stranded, second| {
+        let other = owned_pod("c", "ReplicaSet", "other");
+        let mut stranded = StrandedPods::default();
+        let all = |stranded: &mut StrandedPods, second| {
             // Each round uses new pods with the same names.
             stranded.since.clear();
-            stranded.reconcile(pods.iter().map(|pod| (pod, expired())), REFUSAL_TIMEOUT, at(second))
+            stranded.reconcile(pods.iter().map(|pod| (pod, expired_reason())), REFUSAL_TIMEOUT, at(second))
         };
-        assert_eq!(recreated(&all(&mut stranded, 0)), ["team/a", "team/b"]);
+        assert_eq!(recreated_pods(&all(&mut stranded, 0)), ["team/a", "team/b"]);
         let rescue = all(&mut stranded, 4);
-        assert_eq!((recreated(&rescue), rescue.requeue), (vec![], Some(at(6))));
+        assert_eq!((recreated_pods(&rescue), rescue.requeue), (vec![], Some(at(6))));
         assert_eq!(
-            recreated(&stranded.reconcile([(&other, expired())], REFUSAL_TIMEOUT, at(5))),
+            recreated_pods(&stranded.reconcile([(&other, expired_reason())], REFUSAL_TIMEOUT, at(5))),
             ["team/c"],
             "other controllers have no delay"
         );
         let (mut second, mut times) = (10, Vec::new());
         while times.len() < 9 {
             let rescue = all(&mut stranded, second);
-            assert_eq!(recreated(&rescue).len(), 2, "at {second}");
+            assert_eq!(recreated_pods(&rescue).len(), 2, "at {second}");
             times.push(second);
             second += all(&mut stranded, second + 1).requeue.unwrap().as_secs() + 1;
         }
@@ -416,10 +422,11 @@ mod tests {
     fn stranded_pods_of_a_large_controller_are_recreated_in_batches() {
         let pods: Vec<PodObject> = (0..100).map(|at| replica(&format!("p{at:02}"))).collect();
         let mut left: Vec<&PodObject> = pods.iter().collect();
-        let mut stranded = Stranded::default();
+        let mut stranded = StrandedPods::default();
         let mut batches = Vec::new();
         for second in 0..4 {
-            let rescue = stranded.reconcile(left.iter().map(|pod| (*pod, expired())), REFUSAL_TIMEOUT, at(second));
+            let rescue =
+                stranded.reconcile(left.iter().map(|pod| (*pod, expired_reason())), REFUSAL_TIMEOUT, at(second));
             let gone: BTreeSet<String> = rescue.recreate.iter().map(|one| one.uid.clone()).collect();
             left.retain(|pod| !gone.contains(pod.metadata.uid.as_ref().unwrap()));
             batches.push(gone.len());
@@ -431,15 +438,15 @@ mod tests {
     #[test]
     fn pods_that_the_scheduler_keeps_refusing_avoid_the_node_and_are_delayed() {
         let pod = replica("a");
-        let mut stranded = Stranded::default();
-        assert_eq!((stranded.avoided_nodes(&pod), stranded.delay(&pod, at(0))), (None, None));
+        let mut stranded = StrandedPods::default();
+        assert_eq!((stranded.avoided_nodes(&pod), stranded.gate_delay(&pod, at(0))), (None, None));
         for second in [0, 10, 30] {
             stranded.since.clear();
-            stranded.reconcile([(&pod, expired())], REFUSAL_TIMEOUT, at(second));
+            stranded.reconcile([(&pod, expired_reason())], REFUSAL_TIMEOUT, at(second));
         }
         assert!(stranded.avoided_nodes(&pod).unwrap().contains("n1"));
-        assert_eq!(stranded.delay(&pod, at(31)), Some(at(39)));
-        assert_eq!(stranded.delay(&pod, at(70)), None);
-        assert_eq!(stranded.delay(&owned("b", "ReplicaSet", "other"), at(31)), None);
+        assert_eq!(stranded.gate_delay(&pod, at(31)), Some(at(39)));
+        assert_eq!(stranded.gate_delay(&pod, at(70)), None);
+        assert_eq!(stranded.gate_delay(&owned_pod("b", "ReplicaSet", "other"), at(31)), None);
     }
 }

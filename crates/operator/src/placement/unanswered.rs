@@ -14,13 +14,13 @@ use crate::pods::PodObject;
 
 /// Seconds before the end of a reservation from which the release is no longer retried. The watch
 /// must report a release before the reservation ends.
-const LAST_RETRY: u64 = 60;
+const RETRY_MARGIN_SECONDS: u64 = 60;
 
 /// Releases without an answer, by the pod's name. Each pod has a claim in the ledger.
 #[derive(Debug, Default)]
-pub(super) struct Unanswered(BTreeMap<String, Release>);
+pub(super) struct UnansweredReleases(BTreeMap<String, Release>);
 
-impl Unanswered {
+impl UnansweredReleases {
     /// Records a release. Its patch must be the one that was sent.
     pub(super) fn record(&mut self, release: Release) {
         self.0.insert(release.pod.clone(), release);
@@ -45,14 +45,14 @@ impl Unanswered {
     /// applied: it is newer than the version that the patch applies to.
     pub(super) fn is_refuted_by(&self, name: &str, pod: &PodObject) -> bool {
         let number = |version: Option<&str>| version.and_then(|version| version.parse::<u64>().ok());
-        let sent = self.0.get(name).and_then(|release| number(patch::version(&release.patch)));
+        let sent = self.0.get(name).and_then(|release| number(patch::resource_version(&release.patch)));
         sent.is_some_and(|sent| number(pod.metadata.resource_version.as_deref()).is_some_and(|seen| seen > sent))
     }
 
     /// The releases to retry.
-    pub(super) fn retries(&self, ledger: &Ledger, now: Now) -> impl Iterator<Item = Release> {
+    pub(super) fn releases_to_retry(&self, ledger: &Ledger, now: Now) -> impl Iterator<Item = Release> {
         let in_time = move |release: &&Release| match &release.reason {
-            ReleaseReason::Reserved(placement) => placement.until > now.epoch.saturating_add(LAST_RETRY),
+            ReleaseReason::Reserved(placement) => placement.until > now.epoch.saturating_add(RETRY_MARGIN_SECONDS),
             _ => true,
         };
         self.0.values().filter(|release| ledger.claim(&release.pod).is_some()).filter(in_time).cloned()

@@ -34,7 +34,7 @@ pub(super) enum PermanentObstacle {
 
 impl Verdict {
     /// Returns why the pod fits no GPU. Returns `None` if it may fit one later.
-    pub(super) fn impossible(&self) -> Option<PermanentObstacle> {
+    pub(super) fn permanent_obstacle(&self) -> Option<PermanentObstacle> {
         match self {
             Self::Waits(_) => None,
             Self::Never { impossible, .. } => Some(*impossible),

@@ -88,7 +88,7 @@ impl Reason {
 }
 
 /// Decides the partitions of on-demand GPUs and writes them into `plan`.
-pub fn overlay(plan: &mut Plan, observed: &Observed, history: &mut History, now: Duration) -> Outcome {
+pub fn decide_partitions(plan: &mut Plan, observed: &Observed, history: &mut History, now: Duration) -> Outcome {
     if plan.demand.is_empty() {
         return Outcome::default();
     }
@@ -100,7 +100,7 @@ pub fn overlay(plan: &mut Plan, observed: &Observed, history: &mut History, now:
         apply_plan(plan, observed, &input, &planned, &mut outcome);
         history.placements =
             planned.plan.placements.iter().map(|placement| (placement.pod.clone(), placement.node.clone())).collect();
-        outcome.waiting = waiting(&planned, &input, &outcome.repartitioned);
+        outcome.waiting = waiting_pods(&planned, &input, &outcome.repartitioned);
     }
     outcome.fragmentation = fragmentation(&input, &planned);
     let PlannerInput { excluded_nodes, excluded_gpus, changing, .. } = input;
@@ -123,7 +123,7 @@ fn apply_plan(plan: &mut Plan, observed: &Observed, input: &PlannerInput, planne
         let Some(status) = gpu_status(observed, &at) else { continue };
         let Some(spec) = plan.nodes.get_mut(&gpu.node) else { continue };
         let Some(desired) = spec.gpus.iter_mut().find(|desired| desired.uuid == gpu.uuid) else { continue };
-        match partition(gpu, by_demand, status, &desired.partition) {
+        match gpu_partition(gpu, by_demand, status, &desired.partition) {
             Ok(partition) => {
                 if !partition::has_partition(&partition, status) {
                     outcome.repartitioned.push(at);
@@ -140,7 +140,7 @@ fn apply_plan(plan: &mut Plan, observed: &Observed, input: &PlannerInput, planne
     }
 }
 
-fn partition(
+fn gpu_partition(
     gpu: &GpuPlan,
     by_demand: &ByDemand,
     status: &GpuStatus,
@@ -154,7 +154,7 @@ fn gpu_status<'a>(observed: &'a Observed, (node, uuid): &GpuKey) -> Option<&'a G
 }
 
 /// Returns the reason why each pending pod waits.
-fn waiting(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey]) -> BTreeMap<String, WaitingPod> {
+fn waiting_pods(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey]) -> BTreeMap<String, WaitingPod> {
     let mut all = BTreeMap::new();
     for placement in &planned.plan.placements {
         let on = |gpu: &String| repartitioned.contains(&(placement.node.clone(), gpu.clone()));
@@ -185,7 +185,8 @@ fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
         for gpu in node.gpus.iter().filter(|gpu| gpu.exclusion.is_none() && !gpu.fixed) {
             let Some(plan) = plans.get(&(node.name.as_str(), gpu.uuid.as_str())) else { continue };
             let total = gpu.memory.as_mebibytes().unwrap_or(0);
-            let used: u64 = plan.slices.iter().filter(|slice| slice.in_use).map(|slice| memory(gpu, slice)).sum();
+            let used: u64 =
+                plan.slices.iter().filter(|slice| slice.in_use).map(|slice| slice_memory_mib(gpu, slice)).sum();
             let free = total.saturating_sub(used);
             all += free;
             beside += if used > 0 { free } else { 0 };
@@ -195,7 +196,7 @@ fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
 }
 
 /// Returns the total memory of a slice's units, in MiB.
-fn memory(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snapshot::Slice) -> u64 {
+fn slice_memory_mib(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snapshot::Slice) -> u64 {
     let total = gpu.memory.as_mebibytes().unwrap_or(0);
     let count = u64::from(slice.count);
     if let Some(gib) = sized_slice_gib(&slice.resource) {

@@ -28,7 +28,7 @@ type Mask = u64;
 /// Places the largest instances first. Each instance prefers the placement of an existing instance
 /// of its profile, then a free placement, then the lowest. The first arrangement found in this
 /// order wins.
-pub(super) fn place(
+pub(super) fn place_instances(
     layout: &[String],
     profiles: &[MigProfileStatus],
     existing: &[MigInstanceStatus],
@@ -46,25 +46,30 @@ pub(super) fn place(
         .iter()
         .filter_map(|instance| {
             let profile = profiles.iter().find(|profile| profile.name == instance.profile)?;
-            Some((instance.profile.as_str(), instance.start, mask(instance.start, profile.size)?))
+            Some((instance.profile.as_str(), instance.start, slice_mask(instance.start, profile.size)?))
         })
         .collect();
     let mut starts = vec![0; layout.len()];
-    if search(&wanted, &old, 0, &mut starts) { Ok(starts) } else { Err(Error::DoesNotFit(layout.to_vec())) }
+    if place_remaining(&wanted, &old, 0, &mut starts) { Ok(starts) } else { Err(Error::DoesNotFit(layout.to_vec())) }
 }
 
 /// Places the first instance of `wanted`, then the others. Returns true if all instances fit.
-fn search(wanted: &[(usize, &MigProfileStatus)], old: &[(&str, u32, Mask)], taken: Mask, starts: &mut [u32]) -> bool {
+fn place_remaining(
+    wanted: &[(usize, &MigProfileStatus)],
+    old: &[(&str, u32, Mask)],
+    taken: Mask,
+    starts: &mut [u32],
+) -> bool {
     let Some(((at, profile), rest)) = wanted.split_first() else { return true };
     let mut places: Vec<(u32, Mask)> =
-        profile.starts.iter().filter_map(|&start| Some((start, mask(start, profile.size)?))).collect();
+        profile.starts.iter().filter_map(|&start| Some((start, slice_mask(start, profile.size)?))).collect();
     places.sort_unstable_by_key(|&(start, place)| {
         let lies = old.iter().any(|&(name, at, _)| name == profile.name && at == start);
         let disturbs = old.iter().any(|&(_, _, mask)| mask & place != 0);
         (!lies, disturbs, start)
     });
     for (start, place) in places {
-        if taken & place == 0 && search(rest, old, taken | place, starts) {
+        if taken & place == 0 && place_remaining(rest, old, taken | place, starts) {
             if let Some(slot) = starts.get_mut(*at) {
                 *slot = start;
             }
@@ -74,7 +79,7 @@ fn search(wanted: &[(usize, &MigProfileStatus)], old: &[(&str, u32, Mask)], take
     false
 }
 
-fn mask(start: u32, size: u32) -> Option<Mask> {
+fn slice_mask(start: u32, size: u32) -> Option<Mask> {
     let ones = 1_u64.checked_shl(size)?.checked_sub(1).filter(|&ones| ones > 0)?;
     // If bits were shifted out, two overlapping placements could seem disjoint.
     ones.checked_shl(start).filter(|mask| mask.count_ones() == size)
@@ -119,16 +124,19 @@ mod tests {
             (&["1g.5gb", "2g.10gb", "4g.20gb"], &[6, 4, 0]),
             (&["1g.5gb"; 7], &[0, 1, 2, 3, 4, 5, 6]),
         ] {
-            assert_eq!(place(&layout(names), &a100(), &[]), Ok(expected.to_vec()), "{names:?}");
+            assert_eq!(place_instances(&layout(names), &a100(), &[]), Ok(expected.to_vec()), "{names:?}");
         }
     }
 
     #[test]
     fn errors_name_the_profiles() {
-        let error = place(&layout(&["4g.20gb", "4g.20gb"]), &a100(), &[]).unwrap_err();
+        let error = place_instances(&layout(&["4g.20gb", "4g.20gb"]), &a100(), &[]).unwrap_err();
         assert_eq!(error.to_string(), "the MIG profiles 4g.20gb, 4g.20gb do not fit on the GPU at the same time");
-        assert_eq!(place(&layout(&["1g.5gb"; 8]), &a100(), &[]), Err(Error::DoesNotFit(layout(&["1g.5gb"; 8]))));
-        let error = place(&layout(&["3g.40gb"]), &a100(), &[]).unwrap_err();
+        assert_eq!(
+            place_instances(&layout(&["1g.5gb"; 8]), &a100(), &[]),
+            Err(Error::DoesNotFit(layout(&["1g.5gb"; 8])))
+        );
+        let error = place_instances(&layout(&["3g.40gb"]), &a100(), &[]).unwrap_err();
         assert!(
             error.to_string().starts_with("the GPU does not support MIG profile 3g.40gb; it supports 1g.5gb, "),
             "{error}"
@@ -138,13 +146,16 @@ mod tests {
     #[test]
     fn existing_instances_of_the_layout_stay() {
         let existing = [instance("1g.5gb", 5), instance("2g.10gb", 2)];
-        assert_eq!(place(&layout(&["1g.5gb", "2g.10gb"]), &a100(), &existing), Ok(vec![5, 2]));
-        assert_eq!(place(&layout(&["3g.20gb", "1g.5gb"]), &a100(), &[instance("1g.5gb", 0)]), Ok(vec![4, 0]));
+        assert_eq!(place_instances(&layout(&["1g.5gb", "2g.10gb"]), &a100(), &existing), Ok(vec![5, 2]));
+        assert_eq!(place_instances(&layout(&["3g.20gb", "1g.5gb"]), &a100(), &[instance("1g.5gb", 0)]), Ok(vec![4, 0]));
     }
 
     #[test]
     fn an_existing_instance_does_not_make_a_layout_impossible() {
-        assert_eq!(place(&layout(&["3g.20gb", "4g.20gb"]), &a100(), &[instance("3g.20gb", 0)]), Ok(vec![4, 0]));
+        assert_eq!(
+            place_instances(&layout(&["3g.20gb", "4g.20gb"]), &a100(), &[instance("3g.20gb", 0)]),
+            Ok(vec![4, 0])
+        );
     }
 
     #[test]
@@ -153,8 +164,8 @@ mod tests {
             [MigProfileStatus { name: "x".into(), size, starts: vec![start], ..MigProfileStatus::default() }]
         };
         for (size, start) in [(0, 0), (64, 0), (2, 63), (1, 64), (u32::MAX, u32::MAX)] {
-            assert!(place(&layout(&["x"]), &strange(size, start), &[]).is_err(), "{size} at {start}");
+            assert!(place_instances(&layout(&["x"]), &strange(size, start), &[]).is_err(), "{size} at {start}");
         }
-        assert_eq!(place(&layout(&["x"]), &strange(1, 63), &[]), Ok(vec![63]));
+        assert_eq!(place_instances(&layout(&["x"]), &strange(1, 63), &[]), Ok(vec![63]));
     }
 }

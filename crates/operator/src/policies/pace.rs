@@ -26,7 +26,7 @@ impl Default for Pace {
 
 impl Pace {
     /// Returns the delay between a change and the plan for it.
-    pub(crate) fn wait(&mut self, now: Duration) -> Duration {
+    pub(crate) fn plan_delay(&mut self, now: Duration) -> Duration {
         let Some(last) = self.last else { return FIRST_CHANGE_DELAY };
         let since = now.saturating_sub(last);
         if since >= self.between * 2 {
@@ -57,7 +57,7 @@ impl QuietPeriod {
     ///
     /// # Errors
     /// It is too early to plan. The error is the remaining time to wait.
-    pub(crate) fn due<'a>(
+    pub(crate) fn check_due<'a>(
         &mut self,
         pods: impl Iterator<Item = &'a str>,
         (idle, timeout): (Option<Duration>, Option<Duration>),
@@ -95,9 +95,9 @@ mod tests {
     #[test]
     fn a_change_of_a_quiet_cluster_is_planned_almost_at_once() {
         let mut pace = Pace::default();
-        assert_eq!(pace.wait(ms(0)), FIRST_CHANGE_DELAY);
+        assert_eq!(pace.plan_delay(ms(0)), FIRST_CHANGE_DELAY);
         pace.record_plan(ms(50), false);
-        assert_eq!(pace.wait(ms(5000)), FIRST_CHANGE_DELAY);
+        assert_eq!(pace.plan_delay(ms(5000)), FIRST_CHANGE_DELAY);
     }
 
     #[test]
@@ -106,35 +106,35 @@ mod tests {
         let mut now = ms(0);
         let mut waits = Vec::new();
         for _ in 0..8 {
-            let wait = pace.wait(now);
+            let wait = pace.plan_delay(now);
             now += wait;
             waits.push(wait);
             pace.record_plan(now, true);
         }
         assert_eq!(waits, [50, 200, 400, 800, 1600, 2000, 2000, 2000].map(ms));
-        assert_eq!(pace.wait(now + ms(3999)), FIRST_CHANGE_DELAY, "a late change has already waited");
-        assert_eq!(pace.wait(now + ms(4000)), FIRST_CHANGE_DELAY);
+        assert_eq!(pace.plan_delay(now + ms(3999)), FIRST_CHANGE_DELAY, "a late change has already waited");
+        assert_eq!(pace.plan_delay(now + ms(4000)), FIRST_CHANGE_DELAY);
         pace.record_plan(now + ms(4050), false);
-        assert_eq!(pace.wait(now + ms(4060)), ms(90), "the pace is reset");
+        assert_eq!(pace.plan_delay(now + ms(4060)), ms(90), "the pace is reset");
     }
 
     #[test]
-    fn plans_wait_for_further_pods_as_the_policy_says() {
+    fn plans_wait_for_further_pods_as_the_policy_specifies() {
         let mut gather = QuietPeriod::default();
         let rule = (Some(ms(500)), Some(ms(800)));
-        assert_eq!(gather.due([].into_iter(), rule, ms(0)), Ok(()), "no pod waits");
-        assert_eq!(gather.due(["a"].into_iter(), rule, ms(0)), Err(ms(500)));
-        assert_eq!(gather.due(["a"].into_iter(), rule, ms(400)), Err(ms(100)));
+        assert_eq!(gather.check_due([].into_iter(), rule, ms(0)), Ok(()), "no pod waits");
+        assert_eq!(gather.check_due(["a"].into_iter(), rule, ms(0)), Err(ms(500)));
+        assert_eq!(gather.check_due(["a"].into_iter(), rule, ms(400)), Err(ms(100)));
         assert_eq!(
-            gather.due(["a", "b"].into_iter(), rule, ms(450)),
+            gather.check_due(["a", "b"].into_iter(), rule, ms(450)),
             Err(ms(350)),
             "the longest wait counts from the first pod"
         );
-        assert_eq!(gather.due(["a", "b"].into_iter(), rule, ms(800)), Ok(()));
-        assert_eq!(gather.due(["a", "b"].into_iter(), rule, ms(801)), Ok(()), "both pods are known");
-        assert_eq!(gather.due(["b", "c"].into_iter(), rule, ms(900)), Err(ms(500)));
+        assert_eq!(gather.check_due(["a", "b"].into_iter(), rule, ms(800)), Ok(()));
+        assert_eq!(gather.check_due(["a", "b"].into_iter(), rule, ms(801)), Ok(()), "both pods are known");
+        assert_eq!(gather.check_due(["b", "c"].into_iter(), rule, ms(900)), Err(ms(500)));
         assert_eq!(
-            gather.due(["d"].into_iter(), (None, None), ms(901)),
+            gather.check_due(["d"].into_iter(), (None, None), ms(901)),
             Ok(()),
             "without dynamic.idle there is no wait"
         );

@@ -364,7 +364,7 @@ fn mig_partition(
     gpu: &GpuStatus,
 ) -> Result<Vec<MigInstanceSpec>, Unsupported> {
     let mig = gpu.mig.as_ref().ok_or(Unsupported::NoMig)?;
-    let starts = layout::place(layout, &mig.profiles, &mig.instances)?;
+    let starts = layout::place_instances(layout, &mig.profiles, &mig.instances)?;
     let mut instances = Vec::with_capacity(layout.len());
     for (profile, start) in layout.iter().zip(starts) {
         let partition = mig_instance_partition(profile, each, gpu)?;

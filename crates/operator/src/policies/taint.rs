@@ -68,10 +68,10 @@ impl Taints {
                     continue;
                 }
                 (Verdict::NotReady(_), None) => {
-                    (Some("the agent is not ready"), add(&UNHEALTHY, &node.taints, &node.version))
+                    (Some("the agent is not ready"), add_patch(&UNHEALTHY, &node.taints, &node.version))
                 }
-                (Verdict::Unusable(why), None) => (Some(why), add(&UNHEALTHY, &node.taints, &node.version)),
-                (Verdict::Usable, Some(index)) => (None, remove(&UNHEALTHY, index)),
+                (Verdict::Unusable(why), None) => (Some(why), add_patch(&UNHEALTHY, &node.taints, &node.version)),
+                (Verdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY, index)),
                 _ => continue,
             };
             changes.push(Change { node: name.clone(), why, patch });
@@ -102,7 +102,7 @@ impl Taints {
 
 /// Builds a patch that adds a taint to a node with these taints and this `resourceVersion`. Other
 /// kinds of patches replace the whole list and could undo concurrent changes.
-pub(crate) fn add((key, effect): &(&str, &str), taints: &[Taint], version: &str) -> Value {
+pub(crate) fn add_patch((key, effect): &(&str, &str), taints: &[Taint], version: &str) -> Value {
     let taint = json!({"key": key, "effect": effect});
     let change = if taints.is_empty() {
         json!({"op": "add", "path": "/spec/taints", "value": [taint]})
@@ -113,7 +113,7 @@ pub(crate) fn add((key, effect): &(&str, &str), taints: &[Taint], version: &str)
 }
 
 /// Builds a patch that removes the taint at this index.
-pub(crate) fn remove((key, effect): &(&str, &str), index: usize) -> Value {
+pub(crate) fn remove_patch((key, effect): &(&str, &str), index: usize) -> Value {
     json!([
         {"op": "test", "path": format!("/spec/taints/{index}/key"), "value": key},
         {"op": "test", "path": format!("/spec/taints/{index}/effect"), "value": effect},
@@ -146,12 +146,12 @@ mod tests {
     use super::*;
     use crate::read::Agent;
 
-    fn add(node: &Node) -> Value {
-        super::add(&UNHEALTHY, &node.taints, &node.version)
+    fn patch_that_adds_to(node: &Node) -> Value {
+        super::add_patch(&UNHEALTHY, &node.taints, &node.version)
     }
 
-    fn remove(index: usize) -> Value {
-        super::remove(&UNHEALTHY, index)
+    fn patch_that_removes(index: usize) -> Value {
+        super::remove_patch(&UNHEALTHY, index)
     }
 
     const fn secs(seconds: u64) -> Duration {
@@ -242,23 +242,29 @@ mod tests {
         let ours = json!({"key": "cleave.dev/unhealthy", "effect": "NoSchedule"});
         let other = json!({"key": "other", "effect": "NoExecute", "timeAdded": "2027-01-15T08:00:00Z"});
         let bare = node(&["Lost"]);
-        assert_eq!(patched(&bare, &add(&bare), json!({})).unwrap(), json!([ours]));
+        assert_eq!(patched(&bare, &patch_that_adds_to(&bare), json!({})).unwrap(), json!([ours]));
         let tainted = Node { taints: vec![taint("other", "NoExecute")], ..node(&["Lost"]) };
-        assert_eq!(patched(&tainted, &add(&tainted), json!({"taints": [other]})).unwrap(), json!([other, ours]));
-        assert_eq!(patched(&tainted, &remove(1), json!({"taints": [other, ours]})).unwrap(), json!([other]));
+        assert_eq!(
+            patched(&tainted, &patch_that_adds_to(&tainted), json!({"taints": [other]})).unwrap(),
+            json!([other, ours])
+        );
+        assert_eq!(
+            patched(&tainted, &patch_that_removes(1), json!({"taints": [other, ours]})).unwrap(),
+            json!([other])
+        );
         // Another writer changed the node first.
         let another = json!({"key": "another", "effect": "NoSchedule"});
-        assert!(patched(&tainted, &remove(1), json!({"taints": [ours, another]})).is_err());
-        assert!(patched(&tainted, &remove(1), json!({"taints": [other]})).is_err());
+        assert!(patched(&tainted, &patch_that_removes(1), json!({"taints": [ours, another]})).is_err());
+        assert!(patched(&tainted, &patch_that_removes(1), json!({"taints": [other]})).is_err());
         let newer = Node { version: "8".into(), ..node(&["Lost"]) };
-        assert!(patched(&newer, &add(&bare), json!({"taints": [other]})).is_err());
+        assert!(patched(&newer, &patch_that_adds_to(&bare), json!({"taints": [other]})).is_err());
     }
 
     #[tokio::test]
     async fn a_change_is_a_json_patch_of_the_node() {
         let (service, mut server) = tower_test::mock::pair::<Request<Body>, http::Response<Body>>();
         let client = Client::new(service, "default");
-        let change = Change { node: "n".into(), why: None, patch: remove(0) };
+        let change = Change { node: "n".into(), why: None, patch: patch_that_removes(0) };
         let answer = async {
             let (request, reply) = server.next_request().await.unwrap();
             reply.send_response(http::Response::new(Body::from(b"{}".to_vec())));

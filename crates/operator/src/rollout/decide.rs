@@ -7,8 +7,8 @@ use cleave_api::names::is_mps;
 use cleave_plan::ledger::DeviceRequest;
 use k8s_openapi::api::core::v1::ObjectReference;
 
-use super::hosts::{Host, regarding};
-use super::view::View;
+use super::hosts::{Host, daemon_set_reference};
+use super::view::HostView;
 
 /// Time for which MPS must be unused on a closed node before its host is replaced. During this
 /// time, the watches report pods that bypass the gate.
@@ -39,8 +39,8 @@ pub struct Replacement {
 
 impl Replacement {
     /// Returns the host's `DaemonSet`, for Events.
-    pub(crate) fn regarding(&self) -> ObjectReference {
-        regarding(&self.host)
+    pub(crate) fn daemon_set_reference(&self) -> ObjectReference {
+        daemon_set_reference(&self.host)
     }
 }
 
@@ -108,17 +108,17 @@ impl Rollout {
     }
 
     /// Updates the state from the nodes. Returns the actions to take now.
-    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, View>, up: Duration) -> Step {
+    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration) -> Step {
         self.update_outages(nodes, up);
         let mut step = Step::default();
         let stopped = self.stop_reason(nodes);
         step.stopped = stopped.is_some();
         if stopped != self.reported {
-            let set = nodes.values().find_map(|view| view.host.as_ref()).map(regarding);
+            let set = nodes.values().find_map(|view| view.host.as_ref()).map(daemon_set_reference);
             step.news = stopped.clone().zip(set);
             self.reported = stopped;
         }
-        self.choose(nodes, up, step.stopped);
+        self.close_nodes(nodes, up, step.stopped);
         for (name, (_, since)) in &self.closed {
             let due = since.saturating_add(IDLE_TIME);
             let host = nodes.get(name).and_then(|view| view.host.clone());
@@ -134,7 +134,7 @@ impl Rollout {
                 None => step.schedule_check(outage.since.saturating_add(START_TIMEOUT), up),
             }
         }
-        let is_outdated = |view: &&View| view.host.as_ref().is_some_and(|host| host.outdated && !host.terminating);
+        let is_outdated = |view: &&HostView| view.host.as_ref().is_some_and(|host| host.outdated && !host.terminating);
         step.outdated = nodes.values().filter(is_outdated).count();
         if let Some(until) = self.suspended.filter(|until| step.outdated > 0 && *until > up) {
             step.schedule_check(until, up);
@@ -168,7 +168,7 @@ impl Rollout {
     }
 
     /// Updates which hosts do not serve, and since when.
-    fn update_outages(&mut self, nodes: &BTreeMap<String, View>, up: Duration) {
+    fn update_outages(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration) {
         self.outages.retain(|name, _| nodes.contains_key(name));
         for (name, view) in nodes {
             let since = self.outages.get(name).map_or(up, |outage| outage.since);
@@ -193,7 +193,7 @@ impl Rollout {
     }
 
     /// Returns why replacement is stopped. Returns `None` if replacement is not stopped.
-    fn stop_reason(&self, nodes: &BTreeMap<String, View>) -> Option<String> {
+    fn stop_reason(&self, nodes: &BTreeMap<String, HostView>) -> Option<String> {
         let counts = |name: &str| nodes.get(name).is_some_and(|view| !view.excused);
         let late: Vec<_> = self.outages.iter().filter(|(name, outage)| outage.late && counts(name)).collect();
         let named: Vec<String> =
@@ -210,7 +210,7 @@ impl Rollout {
     }
 
     /// Selects nodes to close, up to the number of hosts that may be replaced at a time.
-    fn choose(&mut self, nodes: &BTreeMap<String, View>, up: Duration, stopped: bool) {
+    fn close_nodes(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration, stopped: bool) {
         if stopped || self.suspended.is_some() {
             self.closed.clear();
             return;

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use crate::read::{self, AgentPod, AgentStore};
 
 /// Label that names the revision of a `DaemonSet`'s pod. `ControllerRevision`s have the same label.
-pub(super) const HASH: &str = "controller-revision-hash";
+pub(super) const REVISION_HASH_LABEL: &str = "controller-revision-hash";
 
 /// The fields of a `DaemonSet`'s revision that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
@@ -38,14 +38,14 @@ pub struct Hosts {
 
 /// The stores that [`Hosts`] are read from.
 #[derive(Clone)]
-pub(crate) struct Watched {
+pub(crate) struct HostStores {
     pub(crate) pods: AgentStore,
     pub(crate) revisions: Store<Revision>,
     /// The namespace of the pods and revisions.
     pub(crate) namespace: String,
 }
 
-impl Watched {
+impl HostStores {
     /// Returns the stored objects. Returns `None` until both watches have listed their objects. The
     /// gate does not wait for these lists.
     pub(crate) fn state(&self) -> Option<Hosts> {
@@ -57,15 +57,15 @@ impl Watched {
 
 /// The newest revision of each `DaemonSet`, by the UID of the `DaemonSet`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Newest(BTreeMap<String, (i64, String)>);
+pub(crate) struct NewestRevisions(BTreeMap<String, (i64, String)>);
 
-impl Newest {
+impl NewestRevisions {
     /// Finds the newest revision of each `DaemonSet`. Ignores revisions without an owner or the
     /// label.
     pub(crate) fn of<'a>(revisions: impl IntoIterator<Item = &'a Revision>) -> Self {
         let mut newest: BTreeMap<String, (i64, String)> = BTreeMap::new();
         for Revision { metadata, revision } in revisions {
-            let (Some(owner), Some(hash)) = (controller(metadata), hash(metadata)) else { continue };
+            let (Some(owner), Some(hash)) = (controller(metadata), revision_hash(metadata)) else { continue };
             let entry = newest.entry(owner.uid.clone()).or_insert_with(|| (*revision, hash.to_owned()));
             if entry.0 < *revision {
                 *entry = (*revision, hash.to_owned());
@@ -83,7 +83,7 @@ impl Newest {
     /// Returns whether a pod is outdated.
     pub(crate) fn is_outdated_pod(&self, pod: &AgentPod) -> bool {
         let set = controller(&pod.metadata).map_or("", |owner| &owner.uid);
-        self.is_outdated(set, hash(&pod.metadata).unwrap_or_default())
+        self.is_outdated(set, revision_hash(&pod.metadata).unwrap_or_default())
     }
 }
 
@@ -91,8 +91,8 @@ fn controller(metadata: &ObjectMeta) -> Option<&OwnerReference> {
     metadata.owner_references.iter().flatten().find(|owner| owner.controller == Some(true) && owner.kind == "DaemonSet")
 }
 
-fn hash(metadata: &ObjectMeta) -> Option<&str> {
-    metadata.labels.as_ref()?.get(HASH).map(String::as_str)
+fn revision_hash(metadata: &ObjectMeta) -> Option<&str> {
+    metadata.labels.as_ref()?.get(REVISION_HASH_LABEL).map(String::as_str)
 }
 
 /// A node's MPS host.
@@ -115,9 +115,9 @@ pub struct Host {
 }
 
 impl Host {
-    fn of(pod: &AgentPod, newest: &Newest) -> Self {
+    fn of(pod: &AgentPod, newest: &NewestRevisions) -> Self {
         let set = controller(&pod.metadata).map(|owner| (owner.name.clone(), owner.uid.clone())).unwrap_or_default();
-        let hash = hash(&pod.metadata).unwrap_or_default().to_owned();
+        let hash = revision_hash(&pod.metadata).unwrap_or_default().to_owned();
         Self {
             pod: format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any()),
             uid: pod.metadata.uid.clone().unwrap_or_default(),
@@ -132,7 +132,7 @@ impl Host {
 
 /// Returns the MPS hosts by node. If a node has two hosts and one is being deleted, the map
 /// contains the other.
-pub(crate) fn by_node<'a>(hosts: &'a Hosts, newest: &Newest) -> BTreeMap<&'a str, Host> {
+pub(crate) fn hosts_by_node<'a>(hosts: &'a Hosts, newest: &NewestRevisions) -> BTreeMap<&'a str, Host> {
     let mut found: BTreeMap<&str, Host> = BTreeMap::new();
     for pod in &hosts.pods {
         let Some(node) = pod.spec.node_name.as_deref() else { continue };
@@ -144,7 +144,7 @@ pub(crate) fn by_node<'a>(hosts: &'a Hosts, newest: &Newest) -> BTreeMap<&'a str
     found
 }
 
-pub(super) fn regarding(host: &Host) -> ObjectReference {
+pub(super) fn daemon_set_reference(host: &Host) -> ObjectReference {
     ObjectReference {
         api_version: Some("apps/v1".to_owned()),
         kind: Some("DaemonSet".to_owned()),

@@ -4,12 +4,12 @@ use kube::api::ListParams;
 use kube::{Api, Client};
 
 use super::decide::Replacement;
-use super::hosts::{Host, Newest, Revision, Watched};
+use super::hosts::{Host, HostStores, NewestRevisions, Revision};
 use crate::write::WRITE_TIMEOUT;
 
 /// The result of a deletion.
 #[derive(Debug)]
-pub(crate) enum Deleted {
+pub(crate) enum DeletionResult {
     /// The pod terminates.
     Done,
     /// The pod no longer exists or is no longer outdated. A new pod may have the same name.
@@ -20,7 +20,7 @@ pub(crate) enum Deleted {
     Timeout,
 }
 
-impl Deleted {
+impl DeletionResult {
     /// Returns the value of the `result` label in metrics.
     pub(crate) const fn as_str(&self) -> &'static str {
         match self {
@@ -32,23 +32,23 @@ impl Deleted {
 }
 
 /// Deletes the pod of a host if the pod's UID is unchanged and the pod is outdated.
-pub(crate) async fn replace(client: &Client, watched: &Watched, replacement: &Replacement) -> Deleted {
+pub(crate) async fn replace(client: &Client, watched: &HostStores, replacement: &Replacement) -> DeletionResult {
     match tokio::time::timeout(WRITE_TIMEOUT, delete(client, watched, &replacement.host)).await {
-        Ok(Ok(true)) => Deleted::Done,
-        Ok(Ok(false)) => Deleted::Skipped,
-        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Deleted::Skipped,
-        Ok(Err(error)) => Deleted::Failed(error),
-        Err(_) => Deleted::Timeout,
+        Ok(Ok(true)) => DeletionResult::Done,
+        Ok(Ok(false)) => DeletionResult::Skipped,
+        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => DeletionResult::Skipped,
+        Ok(Err(error)) => DeletionResult::Failed(error),
+        Err(_) => DeletionResult::Timeout,
     }
 }
 
-async fn delete(client: &Client, watched: &Watched, host: &Host) -> Result<bool, kube::Error> {
+async fn delete(client: &Client, watched: &HostStores, host: &Host) -> Result<bool, kube::Error> {
     // The watch of revisions may lag behind the watch of pods, so a pod of an unreported revision
     // would seem outdated. List the revisions instead: a list is at least as new as the objects
     // that the watches returned.
     let revisions: Api<Revision> = Api::namespaced(client.clone(), &watched.namespace);
     let listed = revisions.list(&ListParams::default()).await?;
-    if !Newest::of(&listed.items).is_outdated(&host.set.1, &host.hash) {
+    if !NewestRevisions::of(&listed.items).is_outdated(&host.set.1, &host.hash) {
         return Ok(false);
     }
     let Some((namespace, name)) = host.pod.split_once('/') else { return Ok(false) };

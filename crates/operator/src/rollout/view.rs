@@ -12,7 +12,7 @@ const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes
 
 /// The state of MPS on a node, according to its `GpuNode`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Mps {
+pub(crate) struct MpsState {
     /// Why a daemon does not serve. `None` if all daemons serve, or if the GPU itself is the cause.
     pub trouble: Option<String>,
     /// What uses MPS on the node, or why the users are unknown.
@@ -21,10 +21,10 @@ pub(crate) struct Mps {
     time_sliced: BTreeSet<String>,
 }
 
-impl Mps {
+impl MpsState {
     /// Reads the state from a node's `GpuNode`. `ready` states whether the node's agent is ready.
     pub(crate) fn of(object: &GpuNode, ready: bool) -> Self {
-        let mut found = Self { time_sliced: time_sliced(object), ..Self::default() };
+        let mut found = Self { time_sliced: time_sliced_resources(object), ..Self::default() };
         let Some(status) = &object.status else {
             found.user = Some("the agent has not reported what uses MPS".to_owned());
             return found;
@@ -65,7 +65,7 @@ impl Mps {
 
 /// Returns the time-sliced resources whose names MPS shares could also have. Excludes names that
 /// the node uses for both kinds.
-fn time_sliced(object: &GpuNode) -> BTreeSet<String> {
+fn time_sliced_resources(object: &GpuNode) -> BTreeSet<String> {
     let partitions = || object.spec.gpus.iter().map(|gpu| &gpu.partition);
     let instances = || partitions().flat_map(|partition| partition.mig.iter().flatten().map(|mig| &mig.partition));
     let sliced = partitions().filter_map(|partition| partition.time_slicing.as_ref());
@@ -88,7 +88,7 @@ fn time_sliced(object: &GpuNode) -> BTreeSet<String> {
 
 /// A node's MPS host and MPS users.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct View {
+pub(crate) struct HostView {
     /// The node's MPS host. `None` if the node has no MPS host.
     pub host: Option<Host>,
     /// Why a daemon does not serve.
@@ -100,7 +100,7 @@ pub(crate) struct View {
     pub excused: bool,
 }
 
-impl View {
+impl HostView {
     /// Returns why the host does not serve, and whether the host itself is down. An outdated host
     /// need not serve, so it counts only if `deleted` is its UID.
     pub(super) fn outage(&self, deleted: Option<&str>) -> Option<(String, bool)> {

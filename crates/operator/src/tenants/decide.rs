@@ -92,7 +92,7 @@ impl FindingTracker {
         pods: &[Arc<PodObject>],
         now: Duration,
     ) -> Actions {
-        let found = found(nodes);
+        let found = findings_by_pod(nodes);
         self.busy = !found.is_empty() || !self.written.is_empty();
         let mut actions = Actions::default();
         let mut present = BTreeSet::new();
@@ -109,7 +109,7 @@ impl FindingTracker {
                 continue;
             }
             present.insert(uid.to_owned());
-            let condition = condition(findings);
+            let condition = findings_condition(findings);
             let written = self.written.get(uid).filter(|(_, at)| now.saturating_sub(*at) < WATCH_LAG);
             let known = written.map_or(has, |(condition, _)| Some(condition));
             if known.map_or(!findings.is_empty(), |known| *known != condition) {
@@ -146,11 +146,11 @@ impl FindingTracker {
 }
 
 /// A finding, and whether the policy of the finding's GPU evicts the pod.
-type Found<'a> = (&'a FindingStatus, bool);
+type PolicyFinding<'a> = (&'a FindingStatus, bool);
 
 /// Findings, by node and pod UID.
-fn found(nodes: &[Arc<DeserializeGuard<GpuNode>>]) -> BTreeMap<(&str, &str), Vec<Found<'_>>> {
-    let mut found: BTreeMap<(&str, &str), Vec<Found<'_>>> = BTreeMap::new();
+fn findings_by_pod(nodes: &[Arc<DeserializeGuard<GpuNode>>]) -> BTreeMap<(&str, &str), Vec<PolicyFinding<'_>>> {
+    let mut found: BTreeMap<(&str, &str), Vec<PolicyFinding<'_>>> = BTreeMap::new();
     for node in nodes {
         let name = Resource::meta(&**node).name.as_deref().unwrap_or_default();
         let Ok(object) = &node.0 else { continue };
@@ -164,7 +164,7 @@ fn found(nodes: &[Arc<DeserializeGuard<GpuNode>>]) -> BTreeMap<(&str, &str), Vec
 }
 
 /// Returns the condition for these findings. Without findings, the condition is `WithinShare`.
-fn condition(findings: &[Found<'_>]) -> PodCondition {
+fn findings_condition(findings: &[PolicyFinding<'_>]) -> PodCondition {
     let within = findings.is_empty();
     let messages: Vec<&str> = findings.iter().map(|(finding, _)| finding.message.as_str()).collect();
     PodCondition {

@@ -12,4 +12,4 @@
 mod decide;
 mod run;
 
-pub(crate) use run::Tenants;
+pub(crate) use run::TenantController;

@@ -15,7 +15,7 @@ use crate::write::publish;
 const GATHER_TIME: Duration = Duration::from_millis(200);
 
 /// The controller of tenants.
-pub(crate) struct Tenants {
+pub(crate) struct TenantController {
     context: Context,
     wakes: Wakers,
     tracker: FindingTracker,
@@ -24,7 +24,7 @@ pub(crate) struct Tenants {
     started: Instant,
 }
 
-impl Tenants {
+impl TenantController {
     pub(crate) fn new(context: Context, wakes: Wakers) -> Self {
         Self { context, wakes, tracker: FindingTracker::default(), protected: BTreeSet::new(), started: Instant::now() }
     }
@@ -62,7 +62,7 @@ impl Tenants {
     }
 }
 
-impl Controller for Tenants {
+impl Controller for TenantController {
     fn gather_time(&mut self) -> Duration {
         GATHER_TIME
     }
@@ -142,7 +142,7 @@ mod tests {
         write(client, (&update.pod, &update.uid), &update.condition, update.status_changed).await
     }
 
-    fn outside_mps(status_changed: bool) -> ConditionUpdate {
+    fn outside_mps_update(status_changed: bool) -> ConditionUpdate {
         let condition = PodCondition {
             type_: CONDITION_WITHIN_SHARE.into(),
             status: "False".into(),
@@ -155,7 +155,7 @@ mod tests {
     #[tokio::test]
     async fn a_condition_is_merged_into_the_status_of_that_pod_alone() {
         let (client, mut server) = mock_client();
-        let first = outside_mps(true);
+        let first = outside_mps_update(true);
         let (done, (line, kind, body)) =
             tokio::join!(write_condition(&client, &first), answer_request(&mut server, 200));
         assert!(done);
@@ -168,7 +168,7 @@ mod tests {
             (&json!("cleave.dev/WithinShare"), &json!("False"), &json!("OutsideMps"))
         );
         assert!(entry["lastTransitionTime"].as_str().unwrap().ends_with('Z'));
-        let second = outside_mps(false);
+        let second = outside_mps_update(false);
         let (_, (_, _, body)) = tokio::join!(write_condition(&client, &second), answer_request(&mut server, 200));
         assert_eq!(
             body["status"]["conditions"][0].get("lastTransitionTime"),
@@ -181,7 +181,7 @@ mod tests {
     async fn a_failed_write_is_retried_unless_the_pod_is_gone() {
         let (client, mut server) = mock_client();
         for (code, done) in [(500, false), (403, false), (404, true), (409, true), (422, true)] {
-            let condition = outside_mps(true);
+            let condition = outside_mps_update(true);
             let (result, _) = tokio::join!(write_condition(&client, &condition), answer_request(&mut server, code));
             assert_eq!(result, done, "{code}");
         }

@@ -10,7 +10,7 @@ use cleave_api::gpunode::{
 use cleave_api::sharingpolicy::SharingPolicy;
 use cleave_operator::pods::PodObject;
 use cleave_operator::policies::apply::{Change, changes};
-use cleave_operator::policies::demand::{Outcome, Reason, overlay};
+use cleave_operator::policies::demand::{Outcome, Reason, decide_partitions};
 use cleave_operator::policies::plan::{Plan, plan};
 use cleave_operator::policies::snapshot::History;
 use cleave_operator::policies::status::{WrittenStatuses, updates};
@@ -167,7 +167,7 @@ impl TestCluster {
         let mut observed = self.observed.clone();
         self.history.restore_writes(&mut observed, self.now);
         let mut plan = plan(&observed);
-        let outcome = overlay(&mut plan, &observed, &mut self.history, self.now);
+        let outcome = decide_partitions(&mut plan, &observed, &mut self.history, self.now);
         assert_eq!(outcome.violations, []);
         self.changes = changes(&plan, &observed);
         for change in self.changes.clone() {
@@ -247,7 +247,9 @@ impl TestCluster {
         let (device, id) = status
             .gpus
             .iter()
-            .flat_map(|gpu| ids(gpu, spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid).map(|spec| &spec.partition)))
+            .flat_map(|gpu| {
+                device_ids(gpu, spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid).map(|spec| &spec.partition))
+            })
             .find(|(_, name, id)| name == resource && !taken.contains(id))
             .map(|(device, _, id)| (device, id))
             .unwrap();
@@ -372,7 +374,7 @@ pub(crate) fn list_allocations(gpu: &mut GpuStatus, allocations: &[(String, Stri
 }
 
 /// Returns the device ids of a GPU, as (device, resource, id).
-fn ids(gpu: &GpuStatus, partition: Option<&Partition>) -> Vec<(String, String, String)> {
+fn device_ids(gpu: &GpuStatus, partition: Option<&Partition>) -> Vec<(String, String, String)> {
     let mut all = Vec::new();
     for slice in &gpu.slices {
         let mps = partition.and_then(|partition| partition.mps.as_ref()).filter(|_| slice.device == gpu.uuid);

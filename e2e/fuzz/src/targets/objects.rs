@@ -120,7 +120,8 @@ pub(super) fn read_cluster(cluster: &Value) -> Option<Observed> {
 /// can be read again.
 pub(super) fn plan_cluster(observed: &Observed) -> dry::DryRun {
     let mut plan = plan::plan(observed);
-    let outcome: Outcome = demand::overlay(&mut plan, observed, &mut History::default(), std::time::Duration::ZERO);
+    let outcome: Outcome =
+        demand::decide_partitions(&mut plan, observed, &mut History::default(), std::time::Duration::ZERO);
     let wrong: Vec<String> = outcome.violations.iter().map(ToString::to_string).collect();
     assert!(wrong.is_empty(), "{wrong:?}");
     let changes = apply::changes(&plan, observed);

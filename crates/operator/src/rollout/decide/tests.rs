@@ -10,9 +10,9 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::read::AgentPod;
-use crate::rollout::hosts::{HASH, Hosts, Newest, Revision, Watched, by_node};
+use crate::rollout::hosts::{HostStores, Hosts, NewestRevisions, REVISION_HASH_LABEL, Revision, hosts_by_node};
 use crate::rollout::replace::replace;
-use crate::rollout::view::Mps;
+use crate::rollout::view::MpsState;
 
 const OLD_HASH: &str = "old";
 const NEW_HASH: &str = "new";
@@ -27,13 +27,15 @@ fn from_json<T: serde::de::DeserializeOwned>(value: Value) -> T {
 
 fn revision(set: &str, hash: &str, number: i64) -> Revision {
     let owner = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": set, "controller": true});
-    from_json(json!({"metadata": {"labels": {HASH: hash}, "ownerReferences": [owner]}, "revision": number}))
+    from_json(
+        json!({"metadata": {"labels": {REVISION_HASH_LABEL: hash}, "ownerReferences": [owner]}, "revision": number}),
+    )
 }
 
 /// Returns a pod of the `DaemonSet` `s`.
 fn pod(name: &str, node: &str, hash: &str, terminating: bool) -> Arc<AgentPod> {
     let owner = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "s", "controller": true});
-    let mut pod = json!({"metadata": {"name": name, "namespace": "system", "uid": format!("{name}-uid"), "labels": {HASH: hash}, "ownerReferences": [owner]},
+    let mut pod = json!({"metadata": {"name": name, "namespace": "system", "uid": format!("{name}-uid"), "labels": {REVISION_HASH_LABEL: hash}, "ownerReferences": [owner]},
         "spec": {"nodeName": node}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}});
     if terminating {
         pod["metadata"]["deletionTimestamp"] = json!("2027-01-15T08:00:00Z");
@@ -44,10 +46,10 @@ fn pod(name: &str, node: &str, hash: &str, terminating: bool) -> Arc<AgentPod> {
 #[test]
 fn the_newest_revision_is_the_one_with_the_highest_number() {
     let all = [revision("s", "a", 3), revision("s", "b", 2), revision("other", "c", 9), Revision::default()];
-    let newest = Newest::of(&all);
+    let newest = NewestRevisions::of(&all);
     assert!(newest.is_outdated("s", "b") && !newest.is_outdated("s", "a"));
     assert!(newest.is_outdated("s", ""), "a pod without a revision");
-    assert!(!newest.is_outdated("unknown", "b") && !Newest::default().is_outdated("s", "b"));
+    assert!(!newest.is_outdated("unknown", "b") && !NewestRevisions::default().is_outdated("s", "b"));
 }
 
 #[test]
@@ -56,7 +58,7 @@ fn the_host_of_a_node_is_the_one_that_is_not_terminating() {
         pods: vec![pod("z", "n", NEW_HASH, false), pod("a", "n", OLD_HASH, true), pod("b", "m", OLD_HASH, true)],
         revisions: vec![Arc::new(revision("s", OLD_HASH, 1)), Arc::new(revision("s", NEW_HASH, 2))],
     };
-    let found = by_node(&hosts, &Newest::of(hosts.revisions.iter().map(AsRef::as_ref)));
+    let found = hosts_by_node(&hosts, &NewestRevisions::of(hosts.revisions.iter().map(AsRef::as_ref)));
     let n = &found["n"];
     assert_eq!(
         (n.pod.as_str(), n.uid.as_str(), n.outdated, n.ready, n.terminating),
@@ -87,7 +89,7 @@ fn allocations(resource: &str) -> Value {
 
 #[test]
 fn a_node_is_idle_only_if_its_agent_reports_no_shares_in_use() {
-    let user = |node: &GpuNode, ready| Mps::of(node, ready).user;
+    let user = |node: &GpuNode, ready| MpsState::of(node, ready).user;
     let idle = gpu_node(json!({}), &json!({}));
     assert_eq!(user(&idle, true), None);
     assert_eq!(user(&idle, false).unwrap(), "the agent is not ready");
@@ -107,28 +109,28 @@ fn a_node_is_idle_only_if_its_agent_reports_no_shares_in_use() {
 }
 
 #[test]
-fn renamed_time_sliced_replicas_are_no_mps_shares() {
+fn renamed_time_sliced_replicas_are_not_mps_shares() {
     let sliced = json!({"gpus": [{"uuid": "G", "partition": {"timeSlicing": {"resource": "nvidia.com/gpu-gold", "replicas": 4}}}]});
     let time_sliced =
         json!({"allocations": allocations("nvidia.com/gpu-gold"), "mode": "TimeSlicing", "slices": [], "mps": []});
-    let mps = Mps::of(&gpu_node(sliced.clone(), &time_sliced), true);
+    let mps = MpsState::of(&gpu_node(sliced.clone(), &time_sliced), true);
     assert_eq!(
         (mps.user.as_deref(), mps.serves("nvidia.com/gpu-gold"), mps.serves("nvidia.com/gpu-mps")),
         (None, false, true)
     );
     assert!(
-        Mps::of(&gpu_node(json!({}), &time_sliced), true).user.is_some(),
+        MpsState::of(&gpu_node(json!({}), &time_sliced), true).user.is_some(),
         "a resource that the spec does not mention counts as shares"
     );
     // The GPU still serves shares with this resource name, because pods use them.
     let slices = json!([{"device": "G", "resource": "nvidia.com/gpu-gold", "total": 4, "inUse": 1, "unhealthy": 0}]);
     let still = json!({"allocations": allocations("nvidia.com/gpu-gold"), "slices": slices});
-    assert!(Mps::of(&gpu_node(sliced, &still), true).user.is_some());
+    assert!(MpsState::of(&gpu_node(sliced, &still), true).user.is_some());
 }
 
 #[test]
 fn a_daemon_that_does_not_serve_is_reported_unless_the_gpu_is_the_cause() {
-    let trouble = |gpu: Value| Mps::of(&gpu_node(json!({}), &gpu), true).trouble;
+    let trouble = |gpu: Value| MpsState::of(&gpu_node(json!({}), &gpu), true).trouble;
     assert_eq!(trouble(json!({})), None);
     assert_eq!(trouble(json!({"mps": []})), None, "a whole GPU has no daemon");
     let backs_off = json!({"mps": [{"device": "G", "state": "BackOff", "message": "no such file"}]});
@@ -142,7 +144,7 @@ fn a_daemon_that_does_not_serve_is_reported_unless_the_gpu_is_the_cause() {
 /// A small cluster in which all hosts are outdated.
 #[derive(Debug, Default)]
 struct TestCluster {
-    nodes: BTreeMap<String, View>,
+    nodes: BTreeMap<String, HostView>,
     rollout: Rollout,
     up: Duration,
 }
@@ -151,13 +153,13 @@ impl TestCluster {
     fn with_nodes(count: usize) -> Self {
         let mut world = Self { up: secs(100), ..Self::default() };
         for at in 0..count {
-            let view = View { host: Some(host(&format!("n{at:02}"), "1", true, true)), ..View::default() };
+            let view = HostView { host: Some(host(&format!("n{at:02}"), "1", true, true)), ..HostView::default() };
             world.nodes.insert(format!("n{at:02}"), view);
         }
         world
     }
 
-    fn view_of(&mut self, name: &str) -> &mut View {
+    fn view_of(&mut self, name: &str) -> &mut HostView {
         self.nodes.get_mut(name).unwrap()
     }
 
@@ -451,16 +453,16 @@ proptest! {
             let down = world.nodes.values().filter(|view| view.host.as_ref().is_none_or(|host| !host.ready)).count();
             prop_assert!(down <= 1, "{:?}", world.nodes);
         }
-        let is_replaced = |view: &View| view.host.as_ref().is_some_and(|host| !host.outdated && host.ready);
+        let is_replaced = |view: &HostView| view.host.as_ref().is_some_and(|host| !host.outdated && host.ready);
         prop_assert!(world.nodes.values().all(is_replaced), "{:?}", world.nodes);
     }
 }
 
 /// Replaces a host while the API server returns these answers. Returns the requests and the result.
-async fn requests(answers: &[(StatusCode, Value)]) -> (Vec<String>, &'static str) {
+async fn replace_with_answers(answers: &[(StatusCode, Value)]) -> (Vec<String>, &'static str) {
     let (service, mut server) = tower_test::mock::pair::<Request<Body>, Response<Body>>();
     let client = Client::new(service, "default");
-    let watched = Watched {
+    let watched = HostStores {
         pods: kube::runtime::reflector::store().0,
         revisions: kube::runtime::reflector::store().0,
         namespace: "system".into(),
@@ -487,7 +489,7 @@ async fn requests(answers: &[(StatusCode, Value)]) -> (Vec<String>, &'static str
 async fn a_host_is_deleted_by_uid_and_only_if_the_api_server_confirms_that_it_is_outdated() {
     let owner = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "s", "controller": true});
     let listed = |numbers: [i64; 2]| {
-        let item = |(hash, number): (&str, i64)| json!({"metadata": {"name": hash, "labels": {HASH: hash}, "ownerReferences": [owner]}, "revision": number});
+        let item = |(hash, number): (&str, i64)| json!({"metadata": {"name": hash, "labels": {REVISION_HASH_LABEL: hash}, "ownerReferences": [owner]}, "revision": number});
         let items: Vec<Value> = [OLD_HASH, NEW_HASH].into_iter().zip(numbers).map(item).collect();
         json!({"apiVersion": "apps/v1", "kind": "ControllerRevisionList", "metadata": {}, "items": items})
     };
@@ -496,13 +498,17 @@ async fn a_host_is_deleted_by_uid_and_only_if_the_api_server_confirms_that_it_is
         "GET /apis/apps/v1/namespaces/system/controllerrevisions?",
         r#"DELETE /api/v1/namespaces/system/pods/n00-1 {"apiVersion":"v1","kind":"DeleteOptions","preconditions":{"uid":"n00-1"}}"#,
     );
-    let done = requests(&[(StatusCode::OK, listed([1, 2])), (StatusCode::OK, json!({}))]).await;
+    let done = replace_with_answers(&[(StatusCode::OK, listed([1, 2])), (StatusCode::OK, json!({}))]).await;
     assert_eq!(done, (vec![list.to_owned(), delete.to_owned()], "replaced"));
     // The DaemonSet was rolled back after the decision, so the pod has the newest revision again.
-    assert_eq!(requests(&[(StatusCode::OK, listed([3, 2]))]).await, (vec![list.to_owned()], "skipped"));
+    assert_eq!(replace_with_answers(&[(StatusCode::OK, listed([3, 2]))]).await, (vec![list.to_owned()], "skipped"));
     for (code, end) in [(409, "skipped"), (404, "skipped"), (403, "failed"), (500, "failed")] {
         let status = StatusCode::from_u16(code).unwrap();
-        assert_eq!(requests(&[(StatusCode::OK, listed([1, 2])), (status, refusal(code))]).await.1, end, "{code}");
+        assert_eq!(
+            replace_with_answers(&[(StatusCode::OK, listed([1, 2])), (status, refusal(code))]).await.1,
+            end,
+            "{code}"
+        );
     }
-    assert_eq!(requests(&[(StatusCode::FORBIDDEN, refusal(403))]).await.1, "failed");
+    assert_eq!(replace_with_answers(&[(StatusCode::FORBIDDEN, refusal(403))]).await.1, "failed");
 }

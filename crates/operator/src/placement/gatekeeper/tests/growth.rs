@@ -30,7 +30,7 @@ fn restore_gate(world: &mut TestCluster, pod: &str) {
 }
 
 /// Adds a pod of the lowest priority to the node `n1`, with this many of its used shares.
-fn with_low_pod(world: TestCluster, shares: u32) -> TestCluster {
+fn with_low_priority_pod(world: TestCluster, shares: u32) -> TestCluster {
     let bound = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0});
     let mut world = world.pod_with("low", shares, bound).policy(10);
     let ids: Vec<String> = (0..shares).map(|id| format!("n1-GPU-0::{id}")).collect();
@@ -88,7 +88,7 @@ fn a_pool_grows_from_zero_if_a_policy_offers_the_request() {
 }
 
 #[test]
-fn a_pod_that_is_larger_than_any_known_gpu_lets_no_pool_grow() {
+fn a_pod_that_is_larger_than_any_known_gpu_is_not_reported() {
     let mut world = TestCluster::default().node("n1", &[10]).pod("eleven", 11).pod("one", 1).policy(10);
     let mut keeper = Gatekeeper::default();
     assert_eq!(reports(&reconcile_later(&mut keeper, &world, 60)), [("team/one", true)]);
@@ -153,8 +153,12 @@ fn a_pod_that_cleave_delays_is_not_reported() {
 }
 
 #[test]
-fn no_pod_is_evicted_while_room_is_made_otherwise_but_not_for_ever() {
-    let world = with_low_pod(TestCluster::default().node("n1", &[6]), 6).pod_with("high", 6, json!({"priority": 1000}));
+fn evictions_pause_for_a_limited_time_while_room_is_made_otherwise() {
+    let world = with_low_priority_pod(TestCluster::default().node("n1", &[6]), 6).pod_with(
+        "high",
+        6,
+        json!({"priority": 1000}),
+    );
     let waits = |reason| BTreeMap::from([("team/high".to_owned(), WaitingPod { reason, message: "planned".into() })]);
     let mut keeper = Gatekeeper::default();
     let mut evictions =
@@ -171,7 +175,11 @@ fn no_pod_is_evicted_while_room_is_made_otherwise_but_not_for_ever() {
 
 #[test]
 fn a_pod_for_which_room_is_made_is_not_reported() {
-    let world = with_low_pod(TestCluster::default().node("n1", &[6]), 6).pod_with("high", 6, json!({"priority": 1000}));
+    let world = with_low_priority_pod(TestCluster::default().node("n1", &[6]), 6).pod_with(
+        "high",
+        6,
+        json!({"priority": 1000}),
+    );
     let mut keeper = Gatekeeper::default();
     assert_eq!(reconcile(&mut keeper, &world, 0).evictions.len(), 1);
     assert_eq!(reports(&reconcile(&mut keeper, &world, 60)), []);
@@ -189,7 +197,7 @@ fn a_pod_for_which_room_is_made_is_not_reported() {
 
 #[test]
 fn a_pod_is_reported_once_a_search_shows_that_no_preemption_helps() {
-    let mut world = with_low_pod(TestCluster::default().node("n1", &[10]), 1);
+    let mut world = with_low_priority_pod(TestCluster::default().node("n1", &[10]), 1);
     for shares in 2..=7 {
         world = world.pod_with(&format!("high-{shares}"), shares, json!({"priority": 1000}));
     }
@@ -224,7 +232,7 @@ fn a_new_leader_changes_no_report_and_no_taint_before_it_reserves() {
     refuse(&mut world, "team/five");
     let taint = json!([{"key": "cleave.dev/fragmented", "effect": "PreferNoSchedule"}]);
     world.change(|world| &mut world.nodes, "n1", |node| node["spec"]["taints"] = taint);
-    let mut keeper = Gatekeeper::default().with_taints(true).settle_first();
+    let mut keeper = Gatekeeper::default().with_taints(true).with_settling_delay();
     for seconds in [0, 1, 60] {
         let actions = reconcile(&mut keeper, &world, seconds);
         assert_eq!((reports(&actions), actions.taints.as_slice()), (vec![], [].as_slice()), "second {seconds}");
@@ -255,7 +263,7 @@ fn a_report_is_taken_back_when_another_node_would_not_help() {
 }
 
 #[test]
-fn reports_can_be_switched_off() {
+fn reports_can_be_disabled() {
     let mut world = TestCluster::default().node("n1", &[10]).pod("a", 2).pod("b", 2).policy(10);
     let mut keeper = Gatekeeper::default().with_reports(false);
     refuse(&mut world, "team/b");

@@ -66,7 +66,7 @@ fn a_lagging_watch_leads_to_a_second_reservation_so_a_new_leader_waits_for_it() 
     let required = Versions { pods: world.version, ..Versions::default() };
     let second = Gatekeeper::default().reconcile(&lagging, &BTreeMap::new(), at(1)).releases;
     assert!(world.apply_release(&second[0]), "6 and 6 of 10 shares are reserved");
-    assert!(!stored.reach(required), "so the new leader does not act on this watch");
+    assert!(!stored.has_reached(required), "so the new leader does not act on this watch");
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn a_pod_whose_release_had_no_answer_keeps_its_reservation_until_the_watch_shows
 #[test]
 fn after_a_restart_shares_of_a_pod_that_was_just_deleted_are_not_reserved() {
     let world = TestCluster::default().node("n1", &[0]).pod("next", 8);
-    let mut keeper = Gatekeeper::default().settle_first();
+    let mut keeper = Gatekeeper::default().with_settling_delay();
     for second in [100, 104] {
         let actions = reconcile(&mut keeper, &world, second);
         assert!(actions.releases.is_empty(), "second {second}: the deleted pod may still use its shares");
@@ -129,8 +129,8 @@ proptest! {
     fn no_released_pod_fails_at_the_kubelet(steps in proptest::collection::vec(step(), 1..80)) {
         let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
         let mut reality = ActualAllocations::default();
-        let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default().settle_first(), 0_u32);
-        let mut thorough = Gatekeeper::default().settle_first();
+        let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default().with_settling_delay(), 0_u32);
+        let mut thorough = Gatekeeper::default().with_settling_delay();
         // The version of the watched pods, and the version that a new leader must have seen.
         let (mut stored, mut required) = (Versions::default(), Versions::default());
         for (second, step) in steps.into_iter().enumerate() {
@@ -141,7 +141,7 @@ proptest! {
                     names += 1;
                     world = world.pod(&format!("p{names}"), units);
                 }
-                Step::Reconcile(_) | Step::LoseAnswers(_) if !stored.reach(required) => {}
+                Step::Reconcile(_) | Step::LoseAnswers(_) if !stored.has_reached(required) => {}
                 Step::Reconcile(written) | Step::LoseAnswers(written) => {
                     let actions = keeper.reconcile(&watched, &BTreeMap::new(), at(second as u64));
                     let copied = Cluster { pods: watched.pods.iter().map(|pod| Arc::new((**pod).clone())).collect(), ..watched.clone() };

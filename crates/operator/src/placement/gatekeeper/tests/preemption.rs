@@ -71,7 +71,7 @@ fn a_pod_of_equal_priority_or_with_preemption_policy_never_preempts_no_pod() {
 }
 
 /// Returns two pods, each on its own GPU. One of the pods must be evicted for a third pod.
-fn high_behind_two() -> (TestCluster, ActualAllocations) {
+fn cluster_with_two_victims_and_a_preemptor() -> (TestCluster, ActualAllocations) {
     let mut world = TestCluster::default().node("n1", &[0, 0]);
     let mut reality = ActualAllocations::default();
     for (name, device) in [("first", 0), ("second", 1)] {
@@ -99,7 +99,7 @@ fn a_pod_that_cannot_be_evicted_is_avoided_and_another_is_evicted() {
         Evicted::Refused("admission webhook denied the request".to_owned()),
         Evicted::Protected("Cannot evict pod as it would violate the pod's disruption budget.".to_owned()),
     ] {
-        let (world, _) = high_behind_two();
+        let (world, _) = cluster_with_two_victims_and_a_preemptor();
         let mut keeper = Gatekeeper::default().with_reports(false);
         let first = reconcile(&mut keeper, &world, 0).evictions[0].clone();
         keeper.record_eviction(&first, &result, seconds(0));
@@ -117,7 +117,7 @@ fn a_pod_that_cannot_be_evicted_is_avoided_and_another_is_evicted() {
 
 #[test]
 fn a_throttled_eviction_is_repeated_later_and_no_other_pod_is_evicted() {
-    let (world, _) = high_behind_two();
+    let (world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].clone();
     keeper.record_eviction(&first, &Evicted::Throttled(seconds(4)), seconds(0));
@@ -128,7 +128,7 @@ fn a_throttled_eviction_is_repeated_later_and_no_other_pod_is_evicted() {
 
 #[test]
 fn an_accepted_eviction_is_not_repeated_before_the_watch_reports_it() {
-    let (world, _) = high_behind_two();
+    let (world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].clone();
     keeper.record_eviction(&first, &Evicted::Done, seconds(0));
@@ -151,7 +151,7 @@ fn label_pod(world: &mut TestCluster, pod: &str, app: &str) {
 
 #[test]
 fn no_eviction_is_requested_that_a_disruption_budget_does_not_allow() {
-    let (mut world, _) = high_behind_two();
+    let (mut world, _) = cluster_with_two_victims_and_a_preemptor();
     label_pod(&mut world, "team/first", "a");
     label_pod(&mut world, "team/second", "b");
     let found = |world: TestCluster| {
@@ -167,7 +167,7 @@ fn no_eviction_is_requested_that_a_disruption_budget_does_not_allow() {
 
 #[test]
 fn a_pod_is_evicted_as_soon_as_its_budget_allows_it() {
-    let (world, _) = high_behind_two();
+    let (world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let mut cluster = with_budget(world.clone(), "x", None, 0).cluster();
     let actions = keeper.reconcile(&cluster, &BTreeMap::new(), at(0));
@@ -180,7 +180,7 @@ fn a_pod_is_evicted_as_soon_as_its_budget_allows_it() {
 
 #[test]
 fn two_preemptors_do_not_exceed_one_budget() {
-    let (world, _) = high_behind_two();
+    let (world, _) = cluster_with_two_victims_and_a_preemptor();
     let world = with_budget(world.pod_with("other", 6, json!({"priority": 9})), "x", None, 1);
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
     assert_eq!(actions.evictions.len(), 1, "{actions:?}");
@@ -259,7 +259,7 @@ fn reconcile_until_settled(keeper: &mut Gatekeeper, world: &TestCluster) -> (Vec
 
 /// Returns waiting pods of high priority that no eviction helps, because no node has enough CPUs
 /// free. The pods differ, so that each needs its own search.
-fn with_hopeless_pods(mut world: TestCluster, count: u32) -> TestCluster {
+fn with_pods_that_no_eviction_helps(mut world: TestCluster, count: u32) -> TestCluster {
     for index in 0..count {
         let cpus = format!("{}m", 7500 + index);
         world = world.pod_with(&format!("hopeless-{index:02}"), 2, spec_requesting_cpus(1000, &cpus));
@@ -268,7 +268,7 @@ fn with_hopeless_pods(mut world: TestCluster, count: u32) -> TestCluster {
 }
 
 /// Returns a node with a pod of low priority, and CPUs that no eviction frees.
-fn partly_fixed_node() -> TestCluster {
+fn node_with_cpus_that_no_eviction_frees() -> TestCluster {
     let (world, _) = busy_node("2");
     let fixed = json!({"nodeName": "n1", "schedulingGates": [], "priority": 2000,
         "containers": [{"resources": {"requests": {"cpu": "5"}}}]});
@@ -276,16 +276,20 @@ fn partly_fixed_node() -> TestCluster {
 }
 
 #[test]
-fn hopeless_waiters_do_not_block_one_that_can_be_helped() {
-    let world = with_hopeless_pods(partly_fixed_node(), 30).pod_with("zz-helped", 2, spec_requesting_cpus(9, "3"));
+fn pods_that_no_eviction_helps_do_not_block_other_preemptors() {
+    let world = with_pods_that_no_eviction_helps(node_with_cpus_that_no_eviction_frees(), 30).pod_with(
+        "zz-helped",
+        2,
+        spec_requesting_cpus(9, "3"),
+    );
     let (evicted, reconciles) = reconcile_until_settled(&mut Gatekeeper::default(), &world);
     assert_eq!(evicted, ["team/low"]);
     assert!((4..12).contains(&reconciles), "work of a reconcile is bounded, and nobody is skipped: {reconciles}");
 }
 
 #[test]
-fn replicas_of_a_hopeless_pod_are_searched_for_once() {
-    let mut world = partly_fixed_node();
+fn one_search_suffices_for_replicas_that_no_eviction_helps() {
+    let mut world = node_with_cpus_that_no_eviction_frees();
     for index in 0..100 {
         world = world.pod_with(&format!("hopeless-{index:02}"), 2, spec_requesting_cpus(1000, "7"));
     }
@@ -296,7 +300,7 @@ fn replicas_of_a_hopeless_pod_are_searched_for_once() {
 
 #[test]
 fn a_nomination_is_kept_while_victims_terminate_and_many_pods_wait() {
-    let (world, mut reality) = high_behind_two();
+    let (world, mut reality) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let victim = reconcile(&mut keeper, &world, 0).evictions[0].clone();
     keeper.record_eviction(&victim, &Evicted::Done, seconds(0));
@@ -324,7 +328,7 @@ fn a_nomination_is_kept_while_victims_terminate_and_many_pods_wait() {
 
 #[test]
 fn a_search_without_result_is_repeated_only_after_a_change() {
-    let world = with_hopeless_pods(partly_fixed_node(), 1);
+    let world = with_pods_that_no_eviction_helps(node_with_cpus_that_no_eviction_frees(), 1);
     let mut keeper = Gatekeeper::default();
     let mut cluster = world.cluster();
     let mut searches =
@@ -338,8 +342,8 @@ fn a_search_without_result_is_repeated_only_after_a_change() {
 }
 
 #[test]
-fn a_victim_that_does_not_terminate_holds_up_no_preemptor() {
-    let (mut world, _) = high_behind_two();
+fn a_victim_that_does_not_terminate_delays_no_preemptor() {
+    let (mut world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
     // The second 1 000 000, at which the test starts.
@@ -353,7 +357,7 @@ fn a_victim_that_does_not_terminate_holds_up_no_preemptor() {
 
 #[test]
 fn no_other_pod_is_evicted_for_shares_that_a_deleted_pod_frees() {
-    let (mut world, mut reality) = high_behind_two();
+    let (mut world, mut reality) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
     // The node of the deleted pod has not reported that its shares are free.

@@ -10,7 +10,7 @@ use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::Gatekeeper;
 
 /// Returns the GPUs of the released pods, by pod.
-fn gpus_of(actions: &Actions) -> BTreeMap<String, String> {
+fn gpus_by_pod(actions: &Actions) -> BTreeMap<String, String> {
     let gpu = |release| {
         let mut nodes = reservation(release).nodes.into_values();
         nodes.next().and_then(|mut units| units.pop()).map(|units| units.device).unwrap_or_default()
@@ -20,7 +20,7 @@ fn gpus_of(actions: &Actions) -> BTreeMap<String, String> {
 
 /// Returns the number of different GPUs of the released pods.
 fn count_gpus(actions: &Actions) -> usize {
-    gpus_of(actions).into_values().collect::<BTreeSet<String>>().len()
+    gpus_by_pod(actions).into_values().collect::<BTreeSet<String>>().len()
 }
 
 /// Returns two nodes of two GPUs, and replicas of one controller.
@@ -70,14 +70,14 @@ fn replicas_use_different_gpus_and_nodes_before_they_share_one() {
         actions.releases.iter().flat_map(|release| reservation(release).nodes.into_keys()).collect();
     assert_eq!(nodes.len(), 2, "two replicas use two nodes");
     actions.releases.iter().for_each(|release| assert!(world.apply_release(release)));
-    let first: BTreeSet<String> = gpus_of(&actions).into_values().collect();
+    let first: BTreeSet<String> = gpus_by_pod(&actions).into_values().collect();
     for at in 2..6 {
         world = replica(world, &format!("r{at}"), json!({}));
     }
     // An operator that takes over knows where the replicas are.
     for mut keeper in [keeper, Gatekeeper::default()] {
         let actions = reconcile(&mut keeper, &world, 1);
-        let gpus: Vec<String> = gpus_of(&actions).into_values().collect();
+        let gpus: Vec<String> = gpus_by_pod(&actions).into_values().collect();
         assert!(!first.contains(&gpus[0]) && !first.contains(&gpus[1]) && gpus[0] != gpus[1], "{gpus:?}");
         assert_eq!(gpus.len(), 4, "replicas share GPUs if there are no others");
     }
@@ -154,7 +154,7 @@ fn after_a_restart_typical_requests_are_learned_from_the_pods_that_run() {
     // 6 shares are free on the second GPU, which a typical pod of 6 can use.
     let gpu = |world: TestCluster| {
         let world = world.pod("new", 4);
-        gpus_of(&reconcile(&mut Gatekeeper::default(), &world, 0))["team/new"].clone()
+        gpus_by_pod(&reconcile(&mut Gatekeeper::default(), &world, 0))["team/new"].clone()
     };
     assert_eq!(gpu(TestCluster::default().node("n1", &[0, 4])), "n1-GPU-1", "without a history: the tightest fit");
     assert_eq!(gpu(cluster_with_past_pods()), "n1-GPU-0");
@@ -170,9 +170,9 @@ fn typical_requests_are_learned_from_pods_that_arrive() {
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
     world.pods.clear();
     let world = world.node("n1", &[0, 4]).pod("new", 4);
-    assert_eq!(gpus_of(&reconcile(&mut keeper, &world, 1))["team/new"], "n1-GPU-0");
+    assert_eq!(gpus_by_pod(&reconcile(&mut keeper, &world, 1))["team/new"], "n1-GPU-0");
     keeper.reset();
-    assert_eq!(gpus_of(&reconcile(&mut keeper, &world, 2))["team/new"], "n1-GPU-1", "a new leader knows no pods");
+    assert_eq!(gpus_by_pod(&reconcile(&mut keeper, &world, 2))["team/new"], "n1-GPU-1", "a new leader knows no pods");
 }
 
 proptest! {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use super::world::{TestCluster, at, reconcile, refuse, released, reservation};
-use crate::placement::claims::{RESERVATION, UNREPORTED_CLAIM_TIME};
+use crate::placement::claims::{RESERVATION_TIME, UNREPORTED_CLAIM_TIME};
 use crate::placement::cluster::Now;
 use crate::placement::gatekeeper::Gatekeeper;
 
@@ -51,9 +51,9 @@ fn the_reservation_of_a_pod_that_is_not_bound_in_time_ends() {
     let actions = reconcile(&mut keeper, &world, 1);
     assert_eq!(
         (released(&actions), actions.requeue),
-        (vec![], Some(RESERVATION.checked_sub(Duration::from_secs(1)).unwrap()))
+        (vec![], Some(RESERVATION_TIME.checked_sub(Duration::from_secs(1)).unwrap()))
     );
-    assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION.as_secs())), [("team/b", "reserved")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs())), [("team/b", "reserved")]);
 }
 
 #[test]
@@ -66,9 +66,9 @@ fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_other
     let world = world.pod("b", 6);
     let mut keeper = Gatekeeper::default().with_reports(false);
     let actions = reconcile(&mut keeper, &world, 0);
-    assert_eq!((released(&actions), actions.requeue), (vec![], Some(RESERVATION)));
-    assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION.as_secs())), [("team/b", "reserved")]);
-    reconcile(&mut keeper, &world, RESERVATION.as_secs() + 1);
+    assert_eq!((released(&actions), actions.requeue), (vec![], Some(RESERVATION_TIME)));
+    assert_eq!(released(&reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs())), [("team/b", "reserved")]);
+    reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1);
     assert!(keeper.ledger().unwrap().claim("team/a").is_none(), "the annotation no longer counts");
 }
 

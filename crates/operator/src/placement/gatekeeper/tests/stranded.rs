@@ -7,7 +7,7 @@ use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
 use super::world::{TestCluster, nodes_of, reconcile, refuse, released, replica};
-use crate::placement::claims::{MAX_RENEWALS, RESERVATION};
+use crate::placement::claims::{MAX_RENEWALS, RESERVATION_TIME};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::stranded::{MISSING_NODE_DELAY, Recreation, Rescue};
 
@@ -120,7 +120,7 @@ fn a_pod_that_requests_a_resource_of_another_plugin_is_released() {
 }
 
 /// Returns a replica, or a pod without a controller, that is released to n1 and not bound.
-fn released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
+fn cluster_with_pod_released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
     let world = TestCluster::default().node("n1", &[0]);
     let mut world = if owned { replica(world, "a", json!({})) } else { world.pod("a", 2) };
     let mut keeper = Gatekeeper::default();
@@ -152,7 +152,7 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
         ("n1: not enough CPU, memory or another resource.", full, UNSCHEDULABLE_AFTER),
     ];
     for (why, happens, after) in cases {
-        let (mut world, mut keeper) = released_to_n1(true);
+        let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
         happens(&mut world);
         let actions = reconcile(&mut keeper, &world, 2);
         assert_eq!((&actions.rescue.recreate, actions.requeue), (&vec![], Some(after)), "{why}");
@@ -170,20 +170,20 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
 #[test]
 fn a_reservation_is_renewed_while_the_scheduler_has_not_refused_the_pod() {
     // The scheduler is down, or it waits for a volume.
-    let (mut world, mut keeper) = released_to_n1(true);
+    let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
     for times in 1..4 {
-        let actions = reconcile(&mut keeper, &world, times * RESERVATION.as_secs());
+        let actions = reconcile(&mut keeper, &world, times * RESERVATION_TIME.as_secs());
         assert_eq!(actions.rescue.recreate, [], "after {times}");
         assert!(keeper.ledger().unwrap().claim("team/a").is_some());
     }
-    let actions = reconcile(&mut Gatekeeper::default(), &world, 4 * RESERVATION.as_secs());
+    let actions = reconcile(&mut Gatekeeper::default(), &world, 4 * RESERVATION_TIME.as_secs());
     assert_eq!(actions.rescue.recreate, [], "an operator that starts later decides the same");
     // No other pod receives the shares of pod `a`.
     let full = world.clone().pod("b", 9);
-    assert_eq!(released(&reconcile(&mut keeper, &full, 4 * RESERVATION.as_secs())), []);
+    assert_eq!(released(&reconcile(&mut keeper, &full, 4 * RESERVATION_TIME.as_secs())), []);
     refuse(&mut world, "team/a");
     assert_eq!(
-        reconcile(&mut keeper, &world, 5 * RESERVATION.as_secs()).rescue.recreate.len(),
+        reconcile(&mut keeper, &world, 5 * RESERVATION_TIME.as_secs()).rescue.recreate.len(),
         1,
         "the scheduler refused it"
     );
@@ -191,22 +191,22 @@ fn a_reservation_is_renewed_while_the_scheduler_has_not_refused_the_pod() {
 
 #[test]
 fn a_pod_whose_reservation_ends_is_recreated_or_gets_advice() {
-    let (mut world, mut keeper) = released_to_n1(true);
+    let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
     refuse(&mut world, "team/a");
     assert_eq!(
-        reconcile(&mut keeper, &world, RESERVATION.as_secs() - 1).rescue.recreate,
+        reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() - 1).rescue.recreate,
         [],
         "the reservation has not ended"
     );
-    assert_eq!(reconcile(&mut keeper, &world, RESERVATION.as_secs()).rescue.recreate.len(), 1);
+    assert_eq!(reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue.recreate.len(), 1);
     assert_eq!(
-        reconcile(&mut Gatekeeper::default(), &world, RESERVATION.as_secs()).rescue.recreate.len(),
+        reconcile(&mut Gatekeeper::default(), &world, RESERVATION_TIME.as_secs()).rescue.recreate.len(),
         1,
         "a new operator decides the same"
     );
-    let (mut world, mut keeper) = released_to_n1(false);
+    let (mut world, mut keeper) = cluster_with_pod_released_to_n1(false);
     refuse(&mut world, "team/a");
-    let rescue = reconcile(&mut keeper, &world, RESERVATION.as_secs()).rescue;
+    let rescue = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue;
     assert_eq!(rescue.recreate, [], "no controller would re-create it");
     let message = rescue.advise[0].message.as_deref().unwrap();
     assert!(message.contains("did not bind this pod to n1") && message.contains("Delete and recreate it"), "{message}");
@@ -219,20 +219,20 @@ fn a_pod_whose_reservation_ends_is_recreated_or_gets_advice() {
             pod["status"]["conditions"] = json!([{"type": CONDITION_PLACED, "status": "False"}]);
         },
     );
-    let rescue = reconcile(&mut keeper, &world, RESERVATION.as_secs() + 1).rescue;
+    let rescue = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1).rescue;
     assert_eq!(rescue.advise.iter().map(|one| &one.message).collect::<Vec<_>>(), [&None]);
 }
 
 #[test]
 fn a_pod_that_the_scheduler_nominated_to_its_node_is_not_stranded() {
-    let (mut world, mut keeper) = released_to_n1(true);
+    let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
     change_node(&mut world, |node| node["status"]["allocatable"]["pods"] = json!("0"));
     world.change(|world| &mut world.pods, "team/a", |pod| pod["status"]["nominatedNodeName"] = json!("n1"));
     refuse(&mut world, "team/a");
     reconcile(&mut keeper, &world, 2);
     assert_eq!(reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS + 60).rescue.recreate, []);
     assert_eq!(
-        reconcile(&mut keeper, &world, RESERVATION.as_secs() + 60).rescue.recreate,
+        reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 60).rescue.recreate,
         [],
         "also after its reservation ended"
     );
@@ -284,39 +284,39 @@ fn a_pod_whose_resource_no_node_offers_is_released_to_any_node() {
 
 #[test]
 fn a_job_whose_node_is_removed_after_its_reservation_ended_is_recreated() {
-    let (mut world, mut keeper) = released_to_n1(true);
+    let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
     world.change(|world| &mut world.pods, "team/a", |pod| pod["metadata"]["ownerReferences"][0]["kind"] = json!("Job"));
     refuse(&mut world, "team/a");
     reconcile(&mut keeper, &world, 1);
-    let rescue = reconcile(&mut keeper, &world, RESERVATION.as_secs()).rescue;
+    let rescue = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue;
     assert_eq!(
         (rescue.recreate.len(), rescue.advise.len()),
         (0, 1),
         "the job would count a failure, and the node may still take the pod"
     );
     world.nodes.remove("n1");
-    reconcile(&mut keeper, &world, RESERVATION.as_secs() + 1);
-    let rescue = reconcile(&mut keeper, &world, RESERVATION.as_secs() + 30).rescue;
+    reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1);
+    let rescue = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 30).rescue;
     assert_eq!(rescue.recreate.len(), 1, "{rescue:?}");
 }
 
 #[test]
 fn a_temporary_obstacle_when_a_reservation_ends_strands_no_pod() {
-    let (mut world, mut keeper) = released_to_n1(false);
+    let (mut world, mut keeper) = cluster_with_pod_released_to_n1(false);
     taint_as_not_ready(&mut world);
-    let rescue = reconcile(&mut keeper, &world, RESERVATION.as_secs()).rescue;
+    let rescue = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue;
     assert_eq!((rescue.recreate, rescue.advise), (vec![], vec![]));
     untaint_node(&mut world);
-    reconcile(&mut keeper, &world, RESERVATION.as_secs() + 1);
+    reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1);
     assert!(keeper.ledger().unwrap().claim("team/a").is_some(), "the pod's shares are still reserved");
 }
 
 #[test]
 fn a_pod_that_no_scheduler_handles_keeps_its_reservation_for_an_hour() {
-    let (world, mut keeper) = released_to_n1(true);
+    let (world, mut keeper) = cluster_with_pod_released_to_n1(true);
     let mut hours = 1..20;
-    let gone =
-        hours.find(|times| !reconcile(&mut keeper, &world, times * RESERVATION.as_secs()).rescue.recreate.is_empty());
+    let gone = hours
+        .find(|times| !reconcile(&mut keeper, &world, times * RESERVATION_TIME.as_secs()).rescue.recreate.is_empty());
     assert_eq!(gone, Some(u64::from(MAX_RENEWALS) + 1));
 }
 
@@ -348,8 +348,8 @@ fn a_pod_that_the_scheduler_did_not_bind_to_a_node_is_released_to_another() {
     assert!(world.apply_release(&actions.releases[0]));
     refuse(&mut world, "team/a");
     reconcile(&mut keeper, &world, 1);
-    assert_eq!(reconcile(&mut keeper, &world, RESERVATION.as_secs()).rescue.recreate.len(), 1);
+    assert_eq!(reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue.recreate.len(), 1);
     world.pods.clear();
     let world = replica(world, "again", json!({}));
-    assert_eq!(nodes_of(&reconcile(&mut keeper, &world, RESERVATION.as_secs() + 1)), [["n2"]]);
+    assert_eq!(nodes_of(&reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1)), [["n2"]]);
 }

@@ -12,12 +12,12 @@ use crate::policies::demand::{Reason, WaitingPod};
 type ClusterChange<'a> = &'a dyn Fn(&mut TestCluster, bool);
 
 /// Adds a pod at the gate that requests this many whole GPUs.
-fn pod(world: TestCluster, name: &str, count: u32) -> TestCluster {
+fn with_whole_gpu_pod(world: TestCluster, name: &str, count: u32) -> TestCluster {
     world.pod_with(name, 1, requesting("nvidia.com/gpu", count))
 }
 
 /// Returns the message of a waiting pod.
-fn message<'a>(actions: &'a Actions, pod: &str) -> &'a str {
+fn waiting_message<'a>(actions: &'a Actions, pod: &str) -> &'a str {
     &actions.waiting[pod].message
 }
 
@@ -25,12 +25,12 @@ fn message<'a>(actions: &'a Actions, pod: &str) -> &'a str {
 fn whole_gpus_are_reserved_on_one_node() {
     let world = whole_gpus(TestCluster::default(), "n1", &[0, 1, 0, 1]);
     let world = whole_gpus(world, "n2", &[1, 1, 0, 0]);
-    let mut world = pod(pod(pod(world, "a", 2), "b", 2), "c", 1);
+    let mut world = with_whole_gpu_pod(with_whole_gpu_pod(with_whole_gpu_pod(world, "a", 2), "b", 2), "c", 1);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!(released(&actions), [("team/a", "reserved"), ("team/b", "reserved")], "no GPU is left for c");
     assert_eq!(nodes_of(&actions), [["n1"], ["n2"]]);
-    assert!(message(&actions, "team/c").contains("no device has 1 nvidia.com/gpu free"), "{actions:?}");
+    assert!(waiting_message(&actions, "team/c").contains("no device has 1 nvidia.com/gpu free"), "{actions:?}");
     assert!(world.apply_release(&actions.releases[0]));
     let placement = TestCluster::placement(&world.pods["team/a"]).unwrap();
     assert_eq!(placement.nodes, BTreeMap::from([("n1".to_owned(), vec![])]), "whole GPUs are only counted");
@@ -39,13 +39,13 @@ fn whole_gpus_are_reserved_on_one_node() {
 }
 
 #[test]
-fn a_request_for_more_gpus_than_are_free_on_a_node_says_how_many_are() {
-    let world = pod(whole_gpus(TestCluster::default(), "n1", &[0, 1, 0, 1]), "a", 3);
-    let world = pod(whole_gpus(world, "n2", &[0]), "b", 5);
+fn a_request_that_exceeds_the_free_gpus_of_each_node_reports_their_number() {
+    let world = with_whole_gpu_pod(whole_gpus(TestCluster::default(), "n1", &[0, 1, 0, 1]), "a", 3);
+    let world = with_whole_gpu_pod(whole_gpus(world, "n2", &[0]), "b", 5);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
-    assert_eq!(message(&actions, "team/a"), "no node has 3 nvidia.com/gpu free: one node has 2");
-    assert_eq!(message(&actions, "team/b"), "no node has 5 nvidia.com/gpu: the largest has 4");
+    assert_eq!(waiting_message(&actions, "team/a"), "no node has 3 nvidia.com/gpu free: one node has 2");
+    assert_eq!(waiting_message(&actions, "team/b"), "no node has 5 nvidia.com/gpu: the largest has 4");
     let mut actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_AFTER.as_secs());
     assert_eq!(released(&actions), [("team/b", "unschedulable")]);
     let operations = actions.releases.remove(0).patch;
@@ -70,13 +70,13 @@ fn a_pod_waits_while_its_gpu_is_repartitioned_cordoned_or_unhealthy() {
     };
     let health: ClusterChange<'_> = &|world, begins| status(world, "health", json!({"healthy": !begins}));
     for change in [spec, cordon, health] {
-        let mut world = pod(whole_gpus(TestCluster::default(), "n1", &[0]), "a", 1);
+        let mut world = with_whole_gpu_pod(whole_gpus(TestCluster::default(), "n1", &[0]), "a", 1);
         change(&mut world, true);
         let mut keeper = Gatekeeper::default();
         for second in [0, 5, 10 * UNSCHEDULABLE_AFTER.as_secs()] {
             let actions = reconcile(&mut keeper, &world, second);
             assert_eq!(released(&actions), []);
-            assert_eq!(message(&actions, "team/a"), "no device has 1 nvidia.com/gpu free: the emptiest has 0");
+            assert_eq!(waiting_message(&actions, "team/a"), "no device has 1 nvidia.com/gpu free: the emptiest has 0");
         }
         change(&mut world, false);
         let later = 11 * UNSCHEDULABLE_AFTER.as_secs();
@@ -86,7 +86,8 @@ fn a_pod_waits_while_its_gpu_is_repartitioned_cordoned_or_unhealthy() {
 
 #[test]
 fn a_pod_waits_for_gpus_that_become_whole_on_demand_if_a_node_has_as_many() {
-    let world = pod(pod(whole_gpus(TestCluster::default(), "n1", &[0]), "two", 2), "three", 3);
+    let world =
+        with_whole_gpu_pod(with_whole_gpu_pod(whole_gpus(TestCluster::default(), "n1", &[0]), "two", 2), "three", 3);
     let mut world = world;
     // The node's second GPU has shares, and its policy repartitions it on demand.
     world.change(
@@ -105,6 +106,6 @@ fn a_pod_waits_for_gpus_that_become_whole_on_demand_if_a_node_has_as_many() {
     keeper.reconcile(&world.cluster(), &demand, at(0));
     let actions = keeper.reconcile(&world.cluster(), &demand, at(UNSCHEDULABLE_AFTER.as_secs()));
     assert_eq!(released(&actions), [("team/three", "unschedulable")]);
-    assert_eq!(message(&actions, "team/two"), "planned");
+    assert_eq!(waiting_message(&actions, "team/two"), "planned");
     assert!(matches!(&actions.releases[0].reason, ReleaseReason::Unschedulable(why) if why.contains("no node has 3")));
 }
