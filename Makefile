@@ -1,6 +1,6 @@
 # Targets for contributors. CONTRIBUTING.md describes them.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz histories check image crds render sbom release docs msrv bench bench-placement test-karpenter
+.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz histories check image crds render sbom release docs msrv bench bench-placement bench-scale test-karpenter
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -58,6 +58,9 @@ bench: ## run the benchmarks that need no GPU
 
 bench-placement: ## compare pods per second with an extended resource and DRA on 200 and 1,000 nodes
 	@e2e/placement/bench
+
+bench-scale: ## measure the operator with 1,000 nodes and 80,000 running pods
+	@e2e/placement/bench scale
 
 test-karpenter: ## let Karpenter grow and shrink a pool of simulated nodes
 	@e2e/karpenter/test

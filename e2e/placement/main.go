@@ -119,6 +119,7 @@ type trial struct {
 	operator *process
 	agents   *agents
 	tracker  *tracker
+	limit    time.Duration // additional time of each step in a large cluster
 }
 
 func main() {
@@ -127,9 +128,12 @@ func main() {
 	// Errors of the client libraries are also returned, so their log is not needed.
 	klog.SetLogger(logr.Discard())
 	var err error
-	if arguments := os.Args[1:]; len(arguments) > 0 && arguments[0] == "karpenter" {
+	switch arguments := os.Args[1:]; {
+	case len(arguments) > 0 && arguments[0] == "karpenter":
 		err = karpenter(ctx, arguments[1:])
-	} else {
+	case len(arguments) > 0 && arguments[0] == "scale":
+		err = scale(ctx, arguments[1:])
+	default:
 		var o options
 		if o, err = parse(arguments); err == nil {
 			err = run(ctx, o)

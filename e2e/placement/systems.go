@@ -126,7 +126,7 @@ func makeNodes(ctx context.Context, t *trial) error {
 	if err != nil {
 		return fmt.Errorf("create the nodes: %w", err)
 	}
-	return waitUntil(ctx, time.Minute, "kwok to make all nodes Ready", func(ctx context.Context) (bool, error) {
+	return waitUntil(ctx, time.Minute+t.limit, "kwok to make all nodes Ready", func(ctx context.Context) (bool, error) {
 		nodes, err := t.plane.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
 		if err != nil {
 			return false, err
@@ -292,18 +292,25 @@ func installCleave(ctx context.Context, t *trial) error {
 }
 
 // startOperator starts the operator and waits until it is ready.
-func startOperator(ctx context.Context, t *trial, arguments ...string) error {
+func startOperator(ctx context.Context, t *trial, arguments ...string) (err error) {
+	t.operator, _, err = startOperatorAs(ctx, t, "placement", t.plane.kubeconfig(userOperator), arguments...)
+	return err
+}
+
+// startOperatorAs starts an operator in the pod of this name, and waits until it is ready. It
+// returns the address of its metrics.
+func startOperatorAs(ctx context.Context, t *trial, pod, kubeconfig string, arguments ...string) (*process, string, error) {
 	ports, err := freePorts(1)
 	if err != nil {
-		return err
+		return nil, "", err
 	}
 	address := fmt.Sprintf("127.0.0.1:%d", ports[0])
-	t.operator, err = t.plane.start("operator", []string{"KUBECONFIG=" + t.plane.kubeconfig(userOperator), "POD_NAME=placement"},
+	started, err := t.plane.start("operator", []string{"KUBECONFIG=" + kubeconfig, "POD_NAME=" + pod},
 		append([]string{t.plane.programs.operator, "operator", "--namespace=" + cleaveNamespace, "--metrics-addr=" + address}, arguments...)...)
 	if err != nil {
-		return err
+		return nil, "", err
 	}
-	return waitUntil(ctx, startTimeout, "the operator to be ready", func(ctx context.Context) (bool, error) {
+	return started, address, waitUntil(ctx, startTimeout+t.limit, "the operator to be ready", func(ctx context.Context) (bool, error) {
 		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+"/readyz", nil)
 		if err != nil {
 			return false, err
@@ -371,7 +378,7 @@ func makeAgents(ctx context.Context, t *trial) error {
 	if err != nil {
 		return fmt.Errorf("create the agents' pods: %w", err)
 	}
-	return waitUntil(ctx, 2*time.Minute, "the agents' pods to be Ready", func(ctx context.Context) (bool, error) {
+	return waitUntil(ctx, 2*time.Minute+t.limit, "the agents' pods to be Ready", func(ctx context.Context) (bool, error) {
 		found, err := pods.List(ctx, metav1.ListOptions{FieldSelector: "status.phase=Running"})
 		return err == nil && len(found.Items) == t.nodes, err
 	})
@@ -390,7 +397,7 @@ func simulateAgentStart(ctx context.Context, t *trial) error {
 		var list struct{ Items []gpuNode }
 		return list.Items, json.Unmarshal(raw, &list)
 	}
-	if err := waitUntil(ctx, 5*time.Minute, "the operator to create a GpuNode for each node", func(ctx context.Context) (bool, error) {
+	if err := waitUntil(ctx, 5*time.Minute+t.limit, "the operator to create a GpuNode for each node", func(ctx context.Context) (bool, error) {
 		found, err := nodes(ctx)
 		return len(found) == t.nodes, err
 	}); err != nil {
@@ -399,7 +406,7 @@ func simulateAgentStart(ctx context.Context, t *trial) error {
 	if err := forEach(ctx, t.nodes, atOnce, statuses.write); err != nil {
 		return err
 	}
-	if err := waitUntil(ctx, 5*time.Minute, "the operator to plan all nodes", func(ctx context.Context) (bool, error) {
+	if err := waitUntil(ctx, 5*time.Minute+t.limit, "the operator to plan all nodes", func(ctx context.Context) (bool, error) {
 		found, err := nodes(ctx)
 		if err != nil {
 			return false, err
@@ -419,7 +426,7 @@ func simulateAgentStart(ctx context.Context, t *trial) error {
 	if err := forEach(ctx, t.nodes, atOnce, statuses.write); err != nil {
 		return err
 	}
-	return waitUntil(ctx, 5*time.Minute, "the policy to be Ready", func(ctx context.Context) (bool, error) {
+	return waitUntil(ctx, 5*time.Minute+t.limit, "the policy to be Ready", func(ctx context.Context) (bool, error) {
 		raw, err := t.plane.custom.Get().AbsPath(policiesPath, "ten-shares").Do(ctx).Raw()
 		if err != nil {
 			return false, err

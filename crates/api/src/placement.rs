@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 pub const ANNOTATION: &str = "cleave.dev/placement";
 
 /// Units that are reserved for a pod until the kubelet allocates units to the pod.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Placement {
     /// Time at which the reservation expires if the pod is not bound, in seconds since the Unix
     /// epoch.
@@ -25,7 +25,7 @@ pub struct Placement {
 }
 
 /// Reserved units of one device.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ReservedUnits {
     /// Name of the extended resource.
     pub resource: String,

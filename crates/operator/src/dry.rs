@@ -9,7 +9,7 @@ use kube::core::DeserializeGuard;
 use kube::{Api, Client};
 use serde::de::DeserializeOwned;
 
-use crate::pods::PodObject;
+use crate::pods::{PodObject, RawPod};
 use crate::policies::apply::{self, Change};
 use crate::policies::demand::{self, Outcome};
 use crate::policies::plan::{self, Plan};
@@ -87,8 +87,8 @@ impl Objects {
         let agents = agents.with_context(|| format!("failed to list the agents' Pods in namespace {namespace}"))?;
         let gpu_nodes = list(&Api::all(client.clone()), all.clone()).await.context("failed to list GpuNodes")?;
         let policies = list(&Api::all(client.clone()), all.clone()).await.context("failed to list SharingPolicies")?;
-        let pods = list(&Api::<PodObject>::all(client.clone()), all.fields(LIVING_PODS)).await;
-        let mut pods = pods.context("failed to list Pods")?;
+        let pods = list(&Api::<RawPod>::all(client.clone()), all.fields(LIVING_PODS)).await;
+        let mut pods: Vec<PodObject> = pods.context("failed to list Pods")?.into_iter().map(PodObject::from).collect();
         pods.iter_mut().for_each(PodObject::trim);
         Ok(Self { nodes, agents, gpu_nodes, policies, pods, ..Self::default() })
     }

@@ -38,6 +38,8 @@ pub(crate) struct Metrics {
     pub(crate) pods_waiting: Family<Reason, Gauge>,
     /// Pods released to the scheduler, by result.
     pub(crate) pods_released: Family<Outcome, Counter>,
+    /// Time of one decision about pods at the gate, with reading the stores, without writes.
+    pub(crate) placement_seconds: Histogram,
     /// Time from when a pod was first seen at the gate to the patch that released it.
     pub(crate) gate_wait_seconds: Histogram,
     /// Pods evicted for pods of higher priority, by result.
@@ -87,6 +89,7 @@ impl Default for Metrics {
             steps: Family::default(),
             pods_waiting: Family::default(),
             pods_released: Family::default(),
+            placement_seconds: Histogram::new(PLACEMENT_BUCKETS),
             gate_wait_seconds: seconds(),
             hosts_outdated: Gauge::default(),
             hosts_replaced: Family::default(),
@@ -105,6 +108,10 @@ impl Default for Metrics {
         }
     }
 }
+
+/// Upper bounds of decisions about pods at the gate, in seconds. Most take some milliseconds.
+const PLACEMENT_BUCKETS: [f64; 16] =
+    [0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1.0, 5.0];
 
 /// Label: why a pod waits.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -157,6 +164,11 @@ impl Metrics {
         registry.register("steps", "Steps that agents reported, by result", self.steps.clone());
         registry.register("pods_waiting", "Pods that wait for GPUs, by reason", self.pods_waiting.clone());
         registry.register("pods_released", "Pods released to the scheduler, by result", self.pods_released.clone());
+        registry.register(
+            "placement_seconds",
+            "Time of one decision about pods at the placement gate, without writes",
+            self.placement_seconds.clone(),
+        );
         registry.register(
             "gate_wait_seconds",
             "Time that a pod waited at the placement gate",

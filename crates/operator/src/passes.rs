@@ -28,7 +28,7 @@ use crate::policies::{apply, plan, status};
 use crate::read::Observed;
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
-use crate::write::{publish, with_timeout};
+use crate::write::{publish, publish_all, within};
 
 /// Interval between passes while pods wait for room. The interval is necessary because a pod that
 /// frees only CPU and memory does not wake the controller.
@@ -139,6 +139,10 @@ impl Passes {
         self.history.restore_writes(&mut observed, now);
         let mut plan = plan::plan(&observed);
         self.wakes.set_partitions_on_demand(!plan.demand.is_empty());
+        // Only plans for GPUs that are partitioned on demand read pods.
+        if !plan.demand.is_empty() {
+            self.context.stores.observe_pods(&mut observed);
+        }
         let failures = self.staging.hold_back(&mut plan, &observed, now);
         let outcome = self.plan_demand(&mut plan, &observed, now);
         self.next = self.next.into_iter().chain(failures).min();
@@ -257,12 +261,8 @@ impl Passes {
 
     /// Publishes Events about the plan on pods and nodes. Does not retry failed Events.
     async fn report_demand(&mut self, outcome: &demand::Outcome, observed: &Observed) {
-        for (regarding, event) in self.publisher.events(outcome, observed, self.now()) {
-            if !self.context.claim.is_current() {
-                return;
-            }
-            publish(&self.context.recorder, &event, &regarding).await;
-        }
+        let events = self.publisher.events(outcome, observed, self.now());
+        publish_all(&self.context.recorder, &self.context.claim, events).await;
         if self.publisher.is_waiting() {
             self.next = Some(self.next.map_or(events::EVENT_CHECK_DELAY, |next| next.min(events::EVENT_CHECK_DELAY)));
         }
@@ -452,7 +452,7 @@ mod tests {
             gpu_nodes: empty_store(),
             nodes: empty_store(),
             agents: empty_store(),
-            pods: empty_store(),
+            pods: crate::pod_store::store().0,
             volume_claims: empty_store(),
             volumes: empty_store(),
             budgets: empty_store(),

@@ -1,7 +1,8 @@
 //! Selects the fields of a pod that planning and placement use, and sums the pod's requests as the
 //! scheduler does. Pure.
 use std::collections::{BTreeMap, BTreeSet};
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 
 use cleave_api::names::{
     CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, OTHER_NODES_ANNOTATION, REPLICA_PLACEMENT, RESOURCE_GPU,
@@ -16,16 +17,28 @@ use cleave_plan::ledger::{self, DeviceRequest, Kind, Units};
 use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod, Toleration};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod as CorePod;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::{Resource, ResourceExt};
-use serde::Deserialize;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
+use kube::Resource;
 use serde::de::IgnoredAny;
+use serde::{Deserialize, Deserializer};
 
-/// A pod, with only the fields that the operator reads.
+use crate::shared::Shared;
+pub use crate::sums::{Resources, Sum};
+
+/// A field of which only the presence matters.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Present;
+
+impl<'de> Deserialize<'de> for Present {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        IgnoredAny::deserialize(deserializer).map(|_| Self)
+    }
+}
+
+/// A pod as the API server returns it, with only the fields that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CorePod")]
-#[expect(clippy::struct_excessive_bools, reason = "independent facts about a pod")]
-pub struct PodObject {
+pub struct RawPod {
     /// Name, namespace, UID and timestamps.
     pub metadata: ObjectMeta,
     /// Resource requests and constraints.
@@ -34,31 +47,81 @@ pub struct PodObject {
     /// Phase and conditions.
     #[serde(default)]
     pub status: PodStatus,
+}
+
+/// A pod, with only the fields that the operator reads. The operator keeps every pod of the
+/// cluster, so this type is small: pods of one controller share what is equal.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(from = "RawPod")]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about a pod")]
+pub struct PodObject {
+    /// Name, namespace, UID and timestamps.
+    pub metadata: PodMeta,
+    /// Resource requests and constraints.
+    pub spec: Shared<PodSpec>,
+    /// Phase and conditions.
+    pub status: Shared<PodStatus>,
+    /// Name of the node that the pod is bound to. Set by [`PodObject::trim`].
+    pub(crate) bound_to: Option<Arc<str>>,
     /// Whether the pod has annotations. Set by [`PodObject::trim`], which drops the annotations.
-    #[serde(skip)]
     pub annotated: bool,
     /// The reservation in the pod's annotation, written when the pod was released.
-    #[serde(skip)]
-    pub placement: Option<Placement>,
+    pub placement: Option<Shared<Placement>>,
     /// Whether the pod was released as unschedulable.
-    #[serde(skip)]
     pub unschedulable: bool,
     /// Whether the pod was released to nodes on which another device plugin serves GPUs.
-    #[serde(skip)]
     pub to_other_nodes: bool,
     /// Whether the pod is ready. Set by [`PodObject::trim`].
-    #[serde(skip)]
     pub ready: bool,
     /// The controller that owns the pod. Set only while the pod is not bound.
-    #[serde(skip)]
-    pub controller: Option<Controller>,
+    pub controller: Option<Box<Controller>>,
     /// Identifies the controller that owns the pod. Set if the pod requests GPUs.
-    #[serde(skip)]
     pub controller_id: Option<ControllerId>,
     /// How the pod is placed beside other replicas of its controller. `None` if the policies of the
     /// GPUs decide.
-    #[serde(skip)]
     pub replica_placement: Option<ReplicaPlacement>,
+}
+
+impl From<RawPod> for PodObject {
+    fn from(raw: RawPod) -> Self {
+        let RawPod { metadata: meta, spec, status } = raw;
+        let owner = meta.owner_references.unwrap_or_default().into_iter().find(|owner| owner.controller == Some(true));
+        let metadata = PodMeta {
+            name: meta.name.or(meta.generate_name),
+            namespace: meta.namespace.map(Arc::from),
+            uid: meta.uid,
+            resource_version: meta.resource_version,
+            creation_timestamp: meta.creation_timestamp,
+            deletion_timestamp: meta.deletion_timestamp,
+            labels: meta.labels.map(Shared::from),
+            annotations: meta.annotations.map(Box::new),
+            owner: owner.map(|owner| Box::new(Controller { kind: owner.kind, name: owner.name, uid: owner.uid })),
+        };
+        Self { metadata, spec: Shared::from(spec), status: Shared::from(status), ..Self::default() }
+    }
+}
+
+/// The fields of a pod's metadata that the operator reads.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PodMeta {
+    /// Name of the pod.
+    pub name: Option<String>,
+    /// Namespace of the pod.
+    pub namespace: Option<Arc<str>>,
+    /// UID of the pod.
+    pub uid: Option<String>,
+    /// Version of the object. The watch drops it if no write of the operator can depend on it.
+    pub resource_version: Option<String>,
+    /// Time at which the pod was created.
+    pub creation_timestamp: Option<Time>,
+    /// Set if the pod is being deleted.
+    pub deletion_timestamp: Option<Time>,
+    /// Labels of the pod. Affinity and spread constraints of other pods select by them.
+    pub labels: Option<Shared<BTreeMap<String, String>>>,
+    /// Annotations of the pod. [`PodObject::trim`] drops them.
+    annotations: Option<Box<BTreeMap<String, String>>>,
+    /// The controller that owns the pod. [`PodObject::trim`] drops it.
+    owner: Option<Box<Controller>>,
 }
 
 /// A digest of a controller's UID. The digest needs less memory than the UID. If two controllers
@@ -110,10 +173,11 @@ impl Controller {
 }
 
 /// The fields of a pod's spec that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct PodSpec {
-    /// Name of the node, once the pod is bound.
+    /// Name of the node, once the pod is bound. [`PodObject::trim`] moves it, because replicas have
+    /// the same spec otherwise. See [`PodObject::node`].
     pub node_name: Option<String>,
     /// Priority of the pod.
     pub priority: Option<i32>,
@@ -142,7 +206,7 @@ pub struct PodSpec {
     /// Volumes of the pod.
     pub volumes: Vec<Volume>,
     /// Claims of dynamic resource allocation. Only the presence of claims matters.
-    pub resource_claims: Vec<IgnoredAny>,
+    pub resource_claims: Vec<Present>,
     /// Groups of units. The units of each group must be on one device. Set by [`PodObject::trim`].
     /// Excludes [interchangeable](is_interchangeable) resources.
     #[serde(skip)]
@@ -165,7 +229,7 @@ pub struct PodSpec {
 }
 
 /// The fields of a pod's status that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
 #[serde(default)]
 pub struct PodStatus {
     /// `Pending`, `Running`, `Succeeded` or `Failed`.
@@ -179,7 +243,7 @@ pub struct PodStatus {
 }
 
 /// The fields of a pod's condition that the operator reads.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
 #[serde(default)]
 pub struct PodCondition {
     /// Type of the condition, such as `PodScheduled`.
@@ -194,7 +258,7 @@ pub struct PodCondition {
 }
 
 /// A pod's affinity.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Affinity {
     /// Affinity to nodes.
@@ -206,7 +270,7 @@ pub struct Affinity {
 }
 
 /// Affinity or anti-affinity to other pods.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct PodTerms {
     /// Required terms.
@@ -214,7 +278,7 @@ pub struct PodTerms {
 }
 
 /// The fields of a volume that may restrict the pod to some nodes.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Volume {
     /// Name of the volume in the pod.
@@ -222,11 +286,11 @@ pub struct Volume {
     /// The claim that the volume mounts.
     pub persistent_volume_claim: Option<VolumeClaim>,
     /// Set if the API server creates the claim with the pod.
-    pub ephemeral: Option<IgnoredAny>,
+    pub ephemeral: Option<Present>,
 }
 
 /// The claim that a volume mounts.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeClaim {
     /// Name of the claim.
@@ -234,7 +298,7 @@ pub struct VolumeClaim {
 }
 
 /// A pod's affinity to nodes.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct NodeAffinity {
     /// Required terms.
@@ -242,7 +306,7 @@ pub struct NodeAffinity {
 }
 
 /// Terms. A node must match at least one of them.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct NodeSelector {
     /// Terms of the selector.
@@ -250,7 +314,7 @@ pub struct NodeSelector {
 }
 
 /// The fields of a container that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Container {
     /// Resource requests and limits.
@@ -264,15 +328,15 @@ pub struct Container {
 }
 
 /// The fields of a container's lifecycle hooks that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Lifecycle {
     /// Set if the container has a preStop hook.
-    pub pre_stop: Option<IgnoredAny>,
+    pub pre_stop: Option<Present>,
 }
 
 /// The fields of a container port that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Port {
     /// The node's port that this port is bound to.
@@ -282,16 +346,6 @@ pub struct Port {
     pub host_ip: String,
     /// TCP, UDP or SCTP.
     pub protocol: String,
-}
-
-/// Requests and limits.
-#[derive(Debug, Clone, Default, Deserialize)]
-#[serde(default)]
-pub struct Resources {
-    /// Requested amounts.
-    pub requests: BTreeMap<String, Quantity>,
-    /// Limits. If `requests` does not name a resource, its limit is also its request.
-    pub limits: BTreeMap<String, Quantity>,
 }
 
 /// Maximum number of claims that are read from one pod. No CSI driver mounts more on one node.
@@ -304,8 +358,11 @@ pub(crate) const POD_SCHEDULED: &str = "PodScheduled";
 /// The condition in which the kubelet reports whether a pod is ready.
 const READY: &str = "Ready";
 
+/// No labels.
+const NO_LABELS: &BTreeMap<String, String> = &BTreeMap::new();
+
 /// A scheduling gate.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
 #[serde(default)]
 pub struct Gate {
     /// Name of the gate.
@@ -354,9 +411,9 @@ impl PodObject {
         self.node().is_none() && matches!(self.spec.scheduling_gates.as_slice(), [gate] if gate.name == GATE)
     }
 
-    /// Returns the node that the pod is bound to.
+    /// Returns the node that the pod is bound to. Call [`Self::trim`] first.
     pub fn node(&self) -> Option<&str> {
-        self.spec.node_name.as_deref().filter(|node| !node.is_empty())
+        self.bound_to.as_deref()
     }
 
     /// Returns whether the pod requests a resource that Cleave can serve. Call [`Self::trim`]
@@ -366,56 +423,74 @@ impl PodObject {
     }
 
     /// Sums the requests and drops fields that are no longer needed. A cluster has many pods, and
-    /// few of them wait for GPUs.
+    /// few of them wait for GPUs. A pod that is already trimmed does not change.
     pub fn trim(&mut self) {
-        let meta = &mut self.metadata;
+        let annotations = self.metadata.annotations.take();
         // An annotation that does not parse was not written by the operator and is ignored.
-        let annotation = |name: &str| meta.annotations.as_ref().and_then(|all| all.get(name));
+        let annotation = |name: &str| annotations.as_ref().and_then(|all| all.get(name));
         self.unschedulable = self.unschedulable || annotation(UNSCHEDULABLE_ANNOTATION).is_some();
         self.to_other_nodes = self.to_other_nodes || annotation(OTHER_NODES_ANNOTATION).is_some();
         let note = annotation(placement::ANNOTATION);
-        self.placement = note.and_then(|text| Placement::parse(text).ok());
+        let note = note.and_then(|text| Placement::parse(text).ok()).map(Shared::from);
+        self.placement = note.or(self.placement.take());
         let replica_placement = annotation(REPLICA_PLACEMENT).and_then(|text| ReplicaPlacement::parse(text));
         self.replica_placement = replica_placement.or(self.replica_placement);
-        self.annotated = meta.annotations.is_some();
-        // Labels are kept, because affinity and spread constraints of other pods select by them.
-        (meta.managed_fields, meta.annotations) = (None, None);
-        let owners = meta.owner_references.take().unwrap_or_default();
-        let owner = owners.into_iter().find(|owner| owner.controller == Some(true));
-        (meta.finalizers, meta.generate_name) = (None, None);
-        if !self.spec.containers.is_empty() {
-            self.spec.requests = requests(&self.spec);
-            self.spec.device_requests = device_requests(&self.spec);
-            self.spec.rules = rules(&mut self.spec);
-            self.spec.volume_claims = volume_claims(&self.spec, self.metadata.name.as_deref().unwrap_or_default());
-            let too_many_claims = self.spec.volume_claims.len() > MAX_VOLUME_CLAIMS;
-            if too_many_claims {
-                self.spec.volume_claims = Vec::new();
-            }
-            self.spec.particular = !self.spec.resource_claims.is_empty() || too_many_claims;
-        }
+        self.annotated = self.annotated || annotations.is_some();
+        let node = self.spec.node_name.take().filter(|node| !node.is_empty());
+        self.bound_to = node.map(Arc::from).or(self.bound_to.take());
         self.ready = self.ready || self.condition(READY).is_some_and(|condition| condition.status == "True");
         let ours = [CONDITION_WITHIN_SHARE, CONDITION_PLACED, POD_SCHEDULED];
         self.status.conditions.retain(|condition| ours.contains(&condition.type_.as_str()));
-        self.status.conditions.shrink_to_fit();
-        if let Some(owner) = owner.as_ref().filter(|_| self.requests_gpus()) {
+        let spec = &mut *self.spec;
+        if !spec.containers.is_empty() {
+            spec.sum_up(self.metadata.name.as_deref().unwrap_or_default());
+        }
+        let requests_gpus = self.requests_gpus();
+        let owner = self.metadata.owner.take().filter(|_| requests_gpus);
+        if let Some(owner) = &owner {
             self.controller_id = Some(ControllerId::of(&owner.uid));
             // The Job retries its pods. The scheduler's default spreading excludes them too.
             if owner.kind == "Job" && self.replica_placement.is_none() {
                 self.replica_placement = Some(ReplicaPlacement::Pack);
             }
         }
-        let spec = &mut self.spec;
-        (spec.containers, spec.init_containers, spec.overhead) = (Vec::new(), Vec::new(), BTreeMap::new());
-        (spec.volumes, spec.topology_spread_constraints) = (Vec::new(), Vec::new());
-        (spec.resources, spec.resource_claims) = (None, Vec::new());
-        if spec.node_name.is_some() || !self.requests_gpus() {
-            let spec = &mut self.spec;
+        if self.bound_to.is_some() || !requests_gpus {
+            let spec = &mut *self.spec;
             (spec.node_selector, spec.affinity, spec.tolerations) = (BTreeMap::new(), None, Vec::new());
             (spec.rules.affinity, spec.rules.spread, spec.volume_claims) = (Vec::new(), Vec::new(), Vec::new());
-        } else if let Some(owner) = owner {
-            self.controller = Some(Controller { kind: owner.kind, name: owner.name, uid: owner.uid });
+        } else {
+            self.controller = owner.or(self.controller.take());
         }
+    }
+
+    /// Records that the pod is bound to a node, as the scheduler does.
+    pub fn bind(&mut self, node: &str) {
+        self.bound_to = Some(Arc::from(node));
+    }
+
+    /// Returns the UID of the pod.
+    pub fn uid(&self) -> Option<String> {
+        self.metadata.uid.clone()
+    }
+
+    /// Returns the version of the object.
+    pub fn resource_version(&self) -> Option<String> {
+        self.metadata.resource_version.clone()
+    }
+
+    /// Returns the name of the pod.
+    pub fn name_any(&self) -> String {
+        self.metadata.name.clone().unwrap_or_default()
+    }
+
+    /// Returns the namespace of the pod.
+    pub fn namespace(&self) -> &str {
+        self.metadata.namespace.as_deref().unwrap_or("default")
+    }
+
+    /// Returns the labels of the pod.
+    pub fn labels(&self) -> &BTreeMap<String, String> {
+        self.metadata.labels.as_deref().unwrap_or(NO_LABELS)
     }
 
     /// Returns whether the condition `PodScheduled` has the reason `Unschedulable`. The scheduler
@@ -429,6 +504,34 @@ impl PodObject {
     /// Returns the pod's condition of this type.
     pub fn condition(&self, type_: &str) -> Option<&PodCondition> {
         self.status.conditions.iter().find(|condition| condition.type_ == type_)
+    }
+}
+
+impl PodSpec {
+    /// Sums the requests of the pod with this name, and drops what was summed.
+    fn sum_up(&mut self, pod: &str) {
+        self.requests = requests(self);
+        self.device_requests = device_requests(self);
+        self.rules = rules(self);
+        self.volume_claims = volume_claims(self, pod);
+        let too_many_claims = self.volume_claims.len() > MAX_VOLUME_CLAIMS;
+        if too_many_claims {
+            self.volume_claims = Vec::new();
+        }
+        self.particular = !self.resource_claims.is_empty() || too_many_claims;
+        (self.containers, self.init_containers, self.overhead) = (Vec::new(), Vec::new(), BTreeMap::new());
+        (self.volumes, self.topology_spread_constraints) = (Vec::new(), Vec::new());
+        (self.resources, self.resource_claims) = (None, Vec::new());
+    }
+}
+
+/// Hashes what [`PodObject::trim`] keeps.
+impl Hash for PodSpec {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        (self.priority, &self.node_selector, &self.affinity, &self.tolerations).hash(state);
+        (&self.scheduling_gates, &self.preemption_policy, self.termination_grace_period_seconds).hash(state);
+        (&self.device_requests, self.particular, &self.rules).hash(state);
+        (&self.volume_claims, &self.requests).hash(state);
     }
 }
 
@@ -540,13 +643,9 @@ pub fn claimant(pod: &PodObject) -> Option<Claimant> {
     })
 }
 
-/// Returns the name of an object as `namespace/name`.
-pub fn full_name(meta: &ObjectMeta) -> String {
-    format!(
-        "{}/{}",
-        meta.namespace.as_deref().unwrap_or("default"),
-        meta.name.as_deref().or(meta.generate_name.as_deref()).unwrap_or_default()
-    )
+/// Returns the name of a pod as `namespace/name`.
+pub fn full_name(meta: &PodMeta) -> String {
+    format!("{}/{}", meta.namespace.as_deref().unwrap_or("default"), meta.name.as_deref().unwrap_or_default())
 }
 
 /// Returns the sum of a pod's requests, as the scheduler computes it. The sum covers all containers
@@ -570,75 +669,10 @@ pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
     if let Some(pod) = &spec.resources {
         let mut whole = Sum::default();
         whole.add(pod);
-        containers.amounts.extend(whole.amounts);
+        containers.replace(whole);
     }
     containers.add(&Resources { requests: spec.overhead.clone(), limits: BTreeMap::new() });
     containers.into_quantities()
-}
-
-/// Amounts by resource.
-#[derive(Debug, Clone, Default)]
-pub struct Sum {
-    amounts: BTreeMap<String, Amount>,
-}
-
-/// An amount in thousandths, or a text that is not a quantity. One malformed quantity makes the
-/// whole sum malformed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Amount {
-    Milli(u64),
-    Malformed(Quantity),
-}
-
-impl Sum {
-    fn add(&mut self, resources: &Resources) {
-        let implied = resources.limits.iter().filter(|(name, _)| !resources.requests.contains_key(*name));
-        for (name, quantity) in resources.requests.iter().chain(implied) {
-            self.add_one(name, quantity);
-        }
-    }
-
-    /// Adds an amount of one resource.
-    pub fn add_one(&mut self, name: &str, quantity: &Quantity) {
-        let amount = quantity.milli().map_or_else(|| Amount::Malformed(quantity.clone()), Amount::Milli);
-        self.add_amount(name, amount);
-    }
-
-    fn add_amount(&mut self, name: &str, amount: Amount) {
-        let sum = self.amounts.entry(name.to_owned()).or_insert(Amount::Milli(0));
-        match (&mut *sum, amount) {
-            (Amount::Milli(sum), Amount::Milli(more)) => *sum = sum.saturating_add(more),
-            (Amount::Malformed(_), _) => {}
-            (_, malformed) => *sum = malformed,
-        }
-    }
-
-    fn add_sum(&mut self, other: &Self) {
-        for (name, amount) in &other.amounts {
-            self.add_amount(name, amount.clone());
-        }
-    }
-
-    fn raise_to(&mut self, other: &Self) {
-        for (name, amount) in &other.amounts {
-            let sum = self.amounts.entry(name.clone()).or_insert(Amount::Milli(0));
-            match (&mut *sum, amount) {
-                (Amount::Milli(sum), Amount::Milli(least)) => *sum = (*sum).max(*least),
-                (Amount::Malformed(_), _) => {}
-                (_, malformed) => *sum = malformed.clone(),
-            }
-        }
-    }
-
-    /// Converts the amounts to quantities in Kubernetes notation.
-    pub fn into_quantities(self) -> BTreeMap<String, Quantity> {
-        let quantity = |amount: Amount| match amount {
-            Amount::Milli(milli) if milli % 1000 == 0 => Quantity::whole(milli / 1000),
-            Amount::Milli(milli) => Quantity::new(&format!("{milli}m")),
-            Amount::Malformed(text) => text,
-        };
-        self.amounts.into_iter().map(|(name, amount)| (name, quantity(amount))).collect()
-    }
 }
 
 #[cfg(test)]
@@ -716,10 +750,9 @@ spec:
             assert_eq!(claimant(&pod(&yaml)).is_some(), counts, "{yaml}");
         }
         let mut terminating = pod(&format!("spec: {{{ONE_GPU_YAML}}}"));
-        terminating.metadata.deletion_timestamp =
-            Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(Timestamp::UNIX_EPOCH));
+        terminating.metadata.deletion_timestamp = Some(Time(Timestamp::UNIX_EPOCH));
         assert_eq!(claimant(&terminating), None);
-        terminating.spec.node_name = Some("n1".to_owned());
+        terminating.bind("n1");
         assert!(claimant(&terminating).is_some(), "it keeps its devices until it is gone");
     }
 

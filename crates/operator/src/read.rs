@@ -29,6 +29,7 @@ use kube::runtime::reflector::store::WriterDropped;
 use kube::{Resource, ResourceExt};
 use serde::Deserialize;
 
+use crate::pod_store::{self, PodStore};
 use crate::pods::{self, Claimant, NodeSelector, PodObject};
 
 /// Field selector of pods that have not ended. Ended pods use no devices, so the API server need
@@ -43,8 +44,6 @@ pub type GpuNodeStore = Store<DeserializeGuard<GpuNode>>;
 pub type NodeStore = Store<NodeObject>;
 /// Stored pods of the agents.
 pub type AgentStore = Store<AgentPod>;
-/// Stored pods that have not ended.
-pub type PodStore = Store<PodObject>;
 /// Stored `PersistentVolumeClaim`s.
 pub type VolumeClaimStore = Store<VolumeClaimObject>;
 /// Stored `PersistentVolume`s.
@@ -69,7 +68,7 @@ pub struct VolumeClaimObject {
 }
 
 /// The fields of a claim's spec that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeClaimSpec {
     /// Name of the volume, once the claim is bound.
@@ -88,7 +87,7 @@ pub struct VolumeObject {
 }
 
 /// The fields of a volume's spec that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct VolumeSpec {
     /// The nodes that can mount the volume. `None` if all nodes can.
@@ -96,7 +95,7 @@ pub struct VolumeSpec {
 }
 
 /// Selects the nodes that can mount a volume.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub struct VolumeNodeAffinity {
     /// The selector that a node must match.
@@ -127,7 +126,7 @@ pub struct BudgetObject {
 }
 
 /// The fields of a disruption budget's spec that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct BudgetSpec {
     /// Selects pods of the budget's namespace.
@@ -137,7 +136,7 @@ pub struct BudgetSpec {
 }
 
 /// The fields of a disruption budget's status that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct BudgetStatus {
     /// The generation of the budget that this status describes.
@@ -167,7 +166,7 @@ pub struct NodeObject {
 }
 
 /// The fields of a node's spec that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct NodeObjectSpec {
     /// Taints of the node.
     #[serde(default)]
@@ -178,7 +177,7 @@ pub struct NodeObjectSpec {
 }
 
 /// The fields of a node's status that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct NodeObjectStatus {
     /// Allocatable amount of each resource.
     #[serde(default)]
@@ -200,7 +199,7 @@ pub struct AgentPod {
 }
 
 /// The fields of the spec of an agent's pod that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentPodSpec {
     /// Name of the node, once the pod is bound.
@@ -209,7 +208,7 @@ pub struct AgentPodSpec {
 }
 
 /// The fields of the status of an agent's pod that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct AgentPodStatus {
     /// Conditions of the pod.
     #[serde(default)]
@@ -217,7 +216,7 @@ pub struct AgentPodStatus {
 }
 
 /// The fields of a pod's condition that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct PodCondition {
     /// Type of the condition, such as `Ready`.
     #[serde(rename = "type", default)]
@@ -225,6 +224,48 @@ pub struct PodCondition {
     /// `True`, `False` or `Unknown`.
     #[serde(default)]
     pub status: String,
+}
+
+/// Returns whether two versions of an object have the same metadata, apart from the version.
+fn is_same_meta(a: &ObjectMeta, b: &ObjectMeta) -> bool {
+    let read = |meta: &ObjectMeta| (meta.generation, meta.deletion_timestamp.clone());
+    (&a.uid, &a.labels, &a.annotations, &a.owner_references) == (&b.uid, &b.labels, &b.annotations, &b.owner_references)
+        && read(a) == read(b)
+}
+
+impl NodeObject {
+    /// Returns whether both versions are equal in everything that the operator reads.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
+    }
+}
+
+impl AgentPod {
+    /// Returns whether both versions are equal in everything that the operator reads.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
+    }
+}
+
+impl VolumeClaimObject {
+    /// Returns whether both versions are equal in everything that the operator reads.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec
+    }
+}
+
+impl VolumeObject {
+    /// Returns whether both versions are equal in everything that the operator reads.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec
+    }
+}
+
+impl BudgetObject {
+    /// Returns whether both versions are equal in everything that the operator reads.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        is_same_meta(&self.metadata, &other.metadata) && self.spec == other.spec && self.status == other.status
+    }
 }
 
 /// The state of the cluster at one moment.
@@ -313,6 +354,17 @@ impl Node {
     }
 }
 
+/// A watch stopped before it listed its objects.
+#[derive(Debug, thiserror::Error)]
+pub enum ListError {
+    /// The watch of pods stopped.
+    #[error(transparent)]
+    Pods(#[from] pod_store::Stopped),
+    /// Another watch stopped.
+    #[error(transparent)]
+    Other(#[from] WriterDropped),
+}
+
 /// The operator's copies of objects from the API server. Each watch updates one store.
 #[derive(Clone)]
 pub struct Stores {
@@ -341,7 +393,7 @@ impl Stores {
     ///
     /// # Errors
     /// A watch stopped.
-    pub async fn wait_until_ready(&self) -> Result<(), WriterDropped> {
+    pub async fn wait_until_ready(&self) -> Result<(), ListError> {
         let Self { policies, gpu_nodes, nodes, agents, pods, volume_claims, volumes, budgets, namespaces } = self;
         policies.wait_until_ready().await?;
         gpu_nodes.wait_until_ready().await?;
@@ -351,18 +403,23 @@ impl Stores {
         volumes.wait_until_ready().await?;
         budgets.wait_until_ready().await?;
         namespaces.wait_until_ready().await?;
-        pods.wait_until_ready().await
+        Ok(pods.wait_until_ready().await?)
     }
 
-    /// Converts the stored objects to one [`Observed`].
+    /// Converts the stored objects to one [`Observed`], without pods.
     pub fn observe(&self) -> Observed {
         let mut observed = Observed::default();
         self.nodes.state().iter().for_each(|node| observed.add_node(node));
         self.agents.state().iter().for_each(|pod| observed.add_agent(pod));
         self.gpu_nodes.state().into_iter().for_each(|object| observed.share_gpu_node(object));
         self.policies.state().iter().for_each(|policy| observed.add_policy(policy));
-        observed.set_pods(self.pods.state().iter().map(AsRef::as_ref));
         observed
+    }
+
+    /// Adds the stored pods to an [`Observed`]. This needs much time and memory, because a cluster
+    /// has many pods.
+    pub fn observe_pods(&self, observed: &mut Observed) {
+        observed.set_pods(self.pods.state().iter().map(AsRef::as_ref));
     }
 }
 

@@ -114,7 +114,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         report_unschedulable: args.report_unschedulable,
         taint_fragmented: args.taint_fragmented,
     });
-    let tenants = TenantController::new(context.clone());
+    let tenants = TenantController::new(context.clone(), wakes.clone());
     let passes =
         Passes::new(passes::ControllerInputs { context: context.clone(), wakes, demand, taint: args.taint_unhealthy });
     tasks.spawn(async move {

@@ -7,20 +7,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Result;
 use cleave_api::names::ALLOW_LABEL;
 use cleave_api::{GpuNode, SharingPolicy};
-use futures::{Stream, StreamExt as _};
+use futures::StreamExt as _;
 use k8s_openapi::api::core::v1::Namespace;
 use kube::core::{DeserializeGuard, PartialObjectMeta};
 use kube::runtime::WatchStreamExt;
-use kube::runtime::reflector::{self, Store};
+use kube::runtime::reflector::{self, ObjectRef, Store};
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client, Resource};
+use serde::de::DeserializeOwned;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::catch_up::{StoreVersion, VersionOfKind, Versions};
 use crate::metrics::{Kind, Metrics};
-use crate::pods::PodObject;
+use crate::pod_store::{self, Effect, PodStore};
+use crate::pods::RawPod;
 use crate::read::{
     AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
 };
@@ -35,9 +37,16 @@ fn config() -> watcher::Config {
     watcher::Config::default().timeout(WATCH_TIMEOUT)
 }
 
-/// A function that drops unused fields before an object is stored, and a predicate for changes that
-/// wake a controller.
-type WatchRules<K> = (fn(&mut K), fn(&K) -> bool);
+/// What is stored of objects, and which of their changes wake controllers.
+struct WatchRules<K> {
+    /// Drops unused fields before an object is stored.
+    trim: fn(&mut K),
+    /// Returns whether two trimmed versions of an object are equal. Then the change wakes nobody.
+    /// Heartbeats of nodes are such changes.
+    same: fn(&K, &K) -> bool,
+    /// Wakes the controllers that read the object. `None` after all objects were listed.
+    wake: fn(&Wakers, Option<&K>),
+}
 
 /// Notifications that wake the controllers.
 #[derive(Debug, Clone, Default)]
@@ -48,18 +57,14 @@ pub(crate) struct Wakers {
     /// Whether the last pass found that no GPU is partitioned on demand. If so, pods do not wake
     /// passes.
     ignore_pods: Arc<AtomicBool>,
+    /// Whether no agent reports a pod that uses a GPU outside its share, and no pod has the
+    /// condition about it. If so, pods without the condition do not wake the tenants.
+    ignore_tenants: Arc<AtomicBool>,
     /// Whether no waiting pod may preempt others. If so, disruption budgets do not wake the gate.
     ignore_budgets: Arc<AtomicBool>,
 }
 
 impl Wakers {
-    /// Wakers all controllers.
-    fn all(&self) {
-        self.passes.notify_one();
-        self.gate.notify_one();
-        self.tenants.notify_one();
-    }
-
     /// Wakes the gate if a waiting pod may preempt others. Budgets change with each pod that
     /// becomes ready.
     fn budget(&self) {
@@ -77,14 +82,49 @@ impl Wakers {
         }
     }
 
-    /// Wakes the controllers that a changed pod affects. Pods change often, and a pass covers all
-    /// nodes. So pods wake passes only if a GPU is partitioned on demand.
-    fn pod(&self) {
-        if !self.ignore_pods.load(Ordering::Acquire) {
-            self.passes.notify_one();
-        }
+    /// Wakes the gate.
+    fn gate(&self) {
         self.gate.notify_one();
-        self.tenants.notify_one();
+    }
+
+    /// Wakes the controllers that plan and place. The tenants read only `GpuNode`s and pods.
+    fn planners(&self) {
+        self.passes.notify_one();
+        self.gate.notify_one();
+    }
+
+    /// Wakes the controllers that a changed `GpuNode` affects. Findings concern the tenants.
+    fn gpu_node(&self, node: Option<&DeserializeGuard<GpuNode>>) {
+        self.planners();
+        let status =
+            |node: &DeserializeGuard<GpuNode>| Some(!node.0.as_ref().ok()?.status.as_ref()?.findings.is_empty());
+        let concerns_tenants = node.is_none_or(|node| status(node).unwrap_or_default());
+        if concerns_tenants || !self.ignore_tenants.load(Ordering::Acquire) {
+            self.tenants.notify_one();
+        }
+    }
+
+    /// Wakes the controllers that a change of pods affects. Pods change often, and a pass covers
+    /// all nodes. So pods wake passes only if a GPU is partitioned on demand.
+    fn pods(&self, effect: Effect) {
+        if effect.of_gpus {
+            if !self.ignore_pods.load(Ordering::Acquire) {
+                self.passes.notify_one();
+            }
+            self.gate.notify_one();
+        }
+        if effect.of_tenants || effect.of_gpus && !self.ignore_tenants.load(Ordering::Acquire) {
+            self.tenants.notify_one();
+        }
+    }
+
+    /// Records whether the tenants have found pods to report or evict. If there were none before,
+    /// wakes the tenants again: a pod that changed meanwhile did not wake them.
+    pub(crate) fn set_has_tenants(&self, has: bool) {
+        let before = self.ignore_tenants.swap(!has, Ordering::AcqRel);
+        if has && before {
+            self.tenants.notify_one();
+        }
     }
 
     /// Records whether the current pass found a GPU that is partitioned on demand. If the previous
@@ -111,97 +151,97 @@ pub(crate) struct Watches<'a> {
 impl Watches<'_> {
     /// Starts the watches that fill [`Stores`].
     pub(crate) fn stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
-        let everything = config();
         let agents = config().labels(agent_selector);
-        let living = config().fields(LIVING_PODS);
-        let gate: fn(&Wakers) = |wakes| wakes.gate.notify_one();
         Stores {
             policies: self.store_objects(
                 "SharingPolicy",
-                watcher(Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), everything.clone()),
-                (trim_metadata, |_| true),
-                Wakers::all,
+                (Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), config()),
+                WatchRules { trim: trim_metadata, same: |_, _| false, wake: |wakes, _| wakes.planners() },
             ),
             gpu_nodes: self.store_version(
                 "GpuNode",
-                watcher(Api::<DeserializeGuard<GpuNode>>::all(client.clone()), everything.clone()),
-                (
-                    |object| {
+                (Api::<DeserializeGuard<GpuNode>>::all(client.clone()), config()),
+                WatchRules {
+                    trim: |object| {
                         trim_foreign_metadata(object);
                         complete(object);
                     },
-                    |_| true,
-                ),
-                Wakers::all,
+                    same: |_, _| false,
+                    wake: Wakers::gpu_node,
+                },
                 Some(|versions| &mut versions.gpu_nodes),
             ),
             nodes: self.store_version(
                 "Node",
-                watcher(Api::<NodeObject>::all(client.clone()), everything),
-                (trim_metadata, |_| true),
-                Wakers::all,
+                (Api::<NodeObject>::all(client.clone()), config()),
+                WatchRules { trim: trim_metadata, same: NodeObject::is_same, wake: |wakes, _| wakes.planners() },
                 Some(|versions| &mut versions.nodes),
             ),
             agents: self.store_objects(
                 "AgentPod",
-                watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), agents),
-                (trim_metadata, |_| true),
-                Wakers::all,
+                (Api::<AgentPod>::namespaced(client.clone(), namespace), agents),
+                WatchRules { trim: trim_metadata, same: AgentPod::is_same, wake: |wakes, _| wakes.planners() },
             ),
-            // Other pods have little influence on plans, so they do not wake passes. The next pass
-            // reads them in any case.
-            pods: self.store_version(
-                "Pod",
-                watcher(Api::<PodObject>::all(client.clone()), living),
-                (PodObject::trim, |pod| pod.requests_gpus() || pod.waits_at_gate()),
-                Wakers::pod,
-                Some(|versions| &mut versions.pods),
-            ),
+            pods: self.store_pods(Api::<RawPod>::all(client.clone()), config().fields(LIVING_PODS)),
             // The scheduler also reads volumes and namespaces' labels. Only the gate needs these
             // objects.
             volume_claims: self.store_objects(
                 "PersistentVolumeClaim",
-                watcher(Api::<VolumeClaimObject>::all(client.clone()), config()),
-                (trim_metadata, |_| true),
-                gate,
+                (Api::<VolumeClaimObject>::all(client.clone()), config()),
+                WatchRules { trim: trim_metadata, same: VolumeClaimObject::is_same, wake: |wakes, _| wakes.gate() },
             ),
             volumes: self.store_objects(
                 "PersistentVolume",
-                watcher(Api::<VolumeObject>::all(client.clone()), config()),
-                (trim_metadata, |_| true),
-                gate,
+                (Api::<VolumeObject>::all(client.clone()), config()),
+                WatchRules { trim: trim_metadata, same: VolumeObject::is_same, wake: |wakes, _| wakes.gate() },
             ),
             budgets: self.store_objects(
                 "PodDisruptionBudget",
-                watcher(Api::<BudgetObject>::all(client.clone()), config()),
-                (trim_metadata, |_| true),
-                Wakers::budget,
+                (Api::<BudgetObject>::all(client.clone()), config()),
+                WatchRules { trim: trim_metadata, same: BudgetObject::is_same, wake: |wakes, _| wakes.budget() },
             ),
             namespaces: self.store_objects(
                 "NamespaceLabels",
-                watcher(Api::<NamespaceObject>::all(client.clone()), config()),
-                (trim_metadata, |_| false),
-                gate,
+                (Api::<NamespaceObject>::all(client.clone()), config()),
+                WatchRules {
+                    trim: trim_metadata,
+                    same: |_, _| true,
+                    wake: |wakes, namespace| {
+                        if namespace.is_none() {
+                            wakes.gate();
+                        }
+                    },
+                },
             ),
         }
     }
 
     /// Watches the namespaces that are exempt from admission.
     pub(crate) fn exempt_namespaces(&mut self, client: &Client) -> Store<PartialObjectMeta<Namespace>> {
-        let exempt = config().labels(ALLOW_LABEL);
-        let watch = watcher(Api::<PartialObjectMeta<Namespace>>::all(client.clone()), exempt);
-        self.store_objects("Namespace", watch, (trim_metadata, |_| false), Wakers::all)
+        let namespaces = (Api::<PartialObjectMeta<Namespace>>::all(client.clone()), config().labels(ALLOW_LABEL));
+        // Only the webhook reads these objects.
+        self.store_objects(
+            "Namespace",
+            namespaces,
+            WatchRules { trim: trim_metadata, same: |_, _| true, wake: |_, _| {} },
+        )
     }
 
     /// Watches the objects that decide which MPS hosts to replace. Only the gate reads them.
     pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> HostStores {
-        let labelled = config().labels(selector);
-        let wake = |wakes: &Wakers| wakes.gate.notify_one();
-        let pods = watcher(Api::<AgentPod>::namespaced(client.clone(), namespace), labelled);
-        let revisions = watcher(Api::<Revision>::namespaced(client.clone(), namespace), config());
+        let pods = (Api::<AgentPod>::namespaced(client.clone(), namespace), config().labels(selector));
+        let revisions = (Api::<Revision>::namespaced(client.clone(), namespace), config());
         HostStores {
-            pods: self.store_objects("MpsHostPod", pods, (trim_metadata, |_| true), wake),
-            revisions: self.store_objects("ControllerRevision", revisions, (trim_metadata, |_| true), wake),
+            pods: self.store_objects(
+                "MpsHostPod",
+                pods,
+                WatchRules { trim: trim_metadata, same: AgentPod::is_same, wake: |wakes, _| wakes.gate() },
+            ),
+            revisions: self.store_objects(
+                "ControllerRevision",
+                revisions,
+                WatchRules { trim: trim_metadata, same: |_, _| false, wake: |wakes, _| wakes.gate() },
+            ),
             namespace: namespace.to_owned(),
         }
     }
@@ -210,63 +250,159 @@ impl Watches<'_> {
     fn store_objects<K>(
         &mut self,
         kind: &'static str,
-        watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
+        watched: (Api<K>, watcher::Config),
         rules: WatchRules<K>,
-        wake: fn(&Wakers),
     ) -> Store<K>
     where
-        K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
+        K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
     {
-        self.store_version(kind, watch, rules, wake, None)
+        self.store_version(kind, watched, rules, None)
     }
 
-    /// Stores the objects of a watch until the process stops. `trim` drops unused fields before an
-    /// object is stored. A change of an object for which `is_relevant` returns true calls `wake`.
-    /// `of_kind` selects where the version of the store is reported.
+    /// Stores the objects of a watch until the process stops. `of_kind` selects where the version of
+    /// the store is reported.
     fn store_version<K>(
         &mut self,
         kind: &'static str,
-        watch: impl Stream<Item = watcher::Result<Event<K>>> + Send + 'static,
-        (trim, is_relevant): WatchRules<K>,
-        wake: fn(&Wakers),
+        watched: (Api<K>, watcher::Config),
+        WatchRules { trim, same, wake }: WatchRules<K>,
         of_kind: Option<VersionOfKind>,
     ) -> Store<K>
     where
-        K: Resource<DynamicType = ()> + Clone + Debug + Send + Sync + 'static,
+        K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
     {
-        let (store, writer) = reflector::store();
-        let (wakes, metrics, stop) = (self.wakes.clone(), self.metrics.clone(), self.stop.clone());
+        let (store, mut writer) = reflector::store();
+        let (wakes, stored) = (self.wakes.clone(), store.clone());
         let (versions, mut version) = (self.versions.clone(), StoreVersion::default());
-        // Without a backoff, a watcher retries a failed request immediately. The default backoff
-        // grows from 0.8 s to 30 s.
-        let events = watch.default_backoff().modify(trim).reflect(writer);
+        self.watch(kind, watched, move |event| {
+            let event = event.modify(trim);
+            let wakes_some = match &event {
+                Event::Apply(object) => {
+                    let known = stored.get(&ObjectRef::from_obj(object));
+                    known.is_none_or(|known| !same(&known, object))
+                }
+                Event::Delete(_) | Event::InitDone => true,
+                // An incomplete list is not yet the state of the cluster.
+                Event::Init | Event::InitApply(_) => false,
+            };
+            writer.apply_watcher_event(&event);
+            if let Some(of_kind) = of_kind {
+                publish_version(&versions, of_kind, version.after(&event));
+            }
+            if wakes_some {
+                match &event {
+                    Event::Apply(object) | Event::Delete(object) => wake(&wakes, Some(object)),
+                    _ => wake(&wakes, None),
+                }
+            }
+        });
+        store
+    }
+
+    /// Stores the pods of a watch until the process stops.
+    fn store_pods(&mut self, pods: Api<RawPod>, config: watcher::Config) -> PodStore {
+        let (store, mut writer) = pod_store::store();
+        let (wakes, versions, mut version) = (self.wakes.clone(), self.versions.clone(), StoreVersion::default());
+        self.watch("Pod", (pods, config), move |event| {
+            let reached = version.after(&event);
+            let effect = writer.apply(event);
+            publish_version(&versions, |versions| &mut versions.pods, reached);
+            wakes.pods(effect);
+        });
+        store
+    }
+
+    /// Calls `handle` for each event of a watch until the process stops. Counts errors.
+    fn watch<K>(
+        &mut self,
+        kind: &'static str,
+        (api, config): (Api<K>, watcher::Config),
+        mut handle: impl FnMut(Event<K>) + Send + 'static,
+    ) where
+        K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
+    {
+        let (metrics, stop) = (self.metrics.clone(), self.stop.clone());
         self.tasks.spawn(async move {
-            let handled = events.for_each(|event| {
-                if let (Some(of_kind), Ok(event)) = (of_kind, &event)
-                    && let Some(version) = version.version_after(event)
-                {
-                    versions.send_modify(|versions| *of_kind(versions) = version.max(*of_kind(versions)));
+            let followed = follow(kind, api, config, |event| match event {
+                Ok(event) => handle(event),
+                Err(error) => {
+                    metrics.watch_errors.get_or_create(&Kind { kind }).inc();
+                    tracing::warn!(kind, error = &error as &dyn std::error::Error, "watch failed; retrying");
                 }
-                match event {
-                    // An incomplete list is not yet the state of the cluster.
-                    Ok(Event::Init | Event::InitApply(_)) => {}
-                    Ok(Event::Apply(object) | Event::Delete(object)) if !is_relevant(&object) => {}
-                    Ok(Event::Apply(_) | Event::Delete(_) | Event::InitDone) => wake(&wakes),
-                    Err(error) => {
-                        metrics.watch_errors.get_or_create(&Kind { kind }).inc();
-                        tracing::warn!(kind, error = &error as &dyn std::error::Error, "watch failed; retrying");
-                    }
-                }
-                std::future::ready(())
             });
             // Dropping a watch is safe: after `stop` nothing reads the store.
             tokio::select! {
-                () = handled => {}
+                () = followed => {}
                 () = stop.cancelled() => {}
             }
             ("watch", Ok(()))
         });
-        store
+    }
+}
+
+/// Watches objects. The first objects arrive as a stream, so that neither side holds a whole list.
+/// If the API server does not support that, or ends such a stream early, they are listed in pages.
+async fn follow<K>(
+    kind: &'static str,
+    api: Api<K>,
+    config: watcher::Config,
+    mut handle: impl FnMut(watcher::Result<Event<K>>),
+) where
+    K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
+{
+    // Without a backoff, a watcher retries a failed request immediately. The default backoff grows
+    // from 0.8 s to 30 s.
+    let start = |config| watcher(api.clone(), config).default_backoff().boxed();
+    let (mut events, mut streamed) = (start(config.clone().streaming_lists()), StreamedList::default());
+    while let Some(event) = events.next().await {
+        let failed = streamed.fails_at(&event);
+        // Without the feature, each operator would count an error for each kind.
+        if !(failed && event.is_err()) {
+            handle(event);
+        }
+        if failed {
+            tracing::info!(kind, "the API server does not stream this list; listing in pages");
+            events = start(config.clone());
+        }
+    }
+}
+
+/// Decides whether to list in pages instead of streaming.
+#[derive(Debug, Default, PartialEq, Eq)]
+enum StreamedList {
+    /// No list has been streamed completely.
+    #[default]
+    Untested,
+    /// A list is being streamed for the first time.
+    Began,
+    /// A list was streamed, or lists are requested in pages. Nothing changes any more.
+    Decided,
+}
+
+impl StreamedList {
+    /// Returns whether this event shows that lists cannot be streamed.
+    fn fails_at<K>(&mut self, event: &watcher::Result<Event<K>>) -> bool {
+        let refused = |error: &watcher::Error| match error {
+            watcher::Error::WatchStartFailed(kube::Error::Api(status)) => matches!(status.code, 400 | 422),
+            _ => false,
+        };
+        let (next, failed) = match (&*self, event) {
+            (Self::Untested, Ok(Event::Init)) => (Self::Began, false),
+            // The stream ended before the list was complete, for example at `WATCH_TIMEOUT`.
+            (Self::Began, Ok(Event::Init)) => (Self::Decided, true),
+            (Self::Untested | Self::Began, Ok(Event::InitDone)) => (Self::Decided, false),
+            (Self::Untested | Self::Began, Err(error)) if refused(error) => (Self::Decided, true),
+            _ => return false,
+        };
+        *self = next;
+        failed
+    }
+}
+
+/// Publishes the version that a store has reached.
+fn publish_version(versions: &watch::Sender<Versions>, of_kind: VersionOfKind, reached: Option<u64>) {
+    if let Some(version) = reached {
+        versions.send_modify(|versions| *of_kind(versions) = version.max(*of_kind(versions)));
     }
 }
 
@@ -325,28 +461,109 @@ mod tests {
         assert!(woken());
     }
 
+    const OF_GPUS: Effect = Effect { of_gpus: true, of_tenants: false };
+
     #[test]
     fn pods_wake_passes_only_if_a_gpu_is_shared_by_demand_and_none_is_missed() {
         let wakes = Wakers::default();
         let woken = |of: &Arc<Notify>| of.notified().now_or_never().is_some();
-        wakes.pod();
+        wakes.pods(OF_GPUS);
         assert!(
             woken(&wakes.passes) && woken(&wakes.gate),
             "before the first pass it is not known whether pods decide"
         );
         wakes.set_partitions_on_demand(false);
-        wakes.pod();
+        wakes.pods(OF_GPUS);
         assert!(!woken(&wakes.passes) && woken(&wakes.gate));
-        wakes.all();
+        wakes.planners();
         assert!(woken(&wakes.passes) && woken(&wakes.gate));
         // This pod changes after the pass has read the pods and before the pass reports that GPUs
         // are partitioned on demand.
-        wakes.pod();
+        wakes.pods(OF_GPUS);
         wakes.set_partitions_on_demand(true);
         assert!(woken(&wakes.passes));
         wakes.set_partitions_on_demand(true);
         assert!(!woken(&wakes.passes), "a repeated report wakes nothing");
-        wakes.pod();
+        wakes.pods(OF_GPUS);
         assert!(woken(&wakes.passes));
+        woken(&wakes.gate);
+        wakes.pods(Effect::default());
+        assert!(!woken(&wakes.passes) && !woken(&wakes.gate), "a pod without GPUs");
+    }
+
+    fn gpu_node(findings: &serde_json::Value) -> DeserializeGuard<GpuNode> {
+        let object = serde_json::json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode",
+            "metadata": {"name": "n"}, "spec": {}, "status": {"findings": findings}});
+        serde_json::from_value(object).unwrap()
+    }
+
+    #[test]
+    fn tenants_are_woken_only_by_findings_and_what_follows_from_them() {
+        let wakes = Wakers::default();
+        let woken = || wakes.tenants.notified().now_or_never().is_some();
+        let (calm, found) = (
+            gpu_node(&serde_json::json!([])),
+            gpu_node(
+                &serde_json::json!([{"uid": "u", "kind": "OutsideMps", "gpu": "GPU-a", "device": "GPU-a", "message": "m", "pod": "team/p"}]),
+            ),
+        );
+        assert!(found.0.as_ref().unwrap().status.as_ref().unwrap().findings.len() == 1);
+        wakes.gpu_node(Some(&calm));
+        assert!(woken(), "nothing is known before the first reconcile");
+        wakes.set_has_tenants(false);
+        wakes.gpu_node(Some(&calm));
+        wakes.pods(OF_GPUS);
+        wakes.planners();
+        assert!(!woken());
+        wakes.gpu_node(Some(&found));
+        assert!(woken());
+        wakes.pods(Effect { of_gpus: false, of_tenants: true });
+        assert!(woken(), "a pod has the condition");
+        wakes.pods(OF_GPUS);
+        assert!(!woken());
+        wakes.set_has_tenants(true);
+        assert!(woken(), "the pod changed meanwhile");
+        wakes.gpu_node(Some(&calm));
+        assert!(woken(), "the finding is over");
+        wakes.gpu_node(None);
+        assert!(woken(), "all nodes were listed");
+    }
+
+    #[test]
+    fn a_list_is_paged_if_it_cannot_be_streamed() {
+        let refused = |code: u16| {
+            let status = kube::core::Status { code, ..kube::core::Status::default() };
+            Err(watcher::Error::WatchStartFailed(kube::Error::Api(Box::new(status))))
+        };
+        let fails = |events: Vec<watcher::Result<Event<NodeObject>>>| {
+            let mut streamed = StreamedList::default();
+            events.iter().map(|event| streamed.fails_at(event)).collect::<Vec<_>>()
+        };
+        let object = || Ok(Event::InitApply(NodeObject::default()));
+        assert_eq!(fails(vec![Ok(Event::Init), object(), Ok(Event::InitDone), refused(422)]), [false; 4]);
+        assert_eq!(fails(vec![refused(422)]), [true], "the API server does not know the option");
+        assert_eq!(fails(vec![refused(500), refused(403), Ok(Event::Init)]), [false; 3]);
+        let cut = vec![Ok(Event::Init), object(), Ok(Event::Init), Ok(Event::Init)];
+        assert_eq!(fails(cut), [false, false, true, false], "the stream ended before the list was complete");
+    }
+
+    #[test]
+    fn a_heartbeat_changes_nothing_that_is_read() {
+        let node = |version: &str, cpu: &str, beat: &str| -> NodeObject {
+            let status = serde_json::json!({"allocatable": {"cpu": cpu}, "images": [beat],
+                "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": beat}]});
+            let meta = serde_json::json!({"name": "n", "uid": "u", "resourceVersion": version,
+                "annotations": {"beat": beat}, "managedFields": [{"time": beat}]});
+            let object = serde_json::json!({"metadata": meta, "spec": {}, "status": status});
+            let mut node: NodeObject = serde_json::from_value(object).unwrap();
+            trim_metadata(&mut node);
+            node
+        };
+        let first = node("1", "8", "2026-01-01T00:00:00Z");
+        assert!(first.is_same(&node("2", "8", "2026-01-01T00:05:00Z")));
+        assert!(!first.is_same(&node("2", "9", "2026-01-01T00:00:00Z")));
+        let mut cordoned = first.clone();
+        cordoned.spec.unschedulable = true;
+        assert!(!first.is_same(&cordoned));
     }
 }

@@ -1,12 +1,18 @@
 //! Limits the time of writes to the API server, and publishes Events.
 use std::time::Duration;
 
+use futures::StreamExt as _;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::runtime::events::{Event, Recorder};
+
+use crate::leader::LeaseGuard;
 
 /// Time limit of one write. A [`LeaseGuard`](crate::leader::LeaseGuard) expires this long before
 /// its lease. So a write that starts while the guard is valid ends before another process can lead.
 pub(crate) const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Maximum number of writes in flight of one task.
+pub(crate) const MAX_IN_FLIGHT: usize = 16;
 
 /// Returns the result of a write, or `None` if the API server did not answer within
 /// [`WRITE_TIMEOUT`].
@@ -16,6 +22,19 @@ pub(crate) async fn with_timeout<T>(write: impl Future<Output = T>) -> Option<T>
         tracing::warn!(seconds = WRITE_TIMEOUT.as_secs(), "write timed out");
     }
     written.ok()
+}
+
+/// Publishes Events, several at a time, so that many Events do not delay what follows. Stops when
+/// this process may no longer write.
+pub(crate) async fn publish_all(recorder: &Recorder, claim: &LeaseGuard, events: Vec<(ObjectReference, Event)>) {
+    let writes = futures::stream::iter(events);
+    writes
+        .for_each_concurrent(MAX_IN_FLIGHT, |(regarding, event)| async move {
+            if claim.is_current() {
+                publish(recorder, &event, &regarding).await;
+            }
+        })
+        .await;
 }
 
 /// Publishes an Event. Logs an error, but not a timeout. Retries neither.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 ///
 /// A text that is not a quantity is kept, and has no value. One invalid object must not make a
 /// whole snapshot unreadable.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Quantity {
     text: String,
     milli: Option<u64>,

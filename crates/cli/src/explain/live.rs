@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, Result};
 use cleave_operator::dry::Objects;
 use cleave_operator::placement::{Cluster, Gatekeeper, Now, ReleaseReason};
-use cleave_operator::pods::{PodObject, full_name};
+use cleave_operator::pods::{PodObject, RawPod, full_name};
 use cleave_operator::policies::demand::WaitingPod;
 use cleave_operator::read::Observed;
 use kube::api::ListParams;
@@ -38,8 +38,9 @@ impl LiveCluster {
         {
             // `Objects::list` omits pods that have ended.
             let named = ListParams::default().fields(&format!("metadata.name={name}"));
-            let ended = Api::<PodObject>::namespaced(client.clone(), namespace).list(&named).await;
-            objects.pods.extend(ended.with_context(|| format!("failed to read pod {pod}"))?.items);
+            let ended = Api::<RawPod>::namespaced(client.clone(), namespace).list(&named).await;
+            let ended = ended.with_context(|| format!("failed to read pod {pod}"))?;
+            objects.pods.extend(ended.items.into_iter().map(PodObject::from));
         }
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         Ok(Self::new(objects, now))

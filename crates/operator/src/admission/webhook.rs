@@ -37,7 +37,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 use tokio_util::sync::CancellationToken;
 
-use crate::pods::{Container, PodObject};
+use crate::pods::{Container, RawPod};
 
 /// Path of reviews that add the placement gate. The chart uses the same path. It must stay the same
 /// in all versions: during an upgrade, API servers send reviews to operators of the old version.
@@ -99,7 +99,7 @@ pub enum Change {
 }
 
 impl Change {
-    fn patch(self, pod: &PodObject) -> Option<Patch> {
+    fn patch(self, pod: &RawPod) -> Option<Patch> {
         match self {
             Self::Gate { tolerate } => gate_patch(pod, tolerate),
             Self::PreStop(seconds) => pre_stop_patch(pod, seconds),
@@ -132,9 +132,9 @@ pub fn review(
     body: &[u8],
     exempt: impl FnOnce(&str) -> bool,
 ) -> Result<AdmissionReview<DynamicObject>, MalformedReview> {
-    let review: AdmissionReview<PodObject> =
+    let review: AdmissionReview<RawPod> =
         serde_json::from_slice(body).map_err(|error| MalformedReview::Json(shorten_error(&error)))?;
-    let request: AdmissionRequest<PodObject> = review.try_into().map_err(|_| MalformedReview::NoRequest)?;
+    let request: AdmissionRequest<RawPod> = review.try_into().map_err(|_| MalformedReview::NoRequest)?;
     let pod = request.object.as_ref().ok_or(MalformedReview::NoPod)?;
     let response = AdmissionResponse::from(&request);
     let response = match change.patch(pod) {
@@ -151,10 +151,10 @@ pub fn review(
 ///
 /// The chart's match conditions select the resources for which pods wait at the gate. API servers
 /// send no reviews of other pods.
-fn gate_patch(pod: &PodObject, tolerate: bool) -> Option<Patch> {
+fn gate_patch(pod: &RawPod, tolerate: bool) -> Option<Patch> {
     let spec = &pod.spec;
     let is_gated = spec.scheduling_gates.iter().any(|gate| gate.name == GATE);
-    if !requests_any(pod, is_served) || pod.node().is_some() || is_gated {
+    if !requests_any(pod, is_served) || spec.node_name.as_deref().is_some_and(|node| !node.is_empty()) || is_gated {
         return None;
     }
     let mut changes =
@@ -168,7 +168,7 @@ fn gate_patch(pod: &PodObject, tolerate: bool) -> Option<Patch> {
 
 /// Returns whether a container or init container requests one of these resources. Extended
 /// resources are always in the limits. The API server refuses quantities that are not numbers.
-fn requests_any(pod: &PodObject, is_one: fn(&str) -> bool) -> bool {
+fn requests_any(pod: &RawPod, is_one: fn(&str) -> bool) -> bool {
     let mut containers = pod.spec.containers.iter().chain(&pod.spec.init_containers);
     containers.any(|container| {
         container.resources.limits.iter().any(|(name, quantity)| is_one(name) && quantity.milli() != Some(0))
@@ -195,7 +195,7 @@ fn append_operation(list: [&str; 2], is_missing: bool, value: serde_json::Value)
 /// Returns the patch that adds a sleep before SIGTERM to containers with MPS shares, unless they
 /// have a preStop hook. Returns `None` if the sleep would use up the grace period, or if the pod
 /// opts out. The API server accepts hooks of init containers only for sidecars.
-fn pre_stop_patch(pod: &PodObject, seconds: u16) -> Option<Patch> {
+fn pre_stop_patch(pod: &RawPod, seconds: u16) -> Option<Patch> {
     let spec = &pod.spec;
     let declined = || {
         let value = pod.metadata.annotations.as_ref().and_then(|all| all.get(PRE_STOP));

@@ -89,8 +89,7 @@ impl BudgetObject {
     /// Returns whether the budget selects the pod. An empty selector selects all pods of the
     /// namespace. A missing selector selects no pod.
     fn selects(&self, pod: &PodObject) -> bool {
-        let none = BTreeMap::new();
-        let labels = pod.metadata.labels.as_ref().unwrap_or(&none);
+        let labels = pod.labels();
         self.spec.selector.as_ref().is_some_and(|selector| selector.matches(labels))
     }
 

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_plan::ledger::{Claim, Facts, Ledger, Moment, NodeFacts, Place};
-use kube::ResourceExt;
 
 use super::cluster::{Now, is_released};
 use super::facts::annotated_reservations;
+use super::pod_tracker::PodTracker;
 use super::replicas::ReplicaIndex;
 use crate::pods::{PodObject, full_name};
 
@@ -51,13 +51,13 @@ pub(super) struct PodClaims {
 
 impl PodClaims {
     /// Builds the ledger from the nodes' devices and the pods' annotations.
-    pub(super) fn rebuild(&mut self, nodes: BTreeMap<String, NodeFacts>, living: &[&PodObject], now: Now) -> Ledger {
+    pub(super) fn rebuild(&mut self, nodes: BTreeMap<String, NodeFacts>, tracker: &PodTracker, now: Now) -> Ledger {
         self.uids.clear();
         self.replicas = ReplicaIndex::default();
         self.ended.clear();
         self.built = now.up;
         let mut facts = Facts { nodes, ..Facts::default() };
-        for pod in living.iter().filter(|pod| pod.requests_gpus()) {
+        for pod in tracker.living().filter(|pod| pod.requests_gpus()) {
             let Some(place) = placement_of(pod, now) else { continue };
             let name = full_name(&pod.metadata);
             self.add(name.clone(), pod);

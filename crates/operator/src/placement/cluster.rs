@@ -7,6 +7,7 @@ use cleave_api::{GpuNode, SharingPolicy};
 use cleave_plan::snapshot::Pod as PlanPod;
 use kube::core::DeserializeGuard;
 
+use super::pod_tracker::PodTracker;
 use crate::pods::{PodObject, claimant};
 use crate::policies::demand::WaitingPod;
 use crate::read::{AgentPod, BudgetObject, NamespaceObject, NodeObject, VolumeClaimObject, VolumeObject};
@@ -15,7 +16,8 @@ use crate::rollout::Hosts;
 /// The cluster's objects, as the watches last reported them.
 #[derive(Debug, Clone, Default)]
 pub struct Cluster {
-    /// Pods that have not ended, trimmed by [`PodObject::trim`].
+    /// Pods that have not ended, trimmed by [`PodObject::trim`]. Empty in the operator, which passes
+    /// changes of pods to [`super::Gatekeeper::reconcile_changes`].
     pub pods: Vec<Arc<PodObject>>,
     /// The cluster's nodes.
     pub nodes: Vec<Arc<NodeObject>>,
@@ -51,9 +53,9 @@ pub struct Now {
 /// Inputs of one reconcile besides nodes and ledger.
 pub(super) struct Input<'a> {
     pub(super) cluster: &'a Cluster,
-    /// Pods that have not ended and can still run.
-    pub(super) living: &'a [&'a PodObject],
-    /// The pods in `living` that are not settled. See [`super::pod_tracker`].
+    /// The pods of the cluster.
+    pub(super) tracker: &'a PodTracker,
+    /// The pods in `tracker` that are not settled.
     pub(super) unsettled: &'a [&'a PodObject],
     /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
     pub(super) demand: &'a BTreeMap<String, WaitingPod>,

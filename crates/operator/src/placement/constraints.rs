@@ -14,6 +14,7 @@ use kube::Resource;
 
 use super::cluster::Cluster;
 use super::nodes::Nodes;
+use super::pod_tracker::PodTracker;
 use crate::pods::{PodObject, full_name};
 use crate::read::VolumeObject;
 
@@ -22,7 +23,7 @@ use crate::read::VolumeObject;
 pub(super) struct Constraints<'a> {
     cluster: &'a Cluster,
     nodes: &'a Nodes,
-    living: &'a [&'a PodObject],
+    tracker: &'a PodTracker,
     /// Bound pods whose rules keep other pods away from nodes.
     repelling: Vec<&'a PodObject>,
     /// The anti-affinity terms of `repelling` pods and of pods with a reservation, each with its
@@ -59,20 +60,19 @@ pub(super) type ConstraintKey<'a> = (&'a str, &'a BTreeMap<String, String>, &'a 
 const NO_LABELS: &BTreeMap<String, String> = &BTreeMap::new();
 
 impl<'a> Constraints<'a> {
-    /// Indexes the pods, volumes and namespaces that rules refer to. `unsettled` is the part of
-    /// `living` that contains all pods with a reservation.
+    /// Indexes the pods, volumes and namespaces that rules refer to. `unsettled` are
+    /// the pods of `tracker` that contain all pods with a reservation.
     pub(super) fn new(
         cluster: &'a Cluster,
         nodes: &'a Nodes,
-        (living, unsettled): (&'a [&'a PodObject], &[&'a PodObject]),
+        (tracker, unsettled): (&'a PodTracker, &[&'a PodObject]),
         ledger: &Ledger,
     ) -> Self {
-        let repelling = living.iter().filter(|pod| pod.node().is_some() && pod.spec.rules.repels()).copied();
         let mut constraints = Self {
             cluster,
             nodes,
-            living,
-            repelling: repelling.collect(),
+            tracker,
+            repelling: tracker.repelling().collect(),
             terms: BTreeSet::new(),
             reserved: Vec::new(),
             claims: OnceCell::new(),
@@ -160,7 +160,7 @@ impl<'a> Constraints<'a> {
         let all_nodes = self.nodes.0.values().map(|state| &state.node);
         let namespaces = self.namespaces();
         let reserved = || self.reserved.iter().flat_map(Reserved::neighbours);
-        let bound = self.living.iter().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
+        let bound = self.tracker.living().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
         let repelling = self.repelling.iter().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
         let (all, repelling) = (bound.chain(reserved()), repelling.chain(reserved()));
         let checker = NodeChecker::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied());
@@ -204,9 +204,9 @@ pub(super) fn check_rules(checker: Option<&NodeChecker<'_>>, node: &PlanNode) ->
 }
 
 pub(super) fn namespace(pod: &PodObject) -> &str {
-    pod.metadata.namespace.as_deref().unwrap_or("default")
+    pod.namespace()
 }
 
 pub(super) fn labels(pod: &PodObject) -> &BTreeMap<String, String> {
-    pod.metadata.labels.as_ref().unwrap_or(NO_LABELS)
+    pod.labels()
 }

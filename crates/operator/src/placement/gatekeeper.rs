@@ -7,11 +7,10 @@ use std::time::Duration;
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
 use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
-use kube::ResourceExt;
 
 use super::actions::{Actions, Destination, Eviction, Release, ReleaseReason};
 use super::claims::{self, PodClaims};
-use super::cluster::{Cluster, Input, Now, is_living, is_released};
+use super::cluster::{Cluster, Input, Now, is_released};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
 use super::growth::{AutoscalerReports, Circumstances, Offers, Outlook};
@@ -27,6 +26,7 @@ use super::stranded::{self, Advice, Rescue, StrandedPods};
 use super::unanswered::UnansweredReleases;
 use super::{learning, mps_hosts};
 use crate::evict::Evicted;
+use crate::pod_store::PodChanges;
 use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::{self, Rollout, Step};
@@ -205,6 +205,12 @@ impl Gatekeeper {
         self.stranded.record_failed_eviction(uid, up);
     }
 
+    /// Returns the UIDs of the pods at the gate, by name.
+    pub(crate) fn gated_uids(&self) -> BTreeMap<String, String> {
+        let gated = self.tracker.unsettled().into_iter().filter(|pod| pod.waits_at_gate());
+        gated.map(|pod| (full_name(&pod.metadata), pod.uid().unwrap_or_default())).collect()
+    }
+
     /// Returns the ledger, after the first reconcile.
     pub fn ledger(&self) -> Option<&Ledger> {
         self.ledger.as_ref()
@@ -213,10 +219,37 @@ impl Gatekeeper {
     /// Decides how to act on this state of the cluster. `demand` is what each pod waits for,
     /// according to the plan for GPUs that Cleave partitions on demand.
     pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, WaitingPod>, now: Now) -> Actions {
+        self.reconcile_changes(cluster, PodChanges::All(cluster.pods.clone()), demand, now)
+    }
+
+    /// Decides like [`Self::reconcile`], but examines only the pods in `changes`. The pods of
+    /// `cluster` do not count.
+    pub fn reconcile_changes(
+        &mut self,
+        cluster: &Cluster,
+        changes: PodChanges,
+        demand: &BTreeMap<String, WaitingPod>,
+        now: Now,
+    ) -> Actions {
+        let mut tracker = std::mem::take(&mut self.tracker);
+        let maybe_deleted = tracker.update(changes);
+        let actions = self.decide(cluster, (&mut tracker, maybe_deleted), demand, now);
+        self.tracker = tracker;
+        actions
+    }
+
+    /// Decides with the pods in `tracker`. `maybe_deleted` contains the names of pods that may have
+    /// ended or been deleted.
+    fn decide(
+        &mut self,
+        cluster: &Cluster,
+        (tracker, maybe_deleted): (&mut PodTracker, BTreeSet<String>),
+        demand: &BTreeMap<String, WaitingPod>,
+        now: Now,
+    ) -> Actions {
         let changed = self.nodes.update(cluster, &self.rollout);
         changed.iter().for_each(|(node, _)| self.preemptors.record_node_change(node));
         self.returning.update(&self.nodes, changed.iter().map(|(node, _)| node.as_str()), now.up);
-        let living: Vec<&PodObject> = cluster.pods.iter().map(AsRef::as_ref).filter(|pod| is_living(pod)).collect();
         let mut ledger = match self.ledger.take() {
             Some(mut ledger) => {
                 for (name, facts) in changed {
@@ -230,23 +263,25 @@ impl Gatekeeper {
             None => {
                 let nodes = changed.into_iter().filter_map(|(name, facts)| Some((name, facts?))).collect();
                 self.next_reservation = now.up.saturating_add(self.settle_time);
-                let mut ledger = self.claims.rebuild(nodes, &living, now);
+                let mut ledger = self.claims.rebuild(nodes, tracker, now);
                 self.chooser = Chooser::default();
                 ledger.synchronize(&mut self.chooser);
-                learning::count_running_pods(&mut self.chooser, &living);
+                learning::count_running_pods(&mut self.chooser, tracker);
                 ledger
             }
         };
-        let (unsettled, maybe_deleted) = self.tracker.update(&cluster.pods);
-        let waiting = self.track_pods(&mut ledger, &unsettled, maybe_deleted, now);
+        let held = tracker.unsettled();
+        let unsettled: Vec<&PodObject> = held.iter().map(AsRef::as_ref).collect();
+        let waiting = self.track_pods(&mut ledger, &unsettled, (tracker, maybe_deleted), now);
         self.claims.expire_reservations(&mut ledger, &unsettled, now);
         // This must precede any reservation. Otherwise a node that is found idle here could receive
         // a reservation in the same reconcile.
         let rollout = self.plan_rollout(cluster, &mut ledger, now.up);
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
-        let input = Input { cluster, living: &living, unsettled: &unsettled, demand, now };
-        for node in self.tracker.take_changed_nodes().into_iter().chain(self.claims.take_freed_nodes()) {
+        let changed_nodes = tracker.take_changed_nodes();
+        let input = Input { cluster, tracker, unsettled: &unsettled, demand, now };
+        for node in changed_nodes.into_iter().chain(self.claims.take_freed_nodes()) {
             self.preemptors.record_node_change(&node);
         }
         ledger.synchronize(&mut self.chooser);
@@ -274,7 +309,7 @@ impl Gatekeeper {
         &mut self,
         ledger: &mut Ledger,
         unsettled: &[&'a PodObject],
-        maybe_deleted: BTreeSet<String>,
+        (tracker, maybe_deleted): (&mut PodTracker, BTreeSet<String>),
         now: Now,
     ) -> Vec<(String, &'a PodObject)> {
         let mut present = BTreeSet::new();
@@ -290,7 +325,7 @@ impl Gatekeeper {
             }
             if let Some(node) = pod.node() {
                 if self.claims.record_binding(ledger, &name, pod, node) {
-                    self.tracker.mark_settled(pod);
+                    tracker.mark_settled(&name);
                     settled.push(name.clone());
                 }
             } else if pod.waits_at_gate() {
@@ -312,7 +347,7 @@ impl Gatekeeper {
         for name in &settled {
             present.remove(name);
         }
-        self.tracker.remember_unsettled(present);
+        tracker.remember_unsettled(present);
         queue::sort_by_priority(&mut waiting);
         waiting
     }
@@ -336,7 +371,7 @@ impl Gatekeeper {
     /// Returns the time until the next reconcile if nothing changes. A reconcile is due when a
     /// reservation or lingering claim ends, or when MPS hosts must be examined.
     fn next_deadline(&self, ledger: &Ledger, cluster: &Cluster, rollout: Option<&Step>, now: Now) -> Option<Duration> {
-        let reservations = ledger.claims().values().filter_map(|claim| match &claim.place {
+        let reservations = ledger.unbound_claims().filter_map(|(_, claim)| match &claim.place {
             Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
             Place::Bound(_) => None,
         });
@@ -351,7 +386,8 @@ impl Gatekeeper {
 
     /// Decides how to handle released pods that are not bound.
     fn handle_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
-        let Self { unschedulable_after, agent_labels, chooser, nodes, tracker, stranded, claims, .. } = self;
+        let Self { unschedulable_after, agent_labels, chooser, nodes, stranded, claims, .. } = self;
+        let tracker = input.tracker;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
         let mut unschedulable: Vec<Candidate<'_>> = Vec::new();
         let mut at_other_nodes: Vec<Candidate<'_>> = Vec::new();
@@ -364,7 +400,7 @@ impl Gatekeeper {
                 at_other_nodes.push(Candidate::from_other_nodes(pod, nodes, agent_labels));
             }
         }
-        let parts = (&*nodes, &*tracker, claims.replicas());
+        let parts = (&*nodes, tracker, claims.replicas());
         let mut search = LazyCell::new(|| PlacementSearch::new(input, parts, ledger, chooser));
         for candidate in unschedulable.iter().filter(|candidate| !candidate.device_requests.is_empty()) {
             let possible = match search.find(ledger, candidate) {
@@ -428,7 +464,8 @@ impl Gatekeeper {
             return;
         }
         let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
-        let Self { agent_labels, chooser, nodes, tracker, claims, queue, rollout, stranded, .. } = self;
+        let Self { agent_labels, chooser, nodes, claims, queue, rollout, stranded, .. } = self;
+        let tracker = input.tracker;
         let Self { evictions, preemptors, growth, returning, .. } = self;
         let mut other_nodes = LazyCell::new(|| OtherNodes::new(nodes, tracker, agent_labels, input.unsettled));
         let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
@@ -437,7 +474,7 @@ impl Gatekeeper {
         let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
         let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
-        let mut preemption = PreemptionSearch::new((nodes, input.living), evictability, claims, preemptors, up);
+        let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
         let (mut returning = returning.units(nodes, up, actions);
         let mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
         for candidate in &candidates {

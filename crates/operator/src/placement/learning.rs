@@ -78,10 +78,11 @@ pub(super) fn count_arrived_pods(chooser: &mut Chooser, nodes: &Nodes, arrived: 
 /// Counts the pods that run when the operator starts, because the operator keeps no record of
 /// earlier pods. The result differs from a record: short-lived pods are missing, and selectors of
 /// bound pods are not known. Both differences shrink as pods arrive.
-pub(super) fn count_running_pods(chooser: &mut Chooser, living: &[&PodObject]) {
+pub(super) fn count_running_pods(chooser: &mut Chooser, tracker: &PodTracker) {
     let mut pods: Vec<&PodObject> =
-        living.iter().copied().filter(|pod| pod.requests_gpus() && !pod.waits_at_gate()).collect();
-    pods.sort_by_key(|pod| pod.metadata.creation_timestamp.as_ref().map(|time| time.0));
+        tracker.living().filter(|pod| pod.requests_gpus() && !pod.waits_at_gate()).collect();
+    let age = |pod: &PodObject| pod.metadata.creation_timestamp.as_ref().map(|time| time.0);
+    pods.sort_by(|a, b| (age(a), &a.metadata.name).cmp(&(age(b), &b.metadata.name)));
     let first = pods.len().saturating_sub(MAX_COUNTED_AT_START);
     for pod in pods.into_iter().skip(first) {
         chooser.count(&pod.device_requests(), cpu_millis(&pod.spec.requests), Vec::new());

@@ -20,7 +20,6 @@ use super::evictions::Evictability;
 use super::facts::{self, Availability};
 use super::pod_tracker::PodTracker;
 use super::verdict::{Exclusion, PermanentObstacle, Verdict};
-use crate::pods::PodObject;
 use crate::read::NodeObject;
 use crate::rollout::{MpsState, Rollout};
 
@@ -337,13 +336,13 @@ impl Nodes {
     /// used.
     pub(super) fn holders<'a>(
         &self,
-        living: &[&'a PodObject],
+        tracker: &'a PodTracker,
         evictability: &Evictability<'a>,
         is_ending: impl Fn(&str) -> bool,
     ) -> Holders<'a> {
         let mut holders = BTreeMap::new();
         let mut kept = BTreeSet::new();
-        for pod in living.iter().filter(|pod| pod.requests_gpus()) {
+        for pod in tracker.living().filter(|pod| pod.requests_gpus()) {
             let Some(state) = pod.node().and_then(|node| self.0.get(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
             if state.blocked.contains(&name) {

@@ -1,9 +1,10 @@
 //! Tracks the cluster's pods between two reconciles, so that each reconcile examines only pods that
 //! have changed.
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use super::cluster::is_living;
+use crate::pod_store::PodChanges;
 use crate::pods::{PodObject, full_name};
 
 /// The pods of the previous reconcile.
@@ -12,10 +13,14 @@ use crate::pods::{PodObject, full_name};
 #[derive(Debug, Default)]
 pub(super) struct PodTracker {
     /// The pods, by the address of their object. The watch creates a new object for each change.
-    /// Each row keeps its object, so a new object never has the address of a tracked one.
-    rows: HashMap<usize, Row>,
-    /// Number of updates so far.
-    updates: u64,
+    /// The map keeps its objects, so a new object never has the address of a tracked one.
+    pods: HashMap<usize, Arc<PodObject>>,
+    /// The pods that are not settled, by name.
+    unsettled: BTreeMap<String, Arc<PodObject>>,
+    /// Bound pods whose rules keep other pods away from nodes, by address.
+    repelling: HashMap<usize, Arc<PodObject>>,
+    /// Numbers of bound pods that request GPUs, by priority.
+    priorities: BTreeMap<i32, usize>,
     /// Sums of the requests of the pods bound to each node, in thousandths. Each pod also counts as
     /// one unit of `pods`, as in the scheduler.
     requested: BTreeMap<String, BTreeMap<String, u128>>,
@@ -25,57 +30,86 @@ pub(super) struct PodTracker {
     changed_nodes: BTreeSet<String>,
 }
 
-#[derive(Debug)]
-struct Row {
-    pod: Arc<PodObject>,
-    /// The last update that contained the pod.
-    update: u64,
-    settled: bool,
-}
-
 /// The resource with which the scheduler counts pods.
 pub(super) const PODS: &str = "pods";
 
 impl PodTracker {
-    /// Replaces the tracked pods with the pods of the watch.
+    /// Updates the tracked pods. The costs depend on the number of changes, unless `changes`
+    /// contains all pods.
     ///
-    /// Returns the pods that are not settled, and the names of pods that may have ended or been
-    /// deleted. These are pods that were not settled before, and settled pods whose object was
-    /// replaced or deleted.
-    pub(super) fn update<'a>(&mut self, pods: &'a [Arc<PodObject>]) -> (Vec<&'a PodObject>, BTreeSet<String>) {
-        self.updates += 1;
-        let (update, mut unsettled) = (self.updates, Vec::new());
-        for pod in pods {
-            let row = self.rows.entry(address(pod)).or_insert_with(|| {
-                // For a pod that neither uses nor awaits a GPU, only its resource requests matter.
-                let settled = !is_living(pod) || !pod.waits_at_gate() && !pod.requests_gpus();
-                if is_living(pod) {
-                    change_sums(&mut self.requested, pod, u128::saturating_add);
-                    add_node(&mut self.changed_nodes, pod);
+    /// Returns the names of pods that may have ended or been deleted. These are pods that were not
+    /// settled before, and settled pods whose object was replaced or deleted.
+    pub(super) fn update(&mut self, changes: PodChanges) -> BTreeSet<String> {
+        let mut maybe_deleted = std::mem::take(&mut self.unsettled_names);
+        match changes {
+            PodChanges::Since(changes) => {
+                for change in changes {
+                    change.before.iter().for_each(|pod| maybe_deleted.extend(self.remove(address(pod))));
+                    change.now.into_iter().for_each(|pod| self.add(pod));
                 }
-                Row { pod: Arc::clone(pod), update, settled }
-            });
-            row.update = update;
-            if !row.settled {
-                unsettled.push(&**pod);
+            }
+            PodChanges::All(pods) => {
+                let present: HashSet<usize> = pods.iter().map(address).collect();
+                let gone: Vec<usize> = self.pods.keys().filter(|pod| !present.contains(pod)).copied().collect();
+                gone.into_iter().for_each(|pod| maybe_deleted.extend(self.remove(pod)));
+                pods.into_iter().for_each(|pod| self.add(pod));
             }
         }
-        let mut maybe_deleted = std::mem::take(&mut self.unsettled_names);
-        let (requested, changed_nodes) = (&mut self.requested, &mut self.changed_nodes);
-        self.rows.retain(|_, row| {
-            let stays = row.update == update;
-            if !stays {
-                if is_living(&row.pod) {
-                    change_sums(requested, &row.pod, u128::saturating_sub);
-                    add_node(changed_nodes, &row.pod);
-                }
-                if row.settled && row.pod.requests_gpus() {
-                    maybe_deleted.insert(full_name(&row.pod.metadata));
+        maybe_deleted
+    }
+
+    /// Adds a pod, unless it is tracked.
+    fn add(&mut self, pod: Arc<PodObject>) {
+        if self.pods.contains_key(&address(&pod)) {
+            return;
+        }
+        if is_living(&pod) {
+            change_sums(&mut self.requested, &pod, u128::saturating_add);
+            add_node(&mut self.changed_nodes, &pod);
+            if let Some(priority) = bound_priority(&pod) {
+                *self.priorities.entry(priority).or_default() += 1;
+            }
+            if pod.node().is_some() && pod.spec.rules.repels() {
+                self.repelling.insert(address(&pod), Arc::clone(&pod));
+            }
+            // For a pod that neither uses nor awaits a GPU, only its resource requests matter.
+            if pod.waits_at_gate() || pod.requests_gpus() {
+                self.unsettled.insert(full_name(&pod.metadata), Arc::clone(&pod));
+            }
+        }
+        self.pods.insert(address(&pod), pod);
+    }
+
+    /// Removes a pod. Returns its name if it was settled and may have claims.
+    fn remove(&mut self, address: usize) -> Option<String> {
+        let pod = self.pods.remove(&address)?;
+        if is_living(&pod) {
+            change_sums(&mut self.requested, &pod, u128::saturating_sub);
+            add_node(&mut self.changed_nodes, &pod);
+            if let Some(priority) = bound_priority(&pod)
+                && let Some(count) = self.priorities.get_mut(&priority)
+            {
+                *count = count.saturating_sub(1);
+                if *count == 0 {
+                    self.priorities.remove(&priority);
                 }
             }
-            stays
-        });
-        (unsettled, maybe_deleted)
+            self.repelling.remove(&address);
+        }
+        if !pod.requests_gpus() && !pod.waits_at_gate() {
+            return None;
+        }
+        let name = full_name(&pod.metadata);
+        if self.unsettled.get(&name).is_some_and(|known| Arc::ptr_eq(known, &pod)) {
+            self.unsettled.remove(&name);
+            return None;
+        }
+        pod.requests_gpus().then_some(name)
+    }
+
+    /// Returns the pods that are not settled, in order of their names.
+    pub(super) fn unsettled(&self) -> Vec<Arc<PodObject>> {
+        self.unsettled.values().cloned().collect()
     }
 
     /// Stores the names of the pods that are not settled. The next update returns them as pods that
@@ -85,10 +119,8 @@ impl PodTracker {
     }
 
     /// Marks a pod as settled until it changes.
-    pub(super) fn mark_settled(&mut self, pod: &PodObject) {
-        if let Some(row) = self.rows.get_mut(&std::ptr::from_ref(pod).addr()) {
-            row.settled = true;
-        }
+    pub(super) fn mark_settled(&mut self, name: &str) {
+        self.unsettled.remove(name);
     }
 
     /// Takes the nodes on which pods have changed since the last call.
@@ -96,10 +128,30 @@ impl PodTracker {
         std::mem::take(&mut self.changed_nodes)
     }
 
+    /// Returns the pods that have not ended and can still run. Walks all pods of the cluster.
+    pub(super) fn living(&self) -> impl Iterator<Item = &PodObject> {
+        self.pods.values().map(AsRef::as_ref).filter(|pod| is_living(pod))
+    }
+
+    /// Returns the bound pods whose rules keep other pods away from nodes.
+    pub(super) fn repelling(&self) -> impl Iterator<Item = &PodObject> {
+        self.repelling.values().map(AsRef::as_ref)
+    }
+
+    /// Returns the lowest priority of a bound pod that requests GPUs.
+    pub(super) fn lowest_priority(&self) -> Option<i32> {
+        self.priorities.keys().next().copied()
+    }
+
     /// Returns the sums of the requests of the pods on a node, by resource, in thousandths.
     pub(super) fn requested(&self, node: &str) -> Option<&BTreeMap<String, u128>> {
         self.requested.get(node)
     }
+}
+
+/// Returns the priority of a pod that is bound and requests GPUs.
+fn bound_priority(pod: &PodObject) -> Option<i32> {
+    (pod.node().is_some() && pod.requests_gpus()).then(|| pod.spec.priority.unwrap_or(0))
 }
 
 /// Adds the node that a pod is bound to.
@@ -145,6 +197,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::pod_store::PodChange;
 
     fn pod(name: &str, node: &str, cpu: &str) -> Arc<PodObject> {
         let spec = json!({"nodeName": node, "containers": [{"resources": {"requests": {"cpu": cpu}, "limits": {"nvidia.com/gpu-mps": 1}}}]});
@@ -153,8 +206,11 @@ mod tests {
         Arc::new(pod)
     }
 
-    fn pod_names(pods: &[&PodObject]) -> Vec<String> {
-        pods.iter().map(|pod| full_name(&pod.metadata)).collect()
+    /// Updates the tracker with all pods. Returns the names of the pods that are not settled, and
+    /// the names of pods that may be gone.
+    fn update(tracker: &mut PodTracker, pods: &[Arc<PodObject>]) -> (Vec<String>, BTreeSet<String>) {
+        let maybe_deleted = tracker.update(PodChanges::All(pods.to_vec()));
+        (tracker.unsettled().iter().map(|pod| full_name(&pod.metadata)).collect(), maybe_deleted)
     }
 
     #[test]
@@ -162,16 +218,42 @@ mod tests {
         let (a, b) = (pod("a", "n", "1"), pod("b", "n", "2"));
         let mut tracker = PodTracker::default();
         let both = [Arc::clone(&a), Arc::clone(&b)];
-        assert_eq!(pod_names(&tracker.update(&both).0), ["default/a", "default/b"]);
-        tracker.mark_settled(&a);
-        assert_eq!(pod_names(&tracker.update(&both).0), ["default/b"]);
+        assert_eq!(update(&mut tracker, &both).0, ["default/a", "default/b"]);
+        tracker.mark_settled("default/a");
+        assert_eq!(update(&mut tracker, &both).0, ["default/b"]);
         let changed = [pod("a", "n", "1"), Arc::clone(&b)];
-        let (unsettled, maybe_deleted) = tracker.update(&changed);
-        assert_eq!(pod_names(&unsettled), ["default/a", "default/b"]);
+        let (unsettled, maybe_deleted) = update(&mut tracker, &changed);
+        assert_eq!(unsettled, ["default/a", "default/b"]);
         assert_eq!(maybe_deleted, BTreeSet::from(["default/a".to_owned()]), "the settled pod has changed");
-        tracker.mark_settled(&changed[0]);
-        let (unsettled, maybe_deleted) = tracker.update(&changed[1..]);
-        assert_eq!((pod_names(&unsettled), maybe_deleted.len()), (vec!["default/b".to_owned()], 1), "gone");
+        tracker.mark_settled("default/a");
+        let (unsettled, maybe_deleted) = update(&mut tracker, &changed[1..]);
+        assert_eq!((unsettled, maybe_deleted.len()), (vec!["default/b".to_owned()], 1), "gone");
+    }
+
+    #[test]
+    fn changes_lead_to_the_same_state_as_all_pods() {
+        let (a, b, c) = (pod("a", "n", "1"), pod("b", "m", "2"), pod("c", "n", "4"));
+        let (mut all, mut some) = (PodTracker::default(), PodTracker::default());
+        for tracker in [&mut all, &mut some] {
+            tracker.update(PodChanges::All(vec![Arc::clone(&a), Arc::clone(&b)]));
+            tracker.mark_settled("default/a");
+        }
+        let newer = pod("a", "m", "1");
+        let whole = all.update(PodChanges::All(vec![Arc::clone(&newer), Arc::clone(&c)]));
+        let change = |before: Option<&Arc<PodObject>>, now: Option<&Arc<PodObject>>| PodChange {
+            before: before.cloned(),
+            now: now.cloned(),
+        };
+        let changes = [change(Some(&a), Some(&newer)), change(Some(&b), None), change(None, Some(&c))];
+        assert_eq!(some.update(PodChanges::Since(changes.into())), whole);
+        let state = |tracker: &PodTracker| {
+            let names =
+                |pods: Vec<&PodObject>| pods.iter().map(|pod| full_name(&pod.metadata)).collect::<BTreeSet<_>>();
+            let unsettled: Vec<String> = tracker.unsettled.keys().cloned().collect();
+            (names(tracker.living().collect()), unsettled, tracker.requested.clone(), tracker.lowest_priority())
+        };
+        assert_eq!(state(&some), state(&all));
+        assert_eq!(some.take_changed_nodes(), BTreeSet::from(["m".to_owned(), "n".to_owned()]));
     }
 
     #[test]
@@ -183,17 +265,17 @@ mod tests {
                 |resource: &str| tracker.requested("n").and_then(|of_node| of_node.get(resource)).copied().unwrap_or(0);
             (of("cpu"), of("pods"), of("nvidia.com/gpu-mps"))
         };
-        tracker.update(&[Arc::clone(&a), Arc::clone(&b)]);
+        update(&mut tracker, &[Arc::clone(&a), Arc::clone(&b)]);
         assert_eq!(requested(&tracker), (2500, 2000, 2000));
-        tracker.update(&[Arc::clone(&b)]);
+        update(&mut tracker, &[Arc::clone(&b)]);
         assert_eq!(requested(&tracker), (1500, 1000, 1000));
         // The sum of huge requests must not saturate. A saturated sum would be wrong after a pod is
         // deleted.
         let huge = pod("c", "n", "18000000000000000");
-        tracker.update(&[Arc::clone(&b), Arc::clone(&huge), pod("d", "n", "18000000000000000")]);
-        tracker.update(&[pod("b", "n", "3")]);
+        update(&mut tracker, &[Arc::clone(&b), Arc::clone(&huge), pod("d", "n", "18000000000000000")]);
+        update(&mut tracker, &[pod("b", "n", "3")]);
         assert_eq!(requested(&tracker), (3000, 1000, 1000));
-        tracker.update(&[]);
+        update(&mut tracker, &[]);
         assert!(tracker.requested("n").is_none(), "a node without pods has no entry");
     }
 }

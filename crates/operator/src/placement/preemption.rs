@@ -11,6 +11,7 @@ use super::claims::PodClaims;
 use super::constraints;
 use super::evictions::{Evictability, TERMINATION_TIME};
 use super::nodes::Nodes;
+use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
 use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::verdict::Verdict;
@@ -23,14 +24,12 @@ const MAX_NEW_PREEMPTORS: usize = 4;
 /// Searches for pods to evict, within one reconcile.
 pub(super) struct PreemptionSearch<'a> {
     nodes: &'a Nodes,
-    living: &'a [&'a PodObject],
+    tracker: &'a PodTracker,
     evictability: Evictability<'a>,
     claims: &'a PodClaims,
     preemptors: &'a mut Preemptors,
     /// Pods with allocations. Computed only if a pod may preempt others.
     holders: OnceCell<Holders<'a>>,
-    /// The lowest priority of a bound pod that requests GPUs. `i32::MAX` without such pods.
-    lowest_bound: OnceCell<i32>,
     /// The lowest priority in `holders`. `i32::MAX` if there are none.
     lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
@@ -71,7 +70,7 @@ enum SearchResult {
 
 impl<'a> PreemptionSearch<'a> {
     pub(super) fn new(
-        (nodes, living): (&'a Nodes, &'a [&'a PodObject]),
+        (nodes, tracker): (&'a Nodes, &'a PodTracker),
         evictability: Evictability<'a>,
         claims: &'a PodClaims,
         preemptors: &'a mut Preemptors,
@@ -81,12 +80,11 @@ impl<'a> PreemptionSearch<'a> {
         let (holders, hopeless) = (OnceCell::new(), BTreeSet::new());
         Self {
             nodes,
-            living,
+            tracker,
             evictability,
             claims,
             preemptors,
             holders,
-            lowest_bound: OnceCell::new(),
             lowest_holder: OnceCell::new(),
             turns,
             new: 0,
@@ -211,7 +209,7 @@ impl<'a> PreemptionSearch<'a> {
 
     fn holders(&self) -> &Holders<'a> {
         let is_ending = |pod: &str| self.claims.is_ending(pod, self.up);
-        self.holders.get_or_init(|| self.nodes.holders(self.living, &self.evictability, is_ending))
+        self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, is_ending))
     }
 
     /// Returns the pods that may be evicted for a pod. Excludes the pods that its required affinity
@@ -223,7 +221,7 @@ impl<'a> PreemptionSearch<'a> {
             return Cow::Borrowed(holders);
         }
         let mut others = holders.clone();
-        for other in self.living.iter().filter(|other| other.requests_gpus()) {
+        for other in self.tracker.living().filter(|other| other.requests_gpus()) {
             let (own, other_namespace) = (constraints::namespace(pod), constraints::namespace(other));
             if affinity.iter().all(|term| term.may_select(own, other_namespace, constraints::labels(other))) {
                 others.pods.remove(&full_name(&other.metadata));
@@ -232,13 +230,10 @@ impl<'a> PreemptionSearch<'a> {
         Cow::Owned(others)
     }
 
-    /// Returns whether a pod with GPUs has a lower priority than `priority`. Scans the pods once
-    /// per reconcile.
+    /// Returns whether a pod with GPUs has a lower priority than `priority`.
     fn may_preempt(&self, priority: i32) -> bool {
         // Pods that cannot be evicted now count too, because that may change.
-        let bound = || self.living.iter().filter(|pod| pod.node().is_some() && pod.requests_gpus());
-        let lowest = || bound().map(|pod| pod.spec.priority.unwrap_or(0)).min().unwrap_or(i32::MAX);
-        if *self.lowest_bound.get_or_init(lowest) < priority {
+        if self.tracker.lowest_priority().is_some_and(|lowest| lowest < priority) {
             return true;
         }
         // Ended pods whose node still reports their allocations have the priority 0.

@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_plan::ledger::Ledger;
-use kube::ResourceExt;
 
 use super::actions::Actions;
 use crate::pods::PodObject;

@@ -19,18 +19,16 @@ use crate::events::{self, EventPublisher};
 use crate::evict::{self, Evicted};
 use crate::metrics::{Outcome, Reason};
 use crate::pod_condition::{self, Target, WriteResult};
-use crate::pods::{POD_SCHEDULED, PodCondition, full_name};
+use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::{self, Change};
 use crate::rollout::{self, DeletionResult, HostStores, Replacement, Step};
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
-use crate::write::{WRITE_TIMEOUT, publish};
+use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
 
 /// Time to collect further changes after the first change. Pods are often created in bursts.
 const GATHER_TIME: Duration = Duration::from_millis(5);
-/// Maximum number of patches in flight.
-const MAX_PATCHES_IN_FLIGHT: usize = 16;
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
@@ -110,17 +108,20 @@ impl Controller for Gate {
     async fn reconcile(&mut self, _: Trigger) -> Option<Duration> {
         if !self.context.claim.is_current() {
             self.keeper.reset();
+            self.context.stores.pods.forget_changes();
             self.context.metrics.reset_placement();
             // Read the clock while another process leads, so that `clock` is current when this
             // process becomes the leader.
             self.clock = SteadyClock::read();
             return None;
         }
-        let cluster = self.cluster();
+        let began = Instant::now();
+        let (cluster, changes) = (self.cluster(), self.context.stores.pods.changes());
         let up = self.started.elapsed();
-        let epoch = self.clock.epoch_seconds(Instant::now());
+        let epoch = self.clock.epoch_seconds(began);
         let demand = Arc::clone(&self.demand.borrow_and_update());
-        let actions = self.keeper.reconcile(&cluster, &demand, Now { up, epoch });
+        let actions = self.keeper.reconcile_changes(&cluster, changes, &demand, Now { up, epoch });
+        self.context.metrics.placement_seconds.observe(began.elapsed().as_secs_f64());
         self.set_gauges(&actions);
         self.context.metrics.preemption_searches.inc_by(actions.preemption_searches);
         let released = self.release_all(&actions.releases).await;
@@ -132,7 +133,8 @@ impl Controller for Gate {
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
         }
-        self.report(&actions, &cluster, &demand, up).await;
+        drop(cluster);
+        self.report(&actions, &demand, up).await;
         if actions.more {
             self.wakes.gate.notify_one();
         }
@@ -161,11 +163,11 @@ impl Gate {
         }
     }
 
-    /// Returns the current content of the stores.
+    /// Returns the current content of the stores, without pods.
     fn cluster(&self) -> Cluster {
         let stores = &self.context.stores;
         Cluster {
-            pods: stores.pods.state(),
+            pods: Vec::new(),
             nodes: stores.nodes.state(),
             gpu_nodes: stores.gpu_nodes.state(),
             policies: stores.policies.state(),
@@ -182,7 +184,7 @@ impl Gate {
     async fn release_all(&mut self, releases: &[Release]) -> bool {
         let writes: Vec<_> = releases.iter().map(|release| self.release(release)).collect();
         let results: Vec<(&str, Result<(), Failure>)> =
-            futures::stream::iter(writes).buffer_unordered(MAX_PATCHES_IN_FLIGHT).collect().await;
+            futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
         let mut all = true;
         for (pod, result) in results {
             all &= result.is_ok();
@@ -276,7 +278,7 @@ impl Gate {
         }
         let writes: Vec<_> = reports.iter().map(|report| self.report_pod(report)).collect();
         let results: Vec<(&str, WriteResult)> =
-            futures::stream::iter(writes).buffer_unordered(MAX_PATCHES_IN_FLIGHT).collect().await;
+            futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
         let failed = results.into_iter().filter(|(_, written)| *written == WriteResult::Failed);
         failed.map(|(uid, _)| self.keeper.record_failed_report(uid)).count() == 0
     }
@@ -287,8 +289,7 @@ impl Gate {
             return true;
         }
         let writes: Vec<_> = changes.iter().map(|change| self.taint(change)).collect();
-        let results: Vec<(&str, bool)> =
-            futures::stream::iter(writes).buffer_unordered(MAX_PATCHES_IN_FLIGHT).collect().await;
+        let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
         let failed = results.into_iter().filter(|(_, written)| !written);
         failed.map(|(node, _)| self.keeper.record_failed_taint(node)).count() == 0
     }
@@ -372,11 +373,10 @@ impl Gate {
             }
             self.recreate(recreation).await;
         }
-        for advice in &rescue.advise {
-            if !self.context.claim.is_current() {
-                return;
-            }
-            self.write_advice(advice).await;
+        let writes: Vec<_> = rescue.advise.iter().map(|advice| self.write_advice(advice)).collect();
+        let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
+        for (uid, _) in results.into_iter().filter(|(_, written)| !written) {
+            self.keeper.record_failed_advice(uid);
         }
     }
 
@@ -405,7 +405,11 @@ impl Gate {
         }
     }
 
-    async fn write_advice(&mut self, Advice { pod, uid, message }: &Advice) {
+    /// Writes the condition of one stranded pod. Returns false if a retry is necessary.
+    async fn write_advice<'a>(&self, Advice { pod, uid, message }: &'a Advice) -> (&'a str, bool) {
+        if !self.context.claim.is_current() {
+            return (uid, false);
+        }
         let (status, reason) = if message.is_some() { ("False", "Stranded") } else { ("True", "Bound") };
         let condition = PodCondition {
             type_: CONDITION_PLACED.to_owned(),
@@ -413,11 +417,11 @@ impl Gate {
             reason: reason.to_owned(),
             message: message.clone().unwrap_or_default(),
         };
-        if !pod_condition::write(&self.context.client, (pod, uid), &condition, true).await {
-            self.keeper.record_failed_advice(uid);
-        } else if let Some(message) = message {
+        let written = pod_condition::write(&self.context.client, (pod, uid), &condition, true).await;
+        if let Some(message) = message.as_deref().filter(|_| written) {
             publish(&self.context.recorder, &events::stranded_event(message), &events::pod_reference(pod, uid)).await;
         }
+        (uid, written)
     }
 
     /// Deletes the pods of the MPS hosts to replace, and reports the progress.
@@ -481,33 +485,17 @@ impl Gate {
     /// Publishes Events about pods that wait and pods that were released as unschedulable. The
     /// passes report the pods in `demand`, because only the passes have the plan for GPUs that are
     /// partitioned on demand.
-    async fn report(
-        &mut self,
-        actions: &Actions,
-        cluster: &Cluster,
-        demand: &BTreeMap<String, WaitingPod>,
-        up: Duration,
-    ) {
+    async fn report(&mut self, actions: &Actions, demand: &BTreeMap<String, WaitingPod>, up: Duration) {
         let mut waiting = actions.waiting.clone();
         waiting.retain(|pod, _| !demand.contains_key(pod));
-        let uids: BTreeMap<String, String> = if waiting.is_empty() {
-            BTreeMap::new()
-        } else {
-            let pods = cluster.pods.iter().filter(|pod| pod.waits_at_gate());
-            pods.map(|pod| (full_name(&pod.metadata), pod.metadata.uid.clone().unwrap_or_default())).collect()
-        };
+        let uids = if waiting.is_empty() { BTreeMap::new() } else { self.keeper.gated_uids() };
         let mut all = self.publisher.pod_events(&waiting, &uids, up);
         for release in &actions.releases {
             if let ReleaseReason::Unschedulable(message) = &release.reason {
                 all.push((events::pod_reference(&release.pod, &release.uid), events::unschedulable_event(message)));
             }
         }
-        for (regarding, event) in all {
-            if !self.context.claim.is_current() {
-                return;
-            }
-            publish(&self.context.recorder, &event, &regarding).await;
-        }
+        publish_all(&self.context.recorder, &self.context.claim, all).await;
     }
 
     fn set_gauges(&self, actions: &Actions) {

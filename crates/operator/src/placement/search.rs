@@ -9,7 +9,6 @@ use cleave_plan::Quantity;
 use cleave_plan::constraints::NodeChecker;
 use cleave_plan::ledger::{ChoiceCriteria, Chooser, DeviceRequest, Fits, Ledger, PendingPod, PreemptionNode, Tightest};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Requirement, Toleration};
-use kube::ResourceExt;
 
 use super::actions::{Destination, Release, ReleaseReason};
 use super::cluster::{Input, plan_pod};
@@ -212,7 +211,7 @@ impl<'a> PlacementSearch<'a> {
             replicas: RefCell::new(ReplicaSearch::new(replicas, nodes, &input.cluster.policies)),
             nodes,
             free: RefCell::new(FreeResources::new(nodes, tracker, ledger, input.unsettled)),
-            constraints: Constraints::new(input.cluster, nodes, (input.living, input.unsettled), ledger),
+            constraints: Constraints::new(input.cluster, nodes, (tracker, input.unsettled), ledger),
             eligible: RefCell::default(),
             without_place: BTreeMap::new(),
         }

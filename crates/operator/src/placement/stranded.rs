@@ -311,10 +311,10 @@ mod tests {
     fn owned_pod(name: &str, kind: &str, owner: &str) -> PodObject {
         let mut pod = PodObject::default();
         pod.metadata.name = Some(name.to_owned());
-        pod.metadata.namespace = Some("team".to_owned());
+        pod.metadata.namespace = Some("team".into());
         pod.metadata.uid = Some(name.to_owned());
         pod.metadata.resource_version = Some("7".to_owned());
-        pod.controller = Some(Controller { kind: kind.into(), name: owner.into(), uid: owner.into() });
+        pod.controller = Some(Box::new(Controller { kind: kind.into(), name: owner.into(), uid: owner.into() }));
         pod
     }
 

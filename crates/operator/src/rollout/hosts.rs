@@ -6,11 +6,10 @@ use futures::FutureExt as _;
 use k8s_openapi::api::apps::v1::ControllerRevision;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
-use kube::Resource;
 use kube::runtime::reflector::Store;
+use kube::{Resource, ResourceExt};
 use serde::Deserialize;
 
-use crate::pods::full_name;
 use crate::read::{self, AgentPod, AgentStore};
 
 /// Label that names the revision of a `DaemonSet`'s pod. `ControllerRevision`s have the same label.
@@ -120,7 +119,7 @@ impl Host {
         let set = controller(&pod.metadata).map(|owner| (owner.name.clone(), owner.uid.clone())).unwrap_or_default();
         let hash = revision_hash(&pod.metadata).unwrap_or_default().to_owned();
         Self {
-            pod: full_name(&pod.metadata),
+            pod: format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any()),
             uid: pod.metadata.uid.clone().unwrap_or_default(),
             outdated: newest.is_outdated_pod(pod),
             ready: read::is_ready(pod),

@@ -65,12 +65,19 @@ pub(crate) struct FindingTracker {
     written: BTreeMap<String, (PodCondition, Duration)>,
     /// When each pod was last evicted, by UID.
     evicted: BTreeMap<String, Duration>,
+    /// Whether the last decision found a pod to report, or a pod with a condition.
+    busy: bool,
 }
 
 impl FindingTracker {
     /// Drops all state. Call this when another process leads or has led.
     pub(crate) fn reset(&mut self) {
         *self = Self::default();
+    }
+
+    /// Returns whether the last decision found no pod to report, and no pod with a condition.
+    pub(crate) fn is_idle(&self) -> bool {
+        !self.busy
     }
 
     /// Records that a condition was written.
@@ -86,6 +93,7 @@ impl FindingTracker {
         now: Duration,
     ) -> Actions {
         let found = findings_by_pod(nodes);
+        self.busy = !found.is_empty() || !self.written.is_empty();
         let mut actions = Actions::default();
         let mut present = BTreeSet::new();
         for pod in pods {
@@ -96,6 +104,7 @@ impl FindingTracker {
             if findings.is_empty() && has.is_none() && !self.written.contains_key(uid) {
                 continue;
             }
+            self.busy = true;
             if uid.is_empty() || matches!(pod.status.phase.as_str(), "Succeeded" | "Failed") {
                 continue;
             }

@@ -8,6 +8,7 @@ use crate::evict::{Evicted, evict};
 use crate::metrics::Outcome;
 use crate::pod_condition::write;
 use crate::task::{Context, Controller, Trigger};
+use crate::watches::Wakers;
 use crate::write::publish;
 
 /// Time to collect further changes after the first change.
@@ -16,6 +17,7 @@ const GATHER_TIME: Duration = Duration::from_millis(200);
 /// The controller of tenants.
 pub(crate) struct TenantController {
     context: Context,
+    wakes: Wakers,
     tracker: FindingTracker,
     /// UIDs of pods that have an Event about the disruption budget that protects them.
     protected: BTreeSet<String>,
@@ -23,8 +25,8 @@ pub(crate) struct TenantController {
 }
 
 impl TenantController {
-    pub(crate) fn new(context: Context) -> Self {
-        Self { context, tracker: FindingTracker::default(), protected: BTreeSet::new(), started: Instant::now() }
+    pub(crate) fn new(context: Context, wakes: Wakers) -> Self {
+        Self { context, wakes, tracker: FindingTracker::default(), protected: BTreeSet::new(), started: Instant::now() }
     }
 
     /// Evicts a pod and reports the eviction. If a disruption budget protects the pod, reports the
@@ -72,6 +74,7 @@ impl Controller for TenantController {
         }
         let (nodes, pods) = (self.context.stores.gpu_nodes.state(), self.context.stores.pods.state());
         let actions = self.tracker.decide(&nodes, &pods, self.started.elapsed());
+        self.wakes.set_has_tenants(!self.tracker.is_idle());
         let mut requeue = actions.next;
         for update in &actions.conditions {
             if !self.context.claim.is_current() {

@@ -177,7 +177,7 @@ fn a_plan_that_a_new_pod_makes_obsolete_is_replaced() {
     world.run_pass();
     // Before the node reads its spec, a pod is allocated the free slice.
     world.pod("late", SLICE_10GB_RESOURCE, 1);
-    world.pods.get_mut("team/late").unwrap().spec.node_name = Some("n1".to_owned());
+    world.pods.get_mut("team/late").unwrap().bind("n1");
     let partition = world.partition("n1", 0);
     assert!(partition.mig.is_some());
     world.allocations.push((
@@ -219,7 +219,7 @@ fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
     world.run_pass();
     world.apply_all_specs();
     // The scheduler has bound the pod, and the kubelet does not list its devices yet.
-    world.pods.get_mut("team/one").unwrap().spec.node_name = Some("n1".to_owned());
+    world.pods.get_mut("team/one").unwrap().bind("n1");
     world.pod("whole", WHOLE_GPU_RESOURCE, 1);
     world.pod("mig", MIG_1G_RESOURCE, 1);
     let (_, outcome) = world.run_pass();
@@ -240,7 +240,7 @@ fn a_bound_pod_uses_a_whole_gpu_before_the_kubelet_lists_it() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 2);
     world.pod("whole", WHOLE_GPU_RESOURCE, 1);
     world.run_pass();
-    world.pods.get_mut("team/whole").unwrap().spec.node_name = Some("n1".to_owned());
+    world.pods.get_mut("team/whole").unwrap().bind("n1");
     world.pod("one", SLICE_10GB_RESOURCE, 1);
     world.pod("whole2", WHOLE_GPU_RESOURCE, 1);
     let (_, outcome) = world.run_pass();

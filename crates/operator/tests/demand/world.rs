@@ -228,7 +228,7 @@ impl TestCluster {
             }) else {
                 continue;
             };
-            self.pods.get_mut(&name).unwrap().spec.node_name = Some(node.clone());
+            self.pods.get_mut(&name).unwrap().bind(&node);
             for (resource, count) in wants {
                 for _ in 0..count {
                     self.allocate(&name, &node, &resource);

@@ -5,7 +5,7 @@ use super::selector::{LabelSelector, Labels, MAX_REQUIREMENTS};
 
 /// The rules of a pod about other pods. Node selector, node affinity and tolerations are in
 /// [`Subject`](super::Subject).
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Rules {
     /// Required affinity to pods.
@@ -44,7 +44,7 @@ impl Rules {
 ///
 /// `matchLabelKeys` and `mismatchLabelKeys` are not read, because the API server merges them into
 /// `labelSelector` when it creates the pod.
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct PodAffinityTerm {
     /// Labels of the pods. `None` selects no pods, and an empty selector selects all pods.
@@ -112,7 +112,7 @@ impl PodAffinityTerm {
 }
 
 /// One `TopologySpreadConstraint`: how evenly the selected pods are spread over topology domains.
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct SpreadConstraint {
     /// Maximum difference between the number of selected pods in a domain and the number in the
@@ -138,7 +138,7 @@ pub struct SpreadConstraint {
 }
 
 /// How a node that violates a spread constraint is treated.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 pub enum WhenUnsatisfiable {
     /// The pod cannot run on the node.
     #[default]
@@ -151,7 +151,7 @@ pub enum WhenUnsatisfiable {
 }
 
 /// Whether a spread constraint ignores nodes that the pod cannot run on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 pub enum NodePolicy {
     /// Nodes that the pod cannot run on are ignored.
     Honor,
@@ -184,7 +184,7 @@ impl SpreadConstraint {
 }
 
 /// A port of the node that a container uses. Two pods whose ports conflict cannot run on one node.
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct HostPort {
     /// Address of the node that the port is bound to. An empty text means `0.0.0.0`, every address.

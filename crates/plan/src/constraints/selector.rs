@@ -20,7 +20,7 @@ pub const MAX_REQUIREMENTS: usize = 256;
 /// matches everything.
 ///
 /// A missing selector (`None`) matches nothing.
-#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct LabelSelector {
     /// Labels that must have exactly these values.

@@ -64,6 +64,8 @@ pub use crate::placement::Tightest;
 pub struct Ledger {
     nodes: BTreeMap<String, Node>,
     claims: BTreeMap<String, Claim>,
+    /// Pods with a claim that are not bound. Most pods are bound, so this set is small.
+    unbound: BTreeSet<String>,
     /// Nodes that changed since the last [`Self::synchronize`].
     changes: Changes,
     /// Pods with a claim, by node. Includes unknown nodes.
@@ -320,7 +322,12 @@ impl Ledger {
     /// Returns the pods that are not bound and whose claims have expired.
     pub fn pods_with_expired_claims(&self, now: Moment) -> Vec<String> {
         let due = |claim: &Claim| matches!(claim.place, Place::OneOf { expires, .. } if expires <= now);
-        self.claims.iter().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.clone()).collect()
+        self.unbound_claims().filter(|(_, claim)| due(claim)).map(|(pod, _)| pod.to_owned()).collect()
+    }
+
+    /// Returns the claims of pods that are not bound.
+    pub fn unbound_claims(&self) -> impl Iterator<Item = (&str, &Claim)> {
+        self.unbound.iter().filter_map(|pod| Some((pod.as_str(), self.claims.get(pod)?)))
     }
 
     /// Extends the claim of a pod that is not bound. The claim's reservations are kept, so no other
@@ -456,12 +463,18 @@ impl Ledger {
         for node in claim.place.nodes() {
             self.pods.entry(node.to_owned()).or_default().insert(pod.clone());
         }
+        if matches!(claim.place, Place::OneOf { .. }) {
+            self.unbound.insert(pod.clone());
+        } else {
+            self.unbound.remove(&pod);
+        }
         self.claims.insert(pod, claim);
     }
 
     /// Removes a claim. The caller must update the reservations of its nodes.
     fn remove(&mut self, pod: &str) -> Option<Claim> {
         let claim = self.claims.remove(pod)?;
+        self.unbound.remove(pod);
         for node in claim.place.nodes() {
             if let Some(pods) = self.pods.get_mut(node) {
                 pods.remove(pod);

@@ -29,7 +29,7 @@ impl fmt::Display for Units {
 
 /// A request for units of one device. A pod that requests units of several devices has several
 /// requests.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceRequest {
     /// Name of the extended resource.
     pub resource: String,

@@ -224,9 +224,12 @@ fn only_claims_of_pods_that_are_not_bound_expire() {
     reserve(&mut ledger, "later", &[3], 20);
     reserve(&mut ledger, "bound", &[4], 10);
     ledger.bind("bound", "n", &device_requests(&[4]));
+    let unbound = |ledger: &Ledger| ledger.unbound_claims().map(|(pod, _)| pod.to_owned()).collect::<Vec<_>>();
+    assert_eq!(unbound(&ledger), ["late", "later"]);
     assert!(ledger.pods_with_expired_claims(Moment(9)).is_empty());
     assert_eq!(ledger.pods_with_expired_claims(Moment(10)), ["late"]);
     ledger.release("late");
+    assert_eq!(unbound(&ledger), ["later"]);
     assert_eq!(reserved(&ledger, "n"), [units_on("a", 3), units_on("a", 4)]);
     assert!(ledger.pods_with_expired_claims(Moment(10)).is_empty());
 }

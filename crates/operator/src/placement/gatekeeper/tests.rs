@@ -10,6 +10,7 @@ mod preemption;
 mod release;
 mod replicas;
 mod reservations;
+mod scale;
 mod stranded;
 mod waiting;
 mod whole_gpus;

@@ -6,7 +6,6 @@ use std::time::Duration;
 use cleave_api::names::GATE;
 use cleave_api::placement::Placement;
 use cleave_plan::affinity::HOSTNAME;
-use kube::ResourceExt;
 use serde_json::{Value, json};
 
 use crate::placement::actions::{Actions, Release, ReleaseReason};

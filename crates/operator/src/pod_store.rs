@@ -1,0 +1,427 @@
+//! Stores the pods of the cluster, and records which pods have changed.
+//!
+//! A cluster has more pods than all other objects together, and few of them use GPUs. So this
+//! store differs from the stores of other objects:
+//!
+//! - Pods of one controller share labels, requests, constraints and conditions.
+//! - A pod is replaced only if something changed that the operator reads. Other changes wake
+//!   nothing.
+//! - The gate reads only the pods that have changed since it last read, see [`PodStore::changes`].
+use std::collections::{BTreeMap, HashSet};
+use std::hash::{Hash, Hasher};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cleave_api::placement::Placement;
+use kube::runtime::watcher::Event;
+use tokio::sync::watch;
+
+use crate::pods::{PodObject, PodSpec, PodStatus, RawPod};
+use crate::shared::Interner;
+
+/// Number of recorded changes beyond which the gate reads all pods instead.
+const MAX_CHANGES: usize = 100_000;
+
+/// The watch of pods has stopped.
+#[derive(Debug, thiserror::Error)]
+#[error("the watch of pods has stopped")]
+pub struct Stopped;
+
+/// A pod before and after a change. `None` means that the pod does not exist.
+#[derive(Debug, Clone)]
+pub struct PodChange {
+    pub(crate) before: Option<Arc<PodObject>>,
+    pub(crate) now: Option<Arc<PodObject>>,
+}
+
+/// The pods that a reader does not know yet.
+#[derive(Debug, Clone)]
+pub enum PodChanges {
+    /// All pods. The reader finds out what has changed.
+    All(Vec<Arc<PodObject>>),
+    /// The changes since the last call, oldest first.
+    Since(Vec<PodChange>),
+}
+
+/// Which controllers a change affects.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Effect {
+    /// A pod changed that uses GPUs or waits at the gate.
+    pub(crate) of_gpus: bool,
+    /// A pod changed that has the condition about its share.
+    pub(crate) of_tenants: bool,
+}
+
+impl Effect {
+    /// The effect of both changes.
+    fn and(self, other: Self) -> Self {
+        Self { of_gpus: self.of_gpus || other.of_gpus, of_tenants: self.of_tenants || other.of_tenants }
+    }
+
+    fn of(change: &PodChange) -> Self {
+        let mut effect = Self::default();
+        for pod in [&change.before, &change.now].into_iter().flatten() {
+            effect.of_gpus |= pod.requests_gpus() || pod.waits_at_gate();
+            effect.of_tenants |= pod.condition(cleave_api::names::CONDITION_WITHIN_SHARE).is_some();
+        }
+        effect
+    }
+}
+
+/// The stored pods. Clones share the pods.
+#[derive(Clone)]
+pub struct PodStore {
+    state: Arc<Mutex<State>>,
+    ready: watch::Receiver<bool>,
+}
+
+/// Writes the events of a watch into a [`PodStore`].
+pub(crate) struct PodWriter {
+    state: Arc<Mutex<State>>,
+    ready: watch::Sender<bool>,
+    /// The pods of a list that is not complete yet, and the effect of what it changed so far.
+    listed: Option<(HashSet<Named>, Effect)>,
+}
+
+#[derive(Default)]
+struct State {
+    pods: HashSet<Named>,
+    /// Changes that the gate has not read. `None` if it reads all pods next.
+    changes: Option<Vec<PodChange>>,
+    interners: Interners,
+}
+
+/// A pod that is compared by name.
+#[derive(Debug, Clone)]
+struct Named(Arc<PodObject>);
+
+impl Named {
+    fn name(&self) -> (&str, Option<&str>) {
+        (self.0.namespace(), self.0.metadata.name.as_deref())
+    }
+}
+
+impl PartialEq for Named {
+    fn eq(&self, other: &Self) -> bool {
+        self.name() == other.name()
+    }
+}
+
+impl Eq for Named {}
+
+impl Hash for Named {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.name().hash(state);
+    }
+}
+
+/// Shares what is equal in several pods.
+#[derive(Debug, Default)]
+struct Interners {
+    names: Interner<str>,
+    labels: Interner<BTreeMap<String, String>>,
+    specs: Interner<PodSpec>,
+    statuses: Interner<PodStatus>,
+    placements: Interner<Placement>,
+}
+
+impl Interners {
+    /// Converts a pod of the watch to what is stored.
+    fn compact(&mut self, raw: RawPod) -> PodObject {
+        let mut pod = PodObject::from(raw);
+        pod.trim();
+        // Only writes to pods that wait for a node depend on the version. Without it, a bound pod is
+        // equal to its earlier state if nothing changed that the operator reads.
+        if pod.node().is_some() || !(pod.requests_gpus() || pod.waits_at_gate()) {
+            pod.metadata.resource_version = None;
+        }
+        let names = pod.metadata.namespace.iter_mut().chain(&mut pod.bound_to);
+        names.for_each(|name| self.names.intern(name));
+        pod.metadata.labels.iter_mut().for_each(|labels| self.labels.share(labels));
+        if pod.node().is_some()
+            && let Some(placement) = &mut pod.placement
+        {
+            // The reservation of a bound pod does not end. Without the time, pods with equal requests
+            // on one GPU share it.
+            placement.until = 0;
+            self.placements.share(placement);
+        }
+        self.specs.share(&mut pod.spec);
+        self.statuses.share(&mut pod.status);
+        for text in [&mut pod.metadata.name, &mut pod.metadata.uid].into_iter().flatten() {
+            text.shrink_to_fit();
+        }
+        pod
+    }
+}
+
+impl State {
+    /// Stores a pod. Returns what it affects.
+    fn store(&mut self, pod: &Named) -> Effect {
+        let before = self.pods.get(pod).map(|known| Arc::clone(&known.0));
+        if before.as_ref() == Some(&pod.0) {
+            return Effect::default();
+        }
+        self.pods.replace(pod.clone());
+        self.record(PodChange { before, now: Some(Arc::clone(&pod.0)) })
+    }
+
+    /// Removes a pod. Returns what that affects.
+    fn remove(&mut self, pod: &Named) -> Effect {
+        self.pods
+            .take(pod)
+            .map_or_else(Effect::default, |gone| self.record(PodChange { before: Some(gone.0), now: None }))
+    }
+
+    fn record(&mut self, change: PodChange) -> Effect {
+        let effect = Effect::of(&change);
+        if let Some(changes) = &mut self.changes {
+            changes.push(change);
+            if changes.len() > MAX_CHANGES {
+                self.changes = None;
+            }
+        }
+        effect
+    }
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    // A panic aborts the process. In tests, a panic while the state is locked fails the test.
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Creates an empty store.
+pub(crate) fn store() -> (PodStore, PodWriter) {
+    let (sender, ready) = watch::channel(false);
+    let state = Arc::<Mutex<State>>::default();
+    (PodStore { state: Arc::clone(&state), ready }, PodWriter { state, ready: sender, listed: None })
+}
+
+impl PodStore {
+    /// Waits until the pods have been listed once.
+    ///
+    /// # Errors
+    /// The watch stopped before.
+    pub async fn wait_until_ready(&self) -> Result<(), Stopped> {
+        self.ready.clone().wait_for(|ready| *ready).await.map(drop).map_err(|_| Stopped)
+    }
+
+    /// Returns all pods.
+    pub fn state(&self) -> Vec<Arc<PodObject>> {
+        lock(&self.state).pods.iter().map(|pod| Arc::clone(&pod.0)).collect()
+    }
+
+    /// Returns the pods that have changed since the last call, or all pods. Only one reader may call
+    /// this.
+    pub(crate) fn changes(&self) -> PodChanges {
+        let mut state = lock(&self.state);
+        match state.changes.replace(Vec::new()) {
+            Some(changes) => PodChanges::Since(changes),
+            None => PodChanges::All(state.pods.iter().map(|pod| Arc::clone(&pod.0)).collect()),
+        }
+    }
+
+    /// Stops recording changes. The next call of [`Self::changes`] returns all pods.
+    pub(crate) fn forget_changes(&self) {
+        lock(&self.state).changes = None;
+    }
+}
+
+impl PodWriter {
+    /// Stores an event. Returns what it affects. While pods are listed, the effect is returned with
+    /// the end of the list.
+    ///
+    /// A listed pod is stored at once: it is newer than the stored one, and a second copy of all
+    /// pods would need much memory.
+    pub(crate) fn apply(&mut self, event: Event<RawPod>) -> Effect {
+        let mut state = lock(&self.state);
+        match event {
+            Event::Init => {
+                self.listed = Some((HashSet::new(), Effect::default()));
+                Effect::default()
+            }
+            Event::InitApply(raw) => {
+                let pod = Named(Arc::new(state.interners.compact(raw)));
+                let effect = state.store(&pod);
+                if let Some((listed, so_far)) = &mut self.listed {
+                    listed.extend(state.pods.get(&pod).cloned());
+                    *so_far = so_far.and(effect);
+                }
+                Effect::default()
+            }
+            Event::InitDone => {
+                let (listed, mut effect) = self.listed.take().unwrap_or_default();
+                let gone: Vec<Named> = state.pods.difference(&listed).cloned().collect();
+                for pod in gone {
+                    effect = effect.and(state.remove(&pod));
+                }
+                if !self.ready.send_replace(true) {
+                    effect = Effect { of_gpus: true, of_tenants: true };
+                }
+                effect
+            }
+            Event::Apply(raw) => {
+                let pod = Named(Arc::new(state.interners.compact(raw)));
+                state.store(&pod)
+            }
+            Event::Delete(raw) => {
+                let pod = Named(Arc::new(PodObject::from(raw)));
+                state.remove(&pod)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn raw(name: &str, limits: Value, status: Value) -> RawPod {
+        let spec = json!({"nodeName": "n", "containers": [{"resources": {"limits": limits}}]});
+        let meta = json!({"name": name, "namespace": "team", "uid": name, "labels": {"app": "web"}});
+        serde_json::from_value(json!({"metadata": meta, "spec": spec, "status": status})).unwrap()
+    }
+
+    fn versioned(mut pod: RawPod, version: &str) -> RawPod {
+        pod.metadata.resource_version = Some(version.to_owned());
+        pod
+    }
+
+    fn names(changes: &PodChanges) -> Vec<String> {
+        let name = |pod: &Option<Arc<PodObject>>| pod.as_ref().map_or("-".to_owned(), |pod| pod.name_any());
+        match changes {
+            PodChanges::All(all) => vec![format!("all {}", all.len())],
+            PodChanges::Since(some) => {
+                some.iter().map(|change| format!("{}>{}", name(&change.before), name(&change.now))).collect()
+            }
+        }
+    }
+
+    fn list(writer: &mut PodWriter, pods: impl IntoIterator<Item = RawPod>) -> Effect {
+        writer.apply(Event::Init);
+        for pod in pods {
+            assert_eq!(writer.apply(Event::InitApply(pod)), Effect::default(), "only a whole list wakes");
+        }
+        writer.apply(Event::InitDone)
+    }
+
+    const CPU: fn() -> Value = || json!({"cpu": 1});
+    const GPU: fn() -> Value = || json!({"nvidia.com/gpu-mps": 1});
+
+    #[test]
+    fn a_change_of_nothing_that_is_read_affects_nobody() {
+        let (store, mut writer) = store();
+        let running = || json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]});
+        let first = list(&mut writer, [versioned(raw("gpu", GPU(), running()), "1"), raw("cpu", CPU(), running())]);
+        assert_eq!(first, Effect { of_gpus: true, of_tenants: true });
+        assert_eq!(names(&store.changes()), ["all 2"]);
+        // A condition that the operator does not read, an address, and the version.
+        let mut status = running();
+        status["podIP"] = json!("10.0.0.1");
+        status["conditions"].as_array_mut().unwrap().push(json!({"type": "Initialized", "status": "True"}));
+        let beat = versioned(raw("gpu", GPU(), status), "2");
+        assert_eq!(writer.apply(Event::Apply(beat)), Effect::default());
+        assert_eq!(names(&store.changes()), Vec::<String>::new());
+        let unready = json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]});
+        let of_gpus = Effect { of_gpus: true, of_tenants: false };
+        assert_eq!(writer.apply(Event::Apply(raw("gpu", GPU(), unready))), of_gpus);
+        assert_eq!(names(&store.changes()), ["gpu>gpu"]);
+    }
+
+    #[test]
+    fn a_pod_without_gpus_is_recorded_and_wakes_nobody() {
+        let (store, mut writer) = store();
+        list(&mut writer, []);
+        store.changes();
+        assert_eq!(writer.apply(Event::Apply(raw("cpu", CPU(), json!({})))), Effect::default());
+        assert_eq!(writer.apply(Event::Apply(raw("cpu", json!({"cpu": 2}), json!({})))), Effect::default());
+        assert_eq!(writer.apply(Event::Delete(raw("cpu", CPU(), json!({})))), Effect::default());
+        assert_eq!(names(&store.changes()), ["->cpu", "cpu>cpu", "cpu>-"]);
+        assert_eq!(store.state().len(), 0);
+    }
+
+    #[test]
+    fn the_version_of_a_pod_at_the_gate_is_kept() {
+        let gated = |version: &str| {
+            let mut pod = versioned(raw("p", GPU(), json!({})), version);
+            pod.spec.node_name = None;
+            pod.spec.scheduling_gates = vec![crate::pods::Gate { name: cleave_api::names::GATE.to_owned() }];
+            pod
+        };
+        let (store, mut writer) = store();
+        list(&mut writer, [gated("1")]);
+        assert!(writer.apply(Event::Apply(gated("2"))).of_gpus, "the patch that releases it tests the version");
+        assert_eq!(store.state()[0].metadata.resource_version.as_deref(), Some("2"));
+    }
+
+    #[test]
+    fn a_later_list_removes_pods_that_are_gone_and_keeps_what_is_equal() {
+        let (store, mut writer) = store();
+        list(&mut writer, [raw("a", GPU(), json!({})), raw("b", CPU(), json!({}))]);
+        store.changes();
+        let before = store.state();
+        assert_eq!(list(&mut writer, [raw("a", GPU(), json!({}))]), Effect::default(), "b uses no GPU");
+        assert_eq!(names(&store.changes()), ["b>-"]);
+        assert!(before.iter().any(|pod| Arc::ptr_eq(pod, &store.state()[0])), "a is still the same object");
+        assert!(list(&mut writer, []).of_gpus);
+        assert_eq!(names(&store.changes()), ["a>-"]);
+    }
+
+    #[test]
+    fn a_reader_that_forgets_reads_all_pods() {
+        let (store, mut writer) = store();
+        list(&mut writer, [raw("a", GPU(), json!({}))]);
+        store.changes();
+        store.forget_changes();
+        writer.apply(Event::Apply(raw("b", GPU(), json!({}))));
+        assert_eq!(names(&store.changes()), ["all 2"]);
+        writer.apply(Event::Delete(raw("b", GPU(), json!({}))));
+        assert_eq!(names(&store.changes()), ["b>-"]);
+    }
+
+    #[test]
+    fn pods_of_one_controller_share_what_is_equal() {
+        let (store, mut writer) = store();
+        list(&mut writer, (0..1000).map(|number| raw(&format!("p{number}"), CPU(), json!({"phase": "Running"}))));
+        let state = lock(&writer.state);
+        let Interners { names, labels, specs, statuses, .. } = &state.interners;
+        assert_eq!((names.len(), labels.len(), specs.len(), statuses.len()), (2, 1, 1, 1));
+        drop(state);
+        assert_eq!(store.state().len(), 1000);
+    }
+
+    #[test]
+    fn bound_pods_share_a_reservation_apart_from_its_time() {
+        let (store, mut writer) = store();
+        let reserved = |name: &str, until: u64| {
+            let mut pod = raw(name, GPU(), json!({}));
+            let note = json!({"until": until, "nodes": {"n": [{"resource": "r", "units": 1, "device": "d"}]}});
+            pod.metadata.annotations = Some([(cleave_api::placement::ANNOTATION.to_owned(), note.to_string())].into());
+            pod
+        };
+        list(&mut writer, [reserved("a", 1), reserved("b", 2)]);
+        let pods = store.state();
+        let [Some(a), Some(b)] = [&pods[0], &pods[1]].map(|pod| pod.placement.as_deref()) else { panic!("{pods:?}") };
+        assert!(std::ptr::eq(a, b));
+        assert_eq!(a.nodes["n"].len(), 1);
+        // A pod that is not bound keeps the time.
+        let mut waiting = reserved("c", 3);
+        waiting.spec.node_name = None;
+        writer.apply(Event::Apply(waiting));
+        assert!(store.state().iter().any(|pod| pod.placement.as_ref().is_some_and(|placement| placement.until == 3)));
+    }
+
+    #[tokio::test]
+    async fn the_store_is_ready_after_the_first_list() {
+        let (store, mut writer) = store();
+        writer.apply(Event::Init);
+        let mut ready = std::pin::pin!(store.wait_until_ready());
+        assert!(futures::poll!(&mut ready).is_pending());
+        writer.apply(Event::InitDone);
+        assert!(ready.await.is_ok());
+        let (other, writer) = super::store();
+        drop(writer);
+        assert!(other.wait_until_ready().await.is_err());
+    }
+}

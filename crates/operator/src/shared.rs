@@ -1,0 +1,106 @@
+//! Values that equal objects share, to save memory.
+use std::collections::HashSet;
+use std::hash::Hash;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+/// A value that other objects may share. A change of a shared value copies it first.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Shared<T>(Arc<T>);
+
+impl<T> From<T> for Shared<T> {
+    fn from(value: T) -> Self {
+        Self(Arc::new(value))
+    }
+}
+
+impl<T> Deref for Shared<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: Clone> DerefMut for Shared<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        Arc::make_mut(&mut self.0)
+    }
+}
+
+/// Keeps one copy of equal values.
+#[derive(Debug)]
+pub(crate) struct Interner<T: ?Sized> {
+    values: HashSet<Arc<T>>,
+    /// Number of values at which unused values are dropped.
+    limit: usize,
+}
+
+/// Number of values below which unused values are kept.
+const MIN_LIMIT: usize = 256;
+
+impl<T: ?Sized> Default for Interner<T> {
+    fn default() -> Self {
+        Self { values: HashSet::new(), limit: MIN_LIMIT }
+    }
+}
+
+impl<T: ?Sized + Eq + Hash> Interner<T> {
+    /// Replaces a value by the equal value that was interned before, if there is one.
+    pub(crate) fn intern(&mut self, value: &mut Arc<T>) {
+        if let Some(known) = self.values.get(&**value) {
+            *value = Arc::clone(known);
+            return;
+        }
+        if self.values.len() >= self.limit {
+            self.values.retain(|value| Arc::strong_count(value) > 1);
+            // Dropping scans all values, so it must not become due again soon.
+            self.limit = self.values.len().saturating_mul(2).max(MIN_LIMIT);
+            self.values.shrink_to(self.limit);
+        }
+        self.values.insert(Arc::clone(value));
+    }
+
+    /// Number of values, used or not.
+    #[cfg(test)]
+    pub(crate) fn len(&self) -> usize {
+        self.values.len()
+    }
+}
+
+impl<T: Eq + Hash> Interner<T> {
+    /// See [`Interner::intern`].
+    pub(crate) fn share(&mut self, value: &mut Shared<T>) {
+        self.intern(&mut value.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_values_are_one_and_a_change_copies() {
+        let mut interner = Interner::<String>::default();
+        let (mut a, mut b) = (Shared::from("x".to_owned()), Shared::from("x".to_owned()));
+        interner.share(&mut a);
+        interner.share(&mut b);
+        assert!(Arc::ptr_eq(&a.0, &b.0));
+        b.push('y');
+        assert_eq!((a.as_str(), b.as_str()), ("x", "xy"));
+    }
+
+    #[test]
+    fn unused_values_are_dropped() {
+        let mut interner = Interner::<str>::default();
+        let mut kept = Arc::from("kept");
+        interner.intern(&mut kept);
+        for number in 0..100_000 {
+            interner.intern(&mut Arc::from(number.to_string()));
+        }
+        assert!(interner.len() <= MIN_LIMIT, "{} values are kept", interner.len());
+        let mut again = Arc::from("kept");
+        interner.intern(&mut again);
+        assert!(Arc::ptr_eq(&kept, &again));
+    }
+}
