@@ -28,7 +28,7 @@ use crate::policies::{apply, plan, status};
 use crate::read::Observed;
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
-use crate::write::{publish, publish_all, within};
+use crate::write::{publish, publish_all, with_timeout};
 
 /// Interval between passes while pods wait for room. The interval is necessary because a pod that
 /// frees only CPU and memory does not wake the controller.

@@ -287,7 +287,7 @@ impl Watches<'_> {
             };
             writer.apply_watcher_event(&event);
             if let Some(of_kind) = of_kind {
-                publish_version(&versions, of_kind, version.after(&event));
+                publish_version(&versions, of_kind, version.version_after(&event));
             }
             if wakes_some {
                 match &event {
@@ -304,7 +304,7 @@ impl Watches<'_> {
         let (store, mut writer) = pod_store::store();
         let (wakes, versions, mut version) = (self.wakes.clone(), self.versions.clone(), StoreVersion::default());
         self.watch("Pod", (pods, config), move |event| {
-            let reached = version.after(&event);
+            let reached = version.version_after(&event);
             let effect = writer.apply(event);
             publish_version(&versions, |versions| &mut versions.pods, reached);
             wakes.pods(effect);

@@ -385,7 +385,7 @@ mod tests {
 
     fn candidates(chooser: &mut Chooser<Tightest>, resource: usize, units: u32) -> usize {
         let units = Units::new(units).unwrap();
-        let beside = Beside { cpu: 0, siblings: &Siblings::default() };
+        let beside = ChoiceCriteria { cpu: 0, siblings: &Siblings::default() };
         chooser.candidates(&[DeviceRequest { resource: format!("r{resource}"), units }], beside).count()
     }
 

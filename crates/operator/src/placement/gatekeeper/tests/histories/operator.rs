@@ -124,7 +124,7 @@ pub(super) struct Operator {
 impl Operator {
     pub(super) fn new(simulation: &Simulation, reports: bool) -> Self {
         let mut operator = Self {
-            keeper: Gatekeeper::default().settle_first().with_reports(reports),
+            keeper: Gatekeeper::default().with_settling_delay().with_reports(reports),
             cluster: Cluster::default(),
             pods: Watch::default(),
             nodes: Watch::default(),
@@ -208,7 +208,7 @@ impl Operator {
     /// # Errors
     /// A decision breaks a rule.
     pub(super) fn reconcile(&mut self, simulation: &mut Simulation, mut answers: Answers) -> Result<(), String> {
-        if !self.stored.reach(self.required) {
+        if !self.stored.has_reached(self.required) {
             return Ok(());
         }
         let actions = self.keeper.reconcile(&self.cluster, &BTreeMap::new(), at(simulation.now));
@@ -258,7 +258,7 @@ impl Operator {
     fn release(&mut self, simulation: &mut Simulation, release: &Release, answer: Answer) -> bool {
         let mut release = release.clone();
         if release.reported {
-            let version = patch::version(&release.patch).unwrap().to_owned();
+            let version = patch::resource_version(&release.patch).unwrap().to_owned();
             let target = (release.pod.as_str(), release.uid.as_str(), Some(version.as_str()));
             let condition = ("PodScheduled", "False", "SchedulingGated");
             let is_same = is_version(simulation, target);
@@ -267,7 +267,7 @@ impl Operator {
                 return false;
             }
             let written = text(&simulation.api.pods[&release.pod], "/metadata/resourceVersion").to_owned();
-            release.patch = patch::with_version(&release.patch, written);
+            release.patch = patch::with_resource_version(&release.patch, written);
             release.reported = false;
         }
         let applied = matches!(answer, Answer::Done | Answer::Lost) && simulation.api.apply_release(&release);
