@@ -7,7 +7,7 @@
 
 /// The pod and container of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Owner {
+pub struct ProcessOwner {
     /// UID of the pod. A static pod's UID is the hash of its manifest.
     pub pod: String,
     /// Id of the container in the container runtime. `None` if the process belongs to the pod but
@@ -17,9 +17,9 @@ pub struct Owner {
 
 /// Parses `/proc/PID/cgroup` and returns the owner of the process. Returns `None` if the process is
 /// in no pod, or if two hierarchies disagree.
-pub fn parse_owner(text: &str) -> Option<Owner> {
-    let mut found: Option<Owner> = None;
-    for owner in paths(text).filter_map(|path| owners(path).into_iter().next()) {
+pub fn parse_owner(text: &str) -> Option<ProcessOwner> {
+    let mut found: Option<ProcessOwner> = None;
+    for owner in cgroup_paths(text).filter_map(|path| owners_in_path(path).into_iter().next()) {
         match &mut found {
             None => found = Some(owner),
             Some(known) if known.pod != owner.pod => return None,
@@ -34,18 +34,18 @@ pub fn parse_owner(text: &str) -> Option<Owner> {
 /// Trust only the first pod: its containers may have created the other cgroups.
 pub fn parse_pod_uids(text: &str) -> Vec<String> {
     // All hierarchies that name pods name the same pods.
-    let found = paths(text).map(owners).find(|owners| !owners.is_empty());
+    let found = cgroup_paths(text).map(owners_in_path).find(|owners| !owners.is_empty());
     found.unwrap_or_default().into_iter().map(|owner| owner.pod).collect()
 }
 
 /// Returns the cgroup path of each hierarchy in `/proc/PID/cgroup`.
-fn paths(text: &str) -> impl Iterator<Item = &str> {
+fn cgroup_paths(text: &str) -> impl Iterator<Item = &str> {
     // `hierarchy:controllers:path`, in version 2 `0::path`. A path may contain colons.
     text.lines().filter_map(|line| line.splitn(3, ':').nth(2))
 }
 
 /// Returns the pods in a path, outermost first, each with the container that follows it.
-fn owners(path: &str) -> Vec<Owner> {
+fn owners_in_path(path: &str) -> Vec<ProcessOwner> {
     // The kernel appends this suffix to the path of a removed cgroup that still has processes.
     let path = path.strip_suffix(" (deleted)").unwrap_or(path);
     let mut components = path.split('/').filter(|component| !component.is_empty()).peekable();
@@ -61,7 +61,7 @@ fn owners(path: &str) -> Vec<Owner> {
         let plain = component.strip_prefix("pod").filter(|_| below_kubepods || outside);
         if let Some(pod) = plain.or_else(|| pod_in_slice_name(component)).and_then(parse_pod_uid) {
             let inside = parts.next_back().or_else(|| components.peek().copied());
-            found.push(Owner { pod, container: inside.and_then(parse_container_id) });
+            found.push(ProcessOwner { pod, container: inside.and_then(parse_container_id) });
         }
         below_kubepods |= component == "kubepods";
         outside &= matches!(component, ".." | "burstable" | "besteffort");
@@ -109,8 +109,8 @@ mod tests {
     const CONTAINER_ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
     #[expect(clippy::unnecessary_wraps, reason = "compared with the result of `parse_owner`")]
-    fn owner_with_container(container: Option<&str>) -> Option<Owner> {
-        Some(Owner { pod: POD_UID.into(), container: container.map(str::to_owned) })
+    fn owner_with_container(container: Option<&str>) -> Option<ProcessOwner> {
+        Some(ProcessOwner { pod: POD_UID.into(), container: container.map(str::to_owned) })
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::mps::HostView;
 
 /// Maximum number of hashes of desired files that are kept. The MPS host is never this many files
 /// behind the agent.
-const MAX_HASHES: usize = 64;
+const MAX_REMEMBERED_HASHES: usize = 64;
 
 /// Tracks which desired files the MPS host has applied.
 #[derive(Debug, Default)]
@@ -38,7 +38,7 @@ impl DesiredFileTracker {
             self.removed.extend(gone.map(|device| (device.clone(), self.sequence)));
             self.removed.retain(|device, sequence| *sequence > self.applied && !desired.daemons.contains_key(device));
             self.hashes.push_back((self.sequence, desired.hash()));
-            if self.hashes.len() > MAX_HASHES {
+            if self.hashes.len() > MAX_REMEMBERED_HASHES {
                 self.hashes.pop_front();
             }
             self.last = desired.clone();

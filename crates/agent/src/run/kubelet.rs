@@ -19,7 +19,7 @@ pub(super) const LIST_DELAY: Duration = Duration::from_millis(300);
 /// doubles with each attempt.
 const CHECKPOINT_DELAY: Duration = Duration::from_millis(20);
 /// Deadline for the PodResources list.
-const LIST_DEADLINE: Duration = Duration::from_secs(5);
+const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Device, inode and time of the kubelet's socket. Each start of the kubelet creates another
 /// socket.
@@ -61,14 +61,14 @@ pub(super) struct ListSchedule {
 }
 
 /// Requests the PodResources list, forever.
-pub(super) async fn list(
+pub(super) async fn list_allocations(
     args: Arc<AgentArgs>,
     inputs: mpsc::Sender<Input>,
     mut listing: watch::Receiver<ListSchedule>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
     let socket = args.pod_resources_socket.as_path();
-    let pods = PodResources::new(socket, LIST_DEADLINE)?;
+    let pods = PodResources::new(socket, LIST_TIMEOUT)?;
     let mut checkpoint = KubeletCheckpoint::in_directory(&args.device_plugin_dir);
     let mut kubelet = SocketTracker::default();
     let (mut resent, mut checkpoint_delay) = (0, CHECKPOINT_DELAY);

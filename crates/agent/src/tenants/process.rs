@@ -3,11 +3,11 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-use crate::cgroup::{self, Owner};
+use crate::cgroup::{self, ProcessOwner};
 
 /// Maximum bytes read of a file. `/proc/PID/cgroup` has one line per hierarchy, each with a path of
 /// at most 4 KiB.
-const MAX_BYTES: u64 = 64 << 10;
+const MAX_PROC_FILE_BYTES: u64 = 64 << 10;
 
 /// State of a process, from `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub struct Process {
     /// Pid of the parent process.
     pub parent: u32,
     /// The pod and container of the process; `None` if the process is in no pod.
-    pub owner: Option<Owner>,
+    pub owner: Option<ProcessOwner>,
 }
 
 /// Reads a process. Returns `None` if the process has ended, or if its pid was reused during the
@@ -31,7 +31,7 @@ pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
     let read = |name: &str| match File::open(directory.join(name)) {
         Ok(file) => {
             let mut bytes = Vec::new();
-            match file.take(MAX_BYTES).read_to_end(&mut bytes) {
+            match file.take(MAX_PROC_FILE_BYTES).read_to_end(&mut bytes) {
                 Ok(_) => Ok(Some(bytes)),
                 // The process ended after the file was opened.
                 Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => Ok(None),

@@ -23,7 +23,7 @@ impl Process {
     /// has ended.
     pub(crate) fn read(pid: u32) -> Option<Self> {
         let directory = proc_directory(pid);
-        let status = Status::parse(&read(&directory.join("status"))?)?;
+        let status = Status::parse(&read_lossily(&directory.join("status"))?)?;
         let survives_sigterm = status.handles || status.blocks && all_threads_block_sigterm(&directory);
         let stopped = status.state == State::Stopped;
         (status.state != State::Ended).then_some(Self { survives_sigterm, stopped })
@@ -36,9 +36,9 @@ impl Process {
 /// processes belong to that pod.
 pub(crate) fn pods_of(pid: u32) -> Vec<String> {
     static OWN: LazyLock<Vec<String>> = LazyLock::new(|| {
-        cgroup::parse_pod_uids(&read(&proc_directory(std::process::id()).join("cgroup")).unwrap_or_default())
+        cgroup::parse_pod_uids(&read_lossily(&proc_directory(std::process::id()).join("cgroup")).unwrap_or_default())
     });
-    let mut pods = cgroup::parse_pod_uids(&read(&proc_directory(pid).join("cgroup")).unwrap_or_default());
+    let mut pods = cgroup::parse_pod_uids(&read_lossily(&proc_directory(pid).join("cgroup")).unwrap_or_default());
     pods.retain(|uid| !OWN.contains(uid));
     pods
 }
@@ -49,7 +49,7 @@ fn proc_directory(pid: u32) -> PathBuf {
 }
 
 /// Reads a file as text, lossily: a program may set its name to any bytes.
-fn read(path: &Path) -> Option<String> {
+fn read_lossily(path: &Path) -> Option<String> {
     fs::read(path).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -58,7 +58,7 @@ fn read(path: &Path) -> Option<String> {
 fn all_threads_block_sigterm(directory: &Path) -> bool {
     let Ok(threads) = fs::read_dir(directory.join("task")) else { return false };
     // Ignore a thread that has ended since the directory was read.
-    let status = |path: &Path| read(&path.join("status")).and_then(|text| Status::parse(&text));
+    let status = |path: &Path| read_lossily(&path.join("status")).and_then(|text| Status::parse(&text));
     threads.flatten().filter_map(|thread| status(&thread.path())).all(|status| status.blocks)
 }
 

@@ -16,7 +16,7 @@ use cleave_kubelet::fake::{FakeKubelet, FakeKubeletState, FakePodResources};
 use serde_json::Value;
 
 /// Timeout of each wait, long enough for a busy machine.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 pub(crate) const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
 pub(crate) const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
@@ -258,7 +258,7 @@ impl Machine {
     }
 
     /// Reads the desired file, which the agent writes for the MPS host.
-    pub(crate) fn desired(&self) -> Option<wire::Desired> {
+    pub(crate) fn read_desired_file(&self) -> Option<wire::Desired> {
         serde_json::from_slice(&fs::read(self.path("run/mps/desired.json")).ok()?).ok()
     }
 
@@ -280,7 +280,7 @@ impl Machine {
         what: &str,
         condition: impl Fn(&FakeKubeletState) -> bool,
     ) -> FakeKubeletState {
-        match self.kubelet.wait_for(DEADLINE, condition).await {
+        match self.kubelet.wait_for(TEST_TIMEOUT, condition).await {
             Some(seen) => seen,
             None => self.panic_with_logs(what),
         }
@@ -296,7 +296,7 @@ impl Machine {
 
     /// Waits for a condition. If it is never met, the panic message contains `what`.
     pub(crate) async fn wait_until<T>(&self, what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
-        let end = Instant::now() + DEADLINE;
+        let end = Instant::now() + TEST_TIMEOUT;
         while Instant::now() < end {
             if let Some(value) = condition() {
                 return value;

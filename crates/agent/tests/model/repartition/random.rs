@@ -1,12 +1,12 @@
 //! Tests repartitioning with random sequences of events.
 use std::time::Duration;
 
-use cleave_agent::gpu::mig::{Change, MigOrder};
+use cleave_agent::gpu::mig::{MigChange, MigOrder};
 use proptest::prelude::*;
 
 use super::WHOLE_GPU_RESOURCE;
 use super::simulated_gpu::GPU_UUID;
-use super::test_node::{GRACE, TestNode};
+use super::test_node::{ALLOCATION_GRACE, TestNode};
 use crate::fixtures::{mig_spec, mps_spec};
 
 #[derive(Debug, Clone)]
@@ -121,9 +121,9 @@ impl TestNode {
                 if let (true, Some(MigOrder { change, .. })) = (*in_change, self.orders.pop()) {
                     let mut gpu = self.gpu.lock();
                     match change {
-                        Change::Create { profile, start } => drop(gpu.create_gpu_instance(&profile, start)),
-                        Change::Destroy(instance) => drop(gpu.destroy_compute_instance(instance.gpu_instance)),
-                        Change::Mode(_) => {}
+                        MigChange::Create { profile, start } => drop(gpu.create_gpu_instance(&profile, start)),
+                        MigChange::Destroy(instance) => drop(gpu.destroy_compute_instance(instance.gpu_instance)),
+                        MigChange::Mode(_) => {}
                     }
                 }
                 self.orders.clear();
@@ -172,7 +172,7 @@ proptest! {
         // Running pods keep their allocations.
         node.run();
         node.allocated.clear();
-        node.now += GRACE;
+        node.now += ALLOCATION_GRACE;
         node.run_until_applied();
         let expected: Vec<_> = wanted.iter().map(|&(profile, start, _)| (profile, start)).collect();
         prop_assert!(node.has_instances(&expected), "{:?} {:?}", node.step_results(), node.gpu.lock().instances());
