@@ -35,7 +35,7 @@ pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<Str
         let mut of_gpu = control.clone();
         of_gpu.extend(there(&own).then_some(own));
         for instance in gpu.mig.iter().flat_map(|mig| &mig.instances).filter(|instance| !instance.uuid.is_empty()) {
-            let caps = capabilities(gpu, instance, host_root).map(Capability::device_path);
+            let caps = instance_capabilities(gpu, instance, host_root).map(CapabilityDevice::device_path);
             let mut of_instance = of_gpu.clone();
             of_instance.extend(caps.filter(|path| there(path)));
             nodes.insert(instance.uuid.clone(), of_instance);
@@ -47,12 +47,12 @@ pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<Str
 
 /// A device of the kernel driver that gives access to a GPU instance or compute instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Capability {
+struct CapabilityDevice {
     minor: u32,
     mode: u32,
 }
 
-impl Capability {
+impl CapabilityDevice {
     /// Parses a capability's `access` file in the driver's `/proc` directory.
     fn parse(text: &str) -> Option<Self> {
         let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name))?.trim().parse().ok();
@@ -67,15 +67,15 @@ impl Capability {
 
 /// Returns the capabilities of a MIG instance: one for its GPU instance and one for its compute
 /// instance.
-fn capabilities<'a>(
+fn instance_capabilities<'a>(
     gpu: &Gpu,
     instance: &MigInstance,
     host_root: &'a Path,
-) -> impl Iterator<Item = Capability> + use<'a> {
+) -> impl Iterator<Item = CapabilityDevice> + use<'a> {
     let directory = format!("proc/driver/nvidia/capabilities/gpu{}/mig/gi{}", gpu.minor, instance.gpu_instance);
     let compute = instance.compute_instance.unwrap_or_default();
     let accesses = [format!("{directory}/access"), format!("{directory}/ci{compute}/access")];
-    accesses.into_iter().filter_map(|file| Capability::parse(&fs::read_to_string(host_root.join(file)).ok()?))
+    accesses.into_iter().filter_map(|file| CapabilityDevice::parse(&fs::read_to_string(host_root.join(file)).ok()?))
 }
 
 /// Creates missing device nodes of MIG instances. The driver does not create these nodes, and
@@ -84,7 +84,7 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
     let instances =
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));
     for (gpu, instance) in instances.filter(|(_, instance)| !instance.uuid.is_empty()) {
-        for capability in capabilities(gpu, instance, host_root) {
+        for capability in instance_capabilities(gpu, instance, host_root) {
             let path = host_root.join(capability.device_path().trim_start_matches('/'));
             if path.exists() {
                 continue;

@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     const POD_UID: &str = "6f1d2c3b-4a59-4e68-8f77-0123456789ab";
-    const SYSTEMD_UID: &str = "6f1d2c3b_4a59_4e68_8f77_0123456789ab";
+    const POD_UID_IN_SYSTEMD_FORM: &str = "6f1d2c3b_4a59_4e68_8f77_0123456789ab";
     const OTHER_POD_UID: &str = "00000000-1111-4222-8333-444444444444";
     const CONTAINER_ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
@@ -120,29 +120,29 @@ mod tests {
             format!("/kubepods/burstable/pod{POD_UID}/{CONTAINER_ID}"),
             format!("/kubepods/pod{POD_UID}/{CONTAINER_ID}"),
             format!(
-                "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope"
+                "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-{CONTAINER_ID}.scope"
             ),
             format!(
-                "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{SYSTEMD_UID}.slice/crio-{CONTAINER_ID}.scope"
+                "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-{CONTAINER_ID}.scope"
             ),
-            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/docker-{CONTAINER_ID}.scope"),
+            format!("/kubepods.slice/kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/docker-{CONTAINER_ID}.scope"),
             // CRI-O with cgroupfs, and with a cgroup that the container created.
             format!("/kubepods/burstable/pod{POD_UID}/crio-{CONTAINER_ID}"),
-            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-{CONTAINER_ID}.scope/container"),
+            format!("/kubepods.slice/kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-{CONTAINER_ID}.scope/container"),
             // containerd with cgroupfs under a kubelet with systemd.
             format!(
-                "/system.slice/containerd.service/kubepods-burstable-pod{SYSTEMD_UID}.slice:cri-containerd:{CONTAINER_ID}"
+                "/system.slice/containerd.service/kubepods-burstable-pod{POD_UID_IN_SYSTEMD_FORM}.slice:cri-containerd:{CONTAINER_ID}"
             ),
             // The kubelet runs in a container.
             format!("/kubelet/kubepods/burstable/pod{POD_UID}/{CONTAINER_ID}"),
             format!("/docker/{CONTAINER_ID}/kubelet/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}"),
             format!(
-                "/system.slice/docker-{CONTAINER_ID}.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope"
+                "/system.slice/docker-{CONTAINER_ID}.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-{CONTAINER_ID}.scope"
             ),
             format!("/cleave-e2e/node1/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}"),
             // Seen from another cgroup namespace.
             format!(
-                "/../../../kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope"
+                "/../../../kubepods-burstable.slice/kubepods-burstable-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-{CONTAINER_ID}.scope"
             ),
             format!("/../../pod{POD_UID}/{CONTAINER_ID}"),
             format!("/../../../besteffort/../pod{POD_UID}/{CONTAINER_ID}").replace("/besteffort/..", ""),
@@ -163,7 +163,7 @@ mod tests {
         for path in [
             format!("/kubepods/pod{POD_UID}"),
             format!("/kubepods/pod{POD_UID}/system.slice/x"),
-            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-conmon-{CONTAINER_ID}.scope"),
+            format!("/kubepods.slice/kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-conmon-{CONTAINER_ID}.scope"),
             format!("/kubepods/pod{POD_UID}/../{CONTAINER_ID}x"),
         ] {
             assert_eq!(parse_owner(&format!("0::{path}")), owner_with_container(None), "{path}");
@@ -194,7 +194,9 @@ mod tests {
         let lie = format!("kubepods/pod{OTHER_POD_UID}/{}", "f".repeat(64));
         for path in [
             format!("/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}/{lie}"),
-            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope/{lie}"),
+            format!(
+                "/kubepods.slice/kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-{CONTAINER_ID}.scope/{lie}"
+            ),
             format!(
                 "/kubepods/pod{POD_UID}/{CONTAINER_ID}/kubepods-burstable-pod{}.slice:cri-containerd:{}",
                 OTHER_POD_UID.replace('-', "_"),
@@ -220,10 +222,10 @@ mod tests {
             format!("0::/kubepods/pod{POD_UID}"),
             format!("0::/../../besteffort/pod{POD_UID}/3f0c"),
             format!(
-                "0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-3f.scope"
+                "0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-3f.scope"
             ),
             format!(
-                "0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{SYSTEMD_UID}.slice/crio-3f.scope/container"
+                "0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-3f.scope/container"
             ),
             format!("12:hugetlb:/\n5:cpu,cpuacct:/kubepods/burstable/pod{POD_UID}/3f0c\n0::/"),
             // A cgroup that a tenant creates below its own is not a pod.

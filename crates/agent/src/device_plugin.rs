@@ -217,7 +217,7 @@ mod tests {
         [share_ids("A"), share_ids("B")].concat()
     }
 
-    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> PreferredRequest<'a> {
+    fn preferred_request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> PreferredRequest<'a> {
         PreferredRequest { available, must_include, size }
     }
 

@@ -337,7 +337,7 @@ impl Registration for RegistrationService {
             number = seen.registrations.len();
             seen.registrations.push(ReceivedRegistration { at, request: request.clone(), accepted: None });
         });
-        let result = self.0.connect(request).await;
+        let result = self.0.connect_to_plugin(request).await;
         self.0.seen.send_modify(|seen| seen.registrations[number].accepted = Some(result.is_ok()));
         result.map(|()| Response::new(wire::Empty {}))
     }
@@ -345,7 +345,7 @@ impl Registration for RegistrationService {
 
 impl SharedState {
     /// Connects to a plugin that registers.
-    async fn connect(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
+    async fn connect_to_plugin(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
         let (refuse, hang) = {
             let mut faults = lock(&self.faults);
             let refuse = faults.refuse > 0;
@@ -398,7 +398,8 @@ impl SharedState {
         };
         if !no_stream {
             let mut clients = lock(&self.clients);
-            let stream = clients.streams.spawn(Arc::clone(self).receive(request.resource_name.clone(), client));
+            let stream =
+                clients.streams.spawn(Arc::clone(self).receive_device_lists(request.resource_name.clone(), client));
             if let Some(current) = clients.by_name.get_mut(&request.resource_name).filter(|c| c.number == number) {
                 current.stream = Some(stream);
             }
@@ -407,7 +408,7 @@ impl SharedState {
     }
 
     /// Records the plugin's device lists until the stream ends.
-    async fn receive(self: Arc<Self>, resource: String, mut client: DevicePluginClient<Channel>) {
+    async fn receive_device_lists(self: Arc<Self>, resource: String, mut client: DevicePluginClient<Channel>) {
         if let Ok(stream) = client.list_and_watch(wire::Empty {}).await {
             let mut stream = stream.into_inner();
             while let Ok(Some(list)) = stream.message().await {

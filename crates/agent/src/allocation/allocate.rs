@@ -198,7 +198,7 @@ mod tests {
         numbers.into_iter().map(|number| slice_id(device, number)).collect()
     }
 
-    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> ChoiceRequest<'a> {
+    fn choice_request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> ChoiceRequest<'a> {
         ChoiceRequest { available, must_include, size }
     }
 

@@ -114,7 +114,7 @@ struct UnmatchedAllocation {
 
 /// State of the watch that reports pods.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-enum PodWatch {
+enum PodWatchState {
     /// No watch exists, so no request waits for a pod.
     #[default]
     Disabled,
@@ -129,7 +129,7 @@ enum PodWatch {
 /// Known containers for which the kubelet has not called `Allocate` yet.
 #[derive(Debug, Clone, Default)]
 pub struct PendingAllocations {
-    watch: PodWatch,
+    watch: PodWatchState,
     pods: BTreeMap<String, PendingPod>,
     pods_seen: u64,
     unmatched: Vec<UnmatchedAllocation>,
@@ -141,23 +141,23 @@ type RequestKey = (String, usize);
 impl PendingAllocations {
     /// Creates an empty set of containers. A watch on the API server adds pods to the set.
     pub fn with_watch() -> Self {
-        Self { watch: PodWatch::Working, ..Self::default() }
+        Self { watch: PodWatchState::Working, ..Self::default() }
     }
 
     /// Records whether the watch on the API server works.
     pub fn set_watch_working(&mut self, working: bool) {
         self.watch = match (self.watch, working) {
-            (PodWatch::Disabled, _) => PodWatch::Disabled,
-            (_, true) => PodWatch::Working,
-            (PodWatch::Unreliable, false) => PodWatch::Unreliable,
-            (_, false) => PodWatch::Failing,
+            (PodWatchState::Disabled, _) => PodWatchState::Disabled,
+            (_, true) => PodWatchState::Working,
+            (PodWatchState::Unreliable, false) => PodWatchState::Unreliable,
+            (_, false) => PodWatchState::Failing,
         };
     }
 
     /// Records that a request timed out because the API server did not report its pod.
     pub fn record_wait_timeout(&mut self) {
-        if self.watch == PodWatch::Failing {
-            self.watch = PodWatch::Unreliable;
+        if self.watch == PodWatchState::Failing {
+            self.watch = PodWatchState::Unreliable;
         }
     }
 
@@ -166,7 +166,7 @@ impl PendingAllocations {
     pub fn expects_request(&self, resource: &str, units: u32) -> bool {
         let wanted =
             |request: &PendingRequest| request.matches(resource, units) && request.state == RequestState::Pending;
-        matches!(self.watch, PodWatch::Disabled | PodWatch::Unreliable)
+        matches!(self.watch, PodWatchState::Disabled | PodWatchState::Unreliable)
             || self.pods.values().flat_map(|pod| &pod.requests).any(wanted)
     }
 
@@ -233,7 +233,7 @@ impl PendingAllocations {
 
     /// Records that `Allocate` returned this many slices of a device.
     pub fn record_allocate_answer(&mut self, resource: &str, units: u32, device: &str, now: Instant) {
-        if self.watch == PodWatch::Disabled {
+        if self.watch == PodWatchState::Disabled {
             return;
         }
         let fit = |pod: &PendingPod, request: &PendingRequest| {

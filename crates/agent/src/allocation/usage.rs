@@ -147,7 +147,7 @@ impl SliceUsage {
 
     /// Returns the slices of these devices that are in use, as resource, id and users. The id can
     /// be the device's UUID alone, because other device plugins use UUIDs as ids.
-    pub fn of<'a>(
+    pub fn slices_of_devices<'a>(
         &'a self,
         devices: &'a BTreeSet<&str>,
     ) -> impl Iterator<Item = (&'a str, &'a str, &'a BTreeSet<String>)> {
@@ -322,8 +322,10 @@ pub(crate) mod tests {
         allocations.insert(allocation(&["GPU-a::0"]), Instant::now());
         allocations.insert(allocation(&["GPU-a::1"]), Instant::now());
         let usage = SliceUsage::new(&[container_devices("p", &["GPU-a::1", "GPU-b::0"])], &allocations);
-        let found: Vec<_> =
-            usage.of(&BTreeSet::from(["GPU-a"])).map(|(_, id, users)| (id.to_owned(), users.clone())).collect();
+        let found: Vec<_> = usage
+            .slices_of_devices(&BTreeSet::from(["GPU-a"]))
+            .map(|(_, id, users)| (id.to_owned(), users.clone()))
+            .collect();
         let set = |user: &str| BTreeSet::from([user.to_owned()]);
         assert_eq!(found, [("GPU-a::0".to_owned(), set(UNLISTED_USER)), ("GPU-a::1".to_owned(), set("ns/p"))]);
     }

@@ -23,7 +23,7 @@ use crate::gpu::xid::FaultClass;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Hardware {
     /// State of the driver.
-    pub driver: Driver,
+    pub driver: DriverState,
     /// GPUs by UUID, including those that NVML no longer lists.
     pub gpus: BTreeMap<String, KnownGpu>,
     /// Errors of GPUs that NVML lists but that have never reported their UUID, by index.
@@ -32,7 +32,7 @@ pub struct Hardware {
 
 /// State of the driver.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Driver {
+pub enum DriverState {
     /// NVML has not answered yet.
     #[default]
     Unknown,
@@ -42,7 +42,7 @@ pub enum Driver {
     Present(String),
 }
 
-impl Driver {
+impl DriverState {
     /// Returns the driver's version, if the driver answers.
     pub fn version(&self) -> Option<&str> {
         match self {
@@ -92,7 +92,7 @@ pub struct HardwareTracker {
     clock: Clock,
     /// Quiet period of a suspect GPU.
     quiet: Duration,
-    driver: Driver,
+    driver: DriverState,
     /// Why the driver does not answer; `None` if it does. Without the driver, no GPU can be
     /// queried.
     driver_error: Option<LossCause>,
@@ -169,7 +169,7 @@ impl HardwareTracker {
         Self {
             clock,
             quiet: DEFAULT_QUIET_PERIOD,
-            driver: Driver::Unknown,
+            driver: DriverState::Unknown,
             driver_error: None,
             gpus,
             slots: Vec::new(),
@@ -206,7 +206,7 @@ impl HardwareTracker {
         let since = self.wall_time(requested_at);
         match answer {
             Ok(DriverInfo { driver, count }) => {
-                self.driver = Driver::Present(driver);
+                self.driver = DriverState::Present(driver);
                 self.driver_error = None;
                 if usize::try_from(count) != Ok(self.slots.len()) {
                     self.slots = (0..count).map(|_| GpuSlot::Unknown).collect();
@@ -221,7 +221,7 @@ impl HardwareTracker {
                     }
                 }
                 let since = self.driver_error.take().map_or(since, |error| error.since);
-                self.driver = Driver::Missing(message.clone());
+                self.driver = DriverState::Missing(message.clone());
                 self.driver_error =
                     Some(LossCause { reason: reason::DRIVER_UNAVAILABLE, message, since, for_good: false });
             }
@@ -285,15 +285,15 @@ impl HardwareTracker {
     /// once.
     pub fn is_complete(&self) -> bool {
         match self.driver {
-            Driver::Unknown => false,
-            Driver::Missing(_) => true,
-            Driver::Present(_) => !self.slots.contains(&GpuSlot::Unknown),
+            DriverState::Unknown => false,
+            DriverState::Missing(_) => true,
+            DriverState::Present(_) => !self.slots.contains(&GpuSlot::Unknown),
         }
     }
 
     /// Marks the GPUs without an index as missing, once every index has answered or failed.
     fn mark_missing(&mut self, since: &Time) {
-        if !matches!(self.driver, Driver::Present(_)) || !self.is_complete() {
+        if !matches!(self.driver, DriverState::Present(_)) || !self.is_complete() {
             return;
         }
         let listed: Vec<&String> = self.slots.iter().filter_map(GpuSlot::uuid).collect();
@@ -704,7 +704,7 @@ pub(crate) mod tests {
         assert!(tracker.hardware().gpus["GPU-a"].health.healthy, "the checkpoint counts until NVML answers");
         tracker.observe(Err(NvmlError::NoDriver), now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
-        assert_eq!(tracker.hardware().driver, Driver::Missing("the NVIDIA driver is not loaded".into()));
+        assert_eq!(tracker.hardware().driver, DriverState::Missing("the NVIDIA driver is not loaded".into()));
         tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0)))]), now);
         assert!(tracker.hardware().gpus["GPU-a"].health.healthy);
     }

@@ -226,13 +226,13 @@ pub struct MigProgress {
     done: Vec<StepStatus>,
     /// Number of entries at the end of `done` that no Event has reported yet.
     unreported: usize,
-    attempts: Vec<FailedAttempts>,
+    attempts: Vec<FailedChange>,
     waits: Option<StepStatus>,
 }
 
 /// A change that did not succeed.
 #[derive(Debug)]
-struct FailedAttempts {
+struct FailedChange {
     change: MigChange,
     failures: u32,
     busy_checks: u32,
@@ -377,7 +377,7 @@ impl MigProgress {
         let not_before = pause.and_then(|pause| now.checked_add(pause));
         let warning = is_news.then(|| format!("GPU {gpu}: {change}: {why}"));
         let reason = if matches!(outcome, ChangeOutcome::Busy(_)) { STEP_IN_USE } else { "" };
-        self.attempts.push(FailedAttempts {
+        self.attempts.push(FailedChange {
             change: change.clone(),
             failures,
             busy_checks,

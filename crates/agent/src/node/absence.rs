@@ -54,7 +54,7 @@ impl DaemonAbsences {
     ) {
         let before = std::mem::take(&mut self.since);
         for device in devices.filter(|device| knows(device)) {
-            let away = match (presence(view, device), before.get(device)) {
+            let away = match (daemon_presence(view, device), before.get(device)) {
                 (DaemonPresence::Serves, _) => None,
                 (DaemonPresence::Away, Some(since)) => {
                     let since = since.unwrap_or(now);
@@ -85,7 +85,7 @@ impl DaemonAbsences {
 }
 
 /// Returns whether a device's MPS daemon serves, is briefly unavailable, or fails.
-fn presence(view: &HostView, device: &str) -> DaemonPresence {
+fn daemon_presence(view: &HostView, device: &str) -> DaemonPresence {
     match view.status.daemons.get(device).map(|DaemonStatus { state, .. }| state) {
         Some(DaemonState::Active) if view.alive => DaemonPresence::Serves,
         Some(DaemonState::Active | DaemonState::Starting | DaemonState::Restarting) | None => DaemonPresence::Away,

@@ -25,7 +25,7 @@ pub fn withheld_slices(
         for pool in layouts.get(&gpu.uuid).iter().flat_map(|layout| &layout.pools) {
             let device = BTreeSet::from([pool.device.as_str()]);
             let used: BTreeSet<&str> = usage
-                .of(&device)
+                .slices_of_devices(&device)
                 .filter(|(resource, id, _)| {
                     *resource == pool.resource
                         && parse_slice_id(id).is_some_and(|(device, number)| pool.contains(device, number))

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use cleave_gpu::mps::wire::{DaemonState, Desired};
 
 use super::status::check_daemon;
-use crate::event::{NodeEvent, recovered, warning};
+use crate::event::{NodeEvent, node_recovery, node_warning};
 use crate::mps::HostView;
 
 /// Maximum number of hashes of desired files that are kept. The MPS host is never this many files
@@ -91,8 +91,8 @@ impl ReportedDaemons {
             // A daemon that is Stopping belongs to the previous layout.
             let expected = |state| matches!(state, DaemonState::Starting | DaemonState::Active | DaemonState::Stopping);
             let failing = daemon.is_some_and(|daemon| !expected(daemon.state));
-            let unavailable = |why: &str| warning("MpsUnavailable", format!("shares of {device}: {why}"));
-            let recovery = || recovered(format!("shares of {device}: the MPS daemon serves again with all limits"));
+            let unavailable = |why: &str| node_warning("MpsUnavailable", format!("shares of {device}: {why}"));
+            let recovery = || node_recovery(format!("shares of {device}: the MPS daemon serves again with all limits"));
             let reported = self.0.get(&device).copied().unwrap_or_default();
             let next = match (reported, check_daemon(view, &device)) {
                 (ReportedState::Serving(before), Ok(())) if restarts > before => {

@@ -201,7 +201,7 @@ fn devices_blocked_by_pods(
     for device in devices {
         let one = BTreeSet::from([device]);
         let mut pods: BTreeSet<&str> = BTreeSet::new();
-        for (resource, id, users) in usage.of(&one) {
+        for (resource, id, users) in usage.slices_of_devices(&one) {
             if ends(device) || !is_unchanged(before, after, resource, id) {
                 pods.extend(users.iter().map(String::as_str));
             }
@@ -275,7 +275,7 @@ mod tests {
     use super::*;
     use crate::allocation::usage::Allocations;
     use crate::allocation::usage::tests::{allocation, container_devices};
-    use crate::gpu::hardware::{Driver, KnownGpu};
+    use crate::gpu::hardware::{DriverState, KnownGpu};
     use crate::gpu::layout::tests::{gpu, mps_spec, timeslice_spec};
 
     fn hardware(uuids: &[&str]) -> Hardware {
@@ -293,7 +293,7 @@ mod tests {
             )
         };
         Hardware {
-            driver: Driver::Present("580".into()),
+            driver: DriverState::Present("580".into()),
             gpus: uuids.iter().enumerate().map(known).collect(),
             ..Hardware::default()
         }

@@ -31,7 +31,7 @@ use crate::allocation::usage::{Allocations, RemovalResult};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
 use crate::clock::Clock;
-use crate::event::{NodeEvent, warning};
+use crate::event::{NodeEvent, node_warning};
 use crate::gpu::hardware::HardwareTracker;
 use crate::gpu::layout::Layout;
 use crate::gpu::mig::{MigOrder, MigOrderResult, MigProgress};
@@ -241,7 +241,7 @@ impl Node {
         let after = after.filter(|_| self.changed.get(&uuid) == Some(&at));
         let progress = self.mig_progress.entry(uuid.clone()).or_insert_with(|| MigProgress::new(None));
         self.pending_events.extend(
-            progress.record_outcome(&uuid, &change, &outcome, after, now).map(|note| warning("MigFailed", note)),
+            progress.record_outcome(&uuid, &change, &outcome, after, now).map(|note| node_warning("MigFailed", note)),
         );
     }
 
@@ -274,7 +274,7 @@ impl Node {
                 finding::OUTSIDE_MPS => finding::OUTSIDE_MPS,
                 _ => finding::NO_SHARE,
             };
-            self.pending_events.push(warning(reason, new.message.clone()));
+            self.pending_events.push(node_warning(reason, new.message.clone()));
         }
         self.findings = findings;
     }

@@ -312,7 +312,7 @@ impl Node {
     fn release_adopted_daemons(&mut self, usage: Option<&SliceUsage>) {
         let Some(usage) = usage else { return };
         self.adopted.retain(|device, _| {
-            let used = usage.of(&BTreeSet::from([device.as_str()])).next().is_some();
+            let used = usage.slices_of_devices(&BTreeSet::from([device.as_str()])).next().is_some();
             let wanted = self.layouts.values().any(|layout| layout.daemons.contains_key(device));
             used && !wanted
         });

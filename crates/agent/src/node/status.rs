@@ -16,7 +16,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 use crate::allocation::usage::{Allocations, SliceUsage};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
-use crate::gpu::hardware::{Driver, Hardware, KnownGpu};
+use crate::gpu::hardware::{DriverState, Hardware, KnownGpu};
 use crate::gpu::layout::{Layout, parse_slice_id};
 use crate::mps::HostView;
 use crate::node::absence::DaemonAbsences;
@@ -207,7 +207,7 @@ fn slice_status(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::P
     // While usage is unknown, all slices count as used, because the operator releases pods for free
     // slices.
     let in_use = input.usage.map_or(pool.count as usize, |usage| {
-        usage.of(&device).filter(|(resource, id, _)| *resource == pool.resource && of_pool(id)).count()
+        usage.slices_of_devices(&device).filter(|(resource, id, _)| *resource == pool.resource && of_pool(id)).count()
     });
     let unhealthy = input
         .lists
@@ -339,15 +339,15 @@ fn condition_content(status: bool, reason: &'static str, message: impl Into<Stri
 /// Returns the condition `Ready`.
 fn ready_condition(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> ConditionContent {
     match &input.hardware.driver {
-        Driver::Unknown => return condition_content(false, reason::STARTING, "NVML has not answered yet"),
-        Driver::Missing(why) => return condition_content(false, reason::NO_DRIVER, why.clone()),
-        Driver::Present(_) if gpus.is_empty() && !input.inventoried => {
+        DriverState::Unknown => return condition_content(false, reason::STARTING, "NVML has not answered yet"),
+        DriverState::Missing(why) => return condition_content(false, reason::NO_DRIVER, why.clone()),
+        DriverState::Present(_) if gpus.is_empty() && !input.inventoried => {
             return condition_content(false, reason::STARTING, "NVML has not answered for any GPU yet");
         }
-        Driver::Present(version) if gpus.is_empty() && input.hardware.unnamed.is_empty() => {
+        DriverState::Present(version) if gpus.is_empty() && input.hardware.unnamed.is_empty() => {
             return condition_content(false, reason::NO_GPU, format!("driver {version} finds no GPU"));
         }
-        Driver::Present(_) => {}
+        DriverState::Present(_) => {}
     }
     let problem = |is: fn(&Health) -> bool| {
         let messages: Vec<String> = gpus
@@ -482,7 +482,7 @@ pub fn is_minor_change(reported: &GpuNodeStatus, new: &GpuNodeStatus) -> bool {
 mod tests {
     use super::*;
 
-    fn status(pods: &[&str], change: impl FnOnce(&mut GpuStatus)) -> GpuNodeStatus {
+    fn node_status_with(pods: &[&str], change: impl FnOnce(&mut GpuStatus)) -> GpuNodeStatus {
         let row = |pod: &&str| AllocationStatus { pod: (*pod).to_owned(), ..AllocationStatus::default() };
         let slices = vec![SliceStatus { total: 10, in_use: saturate_u32(pods.len()), ..SliceStatus::default() }];
         let mut gpu = GpuStatus { allocations: pods.iter().map(row).collect(), slices, ..GpuStatus::default() };
@@ -493,18 +493,22 @@ mod tests {
 
     #[test]
     fn only_changes_that_are_not_urgent_are_minor() {
-        let before = status(&["a", "b"], |_| {});
+        let before = node_status_with(&["a", "b"], |_| {});
         for (minor, what, after) in [
-            (true, "one more allocation", status(&["a", "b", "c"], |_| {})),
-            (true, "another number of clients", status(&["a", "b"], |gpu| gpu.allocations[0].clients = 1)),
-            (false, "one allocation less", status(&["a"], |_| {})),
-            (false, "another allocation", status(&["a", "c"], |_| {})),
-            (false, "fewer slices in use", status(&["a", "b"], |gpu| gpu.slices[0].in_use = 1)),
-            (false, "another device", status(&["a", "b"], |gpu| gpu.allocations[0].device = "GPU-1".into())),
-            (false, "an unhealthy share", status(&["a", "b", "c"], |gpu| gpu.slices[0].unhealthy = 1)),
-            (false, "health", status(&["a", "b", "c"], |gpu| gpu.health.reason = "XidError".into())),
+            (true, "one more allocation", node_status_with(&["a", "b", "c"], |_| {})),
+            (true, "another number of clients", node_status_with(&["a", "b"], |gpu| gpu.allocations[0].clients = 1)),
+            (false, "one allocation less", node_status_with(&["a"], |_| {})),
+            (false, "another allocation", node_status_with(&["a", "c"], |_| {})),
+            (false, "fewer slices in use", node_status_with(&["a", "b"], |gpu| gpu.slices[0].in_use = 1)),
+            (false, "another device", node_status_with(&["a", "b"], |gpu| gpu.allocations[0].device = "GPU-1".into())),
+            (false, "an unhealthy share", node_status_with(&["a", "b", "c"], |gpu| gpu.slices[0].unhealthy = 1)),
+            (false, "health", node_status_with(&["a", "b", "c"], |gpu| gpu.health.reason = "XidError".into())),
             (false, "one GPU less", GpuNodeStatus { summary: before.summary.clone(), ..GpuNodeStatus::default() }),
-            (false, "another plan", GpuNodeStatus { plan_id: "p".into(), ..status(&["a", "b", "c"], |_| {}) }),
+            (
+                false,
+                "another plan",
+                GpuNodeStatus { plan_id: "p".into(), ..node_status_with(&["a", "b", "c"], |_| {}) },
+            ),
         ] {
             assert_eq!(is_minor_change(&before, &after), minor, "{what}");
         }

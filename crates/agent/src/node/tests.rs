@@ -23,7 +23,7 @@ fn inventory() -> Result<Inventory, NvmlError> {
 }
 
 /// Returns a node without hardware, and its table.
-fn node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Instant) -> (Node, AllocationTable) {
+fn start_node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Instant) -> (Node, AllocationTable) {
     let (node, allocations) = Node::start("boot".into(), ALLOCATION_GRACE, checkpoint, last, start);
     (node, AllocationTable { allocations, ..AllocationTable::default() })
 }
@@ -54,7 +54,7 @@ fn event_reasons(actions: &Actions) -> Vec<&'static str> {
 
 /// Returns a node that serves ten shares.
 fn serving_node(start: Instant) -> (Node, AllocationTable, Desired) {
-    let (mut node, mut table) = node(None, None, start);
+    let (mut node, mut table) = start_node(None, None, start);
     node.record_inventory(inventory(), start);
     node.record_gpu_node(spec_object(10));
     let desired = node.reconcile(&mut table, start).desired;
@@ -154,7 +154,7 @@ fn failures_make_shares_unhealthy_at_once() {
 fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     let start = Instant::now();
     for state in [DaemonState::Starting, DaemonState::Restarting] {
-        let (mut node, mut table) = node(None, None, start);
+        let (mut node, mut table) = start_node(None, None, start);
         node.record_inventory(inventory(), start);
         node.record_gpu_node(spec_object(10));
         let desired = node.reconcile(&mut table, start).desired;
@@ -164,7 +164,7 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
 
     let (mut first, mut table, desired) = serving_node(start);
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
-    let (mut next, mut table) = node(Some(checkpoint), None, start);
+    let (mut next, mut table) = start_node(Some(checkpoint), None, start);
     next.record_mps_view(host_view(DaemonState::Restarting, 0, &desired));
     assert_eq!(count_healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
@@ -252,7 +252,7 @@ fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
 #[test]
 fn a_failed_start_causes_an_event_and_a_normal_start_does_not() {
     let start = Instant::now();
-    let (mut node, mut table) = node(None, None, start);
+    let (mut node, mut table) = start_node(None, None, start);
     node.record_inventory(inventory(), start);
     node.record_gpu_node(spec_object(10));
     let desired = node.reconcile(&mut table, start).desired;
@@ -273,7 +273,7 @@ fn a_new_agent_reports_no_slice_as_free_that_may_be_in_use() {
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
     for (checkpoint, pending) in [(Some(checkpoint), 1), (None, 10)] {
-        let (mut next, mut table) = node(checkpoint, None, start);
+        let (mut next, mut table) = start_node(checkpoint, None, start);
         next.record_inventory(inventory(), start);
         next.record_gpu_node(spec_object(10));
         let in_use = |actions: Actions| actions.status.gpus[0].slices[0].in_use;
@@ -390,7 +390,7 @@ fn slices_of_the_checkpoint_are_served_before_other_inputs_answer() {
     let (mut first, mut table, desired) = serving_node(start);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let left = first.reconcile(&mut table, start).checkpoint;
-    let (mut second, mut table) = node(Some(left.clone()), None, start);
+    let (mut second, mut table) = start_node(Some(left.clone()), None, start);
     second.record_mps_view(host_view(DaemonState::Active, 0, &desired));
     let actions = second.reconcile(&mut table, start);
     assert_eq!(count_healthy(&actions), 10);
@@ -407,7 +407,7 @@ fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
     table.allocations.insert(Allocation { mps: Some(limits), ..allocation(&["GPU-a::0", "GPU-a::1"]) }, start);
     let desired = first.reconcile(&mut table, start).desired;
 
-    let (mut second, mut table) = node(None, Some(desired.clone()), start);
+    let (mut second, mut table) = start_node(None, Some(desired.clone()), start);
     assert_eq!(second.reconcile(&mut table, start).desired, desired, "before any input");
     second.record_inventory(inventory(), start);
     second.record_gpu_node(GpuNodeState::Present(9, GpuNodeSpec { plan_id: "other".into(), ..GpuNodeSpec::default() }));
@@ -430,7 +430,7 @@ fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
 #[test]
 fn an_unplanned_spec_counts_as_no_spec_and_a_malformed_one_keeps_the_last_spec() {
     let start = Instant::now();
-    let (mut node, mut table) = node(None, None, start);
+    let (mut node, mut table) = start_node(None, None, start);
     node.record_inventory(inventory(), start);
     node.record_gpu_node(GpuNodeState::Present(1, GpuNodeSpec::default()));
     let actions = node.reconcile(&mut table, start);

@@ -14,10 +14,10 @@ use crate::gpu::hardware::error_chain;
 use crate::metrics::Metrics;
 
 /// Usual delay between an allocation and the kubelet listing its pod.
-pub(super) const LIST_DELAY: Duration = Duration::from_millis(300);
+pub(super) const USUAL_LIST_DELAY: Duration = Duration::from_millis(300);
 /// Usual delay between a resent device list and the kubelet writing its checkpoint. The delay
 /// doubles with each attempt.
-const CHECKPOINT_DELAY: Duration = Duration::from_millis(20);
+const USUAL_CHECKPOINT_DELAY: Duration = Duration::from_millis(20);
 /// Deadline for the PodResources list.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -71,7 +71,7 @@ pub(super) async fn list_allocations(
     let pods = PodResources::new(socket, LIST_TIMEOUT)?;
     let mut checkpoint = KubeletCheckpoint::in_directory(&args.device_plugin_dir);
     let mut kubelet = SocketTracker::default();
-    let (mut resent, mut checkpoint_delay) = (0, CHECKPOINT_DELAY);
+    let (mut resent, mut checkpoint_delay) = (0, USUAL_CHECKPOINT_DELAY);
     loop {
         let requested_at = Instant::now();
         kubelet.has_restarted(socket_id(socket));
@@ -106,9 +106,9 @@ pub(super) async fn list_allocations(
         }
         let before = std::mem::replace(&mut resent, listing.borrow().resent);
         if resent == before {
-            checkpoint_delay = CHECKPOINT_DELAY;
+            checkpoint_delay = USUAL_CHECKPOINT_DELAY;
             if allocated {
-                tokio::time::sleep(LIST_DELAY).await;
+                tokio::time::sleep(USUAL_LIST_DELAY).await;
             }
         } else {
             tokio::time::sleep(checkpoint_delay).await;

@@ -76,7 +76,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (status, statuses) = watch::channel(None);
     let (events, to_publish) = mpsc::channel(64);
     let termination_events = events.clone();
-    let (listing, listings) = watch::channel(ListSchedule { interval: kubelet::LIST_DELAY, allocated: 0, resent: 0 });
+    let (listing, listings) =
+        watch::channel(ListSchedule { interval: kubelet::USUAL_LIST_DELAY, allocated: 0, resent: 0 });
     let (poll, polls) = watch::channel(());
     let (snapshot, snapshots) = watch::channel(Arc::new(TenantSnapshot::default()));
     let (pod_events, pod_events_to_publish) = mpsc::channel(64);

@@ -12,7 +12,7 @@ use crate::event::NodeEvent;
 use crate::metrics::{Metrics, TerminationOutcome};
 use crate::mps;
 use crate::termination::pods::TerminatingPods;
-use crate::termination::process::{self, Process};
+use crate::termination::process::{self, LiveProcess};
 use crate::termination::{AttemptOutcome, Client, ClientKey, Terminations};
 
 /// Deadline for the MPS host's reply. The MPS host replies within 8 s, including up to 4 s of
@@ -32,7 +32,7 @@ pub(super) async fn run(
         let clients = clients_of_terminating_pods(&pods.borrow_and_update(), &views.borrow_and_update(), &mut known);
         let decision = terminations.decide(clients, Instant::now());
         for (client, why) in decision.report {
-            report_late(&client, &why, &events, &metrics);
+            report_late_termination(&client, &why, &events, &metrics);
         }
         for client in decision.terminate {
             attempts.spawn(terminate_client(link.clone(), client));
@@ -75,7 +75,7 @@ fn clients_of_terminating_pods(
             let key = ClientKey { device: device.clone(), pid: client.pid };
             let uids = before.remove(&key).unwrap_or_else(|| process::pods_of(client.pid));
             if let Some((pod, deadlines)) = pods.find(&uids, client.allocation.as_deref())
-                && let Some(Process { survives_sigterm, stopped }) = Process::read(client.pid)
+                && let Some(LiveProcess { survives_sigterm, stopped }) = LiveProcess::read(client.pid)
             {
                 found.push(Client { key: key.clone(), pod: pod.to_owned(), deadlines, survives_sigterm, stopped });
             }
@@ -126,7 +126,7 @@ fn log_outcome(client: &Client, outcome: &AttemptOutcome, began: Instant, metric
     }
 }
 
-fn report_late(client: &Client, why: &str, events: &mpsc::Sender<NodeEvent>, metrics: &Metrics) {
+fn report_late_termination(client: &Client, why: &str, events: &mpsc::Sender<NodeEvent>, metrics: &Metrics) {
     let Client { key: ClientKey { device, pid }, pod, .. } = client;
     metrics.count_termination(TerminationOutcome::Late);
     tracing::warn!(pod, pid, device, why, "a client was not terminated in time");

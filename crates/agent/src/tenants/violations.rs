@@ -127,7 +127,7 @@ pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names:
         for (owner, processes) in by_owner {
             let clients = processes.iter().filter(|(_, role)| *role != ProcessRole::Outside);
             assessment.clients.extend(clients.map(|(process, _)| process.id));
-            ContainerOnDevice { snapshot, names, uuid, device, owner, processes }.assess(&mut assessment);
+            ContainerOnDevice { snapshot, names, uuid, device, owner, processes }.add_to(&mut assessment);
         }
     }
     assessment
@@ -174,7 +174,7 @@ struct ContainerOnDevice<'a> {
 
 impl ContainerOnDevice<'_> {
     /// Adds the memory use and the violations of the container to `assessment`.
-    fn assess(&self, assessment: &mut Assessment) {
+    fn add_to(&self, assessment: &mut Assessment) {
         let tenant = self.tenant();
         let limit_mib = self.limit_mib(&tenant);
         let bytes =
@@ -401,13 +401,13 @@ pub(crate) mod tests {
         ProcessSample { devices: [(DEVICE_UUID.to_owned(), processes.to_vec())].into(), ..ProcessSample::default() }
     }
 
-    fn assess(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Assessment {
+    fn assess_processes(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Assessment {
         find_violations(snapshot, &process_sample(processes), &pod_names())
     }
 
     /// Returns the kind and pod of each violation.
     fn violation_kinds(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Vec<(&'static str, String)> {
-        let violations = assess(snapshot, processes).violations;
+        let violations = assess_processes(snapshot, processes).violations;
         violations.into_iter().map(|violation| (violation.key.kind, violation.tenant.pod)).collect()
     }
 
@@ -420,14 +420,14 @@ pub(crate) mod tests {
             ((LIMIT_MIB, MEMORY_TOLERANCE_MIB), false),
             ((LIMIT_MIB, MEMORY_TOLERANCE_MIB + 1), true),
         ] {
-            let assessment = assess(&snapshot, &[client(1, mib.0), client(2, mib.1), neighbour.clone()]);
+            let assessment = assess_processes(&snapshot, &[client(1, mib.0), client(2, mib.1), neighbour.clone()]);
             let pods: Vec<_> = assessment.violations.iter().map(|violation| violation.tenant.pod.as_str()).collect();
             assert_eq!(pods, if over { vec!["p"] } else { vec![] }, "{mib:?}");
             let usage: Vec<_> =
                 assessment.usage.iter().map(|usage| (usage.bytes / BYTES_PER_MIB, usage.limit_mib)).collect();
             assert_eq!(usage, [(mib.0 + mib.1, Some(LIMIT_MIB)), (900, Some(LIMIT_MIB))]);
         }
-        let violations = assess(&snapshot, &[client(1, 3000)]).violations;
+        let violations = assess_processes(&snapshot, &[client(1, 3000)]).violations;
         let message = &violations[0].message;
         assert!(message.contains("container c of pod ns/p uses 3000 MiB of GPU-a"), "{message}");
         assert!(message.contains("its shares allow 1000 MiB"), "{message}");
@@ -473,7 +473,8 @@ pub(crate) mod tests {
     #[test]
     fn a_container_without_a_known_id_is_identified_by_its_door() {
         let snapshot = snapshot(&[(1, Some("a"))]);
-        let assessment = assess(&snapshot, &[SampledProcess { owner: owner("uid-p", "new"), ..client(1, 500) }]);
+        let assessment =
+            assess_processes(&snapshot, &[SampledProcess { owner: owner("uid-p", "new"), ..client(1, 500) }]);
         assert_eq!(
             (assessment.usage[0].tenant.container.as_str(), assessment.usage[0].limit_mib),
             ("c", Some(LIMIT_MIB))
@@ -519,7 +520,7 @@ pub(crate) mod tests {
     #[test]
     fn a_process_in_no_pod_is_reported_for_the_host() {
         let process = SampledProcess { owner: None, mps: Some(false), ..client(7, 100) };
-        let assessment = assess(&snapshot(&[]), &[process]);
+        let assessment = assess_processes(&snapshot(&[]), &[process]);
         let violation = &assessment.violations[0];
         assert_eq!((assessment.usage.len(), violation.tenant.clone()), (0, Tenant::default()));
         assert!(violation.message.contains("process 7 of the host (no pod) uses"), "{}", violation.message);

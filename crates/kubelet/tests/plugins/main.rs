@@ -35,7 +35,7 @@ struct TestResource {
     options: PluginOptions,
 }
 
-fn devices(ids: &[&str]) -> Arc<DeviceList> {
+fn device_list(ids: &[&str]) -> Arc<DeviceList> {
     let device = |id: &&str| Device { id: DeviceId::parse(id).expect("an id"), healthy: true, numa: None };
     Arc::new(ids.iter().map(device).collect())
 }

@@ -15,7 +15,7 @@ use tokio::net::UnixStream;
 
 use crate::{
     Fixture, LONGER_THAN_ANY_TEST, MPS_RESOURCE, TEST_TIMEOUT, TIMESLICE_RESOURCE, TestResource, connect_to_plugin,
-    count_registrations, devices, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready,
+    count_registrations, device_list, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready,
     wait_until_served,
 };
 
@@ -46,7 +46,7 @@ async fn changes_are_streamed_and_the_same_list_is_not() {
         shares.devices.send_modify(|_| {});
         tokio::task::yield_now().await;
     }
-    shares.devices.send_replace(devices(&["a::0", "a::1"]));
+    shares.devices.send_replace(device_list(&["a::0", "a::1"]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     shares.devices.send_modify(|list| Arc::make_mut(list)[0].healthy = false);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::1"]).await;
@@ -70,7 +70,7 @@ async fn two_streams_both_see_every_change() {
     let mut next = async || stream.message().await.expect("no error").expect("a list").devices.len();
     assert_eq!(next().await, 1);
     wait_for_state(&plugins, "two streams", |state| state.resources[MPS_RESOURCE].streams == 2).await;
-    shares.devices.send_replace(devices(&["a::0", "a::1"]));
+    shares.devices.send_replace(device_list(&["a::0", "a::1"]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     assert_eq!(next().await, 2);
 }
@@ -158,7 +158,7 @@ async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
             .expect("the plugin answers at the new socket");
         client.get_device_plugin_options(wire::Empty {}).await.expect("options");
     }
-    shares.devices.send_replace(devices(&["a::0", "a::1"]));
+    shares.devices.send_replace(device_list(&["a::0", "a::1"]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);
     assert_eq!(wait_until_ready(&plugins).await.resources[MPS_RESOURCE].streams, 1);

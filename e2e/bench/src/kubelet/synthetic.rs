@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::Parser;
 use cleave_agent::AgentArgs;
-use cleave_agent::allocation::allocate::{ResourceView, grant_allocation, choose_preferred};
+use cleave_agent::allocation::allocate::{ResourceView, choose_preferred, grant_allocation};
 use cleave_agent::container_edits::ContainerSettings;
 use cleave_agent::device_plugin::container_response;
 use cleave_agent::gpu::layout::{Pool, PoolKind};

@@ -14,7 +14,7 @@ use cleave_agent::object::GpuNodeState;
 use cleave_agent::pods::PodObject;
 use cleave_agent::tenants::process::parse_stat;
 use cleave_agent::termination::pods::TerminatingPods;
-use cleave_agent::termination::shutdown::{Shutdown, ShutdownPeriod, ShutdownPeriods, elapsed};
+use cleave_agent::termination::shutdown::{Shutdown, ShutdownPeriod, ShutdownPeriods, elapsed_in_shutdown};
 use cleave_api::GpuNodeSpec;
 use cleave_gpu::mps::wire::Desired;
 use cleave_gpu::nvml::{DriverInfo, Observation};
@@ -235,7 +235,7 @@ pub(super) const SHUTDOWN_NOTE: Target = Target {
         let Ok(now) = "2026-11-21T09:38:40Z".parse() else { return ReadResult::Refused };
         let periods = ShutdownPeriods::new(vec![ShutdownPeriod { priority: 0, seconds: 20 }]);
         let up = Duration::from_secs(60);
-        let lasts = elapsed(bytes, now, up, &periods);
+        let lasts = elapsed_in_shutdown(bytes, now, up, &periods);
         assert!(lasts.is_none_or(|lasts| lasts < up), "{lasts:?}");
         if lasts.is_some() { ReadResult::Read } else { ReadResult::Refused }
     },

@@ -2,7 +2,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
-use cleave_agent::allocation::allocate::{ResourceView, grant_allocation, choose_preferred};
+use cleave_agent::allocation::allocate::{ResourceView, choose_preferred, grant_allocation};
 use cleave_agent::allocation::allocation_id;
 use cleave_agent::allocation::pending::OpenReservation;
 use cleave_agent::gpu::layout::{Pool, PoolKind};
