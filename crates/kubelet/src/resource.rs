@@ -49,8 +49,8 @@ pub trait Resource: Send + Sync + 'static {
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal>;
 
     /// Prepares a container with these devices. The server calls this method before each start of
-    /// the container if [`PluginOptions::pre_start`] is set. The kubelet waits at most 30 s and retries
-    /// with the back-off of the container's restarts.
+    /// the container if [`PluginOptions::pre_start`] is set. The kubelet waits at most 30 s and
+    /// retries with the back-off of the container's restarts.
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         let _ = ids;
         Box::pin(std::future::ready(Ok(())))

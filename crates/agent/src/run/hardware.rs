@@ -25,8 +25,8 @@ use super::input::Input;
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// Minimum interval between polls, even if more events trigger polls.
 const MIN_GPU_POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Maximum time that an NVML call for a GPU may take. A call may have to initialize the GPU first. A driver that
-/// hangs takes minutes, or never answers.
+/// Maximum time that an NVML call for a GPU may take. A call may have to initialize the GPU first.
+/// A driver that hangs takes minutes, or never answers.
 const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Answers that arrive within this time of the first form one input. A poll of eight GPUs then
 /// causes one reconciliation instead of eight.

@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use crate::cgroup;
 
 /// SIGTERM in the masks of `/proc/PID/status`. The lowest bit of a mask is signal 1.
-const SIGTERM: u64 = 1 << 14;
+const SIGTERM_MASK: u64 = 1 << 14;
 
 /// A process that has not ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,7 +84,7 @@ impl SignalStatus {
     fn parse(text: &str) -> Option<Self> {
         let field =
             |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
-        let has = |name: &str| u64::from_str_radix(field(name)?, 16).ok().map(|mask| mask & SIGTERM != 0);
+        let has = |name: &str| u64::from_str_radix(field(name)?, 16).ok().map(|mask| mask & SIGTERM_MASK != 0);
         let state = field("State")?.chars().next()?;
         Some(Self {
             handles: has("SigCgt")? || has("SigIgn")?,

@@ -123,7 +123,7 @@ impl Machine {
 
     /// Kills the first of two agents (SIGKILL).
     pub(crate) fn kill_first_agent(&mut self) {
-        kill(&mut self.first_agent);
+        kill_if_running(&mut self.first_agent);
     }
 
     /// Starts the agent as the chart does: under a supervisor that restarts it.
@@ -188,12 +188,12 @@ impl Machine {
 
     /// Kills the agent (SIGKILL).
     pub(crate) fn kill_agent(&mut self) {
-        kill(&mut self.agent);
+        kill_if_running(&mut self.agent);
     }
 
     /// Kills the MPS host (SIGKILL).
     pub(crate) fn kill_host(&mut self) {
-        kill(&mut self.host);
+        kill_if_running(&mut self.host);
     }
 
     /// Reboots the node: ends all processes, clears all state that a boot clears, and gives the
@@ -368,7 +368,7 @@ impl Drop for Machine {
     }
 }
 
-fn kill(child: &mut Option<Child>) {
+fn kill_if_running(child: &mut Option<Child>) {
     if let Some(mut child) = child.take() {
         kill_child(&mut child);
     }

@@ -24,7 +24,7 @@ use crate::fixtures::record_answer;
 pub(super) const ALLOCATION_GRACE: Duration = Duration::from_secs(30);
 
 /// Number of rounds, enough for every expected change.
-const MAX_ROUNDS: usize = 80;
+const ROUNDS_FOR_ANY_CHANGE: usize = 80;
 
 pub(super) struct TestNode {
     pub(super) gpu: SharedGpu,
@@ -231,13 +231,13 @@ impl TestNode {
 
     /// Runs rounds in which every component works.
     pub(super) fn run(&mut self) {
-        (0..MAX_ROUNDS).for_each(|_| self.run_round());
+        (0..ROUNDS_FOR_ANY_CHANGE).for_each(|_| self.run_round());
     }
 
     /// Runs rounds until the spec is applied, or all rounds if it is not.
     pub(super) fn run_until_applied(&mut self) {
         self.reconcile();
-        for _ in 0..MAX_ROUNDS {
+        for _ in 0..ROUNDS_FOR_ANY_CHANGE {
             self.run_round();
             if self.is_applied() && self.orders.is_empty() {
                 return;
