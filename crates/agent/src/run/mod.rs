@@ -113,13 +113,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     tasks.spawn(termination::run(link.clone(), terminating, termination_events, metrics.clone()));
     tasks.spawn(mps::watch_host(link.clone(), view, inputs.clone()));
     let tenant_handles = (link.clone(), pods.names.clone(), metrics.clone());
-    tasks.spawn(tenants::watch_tenants(
-        (library, args.proc.clone()),
-        tenant_handles,
-        snapshots,
-        pod_events,
-        inputs.clone(),
-    ));
+    let process_sources = (library, args.proc.clone());
+    tasks.spawn(tenants::watch_tenants(process_sources, tenant_handles, snapshots, pod_events, inputs.clone()));
     tasks.spawn(kubelet::list_allocations(Arc::clone(&args), inputs.clone(), listings, metrics.clone()));
     tasks.spawn(kubelet::watch_restarts(plugin_states.clone(), inputs.clone(), stopping));
     tasks.spawn(files::write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
