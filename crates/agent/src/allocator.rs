@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use cleave_gpu::mps::wire::{Reply, Request};
 use tokio::sync::{Notify, watch};
 
-use crate::allocation::allocate::{Denied, ResourceView, grant};
+use crate::allocation::allocate::{DenialReason, ResourceView, grant_allocation};
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
 use crate::allocation::{Allocation, allocation_id};
@@ -21,7 +21,7 @@ use crate::mps::link::HostLink;
 
 /// Maximum time that a container's start waits for its door. The kubelet's own timeout is 30 s,
 /// after which it retries.
-const READY_TIMEOUT: Duration = Duration::from_secs(25);
+const DOOR_READY_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Interval between checks of the CDI specification.
 const CDI_POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -32,7 +32,7 @@ const CDI_POLL_INTERVAL: Duration = Duration::from_millis(20);
 pub(crate) const MAX_POD_WAIT: Duration = Duration::from_secs(2);
 
 /// Maximum number of unpublished events in the table. More events would add no information.
-pub(crate) const MAX_EVENTS: usize = 16;
+pub(crate) const MAX_UNPUBLISHED_EVENTS: usize = 16;
 
 /// The allocation table behind its lock, with notifications of changes.
 #[derive(Debug)]
@@ -69,10 +69,10 @@ impl Allocator {
             while !self.table().pending.expects_request(resource, units) && changes.changed().await.is_ok() {}
         };
         if tokio::time::timeout(MAX_POD_WAIT, known).await.is_ok() {
-            self.metrics.count_wait(true);
+            self.metrics.count_pod_wait(true);
             return;
         }
-        self.metrics.count_wait(false);
+        self.metrics.count_pod_wait(false);
         self.table().pending.record_wait_timeout();
         tracing::info!(
             resource,
@@ -89,17 +89,17 @@ impl Allocator {
     /// Allocates these slices of a resource.
     ///
     /// # Errors
-    /// Returns [`Denied`] if the slices cannot be allocated together.
-    pub fn allocate(&self, resource: &str, ids: &[String]) -> Result<(Allocation, ContainerEdits), Denied> {
+    /// Returns [`DenialReason`] if the slices cannot be allocated together.
+    pub fn allocate(&self, resource: &str, ids: &[String]) -> Result<(Allocation, ContainerEdits), DenialReason> {
         let mut table = self.table();
         let pools = table.pools.get(resource).map(Vec::as_slice).unwrap_or_default();
-        let granted = grant(&ResourceView { resource, pools, reserved: &[] }, ids);
+        let granted = grant_allocation(&ResourceView { resource, pools, reserved: &[] }, ids);
         let allocation = granted.inspect_err(|denied| self.report_denied(&mut table, resource, denied))?;
         let edits = self.settings.edits(&allocation, &table.nodes);
         table.allocations.insert(allocation.clone(), Instant::now());
         drop(table);
         if allocation.mps.is_some()
-            && let Err(error) = self.link.create_directory(&allocation.id())
+            && let Err(error) = self.link.create_allocation_directory(&allocation.id())
         {
             // Not fatal for the pod: the start of its container retries and reports the error.
             tracing::error!(%error, allocation = allocation.id(), "failed to create an allocation's directory");
@@ -110,10 +110,10 @@ impl Allocator {
 
     /// Reports a request for shares of several GPUs as a metric and an Event. Ignores other
     /// refusals.
-    fn report_denied(&self, table: &mut AllocationTable, resource: &str, denied: &Denied) {
-        let Denied::Split(sentence) = denied else { return };
+    fn report_denied(&self, table: &mut AllocationTable, resource: &str, denied: &DenialReason) {
+        let DenialReason::Split(sentence) = denied else { return };
         self.metrics.count_split_request(resource);
-        if table.events.len() < MAX_EVENTS {
+        if table.events.len() < MAX_UNPUBLISHED_EVENTS {
             let note = format!("the agent refused a pod: {sentence}. Delete and recreate the pod.");
             table.events.push(NodeEvent { warning: true, reason: "SharesSplit", note, regarding: None, related: None });
         }
@@ -124,8 +124,8 @@ impl Allocator {
     /// because a reboot or a lost checkpoint may have removed it.
     ///
     /// # Errors
-    /// Returns [`Denied`] if the slices cannot be allocated together.
-    pub fn get_or_allocate(&self, resource: &str, ids: &[String]) -> Result<Allocation, Denied> {
+    /// Returns [`DenialReason`] if the slices cannot be allocated together.
+    pub fn get_or_allocate(&self, resource: &str, ids: &[String]) -> Result<Allocation, DenialReason> {
         let known = self.table().allocations.get(&allocation_id(resource, ids)).cloned();
         match known {
             Some(allocation) => Ok(allocation),
@@ -137,12 +137,12 @@ impl Allocator {
     /// devices, and its door is open.
     ///
     /// # Errors
-    /// Returns a clause that states which condition is still unmet after [`READY_TIMEOUT`].
+    /// Returns a clause that states which condition is still unmet after [`DOOR_READY_TIMEOUT`].
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
         if let Some(directory) = self.settings.cdi_directory() {
             // The specification may not list a new MIG instance yet.
-            let end = Instant::now() + READY_TIMEOUT;
-            while !cdi::lists_devices(directory, &allocation.devices) {
+            let end = Instant::now() + DOOR_READY_TIMEOUT;
+            while !cdi::specification_lists_devices(directory, &allocation.devices) {
                 if Instant::now() > end {
                     return Err(format!(
                         "the CDI specification does not contain {} yet",
@@ -158,10 +158,10 @@ impl Allocator {
         self.starting.notify_one();
         let id = allocation.id();
         self.link
-            .create_directory(&id)
+            .create_allocation_directory(&id)
             .map_err(|error| format!("failed to create the allocation's directory: {error}"))?;
-        let timeout_ms = u64::try_from(READY_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
-        match self.link.request(&Request::Await { allocation: id, timeout_ms }, READY_TIMEOUT).await? {
+        let timeout_ms = u64::try_from(DOOR_READY_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
+        match self.link.request(&Request::Await { allocation: id, timeout_ms }, DOOR_READY_TIMEOUT).await? {
             Reply::Done => Ok(()),
             Reply::Error { message } => Err(message),
             Reply::Status(_) | Reply::NoContext => Err("the MPS host sent an unexpected answer".into()),

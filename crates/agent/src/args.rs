@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::gpu::health::DEFAULT_QUIET_PERIOD;
-use crate::termination::shutdown::Period;
+use crate::termination::shutdown::ShutdownPeriod;
 
 /// Serve this node's GPUs to the kubelet, and apply its GpuNode.
 #[derive(Debug, Clone, clap::Args)]
@@ -106,7 +106,7 @@ pub struct AgentArgs {
     /// `shutdownGracePeriod`. Without this setting, the agent does not follow shutdowns.
     // At shutdown the kubelet terminates pods by priority, lowest first, without deleting them.
     #[arg(long, env = "CLEAVE_SHUTDOWN_GRACE", value_name = "PRIORITY=SECONDS,...", value_delimiter = ',')]
-    pub shutdown_grace: Vec<Period>,
+    pub shutdown_grace: Vec<ShutdownPeriod>,
 
     /// The kubelet's directory on the host, where it records a shutdown of the node.
     #[arg(long, env = "CLEAVE_KUBELET_DIR", value_name = "HOST_DIR", default_value = "/var/lib/kubelet")]
@@ -217,13 +217,13 @@ pub(crate) mod tests {
         args: AgentArgs,
     }
 
-    pub(crate) fn parse(extra: &[&str]) -> Result<AgentArgs, clap::Error> {
+    pub(crate) fn parse_args(extra: &[&str]) -> Result<AgentArgs, clap::Error> {
         Cli::try_parse_from(["agent", "--node-name", "n"].into_iter().chain(extra.iter().copied())).map(|cli| cli.args)
     }
 
     #[test]
     fn mounts_and_variables_are_parsed_and_invalid_ones_are_refused() {
-        let args = parse(&[
+        let args = parse_args(&[
             "--container-mount",
             "/a:/b",
             "--container-mount",
@@ -243,29 +243,32 @@ pub(crate) mod tests {
         assert_eq!(args.container_envs[0], EnvArg { name: "A".into(), value: "b=c".into() });
         assert_eq!(args.container_envs[1].value, "");
         for bad in ["", "/a", "a:/b", "/a:b", "/a:/b:rx", "/a:/b:ro:x"] {
-            assert!(parse(&["--container-mount", bad]).is_err(), "{bad}");
+            assert!(parse_args(&["--container-mount", bad]).is_err(), "{bad}");
         }
-        assert!(parse(&["--container-env", "=x"]).is_err());
-        assert!(parse(&["--container-env", "x"]).is_err());
+        assert!(parse_args(&["--container-env", "=x"]).is_err());
+        assert!(parse_args(&["--container-env", "x"]).is_err());
     }
 
     #[test]
     fn the_quiet_period_is_a_minute_by_default() {
-        assert_eq!(parse(&[]).unwrap().suspect_quiet, 60);
-        assert_eq!(parse(&["--suspect-quiet", "20"]).unwrap().suspect_quiet, 20);
+        assert_eq!(parse_args(&[]).unwrap().suspect_quiet, 60);
+        assert_eq!(parse_args(&["--suspect-quiet", "20"]).unwrap().suspect_quiet, 20);
         for bad in ["0", "-1", "86401", "x"] {
-            assert!(parse(&[&format!("--suspect-quiet={bad}")]).is_err(), "{bad}");
+            assert!(parse_args(&[&format!("--suspect-quiet={bad}")]).is_err(), "{bad}");
         }
     }
 
     #[test]
     fn xids_of_programs_are_ignored_by_default() {
-        assert_eq!(parse(&[]).unwrap().ignore_xids, [13, 31, 43, 45, 68, 109]);
-        assert_eq!(parse(&["--ignore-xids", "13,31"]).unwrap().ignore_xids, [13, 31]);
-        assert!(parse(&["--allocation-grace", "0"]).is_err());
-        assert!(parse(&[]).unwrap().shutdown_grace.is_empty());
-        let periods = parse(&["--shutdown-grace=-5=60,0=20"]).unwrap().shutdown_grace;
-        assert_eq!(periods, [Period { priority: -5, seconds: 60 }, Period { priority: 0, seconds: 20 }]);
-        assert!(parse(&["--shutdown-grace", "20"]).is_err());
+        assert_eq!(parse_args(&[]).unwrap().ignore_xids, [13, 31, 43, 45, 68, 109]);
+        assert_eq!(parse_args(&["--ignore-xids", "13,31"]).unwrap().ignore_xids, [13, 31]);
+        assert!(parse_args(&["--allocation-grace", "0"]).is_err());
+        assert!(parse_args(&[]).unwrap().shutdown_grace.is_empty());
+        let periods = parse_args(&["--shutdown-grace=-5=60,0=20"]).unwrap().shutdown_grace;
+        assert_eq!(
+            periods,
+            [ShutdownPeriod { priority: -5, seconds: 60 }, ShutdownPeriod { priority: 0, seconds: 20 }]
+        );
+        assert!(parse_args(&["--shutdown-grace", "20"]).is_err());
     }
 }

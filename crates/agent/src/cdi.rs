@@ -14,9 +14,10 @@ use crate::files::write_atomically;
 /// CDI kind (vendor and class) of the devices.
 const CDI_KIND: &str = "cleave.dev/gpu";
 /// Name of the file in the CDI directory.
-const SPECIFICATION_FILE: &str = "cleave.dev-gpu.json";
+const CDI_SPECIFICATION_FILE: &str = "cleave.dev-gpu.json";
 /// Device nodes that every CUDA program opens in addition to those of its GPU.
-const CONTROL_NODES: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
+const CONTROL_DEVICE_NODES: [&str; 4] =
+    ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
 
 /// Returns the fully qualified CDI name of a device.
 pub fn device_name(uuid: &str) -> String {
@@ -26,14 +27,15 @@ pub fn device_name(uuid: &str) -> String {
 /// Returns the existing device nodes, by UUID of the GPU or MIG device.
 pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<String>> {
     let there = |path: &str| host_root.join(path.trim_start_matches('/')).exists();
-    let control: Vec<String> = CONTROL_NODES.iter().filter(|path| there(path)).map(|&path| path.to_owned()).collect();
+    let control: Vec<String> =
+        CONTROL_DEVICE_NODES.iter().filter(|path| there(path)).map(|&path| path.to_owned()).collect();
     let mut nodes = BTreeMap::new();
     for gpu in gpus {
         let own = format!("/dev/nvidia{}", gpu.minor);
         let mut of_gpu = control.clone();
         of_gpu.extend(there(&own).then_some(own));
         for instance in gpu.mig.iter().flat_map(|mig| &mig.instances).filter(|instance| !instance.uuid.is_empty()) {
-            let caps = capabilities(gpu, instance, host_root).map(Capability::device_path);
+            let caps = instance_capabilities(gpu, instance, host_root).map(CapabilityDevice::device_path);
             let mut of_instance = of_gpu.clone();
             of_instance.extend(caps.filter(|path| there(path)));
             nodes.insert(instance.uuid.clone(), of_instance);
@@ -45,12 +47,12 @@ pub fn device_nodes(gpus: &[&Gpu], host_root: &Path) -> BTreeMap<String, Vec<Str
 
 /// A device of the kernel driver that gives access to a GPU instance or compute instance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Capability {
+struct CapabilityDevice {
     minor: u32,
     mode: u32,
 }
 
-impl Capability {
+impl CapabilityDevice {
     /// Parses a capability's `access` file in the driver's `/proc` directory.
     fn parse(text: &str) -> Option<Self> {
         let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name))?.trim().parse().ok();
@@ -65,15 +67,15 @@ impl Capability {
 
 /// Returns the capabilities of a MIG instance: one for its GPU instance and one for its compute
 /// instance.
-fn capabilities<'a>(
+fn instance_capabilities<'a>(
     gpu: &Gpu,
     instance: &MigInstance,
     host_root: &'a Path,
-) -> impl Iterator<Item = Capability> + use<'a> {
+) -> impl Iterator<Item = CapabilityDevice> + use<'a> {
     let directory = format!("proc/driver/nvidia/capabilities/gpu{}/mig/gi{}", gpu.minor, instance.gpu_instance);
     let compute = instance.compute_instance.unwrap_or_default();
     let accesses = [format!("{directory}/access"), format!("{directory}/ci{compute}/access")];
-    accesses.into_iter().filter_map(|file| Capability::parse(&fs::read_to_string(host_root.join(file)).ok()?))
+    accesses.into_iter().filter_map(|file| CapabilityDevice::parse(&fs::read_to_string(host_root.join(file)).ok()?))
 }
 
 /// Creates missing device nodes of MIG instances. The driver does not create these nodes, and
@@ -82,7 +84,7 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
     let instances =
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));
     for (gpu, instance) in instances.filter(|(_, instance)| !instance.uuid.is_empty()) {
-        for capability in capabilities(gpu, instance, host_root) {
+        for capability in instance_capabilities(gpu, instance, host_root) {
             let path = host_root.join(capability.device_path().trim_start_matches('/'));
             if path.exists() {
                 continue;
@@ -114,8 +116,8 @@ fn parse_major(devices: &str) -> Option<u32> {
 }
 
 /// Returns whether the specification in `directory` lists all of `devices`.
-pub fn lists_devices(directory: &Path, devices: &[String]) -> bool {
-    let Ok(text) = fs::read(directory.join(SPECIFICATION_FILE)) else { return false };
+pub fn specification_lists_devices(directory: &Path, devices: &[String]) -> bool {
+    let Ok(text) = fs::read(directory.join(CDI_SPECIFICATION_FILE)) else { return false };
     let spec: Value = serde_json::from_slice(&text).unwrap_or_default();
     let named: Vec<&str> =
         spec["devices"].as_array().into_iter().flatten().filter_map(|device| device["name"].as_str()).collect();
@@ -124,7 +126,7 @@ pub fn lists_devices(directory: &Path, devices: &[String]) -> bool {
 
 /// Builds the CDI specification. `driver` is the driver's directory on the host, and its path in
 /// containers.
-pub fn specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Path, &Path)>) -> Value {
+pub fn cdi_specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Path, &Path)>) -> Value {
     let devices: Vec<Value> = nodes
         .iter()
         .map(|(uuid, paths)| {
@@ -148,10 +150,10 @@ pub fn specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Pat
 }
 
 /// Writes the specification of these devices, unless it is up to date.
-pub fn write_specification(args: &AgentArgs, nodes: &BTreeMap<String, Vec<String>>) -> io::Result<()> {
+pub fn write_cdi_specification(args: &AgentArgs, nodes: &BTreeMap<String, Vec<String>>) -> io::Result<()> {
     let driver = args.driver_root.as_deref().map(|host| (host, args.container_driver_root.as_path()));
-    let text = specification(nodes, driver).to_string();
-    let path: PathBuf = args.cdi_dir.join(SPECIFICATION_FILE);
+    let text = cdi_specification(nodes, driver).to_string();
+    let path: PathBuf = args.cdi_dir.join(CDI_SPECIFICATION_FILE);
     if fs::read_to_string(&path).is_ok_and(|before| before == text) {
         return Ok(());
     }
@@ -217,17 +219,17 @@ mod tests {
     fn a_specification_describes_the_devices_that_it_lists() {
         let directory = tempfile::tempdir().unwrap();
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
-        assert!(!lists_devices(directory.path(), &names(&["MIG-a"])), "there is no specification");
+        assert!(!specification_lists_devices(directory.path(), &names(&["MIG-a"])), "there is no specification");
         let nodes = BTreeMap::from([("MIG-a".to_owned(), Vec::new())]);
-        fs::write(directory.path().join(SPECIFICATION_FILE), specification(&nodes, None).to_string()).unwrap();
-        assert!(lists_devices(directory.path(), &names(&["MIG-a"])));
-        assert!(!lists_devices(directory.path(), &names(&["MIG-a", "MIG-b"])));
+        fs::write(directory.path().join(CDI_SPECIFICATION_FILE), cdi_specification(&nodes, None).to_string()).unwrap();
+        assert!(specification_lists_devices(directory.path(), &names(&["MIG-a"])));
+        assert!(!specification_lists_devices(directory.path(), &names(&["MIG-a", "MIG-b"])));
     }
 
     #[test]
     fn a_device_without_nodes_still_has_an_edit() {
         let nodes = BTreeMap::from([("GPU-0".to_owned(), Vec::new())]);
-        let spec = specification(&nodes, Some((Path::new("/opt/nvidia"), Path::new("/usr/local/nvidia"))));
+        let spec = cdi_specification(&nodes, Some((Path::new("/opt/nvidia"), Path::new("/usr/local/nvidia"))));
         assert_eq!(spec["devices"][0]["containerEdits"], json!({ "env": ["NVIDIA_VISIBLE_DEVICES=void"] }));
         assert_eq!(spec["containerEdits"]["mounts"][0]["hostPath"], "/opt/nvidia");
     }

@@ -7,7 +7,7 @@
 
 /// The pod and container of a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Owner {
+pub struct ProcessOwner {
     /// UID of the pod. A static pod's UID is the hash of its manifest.
     pub pod: String,
     /// Id of the container in the container runtime. `None` if the process belongs to the pod but
@@ -17,9 +17,9 @@ pub struct Owner {
 
 /// Parses `/proc/PID/cgroup` and returns the owner of the process. Returns `None` if the process is
 /// in no pod, or if two hierarchies disagree.
-pub fn parse_owner(text: &str) -> Option<Owner> {
-    let mut found: Option<Owner> = None;
-    for owner in paths(text).filter_map(|path| owners(path).into_iter().next()) {
+pub fn parse_owner(text: &str) -> Option<ProcessOwner> {
+    let mut found: Option<ProcessOwner> = None;
+    for owner in cgroup_paths(text).filter_map(|path| owners_in_path(path).into_iter().next()) {
         match &mut found {
             None => found = Some(owner),
             Some(known) if known.pod != owner.pod => return None,
@@ -34,18 +34,18 @@ pub fn parse_owner(text: &str) -> Option<Owner> {
 /// Trust only the first pod: its containers may have created the other cgroups.
 pub fn parse_pod_uids(text: &str) -> Vec<String> {
     // All hierarchies that name pods name the same pods.
-    let found = paths(text).map(owners).find(|owners| !owners.is_empty());
+    let found = cgroup_paths(text).map(owners_in_path).find(|owners| !owners.is_empty());
     found.unwrap_or_default().into_iter().map(|owner| owner.pod).collect()
 }
 
 /// Returns the cgroup path of each hierarchy in `/proc/PID/cgroup`.
-fn paths(text: &str) -> impl Iterator<Item = &str> {
+fn cgroup_paths(text: &str) -> impl Iterator<Item = &str> {
     // `hierarchy:controllers:path`, in version 2 `0::path`. A path may contain colons.
     text.lines().filter_map(|line| line.splitn(3, ':').nth(2))
 }
 
 /// Returns the pods in a path, outermost first, each with the container that follows it.
-fn owners(path: &str) -> Vec<Owner> {
+fn owners_in_path(path: &str) -> Vec<ProcessOwner> {
     // The kernel appends this suffix to the path of a removed cgroup that still has processes.
     let path = path.strip_suffix(" (deleted)").unwrap_or(path);
     let mut components = path.split('/').filter(|component| !component.is_empty()).peekable();
@@ -61,7 +61,7 @@ fn owners(path: &str) -> Vec<Owner> {
         let plain = component.strip_prefix("pod").filter(|_| below_kubepods || outside);
         if let Some(pod) = plain.or_else(|| pod_in_slice_name(component)).and_then(parse_pod_uid) {
             let inside = parts.next_back().or_else(|| components.peek().copied());
-            found.push(Owner { pod, container: inside.and_then(parse_container_id) });
+            found.push(ProcessOwner { pod, container: inside.and_then(parse_container_id) });
         }
         below_kubepods |= component == "kubepods";
         outside &= matches!(component, ".." | "burstable" | "besteffort");
@@ -104,13 +104,13 @@ mod tests {
     use super::*;
 
     const POD_UID: &str = "6f1d2c3b-4a59-4e68-8f77-0123456789ab";
-    const SYSTEMD_UID: &str = "6f1d2c3b_4a59_4e68_8f77_0123456789ab";
+    const POD_UID_IN_SYSTEMD_FORM: &str = "6f1d2c3b_4a59_4e68_8f77_0123456789ab";
     const OTHER_POD_UID: &str = "00000000-1111-4222-8333-444444444444";
     const CONTAINER_ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
     #[expect(clippy::unnecessary_wraps, reason = "compared with the result of `parse_owner`")]
-    fn owner_with_container(container: Option<&str>) -> Option<Owner> {
-        Some(Owner { pod: POD_UID.into(), container: container.map(str::to_owned) })
+    fn owner_with_container(container: Option<&str>) -> Option<ProcessOwner> {
+        Some(ProcessOwner { pod: POD_UID.into(), container: container.map(str::to_owned) })
     }
 
     #[test]
@@ -120,29 +120,29 @@ mod tests {
             format!("/kubepods/burstable/pod{POD_UID}/{CONTAINER_ID}"),
             format!("/kubepods/pod{POD_UID}/{CONTAINER_ID}"),
             format!(
-                "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope"
+                "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-{CONTAINER_ID}.scope"
             ),
             format!(
-                "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{SYSTEMD_UID}.slice/crio-{CONTAINER_ID}.scope"
+                "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-{CONTAINER_ID}.scope"
             ),
-            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/docker-{CONTAINER_ID}.scope"),
+            format!("/kubepods.slice/kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/docker-{CONTAINER_ID}.scope"),
             // CRI-O with cgroupfs, and with a cgroup that the container created.
             format!("/kubepods/burstable/pod{POD_UID}/crio-{CONTAINER_ID}"),
-            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-{CONTAINER_ID}.scope/container"),
+            format!("/kubepods.slice/kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-{CONTAINER_ID}.scope/container"),
             // containerd with cgroupfs under a kubelet with systemd.
             format!(
-                "/system.slice/containerd.service/kubepods-burstable-pod{SYSTEMD_UID}.slice:cri-containerd:{CONTAINER_ID}"
+                "/system.slice/containerd.service/kubepods-burstable-pod{POD_UID_IN_SYSTEMD_FORM}.slice:cri-containerd:{CONTAINER_ID}"
             ),
             // The kubelet runs in a container.
             format!("/kubelet/kubepods/burstable/pod{POD_UID}/{CONTAINER_ID}"),
             format!("/docker/{CONTAINER_ID}/kubelet/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}"),
             format!(
-                "/system.slice/docker-{CONTAINER_ID}.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope"
+                "/system.slice/docker-{CONTAINER_ID}.scope/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-{CONTAINER_ID}.scope"
             ),
             format!("/cleave-e2e/node1/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}"),
             // Seen from another cgroup namespace.
             format!(
-                "/../../../kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope"
+                "/../../../kubepods-burstable.slice/kubepods-burstable-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-{CONTAINER_ID}.scope"
             ),
             format!("/../../pod{POD_UID}/{CONTAINER_ID}"),
             format!("/../../../besteffort/../pod{POD_UID}/{CONTAINER_ID}").replace("/besteffort/..", ""),
@@ -163,7 +163,7 @@ mod tests {
         for path in [
             format!("/kubepods/pod{POD_UID}"),
             format!("/kubepods/pod{POD_UID}/system.slice/x"),
-            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-conmon-{CONTAINER_ID}.scope"),
+            format!("/kubepods.slice/kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-conmon-{CONTAINER_ID}.scope"),
             format!("/kubepods/pod{POD_UID}/../{CONTAINER_ID}x"),
         ] {
             assert_eq!(parse_owner(&format!("0::{path}")), owner_with_container(None), "{path}");
@@ -194,7 +194,9 @@ mod tests {
         let lie = format!("kubepods/pod{OTHER_POD_UID}/{}", "f".repeat(64));
         for path in [
             format!("/kubepods/besteffort/pod{POD_UID}/{CONTAINER_ID}/{lie}"),
-            format!("/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/cri-containerd-{CONTAINER_ID}.scope/{lie}"),
+            format!(
+                "/kubepods.slice/kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-{CONTAINER_ID}.scope/{lie}"
+            ),
             format!(
                 "/kubepods/pod{POD_UID}/{CONTAINER_ID}/kubepods-burstable-pod{}.slice:cri-containerd:{}",
                 OTHER_POD_UID.replace('-', "_"),
@@ -220,10 +222,10 @@ mod tests {
             format!("0::/kubepods/pod{POD_UID}"),
             format!("0::/../../besteffort/pod{POD_UID}/3f0c"),
             format!(
-                "0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-3f.scope"
+                "0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{POD_UID_IN_SYSTEMD_FORM}.slice/cri-containerd-3f.scope"
             ),
             format!(
-                "0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{SYSTEMD_UID}.slice/crio-3f.scope/container"
+                "0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{POD_UID_IN_SYSTEMD_FORM}.slice/crio-3f.scope/container"
             ),
             format!("12:hugetlb:/\n5:cpu,cpuacct:/kubepods/burstable/pod{POD_UID}/3f0c\n0::/"),
             // A cgroup that a tenant creates below its own is not a pod.

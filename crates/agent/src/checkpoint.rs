@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::allocation::Allocation;
 use crate::files::write_atomically;
-use crate::gpu::health::Record;
+use crate::gpu::health::HealthRecord;
 use crate::gpu::layout::{Layout, Pool};
 
 /// The only format version that this agent writes and reads.
@@ -42,7 +42,7 @@ pub struct Checkpoint {
     pub mig_partitioned: BTreeSet<String>,
     /// Recorded faults of GPUs in this boot, by UUID.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub health: BTreeMap<String, Record>,
+    pub health: BTreeMap<String, HealthRecord>,
 }
 
 /// Why a checkpoint cannot be used.
@@ -141,17 +141,17 @@ impl Checkpoint {
 
 /// Lock of the state directory. While the lock exists, no other process can be the node's agent.
 #[derive(Debug)]
-pub struct Lock {
+pub struct StateLock {
     _directory: fs::File,
 }
 
 /// The checkpoint file of a node.
 #[derive(Debug, Clone)]
-pub struct Store {
+pub struct CheckpointStore {
     path: PathBuf,
 }
 
-impl Store {
+impl CheckpointStore {
     /// Creates a store for the checkpoint in this directory. The first write creates the file.
     pub fn new(state_dir: &Path) -> Self {
         Self { path: state_dir.join(CHECKPOINT_FILE) }
@@ -162,12 +162,12 @@ impl Store {
     ///
     /// # Errors
     /// Returns an error if the directory cannot be created, opened or locked.
-    pub fn try_lock(&self) -> io::Result<Option<Lock>> {
+    pub fn try_lock(&self) -> io::Result<Option<StateLock>> {
         let directory = self.path.parent().unwrap_or(&self.path);
         fs::create_dir_all(directory)?;
         let directory = fs::File::open(directory)?;
         match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(Lock { _directory: directory })),
+            Ok(()) => Ok(Some(StateLock { _directory: directory })),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
             Err(error) => Err(error.into()),
         }
@@ -221,14 +221,17 @@ mod tests {
             allocations: vec![allocation(&["GPU-a::0"])],
             boot_id: "boot".into(),
             mig_partitioned: BTreeSet::from(["GPU-b".to_owned()]),
-            health: BTreeMap::from([("GPU-a".into(), Record { uncorrected: Some(1), ..Record::default() })]),
+            health: BTreeMap::from([(
+                "GPU-a".into(),
+                HealthRecord { uncorrected: Some(1), ..HealthRecord::default() },
+            )]),
         }
     }
 
     #[test]
     fn a_saved_checkpoint_is_loaded_and_a_missing_one_is_none() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::new(&directory.path().join("not/there/yet"));
+        let store = CheckpointStore::new(&directory.path().join("not/there/yet"));
         assert!(store.load().unwrap().is_none());
         store.save(&sample_checkpoint().encode()).unwrap();
         assert_eq!(store.load().unwrap(), Some(sample_checkpoint()));
@@ -239,7 +242,7 @@ mod tests {
     #[test]
     fn a_checkpoint_of_another_version_is_refused_and_kept() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::new(directory.path());
+        let store = CheckpointStore::new(directory.path());
         store.save(br#"{"version": 2, "layouts": "of another shape"}"#).unwrap();
         let error = store.load().unwrap_err();
         assert!(error.to_string().ends_with("has version 2; this agent reads version 1"), "{error}");
@@ -285,7 +288,7 @@ mod tests {
     #[test]
     fn a_failed_write_keeps_the_last_checkpoint() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::new(directory.path());
+        let store = CheckpointStore::new(directory.path());
         store.save(&sample_checkpoint().encode()).unwrap();
         // A directory with the name of the temporary file makes the write fail.
         fs::create_dir(directory.path().join("agent.json.tmp")).unwrap();
@@ -297,7 +300,7 @@ mod tests {
         #[test]
         fn a_damaged_checkpoint_is_an_error_and_never_a_panic(cut in 0_usize..2000, byte: u8) {
             let directory = tempfile::tempdir().unwrap();
-            let store = Store::new(directory.path());
+            let store = CheckpointStore::new(directory.path());
             let mut bytes = sample_checkpoint().encode();
             let cut = cut % bytes.len();
             bytes.truncate(cut);

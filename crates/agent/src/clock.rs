@@ -5,7 +5,7 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
 /// The time of an event, on two clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stamp {
+pub struct EventTime {
     /// Monotonic time, for decisions.
     pub now: Instant,
     /// Time of day, for reports.
@@ -16,18 +16,18 @@ pub struct Stamp {
 /// instant must be recent, because the system clock may be set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Clock {
-    from: Stamp,
+    from: EventTime,
 }
 
 impl Clock {
     /// Creates a clock that shows `wall` at `now`.
     pub fn new(now: Instant, wall: Timestamp) -> Self {
-        Self { from: Stamp { now, wall } }
+        Self { from: EventTime { now, wall } }
     }
 
     /// Returns `now` together with its time of day.
-    pub fn stamp(self, now: Instant) -> Stamp {
+    pub fn event_time(self, now: Instant) -> EventTime {
         let since = SignedDuration::try_from(now.saturating_duration_since(self.from.now)).unwrap_or_default();
-        Stamp { now, wall: self.from.wall.saturating_add(since).unwrap_or(self.from.wall) }
+        EventTime { now, wall: self.from.wall.saturating_add(since).unwrap_or(self.from.wall) }
     }
 }

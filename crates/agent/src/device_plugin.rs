@@ -3,14 +3,16 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use cleave_kubelet::{ContainerResponse, DeviceList, DeviceNode, Mount, Options, PreferredRequest, Refusal, Resource};
+use cleave_kubelet::{
+    ContainerResponse, DeviceList, DeviceNode, Mount, PluginOptions, PreferredRequest, Refusal, Resource,
+};
 use futures::future::BoxFuture;
 use tokio::sync::watch;
 
-use crate::allocation::allocate::{ChoiceRequest, Denied, ResourceView, prefer};
+use crate::allocation::allocate::{ChoiceRequest, DenialReason, ResourceView, choose_preferred};
 use crate::allocator::Allocator;
 use crate::container_edits::ContainerEdits;
-use crate::gpu::layout::{Kind, Pool, parse_slice_id};
+use crate::gpu::layout::{Pool, PoolKind, parse_slice_id};
 use crate::metrics::{AllocateOutcome, Metrics};
 
 /// Returns whether the choice of slices matters: the available slices belong to several devices,
@@ -19,12 +21,12 @@ fn has_choice(pools: &[Pool], request: &PreferredRequest<'_>) -> bool {
     let mut devices = request.available.iter().filter_map(|id| Some(parse_slice_id(id)?.0));
     let first = devices.next();
     request.must_include.is_empty()
-        && pools.iter().any(|pool| pool.kind != Kind::Whole)
+        && pools.iter().any(|pool| pool.kind != PoolKind::Whole)
         && devices.any(|device| Some(device) != first)
 }
 
 /// Translates container edits into the kubelet's response.
-pub fn response(edits: ContainerEdits) -> ContainerResponse {
+pub fn container_response(edits: ContainerEdits) -> ContainerResponse {
     let ContainerEdits { env, mounts, device_nodes, cdi_devices } = edits;
     let mount = |crate::container_edits::Mount { host_path, container_path, read_only }| Mount {
         container_path,
@@ -49,9 +51,9 @@ impl<'a> From<&PreferredRequest<'a>> for ChoiceRequest<'a> {
 
 /// Returns the refusal that the kubelet receives. The text of the refusal becomes part of the pod's
 /// status.
-fn refusal(denied: Denied) -> Refusal {
+fn refusal_for_denial(denied: DenialReason) -> Refusal {
     match denied {
-        Denied::Split(sentence) | Denied::Invalid(sentence) => Refusal::Invalid(sentence),
+        DenialReason::Split(sentence) | DenialReason::Invalid(sentence) => Refusal::Invalid(sentence),
     }
 }
 
@@ -93,10 +95,10 @@ impl Resource for ServedResource {
         self.devices.subscribe()
     }
 
-    fn options(&self) -> Options {
+    fn options(&self) -> PluginOptions {
         // Every resource has the same options. Otherwise the plugin would have to register a
         // resource again when it serves its first MPS shares.
-        Options { pre_start: true, preferred: true }
+        PluginOptions { pre_start: true, preferred: true }
     }
 
     fn wait_for_pod<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
@@ -111,7 +113,7 @@ impl Resource for ServedResource {
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource).map(Vec::as_slice).unwrap_or_default();
         let reserved = table.pending.open_reservations(&self.resource);
-        Ok(prefer(&ResourceView { resource: &self.resource, pools, reserved: &reserved }, &request.into()))
+        Ok(choose_preferred(&ResourceView { resource: &self.resource, pools, reserved: &reserved }, &request.into()))
     }
 
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
@@ -119,7 +121,12 @@ impl Resource for ServedResource {
         match &allocated {
             Ok((allocation, _)) => {
                 if let (Ok(units), [device]) = (u32::try_from(ids.len()), allocation.devices.as_slice()) {
-                    self.allocator.table().pending.record_answer(&self.resource, units, device, Instant::now());
+                    self.allocator.table().pending.record_allocate_answer(
+                        &self.resource,
+                        units,
+                        device,
+                        Instant::now(),
+                    );
                 }
                 self.metrics.count_allocation(&self.resource, AllocateOutcome::Granted);
                 tracing::info!(resource = self.resource, allocation = allocation.id(), ids = ?allocation.ids, "allocated slices");
@@ -129,13 +136,13 @@ impl Resource for ServedResource {
                 tracing::warn!(resource = self.resource, %denied, "refused an allocation");
             }
         }
-        allocated.map(|(_, edits)| response(edits)).map_err(refusal)
+        allocated.map(|(_, edits)| container_response(edits)).map_err(refusal_for_denial)
     }
 
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         Box::pin(async move {
             let began = Instant::now();
-            let allocation = self.allocator.get_or_allocate(&self.resource, ids).map_err(refusal)?;
+            let allocation = self.allocator.get_or_allocate(&self.resource, ids).map_err(refusal_for_denial)?;
             self.allocator.wait_until_ready(&allocation).await.map_err(|why| {
                 tracing::warn!(
                     resource = self.resource,
@@ -161,11 +168,11 @@ mod tests {
     use crate::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
     use crate::allocation::table::AllocationTable;
     use crate::allocator::tests::allocator;
-    use crate::allocator::{MAX_EVENTS, MAX_POD_WAIT};
+    use crate::allocator::{MAX_POD_WAIT, MAX_UNPUBLISHED_EVENTS};
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-    fn pools(devices: &[&str], kind: &Kind) -> Vec<Pool> {
+    fn pools(devices: &[&str], kind: &PoolKind) -> Vec<Pool> {
         let pool = |device: &&str| Pool {
             device: (*device).into(),
             resource: MPS_RESOURCE.into(),
@@ -176,8 +183,8 @@ mod tests {
         devices.iter().map(pool).collect()
     }
 
-    fn mps_kind() -> Kind {
-        Kind::Mps { memory_mib: vec![], threads: vec![], max_clients: None }
+    fn mps_kind() -> PoolKind {
+        PoolKind::Mps { memory_mib: vec![], threads: vec![], max_clients: None }
     }
 
     fn served_resource(pending: PendingAllocations, pools: Vec<Pool>) -> ServedResource {
@@ -210,7 +217,7 @@ mod tests {
         [share_ids("A"), share_ids("B")].concat()
     }
 
-    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> PreferredRequest<'a> {
+    fn preferred_request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> PreferredRequest<'a> {
         PreferredRequest { available, must_include, size }
     }
 
@@ -218,7 +225,7 @@ mod tests {
     async fn a_preference_waits_until_the_pod_is_known_or_two_seconds() {
         let served = served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
         let all = all_share_ids();
-        let request = request(&all, &[], 3);
+        let request = preferred_request(&all, &[], 3);
         let waits = served.wait_for_pod(&request).unwrap();
         let allocator = Arc::clone(&served.allocator);
         let comes = async {
@@ -243,24 +250,33 @@ mod tests {
         let all = all_share_ids();
         let two = || pools(&["A", "B"], &mps_kind());
         let waits = |served: &ServedResource, request: &PreferredRequest<'_>| served.wait_for_pod(request).is_some();
-        assert!(waits(&served_resource(PendingAllocations::with_watch(), two()), &request(&all, &[], 3)));
+        assert!(waits(&served_resource(PendingAllocations::with_watch(), two()), &preferred_request(&all, &[], 3)));
         assert!(
-            !waits(&served_resource(PendingAllocations::default(), two()), &request(&all, &[], 3)),
+            !waits(&served_resource(PendingAllocations::default(), two()), &preferred_request(&all, &[], 3)),
             "without an API server"
         );
         assert!(
-            !waits(&served_resource(PendingAllocations::with_watch(), two()), &request(&share_ids("A"), &[], 3)),
+            !waits(
+                &served_resource(PendingAllocations::with_watch(), two()),
+                &preferred_request(&share_ids("A"), &[], 3)
+            ),
             "all on one device"
         );
         assert!(
-            !waits(&served_resource(PendingAllocations::with_watch(), two()), &request(&all, &share_ids("B")[..1], 3)),
+            !waits(
+                &served_resource(PendingAllocations::with_watch(), two()),
+                &preferred_request(&all, &share_ids("B")[..1], 3)
+            ),
             "an init container used it"
         );
         assert!(!waits(
-            &served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &Kind::Whole)),
-            &request(&all, &[], 1)
+            &served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &PoolKind::Whole)),
+            &preferred_request(&all, &[], 1)
         ));
-        assert!(!waits(&served_resource(PendingAllocations::with_watch(), Vec::new()), &request(&[], &[], 0)));
+        assert!(!waits(
+            &served_resource(PendingAllocations::with_watch(), Vec::new()),
+            &preferred_request(&[], &[], 0)
+        ));
     }
 
     #[test]
@@ -274,9 +290,9 @@ mod tests {
         assert_eq!(events.iter().map(|event| event.reason).collect::<Vec<_>>(), ["SharesSplit"]);
         let metrics = served.allocator.metrics().encode().unwrap();
         assert!(metrics.contains("cleave_agent_split_requests_total{resource=\"nvidia.com/gpu-mps\"} 1"), "{metrics}");
-        for _ in 0..2 * MAX_EVENTS {
+        for _ in 0..2 * MAX_UNPUBLISHED_EVENTS {
             let _ = served.allocate(&both);
         }
-        assert_eq!(served.allocator.table().events.len(), MAX_EVENTS);
+        assert_eq!(served.allocator.table().events.len(), MAX_UNPUBLISHED_EVENTS);
     }
 }

@@ -52,11 +52,11 @@ impl PodEvent {
 }
 
 /// Returns a warning about the node.
-pub fn warning(reason: &'static str, note: String) -> NodeEvent {
+pub fn node_warning(reason: &'static str, note: String) -> NodeEvent {
     NodeEvent { warning: true, reason, note, regarding: None, related: None }
 }
 
 /// Returns an Event of type Normal about the node, which reports a recovery.
-pub fn recovered(note: String) -> NodeEvent {
+pub fn node_recovery(note: String) -> NodeEvent {
     NodeEvent { warning: false, reason: "Recovered", note, regarding: None, related: None }
 }

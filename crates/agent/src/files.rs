@@ -17,7 +17,7 @@ pub(crate) async fn watch_directory(
     on_error: impl Fn(io::Error),
 ) {
     loop {
-        match watch(directory) {
+        match open_watch(directory) {
             Ok(mut events) => {
                 on_change();
                 // A removed directory sends no more events. Watch its replacement.
@@ -35,7 +35,7 @@ pub(crate) async fn watch_directory(
     }
 }
 
-fn watch(directory: &Path) -> io::Result<EventStream<[u8; 1024]>> {
+fn open_watch(directory: &Path) -> io::Result<EventStream<[u8; 1024]>> {
     let inotify = Inotify::init()?;
     inotify
         .watches()

@@ -10,9 +10,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use crate::gpu::mig::{self, Change};
-use crate::gpu::xid::Class;
-use crate::tenants::violations::Usage;
+use crate::gpu::mig::{self, MigChange};
+use crate::gpu::xid::FaultClass;
+use crate::tenants::violations::TenantUsage;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct AllocateLabels {
@@ -214,12 +214,12 @@ impl Metrics {
 
     /// Counts a request that waited until its pod was known. `in_time`: the API server reported the
     /// pod before the timeout.
-    pub fn count_wait(&self, in_time: bool) {
+    pub fn count_pod_wait(&self, in_time: bool) {
         self.waits.get_or_create(&WaitLabels { result: if in_time { "reported" } else { "timeout" } }).inc();
     }
 
     /// Counts an XID.
-    pub fn count_xid(&self, gpu: &str, xid: u64, class: Class) {
+    pub fn count_xid(&self, gpu: &str, xid: u64, class: FaultClass) {
         self.xids.get_or_create(&XidLabels { device: gpu.to_owned(), xid, class: class.as_str() }).inc();
     }
 
@@ -234,12 +234,12 @@ impl Metrics {
     }
 
     /// Counts a MIG change.
-    pub fn count_change(&self, change: &Change, outcome: &mig::ChangeOutcome) {
+    pub fn count_mig_change(&self, change: &MigChange, outcome: &mig::ChangeOutcome) {
         let change = match change {
-            Change::Destroy(_) => "destroy",
-            Change::Create { .. } => "create",
-            Change::Mode(true) => "mode-on",
-            Change::Mode(false) => "mode-off",
+            MigChange::Destroy(_) => "destroy",
+            MigChange::Create { .. } => "create",
+            MigChange::Mode(true) => "mode-on",
+            MigChange::Mode(false) => "mode-off",
         };
         let result = match outcome {
             mig::ChangeOutcome::Done => "done",
@@ -253,11 +253,11 @@ impl Metrics {
 
     /// Sets the memory use of tenants, and removes the series of tenants without an entry in
     /// `usage`.
-    pub fn set_tenants(&self, usage: &[Usage]) {
+    pub fn set_tenants(&self, usage: &[TenantUsage]) {
         let TenantMetrics { memory, limit, known, .. } = &self.tenants;
         let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         let mut current = BTreeSet::new();
-        for Usage { tenant, device, bytes: used, limit_mib } in usage {
+        for TenantUsage { tenant, device, bytes: used, limit_mib } in usage {
             let label = TenantLabels {
                 namespace: tenant.namespace.clone(),
                 pod: tenant.pod.clone(),
@@ -349,7 +349,7 @@ mod tests {
     #[test]
     fn series_of_removed_tenants_are_deleted_and_unlimited_tenants_have_no_limit() {
         let metrics = Metrics::new();
-        let usage = |pod: &str, limit_mib| Usage {
+        let usage = |pod: &str, limit_mib| TenantUsage {
             tenant: Tenant { namespace: "ns".into(), pod: pod.into(), container: "c".into() },
             device: "GPU-a".into(),
             bytes: 5 << 20,

@@ -2,7 +2,7 @@
 use cleave_gpu::nvml::{Gpu, Gpus, MigActivation, MigInstance, NvmlError, Process};
 
 use crate::gpu::hardware::error_chain;
-use crate::gpu::mig::{Change, ChangeOutcome, MigOrder, in_use_message};
+use crate::gpu::mig::{ChangeOutcome, MigChange, MigOrder, in_use_message};
 
 /// Performs a change, unless a process uses the MIG instance or the GPU. Returns the outcome, and
 /// the GPU with its processes after the change if NVML reports them.
@@ -16,7 +16,7 @@ pub fn apply_order(gpus: &dyn Gpus, order: &MigOrder) -> (ChangeOutcome, Option<
     (outcome, observe().ok())
 }
 
-fn try_change(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutcome, NvmlError> {
+fn try_change(gpus: &dyn Gpus, uuid: &str, change: &MigChange) -> Result<ChangeOutcome, NvmlError> {
     let gpu = gpus.gpu(uuid)?;
     let there: &[MigInstance] = gpu.mig.as_ref().map_or(&[], |mig| &mig.instances);
     let users = |wanted: &dyn Fn(&Process) -> bool| -> Result<Option<ChangeOutcome>, NvmlError> {
@@ -25,7 +25,7 @@ fn try_change(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutc
         Ok((!users.is_empty()).then(|| ChangeOutcome::Busy(in_use_message(&users))))
     };
     match change {
-        Change::Destroy(instance) => {
+        MigChange::Destroy(instance) => {
             // Another instance may have replaced this one. Do not destroy the replacement.
             if !there.contains(instance) {
                 return Ok(ChangeOutcome::Done);
@@ -36,7 +36,7 @@ fn try_change(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutc
             gpus.destroy_mig_instance(uuid, instance.gpu_instance)?;
             Ok(ChangeOutcome::Done)
         }
-        Change::Mode(on) => {
+        MigChange::Mode(on) => {
             // Cancelling a pending change of the mode disturbs no program.
             if gpu.mig.as_ref().is_none_or(|mig| mig.enabled != *on) {
                 if !there.is_empty() {
@@ -54,7 +54,7 @@ fn try_change(gpus: &dyn Gpus, uuid: &str, change: &Change) -> Result<ChangeOutc
                 ),
             })
         }
-        Change::Create { profile, start } => {
+        MigChange::Create { profile, start } => {
             let is = |found: &&MigInstance| found.profile == *profile && found.start == *start;
             if there.iter().find(is).is_none_or(|found| found.uuid.is_empty()) {
                 gpus.create_mig_instance(uuid, profile, *start)?;

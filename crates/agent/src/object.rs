@@ -3,7 +3,7 @@ use cleave_api::GpuNodeSpec;
 
 /// State of the node's `GpuNode` on the API server.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub enum Object {
+pub enum GpuNodeState {
     /// The API server has not answered yet.
     #[default]
     Unknown,

@@ -112,7 +112,7 @@ impl PodObject {
         // An annotation that the operator did not write is ignored.
         let mut placement = annotation.and_then(|text| Placement::parse(text).ok()).unwrap_or_default();
         let reservations = placement.nodes.remove(node).unwrap_or_default();
-        let requests = requests(spec, &reservations);
+        let requests = container_requests(spec, &reservations);
         (!requests.is_empty()).then_some(BoundPod {
             uid: metadata.uid.clone()?,
             namespace: metadata.namespace.clone()?,
@@ -153,7 +153,7 @@ impl PodObject {
             None
         } else {
             let grace = self.spec.termination_grace_period_seconds.unwrap_or(DEFAULT_GRACE_SECONDS);
-            let pod = shutdown::Pod {
+            let pod = shutdown::ShutdownPod {
                 priority: self.spec.priority,
                 grace: Duration::from_secs(u64::try_from(grace).unwrap_or(0)),
                 observation: bound.map(|bound| self.termination(&bound, Timestamp::now())),
@@ -198,7 +198,7 @@ impl PodObject {
 
 /// Returns the requests of each container for each resource that Cleave serves, with their
 /// reservations.
-fn requests(spec: &PodSpec, reservations: &[cleave_api::placement::ReservedUnits]) -> Vec<ContainerRequest> {
+fn container_requests(spec: &PodSpec, reservations: &[cleave_api::placement::ReservedUnits]) -> Vec<ContainerRequest> {
     let init = spec.init_containers.iter().map(|container| {
         let sidecar = container.restart_policy.as_deref() == Some("Always");
         (if sidecar { Kind::Sidecar } else { Kind::Init }, container)

@@ -155,7 +155,7 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
     machine.kubelet.pre_start(MPS_RESOURCE, &wanted).await.unwrap();
     machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &used)]);
     let daemon = machine.host_status().unwrap().daemons[&uuid].pid;
-    let desired = machine.desired().unwrap();
+    let desired = machine.read_desired_file().unwrap();
     machine
         .wait_until("the checkpoint is written", || {
             fs::read_to_string(machine.path("state/agent.json")).ok()?.contains(&used[0]).then_some(())
@@ -191,7 +191,7 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
                 status.gpus[0].allocations.first().is_some_and(|row| row.memory_mib == Some(2000))
             })
             .await;
-        assert_eq!(machine.desired().unwrap(), desired, "{checkpoint_state}");
+        assert_eq!(machine.read_desired_file().unwrap(), desired, "{checkpoint_state}");
         assert_eq!(
             machine.host_status().unwrap().daemons[&uuid].pid,
             daemon,
@@ -216,7 +216,7 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
         parts.iter().all(|part| text.contains(part)).then_some(())
     };
     machine.wait_until("the checkpoint is written", || known(&[&used[0], "\"xid\":119"])).await;
-    let desired = machine.desired().unwrap();
+    let desired = machine.read_desired_file().unwrap();
 
     machine.reboot();
     machine.wait_for_view("the stream ends", |seen| !seen.endpoints[MPS_RESOURCE].connected).await;
@@ -229,7 +229,7 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
     machine.start_host();
     // The reboot has cleared the fault.
     machine.wait_for_healthy(MPS_RESOURCE, 20).await;
-    assert_eq!(machine.desired().unwrap(), desired, "the daemons and doors are the same");
+    assert_eq!(machine.read_desired_file().unwrap(), desired, "the daemons and doors are the same");
     // The kubelet restarts a container with its response from before the reboot. The kubelet calls
     // only PreStartContainer.
     machine.kubelet.pre_start(MPS_RESOURCE, &wanted).await.unwrap();
@@ -261,7 +261,7 @@ async fn a_second_agent_waits_until_the_first_has_ended() {
     let reported =
         |status: &cleave_api::GpuNodeStatus| status.gpus[0].allocations.iter().any(|row| row.memory_mib == Some(2000));
     machine.wait_for_status("the first agent reports it", reported).await;
-    let desired = machine.desired().unwrap();
+    let desired = machine.read_desired_file().unwrap();
     assert_eq!(desired.allocations.len(), 1);
     let before = machine.wait_for_healthy(MPS_RESOURCE, 10).await.registrations.len();
     machine.kill_first_agent();
@@ -270,7 +270,7 @@ async fn a_second_agent_waits_until_the_first_has_ended() {
     };
     machine.wait_for_view("the second agent registers", registered).await;
     machine.wait_for_healthy(MPS_RESOURCE, 10).await;
-    assert_eq!(machine.desired().unwrap(), desired);
+    assert_eq!(machine.read_desired_file().unwrap(), desired);
 }
 
 #[tokio::test]
@@ -334,7 +334,7 @@ async fn a_container_starts_only_after_its_door_is_open() {
     let id = format!("{}::0", machine.uuids[0]);
     machine.kubelet.allocate(MPS_RESOURCE, &[&id]).await.unwrap();
     let allocation = machine
-        .wait_until("the allocation is recorded", || machine.desired()?.allocations.keys().next().cloned())
+        .wait_until("the allocation is recorded", || machine.read_desired_file()?.allocations.keys().next().cloned())
         .await;
     let ids = [id.as_str()];
     let mut start = Box::pin(machine.kubelet.pre_start(MPS_RESOURCE, &ids));
@@ -362,7 +362,7 @@ async fn an_allocation_without_a_pod_is_removed_with_its_directory() {
     let directories = || Some(fs::read_dir(machine.path("run/alloc")).ok()?.count());
     assert_eq!(directories(), Some(2));
     machine.wait_until("exactly one directory exists", || (directories()? == 1).then_some(())).await;
-    assert_eq!(machine.desired().unwrap().allocations.len(), 1);
+    assert_eq!(machine.read_desired_file().unwrap().allocations.len(), 1);
     machine.kubelet.pre_start(MPS_RESOURCE, &[&kept]).await.unwrap();
 }
 

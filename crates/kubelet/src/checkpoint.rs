@@ -27,19 +27,19 @@ pub type AllocatedDevices = BTreeSet<(String, String)>;
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct File {
-    data: Data,
+struct CheckpointFile {
+    data: CheckpointData,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Data {
+struct CheckpointData {
     /// Go writes an empty list as null.
-    pod_device_entries: Option<Vec<Entry>>,
+    pod_device_entries: Option<Vec<DeviceEntry>>,
 }
 
 #[derive(Deserialize)]
-struct Entry {
+struct DeviceEntry {
     #[serde(rename = "ResourceName")]
     resource: String,
     /// Device ids by NUMA node.
@@ -59,10 +59,10 @@ pub fn parse_allocated(text: &[u8]) -> io::Result<AllocatedDevices> {
             format!("not a checkpoint of a kubelet: {:?} error at line {line}, column {column}", error.classify());
         io::Error::new(io::ErrorKind::InvalidData, what)
     };
-    let file: File = serde_json::from_slice(text).map_err(wrong)?;
+    let file: CheckpointFile = serde_json::from_slice(text).map_err(wrong)?;
     let entries = file.data.pod_device_entries.unwrap_or_default();
-    let of = |entry: Entry| {
-        let Entry { resource, ids } = entry;
+    let of = |entry: DeviceEntry| {
+        let DeviceEntry { resource, ids } = entry;
         ids.into_values().flatten().map(move |id| (resource.clone(), id))
     };
     Ok(entries.into_iter().flat_map(of).collect())

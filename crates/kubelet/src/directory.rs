@@ -16,7 +16,7 @@ use rustix::fs::FlockOperation;
 use crate::resource::ResourceName;
 
 /// Directory in which the kubelet expects device plugins.
-pub const DEVICE_PLUGINS: &str = "/var/lib/kubelet/device-plugins";
+pub const DEVICE_PLUGIN_DIRECTORY: &str = "/var/lib/kubelet/device-plugins";
 
 /// Name of the kubelet's socket in the directory.
 pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
@@ -31,7 +31,7 @@ const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// Maximum time to wait for an answer on a socket that an earlier process left behind. Without an
 /// answer, the socket counts as in use.
-const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
+const SOCKET_PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Why a directory cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -104,12 +104,12 @@ impl Directory {
 
     /// Locks the directory for this process, unless another process has the lock. The kernel
     /// releases the lock when the process ends.
-    pub(crate) fn try_lock(&self) -> Result<Option<Lock>, DirectoryError> {
+    pub(crate) fn try_lock(&self) -> Result<Option<DirectoryLock>, DirectoryError> {
         let directory = || self.path.clone();
         let file = File::open(&self.path).map_err(|source| DirectoryError::Open { directory: directory(), source })?;
         let opened = file.metadata().map_err(|source| DirectoryError::Open { directory: directory(), source })?;
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Some(Lock { id: (opened.dev(), opened.ino()), _file: file })),
+            Ok(()) => Ok(Some(DirectoryLock { id: (opened.dev(), opened.ino()), _file: file })),
             Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
             Err(source) => Err(DirectoryError::Lock { directory: directory(), source: source.into() }),
         }
@@ -131,7 +131,7 @@ impl Directory {
                 continue;
             }
             let path = entry.path();
-            let probe = tokio::time::timeout(PROBE_TIMEOUT, tokio::net::UnixStream::connect(&path)).await;
+            let probe = tokio::time::timeout(SOCKET_PROBE_TIMEOUT, tokio::net::UnixStream::connect(&path)).await;
             // Only a refused connection proves that no process listens. Any other error can mean
             // that the queue of a listening process is full, or that permission is missing.
             if matches!(&probe, Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused) {
@@ -148,13 +148,13 @@ impl Directory {
 
 /// The lock of the directory. Dropping it releases the lock.
 #[derive(Debug)]
-pub(crate) struct Lock {
+pub(crate) struct DirectoryLock {
     /// Device and inode of the locked directory. The path may now refer to another directory.
     id: (u64, u64),
     _file: File,
 }
 
-impl Lock {
+impl DirectoryLock {
     /// Returns whether the path still names the locked directory.
     pub(crate) fn holds(&self, directory: &Directory) -> bool {
         std::fs::metadata(&directory.path).is_ok_and(|now| (now.dev(), now.ino()) == self.id)
@@ -205,7 +205,7 @@ fn is_our_socket_name(name: &str) -> bool {
 
 /// A change of the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Change {
+pub(crate) enum DirectoryChange {
     /// The kubelet's socket or one of our sockets was created or removed.
     Sockets,
     /// The directory was removed, moved or unmounted.
@@ -215,16 +215,16 @@ pub(crate) enum Change {
 /// Reports changes of the directory.
 ///
 /// Create the watch before reading the directory, so that no change is missed.
-pub(crate) struct Watch {
+pub(crate) struct DirectoryWatch {
     events: Option<EventStream<[u8; 1024]>>,
     /// Polls in addition to events: inotify can be unavailable (`max_user_instances`), and events
     /// can be lost.
     poll: tokio::time::Interval,
 }
 
-impl Watch {
+impl DirectoryWatch {
     pub(crate) fn start(directory: &Directory, intervals: PollIntervals) -> Self {
-        let events = match watch(directory.path()) {
+        let events = match open_watch(directory.path()) {
             Ok(events) => Some(events),
             Err(error) => {
                 tracing::warn!(
@@ -242,25 +242,25 @@ impl Watch {
 
     /// Waits for the next relevant change. Cancel-safe: callers read the directory after each call,
     /// so they miss nothing if an event is lost.
-    pub(crate) async fn changed(&mut self) -> Change {
+    pub(crate) async fn changed(&mut self) -> DirectoryChange {
         loop {
             let Some(events) = &mut self.events else {
                 self.poll.tick().await;
-                return Change::Sockets;
+                return DirectoryChange::Sockets;
             };
             let event = tokio::select! {
                 event = events.next() => event,
-                _ = self.poll.tick() => return Change::Sockets,
+                _ = self.poll.tick() => return DirectoryChange::Sockets,
             };
             match event {
                 Some(Ok(event)) => {
                     if event.mask.intersects(
                         EventMask::DELETE_SELF | EventMask::MOVE_SELF | EventMask::UNMOUNT | EventMask::IGNORED,
                     ) {
-                        return Change::Gone;
+                        return DirectoryChange::Gone;
                     }
                     if event.mask.contains(EventMask::Q_OVERFLOW) {
-                        return Change::Sockets;
+                        return DirectoryChange::Sockets;
                     }
                     // The kubelet writes its checkpoint into this directory for each pod. Such
                     // changes are not relevant here.
@@ -268,7 +268,7 @@ impl Watch {
                         name == KUBELET_SOCKET || name.to_str().is_some_and(is_our_socket_name)
                     };
                     if event.name.as_deref().is_some_and(ours) {
-                        return Change::Sockets;
+                        return DirectoryChange::Sockets;
                     }
                 }
                 Some(Err(error)) => {
@@ -288,7 +288,7 @@ pub(crate) struct PollIntervals {
     pub(crate) unwatched: Duration,
 }
 
-fn watch(path: &Path) -> io::Result<EventStream<[u8; 1024]>> {
+fn open_watch(path: &Path) -> io::Result<EventStream<[u8; 1024]>> {
     let inotify = Inotify::init()?;
     inotify.watches().add(
         path,

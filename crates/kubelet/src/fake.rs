@@ -35,8 +35,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// refuse registrations and call its plugins.
 pub struct FakeKubelet {
     directory: PathBuf,
-    shared: Arc<Shared>,
-    running: Option<Running>,
+    shared: Arc<SharedState>,
+    running: Option<RunningServer>,
 }
 
 /// A registration that the kubelet received.
@@ -90,30 +90,30 @@ pub struct FakeKubeletState {
 }
 
 /// The parts of a running kubelet. Dropping the parts ends the kubelet.
-struct Running {
+struct RunningServer {
     _connections: Connections,
     _listener: AbortOnDropHandle<()>,
     _server: AbortOnDropHandle<()>,
 }
 
 /// The state that outlives a restart of the kubelet.
-struct Shared {
+struct SharedState {
     directory: PathBuf,
     seen: watch::Sender<FakeKubeletState>,
     faults: Mutex<InjectedFaults>,
-    clients: Mutex<Clients>,
+    clients: Mutex<ConnectedPlugins>,
 }
 
 /// The connected plugins.
 #[derive(Default)]
-struct Clients {
+struct ConnectedPlugins {
     next: u64,
-    by_name: BTreeMap<String, Client>,
+    by_name: BTreeMap<String, ConnectedPlugin>,
     streams: JoinSet<()>,
 }
 
 /// A connected plugin.
-struct Client {
+struct ConnectedPlugin {
     number: u64,
     channel: DevicePluginClient<Channel>,
     stream: Option<tokio::task::AbortHandle>,
@@ -135,7 +135,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl FakeKubelet {
     /// Cleans the directory as a starting kubelet does, and serves in it.
     pub fn start(directory: &Path) -> io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedState {
             directory: directory.to_owned(),
             seen: watch::Sender::new(FakeKubeletState::default()),
             faults: Mutex::default(),
@@ -150,7 +150,7 @@ impl FakeKubelet {
     /// created.
     pub fn run(&mut self) -> io::Result<Instant> {
         self.clean_directory()?;
-        let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
+        let bound = bind_socket(&self.directory.join(KUBELET_SOCKET))?;
         let at = Instant::now();
         self.listen(bound)?;
         Ok(at)
@@ -160,7 +160,7 @@ impl FakeKubelet {
     /// listening, as on a slow machine.
     pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
         self.clean_directory()?;
-        let bound = bind(&self.directory.join(KUBELET_SOCKET))?;
+        let bound = bind_socket(&self.directory.join(KUBELET_SOCKET))?;
         tokio::time::sleep(gap).await;
         self.listen(bound)
     }
@@ -205,7 +205,7 @@ impl FakeKubelet {
         let listener = connections.accept_from(UnixListener::from_std(listener)?);
         let service = RegistrationServer::new(RegistrationService(Arc::clone(&self.shared)));
         let server = tonic::transport::Server::builder().serve_with_incoming(service, incoming);
-        self.running = Some(Running {
+        self.running = Some(RunningServer {
             _connections: connections,
             _listener: listener,
             _server: AbortOnDropHandle::new(tokio::spawn(async move {
@@ -318,14 +318,14 @@ impl FakeKubelet {
     }
 }
 
-fn bind(path: &Path) -> io::Result<rustix::fd::OwnedFd> {
+fn bind_socket(path: &Path) -> io::Result<rustix::fd::OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     Ok(socket)
 }
 
-struct RegistrationService(Arc<Shared>);
+struct RegistrationService(Arc<SharedState>);
 
 #[tonic::async_trait]
 impl Registration for RegistrationService {
@@ -337,15 +337,15 @@ impl Registration for RegistrationService {
             number = seen.registrations.len();
             seen.registrations.push(ReceivedRegistration { at, request: request.clone(), accepted: None });
         });
-        let result = self.0.connect(request).await;
+        let result = self.0.connect_to_plugin(request).await;
         self.0.seen.send_modify(|seen| seen.registrations[number].accepted = Some(result.is_ok()));
         result.map(|()| Response::new(wire::Empty {}))
     }
 }
 
-impl Shared {
+impl SharedState {
     /// Connects to a plugin that registers.
-    async fn connect(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
+    async fn connect_to_plugin(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
         let (refuse, hang) = {
             let mut faults = lock(&self.faults);
             let refuse = faults.refuse > 0;
@@ -381,7 +381,7 @@ impl Shared {
             let mut clients = lock(&self.clients);
             let number = clients.next;
             clients.next += 1;
-            let client = Client { number, channel: client.clone(), stream: None };
+            let client = ConnectedPlugin { number, channel: client.clone(), stream: None };
             clients.by_name.insert(request.resource_name.clone(), client);
             number
         };
@@ -398,7 +398,8 @@ impl Shared {
         };
         if !no_stream {
             let mut clients = lock(&self.clients);
-            let stream = clients.streams.spawn(Arc::clone(self).receive(request.resource_name.clone(), client));
+            let stream =
+                clients.streams.spawn(Arc::clone(self).receive_device_lists(request.resource_name.clone(), client));
             if let Some(current) = clients.by_name.get_mut(&request.resource_name).filter(|c| c.number == number) {
                 current.stream = Some(stream);
             }
@@ -407,7 +408,7 @@ impl Shared {
     }
 
     /// Records the plugin's device lists until the stream ends.
-    async fn receive(self: Arc<Self>, resource: String, mut client: DevicePluginClient<Channel>) {
+    async fn receive_device_lists(self: Arc<Self>, resource: String, mut client: DevicePluginClient<Channel>) {
         if let Ok(stream) = client.list_and_watch(wire::Empty {}).await {
             let mut stream = stream.into_inner();
             while let Ok(Some(list)) = stream.message().await {
@@ -443,7 +444,7 @@ impl Shared {
 /// A fake of the kubelet's PodResources API.
 pub struct FakePodResources {
     shared: Arc<SharedLists>,
-    _running: Running,
+    _running: RunningServer,
 }
 
 #[derive(Default)]
@@ -467,7 +468,7 @@ impl FakePodResources {
         let server = AbortOnDropHandle::new(tokio::spawn(async move {
             let _ = server.await;
         }));
-        Ok(Self { shared, _running: Running { _connections: connections, _listener: listener, _server: server } })
+        Ok(Self { shared, _running: RunningServer { _connections: connections, _listener: listener, _server: server } })
     }
 
     /// Sets the devices that are allocated to containers.

@@ -32,12 +32,14 @@ mod resource;
 mod server;
 
 pub use checkpoint::{AllocatedDevices, KubeletCheckpoint, parse_allocated};
-pub use directory::{DEVICE_PLUGINS, DirectoryError};
-pub use plugins::{Backoff, Config, DirectoryState, Phase, Plugins, PluginsState, ResourceState, Timings};
+pub use directory::{DEVICE_PLUGIN_DIRECTORY, DirectoryError};
+pub use plugins::{
+    Backoff, DirectoryState, PluginTimings, Plugins, PluginsConfig, PluginsState, ResourcePhase, ResourceState,
+};
 pub use pods::{
-    AllocatableDevices, ContainerDevices, POD_RESOURCES, PodResources, PodResourcesError, container_devices,
+    AllocatableDevices, ContainerDevices, POD_RESOURCES_SOCKET, PodResources, PodResourcesError, container_devices,
 };
 pub use resource::{
-    ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, InvalidDeviceId, InvalidResourceName, Mount, Options,
-    PreferredRequest, Refusal, Resource, ResourceName,
+    ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, InvalidDeviceId, InvalidResourceName, Mount,
+    PluginOptions, PreferredRequest, Refusal, Resource, ResourceName,
 };

@@ -11,8 +11,13 @@ use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::directory::{Change, Directory, DirectoryError, Lock, PollIntervals, SocketId, Watch, socket_name};
-use crate::registration::{Cause, Observation, RegisterError, Step, call_own_socket, decide, register};
+use crate::directory::{
+    Directory, DirectoryChange, DirectoryError, DirectoryLock, DirectoryWatch, PollIntervals, SocketId, socket_name,
+};
+use crate::registration::{
+    PluginObservation, RegisterError, RegistrationCause, RegistrationStep, call_own_socket, next_registration_step,
+    register,
+};
 use crate::resource::{Resource, ResourceName};
 use crate::server::{Served, Session, StreamMode};
 
@@ -21,18 +26,18 @@ type DesiredResources = BTreeMap<ResourceName, Arc<dyn Resource>>;
 
 /// Directory and timings.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct PluginsConfig {
     /// The kubelet's device plugin directory, an absolute path; see
-    /// [`DEVICE_PLUGINS`](crate::DEVICE_PLUGINS).
+    /// [`DEVICE_PLUGIN_DIRECTORY`](crate::DEVICE_PLUGIN_DIRECTORY).
     pub directory: PathBuf,
     /// Delays and deadlines.
-    pub timings: Timings,
+    pub timings: PluginTimings,
 }
 
-impl Config {
+impl PluginsConfig {
     /// Returns a configuration with default timings.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
-        Self { directory: directory.into(), timings: Timings::default() }
+        Self { directory: directory.into(), timings: PluginTimings::default() }
     }
 }
 
@@ -55,7 +60,7 @@ impl Backoff {
 
 /// Delays and deadlines.
 #[derive(Clone, Copy, Debug)]
-pub struct Timings {
+pub struct PluginTimings {
     /// Delay between attempts to connect to a `kubelet.sock` without a listener. The kubelet
     /// listens about 100 µs after it binds the socket, so the first delay is short.
     pub dial: Backoff,
@@ -82,7 +87,7 @@ pub struct Timings {
     pub poll_unwatched: Duration,
 }
 
-impl Default for Timings {
+impl Default for PluginTimings {
     fn default() -> Self {
         Self {
             dial: Backoff { first: Duration::from_millis(1), cap: Duration::from_millis(500) },
@@ -111,7 +116,8 @@ impl PluginsState {
     /// Returns whether this process has locked the directory, and the kubelet has an open stream of
     /// every resource.
     pub fn is_ready(&self) -> bool {
-        let has_it = |resource: &ResourceState| matches!(resource.phase, Phase::Streaming | Phase::Ending);
+        let has_it =
+            |resource: &ResourceState| matches!(resource.phase, ResourcePhase::Streaming | ResourcePhase::Ending);
         self.directory == DirectoryState::Held && self.resources.values().all(has_it)
     }
 }
@@ -134,7 +140,7 @@ pub enum DirectoryState {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResourceState {
     /// Phase of the resource.
-    pub phase: Phase,
+    pub phase: ResourcePhase,
     /// Name of the resource's socket in the directory.
     pub socket: Option<String>,
     /// Number of open `ListAndWatch` streams.
@@ -152,7 +158,7 @@ pub struct ResourceState {
 
 /// Phase of a resource.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Phase {
+pub enum ResourcePhase {
     /// No `kubelet.sock` exists.
     #[default]
     WaitingForKubelet,
@@ -190,12 +196,12 @@ impl Plugins {
     ///
     /// The state reports temporary problems, for example another process that serves or a missing
     /// directory. The plugins then retry. Only an invalid path is an error.
-    pub fn start(config: &Config) -> Result<Self, DirectoryError> {
+    pub fn start(config: &PluginsConfig) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
         let (wanted, wants) = watch::channel(DesiredResources::new());
         let (run, runs) = watch::channel(TaskCommand::Serve);
         let (state, states) = watch::channel(PluginsState::default());
-        let manager = Manager { directory, timings: config.timings, wanted: wants, run: runs, state };
+        let manager = PluginManager { directory, timings: config.timings, wanted: wants, run: runs, state };
         Ok(Self { wanted, run, state: states, manager: AbortOnDropHandle::new(tokio::spawn(manager.run())) })
     }
 
@@ -211,7 +217,7 @@ impl Plugins {
         self.state.clone()
     }
 
-    /// Ends all streams and releases the directory. Takes at most twice [`Timings::hang_up`].
+    /// Ends all streams and releases the directory. Takes at most twice [`PluginTimings::hang_up`].
     pub async fn shutdown(self) {
         self.run.send_replace(TaskCommand::Shutdown);
         if let Err(error) = self.manager.await {
@@ -227,9 +233,9 @@ fn error_chain(error: &dyn std::error::Error) -> String {
 }
 
 /// The task that runs one task for each wanted resource.
-struct Manager {
+struct PluginManager {
     directory: Directory,
-    timings: Timings,
+    timings: PluginTimings,
     wanted: watch::Receiver<DesiredResources>,
     run: watch::Receiver<TaskCommand>,
     state: watch::Sender<PluginsState>,
@@ -241,10 +247,10 @@ async fn wait_until_stopped(run: &mut watch::Receiver<TaskCommand>) {
     let _ = run.wait_for(|run| *run != TaskCommand::Serve).await;
 }
 
-impl Manager {
+impl PluginManager {
     async fn run(mut self) {
         while let Some(lock) = self.acquire_lock().await {
-            self.serve(&lock).await;
+            self.serve_until_shutdown(&lock).await;
             if *self.run.borrow() != TaskCommand::Serve {
                 break;
             }
@@ -274,7 +280,7 @@ impl Manager {
     }
 
     /// Waits until this process has locked the directory. Returns `None` on shutdown.
-    async fn acquire_lock(&mut self) -> Option<Lock> {
+    async fn acquire_lock(&mut self) -> Option<DirectoryLock> {
         loop {
             match self.directory.try_lock() {
                 Ok(Some(lock)) => {
@@ -292,10 +298,10 @@ impl Manager {
     }
 
     /// Serves until shutdown, or until the path no longer names the locked directory.
-    async fn serve(&mut self, lock: &Lock) {
-        let Timings { poll_watched, poll_unwatched, .. } = self.timings;
+    async fn serve_until_shutdown(&mut self, lock: &DirectoryLock) {
+        let PluginTimings { poll_watched, poll_unwatched, .. } = self.timings;
         let mut directory =
-            Watch::start(&self.directory, PollIntervals { watched: poll_watched, unwatched: poll_unwatched });
+            DirectoryWatch::start(&self.directory, PollIntervals { watched: poll_watched, unwatched: poll_unwatched });
         self.directory.remove_stale_sockets().await;
         let mut tasks = Tasks {
             directory: self.directory.clone(),
@@ -317,7 +323,7 @@ impl Manager {
                 }
             };
             // All branches are cancel-safe: watches and joins by their documentation, and
-            // `Watch::changed` because the directory is read after every branch.
+            // `DirectoryWatch::changed` because the directory is read after every branch.
             let reconcile = tokio::select! {
                 () = wait_until_stopped(&mut self.run) => break,
                 changed = self.wanted.changed() => {
@@ -327,7 +333,7 @@ impl Manager {
                     true
                 }
                 event = directory.changed() => {
-                    if event == Change::Gone || !lock.holds(&self.directory) {
+                    if event == DirectoryChange::Gone || !lock.holds(&self.directory) {
                         break;
                     }
                     tasks.directory_changes.send_replace(());
@@ -356,7 +362,7 @@ impl Manager {
 /// The tasks of all resources.
 struct Tasks {
     directory: Directory,
-    timings: Timings,
+    timings: PluginTimings,
     state: watch::Sender<PluginsState>,
     directory_changes: watch::Sender<()>,
     set: JoinSet<()>,
@@ -441,7 +447,7 @@ impl Tasks {
 struct Plugin {
     name: ResourceName,
     directory: Directory,
-    timings: Timings,
+    timings: PluginTimings,
     served: Served,
     run: watch::Receiver<TaskCommand>,
     /// Changes when the directory has changed.
@@ -500,15 +506,18 @@ impl Plugin {
                     self.record_failure("failed to serve a device plugin", &error);
                     let delay = self.timings.register.delay(failures);
                     failures += 1;
-                    self.wait(delay).await;
+                    self.wait_or_stop(delay).await;
                     continue;
                 }
             };
             failures = 0;
             let outcome = self.run_session(&mut session, kubelet, &mut streamless).await;
             self.publish(|state| {
-                state.phase =
-                    if matches!(outcome, SessionEnd::Stop) { Phase::Ending } else { Phase::WaitingForKubelet };
+                state.phase = if matches!(outcome, SessionEnd::Stop) {
+                    ResourcePhase::Ending
+                } else {
+                    ResourcePhase::WaitingForKubelet
+                };
                 state.socket = None;
                 state.streams = 0;
             });
@@ -532,7 +541,7 @@ impl Plugin {
             if let Some(kubelet) = self.directory.kubelet_socket_id() {
                 return Some(kubelet);
             }
-            self.publish(|state| state.phase = Phase::WaitingForKubelet);
+            self.publish(|state| state.phase = ResourcePhase::WaitingForKubelet);
             // Both branches are cancel-safe: `changed` marks a value as seen only when it returns.
             tokio::select! {
                 () = wait_until_stopped(&mut self.run) => return None,
@@ -542,7 +551,7 @@ impl Plugin {
     }
 
     /// Waits for this delay, or until the task must end.
-    async fn wait(&mut self, delay: Duration) {
+    async fn wait_or_stop(&mut self, delay: Duration) {
         tokio::select! {
             () = wait_until_stopped(&mut self.run) => {}
             () = tokio::time::sleep(delay) => {}
@@ -570,22 +579,22 @@ impl Plugin {
     async fn run_session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
         if let Err(error) = call_own_socket(session.path()).await {
             self.record_failure("our own device plugin socket does not answer", &error);
-            self.wait(self.timings.register.cap).await;
+            self.wait_or_stop(self.timings.register.cap).await;
             return SessionEnd::Restart;
         }
         let socket = session.path().file_name().map(|name| name.to_string_lossy().into_owned());
         self.publish(|state| {
-            state.phase = Phase::Serving;
+            state.phase = ResourcePhase::Serving;
             state.socket = socket;
         });
-        if let Some(outcome) = self.register(session, kubelet).await {
+        if let Some(outcome) = self.register_with_retries(session, kubelet).await {
             return outcome;
         }
-        self.supervise(session, kubelet, streamless).await
+        self.supervise_session(session, kubelet, streamless).await
     }
 
     /// Registers with retries. Returns `None` after a success.
-    async fn register(&mut self, session: &Session, kubelet: SocketId) -> Option<SessionEnd> {
+    async fn register_with_retries(&mut self, session: &Session, kubelet: SocketId) -> Option<SessionEnd> {
         let (mut dials, mut refusals) = (0, 0);
         loop {
             self.directory_changes.mark_unchanged();
@@ -612,7 +621,7 @@ impl Plugin {
             let error = match registered {
                 Ok(()) => {
                     self.publish(|state| {
-                        state.phase = state.phase.max(Phase::Registered);
+                        state.phase = state.phase.max(ResourcePhase::Registered);
                         state.registrations += 1;
                         state.error = None;
                     });
@@ -644,7 +653,12 @@ impl Plugin {
     }
 
     /// Supervises a registered session.
-    async fn supervise(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
+    async fn supervise_session(
+        &mut self,
+        session: &mut Session,
+        kubelet: SocketId,
+        streamless: &mut u32,
+    ) -> SessionEnd {
         let mut open = session.open_streams();
         let mut since = Instant::now();
         let mut was_open = false;
@@ -662,10 +676,10 @@ impl Plugin {
             was_open = streams > 0;
             self.publish(|state| {
                 state.streams = streams;
-                state.phase = if streams > 0 { Phase::Streaming } else { Phase::Registered };
+                state.phase = if streams > 0 { ResourcePhase::Streaming } else { ResourcePhase::Registered };
             });
             let options = self.served.borrow_and_update().options();
-            let seen = Observation {
+            let seen = PluginObservation {
                 registered_with: kubelet,
                 kubelet: self.directory.kubelet_socket_id(),
                 reachable: session.is_reachable(),
@@ -673,10 +687,10 @@ impl Plugin {
                 streamless_for: (streams == 0).then(|| since.elapsed()),
             };
             let mut check_again = None;
-            match decide(&seen, self.timings.stream.delay(*streamless)) {
-                Step::Keep => {}
-                Step::CheckAgain(after) => check_again = Some(after),
-                Step::Rebind => match session.rebind() {
+            match next_registration_step(&seen, self.timings.stream.delay(*streamless)) {
+                RegistrationStep::Keep => {}
+                RegistrationStep::CheckAgain(after) => check_again = Some(after),
+                RegistrationStep::Rebind => match session.rebind() {
                     Ok(()) => {
                         tracing::warn!(resource = %self.name, socket = %session.path().display(), "recreated our device plugin socket, which was deleted");
                         self.publish(|state| state.error = None);
@@ -686,8 +700,8 @@ impl Plugin {
                         check_again = Some(self.timings.register.cap);
                     }
                 },
-                Step::Register(cause) => {
-                    if cause == Cause::NoStream {
+                RegistrationStep::Register(cause) => {
+                    if cause == RegistrationCause::NoStream {
                         *streamless = streamless.saturating_add(1);
                         self.publish(|state| state.streamless += 1);
                         tracing::warn!(resource = %self.name, "the kubelet does not watch our devices; registering again");
@@ -747,17 +761,17 @@ mod tests {
 
     #[test]
     fn a_refused_registration_is_retried_within_2_s() {
-        assert!(Timings::default().register.cap < Duration::from_secs(2));
+        assert!(PluginTimings::default().register.cap < Duration::from_secs(2));
     }
 
     #[test]
     fn ready_means_that_the_kubelet_streams_every_resource() {
         let name = |name: &str| ResourceName::parse(name).expect("a name");
-        let streaming = ResourceState { phase: Phase::Streaming, ..ResourceState::default() };
+        let streaming = ResourceState { phase: ResourcePhase::Streaming, ..ResourceState::default() };
         let mut state = PluginsState { directory: DirectoryState::Held, ..PluginsState::default() };
         state.resources.insert(name("a/b"), streaming.clone());
         assert!(state.is_ready());
-        state.resources.insert(name("a/c"), ResourceState { phase: Phase::Registered, ..streaming.clone() });
+        state.resources.insert(name("a/c"), ResourceState { phase: ResourcePhase::Registered, ..streaming.clone() });
         assert!(!state.is_ready());
         state.resources.insert(name("a/c"), streaming);
         state.directory = DirectoryState::HeldByAnother;

@@ -10,7 +10,7 @@ use crate::proto::podresources as wire;
 use crate::proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
 
 /// The socket of the kubelet's PodResources API.
-pub const POD_RESOURCES: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
+pub const POD_RESOURCES_SOCKET: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
 
 type Client = PodResourcesListerClient<Channel>;
 

@@ -10,7 +10,7 @@ use crate::proto::DEVICE_PLUGIN_VERSION;
 use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use crate::proto::v1beta1::registration_client::RegistrationClient;
-use crate::resource::{Options, ResourceName};
+use crate::resource::{PluginOptions, ResourceName};
 
 /// Deadline for the answer from our own socket. The kubelet's own deadline for a plugin is 10 s.
 const OWN_SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
@@ -46,7 +46,7 @@ pub(crate) async fn register(
     directory: &Directory,
     socket: &Path,
     resource: &ResourceName,
-    options: Options,
+    options: PluginOptions,
     deadline: Duration,
 ) -> Result<(), RegisterError> {
     let kubelet = directory.kubelet_socket();
@@ -98,7 +98,7 @@ pub(crate) async fn call_own_socket(socket: &Path) -> Result<(), OwnSocketError>
 
 /// The observed state of a registered plugin.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Observation {
+pub(crate) struct PluginObservation {
     /// The `kubelet.sock` that the plugin was registered with.
     pub(crate) registered_with: SocketId,
     /// The current `kubelet.sock`.
@@ -113,7 +113,7 @@ pub(crate) struct Observation {
 
 /// The next step for a registered plugin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum RegistrationStep {
     /// Wait for a change.
     Keep,
     /// Check again after this time, or when something changes.
@@ -121,12 +121,12 @@ pub(crate) enum Step {
     /// Bind our socket at its path again. The stream is not interrupted.
     Rebind,
     /// End this session and register a new one.
-    Register(Cause),
+    Register(RegistrationCause),
 }
 
 /// Reason for a repeated registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Cause {
+pub(crate) enum RegistrationCause {
     /// `kubelet.sock` is not the socket that the plugin was registered with.
     KubeletRestarted,
     /// Our own socket was deleted and no stream is open.
@@ -141,25 +141,27 @@ pub(crate) enum Cause {
 /// Returns the next step for a registered plugin, from the observed state instead of events. Events
 /// can be lost, late or repeated: the creation of `kubelet.sock` can be reported after the
 /// registration with that socket.
-pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
+pub(crate) fn next_registration_step(seen: &PluginObservation, grace: Duration) -> RegistrationStep {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {
-        Some(kubelet) if kubelet != seen.registered_with => return Step::Register(Cause::KubeletRestarted),
+        Some(kubelet) if kubelet != seen.registered_with => {
+            return RegistrationStep::Register(RegistrationCause::KubeletRestarted);
+        }
         // Without a kubelet, no step is necessary. When a kubelet starts, the directory changes.
-        None if !streaming => return Step::Keep,
+        None if !streaming => return RegistrationStep::Keep,
         _ => {}
     }
     if seen.options_changed && seen.kubelet.is_some() {
-        return Step::Register(Cause::OptionsChanged);
+        return RegistrationStep::Register(RegistrationCause::OptionsChanged);
     }
     match seen.streamless_for {
         // Do not register again: the devices would be briefly unavailable. The kubelet's connection
         // works without the file.
-        None if !seen.reachable => Step::Rebind,
-        None => Step::Keep,
-        Some(_) if !seen.reachable => Step::Register(Cause::SocketLost),
-        Some(since) if since >= grace => Step::Register(Cause::NoStream),
-        Some(since) => Step::CheckAgain(grace.saturating_sub(since)),
+        None if !seen.reachable => RegistrationStep::Rebind,
+        None => RegistrationStep::Keep,
+        Some(_) if !seen.reachable => RegistrationStep::Register(RegistrationCause::SocketLost),
+        Some(since) if since >= grace => RegistrationStep::Register(RegistrationCause::NoStream),
+        Some(since) => RegistrationStep::CheckAgain(grace.saturating_sub(since)),
     }
 }
 
@@ -167,11 +169,11 @@ pub(crate) fn decide(seen: &Observation, grace: Duration) -> Step {
 mod tests {
     use super::*;
 
-    const GRACE: Duration = Duration::from_secs(2);
+    const STREAM_GRACE: Duration = Duration::from_secs(2);
 
     /// Returns the state of a healthy plugin, and a kubelet socket that was bound after the
     /// plugin's registration.
-    fn healthy_observation() -> (Observation, SocketId) {
+    fn healthy_observation() -> (PluginObservation, SocketId) {
         let directory = tempfile::tempdir().expect("a directory");
         let bind = |name: &str| {
             let path = directory.path().join(name);
@@ -179,7 +181,7 @@ mod tests {
             SocketId::of(&path).expect("a socket")
         };
         let (first, second) = (bind("first"), bind("second"));
-        let seen = Observation {
+        let seen = PluginObservation {
             registered_with: first,
             kubelet: Some(first),
             reachable: true,
@@ -192,10 +194,10 @@ mod tests {
     #[test]
     fn a_streaming_plugin_is_kept() {
         let (seen, _) = healthy_observation();
-        assert_eq!(decide(&seen, GRACE), Step::Keep);
+        assert_eq!(next_registration_step(&seen, STREAM_GRACE), RegistrationStep::Keep);
         assert_eq!(
-            decide(&Observation { kubelet: None, ..seen }, GRACE),
-            Step::Keep,
+            next_registration_step(&PluginObservation { kubelet: None, ..seen }, STREAM_GRACE),
+            RegistrationStep::Keep,
             "the stream works without kubelet.sock"
         );
     }
@@ -204,38 +206,54 @@ mod tests {
     fn a_new_kubelet_socket_causes_a_registration_despite_an_open_stream() {
         let (seen, other) = healthy_observation();
         for streamless_for in [None, Some(Duration::ZERO)] {
-            let seen = Observation { kubelet: Some(other), streamless_for, reachable: false, ..seen };
-            assert_eq!(decide(&seen, GRACE), Step::Register(Cause::KubeletRestarted));
+            let seen = PluginObservation { kubelet: Some(other), streamless_for, reachable: false, ..seen };
+            assert_eq!(
+                next_registration_step(&seen, STREAM_GRACE),
+                RegistrationStep::Register(RegistrationCause::KubeletRestarted)
+            );
         }
     }
 
     #[test]
     fn a_missing_stream_causes_a_registration_after_the_grace_period() {
         let (seen, _) = healthy_observation();
-        let after = |since| Observation { streamless_for: Some(since), ..seen };
-        assert_eq!(decide(&after(Duration::from_millis(500)), GRACE), Step::CheckAgain(Duration::from_millis(1500)));
-        assert_eq!(decide(&after(GRACE), GRACE), Step::Register(Cause::NoStream));
-        let gone = Observation { kubelet: None, ..after(GRACE * 10) };
-        assert_eq!(decide(&gone, GRACE), Step::Keep, "there is no kubelet to register with");
+        let after = |since| PluginObservation { streamless_for: Some(since), ..seen };
+        assert_eq!(
+            next_registration_step(&after(Duration::from_millis(500)), STREAM_GRACE),
+            RegistrationStep::CheckAgain(Duration::from_millis(1500))
+        );
+        assert_eq!(
+            next_registration_step(&after(STREAM_GRACE), STREAM_GRACE),
+            RegistrationStep::Register(RegistrationCause::NoStream)
+        );
+        let gone = PluginObservation { kubelet: None, ..after(STREAM_GRACE * 10) };
+        assert_eq!(
+            next_registration_step(&gone, STREAM_GRACE),
+            RegistrationStep::Keep,
+            "there is no kubelet to register with"
+        );
     }
 
     #[test]
     fn a_deleted_socket_is_rebound_or_without_a_stream_registered_again() {
         let (seen, _) = healthy_observation();
-        let lost = Observation { reachable: false, ..seen };
-        assert_eq!(decide(&lost, GRACE), Step::Rebind);
-        let lost = Observation { streamless_for: Some(Duration::ZERO), ..lost };
-        assert_eq!(decide(&lost, GRACE), Step::Register(Cause::SocketLost));
+        let lost = PluginObservation { reachable: false, ..seen };
+        assert_eq!(next_registration_step(&lost, STREAM_GRACE), RegistrationStep::Rebind);
+        let lost = PluginObservation { streamless_for: Some(Duration::ZERO), ..lost };
+        assert_eq!(
+            next_registration_step(&lost, STREAM_GRACE),
+            RegistrationStep::Register(RegistrationCause::SocketLost)
+        );
     }
 
     #[test]
     fn changed_options_cause_a_registration() {
         let (seen, _) = healthy_observation();
         assert_eq!(
-            decide(&Observation { options_changed: true, ..seen }, GRACE),
-            Step::Register(Cause::OptionsChanged)
+            next_registration_step(&PluginObservation { options_changed: true, ..seen }, STREAM_GRACE),
+            RegistrationStep::Register(RegistrationCause::OptionsChanged)
         );
-        let no_kubelet = Observation { options_changed: true, kubelet: None, ..seen };
-        assert_eq!(decide(&no_kubelet, GRACE), Step::Keep);
+        let no_kubelet = PluginObservation { options_changed: true, kubelet: None, ..seen };
+        assert_eq!(next_registration_step(&no_kubelet, STREAM_GRACE), RegistrationStep::Keep);
     }
 }

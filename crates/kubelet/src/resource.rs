@@ -27,7 +27,7 @@ pub trait Resource: Send + Sync + 'static {
 
     /// Returns the calls that the kubelet may use. The kubelet reads the options once for each
     /// registration. A replacement with other options is registered again.
-    fn options(&self) -> Options;
+    fn options(&self) -> PluginOptions;
 
     /// Returns a future to await before [`preferred_devices`](Resource::preferred_devices) can
     /// answer this request. Returns `None` if no wait is needed. Keep the wait short and bounded:
@@ -49,8 +49,8 @@ pub trait Resource: Send + Sync + 'static {
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal>;
 
     /// Prepares a container with these devices. The server calls this method before each start of
-    /// the container if [`Options::pre_start`] is set. The kubelet waits at most 30 s and retries
-    /// with the back-off of the container's restarts.
+    /// the container if [`PluginOptions::pre_start`] is set. The kubelet waits at most 30 s and
+    /// retries with the back-off of the container's restarts.
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         let _ = ids;
         Box::pin(std::future::ready(Ok(())))
@@ -59,7 +59,7 @@ pub trait Resource: Send + Sync + 'static {
 
 /// The optional calls that a resource supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Options {
+pub struct PluginOptions {
     /// The kubelet calls `PreStartContainer` before each start of a container.
     pub pre_start: bool,
     /// The kubelet can call `GetPreferredAllocation`.

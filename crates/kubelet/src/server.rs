@@ -17,14 +17,14 @@ use crate::connections::Connections;
 use crate::directory::SocketId;
 use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_server::{DevicePlugin, DevicePluginServer};
-use crate::resource::{DeviceList, Options, PreferredRequest, Refusal, Resource, list_response};
+use crate::resource::{DeviceList, PluginOptions, PreferredRequest, Refusal, Resource, list_response};
 
 /// Maximum size of a request in bytes. The kubelet's largest request is `GetPreferredAllocation`
 /// with every free id. 20,000 ids fit in 1 MiB.
 const MAX_REQUEST_BYTES: usize = 1 << 20;
 
 /// Maximum time to wait for calls on connections without a stream.
-const IDLE_GRACE: Duration = Duration::from_millis(50);
+const IDLE_CONNECTION_GRACE: Duration = Duration::from_millis(50);
 
 /// The current resource. A new resource with the same name replaces it in place.
 pub(crate) type Served = watch::Receiver<Arc<dyn Resource>>;
@@ -45,7 +45,7 @@ pub(crate) enum StreamMode {
 pub(crate) struct Session {
     path: PathBuf,
     socket: SocketId,
-    options: Options,
+    options: PluginOptions,
     connections: Connections,
     listener: AbortOnDropHandle<()>,
     orders: watch::Sender<StreamMode>,
@@ -61,7 +61,7 @@ impl Session {
         let (count, open) = watch::channel(0);
         let (connections, incoming) = Connections::new();
         let (listener, socket) = listen_at(&path, &connections)?;
-        let service = DevicePluginServer::new(Service { served, order, open: count })
+        let service = DevicePluginServer::new(PluginService { served, order, open: count })
             .max_decoding_message_size(MAX_REQUEST_BYTES);
         let shown = path.clone();
         let task = tokio::spawn(async move {
@@ -81,7 +81,7 @@ impl Session {
     }
 
     /// Returns the options that the kubelet reads at the registration.
-    pub(crate) fn options(&self) -> Options {
+    pub(crate) fn options(&self) -> PluginOptions {
         self.options
     }
 
@@ -115,7 +115,7 @@ impl Session {
         self.orders.send_replace(streams);
         // Without a stream, the kubelet has no reason to disconnect. Wait only for calls in
         // progress.
-        let grace = if *self.open.borrow() > 0 { grace } else { grace.min(IDLE_GRACE) };
+        let grace = if *self.open.borrow() > 0 { grace } else { grace.min(IDLE_CONNECTION_GRACE) };
         self.connections.close(grace).await;
     }
 }
@@ -128,20 +128,20 @@ fn listen_at(path: &Path, connections: &Connections) -> io::Result<(AbortOnDropH
 }
 
 /// The gRPC service of one resource.
-struct Service {
+struct PluginService {
     served: Served,
     order: watch::Receiver<StreamMode>,
     open: watch::Sender<usize>,
 }
 
-impl Service {
+impl PluginService {
     fn resource(&self) -> Arc<dyn Resource> {
         Arc::clone(&self.served.borrow())
     }
 }
 
 #[tonic::async_trait]
-impl DevicePlugin for Service {
+impl DevicePlugin for PluginService {
     async fn get_device_plugin_options(
         &self,
         _: Request<wire::Empty>,
@@ -154,7 +154,7 @@ impl DevicePlugin for Service {
     async fn list_and_watch(&self, _: Request<wire::Empty>) -> Result<Response<Self::ListAndWatchStream>, Status> {
         let mut served = self.served.clone();
         let devices = served.borrow_and_update().devices();
-        let feed = Feed {
+        let feed = DeviceListFeed {
             served,
             devices: Some(devices),
             order: self.order.clone(),
@@ -207,15 +207,15 @@ impl DevicePlugin for Service {
     }
 }
 
-impl From<Options> for wire::DevicePluginOptions {
-    fn from(Options { pre_start, preferred }: Options) -> Self {
+impl From<PluginOptions> for wire::DevicePluginOptions {
+    fn from(PluginOptions { pre_start, preferred }: PluginOptions) -> Self {
         Self { pre_start_required: pre_start, get_preferred_allocation_available: preferred }
     }
 }
 
 /// The lists that one `ListAndWatch` stream sends. Each stream has its own feed and sends every
 /// change.
-struct Feed {
+struct DeviceListFeed {
     served: Served,
     /// `None` after the sender was dropped. The last list remains valid.
     devices: Option<watch::Receiver<Arc<DeviceList>>>,
@@ -224,7 +224,7 @@ struct Feed {
     _open: OpenStream,
 }
 
-impl Feed {
+impl DeviceListFeed {
     async fn next(&mut self) -> Option<Arc<DeviceList>> {
         loop {
             let order = *self.order.borrow_and_update();

@@ -6,7 +6,7 @@ use std::time::Duration;
 use cleave_kubelet::fake::FakePodResources;
 use cleave_kubelet::{AllocatableDevices, ContainerDevices, PodResources, PodResourcesError};
 
-const DEADLINE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 fn container_devices(pod: &str, ids: &[&str]) -> ContainerDevices {
     ContainerDevices {
@@ -22,7 +22,7 @@ fn container_devices(pod: &str, ids: &[&str]) -> ContainerDevices {
 async fn allocated_and_allocatable_devices_are_listed_even_after_a_restart() {
     let directory = tempfile::tempdir().expect("a directory");
     let socket = directory.path().join("kubelet.sock");
-    let pods = PodResources::new(&socket, DEADLINE).expect("a client");
+    let pods = PodResources::new(&socket, TEST_TIMEOUT).expect("a client");
     let elsewhere = pods.clone();
     let nobody = tokio::spawn(async move { elsewhere.list().await }).await.expect("a task");
     assert!(matches!(nobody, Err(PodResourcesError::Call(_))), "no process serves yet");
@@ -46,14 +46,14 @@ async fn a_kubelet_that_hangs_times_out() {
     let kubelet = FakePodResources::start(&socket).expect("a kubelet");
     kubelet.set_hanging(true);
     let pods = PodResources::new(&socket, Duration::from_millis(20)).expect("a client");
-    let answer = tokio::time::timeout(DEADLINE, pods.list()).await.expect("an end");
+    let answer = tokio::time::timeout(TEST_TIMEOUT, pods.list()).await.expect("an end");
     let error = answer.expect_err("the kubelet hangs");
     assert_eq!(error.to_string(), "the kubelet's PodResources did not answer within 0.02 s");
     kubelet.set_hanging(false);
-    PodResources::new(&socket, DEADLINE).expect("a client").list().await.expect("a list");
+    PodResources::new(&socket, TEST_TIMEOUT).expect("a client").list().await.expect("a list");
 }
 
 #[tokio::test]
 async fn a_relative_path_is_refused() {
-    assert!(matches!(PodResources::new(Path::new("x"), DEADLINE), Err(PodResourcesError::Path(_))));
+    assert!(matches!(PodResources::new(Path::new("x"), TEST_TIMEOUT), Err(PodResourcesError::Path(_))));
 }

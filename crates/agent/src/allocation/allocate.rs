@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::pending::OpenReservation;
 use super::{Allocation, MpsLimits};
-use crate::gpu::layout::{Kind, Pool, parse_slice_id};
+use crate::gpu::layout::{Pool, PoolKind, parse_slice_id};
 
 /// Maximum length in characters of another program's text in an error.
 const MAX_QUOTED_CHARS: usize = 80;
@@ -54,7 +54,7 @@ pub struct ChoiceRequest<'a> {
 ///
 /// If no GPU has enough free slices, slices come first from the GPUs with the most free slices, so
 /// that the request uses as few GPUs as possible.
-pub fn prefer(view: &ResourceView<'_>, request: &ChoiceRequest<'_>) -> Vec<String> {
+pub fn choose_preferred(view: &ResourceView<'_>, request: &ChoiceRequest<'_>) -> Vec<String> {
     let must: BTreeSet<&str> = request.must_include.iter().map(String::as_str).collect();
     let mut free: BTreeMap<&str, BTreeSet<(u32, &str)>> = BTreeMap::new();
     for id in request.available {
@@ -95,7 +95,7 @@ pub fn prefer(view: &ResourceView<'_>, request: &ChoiceRequest<'_>) -> Vec<Strin
 
 /// Why slices cannot be allocated together. The text is a clause for the pod's Event.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Denied {
+pub enum DenialReason {
     /// The ids belong to shares of several GPUs: the pod bypassed the placement gate, or lost its
     /// reservation.
     #[error("{0}")]
@@ -108,10 +108,10 @@ pub enum Denied {
 /// Creates the allocation of the slices with these ids.
 ///
 /// # Errors
-/// Returns [`Denied`] if the slices cannot be allocated together.
-pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Denied> {
+/// Returns [`DenialReason`] if the slices cannot be allocated together.
+pub fn grant_allocation(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, DenialReason> {
     let resource = view.resource;
-    let invalid = |sentence| Err(Denied::Invalid(sentence));
+    let invalid = |sentence| Err(DenialReason::Invalid(sentence));
     if ids.is_empty() {
         return invalid(format!("a container must request at least one {resource}"));
     }
@@ -134,10 +134,10 @@ pub fn grant(view: &ResourceView<'_>, ids: &[String]) -> Result<Allocation, Deni
         first = first.or(Some(pool));
     }
     let mps = match first.map(|pool| &pool.kind) {
-        None | Some(Kind::Whole | Kind::TimeSliced) => None,
-        Some(Kind::Mps { memory_mib, threads, max_clients }) => {
+        None | Some(PoolKind::Whole | PoolKind::TimeSliced) => None,
+        Some(PoolKind::Mps { memory_mib, threads, max_clients }) => {
             if devices.len() > 1 {
-                return Err(Denied::Split(format!(
+                return Err(DenialReason::Split(format!(
                     "{} {resource} cannot come from {} GPUs ({}): no single GPU had enough free shares",
                     ids.len(),
                     devices.len(),
@@ -178,7 +178,7 @@ mod tests {
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     fn mps_pool(device: &str, count: u32) -> Pool {
-        let kind = Kind::Mps {
+        let kind = PoolKind::Mps {
             memory_mib: (1..=u64::from(count)).map(|k| k * 1000).collect(),
             threads: (1..=count).map(|k| u8::try_from(k * 100 / count).unwrap()).collect(),
             max_clients: Some(4),
@@ -198,7 +198,7 @@ mod tests {
         numbers.into_iter().map(|number| slice_id(device, number)).collect()
     }
 
-    fn request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> ChoiceRequest<'a> {
+    fn choice_request<'a>(available: &'a [String], must_include: &'a [String], size: usize) -> ChoiceRequest<'a> {
         ChoiceRequest { available, must_include, size }
     }
 
@@ -206,9 +206,18 @@ mod tests {
     fn the_gpu_with_the_fewest_free_slices_that_fits_the_request_is_preferred() {
         let pools = pools(&[10, 10, 10]);
         let available = [share_ids("GPU-0", 0..10), share_ids("GPU-1", [9, 3, 7]), share_ids("GPU-2", 4..9)].concat();
-        assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], 2)), share_ids("GPU-1", [3, 7]));
-        assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], 4)), share_ids("GPU-2", 4..8));
-        assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], 6)), share_ids("GPU-0", 0..6));
+        assert_eq!(
+            choose_preferred(&resource_view(&pools), &choice_request(&available, &[], 2)),
+            share_ids("GPU-1", [3, 7])
+        );
+        assert_eq!(
+            choose_preferred(&resource_view(&pools), &choice_request(&available, &[], 4)),
+            share_ids("GPU-2", 4..8)
+        );
+        assert_eq!(
+            choose_preferred(&resource_view(&pools), &choice_request(&available, &[], 6)),
+            share_ids("GPU-0", 0..6)
+        );
     }
 
     #[test]
@@ -219,25 +228,29 @@ mod tests {
         let reserved = [keep("GPU-0", 3, &[3]), keep("GPU-1", 4, &[4])];
         let with_kept = ResourceView { reserved: &reserved, ..resource_view(&pools) };
         assert_eq!(
-            prefer(&with_kept, &request(&available, &[], 3)),
+            choose_preferred(&with_kept, &choice_request(&available, &[], 3)),
             share_ids("GPU-0", 0..3),
             "the pod's own reservation"
         );
         assert_eq!(
-            prefer(&with_kept, &request(&available, &[], 2)),
+            choose_preferred(&with_kept, &choice_request(&available, &[], 2)),
             share_ids("GPU-2", 0..2),
             "not from others' reservations"
         );
         let reserved = [keep("GPU-0", 5, &[2, 5])];
         let with_kept = ResourceView { reserved: &reserved, ..resource_view(&pools) };
         assert_eq!(
-            prefer(&with_kept, &request(&available, &[], 2)),
+            choose_preferred(&with_kept, &choice_request(&available, &[], 2)),
             share_ids("GPU-0", 0..2),
             "where the pod's other containers will be"
         );
-        assert_eq!(prefer(&with_kept, &request(&available, &[], 3)), share_ids("GPU-1", 0..3));
+        assert_eq!(choose_preferred(&with_kept, &choice_request(&available, &[], 3)), share_ids("GPU-1", 0..3));
         let must = share_ids("GPU-2", [0]);
-        assert!(prefer(&with_kept, &request(&available, &must, 2)).iter().all(|id| id.starts_with("GPU-2")));
+        assert!(
+            choose_preferred(&with_kept, &choice_request(&available, &must, 2))
+                .iter()
+                .all(|id| id.starts_with("GPU-2"))
+        );
     }
 
     #[test]
@@ -245,7 +258,7 @@ mod tests {
         let pools = pools(&[10, 10]);
         let available = [share_ids("GPU-0", 0..2), share_ids("GPU-1", 0..9)].concat();
         let must = share_ids("GPU-1", [5]);
-        let mut chosen = prefer(&resource_view(&pools), &request(&available, &must, 2));
+        let mut chosen = choose_preferred(&resource_view(&pools), &choice_request(&available, &must, 2));
         chosen.sort();
         assert_eq!(chosen, share_ids("GPU-1", [0, 5]));
     }
@@ -255,7 +268,7 @@ mod tests {
         let pools = pools(&[10, 10, 10]);
         let available = [share_ids("GPU-0", 0..1), share_ids("GPU-1", 0..3), share_ids("GPU-2", 0..2)].concat();
         assert_eq!(
-            prefer(&resource_view(&pools), &request(&available, &[], 5)),
+            choose_preferred(&resource_view(&pools), &choice_request(&available, &[], 5)),
             [share_ids("GPU-1", 0..3), share_ids("GPU-2", 0..2)].concat()
         );
     }
@@ -264,15 +277,15 @@ mod tests {
     fn invalid_ids_in_a_preference_are_ignored() {
         let pools = pools(&[2]);
         let available = ["", "x", "GPU-0::7", "GPU-9::0", "GPU-0::1"].map(str::to_owned);
-        assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], 3)), ["GPU-0::1"]);
-        assert!(prefer(&resource_view(&pools), &request(&[], &[], 3)).is_empty());
-        assert!(prefer(&resource_view(&pools), &request(&available, &[], 0)).is_empty());
+        assert_eq!(choose_preferred(&resource_view(&pools), &choice_request(&available, &[], 3)), ["GPU-0::1"]);
+        assert!(choose_preferred(&resource_view(&pools), &choice_request(&[], &[], 3)).is_empty());
+        assert!(choose_preferred(&resource_view(&pools), &choice_request(&available, &[], 0)).is_empty());
     }
 
     #[test]
     fn an_allocation_gets_the_limits_for_its_number_of_shares() {
         let pools = pools(&[10]);
-        let granted = grant(&resource_view(&pools), &share_ids("GPU-0", [7, 2, 5])).unwrap();
+        let granted = grant_allocation(&resource_view(&pools), &share_ids("GPU-0", [7, 2, 5])).unwrap();
         assert_eq!(granted.ids, share_ids("GPU-0", [2, 5, 7]));
         assert_eq!(granted.mps, Some(MpsLimits { threads: Some(30), memory_mib: Some(3000), max_clients: Some(4) }));
     }
@@ -285,27 +298,28 @@ mod tests {
             resource: MPS_RESOURCE.into(),
             first: 0,
             count: 1,
-            kind: Kind::Whole,
+            kind: PoolKind::Whole,
         });
         pools.push(Pool {
             device: "GPU-3".into(),
             resource: "nvidia.com/gpu".into(),
             first: 0,
             count: 1,
-            kind: Kind::Whole,
+            kind: PoolKind::Whole,
         });
         let refused = |ids: &[&str]| {
-            grant(&resource_view(&pools), &ids.iter().map(|&id| id.to_owned()).collect::<Vec<_>>()).unwrap_err()
+            grant_allocation(&resource_view(&pools), &ids.iter().map(|&id| id.to_owned()).collect::<Vec<_>>())
+                .unwrap_err()
         };
         let split = refused(&["GPU-0::0", "GPU-1::0"]);
-        assert!(matches!(split, Denied::Split(_)));
+        assert!(matches!(split, DenialReason::Split(_)));
         assert_eq!(
             split.to_string(),
             "2 nvidia.com/gpu-mps cannot come from 2 GPUs (GPU-0, GPU-1): no single GPU had enough free shares"
         );
         let refused = |ids: &[&str]| match refused(ids) {
-            Denied::Invalid(sentence) => sentence,
-            Denied::Split(sentence) => panic!("{sentence}"),
+            DenialReason::Invalid(sentence) => sentence,
+            DenialReason::Split(sentence) => panic!("{sentence}"),
         };
         assert_eq!(refused(&["GPU-0::0", "GPU-0::0"]), "GPU-0::0 is requested twice");
         assert_eq!(refused(&["GPU-0::2"]), "\"GPU-0::2\" is not a device of nvidia.com/gpu-mps on this node");
@@ -317,8 +331,8 @@ mod tests {
     }
 
     proptest! {
-        /// `prefer` never splits a request that fits on one GPU, and returns exactly `size` ids.
-        /// `grant` accepts these ids.
+        /// `choose_preferred` never splits a request that fits on one GPU, and returns exactly
+        /// `size` ids. `grant_allocation` accepts these ids.
         #[test]
         fn a_request_that_fits_is_never_split(
             free in prop::collection::vec(prop::collection::btree_set(0_u32..10, 0..10), 1..8),
@@ -328,11 +342,11 @@ mod tests {
             let pools = pools(&vec![10; free.len()]);
             let mut available: Vec<String> =
                 free.iter().enumerate().flat_map(|(gpu, free)| share_ids(&format!("GPU-{gpu}"), free.iter().copied())).collect();
-            let chosen = prefer(&resource_view(&pools), &request(&available, &[], size));
+            let chosen = choose_preferred(&resource_view(&pools), &choice_request(&available, &[], size));
             prop_assert_eq!(chosen.len(), size.min(available.len()));
             if free.iter().any(|free| free.len() >= size) {
                 let smallest = free.iter().map(BTreeSet::len).filter(|&free| free >= size).min();
-                let granted = grant(&resource_view(&pools), &chosen);
+                let granted = grant_allocation(&resource_view(&pools), &chosen);
                 prop_assert!(granted.is_ok(), "{:?}", granted);
                 let gpu: usize = granted.unwrap().devices[0].trim_start_matches("GPU-").parse().unwrap();
                 prop_assert_eq!(Some(free[gpu].len()), smallest);
@@ -340,7 +354,7 @@ mod tests {
             // The kubelet sends ids in random order.
             let shift = usize::try_from(seed % 7).unwrap() % available.len().max(1);
             available.rotate_left(shift);
-            prop_assert_eq!(prefer(&resource_view(&pools), &request(&available, &[], size)), chosen);
+            prop_assert_eq!(choose_preferred(&resource_view(&pools), &choice_request(&available, &[], size)), chosen);
         }
 
         #[test]
@@ -354,11 +368,11 @@ mod tests {
             prop_assert_eq!(numbers == others, id == allocation_id(MPS_RESOURCE, &share_ids("GPU-0", others)));
         }
 
-        /// `grant` grants only served slices, and no input makes it panic.
+        /// `grant_allocation` grants only served slices, and no input makes it panic.
         #[test]
         fn hostile_ids_are_refused(wild in prop::collection::vec("\\PC{0,24}|GPU-[0-3]::[0-9]{1,3}", 0..6)) {
             let pools = pools(&[3, 3]);
-            if let Ok(granted) = grant(&resource_view(&pools), &wild) {
+            if let Ok(granted) = grant_allocation(&resource_view(&pools), &wild) {
                 prop_assert_eq!(granted.devices.len(), 1);
                 prop_assert!(granted.ids.iter().all(|id| resource_view(&pools).pool(id).is_some()));
                 prop_assert_eq!(granted.ids.len(), wild.len());

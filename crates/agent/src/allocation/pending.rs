@@ -89,7 +89,7 @@ struct PendingRequest {
 }
 
 #[derive(Debug, Clone)]
-struct Pod {
+struct PendingPod {
     namespace: String,
     name: String,
     terminating: bool,
@@ -114,7 +114,7 @@ struct UnmatchedAllocation {
 
 /// State of the watch that reports pods.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-enum PodWatch {
+enum PodWatchState {
     /// No watch exists, so no request waits for a pod.
     #[default]
     Disabled,
@@ -129,8 +129,8 @@ enum PodWatch {
 /// Known containers for which the kubelet has not called `Allocate` yet.
 #[derive(Debug, Clone, Default)]
 pub struct PendingAllocations {
-    watch: PodWatch,
-    pods: BTreeMap<String, Pod>,
+    watch: PodWatchState,
+    pods: BTreeMap<String, PendingPod>,
     pods_seen: u64,
     unmatched: Vec<UnmatchedAllocation>,
 }
@@ -141,23 +141,23 @@ type RequestKey = (String, usize);
 impl PendingAllocations {
     /// Creates an empty set of containers. A watch on the API server adds pods to the set.
     pub fn with_watch() -> Self {
-        Self { watch: PodWatch::Working, ..Self::default() }
+        Self { watch: PodWatchState::Working, ..Self::default() }
     }
 
     /// Records whether the watch on the API server works.
     pub fn set_watch_working(&mut self, working: bool) {
         self.watch = match (self.watch, working) {
-            (PodWatch::Disabled, _) => PodWatch::Disabled,
-            (_, true) => PodWatch::Working,
-            (PodWatch::Unreliable, false) => PodWatch::Unreliable,
-            (_, false) => PodWatch::Failing,
+            (PodWatchState::Disabled, _) => PodWatchState::Disabled,
+            (_, true) => PodWatchState::Working,
+            (PodWatchState::Unreliable, false) => PodWatchState::Unreliable,
+            (_, false) => PodWatchState::Failing,
         };
     }
 
     /// Records that a request timed out because the API server did not report its pod.
     pub fn record_wait_timeout(&mut self) {
-        if self.watch == PodWatch::Failing {
-            self.watch = PodWatch::Unreliable;
+        if self.watch == PodWatchState::Failing {
+            self.watch = PodWatchState::Unreliable;
         }
     }
 
@@ -166,21 +166,21 @@ impl PendingAllocations {
     pub fn expects_request(&self, resource: &str, units: u32) -> bool {
         let wanted =
             |request: &PendingRequest| request.matches(resource, units) && request.state == RequestState::Pending;
-        matches!(self.watch, PodWatch::Disabled | PodWatch::Unreliable)
+        matches!(self.watch, PodWatchState::Disabled | PodWatchState::Unreliable)
             || self.pods.values().flat_map(|pod| &pod.requests).any(wanted)
     }
 
     /// Returns the reservations of one resource that are not allocated yet, in the order in which
     /// the kubelet will call `Allocate`.
     pub fn open_reservations(&self, resource: &str) -> Vec<OpenReservation<'_>> {
-        let mut staying: Vec<&Pod> = self.pods.values().filter(|pod| !pod.terminating).collect();
+        let mut staying: Vec<&PendingPod> = self.pods.values().filter(|pod| !pod.terminating).collect();
         staying.sort_by_key(|pod| pod.admission_order());
         staying.into_iter().flat_map(|pod| pod.open_reservations(resource)).collect()
     }
 
     /// Returns the UID of a pod on this node.
-    pub fn uid(&self, namespace: &str, name: &str) -> Option<&str> {
-        let is = |pod: &Pod| (pod.namespace.as_str(), pod.name.as_str()) == (namespace, name);
+    pub fn pod_uid(&self, namespace: &str, name: &str) -> Option<&str> {
+        let is = |pod: &PendingPod| (pod.namespace.as_str(), pod.name.as_str()) == (namespace, name);
         self.pods.iter().find(|(_, pod)| is(pod)).map(|(uid, _)| uid.as_str())
     }
 
@@ -194,7 +194,7 @@ impl PendingAllocations {
             allocated_on: None,
         });
         self.pods_seen += 1;
-        let latest = Pod {
+        let latest = PendingPod {
             namespace,
             name,
             terminating,
@@ -232,18 +232,18 @@ impl PendingAllocations {
     }
 
     /// Records that `Allocate` returned this many slices of a device.
-    pub fn record_answer(&mut self, resource: &str, units: u32, device: &str, now: Instant) {
-        if self.watch == PodWatch::Disabled {
+    pub fn record_allocate_answer(&mut self, resource: &str, units: u32, device: &str, now: Instant) {
+        if self.watch == PodWatchState::Disabled {
             return;
         }
-        let fit = |pod: &Pod, request: &PendingRequest| {
+        let fit = |pod: &PendingPod, request: &PendingRequest| {
             let same = request.reservation.as_deref() == Some(device);
             (!same, pod.terminating, request.reservation.is_some(), pod.admission_order())
         };
         let wanted =
             self.find_requests(|_, request| request.matches(resource, units) && request.state == RequestState::Pending);
         let best = wanted.min_by_key(|(_, pod, request)| fit(pod, request)).map(|(key, _, _)| key);
-        if let Some(request) = best.and_then(|key| self.request(&key)) {
+        if let Some(request) = best.and_then(|key| self.request_mut(&key)) {
             (request.state, request.allocated_on) = (RequestState::Answered(now), Some(device.to_owned()));
             self.swap_reservations();
             return;
@@ -260,7 +260,7 @@ impl PendingAllocations {
     }
 
     /// Records the kubelet's list, which was requested at `requested_at`.
-    pub fn record_listed(&mut self, rows: &[ContainerDevices], requested_at: Instant) {
+    pub fn record_pod_resources_list(&mut self, rows: &[ContainerDevices], requested_at: Instant) {
         for row in rows {
             let Some((device, _)) = row.ids.first().and_then(|id| parse_slice_id(id)) else { continue };
             let of_row = self.find_requests(|pod, request| {
@@ -298,7 +298,7 @@ impl PendingAllocations {
         let Some(group) = pod.requests.get(*last).map(|request| request.wanted.group) else { return };
         for index in 0..=*last {
             let key = (uid.clone(), index);
-            let Some(request) = self.request(&key) else { continue };
+            let Some(request) = self.request_mut(&key) else { continue };
             let here = (request.wanted.group == group).then(|| device.to_owned());
             if request.state == RequestState::Listed && (here.is_none() || request.allocated_on == here) {
                 continue;
@@ -318,7 +318,7 @@ impl PendingAllocations {
             };
             let other =
                 self.all_requests().find(|(other, _, request)| taken(other, request)).map(|(other, _, _)| other);
-            if let Some(other) = other.and_then(|other| self.request(&other)) {
+            if let Some(other) = other.and_then(|other| self.request_mut(&other)) {
                 if allocated_on.is_none() {
                     other.state = RequestState::Pending;
                 }
@@ -337,30 +337,31 @@ impl PendingAllocations {
     /// Marks a request of an admitted pod as listed. If the request was still pending, its call was
     /// attributed to another request, which becomes pending again.
     fn mark_admitted(&mut self, key: &RequestKey) {
-        let Some(request) = self.request(key) else { return };
+        let Some(request) = self.request_mut(key) else { return };
         let was = std::mem::replace(&mut request.state, RequestState::Listed);
         let PendingRequest { wanted, reservation, .. } = request.clone();
         if was != RequestState::Pending {
             return;
         }
-        let taken = |pod: &Pod, request: &PendingRequest| {
+        let taken = |pod: &PendingPod, request: &PendingRequest| {
             request.matches(&wanted.resource, wanted.units)
                 && matches!(request.state, RequestState::Answered(_))
                 && !pod.admitted
         };
         let others = self.find_requests(taken);
         let other = others.min_by_key(|(_, _, other)| other.allocated_on != reservation).map(|(key, _, _)| key);
-        let Some(other) = other.and_then(|other| self.request(&other)) else { return };
+        let Some(other) = other.and_then(|other| self.request_mut(&other)) else { return };
         other.state = RequestState::Pending;
         let allocated_on = other.allocated_on.take();
-        if let Some(request) = self.request(key) {
+        if let Some(request) = self.request_mut(key) {
             request.allocated_on = allocated_on;
         }
     }
 
     /// Attributes an earlier `Allocate` call to a request whose pod has just become known.
     fn match_earlier_answer(&mut self, key: &RequestKey) {
-        let Some(PendingRequest { wanted, reservation, state: RequestState::Pending, .. }) = self.request(key).cloned()
+        let Some(PendingRequest { wanted, reservation, state: RequestState::Pending, .. }) =
+            self.request_mut(key).cloned()
         else {
             return;
         };
@@ -371,7 +372,7 @@ impl PendingAllocations {
         let Some(UnmatchedAllocation { device, at, .. }) = best.map(|index| self.unmatched.remove(index)) else {
             return;
         };
-        if let Some(request) = self.request(key) {
+        if let Some(request) = self.request_mut(key) {
             (request.state, request.allocated_on) = (RequestState::Answered(at), Some(device));
         }
     }
@@ -389,7 +390,7 @@ impl PendingAllocations {
                 self.find_requests(|_, request| elsewhere(request)).map(|(key, _, _)| key).collect();
             for key in misplaced {
                 let Some(PendingRequest { wanted, reservation: Some(reservation), allocated_on, .. }) =
-                    self.request(&key).filter(|request| elsewhere(request)).cloned()
+                    self.request_mut(&key).filter(|request| elsewhere(request)).cloned()
                 else {
                     continue;
                 };
@@ -398,9 +399,9 @@ impl PendingAllocations {
                     right && request.matches(&wanted.resource, wanted.units) && request.reservation == allocated_on
                 };
                 let other = self.find_requests(|_, request| has_reservation(request)).map(|(key, _, _)| key).next();
-                let Some(other) = other.and_then(|other| self.request(&other)) else { continue };
+                let Some(other) = other.and_then(|other| self.request_mut(&other)) else { continue };
                 other.reservation = Some(reservation);
-                if let Some(request) = self.request(&key) {
+                if let Some(request) = self.request_mut(&key) {
                     request.reservation = allocated_on;
                 }
             }
@@ -414,7 +415,7 @@ impl PendingAllocations {
     }
 
     /// Returns all requests, with their pods.
-    fn all_requests(&self) -> impl Iterator<Item = (RequestKey, &Pod, &PendingRequest)> {
+    fn all_requests(&self) -> impl Iterator<Item = (RequestKey, &PendingPod, &PendingRequest)> {
         self.pods.iter().flat_map(|(uid, pod)| {
             pod.requests.iter().enumerate().map(move |(index, request)| ((uid.clone(), index), pod, request))
         })
@@ -422,13 +423,13 @@ impl PendingAllocations {
 
     fn find_requests<'a>(
         &'a self,
-        which: impl Fn(&Pod, &PendingRequest) -> bool + 'a,
-    ) -> impl Iterator<Item = (RequestKey, &'a Pod, &'a PendingRequest)> {
+        which: impl Fn(&PendingPod, &PendingRequest) -> bool + 'a,
+    ) -> impl Iterator<Item = (RequestKey, &'a PendingPod, &'a PendingRequest)> {
         self.all_requests().filter(move |(_, pod, request)| which(pod, request))
     }
 
     /// Returns the request with this key.
-    fn request(&mut self, (uid, index): &RequestKey) -> Option<&mut PendingRequest> {
+    fn request_mut(&mut self, (uid, index): &RequestKey) -> Option<&mut PendingRequest> {
         self.pods.get_mut(uid)?.requests.get_mut(*index)
     }
 }
@@ -440,7 +441,7 @@ impl PendingRequest {
     }
 }
 
-impl Pod {
+impl PendingPod {
     /// Returns the key for sorting pods in the order in which the kubelet admits them. A pod that
     /// the kubelet has begun to admit is first.
     fn admission_order(&self) -> (bool, u64) {
@@ -531,10 +532,10 @@ mod tests {
                 && !pending.expects_request("other", 3)
         );
         assert!(pending.open_reservations("other").is_empty());
-        pending.record_answer(MPS_RESOURCE, 3, "A", now);
+        pending.record_allocate_answer(MPS_RESOURCE, 3, "A", now);
         assert_eq!(reserved_units(&pending), [("B", 2, vec![2])]);
         assert!(!pending.expects_request(MPS_RESOURCE, 3), "the reservation is used");
-        pending.record_listed(&[container_devices("a", "c0", "A", 3)], now);
+        pending.record_pod_resources_list(&[container_devices("a", "c0", "A", 3)], now);
         assert!(!pending.expects_request(MPS_RESOURCE, 3));
         pending.remove_pod("uid-a");
         assert!(reserved_units(&pending).is_empty());
@@ -544,16 +545,16 @@ mod tests {
     fn a_call_is_attributed_by_device_and_the_kubelets_list_corrects_it() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(3, "B")])], now);
-        pending.record_answer(MPS_RESOURCE, 3, "B", now);
+        pending.record_allocate_answer(MPS_RESOURCE, 3, "B", now);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
-        pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
+        pending.record_pod_resources_list(&[container_devices("a", "c0", "B", 3)], now);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])], "the pods have swapped their slices");
         let mut admitted = bound_pod("a", &[(3, "A")]);
         admitted.admitted = true;
         pending.update_pod(admitted, now);
         pending.remove_pod("uid-a");
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])], "the reservation is b's now");
-        pending.record_answer(MPS_RESOURCE, 3, "A", now);
+        pending.record_allocate_answer(MPS_RESOURCE, 3, "A", now);
         assert!(!pending.expects_request(MPS_RESOURCE, 3));
     }
 
@@ -561,7 +562,7 @@ mod tests {
     fn a_pod_listed_on_anothers_device_swaps_reservations_with_it() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")]), bound_pod("b", &[(3, "B")])], now);
-        pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
+        pending.record_pod_resources_list(&[container_devices("a", "c0", "B", 3)], now);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])], "another agent answered the call");
     }
 
@@ -569,10 +570,10 @@ mod tests {
     fn an_allocate_call_is_forgotten_if_the_kubelet_never_lists_it() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now);
-        pending.record_answer(MPS_RESOURCE, 3, "A", now);
-        pending.record_listed(&[], now + MAX_LIST_DELAY);
+        pending.record_allocate_answer(MPS_RESOURCE, 3, "A", now);
+        pending.record_pod_resources_list(&[], now + MAX_LIST_DELAY);
         assert!(!pending.expects_request(MPS_RESOURCE, 3), "it may not be listed yet");
-        pending.record_listed(&[], now + 2 * MAX_LIST_DELAY);
+        pending.record_pod_resources_list(&[], now + 2 * MAX_LIST_DELAY);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
     }
 
@@ -580,7 +581,7 @@ mod tests {
     fn an_allocate_call_may_precede_the_report_of_its_pod() {
         let now = Instant::now();
         let mut pending = PendingAllocations::with_watch();
-        pending.record_answer(MPS_RESOURCE, 3, "B", now);
+        pending.record_allocate_answer(MPS_RESOURCE, 3, "B", now);
         pending.update_pod(bound_pod("a", &[(3, "A")]), now);
         assert!(!pending.expects_request(MPS_RESOURCE, 3), "its call was answered already");
         pending.update_pod(bound_pod("b", &[(3, "B")]), now);
@@ -588,8 +589,8 @@ mod tests {
         // Only the reservation on A remains, whichever pod the call was for.
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
         let mut late = PendingAllocations::with_watch();
-        late.record_answer(MPS_RESOURCE, 3, "A", now);
-        late.record_listed(&[], now + 2 * MAX_LIST_DELAY);
+        late.record_allocate_answer(MPS_RESOURCE, 3, "A", now);
+        late.record_pod_resources_list(&[], now + 2 * MAX_LIST_DELAY);
         late.update_pod(bound_pod("a", &[(3, "A")]), now + 2 * MAX_LIST_DELAY);
         assert!(late.expects_request(MPS_RESOURCE, 3), "that call was for another pod");
     }
@@ -619,10 +620,10 @@ mod tests {
         let pod = BoundPod { requests: vec![wanted("init", 2, 2), wanted("main", 5, 5)], ..bound_pod("a", &[]) };
         let mut pending = pending_pods(std::slice::from_ref(&pod), now);
         assert_eq!(reserved_units(&pending), [("A", 5, vec![2, 5])]);
-        pending.record_answer(MPS_RESOURCE, 2, "A", now);
+        pending.record_allocate_answer(MPS_RESOURCE, 2, "A", now);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![5])]);
         let mut restarted = pending_pods(&[pod], now);
-        restarted.record_listed(&[container_devices("a", "main", "A", 5)], now);
+        restarted.record_pod_resources_list(&[container_devices("a", "main", "A", 5)], now);
         assert!(!restarted.expects_request(MPS_RESOURCE, 2) && reserved_units(&restarted).is_empty());
     }
 
@@ -630,7 +631,7 @@ mod tests {
     fn a_list_from_before_the_pod_describes_an_earlier_pod_of_that_name() {
         let now = Instant::now();
         let mut pending = pending_pods(&[bound_pod("a", &[(3, "A")])], now + MAX_LIST_DELAY);
-        pending.record_listed(&[container_devices("a", "c0", "B", 3)], now);
+        pending.record_pod_resources_list(&[container_devices("a", "c0", "B", 3)], now);
         assert_eq!(reserved_units(&pending), [("A", 3, vec![3])]);
     }
 

@@ -14,11 +14,11 @@ const UNLISTED_USER: &str = "a pod that is being admitted";
 /// Allocations by id. The kubelet does not announce the end of an allocation. The agent infers the
 /// end from the PodResources list, after a grace period.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Allocations(BTreeMap<String, Entry>);
+pub struct Allocations(BTreeMap<String, TrackedAllocation>);
 
 /// An allocation that has not ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Entry {
+struct TrackedAllocation {
     allocation: Allocation,
     /// When the slices were last allocated.
     at: Instant,
@@ -34,14 +34,14 @@ impl Allocations {
         Self(
             allocations
                 .into_iter()
-                .map(|allocation| (allocation.id(), Entry { allocation, at: now, seen: false }))
+                .map(|allocation| (allocation.id(), TrackedAllocation { allocation, at: now, seen: false }))
                 .collect(),
         )
     }
 
     /// Adds an allocation. If the allocation already exists, its grace period restarts.
     pub fn insert(&mut self, allocation: Allocation, now: Instant) {
-        self.0.insert(allocation.id(), Entry { allocation, at: now, seen: false });
+        self.0.insert(allocation.id(), TrackedAllocation { allocation, at: now, seen: false });
     }
 
     /// Returns the allocation with this id.
@@ -76,7 +76,7 @@ impl Allocations {
         self.mark_listed(listed);
         let used = listed_slices(listed);
         let mut removed = RemovalResult::default();
-        self.0.retain(|id, Entry { allocation, at, seen }| {
+        self.0.retain(|id, TrackedAllocation { allocation, at, seen }| {
             let young = !*seen && requested_at.saturating_duration_since(*at) < grace;
             if is_listed(allocation, &used) || *at > requested_at || young || busy(id) {
                 return true;
@@ -122,9 +122,9 @@ fn is_listed(allocation: &Allocation, used: &BTreeSet<(&str, &str)>) -> bool {
 
 /// The slices in use, each with the pods that use it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Usage(BTreeMap<(String, String), BTreeSet<String>>);
+pub struct SliceUsage(BTreeMap<(String, String), BTreeSet<String>>);
 
-impl Usage {
+impl SliceUsage {
     /// Combines the kubelet's list and the agent's allocations.
     pub fn new(listed: &[ContainerDevices], allocations: &Allocations) -> Self {
         let mut usage: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
@@ -147,7 +147,7 @@ impl Usage {
 
     /// Returns the slices of these devices that are in use, as resource, id and users. The id can
     /// be the device's UUID alone, because other device plugins use UUIDs as ids.
-    pub fn of<'a>(
+    pub fn slices_of_devices<'a>(
         &'a self,
         devices: &'a BTreeSet<&str>,
     ) -> impl Iterator<Item = (&'a str, &'a str, &'a BTreeSet<String>)> {
@@ -169,13 +169,13 @@ pub(crate) mod tests {
 
     pub(crate) use crate::fixtures::{MPS_RESOURCE, allocation, container_devices};
 
-    const GRACE: Duration = Duration::from_secs(30);
+    const ALLOCATION_GRACE: Duration = Duration::from_secs(30);
 
-    fn no_clients(_: &str) -> bool {
+    fn has_no_clients(_: &str) -> bool {
         false
     }
 
-    fn no_devices() -> AllocatedDevices {
+    fn no_allocated_devices() -> AllocatedDevices {
         AllocatedDevices::new()
     }
 
@@ -191,32 +191,37 @@ pub(crate) mod tests {
             container_devices("q", &["GPU-a::2", "GPU-a::3"]),
         ]);
         let kubelet_checkpoint = AllocatedDevices::from([(MPS_RESOURCE.to_owned(), "GPU-a::1".to_owned())]);
-        let removed = allocations.remove_ended(&[], start, GRACE, no_clients, &kubelet_checkpoint);
+        let removed = allocations.remove_ended(&[], start, ALLOCATION_GRACE, has_no_clients, &kubelet_checkpoint);
         assert_eq!(removed.ended, [allocation(&["GPU-a::2", "GPU-a::3"])]);
         assert_eq!(removed.in_kubelet_checkpoint, BTreeSet::from([MPS_RESOURCE.to_owned()]));
         let other = AllocatedDevices::from([("example.com/gpu".to_owned(), "GPU-a::1".to_owned())]);
-        let removed = allocations.remove_ended(&[], start, GRACE, no_clients, &other);
+        let removed = allocations.remove_ended(&[], start, ALLOCATION_GRACE, has_no_clients, &other);
         assert_eq!((removed.ended.len(), removed.in_kubelet_checkpoint.len()), (1, 0), "a device of another resource");
     }
 
     #[test]
     fn an_allocation_that_was_never_listed_has_a_grace_period_and_one_no_longer_listed_ends_at_once() {
         let start = Instant::now();
-        let soon = start + GRACE / 2;
+        let soon = start + ALLOCATION_GRACE / 2;
         let mut allocations = Allocations::default();
         allocations.insert(allocation(&["GPU-a::0"]), start);
         allocations.insert(allocation(&["GPU-a::1"]), start);
         let listed = [container_devices("p", &["GPU-a::1"])];
         assert!(
-            allocations.remove_ended(&listed, soon, GRACE, no_clients, &no_devices()).ended.is_empty(),
+            allocations
+                .remove_ended(&listed, soon, ALLOCATION_GRACE, has_no_clients, &no_allocated_devices())
+                .ended
+                .is_empty(),
             "being admitted"
         );
         assert_eq!(
-            allocations.remove_ended(&[], soon, GRACE, no_clients, &no_devices()).ended,
+            allocations.remove_ended(&[], soon, ALLOCATION_GRACE, has_no_clients, &no_allocated_devices()).ended,
             [allocation(&["GPU-a::1"])]
         );
         assert_eq!(
-            allocations.remove_ended(&[], start + GRACE, GRACE, no_clients, &no_devices()).ended,
+            allocations
+                .remove_ended(&[], start + ALLOCATION_GRACE, ALLOCATION_GRACE, has_no_clients, &no_allocated_devices())
+                .ended,
             [allocation(&["GPU-a::0"])]
         );
     }
@@ -227,14 +232,25 @@ pub(crate) mod tests {
         let mut allocations = Allocations::default();
         allocations.insert(allocation(&["GPU-a::0"]), start);
         allocations.mark_listed(&[container_devices("p", &["GPU-a::0"])]);
-        allocations.insert(allocation(&["GPU-a::0"]), start + GRACE);
+        allocations.insert(allocation(&["GPU-a::0"]), start + ALLOCATION_GRACE);
         assert!(
             allocations
-                .remove_ended(&[], start + GRACE / 2, Duration::ZERO, no_clients, &no_devices())
+                .remove_ended(
+                    &[],
+                    start + ALLOCATION_GRACE / 2,
+                    Duration::ZERO,
+                    has_no_clients,
+                    &no_allocated_devices()
+                )
                 .ended
                 .is_empty()
         );
-        assert!(allocations.remove_ended(&[], start + GRACE, GRACE, no_clients, &no_devices()).ended.is_empty());
+        assert!(
+            allocations
+                .remove_ended(&[], start + ALLOCATION_GRACE, ALLOCATION_GRACE, has_no_clients, &no_allocated_devices())
+                .ended
+                .is_empty()
+        );
     }
 
     #[test]
@@ -243,27 +259,57 @@ pub(crate) mod tests {
         let mut allocations = Allocations::restore([allocation(&["GPU-a::0"])], start);
         assert!(
             allocations
-                .remove_ended(&[], start + 2 * GRACE, GRACE, |id| *id == allocation(&["GPU-a::0"]).id(), &no_devices())
+                .remove_ended(
+                    &[],
+                    start + 2 * ALLOCATION_GRACE,
+                    ALLOCATION_GRACE,
+                    |id| *id == allocation(&["GPU-a::0"]).id(),
+                    &no_allocated_devices()
+                )
                 .ended
                 .is_empty()
         );
-        assert_eq!(allocations.remove_ended(&[], start + 2 * GRACE, GRACE, no_clients, &no_devices()).ended.len(), 1);
+        assert_eq!(
+            allocations
+                .remove_ended(
+                    &[],
+                    start + 2 * ALLOCATION_GRACE,
+                    ALLOCATION_GRACE,
+                    has_no_clients,
+                    &no_allocated_devices()
+                )
+                .ended
+                .len(),
+            1
+        );
     }
 
     #[test]
     fn an_init_containers_allocation_stays_while_its_pod_uses_part_of_it() {
         let start = Instant::now();
         let mut allocations = Allocations::restore([allocation(&["GPU-a::0", "GPU-a::1"])], start);
-        let later = start + GRACE * 2;
+        let later = start + ALLOCATION_GRACE * 2;
         assert!(
             allocations
-                .remove_ended(&[container_devices("p", &["GPU-a::1"])], later, GRACE, no_clients, &no_devices())
+                .remove_ended(
+                    &[container_devices("p", &["GPU-a::1"])],
+                    later,
+                    ALLOCATION_GRACE,
+                    has_no_clients,
+                    &no_allocated_devices()
+                )
                 .ended
                 .is_empty()
         );
         assert_eq!(
             allocations
-                .remove_ended(&[container_devices("p", &["GPU-b::1"])], later, GRACE, no_clients, &no_devices())
+                .remove_ended(
+                    &[container_devices("p", &["GPU-b::1"])],
+                    later,
+                    ALLOCATION_GRACE,
+                    has_no_clients,
+                    &no_allocated_devices()
+                )
                 .ended
                 .len(),
             1
@@ -275,9 +321,11 @@ pub(crate) mod tests {
         let mut allocations = Allocations::default();
         allocations.insert(allocation(&["GPU-a::0"]), Instant::now());
         allocations.insert(allocation(&["GPU-a::1"]), Instant::now());
-        let usage = Usage::new(&[container_devices("p", &["GPU-a::1", "GPU-b::0"])], &allocations);
-        let found: Vec<_> =
-            usage.of(&BTreeSet::from(["GPU-a"])).map(|(_, id, users)| (id.to_owned(), users.clone())).collect();
+        let usage = SliceUsage::new(&[container_devices("p", &["GPU-a::1", "GPU-b::0"])], &allocations);
+        let found: Vec<_> = usage
+            .slices_of_devices(&BTreeSet::from(["GPU-a"]))
+            .map(|(_, id, users)| (id.to_owned(), users.clone()))
+            .collect();
         let set = |user: &str| BTreeSet::from([user.to_owned()]);
         assert_eq!(found, [("GPU-a::0".to_owned(), set(UNLISTED_USER)), ("GPU-a::1".to_owned(), set("ns/p"))]);
     }

@@ -15,15 +15,15 @@ use cleave_gpu::nvml::{DriverInfo, Gpu, NvmlError, Observation, Process, Vitals}
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
-use crate::clock::{Clock, Stamp};
-use crate::gpu::health::{DEFAULT_QUIET_PERIOD, History, Record, reason};
-use crate::gpu::xid::Class;
+use crate::clock::{Clock, EventTime};
+use crate::gpu::health::{DEFAULT_QUIET_PERIOD, HealthHistory, HealthRecord, reason};
+use crate::gpu::xid::FaultClass;
 
 /// The driver and the GPUs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Hardware {
     /// State of the driver.
-    pub driver: Driver,
+    pub driver: DriverState,
     /// GPUs by UUID, including those that NVML no longer lists.
     pub gpus: BTreeMap<String, KnownGpu>,
     /// Errors of GPUs that NVML lists but that have never reported their UUID, by index.
@@ -32,7 +32,7 @@ pub struct Hardware {
 
 /// State of the driver.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Driver {
+pub enum DriverState {
     /// NVML has not answered yet.
     #[default]
     Unknown,
@@ -42,7 +42,7 @@ pub enum Driver {
     Present(String),
 }
 
-impl Driver {
+impl DriverState {
     /// Returns the driver's version, if the driver answers.
     pub fn version(&self) -> Option<&str> {
         match self {
@@ -92,13 +92,13 @@ pub struct HardwareTracker {
     clock: Clock,
     /// Quiet period of a suspect GPU.
     quiet: Duration,
-    driver: Driver,
+    driver: DriverState,
     /// Why the driver does not answer; `None` if it does. Without the driver, no GPU can be
     /// queried.
     driver_error: Option<LossCause>,
     gpus: BTreeMap<String, TrackedGpu>,
     /// The GPU at each of NVML's indices.
-    slots: Vec<Slot>,
+    slots: Vec<GpuSlot>,
     /// Whether the GPUs are from an earlier boot. If so, a GPU that NVML does not list was removed
     /// from the node.
     earlier_boot: bool,
@@ -114,12 +114,12 @@ struct TrackedGpu {
     processes: Vec<Process>,
     /// Why NVML cannot query the GPU; `None` if it can.
     lost: Option<LossCause>,
-    history: History,
+    history: HealthHistory,
 }
 
 /// The GPU at one of NVML's indices.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Slot {
+enum GpuSlot {
     /// NVML has not answered for this index since its list last changed.
     Unknown,
     /// The GPU with this UUID.
@@ -139,7 +139,7 @@ struct LossCause {
     for_good: bool,
 }
 
-impl Slot {
+impl GpuSlot {
     fn uuid(&self) -> Option<&String> {
         match self {
             Self::Gpu(uuid) => Some(uuid),
@@ -150,7 +150,7 @@ impl Slot {
 
 impl TrackedGpu {
     fn new(gpu: Gpu, observed: bool, processes: Vec<Process>) -> Self {
-        Self { gpu, observed, processes, lost: None, history: History::default() }
+        Self { gpu, observed, processes, lost: None, history: HealthHistory::default() }
     }
 
     fn mark_lost(&mut self, reason: &'static str, message: String, since: Time, for_good: bool) {
@@ -169,7 +169,7 @@ impl HardwareTracker {
         Self {
             clock,
             quiet: DEFAULT_QUIET_PERIOD,
-            driver: Driver::Unknown,
+            driver: DriverState::Unknown,
             driver_error: None,
             gpus,
             slots: Vec::new(),
@@ -179,17 +179,17 @@ impl HardwareTracker {
     }
 
     /// Sets the quiet period of suspect GPUs. The default is [`DEFAULT_QUIET_PERIOD`].
-    pub fn set_quiet(&mut self, quiet: Duration) {
+    pub fn set_quiet_period(&mut self, quiet: Duration) {
         self.quiet = quiet;
         self.gpus.values_mut().for_each(|entry| entry.history.quiet = quiet);
     }
 
     /// Restores recorded faults, unless the node has rebooted. A reboot ends all recorded faults.
     #[must_use]
-    pub fn with_health_records(mut self, records: BTreeMap<String, Record>, now: Instant) -> Self {
+    pub fn with_health_records(mut self, records: BTreeMap<String, HealthRecord>, now: Instant) -> Self {
         for (uuid, record) in records.into_iter().filter(|_| !self.earlier_boot) {
             if let Some(entry) = self.gpus.get_mut(&uuid) {
-                entry.history = History::restore(record, now);
+                entry.history = HealthHistory::restore(record, now);
                 entry.history.quiet = self.quiet;
             }
         }
@@ -206,10 +206,10 @@ impl HardwareTracker {
         let since = self.wall_time(requested_at);
         match answer {
             Ok(DriverInfo { driver, count }) => {
-                self.driver = Driver::Present(driver);
+                self.driver = DriverState::Present(driver);
                 self.driver_error = None;
                 if usize::try_from(count) != Ok(self.slots.len()) {
-                    self.slots = (0..count).map(|_| Slot::Unknown).collect();
+                    self.slots = (0..count).map(|_| GpuSlot::Unknown).collect();
                 }
                 self.mark_missing(&since);
             }
@@ -217,12 +217,13 @@ impl HardwareTracker {
                 let message = error_chain(&error);
                 if matches!(error, NvmlError::NoDriver) {
                     for entry in self.gpus.values_mut() {
-                        entry.mark_lost(reason::DRIVER, message.clone(), since.clone(), true);
+                        entry.mark_lost(reason::DRIVER_UNAVAILABLE, message.clone(), since.clone(), true);
                     }
                 }
                 let since = self.driver_error.take().map_or(since, |error| error.since);
-                self.driver = Driver::Missing(message.clone());
-                self.driver_error = Some(LossCause { reason: reason::DRIVER, message, since, for_good: false });
+                self.driver = DriverState::Missing(message.clone());
+                self.driver_error =
+                    Some(LossCause { reason: reason::DRIVER_UNAVAILABLE, message, since, for_good: false });
             }
         }
     }
@@ -233,15 +234,15 @@ impl HardwareTracker {
         let at = usize::try_from(index).unwrap_or(usize::MAX);
         // NVML no longer lists a GPU at this index.
         let Some(before) = self.slots.get(at).cloned() else { return };
-        let elsewhere = |slots: &[Slot], uuid: &str| {
-            slots.iter().enumerate().any(|(other, slot)| other != at && *slot == Slot::Gpu(uuid.to_owned()))
+        let elsewhere = |slots: &[GpuSlot], uuid: &str| {
+            slots.iter().enumerate().any(|(other, slot)| other != at && *slot == GpuSlot::Gpu(uuid.to_owned()))
         };
         let now = match answer {
             Ok(Observation { gpu, processes }) => {
                 let uuid = gpu.uuid.clone();
-                let moved = matches!(&before, Slot::Gpu(was) if *was != uuid) || elsewhere(&self.slots, &uuid);
+                let moved = matches!(&before, GpuSlot::Gpu(was) if *was != uuid) || elsewhere(&self.slots, &uuid);
                 if moved {
-                    self.slots.fill(Slot::Unknown);
+                    self.slots.fill(GpuSlot::Unknown);
                 }
                 self.record_gpu(gpu, processes);
                 if let Some(TrackedGpu { gpu, history, .. }) = self.gpus.get_mut(&uuid) {
@@ -249,7 +250,7 @@ impl HardwareTracker {
                     let devices: Vec<&str> = devices.map(|instance| instance.uuid.as_str()).collect();
                     history.record_answer(requested_at, &devices);
                 }
-                Slot::Gpu(uuid)
+                GpuSlot::Gpu(uuid)
             }
             Err(error) => {
                 let remembered = || {
@@ -257,8 +258,8 @@ impl HardwareTracker {
                     there.map(|entry| entry.gpu.uuid.clone()).find(|uuid| !elsewhere(&self.slots, uuid))
                 };
                 let uuid = match before {
-                    Slot::Gpu(uuid) => Some(uuid),
-                    Slot::Unknown | Slot::Unnamed(_) => remembered(),
+                    GpuSlot::Gpu(uuid) => Some(uuid),
+                    GpuSlot::Unknown | GpuSlot::Unnamed(_) => remembered(),
                 };
                 let message = error_chain(&error);
                 match uuid {
@@ -267,10 +268,10 @@ impl HardwareTracker {
                             let for_good = matches!(error, NvmlError::Lost { .. } | NvmlError::NoDriver);
                             entry.mark_lost(reason::for_error(&error), message, since.clone(), for_good);
                         }
-                        Slot::Gpu(uuid)
+                        GpuSlot::Gpu(uuid)
                     }
                     // The agent cannot serve the GPU, because its UUID is unknown.
-                    None => Slot::Unnamed(message),
+                    None => GpuSlot::Unnamed(message),
                 }
             }
         };
@@ -284,18 +285,18 @@ impl HardwareTracker {
     /// once.
     pub fn is_complete(&self) -> bool {
         match self.driver {
-            Driver::Unknown => false,
-            Driver::Missing(_) => true,
-            Driver::Present(_) => !self.slots.contains(&Slot::Unknown),
+            DriverState::Unknown => false,
+            DriverState::Missing(_) => true,
+            DriverState::Present(_) => !self.slots.contains(&GpuSlot::Unknown),
         }
     }
 
     /// Marks the GPUs without an index as missing, once every index has answered or failed.
     fn mark_missing(&mut self, since: &Time) {
-        if !matches!(self.driver, Driver::Present(_)) || !self.is_complete() {
+        if !matches!(self.driver, DriverState::Present(_)) || !self.is_complete() {
             return;
         }
-        let listed: Vec<&String> = self.slots.iter().filter_map(Slot::uuid).collect();
+        let listed: Vec<&String> = self.slots.iter().filter_map(GpuSlot::uuid).collect();
         let answers = |uuid: &String| self.gpus.get(uuid).is_some_and(|entry| entry.observed && entry.lost.is_none());
         let all_answer = listed.len() == self.slots.len() && listed.iter().all(|uuid| answers(uuid));
         let missing: Vec<String> = self.gpus.keys().filter(|uuid| !listed.contains(uuid)).cloned().collect();
@@ -304,14 +305,14 @@ impl HardwareTracker {
             if removed {
                 self.gpus.remove(&uuid);
             } else if let Some(entry) = self.gpus.get_mut(&uuid) {
-                entry.mark_lost(reason::LOST, "NVML no longer lists the GPU".into(), since.clone(), true);
+                entry.mark_lost(reason::GPU_LOST, "NVML no longer lists the GPU".into(), since.clone(), true);
             }
         }
     }
 
     /// Returns the wall-clock time of a monotonic time.
     fn wall_time(&self, requested_at: Instant) -> Time {
-        whole_seconds(self.clock.stamp(requested_at).wall)
+        whole_seconds(self.clock.event_time(requested_at).wall)
     }
 
     /// Records NVML's description of a GPU.
@@ -335,18 +336,18 @@ impl HardwareTracker {
 
     /// Records a GPU's error counters and recovery action, which were requested at `requested_at`.
     pub fn record_vitals(&mut self, uuid: &str, vitals: Vitals, requested_at: Instant) {
-        let at = self.stamp(uuid, requested_at);
+        let at = self.fault_time(uuid, requested_at);
         if let Some(entry) = self.gpus.get_mut(uuid) {
             entry.history.record_vitals(vitals, at);
         }
     }
 
-    /// Returns the time stamp of a new fault. An administrator clears faults up to a time of day. A
+    /// Returns the time of a new fault. An administrator clears faults up to a time of day. A
     /// new fault must be later than that time, even if the clock was set back.
-    fn stamp(&self, uuid: &str, now: Instant) -> Stamp {
-        let Stamp { now, wall } = self.clock.stamp(now);
+    fn fault_time(&self, uuid: &str, now: Instant) -> EventTime {
+        let EventTime { now, wall } = self.clock.event_time(now);
         let after = self.cleared.get(uuid).and_then(|cleared| cleared.0.checked_add(SignedDuration::from_secs(1)).ok());
-        Stamp { now, wall: after.map_or(wall, |after| after.max(wall)) }
+        EventTime { now, wall: after.map_or(wall, |after| after.max(wall)) }
     }
 
     /// Ends the faults that an administrator cleared: those up to `until`. After a restart, call
@@ -361,7 +362,7 @@ impl HardwareTracker {
     }
 
     /// Returns the records that are not empty, by UUID of the GPU, for the checkpoint.
-    pub fn records(&self) -> BTreeMap<String, Record> {
+    pub fn health_records(&self) -> BTreeMap<String, HealthRecord> {
         let record =
             |entry: &TrackedGpu| entry.history.to_record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
         let records = self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), record(entry)));
@@ -381,8 +382,8 @@ impl HardwareTracker {
         gpu_instance: Option<u32>,
         ignored: &[u64],
         now: Instant,
-    ) -> Class {
-        let at = self.stamp(uuid, now);
+    ) -> FaultClass {
+        let at = self.fault_time(uuid, now);
         let Some(TrackedGpu { gpu, history, .. }) = self.gpus.get_mut(uuid) else {
             return crate::gpu::xid::classify(xid, ignored);
         };
@@ -400,9 +401,9 @@ impl HardwareTracker {
             let (gpu, processes) = (gpu.clone(), processes.clone());
             KnownGpu { gpu, health, instances: history.instances(), observed: *observed, processes }
         };
-        let unnamed = |(index, slot): (u32, &Slot)| match slot {
-            Slot::Unnamed(why) if self.driver_error.is_none() => Some((index, why.clone())),
-            Slot::Unnamed(_) | Slot::Unknown | Slot::Gpu(_) => None,
+        let unnamed = |(index, slot): (u32, &GpuSlot)| match slot {
+            GpuSlot::Unnamed(why) if self.driver_error.is_none() => Some((index, why.clone())),
+            GpuSlot::Unnamed(_) | GpuSlot::Unknown | GpuSlot::Gpu(_) => None,
         };
         Hardware {
             driver: self.driver.clone(),
@@ -417,7 +418,7 @@ impl LossCause {
     fn health(&self) -> Health {
         Health {
             healthy: false,
-            class: Class::Lost.as_str().into(),
+            class: FaultClass::Lost.as_str().into(),
             reason: self.reason.into(),
             message: self.message.clone(),
             since: Some(self.since.clone()),
@@ -641,7 +642,7 @@ pub(crate) mod tests {
         let mut before = two_gpu_tracker();
         before.record_xid("GPU-a", 48, None, &[], now);
         before.record_xid("GPU-none", 48, None, &[], now);
-        let records = before.records();
+        let records = before.health_records();
         assert_eq!(records.keys().collect::<Vec<_>>(), ["GPU-a"]);
         let later = now + 100 * DEFAULT_QUIET_PERIOD;
         let mut after = two_gpu_tracker().with_health_records(records.clone(), later);
@@ -660,11 +661,11 @@ pub(crate) mod tests {
         for early in [true, false] {
             let mut tracker = two_gpu_tracker();
             if early {
-                tracker.set_quiet(quiet);
+                tracker.set_quiet_period(quiet);
             }
-            let mut tracker = tracker.with_health_records(before.records(), now);
+            let mut tracker = tracker.with_health_records(before.health_records(), now);
             if !early {
-                tracker.set_quiet(quiet);
+                tracker.set_quiet_period(quiet);
             }
             let gpus = ["GPU-a", "GPU-new"];
             tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Ok(gpu("GPU-new", 1)))]), now);
@@ -689,11 +690,11 @@ pub(crate) mod tests {
         let mut before = two_gpu_tracker();
         before.record_xid("GPU-b", 79, None, &[], now);
         before.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now);
-        let mut after = two_gpu_tracker().with_health_records(before.records(), now);
+        let mut after = two_gpu_tracker().with_health_records(before.health_records(), now);
         assert!(!after.hardware().gpus["GPU-b"].health.healthy);
         after.observe(two_gpus(), now);
         assert!(after.hardware().gpus["GPU-b"].health.healthy);
-        assert!(after.records().is_empty());
+        assert!(after.health_records().is_empty());
     }
 
     #[test]
@@ -703,7 +704,7 @@ pub(crate) mod tests {
         assert!(tracker.hardware().gpus["GPU-a"].health.healthy, "the checkpoint counts until NVML answers");
         tracker.observe(Err(NvmlError::NoDriver), now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "DriverUnavailable");
-        assert_eq!(tracker.hardware().driver, Driver::Missing("the NVIDIA driver is not loaded".into()));
+        assert_eq!(tracker.hardware().driver, DriverState::Missing("the NVIDIA driver is not loaded".into()));
         tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0)))]), now);
         assert!(tracker.hardware().gpus["GPU-a"].health.healthy);
     }
@@ -731,7 +732,7 @@ pub(crate) mod tests {
         assert!(ahead.hardware().gpus["GPU-a"].health.healthy);
         // The clock is corrected while the same agent runs, or before the next agent starts. The
         // next agent has the cleared time from its checkpoint.
-        let mut next = two_gpu_tracker().with_health_records(ahead.records(), now);
+        let mut next = two_gpu_tracker().with_health_records(ahead.health_records(), now);
         next.clear_faults("GPU-a", &cleared);
         for mut tracker in [ahead, next] {
             tracker.set_time(now, Timestamp::UNIX_EPOCH);

@@ -28,8 +28,8 @@ use cleave_gpu::nvml::{NvmlError, Recovery, Vitals};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde::{Deserialize, Serialize};
 
-use crate::clock::Stamp;
-use crate::gpu::xid::{Class, classify, describe};
+use crate::clock::EventTime;
+use crate::gpu::xid::{FaultClass, classify, describe};
 
 /// Default quiet period: time without a further error after which a suspect GPU can be healthy
 /// again. `--suspect-quiet` overrides it.
@@ -41,19 +41,19 @@ pub const DEFAULT_QUIET_PERIOD: Duration = Duration::from_secs(60);
 /// Reasons of a GPU's health, for [`cleave_api::gpunode::Health::reason`].
 pub mod reason {
     /// The GPU is suspect because of an XID.
-    pub const XID: &str = "XidError";
+    pub const XID_ERROR: &str = "XidError";
     /// The GPU is suspect because of uncorrected memory errors.
-    pub const ECC: &str = "EccErrors";
+    pub const ECC_ERRORS: &str = "EccErrors";
     /// NVML reports the GPU as lost, or a call for it fails.
-    pub const LOST: &str = "GpuLost";
+    pub const GPU_LOST: &str = "GpuLost";
     /// NVML did not answer for the GPU in time.
-    pub const UNREACHABLE: &str = "GpuUnreachable";
+    pub const GPU_UNREACHABLE: &str = "GpuUnreachable";
     /// The driver does not answer for any GPU.
-    pub const DRIVER: &str = "DriverUnavailable";
+    pub const DRIVER_UNAVAILABLE: &str = "DriverUnavailable";
     /// The GPU needs a reset.
-    pub const RESET: &str = "ResetRequired";
+    pub const RESET_REQUIRED: &str = "ResetRequired";
     /// A row of the GPU's memory could not be remapped.
-    pub const REMAP_FAILED: &str = "RowRemapFailed";
+    pub const ROW_REMAP_FAILED: &str = "RowRemapFailed";
     /// The GPU is healthy. A reset would complete a pending memory repair.
     pub const RESET_PENDING: &str = "ResetPending";
 
@@ -61,9 +61,9 @@ pub mod reason {
     pub const fn for_error(error: &super::NvmlError) -> &'static str {
         use super::NvmlError;
         match error {
-            NvmlError::Hung(_) => UNREACHABLE,
-            NvmlError::NoLibrary(_) | NvmlError::NoDriver => DRIVER,
-            _ => LOST,
+            NvmlError::Hung(_) => GPU_UNREACHABLE,
+            NvmlError::NoLibrary(_) | NvmlError::NoDriver => DRIVER_UNAVAILABLE,
+            _ => GPU_LOST,
         }
     }
 }
@@ -71,10 +71,10 @@ pub mod reason {
 /// Kind of a recorded fault.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Cause {
-    /// An XID, with its number.
+pub enum FaultCause {
+    /// An error with this XID.
     Xid(u64),
-    /// New uncorrected memory errors, with their number.
+    /// This number of new uncorrected memory errors.
     EccErrors(u64),
 }
 
@@ -83,9 +83,9 @@ pub enum Cause {
 #[serde(rename_all = "camelCase")]
 pub struct RecordedFault {
     /// Class of the fault, which determines what ends it.
-    pub class: Class,
+    pub class: FaultClass,
     /// Kind of the fault. After several errors, the kind of the last error.
-    pub cause: Cause,
+    pub cause: FaultCause,
     /// The MIG device that the fault is limited to, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<String>,
@@ -98,7 +98,7 @@ pub struct RecordedFault {
 /// The part of a GPU's history that the checkpoint keeps.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Record {
+pub struct HealthRecord {
     /// Faults that have not ended.
     #[serde(default, rename = "findings", skip_serializing_if = "Vec::is_empty")]
     pub faults: Vec<RecordedFault>,
@@ -113,7 +113,7 @@ pub struct Record {
     pub lost: bool,
 }
 
-impl Record {
+impl HealthRecord {
     /// Returns whether the record contains nothing that the checkpoint must keep.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
@@ -122,7 +122,7 @@ impl Record {
 
 /// Health of one GPU over time.
 #[derive(Debug, Clone)]
-pub struct History {
+pub struct HealthHistory {
     /// Quiet period of a suspect GPU.
     pub quiet: Duration,
     faults: Vec<TrackedFault>,
@@ -134,7 +134,7 @@ pub struct History {
     was_lost: bool,
 }
 
-impl Default for History {
+impl Default for HealthHistory {
     /// Returns the history of a GPU without recorded faults.
     fn default() -> Self {
         Self {
@@ -157,19 +157,19 @@ struct TrackedFault {
     quiet: Instant,
 }
 
-impl History {
+impl HealthHistory {
     /// Restores the record of an earlier agent in the same boot. Quiet periods restart, because no
     /// agent observed errors while the agent was down.
-    pub fn restore(record: Record, now: Instant) -> Self {
-        let Record { faults, uncorrected, reset_wanted, lost } = record;
+    pub fn restore(record: HealthRecord, now: Instant) -> Self {
+        let HealthRecord { faults, uncorrected, reset_wanted, lost } = record;
         let faults = faults.into_iter().map(|recorded| TrackedFault { recorded, quiet: now }).collect();
         Self { faults, uncorrected, reset_wanted, was_lost: lost, ..Self::default() }
     }
 
     /// Returns the record for the checkpoint. `lost`: the GPU is lost now, and only a reset
     /// restores it.
-    pub fn to_record(&self, lost: bool) -> Record {
-        Record {
+    pub fn to_record(&self, lost: bool) -> HealthRecord {
+        HealthRecord {
             faults: self.faults.iter().map(|fault| fault.recorded.clone()).collect(),
             uncorrected: self.uncorrected.filter(|count| *count > 0),
             reset_wanted: self.reset_wanted.clone(),
@@ -179,10 +179,10 @@ impl History {
 
     /// Records an XID and returns its class. `instance` is the MIG device that the XID is limited
     /// to, if any.
-    pub fn record_xid(&mut self, xid: u64, instance: Option<&str>, ignored: &[u64], at: Stamp) -> Class {
+    pub fn record_xid(&mut self, xid: u64, instance: Option<&str>, ignored: &[u64], at: EventTime) -> FaultClass {
         let class = classify(xid, ignored);
-        if class != Class::Application {
-            self.record_fault(class, Cause::Xid(xid), instance, at);
+        if class != FaultClass::Application {
+            self.record_fault(class, FaultCause::Xid(xid), instance, at);
         }
         class
     }
@@ -198,17 +198,17 @@ impl History {
             let quiet = requested_at.checked_duration_since(*quiet).is_some_and(|quiet| quiet >= long);
             // A fault of an instance ends with the instance.
             let gone = recorded.instance.as_deref().is_some_and(|instance| !devices.contains(&instance));
-            recorded.class != Class::Suspect || !(quiet || gone)
+            recorded.class != FaultClass::Suspect || !(quiet || gone)
         });
     }
 
     /// Records the error counters and recovery action that the driver reports.
-    pub fn record_vitals(&mut self, vitals: Vitals, at: Stamp) {
+    pub fn record_vitals(&mut self, vitals: Vitals, at: EventTime) {
         if let Some(count) = vitals.uncorrected {
             match self.uncorrected.replace(count) {
                 Some(before) if count < before => self.record_reset(),
                 Some(before) if count > before => {
-                    self.record_fault(Class::Suspect, Cause::EccErrors(count - before), None, at);
+                    self.record_fault(FaultClass::Suspect, FaultCause::EccErrors(count - before), None, at);
                 }
                 _ => {}
             }
@@ -239,10 +239,10 @@ impl History {
         self.faults.retain(|fault| fault.recorded.last > *until);
     }
 
-    fn record_fault(&mut self, class: Class, cause: Cause, instance: Option<&str>, at: Stamp) {
+    fn record_fault(&mut self, class: FaultClass, cause: FaultCause, instance: Option<&str>, at: EventTime) {
         // A fault that needs a reset is not limited to an instance: only the whole GPU can be
         // reset.
-        let instance = instance.filter(|_| class == Class::Suspect);
+        let instance = instance.filter(|_| class == FaultClass::Suspect);
         let time = whole_seconds(at.wall);
         let same =
             |fault: &&mut TrackedFault| (fault.recorded.class, fault.recorded.instance.as_deref()) == (class, instance);
@@ -265,8 +265,8 @@ impl History {
         if self.was_lost {
             return Health {
                 healthy: false,
-                class: Class::Lost.as_str().into(),
-                reason: reason::LOST.into(),
+                class: FaultClass::Lost.as_str().into(),
+                reason: reason::GPU_LOST.into(),
                 message: "the GPU was lost, and NVML has not answered for it since".into(),
                 ..Health::default()
             };
@@ -275,9 +275,9 @@ impl History {
         let worst = worst.max_by_key(|recorded| recorded.class);
         if let Some(since) = &self.remap_failed {
             let message = "a row of the GPU's memory could not be remapped: replace the GPU".to_owned();
-            return reset_needed(reason::REMAP_FAILED, message, since);
+            return reset_needed(reason::ROW_REMAP_FAILED, message, since);
         }
-        if let Some(recorded) = worst.filter(|recorded| recorded.class == Class::NeedsReset) {
+        if let Some(recorded) = worst.filter(|recorded| recorded.class == FaultClass::NeedsReset) {
             return self.fault_health(recorded);
         }
         if let Some(since) = &self.reset_wanted {
@@ -285,7 +285,11 @@ impl History {
                 Some(Recovery::Reboot) => "a reboot of the node",
                 _ => "a reset of the GPU",
             };
-            return reset_needed(reason::RESET, format!("the driver requests {action}: drain the GPU first"), since);
+            return reset_needed(
+                reason::RESET_REQUIRED,
+                format!("the driver requests {action}: drain the GPU first"),
+                since,
+            );
         }
         match worst {
             Some(recorded) => self.fault_health(recorded),
@@ -311,16 +315,16 @@ impl History {
     /// Returns the health that follows from a recorded fault.
     fn fault_health(&self, RecordedFault { class, cause, instance: _, since, last }: &RecordedFault) -> Health {
         let what = match cause {
-            Cause::Xid(xid) => describe(*xid),
-            Cause::EccErrors(1) => "an uncorrected memory error".to_owned(),
-            Cause::EccErrors(count) => format!("{count} uncorrected memory errors"),
+            FaultCause::Xid(xid) => describe(*xid),
+            FaultCause::EccErrors(1) => "an uncorrected memory error".to_owned(),
+            FaultCause::EccErrors(count) => format!("{count} uncorrected memory errors"),
         };
         let (reason, until) = match (class, cause) {
-            (Class::NeedsReset, _) => {
-                (reason::RESET, "the GPU needs a reset: drain it, then reset it or reboot the node".to_owned())
+            (FaultClass::NeedsReset, _) => {
+                (reason::RESET_REQUIRED, "the GPU needs a reset: drain it, then reset it or reboot the node".to_owned())
             }
             (_, cause) => {
-                let reason = if matches!(cause, Cause::Xid(_)) { reason::XID } else { reason::ECC };
+                let reason = if matches!(cause, FaultCause::Xid(_)) { reason::XID_ERROR } else { reason::ECC_ERRORS };
                 (
                     reason,
                     format!(
@@ -345,7 +349,7 @@ impl History {
 fn reset_needed(reason: &str, message: String, since: &Time) -> Health {
     Health {
         healthy: false,
-        class: Class::NeedsReset.as_str().into(),
+        class: FaultClass::NeedsReset.as_str().into(),
         reason: reason.into(),
         message,
         since: Some(since.clone()),
@@ -361,11 +365,11 @@ pub(crate) mod tests {
     use super::*;
     use crate::clock::Clock;
 
-    fn stamp(now: Instant) -> Stamp {
-        Stamp { now, wall: Timestamp::UNIX_EPOCH }
+    fn event_time(now: Instant) -> EventTime {
+        EventTime { now, wall: Timestamp::UNIX_EPOCH }
     }
 
-    fn health_class(history: &History) -> String {
+    fn health_class(history: &HealthHistory) -> String {
         history.health().class
     }
 
@@ -380,11 +384,11 @@ pub(crate) mod tests {
     #[test]
     fn a_suspect_gpu_needs_both_a_quiet_period_and_an_answer_to_be_healthy() {
         let start = Instant::now();
-        let mut history = History::default();
-        assert_eq!(history.record_xid(999, None, &[], stamp(start)), Class::Suspect);
+        let mut history = HealthHistory::default();
+        assert_eq!(history.record_xid(999, None, &[], event_time(start)), FaultClass::Suspect);
         history.record_answer(start + DEFAULT_QUIET_PERIOD.saturating_sub(Duration::from_millis(1)), &[]);
         assert_eq!(health_class(&history), "Suspect", "the answer came too early");
-        history.record_xid(999, None, &[], stamp(start + DEFAULT_QUIET_PERIOD / 2));
+        history.record_xid(999, None, &[], event_time(start + DEFAULT_QUIET_PERIOD / 2));
         history.record_answer(start + DEFAULT_QUIET_PERIOD, &[]);
         assert_eq!(health_class(&history), "Suspect", "the second XID restarts the quiet period");
         // Time alone ends no fault: NVML has to answer.
@@ -396,28 +400,28 @@ pub(crate) mod tests {
     fn a_gpu_that_needs_a_reset_waits_for_proof_of_one() {
         let (start, later) = (Instant::now(), Instant::now() + 1000 * DEFAULT_QUIET_PERIOD);
         let faulty = || {
-            let mut history = History::default();
-            history.record_vitals(vitals_with_errors(3), stamp(start));
-            history.record_xid(48, None, &[], stamp(start));
-            history.record_xid(999, None, &[], stamp(start));
+            let mut history = HealthHistory::default();
+            history.record_vitals(vitals_with_errors(3), event_time(start));
+            history.record_xid(48, None, &[], event_time(start));
+            history.record_xid(999, None, &[], event_time(start));
             history
         };
         let mut history = faulty();
         history.record_answer(later, &[]);
-        history.record_vitals(vitals_with_errors(3), stamp(later));
-        history.record_vitals(vitals_with_recovery(Recovery::Nothing), stamp(later));
+        history.record_vitals(vitals_with_errors(3), event_time(later));
+        history.record_vitals(vitals_with_recovery(Recovery::Nothing), event_time(later));
         assert_eq!(health_class(&history), "NeedsReset");
         assert!(history.health().message.contains("XID 48 (double-bit ECC error)"));
 
         let mut counters = history.clone();
-        counters.record_vitals(vitals_with_errors(0), stamp(later));
+        counters.record_vitals(vitals_with_errors(0), event_time(later));
         assert!(counters.health().healthy, "its counters start at 0 again");
         let mut driver = history.clone();
-        driver.record_vitals(vitals_with_recovery(Recovery::Reset), stamp(later));
+        driver.record_vitals(vitals_with_recovery(Recovery::Reset), event_time(later));
         assert_eq!(health_class(&driver), "NeedsReset");
-        driver.record_vitals(vitals_with_recovery(Recovery::Nothing), stamp(later));
+        driver.record_vitals(vitals_with_recovery(Recovery::Nothing), event_time(later));
         assert!(driver.health().healthy, "the driver no longer requests a reset");
-        let mut lost = History::restore(history.to_record(true), later);
+        let mut lost = HealthHistory::restore(history.to_record(true), later);
         assert_eq!(health_class(&lost), "Lost");
         lost.record_answer(later, &[]);
         assert!(lost.health().healthy, "lost and back");
@@ -432,10 +436,10 @@ pub(crate) mod tests {
     fn an_agent_restart_ends_no_fault_and_restarts_the_quiet_period() {
         let start = Instant::now();
         for xid in [79, 999] {
-            let mut before = History::default();
-            before.record_xid(xid, None, &[], stamp(start));
+            let mut before = HealthHistory::default();
+            before.record_xid(xid, None, &[], event_time(start));
             let json = serde_json::to_string(&before.to_record(false)).unwrap();
-            let mut after = History::restore(serde_json::from_str(&json).unwrap(), start + DEFAULT_QUIET_PERIOD);
+            let mut after = HealthHistory::restore(serde_json::from_str(&json).unwrap(), start + DEFAULT_QUIET_PERIOD);
             assert_eq!(after.health(), before.health());
             after.record_answer(start + DEFAULT_QUIET_PERIOD, &[]);
             assert!(!after.health().healthy, "XID {xid}");
@@ -445,22 +449,22 @@ pub(crate) mod tests {
     #[test]
     fn only_new_memory_errors_count_also_across_a_restart() {
         let start = Instant::now();
-        let mut history = History::default();
-        history.record_vitals(vitals_with_errors(7), stamp(start));
+        let mut history = HealthHistory::default();
+        history.record_vitals(vitals_with_errors(7), event_time(start));
         assert!(history.health().healthy, "those are old errors");
-        let mut history = History::restore(history.to_record(false), start);
-        history.record_vitals(vitals_with_errors(9), stamp(start));
+        let mut history = HealthHistory::restore(history.to_record(false), start);
+        history.record_vitals(vitals_with_errors(9), event_time(start));
         let health = history.health();
         assert_eq!((health.class.as_str(), health.reason.as_str()), ("Suspect", "EccErrors"));
         assert!(health.message.starts_with("2 uncorrected memory errors"), "{}", health.message);
-        history.record_vitals(Vitals::default(), stamp(start));
+        history.record_vitals(Vitals::default(), event_time(start));
         assert_eq!(health_class(&history), "Suspect", "no counter is no proof");
     }
 
     #[test]
     fn a_failed_remapping_needs_a_reset_and_a_pending_one_is_reported() {
-        let start = stamp(Instant::now());
-        let mut history = History::default();
+        let start = event_time(Instant::now());
+        let mut history = HealthHistory::default();
         history.record_vitals(Vitals { remap_pending: Some(true), ..Vitals::default() }, start);
         let health = history.health();
         assert!(
@@ -482,15 +486,15 @@ pub(crate) mod tests {
     #[test]
     fn a_fault_of_a_mig_instance_affects_only_that_instance_and_ends_with_it() {
         let start = Instant::now();
-        let mut history = History::default();
-        history.record_xid(94, Some("MIG-a"), &[], stamp(start));
+        let mut history = HealthHistory::default();
+        history.record_xid(94, Some("MIG-a"), &[], event_time(start));
         assert!(history.health().healthy);
         assert_eq!(history.instances().into_keys().collect::<Vec<_>>(), ["MIG-a"]);
         history.record_answer(start, &["MIG-a", "MIG-b"]);
         assert_eq!(history.instances().len(), 1);
         history.record_answer(start, &["MIG-b"]);
         assert!(history.instances().is_empty());
-        history.record_xid(95, Some("MIG-b"), &[], stamp(start));
+        history.record_xid(95, Some("MIG-b"), &[], event_time(start));
         assert_eq!(health_class(&history), "NeedsReset", "a reset affects the whole GPU");
         assert!(history.instances().is_empty());
     }
@@ -498,9 +502,9 @@ pub(crate) mod tests {
     #[test]
     fn a_fault_does_not_end_before_it_began_if_the_clock_was_set_back() {
         let start = Instant::now();
-        let mut history = History::default();
-        history.record_xid(48, None, &[], Stamp { now: start, wall: Timestamp::from_second(3_600).unwrap() });
-        history.record_xid(79, None, &[], stamp(start + DEFAULT_QUIET_PERIOD));
+        let mut history = HealthHistory::default();
+        history.record_xid(48, None, &[], EventTime { now: start, wall: Timestamp::from_second(3_600).unwrap() });
+        history.record_xid(79, None, &[], event_time(start + DEFAULT_QUIET_PERIOD));
         let health = history.health();
         assert_eq!(health.since, health.last);
         assert!(health.message.contains("79"), "{}", health.message);
@@ -510,13 +514,13 @@ pub(crate) mod tests {
     fn a_clock_converts_instants_to_the_time_of_day() {
         let start = Instant::now();
         let clock = Clock::new(start, Timestamp::UNIX_EPOCH);
-        assert_eq!(clock.stamp(start + DEFAULT_QUIET_PERIOD).wall.as_second(), 60);
-        assert_eq!(clock.stamp(start).wall.as_second(), 0);
+        assert_eq!(clock.event_time(start + DEFAULT_QUIET_PERIOD).wall.as_second(), 60);
+        assert_eq!(clock.event_time(start).wall.as_second(), 0);
     }
 
     /// An event that can affect the health of a GPU.
     #[derive(Debug, Clone)]
-    enum Step {
+    enum HealthEvent {
         Xid(u64, bool),
         Answer,
         Errors(u64),
@@ -524,30 +528,30 @@ pub(crate) mod tests {
         Restart,
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn health_event() -> impl Strategy<Value = HealthEvent> {
         prop_oneof![
             (prop_oneof![Just(13), Just(48), Just(79), Just(94), Just(500)], any::<bool>())
-                .prop_map(|(xid, instance)| Step::Xid(xid, instance)),
-            Just(Step::Answer),
-            (0_u64..3).prop_map(Step::Errors),
-            (0_u64..300).prop_map(Step::Wait),
-            Just(Step::Restart),
+                .prop_map(|(xid, instance)| HealthEvent::Xid(xid, instance)),
+            Just(HealthEvent::Answer),
+            (0_u64..3).prop_map(HealthEvent::Errors),
+            (0_u64..300).prop_map(HealthEvent::Wait),
+            Just(HealthEvent::Restart),
         ]
     }
 
     proptest! {
         #[test]
-        fn time_answers_and_restarts_never_end_the_need_for_a_reset(before in proptest::collection::vec(step(), 0..12), after in proptest::collection::vec(step(), 0..30)) {
+        fn time_answers_and_restarts_never_end_the_need_for_a_reset(before in proptest::collection::vec(health_event(), 0..12), after in proptest::collection::vec(health_event(), 0..30)) {
             let mut now = Instant::now();
-            let mut history = History::default();
+            let mut history = HealthHistory::default();
             let mut count = 0;
-            for step in before.into_iter().chain([Step::Xid(79, true)]).chain(after) {
+            for step in before.into_iter().chain([HealthEvent::Xid(79, true)]).chain(after) {
                 match step {
-                    Step::Xid(xid, instance) => { history.record_xid(xid, instance.then_some("MIG-a"), &[], stamp(now)); }
-                    Step::Answer => history.record_answer(now, &["MIG-a"]),
-                    Step::Errors(more) => { count += more; history.record_vitals(vitals_with_errors(count), stamp(now)); }
-                    Step::Wait(seconds) => now += Duration::from_secs(seconds),
-                    Step::Restart => history = History::restore(history.to_record(false), now),
+                    HealthEvent::Xid(xid, instance) => { history.record_xid(xid, instance.then_some("MIG-a"), &[], event_time(now)); }
+                    HealthEvent::Answer => history.record_answer(now, &["MIG-a"]),
+                    HealthEvent::Errors(more) => { count += more; history.record_vitals(vitals_with_errors(count), event_time(now)); }
+                    HealthEvent::Wait(seconds) => now += Duration::from_secs(seconds),
+                    HealthEvent::Restart => history = HealthHistory::restore(history.to_record(false), now),
                 }
                 prop_assert!(history.faults.len() <= 4, "bounded");
             }

@@ -14,14 +14,14 @@ use cleave_plan::mps::MAX_CLIENTS;
 use cleave_plan::units::Percent;
 use serde::{Deserialize, Serialize};
 
-use crate::gpu::mig::{Change, Target, changes};
+use crate::gpu::mig::{MigChange, MigTarget, needed_changes};
 
 /// Maximum number of slices in a pool. A larger number is a mistake in the spec.
-const MAX_SLICES: u32 = 1024;
+const MAX_SLICES_PER_POOL: u32 = 1024;
 
 /// The sharing mode of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Mode {
+pub enum SharingMode {
     /// The GPU is not shared.
     Whole,
     /// The GPU serves shares under MPS.
@@ -32,7 +32,7 @@ pub enum Mode {
     Mig,
 }
 
-impl Mode {
+impl SharingMode {
     /// Returns the name of the mode in a `GpuNode`.
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -48,7 +48,7 @@ impl Mode {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Layout {
     /// The sharing mode of the GPU.
-    pub mode: Mode,
+    pub mode: SharingMode,
     /// The slices of the GPU.
     pub pools: Vec<Pool>,
     /// MPS daemons by device.
@@ -67,12 +67,12 @@ pub struct Pool {
     /// Number of slices.
     pub count: u32,
     /// Kind of the slices.
-    pub kind: Kind,
+    pub kind: PoolKind,
 }
 
 /// Kind of a slice.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Kind {
+pub enum PoolKind {
     /// A whole GPU or MIG instance.
     Whole,
     /// A time-sliced replica.
@@ -109,13 +109,13 @@ impl Layout {
     pub fn check(&self) -> Result<(), String> {
         for Pool { resource, first, count, kind, .. } in &self.pools {
             check_resource_name(resource)?;
-            if *count > MAX_SLICES {
-                return Err(format!("{resource}: {count} slices are more than {MAX_SLICES}"));
+            if *count > MAX_SLICES_PER_POOL {
+                return Err(format!("{resource}: {count} slices are more than {MAX_SLICES_PER_POOL}"));
             }
             if first.checked_add(*count).is_none() {
                 return Err(format!("{resource}: {count} slices cannot be numbered from {first}"));
             }
-            if let Kind::Mps { memory_mib, threads, .. } = kind {
+            if let PoolKind::Mps { memory_mib, threads, .. } = kind {
                 check_limit_counts(resource, *count, [threads.len(), memory_mib.len()])?;
             }
         }
@@ -154,7 +154,7 @@ pub struct TargetLayout {
     /// The layout that the agent can serve now.
     pub layout: Layout,
     /// The GPU changes that the rest of the spec needs, in order.
-    pub changes: Vec<Change>,
+    pub changes: Vec<MigChange>,
     /// Explains which part of the spec is ignored as impossible. The note is empty if the whole
     /// spec is possible.
     pub note: String,
@@ -180,15 +180,16 @@ pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result
             _ => layout_without_mig_mode(
                 gpu,
                 whole_gpu_layout(&gpu.uuid, RESOURCE_GPU),
-                if was_mig { Target::Off } else { Target::Keep },
+                if was_mig { MigTarget::Off } else { MigTarget::Keep },
             )?,
         });
     };
     let Partition { whole: undivided, mps, time_slicing, mig: instances } = partition;
     let layout = match (undivided, mps, time_slicing, instances) {
-        (Some(Whole { resource }), None, None, None) => {
-            Layout { pools: vec![whole_pool(&gpu.uuid, check_resource_name(resource)?)], ..empty_layout(Mode::Whole) }
-        }
+        (Some(Whole { resource }), None, None, None) => Layout {
+            pools: vec![whole_pool(&gpu.uuid, check_resource_name(resource)?)],
+            ..empty_layout(SharingMode::Whole)
+        },
         (None, Some(mps), None, None) => {
             if gpu.compute_capability < (7, 0) {
                 let (major, minor) = gpu.compute_capability;
@@ -198,29 +199,29 @@ pub fn target_layout(spec: Option<&GpuSpec>, gpu: &Gpu, was_mig: bool) -> Result
                 ));
             }
             let (pools, daemon) = mps_pools(&gpu.uuid, mps, false)?;
-            Layout { pools, daemons: BTreeMap::from([(gpu.uuid.clone(), daemon)]), ..empty_layout(Mode::Mps) }
+            Layout { pools, daemons: BTreeMap::from([(gpu.uuid.clone(), daemon)]), ..empty_layout(SharingMode::Mps) }
         }
         (None, None, Some(slicing), None) => {
-            Layout { pools: vec![replica_pool(&gpu.uuid, slicing)?], ..empty_layout(Mode::TimeSlicing) }
+            Layout { pools: vec![replica_pool(&gpu.uuid, slicing)?], ..empty_layout(SharingMode::TimeSlicing) }
         }
         (None, None, None, Some(instances)) => return mig_layout(gpu, instances),
         _ => return Err("the spec must set exactly one of whole, mps, timeSlicing and mig".into()),
     };
-    let wanted = layout_without_mig_mode(gpu, layout, Target::Off)?;
+    let wanted = layout_without_mig_mode(gpu, layout, MigTarget::Off)?;
     Ok(TargetLayout { note: interval_note(time_slicing.as_ref()), ..wanted })
 }
 
 /// Returns a layout of the undivided GPU, which can be served only with MIG mode off.
-fn layout_without_mig_mode(gpu: &Gpu, layout: Layout, target: Target<'_>) -> Result<TargetLayout, String> {
+fn layout_without_mig_mode(gpu: &Gpu, layout: Layout, target: MigTarget<'_>) -> Result<TargetLayout, String> {
     let mig_on = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
-    let layout = if mig_on { empty_layout(Mode::Mig) } else { layout };
-    Ok(TargetLayout { layout, changes: changes(gpu, target)?, note: String::new() })
+    let layout = if mig_on { empty_layout(SharingMode::Mig) } else { layout };
+    Ok(TargetLayout { layout, changes: needed_changes(gpu, target)?, note: String::new() })
 }
 
 /// Returns the instances of the spec that exist, and the changes that create the others.
 fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, String> {
-    let changes = changes(gpu, Target::On(instances))?;
-    let (mut layout, mut rest) = (empty_layout(Mode::Mig), empty_layout(Mode::Mig));
+    let changes = needed_changes(gpu, MigTarget::On(instances))?;
+    let (mut layout, mut rest) = (empty_layout(SharingMode::Mig), empty_layout(SharingMode::Mig));
     let there: &[MigInstance] = gpu.mig.as_ref().filter(|mig| mig.enabled).map_or(&[], |mig| &mig.instances);
     for spec in instances {
         let is =
@@ -241,17 +242,17 @@ fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, 
 }
 
 /// Returns a layout without slices.
-fn empty_layout(mode: Mode) -> Layout {
+fn empty_layout(mode: SharingMode) -> Layout {
     Layout { mode, pools: Vec::new(), daemons: BTreeMap::new() }
 }
 
 /// Returns the layout of a GPU that is served as a whole.
 fn whole_gpu_layout(device: &str, resource: &str) -> Layout {
-    Layout { pools: vec![whole_pool(device, resource.to_owned())], ..empty_layout(Mode::Whole) }
+    Layout { pools: vec![whole_pool(device, resource.to_owned())], ..empty_layout(SharingMode::Whole) }
 }
 
 fn whole_pool(device: &str, resource: String) -> Pool {
-    Pool { device: device.to_owned(), resource, first: 0, count: 1, kind: Kind::Whole }
+    Pool { device: device.to_owned(), resource, first: 0, count: 1, kind: PoolKind::Whole }
 }
 
 /// Returns a layout that serves each existing MIG instance whole.
@@ -260,7 +261,7 @@ fn existing_instance_layout(mig: &Mig) -> TargetLayout {
     let has_name = |instance: &&MigInstance| check_resource_name(&mig_resource(&instance.profile)).is_ok();
     let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(has_name);
     let pools = made.map(|instance| whole_pool(&instance.uuid, mig_resource(&instance.profile)));
-    Layout { pools: pools.collect(), ..empty_layout(Mode::Mig) }.into()
+    Layout { pools: pools.collect(), ..empty_layout(SharingMode::Mig) }.into()
 }
 
 fn add_instance(layout: &mut Layout, instance: &MigInstance, partition: &MigPartition) -> Result<(), String> {
@@ -315,7 +316,7 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
         }
         most_threads = most_threads.max(slices.threads.last().copied());
         most_memory = most_memory.max(slices.memory_mib.last().copied());
-        let kind = Kind::Mps {
+        let kind = PoolKind::Mps {
             memory_mib: slices.memory_mib.clone(),
             threads: slices.threads.clone(),
             max_clients: slices.max_clients,
@@ -346,11 +347,11 @@ fn check_limit_counts(resource: &str, count: u32, limits: [usize; 2]) -> Result<
 /// Returns the pool of a time-sliced device's replicas.
 fn replica_pool(device: &str, partition: &TimeSlicedPartition) -> Result<Pool, String> {
     let TimeSlicedPartition { resource, replicas, interval: _ } = partition;
-    if *replicas == 0 || *replicas > MAX_SLICES {
-        return Err(format!("{replicas} time-sliced replicas: one GPU can have 1 to {MAX_SLICES}"));
+    if *replicas == 0 || *replicas > MAX_SLICES_PER_POOL {
+        return Err(format!("{replicas} time-sliced replicas: one GPU can have 1 to {MAX_SLICES_PER_POOL}"));
     }
     let resource = check_resource_name(resource)?;
-    Ok(Pool { device: device.to_owned(), resource, first: 0, count: *replicas, kind: Kind::TimeSliced })
+    Ok(Pool { device: device.to_owned(), resource, first: 0, count: *replicas, kind: PoolKind::TimeSliced })
 }
 
 fn interval_note(slicing: Option<&TimeSlicedPartition>) -> String {
@@ -401,7 +402,7 @@ pub(crate) mod tests {
         Gpu { mig: Some(Mig { enabled, pending: None, profiles, instances }), ..gpu(uuid, 0) }
     }
 
-    pub(crate) fn sliced_spec(uuid: &str, replicas: u32) -> GpuSpec {
+    pub(crate) fn timeslice_spec(uuid: &str, replicas: u32) -> GpuSpec {
         let partition =
             TimeSlicedPartition { resource: "nvidia.com/gpu-timeslice".into(), replicas, interval: Interval::Default };
         GpuSpec { partition: Partition { time_slicing: Some(partition), ..Partition::default() }, ..mps_spec(uuid, 1) }
@@ -468,7 +469,9 @@ pub(crate) mod tests {
         let old = Gpu { compute_capability: (6, 1), model: "Tesla P4".into(), ..gpu("GPU-a", 0) };
         assert!(target_layout(Some(&mps_spec("GPU-a", 4)), &old, false).unwrap_err().contains("Tesla P4 has 6.1"));
         assert!(
-            target_layout(Some(&sliced_spec("GPU-a", 0)), &old, false).unwrap_err().contains("0 time-sliced replicas")
+            target_layout(Some(&timeslice_spec("GPU-a", 0)), &old, false)
+                .unwrap_err()
+                .contains("0 time-sliced replicas")
         );
     }
 
@@ -506,22 +509,26 @@ pub(crate) mod tests {
         let [first, _, third] = instances.try_into().unwrap();
         assert_eq!(
             changes,
-            [Change::Destroy(first), Change::Destroy(third), Change::Create { profile: "3g.40gb".into(), start: 0 }],
+            [
+                MigChange::Destroy(first),
+                MigChange::Destroy(third),
+                MigChange::Create { profile: "3g.40gb".into(), start: 0 }
+            ],
             "the instance of the spec stays"
         );
         for (whole, was_mig) in [(Some(&mps_spec("GPU-a", 4)), false), (None, true)] {
             let TargetLayout { layout, changes, .. } = target_layout(whole, &gpu, was_mig).unwrap();
             assert_eq!(
                 (layout, changes.len()),
-                (empty_layout(Mode::Mig), 4),
+                (empty_layout(SharingMode::Mig), 4),
                 "only after the instances and MIG mode are gone"
             );
-            assert_eq!(changes[3], Change::Mode(false));
+            assert_eq!(changes[3], MigChange::Mode(false));
             let off = mig_gpu("GPU-a", false, vec![]);
             assert!(target_layout(whole, &off, was_mig).unwrap().changes.is_empty());
             let mut pending = off;
             pending.mig.as_mut().unwrap().pending = Some(true);
-            assert_eq!(target_layout(whole, &pending, was_mig).unwrap().changes, [Change::Mode(false)]);
+            assert_eq!(target_layout(whole, &pending, was_mig).unwrap().changes, [MigChange::Mode(false)]);
         }
         assert!(target_layout(None, &gpu, false).unwrap().changes.is_empty(), "another program created them");
         let mut invalid = spec.clone();

@@ -12,7 +12,7 @@ use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile, Process};
 
 /// Maximum number of attempts of a failing change. After that, the agent retries it only when the
 /// spec or the GPU changes.
-pub const MAX_ATTEMPTS: u32 = 5;
+pub const MAX_CHANGE_ATTEMPTS: u32 = 5;
 /// Delay after the first failed attempt. Each further failure doubles it.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
 /// Maximum delay between attempts while the instance or the GPU is in use.
@@ -22,7 +22,7 @@ const MAX_NAMED_PROCESSES: usize = 8;
 
 /// A single change of a GPU's MIG mode or instances.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Change {
+pub enum MigChange {
     /// Destroys a GPU instance and its compute instances.
     Destroy(MigInstance),
     /// Turns MIG mode on or off.
@@ -36,7 +36,7 @@ pub enum Change {
     },
 }
 
-impl fmt::Display for Change {
+impl fmt::Display for MigChange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Destroy(MigInstance { profile, start, .. }) => write!(f, "destroy MIG instance {profile} at {start}"),
@@ -49,7 +49,7 @@ impl fmt::Display for Change {
 
 /// The desired MIG state of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Target<'a> {
+pub enum MigTarget<'a> {
     /// Keep the current state: no spec names this GPU.
     Keep,
     /// MIG mode off.
@@ -63,33 +63,33 @@ pub enum Target<'a> {
 ///
 /// # Errors
 /// Returns a clause that states why this GPU can never reach the target.
-pub fn changes(gpu: &Gpu, target: Target<'_>) -> Result<Vec<Change>, String> {
+pub fn needed_changes(gpu: &Gpu, target: MigTarget<'_>) -> Result<Vec<MigChange>, String> {
     let Some(mig) = &gpu.mig else {
         return match target {
-            Target::On(_) => Err(format!("{} does not support MIG", gpu.model)),
-            Target::Keep | Target::Off => Ok(Vec::new()),
+            MigTarget::On(_) => Err(format!("{} does not support MIG", gpu.model)),
+            MigTarget::Keep | MigTarget::Off => Ok(Vec::new()),
         };
     };
     let there: &[MigInstance] = if mig.enabled { &mig.instances } else { &[] };
     match target {
-        Target::Keep => Ok(Vec::new()),
-        Target::Off => {
-            let mut all: Vec<Change> = there.iter().cloned().map(Change::Destroy).collect();
-            all.extend((mig.enabled || mig.pending == Some(true)).then_some(Change::Mode(false)));
+        MigTarget::Keep => Ok(Vec::new()),
+        MigTarget::Off => {
+            let mut all: Vec<MigChange> = there.iter().cloned().map(MigChange::Destroy).collect();
+            all.extend((mig.enabled || mig.pending == Some(true)).then_some(MigChange::Mode(false)));
             Ok(all)
         }
-        Target::On(wanted) => {
+        MigTarget::On(wanted) => {
             check_placements(mig, wanted)?;
             let is = |found: &MigInstance, spec: &MigInstanceSpec| {
                 found.profile == spec.profile && found.start == spec.start
             };
             // An instance without a UUID has no compute instance: its creation was interrupted.
             let stays = |found: &MigInstance| !found.uuid.is_empty() && wanted.iter().any(|spec| is(found, spec));
-            let mut all: Vec<Change> =
-                there.iter().filter(|found| !stays(found)).cloned().map(Change::Destroy).collect();
-            all.extend((!mig.enabled).then_some(Change::Mode(true)));
+            let mut all: Vec<MigChange> =
+                there.iter().filter(|found| !stays(found)).cloned().map(MigChange::Destroy).collect();
+            all.extend((!mig.enabled).then_some(MigChange::Mode(true)));
             let missing = wanted.iter().filter(|spec| !there.iter().any(|found| stays(found) && is(found, spec)));
-            all.extend(missing.map(|spec| Change::Create { profile: spec.profile.clone(), start: spec.start }));
+            all.extend(missing.map(|spec| MigChange::Create { profile: spec.profile.clone(), start: spec.start }));
             Ok(all)
         }
     }
@@ -132,9 +132,9 @@ pub enum NextStep {
     /// No change remains, or the remaining changes cannot start yet.
     Nothing,
     /// Start this change: no known condition prevents the change.
-    Do(Change),
+    Do(MigChange),
     /// The change waits, for this reason.
-    Wait(Change, String),
+    Wait(MigChange, String),
 }
 
 /// Returns the first change that can start now.
@@ -143,7 +143,7 @@ pub enum NextStep {
 /// kubelet can allocate slices of a device. `gone`: `Ok` if the device's MPS daemon has exited,
 /// otherwise an error that states why not.
 pub fn next_step<'a>(
-    changes: impl IntoIterator<Item = &'a Change>,
+    changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,
     known: bool,
     served: impl Fn(&str) -> bool,
@@ -154,14 +154,14 @@ pub fn next_step<'a>(
     let mut waits = NextStep::Nothing;
     for change in changes {
         let blocked = match change {
-            Change::Destroy(_) | Change::Mode(_) if !known => continue,
-            Change::Destroy(instance) if served(&instance.uuid) => continue,
-            Change::Destroy(instance) => gone(&instance.uuid),
-            Change::Mode(true) if served(&gpu.uuid) => continue,
-            Change::Mode(true) => gone(&gpu.uuid),
-            Change::Mode(false) if enabled && !there.is_empty() => continue,
-            Change::Mode(false) => Ok(()),
-            Change::Create { profile, start } => {
+            MigChange::Destroy(_) | MigChange::Mode(_) if !known => continue,
+            MigChange::Destroy(instance) if served(&instance.uuid) => continue,
+            MigChange::Destroy(instance) => gone(&instance.uuid),
+            MigChange::Mode(true) if served(&gpu.uuid) => continue,
+            MigChange::Mode(true) => gone(&gpu.uuid),
+            MigChange::Mode(false) if enabled && !there.is_empty() => continue,
+            MigChange::Mode(false) => Ok(()),
+            MigChange::Create { profile, start } => {
                 let size = profile_slices(gpu, profile);
                 let taken = there.iter().any(|found| {
                     placements_overlap((*start, size), (found.start, self::profile_slices(gpu, &found.profile)))
@@ -222,18 +222,18 @@ pub struct MigProgress {
     /// State of the GPU after the last change, if known. If the GPU's state now differs, another
     /// program has changed the GPU.
     last_state: Option<GpuState>,
-    in_progress: Option<Change>,
+    in_progress: Option<MigChange>,
     done: Vec<StepStatus>,
     /// Number of entries at the end of `done` that no Event has reported yet.
     unreported: usize,
-    attempts: Vec<Attempt>,
+    attempts: Vec<FailedChange>,
     waits: Option<StepStatus>,
 }
 
 /// A change that did not succeed.
 #[derive(Debug)]
-struct Attempt {
-    change: Change,
+struct FailedChange {
+    change: MigChange,
     failures: u32,
     busy_checks: u32,
     /// The time of the next attempt; `None` if the agent does not retry the change.
@@ -281,7 +281,7 @@ impl MigProgress {
 
     /// Returns whether a change may start now: no change is in progress, and this change's retry
     /// delay has passed.
-    pub fn may_start(&self, change: &Change, now: Instant) -> bool {
+    pub fn may_start(&self, change: &MigChange, now: Instant) -> bool {
         let attempt = self.attempts.iter().find(|attempt| attempt.change == *change);
         self.in_progress.is_none() && attempt.is_none_or(|attempt| attempt.not_before.is_some_and(|then| then <= now))
     }
@@ -295,7 +295,7 @@ impl MigProgress {
     }
 
     /// Records the remaining changes, and the reason why the next one waits.
-    pub fn record_plan(&mut self, gpu: &str, left: &[Change], next: &NextStep) {
+    pub fn record_plan(&mut self, gpu: &str, left: &[MigChange], next: &NextStep) {
         self.attempts.retain(|attempt| self.in_progress.is_some() || left.contains(&attempt.change));
         self.waits = match next {
             NextStep::Wait(change, why) => Some(step_status(gpu, change, STEP_WAITING, why.clone())),
@@ -310,9 +310,9 @@ impl MigProgress {
     /// be allocated, even if the spec includes it again.
     pub fn removes(&self, gpu: &str, device: &str) -> bool {
         match &self.in_progress {
-            Some(Change::Destroy(instance)) => instance.uuid == device,
-            Some(Change::Mode(true)) => gpu == device,
-            Some(Change::Mode(false) | Change::Create { .. }) | None => false,
+            Some(MigChange::Destroy(instance)) => instance.uuid == device,
+            Some(MigChange::Mode(true)) => gpu == device,
+            Some(MigChange::Mode(false) | MigChange::Create { .. }) | None => false,
         }
     }
 
@@ -326,7 +326,7 @@ impl MigProgress {
     pub fn record_outcome(
         &mut self,
         gpu: &str,
-        change: &Change,
+        change: &MigChange,
         outcome: &ChangeOutcome,
         after: Option<(&Gpu, bool)>,
         now: Instant,
@@ -341,7 +341,7 @@ impl MigProgress {
                 // Other changes may have failed because they needed the slices that are free now.
                 // An instance without a UUID had no slices to free, because its creation was
                 // interrupted.
-                if matches!(change, Change::Destroy(instance) if !instance.uuid.is_empty()) {
+                if matches!(change, MigChange::Destroy(instance) if !instance.uuid.is_empty()) {
                     self.attempts.clear();
                 }
                 self.done.push(step_status(gpu, change, STEP_DONE, String::new()));
@@ -364,7 +364,7 @@ impl MigProgress {
             }
             ChangeOutcome::Failed(why) => {
                 failures += 1;
-                let last = failures >= MAX_ATTEMPTS;
+                let last = failures >= MAX_CHANGE_ATTEMPTS;
                 let pause = FIRST_RETRY_DELAY.saturating_mul(1 << (failures - 1).min(16));
                 let then = match failures {
                     _ if last => format!("failed {failures} times; the agent does not retry until the spec or the GPU changes"),
@@ -377,7 +377,7 @@ impl MigProgress {
         let not_before = pause.and_then(|pause| now.checked_add(pause));
         let warning = is_news.then(|| format!("GPU {gpu}: {change}: {why}"));
         let reason = if matches!(outcome, ChangeOutcome::Busy(_)) { STEP_IN_USE } else { "" };
-        self.attempts.push(Attempt {
+        self.attempts.push(FailedChange {
             change: change.clone(),
             failures,
             busy_checks,
@@ -388,7 +388,7 @@ impl MigProgress {
     }
 
     /// Returns the changes that no Event has reported, once `left` is empty.
-    pub fn take_completed(&mut self, left: &[Change]) -> Option<String> {
+    pub fn take_completed(&mut self, left: &[MigChange]) -> Option<String> {
         if !left.is_empty() || self.unreported == 0 {
             return None;
         }
@@ -404,7 +404,7 @@ impl MigProgress {
 }
 
 /// Returns the status of a step that performs a change.
-fn step_status(gpu: &str, change: &Change, result: &str, message: String) -> StepStatus {
+fn step_status(gpu: &str, change: &MigChange, result: &str, message: String) -> StepStatus {
     let (gpu, action, result) = (gpu.to_owned(), change.to_string(), result.to_owned());
     StepStatus { gpu, action, result, message, ..StepStatus::default() }
 }
@@ -415,12 +415,12 @@ pub struct MigOrder {
     /// UUID of the GPU.
     pub gpu: String,
     /// Change of MIG mode or MIG instances.
-    pub change: Change,
+    pub change: MigChange,
 }
 
 /// Result of a MIG order, or a report that it is still in progress.
 #[derive(Debug)]
-pub struct OrderResult {
+pub struct MigOrderResult {
     /// The order that this result belongs to.
     pub order: MigOrder,
     /// Result of the order.

@@ -20,7 +20,7 @@ const STATUS_POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval between attempts of a request.
 const REQUEST_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// Maximum size in bytes of a status or a reply. 64 GPUs with 48 clients each need less than 1 MiB.
-const MAX_BYTES: u64 = 4 << 20;
+const MAX_MESSAGE_BYTES: u64 = 4 << 20;
 
 /// Reads and writes the MPS host's files, and sends requests to its socket.
 #[derive(Debug, Clone)]
@@ -60,7 +60,7 @@ impl HostLink {
 
     /// Creates the directory of an allocation. The directory already exists if the same slices were
     /// allocated before.
-    pub fn create_directory(&self, id: &str) -> io::Result<()> {
+    pub fn create_allocation_directory(&self, id: &str) -> io::Result<()> {
         let directory = self.paths.allocation(id);
         match fs::create_dir(&directory) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
@@ -71,7 +71,7 @@ impl HostLink {
 
     /// Removes the directories of all allocations for which `keep` is false. The caller must ensure
     /// that the MPS host serves no door in them.
-    pub fn remove_directories_except(&self, keep: impl Fn(&str) -> bool) {
+    pub fn remove_allocation_directories_except(&self, keep: impl Fn(&str) -> bool) {
         let Ok(entries) = fs::read_dir(self.paths.allocations()) else { return };
         for entry in entries.flatten() {
             let name = entry.file_name();
@@ -95,7 +95,7 @@ impl HostLink {
     fn read_status(&self, alive: bool) -> HostView {
         let path = self.paths.status();
         let bytes = match fs::metadata(&path)
-            .and_then(|meta| if meta.len() > MAX_BYTES { Ok(Vec::new()) } else { fs::read(&path) })
+            .and_then(|meta| if meta.len() > MAX_MESSAGE_BYTES { Ok(Vec::new()) } else { fs::read(&path) })
         {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return HostView { alive, ..HostView::default() },
@@ -113,7 +113,7 @@ impl HostLink {
 
     /// Follows the MPS host forever: the status file through inotify, and the process through an
     /// open connection.
-    pub async fn follow(&self, view: &watch::Sender<HostView>) {
+    pub async fn follow_host(&self, view: &watch::Sender<HostView>) {
         if let Err(error) = fs::create_dir_all(self.paths.mps()) {
             tracing::error!(%error, path = %self.paths.mps().display(), "failed to create the MPS host's directory");
         }
@@ -123,11 +123,11 @@ impl HostLink {
     async fn follow_status(&self, view: &watch::Sender<HostView>) {
         let unwatched = |error| tracing::warn!(%error, "failed to watch the MPS host's status; polling it instead");
         // Any change in the directory causes a read. `refresh` sends no unchanged view.
-        watch_directory(&self.paths.mps(), STATUS_POLL_INTERVAL, || self.refresh(view), unwatched).await;
+        watch_directory(&self.paths.mps(), STATUS_POLL_INTERVAL, || self.refresh_view(view), unwatched).await;
     }
 
     /// Reads the MPS host's status file, and publishes a change.
-    fn refresh(&self, view: &watch::Sender<HostView>) {
+    fn refresh_view(&self, view: &watch::Sender<HostView>) {
         let next = self.read_status(view.borrow().alive);
         view.send_if_modified(|view| std::mem::replace(view, next.clone()) != next);
     }
@@ -182,7 +182,7 @@ impl HostLink {
         line.push(b'\n');
         stream.write_all(&line).await?;
         let mut reply = Vec::new();
-        BufReader::new(stream.take(MAX_BYTES)).read_until(b'\n', &mut reply).await?;
+        BufReader::new(stream.take(MAX_MESSAGE_BYTES)).read_until(b'\n', &mut reply).await?;
         if reply.is_empty() {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
         }
@@ -200,9 +200,9 @@ mod tests {
 
     use super::*;
 
-    const DEADLINE: Duration = Duration::from_secs(20);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-    fn status(device: &str, state: DaemonState) -> Status {
+    fn host_status(device: &str, state: DaemonState) -> Status {
         let daemon = DaemonStatus {
             state,
             pid: Some(7),
@@ -216,7 +216,7 @@ mod tests {
         Status { version: VERSION, daemons: BTreeMap::from([(device.to_owned(), daemon)]), ..Status::default() }
     }
 
-    fn link() -> (tempfile::TempDir, HostLink) {
+    fn test_link() -> (tempfile::TempDir, HostLink) {
         let directory = tempfile::tempdir().unwrap();
         let link = HostLink::new(Paths::new(directory.path()));
         (directory, link)
@@ -229,7 +229,7 @@ mod tests {
 
     #[test]
     fn an_unreadable_status_is_an_error_and_lists_no_daemons() {
-        let (_directory, link) = link();
+        let (_directory, link) = test_link();
         assert_eq!(link.read_view(), HostView::default());
         for (bytes, expected) in
             [(&b"{"[..], "EOF"), (br#"{"version":2}"#, "newer MPS host"), (b"[]", "invalid"), (b"\xff", "")]
@@ -243,18 +243,18 @@ mod tests {
 
     #[tokio::test]
     async fn the_view_follows_the_mps_hosts_status_exit_and_restart() {
-        let (_directory, link) = link();
+        let (_directory, link) = test_link();
         let (sender, mut view) = watch::channel(HostView::default());
         let follower = link.clone();
-        let task = tokio::spawn(async move { follower.follow(&sender).await });
+        let task = tokio::spawn(async move { follower.follow_host(&sender).await });
         let mut until = async |what: &str, condition: fn(&HostView) -> bool| {
-            timeout(DEADLINE, view.wait_for(condition)).await.expect(what).expect(what).clone()
+            timeout(TEST_TIMEOUT, view.wait_for(condition)).await.expect(what).expect(what).clone()
         };
         fs::create_dir_all(link.paths.mps()).unwrap();
         let listener = UnixListener::bind(link.paths.socket()).unwrap();
         let connection = listener.accept().await.unwrap();
         until("alive", |view| view.alive).await;
-        write_status(&link, &serde_json::to_vec(&status("GPU-a", DaemonState::Active)).unwrap());
+        write_status(&link, &serde_json::to_vec(&host_status("GPU-a", DaemonState::Active)).unwrap());
         until("active", |view| view.status.daemons.contains_key("GPU-a")).await;
         drop((listener, connection));
         let gone = until("gone", |view| !view.alive).await;
@@ -263,19 +263,19 @@ mod tests {
         let _listener = UnixListener::bind(link.paths.socket()).unwrap();
         until("alive again", |view| view.alive).await;
         fs::remove_dir_all(link.paths.mps()).unwrap();
-        write_status(&link, &serde_json::to_vec(&status("GPU-b", DaemonState::Active)).unwrap());
+        write_status(&link, &serde_json::to_vec(&host_status("GPU-b", DaemonState::Active)).unwrap());
         until("a new directory", |view| view.status.daemons.contains_key("GPU-b")).await;
         task.abort();
     }
 
     #[tokio::test]
     async fn a_request_is_repeated_until_its_deadline() {
-        let (_directory, link) = link();
+        let (_directory, link) = test_link();
         fs::create_dir_all(link.paths.mps()).unwrap();
         let request = Request::Await { allocation: "00".into(), timeout_ms: 1 };
         let failed = link.request(&request, Duration::from_millis(1)).await.unwrap_err();
         assert!(failed.contains("does not answer"), "{failed}");
-        let asking = link.request(&request, DEADLINE);
+        let asking = link.request(&request, TEST_TIMEOUT);
         let answering = async {
             let listener = UnixListener::bind(link.paths.socket()).unwrap();
             // A closed connection, an invalid reply, and a valid one.
@@ -291,12 +291,12 @@ mod tests {
 
     #[test]
     fn directories_of_allocations_are_created_and_removed() {
-        let (_directory, link) = link();
-        link.create_directory("00").unwrap();
-        link.create_directory("00").unwrap();
-        link.create_directory("01").unwrap();
+        let (_directory, link) = test_link();
+        link.create_allocation_directory("00").unwrap();
+        link.create_allocation_directory("00").unwrap();
+        link.create_allocation_directory("01").unwrap();
         fs::write(link.paths.door("01"), "").unwrap();
-        link.remove_directories_except(|id| id == "00");
+        link.remove_allocation_directories_except(|id| id == "00");
         assert!(link.paths.allocation("00").is_dir());
         assert!(!link.paths.allocation("01").exists());
     }

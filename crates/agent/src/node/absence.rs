@@ -20,24 +20,24 @@ use crate::mps::HostView;
 /// container's start waits before the kubelet retries. A pod that arrived earlier is therefore
 /// still waiting when the shares become Unhealthy. With a longer time, the kubelet would only send
 /// more pods to a daemon that does not recover.
-pub const MAX_ABSENCE: Duration = Duration::from_secs(10);
+pub const MAX_TOLERATED_ABSENCE: Duration = Duration::from_secs(10);
 
 /// Daemons with shares that count as Healthy.
 #[derive(Debug, Default)]
-pub struct Absences {
+pub struct DaemonAbsences {
     /// By device: `None` while the daemon serves, otherwise the time at which it became
     /// unavailable.
     since: BTreeMap<String, Option<Instant>>,
 }
 
 /// State of a daemon for new clients.
-enum Presence {
+enum DaemonPresence {
     Serves,
     Away,
     Fails,
 }
 
-impl Absences {
+impl DaemonAbsences {
     /// Removes the devices for which pools or daemon settings changed.
     pub fn remove_changed_devices(&mut self, before: &BTreeMap<String, Layout>, after: &BTreeMap<String, Layout>) {
         self.since.retain(|device, _| settings_and_pools(before, device) == settings_and_pools(after, device));
@@ -54,18 +54,18 @@ impl Absences {
     ) {
         let before = std::mem::take(&mut self.since);
         for device in devices.filter(|device| knows(device)) {
-            let away = match (presence(view, device), before.get(device)) {
-                (Presence::Serves, _) => None,
-                (Presence::Away, Some(since)) => {
+            let away = match (daemon_presence(view, device), before.get(device)) {
+                (DaemonPresence::Serves, _) => None,
+                (DaemonPresence::Away, Some(since)) => {
                     let since = since.unwrap_or(now);
-                    if now.saturating_duration_since(since) >= MAX_ABSENCE {
+                    if now.saturating_duration_since(since) >= MAX_TOLERATED_ABSENCE {
                         continue;
                     }
                     Some(since)
                 }
                 // A failure ends the tolerance: only a daemon that serves again makes the shares
                 // healthy.
-                (Presence::Away, None) | (Presence::Fails, _) => continue,
+                (DaemonPresence::Away, None) | (DaemonPresence::Fails, _) => continue,
             };
             self.since.insert(device.clone(), away);
         }
@@ -79,17 +79,17 @@ impl Absences {
     /// Returns the time until the first tolerated absence expires, or `None` if no daemon is
     /// absent.
     pub fn next_expiry(&self, now: Instant) -> Option<Duration> {
-        let left = |since: &Instant| MAX_ABSENCE.saturating_sub(now.saturating_duration_since(*since));
+        let left = |since: &Instant| MAX_TOLERATED_ABSENCE.saturating_sub(now.saturating_duration_since(*since));
         self.since.values().flatten().map(left).min()
     }
 }
 
 /// Returns whether a device's MPS daemon serves, is briefly unavailable, or fails.
-fn presence(view: &HostView, device: &str) -> Presence {
+fn daemon_presence(view: &HostView, device: &str) -> DaemonPresence {
     match view.status.daemons.get(device).map(|DaemonStatus { state, .. }| state) {
-        Some(DaemonState::Active) if view.alive => Presence::Serves,
-        Some(DaemonState::Active | DaemonState::Starting | DaemonState::Restarting) | None => Presence::Away,
-        Some(DaemonState::Fault | DaemonState::BackOff | DaemonState::Stopping) => Presence::Fails,
+        Some(DaemonState::Active) if view.alive => DaemonPresence::Serves,
+        Some(DaemonState::Active | DaemonState::Starting | DaemonState::Restarting) | None => DaemonPresence::Away,
+        Some(DaemonState::Fault | DaemonState::BackOff | DaemonState::Stopping) => DaemonPresence::Fails,
     }
 }
 

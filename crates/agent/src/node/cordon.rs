@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_api::GpuNodeSpec;
 
 use crate::allocation::pending::PendingAllocations;
-use crate::allocation::usage::Usage;
+use crate::allocation::usage::SliceUsage;
 use crate::gpu::layout::{Layout, parse_slice_id};
 
 /// Returns the slices to list as Unhealthy, by resource and id. Returns an empty set while `usage`
@@ -16,7 +16,7 @@ use crate::gpu::layout::{Layout, parse_slice_id};
 pub fn withheld_slices(
     spec: Option<&GpuNodeSpec>,
     layouts: &BTreeMap<String, Layout>,
-    usage: Option<&Usage>,
+    usage: Option<&SliceUsage>,
     pending: &PendingAllocations,
 ) -> BTreeSet<(String, String)> {
     let (Some(spec), Some(usage)) = (spec, usage) else { return BTreeSet::new() };
@@ -25,7 +25,7 @@ pub fn withheld_slices(
         for pool in layouts.get(&gpu.uuid).iter().flat_map(|layout| &layout.pools) {
             let device = BTreeSet::from([pool.device.as_str()]);
             let used: BTreeSet<&str> = usage
-                .of(&device)
+                .slices_of_devices(&device)
                 .filter(|(resource, id, _)| {
                     *resource == pool.resource
                         && parse_slice_id(id).is_some_and(|(device, number)| pool.contains(device, number))
@@ -55,7 +55,7 @@ mod tests {
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
-    fn withheld_of_gpu(cordoned: bool, usage: Option<&Usage>, pending: &PendingAllocations) -> Vec<String> {
+    fn withheld_of_gpu(cordoned: bool, usage: Option<&SliceUsage>, pending: &PendingAllocations) -> Vec<String> {
         let specs: Vec<_> = ["GPU-a", "GPU-b"].map(|uuid| mps_spec(uuid, 4)).into();
         let layout =
             |index: usize| target_layout(Some(&specs[index]), &gpu(&specs[index].uuid, 0), false).unwrap().layout;
@@ -67,7 +67,7 @@ mod tests {
 
     #[test]
     fn only_free_slices_of_a_cordoned_gpu_are_withheld() {
-        let usage = Usage::new(&[container_devices("p", &["GPU-a::1", "GPU-b::0"])], &Allocations::default());
+        let usage = SliceUsage::new(&[container_devices("p", &["GPU-a::1", "GPU-b::0"])], &Allocations::default());
         let none = PendingAllocations::default();
         assert_eq!(withheld_of_gpu(true, Some(&usage), &none), ["GPU-a::0", "GPU-a::2", "GPU-a::3"]);
         assert!(withheld_of_gpu(false, Some(&usage), &none).is_empty());
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn slices_reserved_for_a_bound_pod_are_not_withheld() {
-        let usage = Usage::new(&[container_devices("p", &["GPU-a::1"])], &Allocations::default());
+        let usage = SliceUsage::new(&[container_devices("p", &["GPU-a::1"])], &Allocations::default());
         let mut pending = PendingAllocations::with_watch();
         let want = ContainerRequest {
             container: "c".into(),

@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use cleave_gpu::mps::wire::{DaemonState, Desired};
 
 use super::status::check_daemon;
-use crate::event::{NodeEvent, recovered, warning};
+use crate::event::{NodeEvent, node_recovery, node_warning};
 use crate::mps::HostView;
 
 /// Maximum number of hashes of desired files that are kept. The MPS host is never this many files
 /// behind the agent.
-const MAX_HASHES: usize = 64;
+const MAX_REMEMBERED_HASHES: usize = 64;
 
 /// Tracks which desired files the MPS host has applied.
 #[derive(Debug, Default)]
@@ -38,7 +38,7 @@ impl DesiredFileTracker {
             self.removed.extend(gone.map(|device| (device.clone(), self.sequence)));
             self.removed.retain(|device, sequence| *sequence > self.applied && !desired.daemons.contains_key(device));
             self.hashes.push_back((self.sequence, desired.hash()));
-            if self.hashes.len() > MAX_HASHES {
+            if self.hashes.len() > MAX_REMEMBERED_HASHES {
                 self.hashes.pop_front();
             }
             self.last = desired.clone();
@@ -91,8 +91,8 @@ impl ReportedDaemons {
             // A daemon that is Stopping belongs to the previous layout.
             let expected = |state| matches!(state, DaemonState::Starting | DaemonState::Active | DaemonState::Stopping);
             let failing = daemon.is_some_and(|daemon| !expected(daemon.state));
-            let unavailable = |why: &str| warning("MpsUnavailable", format!("shares of {device}: {why}"));
-            let recovery = || recovered(format!("shares of {device}: the MPS daemon serves again with all limits"));
+            let unavailable = |why: &str| node_warning("MpsUnavailable", format!("shares of {device}: {why}"));
+            let recovery = || node_recovery(format!("shares of {device}: the MPS daemon serves again with all limits"));
             let reported = self.0.get(&device).copied().unwrap_or_default();
             let next = match (reported, check_daemon(view, &device)) {
                 (ReportedState::Serving(before), Ok(())) if restarts > before => {

@@ -5,17 +5,17 @@ use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_IN_USE, STEP_REFUSED, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, Process};
 
-use crate::allocation::usage::Usage;
+use crate::allocation::usage::SliceUsage;
 use crate::gpu::hardware::Hardware;
 use crate::gpu::layout::{Layout, TargetLayout, parse_slice_id, target_layout};
-use crate::gpu::mig::{Change, in_use_message};
+use crate::gpu::mig::{MigChange, in_use_message};
 
 /// Maximum number of pods that a step's message names.
 const MAX_NAMED_PODS: usize = 8;
 
 /// The next layouts, and the steps that lead to the spec.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Decision {
+pub struct LayoutDecision {
     /// Layouts, by GPU.
     pub layouts: BTreeMap<String, Layout>,
     /// A step for each GPU that changes now, or that does not match the spec.
@@ -23,14 +23,14 @@ pub struct Decision {
     /// Whether the node matches the spec.
     pub applied: bool,
     /// MIG changes by GPU, in order, except changes to devices that are known to be in use.
-    pub changes: BTreeMap<String, Vec<Change>>,
+    pub changes: BTreeMap<String, Vec<MigChange>>,
     /// Whether processes outside of Kubernetes block a change.
     pub foreign: bool,
 }
 
 /// Restrictions on changes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Rules {
+pub struct ChangeRules {
     /// Whether MIG mode must not be changed.
     pub keep_mig_mode: bool,
     /// GPUs that a spec has partitioned by MIG.
@@ -41,14 +41,14 @@ pub struct Rules {
 
 /// Decides the layout of each GPU separately. Ignores GPUs in the spec that the node does not have.
 /// While `usage` is unknown, removes no served slice.
-pub fn decide(
+pub fn decide_layouts(
     hardware: &Hardware,
     spec: Option<&GpuNodeSpec>,
     current: &BTreeMap<String, Layout>,
-    usage: Option<&Usage>,
-    rules: &Rules,
-) -> Decision {
-    let mut decision = Decision { applied: true, ..Decision::default() };
+    usage: Option<&SliceUsage>,
+    rules: &ChangeRules,
+) -> LayoutDecision {
+    let mut decision = LayoutDecision { applied: true, ..LayoutDecision::default() };
     let mut specs: BTreeMap<&str, Vec<&GpuSpec>> = BTreeMap::new();
     for gpu in spec.iter().flat_map(|spec| &spec.gpus) {
         specs.entry(gpu.uuid.as_str()).or_default().push(gpu);
@@ -78,22 +78,22 @@ pub fn decide(
     decision
 }
 
-impl Decision {
+impl LayoutDecision {
     /// Moves a GPU towards its target layout as far as the slices in use allow.
     fn plan_gpu(
         &mut self,
         gpu: &Gpu,
         before: Option<&Layout>,
         wanted: TargetLayout,
-        usage: Option<&Usage>,
-        rules: &Rules,
+        usage: Option<&SliceUsage>,
+        rules: &ChangeRules,
     ) {
         let TargetLayout { mut layout, mut changes, note } = wanted;
         if rules.keep_mig_mode
-            && let Some(at) = changes.iter().position(|change| matches!(change, Change::Mode(_)))
+            && let Some(at) = changes.iter().position(|change| matches!(change, MigChange::Mode(_)))
         {
-            let on = changes.remove(at) == Change::Mode(true);
-            self.add_unfinished_step(describe(&layout), gpu, STEP_WAITING, manual_instruction(gpu, on));
+            let on = changes.remove(at) == MigChange::Mode(true);
+            self.add_unfinished_step(describe_layout(&layout), gpu, STEP_WAITING, mig_mode_instruction(gpu, on));
             if on {
                 // MIG mode remains off, so the layout cannot change.
                 self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
@@ -119,7 +119,7 @@ impl Decision {
         if !blocked.is_empty() {
             let why: BTreeSet<&str> = blocked.values().map(String::as_str).collect();
             let why = why.into_iter().collect::<Vec<_>>().join("; ");
-            self.add_unfinished_step(describe(&layout), gpu, STEP_WAITING, why);
+            self.add_unfinished_step(describe_layout(&layout), gpu, STEP_WAITING, why);
             if let Some(step) = self.steps.last_mut().filter(|_| in_use) {
                 step.reason = STEP_IN_USE.into();
             }
@@ -131,11 +131,11 @@ impl Decision {
         // Only the blocked MIG instances remain unchanged. The others change.
         for device in blocked.keys() {
             layout.restore_device(device, before);
-            changes.retain(|change| !matches!(change, Change::Destroy(instance) if instance.uuid == *device));
+            changes.retain(|change| !matches!(change, MigChange::Destroy(instance) if instance.uuid == *device));
         }
         self.applied &= changes.is_empty();
         if blocked.is_empty() && changes.is_empty() && before != Some(&layout) {
-            self.add_step(describe(&layout), gpu, STEP_DONE, note);
+            self.add_step(describe_layout(&layout), gpu, STEP_DONE, note);
         }
         self.layouts.insert(gpu.uuid.clone(), layout);
         if !changes.is_empty() {
@@ -157,7 +157,7 @@ impl Decision {
 }
 
 /// Returns the instruction for an administrator to change MIG mode, which the agent must not do.
-fn manual_instruction(gpu: &Gpu, on: bool) -> String {
+fn mig_mode_instruction(gpu: &Gpu, on: bool) -> String {
     let (is, flag) = if on { ("off", 1) } else { ("on", 0) };
     format!(
         "MIG mode is {is}, and this agent must not change MIG mode (--mig-mode never). When no program uses the GPU, run nvidia-smi -i {} -mig {flag}",
@@ -166,7 +166,7 @@ fn manual_instruction(gpu: &Gpu, on: bool) -> String {
 }
 
 /// Returns the summary of a layout for a step, like `serve 10 nvidia.com/gpu-mps`.
-fn describe(layout: &Layout) -> String {
+fn describe_layout(layout: &Layout) -> String {
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     for pool in &layout.pools {
         *counts.entry(&pool.resource).or_default() += u64::from(pool.count);
@@ -183,8 +183,8 @@ fn devices_blocked_by_pods(
     gpu: &Gpu,
     before: Option<&Layout>,
     after: &Layout,
-    changes: &[Change],
-    usage: &Usage,
+    changes: &[MigChange],
+    usage: &SliceUsage,
 ) -> BTreeMap<String, String> {
     let mut devices: BTreeSet<&str> = BTreeSet::from([gpu.uuid.as_str()]);
     devices.extend(gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| instance.uuid.as_str()));
@@ -192,16 +192,16 @@ fn devices_blocked_by_pods(
     devices.remove("");
     let ends = |device: &str| {
         changes.iter().any(|change| match change {
-            Change::Destroy(instance) => instance.uuid == device,
-            Change::Mode(true) => gpu.uuid == device,
-            Change::Mode(false) | Change::Create { .. } => false,
+            MigChange::Destroy(instance) => instance.uuid == device,
+            MigChange::Mode(true) => gpu.uuid == device,
+            MigChange::Mode(false) | MigChange::Create { .. } => false,
         })
     };
     let mut found = BTreeMap::new();
     for device in devices {
         let one = BTreeSet::from([device]);
         let mut pods: BTreeSet<&str> = BTreeSet::new();
-        for (resource, id, users) in usage.of(&one) {
+        for (resource, id, users) in usage.slices_of_devices(&one) {
             if ends(device) || !is_unchanged(before, after, resource, id) {
                 pods.extend(users.iter().map(String::as_str));
             }
@@ -224,8 +224,8 @@ fn devices_blocked_by_pods(
 fn devices_blocked_by_processes(
     gpu: &Gpu,
     before: Option<&Layout>,
-    changes: &[Change],
-    rules: &Rules,
+    changes: &[MigChange],
+    rules: &ChangeRules,
 ) -> BTreeMap<String, String> {
     let processes: &[Process] = rules.processes.get(&gpu.uuid).map_or(&[], Vec::as_slice);
     let served = |device: &str| before.is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device));
@@ -235,11 +235,11 @@ fn devices_blocked_by_processes(
     let mut found = BTreeMap::new();
     for change in changes {
         let (device, there) = match change {
-            Change::Destroy(instance) => {
+            MigChange::Destroy(instance) => {
                 (&instance.uuid, inside(&|process| process.gpu_instance == Some(instance.gpu_instance)))
             }
-            Change::Mode(true) => (&gpu.uuid, inside(&|_| true)),
-            Change::Mode(false) | Change::Create { .. } => continue,
+            MigChange::Mode(true) => (&gpu.uuid, inside(&|_| true)),
+            MigChange::Mode(false) | MigChange::Create { .. } => continue,
         };
         if !there.is_empty() && served(device) {
             found.insert(device.clone(), in_use_message(&there));
@@ -275,8 +275,8 @@ mod tests {
     use super::*;
     use crate::allocation::usage::Allocations;
     use crate::allocation::usage::tests::{allocation, container_devices};
-    use crate::gpu::hardware::{Driver, KnownGpu};
-    use crate::gpu::layout::tests::{gpu, mps_spec, sliced_spec};
+    use crate::gpu::hardware::{DriverState, KnownGpu};
+    use crate::gpu::layout::tests::{gpu, mps_spec, timeslice_spec};
 
     fn hardware(uuids: &[&str]) -> Hardware {
         let known = |(index, uuid): (usize, &&str)| {
@@ -293,62 +293,66 @@ mod tests {
             )
         };
         Hardware {
-            driver: Driver::Present("580".into()),
+            driver: DriverState::Present("580".into()),
             gpus: uuids.iter().enumerate().map(known).collect(),
             ..Hardware::default()
         }
     }
 
-    fn decide(
+    fn decide_layouts(
         hardware: &Hardware,
         spec: Option<&GpuNodeSpec>,
         current: &BTreeMap<String, Layout>,
-        usage: Option<&Usage>,
-    ) -> Decision {
-        super::decide(hardware, spec, current, usage, &Rules::default())
+        usage: Option<&SliceUsage>,
+    ) -> LayoutDecision {
+        super::decide_layouts(hardware, spec, current, usage, &ChangeRules::default())
     }
 
     fn spec(gpus: Vec<GpuSpec>) -> GpuNodeSpec {
         GpuNodeSpec { plan_id: "p".into(), gpus }
     }
 
-    fn no_usage() -> Usage {
-        Usage::default()
+    fn no_usage() -> SliceUsage {
+        SliceUsage::default()
     }
 
-    fn step_results(decision: &Decision) -> Vec<(&str, &str)> {
+    fn step_results(decision: &LayoutDecision) -> Vec<(&str, &str)> {
         decision.steps.iter().map(|step| (step.gpu.as_str(), step.result.as_str())).collect()
     }
 
     #[test]
     fn three_gpus_can_have_three_modes() {
         let hardware = hardware(&["GPU-a", "GPU-b", "GPU-c"]);
-        let spec = spec(vec![mps_spec("GPU-a", 10), sliced_spec("GPU-b", 4)]);
-        let decision = decide(&hardware, Some(&spec), &BTreeMap::new(), None);
+        let spec = spec(vec![mps_spec("GPU-a", 10), timeslice_spec("GPU-b", 4)]);
+        let decision = decide_layouts(&hardware, Some(&spec), &BTreeMap::new(), None);
         assert!(decision.applied);
         assert_eq!(
             decision.steps.iter().map(|step| step.action.as_str()).collect::<Vec<_>>(),
             ["serve 10 nvidia.com/gpu-mps", "serve 4 nvidia.com/gpu-timeslice", "serve 1 nvidia.com/gpu"]
         );
-        let again = decide(&hardware, Some(&spec), &decision.layouts, Some(&no_usage()));
+        let again = decide_layouts(&hardware, Some(&spec), &decision.layouts, Some(&no_usage()));
         assert_eq!((again.steps, again.layouts), (vec![], decision.layouts), "nothing more to do");
     }
 
     #[test]
     fn a_change_waits_for_its_pods_names_them_and_delays_no_other_gpu() {
         let hardware = hardware(&["GPU-a", "GPU-b"]);
-        let old =
-            decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10), mps_spec("GPU-b", 10)])), &BTreeMap::new(), None);
+        let old = decide_layouts(
+            &hardware,
+            Some(&spec(vec![mps_spec("GPU-a", 10), mps_spec("GPU-b", 10)])),
+            &BTreeMap::new(),
+            None,
+        );
         let new = spec(vec![mps_spec("GPU-a", 5), mps_spec("GPU-b", 5)]);
-        let usage = Usage::new(&[container_devices("train", &["GPU-a::3"])], &Allocations::default());
-        let decision = decide(&hardware, Some(&new), &old.layouts, Some(&usage));
+        let usage = SliceUsage::new(&[container_devices("train", &["GPU-a::3"])], &Allocations::default());
+        let decision = decide_layouts(&hardware, Some(&new), &old.layouts, Some(&usage));
         assert_eq!(step_results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
         assert_eq!(decision.steps[0].message, "in use by ns/train");
         assert_eq!(decision.steps[0].reason, STEP_IN_USE);
         assert!(!decision.applied);
         assert_eq!(decision.layouts["GPU-a"], old.layouts["GPU-a"]);
         assert_eq!(decision.layouts["GPU-b"].pools[0].count, 5);
-        let freed = decide(&hardware, Some(&new), &decision.layouts, Some(&no_usage()));
+        let freed = decide_layouts(&hardware, Some(&new), &decision.layouts, Some(&no_usage()));
         assert_eq!(step_results(&freed), [("GPU-a", "Done")]);
         assert!(freed.applied);
     }
@@ -356,9 +360,10 @@ mod tests {
     #[test]
     fn slices_of_a_pod_that_is_being_admitted_are_in_use() {
         let hardware = hardware(&["GPU-a"]);
-        let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
+        let old = decide_layouts(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let allocations = Allocations::restore([allocation(&["GPU-a::3"])], Instant::now());
-        let decision = decide(&hardware, Some(&spec(vec![])), &old.layouts, Some(&Usage::new(&[], &allocations)));
+        let decision =
+            decide_layouts(&hardware, Some(&spec(vec![])), &old.layouts, Some(&SliceUsage::new(&[], &allocations)));
         assert_eq!(step_results(&decision), [("GPU-a", "Waiting")]);
         assert!(decision.steps[0].message.contains("being admitted"));
     }
@@ -366,10 +371,10 @@ mod tests {
     #[test]
     fn while_usage_is_unknown_no_slice_is_removed() {
         let hardware = hardware(&["GPU-a", "GPU-b"]);
-        let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
+        let old = decide_layouts(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let mut only_a = old.layouts.clone();
         only_a.remove("GPU-b");
-        let decision = decide(&hardware, Some(&spec(vec![])), &only_a, None);
+        let decision = decide_layouts(&hardware, Some(&spec(vec![])), &only_a, None);
         assert_eq!(step_results(&decision), [("GPU-a", "Waiting"), ("GPU-b", "Done")]);
         assert_eq!(decision.layouts["GPU-a"], old.layouts["GPU-a"]);
     }
@@ -377,9 +382,9 @@ mod tests {
     #[test]
     fn without_a_spec_the_layouts_stay() {
         let hardware = hardware(&["GPU-a", "GPU-b"]);
-        let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
+        let old = decide_layouts(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let only_a = BTreeMap::from([("GPU-a".to_owned(), old.layouts["GPU-a"].clone())]);
-        let decision = decide(&hardware, None, &only_a, Some(&no_usage()));
+        let decision = decide_layouts(&hardware, None, &only_a, Some(&no_usage()));
         assert_eq!(decision.layouts, only_a);
         assert!(decision.steps.is_empty());
     }
@@ -387,10 +392,10 @@ mod tests {
     #[test]
     fn slices_missing_in_a_lost_checkpoint_stay_if_the_spec_has_them_and_block_a_change_otherwise() {
         let hardware = hardware(&["GPU-a"]);
-        let usage = Usage::new(&[container_devices("p", &["GPU-a::3"])], &Allocations::default());
-        let same = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), Some(&usage));
+        let usage = SliceUsage::new(&[container_devices("p", &["GPU-a::3"])], &Allocations::default());
+        let same = decide_layouts(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), Some(&usage));
         assert_eq!(step_results(&same), [("GPU-a", "Done")]);
-        let other = decide(&hardware, Some(&spec(vec![])), &BTreeMap::new(), Some(&usage));
+        let other = decide_layouts(&hardware, Some(&spec(vec![])), &BTreeMap::new(), Some(&usage));
         assert_eq!(step_results(&other), [("GPU-a", "Waiting")]);
         assert!(other.layouts.is_empty());
     }
@@ -399,26 +404,28 @@ mod tests {
     fn adding_another_resource_waits_for_no_pod() {
         let hardware = hardware(&["GPU-a"]);
         let mut part = mps_spec("GPU-a", 4);
-        let old = decide(&hardware, Some(&spec(vec![part.clone()])), &BTreeMap::new(), None);
+        let old = decide_layouts(&hardware, Some(&spec(vec![part.clone()])), &BTreeMap::new(), None);
         let slices = &mut part.partition.mps.as_mut().unwrap().slices;
         let mut more = slices[0].clone();
         more.resource = "nvidia.com/gpu-10gb".into();
         slices.push(more);
-        let usage = Usage::new(&[container_devices("p", &["GPU-a::3"])], &Allocations::default());
-        let decision = decide(&hardware, Some(&spec(vec![part])), &old.layouts, Some(&usage));
+        let usage = SliceUsage::new(&[container_devices("p", &["GPU-a::3"])], &Allocations::default());
+        let decision = decide_layouts(&hardware, Some(&spec(vec![part])), &old.layouts, Some(&usage));
         assert_eq!(step_results(&decision), [("GPU-a", "Done")]);
     }
 
     #[test]
     fn an_impossible_spec_is_refused_and_the_layout_stays() {
         let hardware = hardware(&["GPU-a"]);
-        let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
+        let old = decide_layouts(&hardware, Some(&spec(vec![mps_spec("GPU-a", 10)])), &BTreeMap::new(), None);
         let bad = spec(vec![mps_spec("GPU-a", 49), mps_spec("GPU-x", 10)]);
-        let decision = decide(&hardware, Some(&bad), &old.layouts, Some(&no_usage()));
+        let decision = decide_layouts(&hardware, Some(&bad), &old.layouts, Some(&no_usage()));
         assert_eq!(step_results(&decision), [("GPU-a", "Refused")], "GPU-x is not on this node");
         assert_eq!(decision.layouts, old.layouts);
         let twice = spec(vec![mps_spec("GPU-a", 10), mps_spec("GPU-a", 5)]);
-        assert!(decide(&hardware, Some(&twice), &old.layouts, Some(&no_usage())).steps[0].message.contains("twice"));
+        assert!(
+            decide_layouts(&hardware, Some(&twice), &old.layouts, Some(&no_usage())).steps[0].message.contains("twice")
+        );
     }
 
     proptest! {
@@ -428,16 +435,16 @@ mod tests {
             units in 1_u32..48, next in 0_u32..50, used in prop::collection::btree_set(0_u32..48, 0..4), sliced: bool,
         ) {
             let hardware = hardware(&["GPU-a"]);
-            let old = decide(&hardware, Some(&spec(vec![mps_spec("GPU-a", units)])), &BTreeMap::new(), None).layouts;
+            let old = decide_layouts(&hardware, Some(&spec(vec![mps_spec("GPU-a", units)])), &BTreeMap::new(), None).layouts;
             let ids: Vec<String> = used.iter().filter(|&&n| n < units).map(|n| format!("GPU-a::{n}")).collect();
             let row = container_devices("p", &ids.iter().map(String::as_str).collect::<Vec<_>>());
-            let usage = Usage::new(&[row], &Allocations::default());
-            let new = spec(vec![if sliced { sliced_spec("GPU-a", next) } else { mps_spec("GPU-a", next) }]);
-            let decision = decide(&hardware, Some(&new), &old, Some(&usage));
+            let usage = SliceUsage::new(&[row], &Allocations::default());
+            let new = spec(vec![if sliced { timeslice_spec("GPU-a", next) } else { mps_spec("GPU-a", next) }]);
+            let decision = decide_layouts(&hardware, Some(&new), &old, Some(&usage));
             if !ids.is_empty() {
                 prop_assert_eq!(&decision.layouts, &old);
             }
-            let again = decide(&hardware, Some(&new), &decision.layouts, Some(&usage));
+            let again = decide_layouts(&hardware, Some(&new), &decision.layouts, Some(&usage));
             prop_assert_eq!(&again.layouts, &decision.layouts);
             prop_assert!(again.steps.iter().all(|step| step.result != "Done"));
         }

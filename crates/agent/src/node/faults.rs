@@ -52,7 +52,7 @@ impl PodSources<'_> {
             allocation_id(&row.resource, &row.ids) == id || row.ids.iter().any(shares)
         };
         let ContainerDevices { namespace, pod, .. } = self.listed.iter().find(is)?;
-        let uid = self.pending.uid(namespace, pod).unwrap_or_default().to_owned();
+        let uid = self.pending.pod_uid(namespace, pod).unwrap_or_default().to_owned();
         Some(PodRef { namespace: namespace.clone(), name: pod.clone(), uid })
     }
 }
@@ -70,7 +70,7 @@ pub struct FaultReport {
 
 /// The faults of each device, with the part that was reported.
 #[derive(Debug, Default)]
-pub struct Faults {
+pub struct ReportedFaults {
     /// Process id of the MPS host that assigned the numbers of the faults.
     host: Option<u32>,
     seen: BTreeMap<String, ReportedFault>,
@@ -89,7 +89,7 @@ struct ReportedFault {
     pods: BTreeMap<String, PodRef>,
 }
 
-impl Faults {
+impl ReportedFaults {
     /// Compares the MPS host's status with earlier reports, and returns new Events.
     pub fn update(&mut self, view: &HostView, pods: &PodSources<'_>, now: Instant) -> FaultReport {
         let mut report = FaultReport::default();
@@ -313,7 +313,7 @@ mod tests {
         listed: Vec<ContainerDevices>,
         allocations: Allocations,
         pending: PendingAllocations,
-        faults: Faults,
+        faults: ReportedFaults,
         now: Instant,
     }
 
@@ -360,8 +360,13 @@ mod tests {
                     pending.update_pod(bound_pod(namespace, name), now);
                 }
             }
-            let mut test =
-                Self { listed: rows, allocations: Allocations::default(), pending, faults: Faults::default(), now };
+            let mut test = Self {
+                listed: rows,
+                allocations: Allocations::default(),
+                pending,
+                faults: ReportedFaults::default(),
+                now,
+            };
             assert_eq!(test.update(&host_view(7, None)), FaultReport::default());
             test
         }
@@ -523,7 +528,7 @@ mod tests {
     #[test]
     fn a_new_agent_reports_only_ongoing_faults_and_a_new_host_restarts_the_fault_numbers() {
         let mut test = FaultTest::new(&[("ns", "a")], &[]);
-        test.faults = Faults::default();
+        test.faults = ReportedFaults::default();
         let over = |number| Fault { over: true, ended: vec![client(0)], ..fault(number, Some(0), 1) };
         assert_eq!(test.update(&host_view(7, Some(over(3)))), FaultReport::default(), "an earlier agent reported it");
         assert_eq!(test.update(&host_view(7, Some(over(3)))), FaultReport::default());
@@ -531,7 +536,7 @@ mod tests {
         assert_eq!(test.update(&HostView { alive: false, ..host_view(8, Some(over(1))) }), FaultReport::default());
         assert_eq!(test.update(&host_view(0, Some(over(1)))), FaultReport::default(), "the host has stopped");
         assert_eq!(events(&test.update(&host_view(8, Some(over(1))))).len(), 3);
-        test.faults = Faults::default();
+        test.faults = ReportedFaults::default();
         assert_eq!(
             events(&test.update_after_log_delay(&host_view(8, Some(fault(1, Some(0), 1))))).len(),
             2,

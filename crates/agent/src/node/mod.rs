@@ -23,27 +23,27 @@ use cleave_gpu::nvml::{DriverInfo, Gpu, NvmlError, Observation, Vitals};
 use cleave_kubelet::{AllocatedDevices, ContainerDevices, DeviceList, ResourceName};
 use k8s_openapi::jiff::Timestamp;
 
-use self::absence::Absences;
+use self::absence::DaemonAbsences;
 use self::daemons::{DesiredFileTracker, ReportedDaemons};
-use self::faults::Faults;
+use self::faults::ReportedFaults;
 use self::health_events::ReportedHealth;
 use crate::allocation::usage::{Allocations, RemovalResult};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
 use crate::clock::Clock;
-use crate::event::{NodeEvent, warning};
+use crate::event::{NodeEvent, node_warning};
 use crate::gpu::hardware::HardwareTracker;
 use crate::gpu::layout::Layout;
-use crate::gpu::mig::{MigOrder, MigProgress, OrderResult};
-use crate::gpu::xid::Class;
+use crate::gpu::mig::{MigOrder, MigOrderResult, MigProgress};
+use crate::gpu::xid::FaultClass;
 use crate::mps;
-use crate::object::Object;
+use crate::object::GpuNodeState;
 use crate::tenants::snapshot::TenantSnapshot;
 
 /// Time for which the agent lists slices as Unhealthy before it removes them. The kubelet may be
 /// allocating such a slice at this moment. A pod that starts with a removed slice would fail
 /// permanently.
-pub const WITHDRAWAL_TIME: Duration = Duration::from_millis(300);
+pub const REMOVAL_DELAY: Duration = Duration::from_millis(300);
 
 /// Result of a reconciliation: the work for the other tasks.
 #[derive(Debug)]
@@ -87,7 +87,7 @@ pub struct Node {
     grace: Duration,
     tracker: HardwareTracker,
     inventoried: bool,
-    object: Object,
+    object: GpuNodeState,
     /// The last valid spec and its generation. The spec remains in force while the API server does
     /// not answer, and when the object is deleted or malformed.
     spec: Option<(i64, GpuNodeSpec)>,
@@ -124,10 +124,10 @@ pub struct Node {
     last_foreign_poll: Option<Instant>,
     acknowledged: DesiredFileTracker,
     /// Daemons with a short absence that the agent does not report.
-    absences: Absences,
+    absences: DaemonAbsences,
     reported_daemons: ReportedDaemons,
     /// Reported GPU faults.
-    faults: Faults,
+    faults: ReportedFaults,
     /// Reported health of GPUs.
     reported_health: ReportedHealth,
     /// Findings about tenants that exceeded their limits.
@@ -160,7 +160,7 @@ impl Node {
             boot_id,
             grace,
             inventoried: false,
-            object: Object::Unknown,
+            object: GpuNodeState::Unknown,
             spec: spec.map(|spec| (generation, spec)),
             pod_resources: None,
             pod_resources_error: None,
@@ -180,9 +180,9 @@ impl Node {
             pending_events: Vec::new(),
             last_foreign_poll: None,
             acknowledged: DesiredFileTracker::default(),
-            absences: Absences::default(),
+            absences: DaemonAbsences::default(),
             reported_daemons: ReportedDaemons::default(),
-            faults: Faults::default(),
+            faults: ReportedFaults::default(),
             findings: Vec::new(),
         };
         (node, Allocations::restore(allocations, now))
@@ -196,8 +196,8 @@ impl Node {
 
     /// Sets the quiet period of suspect GPUs. The default is
     /// [`DEFAULT_QUIET_PERIOD`](crate::gpu::health::DEFAULT_QUIET_PERIOD).
-    pub fn set_quiet(&mut self, quiet: Duration) {
-        self.tracker.set_quiet(quiet);
+    pub fn set_quiet_period(&mut self, quiet: Duration) {
+        self.tracker.set_quiet_period(quiet);
     }
 
     /// Sets the time of day at `now` to `wall`, for reports. Call this regularly, because the
@@ -230,8 +230,8 @@ impl Node {
     }
 
     /// Records the result of a MIG order, or that the order is slow.
-    pub fn record_order_result(&mut self, ended: OrderResult, now: Instant) {
-        let OrderResult { order: MigOrder { gpu: uuid, change }, outcome, after, at } = ended;
+    pub fn record_order_result(&mut self, ended: MigOrderResult, now: Instant) {
+        let MigOrderResult { order: MigOrder { gpu: uuid, change }, outcome, after, at } = ended;
         if let Some((gpu, processes)) = after {
             self.tracker.record_gpu(gpu, processes);
             self.changed.insert(uuid.clone(), at);
@@ -241,7 +241,7 @@ impl Node {
         let after = after.filter(|_| self.changed.get(&uuid) == Some(&at));
         let progress = self.mig_progress.entry(uuid.clone()).or_insert_with(|| MigProgress::new(None));
         self.pending_events.extend(
-            progress.record_outcome(&uuid, &change, &outcome, after, now).map(|note| warning("MigFailed", note)),
+            progress.record_outcome(&uuid, &change, &outcome, after, now).map(|note| node_warning("MigFailed", note)),
         );
     }
 
@@ -253,7 +253,7 @@ impl Node {
         gpu_instance: Option<u32>,
         ignored: &[u64],
         now: Instant,
-    ) -> Class {
+    ) -> FaultClass {
         self.tracker.record_xid(uuid, xid, gpu_instance, ignored, now)
     }
 
@@ -274,24 +274,24 @@ impl Node {
                 finding::OUTSIDE_MPS => finding::OUTSIDE_MPS,
                 _ => finding::NO_SHARE,
             };
-            self.pending_events.push(warning(reason, new.message.clone()));
+            self.pending_events.push(node_warning(reason, new.message.clone()));
         }
         self.findings = findings;
     }
 
     /// Records the `GpuNode` as read from the API server.
-    pub fn record_object(&mut self, object: Object) {
+    pub fn record_gpu_node(&mut self, object: GpuNodeState) {
         match &object {
             // The spec is empty because the operator has not seen the GPUs yet. Keep the current
             // layouts, so that no GPU is served whole for a moment.
-            Object::Present(_, spec) if spec.plan_id.is_empty() && spec.gpus.is_empty() => {}
-            Object::Present(generation, spec) => {
+            GpuNodeState::Present(_, spec) if spec.plan_id.is_empty() && spec.gpus.is_empty() => {}
+            GpuNodeState::Present(generation, spec) => {
                 for gpu in &spec.gpus {
                     gpu.cleared.iter().for_each(|until| self.tracker.clear_faults(&gpu.uuid, until));
                 }
                 self.spec = Some((*generation, spec.clone()));
             }
-            Object::Unknown | Object::Missing | Object::Malformed(_) => {}
+            GpuNodeState::Unknown | GpuNodeState::Missing | GpuNodeState::Malformed(_) => {}
         }
         self.object = object;
     }
@@ -307,7 +307,7 @@ impl Node {
     }
 
     /// Records the kubelet's checkpoint. The checkpoint must be newer than the list that the next
-    /// call of [`pod_resources`](Self::pod_resources) records.
+    /// call of [`record_pod_resources`](Self::record_pod_resources) records.
     pub fn record_kubelet_checkpoint(&mut self, devices: Option<Arc<AllocatedDevices>>) {
         self.kubelet_checkpoint = devices;
     }

@@ -8,28 +8,28 @@ use cleave_gpu::mps::wire::{self, Desired};
 use cleave_gpu::nvml::Process;
 use cleave_kubelet::{Device, DeviceId, DeviceList, ResourceName};
 
-use super::diff::{Decision, Rules, decide, is_unchanged};
+use super::diff::{ChangeRules, LayoutDecision, decide_layouts, is_unchanged};
 use super::status::{self, StatusInput};
-use super::{Actions, Node, WITHDRAWAL_TIME, cordon, faults};
+use super::{Actions, Node, REMOVAL_DELAY, cordon, faults};
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
-use crate::allocation::usage::{Allocations, Usage};
+use crate::allocation::usage::{Allocations, SliceUsage};
 use crate::checkpoint::Checkpoint;
 use crate::event::NodeEvent;
 use crate::gpu::hardware::{Hardware, KnownGpu};
-use crate::gpu::layout::{Kind, Layout, Pool};
-use crate::gpu::mig::{Change, MigOrder, MigProgress, NextStep, next_step};
+use crate::gpu::layout::{Layout, Pool, PoolKind};
+use crate::gpu::mig::{MigChange, MigOrder, MigProgress, NextStep, next_step};
 use crate::mps::HostView;
 use crate::tenants::snapshot::{self, TenantSnapshot};
 
 /// Interval between PodResources requests while slices are in use or a change waits for pods to
 /// terminate.
-pub(super) const LIST_INTERVAL_IN_USE: Duration = Duration::from_secs(1);
+pub(super) const LIST_INTERVAL_WHILE_IN_USE: Duration = Duration::from_secs(1);
 /// Interval between PodResources requests at other times.
-const LIST_INTERVAL_IDLE: Duration = Duration::from_secs(30);
+const LIST_INTERVAL_WHILE_IDLE: Duration = Duration::from_secs(30);
 
 /// Interval between polls of NVML while processes block a change.
-const FOREIGN_POLL_INTERVAL: Duration = Duration::from_secs(1);
+const FOREIGN_PROCESS_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Node {
     /// Decides the next actions, and updates the table.
@@ -43,19 +43,19 @@ impl Node {
             .flat_map(|(_, spec)| &spec.gpus)
             .map(|gpu| (gpu.uuid.clone(), gpu.partition.clone()))
             .collect();
-        let rules = self.rules(&hardware, &partitions);
+        let rules = self.change_rules(&hardware, &partitions);
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
-        let decided = decide(&hardware, spec, &self.layouts, usage, &rules);
-        let Decision { layouts, mut steps, applied, changes, foreign } =
-            self.withdraw(self.exclude_changing(decided), now);
+        let decided = decide_layouts(&hardware, spec, &self.layouts, usage, &rules);
+        let LayoutDecision { layouts, mut steps, applied, changes, foreign } =
+            self.delay_removals(self.exclude_slices_being_removed(decided), now);
         let layouts_changed = self.set_layouts(layouts);
-        self.release_adopted(usage);
+        self.release_adopted_daemons(usage);
         table.pools.clear();
         for pool in self.layouts.values().flat_map(|layout| &layout.pools) {
             table.pools.entry(pool.resource.clone()).or_default().push(pool.clone());
         }
 
-        let desired = self.desired(&table.allocations);
+        let desired = self.desired_mps_state(&table.allocations);
         self.update_daemons(&desired, now);
         let orders = self.order_changes(&hardware, &partitions, changes, now);
         steps.extend(self.mig_progress.values().flat_map(MigProgress::steps).cloned());
@@ -70,15 +70,17 @@ impl Node {
         let faults = self.faults.update(&self.view, &pods, now);
         events.extend(faults.events);
         let waits = self.steps.iter().any(|step| step.result == STEP_WAITING);
-        let idle = !waits && usage.is_some_and(Usage::is_empty);
+        let idle = !waits && usage.is_some_and(SliceUsage::is_empty);
         let poll_nvml = foreign
-            && self.last_foreign_poll.is_none_or(|at| now.saturating_duration_since(at) >= FOREIGN_POLL_INTERVAL);
+            && self
+                .last_foreign_poll
+                .is_none_or(|at| now.saturating_duration_since(at) >= FOREIGN_PROCESS_POLL_INTERVAL);
         if poll_nvml {
             self.last_foreign_poll = Some(now);
         }
         Actions {
             status: self.status(&hardware, table, &lists, in_use.as_ref(), applied),
-            snapshot: self.snapshot(&hardware, table, &rules),
+            snapshot: self.tenant_snapshot(&hardware, table, &rules),
             checkpoint: self.checkpoint(&hardware, &table.allocations),
             not_ready: self.not_ready_reason(&desired),
             wake_after: self.next_wakeup(foreign, faults.wake_after, now),
@@ -87,7 +89,7 @@ impl Node {
             desired,
             events,
             faults: faults.faults,
-            list_interval: if idle { LIST_INTERVAL_IDLE } else { LIST_INTERVAL_IN_USE },
+            list_interval: if idle { LIST_INTERVAL_WHILE_IDLE } else { LIST_INTERVAL_WHILE_IN_USE },
             sweep_directories: self.pod_resources.is_some() && self.adopted_allocations.is_empty(),
             orders,
             poll_nvml,
@@ -96,12 +98,12 @@ impl Node {
 
     /// Collects the restrictions on changes, and updates the set of GPUs that are partitioned by
     /// MIG.
-    fn rules(&mut self, hardware: &Hardware, partitions: &BTreeMap<String, Partition>) -> Rules {
+    fn change_rules(&mut self, hardware: &Hardware, partitions: &BTreeMap<String, Partition>) -> ChangeRules {
         self.mig_partitioned = mig_partitioned_gpus(hardware, partitions, &self.mig_partitioned, |uuid| {
             self.mig_progress.get(uuid).is_some_and(MigProgress::is_in_progress)
         });
         let processes = foreign_processes(hardware, &self.view);
-        Rules { keep_mig_mode: self.keep_mig_mode, mig_partitioned: self.mig_partitioned.clone(), processes }
+        ChangeRules { keep_mig_mode: self.keep_mig_mode, mig_partitioned: self.mig_partitioned.clone(), processes }
     }
 
     fn status(
@@ -109,10 +111,10 @@ impl Node {
         hardware: &Hardware,
         table: &AllocationTable,
         lists: &BTreeMap<ResourceName, DeviceList>,
-        in_use: Option<&Usage>,
+        in_use: Option<&SliceUsage>,
         applied: bool,
     ) -> GpuNodeStatus {
-        status::build(&StatusInput {
+        status::build_status(&StatusInput {
             hardware,
             inventoried: self.inventoried,
             object: &self.object,
@@ -133,7 +135,7 @@ impl Node {
     }
 
     /// Returns the data with which the tenants' processes are compared.
-    fn snapshot(&self, hardware: &Hardware, table: &AllocationTable, rules: &Rules) -> TenantSnapshot {
+    fn tenant_snapshot(&self, hardware: &Hardware, table: &AllocationTable, rules: &ChangeRules) -> TenantSnapshot {
         TenantSnapshot::new(&snapshot::SnapshotInputs {
             hardware,
             layouts: &self.layouts,
@@ -154,16 +156,16 @@ impl Node {
             layouts: self.layouts.clone(),
             allocations: allocations.iter().map(|(_, allocation)| allocation.clone()).collect(),
             mig_partitioned: self.mig_partitioned.clone(),
-            health: self.tracker.records(),
+            health: self.tracker.health_records(),
         }
     }
 
     /// Returns the time after which to reconcile again even without new input, if any.
     fn next_wakeup(&self, foreign: bool, faults: Option<Duration>, now: Instant) -> Option<Duration> {
-        let withdrawn = (!self.withdrawing.is_empty()).then_some(WITHDRAWAL_TIME);
+        let withdrawn = (!self.withdrawing.is_empty()).then_some(REMOVAL_DELAY);
         let tried = self.mig_progress.values().filter_map(|progress| progress.next_retry(now)).min();
         let absent = self.absences.next_expiry(now);
-        [withdrawn, foreign.then_some(FOREIGN_POLL_INTERVAL), tried, faults, absent].into_iter().flatten().min()
+        [withdrawn, foreign.then_some(FOREIGN_PROCESS_POLL_INTERVAL), tried, faults, absent].into_iter().flatten().min()
     }
 
     /// Returns the events since the last reconciliation: MIG changes, health of GPUs and of MPS
@@ -199,7 +201,7 @@ impl Node {
         &mut self,
         hardware: &Hardware,
         partitions: &BTreeMap<String, Partition>,
-        mut changes: BTreeMap<String, Vec<Change>>,
+        mut changes: BTreeMap<String, Vec<MigChange>>,
         now: Instant,
     ) -> Vec<MigOrder> {
         // Without a checkpoint, the existing allocations are known only after the kubelet has
@@ -264,7 +266,7 @@ impl Node {
     }
 
     /// Excludes the slices that a change in progress removes, even if the spec includes them again.
-    fn exclude_changing(&self, mut decided: Decision) -> Decision {
+    fn exclude_slices_being_removed(&self, mut decided: LayoutDecision) -> LayoutDecision {
         for (uuid, progress) in self.mig_progress.iter().filter(|(_, progress)| progress.is_in_progress()) {
             decided.applied = false;
             if let Some(layout) = decided.layouts.get_mut(uuid) {
@@ -275,15 +277,15 @@ impl Node {
         decided
     }
 
-    /// Delays the removal of slices by [`WITHDRAWAL_TIME`] after they are listed as Unhealthy. If
+    /// Delays the removal of slices by [`REMOVAL_DELAY`] after they are listed as Unhealthy. If
     /// the kubelet allocates one of the slices during the delay, the change waits.
-    fn withdraw(&mut self, mut decided: Decision, now: Instant) -> Decision {
+    fn delay_removals(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
             let Some(before) = self.layouts.get(uuid) else { continue };
             let going = removed_or_changed_slices(before, after);
             let since = |slice: &(String, String)| self.withdrawing.get(slice).copied().unwrap_or(now);
-            if going.iter().any(|slice| now.saturating_duration_since(since(slice)) < WITHDRAWAL_TIME) {
+            if going.iter().any(|slice| now.saturating_duration_since(since(slice)) < REMOVAL_DELAY) {
                 after.clone_from(before);
                 decided.steps.retain(|step| step.gpu != *uuid || step.result != STEP_DONE);
                 decided.applied = false;
@@ -307,10 +309,10 @@ impl Node {
     }
 
     /// Releases the adopted daemons that the layouts now include, or that no pod uses.
-    fn release_adopted(&mut self, usage: Option<&Usage>) {
+    fn release_adopted_daemons(&mut self, usage: Option<&SliceUsage>) {
         let Some(usage) = usage else { return };
         self.adopted.retain(|device, _| {
-            let used = usage.of(&BTreeSet::from([device.as_str()])).next().is_some();
+            let used = usage.slices_of_devices(&BTreeSet::from([device.as_str()])).next().is_some();
             let wanted = self.layouts.values().any(|layout| layout.daemons.contains_key(device));
             used && !wanted
         });
@@ -318,7 +320,7 @@ impl Node {
     }
 
     /// Returns the daemons and doors that the MPS host must run.
-    fn desired(&self, allocations: &Allocations) -> Desired {
+    fn desired_mps_state(&self, allocations: &Allocations) -> Desired {
         let mut daemons = self.adopted.clone();
         for layout in self.layouts.values() {
             daemons.extend(layout.daemons.iter().map(|(device, daemon)| (device.clone(), daemon.clone())));
@@ -330,16 +332,16 @@ impl Node {
 
     /// Returns the slices in use, which must not be allocated to other containers. Until the
     /// kubelet has listed its pods, the checkpoint's allocations count as in use.
-    fn slices_in_use(&self, allocations: &Allocations) -> Option<Usage> {
+    fn slices_in_use(&self, allocations: &Allocations) -> Option<SliceUsage> {
         let known = self.pod_resources.is_some() || self.has_checkpoint;
-        known.then(|| Usage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
+        known.then(|| SliceUsage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))
     }
 
     fn lists_slice(
         &self,
         hardware: &Hardware,
         pending: &PendingAllocations,
-        in_use: Option<&Usage>,
+        in_use: Option<&SliceUsage>,
     ) -> BTreeMap<ResourceName, DeviceList> {
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         let withheld = cordon::withheld_slices(spec, &self.layouts, in_use, pending);
@@ -373,15 +375,15 @@ impl Node {
             return Err("the MIG instance no longer exists".into());
         }
         match pool.kind {
-            Kind::Mps { .. } if self.absences.is_tolerated(&pool.device) => Ok(()),
-            Kind::Mps { .. } => status::check_daemon(&self.view, &pool.device).and_then(|()| {
+            PoolKind::Mps { .. } if self.absences.is_tolerated(&pool.device) => Ok(()),
+            PoolKind::Mps { .. } => status::check_daemon(&self.view, &pool.device).and_then(|()| {
                 if self.acknowledged.has_applied_settings(&pool.device) {
                     Ok(())
                 } else {
                     Err("the MPS host has not read the latest settings yet".into())
                 }
             }),
-            Kind::Whole | Kind::TimeSliced => match self.view.status.daemons.get(&pool.device) {
+            PoolKind::Whole | PoolKind::TimeSliced => match self.view.status.daemons.get(&pool.device) {
                 // The compute mode is restored only when the daemon exits.
                 Some(_) if self.view.alive => Err("the MPS daemon has not exited yet".into()),
                 _ => Ok(()),

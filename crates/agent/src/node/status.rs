@@ -14,13 +14,13 @@ use cleave_plan::mps::{context, sms};
 use cleave_plan::units::{Percent, Sms};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
-use crate::allocation::usage::{Allocations, Usage};
+use crate::allocation::usage::{Allocations, SliceUsage};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
-use crate::gpu::hardware::{Driver, Hardware, KnownGpu};
+use crate::gpu::hardware::{DriverState, Hardware, KnownGpu};
 use crate::gpu::layout::{Layout, parse_slice_id};
 use crate::mps::HostView;
-use crate::node::absence::Absences;
-use crate::object::Object;
+use crate::node::absence::DaemonAbsences;
+use crate::object::GpuNodeState;
 
 /// Reasons of the conditions of a `GpuNode`.
 pub mod reason {
@@ -58,7 +58,7 @@ pub struct StatusInput<'a> {
     /// Whether NVML has answered.
     pub inventoried: bool,
     /// The node's `GpuNode`.
-    pub object: &'a Object,
+    pub object: &'a GpuNodeState,
     /// The spec in force, with its generation.
     pub spec: Option<&'a (i64, GpuNodeSpec)>,
     /// Whether the node matches the spec.
@@ -68,7 +68,7 @@ pub struct StatusInput<'a> {
     /// The device lists for the kubelet.
     pub lists: &'a BTreeMap<ResourceName, DeviceList>,
     /// The slices in use, if known.
-    pub usage: Option<&'a Usage>,
+    pub usage: Option<&'a SliceUsage>,
     /// The kubelet's PodResources list.
     pub listed: &'a [ContainerDevices],
     /// Why the kubelet did not answer the last PodResources request; `None` if it did.
@@ -78,7 +78,7 @@ pub struct StatusInput<'a> {
     /// State of the MPS host.
     pub view: &'a HostView,
     /// Daemons with a short absence that the agent does not report.
-    pub absences: &'a Absences,
+    pub absences: &'a DaemonAbsences,
     /// Steps of changes.
     pub steps: &'a [StepStatus],
     /// Findings about tenants that exceeded their limits.
@@ -106,11 +106,11 @@ pub fn check_daemon(view: &HostView, device: &str) -> Result<(), String> {
 }
 
 /// Builds the status. The status's conditions have no times yet.
-pub fn build(input: &StatusInput<'_>) -> GpuNodeStatus {
+pub fn build_status(input: &StatusInput<'_>) -> GpuNodeStatus {
     let StatusInput { hardware, spec, applied, steps, boot_id, .. } = *input;
     let gpus: Vec<GpuStatus> = hardware.by_index().into_iter().map(|known| gpu_status(input, known)).collect();
     let generation = match (input.object, spec) {
-        (Object::Present(generation, _), _) | (_, Some((generation, _))) => *generation,
+        (GpuNodeState::Present(generation, _), _) | (_, Some((generation, _))) => *generation,
         _ => 0,
     };
     let matches = applied && input.inventoried;
@@ -138,7 +138,7 @@ pub fn build(input: &StatusInput<'_>) -> GpuNodeStatus {
 fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     let KnownGpu { gpu, health, instances, .. } = known;
     let layout = input.layouts.get(&gpu.uuid);
-    let devices = devices(gpu, layout);
+    let devices = devices_of_gpu(gpu, layout);
     let mut health = health.clone();
     let daemons: Vec<&String> = layout.iter().flat_map(|layout| layout.daemons.keys()).collect();
     let mps: Vec<MpsStatus> = daemons.iter().map(|device| daemon_status(input.view, device)).collect();
@@ -165,14 +165,14 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
         mig: gpu.mig.as_ref().map(|of| mig_status(of, instances)),
         mode: layout.map(|layout| layout.mode.as_str().to_owned()).unwrap_or_default(),
         slices: layout.iter().flat_map(|layout| &layout.pools).map(|pool| slice_status(input, gpu, pool)).collect(),
-        allocations: allocations(input, gpu, &devices),
+        allocations: allocation_statuses(input, gpu, &devices),
         health,
         mps,
     }
 }
 
 /// Returns the UUIDs of the GPU, its MIG devices, and devices of the layout that no longer exist.
-fn devices<'a>(gpu: &'a Gpu, layout: Option<&'a Layout>) -> BTreeSet<&'a str> {
+fn devices_of_gpu<'a>(gpu: &'a Gpu, layout: Option<&'a Layout>) -> BTreeSet<&'a str> {
     let mut devices = BTreeSet::from([gpu.uuid.as_str()]);
     devices.extend(gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| instance.uuid.as_str()));
     devices.extend(layout.iter().flat_map(|layout| &layout.pools).map(|pool| pool.device.as_str()));
@@ -207,7 +207,7 @@ fn slice_status(input: &StatusInput<'_>, gpu: &Gpu, pool: &crate::gpu::layout::P
     // While usage is unknown, all slices count as used, because the operator releases pods for free
     // slices.
     let in_use = input.usage.map_or(pool.count as usize, |usage| {
-        usage.of(&device).filter(|(resource, id, _)| *resource == pool.resource && of_pool(id)).count()
+        usage.slices_of_devices(&device).filter(|(resource, id, _)| *resource == pool.resource && of_pool(id)).count()
     });
     let unhealthy = input
         .lists
@@ -230,7 +230,7 @@ fn saturate_u32(number: usize) -> u32 {
 }
 
 /// Returns the allocations of a GPU: a row for each container, resource and device.
-fn allocations(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> Vec<AllocationStatus> {
+fn allocation_statuses(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&str>) -> Vec<AllocationStatus> {
     let mut rows = Vec::new();
     for row in input.listed {
         let mut by_device: BTreeMap<&str, Vec<String>> = BTreeMap::new();
@@ -299,7 +299,7 @@ fn daemon_status(view: &HostView, device: &str) -> MpsStatus {
     let status = view.status.daemons.get(device).filter(|_| view.alive);
     MpsStatus {
         device: device.to_owned(),
-        state: status.map(|daemon| state_name(daemon.state).to_owned()).unwrap_or_default(),
+        state: status.map(|daemon| daemon_state_name(daemon.state).to_owned()).unwrap_or_default(),
         pid: status.and_then(|daemon| daemon.pid),
         door: match status.map(|daemon| daemon.enforcement) {
             Some(Enforcement::Hard) => "Hard".into(),
@@ -314,7 +314,7 @@ fn daemon_status(view: &HostView, device: &str) -> MpsStatus {
     }
 }
 
-const fn state_name(state: DaemonState) -> &'static str {
+const fn daemon_state_name(state: DaemonState) -> &'static str {
     match state {
         DaemonState::Starting => daemon_state::STARTING,
         DaemonState::Active => daemon_state::ACTIVE,
@@ -339,15 +339,15 @@ fn condition_content(status: bool, reason: &'static str, message: impl Into<Stri
 /// Returns the condition `Ready`.
 fn ready_condition(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> ConditionContent {
     match &input.hardware.driver {
-        Driver::Unknown => return condition_content(false, reason::STARTING, "NVML has not answered yet"),
-        Driver::Missing(why) => return condition_content(false, reason::NO_DRIVER, why.clone()),
-        Driver::Present(_) if gpus.is_empty() && !input.inventoried => {
+        DriverState::Unknown => return condition_content(false, reason::STARTING, "NVML has not answered yet"),
+        DriverState::Missing(why) => return condition_content(false, reason::NO_DRIVER, why.clone()),
+        DriverState::Present(_) if gpus.is_empty() && !input.inventoried => {
             return condition_content(false, reason::STARTING, "NVML has not answered for any GPU yet");
         }
-        Driver::Present(version) if gpus.is_empty() && input.hardware.unnamed.is_empty() => {
+        DriverState::Present(version) if gpus.is_empty() && input.hardware.unnamed.is_empty() => {
             return condition_content(false, reason::NO_GPU, format!("driver {version} finds no GPU"));
         }
-        Driver::Present(_) => {}
+        DriverState::Present(_) => {}
     }
     let problem = |is: fn(&Health) -> bool| {
         let messages: Vec<String> = gpus
@@ -401,14 +401,14 @@ fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
 
 /// Returns the condition `Applied`.
 fn applied_condition(input: &StatusInput<'_>) -> ConditionContent {
-    if let Object::Malformed(why) = input.object {
+    if let GpuNodeState::Malformed(why) = input.object {
         return condition_content(false, reason::MALFORMED, format!("the last valid spec still applies: {why}"));
     }
     if input.spec.is_none() {
         let why = match input.object {
-            Object::Missing => "this node has no GpuNode yet; the operator creates it",
-            Object::Present(..) => "the operator has not planned this node yet",
-            Object::Unknown | Object::Malformed(_) => "the API server has not answered yet",
+            GpuNodeState::Missing => "this node has no GpuNode yet; the operator creates it",
+            GpuNodeState::Present(..) => "the operator has not planned this node yet",
+            GpuNodeState::Unknown | GpuNodeState::Malformed(_) => "the API server has not answered yet",
         };
         return condition_content(false, reason::NO_SPEC, why);
     }
@@ -482,7 +482,7 @@ pub fn is_minor_change(reported: &GpuNodeStatus, new: &GpuNodeStatus) -> bool {
 mod tests {
     use super::*;
 
-    fn status(pods: &[&str], change: impl FnOnce(&mut GpuStatus)) -> GpuNodeStatus {
+    fn node_status_with(pods: &[&str], change: impl FnOnce(&mut GpuStatus)) -> GpuNodeStatus {
         let row = |pod: &&str| AllocationStatus { pod: (*pod).to_owned(), ..AllocationStatus::default() };
         let slices = vec![SliceStatus { total: 10, in_use: saturate_u32(pods.len()), ..SliceStatus::default() }];
         let mut gpu = GpuStatus { allocations: pods.iter().map(row).collect(), slices, ..GpuStatus::default() };
@@ -493,18 +493,22 @@ mod tests {
 
     #[test]
     fn only_changes_that_are_not_urgent_are_minor() {
-        let before = status(&["a", "b"], |_| {});
+        let before = node_status_with(&["a", "b"], |_| {});
         for (minor, what, after) in [
-            (true, "one more allocation", status(&["a", "b", "c"], |_| {})),
-            (true, "another number of clients", status(&["a", "b"], |gpu| gpu.allocations[0].clients = 1)),
-            (false, "one allocation less", status(&["a"], |_| {})),
-            (false, "another allocation", status(&["a", "c"], |_| {})),
-            (false, "fewer slices in use", status(&["a", "b"], |gpu| gpu.slices[0].in_use = 1)),
-            (false, "another device", status(&["a", "b"], |gpu| gpu.allocations[0].device = "GPU-1".into())),
-            (false, "an unhealthy share", status(&["a", "b", "c"], |gpu| gpu.slices[0].unhealthy = 1)),
-            (false, "health", status(&["a", "b", "c"], |gpu| gpu.health.reason = "XidError".into())),
+            (true, "one more allocation", node_status_with(&["a", "b", "c"], |_| {})),
+            (true, "another number of clients", node_status_with(&["a", "b"], |gpu| gpu.allocations[0].clients = 1)),
+            (false, "one allocation less", node_status_with(&["a"], |_| {})),
+            (false, "another allocation", node_status_with(&["a", "c"], |_| {})),
+            (false, "fewer slices in use", node_status_with(&["a", "b"], |gpu| gpu.slices[0].in_use = 1)),
+            (false, "another device", node_status_with(&["a", "b"], |gpu| gpu.allocations[0].device = "GPU-1".into())),
+            (false, "an unhealthy share", node_status_with(&["a", "b", "c"], |gpu| gpu.slices[0].unhealthy = 1)),
+            (false, "health", node_status_with(&["a", "b", "c"], |gpu| gpu.health.reason = "XidError".into())),
             (false, "one GPU less", GpuNodeStatus { summary: before.summary.clone(), ..GpuNodeStatus::default() }),
-            (false, "another plan", GpuNodeStatus { plan_id: "p".into(), ..status(&["a", "b", "c"], |_| {}) }),
+            (
+                false,
+                "another plan",
+                GpuNodeStatus { plan_id: "p".into(), ..node_status_with(&["a", "b", "c"], |_| {}) },
+            ),
         ] {
             assert_eq!(is_minor_change(&before, &after), minor, "{what}");
         }

@@ -1,19 +1,19 @@
 //! Tests of [`Node`] as a whole.
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, Status};
 
-use super::reconcile::LIST_INTERVAL_IN_USE;
+use super::reconcile::LIST_INTERVAL_WHILE_IN_USE;
 use super::*;
 use crate::allocation::table::AllocationTable;
 use crate::allocation::usage::tests::{MPS_RESOURCE, allocation, container_devices};
 use crate::gpu::hardware::tests::Inventory;
 use crate::gpu::layout::tests::{gpu, mps_spec};
-use crate::node::absence::MAX_ABSENCE;
+use crate::node::absence::MAX_TOLERATED_ABSENCE;
 
-const GRACE: Duration = Duration::from_secs(30);
+const ALLOCATION_GRACE: Duration = Duration::from_secs(30);
 
-fn spec_object(units: u32) -> Object {
+fn spec_object(units: u32) -> GpuNodeState {
     let gpus = vec![mps_spec("GPU-a", units)];
-    Object::Present(3, GpuNodeSpec { plan_id: format!("p{units}"), gpus })
+    GpuNodeState::Present(3, GpuNodeSpec { plan_id: format!("p{units}"), gpus })
 }
 
 #[expect(clippy::unnecessary_wraps, reason = "the type of an NVML answer")]
@@ -23,8 +23,8 @@ fn inventory() -> Result<Inventory, NvmlError> {
 }
 
 /// Returns a node without hardware, and its table.
-fn node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Instant) -> (Node, AllocationTable) {
-    let (node, allocations) = Node::start("boot".into(), GRACE, checkpoint, last, start);
+fn start_node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Instant) -> (Node, AllocationTable) {
+    let (node, allocations) = Node::start("boot".into(), ALLOCATION_GRACE, checkpoint, last, start);
     (node, AllocationTable { allocations, ..AllocationTable::default() })
 }
 
@@ -54,9 +54,9 @@ fn event_reasons(actions: &Actions) -> Vec<&'static str> {
 
 /// Returns a node that serves ten shares.
 fn serving_node(start: Instant) -> (Node, AllocationTable, Desired) {
-    let (mut node, mut table) = node(None, None, start);
+    let (mut node, mut table) = start_node(None, None, start);
     node.record_inventory(inventory(), start);
-    node.record_object(spec_object(10));
+    node.record_gpu_node(spec_object(10));
     let desired = node.reconcile(&mut table, start).desired;
     node.record_mps_view(host_view(DaemonState::Active, 0, &desired));
     assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 10);
@@ -87,26 +87,30 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
                 actions.wake_after,
             )
         };
-        for gone in [start + MAX_ABSENCE, start + 5 * MAX_ABSENCE] {
+        for gone in [start + MAX_TOLERATED_ABSENCE, start + 5 * MAX_TOLERATED_ABSENCE] {
             // The daemon serves for some time before its absence. Only the duration of the absence
             // counts.
             node.record_mps_view(host_view(DaemonState::Active, 0, &desired));
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
-            let gone = gone + MAX_ABSENCE;
+            let gone = gone + MAX_TOLERATED_ABSENCE;
             node.record_mps_view(away.clone());
-            assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, Some(MAX_ABSENCE)), "{what}");
+            assert_eq!(
+                served(&node.reconcile(&mut table, gone)),
+                (10, 0, true, true, Some(MAX_TOLERATED_ABSENCE)),
+                "{what}"
+            );
             let pools = crate::allocation::allocate::ResourceView {
                 resource: MPS_RESOURCE,
                 pools: &table.pools[MPS_RESOURCE],
                 reserved: &[],
             };
             assert!(
-                crate::allocation::allocate::grant(&pools, &["GPU-a::0".to_owned()]).is_ok(),
+                crate::allocation::allocate::grant_allocation(&pools, &["GPU-a::0".to_owned()]).is_ok(),
                 "{what}: Allocate answers"
             );
-            let half = MAX_ABSENCE / 2;
+            let half = MAX_TOLERATED_ABSENCE / 2;
             assert_eq!(served(&node.reconcile(&mut table, gone + half)), (10, 0, true, true, Some(half)), "{what}");
-            for late in [gone + MAX_ABSENCE, gone + 2 * MAX_ABSENCE] {
+            for late in [gone + MAX_TOLERATED_ABSENCE, gone + 2 * MAX_TOLERATED_ABSENCE] {
                 let actions = node.reconcile(&mut table, late);
                 assert_eq!((count_healthy(&actions), actions.status.gpus[0].slices[0].unhealthy), (0, 10), "{what}");
                 assert_eq!((actions.wake_after, actions.not_ready.is_none()), (None, node.view.alive), "{what}");
@@ -150,9 +154,9 @@ fn failures_make_shares_unhealthy_at_once() {
 fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     let start = Instant::now();
     for state in [DaemonState::Starting, DaemonState::Restarting] {
-        let (mut node, mut table) = node(None, None, start);
+        let (mut node, mut table) = start_node(None, None, start);
         node.record_inventory(inventory(), start);
-        node.record_object(spec_object(10));
+        node.record_gpu_node(spec_object(10));
         let desired = node.reconcile(&mut table, start).desired;
         node.record_mps_view(host_view(state, 0, &desired));
         assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 0, "{state:?}, not served before");
@@ -160,7 +164,7 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
 
     let (mut first, mut table, desired) = serving_node(start);
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
-    let (mut next, mut table) = node(Some(checkpoint), None, start);
+    let (mut next, mut table) = start_node(Some(checkpoint), None, start);
     next.record_mps_view(host_view(DaemonState::Restarting, 0, &desired));
     assert_eq!(count_healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
@@ -168,18 +172,18 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     // `same_daemon`.
     for same_daemon in [false, true] {
         let (mut node, mut table, desired) = serving_node(start);
-        node.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
-        let Object::Present(generation, mut other) = spec_object(10) else { panic!() };
+        node.record_pod_resources(Ok(vec![]), start + ALLOCATION_GRACE, &mut table.allocations);
+        let GpuNodeState::Present(generation, mut other) = spec_object(10) else { panic!() };
         let partition = other.gpus[0].partition.mps.as_mut().unwrap();
         if same_daemon {
             partition.slices[0].max_clients = Some(3);
         } else {
             partition.multi_user = false;
         }
-        node.record_object(Object::Present(generation, other));
+        node.record_gpu_node(GpuNodeState::Present(generation, other));
         node.record_mps_view(host_view(DaemonState::Restarting, 0, &desired));
         node.reconcile(&mut table, start);
-        let actions = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
+        let actions = node.reconcile(&mut table, start + REMOVAL_DELAY);
         assert_eq!(actions.desired == desired, same_daemon);
         assert_eq!((count_healthy(&actions), actions.wake_after), (0, None), "the layout changed");
         for state in [DaemonState::Active, DaemonState::Restarting] {
@@ -209,10 +213,10 @@ fn a_new_allocation_that_the_host_has_not_read_leaves_shares_healthy() {
 fn a_whole_gpu_waits_until_its_daemon_has_exited() {
     let start = Instant::now();
     let (mut node, mut table, desired) = serving_node(start);
-    node.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
-    node.record_object(Object::Present(4, GpuNodeSpec { plan_id: "w".into(), ..GpuNodeSpec::default() }));
+    node.record_pod_resources(Ok(vec![]), start + ALLOCATION_GRACE, &mut table.allocations);
+    node.record_gpu_node(GpuNodeState::Present(4, GpuNodeSpec { plan_id: "w".into(), ..GpuNodeSpec::default() }));
     node.reconcile(&mut table, start);
-    let actions = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
+    let actions = node.reconcile(&mut table, start + REMOVAL_DELAY);
     assert!(actions.desired.daemons.is_empty());
     assert_eq!((actions.lists.values().flatten().count(), count_healthy(&actions)), (1, 0));
     let mut gone = host_view(DaemonState::Active, 0, &desired);
@@ -248,9 +252,9 @@ fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
 #[test]
 fn a_failed_start_causes_an_event_and_a_normal_start_does_not() {
     let start = Instant::now();
-    let (mut node, mut table) = node(None, None, start);
+    let (mut node, mut table) = start_node(None, None, start);
     node.record_inventory(inventory(), start);
-    node.record_object(spec_object(10));
+    node.record_gpu_node(spec_object(10));
     let desired = node.reconcile(&mut table, start).desired;
     for state in [DaemonState::Stopping, DaemonState::Starting] {
         node.record_mps_view(host_view(state, 0, &desired));
@@ -269,9 +273,9 @@ fn a_new_agent_reports_no_slice_as_free_that_may_be_in_use() {
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
     for (checkpoint, pending) in [(Some(checkpoint), 1), (None, 10)] {
-        let (mut next, mut table) = node(checkpoint, None, start);
+        let (mut next, mut table) = start_node(checkpoint, None, start);
         next.record_inventory(inventory(), start);
-        next.record_object(spec_object(10));
+        next.record_gpu_node(spec_object(10));
         let in_use = |actions: Actions| actions.status.gpus[0].slices[0].in_use;
         assert_eq!(in_use(next.reconcile(&mut table, start)), pending);
         next.record_pod_resources(Err("it starts".into()), start, &mut table.allocations);
@@ -285,7 +289,7 @@ fn a_new_agent_reports_no_slice_as_free_that_may_be_in_use() {
 fn slices_in_the_kubelets_checkpoint_are_in_use() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving_node(start);
-    let later = start + 2 * GRACE;
+    let later = start + 2 * ALLOCATION_GRACE;
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     node.record_pod_resources(Ok(vec![container_devices("p", &["GPU-a::1"])]), later, &mut table.allocations);
     let in_use = |actions: &Actions| actions.status.gpus[0].slices[0].in_use;
@@ -305,7 +309,7 @@ fn slices_in_the_kubelets_checkpoint_are_in_use() {
 fn allocations_end_if_a_new_kubelet_removed_them_from_its_checkpoint() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving_node(start);
-    let later = start + 2 * GRACE;
+    let later = start + 2 * ALLOCATION_GRACE;
     for id in ["GPU-a::1", "GPU-a::2"] {
         table.allocations.insert(allocation(&[id]), start);
     }
@@ -328,38 +332,41 @@ fn allocations_end_if_a_new_kubelet_removed_them_from_its_checkpoint() {
 fn a_missing_pod_in_the_list_of_a_new_kubelet_ends_no_allocation() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving_node(start);
-    let later = start + 2 * GRACE;
+    let later = start + 2 * ALLOCATION_GRACE;
     node.record_pod_resources(Ok(vec![container_devices("p", &["GPU-a::1"])]), later, &mut table.allocations);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     node.record_kubelet_start(later);
-    assert_eq!(node.record_pod_resources(Ok(vec![]), later + GRACE / 2, &mut table.allocations), 0);
-    node.record_object(spec_object(5));
-    let actions = node.reconcile(&mut table, later + GRACE / 2);
+    assert_eq!(node.record_pod_resources(Ok(vec![]), later + ALLOCATION_GRACE / 2, &mut table.allocations), 0);
+    node.record_gpu_node(spec_object(5));
+    let actions = node.reconcile(&mut table, later + ALLOCATION_GRACE / 2);
     assert_eq!(actions.lists.values().flatten().count(), 10, "{:?}", actions.status.steps);
-    assert_eq!(actions.list_interval, LIST_INTERVAL_IN_USE);
-    assert_eq!(node.record_pod_resources(Ok(vec![]), later + GRACE, &mut table.allocations), 1);
-    node.reconcile(&mut table, later + GRACE);
-    assert_eq!(node.reconcile(&mut table, later + GRACE + WITHDRAWAL_TIME).lists.values().flatten().count(), 5);
+    assert_eq!(actions.list_interval, LIST_INTERVAL_WHILE_IN_USE);
+    assert_eq!(node.record_pod_resources(Ok(vec![]), later + ALLOCATION_GRACE, &mut table.allocations), 1);
+    node.reconcile(&mut table, later + ALLOCATION_GRACE);
+    assert_eq!(
+        node.reconcile(&mut table, later + ALLOCATION_GRACE + REMOVAL_DELAY).lists.values().flatten().count(),
+        5
+    );
 }
 
 #[test]
 fn slices_are_unhealthy_before_their_removal_and_stay_if_allocated_meanwhile() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving_node(start);
-    node.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
-    node.record_object(spec_object(5));
+    node.record_pod_resources(Ok(vec![]), start + ALLOCATION_GRACE, &mut table.allocations);
+    node.record_gpu_node(spec_object(5));
     let withdrawn = node.reconcile(&mut table, start);
     assert_eq!((withdrawn.lists.values().flatten().count(), count_healthy(&withdrawn)), (10, 0));
-    assert_eq!(withdrawn.wake_after, Some(WITHDRAWAL_TIME));
+    assert_eq!(withdrawn.wake_after, Some(REMOVAL_DELAY));
     assert!(withdrawn.status.plan_id.is_empty());
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
-    let blocked = node.reconcile(&mut table, start + WITHDRAWAL_TIME);
+    let blocked = node.reconcile(&mut table, start + REMOVAL_DELAY);
     assert_eq!((blocked.lists.values().flatten().count(), count_healthy(&blocked), blocked.wake_after), (10, 10, None));
     assert_eq!(blocked.status.steps[0].result, "Waiting");
     table.allocations = Allocations::default();
-    assert_eq!(count_healthy(&node.reconcile(&mut table, start + 2 * WITHDRAWAL_TIME)), 0, "listed as unhealthy again");
-    node.record_object(spec_object(10));
-    let back = node.reconcile(&mut table, start + 3 * WITHDRAWAL_TIME);
+    assert_eq!(count_healthy(&node.reconcile(&mut table, start + 2 * REMOVAL_DELAY)), 0, "listed as unhealthy again");
+    node.record_gpu_node(spec_object(10));
+    let back = node.reconcile(&mut table, start + 3 * REMOVAL_DELAY);
     assert_eq!((count_healthy(&back), back.status.plan_id.as_str()), (10, "p10"));
 }
 
@@ -368,9 +375,9 @@ fn an_error_of_the_kubelet_ends_no_allocation() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving_node(start);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
-    let later = start + 2 * GRACE;
+    let later = start + 2 * ALLOCATION_GRACE;
     assert_eq!(node.record_pod_resources(Err("no".into()), later, &mut table.allocations), 0);
-    node.record_object(spec_object(5));
+    node.record_gpu_node(spec_object(5));
     let actions = node.reconcile(&mut table, later);
     assert_eq!(actions.lists.values().flatten().count(), 10);
     assert!(actions.status.conditions.iter().any(|condition| condition.message.contains("no")));
@@ -383,7 +390,7 @@ fn slices_of_the_checkpoint_are_served_before_other_inputs_answer() {
     let (mut first, mut table, desired) = serving_node(start);
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let left = first.reconcile(&mut table, start).checkpoint;
-    let (mut second, mut table) = node(Some(left.clone()), None, start);
+    let (mut second, mut table) = start_node(Some(left.clone()), None, start);
     second.record_mps_view(host_view(DaemonState::Active, 0, &desired));
     let actions = second.reconcile(&mut table, start);
     assert_eq!(count_healthy(&actions), 10);
@@ -400,10 +407,10 @@ fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
     table.allocations.insert(Allocation { mps: Some(limits), ..allocation(&["GPU-a::0", "GPU-a::1"]) }, start);
     let desired = first.reconcile(&mut table, start).desired;
 
-    let (mut second, mut table) = node(None, Some(desired.clone()), start);
+    let (mut second, mut table) = start_node(None, Some(desired.clone()), start);
     assert_eq!(second.reconcile(&mut table, start).desired, desired, "before any input");
     second.record_inventory(inventory(), start);
-    second.record_object(Object::Present(9, GpuNodeSpec { plan_id: "other".into(), ..GpuNodeSpec::default() }));
+    second.record_gpu_node(GpuNodeState::Present(9, GpuNodeSpec { plan_id: "other".into(), ..GpuNodeSpec::default() }));
     second.record_pod_resources(
         Ok(vec![container_devices("p", &["GPU-a::1", "GPU-a::0"])]),
         start,
@@ -414,8 +421,8 @@ fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
     let row = &actions.status.gpus[0].allocations[0];
     assert_eq!((row.sms, row.memory_mib, row.context_mib), (Some(26), Some(5), Some(123)));
     assert_eq!(actions.status.steps[0].message, "in use by ns/p");
-    second.record_pod_resources(Ok(vec![]), start + GRACE, &mut table.allocations);
-    let actions = second.reconcile(&mut table, start + GRACE);
+    second.record_pod_resources(Ok(vec![]), start + ALLOCATION_GRACE, &mut table.allocations);
+    let actions = second.reconcile(&mut table, start + ALLOCATION_GRACE);
     assert!(actions.desired.daemons.is_empty() && actions.desired.allocations.is_empty());
     assert!(actions.sweep_directories);
 }
@@ -423,19 +430,19 @@ fn without_a_checkpoint_earlier_daemons_and_allocations_stay_while_in_use() {
 #[test]
 fn an_unplanned_spec_counts_as_no_spec_and_a_malformed_one_keeps_the_last_spec() {
     let start = Instant::now();
-    let (mut node, mut table) = node(None, None, start);
+    let (mut node, mut table) = start_node(None, None, start);
     node.record_inventory(inventory(), start);
-    node.record_object(Object::Present(1, GpuNodeSpec::default()));
+    node.record_gpu_node(GpuNodeState::Present(1, GpuNodeSpec::default()));
     let actions = node.reconcile(&mut table, start);
     assert!(actions.lists.is_empty(), "no whole GPU for a moment");
     assert_eq!(actions.status.observed_generation, 1);
-    node.record_object(spec_object(10));
+    node.record_gpu_node(spec_object(10));
     node.reconcile(&mut table, start);
-    node.record_object(Object::Malformed("units: what?".into()));
+    node.record_gpu_node(GpuNodeState::Malformed("units: what?".into()));
     let actions = node.reconcile(&mut table, start);
     assert_eq!(actions.lists.values().flatten().count(), 10);
     let applied = actions.status.conditions.iter().find(|condition| condition.type_ == "Applied").unwrap();
     assert_eq!((applied.reason.as_str(), applied.status.as_str()), ("Malformed", "False"));
-    node.record_object(Object::Missing);
+    node.record_gpu_node(GpuNodeState::Missing);
     assert_eq!(node.reconcile(&mut table, start).lists.values().flatten().count(), 10);
 }

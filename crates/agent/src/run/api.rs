@@ -28,16 +28,16 @@ use crate::args::AgentArgs;
 use crate::event::{NodeEvent, PodEvent, PodRef};
 use crate::metrics::Metrics;
 use crate::node::status::{is_minor_change, with_condition_times};
-use crate::object::Object;
-use crate::termination::shutdown::Periods;
+use crate::object::GpuNodeState;
+use crate::termination::shutdown::ShutdownPeriods;
 
 /// Minimum interval between status writes, so that a burst of changes causes one write.
-const MIN_WRITE_INTERVAL: Duration = Duration::from_millis(200);
+const MIN_STATUS_WRITE_INTERVAL: Duration = Duration::from_millis(200);
 /// Delay of a status with only minor changes. Pods often start in bursts, and the operator keeps
 /// their reservations until the status shows their allocations.
 const MINOR_CHANGE_DELAY: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed write.
-const WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
+const STATUS_WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
 /// Maximum number of characters of an Event's note. The API server's limit is 1024.
 const MAX_NOTE_CHARS: usize = 1000;
 
@@ -55,10 +55,10 @@ struct ServerState {
 }
 
 /// Creates a client as soon as the client's configuration is available.
-async fn connect(metrics: &Metrics) -> Client {
-    let mut pause = WRITE_BACKOFF.0;
+async fn connect_to_api_server(metrics: &Metrics) -> Client {
+    let mut pause = STATUS_WRITE_BACKOFF.0;
     loop {
-        match connect::in_cluster() {
+        match connect::in_cluster_client() {
             Ok(client) => return client,
             Err(error) => {
                 metrics.count_error("api-configuration");
@@ -69,15 +69,15 @@ async fn connect(metrics: &Metrics) -> Client {
             }
         }
         sleep(pause).await;
-        pause = (pause * 2).min(WRITE_BACKOFF.1);
+        pause = (pause * 2).min(STATUS_WRITE_BACKOFF.1);
     }
 }
 
 /// Watches the node's object, forever.
-async fn follow(
+async fn follow_gpu_node(
     client: Client,
     name: String,
-    objects: mpsc::Sender<Object>,
+    objects: mpsc::Sender<GpuNodeState>,
     server: watch::Sender<ServerState>,
     metrics: Metrics,
 ) {
@@ -93,13 +93,13 @@ async fn follow(
             }
             Ok(WatchEvent::InitApply(object) | WatchEvent::Apply(object)) => {
                 listed = true;
-                record_object(object, &server)
+                record_gpu_node(object, &server)
             }
             Ok(WatchEvent::InitDone) if listed => continue,
             Ok(WatchEvent::InitDone | WatchEvent::Delete(_)) => {
                 server.send_replace(ServerState::default());
                 tracing::info!(name, "GpuNode not found; waiting for the operator to create it");
-                Object::Missing
+                GpuNodeState::Missing
             }
             Err(error) => {
                 metrics.count_error("api-watch");
@@ -115,17 +115,20 @@ async fn follow(
 
 /// Records the server's version of the object. A malformed object does not replace the last valid
 /// spec.
-fn record_object(DeserializeGuard(object): DeserializeGuard<GpuNode>, server: &watch::Sender<ServerState>) -> Object {
+fn record_gpu_node(
+    DeserializeGuard(object): DeserializeGuard<GpuNode>,
+    server: &watch::Sender<ServerState>,
+) -> GpuNodeState {
     match object {
         Ok(object) => {
             let ObjectMeta { uid, resource_version, generation, .. } = object.metadata;
             server.send_replace(ServerState { present: true, uid, status: object.status, version: resource_version });
-            Object::Present(generation.unwrap_or_default(), object.spec)
+            GpuNodeState::Present(generation.unwrap_or_default(), object.spec)
         }
         Err(invalid) => {
             tracing::warn!(error = invalid.error, "ignoring a malformed GpuNode; the last valid spec still applies");
             server.send_replace(ServerState { present: true, uid: invalid.metadata.uid, ..ServerState::default() });
-            Object::Malformed(invalid.error)
+            GpuNodeState::Malformed(invalid.error)
         }
     }
 }
@@ -139,7 +142,7 @@ async fn write_status(
     metrics: Metrics,
 ) {
     let api: Api<GpuNode> = Api::all(client);
-    let mut pause = WRITE_BACKOFF.0;
+    let mut pause = STATUS_WRITE_BACKOFF.0;
     // The last written status and its version, until the watch reports a newer version.
     let mut written: Option<(GpuNodeStatus, Option<String>)> = None;
     let mut trust_written = false;
@@ -165,7 +168,7 @@ async fn write_status(
                     .map(|_| since + MINOR_CHANGE_DELAY)
                     .filter(|until| *until > Instant::now());
                 if delayed_until.is_none() {
-                    let version = match write(&api, &name, version, &status).await {
+                    let version = match write_once(&api, &name, version, &status).await {
                         Ok(version) => version,
                         Err(error) => {
                             metrics.count_error("api-status");
@@ -174,14 +177,14 @@ async fn write_status(
                                 "failed to write the GpuNode's status"
                             );
                             sleep(pause).await;
-                            pause = (pause * 2).min(WRITE_BACKOFF.1);
+                            pause = (pause * 2).min(STATUS_WRITE_BACKOFF.1);
                             continue;
                         }
                     };
-                    pause = WRITE_BACKOFF.0;
+                    pause = STATUS_WRITE_BACKOFF.0;
                     written = Some((status, version));
                     (trust_written, delayed_since) = (true, None);
-                    sleep(MIN_WRITE_INTERVAL).await;
+                    sleep(MIN_STATUS_WRITE_INTERVAL).await;
                 }
             }
         } else {
@@ -203,7 +206,7 @@ async fn write_status(
 /// Writes a status and returns the new resource version. Replacing a known version costs the API
 /// server a third less than a patch. Without a known version, or after a conflict with another
 /// writer, this function patches the status.
-async fn write(
+async fn write_once(
     api: &Api<GpuNode>,
     name: &str,
     version: Option<String>,
@@ -255,8 +258,8 @@ async fn write_events(
         let uid = server.borrow().uid.clone();
         // `kubectl describe node` searches for Events with the name of the Node as their UID, as in
         // the kubelet's own Events.
-        let node = reference("v1".into(), "Node".into(), &name, Some(name.clone()));
-        let of_node = reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
+        let node = object_reference("v1".into(), "Node".into(), &name, Some(name.clone()));
+        let of_node = object_reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
         let on_pod = pod.iter().map(|pod| (None, pod));
         for (related, object) in on_pod.chain([(related.clone(), &of_node), (related.clone(), &node)]) {
             if let Err(error) = recorder.publish(&event(related), object).await {
@@ -269,10 +272,10 @@ async fn write_events(
 
 fn reference_to_pod(PodRef { namespace, name, uid }: PodRef) -> ObjectReference {
     let uid = (!uid.is_empty()).then_some(uid);
-    ObjectReference { namespace: Some(namespace), ..reference("v1".into(), "Pod".into(), &name, uid) }
+    ObjectReference { namespace: Some(namespace), ..object_reference("v1".into(), "Pod".into(), &name, uid) }
 }
 
-fn reference(api_version: String, kind: String, name: &str, uid: Option<String>) -> ObjectReference {
+fn object_reference(api_version: String, kind: String, name: &str, uid: Option<String>) -> ObjectReference {
     ObjectReference {
         api_version: Some(api_version),
         kind: Some(kind),
@@ -292,15 +295,15 @@ pub(super) async fn run(
     metrics: Metrics,
 ) -> anyhow::Result<()> {
     let name = args.node_name.clone();
-    let client = connect(&metrics).await;
+    let client = connect_to_api_server(&metrics).await;
     let (server, seen) = watch::channel(ServerState::default());
     let (objects, read) = mpsc::channel(4);
     let (note, began) = watch::channel(None);
-    let periods = Periods::new(args.shutdown_grace.clone());
+    let periods = ShutdownPeriods::new(args.shutdown_grace.clone());
     tokio::join!(
-        shutdown::watch(&args, periods.clone(), note),
-        follow(client.clone(), name.clone(), objects, server, metrics.clone()),
-        pods::follow(client.clone(), name.clone(), node_pods, (periods, began), metrics.clone()),
+        shutdown::watch_shutdowns(&args, periods.clone(), note),
+        follow_gpu_node(client.clone(), name.clone(), objects, server, metrics.clone()),
+        pods::follow_pods(client.clone(), name.clone(), node_pods, (periods, began), metrics.clone()),
         write_status(client.clone(), name.clone(), statuses, seen.clone(), metrics.clone()),
         write_pod_events(client.clone(), name.clone(), pod_events, metrics.clone()),
         write_events(client, name, events, seen, metrics),
@@ -310,7 +313,7 @@ pub(super) async fn run(
 }
 
 /// Forwards objects to the main loop.
-pub(super) async fn forward_objects(mut objects: mpsc::Receiver<Object>, inputs: mpsc::Sender<Input>) {
+pub(super) async fn forward_objects(mut objects: mpsc::Receiver<GpuNodeState>, inputs: mpsc::Sender<Input>) {
     while let Some(object) = objects.recv().await {
         if inputs.send(Input::Object(object)).await.is_err() {
             return;
@@ -352,7 +355,7 @@ mod tests {
 
     use super::*;
 
-    const TIMEOUT: Duration = Duration::from_secs(20);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
     type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
 
@@ -363,7 +366,7 @@ mod tests {
 
     /// Receives the next request and answers it.
     async fn answer_request(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
-        let (request, reply) = timeout(TIMEOUT, server.next_request()).await.unwrap().unwrap();
+        let (request, reply) = timeout(TEST_TIMEOUT, server.next_request()).await.unwrap().unwrap();
         let line = format!("{} {}", request.method(), request.uri());
         let sent = request.into_body().collect_bytes().await.unwrap();
         reply.send_response(
@@ -376,14 +379,14 @@ mod tests {
         json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n" }, "spec": {}, "status": status })
     }
 
-    fn status(driver: &str) -> GpuNodeStatus {
+    fn gpu_node_status(driver: &str) -> GpuNodeStatus {
         GpuNodeStatus { driver: driver.into(), ..GpuNodeStatus::default() }
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_status_is_written_if_it_differs_and_retried_after_an_error() {
         let (client, mut api) = mock_client();
-        let (wanted, wants) = watch::channel(Some(status("1")));
+        let (wanted, wants) = watch::channel(Some(gpu_node_status("1")));
         let (server, seen) = watch::channel(super::ServerState::default());
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
         assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "there is no object");
@@ -397,16 +400,19 @@ mod tests {
         )
         .await;
         assert_eq!(failed.0, "PATCH /apis/cleave.dev/v1alpha1/gpunodes/n/status?&fieldManager=cleave-agent");
-        let (_, sent) = answer_request(&mut api, 200, &gpu_node_object(&status("1"))).await;
+        let (_, sent) = answer_request(&mut api, 200, &gpu_node_object(&gpu_node_status("1"))).await;
         assert_eq!(sent["status"]["driver"], "1");
 
-        server.send_replace(present(Some(status("1"))));
+        server.send_replace(present(Some(gpu_node_status("1"))));
         assert!(timeout(Duration::from_secs(60), api.next_request()).await.is_err(), "it is up to date");
-        wanted.send_replace(Some(status("2")));
-        assert_eq!(answer_request(&mut api, 200, &gpu_node_object(&status("2"))).await.1["status"]["driver"], "2");
-        server.send_replace(present(Some(status("someone's"))));
+        wanted.send_replace(Some(gpu_node_status("2")));
         assert_eq!(
-            answer_request(&mut api, 200, &gpu_node_object(&status("2"))).await.1["status"]["driver"],
+            answer_request(&mut api, 200, &gpu_node_object(&gpu_node_status("2"))).await.1["status"]["driver"],
+            "2"
+        );
+        server.send_replace(present(Some(gpu_node_status("someone's"))));
+        assert_eq!(
+            answer_request(&mut api, 200, &gpu_node_object(&gpu_node_status("2"))).await.1["status"]["driver"],
             "2",
             "the agent overwrites other writers"
         );
@@ -415,7 +421,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_known_version_is_replaced_and_an_outdated_one_is_patched() {
         let (client, mut api) = mock_client();
-        let (wanted, wants) = watch::channel(Some(status("1")));
+        let (wanted, wants) = watch::channel(Some(gpu_node_status("1")));
         let known = super::ServerState { present: true, version: Some("7".into()), ..super::ServerState::default() };
         let (_server, seen) = watch::channel(known);
         tokio::spawn(write_status(client, "n".into(), wants, seen, Metrics::new()));
@@ -424,22 +430,22 @@ mod tests {
             object["metadata"]["resourceVersion"] = version.into();
             object
         };
-        let (request, sent) = answer_request(&mut api, 200, &with("8", &status("1"))).await;
+        let (request, sent) = answer_request(&mut api, 200, &with("8", &gpu_node_status("1"))).await;
         assert_eq!(request, "PUT /apis/cleave.dev/v1alpha1/gpunodes/n/status?&fieldManager=cleave-agent");
         assert_eq!((&sent["metadata"]["resourceVersion"], &sent["status"]["driver"]), (&json!("7"), &json!("1")));
 
-        wanted.send_replace(Some(status("2")));
+        wanted.send_replace(Some(gpu_node_status("2")));
         let conflict =
             json!({ "kind": "Status", "status": "Failure", "code": 409, "message": "", "reason": "Conflict" });
         let (request, sent) = answer_request(&mut api, 409, &conflict).await;
         assert!(request.starts_with("PUT "), "{request}");
         assert_eq!(sent["metadata"]["resourceVersion"], "8", "the version of its own last write");
-        let (request, sent) = answer_request(&mut api, 200, &with("10", &status("2"))).await;
+        let (request, sent) = answer_request(&mut api, 200, &with("10", &gpu_node_status("2"))).await;
         assert_eq!((request.starts_with("PATCH "), &sent["status"]["driver"]), (true, &json!("2")), "{request}");
 
-        wanted.send_replace(Some(status("3")));
+        wanted.send_replace(Some(gpu_node_status("3")));
         assert_eq!(
-            answer_request(&mut api, 200, &with("11", &status("3"))).await.1["metadata"]["resourceVersion"],
+            answer_request(&mut api, 200, &with("11", &gpu_node_status("3"))).await.1["metadata"]["resourceVersion"],
             "10"
         );
     }
@@ -476,7 +482,7 @@ mod tests {
 
         // One allocation is added, and later another is removed. A third pod may use the freed
         // slices.
-        tokio::time::sleep(MIN_WRITE_INTERVAL).await;
+        tokio::time::sleep(MIN_STATUS_WRITE_INTERVAL).await;
         let began = Instant::now();
         wanted.send_replace(Some(status_with_allocations(&["a", "b", "c", "d", "e"])));
         assert!(timeout(MINOR_CHANGE_DELAY / 5, api.next_request()).await.is_err());
@@ -535,15 +541,15 @@ mod tests {
         let (client, mut api) = mock_client();
         let (objects, mut read) = mpsc::channel(4);
         let (server, _seen) = watch::channel(super::ServerState::default());
-        tokio::spawn(follow(client, "n".into(), objects, server, Metrics::new()));
+        tokio::spawn(follow_gpu_node(client, "n".into(), objects, server, Metrics::new()));
         let bad = json!({ "metadata": { "name": "n", "resourceVersion": "1" }, "spec": { "gpus": "none" } });
         let list = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNodeList", "metadata": { "resourceVersion": "1" }, "items": [bad] });
         let (request, _) = answer_request(&mut api, 200, &list).await;
         assert!(request.contains("fieldSelector=metadata.name%3Dn"), "{request}");
-        assert!(matches!(timeout(TIMEOUT, read.recv()).await.unwrap(), Some(Object::Malformed(_))));
+        assert!(matches!(timeout(TEST_TIMEOUT, read.recv()).await.unwrap(), Some(GpuNodeState::Malformed(_))));
         let good = json!({ "apiVersion": "cleave.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n", "resourceVersion": "2", "generation": 2 }, "spec": { "planId": "p" } });
         answer_request(&mut api, 200, &json!({ "type": "MODIFIED", "object": good })).await;
         let spec = GpuNodeSpec { plan_id: "p".into(), ..GpuNodeSpec::default() };
-        assert_eq!(timeout(TIMEOUT, read.recv()).await.unwrap(), Some(Object::Present(2, spec)));
+        assert_eq!(timeout(TEST_TIMEOUT, read.recv()).await.unwrap(), Some(GpuNodeState::Present(2, spec)));
     }
 }

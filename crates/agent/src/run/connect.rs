@@ -25,7 +25,7 @@ use rustls::{DigitallySignedStruct, SignatureScheme};
 use tower::{BoxError, ServiceBuilder};
 
 /// Directory in which Kubernetes mounts the token and the CA.
-const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+const SERVICE_ACCOUNT_DIRECTORY: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 /// Maximum time that a token is used after it was read. The kubelet renews a token when a fifth of
 /// its lifetime remains.
 const MAX_TOKEN_AGE: Duration = Duration::from_secs(60);
@@ -49,10 +49,10 @@ pub(crate) enum ConnectError {
 }
 
 /// Creates a client for the API server of the cluster in which this pod runs.
-pub(crate) fn in_cluster() -> Result<Client, ConnectError> {
+pub(crate) fn in_cluster_client() -> Result<Client, ConnectError> {
     let variable = |name| std::env::var(name).map_err(|_| ConnectError::NoPod(name));
     let (host, port) = (variable("KUBERNETES_SERVICE_HOST")?, variable("KUBERNETES_SERVICE_PORT")?);
-    build_client(&authority(&host, &port), Path::new(SERVICE_ACCOUNT))
+    build_client(&authority(&host, &port), Path::new(SERVICE_ACCOUNT_DIRECTORY))
 }
 
 /// Joins host and port. IPv6 addresses need brackets.
@@ -64,7 +64,7 @@ fn authority(host: &str, port: &str) -> String {
 fn build_client(authority: &str, account: &Path) -> Result<Client, ConnectError> {
     let uri = Uri::builder().scheme("https").authority(authority).path_and_query("/").build();
     let uri = uri.map_err(|error| ConnectError::Address(authority.to_owned(), error))?;
-    let token = Token::read(account.join("token"))?;
+    let token = ServiceAccountToken::read(account.join("token"))?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let ca = CurrentCa { file: account.join("ca.crt"), provider: Arc::clone(&provider) };
     let mut tls = rustls::ClientConfig::builder_with_provider(provider)
@@ -96,12 +96,12 @@ fn build_client(authority: &str, account: &Path) -> Result<Client, ConnectError>
 
 /// The service account's token.
 #[derive(Clone)]
-struct Token {
+struct ServiceAccountToken {
     file: Arc<Path>,
     read: Arc<Mutex<(Option<HeaderValue>, Instant)>>,
 }
 
-impl Token {
+impl ServiceAccountToken {
     fn read(file: PathBuf) -> Result<Self, ConnectError> {
         let text = std::fs::read_to_string(&file);
         let text = text.map_err(|source| ConnectError::Read { path: file.clone(), source })?;
@@ -272,9 +272,9 @@ mod tests {
     fn a_token_is_read_again_and_kept_if_reading_fails() {
         let account = tempfile::tempdir().unwrap();
         let file = account.path().join("token");
-        assert!(matches!(Token::read(file.clone()), Err(ConnectError::Read { .. })));
+        assert!(matches!(ServiceAccountToken::read(file.clone()), Err(ConnectError::Read { .. })));
         std::fs::write(&file, "one").unwrap();
-        let token = Token::read(file.clone()).unwrap();
+        let token = ServiceAccountToken::read(file.clone()).unwrap();
         let expire = || token.read.lock().unwrap().1 = Instant::now().checked_sub(MAX_TOKEN_AGE).unwrap();
         std::fs::write(&file, "two").unwrap();
         assert_eq!(token.current_header().unwrap(), "Bearer one", "less than a minute old");

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use crate::args::{AgentArgs, DeviceListStrategy};
 use crate::cdi;
-use crate::checkpoint::Store;
+use crate::checkpoint::CheckpointStore;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
@@ -29,9 +29,9 @@ pub(super) struct FileContents {
 
 /// Writes the files on a separate thread, because a disk may be slow. Retries failed
 /// writes.
-pub(super) async fn write(
+pub(super) async fn write_files(
     args: Arc<AgentArgs>,
-    store: Store,
+    store: CheckpointStore,
     link: HostLink,
     mut wanted: watch::Receiver<FileContents>,
     metrics: Metrics,
@@ -59,7 +59,7 @@ pub(super) async fn write(
 
 fn write_once(
     args: &AgentArgs,
-    store: &Store,
+    store: &CheckpointStore,
     link: &HostLink,
     before: &FileContents,
     next: &FileContents,
@@ -73,10 +73,10 @@ fn write_once(
     }
     saved?;
     if next.sweep {
-        link.remove_directories_except(|id| next.desired.allocations.contains_key(id));
+        link.remove_allocation_directories_except(|id| next.desired.allocations.contains_key(id));
     }
     if args.device_list_strategy == DeviceListStrategy::Cdi && next.nodes != before.nodes {
-        cdi::write_specification(args, &next.nodes)?;
+        cdi::write_cdi_specification(args, &next.nodes)?;
     }
     Ok(())
 }
@@ -101,7 +101,7 @@ mod tests {
         // A file with the name of the directory makes writes to the directory fail.
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
-            let (store, link) = (Store::new(&path(state)), HostLink::new(Paths::new(path(run))));
+            let (store, link) = (CheckpointStore::new(&path(state)), HostLink::new(Paths::new(path(run))));
             let done = write_once(&args, &store, &link, &FileContents::default(), &next);
             (done.is_ok(), path(state).join("agent.json").exists(), link.last_desired().is_some())
         };

@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!  driver ─┐
-//!  GPU 0 ──┼─▶ gather: answers that arrive close together are one input ─▶ main loop
+//!  GPU 0 ──┼─▶ batch: answers that arrive close together are one input ──▶ main loop
 //!  GPU 1 ──┘                                                                  ▲
 //!  events of each GPU ────────────────────────────────────────────────────────┘
 //! ```
@@ -22,15 +22,15 @@ use tokio::task::JoinSet;
 use super::input::Input;
 
 /// Interval between polls. An event triggers a poll at once.
-const POLL_INTERVAL: Duration = Duration::from_secs(10);
+const GPU_POLL_INTERVAL: Duration = Duration::from_secs(10);
 /// Minimum interval between polls, even if more events trigger polls.
-const MIN_POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Deadline of NVML calls for a GPU. A call may have to initialize the GPU first. A driver that
-/// hangs takes minutes, or never answers.
-const GPU_DEADLINE: Duration = Duration::from_secs(20);
-/// Time for which answers are gathered, so that a poll of eight GPUs causes one reconciliation
-/// instead of eight.
-const GATHER_TIME: Duration = Duration::from_millis(50);
+const MIN_GPU_POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Maximum time that an NVML call for a GPU may take. A call may have to initialize the GPU first.
+/// A driver that hangs takes minutes, or never answers.
+const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(20);
+/// Answers that arrive within this time of the first form one input. A poll of eight GPUs then
+/// causes one reconciliation instead of eight.
+const BATCH_WINDOW: Duration = Duration::from_millis(50);
 /// Maximum time to wait for the first answers of all GPUs, so that a node does not appear to have
 /// fewer GPUs than it has. A GPU that hangs delays the others by this time, once.
 const FIRST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
@@ -39,7 +39,7 @@ const FIRST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// Returns an error if a thread cannot be started.
-pub(crate) async fn watch(
+pub(crate) async fn watch_hardware(
     library: Library,
     inputs: mpsc::Sender<Input>,
     mut poll: watch::Receiver<()>,
@@ -47,7 +47,7 @@ pub(crate) async fn watch(
     let node = Worker::start(&library, "nvml-node").context("failed to start the NVML thread")?;
     let (mut events, mut received_events) = EventWatch::new(library.clone());
     let (driver_back, driver_returned) = watch::channel(());
-    let (answers, gathered) = mpsc::channel(64);
+    let (answers, to_batch) = mpsc::channel(64);
     let forward = async {
         while let Some(event) = received_events.recv().await {
             if inputs.send(Input::Event(event)).await.is_err() {
@@ -61,7 +61,7 @@ pub(crate) async fn watch(
         let mut answered = false;
         loop {
             let requested_at = Instant::now();
-            let answer = node.call(GPU_DEADLINE, |gpus| gpus.driver_info()).await;
+            let answer = node.call(GPU_CALL_TIMEOUT, |gpus| gpus.driver_info()).await;
             let count = answer.as_ref().map_or(0, |driver_info| driver_info.count);
             let before = std::mem::replace(&mut answered, answer.is_ok());
             // The main loop needs the driver's answer before the answers of the GPUs that it
@@ -79,21 +79,20 @@ pub(crate) async fn watch(
                 gpus.spawn(watch_gpu(watched, worker, answers.clone(), poll.clone(), driver_returned.clone()));
                 watched += 1;
             }
-            tokio::time::sleep(MIN_POLL_INTERVAL).await;
+            tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
             tokio::select! {
                 // Cancel-safe: the next call returns a missed change.
                 _ = poll.changed() => {}
-                () = tokio::time::sleep(POLL_INTERVAL) => {}
+                () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
             }
         }
     };
-    tokio::try_join!(forward, driver, gather(gathered, &inputs)).map(drop)
+    tokio::try_join!(forward, driver, forward_in_batches(to_batch, &inputs)).map(drop)
 }
 
-/// Forwards answers to the main loop. Answers within [`GATHER_TIME`] form one
-/// input. The driver's answer and the first answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`]
-/// also form one input.
-async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>) -> anyhow::Result<()> {
+/// Forwards answers to the main loop. Answers within [`BATCH_WINDOW`] form one input. The driver's
+/// answer and the first answers of its GPUs within [`FIRST_ANSWERS_TIMEOUT`] also form one input.
+async fn forward_in_batches(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>) -> anyhow::Result<()> {
     let (mut count, mut awaited) = (0, BTreeSet::new());
     let (mut batch, mut until) = (Vec::new(), None);
     loop {
@@ -114,7 +113,7 @@ async fn gather(mut answers: mpsc::Receiver<Input>, inputs: &mpsc::Sender<Input>
                     Input::Gpu(index, ..) if awaited.remove(index) && awaited.is_empty() => until = Some(now),
                     _ => {}
                 }
-                until.get_or_insert(now + GATHER_TIME);
+                until.get_or_insert(now + BATCH_WINDOW);
                 batch.push(answer);
             }
             Err(_) => {
@@ -141,7 +140,7 @@ async fn watch_gpu(
     let mut answered = true;
     loop {
         let requested_at = Instant::now();
-        let answer = worker.call(GPU_DEADLINE, move |gpus| gpus.observe(index)).await;
+        let answer = worker.call(GPU_CALL_TIMEOUT, move |gpus| gpus.observe(index)).await;
         if answer.is_ok() != std::mem::replace(&mut answered, answer.is_ok()) {
             match &answer {
                 Ok(_) => tracing::info!(index, "the GPU answers NVML again"),
@@ -157,18 +156,18 @@ async fn watch_gpu(
         if let Some(uuid) = uuid {
             let of = uuid.clone();
             // Do not send missing values: the next poll requests them again.
-            if let Ok(vitals) = worker.call(GPU_DEADLINE, move |gpus| gpus.vitals(&of)).await
+            if let Ok(vitals) = worker.call(GPU_CALL_TIMEOUT, move |gpus| gpus.vitals(&of)).await
                 && answers.send(Input::Vitals(uuid, vitals, requested_at)).await.is_err()
             {
                 return;
             }
         }
-        tokio::time::sleep(MIN_POLL_INTERVAL).await;
+        tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
         tokio::select! {
             // Cancel-safe: the next call returns a missed change.
             _ = poll.changed() => {}
             _ = driver_returned.changed() => {}
-            () = tokio::time::sleep(POLL_INTERVAL) => {}
+            () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
         }
     }
 }
@@ -201,7 +200,7 @@ mod tests {
     async fn the_first_answers_are_one_input_and_a_hanging_gpu_delays_the_others_once() {
         let (send, gathered) = mpsc::channel(64);
         let (inputs, mut received) = mpsc::channel(64);
-        tokio::spawn(async move { gather(gathered, &inputs).await });
+        tokio::spawn(async move { forward_in_batches(gathered, &inputs).await });
         let begun = tokio::time::Instant::now();
         for input in [driver_info_input(3), gpu_input(0), gpu_input(2)] {
             send.send(input).await.unwrap();

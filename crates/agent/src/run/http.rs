@@ -31,14 +31,14 @@ pub(super) struct Heartbeat {
 
 /// The state that the HTTP endpoints report.
 #[derive(Debug)]
-struct Probes {
+struct ProbeState {
     metrics: Metrics,
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginsState>,
 }
 
 /// Serves HTTP requests, forever.
-pub(super) async fn serve(
+pub(super) async fn serve_endpoints(
     addr: SocketAddr,
     metrics: Metrics,
     heartbeat: watch::Receiver<Heartbeat>,
@@ -49,11 +49,11 @@ pub(super) async fn serve(
         .route("/metrics", get(metrics_text))
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
-        .with_state(Arc::new(Probes { metrics, heartbeat, plugins }));
+        .with_state(Arc::new(ProbeState { metrics, heartbeat, plugins }));
     axum::serve(listener, router).await.context("the metrics server has stopped")
 }
 
-async fn metrics_text(State(probes): State<Arc<Probes>>) -> impl IntoResponse {
+async fn metrics_text(State(probes): State<Arc<ProbeState>>) -> impl IntoResponse {
     match probes.metrics.encode() {
         Ok(text) => {
             ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response()
@@ -62,7 +62,7 @@ async fn metrics_text(State(probes): State<Arc<Probes>>) -> impl IntoResponse {
     }
 }
 
-async fn healthz(State(probes): State<Arc<Probes>>) -> (StatusCode, &'static str) {
+async fn healthz(State(probes): State<Arc<ProbeState>>) -> (StatusCode, &'static str) {
     if probes.heartbeat.borrow().reconciled.elapsed() < MAX_HEARTBEAT_AGE {
         (StatusCode::OK, "ok\n")
     } else {
@@ -70,7 +70,7 @@ async fn healthz(State(probes): State<Arc<Probes>>) -> (StatusCode, &'static str
     }
 }
 
-async fn readyz(State(probes): State<Arc<Probes>>) -> (StatusCode, String) {
+async fn readyz(State(probes): State<Arc<ProbeState>>) -> (StatusCode, String) {
     let why = not_ready_reason(&probes.heartbeat.borrow(), &probes.plugins.borrow());
     match why {
         None => (StatusCode::OK, "ok\n".into()),
@@ -86,7 +86,7 @@ fn not_ready_reason(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<Str
     if plugins.is_ready() {
         return None;
     }
-    let waiting = plugins.resources.iter().find(|(_, state)| state.phase != cleave_kubelet::Phase::Streaming);
+    let waiting = plugins.resources.iter().find(|(_, state)| state.phase != cleave_kubelet::ResourcePhase::Streaming);
     Some(match waiting {
         Some((name, state)) => {
             format!("{name}: {:?}{}", state.phase, state.error.as_ref().map(|e| format!(": {e}")).unwrap_or_default())
@@ -99,7 +99,7 @@ fn not_ready_reason(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<Str
 mod tests {
     use std::collections::BTreeMap;
 
-    use cleave_kubelet::{DirectoryState, Phase, ResourceName, ResourceState};
+    use cleave_kubelet::{DirectoryState, ResourceName, ResourcePhase, ResourceState};
 
     use super::*;
 
@@ -111,11 +111,14 @@ mod tests {
             BTreeMap::from([(name, ResourceState { phase, error: Some("refused".into()), ..ResourceState::default() })])
         };
         let state = |phase| PluginsState { directory: DirectoryState::Held, resources: resource(phase) };
-        assert_eq!(not_ready_reason(&ready, &state(Phase::Streaming)), None);
-        assert_eq!(not_ready_reason(&ready, &state(Phase::Registered)).unwrap(), "nvidia.com/gpu: Registered: refused");
+        assert_eq!(not_ready_reason(&ready, &state(ResourcePhase::Streaming)), None);
+        assert_eq!(
+            not_ready_reason(&ready, &state(ResourcePhase::Registered)).unwrap(),
+            "nvidia.com/gpu: Registered: refused"
+        );
         let held = PluginsState { directory: DirectoryState::HeldByAnother, resources: BTreeMap::new() };
         assert_eq!(not_ready_reason(&ready, &held).unwrap(), "the device plugin directory: HeldByAnother");
         let waiting = Heartbeat { not_ready: Some("NVML has not answered yet".into()), ..ready };
-        assert_eq!(not_ready_reason(&waiting, &state(Phase::Streaming)).unwrap(), "NVML has not answered yet");
+        assert_eq!(not_ready_reason(&waiting, &state(ResourcePhase::Streaming)).unwrap(), "NVML has not answered yet");
     }
 }

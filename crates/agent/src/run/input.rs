@@ -6,9 +6,9 @@ use cleave_api::gpunode::FindingStatus;
 use cleave_gpu::nvml::{DriverInfo, GpuEvent, NvmlError, Observation, Vitals};
 use cleave_kubelet::{AllocatedDevices, ContainerDevices};
 
-use crate::gpu::mig::OrderResult;
+use crate::gpu::mig::MigOrderResult;
 use crate::mps;
-use crate::object::Object;
+use crate::object::GpuNodeState;
 
 /// An input of the main loop.
 pub(super) enum Input {
@@ -20,9 +20,9 @@ pub(super) enum Input {
     Gpu(u32, Result<Observation, NvmlError>, Instant),
     /// A GPU's error counters and recovery action, and when they were requested.
     Vitals(String, Vitals, Instant),
-    OrderResult(OrderResult),
+    MigOrderResult(MigOrderResult),
     Event(GpuEvent),
-    Object(Object),
+    Object(GpuNodeState),
     Mps(mps::HostView),
     /// The kubelet's PodResources list, when it was requested, and the kubelet's checkpoint as read
     /// afterwards.

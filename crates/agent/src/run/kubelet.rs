@@ -14,12 +14,12 @@ use crate::gpu::hardware::error_chain;
 use crate::metrics::Metrics;
 
 /// Usual delay between an allocation and the kubelet listing its pod.
-pub(super) const LIST_DELAY: Duration = Duration::from_millis(300);
+pub(super) const USUAL_LIST_DELAY: Duration = Duration::from_millis(300);
 /// Usual delay between a resent device list and the kubelet writing its checkpoint. The delay
 /// doubles with each attempt.
-const CHECKPOINT_DELAY: Duration = Duration::from_millis(20);
+const USUAL_CHECKPOINT_DELAY: Duration = Duration::from_millis(20);
 /// Deadline for the PodResources list.
-const LIST_DEADLINE: Duration = Duration::from_secs(5);
+const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Device, inode and time of the kubelet's socket. Each start of the kubelet creates another
 /// socket.
@@ -61,17 +61,17 @@ pub(super) struct ListSchedule {
 }
 
 /// Requests the PodResources list, forever.
-pub(super) async fn list(
+pub(super) async fn list_allocations(
     args: Arc<AgentArgs>,
     inputs: mpsc::Sender<Input>,
     mut listing: watch::Receiver<ListSchedule>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
     let socket = args.pod_resources_socket.as_path();
-    let pods = PodResources::new(socket, LIST_DEADLINE)?;
+    let pods = PodResources::new(socket, LIST_TIMEOUT)?;
     let mut checkpoint = KubeletCheckpoint::in_directory(&args.device_plugin_dir);
     let mut kubelet = SocketTracker::default();
-    let (mut resent, mut checkpoint_delay) = (0, CHECKPOINT_DELAY);
+    let (mut resent, mut checkpoint_delay) = (0, USUAL_CHECKPOINT_DELAY);
     loop {
         let requested_at = Instant::now();
         kubelet.has_restarted(socket_id(socket));
@@ -106,9 +106,9 @@ pub(super) async fn list(
         }
         let before = std::mem::replace(&mut resent, listing.borrow().resent);
         if resent == before {
-            checkpoint_delay = CHECKPOINT_DELAY;
+            checkpoint_delay = USUAL_CHECKPOINT_DELAY;
             if allocated {
-                tokio::time::sleep(LIST_DELAY).await;
+                tokio::time::sleep(USUAL_LIST_DELAY).await;
             }
         } else {
             tokio::time::sleep(checkpoint_delay).await;

@@ -20,7 +20,7 @@ use crate::args::{AgentArgs, DeviceListStrategy};
 use crate::cdi;
 use crate::device_plugin::ServedResource;
 use crate::event::NodeEvent;
-use crate::gpu::mig::{MigOrder, OrderResult};
+use crate::gpu::mig::{MigOrder, MigOrderResult};
 use crate::gpu::xid;
 use crate::metrics::Metrics;
 use crate::node::{Actions, Node};
@@ -64,7 +64,7 @@ impl MainLoop {
             tokio::select! {
                 // Cancel-safe: an unreceived message remains in the channel.
                 input = inputs.recv() => match input {
-                    Some(input) => self.handle(input),
+                    Some(input) => self.handle_input(input),
                     None => anyhow::bail!("all inputs of the main loop are closed"),
                 },
                 // Cancel-safe: an unreceived notification remains pending.
@@ -85,22 +85,22 @@ impl MainLoop {
             }
             // Handle all queued inputs before reconciling.
             while let Ok(input) = inputs.try_recv() {
-                self.handle(input);
+                self.handle_input(input);
             }
         }
     }
 
-    fn handle(&mut self, input: Input) {
+    fn handle_input(&mut self, input: Input) {
         // Set the time with every input, because the clock may have been set.
         self.node.set_time(Instant::now(), Timestamp::now());
         match input {
-            Input::OrderResult(ended) => {
-                let OrderResult { order, outcome, .. } = &ended;
+            Input::MigOrderResult(ended) => {
+                let MigOrderResult { order, outcome, .. } = &ended;
                 tracing::info!(gpu = order.gpu, change = %order.change, ?outcome, "changed a GPU");
-                self.metrics.count_change(&order.change, outcome);
+                self.metrics.count_mig_change(&order.change, outcome);
                 self.node.record_order_result(ended, Instant::now());
             }
-            Input::Many(inputs) => inputs.into_iter().for_each(|input| self.handle(input)),
+            Input::Many(inputs) => inputs.into_iter().for_each(|input| self.handle_input(input)),
             Input::DriverInfo(answer, requested_at) => {
                 if let Err(error) = &answer {
                     self.metrics.count_error("nvml");
@@ -129,7 +129,7 @@ impl MainLoop {
             }
             Input::Vitals(uuid, vitals, requested_at) => self.node.record_vitals(&uuid, vitals, requested_at),
             Input::Event(GpuEvent::Rescan) => self.poll.send_replace(()),
-            Input::Object(object) => self.node.record_object(object),
+            Input::Object(object) => self.node.record_gpu_node(object),
             Input::Mps(view) => self.node.record_mps_view(view),
             Input::PodResources(answer, requested_at, kubelet_checkpoint) => {
                 self.node.record_kubelet_checkpoint(kubelet_checkpoint);
@@ -146,7 +146,7 @@ impl MainLoop {
                 }
                 let mut table = self.pods.allocator.table();
                 if let Ok(rows) = &answer {
-                    table.pending.record_listed(rows, requested_at);
+                    table.pending.record_pod_resources_list(rows, requested_at);
                 }
                 let ended = self.node.record_pod_resources(answer, requested_at, &mut table.allocations);
                 drop(table);
@@ -174,16 +174,21 @@ impl MainLoop {
         let Actions { lists, resend, desired, checkpoint, status, events, faults, .. } = actions;
         // Send the lists before any other action: the kubelet must receive the removal of slices
         // first.
-        self.serve(lists);
+        self.serve_device_lists(lists);
         let resent = resend.iter().filter_map(|name| self.served.get(name.as_str()));
         if resent.map(|served| served.resend_list()).count() > 0 {
             self.listing.send_modify(|listing| listing.resent += 1);
         }
-        self.write(FileContents { desired, checkpoint: checkpoint.encode(), nodes, sweep: actions.sweep_directories });
+        self.queue_files(FileContents {
+            desired,
+            checkpoint: checkpoint.encode(),
+            nodes,
+            sweep: actions.sweep_directories,
+        });
         for (device, faults) in &faults {
             self.metrics.count_faults(device, *faults);
         }
-        self.report(status, events.into_iter().chain(table_events));
+        self.report_status_and_events(status, events.into_iter().chain(table_events));
         self.snapshot.send_if_modified(|last| {
             let changed = **last != actions.snapshot;
             if changed {
@@ -219,7 +224,7 @@ impl MainLoop {
     }
 
     /// Publishes the status and events, and logs new steps and events.
-    fn report(&mut self, status: GpuNodeStatus, events: impl Iterator<Item = NodeEvent>) {
+    fn report_status_and_events(&mut self, status: GpuNodeStatus, events: impl Iterator<Item = NodeEvent>) {
         self.metrics.set_node(&status);
         for step in status.steps.iter().filter(|step| !self.steps.contains(step)) {
             tracing::info!(gpu = step.gpu, action = step.action, result = step.result, message = step.message, "step");
@@ -246,7 +251,7 @@ impl MainLoop {
         let send_result = async move |ended| {
             if let Some(inputs) = inputs.upgrade() {
                 // The channel is closed only when the agent ends.
-                let _ = inputs.send(Input::OrderResult(ended)).await;
+                let _ = inputs.send(Input::MigOrderResult(ended)).await;
             }
         };
         tokio::spawn(mig::run_order(self.library.clone(), order, send_result));
@@ -254,7 +259,7 @@ impl MainLoop {
 
     /// Sends the lists to the open streams. Replaces the set of resources only if a name was added
     /// or removed.
-    fn serve(&mut self, lists: BTreeMap<ResourceName, cleave_kubelet::DeviceList>) {
+    fn serve_device_lists(&mut self, lists: BTreeMap<ResourceName, cleave_kubelet::DeviceList>) {
         let before: Vec<ResourceName> = self.served.keys().cloned().collect();
         self.served.retain(|name, _| lists.contains_key(name));
         for (name, devices) in lists {
@@ -278,7 +283,7 @@ impl MainLoop {
     }
 
     /// Passes the files' new content to the task that writes them, if the content changed.
-    fn write(&self, next: FileContents) {
+    fn queue_files(&self, next: FileContents) {
         self.written.send_if_modified(|last| {
             let FileContents { desired, checkpoint, nodes, sweep } = &next;
             let changed = last.desired != *desired

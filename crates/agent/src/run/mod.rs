@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use cleave_gpu::mps::wire::Paths;
 use cleave_gpu::nvml::{Library, Search};
-use cleave_kubelet::{Config, Plugins};
+use cleave_kubelet::{Plugins, PluginsConfig};
 use k8s_openapi::jiff::Timestamp;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -39,12 +39,12 @@ use crate::allocation::table::AllocationTable;
 use crate::allocation::usage::Allocations;
 use crate::allocator::Allocator;
 use crate::args::{AgentArgs, MigMode};
-use crate::checkpoint::{Lock, Store};
+use crate::checkpoint::{CheckpointStore, StateLock};
 use crate::container_edits::ContainerSettings;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 use crate::node::Node;
-use crate::object::Object;
+use crate::object::GpuNodeState;
 use crate::tenants::snapshot::TenantSnapshot;
 
 /// Interval between attempts to lock the node's checkpoint.
@@ -58,14 +58,14 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     // The caller may have installed a provider. The first provider remains installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let args = Arc::new(args);
-    let store = Store::new(&args.state_dir);
+    let store = CheckpointStore::new(&args.state_dir);
     let _only = wait_for_lock(&store).await;
     let now = Instant::now();
     let metrics = Metrics::new();
     let link = HostLink::new(Paths::new(&args.run_dir));
     let offline = args.offline.clone().map(offline::OfflineDirectory::new);
-    let source = offline.map(|directory| (directory.read(1), directory));
-    let (node, table) = restore(&args, &store, &link, source.as_ref(), now);
+    let source = offline.map(|directory| (directory.read_spec(1), directory));
+    let (node, table) = restore_node_and_table(&args, &store, &link, source.as_ref(), now);
     let settings = ContainerSettings::new(&args);
     let allocator = Arc::new(Allocator::new(table, settings, link.clone(), metrics.clone()));
     let pods = NodePods::new(allocator);
@@ -76,7 +76,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (status, statuses) = watch::channel(None);
     let (events, to_publish) = mpsc::channel(64);
     let termination_events = events.clone();
-    let (listing, listings) = watch::channel(ListSchedule { interval: kubelet::LIST_DELAY, allocated: 0, resent: 0 });
+    let (listing, listings) =
+        watch::channel(ListSchedule { interval: kubelet::USUAL_LIST_DELAY, allocated: 0, resent: 0 });
     let (poll, polls) = watch::channel(());
     let (snapshot, snapshots) = watch::channel(Arc::new(TenantSnapshot::default()));
     let (pod_events, pod_events_to_publish) = mpsc::channel(64);
@@ -84,7 +85,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let main = MainLoop {
         node,
         pods: pods.clone(),
-        plugins: Plugins::start(&Config::new(&args.device_plugin_dir))?,
+        plugins: Plugins::start(&PluginsConfig::new(&args.device_plugin_dir))?,
         served: BTreeMap::new(),
         args: Arc::clone(&args),
         metrics: metrics.clone(),
@@ -106,17 +107,18 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let mut tasks = JoinSet::new();
     // Start the main loop first: it serves the checkpoint's state before other tasks have answers.
     tasks.spawn(main.run(received));
-    tasks.spawn(hardware::watch(library.clone(), inputs.clone(), polls));
+    tasks.spawn(hardware::watch_hardware(library.clone(), inputs.clone(), polls));
     let view = watch::Sender::new(link.read_view());
     let terminating = (pods.terminating.subscribe(), view.subscribe());
     tasks.spawn(termination::run(link.clone(), terminating, termination_events, metrics.clone()));
-    tasks.spawn(mps::watch(link.clone(), view, inputs.clone()));
+    tasks.spawn(mps::watch_host(link.clone(), view, inputs.clone()));
     let tenant_handles = (link.clone(), pods.names.clone(), metrics.clone());
-    tasks.spawn(tenants::watch((library, args.proc.clone()), tenant_handles, snapshots, pod_events, inputs.clone()));
-    tasks.spawn(kubelet::list(Arc::clone(&args), inputs.clone(), listings, metrics.clone()));
+    let process_sources = (library, args.proc.clone());
+    tasks.spawn(tenants::watch_tenants(process_sources, tenant_handles, snapshots, pod_events, inputs.clone()));
+    tasks.spawn(kubelet::list_allocations(Arc::clone(&args), inputs.clone(), listings, metrics.clone()));
     tasks.spawn(kubelet::watch_restarts(plugin_states.clone(), inputs.clone(), stopping));
-    tasks.spawn(files::write(Arc::clone(&args), store, link, to_write, metrics.clone()));
-    tasks.spawn(http::serve(args.metrics_addr, metrics.clone(), heartbeats, plugin_states));
+    tasks.spawn(files::write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
+    tasks.spawn(http::serve_endpoints(args.metrics_addr, metrics.clone(), heartbeats, plugin_states));
     let events = (to_publish, pod_events_to_publish);
     match source {
         Some(source) => tasks.spawn(offline::run(source, args.node_name.clone(), pods, inputs, statuses, events)),
@@ -132,21 +134,21 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
 
 /// Restores the node and the table as the last agent left them. Adds the current state of the MPS
 /// host. Without an API server, also adds the spec.
-fn restore(
+fn restore_node_and_table(
     args: &AgentArgs,
-    store: &Store,
+    store: &CheckpointStore,
     link: &HostLink,
-    source: Option<&(Object, offline::OfflineDirectory)>,
+    source: Option<&(GpuNodeState, offline::OfflineDirectory)>,
     now: Instant,
 ) -> (Node, AllocationTable) {
     let (node, allocations) = restore_node(args, store, link, now);
     let mut node = node.with_fixed_mig_mode(args.mig_mode == MigMode::Never);
     node.record_mps_view(link.read_view());
-    node.record_object(source.map(|(spec, _)| spec.clone()).unwrap_or_default());
+    node.record_gpu_node(source.map(|(spec, _)| spec.clone()).unwrap_or_default());
     for (id, allocation) in allocations.iter().filter(|(_, allocation)| allocation.mps.is_some()) {
         // After a reboot the run directory is empty, and the kubelet restarts its containers
         // without calling Allocate again.
-        if let Err(error) = link.create_directory(id) {
+        if let Err(error) = link.create_allocation_directory(id) {
             tracing::warn!(%error, ids = ?allocation.ids, "failed to create an allocation's directory");
         }
     }
@@ -162,7 +164,7 @@ fn restore(
 /// close the doors of running pods.
 ///
 /// The agent continues without a lock if the directory cannot be locked or written.
-async fn wait_for_lock(store: &Store) -> Option<Lock> {
+async fn wait_for_lock(store: &CheckpointStore) -> Option<StateLock> {
     let mut logged = false;
     loop {
         match store.try_lock() {
@@ -182,7 +184,7 @@ async fn wait_for_lock(store: &Store) -> Option<Lock> {
 }
 
 /// Restores the node as the last agent left it.
-fn restore_node(args: &AgentArgs, store: &Store, link: &HostLink, now: Instant) -> (Node, Allocations) {
+fn restore_node(args: &AgentArgs, store: &CheckpointStore, link: &HostLink, now: Instant) -> (Node, Allocations) {
     let boot_id =
         std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_owned()).unwrap_or_default();
     let checkpoint = store.load().unwrap_or_else(|error| {
@@ -199,7 +201,7 @@ fn restore_node(args: &AgentArgs, store: &Store, link: &HostLink, now: Instant) 
     let last_desired = if checkpoint.is_none() { link.last_desired() } else { None };
     let (mut node, allocations) =
         Node::start(boot_id, Duration::from_secs(args.allocation_grace), checkpoint, last_desired, now);
-    node.set_quiet(Duration::from_secs(args.suspect_quiet));
+    node.set_quiet_period(Duration::from_secs(args.suspect_quiet));
     node.set_time(now, Timestamp::now());
     (node, allocations)
 }

@@ -13,12 +13,12 @@ use super::input::Input;
 use super::pods::NodePods;
 use crate::event::{NodeEvent, PodEvent};
 use crate::files::write_atomically;
-use crate::object::Object;
+use crate::object::GpuNodeState;
 use crate::pods::PodObject;
 use crate::termination::shutdown::Shutdown;
 
 /// Interval between reads of the spec and the pods.
-const POLL_INTERVAL: Duration = Duration::from_millis(100);
+const SPEC_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A directory with a spec, a status, pods and events.
 #[derive(Debug, Clone)]
@@ -31,12 +31,12 @@ impl OfflineDirectory {
     }
 
     /// Reads the spec and returns it with this generation.
-    pub(super) fn read(&self, generation: i64) -> Object {
+    pub(super) fn read_spec(&self, generation: i64) -> GpuNodeState {
         match fs::read(self.0.join("spec.json")) {
-            Err(_) => Object::Missing,
+            Err(_) => GpuNodeState::Missing,
             Ok(text) => match serde_json::from_slice(&text) {
-                Ok(spec) => Object::Present(generation, spec),
-                Err(error) => Object::Malformed(error.to_string()),
+                Ok(spec) => GpuNodeState::Present(generation, spec),
+                Err(error) => GpuNodeState::Malformed(error.to_string()),
             },
         }
     }
@@ -84,23 +84,23 @@ impl OfflineDirectory {
                 }
                 last = text;
             }
-            sleep(POLL_INTERVAL).await;
+            sleep(SPEC_POLL_INTERVAL).await;
         }
     }
 
     /// Reads the spec whenever it changes, forever.
-    pub(super) async fn follow(&self, first: Object, objects: mpsc::Sender<Object>) {
+    pub(super) async fn follow_spec(&self, first: GpuNodeState, objects: mpsc::Sender<GpuNodeState>) {
         let (mut last, mut generation) = (first, 1);
         loop {
-            sleep(POLL_INTERVAL).await;
-            let next = match (self.read(generation), &last) {
-                (Object::Present(_, spec), Object::Present(_, before)) if spec != *before => {
-                    Object::Present(generation + 1, spec)
+            sleep(SPEC_POLL_INTERVAL).await;
+            let next = match (self.read_spec(generation), &last) {
+                (GpuNodeState::Present(_, spec), GpuNodeState::Present(_, before)) if spec != *before => {
+                    GpuNodeState::Present(generation + 1, spec)
                 }
                 (next, _) => next,
             };
             if next != last {
-                if let Object::Present(of, _) = &next {
+                if let GpuNodeState::Present(of, _) = &next {
                     generation = *of;
                 }
                 if objects.send(next.clone()).await.is_err() {
@@ -124,7 +124,7 @@ impl OfflineDirectory {
     }
 
     /// Writes the status whenever it changes, and appends events, forever.
-    pub(super) async fn write(
+    pub(super) async fn write_status_and_events(
         &self,
         mut statuses: watch::Receiver<Option<GpuNodeStatus>>,
         mut events: mpsc::Receiver<NodeEvent>,
@@ -159,7 +159,7 @@ impl OfflineDirectory {
 
 /// Reads and writes the files, forever.
 pub(super) async fn run(
-    (spec, directory): (Object, OfflineDirectory),
+    (spec, directory): (GpuNodeState, OfflineDirectory),
     node: String,
     pods: NodePods,
     inputs: mpsc::Sender<Input>,
@@ -168,9 +168,9 @@ pub(super) async fn run(
 ) -> anyhow::Result<()> {
     let (objects, read) = mpsc::channel(4);
     tokio::join!(
-        directory.follow(spec, objects),
+        directory.follow_spec(spec, objects),
         directory.follow_pods(&node, &pods),
-        directory.write(statuses, events),
+        directory.write_status_and_events(statuses, events),
         directory.write_pod_events(pod_events),
         forward_objects(read, inputs),
     );

@@ -17,11 +17,11 @@ use crate::metrics::Metrics;
 use crate::pods::PodObject;
 use crate::tenants::names::{PodNames, SharedPodNames};
 use crate::termination::pods::TerminatingPods;
-use crate::termination::shutdown::{Periods, Shutdown};
+use crate::termination::shutdown::{Shutdown, ShutdownPeriods};
 
 /// Number of pods in one page of a list. A list of all pods of a node takes a megabyte, which this
 /// process would never release.
-const PAGE_SIZE: u32 = 20;
+const POD_LIST_PAGE_SIZE: u32 = 20;
 
 /// The recipients of changes of this node's pods.
 #[derive(Debug, Clone)]
@@ -41,7 +41,7 @@ impl NodePods {
 }
 
 /// Returns the UID of a pod, even if the object is malformed.
-fn uid(DeserializeGuard(object): &DeserializeGuard<PodObject>) -> Option<&String> {
+fn pod_uid(DeserializeGuard(object): &DeserializeGuard<PodObject>) -> Option<&String> {
     match object {
         Ok(pod) => pod.uid(),
         Err(invalid) => invalid.metadata.uid.as_ref(),
@@ -60,7 +60,7 @@ struct TerminationWatch {
 
 impl TerminationWatch {
     /// Handles an event. Returns whether `terminating` changed.
-    fn handle(
+    fn handle_event(
         &mut self,
         terminating: &mut TerminatingPods,
         event: &Event<DeserializeGuard<PodObject>>,
@@ -77,24 +77,24 @@ impl TerminationWatch {
                 shutdown.retain_listed(&listed);
                 terminating.retain_listed(&listed, Instant::now())
             }
-            Event::Delete(object) => uid(object).is_some_and(|uid| {
+            Event::Delete(object) => pod_uid(object).is_some_and(|uid| {
                 shutdown.remove(uid);
                 terminating.record_removal(uid, Instant::now())
             }),
             Event::InitApply(object) | Event::Apply(object) => {
                 if matches!(event, Event::InitApply(_)) {
-                    listed.extend(uid(object).cloned());
+                    listed.extend(pod_uid(object).cloned());
                 }
                 object.0.as_ref().is_ok_and(|pod| pod.record_termination(node, terminating, shutdown))
             }
         };
-        let advanced = shutdown.is_in_progress() && self.advance(terminating);
+        let advanced = shutdown.is_in_progress() && self.advance_shutdown(terminating);
         changed || advanced
     }
 
     /// Updates which pods terminate while the node shuts down. Returns whether `terminating`
     /// changed.
-    fn advance(&mut self, terminating: &mut TerminatingPods) -> bool {
+    fn advance_shutdown(&mut self, terminating: &mut TerminatingPods) -> bool {
         let (changed, next_group) = self.shutdown.update(terminating, Instant::now());
         self.next_group = next_group;
         changed
@@ -114,20 +114,20 @@ fn update_names(names: &mut PodNames, event: &Event<DeserializeGuard<PodObject>>
                 (None, None) => {}
             }
         }
-        Event::Delete(object) => uid(object).into_iter().for_each(|uid| names.remove(uid)),
+        Event::Delete(object) => pod_uid(object).into_iter().for_each(|uid| names.remove(uid)),
     }
 }
 
 /// Watches the pods that are bound to this node, and follows the node's shutdowns, forever.
-pub(super) async fn follow(
+pub(super) async fn follow_pods(
     client: Client,
     node: String,
     pods: NodePods,
-    (periods, mut began): (Periods, watch::Receiver<Option<Instant>>),
+    (periods, mut began): (ShutdownPeriods, watch::Receiver<Option<Instant>>),
     metrics: Metrics,
 ) {
     let api: Api<DeserializeGuard<PodObject>> = Api::all(client);
-    let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(PAGE_SIZE);
+    let config = Config::default().fields(&format!("spec.nodeName={node}")).page_size(POD_LIST_PAGE_SIZE);
     let mut events = std::pin::pin!(watcher(api, config).default_backoff());
     let mut listed = BTreeSet::new();
     let mut watch_state = TerminationWatch { shutdown: Shutdown::new(periods), ..TerminationWatch::default() };
@@ -138,7 +138,7 @@ pub(super) async fn follow(
             Some(event) = events.next() => event,
             Ok(()) = began.changed() => {
                 watch_state.shutdown.set_start(*began.borrow_and_update());
-                pods.terminating.send_if_modified(|terminating| watch_state.advance(terminating));
+                pods.terminating.send_if_modified(|terminating| watch_state.advance_shutdown(terminating));
                 continue;
             }
             () = async {
@@ -147,14 +147,14 @@ pub(super) async fn follow(
                     None => std::future::pending().await,
                 }
             } => {
-                pods.terminating.send_if_modified(|terminating| watch_state.advance(terminating));
+                pods.terminating.send_if_modified(|terminating| watch_state.advance_shutdown(terminating));
                 continue;
             }
         };
         match event {
             Ok(event) => {
                 // Handle terminations first, because the kubelet may be about to kill programs.
-                pods.terminating.send_if_modified(|terminating| watch_state.handle(terminating, &event, &node));
+                pods.terminating.send_if_modified(|terminating| watch_state.handle_event(terminating, &event, &node));
                 update_names(&mut pods.names.lock(), &event);
                 pods.allocator.update_pending(|pending| {
                     pending.set_watch_working(true);
@@ -181,7 +181,7 @@ fn update_pending(
     let (DeserializeGuard(object), is_listed) = match event {
         Event::Init => return listed.clear(),
         Event::InitDone => return pending.retain_pods(&std::mem::take(listed)),
-        Event::Delete(object) => return uid(&object).into_iter().for_each(|uid| pending.remove_pod(uid)),
+        Event::Delete(object) => return pod_uid(&object).into_iter().for_each(|uid| pending.remove_pod(uid)),
         Event::InitApply(object) => (object, true),
         Event::Apply(object) => (object, false),
     };
@@ -234,7 +234,7 @@ mod tests {
             object
         };
         let (mut terminating, mut watch_state) = (TerminatingPods::default(), TerminationWatch::default());
-        let mut handle = |terminating: &mut TerminatingPods, event| watch_state.handle(terminating, &event, "n");
+        let mut handle = |terminating: &mut TerminatingPods, event| watch_state.handle_event(terminating, &event, "n");
         assert!(!handle(&mut terminating, Event::Init));
         for name in ["a", "b", "c", "d"] {
             assert!(handle(&mut terminating, Event::InitApply(guard(pod_object(name, "", &spec)))));
@@ -271,21 +271,21 @@ mod tests {
         };
         let periods = ["0=20", "100=10"].map(|period| period.parse().unwrap()).to_vec();
         let mut watch_state =
-            TerminationWatch { shutdown: Shutdown::new(Periods::new(periods)), ..TerminationWatch::default() };
+            TerminationWatch { shutdown: Shutdown::new(ShutdownPeriods::new(periods)), ..TerminationWatch::default() };
         let mut terminating = TerminatingPods::default();
         let shares = json!({MPS_RESOURCE: "1"});
-        watch_state.handle(&mut terminating, &Event::Init, "n");
+        watch_state.handle_event(&mut terminating, &Event::Init, "n");
         for (name, priority, limits) in [("a", 0, &shares), ("b", 100, &shares), ("c", 0, &json!({"cpu": "1"}))] {
-            watch_state.handle(&mut terminating, &Event::InitApply(guard(name, priority, limits)), "n");
+            watch_state.handle_event(&mut terminating, &Event::InitApply(guard(name, priority, limits)), "n");
         }
-        watch_state.handle(&mut terminating, &Event::InitDone, "n");
+        watch_state.handle_event(&mut terminating, &Event::InitDone, "n");
         watch_state.shutdown.set_start(Some(Instant::now()));
-        assert!(watch_state.advance(&mut terminating));
+        assert!(watch_state.advance_shutdown(&mut terminating));
         assert_eq!(["a", "b"].map(|name| seconds_left(&terminating, name)), [Some(15), None]);
         assert!(watch_state.next_group.is_some(), "the next group has a start time");
-        assert!(watch_state.handle(&mut terminating, &Event::Delete(guard("a", 0, &shares)), "n"));
+        assert!(watch_state.handle_event(&mut terminating, &Event::Delete(guard("a", 0, &shares)), "n"));
         assert_eq!(seconds_left(&terminating, "b"), None, "a pod without shares has not completed");
-        assert!(watch_state.handle(&mut terminating, &Event::Delete(guard("c", 0, &json!({"cpu": "1"}))), "n"));
+        assert!(watch_state.handle_event(&mut terminating, &Event::Delete(guard("c", 0, &json!({"cpu": "1"}))), "n"));
         assert_eq!((seconds_left(&terminating, "b"), watch_state.next_group), (Some(10), None));
     }
 
@@ -297,8 +297,8 @@ mod tests {
             ..AllocationTable::default()
         }));
         let (_none, began) = watch::channel(None);
-        let shutdown = (Periods::default(), began);
-        tokio::spawn(follow(
+        let shutdown = (ShutdownPeriods::default(), began);
+        tokio::spawn(follow_pods(
             Client::new(service, "default"),
             "n".into(),
             NodePods::new(Arc::clone(&allocator)),

@@ -7,19 +7,23 @@ use tokio::sync::watch;
 
 use crate::args::AgentArgs;
 use crate::files::watch_directory;
-use crate::termination::shutdown::{Periods, ShutdownStart};
+use crate::termination::shutdown::{ShutdownPeriods, ShutdownStart};
 
 /// Name of the record in the kubelet's directory.
 const SHUTDOWN_RECORD_FILE: &str = "graceful_node_shutdown_state";
 /// Interval between reads of the record if inotify does not work.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
+const SHUTDOWN_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Follows shutdowns if the kubelet's settings are known. Returns at once otherwise.
-pub(super) async fn watch(args: &AgentArgs, periods: Periods, record: watch::Sender<Option<Instant>>) {
+pub(super) async fn watch_shutdowns(
+    args: &AgentArgs,
+    periods: ShutdownPeriods,
+    record: watch::Sender<Option<Instant>>,
+) {
     // Without these settings, the kubelet terminates no pods when the node shuts down.
     if !periods.is_empty() {
         let kubelet = args.host_root.join(args.kubelet_dir.strip_prefix("/").unwrap_or(&args.kubelet_dir));
-        follow(kubelet, args.proc.clone(), periods, record).await;
+        follow_shutdown_record(kubelet, args.proc.clone(), periods, record).await;
     }
 }
 
@@ -30,7 +34,12 @@ fn uptime(proc: &Path) -> Option<Duration> {
 }
 
 /// Follows the kubelet's record, forever.
-async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, began: watch::Sender<Option<Instant>>) {
+async fn follow_shutdown_record(
+    kubelet: PathBuf,
+    proc: PathBuf,
+    periods: ShutdownPeriods,
+    began: watch::Sender<Option<Instant>>,
+) {
     let mut last: Option<ShutdownStart> = None;
     let read = || {
         let uptime = uptime(&proc).unwrap_or_default();
@@ -50,7 +59,7 @@ async fn follow(kubelet: PathBuf, proc: PathBuf, periods: Periods, began: watch:
     let unwatched = |error| {
         tracing::debug!(%error, path = %kubelet.display(), "failed to watch the kubelet's directory; polling it instead");
     };
-    watch_directory(&kubelet, POLL_INTERVAL, read, unwatched).await;
+    watch_directory(&kubelet, SHUTDOWN_POLL_INTERVAL, read, unwatched).await;
 }
 
 #[cfg(test)]
@@ -66,7 +75,7 @@ mod tests {
         std::fs::create_dir_all(&proc).unwrap();
         std::fs::write(proc.join("uptime"), "86400.25 100.00\n").unwrap();
         let (sender, mut began) = watch::channel(None);
-        tokio::spawn(follow(kubelet.clone(), proc, periods(), sender));
+        tokio::spawn(follow_shutdown_record(kubelet.clone(), proc, periods(), sender));
         let write = |end: &str| {
             let record = format!(r#"{{"startTime":"{}","endTime":"{end}"}}"#, Timestamp::now());
             std::fs::write(kubelet.join(".tmp"), record).unwrap();

@@ -13,14 +13,14 @@ use crate::tenants::snapshot::TenantSnapshot;
 use crate::tenants::violations::{ProcessId, ProcessSample, SampledProcess};
 
 /// Deadline for NVML's answer about a GPU.
-const GPU_DEADLINE: Duration = Duration::from_secs(5);
+const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time that a round waits for the GPUs that it queried. A later answer belongs to the next
 /// round.
 const ROUND_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Result of a round.
 #[derive(Debug, Default)]
-pub(crate) struct Round {
+pub(crate) struct SampleRound {
     /// The processes on the devices that answered.
     pub(crate) sample: ProcessSample,
     /// Devices of GPUs that have not answered yet. Suspected violations on these devices remain
@@ -31,7 +31,7 @@ pub(crate) struct Round {
 }
 
 /// Result of one query.
-struct Answer {
+struct GpuAnswer {
     gpu: String,
     sample: Result<ProcessSample, NvmlError>,
 }
@@ -45,8 +45,8 @@ pub(crate) struct ProcessObserver {
     workers: BTreeMap<String, Worker>,
     /// Devices that are being queried, by GPU.
     in_progress: BTreeMap<String, Vec<String>>,
-    sender: mpsc::UnboundedSender<Answer>,
-    answers: mpsc::UnboundedReceiver<Answer>,
+    sender: mpsc::UnboundedSender<GpuAnswer>,
+    answers: mpsc::UnboundedReceiver<GpuAnswer>,
 }
 
 impl ProcessObserver {
@@ -61,34 +61,38 @@ impl ProcessObserver {
     ///
     /// # Errors
     /// Returns an error if a thread cannot be started.
-    pub(crate) async fn round(&mut self, snapshot: &Arc<TenantSnapshot>, devices: &[String]) -> std::io::Result<Round> {
+    pub(crate) async fn run_round(
+        &mut self,
+        snapshot: &Arc<TenantSnapshot>,
+        devices: &[String],
+    ) -> std::io::Result<SampleRound> {
         let end = Instant::now() + ROUND_TIMEOUT;
         let mut queried = BTreeSet::new();
         for (gpu, devices) in group_by_gpu(snapshot, devices) {
             if !self.in_progress.contains_key(&gpu) {
-                self.query(gpu.clone(), devices, Arc::clone(snapshot))?;
+                self.query_gpu(gpu.clone(), devices, Arc::clone(snapshot))?;
                 queried.insert(gpu);
             }
         }
-        let mut round = Round::default();
+        let mut round = SampleRound::default();
         while !queried.is_empty() {
             match tokio::time::timeout_at(end.into(), self.answers.recv()).await {
                 Ok(Some(answer)) => {
                     queried.remove(&answer.gpu);
-                    self.record(answer, &mut round);
+                    self.record_answer(answer, &mut round);
                 }
                 Ok(None) | Err(_) => break,
             }
         }
         while let Ok(answer) = self.answers.try_recv() {
-            self.record(answer, &mut round);
+            self.record_answer(answer, &mut round);
         }
         round.waiting = self.in_progress.values().flatten().cloned().collect();
         Ok(round)
     }
 
     /// Requests the processes of a GPU from its worker thread, and starts the thread on first use.
-    fn query(&mut self, gpu: String, devices: Vec<String>, snapshot: Arc<TenantSnapshot>) -> std::io::Result<()> {
+    fn query_gpu(&mut self, gpu: String, devices: Vec<String>, snapshot: Arc<TenantSnapshot>) -> std::io::Result<()> {
         let worker = match self.workers.get(&gpu) {
             Some(worker) => worker.clone(),
             None => {
@@ -101,15 +105,15 @@ impl ProcessObserver {
         let (proc, sender) = (self.proc.clone(), self.sender.clone());
         tokio::spawn(async move {
             let sample =
-                worker.call(GPU_DEADLINE, move |gpus| sample_processes(gpus, &proc, &snapshot, &devices)).await;
+                worker.call(GPU_CALL_TIMEOUT, move |gpus| sample_processes(gpus, &proc, &snapshot, &devices)).await;
             // The channel is closed only when the agent ends.
-            let _ = sender.send(Answer { gpu, sample });
+            let _ = sender.send(GpuAnswer { gpu, sample });
         });
         Ok(())
     }
 
     /// Adds a GPU's answer to the round.
-    fn record(&mut self, Answer { gpu, sample }: Answer, round: &mut Round) {
+    fn record_answer(&mut self, GpuAnswer { gpu, sample }: GpuAnswer, round: &mut SampleRound) {
         self.in_progress.remove(&gpu);
         match sample {
             Ok(ProcessSample { devices, daemon_pods }) => {
@@ -250,7 +254,7 @@ mod tests {
         (trigger, ProcessObserver::new(library, "/proc".into()), snapshot, in_use)
     }
 
-    fn sampled_devices(round: &Round) -> Vec<&str> {
+    fn sampled_devices(round: &SampleRound) -> Vec<&str> {
         round.sample.devices.keys().map(String::as_str).collect()
     }
 
@@ -258,16 +262,16 @@ mod tests {
     async fn a_hanging_gpu_is_omitted_delays_others_once_and_returns() {
         let (trigger, mut observer, snapshot, devices) =
             fake_nvml(&[("GPU-a", "GPU-a"), ("GPU-b", "GPU-b"), ("GPU-c", "GPU-c")]);
-        let first = observer.round(&snapshot, &devices).await.unwrap();
+        let first = observer.run_round(&snapshot, &devices).await.unwrap();
         assert_eq!((sampled_devices(&first), first.unreachable.len()), (vec!["GPU-a", "GPU-c"], 0));
         assert_eq!(first.waiting, BTreeSet::from(["GPU-b".to_owned()]));
         let begun = Instant::now();
-        let second = observer.round(&snapshot, &devices).await.unwrap();
+        let second = observer.run_round(&snapshot, &devices).await.unwrap();
         assert_eq!(sampled_devices(&second), ["GPU-a", "GPU-c"]);
         assert!(begun.elapsed() < ROUND_TIMEOUT, "the second round does not wait for it");
         // After the deadline, the call fails. Only one thread queries the GPU even then.
         let unreachable = loop {
-            let round = observer.round(&snapshot, &devices).await.unwrap();
+            let round = observer.run_round(&snapshot, &devices).await.unwrap();
             assert_eq!(sampled_devices(&round), ["GPU-a", "GPU-c"]);
             if !round.unreachable.is_empty() {
                 break round;
@@ -279,7 +283,7 @@ mod tests {
         for _ in 0..1000 {
             trigger.send(()).unwrap();
         }
-        while sampled_devices(&observer.round(&snapshot, &devices).await.unwrap()) != ["GPU-a", "GPU-b", "GPU-c"] {
+        while sampled_devices(&observer.run_round(&snapshot, &devices).await.unwrap()) != ["GPU-a", "GPU-b", "GPU-c"] {
             tokio::task::yield_now().await;
         }
     }
@@ -288,10 +292,10 @@ mod tests {
     async fn a_failing_device_does_not_hide_others_of_its_gpu() {
         let (_trigger, mut observer, snapshot, devices) =
             fake_nvml(&[("MIG-a", "GPU-m"), ("MIG-lost", "GPU-m"), ("GPU-c", "GPU-c")]);
-        let round = observer.round(&snapshot, &devices).await.unwrap();
+        let round = observer.run_round(&snapshot, &devices).await.unwrap();
         assert_eq!((sampled_devices(&round), round.unreachable.len()), (vec!["GPU-c", "MIG-a"], 0));
         let (_trigger, mut observer, snapshot, devices) = fake_nvml(&[("MIG-lost", "GPU-m")]);
-        let round = observer.round(&snapshot, &devices).await.unwrap();
+        let round = observer.run_round(&snapshot, &devices).await.unwrap();
         assert_eq!((sampled_devices(&round).len(), round.unreachable.len()), (0, 1));
     }
 }

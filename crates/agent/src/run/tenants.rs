@@ -12,7 +12,7 @@ use k8s_openapi::jiff::Timestamp;
 use tokio::sync::{mpsc, watch};
 
 use super::input::Input;
-use super::tenant_processes::{ProcessObserver, Round};
+use super::tenant_processes::{ProcessObserver, SampleRound};
 use crate::event::PodEvent;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
@@ -69,9 +69,10 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
             }
             continue;
         }
-        let round = observer.round(&before, &devices).await.context("failed to start a tenant watch's NVML thread")?;
+        let round =
+            observer.run_round(&before, &devices).await.context("failed to start a tenant watch's NVML thread")?;
         log_unreachable(&round, &before, &mut unreachable, &metrics);
-        let Round { sample, waiting, .. } = round;
+        let SampleRound { sample, waiting, .. } = round;
         // Read the snapshot again: the MPS host may have reported more clients during the round.
         let now = Arc::clone(&snapshot.borrow_and_update());
         let changes = {
@@ -101,7 +102,7 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
             }
         }
         for (device, process) in changes.terminate {
-            tokio::spawn(terminate(link.clone(), device, process));
+            tokio::spawn(terminate_client(link.clone(), device, process));
         }
         let all = findings.statuses();
         if all != reported {
@@ -116,7 +117,12 @@ async fn run_rounds(parts: WatchParts) -> anyhow::Result<()> {
 }
 
 /// Logs each GPU once when it stops or starts to report its processes.
-fn log_unreachable(round: &Round, snapshot: &TenantSnapshot, unreachable: &mut BTreeSet<String>, metrics: &Metrics) {
+fn log_unreachable(
+    round: &SampleRound,
+    snapshot: &TenantSnapshot,
+    unreachable: &mut BTreeSet<String>,
+    metrics: &Metrics,
+) {
     for (gpu, error) in &round.unreachable {
         metrics.count_error("tenants");
         if unreachable.insert(gpu.clone()) {
@@ -136,7 +142,7 @@ fn log_unreachable(round: &Round, snapshot: &TenantSnapshot, unreachable: &mut B
 
 /// Terminates an MPS client's contexts, which frees their memory. A later signal to the process
 /// interrupts no kernel.
-async fn terminate(link: HostLink, device: String, process: ProcessId) {
+async fn terminate_client(link: HostLink, device: String, process: ProcessId) {
     let request = Request::Terminate { device: device.clone(), pid: process.pid };
     let pid = process.pid;
     match link.request(&request, TERMINATION_TIMEOUT).await {
@@ -149,7 +155,7 @@ async fn terminate(link: HostLink, device: String, process: ProcessId) {
 }
 
 /// Watches tenants, forever.
-pub(super) async fn watch(
+pub(super) async fn watch_tenants(
     (library, proc): (Library, PathBuf),
     (link, names, metrics): (HostLink, SharedPodNames, Metrics),
     snapshot: watch::Receiver<Arc<TenantSnapshot>>,

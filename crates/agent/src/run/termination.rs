@@ -12,12 +12,12 @@ use crate::event::NodeEvent;
 use crate::metrics::{Metrics, TerminationOutcome};
 use crate::mps;
 use crate::termination::pods::TerminatingPods;
-use crate::termination::process::{self, Process};
-use crate::termination::{Client, ClientKey, Outcome, Terminations};
+use crate::termination::process::{self, LiveProcess};
+use crate::termination::{AttemptOutcome, Client, ClientKey, Terminations};
 
 /// Deadline for the MPS host's reply. The MPS host replies within 8 s, including up to 4 s of
 /// waiting for a busy daemon.
-const REQUEST_DEADLINE: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Terminates clients of terminating pods, forever.
 pub(super) async fn run(
@@ -32,10 +32,10 @@ pub(super) async fn run(
         let clients = clients_of_terminating_pods(&pods.borrow_and_update(), &views.borrow_and_update(), &mut known);
         let decision = terminations.decide(clients, Instant::now());
         for (client, why) in decision.report {
-            report_late(&client, &why, &events, &metrics);
+            report_late_termination(&client, &why, &events, &metrics);
         }
         for client in decision.terminate {
-            attempts.spawn(terminate(link.clone(), client));
+            attempts.spawn(terminate_client(link.clone(), client));
         }
         let again = decision.next_check.map(tokio::time::Instant::from_std);
         tokio::select! {
@@ -45,7 +45,7 @@ pub(super) async fn run(
             Some(answer) = attempts.join_next() => {
                 let (client, outcome, began) = answer.context("the task that terminates a client failed")?;
                 log_outcome(&client, &outcome, began, &metrics);
-                terminations.record(&client.key, &outcome, Instant::now());
+                terminations.record_outcome(&client.key, &outcome, Instant::now());
             }
             () = async {
                 match again {
@@ -75,7 +75,7 @@ fn clients_of_terminating_pods(
             let key = ClientKey { device: device.clone(), pid: client.pid };
             let uids = before.remove(&key).unwrap_or_else(|| process::pods_of(client.pid));
             if let Some((pod, deadlines)) = pods.find(&uids, client.allocation.as_deref())
-                && let Some(Process { survives_sigterm, stopped }) = Process::read(client.pid)
+                && let Some(LiveProcess { survives_sigterm, stopped }) = LiveProcess::read(client.pid)
             {
                 found.push(Client { key: key.clone(), pod: pod.to_owned(), deadlines, survives_sigterm, stopped });
             }
@@ -87,24 +87,24 @@ fn clients_of_terminating_pods(
 
 /// Requests the termination of a client from the MPS host. Also returns the time at which the
 /// request began.
-async fn terminate(link: mps::link::HostLink, client: Client) -> (Client, Outcome, Instant) {
+async fn terminate_client(link: mps::link::HostLink, client: Client) -> (Client, AttemptOutcome, Instant) {
     let began = Instant::now();
     let ClientKey { device, pid } = client.key.clone();
-    let outcome = match link.request(&Request::Terminate { device, pid }, REQUEST_DEADLINE).await {
-        Ok(Reply::Done) => Outcome::Terminated,
-        Ok(Reply::NoContext) => Outcome::NoContext,
-        Ok(Reply::Error { message }) | Err(message) => Outcome::Failed(message),
-        Ok(Reply::Status(_)) => Outcome::Failed("the MPS host sent an unexpected answer".into()),
+    let outcome = match link.request(&Request::Terminate { device, pid }, REQUEST_TIMEOUT).await {
+        Ok(Reply::Done) => AttemptOutcome::Terminated,
+        Ok(Reply::NoContext) => AttemptOutcome::NoContext,
+        Ok(Reply::Error { message }) | Err(message) => AttemptOutcome::Failed(message),
+        Ok(Reply::Status(_)) => AttemptOutcome::Failed("the MPS host sent an unexpected answer".into()),
     };
     (client, outcome, began)
 }
 
-fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Metrics) {
+fn log_outcome(client: &Client, outcome: &AttemptOutcome, began: Instant, metrics: &Metrics) {
     let Client { key: ClientKey { device, pid }, pod, deadlines, survives_sigterm, .. } = client;
     let took_ms = began.elapsed().as_millis();
     let since_deletion_ms = deadlines.since.elapsed().as_millis();
     match outcome {
-        Outcome::Terminated => {
+        AttemptOutcome::Terminated => {
             metrics.count_termination(TerminationOutcome::Done);
             tracing::info!(
                 pod,
@@ -116,17 +116,17 @@ fn log_outcome(client: &Client, outcome: &Outcome, began: Instant, metrics: &Met
                 "terminated a client of a terminating pod"
             );
         }
-        Outcome::NoContext => {
+        AttemptOutcome::NoContext => {
             tracing::debug!(pod, pid, device, "a client of a terminating pod has no context");
         }
-        Outcome::Failed(why) => {
+        AttemptOutcome::Failed(why) => {
             metrics.count_termination(TerminationOutcome::Failed);
             tracing::warn!(pod, pid, device, took_ms, since_deletion_ms, why, "failed to terminate a client; retrying");
         }
     }
 }
 
-fn report_late(client: &Client, why: &str, events: &mpsc::Sender<NodeEvent>, metrics: &Metrics) {
+fn report_late_termination(client: &Client, why: &str, events: &mpsc::Sender<NodeEvent>, metrics: &Metrics) {
     let Client { key: ClientKey { device, pid }, pod, .. } = client;
     metrics.count_termination(TerminationOutcome::Late);
     tracing::warn!(pod, pid, device, why, "a client was not terminated in time");

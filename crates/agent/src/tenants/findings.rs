@@ -14,9 +14,9 @@ use super::violations::{Assessment, ProcessId, Violation, ViolationKey};
 
 /// Time for which the agent reports a finding after the last sample that shows its violation. The
 /// operator must not miss the finding, and an intermittent violation must remain one finding.
-pub const RETENTION: Duration = Duration::from_secs(10);
+pub const FINDING_RETENTION: Duration = Duration::from_secs(10);
 /// Time for which the agent reports a finding while no sample contains its device.
-const RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
+const FINDING_RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
 /// Maximum number of findings in a `GpuNode`.
 pub const MAX_FINDINGS: usize = 32;
 /// Time for which a process that was an MPS client is exempt from `OutsideMps`. When an MPS server
@@ -61,7 +61,7 @@ pub enum SampleState {
 
 /// Instructions to the caller after a sample.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Changes {
+pub struct FindingChanges {
     /// New findings, to be logged and counted.
     pub new: Vec<FindingStatus>,
     /// Findings to report as Events on their pods.
@@ -84,8 +84,8 @@ impl Findings {
         evicts: impl Fn(&str) -> bool,
         names: &PodNames,
         (now, time): (Instant, Timestamp),
-    ) -> Changes {
-        let mut changes = Changes::default();
+    ) -> FindingChanges {
+        let mut changes = FindingChanges::default();
         self.record_clients(clients, now);
         let previous = std::mem::take(&mut self.previous);
         let violations: Vec<Violation> =
@@ -100,7 +100,7 @@ impl Findings {
             if evict {
                 self.add_clients_to_terminate(&violation, now, &mut changes);
             }
-            self.record(violation, evict, (now, time), &mut changes);
+            self.record_violation(violation, evict, (now, time), &mut changes);
         }
         let pending = |key: &ViolationKey| state(&key.device) == SampleState::Pending;
         self.previous.extend(previous.into_iter().filter(|(key, _)| pending(key)));
@@ -127,7 +127,7 @@ impl Findings {
 
     /// Adds the violation's clients to the clients to terminate, except clients with a request in
     /// the last [`MIN_TERMINATION_INTERVAL`].
-    fn add_clients_to_terminate(&mut self, violation: &Violation, now: Instant, changes: &mut Changes) {
+    fn add_clients_to_terminate(&mut self, violation: &Violation, now: Instant, changes: &mut FindingChanges) {
         for &process in &violation.clients {
             if let Entry::Vacant(entry) = self.terminated.entry(process) {
                 entry.insert(now);
@@ -137,7 +137,13 @@ impl Findings {
     }
 
     /// Adds a confirmed violation as a finding, or updates its existing finding.
-    fn record(&mut self, violation: Violation, evict: bool, (now, time): (Instant, Timestamp), changes: &mut Changes) {
+    fn record_violation(
+        &mut self,
+        violation: Violation,
+        evict: bool,
+        (now, time): (Instant, Timestamp),
+        changes: &mut FindingChanges,
+    ) {
         let Violation { key, gpu, tenant, processes, message, .. } = violation;
         let status = FindingStatus {
             kind: key.kind.to_owned(),
@@ -173,7 +179,7 @@ impl Findings {
     ) {
         self.confirmed.retain(|key, finding| {
             let sampled = state(&key.device) == SampleState::Sampled;
-            let retention = if sampled { RETENTION } else { RETENTION_WITHOUT_SAMPLES };
+            let retention = if sampled { FINDING_RETENTION } else { FINDING_RETENTION_WITHOUT_SAMPLES };
             // The agent terminates the clients first, which ends the violation. The operator must
             // still evict the pod.
             let awaits_eviction = finding.evict && evicts(&key.device) && !finding.status.uid.is_empty();
@@ -183,7 +189,7 @@ impl Findings {
     }
 
     /// Adds to `changes` the findings that no Event has reported and that name their pod.
-    fn add_findings_to_report(&mut self, changes: &mut Changes) {
+    fn add_findings_to_report(&mut self, changes: &mut FindingChanges) {
         let ready = |finding: &&mut Finding| !finding.reported && !finding.status.pod.is_empty();
         for finding in self.confirmed.values_mut().filter(ready) {
             finding.reported = true;
@@ -248,7 +254,7 @@ mod tests {
         }
 
         /// Returns a sample `at` milliseconds after the start.
-        fn sample(&mut self, at: u64, violations: Vec<Violation>) -> Changes {
+        fn sample(&mut self, at: u64, violations: Vec<Violation>) -> FindingChanges {
             let now = self.start + Duration::from_millis(at);
             let Self { evict, state, .. } = *self;
             let clients = std::mem::take(&mut self.clients);

@@ -3,22 +3,22 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-use crate::cgroup::{self, Owner};
+use crate::cgroup::{self, ProcessOwner};
 
 /// Maximum bytes read of a file. `/proc/PID/cgroup` has one line per hierarchy, each with a path of
 /// at most 4 KiB.
-const MAX_BYTES: u64 = 64 << 10;
+const MAX_PROC_FILE_BYTES: u64 = 64 << 10;
 
 /// State of a process, from `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Process {
+pub struct ProcessInfo {
     /// Time from boot to the start of the process, in clock ticks. Together with the pid, it
     /// identifies the process until the node reboots.
     pub start: u64,
     /// Pid of the parent process.
     pub parent: u32,
     /// The pod and container of the process; `None` if the process is in no pod.
-    pub owner: Option<Owner>,
+    pub owner: Option<ProcessOwner>,
 }
 
 /// Reads a process. Returns `None` if the process has ended, or if its pid was reused during the
@@ -26,12 +26,12 @@ pub struct Process {
 ///
 /// # Errors
 /// Returns an error if a file cannot be read or parsed. The process may still run.
-pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
+pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<ProcessInfo>> {
     let directory = proc.join(pid.to_string());
     let read = |name: &str| match File::open(directory.join(name)) {
         Ok(file) => {
             let mut bytes = Vec::new();
-            match file.take(MAX_BYTES).read_to_end(&mut bytes) {
+            match file.take(MAX_PROC_FILE_BYTES).read_to_end(&mut bytes) {
                 Ok(_) => Ok(Some(bytes)),
                 // The process ended after the file was opened.
                 Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => Ok(None),
@@ -52,7 +52,7 @@ pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<Process>> {
     if stat(&after)?.1 != start {
         return Ok(None);
     }
-    Ok(Some(Process { start, parent, owner: cgroup::parse_owner(&String::from_utf8_lossy(&cgroups)) }))
+    Ok(Some(ProcessInfo { start, parent, owner: cgroup::parse_owner(&String::from_utf8_lossy(&cgroups)) }))
 }
 
 /// Parses the parent's pid and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat`
@@ -95,7 +95,7 @@ mod tests {
         fs::write(proc.path().join("7/stat"), PROC_STAT_LINE).unwrap();
         assert_eq!(read_process(proc.path(), 7).unwrap(), None, "it ended between two reads");
         fs::write(proc.path().join("7/cgroup"), "\u{fffd}\n0::/\n").unwrap();
-        assert_eq!(read_process(proc.path(), 7).unwrap(), Some(Process { start: 987_654, parent: 7, owner: None }));
+        assert_eq!(read_process(proc.path(), 7).unwrap(), Some(ProcessInfo { start: 987_654, parent: 7, owner: None }));
         fs::write(proc.path().join("7/stat"), "nonsense").unwrap();
         assert!(read_process(proc.path(), 7).is_err(), "an unreadable process is not an ended one");
     }

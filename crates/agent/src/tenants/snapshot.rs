@@ -9,7 +9,7 @@ use cleave_kubelet::ContainerDevices;
 use crate::allocation::allocation_id;
 use crate::allocation::usage::Allocations;
 use crate::gpu::hardware::Hardware;
-use crate::gpu::layout::{Kind, Layout, parse_slice_id};
+use crate::gpu::layout::{Layout, PoolKind, parse_slice_id};
 use crate::mps::HostView;
 
 /// The shared devices of the node and their allocations at one moment.
@@ -83,7 +83,7 @@ impl TenantSnapshot {
             of_gpu.is_some_and(|spec| spec.enforcement == Enforcement::Evict)
         };
         for (gpu, layout) in layouts.iter().filter(|(gpu, _)| hardware.gpus.contains_key(*gpu)) {
-            for pool in layout.pools.iter().filter(|pool| matches!(pool.kind, Kind::Mps { .. })) {
+            for pool in layout.pools.iter().filter(|pool| matches!(pool.kind, PoolKind::Mps { .. })) {
                 let daemon = view.status.daemons.get(&pool.device);
                 let clients = daemon.iter().flat_map(|daemon| &daemon.clients);
                 let device = SharedDevice {

@@ -5,7 +5,7 @@ use cleave_api::names::finding::{MEMORY_EXCEEDED, NO_SHARE, OUTSIDE_MPS};
 
 use super::names::PodNames;
 use super::snapshot::{Share, SharedDevice, TenantSnapshot};
-use crate::cgroup::Owner;
+use crate::cgroup::ProcessOwner;
 
 /// Tolerance in MiB: NVML may report this much more memory for a container than the container's
 /// shares allow.
@@ -15,9 +15,9 @@ use crate::cgroup::Owner;
 /// MiB (132 SMs) against its limit. A client at its MPS limit therefore shows up to 217 MiB more
 /// than the limit. The tolerance applies once per container, not once per process: the contexts of
 /// all its processes have to fit into its shares, like all other memory.
-pub const TOLERANCE_MIB: u64 = 256;
+pub const MEMORY_TOLERANCE_MIB: u64 = 256;
 
-const MIB: u64 = 1 << 20;
+const BYTES_PER_MIB: u64 = 1 << 20;
 
 /// The processes on the devices that answered, at one moment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub struct SampledProcess {
     /// Pid of the parent process.
     pub parent: u32,
     /// The pod and container of the process.
-    pub owner: Option<Owner>,
+    pub owner: Option<ProcessOwner>,
 }
 
 /// Identifies a process until the node reboots, even if its pid is reused.
@@ -54,7 +54,7 @@ pub struct ProcessId {
 
 /// The memory that a container uses on a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Usage {
+pub struct TenantUsage {
     /// Container that uses the memory.
     pub tenant: Tenant,
     /// UUID of the device.
@@ -84,7 +84,7 @@ pub struct ViolationKey {
     /// UUID of the device.
     pub device: String,
     /// The container; `None` for processes that belong to no pod.
-    pub owner: Option<Owner>,
+    pub owner: Option<ProcessOwner>,
 }
 
 /// A violation of a container's limits in one sample.
@@ -108,7 +108,7 @@ pub struct Violation {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Assessment {
     /// Memory use of each container.
-    pub usage: Vec<Usage>,
+    pub usage: Vec<TenantUsage>,
     /// Processes and containers that exceed limits or bypass MPS.
     pub violations: Vec<Violation>,
     /// All MPS clients.
@@ -120,14 +120,14 @@ pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names:
     let mut assessment = Assessment::default();
     for (uuid, processes) in &sample.devices {
         let Some(device) = snapshot.devices.get(uuid) else { continue };
-        let mut by_owner: BTreeMap<Option<&Owner>, Vec<(&SampledProcess, Role<'_>)>> = BTreeMap::new();
+        let mut by_owner: BTreeMap<Option<&ProcessOwner>, Vec<(&SampledProcess, ProcessRole<'_>)>> = BTreeMap::new();
         for process in processes.iter().filter(|process| !is_daemon(process, device, sample)) {
             by_owner.entry(process.owner.as_ref()).or_default().push((process, role(process, device)));
         }
         for (owner, processes) in by_owner {
-            let clients = processes.iter().filter(|(_, role)| *role != Role::Outside);
+            let clients = processes.iter().filter(|(_, role)| *role != ProcessRole::Outside);
             assessment.clients.extend(clients.map(|(process, _)| process.id));
-            ContainerOnDevice { snapshot, names, uuid, device, owner, processes }.assess(&mut assessment);
+            ContainerOnDevice { snapshot, names, uuid, device, owner, processes }.add_to(&mut assessment);
         }
     }
     assessment
@@ -142,7 +142,7 @@ fn is_daemon(process: &SampledProcess, device: &SharedDevice, sample: &ProcessSa
 
 /// How a process uses the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Role<'a> {
+enum ProcessRole<'a> {
     /// The process is not an MPS client.
     Outside,
     /// The process is an MPS client that connected through the door of this allocation; `None` if
@@ -154,11 +154,11 @@ enum Role<'a> {
 
 /// Returns the role of a process on a device. The driver's report takes precedence over the MPS
 /// host's, because a process can connect to MPS and still compute outside it.
-fn role<'a>(process: &SampledProcess, device: &'a SharedDevice) -> Role<'a> {
+fn role<'a>(process: &SampledProcess, device: &'a SharedDevice) -> ProcessRole<'a> {
     match (process.mps, device.clients.get(&process.id.pid)) {
-        (Some(false), _) | (None, None) => Role::Outside,
-        (_, Some(allocation)) => Role::Client(allocation.as_deref()),
-        (Some(true), None) => Role::NewClient,
+        (Some(false), _) | (None, None) => ProcessRole::Outside,
+        (_, Some(allocation)) => ProcessRole::Client(allocation.as_deref()),
+        (Some(true), None) => ProcessRole::NewClient,
     }
 }
 
@@ -168,52 +168,54 @@ struct ContainerOnDevice<'a> {
     names: &'a PodNames,
     uuid: &'a str,
     device: &'a SharedDevice,
-    owner: Option<&'a Owner>,
-    processes: Vec<(&'a SampledProcess, Role<'a>)>,
+    owner: Option<&'a ProcessOwner>,
+    processes: Vec<(&'a SampledProcess, ProcessRole<'a>)>,
 }
 
 impl ContainerOnDevice<'_> {
     /// Adds the memory use and the violations of the container to `assessment`.
-    fn assess(&self, assessment: &mut Assessment) {
+    fn add_to(&self, assessment: &mut Assessment) {
         let tenant = self.tenant();
         let limit_mib = self.limit_mib(&tenant);
         let bytes =
             self.processes.iter().fold(0_u64, |sum, (process, _)| sum.saturating_add(process.bytes.unwrap_or(0)));
         if !tenant.pod.is_empty() {
             let device = self.uuid.to_owned();
-            assessment.usage.push(Usage { tenant: tenant.clone(), device, bytes, limit_mib });
+            assessment.usage.push(TenantUsage { tenant: tenant.clone(), device, bytes, limit_mib });
         }
-        if let Some(limit) = limit_mib.filter(|limit| bytes / MIB > limit.saturating_add(TOLERANCE_MIB)) {
+        if let Some(limit) =
+            limit_mib.filter(|limit| bytes / BYTES_PER_MIB > limit.saturating_add(MEMORY_TOLERANCE_MIB))
+        {
             let message = format!(
                 "{} uses {} MiB of {}, but its shares allow {limit} MiB. Use less memory, or request more shares. \
                  MPS limits each process separately, and does not limit a process whose CUDA_MPS_PINNED_DEVICE_MEM_LIMIT is invalid",
-                describe(&tenant, self.owner),
-                bytes / MIB,
+                describe_tenant(&tenant, self.owner),
+                bytes / BYTES_PER_MIB,
                 self.uuid
             );
             assessment.violations.push(self.violation(MEMORY_EXCEEDED, &tenant, |_| true, message));
         }
-        let outside = |role: Role<'_>| role == Role::Outside;
+        let outside = |role: ProcessRole<'_>| role == ProcessRole::Outside;
         if let Some(pid) = self.lowest_pid(outside) {
             let message = format!(
                 "process {pid} of {} uses {} outside MPS, where neither SMs nor memory are limited. Use the CUDA_MPS_PIPE_DIRECTORY that Cleave sets in containers with shares",
-                describe(&tenant, self.owner),
+                describe_tenant(&tenant, self.owner),
                 self.uuid
             );
             assessment.violations.push(self.violation(OUTSIDE_MPS, &tenant, outside, message));
         }
-        let without_share = |role: Role<'_>| self.is_client_without_share(role, &tenant);
+        let without_share = |role: ProcessRole<'_>| self.is_client_without_share(role, &tenant);
         if let Some(pid) = self.lowest_pid(without_share) {
             let message = format!(
                 "process {pid} of {} is an MPS client on {} without a share of that device. Request shares, and do not use the MPS socket of another pod",
-                describe(&tenant, self.owner),
+                describe_tenant(&tenant, self.owner),
                 self.uuid
             );
             assessment.violations.push(self.violation(NO_SHARE, &tenant, without_share, message));
         }
     }
 
-    fn lowest_pid(&self, matches: impl Fn(Role<'_>) -> bool) -> Option<u32> {
+    fn lowest_pid(&self, matches: impl Fn(ProcessRole<'_>) -> bool) -> Option<u32> {
         self.processes.iter().filter(|(_, role)| matches(*role)).map(|(process, _)| process.id.pid).min()
     }
 
@@ -222,7 +224,7 @@ impl ContainerOnDevice<'_> {
         &self,
         kind: &'static str,
         tenant: &Tenant,
-        matches: impl Fn(Role<'_>) -> bool,
+        matches: impl Fn(ProcessRole<'_>) -> bool,
         message: String,
     ) -> Violation {
         let causes = || self.processes.iter().filter(|(_, role)| matches(*role));
@@ -231,7 +233,10 @@ impl ContainerOnDevice<'_> {
             gpu: self.device.gpu.clone(),
             tenant: tenant.clone(),
             processes: causes().map(|(process, _)| process.id).collect(),
-            clients: causes().filter(|(_, role)| *role != Role::Outside).map(|(process, _)| process.id).collect(),
+            clients: causes()
+                .filter(|(_, role)| *role != ProcessRole::Outside)
+                .map(|(process, _)| process.id)
+                .collect(),
             message,
         }
     }
@@ -239,8 +244,8 @@ impl ContainerOnDevice<'_> {
     /// Returns the allocations of the doors that the container's clients used.
     fn doors(&self) -> BTreeSet<&str> {
         let through_doors = self.processes.iter().filter_map(|(_, role)| match role {
-            Role::Client(door) => *door,
-            Role::Outside | Role::NewClient => None,
+            ProcessRole::Client(door) => *door,
+            ProcessRole::Outside | ProcessRole::NewClient => None,
         });
         through_doors.collect()
     }
@@ -295,8 +300,8 @@ impl ContainerOnDevice<'_> {
 
     /// Returns whether a process with this role is an MPS client of a pod without a share of the
     /// device. Returns false while the pod's name or the kubelet's list is missing.
-    fn is_client_without_share(&self, role: Role<'_>, tenant: &Tenant) -> bool {
-        let Role::Client(door) = role else { return false };
+    fn is_client_without_share(&self, role: ProcessRole<'_>, tenant: &Tenant) -> bool {
+        let ProcessRole::Client(door) = role else { return false };
         if self.snapshot.shares.is_none()
             || tenant.pod.is_empty()
             || self.shares().any(|share| share.belongs_to(tenant))
@@ -319,7 +324,7 @@ impl Share {
 }
 
 /// Returns words that name a process's owner in a sentence.
-fn describe(tenant: &Tenant, owner: Option<&Owner>) -> String {
+fn describe_tenant(tenant: &Tenant, owner: Option<&ProcessOwner>) -> String {
     match (tenant.pod.as_str(), tenant.container.as_str(), owner) {
         ("", _, None) => "the host (no pod)".to_owned(),
         ("", _, Some(owner)) => format!("the pod with UID {}", owner.pod),
@@ -337,15 +342,15 @@ pub(crate) mod tests {
     const LIMIT_MIB: u64 = 1000;
 
     #[expect(clippy::unnecessary_wraps, reason = "the field of a process is an Option")]
-    pub(crate) fn owner(pod: &str, container: &str) -> Option<Owner> {
-        Some(Owner { pod: pod.into(), container: Some(format!("id-{container}")) })
+    pub(crate) fn owner(pod: &str, container: &str) -> Option<ProcessOwner> {
+        Some(ProcessOwner { pod: pod.into(), container: Some(format!("id-{container}")) })
     }
 
     /// Returns an MPS client in container `c` of pod `p`.
     fn client(pid: u32, mib: u64) -> SampledProcess {
         SampledProcess {
             id: ProcessId { pid, start: u64::from(pid) },
-            bytes: Some(mib * MIB),
+            bytes: Some(mib * BYTES_PER_MIB),
             mps: Some(true),
             parent: 1,
             owner: owner("uid-p", "c"),
@@ -396,13 +401,13 @@ pub(crate) mod tests {
         ProcessSample { devices: [(DEVICE_UUID.to_owned(), processes.to_vec())].into(), ..ProcessSample::default() }
     }
 
-    fn assess(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Assessment {
+    fn assess_processes(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Assessment {
         find_violations(snapshot, &process_sample(processes), &pod_names())
     }
 
     /// Returns the kind and pod of each violation.
     fn violation_kinds(snapshot: &TenantSnapshot, processes: &[SampledProcess]) -> Vec<(&'static str, String)> {
-        let violations = assess(snapshot, processes).violations;
+        let violations = assess_processes(snapshot, processes).violations;
         violations.into_iter().map(|violation| (violation.key.kind, violation.tenant.pod)).collect()
     }
 
@@ -410,16 +415,19 @@ pub(crate) mod tests {
     fn memory_is_summed_per_container_and_the_tolerance_counts_once() {
         let snapshot = snapshot(&[(1, Some("a")), (2, Some("a")), (3, Some("b"))]);
         let neighbour = SampledProcess { owner: owner("uid-q", "c"), ..client(3, 900) };
-        for (mib, over) in
-            [((500, 500), false), ((LIMIT_MIB, TOLERANCE_MIB), false), ((LIMIT_MIB, TOLERANCE_MIB + 1), true)]
-        {
-            let assessment = assess(&snapshot, &[client(1, mib.0), client(2, mib.1), neighbour.clone()]);
+        for (mib, over) in [
+            ((500, 500), false),
+            ((LIMIT_MIB, MEMORY_TOLERANCE_MIB), false),
+            ((LIMIT_MIB, MEMORY_TOLERANCE_MIB + 1), true),
+        ] {
+            let assessment = assess_processes(&snapshot, &[client(1, mib.0), client(2, mib.1), neighbour.clone()]);
             let pods: Vec<_> = assessment.violations.iter().map(|violation| violation.tenant.pod.as_str()).collect();
             assert_eq!(pods, if over { vec!["p"] } else { vec![] }, "{mib:?}");
-            let usage: Vec<_> = assessment.usage.iter().map(|usage| (usage.bytes / MIB, usage.limit_mib)).collect();
+            let usage: Vec<_> =
+                assessment.usage.iter().map(|usage| (usage.bytes / BYTES_PER_MIB, usage.limit_mib)).collect();
             assert_eq!(usage, [(mib.0 + mib.1, Some(LIMIT_MIB)), (900, Some(LIMIT_MIB))]);
         }
-        let violations = assess(&snapshot, &[client(1, 3000)]).violations;
+        let violations = assess_processes(&snapshot, &[client(1, 3000)]).violations;
         let message = &violations[0].message;
         assert!(message.contains("container c of pod ns/p uses 3000 MiB of GPU-a"), "{message}");
         assert!(message.contains("its shares allow 1000 MiB"), "{message}");
@@ -451,7 +459,7 @@ pub(crate) mod tests {
         init.shares = Some(vec![share("q", "b")]);
         assert_eq!(violation_kinds(&init, &[client(1, LIMIT_MIB * 2)]), []);
         assert_eq!(
-            violation_kinds(&init, &[client(1, LIMIT_MIB * 2 + TOLERANCE_MIB + 1)]),
+            violation_kinds(&init, &[client(1, LIMIT_MIB * 2 + MEMORY_TOLERANCE_MIB + 1)]),
             [(MEMORY_EXCEEDED, "p".to_owned())]
         );
         init.shares = None;
@@ -465,7 +473,8 @@ pub(crate) mod tests {
     #[test]
     fn a_container_without_a_known_id_is_identified_by_its_door() {
         let snapshot = snapshot(&[(1, Some("a"))]);
-        let assessment = assess(&snapshot, &[SampledProcess { owner: owner("uid-p", "new"), ..client(1, 500) }]);
+        let assessment =
+            assess_processes(&snapshot, &[SampledProcess { owner: owner("uid-p", "new"), ..client(1, 500) }]);
         assert_eq!(
             (assessment.usage[0].tenant.container.as_str(), assessment.usage[0].limit_mib),
             ("c", Some(LIMIT_MIB))
@@ -511,7 +520,7 @@ pub(crate) mod tests {
     #[test]
     fn a_process_in_no_pod_is_reported_for_the_host() {
         let process = SampledProcess { owner: None, mps: Some(false), ..client(7, 100) };
-        let assessment = assess(&snapshot(&[]), &[process]);
+        let assessment = assess_processes(&snapshot(&[]), &[process]);
         let violation = &assessment.violations[0];
         assert_eq!((assessment.usage.len(), violation.tenant.clone()), (0, Tenant::default()));
         assert!(violation.message.contains("process 7 of the host (no pod) uses"), "{}", violation.message);

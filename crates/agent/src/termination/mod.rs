@@ -15,13 +15,13 @@ pub mod shutdown;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use self::pods::Deadlines;
+use self::pods::TerminationDeadlines;
 
 /// Time from a client's deadline until the agent reports that the client still runs. This time is
 /// shorter than a `preStop` sleep of one second.
-const REPORT_DELAY: Duration = Duration::from_millis(500);
+const LATE_CLIENT_REPORT_DELAY: Duration = Duration::from_millis(500);
 /// First and maximum backoff after a failed attempt.
-const RETRY_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+const ATTEMPT_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// Interval between attempts to terminate a client that has no context, or that is stopped.
 const RECHECK_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -42,7 +42,7 @@ pub struct Client {
     /// `namespace/name` of its pod.
     pub pod: String,
     /// Deadlines of its pod.
-    pub deadlines: Deadlines,
+    pub deadlines: TerminationDeadlines,
     /// Whether the process continues after SIGTERM.
     pub survives_sigterm: bool,
     /// Whether the process is stopped. MPS would wait for the process, and all other clients would
@@ -52,7 +52,7 @@ pub struct Client {
 
 /// The outcome of one attempt to terminate a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
+pub enum AttemptOutcome {
     /// All contexts of the client are destroyed.
     Terminated,
     /// The client has no context, so no kernel is in flight. The client can still create a context.
@@ -63,7 +63,7 @@ pub enum Outcome {
 
 /// Instructions to the caller.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Decision {
+pub struct TerminationDecision {
     /// Clients to terminate now, at most one per device. Pass each outcome to
     /// [`Terminations::record`].
     pub terminate: Vec<Client>,
@@ -77,14 +77,14 @@ pub struct Decision {
 /// Tracks the clients that are due for termination.
 #[derive(Debug, Default)]
 pub struct Terminations {
-    attempts: BTreeMap<ClientKey, Attempts>,
+    attempts: BTreeMap<ClientKey, ClientAttempts>,
     /// Devices with a request in progress. An MPS daemon handles one request at a time.
     busy: BTreeSet<String>,
 }
 
 /// The attempts to terminate one client.
 #[derive(Debug)]
-struct Attempts {
+struct ClientAttempts {
     terminated: bool,
     /// When the client became due.
     due: Instant,
@@ -98,10 +98,10 @@ struct Attempts {
 impl Terminations {
     /// Decides which clients to terminate and report now. `clients` are all clients of terminating
     /// pods.
-    pub fn decide(&mut self, clients: Vec<Client>, now: Instant) -> Decision {
+    pub fn decide(&mut self, clients: Vec<Client>, now: Instant) -> TerminationDecision {
         let listed: BTreeSet<&ClientKey> = clients.iter().map(|client| &client.key).collect();
         self.attempts.retain(|key, _| listed.contains(key));
-        let mut decision = Decision::default();
+        let mut decision = TerminationDecision::default();
         let mut check_at = |at: Instant| {
             let at = at.max(now);
             decision.next_check = Some(decision.next_check.map_or(at, |earlier| earlier.min(at)));
@@ -113,7 +113,7 @@ impl Terminations {
                 check_at(due);
                 continue;
             }
-            let first = Attempts {
+            let first = ClientAttempts {
                 terminated: false,
                 due: now,
                 failures: 0,
@@ -130,7 +130,7 @@ impl Terminations {
                 attempts.last_error = Some("the process is stopped, and MPS would wait for it".into());
             }
             // A stopped client cannot be terminated in time: report it at once.
-            let report_at = if client.stopped { now } else { attempts.due + REPORT_DELAY };
+            let report_at = if client.stopped { now } else { attempts.due + LATE_CLIENT_REPORT_DELAY };
             if !attempts.reported && now >= report_at {
                 attempts.reported = true;
                 let error = attempts.last_error.clone();
@@ -159,18 +159,18 @@ impl Terminations {
     }
 
     /// Records the outcome of an attempt.
-    pub fn record(&mut self, key: &ClientKey, outcome: &Outcome, now: Instant) {
+    pub fn record_outcome(&mut self, key: &ClientKey, outcome: &AttemptOutcome, now: Instant) {
         self.busy.remove(&key.device);
         // A client that is no longer listed has ended, whatever the outcome.
         let Some(attempts) = self.attempts.get_mut(key) else { return };
         match outcome {
-            Outcome::Terminated => attempts.terminated = true,
-            Outcome::NoContext => {
+            AttemptOutcome::Terminated => attempts.terminated = true,
+            AttemptOutcome::NoContext => {
                 (attempts.due, attempts.not_before) = (now + RECHECK_INTERVAL, now + RECHECK_INTERVAL);
                 attempts.last_error = None;
             }
-            Outcome::Failed(error) => {
-                let pause = RETRY_BACKOFF.0.saturating_mul(1 << attempts.failures.min(8)).min(RETRY_BACKOFF.1);
+            AttemptOutcome::Failed(error) => {
+                let pause = ATTEMPT_BACKOFF.0.saturating_mul(1 << attempts.failures.min(8)).min(ATTEMPT_BACKOFF.1);
                 attempts.failures += 1;
                 attempts.not_before = now + pause;
                 attempts.last_error = Some(error.clone());
@@ -203,7 +203,7 @@ mod tests {
     }
 
     /// Returns the pids of the clients to terminate.
-    fn pids(decision: &Decision) -> Vec<u32> {
+    fn pids(decision: &TerminationDecision) -> Vec<u32> {
         decision.terminate.iter().map(|client| client.key.pid).collect()
     }
 
@@ -215,14 +215,14 @@ mod tests {
         let mut terminations = Terminations::default();
         let decision = terminations.decide(clients().to_vec(), now);
         assert_eq!(pids(&decision), [1]);
-        assert_eq!(decision.next_check, Some(now + REPORT_DELAY));
-        terminations.record(&clients()[0].key, &Outcome::Terminated, now + millis(5));
+        assert_eq!(decision.next_check, Some(now + LATE_CLIENT_REPORT_DELAY));
+        terminations.record_outcome(&clients()[0].key, &AttemptOutcome::Terminated, now + millis(5));
         let decision = terminations.decide(clients().to_vec(), now + millis(5));
         assert_eq!((decision.terminate.len(), decision.next_check), (0, Some(now + secs(28))), "terminated once");
         let decision = terminations.decide(clients().to_vec(), now + secs(28));
         assert_eq!(pids(&decision), [2]);
-        terminations.record(&clients()[1].key, &Outcome::Terminated, now + secs(28));
-        assert_eq!(terminations.decide(clients().to_vec(), now + secs(29)), Decision::default());
+        terminations.record_outcome(&clients()[1].key, &AttemptOutcome::Terminated, now + secs(28));
+        assert_eq!(terminations.decide(clients().to_vec(), now + secs(29)), TerminationDecision::default());
     }
 
     #[test]
@@ -236,13 +236,13 @@ mod tests {
         assert_eq!(pids(&terminations.decide(all.clone(), now)), [1, 2]);
         assert!(terminations.decide(all.clone(), now).terminate.is_empty());
         // One daemon hangs; the other continues.
-        terminations.record(&all[2].key, &Outcome::Terminated, now);
+        terminations.record_outcome(&all[2].key, &AttemptOutcome::Terminated, now);
         assert_eq!(pids(&terminations.decide(all.clone(), now)), [4]);
-        let reports = terminations.decide(all.clone(), now + REPORT_DELAY).report;
+        let reports = terminations.decide(all.clone(), now + LATE_CLIENT_REPORT_DELAY).report;
         let reports: Vec<(u32, &str)> = reports.iter().map(|(client, why)| (client.key.pid, why.as_str())).collect();
         assert_eq!(reports, [3, 1, 4].map(|pid| (pid, "the MPS host has not answered yet")));
         assert!(terminations.decide(all.clone(), now + secs(9)).report.is_empty(), "once");
-        terminations.record(&all[1].key, &Outcome::Failed("hung".into()), now + secs(9));
+        terminations.record_outcome(&all[1].key, &AttemptOutcome::Failed("hung".into()), now + secs(9));
         assert_eq!(pids(&terminations.decide(all, now + secs(9))), [3], "the other client is next");
     }
 
@@ -261,11 +261,11 @@ mod tests {
                 continue;
             }
             attempts.push((now - start).as_millis());
-            terminations.record(&one.key, &Outcome::Failed("busy".into()), now);
+            terminations.record_outcome(&one.key, &AttemptOutcome::Failed("busy".into()), now);
         }
         assert_eq!(attempts, [0, 100, 300, 700]);
         assert_eq!(reports, [(one.clone(), "busy".to_owned())]);
-        assert_eq!(terminations.decide(Vec::new(), now), Decision::default());
+        assert_eq!(terminations.decide(Vec::new(), now), TerminationDecision::default());
         // A new process with the same pid starts without a history.
         assert_eq!(pids(&terminations.decide(vec![one], now)), [1]);
     }
@@ -282,7 +282,7 @@ mod tests {
         assert_eq!(pids(&decision), [2], "other clients do not wait for it");
         assert_eq!(decision.report.len(), 1);
         assert!(decision.report[0].1.contains("stopped"));
-        terminations.record(&other.key, &Outcome::Terminated, now);
+        terminations.record_outcome(&other.key, &AttemptOutcome::Terminated, now);
         let decision = terminations.decide(vec![stopped], now);
         assert_eq!((decision.report.len(), decision.next_check), (0, Some(now + RECHECK_INTERVAL)));
         assert_eq!(pids(&terminations.decide(vec![one], now + RECHECK_INTERVAL)), [1]);
@@ -298,14 +298,14 @@ mod tests {
             let now = start + RECHECK_INTERVAL * attempt;
             let decision = terminations.decide(vec![one.clone()], now);
             assert_eq!((pids(&decision), decision.report.len()), (vec![1], 0));
-            terminations.record(&one.key, &Outcome::NoContext, now);
+            terminations.record_outcome(&one.key, &AttemptOutcome::NoContext, now);
             assert_eq!(terminations.decide(vec![one.clone()], now).next_check, Some(now + RECHECK_INTERVAL));
         }
     }
 
     /// An event on a node. Events are 100 ms apart.
     #[derive(Debug, Clone)]
-    enum Step {
+    enum NodeStep {
         Delete {
             pod: usize,
             grace: u64,
@@ -335,17 +335,17 @@ mod tests {
         Hang,
     }
 
-    fn steps() -> impl Strategy<Value = Vec<Step>> {
+    fn steps() -> impl Strategy<Value = Vec<NodeStep>> {
         let behaviour =
             prop_oneof![Just(DaemonBehaviour::Work), Just(DaemonBehaviour::Fail), Just(DaemonBehaviour::Hang)];
         let step = prop_oneof![
             2 => (0..6_usize, prop_oneof![Just(0), Just(1), Just(5), Just(30)])
-                .prop_map(|(pod, grace)| Step::Delete { pod, grace }),
-            1 => (0..6_usize).prop_map(|pod| Step::ForceDelete { pod }),
-            1 => (0..12_usize).prop_map(|client| Step::Stop { client }),
-            1 => (0..12_usize).prop_map(|client| Step::Continue { client }),
-            1 => (0..2_usize, behaviour).prop_map(|(device, behaviour)| Step::Daemon { device, behaviour }),
-            20 => Just(Step::Nothing),
+                .prop_map(|(pod, grace)| NodeStep::Delete { pod, grace }),
+            1 => (0..6_usize).prop_map(|pod| NodeStep::ForceDelete { pod }),
+            1 => (0..12_usize).prop_map(|client| NodeStep::Stop { client }),
+            1 => (0..12_usize).prop_map(|client| NodeStep::Continue { client }),
+            1 => (0..2_usize, behaviour).prop_map(|(device, behaviour)| NodeStep::Daemon { device, behaviour }),
+            20 => Just(NodeStep::Nothing),
         ];
         proptest::collection::vec(step, 0..200)
     }
@@ -366,27 +366,27 @@ mod tests {
             let (mut deleted, mut reported, mut overdue_since) = ([false; 6], [false; 12], [None; 12]);
             let mut terminations = Terminations::default();
             let mut hanging: [Option<usize>; 2] = [None; 2];
-            for (number, step) in steps.into_iter().chain(std::iter::repeat_n(Step::Nothing, 310)).enumerate() {
+            for (number, step) in steps.into_iter().chain(std::iter::repeat_n(NodeStep::Nothing, 310)).enumerate() {
                 let now = start + millis(100) * u32::try_from(number).unwrap();
                 match step {
-                    Step::Delete { pod, grace } => {
+                    NodeStep::Delete { pod, grace } => {
                         deleted[pod] = true;
                         pods.observe(observation(&name(pod), Some((grace, grace))), now);
                     }
-                    Step::ForceDelete { pod } => {
+                    NodeStep::ForceDelete { pod } => {
                         deleted[pod] = true;
                         pods.record_removal(&name(pod), now);
                     }
-                    Step::Stop { client } => stopped[client] = true,
-                    Step::Continue { client } => stopped[client] = false,
-                    Step::Daemon { device, behaviour } => daemons[device] = behaviour,
-                    Step::Nothing => {}
+                    NodeStep::Stop { client } => stopped[client] = true,
+                    NodeStep::Continue { client } => stopped[client] = false,
+                    NodeStep::Daemon { device, behaviour } => daemons[device] = behaviour,
+                    NodeStep::Nothing => {}
                 }
                 let pid = |index: usize| u32::try_from(index).unwrap();
                 let key = |index: usize| ClientKey { device: index.rem_euclid(2).to_string(), pid: pid(index) };
                 for device in 0..2 {
                     if daemons[device] != DaemonBehaviour::Hang && let Some(index) = hanging[device].take() {
-                        terminations.record(&key(index), &Outcome::Failed("hung".into()), now);
+                        terminations.record_outcome(&key(index), &AttemptOutcome::Failed("hung".into()), now);
                     }
                 }
                 loop {
@@ -412,10 +412,10 @@ mod tests {
                         match daemons[index % 2] {
                             DaemonBehaviour::Work => {
                                 terminated[index] = true;
-                                terminations.record(&client.key, &Outcome::Terminated, now);
+                                terminations.record_outcome(&client.key, &AttemptOutcome::Terminated, now);
                             }
                             DaemonBehaviour::Fail => {
-                                terminations.record(&client.key, &Outcome::Failed("no".into()), now);
+                                terminations.record_outcome(&client.key, &AttemptOutcome::Failed("no".into()), now);
                             }
                             DaemonBehaviour::Hang => hanging[index % 2] = Some(index),
                         }
@@ -430,7 +430,7 @@ mod tests {
                     // A client is overdue from the first step at which it is due.
                     let since = overdue_since[index].or(due.filter(|due| *due <= now).map(|_| now));
                     overdue_since[index] = since;
-                    let overdue = since.is_some_and(|since| now >= since + REPORT_DELAY);
+                    let overdue = since.is_some_and(|since| now >= since + LATE_CLIENT_REPORT_DELAY);
                     prop_assert!(
                         !overdue || terminated[index] || reported[index],
                         "client {} is neither terminated nor reported", index

@@ -9,20 +9,20 @@ use crate::allocation::allocation_id;
 /// Time for which the agent tracks a pod after the API server has removed the pod. The programs of
 /// a pod that was deleted by force may still run: the kubelet grants them the grace period of the
 /// spec.
-const RETENTION: Duration = Duration::from_secs(300);
+const REMOVED_POD_RETENTION: Duration = Duration::from_secs(300);
 /// A `preStop` sleep up to this long only gives the agent time to act. A longer sleep gives the
 /// program time to finish its work.
-const MAX_AGENT_SLEEP: Duration = Duration::from_secs(2);
+const MAX_SLEEP_FOR_AGENT: Duration = Duration::from_secs(2);
 /// Time before the end of the grace period at which clients that survive SIGTERM are terminated.
 /// `terminate_client` takes 3 to 10 ms per client, a GPU has at most 48 clients, and failed
 /// attempts are repeated.
-const MAX_MARGIN: Duration = Duration::from_secs(2);
+const MAX_TERMINATION_MARGIN: Duration = Duration::from_secs(2);
 /// The margin is at most a quarter of the grace period.
 const MIN_GRACE_TO_MARGIN_RATIO: u32 = 4;
 
 /// Maximum grace period or sleep. Longer values count as this maximum: a spec may contain any
 /// 64-bit number of seconds, which would overflow an [`Instant`].
-const MAX_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
+const MAX_GRACE_OR_SLEEP: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// What the API server reports about the termination of a pod with shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,7 +50,7 @@ pub struct Deletion {
 
 /// The deadlines of a terminating pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Deadlines {
+pub struct TerminationDeadlines {
     /// When the termination was first observed.
     pub since: Instant,
     /// When the kubelet kills the remaining programs, as an estimate.
@@ -61,11 +61,11 @@ pub struct Deadlines {
     grace: Duration,
 }
 
-impl Deadlines {
+impl TerminationDeadlines {
     fn new(since: Instant, end: Instant, grace: Duration, sleep: Duration) -> Self {
-        let margin = (grace / MIN_GRACE_TO_MARGIN_RATIO).min(MAX_MARGIN);
+        let margin = (grace / MIN_GRACE_TO_MARGIN_RATIO).min(MAX_TERMINATION_MARGIN);
         let last = end.checked_sub(margin).unwrap_or(since).max(since);
-        let before_sigterm = sleep.checked_sub(MAX_AGENT_SLEEP).map_or(since, |wait| since + wait);
+        let before_sigterm = sleep.checked_sub(MAX_SLEEP_FOR_AGENT).map_or(since, |wait| since + wait);
         Self { since, end, due: (before_sigterm.min(last), last), grace }
     }
 
@@ -87,10 +87,10 @@ impl Deadlines {
 
 /// A pod, its deadlines and its removal.
 #[derive(Debug, PartialEq, Eq)]
-struct Pod {
+struct TerminatingPod {
     name: String,
     /// The deadlines, if the pod terminates.
-    deadlines: Option<Deadlines>,
+    deadlines: Option<TerminationDeadlines>,
     /// When the agent observed that the API server had removed the pod.
     removed: Option<Instant>,
 }
@@ -98,7 +98,7 @@ struct Pod {
 /// The node's pods with shares, and which of them terminate.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct TerminatingPods {
-    by_uid: BTreeMap<String, Pod>,
+    by_uid: BTreeMap<String, TerminatingPod>,
     /// `namespace/name` by allocation, from the kubelet's list.
     holders: BTreeMap<String, String>,
 }
@@ -108,8 +108,8 @@ impl TerminatingPods {
     pub fn observe(&mut self, observation: PodObservation, now: Instant) -> bool {
         self.prune(now);
         let PodObservation { uid, name, sleep, deletion } = observation;
-        let sleep = sleep.min(MAX_WAIT);
-        let deletion = deletion.map(|deletion| Deletion { grace: deletion.grace.min(MAX_WAIT), ..deletion });
+        let sleep = sleep.min(MAX_GRACE_OR_SLEEP);
+        let deletion = deletion.map(|deletion| Deletion { grace: deletion.grace.min(MAX_GRACE_OR_SLEEP), ..deletion });
         let before = self.by_uid.get(&uid);
         if before.is_some_and(|pod| pod.removed.is_some()) {
             return false;
@@ -126,10 +126,10 @@ impl TerminatingPods {
                 // If the agent has observed the pod without a deletion, the deletion is new,
                 // regardless of the clocks. Otherwise the pod's grace period may be almost over.
                 let left = if before.is_some() { grace } else { left.min(grace) };
-                Some(Deadlines::new(now, now + left, grace, sleep))
+                Some(TerminationDeadlines::new(now, now + left, grace, sleep))
             }
         };
-        let pod = Pod { name, deadlines, removed: None };
+        let pod = TerminatingPod { name, deadlines, removed: None };
         let changed = before != Some(&pod);
         self.by_uid.insert(uid, pod);
         changed
@@ -140,7 +140,7 @@ impl TerminatingPods {
     pub fn record_removal(&mut self, uid: &str, now: Instant) -> bool {
         self.prune(now);
         let Some(pod) = self.by_uid.get_mut(uid).filter(|pod| pod.removed.is_none()) else { return false };
-        let immediate = || Deadlines::new(now, now, Duration::ZERO, Duration::ZERO);
+        let immediate = || TerminationDeadlines::new(now, now, Duration::ZERO, Duration::ZERO);
         pod.deadlines = Some(pod.deadlines.map_or_else(immediate, |was| was.with_earlier_end(now, Duration::ZERO)));
         pod.removed = Some(now);
         true
@@ -178,7 +178,7 @@ impl TerminatingPods {
     /// `uids` are the UIDs of the pods whose cgroups contain the client, outermost first. If `uids`
     /// is empty, the pod is the one to which `allocation` belongs, unless another pod with the same
     /// name does not terminate.
-    pub fn find(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, Deadlines)> {
+    pub fn find(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, TerminationDeadlines)> {
         if !uids.is_empty() {
             // The client's pod may be a static pod or a new pod that is not tracked. In this case,
             // a search by allocation could find another pod.
@@ -195,9 +195,9 @@ impl TerminatingPods {
         Some((&first.name, last))
     }
 
-    /// Removes pods whose removal was observed at least [`RETENTION`] ago.
+    /// Removes pods whose removal was observed at least [`REMOVED_POD_RETENTION`] ago.
     fn prune(&mut self, now: Instant) {
-        let old = |removed: Instant| now.saturating_duration_since(removed) >= RETENTION;
+        let old = |removed: Instant| now.saturating_duration_since(removed) >= REMOVED_POD_RETENTION;
         self.by_uid.retain(|_, pod| !pod.removed.is_some_and(old));
     }
 }
@@ -223,7 +223,7 @@ pub(super) mod tests {
 
     /// Returns the start and end of a pod's termination in milliseconds after `start`.
     fn termination_span_ms(pods: &TerminatingPods, uid: &str, start: Instant) -> Option<(u128, u128)> {
-        let (_, Deadlines { since, end, .. }) = pods.find(&[uid.to_owned()], None)?;
+        let (_, TerminationDeadlines { since, end, .. }) = pods.find(&[uid.to_owned()], None)?;
         Some(((since - start).as_millis(), (end - start).as_millis()))
     }
 
@@ -254,7 +254,7 @@ pub(super) mod tests {
         let now = Instant::now();
         let mut pods = TerminatingPods::default();
         let forever = Duration::from_secs(u64::MAX);
-        let longest = MAX_WAIT.as_millis();
+        let longest = MAX_GRACE_OR_SLEEP.as_millis();
         for (uid, observed) in [("a", true), ("b", false)] {
             if observed {
                 pods.observe(PodObservation { sleep: forever, ..observation(uid, None) }, now);
@@ -300,7 +300,7 @@ pub(super) mod tests {
         assert_eq!(termination_span_ms(&pods, "c", now), None);
         assert!(!pods.observe(observation("a", None), now + secs(3)), "an outdated observation");
         assert!(pods.remove_finished("c") && !pods.remove_finished("c"));
-        pods.observe(observation("d", None), now + RETENTION + secs(2));
+        pods.observe(observation("d", None), now + REMOVED_POD_RETENTION + secs(2));
         assert!(!pods.has_terminating(), "pods removed long ago are forgotten");
     }
 
@@ -308,7 +308,7 @@ pub(super) mod tests {
     fn clients_are_due_before_sigterm_or_before_the_grace_period_ends() {
         let now = Instant::now();
         let terminate_at = |grace: u64, sleep: u64, survives_sigterm: bool| {
-            let deadlines = Deadlines::new(now, now + secs(grace), secs(grace), secs(sleep));
+            let deadlines = TerminationDeadlines::new(now, now + secs(grace), secs(grace), secs(sleep));
             (deadlines.terminate_at(survives_sigterm) - now).as_millis()
         };
         for (grace, millis) in [(0, 0), (1, 750), (4, 3000), (8, 6000), (30, 28_000), (3600, 3_598_000)] {
@@ -319,7 +319,7 @@ pub(super) mod tests {
         assert_eq!(terminate_at(30, 30, false), 28_000);
         assert_eq!(terminate_at(0, 15, false), 0);
         // Shortening the grace period does not delay a deadline, although the margin shrinks.
-        let long = Deadlines::new(now, now + secs(8), secs(8), secs(0));
+        let long = TerminationDeadlines::new(now, now + secs(8), secs(8), secs(0));
         assert_eq!(long.terminate_at(true), now + secs(6));
         assert_eq!(long.with_earlier_end(now + secs(8), secs(1)).terminate_at(true), now + secs(6));
         assert_eq!(long.with_earlier_end(now + secs(3), secs(1)).terminate_at(true), now + millis(2750));

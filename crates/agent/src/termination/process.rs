@@ -6,11 +6,11 @@ use std::sync::LazyLock;
 use crate::cgroup;
 
 /// SIGTERM in the masks of `/proc/PID/status`. The lowest bit of a mask is signal 1.
-const SIGTERM: u64 = 1 << 14;
+const SIGTERM_MASK: u64 = 1 << 14;
 
 /// A process that has not ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Process {
+pub(crate) struct LiveProcess {
     /// Whether the process continues after SIGTERM: it handles the signal, waits for it, or ignores
     /// it.
     pub(crate) survives_sigterm: bool,
@@ -18,15 +18,15 @@ pub(crate) struct Process {
     pub(crate) stopped: bool,
 }
 
-impl Process {
+impl LiveProcess {
     /// Reads the process with this pid in the host's pid namespace. Returns `None` if the process
     /// has ended.
     pub(crate) fn read(pid: u32) -> Option<Self> {
         let directory = proc_directory(pid);
-        let status = Status::parse(&read(&directory.join("status"))?)?;
+        let status = SignalStatus::parse(&read_lossily(&directory.join("status"))?)?;
         let survives_sigterm = status.handles || status.blocks && all_threads_block_sigterm(&directory);
-        let stopped = status.state == State::Stopped;
-        (status.state != State::Ended).then_some(Self { survives_sigterm, stopped })
+        let stopped = status.state == RunState::Stopped;
+        (status.state != RunState::Ended).then_some(Self { survives_sigterm, stopped })
     }
 }
 
@@ -36,9 +36,9 @@ impl Process {
 /// processes belong to that pod.
 pub(crate) fn pods_of(pid: u32) -> Vec<String> {
     static OWN: LazyLock<Vec<String>> = LazyLock::new(|| {
-        cgroup::parse_pod_uids(&read(&proc_directory(std::process::id()).join("cgroup")).unwrap_or_default())
+        cgroup::parse_pod_uids(&read_lossily(&proc_directory(std::process::id()).join("cgroup")).unwrap_or_default())
     });
-    let mut pods = cgroup::parse_pod_uids(&read(&proc_directory(pid).join("cgroup")).unwrap_or_default());
+    let mut pods = cgroup::parse_pod_uids(&read_lossily(&proc_directory(pid).join("cgroup")).unwrap_or_default());
     pods.retain(|uid| !OWN.contains(uid));
     pods
 }
@@ -49,7 +49,7 @@ fn proc_directory(pid: u32) -> PathBuf {
 }
 
 /// Reads a file as text, lossily: a program may set its name to any bytes.
-fn read(path: &Path) -> Option<String> {
+fn read_lossily(path: &Path) -> Option<String> {
     fs::read(path).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -58,41 +58,41 @@ fn read(path: &Path) -> Option<String> {
 fn all_threads_block_sigterm(directory: &Path) -> bool {
     let Ok(threads) = fs::read_dir(directory.join("task")) else { return false };
     // Ignore a thread that has ended since the directory was read.
-    let status = |path: &Path| read(&path.join("status")).and_then(|text| Status::parse(&text));
+    let status = |path: &Path| read_lossily(&path.join("status")).and_then(|text| SignalStatus::parse(&text));
     threads.flatten().filter_map(|thread| status(&thread.path())).all(|status| status.blocks)
 }
 
 /// The parts of `/proc/PID/status` that concern SIGTERM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Status {
+struct SignalStatus {
     /// Whether the process handles or ignores SIGTERM. All threads have the same value.
     handles: bool,
     /// Whether this thread blocks SIGTERM.
     blocks: bool,
-    state: State,
+    state: RunState,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+enum RunState {
     Running,
     Stopped,
     Ended,
 }
 
-impl Status {
+impl SignalStatus {
     /// Parses `/proc/PID/status`. Returns `None` if a field is missing or malformed.
     fn parse(text: &str) -> Option<Self> {
         let field =
             |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
-        let has = |name: &str| u64::from_str_radix(field(name)?, 16).ok().map(|mask| mask & SIGTERM != 0);
+        let has = |name: &str| u64::from_str_radix(field(name)?, 16).ok().map(|mask| mask & SIGTERM_MASK != 0);
         let state = field("State")?.chars().next()?;
         Some(Self {
             handles: has("SigCgt")? || has("SigIgn")?,
             blocks: has("SigBlk")?,
             state: match state {
-                'T' | 't' => State::Stopped,
-                'Z' | 'X' | 'x' => State::Ended,
-                _ => State::Running,
+                'T' | 't' => RunState::Stopped,
+                'Z' | 'X' | 'x' => RunState::Ended,
+                _ => RunState::Running,
             },
         })
     }
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn handled_ignored_and_blocked_signals_are_parsed() {
-        let parse = |text: &str| Status::parse(text).map(|status| (status.handles, status.blocks));
+        let parse = |text: &str| SignalStatus::parse(text).map(|status| (status.handles, status.blocks));
         assert_eq!(parse(&proc_status_text("S (sleeping)", 0, 0, 0)), Some((false, false)));
         assert_eq!(parse(&proc_status_text("R (running)", 0, 0, 0x4000)), Some((true, false)));
         assert_eq!(parse(&proc_status_text("R (running)", 0, 0x4000, 0)), Some((true, false)));
@@ -129,25 +129,25 @@ mod tests {
         ] {
             assert_eq!(parse(text), None, "{text}");
         }
-        let state = |state: &str| Status::parse(&proc_status_text(state, 0, 0, 0)).map(|status| status.state);
-        assert_eq!(state("T (stopped)"), Some(State::Stopped));
-        assert_eq!(state("t (tracing stop)"), Some(State::Stopped));
-        assert_eq!(state("Z (zombie)"), Some(State::Ended));
-        assert_eq!(state("D (disk sleep)"), Some(State::Running));
+        let state = |state: &str| SignalStatus::parse(&proc_status_text(state, 0, 0, 0)).map(|status| status.state);
+        assert_eq!(state("T (stopped)"), Some(RunState::Stopped));
+        assert_eq!(state("t (tracing stop)"), Some(RunState::Stopped));
+        assert_eq!(state("Z (zombie)"), Some(RunState::Ended));
+        assert_eq!(state("D (disk sleep)"), Some(RunState::Running));
     }
 
     #[test]
     fn this_process_is_read_and_a_missing_one_is_none() {
-        let own = Process::read(std::process::id()).unwrap();
+        let own = LiveProcess::read(std::process::id()).unwrap();
         assert!(!own.stopped && !own.survives_sigterm, "a test does not handle SIGTERM");
         assert!(pods_of(std::process::id()).is_empty() && pods_of(u32::MAX).is_empty());
-        assert_eq!(Process::read(u32::MAX), None);
+        assert_eq!(LiveProcess::read(u32::MAX), None);
     }
 
     proptest! {
         #[test]
         fn parsing_never_panics(text: String) {
-            let _ = Status::parse(&text);
+            let _ = SignalStatus::parse(&text);
         }
     }
 }

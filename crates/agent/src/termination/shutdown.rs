@@ -15,12 +15,12 @@ use super::pods::{Deletion, PodObservation, TerminatingPods};
 
 /// Maximum time that a shutdown takes beyond the sum of all periods. After that time, the agent
 /// assumes that the kubelet terminates no more pods.
-const MAX_OVERRUN: Duration = Duration::from_secs(60);
+const MAX_SHUTDOWN_OVERRUN: Duration = Duration::from_secs(60);
 
 /// Time that the kubelet waits for one group of pods at shutdown. A group contains the pods with at
 /// least `priority`, and below the priority of the next period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Period {
+pub struct ShutdownPeriod {
     /// The lowest priority of the pods in this group.
     pub priority: i32,
     /// Seconds until the kubelet terminates the next group. Also the maximum grace period of each
@@ -33,7 +33,7 @@ pub struct Period {
 #[error("{0:?} is not PRIORITY=SECONDS with at most 86400 seconds")]
 pub struct InvalidPeriod(String);
 
-impl FromStr for Period {
+impl FromStr for ShutdownPeriod {
     type Err = InvalidPeriod;
 
     fn from_str(text: &str) -> Result<Self, InvalidPeriod> {
@@ -50,11 +50,11 @@ impl FromStr for Period {
 
 /// The kubelet's periods for a graceful shutdown, lowest priority first.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Periods(Vec<Period>);
+pub struct ShutdownPeriods(Vec<ShutdownPeriod>);
 
-impl Periods {
+impl ShutdownPeriods {
     /// Creates the settings from `periods` in any order.
-    pub fn new(mut periods: Vec<Period>) -> Self {
+    pub fn new(mut periods: Vec<ShutdownPeriod>) -> Self {
         periods.sort_unstable();
         Self(periods)
     }
@@ -83,7 +83,7 @@ impl Periods {
 
 /// A pod of the node that has not finished, with shares or without.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pod {
+pub struct ShutdownPod {
     /// Priority of the pod.
     pub priority: i32,
     /// Grace period in the pod's spec.
@@ -94,7 +94,7 @@ pub struct Pod {
 
 /// Progress of a shutdown.
 #[derive(Debug)]
-struct Progress {
+struct ShutdownProgress {
     /// Estimated start of each group that has started. Never later than the real start.
     starts: Vec<Instant>,
     /// Whether the last group in `starts` had pods.
@@ -104,22 +104,22 @@ struct Progress {
 /// The node's pods, and their termination times during a shutdown.
 #[derive(Debug, Default)]
 pub struct Shutdown {
-    periods: Periods,
-    pods: BTreeMap<String, Pod>,
+    periods: ShutdownPeriods,
+    pods: BTreeMap<String, ShutdownPod>,
     /// Whether `pods` is complete.
     listed: bool,
-    progress: Option<Progress>,
+    progress: Option<ShutdownProgress>,
 }
 
 impl Shutdown {
     /// Creates a state without pods, for these settings of the kubelet.
-    pub fn new(periods: Periods) -> Self {
+    pub fn new(periods: ShutdownPeriods) -> Self {
         Self { periods, ..Self::default() }
     }
 
     /// Adds or updates a pod. Returns its observation, with a deletion if the shutdown terminates
     /// the pod.
-    pub fn observe(&mut self, uid: &str, pod: Pod, now: Instant) -> Option<PodObservation> {
+    pub fn observe(&mut self, uid: &str, pod: ShutdownPod, now: Instant) -> Option<PodObservation> {
         let observation = self.observation(&pod, now);
         if !self.periods.is_empty() {
             self.pods.insert(uid.to_owned(), pod);
@@ -140,13 +140,13 @@ impl Shutdown {
 
     /// Sets the start of the shutdown; `None` if the node is not shutting down.
     pub fn set_start(&mut self, start: Option<Instant>) {
-        self.progress = start.map(|start| Progress { starts: vec![start], had_pods: false });
+        self.progress = start.map(|start| ShutdownProgress { starts: vec![start], had_pods: false });
     }
 
     /// Updates `terminating` with the pods that the kubelet terminates now. Returns whether
     /// `terminating` changed, and the time of the next update.
     pub fn update(&mut self, terminating: &mut TerminatingPods, now: Instant) -> (bool, Option<Instant>) {
-        let next_group = self.advance(now);
+        let next_group = self.advance_group(now);
         let mut changed = false;
         for observation in self.pods.values().filter_map(|pod| self.observation(pod, now)) {
             changed |= terminating.observe(observation, now);
@@ -161,7 +161,7 @@ impl Shutdown {
 
     /// Advances to the group that the kubelet terminates now. Returns the latest start of the next
     /// group.
-    fn advance(&mut self, now: Instant) -> Option<Instant> {
+    fn advance_group(&mut self, now: Instant) -> Option<Instant> {
         let Self { periods, pods, listed, progress } = self;
         let progress = progress.as_mut().filter(|_| *listed)?;
         loop {
@@ -188,7 +188,7 @@ impl Shutdown {
 
     /// Returns the pod's observation. If the pod is also being deleted, the shorter grace period
     /// and the shorter remaining time apply.
-    fn observation(&self, pod: &Pod, now: Instant) -> Option<PodObservation> {
+    fn observation(&self, pod: &ShutdownPod, now: Instant) -> Option<PodObservation> {
         let observation = pod.observation.clone()?;
         let shutdown = || {
             let group = self.periods.group_index(pod.priority);
@@ -209,7 +209,7 @@ impl Shutdown {
 /// The kubelet's record of a shutdown.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Record {
+struct ShutdownRecord {
     start_time: Timestamp,
     /// A time in the year 1 while the shutdown has not ended.
     end_time: Timestamp,
@@ -218,10 +218,11 @@ struct Record {
 /// Returns the time since the kubelet started to terminate pods, according to its record. Returns
 /// `None` if the record is malformed, too old or from an earlier boot, or if the shutdown has
 /// ended.
-pub fn elapsed(record: &[u8], now: Timestamp, up: Duration, periods: &Periods) -> Option<Duration> {
-    let Record { start_time, end_time } = serde_json::from_slice(record).ok()?;
+pub fn elapsed_in_shutdown(record: &[u8], now: Timestamp, up: Duration, periods: &ShutdownPeriods) -> Option<Duration> {
+    let ShutdownRecord { start_time, end_time } = serde_json::from_slice(record).ok()?;
     let elapsed = Duration::try_from(now.duration_since(start_time)).ok()?;
-    (end_time < start_time && elapsed < up && elapsed < periods.total_duration() + MAX_OVERRUN).then_some(elapsed)
+    (end_time < start_time && elapsed < up && elapsed < periods.total_duration() + MAX_SHUTDOWN_OVERRUN)
+        .then_some(elapsed)
 }
 
 /// A shutdown in progress, and the record that shows it.
@@ -243,15 +244,16 @@ impl ShutdownStart {
         previous: Option<Self>,
         (now, wall): (Instant, Timestamp),
         up: Duration,
-        periods: &Periods,
+        periods: &ShutdownPeriods,
     ) -> Option<Self> {
         match previous {
             Some(previous) if previous.record == record => {
                 let age = now.saturating_duration_since(previous.at);
-                (age < periods.total_duration() + MAX_OVERRUN).then_some(previous)
+                (age < periods.total_duration() + MAX_SHUTDOWN_OVERRUN).then_some(previous)
             }
             _ => {
-                let at = elapsed(&record, wall, up, periods).and_then(|elapsed| now.checked_sub(elapsed))?;
+                let at =
+                    elapsed_in_shutdown(&record, wall, up, periods).and_then(|elapsed| now.checked_sub(elapsed))?;
                 Some(Self { record, at })
             }
         }
@@ -264,12 +266,12 @@ pub(crate) mod tests {
     use super::*;
 
     /// Returns the groups for batch, ordinary and critical pods.
-    pub(crate) fn periods() -> Periods {
-        Periods::new(["2000000000=10", "0=20", "-5=60"].map(|text| text.parse().unwrap()).to_vec())
+    pub(crate) fn periods() -> ShutdownPeriods {
+        ShutdownPeriods::new(["2000000000=10", "0=20", "-5=60"].map(|text| text.parse().unwrap()).to_vec())
     }
 
-    fn pod(uid: &str, priority: i32, grace: u64, shares: bool) -> Pod {
-        Pod { priority, grace: secs(grace), observation: shares.then(|| observation(uid, None)) }
+    fn pod(uid: &str, priority: i32, grace: u64, shares: bool) -> ShutdownPod {
+        ShutdownPod { priority, grace: secs(grace), observation: shares.then(|| observation(uid, None)) }
     }
 
     /// Returns the end of each pod's termination in seconds after `start`, or `None` if it does not
@@ -297,7 +299,7 @@ pub(crate) mod tests {
             assert_eq!(read(ended, Some(&start_of_first), 2, set), None);
             assert_eq!(read(b"", Some(&start_of_first), 2, set), None);
             assert_eq!(
-                read(&record, Some(&start_of_first), (periods.total_duration() + MAX_OVERRUN).as_secs(), set),
+                read(&record, Some(&start_of_first), (periods.total_duration() + MAX_SHUTDOWN_OVERRUN).as_secs(), set),
                 None,
                 "too old"
             );
@@ -312,7 +314,7 @@ pub(crate) mod tests {
         }
         assert_eq!(periods.total_duration(), secs(90));
         for bad in ["", "0", "=", "0=", "a=1", "0=-1", "0=86401", "2147483648=1"] {
-            assert!(bad.parse::<Period>().is_err(), "{bad}");
+            assert!(bad.parse::<ShutdownPeriod>().is_err(), "{bad}");
         }
     }
 
@@ -369,7 +371,7 @@ pub(crate) mod tests {
         shutdown.retain_listed(&BTreeSet::from(["usual".to_owned()]));
         assert_eq!(shutdown.update(&mut terminating, start), (true, Some(start + secs(20))));
         assert_eq!(ends_in_seconds(&terminating, ["usual", "", ""], start), [Some(20), None, None]);
-        let deleted = Pod { observation: Some(observation("usual", Some((5, 4)))), ..usual() };
+        let deleted = ShutdownPod { observation: Some(observation("usual", Some((5, 4)))), ..usual() };
         let observation = shutdown.observe("usual", deleted, start + secs(1)).unwrap();
         assert_eq!(observation.deletion, Some(Deletion { grace: secs(5), left: secs(4) }), "the shorter one counts");
         // The shutdown was cancelled, so the pod no longer terminates.
@@ -392,8 +394,9 @@ pub(crate) mod tests {
         const ZERO_TIME: &str = "0001-01-01T00:00:00Z";
         let now: Timestamp = "2027-01-15T08:00:10Z".parse().unwrap();
         let record = |start: &str, end: &str| format!(r#"{{"startTime":"{start}","endTime":"{end}"}}"#);
-        let elapsed =
-            |record: &str, up| elapsed(record.as_bytes(), now, secs(up), &periods()).map(|time| time.as_secs());
+        let elapsed = |record: &str, up| {
+            elapsed_in_shutdown(record.as_bytes(), now, secs(up), &periods()).map(|time| time.as_secs())
+        };
         let running = record("2027-01-15T09:00:00.000000001+01:00", ZERO_TIME);
         assert_eq!(elapsed(&running, 3600), Some(9));
         assert_eq!(elapsed(&running, 5), None, "of an earlier boot");

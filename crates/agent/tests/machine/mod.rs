@@ -16,7 +16,7 @@ use cleave_kubelet::fake::{FakeKubelet, FakeKubeletState, FakePodResources};
 use serde_json::Value;
 
 /// Timeout of each wait, long enough for a busy machine.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 pub(crate) const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
 pub(crate) const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
@@ -123,7 +123,7 @@ impl Machine {
 
     /// Kills the first of two agents (SIGKILL).
     pub(crate) fn kill_first_agent(&mut self) {
-        kill(&mut self.first_agent);
+        kill_if_running(&mut self.first_agent);
     }
 
     /// Starts the agent as the chart does: under a supervisor that restarts it.
@@ -188,12 +188,12 @@ impl Machine {
 
     /// Kills the agent (SIGKILL).
     pub(crate) fn kill_agent(&mut self) {
-        kill(&mut self.agent);
+        kill_if_running(&mut self.agent);
     }
 
     /// Kills the MPS host (SIGKILL).
     pub(crate) fn kill_host(&mut self) {
-        kill(&mut self.host);
+        kill_if_running(&mut self.host);
     }
 
     /// Reboots the node: ends all processes, clears all state that a boot clears, and gives the
@@ -258,7 +258,7 @@ impl Machine {
     }
 
     /// Reads the desired file, which the agent writes for the MPS host.
-    pub(crate) fn desired(&self) -> Option<wire::Desired> {
+    pub(crate) fn read_desired_file(&self) -> Option<wire::Desired> {
         serde_json::from_slice(&fs::read(self.path("run/mps/desired.json")).ok()?).ok()
     }
 
@@ -280,7 +280,7 @@ impl Machine {
         what: &str,
         condition: impl Fn(&FakeKubeletState) -> bool,
     ) -> FakeKubeletState {
-        match self.kubelet.wait_for(DEADLINE, condition).await {
+        match self.kubelet.wait_for(TEST_TIMEOUT, condition).await {
             Some(seen) => seen,
             None => self.panic_with_logs(what),
         }
@@ -296,7 +296,7 @@ impl Machine {
 
     /// Waits for a condition. If it is never met, the panic message contains `what`.
     pub(crate) async fn wait_until<T>(&self, what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
-        let end = Instant::now() + DEADLINE;
+        let end = Instant::now() + TEST_TIMEOUT;
         while Instant::now() < end {
             if let Some(value) = condition() {
                 return value;
@@ -368,7 +368,7 @@ impl Drop for Machine {
     }
 }
 
-fn kill(child: &mut Option<Child>) {
+fn kill_if_running(child: &mut Option<Child>) {
     if let Some(mut child) = child.take() {
         kill_child(&mut child);
     }

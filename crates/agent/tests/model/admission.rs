@@ -8,9 +8,9 @@ use cleave_plan::ledger::{Container, Kind as When, device_requests, parts};
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
-use cleave_agent::allocation::allocate::{ChoiceRequest, ResourceView, grant, prefer};
+use cleave_agent::allocation::allocate::{ChoiceRequest, ResourceView, choose_preferred, grant_allocation};
 use cleave_agent::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
-use cleave_agent::gpu::layout::{Kind, Pool, slice_id};
+use cleave_agent::gpu::layout::{Pool, PoolKind, slice_id};
 
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const UNITS_PER_DEVICE: u32 = 10;
@@ -25,33 +25,33 @@ struct Reservation {
 }
 
 #[derive(Debug, Clone)]
-struct Pod {
+struct TestPod {
     bound: BoundPod,
     containers: Vec<Container>,
     /// The ids that were allocated to each admitted container.
     allocated: Vec<Vec<String>>,
 }
 
-impl Pod {
+impl TestPod {
     fn ids(&self) -> BTreeSet<&String> {
         self.allocated.iter().flatten().collect()
     }
 }
 
-struct Node {
+struct AdmissionTest {
     pools: Vec<Pool>,
     pending: PendingAllocations,
     now: Instant,
     /// The ledger's reservations for pods that do not have all their shares yet.
     reservations: Vec<Reservation>,
-    waiting: Vec<Pod>,
-    running: Vec<Pod>,
+    waiting: Vec<TestPod>,
+    running: Vec<TestPod>,
     created: usize,
 }
 
-impl Node {
+impl AdmissionTest {
     fn new(devices: usize) -> Self {
-        let kind = Kind::Mps { memory_mib: vec![], threads: vec![], max_clients: None };
+        let kind = PoolKind::Mps { memory_mib: vec![], threads: vec![], max_clients: None };
         let pool = |device| Pool {
             device: format!("GPU-{device}"),
             resource: MPS_RESOURCE.into(),
@@ -76,7 +76,7 @@ impl Node {
 
     /// Returns the ids of a device that are not allocated.
     fn free_ids(&self, device: &str) -> Vec<String> {
-        let taken: BTreeSet<&String> = self.running.iter().chain(&self.waiting).flat_map(Pod::ids).collect();
+        let taken: BTreeSet<&String> = self.running.iter().chain(&self.waiting).flat_map(TestPod::ids).collect();
         (0..UNITS_PER_DEVICE).map(|unit| slice_id(device, unit)).filter(|id| !taken.contains(id)).collect()
     }
 
@@ -123,7 +123,7 @@ impl Node {
             // The reservation counts only if its pod is known. Add the pod before its next request.
             if request == 0 {
                 let bound = BoundPod { uid: uid.clone(), ..empty_bound_pod() };
-                self.waiting.push(Pod { bound, containers: containers.clone(), allocated: Vec::new() });
+                self.waiting.push(TestPod { bound, containers: containers.clone(), allocated: Vec::new() });
             }
         }
         let reserved: Vec<Reservation> = self.reservations[before..].to_vec();
@@ -139,7 +139,7 @@ impl Node {
         let bound = BoundPod { uid: uid.clone(), name: format!("p{uid}"), requests, ..empty_bound_pod() };
         self.waiting.retain(|pod| pod.bound.uid != uid);
         self.pending.update_pod(bound.clone(), self.now);
-        self.waiting.push(Pod { bound, containers, allocated: Vec::new() });
+        self.waiting.push(TestPod { bound, containers, allocated: Vec::new() });
     }
 
     /// Allocates for the next container of a pod like the kubelet's device manager.
@@ -172,12 +172,13 @@ impl Node {
             let available = [free, must.clone()].concat();
             let reserved = self.pending.open_reservations(MPS_RESOURCE);
             let view = ResourceView { resource: MPS_RESOURCE, pools: &self.pools, reserved: &reserved };
-            prefer(&view, &ChoiceRequest { available: &available, must_include: &must, size })
+            choose_preferred(&view, &ChoiceRequest { available: &available, must_include: &must, size })
         };
-        let granted = grant(&ResourceView { resource: MPS_RESOURCE, pools: &self.pools, reserved: &[] }, &ids);
+        let granted =
+            grant_allocation(&ResourceView { resource: MPS_RESOURCE, pools: &self.pools, reserved: &[] }, &ids);
         prop_assert!(granted.is_ok(), "{granted:?} for {size} of {pod:?}; reservations: {:?}", self.reservations);
         let device = granted.unwrap().devices.remove(0);
-        self.pending.record_answer(MPS_RESOURCE, u32::try_from(size).unwrap(), &device, self.now);
+        self.pending.record_allocate_answer(MPS_RESOURCE, u32::try_from(size).unwrap(), &device, self.now);
         self.swap_reservations(&pod, number, &device);
         self.waiting[index].allocated.push(ids);
         if self.waiting[index].allocated.len() == pod.containers.len() {
@@ -197,7 +198,7 @@ impl Node {
 
     /// Swaps two reservations as the ledger does, if a pod received shares that were reserved for
     /// another pod of the same size.
-    fn swap_reservations(&mut self, pod: &Pod, number: usize, device: &str) {
+    fn swap_reservations(&mut self, pod: &TestPod, number: usize, device: &str) {
         let request = parts(&pod.containers)[number].request;
         let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.request == request;
         let Some(own) = self.reservations.iter().position(is_own) else { return };
@@ -217,11 +218,11 @@ impl Node {
     fn list_allocations(&mut self) {
         // The kubelet does not list shares of init containers. By now it has reported the status of
         // these pods to the API server.
-        let unlisted = |pod: &&Pod| pod.containers.iter().all(|container| container.kind == When::Init);
+        let unlisted = |pod: &&TestPod| pod.containers.iter().all(|container| container.kind == When::Init);
         for pod in self.running.iter().filter(unlisted) {
             self.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, self.now);
         }
-        let row = |pod: &Pod, number: usize, ids: &[String]| ContainerDevices {
+        let row = |pod: &TestPod, number: usize, ids: &[String]| ContainerDevices {
             namespace: pod.bound.namespace.clone(),
             pod: pod.bound.name.clone(),
             container: format!("c{number}"),
@@ -236,7 +237,7 @@ impl Node {
                 }
             }
         }
-        self.pending.record_listed(&rows, self.now);
+        self.pending.record_pod_resources_list(&rows, self.now);
     }
 }
 
@@ -252,7 +253,7 @@ fn empty_bound_pod() -> BoundPod {
 }
 
 #[derive(Debug, Clone)]
-enum Step {
+enum AdmissionStep {
     PodArrives(Vec<(bool, u32)>),
     /// The kubelet admits a pod, and may list allocations after each of its containers.
     Admit(usize, bool),
@@ -262,27 +263,27 @@ enum Step {
     PodEnds(usize),
 }
 
-fn steps(with_init_containers: bool) -> impl Strategy<Value = Vec<Step>> {
+fn steps(with_init_containers: bool) -> impl Strategy<Value = Vec<AdmissionStep>> {
     let container = (if with_init_containers { any::<bool>().boxed() } else { Just(false).boxed() }, 1..=6_u32);
     let step = prop_oneof![
-        4 => prop::collection::vec(container, 1..4).prop_map(Step::PodArrives),
-        4 => (any::<usize>(), any::<bool>()).prop_map(|(pod, lists)| Step::Admit(pod, lists)),
-        1 => Just(Step::ListAllocations),
-        1 => any::<usize>().prop_map(Step::ReportAdmitted),
-        2 => any::<usize>().prop_map(Step::PodEnds),
+        4 => prop::collection::vec(container, 1..4).prop_map(AdmissionStep::PodArrives),
+        4 => (any::<usize>(), any::<bool>()).prop_map(|(pod, lists)| AdmissionStep::Admit(pod, lists)),
+        1 => Just(AdmissionStep::ListAllocations),
+        1 => any::<usize>().prop_map(AdmissionStep::ReportAdmitted),
+        2 => any::<usize>().prop_map(AdmissionStep::PodEnds),
     ];
     prop::collection::vec(step, 1..60)
 }
 
 /// Runs the steps. If `in_order`, the kubelet admits pods in the order of their arrival.
-fn run_steps(devices: usize, steps: Vec<Step>, in_order: bool) -> Result<(), TestCaseError> {
-    let mut node = Node::new(devices);
+fn run_steps(devices: usize, steps: Vec<AdmissionStep>, in_order: bool) -> Result<(), TestCaseError> {
+    let mut node = AdmissionTest::new(devices);
     for step in steps {
         node.now += Duration::from_millis(100);
         match step {
-            Step::PodArrives(shape) => node.add_pod(&shape),
-            Step::Admit(_, _) if node.waiting.is_empty() => {}
-            Step::Admit(pod, lists) => {
+            AdmissionStep::PodArrives(shape) => node.add_pod(&shape),
+            AdmissionStep::Admit(_, _) if node.waiting.is_empty() => {}
+            AdmissionStep::Admit(pod, lists) => {
                 let index = if in_order { 0 } else { pod % node.waiting.len() };
                 for _ in 0..node.waiting[index].containers.len() {
                     node.admit_next_container(index, pod)?;
@@ -291,13 +292,13 @@ fn run_steps(devices: usize, steps: Vec<Step>, in_order: bool) -> Result<(), Tes
                     }
                 }
             }
-            Step::ListAllocations => node.list_allocations(),
-            Step::ReportAdmitted(pod) => {
+            AdmissionStep::ListAllocations => node.list_allocations(),
+            AdmissionStep::ReportAdmitted(pod) => {
                 if let Some(pod) = node.running.get(pod % node.running.len().max(1)) {
                     node.pending.update_pod(BoundPod { admitted: true, ..pod.bound.clone() }, node.now);
                 }
             }
-            Step::PodEnds(pod) => {
+            AdmissionStep::PodEnds(pod) => {
                 if !node.running.is_empty() {
                     let gone = node.running.remove(pod % node.running.len());
                     // The kubelet reports a pod's status before the pod is deleted.

@@ -6,7 +6,7 @@ use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::allocation::{Allocation, MpsLimits};
 use cleave_agent::mps::HostView;
 use cleave_agent::node::Node;
-use cleave_agent::object::Object;
+use cleave_agent::object::GpuNodeState;
 use cleave_agent::tenants::snapshot::TenantSnapshot;
 use cleave_api::GpuNodeSpec;
 use cleave_api::sharingpolicy::Enforcement;
@@ -42,7 +42,7 @@ fn node(enforcement: Enforcement) -> TestNode {
         plan_id: "p".into(),
         gpus: vec![cleave_api::gpunode::GpuSpec { enforcement, ..mps_spec("GPU-a", 10) }],
     };
-    agent.record_object(Object::Present(1, spec));
+    agent.record_gpu_node(GpuNodeState::Present(1, spec));
     TestNode { agent, table: AllocationTable { allocations, ..AllocationTable::default() }, start }
 }
 

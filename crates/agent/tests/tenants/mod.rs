@@ -17,14 +17,14 @@ const PODS: [(&str, &str, char); 2] =
     [("p", "11111111-2222-4333-8444-555555555555", 'a'), ("q", "99999999-2222-4333-8444-555555555555", 'b')];
 
 /// A node with two pods, each with one of ten shares of 1,000 MiB of a GPU.
-struct Node {
+struct NodeWithTenants {
     machine: Machine,
     /// The kubelet's response for each pod.
     responses: Vec<ContainerAllocateResponse>,
     programs: Vec<Child>,
 }
 
-impl Drop for Node {
+impl Drop for NodeWithTenants {
     fn drop(&mut self) {
         for program in &mut self.programs {
             let _ = program.kill();
@@ -46,7 +46,7 @@ fn shares_spec(uuid: &str, enforcement: Enforcement) -> GpuSpec {
     GpuSpec { enforcement, ..spec }
 }
 
-impl Node {
+impl NodeWithTenants {
     /// Returns a node with both pods on one GPU.
     async fn new(enforcement: Enforcement) -> Self {
         Self::with_gpus(1, enforcement).await
@@ -155,7 +155,7 @@ const OUTSIDE_MPS_ENV: (&str, &str) = ("CUDA_MPS_PIPE_DIRECTORY", "/nowhere");
 
 #[tokio::test]
 async fn a_container_over_its_memory_limit_is_reported_and_its_neighbour_is_not() {
-    let mut node = Node::new(Enforcement::Report).await;
+    let mut node = NodeWithTenants::new(Enforcement::Report).await;
     node.start_program(1, &[], &["--allocate", "700", "--hold", "forever"]);
     let pid = node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     let finding = node.wait_for_finding("MemoryExceeded").await;
@@ -179,7 +179,7 @@ async fn a_container_over_its_memory_limit_is_reported_and_its_neighbour_is_not(
 
 #[tokio::test]
 async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
-    let mut node = Node::new(Enforcement::Report).await;
+    let mut node = NodeWithTenants::new(Enforcement::Report).await;
     node.start_program(1, &[], &["--hold", "forever"]);
     let pid = node.start_program(0, &[OUTSIDE_MPS_ENV], &["--hold", "forever"]);
     let finding = node.wait_for_finding("OutsideMps").await;
@@ -191,12 +191,14 @@ async fn a_program_outside_mps_is_reported_even_if_its_container_has_a_share() {
 
 #[tokio::test]
 async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_share() {
-    let mut node = Node::new(Enforcement::Report).await;
+    let mut node = NodeWithTenants::new(Enforcement::Report).await;
     let row = container_devices("q", MPS_RESOURCE, &[format!("{}::1", node.machine.uuids[0])]);
     // Pod p no longer has a share, and its program uses the door of pod q.
     node.machine.pods.set_devices(&[row]);
     node.machine
-        .wait_until("the pod's share is removed", || (node.machine.desired()?.allocations.len() == 1).then_some(()))
+        .wait_until("the pod's share is removed", || {
+            (node.machine.read_desired_file()?.allocations.len() == 1).then_some(())
+        })
         .await;
     node.responses[0] = node.responses[1].clone();
     let pid = node.start_program(0, &[], &["--hold", "forever"]);
@@ -206,7 +208,7 @@ async fn a_client_that_uses_the_door_of_another_pod_is_reported_as_without_a_sha
 
 #[tokio::test]
 async fn under_evict_a_client_over_its_limit_is_terminated_and_reported_until_its_pod_is_gone() {
-    let mut node = Node::new(Enforcement::Evict).await;
+    let mut node = NodeWithTenants::new(Enforcement::Evict).await;
     node.start_program(1, &[], &["--hold", "forever"]);
     node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     node.wait_for_finding("MemoryExceeded").await;
@@ -221,7 +223,7 @@ async fn under_evict_a_client_over_its_limit_is_terminated_and_reported_until_it
 
 #[tokio::test]
 async fn with_a_hanging_driver_nothing_is_reported_until_it_answers_again() {
-    let mut node = Node::new(Enforcement::Evict).await;
+    let mut node = NodeWithTenants::new(Enforcement::Evict).await;
     node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--seconds", "3600"]);
     node.start_program(0, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     let log = node.machine.path("agent.log");
@@ -236,7 +238,7 @@ async fn with_a_hanging_driver_nothing_is_reported_until_it_answers_again() {
 
 #[tokio::test]
 async fn tenants_of_other_gpus_are_watched_while_one_gpu_hangs() {
-    let mut node = Node::with_gpus(2, Enforcement::Report).await;
+    let mut node = NodeWithTenants::with_gpus(2, Enforcement::Report).await;
     node.machine.simgpu(&["hang", "nvmlDeviceGetMPSComputeRunningProcesses", "--gpu", "1"]);
     node.start_program(1, &[UNLIMITED_MEMORY_ENV], &["--allocate", "5000", "--hold", "forever"]);
     let log = node.machine.path("agent.log");

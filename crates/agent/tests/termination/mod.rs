@@ -16,7 +16,7 @@ use crate::machine::{MPS_RESOURCE, Machine, container_devices, mps_spec, pod, sh
 const LONG_KERNELS_ARGUMENTS: [&str; 3] = ["--kernel-ms", "1000", "--busy-forever"];
 
 /// A node with pods that each have one share and one program.
-struct Node {
+struct NodeWithPrograms {
     machine: Machine,
     pods: Vec<Value>,
     rows: Vec<cleave_kubelet::ContainerDevices>,
@@ -46,7 +46,7 @@ impl Drop for Program {
     }
 }
 
-impl Node {
+impl NodeWithPrograms {
     /// Returns a node with ten shares on each GPU.
     async fn new(gpus: &[&str]) -> Self {
         let mut machine = Machine::new(gpus);
@@ -142,7 +142,7 @@ impl Node {
 
 #[tokio::test]
 async fn killing_a_busy_program_of_a_pod_that_does_not_terminate_breaks_its_neighbour() {
-    let mut pods = Node::new(&["H200"]).await;
+    let mut pods = NodeWithPrograms::new(&["H200"]).await;
     let _neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     let busy = pods.start_pod("busy", 0, &LONG_KERNELS_ARGUMENTS).await;
     busy.signal(Signal::KILL);
@@ -151,7 +151,7 @@ async fn killing_a_busy_program_of_a_pod_that_does_not_terminate_breaks_its_neig
 
 #[tokio::test]
 async fn a_busy_program_of_a_terminating_pod_is_terminated_before_it_is_killed() {
-    let mut pods = Node::new(&["H200"]).await;
+    let mut pods = NodeWithPrograms::new(&["H200"]).await;
     let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     for (name, signal) in [("deleted", Signal::KILL), ("deleted-too", Signal::TERM), ("by-force", Signal::KILL)] {
         // The program continues after its CUDA error until the test kills it.
@@ -171,7 +171,7 @@ async fn a_busy_program_of_a_terminating_pod_is_terminated_before_it_is_killed()
 
 #[tokio::test]
 async fn a_program_that_handles_sigterm_is_terminated_just_before_its_grace_period_ends() {
-    let mut pods = Node::new(&["H200"]).await;
+    let mut pods = NodeWithPrograms::new(&["H200"]).await;
     let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     let handles = [&LONG_KERNELS_ARGUMENTS[..], &["--handle-sigterm"]].concat();
     let polite = pods.start_pod("polite", 0, &handles).await;
@@ -194,7 +194,7 @@ async fn a_program_that_handles_sigterm_is_terminated_just_before_its_grace_peri
 
 #[tokio::test]
 async fn a_stopped_program_is_reported_and_delays_no_others() {
-    let mut pods = Node::new(&["H200"]).await;
+    let mut pods = NodeWithPrograms::new(&["H200"]).await;
     let mut neighbour = pods.start_pod("neighbour", 0, &["--kernel-ms", "1", "--busy-forever"]).await;
     let stopped = pods.start_pod("stopped", 0, &LONG_KERNELS_ARGUMENTS).await;
     let _other = pods.start_pod("other", 0, &LONG_KERNELS_ARGUMENTS).await;
@@ -213,7 +213,7 @@ async fn a_stopped_program_is_reported_and_delays_no_others() {
 
 #[tokio::test]
 async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
-    let mut pods = Node::new(&["2xH200"]).await;
+    let mut pods = NodeWithPrograms::new(&["2xH200"]).await;
     let mut neighbour = pods.start_pod("neighbour", 1, &["--kernel-ms", "1", "--busy-forever"]).await;
     let _first = pods.start_pod("first", 0, &LONG_KERNELS_ARGUMENTS).await;
     let _second = pods.start_pod("second", 1, &LONG_KERNELS_ARGUMENTS).await;
@@ -239,7 +239,7 @@ async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
 
 #[tokio::test]
 async fn a_pod_with_a_long_prestop_sleep_is_terminated_after_the_sleep() {
-    let mut pods = Node::new(&["H200"]).await;
+    let mut pods = NodeWithPrograms::new(&["H200"]).await;
     let drains = pods.start_pod("drains", 0, &LONG_KERNELS_ARGUMENTS).await;
     let other = pods.start_pod("other", 0, &LONG_KERNELS_ARGUMENTS).await;
     pods.pods[0]["spec"]["containers"][0]["lifecycle"] = json!({"preStop": {"sleep": {"seconds": 20}}});

@@ -10,7 +10,9 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tonic::Code;
 
-use crate::{DEADLINE, Fixture, MPS_RESOURCE, TestResource, connect_to_plugin, count_registrations, wait_until_served};
+use crate::{
+    Fixture, MPS_RESOURCE, TEST_TIMEOUT, TestResource, connect_to_plugin, count_registrations, wait_until_served,
+};
 
 #[tokio::test]
 async fn calls_return_the_resources_answers() {
@@ -65,7 +67,7 @@ async fn several_containers_in_one_request_are_answered_in_order() {
 }
 
 /// Returns an HTTP/2 frame.
-fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).expect("short").to_be_bytes();
     let mut frame = vec![length[1], length[2], length[3], kind, flags];
     frame.extend(stream.to_be_bytes());
@@ -126,7 +128,7 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
     let socket = fixture.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
     let exchange = async {
         let mut connection = UnixStream::connect(&socket).await.expect("a connection");
-        let start = [HTTP2_PREFACE.to_vec(), frame(SETTINGS_FRAME, 0, 0, &[])].concat();
+        let start = [HTTP2_PREFACE.to_vec(), http2_frame(SETTINGS_FRAME, 0, 0, &[])].concat();
         connection.write_all(&start).await.expect("sent");
         let calls = [
             (1, "localhost"),
@@ -136,9 +138,11 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
             (9, "localhost"),
         ];
         for (stream, authority) in calls {
-            let call =
-                [frame(HEADERS_FRAME, 4, stream, &header_block(authority)), frame(DATA_FRAME, 1, stream, &[0; 5])]
-                    .concat();
+            let call = [
+                http2_frame(HEADERS_FRAME, 4, stream, &header_block(authority)),
+                http2_frame(DATA_FRAME, 1, stream, &[0; 5]),
+            ]
+            .concat();
             connection.write_all(&call).await.expect("sent");
             let (kind, payload) = next_frame_of_stream(&mut connection, stream).await;
             if authority.contains(['/', '%']) {
@@ -154,7 +158,7 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
             }
         }
     };
-    tokio::time::timeout(DEADLINE, exchange).await.expect("an answer to each call");
+    tokio::time::timeout(TEST_TIMEOUT, exchange).await.expect("an answer to each call");
 }
 
 #[tokio::test]
@@ -163,8 +167,8 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
     let kubelet = fixture.kubelet();
     let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0"]))]);
     let socket = fixture.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
-    let settings = frame(SETTINGS_FRAME, 0, 0, &[]);
-    let call = frame(HEADERS_FRAME, 4, 1, &header_block("localhost"));
+    let settings = http2_frame(SETTINGS_FRAME, 0, 0, &[]);
+    let call = http2_frame(HEADERS_FRAME, 4, 1, &header_block("localhost"));
     let inputs: Vec<Vec<u8>> = vec![
         Vec::new(),
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
@@ -175,11 +179,11 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
         [HTTP2_PREFACE, &settings, &[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1][..]].concat(),
         // Truncated headers, and invalid ones.
         [HTTP2_PREFACE, &settings, &call[..20]].concat(),
-        [HTTP2_PREFACE, &settings, &frame(HEADERS_FRAME, 4, 1, &[0xff; 64])].concat(),
+        [HTTP2_PREFACE, &settings, &http2_frame(HEADERS_FRAME, 4, 1, &[0xff; 64])].concat(),
         // A message shorter than its length, one that claims 4 GiB, and an invalid one.
-        [HTTP2_PREFACE, &settings, &call, &frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 9, 1])].concat(),
-        [HTTP2_PREFACE, &settings, &call, &frame(DATA_FRAME, 0, 1, &[0, 0xff, 0xff, 0xff, 0xff])].concat(),
-        [HTTP2_PREFACE, &settings, &call, &frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 2, 0xff, 0xff])].concat(),
+        [HTTP2_PREFACE, &settings, &call, &http2_frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 9, 1])].concat(),
+        [HTTP2_PREFACE, &settings, &call, &http2_frame(DATA_FRAME, 0, 1, &[0, 0xff, 0xff, 0xff, 0xff])].concat(),
+        [HTTP2_PREFACE, &settings, &call, &http2_frame(DATA_FRAME, 1, 1, &[0, 0, 0, 0, 2, 0xff, 0xff])].concat(),
     ];
     let mut open = Vec::new();
     for input in &inputs {
@@ -199,7 +203,7 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
         open.push(UnixStream::connect(&socket).await.expect("a connection"));
     }
     let mut closed = open.pop().expect("a connection is open");
-    let read = tokio::time::timeout(DEADLINE, closed.read(&mut [0; 1])).await.expect("closed");
+    let read = tokio::time::timeout(TEST_TIMEOUT, closed.read(&mut [0; 1])).await.expect("closed");
     assert!(matches!(&read, Ok(0)) || read.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset));
     kubelet.allocate(MPS_RESOURCE, &["a::0"]).await.expect("allocated");
     drop(open);
@@ -222,5 +226,5 @@ async fn connect_until_served(socket: &Path) -> DevicePluginClient<tonic::transp
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    tokio::time::timeout(DEADLINE, attempt).await.expect("a slot becomes free")
+    tokio::time::timeout(TEST_TIMEOUT, attempt).await.expect("a slot becomes free")
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use cleave_kubelet::fake::{Endpoint, FakeKubelet, FakeKubeletState};
 use cleave_kubelet::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use cleave_kubelet::{
-    Backoff, Config, ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, Mount, Options, Plugins,
+    Backoff, ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, Mount, PluginOptions, Plugins, PluginsConfig,
     PluginsState, PreferredRequest, Refusal, Resource, ResourceName,
 };
 use futures::future::BoxFuture;
@@ -22,7 +22,7 @@ use tokio::sync::watch;
 use tonic::transport::Endpoint as Address;
 
 /// Deadline for each condition, much longer than any condition takes on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// A duration that is longer than any test, for timers that must not fire.
 const LONGER_THAN_ANY_TEST: Duration = Duration::from_secs(3600);
 
@@ -32,20 +32,20 @@ const TIMESLICE_RESOURCE: &str = "nvidia.com/gpu-timeslice";
 /// A resource with devices that the test changes.
 struct TestResource {
     devices: watch::Sender<Arc<DeviceList>>,
-    options: Options,
+    options: PluginOptions,
 }
 
-fn devices(ids: &[&str]) -> Arc<DeviceList> {
+fn device_list(ids: &[&str]) -> Arc<DeviceList> {
     let device = |id: &&str| Device { id: DeviceId::parse(id).expect("an id"), healthy: true, numa: None };
     Arc::new(ids.iter().map(device).collect())
 }
 
 impl TestResource {
     fn new(ids: &[&str]) -> Arc<Self> {
-        Self::with_options(ids, Options { pre_start: true, preferred: true })
+        Self::with_options(ids, PluginOptions { pre_start: true, preferred: true })
     }
 
-    fn with_options(ids: &[&str], options: Options) -> Arc<Self> {
+    fn with_options(ids: &[&str], options: PluginOptions) -> Arc<Self> {
         Arc::new(Self { devices: watch::Sender::new(devices(ids)), options })
     }
 }
@@ -55,7 +55,7 @@ impl Resource for TestResource {
         self.devices.subscribe()
     }
 
-    fn options(&self) -> Options {
+    fn options(&self) -> PluginOptions {
         self.options
     }
 
@@ -104,13 +104,13 @@ fn resources(of: &[(&str, &Arc<TestResource>)]) -> BTreeMap<ResourceName, Arc<dy
 /// A device plugin directory with timers that do not fire unless a test sets them.
 struct Fixture {
     directory: tempfile::TempDir,
-    config: Config,
+    config: PluginsConfig,
 }
 
 impl Fixture {
     fn new() -> Self {
         let directory = tempfile::tempdir().expect("a directory");
-        let mut config = Config::new(directory.path());
+        let mut config = PluginsConfig::new(directory.path());
         config.timings.stream = Backoff { first: LONGER_THAN_ANY_TEST, cap: LONGER_THAN_ANY_TEST };
         config.timings.register_deadline = LONGER_THAN_ANY_TEST;
         config.timings.poll_watched = LONGER_THAN_ANY_TEST;
@@ -146,7 +146,7 @@ async fn wait_for_kubelet(
     what: &str,
     condition: impl FnMut(&FakeKubeletState) -> bool,
 ) -> FakeKubeletState {
-    match kubelet.wait_for(DEADLINE, condition).await {
+    match kubelet.wait_for(TEST_TIMEOUT, condition).await {
         Some(seen) => seen,
         None => panic!("the kubelet does not see {what}, but {:#?}", *kubelet.state().borrow()),
     }
@@ -161,7 +161,7 @@ async fn wait_until_served(kubelet: &FakeKubelet, resource: &str, ids: &[&str]) 
 
 async fn wait_for_state(plugins: &Plugins, what: &str, condition: impl FnMut(&PluginsState) -> bool) -> PluginsState {
     let mut state = plugins.state();
-    let found = tokio::time::timeout(DEADLINE, state.wait_for(condition)).await;
+    let found = tokio::time::timeout(TEST_TIMEOUT, state.wait_for(condition)).await;
     let found = found.map(|state| state.expect("a manager").clone());
     found.unwrap_or_else(|_| panic!("never {what}: {:#?}", *plugins.state().borrow()))
 }
@@ -177,7 +177,7 @@ async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    assert!(tokio::time::timeout(DEADLINE, poll).await.is_ok(), "never {what}");
+    assert!(tokio::time::timeout(TEST_TIMEOUT, poll).await.is_ok(), "never {what}");
 }
 
 fn count_registrations(kubelet: &FakeKubelet, resource: &str) -> usize {

@@ -7,13 +7,15 @@ use std::time::Duration;
 
 use cleave_kubelet::fake::{FakeKubelet, FakeKubeletState};
 use cleave_kubelet::proto::v1beta1 as wire;
-use cleave_kubelet::{Backoff, Config, DirectoryError, DirectoryState, Options, Phase, Plugins, PluginsState};
+use cleave_kubelet::{
+    Backoff, DirectoryError, DirectoryState, PluginOptions, Plugins, PluginsConfig, PluginsState, ResourcePhase,
+};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::UnixStream;
 
 use crate::{
-    DEADLINE, Fixture, LONGER_THAN_ANY_TEST, MPS_RESOURCE, TIMESLICE_RESOURCE, TestResource, connect_to_plugin,
-    count_registrations, devices, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready,
+    Fixture, LONGER_THAN_ANY_TEST, MPS_RESOURCE, TEST_TIMEOUT, TIMESLICE_RESOURCE, TestResource, connect_to_plugin,
+    count_registrations, device_list, resources, wait_for_kubelet, wait_for_state, wait_until, wait_until_ready,
     wait_until_served,
 };
 
@@ -44,7 +46,7 @@ async fn changes_are_streamed_and_the_same_list_is_not() {
         shares.devices.send_modify(|_| {});
         tokio::task::yield_now().await;
     }
-    shares.devices.send_replace(devices(&["a::0", "a::1"]));
+    shares.devices.send_replace(device_list(&["a::0", "a::1"]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     shares.devices.send_modify(|list| Arc::make_mut(list)[0].healthy = false);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::1"]).await;
@@ -68,7 +70,7 @@ async fn two_streams_both_see_every_change() {
     let mut next = async || stream.message().await.expect("no error").expect("a list").devices.len();
     assert_eq!(next().await, 1);
     wait_for_state(&plugins, "two streams", |state| state.resources[MPS_RESOURCE].streams == 2).await;
-    shares.devices.send_replace(devices(&["a::0", "a::1"]));
+    shares.devices.send_replace(device_list(&["a::0", "a::1"]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     assert_eq!(next().await, 2);
 }
@@ -102,8 +104,9 @@ async fn the_plugin_registers_with_a_kubelet_that_starts_later() {
     let fixture = Fixture::new();
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
-    let waiting =
-        |state: &PluginsState| state.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == Phase::WaitingForKubelet);
+    let waiting = |state: &PluginsState| {
+        state.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == ResourcePhase::WaitingForKubelet)
+    };
     assert!(!wait_for_state(&plugins, "waiting", waiting).await.is_ready());
     let kubelet = fixture.kubelet();
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
@@ -155,7 +158,7 @@ async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
             .expect("the plugin answers at the new socket");
         client.get_device_plugin_options(wire::Empty {}).await.expect("options");
     }
-    shares.devices.send_replace(devices(&["a::0", "a::1"]));
+    shares.devices.send_replace(device_list(&["a::0", "a::1"]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);
     assert_eq!(wait_until_ready(&plugins).await.resources[MPS_RESOURCE].streams, 1);
@@ -169,7 +172,7 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let state = wait_for_state(&plugins, "registered", |s| {
-        s.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == Phase::Registered)
+        s.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == ResourcePhase::Registered)
     });
     let socket = state.await.resources[MPS_RESOURCE].socket.clone().expect("a socket");
     std::fs::remove_file(fixture.path().join(&socket)).expect("our socket");
@@ -188,7 +191,7 @@ async fn the_plugin_registers_at_once_with_a_new_kubelet_after_its_socket_was_re
     kubelet.stop();
     wait_for_state(&plugins, "without a stream", |s| s.resources[MPS_RESOURCE].streams == 0).await;
     std::fs::remove_file(fixture.path().join(&socket)).expect("our socket");
-    wait_for_state(&plugins, "waiting", |s| s.resources[MPS_RESOURCE].phase == Phase::WaitingForKubelet).await;
+    wait_for_state(&plugins, "waiting", |s| s.resources[MPS_RESOURCE].phase == ResourcePhase::WaitingForKubelet).await;
     kubelet.run().expect("a kubelet");
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
@@ -290,11 +293,11 @@ async fn the_plugin_registers_again_only_after_the_kubelet_disconnects() {
     fixture.config.timings.hang_up = LONGER_THAN_ANY_TEST;
     let kubelet = fixture.kubelet();
     kubelet.disconnect_slowly(Duration::from_millis(200));
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], Options::default()))]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], PluginOptions::default()))]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     plugins.set(resources(&[(
         MPS_RESOURCE,
-        &TestResource::with_options(&["a::0"], Options { pre_start: true, preferred: false }),
+        &TestResource::with_options(&["a::0"], PluginOptions { pre_start: true, preferred: false }),
     )]));
     wait_for_kubelet(&kubelet, "the agent registers again", |seen| seen.endpoints[MPS_RESOURCE].socket != first).await;
     let disconnected = |seen: &FakeKubeletState| seen.endpoints[MPS_RESOURCE].disconnected == 1;
@@ -307,9 +310,9 @@ async fn the_plugin_registers_again_only_after_the_kubelet_disconnects() {
 async fn only_changed_options_cause_a_registration() {
     let fixture = Fixture::new();
     let kubelet = fixture.kubelet();
-    let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], Options::default()))]);
+    let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], PluginOptions::default()))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
-    plugins.set(resources(&[(MPS_RESOURCE, &TestResource::with_options(&["b::0", "b::1"], Options::default()))]));
+    plugins.set(resources(&[(MPS_RESOURCE, &TestResource::with_options(&["b::0", "b::1"], PluginOptions::default()))]));
     wait_until_served(&kubelet, MPS_RESOURCE, &["b::0", "b::1"]).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1, "replaced in the open stream");
     plugins.set(resources(&[(MPS_RESOURCE, &TestResource::new(&["c::0"]))]));
@@ -351,7 +354,7 @@ async fn a_resource_that_is_removed_and_added_at_once_is_served() {
     kubelet.disconnect_slowly(Duration::from_millis(50));
     plugins.set(resources(&[]));
     wait_for_state(&plugins, "ending", |state| {
-        state.resources.get(MPS_RESOURCE).is_none_or(|r| r.phase == Phase::Ending)
+        state.resources.get(MPS_RESOURCE).is_none_or(|r| r.phase == ResourcePhase::Ending)
     })
     .await;
     plugins.set(resources(&[(MPS_RESOURCE, &shares)]));
@@ -403,9 +406,9 @@ async fn a_peer_that_never_disconnects_does_not_delay_the_shutdown() {
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     let mut silent = UnixStream::connect(fixture.path().join(endpoint.socket)).await.expect("a connection");
-    tokio::time::timeout(DEADLINE, plugins.shutdown()).await.expect("an end");
+    tokio::time::timeout(TEST_TIMEOUT, plugins.shutdown()).await.expect("an end");
     let mut rest = Vec::new();
-    tokio::time::timeout(DEADLINE, silent.read_to_end(&mut rest)).await.expect("hung up").ok();
+    tokio::time::timeout(TEST_TIMEOUT, silent.read_to_end(&mut rest)).await.expect("hung up").ok();
 }
 
 #[tokio::test]
@@ -450,9 +453,9 @@ async fn plugins_serve_from_a_directory_that_is_created_later() {
 #[tokio::test]
 async fn an_invalid_path_is_an_error_at_once() {
     let long = PathBuf::from(format!("/{}", "d".repeat(100)));
-    let error = Plugins::start(&Config::new(&long)).err().expect("too long");
+    let error = Plugins::start(&PluginsConfig::new(&long)).err().expect("too long");
     assert!(matches!(error, DirectoryError::TooLong { length: 131, .. }), "{error}");
-    assert!(matches!(Plugins::start(&Config::new("relative")).err(), Some(DirectoryError::Path(_))));
+    assert!(matches!(Plugins::start(&PluginsConfig::new("relative")).err(), Some(DirectoryError::Path(_))));
 }
 
 #[tokio::test]

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::Parser;
 use cleave_agent::AgentArgs;
-use cleave_agent::allocation::allocate::{ResourceView, grant, prefer};
+use cleave_agent::allocation::allocate::{ResourceView, choose_preferred, grant_allocation};
 use cleave_agent::container_edits::ContainerSettings;
-use cleave_agent::device_plugin::response;
-use cleave_agent::gpu::layout::{Kind, Pool};
+use cleave_agent::device_plugin::container_response;
+use cleave_agent::gpu::layout::{Pool, PoolKind};
 use cleave_kubelet::{
-    Config, ContainerResponse, Device, DeviceId, DeviceList, Options, Plugins, PreferredRequest, Refusal, Resource,
-    ResourceName,
+    ContainerResponse, Device, DeviceId, DeviceList, PluginOptions, Plugins, PluginsConfig, PreferredRequest, Refusal,
+    Resource, ResourceName,
 };
 use tokio::sync::watch;
 
@@ -37,7 +37,7 @@ struct Agent {
 
 impl Shares {
     fn new(resource: &str, gpus: u32, units: u32) -> Result<Self> {
-        let kind = Kind::Mps {
+        let kind = PoolKind::Mps {
             memory_mib: (1..=u64::from(units)).map(|k| GPU_MEMORY_MIB * k / u64::from(units)).collect(),
             threads: (1..=units).map(|k| u8::try_from(100 * k / units)).collect::<Result<_, _>>()?,
             max_clients: None,
@@ -73,24 +73,24 @@ impl Resource for Shares {
         self.devices.subscribe()
     }
 
-    fn options(&self) -> Options {
-        Options { pre_start: true, preferred: true }
+    fn options(&self) -> PluginOptions {
+        PluginOptions { pre_start: true, preferred: true }
     }
 
     fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
-        Ok(prefer(&self.view(), &request.into()))
+        Ok(choose_preferred(&self.view(), &request.into()))
     }
 
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
-        let allocation = grant(&self.view(), ids).map_err(|denied| Refusal::Invalid(denied.to_string()))?;
-        Ok(response(self.settings.edits(&allocation, &self.nodes)))
+        let allocation = grant_allocation(&self.view(), ids).map_err(|denied| Refusal::Invalid(denied.to_string()))?;
+        Ok(container_response(self.settings.edits(&allocation, &self.nodes)))
     }
 }
 
 /// Serves the shares in a directory of device plugins until SIGTERM.
 pub(super) async fn serve(directory: &Path, resource: &str, gpus: u32, units: u32) -> Result<()> {
     let shares: Arc<dyn Resource> = Arc::new(Shares::new(resource, gpus, units)?);
-    let plugins = Plugins::start(&Config::new(directory))?;
+    let plugins = Plugins::start(&PluginsConfig::new(directory))?;
     plugins.set(BTreeMap::from([(ResourceName::parse(resource)?, shares)]));
     let terminate = tokio::signal::unix::SignalKind::terminate();
     tokio::signal::unix::signal(terminate).context("failed to wait for SIGTERM")?.recv().await;

@@ -10,11 +10,11 @@ use cleave_agent::cgroup::{parse_owner, parse_pod_uids};
 use cleave_agent::checkpoint::Checkpoint;
 use cleave_agent::mps::{HostView, parse_status};
 use cleave_agent::node::{Actions, Node};
-use cleave_agent::object::Object;
+use cleave_agent::object::GpuNodeState;
 use cleave_agent::pods::PodObject;
 use cleave_agent::tenants::process::parse_stat;
 use cleave_agent::termination::pods::TerminatingPods;
-use cleave_agent::termination::shutdown::{Period, Periods, Shutdown, elapsed};
+use cleave_agent::termination::shutdown::{Shutdown, ShutdownPeriod, ShutdownPeriods, elapsed_in_shutdown};
 use cleave_api::GpuNodeSpec;
 use cleave_gpu::mps::wire::Desired;
 use cleave_gpu::nvml::{DriverInfo, Observation};
@@ -43,12 +43,12 @@ pub(super) fn sample_actions() -> Actions {
         devices: vec![fixtures::gpu_uuid(gpu)],
         mps: None,
     };
-    let first = run_agent(None, Object::Present(3, sample_spec()), HostView::default());
+    let first = run_agent(None, GpuNodeState::Present(3, sample_spec()), HostView::default());
     let mut checkpoint = first.checkpoint;
     checkpoint.allocations.push(allocation("nvidia.com/gpu.shared", 2));
     let mps = Some(MpsLimits { threads: Some(20), memory_mib: Some(16_000), max_clients: Some(4) });
     checkpoint.allocations.push(Allocation { mps, ..allocation("nvidia.com/gpu-mps", 0) });
-    run_agent(Some(checkpoint), Object::Present(3, sample_spec()), HostView::default())
+    run_agent(Some(checkpoint), GpuNodeState::Present(3, sample_spec()), HostView::default())
 }
 
 /// Runs an agent's model on all of its inputs, and returns its last actions.
@@ -57,7 +57,7 @@ pub(super) fn sample_actions() -> Actions {
 /// agent writes. The checks are weaker if the checkpoint has GPUs that NVML does not list. Such
 /// GPUs count as lost and keep their layout, so an instance may appear twice. The next agent
 /// refuses a checkpoint with such an instance.
-fn run_agent(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> Actions {
+fn run_agent(checkpoint: Option<Checkpoint>, object: GpuNodeState, view: HostView) -> Actions {
     let listed: BTreeSet<String> = (0..fixtures::GPUS_PER_NODE).map(fixtures::gpu_uuid).collect();
     let contradicts = |known: &Checkpoint| {
         let served = known.layouts.keys().chain(known.gpus.iter().map(|gpu| &gpu.uuid));
@@ -71,7 +71,7 @@ fn run_agent(checkpoint: Option<Checkpoint>, object: Object, view: HostView) -> 
         AllocationTable { pending: PendingAllocations::with_watch(), allocations, ..AllocationTable::default() };
     // Before the first result of NVML the agent relies on the checkpoint.
     check_actions(&node.reconcile(&mut table, start), true);
-    node.record_object(object);
+    node.record_gpu_node(object);
     node.record_mps_view(view);
     node.record_driver_info(Ok(DriverInfo { driver: "580.82.07".to_owned(), count: fixtures::GPUS_PER_NODE }), start);
     for gpu in fixtures::gpus() {
@@ -157,7 +157,7 @@ pub(super) const CHECKPOINT: Target = Target {
         }
         Ok(checkpoint) => {
             encode_checkpoint(&checkpoint);
-            run_agent(Some(checkpoint), Object::Unknown, HostView::default());
+            run_agent(Some(checkpoint), GpuNodeState::Unknown, HostView::default());
             ReadResult::Read
         }
     },
@@ -187,11 +187,11 @@ pub(super) const NODE_SPEC: Target = Target {
     inputs: 700,
     run: |bytes| match serde_json::from_slice::<GpuNodeSpec>(bytes) {
         Err(error) => {
-            run_agent(None, Object::Malformed(error.to_string()), HostView::default());
+            run_agent(None, GpuNodeState::Malformed(error.to_string()), HostView::default());
             ReadResult::Refused
         }
         Ok(spec) => {
-            run_agent(None, Object::Present(1, spec), HostView::default());
+            run_agent(None, GpuNodeState::Present(1, spec), HostView::default());
             ReadResult::Read
         }
     },
@@ -215,7 +215,7 @@ pub(super) const MPS_STATUS: Target = Target {
         Ok(status) => {
             let again = parse_status(&fixtures::to_json(&status));
             assert_eq!(again.as_ref(), Ok(&status));
-            run_agent(None, Object::Present(1, sample_spec()), HostView { alive: true, status, error: None });
+            run_agent(None, GpuNodeState::Present(1, sample_spec()), HostView { alive: true, status, error: None });
             ReadResult::Read
         }
     },
@@ -233,9 +233,9 @@ pub(super) const SHUTDOWN_NOTE: Target = Target {
     inputs: 10_000,
     run: |bytes| {
         let Ok(now) = "2026-11-21T09:38:40Z".parse() else { return ReadResult::Refused };
-        let periods = Periods::new(vec![Period { priority: 0, seconds: 20 }]);
+        let periods = ShutdownPeriods::new(vec![ShutdownPeriod { priority: 0, seconds: 20 }]);
         let up = Duration::from_secs(60);
-        let lasts = elapsed(bytes, now, up, &periods);
+        let lasts = elapsed_in_shutdown(bytes, now, up, &periods);
         assert!(lasts.is_none_or(|lasts| lasts < up), "{lasts:?}");
         if lasts.is_some() { ReadResult::Read } else { ReadResult::Refused }
     },
@@ -275,7 +275,7 @@ pub(super) const PODS: Target = Target {
         if let Ok(pod) = serde_json::from_slice::<PodObject>(bytes) {
             let (mut pending, mut terminating) = (PendingAllocations::with_watch(), TerminatingPods::default());
             let now = Instant::now();
-            let mut shutdown = Shutdown::new(Periods::new(vec![Period { priority: 0, seconds: 20 }]));
+            let mut shutdown = Shutdown::new(ShutdownPeriods::new(vec![ShutdownPeriod { priority: 0, seconds: 20 }]));
             shutdown.retain_listed(&BTreeSet::new());
             shutdown.set_start(Some(now));
             // Process the pod without its deletion first, so that the deletion is new and its full

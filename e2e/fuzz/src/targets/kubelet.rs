@@ -2,10 +2,10 @@
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
-use cleave_agent::allocation::allocate::{ResourceView, grant, prefer};
+use cleave_agent::allocation::allocate::{ResourceView, choose_preferred, grant_allocation};
 use cleave_agent::allocation::allocation_id;
 use cleave_agent::allocation::pending::OpenReservation;
-use cleave_agent::gpu::layout::{Kind, Pool};
+use cleave_agent::gpu::layout::{Pool, PoolKind};
 use cleave_kubelet::proto::podresources as pods;
 use cleave_kubelet::proto::v1beta1 as plugin;
 use cleave_kubelet::{PreferredRequest, container_devices, parse_allocated};
@@ -25,7 +25,7 @@ fn decode_message<T: Message + Default + PartialEq + Debug>(bytes: &[u8]) -> Opt
 }
 
 fn sample_pools() -> Vec<Pool> {
-    let mps = |count: u8| Kind::Mps {
+    let mps = |count: u8| PoolKind::Mps {
         memory_mib: (1..=u64::from(count)).map(|k| k * 8000).collect(),
         threads: (1..=count).map(|k| 100 / count * k).collect(),
         max_clients: None,
@@ -37,7 +37,12 @@ fn sample_pools() -> Vec<Pool> {
         count: 10,
         kind,
     };
-    vec![pool(0, 0, mps(10)), pool(1, 7, mps(10)), pool(2, 0, Kind::TimeSliced), pool(3, u32::MAX - 10, Kind::Whole)]
+    vec![
+        pool(0, 0, mps(10)),
+        pool(1, 7, mps(10)),
+        pool(2, 0, PoolKind::TimeSliced),
+        pool(3, u32::MAX - 10, PoolKind::Whole),
+    ]
 }
 
 fn slice_ids(gpu: u32, numbers: std::ops::Range<u32>) -> Vec<String> {
@@ -87,7 +92,7 @@ fn run_device_plugin(bytes: &[u8]) -> ReadResult {
             match PreferredRequest::try_from(container) {
                 Err(refusal) => assert_printable(&refusal.to_string()),
                 Ok(request) => {
-                    let chosen = prefer(&view, &(&request).into());
+                    let chosen = choose_preferred(&view, &(&request).into());
                     let once: BTreeSet<&String> = chosen.iter().collect();
                     assert!(once.len() == chosen.len() && chosen.len() <= request.size, "{chosen:?}");
                     let offered = |id: &String| request.available.contains(id) || request.must_include.contains(id);
@@ -102,7 +107,7 @@ fn run_device_plugin(bytes: &[u8]) -> ReadResult {
     let start = decode_message::<plugin::PreStartContainerRequest>(bytes).unwrap_or_default();
     let lists = allocate.container_requests.iter().map(|container| &container.devices_ids);
     for ids in lists.chain([&start.devices_ids]) {
-        match grant(&view, ids) {
+        match grant_allocation(&view, ids) {
             Err(denied) => assert_printable(&denied.to_string()),
             Ok(allocation) => {
                 let (asked, given): (BTreeSet<&String>, BTreeSet<&String>) =

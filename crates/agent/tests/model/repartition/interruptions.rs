@@ -2,13 +2,13 @@
 //! hangs, or the agent is killed.
 use std::time::Duration;
 
-use cleave_agent::gpu::mig::{Change, ChangeOutcome, MigOrder, OrderResult};
-use cleave_agent::node::WITHDRAWAL_TIME;
+use cleave_agent::gpu::mig::{ChangeOutcome, MigChange, MigOrder, MigOrderResult};
+use cleave_agent::node::REMOVAL_DELAY;
 use cleave_gpu::mps::wire::Desired;
 
 use super::WHOLE_GPU_RESOURCE;
 use super::simulated_gpu::GPU_UUID;
-use super::test_node::{GRACE, TestNode};
+use super::test_node::{ALLOCATION_GRACE, TestNode};
 use crate::fixtures::{mig_spec, record_answer};
 
 #[test]
@@ -22,7 +22,7 @@ fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
     for _ in 0..10 {
         node.reconcile();
         assert!(node.orders.is_empty());
-        node.now += WITHDRAWAL_TIME;
+        node.now += REMOVAL_DELAY;
     }
     assert_eq!(node.mig_devices(), before);
     // Without a checkpoint, the agent learns the allocations from the kubelet's lists during the
@@ -31,9 +31,9 @@ fn nothing_is_removed_without_the_kubelets_list_of_allocations() {
     for _ in 0..10 {
         node.reconcile();
         assert!(node.orders.is_empty(), "{:?}", node.orders);
-        node.now += WITHDRAWAL_TIME;
+        node.now += REMOVAL_DELAY;
     }
-    node.now += GRACE;
+    node.now += ALLOCATION_GRACE;
     node.run();
     assert!(node.is_applied() && node.has_instances(&[("2g.20gb", 0)]));
 }
@@ -47,7 +47,7 @@ fn a_slice_in_use_stays_after_a_restart_without_a_checkpoint() {
     let before = node.mig_devices();
     node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0)])]);
     node.restart_agent(false);
-    node.now += GRACE;
+    node.now += ALLOCATION_GRACE;
     node.run();
     assert_eq!(node.mig_devices(), before);
     assert!(node.step_messages().contains("in use by ns/p1"), "{}", node.step_messages());
@@ -64,7 +64,7 @@ fn an_instance_is_destroyed_only_after_its_daemon_has_ended() {
     node.set_spec(vec![mig_spec(GPU_UUID, &[])]);
     node.reconcile();
     assert!(node.orders.is_empty(), "the slices are withdrawn from the kubelet first");
-    node.now += WITHDRAWAL_TIME;
+    node.now += REMOVAL_DELAY;
     node.reconcile();
     assert!(node.orders.is_empty() && node.step_messages().contains("has not exited yet"), "{}", node.step_messages());
     node.read_desired_file();
@@ -72,7 +72,7 @@ fn an_instance_is_destroyed_only_after_its_daemon_has_ended() {
     assert!(node.orders.is_empty() && node.step_messages().contains("has not exited yet"), "{}", node.step_messages());
     node.apply_desired_file();
     node.reconcile();
-    assert!(matches!(node.orders[0].change, Change::Destroy(_)));
+    assert!(matches!(node.orders[0].change, MigChange::Destroy(_)));
     node.perform_order();
     node.run();
     assert!(node.is_applied() && node.has_instances(&[]));
@@ -87,7 +87,7 @@ fn an_instance_stays_while_a_new_mps_host_may_start_its_daemon() {
     node.report_host_status(String::new());
     node.set_spec(vec![mig_spec(GPU_UUID, &[])]);
     node.reconcile();
-    node.now += WITHDRAWAL_TIME;
+    node.now += REMOVAL_DELAY;
     node.reconcile();
     assert!(node.orders.is_empty() && node.step_messages().contains("has not yet read"), "{}", node.step_messages());
     node.apply_desired_file();
@@ -102,7 +102,7 @@ fn a_late_answer_from_before_a_change_is_ignored() {
     node.run();
     let (requested_at, late) = (node.now, node.gpu.inventory());
     node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0)])]);
-    node.now += GRACE;
+    node.now += ALLOCATION_GRACE;
     node.run();
     record_answer(&mut node.agent, late, requested_at);
     node.reconcile();
@@ -113,22 +113,24 @@ fn a_late_answer_from_before_a_change_is_ignored() {
 fn a_change_that_hangs_is_reported_and_delays_other_changes_of_its_gpu() {
     let mut node = TestNode::new("H100-80");
     node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0), ("1g.10gb", 1, 0)])]);
-    while !matches!(node.orders.first(), Some(MigOrder { change: Change::Create { .. }, .. })) {
+    while !matches!(node.orders.first(), Some(MigOrder { change: MigChange::Create { .. }, .. })) {
         node.perform_order();
         node.apply_desired_file();
         node.list_allocations();
-        node.now += GRACE;
+        node.now += ALLOCATION_GRACE;
         node.reconcile();
     }
     let order = node.orders.pop().unwrap();
     let slow = ChangeOutcome::Slow(Duration::from_secs(15));
-    node.agent
-        .record_order_result(OrderResult { order: order.clone(), outcome: slow, after: None, at: node.now }, node.now);
+    node.agent.record_order_result(
+        MigOrderResult { order: order.clone(), outcome: slow, after: None, at: node.now },
+        node.now,
+    );
     for _ in 0..10 {
         node.read_gpu();
         node.reconcile();
         assert!(node.orders.is_empty());
-        node.now += GRACE;
+        node.now += ALLOCATION_GRACE;
     }
     assert!(node.step_messages().contains("has not answered for 15 s"), "{}", node.step_messages());
     // The hanging call returns.
@@ -146,7 +148,7 @@ fn a_device_that_is_being_removed_is_not_allocated_even_if_the_spec_has_it_again
     node.run();
     node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);
     node.reconcile();
-    node.now += WITHDRAWAL_TIME;
+    node.now += REMOVAL_DELAY;
     node.reconcile();
     assert_eq!(node.orders.len(), 1);
     node.set_spec(vec![]);
@@ -182,20 +184,20 @@ fn a_repartitioning_continues_after_the_agent_was_killed_at_any_step() {
                         0 => node.reconcile(),
                         1 => node.apply_desired_file(),
                         2 => node.perform_order(),
-                        _ => node.now += WITHDRAWAL_TIME,
+                        _ => node.now += REMOVAL_DELAY,
                     }
                 }
                 if in_change && let Some(MigOrder { change, .. }) = node.orders.pop() {
                     let mut gpu = node.gpu.lock();
                     match change {
-                        Change::Create { profile, start } => drop(gpu.create_gpu_instance(&profile, start)),
-                        Change::Destroy(instance) => gpu.destroy_compute_instance(instance.gpu_instance).unwrap(),
-                        Change::Mode(_) => {}
+                        MigChange::Create { profile, start } => drop(gpu.create_gpu_instance(&profile, start)),
+                        MigChange::Destroy(instance) => gpu.destroy_compute_instance(instance.gpu_instance).unwrap(),
+                        MigChange::Mode(_) => {}
                     }
                 }
                 node.orders.clear();
                 node.restart_agent(checkpoint);
-                node.now += GRACE;
+                node.now += ALLOCATION_GRACE;
                 node.run_until_applied();
                 let case = format!(
                     "after {killed_after} steps, in a change: {in_change}, with a checkpoint: {checkpoint}: {:?}",

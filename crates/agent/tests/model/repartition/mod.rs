@@ -8,11 +8,11 @@ mod test_node;
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_agent::allocation::usage::Allocations;
-use cleave_agent::gpu::mig::MAX_ATTEMPTS;
-use cleave_agent::node::{Node, WITHDRAWAL_TIME};
+use cleave_agent::gpu::mig::MAX_CHANGE_ATTEMPTS;
+use cleave_agent::node::{Node, REMOVAL_DELAY};
 
 use self::simulated_gpu::GPU_UUID;
-use self::test_node::{GRACE, TestNode};
+use self::test_node::{ALLOCATION_GRACE, TestNode};
 use crate::fixtures::{mig_spec, mps_spec};
 
 const WHOLE_GPU_RESOURCE: &str = "nvidia.com/gpu";
@@ -115,7 +115,7 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
     // would destroy the instance.
     node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 0)])]);
     node.reconcile();
-    node.now += WITHDRAWAL_TIME;
+    node.now += REMOVAL_DELAY;
     node.reconcile();
     assert_eq!(node.orders.len(), 1);
     node.gpu.lock().processes.insert(78, Some(instance));
@@ -141,7 +141,7 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
         let attempts = node.gpu.lock().calls.iter().filter(|name| **name == call).count();
         assert_eq!(
             attempts,
-            2 * usize::try_from(MAX_ATTEMPTS).unwrap(),
+            2 * usize::try_from(MAX_CHANGE_ATTEMPTS).unwrap(),
             "{call}: a few attempts for each of the two instances"
         );
         assert!(node.has_instances(&[]), "{call}: rolled back");
@@ -241,8 +241,9 @@ fn a_mig_mode_that_needs_a_reset_is_requested_once_and_reported() {
 #[test]
 fn with_mig_mode_never_the_agent_does_not_change_the_mode() {
     let mut node = TestNode::new("H100-80");
-    node.agent = std::mem::replace(&mut node.agent, Node::start(String::new(), GRACE, None, None, node.now).0)
-        .with_fixed_mig_mode(true);
+    node.agent =
+        std::mem::replace(&mut node.agent, Node::start(String::new(), ALLOCATION_GRACE, None, None, node.now).0)
+            .with_fixed_mig_mode(true);
     node.set_spec(vec![]);
     node.run();
     node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0)])]);

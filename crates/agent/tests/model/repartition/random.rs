@@ -1,16 +1,16 @@
 //! Tests repartitioning with random sequences of events.
 use std::time::Duration;
 
-use cleave_agent::gpu::mig::{Change, MigOrder};
+use cleave_agent::gpu::mig::{MigChange, MigOrder};
 use proptest::prelude::*;
 
 use super::WHOLE_GPU_RESOURCE;
 use super::simulated_gpu::GPU_UUID;
-use super::test_node::{GRACE, TestNode};
+use super::test_node::{ALLOCATION_GRACE, TestNode};
 use crate::fixtures::{mig_spec, mps_spec};
 
 #[derive(Debug, Clone)]
-enum Event {
+enum RandomEvent {
     WantInstances(Vec<usize>),
     WantWhole,
     WantShares,
@@ -69,43 +69,45 @@ fn non_overlapping_places(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
     chosen.into_iter().map(|(profile, start, _, units)| (profile, start, units)).collect()
 }
 
-fn events() -> impl Strategy<Value = Event> {
+fn random_event() -> impl Strategy<Value = RandomEvent> {
     let call = prop::sample::select(vec!["gi", "ci", "ci-destroy", "gi-destroy", "mode"]);
     prop_oneof![
-        3 => prop::collection::vec(0..PLACES.len(), 0..5).prop_map(Event::WantInstances),
-        1 => Just(Event::WantWhole),
-        1 => Just(Event::WantShares),
-        3 => any::<usize>().prop_map(Event::Allocate),
-        2 => any::<usize>().prop_map(Event::PodEnds),
-        1 => any::<usize>().prop_map(Event::ProcessStarts),
-        1 => Just(Event::AllProcessesEnd),
-        1 => (call, 1_u32..8).prop_map(|(call, times)| Event::CallsFail(call, times)),
+        3 => prop::collection::vec(0..PLACES.len(), 0..5).prop_map(RandomEvent::WantInstances),
+        1 => Just(RandomEvent::WantWhole),
+        1 => Just(RandomEvent::WantShares),
+        3 => any::<usize>().prop_map(RandomEvent::Allocate),
+        2 => any::<usize>().prop_map(RandomEvent::PodEnds),
+        1 => any::<usize>().prop_map(RandomEvent::ProcessStarts),
+        1 => Just(RandomEvent::AllProcessesEnd),
+        1 => (call, 1_u32..8).prop_map(|(call, times)| RandomEvent::CallsFail(call, times)),
         1 => any::<(bool, bool)>()
-            .prop_map(|(with_checkpoint, in_change)| Event::AgentRestarts { with_checkpoint, in_change }),
-        1 => any::<usize>().prop_map(Event::CreateByHand),
-        8 => Just(Event::Reconcile),
-        6 => Just(Event::PerformOrder),
-        3 => Just(Event::HostApplies),
-        2 => Just(Event::HostReadsDesired),
-        3 => Just(Event::ListAllocations),
-        3 => Just(Event::ReadGpu),
-        4 => (1_u64..40_000).prop_map(|ms| Event::Wait { ms }),
+            .prop_map(|(with_checkpoint, in_change)| RandomEvent::AgentRestarts { with_checkpoint, in_change }),
+        1 => any::<usize>().prop_map(RandomEvent::CreateByHand),
+        8 => Just(RandomEvent::Reconcile),
+        6 => Just(RandomEvent::PerformOrder),
+        3 => Just(RandomEvent::HostApplies),
+        2 => Just(RandomEvent::HostReadsDesired),
+        3 => Just(RandomEvent::ListAllocations),
+        3 => Just(RandomEvent::ReadGpu),
+        4 => (1_u64..40_000).prop_map(|ms| RandomEvent::Wait { ms }),
     ]
 }
 
 impl TestNode {
-    fn apply(&mut self, event: &Event) {
+    fn apply_event(&mut self, event: &RandomEvent) {
         match event {
-            Event::WantInstances(picks) => self.set_spec(vec![mig_spec(GPU_UUID, &non_overlapping_places(picks))]),
-            Event::WantWhole => self.set_spec(vec![]),
-            Event::WantShares => self.set_spec(vec![mps_spec(GPU_UUID, 4)]),
-            Event::Allocate(pick) => drop(self.allocate(*pick)),
-            Event::PodEnds(pick) => {
+            RandomEvent::WantInstances(picks) => {
+                self.set_spec(vec![mig_spec(GPU_UUID, &non_overlapping_places(picks))])
+            }
+            RandomEvent::WantWhole => self.set_spec(vec![]),
+            RandomEvent::WantShares => self.set_spec(vec![mps_spec(GPU_UUID, 4)]),
+            RandomEvent::Allocate(pick) => drop(self.allocate(*pick)),
+            RandomEvent::PodEnds(pick) => {
                 if let Some(at) = pick.checked_rem(self.allocated.len()) {
                     self.allocated.remove(at);
                 }
             }
-            Event::ProcessStarts(pick) => {
+            RandomEvent::ProcessStarts(pick) => {
                 let instances: Vec<u32> = self.mig_devices().values().map(|(instance, _)| *instance).collect();
                 let mut gpu = self.gpu.lock();
                 let pid = 1000 + u32::try_from(gpu.processes.len()).unwrap();
@@ -115,15 +117,15 @@ impl TestNode {
                     None => gpu.processes.insert(pid, None),
                 };
             }
-            Event::AllProcessesEnd => self.gpu.lock().processes.clear(),
-            Event::CallsFail(call, times) => drop(self.gpu.lock().failures.insert(call, *times)),
-            Event::AgentRestarts { with_checkpoint, in_change } => {
+            RandomEvent::AllProcessesEnd => self.gpu.lock().processes.clear(),
+            RandomEvent::CallsFail(call, times) => drop(self.gpu.lock().failures.insert(call, *times)),
+            RandomEvent::AgentRestarts { with_checkpoint, in_change } => {
                 if let (true, Some(MigOrder { change, .. })) = (*in_change, self.orders.pop()) {
                     let mut gpu = self.gpu.lock();
                     match change {
-                        Change::Create { profile, start } => drop(gpu.create_gpu_instance(&profile, start)),
-                        Change::Destroy(instance) => drop(gpu.destroy_compute_instance(instance.gpu_instance)),
-                        Change::Mode(_) => {}
+                        MigChange::Create { profile, start } => drop(gpu.create_gpu_instance(&profile, start)),
+                        MigChange::Destroy(instance) => drop(gpu.destroy_compute_instance(instance.gpu_instance)),
+                        MigChange::Mode(_) => {}
                     }
                 }
                 self.orders.clear();
@@ -132,20 +134,20 @@ impl TestNode {
                     self.table.allocations.iter().map(|(_, allocation)| allocation.clone()).collect();
                 self.restart_agent(*with_checkpoint);
             }
-            Event::CreateByHand(pick) => {
+            RandomEvent::CreateByHand(pick) => {
                 let (profile, start, _, _) = PLACES[pick % PLACES.len()];
                 let mut gpu = self.gpu.lock();
                 if let (true, Ok(instance)) = (gpu.state.mig, gpu.create_gpu_instance(profile, start)) {
                     let _ = gpu.create_compute_instance(instance);
                 }
             }
-            Event::Reconcile => self.reconcile(),
-            Event::PerformOrder => self.perform_order(),
-            Event::HostApplies => self.apply_desired_file(),
-            Event::HostReadsDesired => self.read_desired_file(),
-            Event::ListAllocations => self.list_allocations(),
-            Event::ReadGpu => self.read_gpu(),
-            Event::Wait { ms } => self.now += Duration::from_millis(*ms),
+            RandomEvent::Reconcile => self.reconcile(),
+            RandomEvent::PerformOrder => self.perform_order(),
+            RandomEvent::HostApplies => self.apply_desired_file(),
+            RandomEvent::HostReadsDesired => self.read_desired_file(),
+            RandomEvent::ListAllocations => self.list_allocations(),
+            RandomEvent::ReadGpu => self.read_gpu(),
+            RandomEvent::Wait { ms } => self.now += Duration::from_millis(*ms),
         }
     }
 }
@@ -157,13 +159,13 @@ proptest! {
     /// agent applies the spec. Further rounds change nothing.
     #[test]
     fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(
-        sequence in prop::collection::vec(events(), 1..120),
+        sequence in prop::collection::vec(random_event(), 1..120),
         last in prop::collection::vec(0..PLACES.len(), 0..5),
     ) {
         let mut node = TestNode::new("H100-80");
         node.set_spec(vec![]);
         for event in &sequence {
-            node.apply(event);
+            node.apply_event(event);
         }
         let wanted = non_overlapping_places(&last);
         node.set_spec(vec![mig_spec(GPU_UUID, &wanted)]);
@@ -172,7 +174,7 @@ proptest! {
         // Running pods keep their allocations.
         node.run();
         node.allocated.clear();
-        node.now += GRACE;
+        node.now += ALLOCATION_GRACE;
         node.run_until_applied();
         let expected: Vec<_> = wanted.iter().map(|&(profile, start, _)| (profile, start)).collect();
         prop_assert!(node.has_instances(&expected), "{:?} {:?}", node.step_results(), node.gpu.lock().instances());

@@ -2,15 +2,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use cleave_agent::allocation::allocate::{ResourceView, grant};
+use cleave_agent::allocation::allocate::{ResourceView, grant_allocation};
 use cleave_agent::allocation::table::AllocationTable;
 use cleave_agent::checkpoint::Checkpoint;
 use cleave_agent::gpu::layout::parse_slice_id;
-use cleave_agent::gpu::mig::{Change, MigOrder, OrderResult};
+use cleave_agent::gpu::mig::{MigChange, MigOrder, MigOrderResult};
 use cleave_agent::mig_order::apply_order;
 use cleave_agent::mps::HostView;
 use cleave_agent::node::{Actions, Node};
-use cleave_agent::object::Object;
+use cleave_agent::object::GpuNodeState;
 use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::GpuSpec;
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Desired, Enforcement, Status};
@@ -21,17 +21,17 @@ use super::simulated_gpu::{GPU_UUID, SharedGpu};
 use crate::fixtures::record_answer;
 
 /// Time for which a new agent keeps allocations before the kubelet lists them.
-pub(super) const GRACE: Duration = Duration::from_secs(30);
+pub(super) const ALLOCATION_GRACE: Duration = Duration::from_secs(30);
 
 /// Number of rounds, enough for every expected change.
-const MAX_ROUNDS: usize = 80;
+const ROUNDS_FOR_ANY_CHANGE: usize = 80;
 
 pub(super) struct TestNode {
     pub(super) gpu: SharedGpu,
     /// The agent's model.
     pub(super) agent: Node,
     pub(super) table: AllocationTable,
-    pub(super) object: Object,
+    pub(super) object: GpuNodeState,
     pub(super) now: Instant,
     /// Result of the last call of `reconcile`.
     pub(super) last: Actions,
@@ -52,14 +52,14 @@ impl TestNode {
     }
 
     fn start(gpu: SharedGpu, now: Instant, checkpoint: Option<Checkpoint>) -> Self {
-        let (mut agent, allocations) = Node::start("boot".into(), GRACE, checkpoint, None, now);
+        let (mut agent, allocations) = Node::start("boot".into(), ALLOCATION_GRACE, checkpoint, None, now);
         let mut table = AllocationTable { allocations, ..AllocationTable::default() };
         let last = agent.reconcile(&mut table, now);
         let mut node = Self {
             gpu,
             agent,
             table,
-            object: Object::Unknown,
+            object: GpuNodeState::Unknown,
             now,
             last,
             orders: Vec::new(),
@@ -74,12 +74,12 @@ impl TestNode {
 
     /// Replaces the agent with a new one.
     pub(super) fn restart_agent(&mut self, with_checkpoint: bool) {
-        let object = std::mem::replace(&mut self.object, Object::Unknown);
+        let object = std::mem::replace(&mut self.object, GpuNodeState::Unknown);
         let checkpoint = with_checkpoint.then(|| self.last.checkpoint.clone());
         let mut next = Self::start(self.gpu.clone(), self.now, checkpoint);
         (next.allocated, next.host, next.pods) = (std::mem::take(&mut self.allocated), self.host.clone(), self.pods);
         next.object = object.clone();
-        next.agent.record_object(object);
+        next.agent.record_gpu_node(object);
         *self = next;
         self.list_allocations();
         self.report_host_status(self.host.hash());
@@ -128,8 +128,8 @@ impl TestNode {
 
     pub(super) fn set_spec(&mut self, gpus: Vec<GpuSpec>) {
         let plan_id = format!("{gpus:?}");
-        self.object = Object::Present(1, GpuNodeSpec { plan_id, gpus });
-        self.agent.record_object(self.object.clone());
+        self.object = GpuNodeState::Present(1, GpuNodeSpec { plan_id, gpus });
+        self.agent.record_gpu_node(self.object.clone());
     }
 
     /// Runs the agent's `reconcile` and checks that no served device is removed.
@@ -141,10 +141,10 @@ impl TestNode {
         self.assert_unique_ids();
         for MigOrder { change, .. } in &self.orders {
             let removed = match change {
-                Change::Destroy(instance) => instance.uuid.as_str(),
-                Change::Mode(true) => GPU_UUID,
+                MigChange::Destroy(instance) => instance.uuid.as_str(),
+                MigChange::Mode(true) => GPU_UUID,
                 // In MIG mode only instances are served.
-                Change::Mode(false) | Change::Create { .. } => continue,
+                MigChange::Mode(false) | MigChange::Create { .. } => continue,
             };
             let served = self.table.pools.values().flatten().any(|pool| pool.device == removed);
             assert!(!served, "{change} while its slices can be allocated");
@@ -186,9 +186,9 @@ impl TestNode {
         let Some(order) = self.orders.pop() else { return };
         let (in_use, before, mode) = (self.devices_in_use(), self.mig_devices(), self.gpu.lock().state.mig);
         match &order.change {
-            Change::Destroy(instance) => assert!(!self.host.daemons.contains_key(&instance.uuid), "{order:?}"),
-            Change::Mode(_) => assert!(!self.host.daemons.contains_key(GPU_UUID), "{order:?}"),
-            Change::Create { .. } => {}
+            MigChange::Destroy(instance) => assert!(!self.host.daemons.contains_key(&instance.uuid), "{order:?}"),
+            MigChange::Mode(_) => assert!(!self.host.daemons.contains_key(GPU_UUID), "{order:?}"),
+            MigChange::Create { .. } => {}
         }
         let (outcome, after) = apply_order(&self.gpu, &order);
         let devices = self.mig_devices();
@@ -199,7 +199,7 @@ impl TestNode {
             assert_eq!(mode, self.gpu.lock().state.mig, "{order:?}");
         }
         self.now += Duration::from_millis(1);
-        self.agent.record_order_result(OrderResult { order, outcome, after, at: self.now }, self.now);
+        self.agent.record_order_result(MigOrderResult { order, outcome, after, at: self.now }, self.now);
     }
 
     /// Allocates a slice as the kubelet does. The kubelet may not know yet that the slice is
@@ -216,7 +216,7 @@ impl TestNode {
             .collect();
         let (resource, id) = slices.get(pick.checked_rem(slices.len())?)?.clone();
         let view = ResourceView { resource: &resource, pools: &self.table.pools[&resource], reserved: &[] };
-        let allocation = grant(&view, std::slice::from_ref(&id)).unwrap();
+        let allocation = grant_allocation(&view, std::slice::from_ref(&id)).unwrap();
         self.table.allocations.insert(allocation, self.now);
         self.pods += 1;
         self.allocated.push(ContainerDevices {
@@ -231,13 +231,13 @@ impl TestNode {
 
     /// Runs rounds in which every component works.
     pub(super) fn run(&mut self) {
-        (0..MAX_ROUNDS).for_each(|_| self.run_round());
+        (0..ROUNDS_FOR_ANY_CHANGE).for_each(|_| self.run_round());
     }
 
     /// Runs rounds until the spec is applied, or all rounds if it is not.
     pub(super) fn run_until_applied(&mut self) {
         self.reconcile();
-        for _ in 0..MAX_ROUNDS {
+        for _ in 0..ROUNDS_FOR_ANY_CHANGE {
             self.run_round();
             if self.is_applied() && self.orders.is_empty() {
                 return;
