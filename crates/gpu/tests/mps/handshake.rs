@@ -18,7 +18,7 @@ fn client_with_socket(node: &Node, allocation: &str) -> ClientSockets {
 }
 
 /// Asserts that other clients run as before, on the same server.
-fn assert_unharmed(node: &Node, before: Option<u32>) {
+fn assert_other_clients_unharmed(node: &Node, before: Option<u32>) {
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let daemon = node.daemon_status(0);
@@ -32,7 +32,7 @@ fn a_client_that_exits_before_its_introduction_to_the_server_affects_no_other_cl
     let server = node.daemon_status(0).server_pid;
     for _ in 0..3 {
         drop(client_with_socket(&node, ALLOCATION_A));
-        assert_unharmed(&node, server);
+        assert_other_clients_unharmed(&node, server);
     }
 }
 
@@ -41,11 +41,11 @@ fn a_client_that_never_introduces_itself_to_the_server_is_disconnected() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let stalled = client_with_socket(&node, ALLOCATION_A);
-    assert_unharmed(&node, server);
+    assert_other_clients_unharmed(&node, server);
     // An open connection would let the stalled client run under limits that were set later for
     // other clients.
     assert!(matches!(stalled.enter(Subject::Process), Err(ConnectError::ByServer)));
-    assert_unharmed(&node, server);
+    assert_other_clients_unharmed(&node, server);
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn a_client_that_introduces_itself_in_part_is_disconnected() {
             client.server.send(word).unwrap();
         }
         drop((client, channel));
-        assert_unharmed(&node, server);
+        assert_other_clients_unharmed(&node, server);
     }
 }
 
@@ -110,7 +110,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
             .lines()
             .all(|line| line != std::process::id().to_string())
     });
-    assert_unharmed(&node, Some(server));
+    assert_other_clients_unharmed(&node, Some(server));
     drop((client, channel));
 }
 
@@ -129,7 +129,7 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
         }
         client.server.shutdown();
         client.daemon.send(&0_u32.to_le_bytes()).unwrap();
-        assert_unharmed(&node, server);
+        assert_other_clients_unharmed(&node, server);
         drop((client, channel));
     }
 }
@@ -150,7 +150,7 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     drop(socket);
     wait_until("the client's connection is closed", || node.count_host_descriptors() <= before);
     assert!(channel.recv(64).unwrap().is_none());
-    assert_unharmed(&node, server);
+    assert_other_clients_unharmed(&node, server);
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn connections_are_limited_per_allocation() {
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     drop(held);
     wait_until("the clients' descriptors are closed", || node.count_host_descriptors() + 512 <= descriptors);
-    assert_unharmed(&node, server);
+    assert_other_clients_unharmed(&node, server);
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn a_client_that_claims_to_be_connected_is_detected() {
     let server = node.daemon_status(0).server_pid;
     let client = client_with_socket(&node, ALLOCATION_A);
     client.daemon.send(&0_u32.to_le_bytes()).unwrap();
-    assert_unharmed(&node, server);
+    assert_other_clients_unharmed(&node, server);
     assert!(matches!(client.enter(Subject::Process), Err(ConnectError::ByServer)));
     let status = node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));

@@ -20,7 +20,7 @@ use sim_machine::{Description, Effect, Fault, GpuDescription, Machine};
 use sim_mps::handshake;
 
 /// Time limit of each wait. Longer than any step takes on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) struct Node {
     dir: tempfile::TempDir,
@@ -33,7 +33,7 @@ pub(crate) struct Node {
 
 impl Node {
     /// Returns a machine with this number of H200s and no MPS host.
-    pub(crate) fn without_host(gpus: usize) -> Self {
+    pub(crate) fn without_mps_host(gpus: usize) -> Self {
         assert!(
             rustix::process::geteuid().is_root(),
             "these tests need root: the MPS host passes on the credentials of other processes"
@@ -57,13 +57,13 @@ impl Node {
     }
 
     /// Returns a machine with an MPS host and one running daemon per GPU.
-    pub(crate) fn with_host(gpus: usize) -> Self {
-        let mut node = Self::without_host(gpus);
+    pub(crate) fn with_mps_host(gpus: usize) -> Self {
+        let mut node = Self::without_mps_host(gpus);
         for gpu in 0..gpus {
             node.desire_daemon(gpu, default_daemon());
         }
         node.write_desired();
-        node.start();
+        node.start_host();
         for gpu in 0..gpus {
             node.wait_for_state(gpu, DaemonState::Active);
         }
@@ -84,7 +84,7 @@ impl Node {
     }
 
     /// Starts the MPS host.
-    pub(crate) fn start(&mut self) {
+    pub(crate) fn start_host(&mut self) {
         let log = File::options().create(true).append(true).open(self.path("log.txt")).unwrap();
         let mut command = self.host_command();
         self.host = Some(command.stdout(Stdio::null()).stderr(log).stdin(Stdio::null()).spawn().unwrap());
@@ -151,18 +151,18 @@ impl Node {
     }
 
     pub(crate) fn await_ready(&self, allocation: &str) -> Reply {
-        let timeout_ms = u64::try_from(DEADLINE.as_millis()).unwrap();
-        self.request(&Request::Await { allocation: allocation.to_owned(), timeout_ms })
+        let timeout_ms = u64::try_from(WAIT_TIMEOUT.as_millis()).unwrap();
+        self.send_request(&Request::Await { allocation: allocation.to_owned(), timeout_ms })
     }
 
-    pub(crate) fn request(&self, request: &Request) -> Reply {
+    pub(crate) fn send_request(&self, request: &Request) -> Reply {
         let text = serde_json::to_string(request).unwrap();
         self.send_line(&format!("{text}\n"))
     }
 
     pub(crate) fn send_line(&self, text: &str) -> Reply {
         let mut stream = UnixStream::connect(self.paths.socket()).unwrap();
-        stream.set_read_timeout(Some(DEADLINE * 2)).unwrap();
+        stream.set_read_timeout(Some(WAIT_TIMEOUT * 2)).unwrap();
         stream.write_all(text.as_bytes()).unwrap();
         let mut line = String::new();
         BufReader::new(stream).read_line(&mut line).unwrap();
@@ -175,7 +175,7 @@ impl Node {
 
     /// Waits for a status that meets a condition.
     pub(crate) fn wait_for_status(&self, what: &str, mut condition: impl FnMut(&Status) -> bool) -> Status {
-        let deadline = Instant::now() + DEADLINE;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             let status = self.status();
             if let Some(status) = status.as_ref().filter(|status| condition(status)) {
@@ -345,7 +345,7 @@ impl Client {
 
     /// Waits for the next line that the program prints.
     pub(crate) fn read_line(&mut self) -> Value {
-        serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
+        serde_json::from_str(&self.lines.recv_timeout(WAIT_TIMEOUT).expect("the program prints a line")).unwrap()
     }
 
     /// Returns whether the program is running and has printed nothing more.
@@ -372,19 +372,19 @@ impl Drop for Client {
     }
 }
 
-pub(crate) fn kill(pid: u32, signal: Signal) {
+pub(crate) fn send_signal(pid: u32, signal: Signal) {
     rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), signal).unwrap();
 }
 
 pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     while !condition() {
         assert!(Instant::now() < deadline, "timed out waiting until {what}");
         thread::sleep(Duration::from_millis(5));
     }
 }
 
-pub(crate) fn as_user(command: &mut Command, uid: u32) {
+pub(crate) fn set_user(command: &mut Command, uid: u32) {
     command.uid(uid).gid(uid);
 }
 

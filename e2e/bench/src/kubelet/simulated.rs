@@ -11,7 +11,7 @@ use cleave_plan::mps::{Threads, memory, threads};
 use cleave_plan::units::Mebibytes;
 use sim_machine::{Description, Driver, GpuDescription, Machine, STATE_ENV};
 
-const GPU_MODEL: &str = "H100-80";
+const SIMULATED_GPU_MODEL: &str = "H100-80";
 
 /// How the agent shares GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -74,7 +74,11 @@ impl SimulatedHardware {
 
     /// Creates the machine, and the spec for its GPUs.
     pub(super) fn create_machine(&self, directory: &Path) -> Result<Machine> {
-        let gpu = GpuDescription { model: GPU_MODEL.to_owned(), count: Some(self.gpus), ..GpuDescription::default() };
+        let gpu = GpuDescription {
+            model: SIMULATED_GPU_MODEL.to_owned(),
+            count: Some(self.gpus),
+            ..GpuDescription::default()
+        };
         let description =
             Description { name: "bench".to_owned(), driver: Driver::default(), gpus: vec![gpu], models: Vec::new() };
         let machine = Machine::init(Self::machine_directory(directory), &description).context("a simulated machine")?;
