@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
-use sim_machine::Effect;
+use sim_machine::FaultEffect;
 
 use super::node::{Node, default_daemon, host_program, wait_until};
 
@@ -96,7 +96,7 @@ fn remaining_processes_and_files(node: &Node) -> Vec<String> {
 }
 
 fn inject_error_code(node: &Node, call: &str, code: i32) {
-    node.inject_fault(call, None, Effect::Code(code), None);
+    node.inject_fault(call, None, FaultEffect::Code(code), None);
 }
 
 #[test]
@@ -240,7 +240,7 @@ fn the_tests_stop_when_another_process_uses_the_gpu() {
 #[test]
 fn a_doctor_that_receives_a_signal_stops_its_daemon() {
     let node = Node::without_mps_host(1);
-    node.inject_fault("mps:command:start_server", None, Effect::Hang(None), None);
+    node.inject_fault("mps:command:start_server", None, FaultEffect::Hang(None), None);
     let mut doctor: Child =
         doctor_command(&node, &["--client", &client_path(&node)]).stdout(Stdio::piped()).spawn().unwrap();
     wait_until("the daemon runs", || remaining_processes_and_files(&node).len() >= 2);

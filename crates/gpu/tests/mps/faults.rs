@@ -5,8 +5,8 @@ use std::process::{Command, ExitStatus};
 
 use cleave_gpu::mps::wire::{Client as Reported, DaemonState, DaemonStatus, Fault, Reply, Request};
 use rustix::process::Signal;
-use sim_machine::Effect;
-use sim_mps::handshake::{self, Subject};
+use sim_machine::FaultEffect;
+use sim_mps::handshake::{self, IntroductionSubject};
 use sim_mps::wire::{self as words, FromContext, ToContext};
 
 use crate::node::{Client, Node, parse_limits, send_signal};
@@ -109,7 +109,7 @@ fn a_server_that_does_not_recover_is_replaced() {
     node.desire_allocation(ALLOCATION_B, 1, Some(50), Some(20480));
     node.apply_desired();
     let (before, other) = (node.daemon_status(0), node.daemon_status(1));
-    node.inject_fault("mps:heal", Some(0), Effect::Code(1), None);
+    node.inject_fault("mps:heal", Some(0), FaultEffect::Code(1), None);
     start_running_client(&node, ALLOCATION_A, &FAULT_ARGUMENTS).wait();
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("a client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
@@ -138,7 +138,7 @@ fn a_daemon_that_ignores_commands_is_replaced_and_gets_its_limits() {
     let node = node_with_two_tenants();
     let before = node.daemon_status(0);
     for call in ["mps:heal", "mps:command:shutdown_server", "mps:command:quit"] {
-        node.inject_fault(call, Some(0), Effect::Code(1), None);
+        node.inject_fault(call, Some(0), FaultEffect::Code(1), None);
     }
     start_running_client(&node, ALLOCATION_A, &FAULT_ARGUMENTS).wait();
     let (fault, after) = wait_until_fault_is_over(&node, 0);
@@ -280,8 +280,9 @@ fn a_process_whose_identity_is_not_proven_to_the_server_is_not_signalled() {
     let who = sim_mps::seqpacket::Credentials { pid: i32::try_from(pid).unwrap(), ..handshake::own_credentials() };
     let door = node.paths.door(ALLOCATION_A);
     // The door sees this test as the client; the server sees the bystander.
-    let _process = handshake::connect_to_server(&door).unwrap().enter_as(Subject::Process, who).unwrap();
-    let (channel, _socket) = handshake::connect_to_server(&door).unwrap().enter_as(Subject::Context, who).unwrap();
+    let _process = handshake::connect_to_server(&door).unwrap().enter_as(IntroductionSubject::Process, who).unwrap();
+    let (channel, _socket) =
+        handshake::connect_to_server(&door).unwrap().enter_as(IntroductionSubject::Context, who).unwrap();
     let create = ToContext::Create { device: node.uuid(0), threads: None, command: "x".into(), namespace: 0 };
     words::send(&channel, &create).unwrap();
     assert!(matches!(words::recv(&channel).unwrap(), Some(FromContext::Created { .. })));

@@ -6,7 +6,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cleave_gpu::mps::wire::DaemonState;
-use sim_mps::handshake::{self, CREDENTIALS, ClientSockets, ConnectError, KIND_CLIENT, Subject, own_credentials};
+use sim_mps::handshake::{
+    self, CREDENTIALS, ClientSockets, ConnectError, IntroductionSubject, KIND_CLIENT, own_credentials,
+};
 use sim_mps::seqpacket::Connection;
 
 use crate::node::{Node, wait_until};
@@ -44,7 +46,7 @@ fn a_client_that_never_introduces_itself_to_the_server_is_disconnected() {
     assert_other_clients_unharmed(&node, server);
     // An open connection would let the stalled client run under limits that were set later for
     // other clients.
-    assert!(matches!(stalled.enter(Subject::Process), Err(ConnectError::ByServer)));
+    assert!(matches!(stalled.enter(IntroductionSubject::Process), Err(ConnectError::ByServer)));
     assert_other_clients_unharmed(&node, server);
 }
 
@@ -56,7 +58,7 @@ fn a_client_that_introduces_itself_in_part_is_disconnected() {
         let client = client_with_socket(&node, ALLOCATION_A);
         let channel = client.receive_channel().unwrap();
         client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
-        for word in Subject::Process.introduction_words().iter().take(words - 1) {
+        for word in IntroductionSubject::Process.introduction_words().iter().take(words - 1) {
             client.server.send(word).unwrap();
         }
         drop((client, channel));
@@ -100,7 +102,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
     let client = client_with_socket(&node, ALLOCATION_A);
     let channel = client.receive_channel().unwrap();
     client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
-    for word in Subject::Process.introduction_words() {
+    for word in IntroductionSubject::Process.introduction_words() {
         client.server.send(&word).unwrap();
     }
     assert_eq!(client.server.recv(64).unwrap().unwrap().data, [0; 4]);
@@ -124,7 +126,7 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
         if words > 0 {
             client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
         }
-        for word in Subject::Process.introduction_words().iter().take(words.max(1) - 1) {
+        for word in IntroductionSubject::Process.introduction_words().iter().take(words.max(1) - 1) {
             client.server.send(word).unwrap();
         }
         client.server.shutdown();
@@ -139,7 +141,7 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let before = node.count_host_descriptors();
-    let (channel, socket) = client_with_socket(&node, ALLOCATION_A).enter(Subject::Process).unwrap();
+    let (channel, socket) = client_with_socket(&node, ALLOCATION_A).enter(IntroductionSubject::Process).unwrap();
     let full = |socket: &Connection| {
         (0..10).all(|_| {
             thread::sleep(Duration::from_millis(2));
@@ -158,7 +160,8 @@ fn connections_are_limited_per_allocation() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let enter = || {
-        handshake::connect_to_server(&node.paths.door(ALLOCATION_A)).and_then(|sockets| sockets.enter(Subject::Process))
+        handshake::connect_to_server(&node.paths.door(ALLOCATION_A))
+            .and_then(|sockets| sockets.enter(IntroductionSubject::Process))
     };
     let held: Vec<_> = (0..256).map(|_| enter().unwrap()).collect();
     let descriptors = node.count_host_descriptors();
@@ -176,7 +179,7 @@ fn a_client_that_claims_to_be_connected_is_detected() {
     let client = client_with_socket(&node, ALLOCATION_A);
     client.daemon.send(&0_u32.to_le_bytes()).unwrap();
     assert_other_clients_unharmed(&node, server);
-    assert!(matches!(client.enter(Subject::Process), Err(ConnectError::ByServer)));
+    assert!(matches!(client.enter(IntroductionSubject::Process), Err(ConnectError::ByServer)));
     let status = node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));
 }
@@ -185,7 +188,7 @@ fn a_client_that_claims_to_be_connected_is_detected() {
 fn a_client_that_connects_late_but_in_time_is_admitted() {
     let node = node_with_two_tenants();
     let client = client_with_socket(&node, ALLOCATION_A);
-    let entered = client.enter(Subject::Process).unwrap();
+    let entered = client.enter(IntroductionSubject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
     drop(entered);
 }

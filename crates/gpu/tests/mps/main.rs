@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use cleave_gpu::mps::wire::{Allocation, Daemon, DaemonState, Enforcement, Reply, Request};
 use rustix::process::Signal;
-use sim_machine::{ComputeMode, Effect};
+use sim_machine::{ComputeMode, FaultEffect};
 use sim_mps::handshake as mps;
 use sim_mps::seqpacket::Connection;
 
@@ -106,7 +106,7 @@ fn no_client_is_admitted_if_defaults_are_not_accepted() {
     let mut node = Node::without_mps_host(1);
     node.desire_daemon(0, Daemon { default_threads: Some(40), ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, None, None);
-    node.inject_fault("mps:command:get_default_active_thread_percentage", None, Effect::Code(7), None);
+    node.inject_fault("mps:command:get_default_active_thread_percentage", None, FaultEffect::Code(7), None);
     node.write_desired();
     node.start_host();
     let backing_off = node.wait_for_state(0, DaemonState::BackOff);
@@ -203,7 +203,7 @@ fn a_hung_command_does_not_delay_the_other_gpu() {
     node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
     node.desire_allocation(ALLOCATION_B, 1, Some(50), None);
     node.apply_desired();
-    node.inject_fault("mps:command:set_active_thread_percentage", Some(0), Effect::Hang(None), None);
+    node.inject_fault("mps:command:set_active_thread_percentage", Some(0), FaultEffect::Hang(None), None);
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
     for _ in 0..5 {
@@ -497,7 +497,7 @@ fn an_unknown_handshake_is_relayed_unchanged() {
     let mut node = Node::without_mps_host(1);
     node.desire_daemon(0, Daemon { default_threads: Some(40), ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
-    node.inject_fault("mps:handshake", None, Effect::Code(1), None);
+    node.inject_fault("mps:handshake", None, FaultEffect::Code(1), None);
     node.write_desired();
     node.start_host();
     let active = node.wait_for_state(0, DaemonState::Active);
@@ -512,7 +512,7 @@ fn an_unknown_handshake_is_relayed_unchanged() {
     let packet = through.recv_fd(64).unwrap().unwrap();
     assert_eq!(packet.data, mps::DESCRIPTOR);
     let sockets = mps::ClientSockets { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
-    let _client = sockets.enter(mps::Subject::Process).unwrap();
+    let _client = sockets.enter(mps::IntroductionSubject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
 }
 

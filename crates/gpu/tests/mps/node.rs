@@ -16,7 +16,7 @@ use cleave_gpu::mps::wire::{
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
-use sim_machine::{Description, Effect, Fault, GpuDescription, Machine};
+use sim_machine::{Description, Fault, FaultEffect, GpuDescription, Machine};
 use sim_mps::handshake;
 
 /// Time limit of each wait. Longer than any step takes on a busy machine.
@@ -249,7 +249,7 @@ impl Node {
         parse_limits(&line)
     }
 
-    pub(crate) fn inject_fault(&self, call: &str, gpu: Option<usize>, effect: Effect, remaining: Option<u32>) {
+    pub(crate) fn inject_fault(&self, call: &str, gpu: Option<usize>, effect: FaultEffect, remaining: Option<u32>) {
         let gpu = gpu.map(|gpu| self.uuid(gpu));
         let add = |state: &mut sim_machine::State| {
             let id = state.next_id();

@@ -9,7 +9,7 @@ use cleave_api::gpunode::{GpuSpec, MpsPartition, MpsSlices, Partition, TimeSlice
 use cleave_api::sharingpolicy::{ComputeMode, Interval};
 use cleave_plan::mps::{Threads, memory, threads};
 use cleave_plan::units::Mebibytes;
-use sim_machine::{Description, Driver, GpuDescription, Machine, STATE_ENV};
+use sim_machine::{Driver, GpuDescription, Machine, MachineDescription, STATE_DIRECTORY_ENV};
 
 const SIMULATED_GPU_MODEL: &str = "H100-80";
 
@@ -61,7 +61,7 @@ impl SimulatedHardware {
     /// Returns the environment by which the agent and the MPS host find the simulated hardware.
     pub(super) fn environment(&self, directory: &Path) -> [(&'static str, OsString); 3] {
         [
-            (STATE_ENV, Self::machine_directory(directory).into()),
+            (STATE_DIRECTORY_ENV, Self::machine_directory(directory).into()),
             ("CLEAVE_NVML_LIBRARY", self.nvml.clone().into()),
             ("CLEAVE_MPS_CONTROL", self.mps_control.clone().into()),
         ]
@@ -79,8 +79,12 @@ impl SimulatedHardware {
             count: Some(self.gpus),
             ..GpuDescription::default()
         };
-        let description =
-            Description { name: "bench".to_owned(), driver: Driver::default(), gpus: vec![gpu], models: Vec::new() };
+        let description = MachineDescription {
+            name: "bench".to_owned(),
+            driver: Driver::default(),
+            gpus: vec![gpu],
+            models: Vec::new(),
+        };
         let machine = Machine::init(Self::machine_directory(directory), &description).context("a simulated machine")?;
         let state = machine.snapshot().context("a simulated machine")?;
         let mut gpus = Vec::new();

@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use node::{Client, Node, wait_for_answer, wait_until};
 use rustix::process::Signal;
-use sim_machine::{ComputeMode, Effect};
+use sim_machine::{ComputeMode, FaultEffect};
 use sim_mps::seqpacket::{Connection, Listener};
 
 #[test]
@@ -238,7 +238,7 @@ fn a_directory_has_one_daemon_even_in_the_background() {
 #[test]
 fn an_injected_hang_of_a_command_blocks_the_daemon() {
     let node = Node::with_daemon(&[]);
-    node.inject_fault("mps:command:get_server_list", Effect::Hang(None), Some(1));
+    node.inject_fault("mps:command:get_server_list", FaultEffect::Hang(None), Some(1));
     let hanging = node.send_command_in_background("get_server_list");
     wait_until("the command hangs", || node.are_faults_consumed());
     let other = node.send_command_in_background("get_default_active_thread_percentage");
@@ -252,7 +252,7 @@ fn an_injected_hang_of_a_command_blocks_the_daemon() {
 #[test]
 fn an_injected_fault_fails_the_daemons_start() {
     let mut node = Node::without_daemon();
-    node.inject_fault("mps:start", Effect::Code(3), Some(2));
+    node.inject_fault("mps:start", FaultEffect::Code(3), Some(2));
     for _ in 0..2 {
         let status = node.control_command().arg("-f").stdin(Stdio::null()).stdout(Stdio::null()).status().unwrap();
         assert_eq!(status.code(), Some(3));
@@ -264,7 +264,7 @@ fn an_injected_fault_fails_the_daemons_start() {
 #[test]
 fn programs_understand_an_injected_handshake_of_another_driver() {
     let node = Node::with_daemon(&[]);
-    node.inject_fault("mps:handshake", Effect::Code(1), None);
+    node.inject_fault("mps:handshake", FaultEffect::Code(1), None);
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     assert_eq!(node.run_control(&["get_default_active_thread_percentage"], None), "100.0\n");
     let hello = Connection::connect(&node.socket_path("control")).unwrap().recv(64).unwrap().unwrap();
@@ -289,7 +289,7 @@ fn a_socket_of_another_protocol_is_not_mps() {
 #[test]
 fn a_program_waits_for_the_daemon_without_a_deadline() {
     let node = Node::with_daemon(&[]);
-    node.inject_fault("mps:client", Effect::Hang(None), Some(1));
+    node.inject_fault("mps:client", FaultEffect::Hang(None), Some(1));
     let mut client = node.start_client(&[]);
     wait_until("the client waits for the daemon", || node.are_faults_consumed());
     node.wait_for_side_effects();

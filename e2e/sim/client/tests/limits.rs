@@ -4,7 +4,7 @@
 mod node;
 
 use node::{Node, wait_until};
-use sim_mps::client::{Environment, Mps};
+use sim_mps::client::{LimitEnvironment, MpsConnection};
 
 const THREADS_ENV: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 const MEMORY_ENV: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
@@ -61,10 +61,10 @@ fn limits_are_set_at_the_first_handshake_of_a_process() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
     node.send_command(&format!("set_active_thread_percentage {server} 20"));
-    let mps = Mps::attach(&node.socket_path("control")).unwrap().unwrap();
+    let mps = MpsConnection::attach(&node.socket_path("control")).unwrap().unwrap();
     node.send_command(&format!("set_active_thread_percentage {server} 50"));
     node.send_command(&format!("set_device_pinned_mem_limit {server} 0 8G"));
-    let context = mps.create_context(&Environment::default(), mps.devices(), 0).unwrap();
+    let context = mps.create_context(&LimitEnvironment::default(), mps.devices(), 0).unwrap();
     assert_eq!((context.sms(), context.memory_limit()), (26, None));
     assert_eq!(node.run_and_read_line(&[])["sms"], 66);
 }

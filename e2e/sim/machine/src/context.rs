@@ -58,7 +58,7 @@ impl Machine {
             ContextKind::MpsServer => ProcessKind::MpsServer,
             ContextKind::Graphics => ProcessKind::Graphics,
         };
-        self.register(device, kind, PidRef::current(), process::own_name(), overhead)
+        self.register_context(device, kind, PidRef::of_this_process(), process::own_process_name(), overhead)
     }
 
     /// Registers a client of this process, which must be an MPS server. `pid` is the client's PID
@@ -68,10 +68,10 @@ impl Machine {
     /// # Errors
     /// The device does not exist, is lost, or has too little free memory.
     pub fn register_client(&self, device: &str, pid: u32, used: u64) -> Result<Context, ContextError> {
-        self.register(device, ProcessKind::MpsClient, PidRef::of(pid), process::name_of(pid), used)
+        self.register_context(device, ProcessKind::MpsClient, PidRef::of(pid), process::process_name(pid), used)
     }
 
-    fn register(
+    fn register_context(
         &self,
         device: &str,
         kind: ProcessKind,
@@ -80,7 +80,7 @@ impl Machine {
         used: u64,
     ) -> Result<Context, ContextError> {
         self.update(|state| {
-            self.prune(state);
+            self.remove_exited_processes(state);
             let found = usable_device(state, device)?;
             check_may_open(state, &found, kind, pid)?;
             check_memory_fits(state, &found, used)?;
@@ -160,7 +160,7 @@ impl Context {
 
     fn change(&self, change: impl FnOnce(&mut State, usize) -> Result<(), ContextError>) -> Result<(), ContextError> {
         self.machine.update(|state| {
-            self.machine.prune(state);
+            self.machine.remove_exited_processes(state);
             let entry = self.process_index(state)?;
             usable_device(state, &self.device)?;
             change(state, entry)
@@ -233,13 +233,15 @@ mod tests {
     use std::process::{Child, Command};
 
     use super::*;
-    use crate::description::{Description, GpuDescription};
+    use crate::description::{GpuDescription, MachineDescription};
 
     fn machine(model: &str) -> (tempfile::TempDir, Machine, String) {
         let dir = tempfile::tempdir().unwrap();
         let gpus = vec![GpuDescription { model: model.to_owned(), ..GpuDescription::default() }];
-        let machine =
-            Machine::init(dir.path(), &Description { name: "test".to_owned(), gpus, ..Description::default() });
+        let machine = Machine::init(
+            dir.path(),
+            &MachineDescription { name: "test".to_owned(), gpus, ..MachineDescription::default() },
+        );
         let machine = machine.unwrap();
         let uuid = machine.snapshot().unwrap().gpus[0].uuid.clone();
         (dir, machine, uuid)

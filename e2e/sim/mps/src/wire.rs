@@ -7,7 +7,7 @@ use std::io;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::limits::Settings;
+use crate::limits::ClientSettings;
 use crate::seqpacket::Connection;
 
 /// The maximum length of a packet, in bytes.
@@ -48,17 +48,17 @@ pub enum ToServer {
         /// The server's user id.
         uid: u32,
         /// The server's initial limits.
-        settings: Settings,
+        settings: ClientSettings,
     },
     /// A new client, sent with the socket of its introduction.
     Client {
         /// The daemon's number for the connection.
         connection: u64,
         /// The limits of the client's process, if this is its first connection.
-        settings: Settings,
+        settings: ClientSettings,
     },
     /// The limits of the next clients. The server only logs them.
-    Settings(Settings),
+    ClientSettings(ClientSettings),
     /// Requests an answer once all earlier messages are handled.
     Ping {
         /// The request's number, which the answer repeats.

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use anyhow::Result;
 use serde_json::{Value, json};
-use sim_machine::{Effect, Machine, Process, State, builtin_models};
+use sim_machine::{FaultEffect, Machine, Process, State, builtin_models};
 
 /// Returns the whole state as JSON, with live processes only and their PIDs in this namespace.
 pub(crate) fn json(machine: &Machine) -> Result<String> {
@@ -91,9 +91,9 @@ pub(crate) fn table(machine: &Machine) -> Result<String> {
     }
     for fault in &state.faults {
         let effect = match fault.effect {
-            Effect::Code(code) => format!("returns {code}"),
-            Effect::Hang(None) => "hangs".to_owned(),
-            Effect::Hang(Some(seconds)) => format!("hangs for {seconds} s"),
+            FaultEffect::Code(code) => format!("returns {code}"),
+            FaultEffect::Hang(None) => "hangs".to_owned(),
+            FaultEffect::Hang(Some(seconds)) => format!("hangs for {seconds} s"),
         };
         let place = fault.gpu.as_ref().map_or_else(String::new, |g| format!(" on {g}"));
         let left = fault.remaining.map_or_else(String::new, |n| format!(", {n} more"));

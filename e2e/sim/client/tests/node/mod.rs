@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
-use sim_machine::{ComputeMode, Description, Effect, Fault, GpuDescription, Machine};
+use sim_machine::{ComputeMode, Fault, FaultEffect, GpuDescription, Machine, MachineDescription};
 use sim_mps::handshake;
 
 /// Timeout of every step, sufficient even on a busy machine.
@@ -35,7 +35,7 @@ impl Node {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
-        let description = Description { name: "test".into(), gpus, ..Description::default() };
+        let description = MachineDescription { name: "test".into(), gpus, ..MachineDescription::default() };
         for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "cleave-client"] {
             // The program acts as NVIDIA's programs under the first two names. Programs find each
             // other in their common directory, which all users can access.
@@ -216,7 +216,7 @@ impl Node {
 
     /// Injects a fault into a call. `remaining` limits the number of calls to which the fault
     /// applies.
-    pub(crate) fn inject_fault(&self, call: &str, effect: Effect, remaining: Option<u32>) {
+    pub(crate) fn inject_fault(&self, call: &str, effect: FaultEffect, remaining: Option<u32>) {
         let add = |state: &mut sim_machine::State| {
             let id = state.next_id();
             state.faults.push(Fault { id, call: call.to_owned(), gpu: None, effect, remaining });

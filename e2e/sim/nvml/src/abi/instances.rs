@@ -10,7 +10,8 @@ use sim_machine::{ComputeProfile, DeviceRef, GpuProfile, Placement};
 use super::raw::{In, Out, to_c_chars};
 use super::{Return, exports, parse_switch, struct_version, to_u32};
 use crate::library::{
-    Code, Handle, Object, Result, View, call_on, catch_panic, handle, on_device, on_gpu, on_gpu_as_root, require_root,
+    Code, Handle, HandleTarget, MachineView, Result, call_on, catch_panic, handle, on_device, on_gpu, on_gpu_as_root,
+    require_root,
 };
 use crate::mig;
 
@@ -32,7 +33,7 @@ exports! {
             if !model.is_mig_capable() {
                 return Err(Code::NOT_SUPPORTED);
             }
-            activation.put(mig::set_mode(view, &gpu.uuid, on)?)
+            activation.put(mig::set_mig_mode(view, &gpu.uuid, on)?)
         });
     nvmlDeviceGetMaxMigDeviceCount(device: Handle, count: Out<c_uint>) |own|
         on_gpu(own, device, |_, gpu, model| count.put(mig::max_devices(gpu, model)));
@@ -43,11 +44,11 @@ exports! {
             }
             let devices = mig::devices(gpu);
             let (_, ci) = devices.get(index as usize).ok_or(Code::NOT_FOUND)?;
-            out.put(handle(Object::Device(ci.uuid.clone())))
+            out.put(handle(HandleTarget::Device(ci.uuid.clone())))
         });
     nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device: Handle, out: Out<Handle>) |own| on_device(own, device, |_, d| {
         mig_instances_of(&d)?;
-        out.put(handle(Object::Device(d.gpu.uuid.clone())))
+        out.put(handle(HandleTarget::Device(d.gpu.uuid.clone())))
     });
     nvmlDeviceGetGpuInstanceId(device: Handle, id: Out<c_uint>) |own|
         on_device(own, device, |_, d| id.put(mig_instances_of(&d)?.0.id));
@@ -99,20 +100,20 @@ exports! {
         on_gpu(own, device, |_, gpu, model| {
             mig::profile_by_id(model, id)?;
             let instances = gpu.instances.iter().filter(|i| i.profile == id);
-            put_all(instances.map(|i| handle(Object::GpuInstance(gpu.uuid.clone(), i.id))), out, count)
+            put_all(instances.map(|i| handle(HandleTarget::GpuInstance(gpu.uuid.clone(), i.id))), out, count)
         });
     nvmlDeviceGetGpuInstanceById(device: Handle, id: c_uint, out: Out<Handle>) |own| on_gpu(own, device, |_, gpu, model| {
         if !model.is_mig_capable() {
             return Err(Code::NOT_SUPPORTED);
         }
         let found = gpu.instances.iter().find(|i| i.id == id).ok_or(Code::NOT_FOUND)?;
-        out.put(handle(Object::GpuInstance(gpu.uuid.clone(), found.id)))
+        out.put(handle(HandleTarget::GpuInstance(gpu.uuid.clone(), found.id)))
     });
     nvmlGpuInstanceGetInfo(instance: Handle, out: Out<sys::nvmlGpuInstanceInfo_t>) |own|
         on_instance(own, instance, |view, gpu, id| {
             let (_, _, gi) = mig::find_gpu_instance(view, gpu, id)?;
             out.put(sys::nvmlGpuInstanceInfo_t {
-                device: without_provenance_mut(handle(Object::Device(gpu.to_owned()))),
+                device: without_provenance_mut(handle(HandleTarget::Device(gpu.to_owned()))),
                 id,
                 profileId: gi.profile,
                 placement: sys::nvmlGpuInstancePlacement_t { start: gi.placement.start, size: gi.placement.size },
@@ -178,13 +179,13 @@ exports! {
             let (_, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
             mig::compute_profile_by_id(model, gi, profile)?;
             let instances = gi.compute.iter().filter(|c| c.profile == profile);
-            put_all(instances.map(|c| handle(Object::ComputeInstance(gpu.to_owned(), id, c.id))), out, count)
+            put_all(instances.map(|c| handle(HandleTarget::ComputeInstance(gpu.to_owned(), id, c.id))), out, count)
         });
     nvmlGpuInstanceGetComputeInstanceById(instance: Handle, id: c_uint, out: Out<Handle>) |own|
         on_instance(own, instance, |view, gpu, gi| {
             let (_, _, found) = mig::find_gpu_instance(view, gpu, gi)?;
             found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
-            out.put(handle(Object::ComputeInstance(gpu.to_owned(), gi, id)))
+            out.put(handle(HandleTarget::ComputeInstance(gpu.to_owned(), gi, id)))
         });
     nvmlComputeInstanceGetInfo(instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) |own|
         put_compute_info(own, instance, out);
@@ -198,7 +199,7 @@ exports! {
 }
 
 /// Runs a call about a GPU instance. `body` receives the GPU's UUID and the instance's id.
-fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32) -> Result<()>) -> Return {
+fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&MachineView, &str, u32) -> Result<()>) -> Return {
     catch_panic(|| {
         let (gpu, id) = mig::gpu_instance(instance)?;
         call_on(name, &gpu, |view| body(view, &gpu, id))
@@ -207,7 +208,7 @@ fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32)
 
 /// Runs a call about a compute instance. `body` receives the GPU's UUID, the GPU instance's id and
 /// the compute instance's id.
-fn on_compute(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32, u32) -> Result<()>) -> Return {
+fn on_compute(name: &str, instance: Handle, body: impl FnOnce(&MachineView, &str, u32, u32) -> Result<()>) -> Return {
     catch_panic(|| {
         let (gpu, gi, id) = mig::compute_instance(instance)?;
         call_on(name, &gpu, |view| body(view, &gpu, gi, id))
@@ -355,7 +356,13 @@ fn put_placements(
     })
 }
 
-fn create_gpu_instance(view: &View, gpu: &str, profile: u32, at: Option<Placement>, out: Out<Handle>) -> Result<()> {
+fn create_gpu_instance(
+    view: &MachineView,
+    gpu: &str,
+    profile: u32,
+    at: Option<Placement>,
+    out: Out<Handle>,
+) -> Result<()> {
     if out.is_null() {
         return Err(Code::INVALID_ARGUMENT);
     }
@@ -363,7 +370,7 @@ fn create_gpu_instance(view: &View, gpu: &str, profile: u32, at: Option<Placemen
 }
 
 fn create_compute_instance(
-    view: &View,
+    view: &MachineView,
     gpu: &str,
     gi: u32,
     profile: u32,
@@ -383,8 +390,8 @@ fn put_compute_info(name: &str, instance: Handle, out: Out<sys::nvmlComputeInsta
         let (_, _, found) = mig::find_gpu_instance(view, gpu, gi)?;
         let ci = found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
         out.put(sys::nvmlComputeInstanceInfo_t {
-            device: without_provenance_mut(handle(Object::Device(gpu.to_owned()))),
-            gpuInstance: without_provenance_mut(handle(Object::GpuInstance(gpu.to_owned(), gi))),
+            device: without_provenance_mut(handle(HandleTarget::Device(gpu.to_owned()))),
+            gpuInstance: without_provenance_mut(handle(HandleTarget::GpuInstance(gpu.to_owned(), gi))),
             id,
             profileId: ci.profile,
             placement: sys::nvmlComputeInstancePlacement_t { start: ci.placement.start, size: ci.placement.size },

@@ -12,7 +12,7 @@ use sim_machine::{EventKind, Gpu};
 use self::raw::{Out, Text, to_c_chars};
 use crate::device::{self, NO_INSTANCE, ProcessList};
 use crate::library::{
-    self, Code, Handle, Object, Result, call, catch_panic, handle, object, on_device, on_gpu, on_gpu_as_root,
+    self, Code, Handle, HandleTarget, Result, call, catch_panic, handle, object, on_device, on_gpu, on_gpu_as_root,
 };
 use crate::{events, mig};
 
@@ -118,7 +118,7 @@ exports! {
         on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.cpus, count_cpus()));
     nvmlDeviceGetTopologyCommonAncestor(one: Handle, other: Handle, level: Out<c_uint>) |own|
         on_gpu(own, one, |view, gpu, _| {
-            let Object::Device(other) = object(other)? else { return Err(Code::INVALID_ARGUMENT) };
+            let HandleTarget::Device(other) = object(other)? else { return Err(Code::INVALID_ARGUMENT) };
             let (other, _) = view.gpu(&other)?;
             level.put(match gpu.numa_node == other.numa_node {
                 _ if gpu.uuid == other.uuid => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_INTERNAL,
@@ -185,11 +185,11 @@ exports! {
         if d.mig.is_some() || d.gpu.mig {
             return Err(Code::NOT_SUPPORTED);
         }
-        let gpu = device::utilization(view, &d)?;
+        let gpu = device::utilization_percent(view, &d)?;
         out.put(sys::nvmlUtilization_t { gpu, memory: gpu / 2 })
     });
     nvmlDeviceGetPowerUsage(device: Handle, milliwatts: Out<c_uint>) |own| on_device(own, device, |view, d| match d.mig {
-        None => milliwatts.put(device::power(view, &d)?),
+        None => milliwatts.put(device::power_milliwatts(view, &d)?),
         Some(_) => Err(Code::NOT_SUPPORTED),
     });
     nvmlDeviceGetEnforcedPowerLimit(device: Handle, milliwatts: Out<c_uint>) |own|
@@ -254,11 +254,11 @@ exports! {
         });
 
     nvmlDeviceGetSupportedEventTypes(device: Handle, types: Out<c_ulonglong>) |own|
-        on_gpu(own, device, |_, _, _| types.put(events::SUPPORTED));
-    nvmlEventSetCreate(set: Out<Handle>) |own| call(own, |_| set.put(events::create()));
-    nvmlEventSetFree(set: Handle) |own| call(own, |_| events::free(set));
+        on_gpu(own, device, |_, _, _| types.put(events::SUPPORTED_EVENT_TYPES));
+    nvmlEventSetCreate(set: Out<Handle>) |own| call(own, |_| set.put(events::create_event_set()));
+    nvmlEventSetFree(set: Handle) |own| call(own, |_| events::free_event_set(set));
     nvmlDeviceRegisterEvents(device: Handle, types: c_ulonglong, set: Handle) |own|
-        on_gpu(own, device, |view, gpu, _| events::register(view, &gpu.uuid, types, set));
+        on_gpu(own, device, |view, gpu, _| events::register_gpu(view, &gpu.uuid, types, set));
     nvmlEventSetWait(set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) |own|
         wait_for_event(own, set, data, milliseconds);
     nvmlEventSetWait_v2(set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) |own|
@@ -344,7 +344,7 @@ fn count_ecc_errors(gpu: &Gpu, kind: c_uint) -> Result<u64> {
     gpu.ecc.get(kind as usize).copied().ok_or(Code::INVALID_ARGUMENT)
 }
 
-fn change_gpu(view: &library::View, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Result<()>) -> Result<()> {
+fn change_gpu(view: &library::MachineView, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Result<()>) -> Result<()> {
     view.machine.update(|state| change(state.gpu_mut(&gpu.uuid)?))
 }
 
@@ -405,8 +405,8 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
         if data.is_null() {
             return Err(Code::INVALID_ARGUMENT);
         }
-        let event = events::wait(view, set, Duration::from_millis(milliseconds.into()))?;
-        let device = handle(Object::Device(event.gpu));
+        let event = events::wait_for_event(view, set, Duration::from_millis(milliseconds.into()))?;
+        let device = handle(HandleTarget::Device(event.gpu));
         data.put(sys::nvmlEventData_t {
             // The handle is a number in this library. Callers must not dereference it.
             device: std::ptr::without_provenance_mut(device),
@@ -421,7 +421,7 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
 /// Returns whether a handle is a MIG device's. Does not read the machine's state.
 fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
     catch_panic(|| {
-        let Object::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
+        let HandleTarget::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
         out.put(uuid.starts_with("MIG-").into())
     })
 }
