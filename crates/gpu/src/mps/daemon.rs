@@ -37,7 +37,7 @@ use self::fault::FaultTracker;
 use super::context::HostContext;
 use super::control::{self, ANSWER_DEADLINE, ControlError};
 use super::protocol::Command;
-use super::wire::{Daemon, DaemonState, DaemonStatus, Enforcement};
+use super::wire::{DaemonSettings, DaemonState, DaemonStatus, Enforcement};
 
 /// Time limit for a daemon's first answer. An answer takes less than a second unless the node is
 /// busy.
@@ -93,7 +93,7 @@ pub(crate) struct Device {
     /// The daemon's pipe directory.
     pub(crate) pipe: PathBuf,
     context: Rc<HostContext>,
-    desired: watch::Sender<Option<Daemon>>,
+    desired: watch::Sender<Option<DaemonSettings>>,
     phase: watch::Sender<DevicePhase>,
     control: Mutex<ControlLock>,
     /// Requests a probe before the next regular probe.
@@ -139,7 +139,7 @@ impl Device {
     }
 
     /// Sets the desired settings. `None` stops the daemon once its clients have exited.
-    pub(crate) fn set_desired_daemon(&self, daemon: Option<Daemon>) {
+    pub(crate) fn set_desired_daemon(&self, daemon: Option<DaemonSettings>) {
         self.desired.send_if_modified(|desired| {
             let changed = *desired != daemon;
             *desired = daemon;

@@ -45,11 +45,11 @@ pub(crate) fn desired_changes_between(old: &Desired, new: &Desired) -> DesiredCh
 mod tests {
     use std::collections::BTreeMap;
 
-    use super::super::wire::{Allocation, Daemon, VERSION};
+    use super::super::wire::{Allocation, DaemonSettings, FILE_FORMAT_VERSION};
     use super::*;
 
     fn desired(daemons: &[(&str, u8)], allocations: &[(&str, &str, u8)]) -> Desired {
-        let daemon = |threads| Daemon {
+        let daemon = |threads| DaemonSettings {
             multi_user: true,
             exclusive: false,
             default_threads: Some(threads),
@@ -62,7 +62,7 @@ mod tests {
             max_clients: None,
         };
         Desired {
-            version: VERSION,
+            version: FILE_FORMAT_VERSION,
             daemons: daemons.iter().map(|&(name, threads)| (name.into(), daemon(threads))).collect(),
             allocations: allocations
                 .iter()

@@ -16,7 +16,7 @@ use super::door::Door;
 use super::error::{DesiredError, NotReady, TerminateError};
 use super::files::replace_file;
 use super::protocol::TerminateResult;
-use super::wire::{Allocation, Desired, Status, VERSION};
+use super::wire::{Allocation, Desired, FILE_FORMAT_VERSION, MpsHostStatus};
 
 /// Time within which changes are combined into one status.
 const STATUS_WRITE_DELAY: Duration = Duration::from_millis(5);
@@ -45,7 +45,7 @@ impl Reconciler {
     pub(crate) fn new(context: Rc<HostContext>) -> Self {
         Self {
             context,
-            desired: RefCell::new(Desired { version: VERSION, ..Desired::default() }),
+            desired: RefCell::new(Desired { version: FILE_FORMAT_VERSION, ..Desired::default() }),
             applied: RefCell::default(),
             desired_error: RefCell::default(),
             devices: RefCell::default(),
@@ -197,14 +197,14 @@ impl Reconciler {
     }
 
     /// Returns the current status. An MPS host that is stopping reports no daemons.
-    pub(crate) fn status(&self) -> Status {
+    pub(crate) fn status(&self) -> MpsHostStatus {
         let desired_error = self.desired_error.borrow();
         let door_errors = self.door_errors.borrow();
         let door_errors = door_errors.iter().map(|(id, error)| open_door_error(id, error).to_string());
         let errors: Vec<String> = desired_error.iter().map(ToString::to_string).chain(door_errors).collect();
         let is_stopping = self.context.stopping.is_cancelled();
-        Status {
-            version: VERSION,
+        MpsHostStatus {
+            version: FILE_FORMAT_VERSION,
             pid: std::process::id(),
             desired: self.applied.borrow().clone(),
             daemons: self
@@ -239,12 +239,12 @@ impl Reconciler {
     /// Writes the status of an MPS host that has stopped.
     pub(crate) fn write_stopped_status(&self) {
         let error = Some("the MPS host has stopped".to_owned());
-        self.write_status(&Status { pid: 0, error, ..self.status() });
+        self.write_status(&MpsHostStatus { pid: 0, error, ..self.status() });
     }
 
     /// Replaces the status file. Returns whether the write succeeded. After a failed write, the
     /// next change retries.
-    fn write_status(&self, status: &Status) -> bool {
+    fn write_status(&self, status: &MpsHostStatus) -> bool {
         let path = self.context.paths.status();
         let written = serde_json::to_vec(status).map_err(io::Error::other).and_then(|text| replace_file(&path, &text));
         if let Err(error) = &written {

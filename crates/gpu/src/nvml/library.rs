@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::error::NvmlError;
-use super::find::Search;
+use super::find::LibrarySearch;
 use super::gpus::Gpus;
 use super::model::GpuEvent;
 use super::session::Nvml;
@@ -32,7 +32,7 @@ impl fmt::Debug for Library {
 
 impl Library {
     /// Creates a handle to the library file that `search` finds. Loads nothing yet.
-    pub fn find(search: Search) -> Self {
+    pub fn find(search: LibrarySearch) -> Self {
         Self::new(move || Ok(Arc::new(Nvml::open(&search)?)))
     }
 

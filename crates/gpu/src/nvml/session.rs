@@ -16,10 +16,11 @@ use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings::field_id;
 
 use super::error::{NvmlError, if_known, if_supported};
-use super::find::{self, Search};
+use super::find::{self, LibrarySearch};
 use super::gpus::Gpus;
 use super::model::{
-    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, Mig, MigActivation, MigInstance, Process, Recovery, Vitals,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuVitals, MigActivation, MigInstance, MigState, Process,
+    RecoveryAction,
 };
 use super::{sys, xid};
 
@@ -33,7 +34,7 @@ pub struct Nvml {
 
 impl Nvml {
     /// Loads the library and initializes it. A driver without a GPU is not an error.
-    pub fn open(search: &Search) -> Result<Self, NvmlError> {
+    pub fn open(search: &LibrarySearch) -> Result<Self, NvmlError> {
         let candidates = search.candidate_files();
         let found = candidates.iter().find(|path| path.exists()).map(|path| path.as_os_str());
         let Some(path) = found.or_else(|| search.library.is_none().then_some(OsStr::new(find::LIBRARY_NAME))) else {
@@ -146,7 +147,7 @@ impl Gpus for Nvml {
         Ok(DeviceProcesses { processes: merge_processes(&all, &clients.unwrap_or_default()), are_clients_known })
     }
 
-    fn vitals(&self, uuid: &str) -> Result<Vitals, NvmlError> {
+    fn vitals(&self, uuid: &str) -> Result<GpuVitals, NvmlError> {
         let device = self.find_device(uuid)?;
         let uncorrected = if_known(
             "nvmlDeviceGetTotalEccErrors",
@@ -155,7 +156,7 @@ impl Gpus for Nvml {
         let pages = if_known("nvmlDeviceGetRetiredPagesPendingStatus", device.are_pages_pending_retired())?;
         let rows = sys::remapped_rows(&self.inner, &device)?;
         let pending = pages.into_iter().chain(rows.map(|rows| rows.pending)).reduce(|a, b| a || b);
-        Ok(Vitals {
+        Ok(GpuVitals {
             uncorrected,
             remap_pending: pending,
             remap_failed: rows.map(|rows| rows.failed),
@@ -227,7 +228,7 @@ impl Gpus for Nvml {
 
 /// Returns the recovery action that the driver requests. Returns `None` if the driver is too old to
 /// report one or reports an unknown one.
-fn read_requested_recovery(device: &Device<'_>) -> Result<Option<Recovery>, NvmlError> {
+fn read_requested_recovery(device: &Device<'_>) -> Result<Option<RecoveryAction>, NvmlError> {
     const FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
     let values = if_known("nvmlDeviceGetFieldValues", device.field_values_for(&[FIELD]))?;
     let value = values.into_iter().flatten().flatten().find_map(|sample| sample.value.ok());
@@ -241,22 +242,27 @@ fn read_requested_recovery(device: &Device<'_>) -> Result<Option<Recovery>, Nvml
 }
 
 /// Translates `nvmlDeviceGpuRecoveryAction_t` of `nvml.h`. Drivers after 580 report 6 and 7.
-const fn parse_recovery_action(action: u64) -> Option<Recovery> {
+const fn parse_recovery_action(action: u64) -> Option<RecoveryAction> {
     match action {
-        0 => Some(Recovery::Nothing),
-        1 | 6 => Some(Recovery::Reset),
-        2 | 7 => Some(Recovery::Reboot),
-        3 | 4 => Some(Recovery::Drain),
+        0 => Some(RecoveryAction::Nothing),
+        1 | 6 => Some(RecoveryAction::Reset),
+        2 | 7 => Some(RecoveryAction::Reboot),
+        3 | 4 => Some(RecoveryAction::Drain),
         _ => None,
     }
 }
 
-fn read_mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<Mig>, NvmlError> {
+fn read_mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<MigState>, NvmlError> {
     let Some(mode) = if_supported("nvmlDeviceGetMigMode", device.mig_mode())? else { return Ok(None) };
     let enabled = mode.current == 1;
     let profiles = sys::mig_profiles(nvml, device)?;
     let instances = if enabled { sys::mig_instances(nvml, device, &profiles)? } else { Vec::new() };
-    Ok(Some(Mig { enabled, pending: (mode.pending != mode.current).then_some(mode.pending == 1), profiles, instances }))
+    Ok(Some(MigState {
+        enabled,
+        pending: (mode.pending != mode.current).then_some(mode.pending == 1),
+        profiles,
+        instances,
+    }))
 }
 
 /// Returns the total memory in bytes as CUDA reports it: 143,155 MiB of NVML's 143,771 MiB on an

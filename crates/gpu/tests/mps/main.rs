@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::time::Instant;
 
-use cleave_gpu::mps::wire::{Allocation, Daemon, DaemonState, Enforcement, Reply, Request};
+use cleave_gpu::mps::wire::{Allocation, DaemonSettings, DaemonState, Enforcement, Reply, Request};
 use rustix::process::Signal;
 use sim_machine::{ComputeMode, FaultEffect};
 use sim_mps::handshake as mps;
@@ -79,7 +79,7 @@ fn a_user_other_than_root_is_admitted() {
 #[test]
 fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
     let mut node = Node::without_mps_host(1);
-    let defaults = Daemon { default_threads: Some(40), default_memory_mib: Some(1536), ..default_daemon() };
+    let defaults = DaemonSettings { default_threads: Some(40), default_memory_mib: Some(1536), ..default_daemon() };
     node.desire_daemon(0, defaults);
     node.write_desired();
     node.start_host();
@@ -104,7 +104,7 @@ fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
 #[test]
 fn no_client_is_admitted_if_defaults_are_not_accepted() {
     let mut node = Node::without_mps_host(1);
-    node.desire_daemon(0, Daemon { default_threads: Some(40), ..default_daemon() });
+    node.desire_daemon(0, DaemonSettings { default_threads: Some(40), ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, None, None);
     node.inject_fault("mps:command:get_default_active_thread_percentage", None, FaultEffect::Code(7), None);
     node.write_desired();
@@ -367,7 +367,7 @@ fn an_mps_host_that_stops_removes_its_processes_and_files() {
 #[test]
 fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops() {
     let mut node = Node::without_mps_host(1);
-    node.desire_daemon(0, Daemon { exclusive: true, ..default_daemon() });
+    node.desire_daemon(0, DaemonSettings { exclusive: true, ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
     let mode = |node: &Node| node.machine.snapshot().unwrap().gpus[0].compute_mode;
     assert_eq!(mode(&node), ComputeMode::Default);
@@ -427,7 +427,7 @@ fn new_settings_wait_for_clients_and_new_limits_apply_to_the_next_client() {
     running.read_line();
     let before = node.daemon_status(0);
     let uuid = node.uuid(0);
-    node.desire_daemon(0, Daemon { default_threads: Some(30), ..default_daemon() });
+    node.desire_daemon(0, DaemonSettings { default_threads: Some(30), ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(10), Some(1024));
     node.write_desired();
     node.wait_for_status("the restart waits for clients", |status| {
@@ -495,7 +495,7 @@ fn a_removed_door_socket_is_restored() {
 #[test]
 fn an_unknown_handshake_is_relayed_unchanged() {
     let mut node = Node::without_mps_host(1);
-    node.desire_daemon(0, Daemon { default_threads: Some(40), ..default_daemon() });
+    node.desire_daemon(0, DaemonSettings { default_threads: Some(40), ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
     node.inject_fault("mps:handshake", None, FaultEffect::Code(1), None);
     node.write_desired();
@@ -577,7 +577,7 @@ fn valid_and_invalid_requests_are_answered() {
 #[test]
 fn without_multi_user_users_take_turns() {
     let mut node = Node::without_mps_host(1);
-    node.desire_daemon(0, Daemon { multi_user: false, ..default_daemon() });
+    node.desire_daemon(0, DaemonSettings { multi_user: false, ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.write_desired();
     node.start_host();

@@ -12,7 +12,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cleave_gpu::mps::wire::{
-    Allocation, Daemon, DaemonState, DaemonStatus, Desired, Paths, Reply, Request, Status, VERSION,
+    Allocation, DaemonSettings, DaemonState, DaemonStatus, Desired, FILE_FORMAT_VERSION, MpsHostStatus, Paths, Reply,
+    Request,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -52,7 +53,7 @@ impl Node {
         let description = Description { name, gpus, ..Description::default() };
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
         let paths = Paths::new(dir.path().join("run"));
-        let desired = Desired { version: VERSION, ..Desired::default() };
+        let desired = Desired { version: FILE_FORMAT_VERSION, ..Desired::default() };
         Self { dir, machine, paths, desired, host: None, env: Vec::new() }
     }
 
@@ -119,7 +120,7 @@ impl Node {
         host.wait().unwrap()
     }
 
-    pub(crate) fn desire_daemon(&mut self, gpu: usize, daemon: Daemon) {
+    pub(crate) fn desire_daemon(&mut self, gpu: usize, daemon: DaemonSettings) {
         self.desired.daemons.insert(self.uuid(gpu), daemon);
     }
 
@@ -169,12 +170,16 @@ impl Node {
         serde_json::from_str(&line).unwrap()
     }
 
-    pub(crate) fn status(&self) -> Option<Status> {
+    pub(crate) fn status(&self) -> Option<MpsHostStatus> {
         serde_json::from_slice(&fs::read(self.paths.status()).ok()?).ok()
     }
 
     /// Waits for a status that meets a condition.
-    pub(crate) fn wait_for_status(&self, what: &str, mut condition: impl FnMut(&Status) -> bool) -> Status {
+    pub(crate) fn wait_for_status(
+        &self,
+        what: &str,
+        mut condition: impl FnMut(&MpsHostStatus) -> bool,
+    ) -> MpsHostStatus {
         let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             let status = self.status();
@@ -188,7 +193,7 @@ impl Node {
 
     pub(crate) fn wait_for_state(&self, gpu: usize, state: DaemonState) -> DaemonStatus {
         let uuid = self.uuid(gpu);
-        let is = |status: &Status| status.daemons.get(&uuid).is_some_and(|daemon| daemon.state == state);
+        let is = |status: &MpsHostStatus| status.daemons.get(&uuid).is_some_and(|daemon| daemon.state == state);
         self.wait_for_status(&format!("GPU {gpu} is {state:?}"), is).daemons.remove(&uuid).unwrap()
     }
 
@@ -308,8 +313,8 @@ impl Drop for Node {
 }
 
 /// Returns the settings of a daemon that serves all users and does not change the compute mode.
-pub(crate) fn default_daemon() -> Daemon {
-    Daemon { multi_user: true, exclusive: false, default_threads: None, default_memory_mib: None }
+pub(crate) fn default_daemon() -> DaemonSettings {
+    DaemonSettings { multi_user: true, exclusive: false, default_threads: None, default_memory_mib: None }
 }
 
 /// Reads the SMs and the memory limit from a line that a program printed.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use sim_machine::{ContextKind, EventKind, Machine};
-use sim_mps::client::{CUDA_ERROR_NO_DEVICE, LimitEnvironment, Mps, MpsContext};
+use sim_mps::client::{CUDA_ERROR_NO_DEVICE, LimitEnvironment, MpsConnection, MpsContext};
 use sim_mps::limits::context_overhead;
 use sim_mps::wire::Device;
 

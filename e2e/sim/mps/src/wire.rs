@@ -15,7 +15,7 @@ pub const MAX_PACKET_BYTES: usize = 64 * 1024;
 
 /// A server's state, as `get_server_status` prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Status {
+pub enum ServerStatus {
     /// The server is starting.
     Initializing,
     /// The server serves clients.
@@ -25,7 +25,7 @@ pub enum Status {
     Fault,
 }
 
-impl Status {
+impl ServerStatus {
     /// Returns the word that `get_server_status` prints.
     pub fn word(self) -> &'static str {
         match self {
@@ -79,7 +79,7 @@ pub enum ToServer {
 #[derive(Debug, Serialize, Deserialize)]
 pub enum FromServer {
     /// The server's new state.
-    Status(Status),
+    Status(ServerStatus),
     /// The server accepted a process.
     Process {
         /// The daemon's number for the connection.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use cleave_gpu::nvml::{
-    ComputeMode, DriverInfo, Gpu, Gpus, Mig, MigActivation, MigInstance, MigProfile, NvmlError, Process,
+    ComputeMode, DriverInfo, Gpu, Gpus, MigActivation, MigInstance, MigProfile, MigState, NvmlError, Process,
 };
 use cleave_plan::units::{Mebibytes, Sms};
 use sim_machine::{GpuDescription, MachineDescription, MigError, Model, Placement, find_model};
@@ -71,7 +71,7 @@ impl SimulatedGpu {
             gpu_instance: gi.id,
             compute_instance: gi.compute.first().map(|ci| ci.id),
         };
-        let mig = self.model.is_mig_capable().then(|| Mig {
+        let mig = self.model.is_mig_capable().then(|| MigState {
             enabled: self.state.mig,
             pending: (self.state.mig != self.state.mig_pending).then_some(self.state.mig_pending),
             profiles: self.model.gpu_profiles.iter().map(profile).collect(),

@@ -18,7 +18,7 @@ use crate::mps::error::DaemonError;
 use crate::mps::process::Child;
 use crate::mps::procfs;
 use crate::mps::protocol::{self, Command};
-use crate::mps::wire::{Daemon, DaemonState, Enforcement};
+use crate::mps::wire::{DaemonSettings, DaemonState, Enforcement};
 
 /// Interval of probes. A probe costs the daemon 0.1 ms.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
@@ -55,7 +55,7 @@ impl Device {
         }
     }
 
-    async fn keep_daemon_running(self: &Rc<Self>, desired: &mut watch::Receiver<Option<Daemon>>) {
+    async fn keep_daemon_running(self: &Rc<Self>, desired: &mut watch::Receiver<Option<DaemonSettings>>) {
         let mut backoff = Backoff::default();
         loop {
             let Some(settings) = desired.borrow_and_update().clone() else { return };
@@ -86,8 +86,8 @@ impl Device {
     /// Runs one instance of the daemon, from its start until all its processes have exited.
     async fn run_daemon_once(
         self: &Rc<Self>,
-        settings: &Daemon,
-        desired: &mut watch::Receiver<Option<Daemon>>,
+        settings: &DaemonSettings,
+        desired: &mut watch::Receiver<Option<DaemonSettings>>,
     ) -> DaemonEndReason {
         let mut child = None;
         let end = match self.start_daemon(settings, &mut child).await {
@@ -135,7 +135,11 @@ impl Device {
 
     /// Starts the daemon and its server, and confirms the server's limits. Doors admit no client
     /// before this function returns.
-    async fn start_daemon(self: &Rc<Self>, settings: &Daemon, started: &mut Option<Child>) -> Result<(), DaemonError> {
+    async fn start_daemon(
+        self: &Rc<Self>,
+        settings: &DaemonSettings,
+        started: &mut Option<Child>,
+    ) -> Result<(), DaemonError> {
         let is_first = self.report.borrow().restarts == 0;
         let state = if is_first { DaemonState::Starting } else { self.phase.borrow().state };
         self.phase.send_modify(|phase| phase.multi_user = settings.multi_user);
@@ -167,7 +171,7 @@ impl Device {
 
     /// Prepares the pipe directory and stops the MPS processes that an earlier MPS host started
     /// for this device.
-    async fn prepare_daemon(&self, settings: &Daemon) -> Result<(), DaemonError> {
+    async fn prepare_daemon(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
         let failed = |source| DaemonError::Prepare { path: self.pipe.clone(), source };
         std::fs::create_dir_all(&self.pipe).map_err(failed)?;
         // Servers of users other than root must be able to enter the pipe directory.
@@ -193,7 +197,7 @@ impl Device {
         Ok(())
     }
 
-    fn spawn_daemon(&self, settings: &Daemon) -> Result<(Child, pipe::Receiver), DaemonError> {
+    fn spawn_daemon(&self, settings: &DaemonSettings) -> Result<(Child, pipe::Receiver), DaemonError> {
         let mut command = self.control_tool();
         command.arg("-f");
         if settings.multi_user {
@@ -204,7 +208,7 @@ impl Device {
         self.context.children.spawn(&mut command, &[]).map_err(failed)
     }
 
-    async fn set_up_started_daemon(&self, settings: &Daemon) -> Result<(), DaemonError> {
+    async fn set_up_started_daemon(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
         let mut control = self.control.lock().await;
         self.wait_for_first_answer().await?;
         self.set_default_limits(settings).await?;
@@ -241,7 +245,7 @@ impl Device {
     }
 
     /// Sets the default limits and reads them back.
-    async fn set_default_limits(&self, settings: &Daemon) -> Result<(), DaemonError> {
+    async fn set_default_limits(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
         if let Some(percent) = settings.default_threads {
             self.send_command(&Command::SetDefaultThreads(percent)).await?;
             let actual = self.send_command(&Command::GetDefaultThreads).await?;
@@ -264,8 +268,8 @@ impl Device {
     /// Probes the daemon until it exits, hangs, or has to stop.
     async fn watch_daemon(
         &self,
-        settings: &Daemon,
-        desired: &mut watch::Receiver<Option<Daemon>>,
+        settings: &DaemonSettings,
+        desired: &mut watch::Receiver<Option<DaemonSettings>>,
         child: Option<&Child>,
     ) -> DaemonEndReason {
         let Some(child) = child else { return DaemonEndReason::NewSettings };

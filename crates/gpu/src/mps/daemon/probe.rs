@@ -9,7 +9,7 @@ use crate::mps::control::ControlError;
 use crate::mps::error::DaemonError;
 use crate::mps::process::Child;
 use crate::mps::protocol::{self, Command, ServerState};
-use crate::mps::wire::{Daemon, DaemonState};
+use crate::mps::wire::{DaemonSettings, DaemonState};
 
 /// Time for which a daemon that does not answer `terminate_client` is not treated as hung. A
 /// stopped client delays the answer.
@@ -27,8 +27,8 @@ impl Device {
     /// reason if the MPS host has to stop or replace this daemon.
     pub(super) async fn probe_daemon(
         &self,
-        settings: &Daemon,
-        desired: &watch::Receiver<Option<Daemon>>,
+        settings: &DaemonSettings,
+        desired: &watch::Receiver<Option<DaemonSettings>>,
         child: &Child,
     ) -> Result<Option<DaemonEndReason>, DaemonError> {
         let mut control = self.control.lock().await;
@@ -62,7 +62,7 @@ impl Device {
 
     /// Returns the reason to stop or replace this daemon: new settings, or a daemon that is no
     /// longer desired.
-    fn compare_settings(&self, settings: &Daemon, desired: Option<&Daemon>) -> Option<DaemonEndReason> {
+    fn compare_settings(&self, settings: &DaemonSettings, desired: Option<&DaemonSettings>) -> Option<DaemonEndReason> {
         let clients = self.clients.borrow().count_clients();
         match desired {
             Some(desired) if desired == settings => {
@@ -89,7 +89,7 @@ impl Device {
     }
 
     /// Reads the server, its state and its clients.
-    async fn read_server_and_clients(&self, settings: &Daemon) -> Result<(), DaemonError> {
+    async fn read_server_and_clients(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
         self.clients.borrow_mut().forget_exited(tokio::time::Instant::now());
         let servers = protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?;
         let known = self.phase.borrow().server;
@@ -114,7 +114,11 @@ impl Device {
 
     /// Returns the server that the daemon lists. If the daemon lists none and all users share one
     /// server, starts the server.
-    async fn find_or_start_server(&self, listed: Option<u32>, settings: &Daemon) -> Result<Option<u32>, DaemonError> {
+    async fn find_or_start_server(
+        &self,
+        listed: Option<u32>,
+        settings: &DaemonSettings,
+    ) -> Result<Option<u32>, DaemonError> {
         if listed.is_some() {
             return Ok(listed);
         }

@@ -37,7 +37,7 @@ use self::program::Program;
 use self::report::Report;
 use self::setup::{DoctorSetup, NVML_CALL_DEADLINE};
 use super::args::PathArgs;
-use crate::nvml::{DriverInfo, Gpu, Library, NvmlError, Search, Worker};
+use crate::nvml::{DriverInfo, Gpu, Library, LibrarySearch, NvmlError, Worker};
 
 /// Check that this node's GPU driver enforces limits as Cleave expects.
 ///
@@ -95,7 +95,7 @@ pub enum DoctorError {
 /// # Errors
 /// [`DoctorError`] if there is no result.
 pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
-    let search = Search { library: args.paths.nvml_library.clone(), ..Search::default() };
+    let search = LibrarySearch { library: args.paths.nvml_library.clone(), ..LibrarySearch::default() };
     let library = Library::find(search);
     let nvml = Worker::start(&library, "nvml")?;
     let DriverInfo { driver, count } = nvml.call(NVML_CALL_DEADLINE, |gpus| gpus.driver_info()).await?;

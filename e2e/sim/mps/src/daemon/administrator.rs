@@ -16,7 +16,7 @@ use crate::handshake;
 use crate::limits::ClientSettings;
 use crate::seqpacket::Connection;
 use crate::server::clients::CUDA_ERROR_INVALID_VALUE;
-use crate::wire::{self, Status, ToServer};
+use crate::wire::{self, ServerStatus, ToServer};
 
 /// Maximum time for which the daemon waits for its servers to exit.
 const SERVER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -161,7 +161,7 @@ impl Daemon {
         let mut state = self.lock();
         let request = state.next_number();
         let server = state.servers.get(&pid).ok_or_else(|| no_server_error(pid))?;
-        if server.status == Status::Initializing {
+        if server.status == ServerStatus::Initializing {
             return Ok(0);
         }
         let link = Arc::clone(&server.link);

@@ -12,7 +12,7 @@ use super::Daemon;
 use super::state::{ClientContext, DaemonState, PassedClient, PendingClient, ServerChoice, ServerRecord};
 use crate::handshake;
 use crate::seqpacket::Connection;
-use crate::wire::{self, FromServer, Status, ToServer};
+use crate::wire::{self, FromServer, ServerStatus, ToServer};
 
 /// Number of failed server starts after which a waiting client is refused.
 const SERVER_START_RETRIES: u32 = 5;
@@ -93,7 +93,7 @@ impl Daemon {
         let link = Arc::new(link);
         let server = ServerRecord {
             uid,
-            status: Status::Initializing,
+            status: ServerStatus::Initializing,
             settings,
             link: Arc::clone(&link),
             clients: BTreeMap::new(),
@@ -120,7 +120,7 @@ impl Daemon {
         let pid = child.id();
         let mut served = false;
         while let Ok(Some(message)) = wire::recv(link) {
-            served |= matches!(message, FromServer::Status(Status::Active));
+            served |= matches!(message, FromServer::Status(ServerStatus::Active));
             self.handle_message(pid, message);
         }
         // The link is closed, so the server has exited or is about to.
@@ -141,7 +141,7 @@ impl Daemon {
         let Some(server) = state.servers.get_mut(&pid) else { return };
         match message {
             FromServer::Status(status) => {
-                if server.status == Status::Initializing {
+                if server.status == ServerStatus::Initializing {
                     self.log(&format!("NEW SERVER {pid}: Ready"));
                 }
                 server.status = status;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::limits::ClientSettings;
 use crate::seqpacket::{Connection, Credentials};
-use crate::wire::Status;
+use crate::wire::ServerStatus;
 
 /// Servers, settings and counters.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub(super) struct DaemonState {
 #[derive(Debug)]
 pub(super) struct ServerRecord {
     pub(super) uid: u32,
-    pub(super) status: Status,
+    pub(super) status: ServerStatus,
     pub(super) settings: ClientSettings,
     pub(super) link: Arc<Connection>,
     /// The clients by connection.
@@ -101,9 +101,9 @@ impl DaemonState {
         match server.status {
             _ if server.leaving => ServerChoice::Wait,
             // A server in FAULT receives clients too, and refuses them itself with 807 (not ready).
-            Status::Active | Status::Fault if multi_user || server.uid == uid => ServerChoice::Enter(*pid),
-            Status::Active if server.clients.is_empty() => ServerChoice::Replace(*pid),
-            Status::Initializing | Status::Fault | Status::Active => ServerChoice::Wait,
+            ServerStatus::Active | ServerStatus::Fault if multi_user || server.uid == uid => ServerChoice::Enter(*pid),
+            ServerStatus::Active if server.clients.is_empty() => ServerChoice::Replace(*pid),
+            ServerStatus::Initializing | ServerStatus::Fault | ServerStatus::Active => ServerChoice::Wait,
         }
     }
 
@@ -164,7 +164,7 @@ impl DaemonState {
 mod tests {
     use super::*;
 
-    fn state_with_server(uid: u32, status: Status, clients: &[u32]) -> DaemonState {
+    fn state_with_server(uid: u32, status: ServerStatus, clients: &[u32]) -> DaemonState {
         let mut state = DaemonState::new(ClientSettings::default());
         let (link, _) = Connection::pair().unwrap();
         let clients = clients.iter().map(|pid| {
@@ -190,25 +190,31 @@ mod tests {
     #[test]
     fn a_second_user_waits_until_the_first_has_no_clients() {
         assert_eq!(DaemonState::new(ClientSettings::default()).choose_server(0, false), ServerChoice::Start);
-        assert_eq!(state_with_server(0, Status::Active, &[1]).choose_server(0, false), ServerChoice::Enter(6472));
-        assert_eq!(state_with_server(0, Status::Active, &[1]).choose_server(1000, false), ServerChoice::Wait);
-        assert_eq!(state_with_server(0, Status::Active, &[]).choose_server(1000, false), ServerChoice::Replace(6472));
-        assert_eq!(state_with_server(0, Status::Active, &[1]).choose_server(1000, true), ServerChoice::Enter(6472));
+        assert_eq!(state_with_server(0, ServerStatus::Active, &[1]).choose_server(0, false), ServerChoice::Enter(6472));
+        assert_eq!(state_with_server(0, ServerStatus::Active, &[1]).choose_server(1000, false), ServerChoice::Wait);
+        assert_eq!(
+            state_with_server(0, ServerStatus::Active, &[]).choose_server(1000, false),
+            ServerChoice::Replace(6472)
+        );
+        assert_eq!(
+            state_with_server(0, ServerStatus::Active, &[1]).choose_server(1000, true),
+            ServerChoice::Enter(6472)
+        );
     }
 
     #[test]
     fn a_starting_or_stopping_server_accepts_no_client() {
-        assert_eq!(state_with_server(0, Status::Initializing, &[]).choose_server(0, true), ServerChoice::Wait);
-        assert_eq!(state_with_server(0, Status::Fault, &[1]).choose_server(0, true), ServerChoice::Enter(6472));
-        assert_eq!(state_with_server(0, Status::Fault, &[1]).choose_server(1000, false), ServerChoice::Wait);
-        let mut state = state_with_server(0, Status::Active, &[]);
+        assert_eq!(state_with_server(0, ServerStatus::Initializing, &[]).choose_server(0, true), ServerChoice::Wait);
+        assert_eq!(state_with_server(0, ServerStatus::Fault, &[1]).choose_server(0, true), ServerChoice::Enter(6472));
+        assert_eq!(state_with_server(0, ServerStatus::Fault, &[1]).choose_server(1000, false), ServerChoice::Wait);
+        let mut state = state_with_server(0, ServerStatus::Active, &[]);
         state.servers.values_mut().for_each(|server| server.leaving = true);
         assert_eq!(state.choose_server(0, true), ServerChoice::Wait);
     }
 
     #[test]
     fn ps_is_a_table_with_the_short_uuid() {
-        let table = state_with_server(0, Status::Active, &[9741, 9743]).ps_lines(Some(9741));
+        let table = state_with_server(0, ServerStatus::Active, &[9741, 9743]).ps_lines(Some(9741));
         assert_eq!(
             table,
             [

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use crate::breakage::BreakageRule;
 use crate::limits::MAX_CLIENT_CONTEXTS;
-use crate::wire::Status;
+use crate::wire::ServerStatus;
 
 /// `CUDA_ERROR_ILLEGAL_ADDRESS`, sent to every client after an illegal access.
 pub const CUDA_ERROR_ILLEGAL_ADDRESS: i32 = 700;
@@ -68,7 +68,7 @@ pub enum ServerAction {
     /// [`CUDA_ERROR_INVALID_CONTEXT`] for a client without a context.
     Answer(u64, i32),
     /// The server's status changed.
-    Status(Status),
+    Status(ServerStatus),
 }
 
 /// All clients of a server.
@@ -76,7 +76,7 @@ pub enum ServerAction {
 pub struct Clients {
     connected: BTreeMap<u64, ClientConnection>,
     terminations: Vec<PendingTermination>,
-    status: Status,
+    status: ServerStatus,
     rule: BreakageRule,
     /// Whether a busy client exited without neighbours. The server remains ACTIVE and breaks the
     /// next client that runs a kernel.
@@ -87,7 +87,7 @@ impl Clients {
     /// Returns a server without clients.
     pub fn new(rule: BreakageRule) -> Self {
         let connected = BTreeMap::new();
-        Self { connected, terminations: Vec::new(), status: Status::Active, rule, poisoned: false }
+        Self { connected, terminations: Vec::new(), status: ServerStatus::Active, rule, poisoned: false }
     }
 
     /// Adds a process, or returns the `CUresult` that refuses it.
@@ -107,7 +107,7 @@ impl Clients {
     }
 
     fn add_connection(&mut self, connection: u64, pid: u32, stage: ConnectionStage) -> Result<(), i32> {
-        if self.status == Status::Fault {
+        if self.status == ServerStatus::Fault {
             return Err(CUDA_ERROR_MPS_SERVER_NOT_READY);
         }
         self.connected.insert(connection, ClientConnection { pid, stage, busy: None, terminating: false });
@@ -186,9 +186,9 @@ impl Clients {
                 effects.push(ServerAction::Break(*connection));
             }
         }
-        if !effects.is_empty() && self.status != Status::Fault {
-            self.status = Status::Fault;
-            effects.push(ServerAction::Status(Status::Fault));
+        if !effects.is_empty() && self.status != ServerStatus::Fault {
+            self.status = ServerStatus::Fault;
+            effects.push(ServerAction::Status(ServerStatus::Fault));
         }
         effects
     }
@@ -245,17 +245,18 @@ impl Clients {
             effects.extend(broken);
         }
         effects.extend(self.termination_replies());
-        if self.status == Status::Fault && self.connected.values().all(|client| client.stage != ConnectionStage::Broken)
+        if self.status == ServerStatus::Fault
+            && self.connected.values().all(|client| client.stage != ConnectionStage::Broken)
         {
-            self.status = Status::Active;
-            effects.push(ServerAction::Status(Status::Active));
+            self.status = ServerStatus::Active;
+            effects.push(ServerAction::Status(ServerStatus::Active));
         }
         effects
     }
 
     /// Keeps the server in FAULT although all broken clients have exited.
     pub fn stay_in_fault(&mut self) {
-        self.status = Status::Fault;
+        self.status = ServerStatus::Fault;
     }
 
     /// Answers each `terminate_client` whose contexts have all ended.
@@ -314,7 +315,7 @@ mod tests {
                 ServerAction::Break(1),
                 ServerAction::Break(2),
                 ServerAction::Break(3),
-                ServerAction::Status(Status::Fault)
+                ServerAction::Status(ServerStatus::Fault)
             ]
         );
         assert_eq!(clients.broken_pids(), [101, 102, 103]);
@@ -325,7 +326,7 @@ mod tests {
         assert_eq!(clients.remove_connection(1001, false), []);
         assert_eq!(
             clients.remove_connection(2, false),
-            [ServerAction::Release(2), ServerAction::Status(Status::Active)]
+            [ServerAction::Release(2), ServerAction::Status(ServerStatus::Active)]
         );
         assert_eq!(clients.add_process(2000, 104), Ok(()));
     }
@@ -338,7 +339,7 @@ mod tests {
         assert_eq!(clients.remove_connection(1, true), [ServerAction::Release(1)]);
         assert_eq!(
             clients.remove_connection(2, false),
-            [ServerAction::Release(2), ServerAction::Break(3), ServerAction::Status(Status::Fault)]
+            [ServerAction::Release(2), ServerAction::Break(3), ServerAction::Status(ServerStatus::Fault)]
         );
     }
 
@@ -358,10 +359,10 @@ mod tests {
         clients.start_kernels(1, 1000.0);
         assert_eq!(clients.remove_connection(1, false), [ServerAction::Release(1)]);
         add_context(&mut clients, 2, 102, 1);
-        assert_eq!(clients.start_kernels(2, 0.1), [ServerAction::Break(2), ServerAction::Status(Status::Fault)]);
+        assert_eq!(clients.start_kernels(2, 0.1), [ServerAction::Break(2), ServerAction::Status(ServerStatus::Fault)]);
         assert_eq!(
             clients.remove_connection(2, false),
-            [ServerAction::Release(2), ServerAction::Status(Status::Active)]
+            [ServerAction::Release(2), ServerAction::Status(ServerStatus::Active)]
         );
     }
 
@@ -400,7 +401,7 @@ mod tests {
         assert_eq!(clients.broken_pids(), [101]);
         assert_eq!(
             clients.remove_connection(1, false),
-            [ServerAction::Release(1), ServerAction::Status(Status::Active)]
+            [ServerAction::Release(1), ServerAction::Status(ServerStatus::Active)]
         );
     }
 }

@@ -23,7 +23,7 @@ use crate::handshake::{self, HandshakeFailure, IntroductionSubject};
 use crate::limits::{self, CLIENT_MEMORY_BYTES, ClientSettings, DeviceName, SERVER_MEMORY_BYTES};
 use crate::log::Log;
 use crate::seqpacket::Connection;
-use crate::wire::{self, Device, FromContext, FromServer, Status, ToContext, ToServer};
+use crate::wire::{self, Device, FromContext, FromServer, ServerStatus, ToContext, ToServer};
 use clients::{Clients, ServerAction};
 
 /// The environment variable of the server's start time in milliseconds. The default is
@@ -102,7 +102,7 @@ fn run(log: &Log) -> anyhow::Result<()> {
     });
     server.log_settings(&settings);
     server.log("Server has started");
-    wire::send(&server.link, &FromServer::Status(Status::Active))?;
+    wire::send(&server.link, &FromServer::Status(ServerStatus::Active))?;
     let watched = Arc::clone(&server);
     // The contexts must end with the process. If the contexts ended earlier, another process could
     // see the GPU as free.
@@ -413,7 +413,7 @@ impl Server {
             }
         }
         let mut effects = inner.clients.remove_connection(connection, orderly);
-        if effects.contains(&ServerAction::Status(Status::Fault)) {
+        if effects.contains(&ServerAction::Status(ServerStatus::Fault)) {
             // The log names a running client and never the client that exited. Measured in 47 of 47
             // such faults.
             let alive = |other: &u64| *other != connection && inner.connections[other].context.is_some();
@@ -425,9 +425,11 @@ impl Server {
                 self.log.write_line("Other", std::process::id(), &client);
             }
         }
-        if effects.contains(&ServerAction::Status(Status::Active)) && self.faults.apply_faults("mps:heal").is_some() {
+        if effects.contains(&ServerAction::Status(ServerStatus::Active))
+            && self.faults.apply_faults("mps:heal").is_some()
+        {
             inner.clients.stay_in_fault();
-            effects.retain(|effect| *effect != ServerAction::Status(Status::Active));
+            effects.retain(|effect| *effect != ServerAction::Status(ServerStatus::Active));
         }
         self.apply_effects(&mut inner, effects);
         inner.connections.remove(&connection);
@@ -459,10 +461,10 @@ impl Server {
         }
     }
 
-    fn log_status(&self, status: Status, inner: &ServerState) {
+    fn log_status(&self, status: ServerStatus, inner: &ServerState) {
         let log = |text: &str| self.log.write_line("Other", std::process::id(), text);
         match status {
-            Status::Fault => {
+            ServerStatus::Fault => {
                 log("Volta MPS: Server is handling a fatal GPU error.");
                 for (connection, entry) in &inner.connections {
                     if let (Some(pid), Some(_)) = (inner.clients.pid(*connection), &entry.context) {
@@ -474,13 +476,13 @@ impl Server {
                 log("The following clients have a sticky error set:");
                 inner.clients.broken_pids().iter().for_each(|pid| log(&pid.to_string()));
             }
-            Status::Active => {
+            ServerStatus::Active => {
                 for (ordinal, device) in self.devices.iter().enumerate() {
                     log(&format!("Destroy server context on device {ordinal}"));
                     log(&format!("Creating server context on device {ordinal} ({})", device.name));
                 }
             }
-            Status::Initializing => {}
+            ServerStatus::Initializing => {}
         }
     }
 
