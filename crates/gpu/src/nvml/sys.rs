@@ -223,10 +223,10 @@ fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlE
         let uuid = mig.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
         let (mut gpu_instance, mut compute_instance) = (0, 0);
         // SAFETY: see the module documentation.
-        nvml_try(unsafe { gpu_instance_id(handle(&mig), &raw mut gpu_instance) })
+        nvml_try(unsafe { gpu_instance_id(device_handle(&mig), &raw mut gpu_instance) })
             .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstanceId", code))?;
         // SAFETY: see the module documentation.
-        nvml_try(unsafe { compute_instance_id(handle(&mig), &raw mut compute_instance) })
+        nvml_try(unsafe { compute_instance_id(device_handle(&mig), &raw mut compute_instance) })
             .map_err(|code| NvmlError::of("nvmlDeviceGetComputeInstanceId", code))?;
         devices.push(MigDevice { uuid, gpu_instance, compute_instance });
     }

@@ -505,7 +505,7 @@ fn an_unknown_handshake_is_relayed_unchanged() {
     // Defaults are set with that driver's own tool. Doors set no limits.
     assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "40.0");
     let through = Connection::connect(&node.paths.door(ALLOCATION_A)).unwrap();
-    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::OTHER_HELLO);
+    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::HELLO_OF_OTHER_DRIVER);
     // Credentials and descriptors are relayed too.
     through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
     through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();

@@ -17,7 +17,7 @@ use cleave_gpu::mps::wire::{
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
-use sim_machine::{Description, Fault, FaultEffect, GpuDescription, Machine};
+use sim_machine::{Fault, FaultEffect, GpuDescription, Machine, MachineDescription};
 use sim_mps::handshake;
 
 /// Time limit of each wait. Longer than any step takes on a busy machine.
@@ -50,7 +50,7 @@ impl Node {
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }; gpus];
         // UUIDs derive from the name, so no two tests share a UUID.
         let name = dir.path().display().to_string();
-        let description = Description { name, gpus, ..Description::default() };
+        let description = MachineDescription { name, gpus, ..MachineDescription::default() };
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
         let paths = Paths::new(dir.path().join("run"));
         let desired = Desired { version: FILE_FORMAT_VERSION, ..Desired::default() };

@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_kubelet::fake::Endpoint;
-use sim_machine::{Effect, EventKind, Fault, Machine};
+use sim_machine::{EventKind, Fault, FaultEffect, Machine};
 
 use super::measure::{allocate_request, count_to_f64, request_preferred, to_milliseconds};
 use super::occupancy::gpu_of_id;
@@ -145,7 +145,7 @@ pub(super) async fn measure_event_wait(
         id,
         call: "nvmlEventSetWait".to_owned(),
         gpu: None,
-        effect: Effect::Code(NVML_ERROR_GPU_IS_LOST),
+        effect: FaultEffect::Code(NVML_ERROR_GPU_IS_LOST),
         remaining: None,
     };
     machine_of(&plugin)?.change(|state| {

@@ -256,7 +256,7 @@ mod tests {
         }
 
         fn context(&self, machine: &Machine, device: &str, kind: ProcessKind) -> Result<Context, ContextError> {
-            machine.register(device, kind, PidRef::of(self.0.id()), "other".to_owned(), 1 << 20)
+            machine.register_context(device, kind, PidRef::of(self.0.id()), "other".to_owned(), 1 << 20)
         }
     }
 
@@ -335,7 +335,7 @@ mod tests {
         let (_dir, machine, gpu) = machine("T4");
         set_compute_mode(&machine, ComputeMode::ExclusiveProcess);
         let elsewhere = PidRef { pid: 1, namespace: 1, start: 1 };
-        let context = machine.register(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
+        let context = machine.register_context(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
         assert_eq!(machine.processes().unwrap().len(), 1);
         assert!(machine.open_context(&gpu, ContextKind::Compute, 0).is_err());
         // The kernel does the same when the owner is killed: it releases the lock and changes

@@ -74,12 +74,12 @@ impl Machine {
         }
         let _lock = machine.lock()?;
         // Leases and numbers of the old machine must not be mistaken for those of the new one.
-        if let Ok(old) = machine.load() {
+        if let Ok(old) = machine.load_state() {
             fresh.boot = old.boot + 1;
             fresh.last_id = old.last_id;
             fresh.generation = old.generation;
         }
-        machine.store(fresh)?;
+        machine.store_state(fresh)?;
         Ok(machine)
     }
 

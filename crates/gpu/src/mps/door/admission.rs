@@ -8,9 +8,9 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use super::handshake::{Introduction, Refusal, introduce_for, receive_introduction};
+use super::handshake::{Introduction, Refusal, introduce_client_to_server, receive_introduction};
 use super::relay::relay;
-use super::{Door, MAX_SERVER_CONNECTIONS, WaitingCount};
+use super::{CountedConnection, Door, MAX_SERVER_CONNECTIONS};
 use crate::mps::control::{self, AcceptedClient, ControlError};
 use crate::mps::daemon::{ClientLimits, ControlLock, DevicePhase};
 use crate::mps::error::DaemonError;
@@ -85,7 +85,7 @@ impl ServerLink {
     /// longer reach the server.
     fn introduce_client(&self, who: Credentials) {
         self.stop_relay();
-        introduce_for(&self.server, who);
+        introduce_client_to_server(&self.server, who);
     }
 
     /// Ends the connection to the server.
@@ -151,7 +151,7 @@ impl Door {
     async fn admit_when_possible(&self, client: &Socket, who: Credentials) -> Option<Refusal> {
         // From here on the pidfd refers to this process, even if it exits.
         let mut pidfd = PidFd::open(who.pid);
-        let waiting = WaitingCount::new(self);
+        let waiting = CountedConnection::new(self);
         loop {
             let mut phase = self.device.phase();
             let is_open = phase.borrow().is_open();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use super::{Door, WaitingCount};
+use super::{CountedConnection, Door};
 use crate::mps::daemon::DevicePhase;
 use crate::mps::seqpacket::{Packet, Socket};
 
@@ -47,7 +47,7 @@ pub(super) async fn relay(client: &Socket, server: &Socket) {
 impl Door {
     /// Relays everything unchanged between a client and a daemon with an unknown handshake.
     pub(super) async fn relay_to_daemon(&self, client: &Socket) {
-        let waiting = WaitingCount::new(self);
+        let waiting = CountedConnection::new(self);
         let mut phase = self.device.phase();
         if !phase.borrow().is_open() {
             waiting.begin_connection();

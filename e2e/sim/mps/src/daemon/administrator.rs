@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::Daemon;
 use super::state::ServerRecord;
-use crate::command::{Command, HELP};
+use crate::command::{COMMAND_HELP, Command};
 use crate::handshake;
 use crate::limits::ClientSettings;
 use crate::seqpacket::Connection;
@@ -130,7 +130,7 @@ impl Daemon {
                 Ok(Vec::new())
             }
             Command::Quit(_) => Ok(Vec::new()),
-            Command::Help => Ok(HELP.lines().map(str::to_owned).collect()),
+            Command::Help => Ok(COMMAND_HELP.lines().map(str::to_owned).collect()),
         }
     }
 
