@@ -280,9 +280,10 @@ fn a_process_whose_identity_is_not_proven_to_the_server_is_not_signalled() {
     let who = sim_mps::seqpacket::Credentials { pid: i32::try_from(pid).unwrap(), ..handshake::own_credentials() };
     let door = node.paths.door(ALLOCATION_A);
     // The door sees this test as the client; the server sees the bystander.
-    let _process = handshake::connect_to_server(&door).unwrap().enter_as(IntroductionSubject::Process, who).unwrap();
+    let _process =
+        handshake::connect_to_server(&door).unwrap().introduce_to_server_as(IntroductionSubject::Process, who).unwrap();
     let (channel, _socket) =
-        handshake::connect_to_server(&door).unwrap().enter_as(IntroductionSubject::Context, who).unwrap();
+        handshake::connect_to_server(&door).unwrap().introduce_to_server_as(IntroductionSubject::Context, who).unwrap();
     let create = ToContext::Create { device: node.uuid(0), threads: None, command: "x".into(), namespace: 0 };
     words::send(&channel, &create).unwrap();
     assert!(matches!(words::recv(&channel).unwrap(), Some(FromContext::Created { .. })));

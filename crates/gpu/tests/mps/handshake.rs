@@ -46,7 +46,7 @@ fn a_client_that_never_introduces_itself_to_the_server_is_disconnected() {
     assert_other_clients_unharmed(&node, server);
     // An open connection would let the stalled client run under limits that were set later for
     // other clients.
-    assert!(matches!(stalled.enter(IntroductionSubject::Process), Err(ConnectError::ByServer)));
+    assert!(matches!(stalled.introduce_to_server(IntroductionSubject::Process), Err(ConnectError::ByServer)));
     assert_other_clients_unharmed(&node, server);
 }
 
@@ -141,7 +141,8 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let before = node.count_host_descriptors();
-    let (channel, socket) = client_with_socket(&node, ALLOCATION_A).enter(IntroductionSubject::Process).unwrap();
+    let (channel, socket) =
+        client_with_socket(&node, ALLOCATION_A).introduce_to_server(IntroductionSubject::Process).unwrap();
     let full = |socket: &Connection| {
         (0..10).all(|_| {
             thread::sleep(Duration::from_millis(2));
@@ -161,7 +162,7 @@ fn connections_are_limited_per_allocation() {
     let server = node.daemon_status(0).server_pid;
     let enter = || {
         handshake::connect_to_server(&node.paths.door(ALLOCATION_A))
-            .and_then(|sockets| sockets.enter(IntroductionSubject::Process))
+            .and_then(|sockets| sockets.introduce_to_server(IntroductionSubject::Process))
     };
     let held: Vec<_> = (0..256).map(|_| enter().unwrap()).collect();
     let descriptors = node.count_host_descriptors();
@@ -179,7 +180,7 @@ fn a_client_that_claims_to_be_connected_is_detected() {
     let client = client_with_socket(&node, ALLOCATION_A);
     client.daemon.send(&0_u32.to_le_bytes()).unwrap();
     assert_other_clients_unharmed(&node, server);
-    assert!(matches!(client.enter(IntroductionSubject::Process), Err(ConnectError::ByServer)));
+    assert!(matches!(client.introduce_to_server(IntroductionSubject::Process), Err(ConnectError::ByServer)));
     let status = node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));
 }
@@ -188,7 +189,7 @@ fn a_client_that_claims_to_be_connected_is_detected() {
 fn a_client_that_connects_late_but_in_time_is_admitted() {
     let node = node_with_two_tenants();
     let client = client_with_socket(&node, ALLOCATION_A);
-    let entered = client.enter(IntroductionSubject::Process).unwrap();
+    let entered = client.introduce_to_server(IntroductionSubject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
     drop(entered);
 }
@@ -199,7 +200,8 @@ fn allocations_take_turns_even_if_one_sends_many_clients() {
     let door = node.paths.door(ALLOCATION_A);
     let before = node.daemon_status(0).server_pid;
     // Each client receives its socket and does not use it.
-    let stalling: Vec<_> = (0..12).map(|_| handshake::introduce(&door, KIND_CLIENT).unwrap().unwrap()).collect();
+    let stalling: Vec<_> =
+        (0..12).map(|_| handshake::introduce_to_daemon(&door, KIND_CLIENT).unwrap().unwrap()).collect();
     // Three connections: one to check for a daemon, one for the process, one for a context.
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     let dropped = node.status().unwrap().allocations[ALLOCATION_A].refused;

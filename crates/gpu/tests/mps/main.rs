@@ -264,11 +264,11 @@ fn connections_leak_no_descriptors() {
         // Four peers: one only connects; one disconnects during the handshake; one disconnects with
         // the server's socket; one is an administrator.
         drop(Connection::connect(&door).unwrap());
-        drop(mps::introduce(&door, mps::KIND_CLIENT).unwrap());
+        drop(mps::introduce_to_daemon(&door, mps::KIND_CLIENT).unwrap());
         if round % 10 == 0 {
             drop(mps::connect_to_server(&door).unwrap());
         }
-        drop(mps::introduce(&door, mps::KIND_ADMINISTRATOR).unwrap());
+        drop(mps::introduce_to_daemon(&door, mps::KIND_ADMINISTRATOR).unwrap());
     }
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     wait_until("all descriptors are closed", || settled(&node) <= before);
@@ -512,7 +512,7 @@ fn an_unknown_handshake_is_relayed_unchanged() {
     let packet = through.recv_fd(64).unwrap().unwrap();
     assert_eq!(packet.data, mps::DESCRIPTOR);
     let sockets = mps::ClientSockets { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
-    let _client = sockets.enter(mps::IntroductionSubject::Process).unwrap();
+    let _client = sockets.introduce_to_server(mps::IntroductionSubject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
 }
 

@@ -145,8 +145,10 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
         return Ok(());
     }
     if let HandshakeViolation::Enter(count) = lie {
-        let enter =
-            || handshake::connect_to_server(control).and_then(|sockets| sockets.enter(IntroductionSubject::Process));
+        let enter = || {
+            handshake::connect_to_server(control)
+                .and_then(|sockets| sockets.introduce_to_server(IntroductionSubject::Process))
+        };
         let open: Vec<_> = (0..count).map_while(|_| enter().ok()).collect();
         let closed = open.first().map_or(Ok((true, 0)), |(_, server)| read_until_closed(server, deadline))?.0;
         report(if closed { "closed" } else { "open" }, open.len());

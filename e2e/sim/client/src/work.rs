@@ -97,11 +97,11 @@ impl ProgramRun<'_> {
         if let Some(after) = self.arguments.fault {
             self.run_kernels(Some(StepDuration::For(after.0)))?;
             first.access_illegally().map_err(StopReason::Error)?;
-            return self.wait(StepDuration::For(FAULT_REPORT_TIMEOUT));
+            return self.wait_during(StepDuration::For(FAULT_REPORT_TIMEOUT));
         }
         let busy = if self.arguments.busy_forever { Some(StepDuration::Forever) } else { self.arguments.busy };
         self.run_kernels(busy)?;
-        self.arguments.hold.map_or(Ok(()), |span| self.wait(span))
+        self.arguments.hold.map_or(Ok(()), |span| self.wait_during(span))
     }
 
     fn first_context(&self) -> Result<&Context, StopReason> {
@@ -111,12 +111,12 @@ impl ProgramRun<'_> {
     /// Runs kernels one after the other during `span`. Without a kernel length, waits instead.
     fn run_kernels(&self, span: Option<StepDuration>) -> Result<(), StopReason> {
         let Some(span) = span else { return Ok(()) };
-        let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait(span) };
+        let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait_during(span) };
         let context = self.first_context()?;
         let since = Instant::now();
         context.launch_kernels(kernel_ms).map_err(StopReason::Error)?;
         print_json_line(&json!({ "launched": true, "kernelMs": kernel_ms }));
-        let waited = self.wait(span);
+        let waited = self.wait_during(span);
         if let Err(StopReason::Error(code)) = waited {
             return Err(StopReason::Error(code));
         }
@@ -133,7 +133,7 @@ impl ProgramRun<'_> {
     }
 
     /// Waits during `span`, unless an error or a handled signal arrives first.
-    fn wait(&self, span: StepDuration) -> Result<(), StopReason> {
+    fn wait_during(&self, span: StepDuration) -> Result<(), StopReason> {
         let since = Instant::now();
         loop {
             if let Some(code) = self.contexts.iter().find_map(Context::error) {

@@ -82,7 +82,7 @@ impl Machine {
         self.update(|state| {
             self.remove_exited_processes(state);
             let found = usable_device(state, device)?;
-            check_may_open(state, &found, kind, pid)?;
+            check_compute_mode_permits(state, &found, kind, pid)?;
             check_memory_fits(state, &found, used)?;
             let (id, boot, device) = (state.next_id(), state.boot, device.to_owned());
             let lease = format!("{boot}-{id}");
@@ -204,7 +204,12 @@ fn usable_device<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, Cont
 }
 
 /// Checks whether the compute mode permits a context. `state` must contain only live processes.
-fn check_may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRef) -> Result<(), ContextError> {
+fn check_compute_mode_permits(
+    state: &State,
+    device: &DeviceRef<'_>,
+    kind: ProcessKind,
+    pid: PidRef,
+) -> Result<(), ContextError> {
     let refuse = |reason: String| Err(ContextError::Unavailable { device: device.uuid().to_owned(), reason });
     match device.gpu.compute_mode {
         _ if kind == ProcessKind::MpsClient => Ok(()),

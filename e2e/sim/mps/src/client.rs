@@ -70,7 +70,7 @@ impl MpsConnection {
     /// A `CUresult` from the server, or [`CUDA_ERROR_MPS_CONNECTION_FAILED`] if every server exited during the
     /// handshake.
     pub fn attach(control: &Path) -> Result<Option<Self>, i32> {
-        if handshake::probe(control).is_err() {
+        if handshake::probe_daemon(control).is_err() {
             return Ok(None);
         }
         let (devices, (channel, socket)) =
@@ -106,7 +106,7 @@ impl MpsConnection {
             namespace: pid_namespace(),
         };
         let entered = match handshake::connect_to_server(&self.control)
-            .and_then(|sockets| sockets.enter(IntroductionSubject::Context))
+            .and_then(|sockets| sockets.introduce_to_server(IntroductionSubject::Context))
         {
             Ok(entered) => entered,
             Err(ConnectError::Refused(code)) => return Err(code),
@@ -152,7 +152,7 @@ fn connect_with_retries(
     question: &ToContext,
 ) -> Result<(FromContext, (Connection, Connection)), ConnectError> {
     let once = || {
-        let entered = handshake::connect_to_server(control)?.enter(subject)?;
+        let entered = handshake::connect_to_server(control)?.introduce_to_server(subject)?;
         wire::send(&entered.0, question).map_err(|_| ConnectError::ByServer)?;
         let answer = wire::recv(&entered.0).ok().flatten().ok_or(ConnectError::ByServer)?;
         Ok((answer, entered))

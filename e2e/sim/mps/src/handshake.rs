@@ -138,7 +138,7 @@ pub fn next_command(connection: &Connection) -> Result<Option<String>, Handshake
 }
 
 /// Performs the daemon's side: sends one line of an answer.
-pub fn reply(connection: &Connection, line: &str) -> io::Result<()> {
+pub fn send_answer_line(connection: &Connection, line: &str) -> io::Result<()> {
     connection.send(&[&[0; 4], line.as_bytes()].concat())
 }
 
@@ -170,13 +170,13 @@ pub fn receive_introduction(
 }
 
 /// Checks for a daemon: connects and closes immediately, as the CUDA library does first.
-pub fn probe(control: &Path) -> io::Result<()> {
+pub fn probe_daemon(control: &Path) -> io::Result<()> {
     Connection::connect(control).map(drop)
 }
 
 /// Performs the client's side up to the kind. `None` means that the daemon closed, or speaks
 /// another protocol.
-pub fn introduce(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
+pub fn introduce_to_daemon(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     let connection = Connection::connect(control)?;
     match connection.recv(64)? {
         Some(hello) if hello.data == HELLO || hello.data == HELLO_OF_OTHER_DRIVER => {}
@@ -214,7 +214,7 @@ pub enum ConnectError {
 
 /// Performs the client's side up to the socket to the server. The client waits without a deadline.
 pub fn connect_to_server(control: &Path) -> Result<ClientSockets, ConnectError> {
-    let daemon = introduce(control, KIND_CLIENT).ok().flatten().ok_or(ConnectError::ByDaemon)?;
+    let daemon = introduce_to_daemon(control, KIND_CLIENT).ok().flatten().ok_or(ConnectError::ByDaemon)?;
     let packet = daemon.recv_fd(64).ok().flatten().filter(|packet| packet.data == DESCRIPTOR);
     let server = packet.and_then(|packet| packet.fd).ok_or(ConnectError::ByDaemon)?;
     Ok(ClientSockets { daemon, server: Connection::from_fd(server) })
@@ -238,13 +238,13 @@ impl ClientSockets {
     /// Performs the rest of the client's side: introduces `subject` to the server, reads the
     /// answer, and sends the same answer to the daemon as the last packet. Returns the channel to
     /// the server and the socket of the handshake.
-    pub fn enter(self, subject: IntroductionSubject) -> Result<(Connection, Connection), ConnectError> {
-        self.enter_as(subject, own_credentials())
+    pub fn introduce_to_server(self, subject: IntroductionSubject) -> Result<(Connection, Connection), ConnectError> {
+        self.introduce_to_server_as(subject, own_credentials())
     }
 
-    /// Like [`enter`](Self::enter), with the credentials of another process. The caller must be
+    /// Like [`introduce_to_server`](Self::introduce_to_server), with the credentials of another process. The caller must be
     /// root.
-    pub fn enter_as(
+    pub fn introduce_to_server_as(
         self,
         subject: IntroductionSubject,
         who: Credentials,
@@ -269,7 +269,7 @@ impl ClientSockets {
 /// Performs the administrator's side: sends one command and returns the lines of the answer. `None`
 /// means that the daemon closed without an answer.
 pub fn send_command(control: &Path, command: &str) -> io::Result<Option<String>> {
-    let Some(connection) = introduce(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
+    let Some(connection) = introduce_to_daemon(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
     let text = format!("{}\n\0", command.trim());
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
     for packet in [length.as_slice(), text.as_bytes(), END_OF_COMMANDS.as_slice()] {
@@ -335,8 +335,9 @@ mod tests {
             channel.send(b"hello").unwrap();
             visitor
         });
-        probe(&path).unwrap();
-        let (channel, _server) = connect_to_server(&path).unwrap().enter(IntroductionSubject::Context).unwrap();
+        probe_daemon(&path).unwrap();
+        let (channel, _server) =
+            connect_to_server(&path).unwrap().introduce_to_server(IntroductionSubject::Context).unwrap();
         assert_eq!(channel.recv(64).unwrap().unwrap().data, b"hello");
         assert_eq!(daemon.join().unwrap(), IntroducedPeer::Client(own_credentials()));
     }
@@ -350,9 +351,9 @@ mod tests {
             let connection = listener.accept().unwrap();
             assert_eq!(read_peer_kind(&connection, HELLO).unwrap(), IntroducedPeer::Administrator(own_credentials()));
             assert_eq!(next_command(&connection).unwrap().as_deref(), Some("get_server_list"));
-            reply(&connection, "17").unwrap();
-            reply(&connection, "").unwrap();
-            reply(&connection, &"x".repeat(40_000)).unwrap();
+            send_answer_line(&connection, "17").unwrap();
+            send_answer_line(&connection, "").unwrap();
+            send_answer_line(&connection, &"x".repeat(40_000)).unwrap();
             assert_eq!(next_command(&connection).unwrap(), None);
             connection.send(&END_OF_REPLIES).unwrap();
         });

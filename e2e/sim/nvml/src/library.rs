@@ -193,7 +193,7 @@ pub(crate) fn call_on(name: &str, gpu: &str, body: impl FnOnce(&MachineView) -> 
 }
 
 /// Runs a call about a GPU or MIG device.
-pub(crate) fn on_device(
+pub(crate) fn call_on_device(
     name: &str,
     device: Handle,
     body: impl FnOnce(&MachineView, DeviceRef<'_>) -> Result<()>,
@@ -208,24 +208,24 @@ pub(crate) fn on_device(
 }
 
 /// Runs a call that MIG devices do not support.
-pub(crate) fn on_gpu(
+pub(crate) fn call_on_gpu(
     name: &str,
     device: Handle,
     body: impl FnOnce(&MachineView, &Gpu, &Model) -> Result<()>,
 ) -> sys::nvmlReturn_t {
-    on_device(name, device, |view, device| match device.mig {
+    call_on_device(name, device, |view, device| match device.mig {
         None => body(view, device.gpu, device.model),
         Some(_) => Err(Code::NOT_SUPPORTED),
     })
 }
 
 /// Runs a call that changes a GPU and requires root.
-pub(crate) fn on_gpu_as_root(
+pub(crate) fn call_on_gpu_as_root(
     name: &str,
     device: Handle,
     body: impl FnOnce(&MachineView, &Gpu, &Model) -> Result<()>,
 ) -> sys::nvmlReturn_t {
-    on_gpu(name, device, |view, gpu, model| {
+    call_on_gpu(name, device, |view, gpu, model| {
         require_root()?;
         body(view, gpu, model)
     })

@@ -25,20 +25,20 @@ fn main() -> ExitCode {
 
 fn run(arguments: Arguments) -> Result<()> {
     if let Command::Models = arguments.command {
-        print!("{}", show::models()?);
+        print!("{}", show::models_table()?);
         return Ok(());
     }
     if let Command::Init { gpus, file, machine } = &arguments.command {
-        let description = describe(gpus, file.as_ref(), machine)?;
+        let description = build_description(gpus, file.as_ref(), machine)?;
         let machine = Machine::init(&arguments.state, &description)?;
-        print!("{}", show::table(&machine)?);
+        print!("{}", show::machine_table(&machine)?);
         return Ok(());
     }
     let open = || format!("no machine in {} (simgpu init creates one)", arguments.state.display());
     let machine = Machine::open(&arguments.state).with_context(open)?;
     match arguments.command {
-        Command::Show { output: OutputFormat::Table } => print!("{}", show::table(&machine)?),
-        Command::Show { output: OutputFormat::Json } => println!("{}", show::json(&machine)?),
+        Command::Show { output: OutputFormat::Table } => print!("{}", show::machine_table(&machine)?),
+        Command::Show { output: OutputFormat::Json } => println!("{}", show::machine_json(&machine)?),
         Command::Processes { output } => print!("{}", show::processes(&machine, output == OutputFormat::Json)?),
         Command::Hold { gpu, memory, graphics } => change::use_gpu(&machine, &gpu, memory, graphics)?,
         Command::Mig(MigCommand::Create { gpu, profile, at }) => {
@@ -50,7 +50,7 @@ fn run(arguments: Arguments) -> Result<()> {
     Ok(())
 }
 
-fn describe(gpus: &[String], file: Option<&PathBuf>, name: &str) -> Result<MachineDescription> {
+fn build_description(gpus: &[String], file: Option<&PathBuf>, name: &str) -> Result<MachineDescription> {
     if let Some(file) = file {
         let text = std::fs::read(file).with_context(|| format!("failed to read {}", file.display()))?;
         return serde_json::from_slice(&text)

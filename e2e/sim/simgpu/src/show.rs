@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use sim_machine::{FaultEffect, Machine, Process, State, builtin_models};
 
 /// Returns the whole state as JSON, with live processes only and their PIDs in this namespace.
-pub(crate) fn json(machine: &Machine) -> Result<String> {
+pub(crate) fn machine_json(machine: &Machine) -> Result<String> {
     let mut state = State::clone(&*machine.snapshot()?);
     state.processes = machine.processes()?;
     let mut value = serde_json::to_value(&state)?;
@@ -37,7 +37,7 @@ pub(crate) fn processes(machine: &Machine, as_json: bool) -> Result<String> {
 }
 
 /// Returns a table of the machine, its GPUs and their processes and faults.
-pub(crate) fn table(machine: &Machine) -> Result<String> {
+pub(crate) fn machine_table(machine: &Machine) -> Result<String> {
     let (state, processes) = (machine.snapshot()?, machine.processes()?);
     let mut out = String::new();
     let driver = if state.driver.present { state.driver.version.as_str() } else { "not loaded" };
@@ -110,7 +110,7 @@ fn format_cuda_version(version: i32) -> String {
 }
 
 /// Returns a table of the models that descriptions may name.
-pub(crate) fn models() -> Result<String> {
+pub(crate) fn models_table() -> Result<String> {
     let mut out = String::new();
     for model in builtin_models() {
         let names = model.aliases.join(", ");

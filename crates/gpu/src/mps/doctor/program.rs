@@ -127,7 +127,7 @@ impl Program {
     }
 
     /// Runs the program until it exits. Returns its view of the GPU.
-    pub(super) async fn view(&self, start: &ProgramRunOptions) -> Result<GpuView, ProgramError> {
+    pub(super) async fn run_and_view(&self, start: &ProgramRunOptions) -> Result<GpuView, ProgramError> {
         let running = self.start(start).await?;
         let view = running.view;
         running.finish().await;

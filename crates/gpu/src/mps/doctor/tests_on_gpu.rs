@@ -204,8 +204,8 @@ impl DriverTests<'_> {
     }
 
     /// Returns the view of a program that sets no limits of its own.
-    async fn view(&self) -> Result<GpuView, NoObservation> {
-        Ok(self.program()?.view(&self.run_options()).await?)
+    async fn view_gpu(&self) -> Result<GpuView, NoObservation> {
+        Ok(self.program()?.run_and_view(&self.run_options()).await?)
     }
 
     /// Starts a program that waits for a line on its standard input.
@@ -320,7 +320,7 @@ impl DriverTests<'_> {
         let first = self.start_waiting_program(None).await?;
         let low = self.limit_mib / 2;
         self.set_limits(LOW_THREAD_PERCENTAGE, Some(low)).await?;
-        let second = LimitedView { percent: LOW_THREAD_PERCENTAGE, limit_mib: low, view: self.view().await? };
+        let second = LimitedView { percent: LOW_THREAD_PERCENTAGE, limit_mib: low, view: self.view_gpu().await? };
         let first_saw = self.with_usual_limits(first.view);
         first.finish().await;
         Ok([first_saw, second])
@@ -331,7 +331,7 @@ impl DriverTests<'_> {
         let mut seen = Vec::new();
         for percent in THREAD_PERCENTAGES_TO_TEST {
             self.set_limits(percent, None).await?;
-            seen.push((percent, self.view().await?.sms));
+            seen.push((percent, self.view_gpu().await?.sms));
         }
         Ok(seen)
     }
@@ -342,13 +342,13 @@ impl DriverTests<'_> {
             ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={mib}M")),
         ];
         let start = ProgramRunOptions { environment: environment.into(), ..self.run_options() };
-        Ok(self.program()?.view(&start).await?)
+        Ok(self.program()?.run_and_view(&start).await?)
     }
 
     /// Returns the views of programs that request more or less than their limits.
     async fn view_with_requested_limits(&self) -> Result<LoweredLimits, NoObservation> {
         self.set_usual_limits().await?;
-        let set = self.with_usual_limits(self.view().await?);
+        let set = self.with_usual_limits(self.view_gpu().await?);
         let requested_more = self.view_with_environment(100, self.setup.memory_mib).await?;
         let low = self.limit_mib / 2;
         let view = self.view_with_environment(LOW_THREAD_PERCENTAGE, low).await?;
@@ -371,7 +371,7 @@ impl DriverTests<'_> {
     async fn view_with_invalid_limit(&self) -> Result<LimitedView, NoObservation> {
         self.set_usual_limits().await?;
         let environment = [("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "junk".to_owned())].into();
-        let view = self.program()?.view(&ProgramRunOptions { environment, ..self.run_options() }).await?;
+        let view = self.program()?.run_and_view(&ProgramRunOptions { environment, ..self.run_options() }).await?;
         Ok(self.with_usual_limits(view))
     }
 
@@ -382,7 +382,8 @@ impl DriverTests<'_> {
         }
         self.set_usual_limits().await?;
         let root = self.start_waiting_program(None).await?;
-        let view = self.program()?.view(&ProgramRunOptions { uid: Some(NOBODY_UID), ..self.run_options() }).await;
+        let view =
+            self.program()?.run_and_view(&ProgramRunOptions { uid: Some(NOBODY_UID), ..self.run_options() }).await;
         root.finish().await;
         match view {
             Err(error @ ProgramError::Broken(_)) => {
@@ -397,13 +398,13 @@ impl DriverTests<'_> {
         self.set_usual_limits().await?;
         let pipe = self.directory.join("link");
         fs::hard_link(self.pipe_directory().join("control"), pipe.join("control"))?;
-        let view = self.program()?.view(&ProgramRunOptions { pipe, ..ProgramRunOptions::default() }).await?;
+        let view = self.program()?.run_and_view(&ProgramRunOptions { pipe, ..ProgramRunOptions::default() }).await?;
         Ok(self.with_usual_limits(view))
     }
 
     async fn view_without_control(&self) -> Result<Result<GpuView, i64>, NoObservation> {
         let start = ProgramRunOptions { pipe: self.directory.join("empty"), ..ProgramRunOptions::default() };
-        match self.program()?.view(&start).await {
+        match self.program()?.run_and_view(&start).await {
             Ok(view) => Ok(Ok(view)),
             Err(ProgramError::Cuda(code)) => Ok(Err(code)),
             Err(error) => Err(error.into()),
@@ -438,7 +439,7 @@ impl DriverTests<'_> {
             }
             sleep(CLIENT_REPORT_POLL_INTERVAL).await;
         }
-        Ok(self.with_usual_limits(self.view().await?))
+        Ok(self.with_usual_limits(self.view_gpu().await?))
     }
 
     /// Returns what the daemon has logged, at the latest after [`CLIENT_REPORT_DEADLINE`].

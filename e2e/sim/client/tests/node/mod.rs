@@ -64,7 +64,7 @@ impl Node {
         let log = File::options().create(true).append(true).open(self.path("log.txt")).unwrap();
         command.arg("-f").args(arguments).stdout(log).stdin(Stdio::null());
         self.daemon = Some(command.spawn().unwrap());
-        wait_until("the daemon listens", || handshake::probe(&self.socket_path("control_privileged")).is_ok());
+        wait_until("the daemon listens", || handshake::probe_daemon(&self.socket_path("control_privileged")).is_ok());
     }
 
     /// Returns the command `nvidia-cuda-mps-control` on this node.

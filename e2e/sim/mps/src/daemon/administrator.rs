@@ -53,7 +53,7 @@ impl Daemon {
             };
             for line in lines {
                 self.log(&line);
-                if handshake::reply(connection, &line).is_err() {
+                if handshake::send_answer_line(connection, &line).is_err() {
                     return;
                 }
             }
@@ -175,7 +175,7 @@ impl Daemon {
             if !state.servers.contains_key(&pid) {
                 return Err(no_server_error(pid));
             }
-            state = self.wait(state, CONDITION_CHECK_INTERVAL);
+            state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
     }
 
@@ -205,11 +205,11 @@ impl Daemon {
         let mut state = self.lock();
         state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?.leaving = true;
         while !force && state.servers.get(&pid).is_some_and(|server| !server.clients.is_empty()) {
-            state = self.wait(state, CONDITION_CHECK_INTERVAL);
+            state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
         self.end_server(&mut state, pid);
         while state.servers.contains_key(&pid) {
-            state = self.wait(state, CONDITION_CHECK_INTERVAL);
+            state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
         Ok(Vec::new())
     }
@@ -227,7 +227,7 @@ impl Daemon {
         while deadline.is_none_or(|deadline| Instant::now() < deadline)
             && state.servers.values().any(|server| !server.clients.is_empty())
         {
-            state = self.wait(state, CONDITION_CHECK_INTERVAL);
+            state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
         let pids: Vec<u32> = state.servers.keys().copied().collect();
         for pid in pids {
@@ -235,7 +235,7 @@ impl Daemon {
         }
         let deadline = Instant::now() + SERVER_EXIT_TIMEOUT;
         while !state.servers.is_empty() && Instant::now() < deadline {
-            state = self.wait(state, CONDITION_CHECK_INTERVAL);
+            state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
         // A server that hangs exits once it detects that the daemon has exited.
         for name in ["nvidia-cuda-mps-control.pid", "log"] {

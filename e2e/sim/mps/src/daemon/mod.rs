@@ -237,7 +237,11 @@ impl Daemon {
     }
 
     /// Waits for a change of the state, at most `timeout`.
-    fn wait<'a>(&self, state: MutexGuard<'a, DaemonState>, timeout: Duration) -> MutexGuard<'a, DaemonState> {
+    fn wait_for_change<'a>(
+        &self,
+        state: MutexGuard<'a, DaemonState>,
+        timeout: Duration,
+    ) -> MutexGuard<'a, DaemonState> {
         self.changed.wait_timeout(state, timeout).map_or_else(|poisoned| poisoned.into_inner().0, |woken| woken.0)
     }
 }

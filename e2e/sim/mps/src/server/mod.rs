@@ -176,11 +176,11 @@ impl Server {
             match serde_json::from_slice(&packet.data) {
                 Ok(ToServer::Client { connection, settings }) => {
                     if let Some(socket) = packet.fd {
-                        self.admit(connection, settings, Connection::from_fd(socket));
+                        self.admit_connection(connection, settings, Connection::from_fd(socket));
                     }
                 }
                 Ok(ToServer::ClientSettings(settings)) => self.log_settings(&settings),
-                Ok(ToServer::Ping { request }) => self.report(&FromServer::Answer { request, result: 0 }),
+                Ok(ToServer::Ping { request }) => self.report_to_daemon(&FromServer::Answer { request, result: 0 }),
                 Ok(ToServer::Terminate { request, pid }) => {
                     let mut inner = self.lock();
                     let effects = inner.clients.terminate(request, pid);
@@ -212,10 +212,10 @@ impl Server {
     }
 
     /// Waits for a client's introduction without a deadline, and admits the client.
-    fn admit(self: &Arc<Self>, connection: u64, settings: ClientSettings, socket: Connection) {
+    fn admit_connection(self: &Arc<Self>, connection: u64, settings: ClientSettings, socket: Connection) {
         let channels = socket.enable_credentials().and_then(|()| Connection::pair());
         let Ok((channel, theirs)) = channels else {
-            self.report(&FromServer::Left { connection });
+            self.report_to_daemon(&FromServer::Left { connection });
             return;
         };
         let introduced = handshake::receive_introduction(&socket, &theirs);
@@ -233,16 +233,16 @@ impl Server {
                 }
                 // Ignore errors: the peer may have disconnected.
                 let _ = socket.send(&CUDA_ERROR_UNKNOWN.to_le_bytes());
-                self.report(&FromServer::Left { connection });
+                self.report_to_daemon(&FromServer::Left { connection });
                 return;
             }
         };
         let channel = Arc::new(channel);
-        let entered = self.register(connection, subject, pid, settings, &channel);
+        let entered = self.register_with_machine(connection, subject, pid, settings, &channel);
         // Ignore errors: the thread below detects a closed connection.
         let _ = socket.send(&entered.err().unwrap_or(0).to_le_bytes());
         if entered.is_err() {
-            self.report(&FromServer::Left { connection });
+            self.report_to_daemon(&FromServer::Left { connection });
             return;
         }
         let server = Arc::clone(self);
@@ -256,7 +256,7 @@ impl Server {
     }
 
     /// Registers a process or a context, or returns the `CUresult` that refuses it.
-    fn register(
+    fn register_with_machine(
         &self,
         connection: u64,
         subject: IntroductionSubject,
@@ -275,7 +275,7 @@ impl Server {
         self.log(&format!("Client {{PID: {pid}, Context ID: {id}}} connected"));
         self.log(&format!("Creating worker thread for client {{PID: {pid}, Context ID: {id}}}"));
         if subject == IntroductionSubject::Process {
-            self.report(&FromServer::Process { connection, pid });
+            self.report_to_daemon(&FromServer::Process { connection, pid });
         }
         Ok(())
     }
@@ -369,7 +369,7 @@ impl Server {
         inner.connections.get_mut(&connection).ok_or(clients::CUDA_ERROR_INVALID_CONTEXT)?.context =
             Some(RegisteredMemory { memory, ordinal });
         inner.clients.mark_created(connection);
-        self.report(&FromServer::Context { connection, pid, device: uuid.to_owned(), namespace, command });
+        self.report_to_daemon(&FromServer::Context { connection, pid, device: uuid.to_owned(), namespace, command });
         Ok(FromContext::Created { sms, limit, free })
     }
 
@@ -437,7 +437,7 @@ impl Server {
             inner.bound.remove(&pid);
             self.log(&format!("Client process {pid} disconnected"));
         }
-        self.report(&FromServer::Left { connection });
+        self.report_to_daemon(&FromServer::Left { connection });
     }
 
     fn apply_effects(&self, inner: &mut ServerState, effects: Vec<ServerAction>) {
@@ -452,10 +452,10 @@ impl Server {
                         entry.context = None;
                     }
                 }
-                ServerAction::Answer(request, result) => self.report(&FromServer::Answer { request, result }),
+                ServerAction::Answer(request, result) => self.report_to_daemon(&FromServer::Answer { request, result }),
                 ServerAction::Status(status) => {
                     self.log_status(status, inner);
-                    self.report(&FromServer::Status(status));
+                    self.report_to_daemon(&FromServer::Status(status));
                 }
             }
         }
@@ -500,7 +500,7 @@ impl Server {
         self.log.write_line("Server", std::process::id(), text);
     }
 
-    fn report(&self, message: &FromServer) {
+    fn report_to_daemon(&self, message: &FromServer) {
         // Ignore errors: the server exits when the daemon has exited.
         let _ = wire::send(&self.link, message);
     }
