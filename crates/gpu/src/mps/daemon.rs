@@ -63,7 +63,7 @@ impl DevicePhase {
     }
 }
 
-/// ClientLimits of the clients that connect next.
+/// Limits of the clients that connect next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ClientLimits {
     pub(crate) threads: u8,

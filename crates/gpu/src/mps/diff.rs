@@ -1,7 +1,7 @@
-//! DesiredChanges between two desired states. Pure.
+//! Changes between two desired states. Pure.
 use super::wire::Desired;
 
-/// DesiredChanges to apply, in this order: removals before additions.
+/// Changes to apply, in this order: removals before additions.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct DesiredChanges {
     /// Close the doors of these allocations.

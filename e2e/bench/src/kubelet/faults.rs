@@ -156,7 +156,7 @@ pub(super) async fn measure_event_wait(
     tokio::time::sleep(over).await;
     let (endpoint, after) = (plugin.endpoint(), read_load(plugin.pid()?)?);
     let seconds = over.as_secs_f64();
-    let what = "event wait fails with NVML_ERROR_GPU_IS_LOST";
+    let what = "event wait fails with GPU_IS_LOST";
     let rate = count_to_f64(endpoint.lists - lists) / seconds;
     report.add(Figure::new(CASE_NAME, format!("{what}: lists"), rate, "/s").with_published(15_000.0).with_goal(1.0));
     let rate = count_to_f64(plugin.count_log_lines() - lines) / seconds;

@@ -55,7 +55,7 @@ pub(crate) struct KubeletArgs {
     /// Seed of occupancies, arrivals and the order of ids.
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    /// OutputFormat format.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t = OutputFormat::Table)]
     output: OutputFormat,
     /// Serve synthetic shares in this directory instead of measuring.
@@ -74,7 +74,7 @@ pub(crate) struct KubeletArgs {
     command: Vec<String>,
 }
 
-/// OutputFormat format.
+/// Output format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum OutputFormat {
     /// A table for people.

@@ -16,12 +16,12 @@ pub const CLIENT_MEMORY_BYTES: u64 = 274 << 20;
 pub struct DeviceName<'a> {
     /// The device's ordinal among the visible devices.
     pub ordinal: usize,
-    /// The device's GPU_UUID.
+    /// The device's UUID.
     pub uuid: &'a str,
 }
 
 impl DeviceName<'_> {
-    /// Returns whether `name` is the device's ordinal, its GPU_UUID or a prefix of its GPU_UUID.
+    /// Returns whether `name` is the device's ordinal, its UUID or a prefix of its UUID.
     fn matches_device(self, name: &str) -> bool {
         match name.parse::<usize>() {
             Ok(ordinal) => ordinal == self.ordinal,
@@ -44,7 +44,7 @@ pub struct ClientSettings {
 /// A memory limit as an administrator wrote it. Neither field is validated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryLimit {
-    /// The device's ordinal, GPU_UUID or a prefix of the GPU_UUID.
+    /// The device's ordinal, UUID or a prefix of the UUID.
     pub device: String,
     /// The value, `<whole number>G` or `<whole number>M`.
     pub value: String,

@@ -15,7 +15,7 @@ use crate::nvml::{ComputeMode, Gpu};
 /// Time limit of `nvidia-cuda-mps-control -v`, which contacts no daemon.
 const VERSION_DEADLINE: Duration = Duration::from_secs(5);
 
-/// SystemFacts about the node and the GPU.
+/// Facts about the node and the GPU.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct SystemFacts {
