@@ -211,7 +211,8 @@ impl Door {
     }
 }
 
-/// Counts a client as waiting, from [`CountedConnection::begin_connection`] until this value is dropped.
+/// Counts a client as waiting, from [`CountedConnection::begin_connection`] until this value is
+/// dropped.
 struct CountedConnection<'a> {
     door: &'a Door,
     counted: Cell<bool>,

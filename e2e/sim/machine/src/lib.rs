@@ -28,8 +28,8 @@
 //! - [`Machine::register_client`] for its clients, with the PID from `SCM_CREDENTIALS` as the
 //!   server's PID namespace sees it. The returned context accounts for the client's memory. Drop it
 //!   when the client disconnects;
-//! - [`sms_of_mps_percentage`] for the SMs of a thread percentage, [`State::device`] for the device that a UUID
-//!   names, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;
+//! - [`sms_of_mps_percentage`] for the SMs of a thread percentage, [`State::device`] for the device
+//!   that a UUID names, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;
 //! - [`Machine::apply_faults`] for errors and hangs that `simgpu fail` and `simgpu hang` inject.
 //!
 //! A process is alive while it locks its lease file under `leases/`. The kernel releases the lock

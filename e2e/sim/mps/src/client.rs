@@ -67,8 +67,8 @@ impl MpsConnection {
     /// handshake, which is the worst case.
     ///
     /// # Errors
-    /// A `CUresult` from the server, or [`CUDA_ERROR_MPS_CONNECTION_FAILED`] if every server exited during the
-    /// handshake.
+    /// A `CUresult` from the server, or [`CUDA_ERROR_MPS_CONNECTION_FAILED`] if every server exited
+    /// during the handshake.
     pub fn attach(control: &Path) -> Result<Option<Self>, i32> {
         if handshake::probe_daemon(control).is_err() {
             return Ok(None);
