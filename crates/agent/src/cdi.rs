@@ -165,7 +165,7 @@ pub fn write_cdi_specification(args: &AgentArgs, nodes: &BTreeMap<String, Vec<St
 mod tests {
     use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 
-    use cleave_gpu::nvml::Mig;
+    use cleave_gpu::nvml::MigState;
 
     use super::*;
     use crate::gpu::layout::tests::gpu;
@@ -190,7 +190,7 @@ mod tests {
             gpu_instance: 3,
             compute_instance: Some(0),
         };
-        let mig = Mig { enabled: true, instances: vec![instance], ..Mig::default() };
+        let mig = MigState { enabled: true, instances: vec![instance], ..MigState::default() };
         let (whole, with_mig) = (gpu("GPU-0", 0), Gpu { mig: Some(mig), ..gpu("GPU-1", 1) });
         let nodes = device_nodes(&[&whole, &with_mig], host.path());
         assert_eq!(nodes["GPU-0"], ["/dev/nvidiactl", "/dev/nvidia-uvm"], "its own node does not exist");

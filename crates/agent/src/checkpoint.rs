@@ -103,7 +103,7 @@ impl Checkpoint {
     /// Checks the values that other code trusts. Numbers and names must be as
     /// [`crate::gpu::layout`] creates them.
     fn check(&self) -> Result<(), String> {
-        let mut desired = Desired { version: wire::VERSION, ..Desired::default() };
+        let mut desired = Desired { version: wire::FILE_FORMAT_VERSION, ..Desired::default() };
         let instances = self.gpus.iter().filter_map(|gpu| gpu.mig.as_ref()).flat_map(|mig| &mig.instances);
         let mut known = BTreeSet::new();
         let mut devices = self.gpus.iter().map(|gpu| &gpu.uuid).chain(instances.map(|instance| &instance.uuid));

@@ -14,11 +14,11 @@ use clap::Parser;
 )]
 enum Cli {
     /// Measure a device plugin as the kubelet sees it.
-    Kubelet(kubelet::Args),
+    Kubelet(kubelet::KubeletArgs),
     /// Measure the planner on 10 to 1,000 nodes.
-    Planner(planner::Args),
+    Planner(planner::PlannerArgs),
     /// Measure placement policies on a public GPU trace.
-    Trace(trace::Args),
+    Trace(trace::TraceArgs),
 }
 
 fn main() -> anyhow::Result<()> {

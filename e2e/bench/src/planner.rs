@@ -14,7 +14,7 @@ use serde::Serialize;
 
 /// Measures the time of a plan.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct PlannerArgs {
     /// Numbers of nodes. Each one is a measurement.
     #[arg(long, value_delimiter = ',', default_values_t = [10, 30, 100, 300, 1000])]
     nodes: Vec<u32>,
@@ -34,7 +34,7 @@ pub(crate) struct Args {
 
 /// One line of the output, as JSON.
 #[derive(Debug, Serialize)]
-struct Line {
+struct PlannerOutputLine {
     nodes: u32,
     gpus_per_node: u32,
     pods: u32,
@@ -45,7 +45,7 @@ struct Line {
 }
 
 /// Runs the benchmark, and prints one JSON line for each size.
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+pub(crate) fn run(args: &PlannerArgs) -> anyhow::Result<()> {
     ensure!(args.clusters > 0, "at least one cluster is needed");
     for &nodes in &args.nodes {
         let pods = nodes.checked_mul(args.pods_per_node).context("too many pods")?;
@@ -67,7 +67,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         placed.sort_unstable();
         changed.sort_unstable();
         let rounded = |time: f64| (time * 1000.0).round() / 1000.0;
-        let line = Line {
+        let line = PlannerOutputLine {
             nodes,
             gpus_per_node: args.gpus_per_node,
             pods,
@@ -92,7 +92,7 @@ struct RandomNumbers(u64);
 
 impl RandomNumbers {
     /// Returns a number less than `end`.
-    fn below(&mut self, end: usize) -> usize {
+    fn next_below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -122,39 +122,39 @@ const SLICE_SIZES_GB: [u64; 4] = [5, 10, 20, 40];
 fn random_cluster(seed: u64, nodes: u32, gpus_per_node: u32, pods: u32, in_use: u32) -> Snapshot {
     let mut numbers = RandomNumbers(seed);
     let nodes = (0..nodes).map(|node| {
-        let kind = numbers.below(3);
+        let kind = numbers.next_below(3);
         let gpus = (0..gpus_per_node).map(|index| random_gpu(&mut numbers, kind, node, index, in_use)).collect();
         Node {
             name: format!("node-{node:04}"),
-            labels: BTreeMap::from([("zone".to_owned(), ["a", "b", "c"][numbers.below(3)].to_owned())]),
+            labels: BTreeMap::from([("zone".to_owned(), ["a", "b", "c"][numbers.next_below(3)].to_owned())]),
             allocatable: BTreeMap::from([
                 ("cpu".to_owned(), Quantity::whole(96)),
                 ("memory".to_owned(), Quantity::new("1Ti")),
                 ("pods".to_owned(), Quantity::whole(110)),
             ]),
-            requested: BTreeMap::from([("cpu".to_owned(), Quantity::whole(numbers.below(64) as u64))]),
+            requested: BTreeMap::from([("cpu".to_owned(), Quantity::whole(numbers.next_below(64) as u64))]),
             gpus,
             ..Node::default()
         }
     });
     let nodes = nodes.collect();
     let pods = (0..pods).map(|pod| {
-        let resource = match numbers.below(8) {
-            0..3 => format!("nvidia.com/mig-{}", A100_PROFILES[numbers.below(5)].0),
-            3..5 => format!("nvidia.com/mig-{}", H100_PROFILES[numbers.below(5)].0),
-            5..7 => format!("nvidia.com/gpu-{}gb", SLICE_SIZES_GB[numbers.below(4)]),
+        let resource = match numbers.next_below(8) {
+            0..3 => format!("nvidia.com/mig-{}", A100_PROFILES[numbers.next_below(5)].0),
+            3..5 => format!("nvidia.com/mig-{}", H100_PROFILES[numbers.next_below(5)].0),
+            5..7 => format!("nvidia.com/gpu-{}gb", SLICE_SIZES_GB[numbers.next_below(4)]),
             _ => "nvidia.com/gpu".to_owned(),
         };
         let mut selector = BTreeMap::new();
-        if numbers.below(4) == 0 {
-            selector.insert("zone".to_owned(), ["a", "b", "c"][numbers.below(3)].to_owned());
+        if numbers.next_below(4) == 0 {
+            selector.insert("zone".to_owned(), ["a", "b", "c"][numbers.next_below(3)].to_owned());
         }
         Pod {
             name: format!("default/pod-{pod:05}"),
-            priority: [0, 100, 1000][numbers.below(3)],
+            priority: [0, 100, 1000][numbers.next_below(3)],
             requests: BTreeMap::from([
                 (resource, Quantity::whole(1)),
-                ("cpu".to_owned(), Quantity::whole(1 + numbers.below(4) as u64)),
+                ("cpu".to_owned(), Quantity::whole(1 + numbers.next_below(4) as u64)),
                 ("memory".to_owned(), Quantity::new("4Gi")),
             ]),
             node_selector: selector,
@@ -173,18 +173,18 @@ fn random_gpu(numbers: &mut RandomNumbers, kind: usize, node: u32, index: u32, i
     ][kind];
     let mut slices = Vec::new();
     let (mut taken, mut gibibytes) = (0_u32, 0);
-    for _ in 0..numbers.below(6) {
-        let in_use = numbers.below(100) < in_use as usize;
+    for _ in 0..numbers.next_below(6) {
+        let in_use = numbers.next_below(100) < in_use as usize;
         let (resource, placement) = if mode == Mode::Mps {
-            let size = SLICE_SIZES_GB[numbers.below(4)];
+            let size = SLICE_SIZES_GB[numbers.next_below(4)];
             if gibibytes + size > memory / 1024 {
                 continue;
             }
             gibibytes += size;
             (format!("nvidia.com/gpu-{size}gb"), None)
         } else {
-            let (name, size, places) = if kind == 0 { A100_PROFILES } else { H100_PROFILES }[numbers.below(5)];
-            let start = places[numbers.below(places.len())];
+            let (name, size, places) = if kind == 0 { A100_PROFILES } else { H100_PROFILES }[numbers.next_below(5)];
+            let start = places[numbers.next_below(places.len())];
             let bits = ((1 << size) - 1) << start;
             if taken & bits != 0 {
                 continue;

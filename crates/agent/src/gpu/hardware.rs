@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use cleave_api::cordon::whole_seconds;
 use cleave_api::gpunode::Health;
-use cleave_gpu::nvml::{DriverInfo, Gpu, NvmlError, Observation, Process, Vitals};
+use cleave_gpu::nvml::{DriverInfo, Gpu, GpuObservation, GpuVitals, NvmlError, Process};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
@@ -229,7 +229,7 @@ impl HardwareTracker {
     }
 
     /// Records the answer of the GPU at an index, which was requested at `requested_at`.
-    pub fn record_answer(&mut self, index: u32, answer: Result<Observation, NvmlError>, requested_at: Instant) {
+    pub fn record_answer(&mut self, index: u32, answer: Result<GpuObservation, NvmlError>, requested_at: Instant) {
         let since = self.wall_time(requested_at);
         let at = usize::try_from(index).unwrap_or(usize::MAX);
         // NVML no longer lists a GPU at this index.
@@ -238,7 +238,7 @@ impl HardwareTracker {
             slots.iter().enumerate().any(|(other, slot)| other != at && *slot == GpuSlot::Gpu(uuid.to_owned()))
         };
         let now = match answer {
-            Ok(Observation { gpu, processes }) => {
+            Ok(GpuObservation { gpu, processes }) => {
                 let uuid = gpu.uuid.clone();
                 let moved = matches!(&before, GpuSlot::Gpu(was) if *was != uuid) || elsewhere(&self.slots, &uuid);
                 if moved {
@@ -335,7 +335,7 @@ impl HardwareTracker {
     }
 
     /// Records a GPU's error counters and recovery action, which were requested at `requested_at`.
-    pub fn record_vitals(&mut self, uuid: &str, vitals: Vitals, requested_at: Instant) {
+    pub fn record_vitals(&mut self, uuid: &str, vitals: GpuVitals, requested_at: Instant) {
         let at = self.fault_time(uuid, requested_at);
         if let Some(entry) = self.gpus.get_mut(uuid) {
             entry.history.record_vitals(vitals, at);
@@ -455,11 +455,11 @@ pub(crate) mod tests {
     }
 
     #[expect(clippy::unnecessary_wraps, reason = "the type of an NVML answer")]
-    fn observation(uuid: &str, index: u32) -> Result<Observation, NvmlError> {
-        Ok(Observation { gpu: gpu(uuid, index), processes: Vec::new() })
+    fn observation(uuid: &str, index: u32) -> Result<GpuObservation, NvmlError> {
+        Ok(GpuObservation { gpu: gpu(uuid, index), processes: Vec::new() })
     }
 
-    fn hung_gpu() -> Result<Observation, NvmlError> {
+    fn hung_gpu() -> Result<GpuObservation, NvmlError> {
         Err(NvmlError::Hung(Duration::from_secs(20)))
     }
 
@@ -503,7 +503,7 @@ pub(crate) mod tests {
         let health = tracker.hardware().gpus["GPU-b"].health.clone();
         assert_eq!((health.class.as_str(), health.message.as_str()), ("Lost", "NVML did not answer for 20 s"));
         let process = Process { pid: 7, memory: None, mps: false, gpu_instance: None };
-        let answer = Observation { gpu: gpu("GPU-a", 0), processes: vec![process] };
+        let answer = GpuObservation { gpu: gpu("GPU-a", 0), processes: vec![process] };
         tracker.record_answer(0, Ok(answer), now);
         record_driver_answer(&mut tracker, 2, now);
         let hardware = tracker.hardware();
@@ -758,7 +758,7 @@ pub(crate) mod tests {
             let mut now = Instant::now();
             let mut tracker = two_gpu_tracker();
             tracker.observe(two_gpus(), now);
-            tracker.record_vitals("GPU-a", Vitals { uncorrected: Some(0), ..Vitals::default() }, now);
+            tracker.record_vitals("GPU-a", GpuVitals { uncorrected: Some(0), ..GpuVitals::default() }, now);
             for (xid, what, wait, errors) in events {
                 now += Duration::from_secs(wait);
                 match what {
@@ -766,7 +766,7 @@ pub(crate) mod tests {
                     1 => tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now),
                     2 => tracker.observe(two_gpus(), now),
                     3 => tracker.record_answer(1, hung_gpu(), now),
-                    _ => tracker.record_vitals("GPU-b", Vitals { uncorrected: Some(errors), remap_failed: Some(errors == 4), ..Vitals::default() }, now),
+                    _ => tracker.record_vitals("GPU-b", GpuVitals { uncorrected: Some(errors), remap_failed: Some(errors == 4), ..GpuVitals::default() }, now),
                 }
                 prop_assert_eq!(&tracker.hardware().gpus["GPU-a"].health, &Health { healthy: true, ..Health::default() });
             }

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use cleave_api::cordon::whole_seconds;
 use cleave_api::gpunode::Health;
-use cleave_gpu::nvml::{NvmlError, Recovery, Vitals};
+use cleave_gpu::nvml::{GpuVitals, NvmlError, RecoveryAction};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde::{Deserialize, Serialize};
 
@@ -129,7 +129,7 @@ pub struct HealthHistory {
     uncorrected: Option<u64>,
     reset_wanted: Option<Time>,
     remap_failed: Option<Time>,
-    vitals: Vitals,
+    vitals: GpuVitals,
     /// Whether the GPU was lost before this process started and has not answered this process.
     was_lost: bool,
 }
@@ -143,7 +143,7 @@ impl Default for HealthHistory {
             uncorrected: None,
             reset_wanted: None,
             remap_failed: None,
-            vitals: Vitals::default(),
+            vitals: GpuVitals::default(),
             was_lost: false,
         }
     }
@@ -203,7 +203,7 @@ impl HealthHistory {
     }
 
     /// Records the error counters and recovery action that the driver reports.
-    pub fn record_vitals(&mut self, vitals: Vitals, at: EventTime) {
+    pub fn record_vitals(&mut self, vitals: GpuVitals, at: EventTime) {
         if let Some(count) = vitals.uncorrected {
             match self.uncorrected.replace(count) {
                 Some(before) if count < before => self.record_reset(),
@@ -214,11 +214,11 @@ impl HealthHistory {
             }
         }
         match vitals.recovery {
-            Some(Recovery::Reset | Recovery::Reboot) => {
+            Some(RecoveryAction::Reset | RecoveryAction::Reboot) => {
                 self.reset_wanted.get_or_insert_with(|| whole_seconds(at.wall));
             }
-            Some(Recovery::Nothing) if self.reset_wanted.is_some() => self.record_reset(),
-            Some(Recovery::Nothing | Recovery::Drain) | None => {}
+            Some(RecoveryAction::Nothing) if self.reset_wanted.is_some() => self.record_reset(),
+            Some(RecoveryAction::Nothing | RecoveryAction::Drain) | None => {}
         }
         if vitals.remap_failed == Some(true) {
             self.remap_failed.get_or_insert_with(|| whole_seconds(at.wall));
@@ -282,7 +282,7 @@ impl HealthHistory {
         }
         if let Some(since) = &self.reset_wanted {
             let action = match self.vitals.recovery {
-                Some(Recovery::Reboot) => "a reboot of the node",
+                Some(RecoveryAction::Reboot) => "a reboot of the node",
                 _ => "a reset of the GPU",
             };
             return reset_needed(
@@ -293,7 +293,7 @@ impl HealthHistory {
         }
         match worst {
             Some(recorded) => self.fault_health(recorded),
-            None if self.vitals.remap_pending == Some(true) || self.vitals.recovery == Some(Recovery::Drain) => {
+            None if self.vitals.remap_pending == Some(true) || self.vitals.recovery == Some(RecoveryAction::Drain) => {
                 Health {
                     healthy: true,
                     reason: reason::RESET_PENDING.into(),
@@ -373,12 +373,12 @@ pub(crate) mod tests {
         history.health().class
     }
 
-    fn vitals_with_errors(uncorrected: u64) -> Vitals {
-        Vitals { uncorrected: Some(uncorrected), ..Vitals::default() }
+    fn vitals_with_errors(uncorrected: u64) -> GpuVitals {
+        GpuVitals { uncorrected: Some(uncorrected), ..GpuVitals::default() }
     }
 
-    fn vitals_with_recovery(recovery: Recovery) -> Vitals {
-        Vitals { recovery: Some(recovery), ..Vitals::default() }
+    fn vitals_with_recovery(recovery: RecoveryAction) -> GpuVitals {
+        GpuVitals { recovery: Some(recovery), ..GpuVitals::default() }
     }
 
     #[test]
@@ -409,7 +409,7 @@ pub(crate) mod tests {
         let mut history = faulty();
         history.record_answer(later, &[]);
         history.record_vitals(vitals_with_errors(3), event_time(later));
-        history.record_vitals(vitals_with_recovery(Recovery::Nothing), event_time(later));
+        history.record_vitals(vitals_with_recovery(RecoveryAction::Nothing), event_time(later));
         assert_eq!(health_class(&history), "NeedsReset");
         assert!(history.health().message.contains("XID 48 (double-bit ECC error)"));
 
@@ -417,9 +417,9 @@ pub(crate) mod tests {
         counters.record_vitals(vitals_with_errors(0), event_time(later));
         assert!(counters.health().healthy, "its counters start at 0 again");
         let mut driver = history.clone();
-        driver.record_vitals(vitals_with_recovery(Recovery::Reset), event_time(later));
+        driver.record_vitals(vitals_with_recovery(RecoveryAction::Reset), event_time(later));
         assert_eq!(health_class(&driver), "NeedsReset");
-        driver.record_vitals(vitals_with_recovery(Recovery::Nothing), event_time(later));
+        driver.record_vitals(vitals_with_recovery(RecoveryAction::Nothing), event_time(later));
         assert!(driver.health().healthy, "the driver no longer requests a reset");
         let mut lost = HealthHistory::restore(history.to_record(true), later);
         assert_eq!(health_class(&lost), "Lost");
@@ -457,7 +457,7 @@ pub(crate) mod tests {
         let health = history.health();
         assert_eq!((health.class.as_str(), health.reason.as_str()), ("Suspect", "EccErrors"));
         assert!(health.message.starts_with("2 uncorrected memory errors"), "{}", health.message);
-        history.record_vitals(Vitals::default(), event_time(start));
+        history.record_vitals(GpuVitals::default(), event_time(start));
         assert_eq!(health_class(&history), "Suspect", "no counter is no proof");
     }
 
@@ -465,13 +465,13 @@ pub(crate) mod tests {
     fn a_failed_remapping_needs_a_reset_and_a_pending_one_is_reported() {
         let start = event_time(Instant::now());
         let mut history = HealthHistory::default();
-        history.record_vitals(Vitals { remap_pending: Some(true), ..Vitals::default() }, start);
+        history.record_vitals(GpuVitals { remap_pending: Some(true), ..GpuVitals::default() }, start);
         let health = history.health();
         assert!(
             health.healthy && health.reason == "ResetPending" && health.message.contains("drain it, then reset it"),
             "{health:?}"
         );
-        history.record_vitals(Vitals { remap_failed: Some(true), ..Vitals::default() }, start);
+        history.record_vitals(GpuVitals { remap_failed: Some(true), ..GpuVitals::default() }, start);
         assert_eq!(
             (health_class(&history).as_str(), history.health().reason.as_str()),
             ("NeedsReset", "RowRemapFailed")
@@ -479,7 +479,7 @@ pub(crate) mod tests {
         history.clear_faults(&whole_seconds(Timestamp::MAX));
         history.record_reset();
         assert_eq!(history.health().reason, "RowRemapFailed", "while NVML reports it");
-        history.record_vitals(Vitals::default(), start);
+        history.record_vitals(GpuVitals::default(), start);
         assert!(history.health().healthy);
     }
 

@@ -8,7 +8,7 @@ use cleave_api::gpunode::{
 use cleave_api::names::{MODE_MIG, MODE_MPS, MODE_TIMESLICING, MODE_WHOLE, RESOURCE_GPU, mig_resource};
 use cleave_api::sharingpolicy::{ComputeMode, Interval};
 use cleave_gpu::mps::wire;
-use cleave_gpu::nvml::{Gpu, Mig, MigInstance};
+use cleave_gpu::nvml::{Gpu, MigInstance, MigState};
 use cleave_kubelet::ResourceName;
 use cleave_plan::mps::MAX_CLIENTS;
 use cleave_plan::units::Percent;
@@ -52,7 +52,7 @@ pub struct Layout {
     /// The slices of the GPU.
     pub pools: Vec<Pool>,
     /// MPS daemons by device.
-    pub daemons: BTreeMap<String, wire::Daemon>,
+    pub daemons: BTreeMap<String, wire::DaemonSettings>,
 }
 
 /// Equal slices of one device under one resource name.
@@ -256,7 +256,7 @@ fn whole_pool(device: &str, resource: String) -> Pool {
 }
 
 /// Returns a layout that serves each existing MIG instance whole.
-fn existing_instance_layout(mig: &Mig) -> TargetLayout {
+fn existing_instance_layout(mig: &MigState) -> TargetLayout {
     // No pod could request an instance with a profile name that is invalid in a resource name.
     let has_name = |instance: &&MigInstance| check_resource_name(&mig_resource(&instance.profile)).is_ok();
     let made = mig.instances.iter().filter(|instance| !instance.uuid.is_empty()).filter(has_name);
@@ -286,7 +286,7 @@ fn add_instance(layout: &mut Layout, instance: &MigInstance, partition: &MigPart
     Ok(())
 }
 
-fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<Pool>, wire::Daemon), String> {
+fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<Pool>, wire::DaemonSettings), String> {
     let MpsPartition { multi_user, compute_mode, slices } = partition;
     let total: u64 = slices.iter().map(|slices| u64::from(slices.count)).sum();
     if total == 0 || total > u64::from(MAX_CLIENTS) {
@@ -324,7 +324,7 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
         pools.push(Pool { device: device.to_owned(), resource, first: slices.first, count: slices.count, kind });
     }
     let unlimited = |some: fn(&cleave_api::gpunode::MpsSlices) -> bool| slices.iter().any(some);
-    let daemon = wire::Daemon {
+    let daemon = wire::DaemonSettings {
         multi_user: *multi_user,
         exclusive: !mig && *compute_mode == ComputeMode::ExclusiveProcess,
         // The daemon's default limits are those of the largest allocation. The door sets the lower
@@ -399,7 +399,7 @@ pub(crate) mod tests {
             profile("1g.10gb+me", 1, 1, &[0, 1, 2, 3, 4, 5, 6]),
             profile("1g.20gb", 1, 2, &[0, 2, 4, 6]),
         ];
-        Gpu { mig: Some(Mig { enabled, pending: None, profiles, instances }), ..gpu(uuid, 0) }
+        Gpu { mig: Some(MigState { enabled, pending: None, profiles, instances }), ..gpu(uuid, 0) }
     }
 
     pub(crate) fn timeslice_spec(uuid: &str, replicas: u32) -> GpuSpec {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::{MigInstanceSpec, Partition, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_WAITING};
-use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile, Process};
+use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState, Process};
 
 /// Maximum number of attempts of a failing change. After that, the agent retries it only when the
 /// spec or the GPU changes.
@@ -96,7 +96,7 @@ pub fn needed_changes(gpu: &Gpu, target: MigTarget<'_>) -> Result<Vec<MigChange>
 }
 
 /// Checks that NVML offers these profiles at these placements, and that no two placements overlap.
-fn check_placements(mig: &Mig, wanted: &[MigInstanceSpec]) -> Result<(), String> {
+fn check_placements(mig: &MigState, wanted: &[MigInstanceSpec]) -> Result<(), String> {
     // Some drivers list profiles only while MIG mode is on.
     if mig.profiles.is_empty() && !mig.enabled {
         return Ok(());

@@ -194,7 +194,7 @@ impl HostLink {
 mod tests {
     use std::collections::BTreeMap;
 
-    use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, Status, VERSION};
+    use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, FILE_FORMAT_VERSION, MpsHostStatus};
     use tokio::net::UnixListener;
     use tokio::time::timeout;
 
@@ -202,7 +202,7 @@ mod tests {
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-    fn host_status(device: &str, state: DaemonState) -> Status {
+    fn host_status(device: &str, state: DaemonState) -> MpsHostStatus {
         let daemon = DaemonStatus {
             state,
             pid: Some(7),
@@ -213,7 +213,11 @@ mod tests {
             clients: Vec::new(),
             fault: None,
         };
-        Status { version: VERSION, daemons: BTreeMap::from([(device.to_owned(), daemon)]), ..Status::default() }
+        MpsHostStatus {
+            version: FILE_FORMAT_VERSION,
+            daemons: BTreeMap::from([(device.to_owned(), daemon)]),
+            ..MpsHostStatus::default()
+        }
     }
 
     fn test_link() -> (tempfile::TempDir, HostLink) {

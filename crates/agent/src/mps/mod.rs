@@ -1,7 +1,7 @@
 //! The agent's side of the communication with the MPS host.
 pub mod link;
 
-use cleave_gpu::mps::wire::{Status, VERSION};
+use cleave_gpu::mps::wire::{FILE_FORMAT_VERSION, MpsHostStatus};
 
 /// Maximum length of a parse error in characters. The error quotes the status file, and the agent
 /// writes the error to the status of the `GpuNode`.
@@ -13,7 +13,7 @@ pub struct HostView {
     /// Whether the MPS host accepts connections on its socket.
     pub alive: bool,
     /// The last status that the MPS host wrote, or the default status if the file cannot be read.
-    pub status: Status,
+    pub status: MpsHostStatus,
     /// Why the status is unusable; `None` if it is usable.
     pub error: Option<String>,
 }
@@ -22,15 +22,17 @@ pub struct HostView {
 ///
 /// # Errors
 /// Returns a full sentence if the file is malformed, or if a newer MPS host wrote the file.
-pub fn parse_status(bytes: &[u8]) -> Result<Status, String> {
+pub fn parse_status(bytes: &[u8]) -> Result<MpsHostStatus, String> {
     #[derive(serde::Deserialize)]
     struct Versioned {
         version: u32,
     }
     let malformed = |error: serde_json::Error| error.to_string().chars().take(MAX_ERROR_CHARS).collect::<String>();
     let Versioned { version } = serde_json::from_slice(bytes).map_err(malformed)?;
-    if version > VERSION {
-        return Err(format!("the file has version {version} of a newer MPS host; this agent reads version {VERSION}"));
+    if version > FILE_FORMAT_VERSION {
+        return Err(format!(
+            "the file has version {version} of a newer MPS host; this agent reads version {FILE_FORMAT_VERSION}"
+        ));
     }
     serde_json::from_slice(bytes).map_err(malformed)
 }

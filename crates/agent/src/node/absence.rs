@@ -97,7 +97,7 @@ fn daemon_presence(view: &HostView, device: &str) -> DaemonPresence {
 fn settings_and_pools<'a>(
     layouts: &'a BTreeMap<String, Layout>,
     device: &str,
-) -> Option<(&'a cleave_gpu::mps::wire::Daemon, Vec<&'a Pool>)> {
+) -> Option<(&'a cleave_gpu::mps::wire::DaemonSettings, Vec<&'a Pool>)> {
     layouts.values().find_map(|Layout { mode: _, pools, daemons }| {
         Some((daemons.get(device)?, pools.iter().filter(|pool| pool.device == device).collect()))
     })

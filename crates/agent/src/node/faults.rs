@@ -302,7 +302,7 @@ fn affected_programs(pods: &[&PodRef], unknown: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, Status};
+    use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, MpsHostStatus};
 
     use super::*;
     use crate::allocation::pending::BoundPod;
@@ -341,7 +341,7 @@ mod tests {
             fault,
         };
         let daemons = BTreeMap::from([("GPU-a".to_owned(), daemon)]);
-        HostView { alive: true, status: Status { pid: host, daemons, ..Status::default() }, error: None }
+        HostView { alive: true, status: MpsHostStatus { pid: host, daemons, ..MpsHostStatus::default() }, error: None }
     }
 
     impl FaultTest {

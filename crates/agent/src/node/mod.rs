@@ -19,7 +19,7 @@ use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::{FindingStatus, GpuNodeStatus, StepStatus};
 use cleave_api::names::finding;
 use cleave_gpu::mps::wire::{self, Desired};
-use cleave_gpu::nvml::{DriverInfo, Gpu, NvmlError, Observation, Vitals};
+use cleave_gpu::nvml::{DriverInfo, Gpu, GpuObservation, GpuVitals, NvmlError};
 use cleave_kubelet::{AllocatedDevices, ContainerDevices, DeviceList, ResourceName};
 use k8s_openapi::jiff::Timestamp;
 
@@ -103,7 +103,7 @@ pub struct Node {
     layouts: BTreeMap<String, Layout>,
     /// Daemons of the last desired file, adopted because the checkpoint is lost. The agent keeps
     /// each daemon until no pod uses the daemon.
-    adopted: BTreeMap<String, wire::Daemon>,
+    adopted: BTreeMap<String, wire::DaemonSettings>,
     adopted_allocations: BTreeMap<String, wire::Allocation>,
     steps: Vec<StepStatus>,
     /// Slices that the agent will remove, by resource and id, with the time at which the agent
@@ -218,8 +218,8 @@ impl Node {
     }
 
     /// Records the answer of the GPU at one of NVML's indices, requested at `requested_at`.
-    pub fn record_gpu(&mut self, index: u32, mut answer: Result<Observation, NvmlError>, requested_at: Instant) {
-        if let Ok(Observation { gpu, .. }) = &mut answer
+    pub fn record_gpu(&mut self, index: u32, mut answer: Result<GpuObservation, NvmlError>, requested_at: Instant) {
+        if let Ok(GpuObservation { gpu, .. }) = &mut answer
             && self.changed.get(&gpu.uuid).is_some_and(|at| requested_at < *at)
             && let Some(known) = self.tracker.known_gpu(&gpu.uuid)
         {
@@ -258,7 +258,7 @@ impl Node {
     }
 
     /// Records a GPU's error counters and recovery action, requested at `requested_at`.
-    pub fn record_vitals(&mut self, uuid: &str, vitals: Vitals, requested_at: Instant) {
+    pub fn record_vitals(&mut self, uuid: &str, vitals: GpuVitals, requested_at: Instant) {
         self.tracker.record_vitals(uuid, vitals, requested_at);
     }
 

@@ -327,7 +327,7 @@ impl Node {
         }
         let mut doors = self.adopted_allocations.clone();
         doors.extend(allocations.iter().filter_map(|(_, allocation)| allocation.door()));
-        Desired { version: wire::VERSION, daemons, allocations: doors }
+        Desired { version: wire::FILE_FORMAT_VERSION, daemons, allocations: doors }
     }
 
     /// Returns the slices in use, which must not be allocated to other containers. Until the

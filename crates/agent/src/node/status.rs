@@ -8,7 +8,7 @@ use cleave_api::gpunode::{
 };
 use cleave_api::names::{CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_READY, STEP_DONE, daemon_state};
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement};
-use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile};
+use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState};
 use cleave_kubelet::{ContainerDevices, DeviceList, ResourceName};
 use cleave_plan::mps::{context, sms};
 use cleave_plan::units::{Percent, Sms};
@@ -181,8 +181,8 @@ fn devices_of_gpu<'a>(gpu: &'a Gpu, layout: Option<&'a Layout>) -> BTreeSet<&'a 
 }
 
 /// Returns NVML's description of a GPU's MIG mode, profiles and instances.
-fn mig_status(mig: &Mig, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
-    let Mig { enabled, pending, profiles, instances } = mig;
+fn mig_status(mig: &MigState, unhealthy: &BTreeMap<String, Health>) -> MigStatus {
+    let MigState { enabled, pending, profiles, instances } = mig;
     let profile = |profile: &MigProfile| {
         let MigProfile { id: _, name, memory, sms, slices: _, size, starts } = profile;
         MigProfileStatus { name: name.clone(), memory_mib: memory.0, sms: sms.0, size: *size, starts: starts.clone() }

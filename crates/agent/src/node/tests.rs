@@ -1,5 +1,5 @@
 //! Tests of [`Node`] as a whole.
-use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, Status};
+use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, MpsHostStatus};
 
 use super::reconcile::LIST_INTERVAL_WHILE_IN_USE;
 use super::*;
@@ -40,7 +40,7 @@ fn host_view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::HostV
         fault: None,
     };
     let daemons = BTreeMap::from([("GPU-a".to_owned(), daemon)]);
-    let status = Status { version: 1, desired: desired.hash(), daemons, ..Status::default() };
+    let status = MpsHostStatus { version: 1, desired: desired.hash(), daemons, ..MpsHostStatus::default() };
     mps::HostView { alive: true, status, error: None }
 }
 

@@ -94,7 +94,7 @@ mod tests {
         let path = |name: &str| directory.path().join(name);
         let args = parse(&[]).unwrap();
         let next = FileContents {
-            desired: Desired { version: cleave_gpu::mps::wire::VERSION, ..Desired::default() },
+            desired: Desired { version: cleave_gpu::mps::wire::FILE_FORMAT_VERSION, ..Desired::default() },
             checkpoint: b"{}".to_vec(),
             ..FileContents::default()
         };

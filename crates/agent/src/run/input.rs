@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use cleave_api::gpunode::FindingStatus;
-use cleave_gpu::nvml::{DriverInfo, GpuEvent, NvmlError, Observation, Vitals};
+use cleave_gpu::nvml::{DriverInfo, GpuEvent, GpuObservation, GpuVitals, NvmlError};
 use cleave_kubelet::{AllocatedDevices, ContainerDevices};
 
 use crate::gpu::mig::MigOrderResult;
@@ -17,9 +17,9 @@ pub(super) enum Input {
     /// The driver's answer, and when it was requested.
     DriverInfo(Result<DriverInfo, NvmlError>, Instant),
     /// The answer of the GPU at an index, and when it was requested.
-    Gpu(u32, Result<Observation, NvmlError>, Instant),
+    Gpu(u32, Result<GpuObservation, NvmlError>, Instant),
     /// A GPU's error counters and recovery action, and when they were requested.
-    Vitals(String, Vitals, Instant),
+    Vitals(String, GpuVitals, Instant),
     MigOrderResult(MigOrderResult),
     Event(GpuEvent),
     Object(GpuNodeState),

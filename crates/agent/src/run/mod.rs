@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use cleave_gpu::mps::wire::Paths;
-use cleave_gpu::nvml::{Library, Search};
+use cleave_gpu::nvml::{Library, LibrarySearch};
 use cleave_kubelet::{Plugins, PluginsConfig};
 use k8s_openapi::jiff::Timestamp;
 use tokio::sync::{mpsc, watch};
@@ -207,8 +207,8 @@ fn restore_node(args: &AgentArgs, store: &CheckpointStore, link: &HostLink, now:
 }
 
 /// Returns where to search for NVML.
-fn nvml_search(args: &AgentArgs) -> Search {
-    Search {
+fn nvml_search(args: &AgentArgs) -> LibrarySearch {
+    LibrarySearch {
         library: args.nvml_library.clone(),
         host_root: args.host_root.clone(),
         driver_root: args.driver_root.clone(),

@@ -8,7 +8,7 @@ use cleave_agent::node::Node;
 use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, MpsPartition, MpsSlices, Partition, Whole};
 use cleave_api::names::mig_resource;
 use cleave_api::sharingpolicy::ComputeMode;
-use cleave_gpu::nvml::{DriverInfo, Gpu, NvmlError, Observation, Process};
+use cleave_gpu::nvml::{DriverInfo, Gpu, GpuObservation, NvmlError, Process};
 use cleave_kubelet::ContainerDevices;
 use cleave_plan::mps::{Threads, memory, threads};
 use cleave_plan::units::{Mebibytes, Percent, Sms};
@@ -98,10 +98,10 @@ pub(crate) struct Inventory {
 impl Inventory {
     /// Returns the answers in the order in which the agent receives them: the driver's answer
     /// first.
-    pub(crate) fn answers(self) -> (DriverInfo, impl Iterator<Item = (u32, Result<Observation, NvmlError>)>) {
+    pub(crate) fn answers(self) -> (DriverInfo, impl Iterator<Item = (u32, Result<GpuObservation, NvmlError>)>) {
         let Self { driver, gpus, mut processes } = self;
         let count = gpus.last_key_value().map_or(0, |(last, _)| last + 1);
-        let of = move |gpu: Gpu| Observation { processes: processes.remove(&gpu.uuid).unwrap_or_default(), gpu };
+        let of = move |gpu: Gpu| GpuObservation { processes: processes.remove(&gpu.uuid).unwrap_or_default(), gpu };
         let mut of = Box::new(of);
         (DriverInfo { driver, count }, gpus.into_iter().map(move |(index, gpu)| (index, gpu.map(&mut of))))
     }

@@ -10,7 +10,7 @@ use cleave_agent::object::GpuNodeState;
 use cleave_agent::tenants::snapshot::TenantSnapshot;
 use cleave_api::GpuNodeSpec;
 use cleave_api::sharingpolicy::Enforcement;
-use cleave_gpu::mps::wire::{self, Client, DaemonState, DaemonStatus, Status};
+use cleave_gpu::mps::wire::{self, Client, DaemonState, DaemonStatus, MpsHostStatus};
 use cleave_gpu::nvml::Process;
 
 use crate::fixtures::{Inventory, allocation, container_devices, gpu, mps_spec, record_answer};
@@ -91,7 +91,8 @@ fn allocations_come_from_the_kubelet_and_clients_from_the_mps_host() {
         clients: vec![Client { pid: 7, allocation: Some(id.clone()) }, Client { pid: 8, allocation: None }],
         fault: None,
     };
-    let status = Status { version: 1, daemons: [("GPU-a".to_owned(), daemon)].into(), ..Status::default() };
+    let status =
+        MpsHostStatus { version: 1, daemons: [("GPU-a".to_owned(), daemon)].into(), ..MpsHostStatus::default() };
     node.agent.record_mps_view(HostView { alive: true, status, error: None });
     let snapshot = node.snapshot();
     let device = &snapshot.devices["GPU-a"];

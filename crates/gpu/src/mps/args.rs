@@ -2,7 +2,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use super::compute_mode::Mode;
+use super::compute_mode::SettableComputeMode;
 
 /// Run this node's MPS daemons and enforce the limits of their clients.
 #[derive(Debug, Clone, clap::Args)]
@@ -48,7 +48,7 @@ pub(crate) enum HostCommand {
         #[arg(long)]
         device: String,
         #[arg(long, value_enum)]
-        mode: Mode,
+        mode: SettableComputeMode,
         #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
         nvml_library: Option<PathBuf>,
     },

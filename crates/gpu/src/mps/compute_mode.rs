@@ -13,28 +13,28 @@ use clap::ValueEnum;
 use tokio::io::AsyncReadExt;
 use tokio::time::timeout;
 
-use super::context::Context;
+use super::context::HostContext;
 use super::error::ComputeModeError;
 use super::files::replace_file;
-use super::process::Exit;
+use super::process::ChildExit;
 use super::text::shorten;
 use crate::nvml;
 
 /// Time limit of the child process that sets a compute mode.
-const CHILD_DEADLINE: Duration = Duration::from_secs(20);
+const CHILD_PROCESS_DEADLINE: Duration = Duration::from_secs(20);
 /// Maximum number of bytes read from the child process's output.
-const MAX_OUTPUT: u64 = 64 * 1024;
+const MAX_CHILD_OUTPUT_BYTES: u64 = 64 * 1024;
 const RECORD_EXTENSION: &str = ".compute-mode";
 
 /// A compute mode, as the child process receives and prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Mode {
+pub(crate) enum SettableComputeMode {
     Default,
     ExclusiveProcess,
     Prohibited,
 }
 
-impl Mode {
+impl SettableComputeMode {
     fn name(self) -> &'static str {
         match self {
             Self::Default => "default",
@@ -48,23 +48,23 @@ impl Mode {
     }
 }
 
-impl fmt::Display for Mode {
+impl fmt::Display for SettableComputeMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
 }
 
-impl From<Mode> for nvml::ComputeMode {
-    fn from(mode: Mode) -> Self {
+impl From<SettableComputeMode> for nvml::ComputeMode {
+    fn from(mode: SettableComputeMode) -> Self {
         match mode {
-            Mode::Default => Self::Default,
-            Mode::ExclusiveProcess => Self::ExclusiveProcess,
-            Mode::Prohibited => Self::Prohibited,
+            SettableComputeMode::Default => Self::Default,
+            SettableComputeMode::ExclusiveProcess => Self::ExclusiveProcess,
+            SettableComputeMode::Prohibited => Self::Prohibited,
         }
     }
 }
 
-impl From<nvml::ComputeMode> for Mode {
+impl From<nvml::ComputeMode> for SettableComputeMode {
     fn from(mode: nvml::ComputeMode) -> Self {
         match mode {
             nvml::ComputeMode::Default => Self::Default,
@@ -75,54 +75,54 @@ impl From<nvml::ComputeMode> for Mode {
 }
 
 /// The file that records a device's compute mode before the change.
-struct Record(PathBuf);
+struct ComputeModeRecord(PathBuf);
 
-impl Record {
-    fn of(context: &Context, device: &str) -> Self {
+impl ComputeModeRecord {
+    fn of(context: &HostContext, device: &str) -> Self {
         Self(context.paths.mps().join(format!("{device}{RECORD_EXTENSION}")))
     }
 
     /// Returns an error of an operation on the record's file.
-    fn record_error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
-        move |source| ComputeModeError::Record { action, path: self.0.clone(), source }
+    fn record_file_error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
+        move |source| ComputeModeError::ComputeModeRecord { action, path: self.0.clone(), source }
     }
 
     fn exists(&self) -> bool {
         self.0.exists()
     }
 
-    fn read(&self) -> Result<Option<Mode>, ComputeModeError> {
+    fn read(&self) -> Result<Option<SettableComputeMode>, ComputeModeError> {
         match std::fs::read_to_string(&self.0) {
-            Ok(content) => match Mode::parse(&content) {
+            Ok(content) => match SettableComputeMode::parse(&content) {
                 Some(mode) => Ok(Some(mode)),
                 None => Err(ComputeModeError::UnknownRecord { path: self.0.clone(), content: shorten(content.trim()) }),
             },
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(self.record_error("read")(error)),
+            Err(error) => Err(self.record_file_error("read")(error)),
         }
     }
 
-    fn write(&self, mode: Mode) -> Result<(), ComputeModeError> {
-        replace_file(&self.0, mode.name().as_bytes()).map_err(self.record_error("write"))
+    fn write(&self, mode: SettableComputeMode) -> Result<(), ComputeModeError> {
+        replace_file(&self.0, mode.name().as_bytes()).map_err(self.record_file_error("write"))
     }
 
     fn remove(&self) -> Result<(), ComputeModeError> {
-        std::fs::remove_file(&self.0).map_err(self.record_error("remove"))
+        std::fs::remove_file(&self.0).map_err(self.record_file_error("remove"))
     }
 }
 
 /// Sets a device to `EXCLUSIVE_PROCESS` and records the previous mode. Afterwards, only the MPS
 /// server can use the device.
-pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(), ComputeModeError> {
-    let record = Record::of(context, device);
+pub(crate) async fn set_exclusive_compute_mode(context: &HostContext, device: &str) -> Result<(), ComputeModeError> {
+    let record = ComputeModeRecord::of(context, device);
     // A record from an earlier MPS host contains the mode to restore.
     let recorded = record.exists();
     if !recorded {
         // Record the default mode first: this process may exit before the child reports the
         // previous mode, which is nearly always the default.
-        record.write(Mode::Default)?;
+        record.write(SettableComputeMode::Default)?;
     }
-    match set_in_child(context, device, Mode::ExclusiveProcess).await {
+    match set_compute_mode_in_child(context, device, SettableComputeMode::ExclusiveProcess).await {
         Ok(_) if recorded => Ok(()),
         Ok(previous) => record.write(previous),
         Err(error) => {
@@ -135,10 +135,10 @@ pub(crate) async fn set_exclusive(context: &Context, device: &str) -> Result<(),
 }
 
 /// Restores the compute mode that this or an earlier MPS host changed.
-pub(crate) async fn restore(context: &Context, device: &str) -> Result<(), ComputeModeError> {
-    let record = Record::of(context, device);
+pub(crate) async fn restore_compute_mode(context: &HostContext, device: &str) -> Result<(), ComputeModeError> {
+    let record = ComputeModeRecord::of(context, device);
     let Some(previous) = record.read()? else { return Ok(()) };
-    set_in_child(context, device, previous).await?;
+    set_compute_mode_in_child(context, device, previous).await?;
     record.remove()
 }
 
@@ -150,14 +150,18 @@ pub(crate) fn devices_with_record(mps: &Path) -> Vec<String> {
 }
 
 /// Sets a compute mode in the child process. Returns the previous mode.
-async fn set_in_child(context: &Context, device: &str, mode: Mode) -> Result<Mode, ComputeModeError> {
+async fn set_compute_mode_in_child(
+    context: &HostContext,
+    device: &str,
+    mode: SettableComputeMode,
+) -> Result<SettableComputeMode, ComputeModeError> {
     let mut words = context.options.compute_mode.iter();
     let mut command = Command::new(words.next().cloned().unwrap_or_default());
     command.args(words).args(["--device", device, "--mode", mode.name()]);
     let (child, output) = context.children.spawn(&mut command, &[]).map_err(ComputeModeError::Spawn)?;
     let mut text = Vec::new();
-    let mut output = output.take(MAX_OUTPUT);
-    let exited = timeout(CHILD_DEADLINE, async {
+    let mut output = output.take(MAX_CHILD_OUTPUT_BYTES);
+    let exited = timeout(CHILD_PROCESS_DEADLINE, async {
         output.read_to_end(&mut text).await?;
         io::Result::Ok(child.wait_for_exit().await)
     })
@@ -166,12 +170,12 @@ async fn set_in_child(context: &Context, device: &str, mode: Mode) -> Result<Mod
     let text = String::from_utf8_lossy(&text);
     match exited {
         // The output contains log lines as well.
-        Ok(Ok(Exit::Status(0))) => {
-            let previous = text.lines().find_map(Mode::parse);
+        Ok(Ok(ChildExit::Status(0))) => {
+            let previous = text.lines().find_map(SettableComputeMode::parse);
             previous.ok_or_else(|| ComputeModeError::UnknownOutput(shorten(text.trim())))
         }
         Ok(Ok(exit)) => Err(ComputeModeError::Failed { output: shorten(text.trim()), exit }),
         Ok(Err(error)) => Err(ComputeModeError::Output(error)),
-        Err(_) => Err(ComputeModeError::Timeout { after: CHILD_DEADLINE }),
+        Err(_) => Err(ComputeModeError::Timeout { after: CHILD_PROCESS_DEADLINE }),
     }
 }

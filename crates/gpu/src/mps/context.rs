@@ -12,7 +12,7 @@ use super::wire::Paths;
 
 /// Paths of the driver's programs and libraries.
 #[derive(Debug)]
-pub(crate) struct Options {
+pub(crate) struct HostOptions {
     /// Path of `nvidia-cuda-mps-control`.
     pub(crate) mps_control: PathBuf,
     /// `LD_LIBRARY_PATH` for the MPS control daemon.
@@ -23,9 +23,9 @@ pub(crate) struct Options {
 
 /// State that all parts of the MPS host share.
 #[derive(Debug)]
-pub(crate) struct Context {
+pub(crate) struct HostContext {
     pub(crate) paths: Paths,
-    pub(crate) options: Options,
+    pub(crate) options: HostOptions,
     pub(crate) children: Rc<Children>,
     /// Cancelled when the MPS host stops. Daemons then quit even if they have clients.
     pub(crate) stopping: CancellationToken,
@@ -36,10 +36,10 @@ pub(crate) struct Context {
     status_changes: watch::Sender<u64>,
 }
 
-impl Context {
+impl HostContext {
     /// Creates the shared state. `max_descriptors` is the number of descriptors that this process
     /// may open.
-    pub(crate) fn new(paths: Paths, options: Options, children: Rc<Children>, max_descriptors: usize) -> Self {
+    pub(crate) fn new(paths: Paths, options: HostOptions, children: Rc<Children>, max_descriptors: usize) -> Self {
         Self {
             paths,
             options,
@@ -56,7 +56,7 @@ impl Context {
         self.status_changes.send_modify(|changes| *changes = changes.wrapping_add(1));
     }
 
-    /// Subscribes to [`Context::notify_status_change`].
+    /// Subscribes to [`HostContext::notify_status_change`].
     pub(crate) fn subscribe_to_status_changes(&self) -> watch::Receiver<u64> {
         self.status_changes.subscribe()
     }

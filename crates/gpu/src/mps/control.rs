@@ -13,20 +13,20 @@ use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tokio::time::timeout;
 
-use super::process::{Children, Exit};
-use super::protocol::{self, Command, Kind, Reply, Unexpected};
+use super::process::{ChildExit, Children};
+use super::protocol::{self, Command, PeerKind, ReplyPacket, UnexpectedAnswer};
 use super::seqpacket::{Credentials, Socket};
 
 /// Time limit for a daemon's answer. A daemon that misses this limit is treated as hung. A daemon
 /// answers even while its server is in FAULT.
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
 /// The command that stops a daemon and allows its clients 3 seconds to exit.
-pub(crate) const QUIT: Command = Command::Quit { seconds: 3 };
-/// Time limit for the daemon to answer [`QUIT`].
+pub(crate) const QUIT_COMMAND: Command = Command::Quit { seconds: 3 };
+/// Time limit for the daemon to answer [`QUIT_COMMAND`].
 pub(crate) const QUIT_DEADLINE: Duration = Duration::from_secs(3).saturating_add(ANSWER_DEADLINE);
 /// Maximum size of a command's output, in bytes. The commands that Cleave sends have shorter
 /// answers.
-const MAX_OUTPUT: usize = 256 * 1024;
+const MAX_ANSWER_BYTES: usize = 256 * 1024;
 
 /// Why a daemon returned no usable answer.
 #[derive(Debug, thiserror::Error)]
@@ -42,31 +42,35 @@ pub(crate) enum ControlError {
     #[error("the client exited before the MPS host forwarded its credentials")]
     ClientGone,
     #[error(transparent)]
-    Unexpected(#[from] Unexpected),
+    UnexpectedAnswer(#[from] UnexpectedAnswer),
 }
 
 /// Sends one command over the privileged socket. Returns its output, one line per packet.
 pub(crate) async fn send_command(pipe: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
-    send_over(&pipe.join("control_privileged"), command, deadline).await
+    send_command_to_socket(&pipe.join("control_privileged"), command, deadline).await
 }
 
 /// Sends one command over any control socket.
-pub(crate) async fn send_over(socket: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
+pub(crate) async fn send_command_to_socket(
+    socket: &Path,
+    command: &Command,
+    deadline: Duration,
+) -> Result<String, ControlError> {
     with_deadline(deadline, &command.to_string(), async {
         let socket = Socket::connect(socket).await?;
-        expect_hello(&socket).await?;
+        receive_hello(&socket).await?;
         socket.send_credentials(protocol::CREDENTIALS, Credentials::of_this_process()).await?;
-        socket.send(&Kind::Administrator.packet()).await?;
+        socket.send(&PeerKind::Administrator.packet()).await?;
         for packet in protocol::command_packets(command) {
             socket.send(&packet).await?;
         }
         let mut output = String::new();
         loop {
             let packet = socket.recv().await?.ok_or(ControlError::Closed)?;
-            match Reply::parse(&packet.data).ok_or(ControlError::UnknownProtocol)? {
-                Reply::End => return Ok(output),
-                Reply::Text(_) if output.len() > MAX_OUTPUT => return Err(ControlError::UnknownProtocol),
-                Reply::Text(text) => {
+            match ReplyPacket::parse(&packet.data).ok_or(ControlError::UnknownProtocol)? {
+                ReplyPacket::End => return Ok(output),
+                ReplyPacket::Text(_) if output.len() > MAX_ANSWER_BYTES => return Err(ControlError::UnknownProtocol),
+                ReplyPacket::Text(text) => {
                     if !output.is_empty() {
                         output.push('\n');
                     }
@@ -83,7 +87,7 @@ pub(crate) async fn send_over(socket: &Path, command: &Command, deadline: Durati
 pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError> {
     with_deadline(ANSWER_DEADLINE, "hello", async {
         let socket = Socket::connect(&pipe.join("control")).await?;
-        match expect_hello(&socket).await {
+        match receive_hello(&socket).await {
             Ok(()) => Ok(true),
             Err(ControlError::UnknownProtocol) => Ok(false),
             Err(error) => Err(error),
@@ -94,7 +98,7 @@ pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError
 
 /// Sends one command through the driver's own command-line tool, which speaks every protocol of its
 /// daemon.
-pub(crate) async fn send_by_tool(
+pub(crate) async fn send_command_by_tool(
     children: &Children,
     mut tool: std::process::Command,
     command: &Command,
@@ -103,11 +107,11 @@ pub(crate) async fn send_by_tool(
     let (child, mut output) = children.spawn(&mut tool, format!("{command}\n").as_bytes())?;
     let answer = with_deadline(deadline, &command.to_string(), async {
         let mut text = Vec::new();
-        (&mut output).take(MAX_OUTPUT as u64).read_to_end(&mut text).await?;
+        (&mut output).take(MAX_ANSWER_BYTES as u64).read_to_end(&mut text).await?;
         let text = String::from_utf8_lossy(&text).into_owned();
         match child.wait_for_exit().await {
-            Exit::Status(0) => Ok(text),
-            exit => Err(Unexpected::new(&format!("({exit}) {}", text.trim())).into()),
+            ChildExit::Status(0) => Ok(text),
+            exit => Err(UnexpectedAnswer::new(&format!("({exit}) {}", text.trim())).into()),
         }
     })
     .await;
@@ -137,15 +141,15 @@ impl PendingHandshake {
 }
 
 /// Introduces a client to the daemon with the credentials `who`.
-pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<AcceptedClient, ControlError> {
+pub(crate) async fn introduce_client(pipe: &Path, who: Credentials) -> Result<AcceptedClient, ControlError> {
     with_deadline(ANSWER_DEADLINE, "a client's handshake", async {
         let daemon = Socket::connect(&pipe.join("control")).await?;
-        expect_hello(&daemon).await?;
+        receive_hello(&daemon).await?;
         daemon.send_credentials(protocol::CREDENTIALS, who).await.map_err(|error| {
             // The kernel accepts only credentials of a living process, so the client has exited.
-            if is_process_gone(&error) { ControlError::ClientGone } else { error.into() }
+            if is_process_gone_error(&error) { ControlError::ClientGone } else { error.into() }
         })?;
-        daemon.send(&Kind::Client.packet()).await?;
+        daemon.send(&PeerKind::Client.packet()).await?;
         let packet = daemon.recv_descriptor().await?.ok_or(ControlError::Closed)?;
         match packet.descriptor {
             Some(server) if packet.data == protocol::DESCRIPTOR => {
@@ -159,13 +163,13 @@ pub(crate) async fn introduce(pipe: &Path, who: Credentials) -> Result<AcceptedC
     .await
 }
 
-fn is_process_gone(error: &io::Error) -> bool {
+fn is_process_gone_error(error: &io::Error) -> bool {
     [rustix::io::Errno::SRCH, rustix::io::Errno::PERM]
         .iter()
         .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
 }
 
-async fn expect_hello(socket: &Socket) -> Result<(), ControlError> {
+async fn receive_hello(socket: &Socket) -> Result<(), ControlError> {
     let hello = socket.recv().await?.ok_or(ControlError::Closed)?;
     if hello.data == protocol::HELLO { Ok(()) } else { Err(ControlError::UnknownProtocol) }
 }

@@ -1,7 +1,7 @@
 //! One device and the MPS control daemon that serves it.
 //!
 //! A [`Device`] outlives its daemons: doors keep a reference to the device and wait for
-//! [`Phase::is_open`]. A server applies the most recent limits to its next client. A caller
+//! [`DevicePhase::is_open`]. A server applies the most recent limits to its next client. A caller
 //! therefore keeps the [`ControlLock`] from setting the limits until the client is introduced.
 //!
 //! ```text
@@ -34,10 +34,10 @@ use tokio::time::Instant;
 
 use self::clients::Clients;
 use self::fault::FaultTracker;
-use super::context::Context;
+use super::context::HostContext;
 use super::control::{self, ANSWER_DEADLINE, ControlError};
 use super::protocol::Command;
-use super::wire::{Daemon, DaemonState, DaemonStatus, Enforcement};
+use super::wire::{DaemonSettings, DaemonState, DaemonStatus, Enforcement};
 
 /// Time limit for a daemon's first answer. An answer takes less than a second unless the node is
 /// busy.
@@ -48,7 +48,7 @@ pub(super) const SERVER_START_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The state of a device that doors depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Phase {
+pub(crate) struct DevicePhase {
     pub(crate) state: DaemonState,
     pub(crate) enforcement: Enforcement,
     pub(crate) multi_user: bool,
@@ -56,7 +56,7 @@ pub(crate) struct Phase {
     pub(crate) server: Option<u32>,
 }
 
-impl Phase {
+impl DevicePhase {
     /// Returns whether doors can admit clients.
     pub(crate) fn is_open(&self) -> bool {
         self.state == DaemonState::Active
@@ -65,7 +65,7 @@ impl Phase {
 
 /// Limits of the clients that connect next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Limits {
+pub(crate) struct ClientLimits {
     pub(crate) threads: u8,
     pub(crate) memory_mib: Option<u64>,
 }
@@ -75,12 +75,12 @@ pub(crate) struct Limits {
 pub(crate) struct ControlLock {
     /// The pid of a server, and the limits that were most recently set on this server and read
     /// back.
-    applied: Option<(u32, Limits)>,
+    applied: Option<(u32, ClientLimits)>,
 }
 
-/// The fields of a daemon's status besides the [`Phase`].
+/// The fields of a daemon's status besides the [`DevicePhase`].
 #[derive(Debug, Default)]
-struct Report {
+struct DaemonReport {
     pid: Option<u32>,
     restarts: u32,
     message: String,
@@ -92,13 +92,13 @@ pub(crate) struct Device {
     pub(crate) name: String,
     /// The daemon's pipe directory.
     pub(crate) pipe: PathBuf,
-    context: Rc<Context>,
-    desired: watch::Sender<Option<Daemon>>,
-    phase: watch::Sender<Phase>,
+    context: Rc<HostContext>,
+    desired: watch::Sender<Option<DaemonSettings>>,
+    phase: watch::Sender<DevicePhase>,
     control: Mutex<ControlLock>,
     /// Requests a probe before the next regular probe.
     probe_soon: Notify,
-    report: RefCell<Report>,
+    report: RefCell<DaemonReport>,
     clients: RefCell<Clients>,
     faults: RefCell<FaultTracker>,
     /// Time at which the unanswered `terminate_client` was sent.
@@ -113,9 +113,13 @@ pub(crate) struct Device {
 
 impl Device {
     /// Creates a device without a daemon.
-    pub(crate) fn new(name: &str, context: Rc<Context>) -> Rc<Self> {
-        let phase =
-            Phase { state: DaemonState::Starting, enforcement: Enforcement::Hard, multi_user: true, server: None };
+    pub(crate) fn new(name: &str, context: Rc<HostContext>) -> Rc<Self> {
+        let phase = DevicePhase {
+            state: DaemonState::Starting,
+            enforcement: Enforcement::Hard,
+            multi_user: true,
+            server: None,
+        };
         Rc::new(Self {
             name: name.to_owned(),
             pipe: context.paths.pipe(name),
@@ -135,7 +139,7 @@ impl Device {
     }
 
     /// Sets the desired settings. `None` stops the daemon once its clients have exited.
-    pub(crate) fn set_desired(&self, daemon: Option<Daemon>) {
+    pub(crate) fn set_desired_daemon(&self, daemon: Option<DaemonSettings>) {
         self.desired.send_if_modified(|desired| {
             let changed = *desired != daemon;
             *desired = daemon;
@@ -144,7 +148,7 @@ impl Device {
     }
 
     /// Subscribes to changes of the phase.
-    pub(crate) fn phase(&self) -> watch::Receiver<Phase> {
+    pub(crate) fn phase(&self) -> watch::Receiver<DevicePhase> {
         self.phase.subscribe()
     }
 
@@ -175,7 +179,7 @@ impl Device {
     }
 
     /// Returns whether the status contains this device: its daemon is desired or still stopping.
-    pub(crate) fn is_present(&self) -> bool {
+    pub(crate) fn is_desired_or_stopping(&self) -> bool {
         self.present.get() || self.desired.borrow().is_some()
     }
 
@@ -189,7 +193,7 @@ impl Device {
         match enforcement {
             Enforcement::Hard => control::send_command(&self.pipe, command, deadline).await,
             Enforcement::Advisory => {
-                control::send_by_tool(&self.context.children, self.control_tool(), command, deadline).await
+                control::send_command_by_tool(&self.context.children, self.control_tool(), command, deadline).await
             }
         }
     }
@@ -197,7 +201,7 @@ impl Device {
     /// Returns the driver's control tool for this daemon.
     fn control_tool(&self) -> Process {
         let options = &self.context.options;
-        tool::command(&options.mps_control, options.library_path.as_deref(), &self.pipe, &self.name)
+        tool::control_tool_command(&options.mps_control, options.library_path.as_deref(), &self.pipe, &self.name)
     }
 
     fn set_server(&self, server: Option<u32>) {

@@ -3,7 +3,7 @@ use super::wire::Desired;
 
 /// Changes to apply, in this order: removals before additions.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Changes {
+pub(crate) struct DesiredChanges {
     /// Close the doors of these allocations.
     pub(crate) close: Vec<String>,
     /// Stop the daemons of these devices.
@@ -17,8 +17,8 @@ pub(crate) struct Changes {
 }
 
 /// Returns the changes that lead from `old` to `new`.
-pub(crate) fn changes_between(old: &Desired, new: &Desired) -> Changes {
-    let mut changes = Changes::default();
+pub(crate) fn desired_changes_between(old: &Desired, new: &Desired) -> DesiredChanges {
+    let mut changes = DesiredChanges::default();
     for (id, was) in &old.allocations {
         // The device of a door never changes: close the door of an allocation that moves.
         if new.allocations.get(id).is_none_or(|is| is.device != was.device) {
@@ -45,11 +45,11 @@ pub(crate) fn changes_between(old: &Desired, new: &Desired) -> Changes {
 mod tests {
     use std::collections::BTreeMap;
 
-    use super::super::wire::{Allocation, Daemon, VERSION};
+    use super::super::wire::{Allocation, DaemonSettings, FILE_FORMAT_VERSION};
     use super::*;
 
     fn desired(daemons: &[(&str, u8)], allocations: &[(&str, &str, u8)]) -> Desired {
-        let daemon = |threads| Daemon {
+        let daemon = |threads| DaemonSettings {
             multi_user: true,
             exclusive: false,
             default_threads: Some(threads),
@@ -62,7 +62,7 @@ mod tests {
             max_clients: None,
         };
         Desired {
-            version: VERSION,
+            version: FILE_FORMAT_VERSION,
             daemons: daemons.iter().map(|&(name, threads)| (name.into(), daemon(threads))).collect(),
             allocations: allocations
                 .iter()
@@ -74,7 +74,7 @@ mod tests {
     #[test]
     fn equal_states_need_no_change() {
         let same = desired(&[("a", 50)], &[("1", "a", 10)]);
-        assert_eq!(changes_between(&same, &same), Changes::default());
+        assert_eq!(desired_changes_between(&same, &same), DesiredChanges::default());
     }
 
     #[test]
@@ -89,8 +89,8 @@ mod tests {
         );
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
         assert_eq!(
-            changes_between(&old, &new),
-            Changes {
+            desired_changes_between(&old, &new),
+            DesiredChanges {
                 close: names(&["1", "3"]),
                 stop: names(&["c"]),
                 run: names(&["a", "d"]),

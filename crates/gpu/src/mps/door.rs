@@ -30,7 +30,7 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
-use super::context::Context;
+use super::context::HostContext;
 use super::daemon::Device;
 use super::error::NotReady;
 use super::seqpacket::Listener;
@@ -38,19 +38,19 @@ use super::wire::{Allocation, AllocationStatus};
 
 /// Maximum number of connections that a door serves at once. An allocation can have slightly fewer
 /// clients. Further connections wait in the kernel's queue, where their `connect` blocks.
-const MAX_CONNECTIONS: usize = 64;
+const MAX_DOOR_CONNECTIONS: usize = 64;
 /// Maximum number of connections of one allocation to its server. A client has two or three, and a
 /// GPU has at most 48 contexts.
 const MAX_SERVER_CONNECTIONS: usize = 256;
 /// Delay after a failed `accept`. Descriptors may be exhausted until a connection closes.
-const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// An open door.
 #[derive(Debug)]
 pub(crate) struct Door {
     id: String,
     path: PathBuf,
-    context: Rc<Context>,
+    context: Rc<HostContext>,
     device: Rc<Device>,
     allocation: RefCell<Allocation>,
     admitted: Cell<u64>,
@@ -76,7 +76,7 @@ impl Door {
         id: &str,
         allocation: &Allocation,
         device: Rc<Device>,
-        context: &Rc<Context>,
+        context: &Rc<HostContext>,
     ) -> io::Result<Rc<Self>> {
         let door = Rc::new(Self {
             id: id.to_owned(),
@@ -88,14 +88,14 @@ impl Door {
             refused: Cell::default(),
             waiting: Cell::default(),
             inode: Cell::default(),
-            connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
+            connections: Arc::new(Semaphore::new(MAX_DOOR_CONNECTIONS)),
             server_connections: Arc::new(Semaphore::new(MAX_SERVER_CONNECTIONS)),
             turn: Mutex::default(),
             stalled: Cell::default(),
             replaced: RefCell::default(),
             closed: CancellationToken::new(),
         });
-        door.listen()?;
+        door.start_listening()?;
         Ok(door)
     }
 
@@ -115,7 +115,7 @@ impl Door {
     }
 
     /// Checks whether the door would admit a client now.
-    pub(crate) fn check_ready(&self) -> Result<(), NotReady> {
+    pub(crate) fn check_door_admits(&self) -> Result<(), NotReady> {
         let phase = *self.device.phase().borrow();
         if phase.is_open() {
             Ok(())
@@ -127,7 +127,7 @@ impl Door {
     /// Closes the door and disconnects the clients that wait for admission.
     pub(crate) fn close(&self) {
         self.closed.cancel();
-        let is_own = self.inode.get().is_some() && self.find_inode() == self.inode.get();
+        let is_own = self.inode.get().is_some() && self.find_socket_inode() == self.inode.get();
         if is_own && let Err(error) = std::fs::remove_file(&self.path) {
             tracing::warn!(allocation = self.id, %error, "failed to remove door socket");
         }
@@ -135,39 +135,39 @@ impl Door {
 
     /// Listens again if the socket was removed from the file system.
     pub(crate) fn restore_socket(self: &Rc<Self>) {
-        if self.find_inode() == self.inode.get() {
+        if self.find_socket_inode() == self.inode.get() {
             return;
         }
         tracing::warn!(allocation = self.id, path = %self.path.display(), "recreating a door socket that was removed");
-        if let Err(error) = self.listen() {
+        if let Err(error) = self.start_listening() {
             tracing::error!(allocation = self.id, %error, "failed to create door socket");
         }
     }
 
-    fn find_inode(&self) -> Option<(u64, u64)> {
+    fn find_socket_inode(&self) -> Option<(u64, u64)> {
         std::fs::symlink_metadata(&self.path).ok().map(|found| (found.dev(), found.ino()))
     }
 
-    fn listen(self: &Rc<Self>) -> io::Result<()> {
+    fn start_listening(self: &Rc<Self>) -> io::Result<()> {
         if let Some(directory) = self.path.parent() {
             std::fs::create_dir_all(directory)?;
         }
         let listener = Listener::bind(&self.path)?;
-        self.inode.set(self.find_inode());
+        self.inode.set(self.find_socket_inode());
         let replaced = CancellationToken::new();
         self.replaced.replace(replaced.clone()).cancel();
         let door = Rc::clone(self);
         tokio::task::spawn_local(async move {
             tokio::select! {
                 () = door.closed.cancelled() => {}
-                () = door.accept(&listener, &replaced) => {}
+                () = door.accept_clients(&listener, &replaced) => {}
             }
         });
         Ok(())
     }
 
     /// Accepts clients until the listener is replaced.
-    async fn accept(self: &Rc<Self>, listener: &Listener, replaced: &CancellationToken) {
+    async fn accept_clients(self: &Rc<Self>, listener: &Listener, replaced: &CancellationToken) {
         let mut has_failed = false;
         loop {
             // Acquire a permit before `accept`: without a permit, a connection remains in the
@@ -183,7 +183,7 @@ impl Door {
             match accepted {
                 Ok(client) => {
                     has_failed = false;
-                    let served = Rc::clone(self).serve(client);
+                    let served = Rc::clone(self).serve_connection(client);
                     tokio::task::spawn_local(async move {
                         served.await;
                         drop((permit, shared_permit));
@@ -194,7 +194,7 @@ impl Door {
                         tracing::error!(allocation = self.id, %error, "failed to accept connections; clients wait");
                         has_failed = true;
                     }
-                    sleep(ACCEPT_RETRY).await;
+                    sleep(ACCEPT_RETRY_DELAY).await;
                 }
             }
         }
@@ -211,13 +211,14 @@ impl Door {
     }
 }
 
-/// Counts a client as waiting, from [`WaitingCount::begin_connection`] until this value is dropped.
-struct WaitingCount<'a> {
+/// Counts a client as waiting, from [`CountedConnection::begin_connection`] until this value is
+/// dropped.
+struct CountedConnection<'a> {
     door: &'a Door,
     counted: Cell<bool>,
 }
 
-impl<'a> WaitingCount<'a> {
+impl<'a> CountedConnection<'a> {
     fn new(door: &'a Door) -> Self {
         Self { door, counted: Cell::new(false) }
     }
@@ -230,7 +231,7 @@ impl<'a> WaitingCount<'a> {
     }
 }
 
-impl Drop for WaitingCount<'_> {
+impl Drop for CountedConnection<'_> {
     fn drop(&mut self) {
         if self.counted.get() {
             self.door.waiting.set(self.door.waiting.get() - 1);

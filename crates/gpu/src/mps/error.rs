@@ -8,9 +8,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::control::ControlError;
-use super::process::Exit;
-use super::protocol::{ServerState, Unexpected};
-use super::seqpacket::MAX_PATH;
+use super::process::ChildExit;
+use super::protocol::{ServerState, UnexpectedAnswer};
+use super::seqpacket::MAX_SOCKET_PATH_BYTES;
 use super::wire::{DaemonState, InvalidDesired};
 use crate::nvml;
 
@@ -27,7 +27,7 @@ pub enum HostError {
     },
     /// The path of a door would be too long for a socket.
     #[error(
-        "--run-dir {run} is too long: the door {door} would have {length} bytes, a socket path has at most {MAX_PATH}; choose a shorter --run-dir"
+        "--run-dir {run} is too long: the door {door} would have {length} bytes, a socket path has at most {MAX_SOCKET_PATH_BYTES}; choose a shorter --run-dir"
     )]
     PathTooLong {
         /// Value of `--run-dir`.
@@ -63,10 +63,10 @@ pub(crate) enum DaemonError {
     Spawn { program: String, source: io::Error },
     #[error("failed to prepare {path}: {source}")]
     Prepare { path: PathBuf, source: io::Error },
-    #[error("the MPS control daemon exited with {exit}{}", after_colon(.last_line))]
-    Exited { exit: Exit, last_line: String },
+    #[error("the MPS control daemon exited with {exit}{}", prefix_with_colon(.last_line))]
+    Exited { exit: ChildExit, last_line: String },
     #[error("the MPS server stayed in FAULT: the MPS daemon was replaced and exited with {0}")]
-    StuckInFault(Exit),
+    StuckInFault(ChildExit),
     #[error("{0}")]
     Control(#[from] ControlError),
     #[error("the MPS daemon did not accept {setting}: the daemon reports {actual:?}")]
@@ -83,13 +83,13 @@ pub(crate) enum DaemonError {
     HostStopping,
 }
 
-impl From<Unexpected> for DaemonError {
-    fn from(unexpected: Unexpected) -> Self {
+impl From<UnexpectedAnswer> for DaemonError {
+    fn from(unexpected: UnexpectedAnswer) -> Self {
         Self::Control(unexpected.into())
     }
 }
 
-fn after_colon(line: &str) -> String {
+fn prefix_with_colon(line: &str) -> String {
     if line.is_empty() { String::new() } else { format!(": {line}") }
 }
 
@@ -117,7 +117,7 @@ pub(crate) enum ComputeModeError {
     #[error("failed to read the output of the child process: {0}")]
     Output(io::Error),
     #[error("{output} ({exit})")]
-    Failed { output: String, exit: Exit },
+    Failed { output: String, exit: ChildExit },
     #[error("the child process printed no compute mode: {0:?}")]
     UnknownOutput(String),
     #[error("NVML did not answer within {} s", .after.as_secs())]
@@ -143,8 +143,8 @@ pub(crate) enum TerminateError {
     Control(#[from] ControlError),
 }
 
-impl From<Unexpected> for TerminateError {
-    fn from(unexpected: Unexpected) -> Self {
+impl From<UnexpectedAnswer> for TerminateError {
+    fn from(unexpected: UnexpectedAnswer) -> Self {
         Self::Control(unexpected.into())
     }
 }

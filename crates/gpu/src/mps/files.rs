@@ -9,14 +9,14 @@ use rustix::fs::inotify;
 use tokio::io::unix::AsyncFd;
 
 use super::error::HostError;
-use super::seqpacket::{MAX_PATH, async_fd};
+use super::seqpacket::{MAX_SOCKET_PATH_BYTES, async_fd};
 use super::wire::Paths;
 
 /// Creates the run directory. Returns the lock, which only one MPS host can acquire.
 pub(crate) fn prepare_run_directory(paths: &Paths) -> Result<OwnedFd, HostError> {
     let longest = paths.door(&"f".repeat(32)).with_extension("new");
     let length = longest.as_os_str().len();
-    if length > MAX_PATH {
+    if length > MAX_SOCKET_PATH_BYTES {
         return Err(HostError::PathTooLong { run: paths.run().to_owned(), door: longest, length });
     }
     for (path, mode) in [(paths.run().to_owned(), 0o755), (paths.allocations(), 0o755), (paths.mps(), 0o700)] {

@@ -12,8 +12,8 @@ use tokio::time::sleep;
 
 pub use super::args::HostArgs;
 use super::args::{HostCommand, PathArgs};
-use super::compute_mode::Mode;
-use super::context::{Context, Options};
+use super::compute_mode::SettableComputeMode;
+use super::context::{HostContext, HostOptions};
 pub use super::error::HostError;
 use super::files::{self, DesiredWatch};
 use super::process::Children;
@@ -23,10 +23,10 @@ use super::wire::Paths;
 use crate::nvml;
 
 /// Interval of checks whether door sockets were removed.
-const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
+const RECONCILER_MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Limit on open files that this process requests. MPS servers inherit the limit and need 16,384.
 /// Doors need several descriptors per client.
-const MAX_DESCRIPTORS: u64 = 65_536;
+const WANTED_DESCRIPTOR_LIMIT: u64 = 65_536;
 
 /// Runs until SIGTERM or SIGINT.
 ///
@@ -42,24 +42,24 @@ pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostErr
         Some(HostCommand::ComputeMode { device, mode, nvml_library }) => {
             return set_compute_mode(nvml_library.as_deref(), device, *mode);
         }
-        Some(HostCommand::Ready { run_dir }) => return socket::probe(&Paths::new(run_dir).socket()).await,
+        Some(HostCommand::Ready { run_dir }) => return socket::probe_host(&Paths::new(run_dir).socket()).await,
         None => {}
     }
-    LocalSet::new().run_until(serve(args.paths, subcommand)).await
+    LocalSet::new().run_until(run_host(args.paths, subcommand)).await
 }
 
 /// Sets a compute mode and prints the previous one.
-fn set_compute_mode(library: Option<&Path>, device: &str, mode: Mode) -> Result<(), HostError> {
-    let previous = Mode::from(nvml::set_compute_mode(library, device, mode.into())?);
+fn set_compute_mode(library: Option<&Path>, device: &str, mode: SettableComputeMode) -> Result<(), HostError> {
+    let previous = SettableComputeMode::from(nvml::set_compute_mode(library, device, mode.into())?);
     writeln!(io::stdout(), "{previous}").map_err(HostError::System)
 }
 
-async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError> {
+async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError> {
     let paths = Paths::new(&args.run_dir);
     let lock = files::prepare_run_directory(&paths)?;
     let max_descriptors = raise_descriptor_limit();
-    let options = build_options(args, subcommand)?;
-    let context = Rc::new(Context::new(paths, options, Children::start()?, max_descriptors));
+    let options = build_host_options(args, subcommand)?;
+    let context = Rc::new(HostContext::new(paths, options, Children::start()?, max_descriptors));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let reconciler = Rc::new(Reconciler::new(Rc::clone(&context)));
     // Start the watch before the first read, so that no write in between is missed.
@@ -74,7 +74,7 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
             // Cancel-safe: signals and events remain queued.
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
-            () = sleep(MAINTENANCE_INTERVAL) => reconciler.maintain(),
+            () = sleep(RECONCILER_MAINTENANCE_INTERVAL) => reconciler.restore_sockets_and_drop_unused_devices(),
             written = desired.wait_until_written() => {
                 written?;
                 reconciler.apply_desired_file();
@@ -93,7 +93,7 @@ async fn serve(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostError
 }
 
 /// Returns the options of daemons. Compute modes are set by a child process of this program.
-fn build_options(args: PathArgs, subcommand: Option<&str>) -> Result<Options, HostError> {
+fn build_host_options(args: PathArgs, subcommand: Option<&str>) -> Result<HostOptions, HostError> {
     let PathArgs { run_dir: _, mps_control, mps_library_path, nvml_library } = args;
     let mut compute_mode = vec![std::env::current_exe()?.into_os_string()];
     compute_mode.extend(subcommand.map(OsString::from));
@@ -101,13 +101,13 @@ fn build_options(args: PathArgs, subcommand: Option<&str>) -> Result<Options, Ho
     if let Some(library) = nvml_library {
         compute_mode.extend(["--nvml-library".into(), library.into_os_string()]);
     }
-    Ok(Options { mps_control, library_path: mps_library_path, compute_mode })
+    Ok(HostOptions { mps_control, library_path: mps_library_path, compute_mode })
 }
 
 /// Raises the limit on open files as far as allowed. Returns the limit in force.
 fn raise_descriptor_limit() -> usize {
     let limit = rustix::process::getrlimit(Resource::Nofile);
-    let max = limit.maximum.unwrap_or(u64::MAX).min(MAX_DESCRIPTORS);
+    let max = limit.maximum.unwrap_or(u64::MAX).min(WANTED_DESCRIPTOR_LIMIT);
     let mut current = limit.current.unwrap_or(max);
     if current < max {
         let raised = Rlimit { current: Some(max), maximum: limit.maximum };
@@ -116,5 +116,5 @@ fn raise_descriptor_limit() -> usize {
             Err(error) => tracing::warn!(%error, "failed to raise the limit of open files"),
         }
     }
-    usize::try_from(current.min(MAX_DESCRIPTORS)).unwrap_or(usize::MAX)
+    usize::try_from(current.min(WANTED_DESCRIPTOR_LIMIT)).unwrap_or(usize::MAX)
 }

@@ -24,12 +24,12 @@ use super::seqpacket::async_fd;
 
 /// How a process exited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Exit {
+pub(crate) enum ChildExit {
     Status(i32),
     Signal(i32),
 }
 
-impl fmt::Display for Exit {
+impl fmt::Display for ChildExit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Status(status) => write!(f, "status {status}"),
@@ -41,14 +41,14 @@ impl fmt::Display for Exit {
 /// The children that are running.
 #[derive(Debug, Default)]
 pub(crate) struct Children {
-    waited: RefCell<BTreeMap<u32, watch::Sender<Option<Exit>>>>,
+    waited: RefCell<BTreeMap<u32, watch::Sender<Option<ChildExit>>>>,
 }
 
 /// A handle to a child process. Dropping the handle does not affect the process.
 #[derive(Debug)]
 pub(crate) struct Child {
     pub(crate) pid: u32,
-    exit: watch::Receiver<Option<Exit>>,
+    exit: watch::Receiver<Option<ChildExit>>,
 }
 
 impl Children {
@@ -110,17 +110,17 @@ impl Children {
 }
 
 /// Returns how a process ended. Returns `None` if it was only stopped or continued.
-fn parse_exit(status: WaitStatus) -> Option<Exit> {
-    let signal = status.terminating_signal().map(Exit::Signal);
-    signal.or_else(|| status.exit_status().map(Exit::Status))
+fn parse_exit(status: WaitStatus) -> Option<ChildExit> {
+    let signal = status.terminating_signal().map(ChildExit::Signal);
+    signal.or_else(|| status.exit_status().map(ChildExit::Status))
 }
 
 impl Child {
     /// Waits for the exit. May be called any number of times.
-    pub(crate) async fn wait_for_exit(&self) -> Exit {
+    pub(crate) async fn wait_for_exit(&self) -> ChildExit {
         let mut exit = self.exit.clone();
         match exit.wait_for(Option::is_some).await {
-            Ok(exit) => exit.unwrap_or(Exit::Status(0)),
+            Ok(exit) => exit.unwrap_or(ChildExit::Status(0)),
             // The reaper has stopped, so this process is about to exit.
             Err(_) => std::future::pending().await,
         }
@@ -132,14 +132,14 @@ impl Child {
         if self.exit.borrow().is_some() {
             return;
         }
-        if let Some(pid) = to_pid(self.pid) {
+        if let Some(pid) = to_kernel_pid(self.pid) {
             let _ = rustix::process::kill_process(pid, Signal::KILL);
         }
     }
 }
 
 /// Returns a pid, if it is in the kernel's range.
-fn to_pid(pid: u32) -> Option<Pid> {
+fn to_kernel_pid(pid: u32) -> Option<Pid> {
     Pid::from_raw(i32::try_from(pid).ok()?)
 }
 
@@ -150,7 +150,7 @@ pub(crate) struct PidFd(OwnedFd);
 impl PidFd {
     /// Opens a pidfd. `None` if no such process exists, or the kernel refuses.
     pub(crate) fn open(pid: u32) -> Option<Self> {
-        rustix::process::pidfd_open(to_pid(pid)?, PidfdFlags::NONBLOCK).ok().map(Self)
+        rustix::process::pidfd_open(to_kernel_pid(pid)?, PidfdFlags::NONBLOCK).ok().map(Self)
     }
 
     /// Returns whether the process has exited. Never waits.

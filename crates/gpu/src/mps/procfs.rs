@@ -9,14 +9,14 @@ use tokio::time::timeout;
 use super::process::PidFd;
 
 /// Time limit of a search through all processes. 10,000 processes take 0.1 s.
-const SEARCH_DEADLINE: Duration = Duration::from_secs(5);
+const PROCESS_SEARCH_DEADLINE: Duration = Duration::from_secs(5);
 /// Stack size of the search thread, in bytes.
-const SEARCH_STACK: usize = 128 * 1024;
+const SEARCH_THREAD_STACK_BYTES: usize = 128 * 1024;
 /// Time limit for a killed process to exit.
-const KILL_DEADLINE: Duration = Duration::from_secs(5);
+const KILLED_PROCESSES_EXIT_DEADLINE: Duration = Duration::from_secs(5);
 /// Maximum number of reads of an empty environment.
-const MAX_EMPTY_READS: u32 = 20;
-const EMPTY_READ_INTERVAL: Duration = Duration::from_millis(5);
+const MAX_EMPTY_ENVIRONMENT_READS: u32 = 20;
+const EMPTY_ENVIRONMENT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Finds the MPS daemons and servers whose pipe directory is `pipe`. This MPS host or an earlier
 /// one started them.
@@ -28,7 +28,10 @@ pub(crate) async fn processes_of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
 /// Finds all MPS daemons and servers that may serve a GPU. `None` if the search failed.
 pub(crate) async fn processes_of_gpu(uuid: &str) -> Option<Vec<u32>> {
     let uuid = uuid.to_owned();
-    run_on_own_thread(move || all_pids().filter(|&pid| is_mps(pid) && serves_device(pid, &uuid)).collect()).await
+    run_on_own_thread(move || {
+        all_pids().filter(|&pid| is_mps_process(pid) && may_process_serve_device(pid, &uuid)).collect()
+    })
+    .await
 }
 
 /// Runs a search on a new thread. Reading the environment of a process that hangs in the driver
@@ -39,11 +42,11 @@ async fn run_on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send 
         // The send fails if the search has timed out.
         let _ = found.send(search());
     };
-    let started = std::thread::Builder::new().stack_size(SEARCH_STACK).spawn(search);
-    match (started, timeout(SEARCH_DEADLINE, answer).await) {
+    let started = std::thread::Builder::new().stack_size(SEARCH_THREAD_STACK_BYTES).spawn(search);
+    match (started, timeout(PROCESS_SEARCH_DEADLINE, answer).await) {
         (Ok(_), Ok(Ok(found))) => return Some(found),
         (Err(error), _) => tracing::error!(%error, "failed to start the search for MPS processes"),
-        _ => tracing::error!(deadline = ?SEARCH_DEADLINE, "search for MPS processes timed out"),
+        _ => tracing::error!(deadline = ?PROCESS_SEARCH_DEADLINE, "search for MPS processes timed out"),
     }
     None
 }
@@ -59,29 +62,29 @@ fn read_proc(pid: u32, what: &str) -> Vec<u8> {
     std::fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default()
 }
 
-fn is_mps(pid: u32) -> bool {
+fn is_mps_process(pid: u32) -> bool {
     read_proc(pid, "comm").starts_with(b"nvidia-cuda-mps")
 }
 
 /// Returns whether an MPS process may serve a device.
-fn serves_device(pid: u32, uuid: &str) -> bool {
+fn may_process_serve_device(pid: u32, uuid: &str) -> bool {
     // A process briefly has no environment while it starts, and none once it has exited.
-    for _ in 0..MAX_EMPTY_READS {
+    for _ in 0..MAX_EMPTY_ENVIRONMENT_READS {
         let environment = read_proc(pid, "environ");
         if !environment.is_empty() {
-            return may_serve(&environment, uuid);
+            return may_environment_serve_gpu(&environment, uuid);
         }
         if process_state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
             return false;
         }
-        std::thread::sleep(EMPTY_READ_INTERVAL);
+        std::thread::sleep(EMPTY_ENVIRONMENT_RETRY_INTERVAL);
     }
     true
 }
 
 /// Returns whether a daemon with this environment may serve a GPU. Returns false if the environment
 /// names only other devices, by UUID. An index may mean any GPU.
-fn may_serve(environment: &[u8], uuid: &str) -> bool {
+fn may_environment_serve_gpu(environment: &[u8], uuid: &str) -> bool {
     let name = b"CUDA_VISIBLE_DEVICES=".as_slice();
     let list = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(name));
     let is_other = |entry: &[u8]| {
@@ -93,15 +96,15 @@ fn may_serve(environment: &[u8], uuid: &str) -> bool {
 /// Returns the MPS processes that use a pipe directory, with open pidfds.
 fn find_processes(pipe: &Path) -> Vec<(u32, PidFd)> {
     all_pids()
-        .filter(|&pid| is_of_pipe(pid, pipe))
+        .filter(|&pid| is_process_of_pipe(pid, pipe))
         // Check again with the pidfd open: the pid may have been reused after the first check.
         .filter_map(|pid| Some((pid, PidFd::open(pid)?)))
-        .filter(|&(pid, _)| is_of_pipe(pid, pipe))
+        .filter(|&(pid, _)| is_process_of_pipe(pid, pipe))
         .collect()
 }
 
-fn is_of_pipe(pid: u32, pipe: &Path) -> bool {
-    if !is_mps(pid) {
+fn is_process_of_pipe(pid: u32, pipe: &Path) -> bool {
+    if !is_mps_process(pid) {
         return false;
     }
     let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=", pipe.as_os_str().as_encoded_bytes()].concat();
@@ -116,7 +119,7 @@ pub(crate) async fn kill_processes_of_pipe(pipe: &Path) -> usize {
         hold.signal(Signal::KILL);
     }
     for (pid, hold) in &left {
-        if !hold.wait_for_exit(KILL_DEADLINE).await {
+        if !hold.wait_for_exit(KILLED_PROCESSES_EXIT_DEADLINE).await {
             tracing::error!(pid, "leftover MPS process still runs after SIGKILL");
         }
     }
@@ -124,7 +127,7 @@ pub(crate) async fn kill_processes_of_pipe(pipe: &Path) -> usize {
 }
 
 /// Returns whether a process is stopped by a signal or a debugger. Such a process does not answer.
-pub(crate) fn is_stopped(pid: u32) -> bool {
+pub(crate) fn is_process_stopped(pid: u32) -> bool {
     matches!(process_state(pid), Some('T' | 't'))
 }
 
@@ -143,18 +146,20 @@ pub(crate) fn owner_uid(pid: u32) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
-    use super::{may_serve, process_state, serves_device};
+    use super::{may_environment_serve_gpu, may_process_serve_device, process_state};
 
     #[test]
     fn a_daemon_that_names_only_other_gpus_does_not_serve_this_one() {
-        let serves = |list: &str| may_serve(format!("A=1\0CUDA_VISIBLE_DEVICES={list}\0B=2").as_bytes(), "GPU-12-34");
+        let serves = |list: &str| {
+            may_environment_serve_gpu(format!("A=1\0CUDA_VISIBLE_DEVICES={list}\0B=2").as_bytes(), "GPU-12-34")
+        };
         for list in ["GPU-12-34", "GPU-12", "0", "", "GPU-56,GPU-12-34", "GPU-56,1"] {
             assert!(serves(list), "{list}");
         }
         for list in ["GPU-56", "GPU-56,GPU-78", "MIG-12-34"] {
             assert!(!serves(list), "{list}");
         }
-        assert!(may_serve(b"A=1\0", "GPU-12-34"), "without the variable it sees every GPU");
+        assert!(may_environment_serve_gpu(b"A=1\0", "GPU-12-34"), "without the variable it sees every GPU");
     }
 
     #[test]
@@ -163,7 +168,7 @@ mod tests {
         while process_state(child.id()) != Some('Z') {
             std::thread::yield_now();
         }
-        assert!(!serves_device(child.id(), "GPU-1"), "its environment is gone");
+        assert!(!may_process_serve_device(child.id(), "GPU-1"), "its environment is gone");
         child.wait().unwrap();
     }
 }

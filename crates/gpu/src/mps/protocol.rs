@@ -1,7 +1,7 @@
 //! The MPS control protocol, version 2 as driver 580 speaks it. Pure: packets and texts, no I/O.
 //!
 //! When a peer connects, the daemon sends [`HELLO`]. The peer answers with [`CREDENTIALS`] and
-//! `SCM_CREDENTIALS`, then sends its [`Kind`]. A client receives [`DESCRIPTOR`] with a socket to
+//! `SCM_CREDENTIALS`, then sends its [`PeerKind`]. A client receives [`DESCRIPTOR`] with a socket to
 //! the server, introduces itself there, and finally sends the daemon 4 bytes: the resulting
 //! `CUresult`. An administrator sends [`command_packets`] and reads replies until
 //! [`END_OF_REPLIES`]. Each line of output is one packet.
@@ -22,7 +22,7 @@ const END_OF_COMMANDS: [u8; 8] = 0_u64.to_le_bytes();
 /// `CUDA_SUCCESS`: the last packet of a client that has connected to the server.
 pub(crate) const CLIENT_CONNECTED: [u8; 4] = 0_u32.to_le_bytes();
 /// Maximum size of a packet of the protocol, in bytes.
-pub(crate) const MAX_PACKET: usize = 8 * 1024;
+pub(crate) const MAX_PACKET_BYTES: usize = 8 * 1024;
 
 /// The packets with which a new client introduces itself to the server, on the socket that came
 /// with [`DESCRIPTOR`]. The first packet carries credentials.
@@ -34,7 +34,7 @@ pub(crate) const INTRODUCTION: [&[u8]; 3] = [CREDENTIALS, &0_u32.to_le_bytes(), 
 
 /// The kind of peer that connects to `control`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum PeerKind {
     /// A CUDA program.
     Client,
     /// An administrator, who sends commands.
@@ -43,7 +43,7 @@ pub enum Kind {
     Unknown,
 }
 
-impl Kind {
+impl PeerKind {
     /// Parses the packet that follows the credentials.
     pub fn parse(packet: &[u8]) -> Self {
         match <[u8; 4]>::try_from(packet).map(u32::from_le_bytes) {
@@ -152,7 +152,7 @@ impl fmt::Display for Command {
     }
 }
 
-/// Returns the packets of one command. An administrator sends them after its [`Kind`].
+/// Returns the packets of one command. An administrator sends them after its [`PeerKind`].
 pub fn command_packets(command: &Command) -> [Vec<u8>; 3] {
     let text = format!("{command}\n\0").into_bytes();
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
@@ -161,14 +161,14 @@ pub fn command_packets(command: &Command) -> [Vec<u8>; 3] {
 
 /// One packet of the reply to an administrator.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Reply {
+pub enum ReplyPacket {
     /// A line of output.
     Text(String),
     /// The reply is complete.
     End,
 }
 
-impl Reply {
+impl ReplyPacket {
     /// Parses a packet; `None` if it does not belong to this protocol.
     pub fn parse(packet: &[u8]) -> Option<Self> {
         if packet == END_OF_REPLIES {
@@ -183,9 +183,9 @@ impl Reply {
 /// An answer of the daemon that does not match the command.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the MPS control daemon sent an unexpected answer: {0:?}")]
-pub struct Unexpected(String);
+pub struct UnexpectedAnswer(String);
 
-impl Unexpected {
+impl UnexpectedAnswer {
     /// Keeps only the beginning of a long answer: the status that contains the answer must fit into
     /// a Kubernetes object.
     pub(crate) fn new(answer: &str) -> Self {
@@ -194,9 +194,9 @@ impl Unexpected {
 }
 
 /// Parses the list of servers, or of a server's clients.
-pub fn parse_pids(output: &str) -> Result<Vec<u32>, Unexpected> {
+pub fn parse_pids(output: &str) -> Result<Vec<u32>, UnexpectedAnswer> {
     let pids: Result<Vec<u32>, _> = output.split_whitespace().map(str::parse).collect();
-    pids.map_err(|_| Unexpected::new(output))
+    pids.map_err(|_| UnexpectedAnswer::new(output))
 }
 
 /// State of an MPS server.
@@ -213,23 +213,23 @@ pub enum ServerState {
 }
 
 /// Parses the answer to `get_server_status`.
-pub fn parse_server_state(output: &str) -> Result<ServerState, Unexpected> {
+pub fn parse_server_state(output: &str) -> Result<ServerState, UnexpectedAnswer> {
     match output.trim() {
         "INITIALIZING" => Ok(ServerState::Initializing),
         "ACTIVE" => Ok(ServerState::Active),
         "FAULT" => Ok(ServerState::Fault),
-        other if is_not_found(other) => Ok(ServerState::Gone),
-        other => Err(Unexpected::new(other)),
+        other if is_server_not_found(other) => Ok(ServerState::Gone),
+        other => Err(UnexpectedAnswer::new(other)),
     }
 }
 
 /// Returns whether the answer to a command reports that its server does not exist.
-pub(crate) fn is_not_found(output: &str) -> bool {
+pub(crate) fn is_server_not_found(output: &str) -> bool {
     output.contains("not found")
 }
 
 /// Returns whether `output` of `set_` or `get_…active_thread_percentage` is `percent`.
-pub fn is_percentage(output: &str, percent: u8) -> bool {
+pub fn is_answer_with_percentage(output: &str, percent: u8) -> bool {
     output.trim().parse::<f64>().is_ok_and(|printed| (printed - f64::from(percent)).abs() < 0.05)
 }
 
@@ -237,7 +237,7 @@ pub fn is_percentage(output: &str, percent: u8) -> bool {
 ///
 /// The daemon prints whole MiB below 1 GiB, and GiB rounded down above. The daemon prints nothing
 /// if there is no limit.
-pub fn is_memory(output: &str, mib: Option<u64>) -> bool {
+pub fn is_answer_with_memory_limit(output: &str, mib: Option<u64>) -> bool {
     let output = output.trim();
     let Some(mib) = mib else { return output.is_empty() };
     let number = |unit: char| output.strip_suffix(unit).and_then(|number| number.parse::<u64>().ok());
@@ -258,11 +258,11 @@ pub enum TerminateResult {
 }
 
 /// Parses the answer to `terminate_client`.
-pub fn parse_terminate_result(output: &str) -> Result<TerminateResult, Unexpected> {
+pub fn parse_terminate_result(output: &str) -> Result<TerminateResult, UnexpectedAnswer> {
     match output.lines().last().map(str::trim) {
         Some("0") => Ok(TerminateResult::Done),
         Some("201") => Ok(TerminateResult::NoContext),
-        _ => Err(Unexpected::new(output)),
+        _ => Err(UnexpectedAnswer::new(output)),
     }
 }
 
@@ -282,18 +282,18 @@ mod tests {
 
     #[test]
     fn replies_parse_and_end_with_a_one() {
-        assert_eq!(Reply::parse(b"\0\0\0\x00100.0"), Some(Reply::Text("100.0".into())));
-        assert_eq!(Reply::parse(&[1, 0, 0, 0, 0, 0, 0, 0]), Some(Reply::End));
-        assert_eq!(Reply::parse(b"OUTB"), None);
-        assert_eq!(Reply::parse(b""), None);
+        assert_eq!(ReplyPacket::parse(b"\0\0\0\x00100.0"), Some(ReplyPacket::Text("100.0".into())));
+        assert_eq!(ReplyPacket::parse(&[1, 0, 0, 0, 0, 0, 0, 0]), Some(ReplyPacket::End));
+        assert_eq!(ReplyPacket::parse(b"OUTB"), None);
+        assert_eq!(ReplyPacket::parse(b""), None);
     }
 
     #[test]
     fn kinds_parse_and_other_packets_are_unknown() {
-        assert_eq!(Kind::parse(&[2, 0, 0, 0]), Kind::Client);
-        assert_eq!(Kind::parse(&[4, 0, 0, 0]), Kind::Administrator);
+        assert_eq!(PeerKind::parse(&[2, 0, 0, 0]), PeerKind::Client);
+        assert_eq!(PeerKind::parse(&[4, 0, 0, 0]), PeerKind::Administrator);
         for packet in [&[3, 0, 0, 0][..], &[2, 0, 0], &[2, 0, 0, 0, 0], &[]] {
-            assert_eq!(Kind::parse(packet), Kind::Unknown);
+            assert_eq!(PeerKind::parse(packet), PeerKind::Unknown);
         }
     }
 
@@ -301,14 +301,18 @@ mod tests {
     fn limits_match_the_form_in_which_the_daemon_prints_them() {
         // Measured pairs of a limit and the output of the daemon.
         for (mib, printed) in [(512, "512M"), (100, "100M"), (1024, "1G"), (1536, "1G"), (7678, "7G"), (10239, "9G")] {
-            assert!(is_memory(printed, Some(mib)), "{mib} {printed}");
+            assert!(is_answer_with_memory_limit(printed, Some(mib)), "{mib} {printed}");
         }
-        assert!(is_memory("", None));
-        assert!(!is_memory("", Some(512)));
-        assert!(!is_memory("8G", None));
-        assert!(!is_memory("8G", Some(7678)));
-        assert!(is_percentage("20.0", 20) && is_percentage("100.0", 100));
-        assert!(!is_percentage("33.5", 33) && !is_percentage("", 20) && !is_percentage("Server 9 not found", 9));
+        assert!(is_answer_with_memory_limit("", None));
+        assert!(!is_answer_with_memory_limit("", Some(512)));
+        assert!(!is_answer_with_memory_limit("8G", None));
+        assert!(!is_answer_with_memory_limit("8G", Some(7678)));
+        assert!(is_answer_with_percentage("20.0", 20) && is_answer_with_percentage("100.0", 100));
+        assert!(
+            !is_answer_with_percentage("33.5", 33)
+                && !is_answer_with_percentage("", 20)
+                && !is_answer_with_percentage("Server 9 not found", 9)
+        );
     }
 
     #[test]
@@ -345,10 +349,10 @@ mod tests {
     proptest! {
         #[test]
         fn arbitrary_input_never_panics_a_parser(bytes: Vec<u8>, text: String) {
-            let _ = Reply::parse(&bytes);
-            let _ = Kind::parse(&bytes);
+            let _ = ReplyPacket::parse(&bytes);
+            let _ = PeerKind::parse(&bytes);
             let _ = (parse_pids(&text), parse_server_state(&text), parse_terminate_result(&text));
-            let _ = (is_percentage(&text, 20), is_memory(&text, Some(1)));
+            let _ = (is_answer_with_percentage(&text, 20), is_answer_with_memory_limit(&text, Some(1)));
         }
 
         #[test]

@@ -9,21 +9,21 @@ use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
 use super::compute_mode;
-use super::context::Context;
+use super::context::HostContext;
 use super::daemon::Device;
-use super::diff::{self, Changes};
+use super::diff::{self, DesiredChanges};
 use super::door::Door;
 use super::error::{DesiredError, NotReady, TerminateError};
 use super::files::replace_file;
 use super::protocol::TerminateResult;
-use super::wire::{Allocation, Desired, Status, VERSION};
+use super::wire::{Allocation, Desired, FILE_FORMAT_VERSION, MpsHostStatus};
 
 /// Time within which changes are combined into one status.
-const STATUS_DELAY: Duration = Duration::from_millis(5);
+const STATUS_WRITE_DELAY: Duration = Duration::from_millis(5);
 
 /// The daemons and doors of this node.
 pub(crate) struct Reconciler {
-    context: Rc<Context>,
+    context: Rc<HostContext>,
     desired: RefCell<Desired>,
     /// Hash of the desired file that was most recently applied.
     applied: RefCell<String>,
@@ -42,10 +42,10 @@ struct SupervisedDevice {
 }
 
 impl Reconciler {
-    pub(crate) fn new(context: Rc<Context>) -> Self {
+    pub(crate) fn new(context: Rc<HostContext>) -> Self {
         Self {
             context,
-            desired: RefCell::new(Desired { version: VERSION, ..Desired::default() }),
+            desired: RefCell::new(Desired { version: FILE_FORMAT_VERSION, ..Desired::default() }),
             applied: RefCell::default(),
             desired_error: RefCell::default(),
             devices: RefCell::default(),
@@ -65,7 +65,7 @@ impl Reconciler {
         };
         let error = match read {
             Ok(desired) => {
-                self.apply(desired);
+                self.apply_desired(desired);
                 None
             }
             Err(error) => {
@@ -78,11 +78,11 @@ impl Reconciler {
     }
 
     /// Starts, stops and changes daemons and doors as the new desired file requires.
-    fn apply(&self, new: Desired) {
-        let changes = diff::changes_between(&self.desired.borrow(), &new);
+    fn apply_desired(&self, new: Desired) {
+        let changes = diff::desired_changes_between(&self.desired.borrow(), &new);
         let hash = new.hash();
-        if changes != Changes::default() {
-            let Changes { close, stop, run, open, limit } = &changes;
+        if changes != DesiredChanges::default() {
+            let DesiredChanges { close, stop, run, open, limit } = &changes;
             tracing::info!(desired = hash, ?close, ?stop, ?run, ?open, ?limit, "applying the desired file");
         }
         for id in &changes.close {
@@ -93,11 +93,11 @@ impl Reconciler {
         }
         for device in &changes.stop {
             if let Some(supervised) = self.devices.borrow().get(device) {
-                supervised.device.set_desired(None);
+                supervised.device.set_desired_daemon(None);
             }
         }
         for device in &changes.run {
-            self.supervise(device).set_desired(new.daemons.get(device).cloned());
+            self.supervised_device(device).set_desired_daemon(new.daemons.get(device).cloned());
         }
         for id in changes.open.iter().chain(&changes.limit) {
             if let Some(allocation) = new.allocations.get(id) {
@@ -114,7 +114,7 @@ impl Reconciler {
             door.set_limits(allocation);
             return;
         }
-        let device = self.supervise(&allocation.device);
+        let device = self.supervised_device(&allocation.device);
         match Door::open(id, allocation, device, &self.context) {
             Ok(door) => {
                 self.door_errors.borrow_mut().remove(id);
@@ -129,7 +129,7 @@ impl Reconciler {
 
     /// Returns the device. Starts the task that supervises its daemon unless that task is running.
     /// A door may exist before its daemon is desired.
-    fn supervise(&self, name: &str) -> Rc<Device> {
+    fn supervised_device(&self, name: &str) -> Rc<Device> {
         if let Some(supervised) = self.devices.borrow().get(name)
             && supervised.task.as_ref().is_some_and(|task| !task.is_finished())
         {
@@ -155,19 +155,20 @@ impl Reconciler {
             if self.devices.borrow().contains_key(&device) {
                 continue;
             }
-            if let Err(error) = compute_mode::restore(&self.context, &device).await {
+            if let Err(error) = compute_mode::restore_compute_mode(&self.context, &device).await {
                 tracing::error!(device, %error, "failed to restore a compute mode that an earlier MPS host changed");
             }
         }
     }
 
     /// Restores removed door sockets, and drops devices without a daemon or door.
-    pub(crate) fn maintain(&self) {
+    pub(crate) fn restore_sockets_and_drop_unused_devices(&self) {
         for door in self.doors.borrow().values() {
             door.restore_socket();
         }
         self.devices.borrow_mut().retain(|name, SupervisedDevice { device, task }| {
-            let is_used = device.is_present() || self.doors.borrow().values().any(|door| door.is_on_device(name));
+            let is_used =
+                device.is_desired_or_stopping() || self.doors.borrow().values().any(|door| door.is_on_device(name));
             if !is_used && let Some(task) = task {
                 task.abort();
             }
@@ -196,21 +197,21 @@ impl Reconciler {
     }
 
     /// Returns the current status. An MPS host that is stopping reports no daemons.
-    pub(crate) fn status(&self) -> Status {
+    pub(crate) fn status(&self) -> MpsHostStatus {
         let desired_error = self.desired_error.borrow();
         let door_errors = self.door_errors.borrow();
         let door_errors = door_errors.iter().map(|(id, error)| open_door_error(id, error).to_string());
         let errors: Vec<String> = desired_error.iter().map(ToString::to_string).chain(door_errors).collect();
         let is_stopping = self.context.stopping.is_cancelled();
-        Status {
-            version: VERSION,
+        MpsHostStatus {
+            version: FILE_FORMAT_VERSION,
             pid: std::process::id(),
             desired: self.applied.borrow().clone(),
             daemons: self
                 .devices
                 .borrow()
                 .iter()
-                .filter(|(_, supervised)| !is_stopping && supervised.device.is_present())
+                .filter(|(_, supervised)| !is_stopping && supervised.device.is_desired_or_stopping())
                 .map(|(name, supervised)| (name.clone(), supervised.device.status()))
                 .collect(),
             allocations: self.doors.borrow().iter().map(|(id, door)| (id.clone(), door.status())).collect(),
@@ -230,7 +231,7 @@ impl Reconciler {
             if changes.changed().await.is_err() {
                 return;
             }
-            sleep(STATUS_DELAY).await;
+            sleep(STATUS_WRITE_DELAY).await;
             changes.mark_unchanged();
         }
     }
@@ -238,12 +239,12 @@ impl Reconciler {
     /// Writes the status of an MPS host that has stopped.
     pub(crate) fn write_stopped_status(&self) {
         let error = Some("the MPS host has stopped".to_owned());
-        self.write_status(&Status { pid: 0, error, ..self.status() });
+        self.write_status(&MpsHostStatus { pid: 0, error, ..self.status() });
     }
 
     /// Replaces the status file. Returns whether the write succeeded. After a failed write, the
     /// next change retries.
-    fn write_status(&self, status: &Status) -> bool {
+    fn write_status(&self, status: &MpsHostStatus) -> bool {
         let path = self.context.paths.status();
         let written = serde_json::to_vec(status).map_err(io::Error::other).and_then(|text| replace_file(&path, &text));
         if let Err(error) = &written {
@@ -261,16 +262,16 @@ impl Reconciler {
     /// Waits until the allocation's door would admit clients.
     pub(crate) async fn wait_until_ready(&self, allocation: &str) {
         let mut changes = self.context.subscribe_to_status_changes();
-        while self.check_ready(allocation).is_err() && changes.changed().await.is_ok() {}
+        while self.check_door_admits(allocation).is_err() && changes.changed().await.is_ok() {}
     }
 
     /// Checks whether the allocation's door would admit clients now.
-    pub(crate) fn check_ready(&self, allocation: &str) -> Result<(), NotReady> {
+    pub(crate) fn check_door_admits(&self, allocation: &str) -> Result<(), NotReady> {
         if let Some(error) = self.door_errors.borrow().get(allocation) {
             return Err(open_door_error(allocation, error));
         }
         if let Some(door) = self.doors.borrow().get(allocation) {
-            return door.check_ready();
+            return door.check_door_admits();
         }
         let allocation = allocation.to_owned();
         Err(match self.desired_error.borrow().as_ref() {

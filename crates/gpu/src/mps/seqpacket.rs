@@ -17,14 +17,14 @@ use rustix::net::{
 };
 use tokio::io::unix::AsyncFd;
 
-use super::protocol::MAX_PACKET;
+use super::protocol::MAX_PACKET_BYTES;
 
 /// Poll interval of [`Socket::wait_until_closed`].
-const CLOSED_POLL: Duration = Duration::from_secs(1);
+const CLOSED_POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Retry interval of [`Socket::connect`] while the listener's queue is full.
-const CONNECT_RETRY: Duration = Duration::from_millis(5);
+const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 /// Maximum length of a socket's path, in bytes.
-pub(crate) const MAX_PATH: usize = 107;
+pub(crate) const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// The sender of a packet or the peer of a connection, attested by the kernel and translated into
 /// this process's namespaces. Pid 0 is a process outside these namespaces.
@@ -69,7 +69,7 @@ impl Socket {
     /// Returns `other`, this process's end of a new connection, and the other process's end. On
     /// this process's end, the kernel attests the sender of each packet. The other process's end
     /// has the type, flags and options of `other`.
-    pub(crate) fn interpose(other: OwnedFd) -> io::Result<(Self, Self, OwnedFd)> {
+    pub(crate) fn prepare_relay(other: OwnedFd) -> io::Result<(Self, Self, OwnedFd)> {
         let kind = rustix::net::sockopt::socket_type(&other)?;
         let (near, far) = rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?;
         rustix::fs::fcntl_setfl(&far, rustix::fs::fcntl_getfl(&other)?)?;
@@ -91,7 +91,7 @@ impl Socket {
             match rustix::net::connect(&fd, &address) {
                 Ok(()) => return Self::new(fd),
                 // The queue is full. Poll, because the kernel reports no event when it has space.
-                Err(rustix::io::Errno::AGAIN) => tokio::time::sleep(CONNECT_RETRY).await,
+                Err(rustix::io::Errno::AGAIN) => tokio::time::sleep(CONNECT_RETRY_INTERVAL).await,
                 Err(error) => return Err(error.into()),
             }
         }
@@ -110,7 +110,7 @@ impl Socket {
 
     /// Sends one packet with credentials. `CAP_SYS_ADMIN` allows those of any living process.
     pub(crate) async fn send_credentials(&self, data: &[u8], credentials: Credentials) -> io::Result<()> {
-        self.write(|fd| send_now(fd, data, Some(credentials), MsgFlags::empty())).await
+        self.write(|fd| send_without_waiting(fd, data, Some(credentials), MsgFlags::empty())).await
     }
 
     /// Sends one packet with a descriptor.
@@ -127,11 +127,11 @@ impl Socket {
         .await
     }
 
-    /// Receives a packet of at most [`MAX_PACKET`] bytes, without credentials or descriptor. `None`
-    /// once the peer has closed.
+    /// Receives a packet of at most [`MAX_PACKET_BYTES`] bytes, without credentials or descriptor.
+    /// `None` once the peer has closed.
     pub(crate) async fn recv(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| {
-            let mut data = vec![0; MAX_PACKET];
+            let mut data = vec![0; MAX_PACKET_BYTES];
             let (length, _) = rustix::net::recv(fd, data.as_mut_slice(), RecvFlags::empty())?;
             data.truncate(length);
             Ok(Packet { data, ..Packet::default() })
@@ -142,23 +142,23 @@ impl Socket {
     /// Like [`Socket::recv`], with the sender's credentials. Only for accepted sockets. The kernel
     /// drops descriptors in the packet.
     pub(crate) async fn recv_credentials(&self) -> io::Result<Option<Packet>> {
-        self.read(|fd| recv_credentials(fd, MAX_PACKET)).await
+        self.read(|fd| recv_credentials(fd, MAX_PACKET_BYTES)).await
     }
 
     /// Like [`Socket::recv`], with the first descriptor in the packet.
     pub(crate) async fn recv_descriptor(&self) -> io::Result<Option<Packet>> {
-        self.read(|fd| recv_descriptor(fd, MAX_PACKET)).await
+        self.read(|fd| recv_descriptor(fd, MAX_PACKET_BYTES)).await
     }
 
     /// Receives a packet of any length, with the first descriptor in it.
     pub(crate) async fn recv_any_length_descriptor(&self) -> io::Result<Option<Packet>> {
-        self.read(|fd| recv_descriptor(fd, next_length(fd)?)).await
+        self.read(|fd| recv_descriptor(fd, next_packet_bytes(fd)?)).await
     }
 
     /// Receives a packet of any length, with the sender's credentials. If the packet carries
     /// descriptors, the kernel drops them and attests no credentials.
     pub(crate) async fn recv_any_length_credentials(&self) -> io::Result<Option<Packet>> {
-        self.read(|fd| recv_credentials(fd, next_length(fd)?)).await
+        self.read(|fd| recv_credentials(fd, next_packet_bytes(fd)?)).await
     }
 
     /// Returns within a second after the peer has closed, even if packets are still queued.
@@ -173,7 +173,7 @@ impl Socket {
             if rustix::event::poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(closed) {
                 return;
             }
-            tokio::time::sleep(CLOSED_POLL).await;
+            tokio::time::sleep(CLOSED_POLL_INTERVAL).await;
         }
     }
 
@@ -287,7 +287,7 @@ fn retry_interrupted<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Resul
 }
 
 /// Sends one packet without waiting, with the credentials if they are `Some`.
-pub(crate) fn send_now(
+pub(crate) fn send_without_waiting(
     fd: impl AsFd,
     data: &[u8],
     credentials: Option<Credentials>,
@@ -307,11 +307,11 @@ pub(crate) fn send_now(
 }
 
 /// Returns the buffer size in bytes for the next packet.
-fn next_length(fd: BorrowedFd<'_>) -> io::Result<usize> {
+fn next_packet_bytes(fd: BorrowedFd<'_>) -> io::Result<usize> {
     let mut byte = [0_u8; 1];
     let (_, length) = rustix::net::recv(fd, byte.as_mut_slice(), RecvFlags::PEEK | RecvFlags::TRUNC)?;
     // A stream socket has no packets and reports no length.
-    Ok(length.max(MAX_PACKET))
+    Ok(length.max(MAX_PACKET_BYTES))
 }
 
 fn recv_credentials(fd: BorrowedFd<'_>, most: usize) -> io::Result<Packet> {

@@ -17,17 +17,17 @@ use super::reconciler::Reconciler;
 use super::wire::{Reply, Request};
 
 /// Maximum number of connections served at once.
-const MAX_CONNECTIONS: usize = 64;
+const MAX_AGENT_CONNECTIONS: usize = 64;
 /// Maximum size of a request in bytes. A request is one line.
-const MAX_REQUEST: u64 = 64 * 1024;
+const MAX_REQUEST_BYTES: u64 = 64 * 1024;
 /// Time without a request after which a connection is closed.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(300);
+const IDLE_CONNECTION_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time limit for the peer to accept a reply.
 const REPLY_DEADLINE: Duration = Duration::from_secs(5);
 /// Time limit for the answer to a probe. Shorter than the timeout of the pod's probe.
 const PROBE_DEADLINE: Duration = Duration::from_secs(3);
 /// Delay after a failed `accept`.
-const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Creates the socket and replaces the socket of an earlier MPS host.
 pub(crate) fn listen(path: &Path) -> Result<UnixListener, HostError> {
@@ -42,7 +42,7 @@ pub(crate) fn listen(path: &Path) -> Result<UnixListener, HostError> {
 }
 
 /// Requests the status from the MPS host at this socket.
-pub(crate) async fn probe(path: &Path) -> Result<(), HostError> {
+pub(crate) async fn probe_host(path: &Path) -> Result<(), HostError> {
     let exchange = async {
         let mut stream = UnixStream::connect(path).await?;
         let mut request = serde_json::to_vec(&Request::Status).map_err(io::Error::other)?;
@@ -61,7 +61,7 @@ pub(crate) async fn probe(path: &Path) -> Result<(), HostError> {
 
 /// Serves all connections, forever.
 pub(crate) async fn serve(reconciler: Rc<Reconciler>, listener: UnixListener) {
-    let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let connections = Arc::new(Semaphore::new(MAX_AGENT_CONNECTIONS));
     loop {
         let Ok(permit) = Arc::clone(&connections).acquire_owned().await else { return };
         match listener.accept().await {
@@ -76,7 +76,7 @@ pub(crate) async fn serve(reconciler: Rc<Reconciler>, listener: UnixListener) {
             }
             Err(error) => {
                 tracing::warn!(%error, "failed to accept a connection to the MPS host's socket");
-                sleep(ACCEPT_RETRY).await;
+                sleep(ACCEPT_RETRY_DELAY).await;
             }
         }
     }
@@ -88,14 +88,14 @@ async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Re
     let mut line = Vec::new();
     loop {
         line.clear();
-        let mut limited = (&mut reader).take(MAX_REQUEST);
-        match timeout(IDLE_TIMEOUT, limited.read_until(b'\n', &mut line)).await {
+        let mut limited = (&mut reader).take(MAX_REQUEST_BYTES);
+        match timeout(IDLE_CONNECTION_TIMEOUT, limited.read_until(b'\n', &mut line)).await {
             Ok(Ok(0)) | Err(_) => return Ok(()),
             Ok(read) => read?,
         };
         let is_complete = line.ends_with(b"\n");
         let reply = match serde_json::from_slice(&line) {
-            Ok(request) if is_complete => answer(reconciler, request).await,
+            Ok(request) if is_complete => answer_request(reconciler, request).await,
             Ok(_) => Reply::Error { message: "the request does not end with a newline".to_owned() },
             Err(error) => Reply::Error { message: format!("invalid request: {error}") },
         };
@@ -111,13 +111,13 @@ async fn serve_connection(reconciler: &Reconciler, stream: UnixStream) -> io::Re
 }
 
 /// Answers a request of the agent.
-async fn answer(reconciler: &Reconciler, request: Request) -> Reply {
+async fn answer_request(reconciler: &Reconciler, request: Request) -> Reply {
     match request {
         Request::Status => Reply::Status(reconciler.status()),
         Request::Await { allocation, timeout_ms } => {
             match timeout(Duration::from_millis(timeout_ms), reconciler.wait_until_ready(&allocation)).await {
                 Ok(()) => Reply::Done,
-                Err(_) => match reconciler.check_ready(&allocation) {
+                Err(_) => match reconciler.check_door_admits(&allocation) {
                     // The allocation became ready after the time limit.
                     Ok(()) => Reply::Done,
                     Err(reason) => Reply::Error { message: reason.to_string() },

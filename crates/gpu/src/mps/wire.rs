@@ -1,6 +1,6 @@
 //! The contract between the agent and the MPS host: two files and one socket.
 //!
-//! The agent writes [`Desired`] to `RUN/mps/desired.json`. The MPS host writes [`Status`] to
+//! The agent writes [`Desired`] to `RUN/mps/desired.json`. The MPS host writes [`MpsHostStatus`] to
 //! `RUN/mps/status.json` and answers [`Request`]s on `RUN/mps/host.sock`. Requests and replies are
 //! one line of JSON each. Both components write atomically: to a temporary file, fsync, rename.
 //! `RUN` is `/run/cleave` by default. The node and both pods have it at the same path.
@@ -20,16 +20,16 @@ use sha2::{Digest, Sha256};
 use super::text::shorten;
 
 /// The version of these files. A reader refuses a higher version and reports the refusal.
-pub const VERSION: u32 = 1;
+pub const FILE_FORMAT_VERSION: u32 = 1;
 
 /// Every daemon and every allocation that should exist on this node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Desired {
-    /// [`VERSION`] of the writer.
+    /// [`FILE_FORMAT_VERSION`] of the writer.
     pub version: u32,
     /// Daemons by device: the UUID of a GPU or of a MIG instance.
-    pub daemons: BTreeMap<String, Daemon>,
+    pub daemons: BTreeMap<String, DaemonSettings>,
     /// Allocations by id: lower-case hexadecimal, at most 32 characters.
     pub allocations: BTreeMap<String, Allocation>,
 }
@@ -41,7 +41,9 @@ pub enum InvalidDesired {
     #[error("failed to parse desired.json: {0}")]
     Malformed(String),
     /// A newer agent wrote the file.
-    #[error("desired.json has version {0}, but this MPS host supports version {VERSION}: upgrade the MPS host")]
+    #[error(
+        "desired.json has version {0}, but this MPS host supports version {FILE_FORMAT_VERSION}: upgrade the MPS host"
+    )]
     Version(u32),
     /// The device's name cannot be a directory name.
     #[error("invalid device {0:?}: expected 1 to 80 letters, digits or `-`")]
@@ -73,7 +75,7 @@ impl Desired {
     ///
     /// # Errors
     /// [`InvalidDesired`] with the first problem. The text of the problem becomes
-    /// [`Status::error`].
+    /// [`MpsHostStatus::error`].
     pub fn parse(bytes: &[u8]) -> Result<Self, InvalidDesired> {
         #[derive(Deserialize)]
         struct Versioned {
@@ -83,7 +85,7 @@ impl Desired {
         let malformed = |error: serde_json::Error| InvalidDesired::Malformed(shorten(&error.to_string()));
         // Check the version first: a newer file may differ in everything else.
         let Versioned { version } = serde_json::from_slice(bytes).map_err(malformed)?;
-        if version != VERSION {
+        if version != FILE_FORMAT_VERSION {
             return Err(InvalidDesired::Version(version));
         }
         let desired: Self = serde_json::from_slice(bytes).map_err(malformed)?;
@@ -117,7 +119,7 @@ impl Desired {
         Ok(())
     }
 
-    /// Returns 32 hexadecimal digits that identify the content. [`Status::desired`] repeats them
+    /// Returns 32 hexadecimal digits that identify the content. [`MpsHostStatus::desired`] repeats them
     /// once the MPS host has applied the file.
     pub fn hash(&self) -> String {
         // Maps are ordered, so equal content has equal text. These types always serialize.
@@ -170,7 +172,7 @@ impl Paths {
         self.mps().join("desired.json")
     }
 
-    /// Returns the [`Status`] file, written by the MPS host.
+    /// Returns the [`MpsHostStatus`] file, written by the MPS host.
     pub fn status(&self) -> PathBuf {
         self.mps().join("status.json")
     }
@@ -209,7 +211,7 @@ impl Paths {
 /// Settings of one MPS control daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Daemon {
+pub struct DaemonSettings {
     /// Whether clients of several users share one server (`-multiuser-server`).
     pub multi_user: bool,
     /// Whether to set the GPU to `EXCLUSIVE_PROCESS` while the daemon runs and restore the previous
@@ -238,8 +240,8 @@ pub struct Allocation {
 /// The state that the MPS host reports.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Status {
-    /// [`VERSION`] of the writer.
+pub struct MpsHostStatus {
+    /// [`FILE_FORMAT_VERSION`] of the writer.
     pub version: u32,
     /// Pid of the MPS host; 0 once it has stopped.
     pub pid: u32,
@@ -282,7 +284,7 @@ pub struct DaemonStatus {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Fault {
-    /// Counts a device's faults from 1 since the MPS host ([`Status::pid`]) started.
+    /// Counts a device's faults from 1 since the MPS host ([`MpsHostStatus::pid`]) started.
     pub number: u64,
     /// The only client that was killed while its kernels ran, just before the fault. If none or
     /// several were killed, the client that the server's log names. That client may be a neighbour
@@ -368,7 +370,7 @@ pub enum Request {
         /// The client's pid in the node's pid namespace.
         pid: u32,
     },
-    /// Returns the current [`Status`].
+    /// Returns the current [`MpsHostStatus`].
     Status,
 }
 
@@ -381,7 +383,7 @@ pub enum Reply {
     /// Answer to [`Request::Terminate`]: the client has no context to terminate.
     NoContext,
     /// Answer to [`Request::Status`].
-    Status(Status),
+    Status(MpsHostStatus),
     /// The request failed.
     Error {
         /// Why the request failed.
@@ -395,8 +397,8 @@ mod tests {
 
     const GPU_UUID: &str = "GPU-3da61522-b946-8b5e-d0da-5debfa49f742";
 
-    fn sample_daemon() -> Daemon {
-        Daemon { multi_user: true, exclusive: true, default_threads: Some(50), default_memory_mib: None }
+    fn sample_daemon() -> DaemonSettings {
+        DaemonSettings { multi_user: true, exclusive: true, default_threads: Some(50), default_memory_mib: None }
     }
 
     fn sample_allocation() -> Allocation {
@@ -405,7 +407,7 @@ mod tests {
 
     fn sample_desired() -> Desired {
         Desired {
-            version: VERSION,
+            version: FILE_FORMAT_VERSION,
             daemons: BTreeMap::from([(GPU_UUID.into(), sample_daemon())]),
             allocations: BTreeMap::from([("00ff".into(), sample_allocation())]),
         }

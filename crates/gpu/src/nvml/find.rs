@@ -2,11 +2,11 @@
 use std::path::{Path, PathBuf};
 
 /// File name of the library, also for the dynamic loader's search.
-pub(super) const NAME: &str = "libnvidia-ml.so.1";
+pub(super) const LIBRARY_NAME: &str = "libnvidia-ml.so.1";
 
 /// Locations at which to search for the NVML library.
 #[derive(Debug, Clone)]
-pub struct Search {
+pub struct LibrarySearch {
     /// The library file. If set, no other file is tried.
     pub library: Option<PathBuf>,
     /// Mount point of the host's root file system in this process.
@@ -15,7 +15,7 @@ pub struct Search {
     pub driver_root: Option<PathBuf>,
 }
 
-impl Default for Search {
+impl Default for LibrarySearch {
     fn default() -> Self {
         Self { library: None, host_root: PathBuf::from("/"), driver_root: None }
     }
@@ -34,9 +34,9 @@ const LIBRARY_DIRECTORIES: [&str; 6] = [
     "usr/lib",
 ];
 
-impl Search {
+impl LibrarySearch {
     /// Returns the files to try, in this order.
-    pub(super) fn candidates(&self) -> Vec<PathBuf> {
+    pub(super) fn candidate_files(&self) -> Vec<PathBuf> {
         if let Some(library) = &self.library {
             return vec![library.clone()];
         }
@@ -45,7 +45,7 @@ impl Search {
             .map(PathBuf::as_path)
             .chain(DRIVER_ROOTS.iter().map(Path::new))
             .map(|root| under_host_root(&self.host_root, root))
-            .flat_map(|root| LIBRARY_DIRECTORIES.iter().map(move |directory| root.join(directory).join(NAME)))
+            .flat_map(|root| LIBRARY_DIRECTORIES.iter().map(move |directory| root.join(directory).join(LIBRARY_NAME)))
             .collect()
     }
 }
@@ -61,14 +61,18 @@ mod tests {
 
     #[test]
     fn a_configured_library_is_the_only_candidate() {
-        let search = Search { library: Some("/x/libnvidia_ml.so".into()), ..Search::default() };
-        assert_eq!(search.candidates(), [PathBuf::from("/x/libnvidia_ml.so")]);
+        let search = LibrarySearch { library: Some("/x/libnvidia_ml.so".into()), ..LibrarySearch::default() };
+        assert_eq!(search.candidate_files(), [PathBuf::from("/x/libnvidia_ml.so")]);
     }
 
     #[test]
     fn the_driver_root_comes_first_and_all_candidates_are_below_the_host_root() {
-        let search = Search { host_root: "/host".into(), driver_root: Some("/opt/driver".into()), ..Search::default() };
-        let candidates = search.candidates();
+        let search = LibrarySearch {
+            host_root: "/host".into(),
+            driver_root: Some("/opt/driver".into()),
+            ..LibrarySearch::default()
+        };
+        let candidates = search.candidate_files();
         assert_eq!(candidates[0], PathBuf::from("/host/opt/driver/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"));
         assert!(candidates.contains(&PathBuf::from("/host/run/nvidia/driver/usr/lib64/libnvidia-ml.so.1")));
         assert!(candidates.contains(&PathBuf::from("/host/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1")));

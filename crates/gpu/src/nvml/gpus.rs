@@ -3,7 +3,8 @@ use std::ops::ControlFlow;
 
 use super::error::NvmlError;
 use super::model::{
-    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, MigActivation, MigInstance, Observation, Process, Vitals,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuObservation, GpuVitals, MigActivation, MigInstance,
+    Process,
 };
 
 /// A node's GPUs. Threads may make calls concurrently.
@@ -16,10 +17,10 @@ pub trait Gpus: Send + Sync {
 
     /// Returns the GPU at an index and its processes. The list is empty if the GPU cannot report
     /// processes.
-    fn observe(&self, index: u32) -> Result<Observation, NvmlError> {
+    fn observe(&self, index: u32) -> Result<GpuObservation, NvmlError> {
         let gpu = self.gpu_at(index)?;
         let processes = self.processes(&gpu.uuid).unwrap_or_default();
-        Ok(Observation { gpu, processes })
+        Ok(GpuObservation { gpu, processes })
     }
 
     /// Blocks this thread and passes each event of the GPU at an index to `report`, until `report`
@@ -41,8 +42,8 @@ pub trait Gpus: Send + Sync {
 
     /// Returns the memory errors of a GPU and the recovery action that its driver requests. Fails
     /// only if the GPU or the driver is lost.
-    fn vitals(&self, _uuid: &str) -> Result<Vitals, NvmlError> {
-        Ok(Vitals::default())
+    fn vitals(&self, _uuid: &str) -> Result<GpuVitals, NvmlError> {
+        Ok(GpuVitals::default())
     }
 
     /// Returns the processes that use the GPU or MIG device with this UUID, and whether

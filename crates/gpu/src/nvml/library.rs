@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::error::NvmlError;
-use super::find::Search;
+use super::find::LibrarySearch;
 use super::gpus::Gpus;
 use super::model::GpuEvent;
 use super::session::Nvml;
@@ -14,10 +14,10 @@ type Open = Box<dyn Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync>;
 /// The NVML library. The first call loads it. After an error that only a reload can fix, the next
 /// call reloads it. Clones share one session: NVML allows concurrent calls.
 #[derive(Clone)]
-pub struct Library(Arc<Shared>);
+pub struct Library(Arc<SharedLibraryState>);
 
 /// The parts that all clones of a [`Library`] use.
-struct Shared {
+struct SharedLibraryState {
     open: Open,
     /// Locked while the library is being loaded: one thread can hang in `nvmlInit`, and the other
     /// threads wait for that thread. Never locked during any other call.
@@ -32,18 +32,18 @@ impl fmt::Debug for Library {
 
 impl Library {
     /// Creates a handle to the library file that `search` finds. Loads nothing yet.
-    pub fn find(search: Search) -> Self {
+    pub fn find(search: LibrarySearch) -> Self {
         Self::new(move || Ok(Arc::new(Nvml::open(&search)?)))
     }
 
     /// Creates a handle to a library that `open` loads. `open` runs on the thread whose call needs
     /// the library.
     pub fn new(open: impl Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync + 'static) -> Self {
-        Self(Arc::new(Shared { open: Box::new(open), session: Mutex::new(None) }))
+        Self(Arc::new(SharedLibraryState { open: Box::new(open), session: Mutex::new(None) }))
     }
 
     /// Runs `call` on this thread. The thread hangs if the driver hangs.
-    pub(super) fn with<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
+    pub(super) fn call_library<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
         let gpus = self.session()?;
         let result = call(gpus.as_ref());
         if result.as_ref().is_err_and(NvmlError::requires_reload) {
@@ -59,7 +59,7 @@ impl Library {
         index: u32,
         report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>,
     ) -> Result<(), NvmlError> {
-        self.with(|gpus| {
+        self.call_library(|gpus| {
             gpus.listen(index, &mut |event| {
                 report(event)?;
                 if self.is_current(gpus) { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }

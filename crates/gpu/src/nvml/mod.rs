@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `model`, `error` | types that the calls return |
 //! | `gpus` | [`Gpus`], the calls that the rest of Cleave makes |
-//! | `find` | [`Search`], where the library file may be |
+//! | `find` | [`LibrarySearch`], where the library file may be |
 //! | `sys` | the calls that nvml-wrapper lacks; the only unsafe code of the product |
 //! | `xid` | reads XID events of one GPU |
 //! | `session` | [`Nvml`] implements [`Gpus`] with the loaded library |
@@ -29,12 +29,12 @@ mod xid;
 use std::path::Path;
 
 pub use error::NvmlError;
-pub use find::Search;
+pub use find::LibrarySearch;
 pub use gpus::Gpus;
 pub use library::Library;
 pub use model::{
-    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, Mig, MigActivation, MigInstance, MigProfile, Observation,
-    Process, Recovery, Vitals,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuObservation, GpuVitals, MigActivation, MigInstance,
+    MigProfile, MigState, Process, RecoveryAction,
 };
 pub use session::Nvml;
 pub use watch::EventWatch;
@@ -44,6 +44,6 @@ pub use worker::Worker;
 ///
 /// For a short-lived process: loads the library for this one call.
 pub fn set_compute_mode(library: Option<&Path>, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
-    let search = Search { library: library.map(Path::to_owned), ..Search::default() };
+    let search = LibrarySearch { library: library.map(Path::to_owned), ..LibrarySearch::default() };
     Nvml::open(&search)?.set_compute_mode(uuid, mode)
 }

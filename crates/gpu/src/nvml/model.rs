@@ -13,7 +13,7 @@ pub struct DriverInfo {
 
 /// One GPU and the processes on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Observation {
+pub struct GpuObservation {
     /// The GPU's description and health.
     pub gpu: Gpu,
     /// The GPU's processes, including those in its MIG instances.
@@ -39,7 +39,7 @@ pub enum GpuEvent {
 /// Memory errors of a GPU and the recovery action that its driver requests. A field is `None` if
 /// this GPU or driver does not report it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Vitals {
+pub struct GpuVitals {
     /// Number of uncorrected ECC errors since the driver was loaded or the GPU was reset
     /// (`nvmlDeviceGetTotalEccErrors`, volatile).
     pub uncorrected: Option<u64>,
@@ -49,12 +49,12 @@ pub struct Vitals {
     /// Whether a row could not be remapped (`nvmlDeviceGetRemappedRows`).
     pub remap_failed: Option<bool>,
     /// The requested recovery action (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, since driver 570).
-    pub recovery: Option<Recovery>,
+    pub recovery: Option<RecoveryAction>,
 }
 
 /// The action that the driver requests to recover a GPU (`nvmlDeviceGpuRecoveryAction_t`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Recovery {
+pub enum RecoveryAction {
     /// No action.
     Nothing,
     /// A reset of the GPU or of its bus.
@@ -100,12 +100,12 @@ pub struct Gpu {
     /// CUDA compute capability: major and minor.
     pub compute_capability: (u32, u32),
     /// MIG, if the GPU supports it.
-    pub mig: Option<Mig>,
+    pub mig: Option<MigState>,
 }
 
 /// MIG of one GPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Mig {
+pub struct MigState {
     /// Whether MIG mode is on.
     pub enabled: bool,
     /// The mode after the next reset, if it differs from the current one.

@@ -16,10 +16,11 @@ use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings::field_id;
 
 use super::error::{NvmlError, if_known, if_supported};
-use super::find::{self, Search};
+use super::find::{self, LibrarySearch};
 use super::gpus::Gpus;
 use super::model::{
-    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, Mig, MigActivation, MigInstance, Process, Recovery, Vitals,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuVitals, MigActivation, MigInstance, MigState, Process,
+    RecoveryAction,
 };
 use super::{sys, xid};
 
@@ -33,10 +34,10 @@ pub struct Nvml {
 
 impl Nvml {
     /// Loads the library and initializes it. A driver without a GPU is not an error.
-    pub fn open(search: &Search) -> Result<Self, NvmlError> {
-        let candidates = search.candidates();
+    pub fn open(search: &LibrarySearch) -> Result<Self, NvmlError> {
+        let candidates = search.candidate_files();
         let found = candidates.iter().find(|path| path.exists()).map(|path| path.as_os_str());
-        let Some(path) = found.or_else(|| search.library.is_none().then_some(OsStr::new(find::NAME))) else {
+        let Some(path) = found.or_else(|| search.library.is_none().then_some(OsStr::new(find::LIBRARY_NAME))) else {
             return Err(NvmlError::NoLibrary(
                 candidates.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "),
             ));
@@ -45,7 +46,7 @@ impl Nvml {
             Ok(inner) => Ok(Self { inner, indices: Mutex::default() }),
             Err(Code::LibloadingError(_)) if found.is_none() => Err(NvmlError::NoLibrary(format!(
                 "the usual driver directories and the dynamic loader's path for {}",
-                find::NAME
+                find::LIBRARY_NAME
             ))),
             Err(code) => Err(NvmlError::of("nvmlInitWithFlags", code)),
         }
@@ -53,7 +54,7 @@ impl Nvml {
 
     /// Finds a GPU or MIG device by UUID. Uses the last known index of a GPU, because a search by
     /// UUID accesses other GPUs, and one of them may hang.
-    fn device(&self, uuid: &str) -> Result<Device<'_>, NvmlError> {
+    fn find_device(&self, uuid: &str) -> Result<Device<'_>, NvmlError> {
         let index = self.indices.lock().unwrap_or_else(PoisonError::into_inner).get(uuid).copied();
         if let Some(index) = index {
             match self.device_at(index) {
@@ -76,7 +77,7 @@ impl Nvml {
         })
     }
 
-    fn describe(&self, device: &Device<'_>, index: u32) -> Result<Gpu, NvmlError> {
+    fn describe_gpu(&self, device: &Device<'_>, index: u32) -> Result<Gpu, NvmlError> {
         let uuid = device.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
         let capability = device
             .cuda_compute_capability()
@@ -117,19 +118,19 @@ impl Gpus for Nvml {
     }
 
     fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
-        let gpu = self.describe(&self.device_at(index)?, index)?;
+        let gpu = self.describe_gpu(&self.device_at(index)?, index)?;
         self.indices.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu.uuid.clone(), index);
         Ok(gpu)
     }
 
     fn listen(&self, index: u32, report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>) -> Result<(), NvmlError> {
-        xid::listen(&self.inner, &self.device_at(index)?, report)
+        xid::listen_for_xids(&self.inner, &self.device_at(index)?, report)
     }
 
     fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
-        let device = self.device(uuid)?;
+        let device = self.find_device(uuid)?;
         let index = device.index().map_err(|code| NvmlError::of("nvmlDeviceGetIndex", code))?;
-        self.describe(&device, index)
+        self.describe_gpu(&device, index)
     }
 
     fn processes(&self, uuid: &str) -> Result<Vec<Process>, NvmlError> {
@@ -137,7 +138,7 @@ impl Gpus for Nvml {
     }
 
     fn device_processes(&self, uuid: &str) -> Result<DeviceProcesses, NvmlError> {
-        let device = self.device(uuid)?;
+        let device = self.find_device(uuid)?;
         let all = device
             .running_compute_processes()
             .map_err(|code| NvmlError::of("nvmlDeviceGetComputeRunningProcesses", code))?;
@@ -146,8 +147,8 @@ impl Gpus for Nvml {
         Ok(DeviceProcesses { processes: merge_processes(&all, &clients.unwrap_or_default()), are_clients_known })
     }
 
-    fn vitals(&self, uuid: &str) -> Result<Vitals, NvmlError> {
-        let device = self.device(uuid)?;
+    fn vitals(&self, uuid: &str) -> Result<GpuVitals, NvmlError> {
+        let device = self.find_device(uuid)?;
         let uncorrected = if_known(
             "nvmlDeviceGetTotalEccErrors",
             device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile),
@@ -155,11 +156,11 @@ impl Gpus for Nvml {
         let pages = if_known("nvmlDeviceGetRetiredPagesPendingStatus", device.are_pages_pending_retired())?;
         let rows = sys::remapped_rows(&self.inner, &device)?;
         let pending = pages.into_iter().chain(rows.map(|rows| rows.pending)).reduce(|a, b| a || b);
-        Ok(Vitals {
+        Ok(GpuVitals {
             uncorrected,
             remap_pending: pending,
             remap_failed: rows.map(|rows| rows.failed),
-            recovery: requested_recovery(&device)?,
+            recovery: read_requested_recovery(&device)?,
         })
     }
 
@@ -173,7 +174,7 @@ impl Gpus for Nvml {
     }
 
     fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, NvmlError> {
-        let mode = self.device(uuid)?.compute_mode();
+        let mode = self.find_device(uuid)?.compute_mode();
         Ok(match mode.map_err(|code| NvmlError::of("nvmlDeviceGetComputeMode", code))? {
             WrappedMode::Default => ComputeMode::Default,
             WrappedMode::ExclusiveProcess | WrappedMode::ExclusiveThread => ComputeMode::ExclusiveProcess,
@@ -182,7 +183,7 @@ impl Gpus for Nvml {
     }
 
     fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
-        let mut device = self.device(uuid)?;
+        let mut device = self.find_device(uuid)?;
         let before = self.compute_mode(uuid)?;
         if before != mode {
             let mode = match mode {
@@ -197,7 +198,7 @@ impl Gpus for Nvml {
 
     fn set_mig_mode(&self, gpu: &str, on: bool) -> Result<MigActivation, NvmlError> {
         const CALL: &str = "nvmlDeviceSetMigMode";
-        let status = self.device(gpu)?.set_mig_mode(on).map_err(|code| NvmlError::of(CALL, code))?;
+        let status = self.find_device(gpu)?.set_mig_mode(on).map_err(|code| NvmlError::of(CALL, code))?;
         match nvml_try(status) {
             Ok(()) => Ok(MigActivation::Now),
             Err(Code::ResetRequired) => Ok(MigActivation::AfterReset),
@@ -207,13 +208,13 @@ impl Gpus for Nvml {
     }
 
     fn create_mig_instance(&self, gpu: &str, profile: &str, start: u32) -> Result<MigInstance, NvmlError> {
-        let device = self.device(gpu)?;
-        let profiles = sys::profiles(&self.inner, &device)?;
+        let device = self.find_device(gpu)?;
+        let profiles = sys::mig_profiles(&self.inner, &device)?;
         let Some(profile) = profiles.iter().find(|known| known.name == profile) else {
             return Err(NvmlError::NotFound(format!("MIG profile {profile} on {gpu}")));
         };
-        let gpu_instance = sys::create_instance(&self.inner, &device, profile, start)?;
-        let instances = sys::instances(&self.inner, &device, &profiles)?;
+        let gpu_instance = sys::create_gpu_instance(&self.inner, &device, profile, start)?;
+        let instances = sys::mig_instances(&self.inner, &device, &profiles)?;
         instances
             .into_iter()
             .find(|instance| instance.gpu_instance == gpu_instance)
@@ -221,13 +222,13 @@ impl Gpus for Nvml {
     }
 
     fn destroy_mig_instance(&self, gpu: &str, gpu_instance: u32) -> Result<(), NvmlError> {
-        sys::destroy_instance(&self.inner, &self.device(gpu)?, gpu_instance)
+        sys::destroy_gpu_instance(&self.inner, &self.find_device(gpu)?, gpu_instance)
     }
 }
 
 /// Returns the recovery action that the driver requests. Returns `None` if the driver is too old to
 /// report one or reports an unknown one.
-fn requested_recovery(device: &Device<'_>) -> Result<Option<Recovery>, NvmlError> {
+fn read_requested_recovery(device: &Device<'_>) -> Result<Option<RecoveryAction>, NvmlError> {
     const FIELD: FieldId = FieldId(field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
     let values = if_known("nvmlDeviceGetFieldValues", device.field_values_for(&[FIELD]))?;
     let value = values.into_iter().flatten().flatten().find_map(|sample| sample.value.ok());
@@ -237,26 +238,31 @@ fn requested_recovery(device: &Device<'_>) -> Result<Option<Recovery>, NvmlError
         Some(SampleValue::I64(action)) => u64::try_from(action).ok(),
         Some(SampleValue::F64(_)) | None => None,
     };
-    Ok(action.and_then(recovery_action))
+    Ok(action.and_then(parse_recovery_action))
 }
 
 /// Translates `nvmlDeviceGpuRecoveryAction_t` of `nvml.h`. Drivers after 580 report 6 and 7.
-const fn recovery_action(action: u64) -> Option<Recovery> {
+const fn parse_recovery_action(action: u64) -> Option<RecoveryAction> {
     match action {
-        0 => Some(Recovery::Nothing),
-        1 | 6 => Some(Recovery::Reset),
-        2 | 7 => Some(Recovery::Reboot),
-        3 | 4 => Some(Recovery::Drain),
+        0 => Some(RecoveryAction::Nothing),
+        1 | 6 => Some(RecoveryAction::Reset),
+        2 | 7 => Some(RecoveryAction::Reboot),
+        3 | 4 => Some(RecoveryAction::Drain),
         _ => None,
     }
 }
 
-fn read_mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<Mig>, NvmlError> {
+fn read_mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<MigState>, NvmlError> {
     let Some(mode) = if_supported("nvmlDeviceGetMigMode", device.mig_mode())? else { return Ok(None) };
     let enabled = mode.current == 1;
-    let profiles = sys::profiles(nvml, device)?;
-    let instances = if enabled { sys::instances(nvml, device, &profiles)? } else { Vec::new() };
-    Ok(Some(Mig { enabled, pending: (mode.pending != mode.current).then_some(mode.pending == 1), profiles, instances }))
+    let profiles = sys::mig_profiles(nvml, device)?;
+    let instances = if enabled { sys::mig_instances(nvml, device, &profiles)? } else { Vec::new() };
+    Ok(Some(MigState {
+        enabled,
+        pending: (mode.pending != mode.current).then_some(mode.pending == 1),
+        profiles,
+        instances,
+    }))
 }
 
 /// Returns the total memory in bytes as CUDA reports it: 143,155 MiB of NVML's 143,771 MiB on an

@@ -23,16 +23,16 @@ use super::error::{NvmlError, if_known};
 use super::model::{MigInstance, MigProfile};
 
 /// Upper limit for counts that NVML returns. No GPU has more slices or instances of one profile.
-const MAX_COUNT: c_uint = 64;
+const MAX_RETURNED_COUNT: c_uint = 64;
 
-fn handle(device: &Device<'_>) -> nvmlDevice_t {
+fn device_handle(device: &Device<'_>) -> nvmlDevice_t {
     // SAFETY: the handle is used while the device, and with it the library, is borrowed.
     unsafe { device.handle() }
 }
 
 /// Returns a value that identifies a GPU's handle. Use it only for comparisons.
-pub(super) fn identity(device: &Device<'_>) -> usize {
-    handle(device) as usize
+pub(super) fn handle_identity(device: &Device<'_>) -> usize {
+    device_handle(device) as usize
 }
 
 /// Returns the total memory in bytes, from the version of the call that every driver has.
@@ -42,7 +42,7 @@ pub(super) fn memory_total_v1(nvml: &Nvml, device: &Device<'_>) -> Result<u64, N
     // SAFETY: see the module documentation.
     let (status, memory) = unsafe {
         let mut memory: nvmlMemory_t = mem::zeroed();
-        (call(handle(device), &raw mut memory), memory)
+        (call(device_handle(device), &raw mut memory), memory)
     };
     nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
     Ok(memory.total)
@@ -63,14 +63,15 @@ pub(super) fn remapped_rows(nvml: &Nvml, device: &Device<'_>) -> Result<Option<R
     let Ok(call) = nvml_sym(nvml.lib().nvmlDeviceGetRemappedRows.as_ref()) else { return Ok(None) };
     let [mut corrected, mut uncorrected, mut pending, mut failed]: [c_uint; 4] = [0; 4];
     // SAFETY: see the module documentation.
-    let status =
-        unsafe { call(handle(device), &raw mut corrected, &raw mut uncorrected, &raw mut pending, &raw mut failed) };
+    let status = unsafe {
+        call(device_handle(device), &raw mut corrected, &raw mut uncorrected, &raw mut pending, &raw mut failed)
+    };
     let answered = if_known(CALL, nvml_try(status))?;
     Ok(answered.map(|()| RemappedRows { pending: pending != 0, failed: failed != 0 }))
 }
 
 /// Returns the MIG profiles of a GPU and their placements, in NVML's order.
-pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfile>, NvmlError> {
+pub(super) fn mig_profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfile>, NvmlError> {
     const CALL: &str = "nvmlDeviceGetGpuInstanceProfileInfoV";
     let lib = nvml.lib();
     // Drivers in which MIG profiles have no names lack this call.
@@ -81,7 +82,7 @@ pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfil
         let (status, info) = unsafe {
             let mut info: nvmlGpuInstanceProfileInfo_v2_t = mem::zeroed();
             info.version = struct_version::<nvmlGpuInstanceProfileInfo_v2_t>(2);
-            (call(handle(device), number, &raw mut info), info)
+            (call(device_handle(device), number, &raw mut info), info)
         };
         match nvml_try(status) {
             Ok(()) => {}
@@ -89,7 +90,7 @@ pub(super) fn profiles(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigProfil
             Err(Code::NotSupported | Code::InvalidArg | Code::NotFound) => continue,
             Err(code) => return Err(NvmlError::of(CALL, code)),
         }
-        let placements = placements(nvml, device, info.id)?;
+        let placements = mig_placements(nvml, device, info.id)?;
         profiles.push(MigProfile {
             id: info.id,
             name: profile_name(&info.name),
@@ -118,22 +119,26 @@ fn struct_version<T>(version: c_uint) -> c_uint {
     c_uint::try_from(mem::size_of::<T>()).unwrap_or(0) | (version << 24)
 }
 
-fn placements(nvml: &Nvml, device: &Device<'_>, profile: u32) -> Result<Vec<nvmlGpuInstancePlacement_t>, NvmlError> {
+fn mig_placements(
+    nvml: &Nvml,
+    device: &Device<'_>,
+    profile: u32,
+) -> Result<Vec<nvmlGpuInstancePlacement_t>, NvmlError> {
     const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
     let call = nvml_sym(nvml.lib().nvmlDeviceGetGpuInstancePossiblePlacements_v2.as_ref())
         .map_err(|code| NvmlError::of(CALL, code))?;
     let mut count: c_uint = 0;
     // SAFETY: with a null buffer, NVML only returns the count.
-    let status = unsafe { call(handle(device), profile, std::ptr::null_mut(), &raw mut count) };
+    let status = unsafe { call(device_handle(device), profile, std::ptr::null_mut(), &raw mut count) };
     if status != nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE {
         nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
     }
-    count = count.min(MAX_COUNT);
+    count = count.min(MAX_RETURNED_COUNT);
     // SAFETY: a placement is two integers; zero is a valid value of both.
     let mut placements: Vec<nvmlGpuInstancePlacement_t> = vec![unsafe { mem::zeroed() }; count as usize];
     if count > 0 {
         // SAFETY: the buffer has space for `count` placements.
-        let status = unsafe { call(handle(device), profile, placements.as_mut_ptr(), &raw mut count) };
+        let status = unsafe { call(device_handle(device), profile, placements.as_mut_ptr(), &raw mut count) };
         nvml_try(status).map_err(|code| NvmlError::of(CALL, code))?;
         placements.truncate(count as usize);
     }
@@ -142,7 +147,7 @@ fn placements(nvml: &Nvml, device: &Device<'_>, profile: u32) -> Result<Vec<nvml
 }
 
 /// Returns the GPU instances of a GPU in MIG mode, sorted by start.
-pub(super) fn instances(
+pub(super) fn mig_instances(
     nvml: &Nvml,
     device: &Device<'_>,
     profiles: &[MigProfile],
@@ -155,10 +160,11 @@ pub(super) fn instances(
     let devices = mig_devices(nvml, device)?;
     let mut found = Vec::new();
     for profile in profiles {
-        let mut handles: [nvmlGpuInstance_t; MAX_COUNT as usize] = [std::ptr::null_mut(); MAX_COUNT as usize];
-        let mut count = MAX_COUNT;
+        let mut handles: [nvmlGpuInstance_t; MAX_RETURNED_COUNT as usize] =
+            [std::ptr::null_mut(); MAX_RETURNED_COUNT as usize];
+        let mut count = MAX_RETURNED_COUNT;
         // SAFETY: NVML requires a buffer for all instances of a profile; this one is larger.
-        let status = unsafe { list(handle(device), profile.id, handles.as_mut_ptr(), &raw mut count) };
+        let status = unsafe { list(device_handle(device), profile.id, handles.as_mut_ptr(), &raw mut count) };
         match nvml_try(status) {
             Ok(()) => {}
             Err(Code::NotSupported | Code::NotFound) => continue,
@@ -202,8 +208,10 @@ fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlE
         .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstanceId", code))?;
     let compute_instance_id = nvml_sym(lib.nvmlDeviceGetComputeInstanceId.as_ref())
         .map_err(|code| NvmlError::of("nvmlDeviceGetComputeInstanceId", code))?;
-    let count =
-        device.mig_device_count().map_err(|code| NvmlError::of("nvmlDeviceGetMaxMigDeviceCount", code))?.min(MAX_COUNT);
+    let count = device
+        .mig_device_count()
+        .map_err(|code| NvmlError::of("nvmlDeviceGetMaxMigDeviceCount", code))?
+        .min(MAX_RETURNED_COUNT);
     let mut devices = Vec::new();
     for index in 0..count {
         let mig = match device.mig_device_by_index(index) {
@@ -215,10 +223,10 @@ fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlE
         let uuid = mig.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
         let (mut gpu_instance, mut compute_instance) = (0, 0);
         // SAFETY: see the module documentation.
-        nvml_try(unsafe { gpu_instance_id(handle(&mig), &raw mut gpu_instance) })
+        nvml_try(unsafe { gpu_instance_id(device_handle(&mig), &raw mut gpu_instance) })
             .map_err(|code| NvmlError::of("nvmlDeviceGetGpuInstanceId", code))?;
         // SAFETY: see the module documentation.
-        nvml_try(unsafe { compute_instance_id(handle(&mig), &raw mut compute_instance) })
+        nvml_try(unsafe { compute_instance_id(device_handle(&mig), &raw mut compute_instance) })
             .map_err(|code| NvmlError::of("nvmlDeviceGetComputeInstanceId", code))?;
         devices.push(MigDevice { uuid, gpu_instance, compute_instance });
     }
@@ -228,7 +236,7 @@ fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlE
 
 /// Creates a GPU instance at exactly `start`, and one compute instance that spans the GPU instance.
 /// Returns the GPU instance's ID.
-pub(super) fn create_instance(
+pub(super) fn create_gpu_instance(
     nvml: &Nvml,
     device: &Device<'_>,
     profile: &MigProfile,
@@ -245,7 +253,7 @@ pub(super) fn create_instance(
     let placement = nvmlGpuInstancePlacement_t { start, size: profile.size };
     let mut instance: nvmlGpuInstance_t = std::ptr::null_mut();
     // SAFETY: see the module documentation.
-    nvml_try(unsafe { create(handle(device), profile.id, &raw const placement, &raw mut instance) })
+    nvml_try(unsafe { create(device_handle(device), profile.id, &raw const placement, &raw mut instance) })
         .map_err(|code| NvmlError::of(CALL, code))?;
     // SAFETY: see the module documentation.
     let (status, got) = unsafe {
@@ -293,7 +301,7 @@ fn create_compute_instance(nvml: &Nvml, instance: nvmlGpuInstance_t, slices: u32
 }
 
 /// Destroys the compute instances of a GPU instance, then the GPU instance.
-pub(super) fn destroy_instance(nvml: &Nvml, device: &Device<'_>, gpu_instance: u32) -> Result<(), NvmlError> {
+pub(super) fn destroy_gpu_instance(nvml: &Nvml, device: &Device<'_>, gpu_instance: u32) -> Result<(), NvmlError> {
     const CALL: &str = "nvmlGpuInstanceDestroy";
     let lib = nvml.lib();
     let by_id = nvml_sym(lib.nvmlDeviceGetGpuInstanceById.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
@@ -305,7 +313,7 @@ pub(super) fn destroy_instance(nvml: &Nvml, device: &Device<'_>, gpu_instance: u
     let destroy = nvml_sym(lib.nvmlGpuInstanceDestroy.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
     let mut instance: nvmlGpuInstance_t = std::ptr::null_mut();
     // SAFETY: see the module documentation.
-    nvml_try(unsafe { by_id(handle(device), gpu_instance, &raw mut instance) }).map_err(|code| match code {
+    nvml_try(unsafe { by_id(device_handle(device), gpu_instance, &raw mut instance) }).map_err(|code| match code {
         Code::NotFound | Code::InvalidArg => NvmlError::NotFound(format!("GPU instance {gpu_instance}")),
         code => NvmlError::of(CALL, code),
     })?;
@@ -318,8 +326,9 @@ pub(super) fn destroy_instance(nvml: &Nvml, device: &Device<'_>, gpu_instance: u
         if nvml_try(status).is_err() {
             continue;
         }
-        let mut handles: [nvmlComputeInstance_t; MAX_COUNT as usize] = [std::ptr::null_mut(); MAX_COUNT as usize];
-        let mut count = MAX_COUNT;
+        let mut handles: [nvmlComputeInstance_t; MAX_RETURNED_COUNT as usize] =
+            [std::ptr::null_mut(); MAX_RETURNED_COUNT as usize];
+        let mut count = MAX_RETURNED_COUNT;
         // SAFETY: the buffer is larger than any profile's number of instances.
         if nvml_try(unsafe { list(instance, profile.id, handles.as_mut_ptr(), &raw mut count) }).is_err() {
             continue;
@@ -337,7 +346,7 @@ pub(super) fn destroy_instance(nvml: &Nvml, device: &Device<'_>, gpu_instance: u
 /// An event as NVML returns it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RawEvent {
-    /// [`identity`] of the GPU.
+    /// [`handle_identity`] of the GPU.
     pub(super) device: usize,
     /// NVML's event type bits.
     pub(super) kind: u64,
@@ -348,20 +357,21 @@ pub(super) struct RawEvent {
 }
 
 /// NVML's event type bit of a critical XID.
-pub(super) const XID: u64 = nvmlEventTypeXidCriticalError as u64;
+pub(super) const XID_EVENT_TYPE: u64 = nvmlEventTypeXidCriticalError as u64;
 
 /// Adds the critical XIDs of a GPU to an event set. nvml-wrapper's `register_events` drops the set
 /// if it fails.
-pub(super) fn register(nvml: &Nvml, device: &Device<'_>, set: &EventSet<'_>) -> Result<(), NvmlError> {
+pub(super) fn register_for_xids(nvml: &Nvml, device: &Device<'_>, set: &EventSet<'_>) -> Result<(), NvmlError> {
     const CALL: &str = "nvmlDeviceRegisterEvents";
     let call = nvml_sym(nvml.lib().nvmlDeviceRegisterEvents.as_ref()).map_err(|code| NvmlError::of(CALL, code))?;
     // SAFETY: the set is borrowed and neither freed nor copied here; see the module
     // documentation.
-    nvml_try(unsafe { call(handle(device), XID, set.handle()) }).map_err(|code| NvmlError::of(CALL, code))
+    nvml_try(unsafe { call(device_handle(device), XID_EVENT_TYPE, set.handle()) })
+        .map_err(|code| NvmlError::of(CALL, code))
 }
 
 /// Waits for an event. nvml-wrapper's `wait` omits the GPU instance.
-pub(super) fn wait(nvml: &Nvml, set: &EventSet<'_>, timeout_ms: u32) -> Result<RawEvent, Code> {
+pub(super) fn wait_for_event(nvml: &Nvml, set: &EventSet<'_>, timeout_ms: u32) -> Result<RawEvent, Code> {
     let call = nvml_sym(nvml.lib().nvmlEventSetWait_v2.as_ref())?;
     // SAFETY: the set is borrowed and neither freed nor copied here; see the module
     // documentation.

@@ -17,10 +17,10 @@ use super::model::GpuEvent;
 const STOP_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 /// First and maximum delay after an error. Without a delay, the thread of a lost GPU would spin:
 /// every read fails at once.
-const BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+const BACK_OFF_RANGE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// Maximum number of queued events. A full channel blocks the threads; NVML then queues further
 /// events.
-const QUEUE_CAPACITY: usize = 64;
+const EVENT_QUEUE_CAPACITY: usize = 64;
 
 /// The threads that wait for events. The threads stop within seconds after this value is dropped. A
 /// thread that hangs in a call stops when the call returns.
@@ -36,7 +36,7 @@ pub struct EventWatch {
 impl EventWatch {
     /// Creates a watch without threads, and the channel on which it sends events.
     pub fn new(library: Library) -> (Self, mpsc::Receiver<GpuEvent>) {
-        let (events, receiver) = mpsc::channel(QUEUE_CAPACITY);
+        let (events, receiver) = mpsc::channel(EVENT_QUEUE_CAPACITY);
         (Self { library, events, stop: Arc::default(), watched: 0 }, receiver)
     }
 
@@ -52,7 +52,7 @@ impl EventWatch {
             // NVML needs a large stack. Keep the default size: untouched pages cost nothing.
             thread::Builder::new()
                 .name(format!("nvml-event-{index}"))
-                .spawn(move || watch(&library, index, &events, &stop))?;
+                .spawn(move || watch_gpu(&library, index, &events, &stop))?;
             self.watched += 1;
         }
         Ok(())
@@ -66,8 +66,8 @@ impl Drop for EventWatch {
 }
 
 /// Reports a GPU's events until `stop` is set or the receiver is dropped. Retries with a back-off.
-fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &AtomicBool) {
-    let mut pause = BACK_OFF.0;
+fn watch_gpu(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &AtomicBool) {
+    let mut pause = BACK_OFF_RANGE.0;
     let should_stop = || stop.load(Ordering::Relaxed) || events.is_closed();
     while !should_stop() {
         let started = Instant::now();
@@ -76,7 +76,7 @@ fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &
             if is_sent && !should_stop() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         };
         match library.listen(index, &mut report) {
-            Ok(()) => pause = BACK_OFF.0,
+            Ok(()) => pause = BACK_OFF_RANGE.0,
             Err(error) => {
                 match &error {
                     // The inventory reports a missing driver and missing GPUs.
@@ -92,15 +92,19 @@ fn watch(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, stop: &
                     }
                 }
                 // After a long run without an error, the delay returns to its first value.
-                pause = if started.elapsed() > BACK_OFF.1 { BACK_OFF.0 } else { (pause * 2).min(BACK_OFF.1) };
-                sleep(pause, stop);
+                pause = if started.elapsed() > BACK_OFF_RANGE.1 {
+                    BACK_OFF_RANGE.0
+                } else {
+                    (pause * 2).min(BACK_OFF_RANGE.1)
+                };
+                sleep_unless_stopped(pause, stop);
             }
         }
     }
 }
 
 /// Sleeps, but ends soon after `stop` is set.
-fn sleep(duration: Duration, stop: &AtomicBool) {
+fn sleep_unless_stopped(duration: Duration, stop: &AtomicBool) {
     let until = Instant::now() + duration;
     while !stop.load(Ordering::Relaxed) && Instant::now() < until {
         thread::sleep(STOP_CHECK_INTERVAL.min(until.saturating_duration_since(Instant::now())));

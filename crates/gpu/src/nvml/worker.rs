@@ -42,7 +42,7 @@ impl Worker {
     pub fn start(library: &Library, name: impl Into<String>) -> std::io::Result<Self> {
         let (jobs, queue) = channel();
         // NVML needs a large stack. Keep the default size: untouched pages cost nothing.
-        thread::Builder::new().name(name.into()).spawn(move || serve(&queue))?;
+        thread::Builder::new().name(name.into()).spawn(move || run_jobs(&queue))?;
         Ok(Self { library: library.clone(), jobs, progress: Arc::default() })
     }
 
@@ -68,7 +68,7 @@ impl Worker {
         let (answer, answered) = oneshot::channel();
         let (library, progress) = (self.library.clone(), Arc::clone(&self.progress));
         let job: Job = Box::new(move || {
-            let result = library.with(call);
+            let result = library.call_library(call);
             let mut progress = progress.lock().unwrap_or_else(PoisonError::into_inner);
             progress.returned = number;
             progress.missed = None;
@@ -100,7 +100,7 @@ impl Worker {
 }
 
 /// Runs the queued calls, one at a time, until the worker is dropped.
-fn serve(queue: &Receiver<Job>) {
+fn run_jobs(queue: &Receiver<Job>) {
     while let Ok(job) = queue.recv() {
         job();
     }
@@ -113,9 +113,9 @@ mod tests {
     use super::super::model::{ComputeMode, DriverInfo, Gpu, MigActivation, MigInstance, Process};
     use super::*;
 
-    struct NoGpus;
+    struct LibraryWithoutGpus;
 
-    impl Gpus for NoGpus {
+    impl Gpus for LibraryWithoutGpus {
         fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
             Ok(DriverInfo { driver: "1".into(), count: 0 })
         }
@@ -144,13 +144,13 @@ mod tests {
 
     const LONG_TIMEOUT: Duration = Duration::from_secs(60);
 
-    fn library() -> Library {
-        Library::new(|| Ok(Arc::new(NoGpus)))
+    fn library_without_gpus() -> Library {
+        Library::new(|| Ok(Arc::new(LibraryWithoutGpus)))
     }
 
     #[tokio::test]
     async fn a_hanging_call_fails_at_its_deadline_and_blocks_only_its_own_worker_until_it_returns() {
-        let library = library();
+        let library = library_without_gpus();
         let [worker, other] = ["one", "other"].map(|name| Worker::start(&library, name).unwrap());
         let (release, blocked) = channel::<()>();
         let deadline = Duration::from_millis(1);
@@ -180,7 +180,7 @@ mod tests {
         let count = Arc::clone(&opened);
         let library = Library::new(move || match count.fetch_add(1, Ordering::SeqCst) {
             0 => Err(NvmlError::NoLibrary("nowhere".into())),
-            _ => Ok(Arc::new(NoGpus)),
+            _ => Ok(Arc::new(LibraryWithoutGpus)),
         });
         let workers = ["a", "b"].map(|name| Worker::start(&library, name).unwrap());
         assert_eq!(opened.load(Ordering::SeqCst), 0);

@@ -11,14 +11,14 @@ use super::model::GpuEvent;
 use super::sys;
 
 /// Delay after a read that returned no event.
-const POLL_INTERVAL: Duration = Duration::from_millis(500);
+const XID_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Registers a GPU in its own event set. Passes each event to `report`, and `None` after each read
 /// without an event, until `report` returns `Break`.
 ///
 /// Polls instead of waiting in the library. NVML lets only one thread wait at a time, and all other
 /// threads spin on a lock. Two waiting threads used a whole CPU (two H200s, driver 580.159).
-pub(super) fn listen(
+pub(super) fn listen_for_xids(
     nvml: &Nvml,
     device: &Device<'_>,
     report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>,
@@ -26,10 +26,10 @@ pub(super) fn listen(
     let failed = |call| move |code| NvmlError::of(call, code);
     let uuid = device.uuid().map_err(failed("nvmlDeviceGetUUID"))?;
     let set = nvml.create_event_set().map_err(failed("nvmlEventSetCreate"))?;
-    sys::register(nvml, device, &set)?;
+    sys::register_for_xids(nvml, device, &set)?;
     loop {
-        let event = match sys::wait(nvml, &set, 0) {
-            Ok(event) if event.kind & sys::XID != 0 && event.device == sys::identity(device) => {
+        let event = match sys::wait_for_event(nvml, &set, 0) {
+            Ok(event) if event.kind & sys::XID_EVENT_TYPE != 0 && event.device == sys::handle_identity(device) => {
                 Some(GpuEvent::Xid { uuid: uuid.clone(), xid: event.data, gpu_instance: event.gpu_instance })
             }
             Ok(_) => Some(GpuEvent::Rescan),
@@ -41,7 +41,7 @@ pub(super) fn listen(
             return Ok(());
         }
         if is_quiet {
-            thread::sleep(POLL_INTERVAL);
+            thread::sleep(XID_POLL_INTERVAL);
         }
     }
 }

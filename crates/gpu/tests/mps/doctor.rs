@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
-use sim_machine::Effect;
+use sim_machine::FaultEffect;
 
 use super::node::{Node, default_daemon, host_program, wait_until};
 
@@ -64,7 +64,7 @@ fn verdicts(report: &Value) -> BTreeMap<&str, &str> {
 }
 
 /// Returns the names of the checks with this verdict.
-fn checks_with<'a>(report: &'a Value, verdict: &str) -> Vec<&'a str> {
+fn checks_with_verdict<'a>(report: &'a Value, verdict: &str) -> Vec<&'a str> {
     let findings = report["findings"].as_array().unwrap().iter();
     findings.filter(|finding| finding["verdict"] == verdict).map(|finding| finding["check"].as_str().unwrap()).collect()
 }
@@ -95,16 +95,16 @@ fn remaining_processes_and_files(node: &Node) -> Vec<String> {
         .collect()
 }
 
-fn inject_code(node: &Node, call: &str, code: i32) {
-    node.inject_fault(call, None, Effect::Code(code), None);
+fn inject_error_code(node: &Node, call: &str, code: i32) {
+    node.inject_fault(call, None, FaultEffect::Code(code), None);
 }
 
 #[test]
 fn the_simulated_driver_behaves_as_expected_and_the_doctor_cleans_up() {
-    let node = Node::without_host(1);
+    let node = Node::without_mps_host(1);
     let (status, report) = run_doctor_with_client(&node);
-    assert_eq!(checks_with(&report, "differs"), [] as [&str; 0], "{report:#}");
-    let not_tested: Vec<&str> = checks_with(&report, "notTested")
+    assert_eq!(checks_with_verdict(&report, "differs"), [] as [&str; 0], "{report:#}");
+    let not_tested: Vec<&str> = checks_with_verdict(&report, "notTested")
         .into_iter()
         .filter(|check| !(*check == "nvml" && is_in_a_namespace()))
         .collect();
@@ -121,22 +121,22 @@ fn is_in_a_namespace() -> bool {
 
 #[test]
 fn without_a_cuda_program_the_checks_that_need_one_are_not_tested() {
-    let node = Node::without_host(1);
+    let node = Node::without_mps_host(1);
     let (status, report) = run_doctor(&node, &[]);
     assert_eq!(status, Some(0));
-    assert_eq!(checks_with(&report, "asExpected"), ["start", "door", "commands", "privileges", "log"]);
+    assert_eq!(checks_with_verdict(&report, "asExpected"), ["start", "door", "commands", "privileges", "log"]);
     assert_eq!(observation_of(&report, "limits"), "needs a CUDA program (--client)");
     let (status, report) = run_doctor(&node, &["--client", "/nonexistent/program"]);
-    assert_eq!((status, checks_with(&report, "differs")), (Some(0), Vec::new()));
+    assert_eq!((status, checks_with_verdict(&report, "differs")), (Some(0), Vec::new()));
     assert!(observation_of(&report, "limits").contains("does not start"), "{report:#}");
 }
 
 #[test]
 fn an_unknown_handshake_differs_and_stops_the_tests() {
-    let node = Node::without_host(1);
-    inject_code(&node, "mps:handshake", 1);
+    let node = Node::without_mps_host(1);
+    inject_error_code(&node, "mps:handshake", 1);
     let (status, report) = run_doctor_with_client(&node);
-    assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["door"]));
+    assert_eq!((status, checks_with_verdict(&report, "differs")), (Some(1), vec!["door"]));
     assert!(observation_of(&report, "limits").contains("unknown"), "{report:#}");
     let text = doctor_command(&node, &[]).output().unwrap();
     let text = String::from_utf8(text.stdout).unwrap();
@@ -146,24 +146,24 @@ fn an_unknown_handshake_differs_and_stops_the_tests() {
 
 #[test]
 fn commands_that_fail_differ() {
-    let node = Node::without_host(1);
-    inject_code(&node, "mps:command:terminate_client", 201);
+    let node = Node::without_mps_host(1);
+    inject_error_code(&node, "mps:command:terminate_client", 201);
     let (status, report) = run_doctor_with_client(&node);
-    assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["terminate"]));
+    assert_eq!((status, checks_with_verdict(&report, "differs")), (Some(1), vec!["terminate"]));
     assert!(observation_of(&report, "terminate").contains("continues; its neighbour: continues"), "{report:#}");
 
-    let node = Node::without_host(1);
-    inject_code(&node, "mps:command:set_default_device_pinned_mem_limit", 1);
+    let node = Node::without_mps_host(1);
+    inject_error_code(&node, "mps:command:set_default_device_pinned_mem_limit", 1);
     let (_, report) = run_doctor_with_client(&node);
-    assert_eq!(checks_with(&report, "differs"), ["commands", "defaults"]);
+    assert_eq!(checks_with_verdict(&report, "differs"), ["commands", "defaults"]);
 }
 
 #[test]
 fn a_daemon_that_does_not_start_is_reported_with_its_last_line() {
-    let node = Node::without_host(1);
-    inject_code(&node, "mps:start", 3);
+    let node = Node::without_mps_host(1);
+    inject_error_code(&node, "mps:start", 3);
     let (status, report) = run_doctor_with_client(&node);
-    assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["start"]));
+    assert_eq!((status, checks_with_verdict(&report, "differs")), (Some(1), vec!["start"]));
     assert!(observation_of(&report, "start").starts_with("the daemon exited (exit status: 3)"), "{report:#}");
     assert_eq!(observation_of(&report, "limits"), "the daemon does not answer");
     assert_eq!(remaining_processes_and_files(&node), [] as [&str; 0]);
@@ -179,19 +179,19 @@ fn write_client_script(node: &Node, script: &str) -> String {
 
 #[test]
 fn a_driver_that_ignores_the_environment_differs() {
-    let node = Node::without_host(1);
+    let node = Node::without_mps_host(1);
     let script = write_client_script(&node, "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
     let (status, report) = run_doctor(&node, &["--client", &script]);
-    assert_eq!((status, checks_with(&report, "differs")), (Some(1), vec!["lower", "escape"]));
+    assert_eq!((status, checks_with_verdict(&report, "differs")), (Some(1), vec!["lower", "escape"]));
     assert!(observation_of(&report, "escape").starts_with("limit 8192 MiB, 7921 MiB"), "{report:#}");
 }
 
 #[test]
 fn nothing_is_started_on_a_gpu_in_use() {
-    let mut node = Node::with_host(1);
+    let mut node = Node::with_mps_host(1);
     let before = node.daemon_status(0);
     let (status, report) = run_doctor_with_client(&node);
-    assert_eq!((status, checks_with(&report, "notTested").len()), (Some(0), verdicts(&report).len()));
+    assert_eq!((status, checks_with_verdict(&report, "notTested").len()), (Some(0), verdicts(&report).len()));
     assert!(report["skipReason"].as_str().unwrap().contains("Cleave shares the GPU with MPS"), "{report:#}");
     assert_eq!(report["gpu"]["model"], "NVIDIA H200");
     // The daemon is running, but the desired file is deleted.
@@ -204,7 +204,7 @@ fn nothing_is_started_on_a_gpu_in_use() {
     assert_eq!(node.daemon_status(0), before);
 
     // A program uses the GPU without MPS.
-    node = Node::without_host(1);
+    node = Node::without_mps_host(1);
     node.desire_allocation("aa", 0, None, None);
     let plain = node.start_client("aa", &["--hold", "forever"]);
     wait_until("it has a context", || !node.machine.processes().unwrap().is_empty());
@@ -219,7 +219,7 @@ fn the_tests_stop_when_another_process_uses_the_gpu() {
         eprintln!("skipped: other processes are not visible in this pid namespace");
         return;
     }
-    let node = Node::without_host(1);
+    let node = Node::without_mps_host(1);
     let flag = node.path("came").display().to_string();
     let other = format!(
         "[ -e {flag} ] || {{ CUDA_MPS_PIPE_DIRECTORY=/nonexistent {} --hold forever >/dev/null </dev/null & echo $! >{flag}; }}",
@@ -239,8 +239,8 @@ fn the_tests_stop_when_another_process_uses_the_gpu() {
 
 #[test]
 fn a_doctor_that_receives_a_signal_stops_its_daemon() {
-    let node = Node::without_host(1);
-    node.inject_fault("mps:command:start_server", None, Effect::Hang(None), None);
+    let node = Node::without_mps_host(1);
+    node.inject_fault("mps:command:start_server", None, FaultEffect::Hang(None), None);
     let mut doctor: Child =
         doctor_command(&node, &["--client", &client_path(&node)]).stdout(Stdio::piped()).spawn().unwrap();
     wait_until("the daemon runs", || remaining_processes_and_files(&node).len() >= 2);
@@ -252,7 +252,7 @@ fn a_doctor_that_receives_a_signal_stops_its_daemon() {
 
 #[test]
 fn a_missing_gpu_or_driver_gives_no_result() {
-    let node = Node::without_host(2);
+    let node = Node::without_mps_host(2);
     let output = doctor_command(&node, &["--gpu", "7"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("no GPU 7 on this node; its GPUs: 0 (GPU-"));
@@ -266,7 +266,7 @@ fn a_missing_gpu_or_driver_gives_no_result() {
 
 #[test]
 fn a_daemon_of_another_gpu_is_ignored() {
-    let mut node = Node::without_host(2);
+    let mut node = Node::without_mps_host(2);
     node.desire_daemon(1, default_daemon());
     node.write_desired();
     let (_, report) = run_doctor(&node, &[]);

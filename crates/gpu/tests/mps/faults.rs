@@ -5,11 +5,11 @@ use std::process::{Command, ExitStatus};
 
 use cleave_gpu::mps::wire::{Client as Reported, DaemonState, DaemonStatus, Fault, Reply, Request};
 use rustix::process::Signal;
-use sim_machine::Effect;
-use sim_mps::handshake::{self, Subject};
+use sim_machine::FaultEffect;
+use sim_mps::handshake::{self, IntroductionSubject};
 use sim_mps::wire::{self as words, FromContext, ToContext};
 
-use crate::node::{Client, Node, kill, parse_limits};
+use crate::node::{Client, Node, parse_limits, send_signal};
 use crate::{ALLOCATION_A, ALLOCATION_B, node_with_two_tenants};
 
 /// Arguments of a client that runs a kernel and then makes an illegal access.
@@ -52,7 +52,7 @@ fn wait_until_fault_is_over(node: &Node, gpu: usize) -> (Fault, DaemonStatus) {
     (daemon.fault.clone().unwrap(), daemon)
 }
 
-fn exit_signal(status: ExitStatus) -> Option<i32> {
+fn signal_that_ended(status: ExitStatus) -> Option<i32> {
     status.signal()
 }
 
@@ -82,8 +82,8 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
     // Of the other clients, one exits by itself, one after SIGTERM and one after SIGKILL.
     assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
     assert_eq!(exits.wait().code(), Some(700 - 2 * 256));
-    assert_eq!(exit_signal(lingers.wait()), Some(15));
-    assert_eq!(exit_signal(deaf.wait()), Some(9));
+    assert_eq!(signal_that_ended(lingers.wait()), Some(15));
+    assert_eq!(signal_that_ended(deaf.wait()), Some(9));
     let (fault, after) = wait_until_fault_is_over(&node, 0);
     let mut affected = fault.affected.clone();
     affected.sort_by_key(|client| client.pid);
@@ -104,12 +104,12 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
 
 #[test]
 fn a_server_that_does_not_recover_is_replaced() {
-    let mut node = Node::with_host(2);
+    let mut node = Node::with_mps_host(2);
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.desire_allocation(ALLOCATION_B, 1, Some(50), Some(20480));
     node.apply_desired();
     let (before, other) = (node.daemon_status(0), node.daemon_status(1));
-    node.inject_fault("mps:heal", Some(0), Effect::Code(1), None);
+    node.inject_fault("mps:heal", Some(0), FaultEffect::Code(1), None);
     start_running_client(&node, ALLOCATION_A, &FAULT_ARGUMENTS).wait();
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("a client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
@@ -138,7 +138,7 @@ fn a_daemon_that_ignores_commands_is_replaced_and_gets_its_limits() {
     let node = node_with_two_tenants();
     let before = node.daemon_status(0);
     for call in ["mps:heal", "mps:command:shutdown_server", "mps:command:quit"] {
-        node.inject_fault(call, Some(0), Effect::Code(1), None);
+        node.inject_fault(call, Some(0), FaultEffect::Code(1), None);
     }
     start_running_client(&node, ALLOCATION_A, &FAULT_ARGUMENTS).wait();
     let (fault, after) = wait_until_fault_is_over(&node, 0);
@@ -150,14 +150,14 @@ fn a_daemon_that_ignores_commands_is_replaced_and_gets_its_limits() {
 
 #[test]
 fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
-    let mut node = Node::with_host(2);
+    let mut node = Node::with_mps_host(2);
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.desire_allocation(ALLOCATION_B, 1, Some(50), Some(20480));
     node.apply_desired();
     let before = node.daemon_status(0);
     let _lingers = start_running_client(&node, ALLOCATION_A, &["--hold", "forever", "--linger", "forever"]);
     start_running_client(&node, ALLOCATION_A, &FAULT_ARGUMENTS).wait();
-    kill(node.wait_for_state(0, DaemonState::Fault).server_pid.unwrap(), Signal::STOP);
+    send_signal(node.wait_for_state(0, DaemonState::Fault).server_pid.unwrap(), Signal::STOP);
     let uuid = node.uuid(0);
     let mut meanwhile = 0;
     node.wait_for_status("a new daemon serves", |status| {
@@ -192,7 +192,7 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
     handles.signal(Signal::TERM);
     assert_eq!(handles.wait().code(), Some(0));
     let mut ended = start_busy_client(&node, ALLOCATION_A, "1000");
-    assert_eq!(node.request(&Request::Terminate { device: uuid.clone(), pid: ended.pid() }), Reply::Done);
+    assert_eq!(node.send_request(&Request::Terminate { device: uuid.clone(), pid: ended.pid() }), Reply::Done);
     ended.signal(Signal::KILL);
     ended.wait();
     has_clients(0);
@@ -262,7 +262,7 @@ fn killing_a_server_in_fault_ends_the_fault() {
     );
     start_running_client(&node, ALLOCATION_A, &FAULT_ARGUMENTS).wait();
     let fault = node.wait_for_state(0, DaemonState::Fault);
-    kill(fault.server_pid.unwrap(), Signal::KILL);
+    send_signal(fault.server_pid.unwrap(), Signal::KILL);
     let (_, after) = wait_until_fault_is_over(&node, 0);
     assert_eq!((after.pid, after.restarts), (fault.pid, 0));
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
@@ -280,8 +280,10 @@ fn a_process_whose_identity_is_not_proven_to_the_server_is_not_signalled() {
     let who = sim_mps::seqpacket::Credentials { pid: i32::try_from(pid).unwrap(), ..handshake::own_credentials() };
     let door = node.paths.door(ALLOCATION_A);
     // The door sees this test as the client; the server sees the bystander.
-    let _process = handshake::connect_to_server(&door).unwrap().enter_as(Subject::Process, who).unwrap();
-    let (channel, _socket) = handshake::connect_to_server(&door).unwrap().enter_as(Subject::Context, who).unwrap();
+    let _process =
+        handshake::connect_to_server(&door).unwrap().introduce_to_server_as(IntroductionSubject::Process, who).unwrap();
+    let (channel, _socket) =
+        handshake::connect_to_server(&door).unwrap().introduce_to_server_as(IntroductionSubject::Context, who).unwrap();
     let create = ToContext::Create { device: node.uuid(0), threads: None, command: "x".into(), namespace: 0 };
     words::send(&channel, &create).unwrap();
     assert!(matches!(words::recv(&channel).unwrap(), Some(FromContext::Created { .. })));

@@ -6,7 +6,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cleave_gpu::mps::wire::DaemonState;
-use sim_mps::handshake::{self, CREDENTIALS, ClientSockets, ConnectError, KIND_CLIENT, Subject, own_credentials};
+use sim_mps::handshake::{
+    self, CREDENTIALS, ClientSockets, ConnectError, IntroductionSubject, KIND_CLIENT, own_credentials,
+};
 use sim_mps::seqpacket::Connection;
 
 use crate::node::{Node, wait_until};
@@ -18,7 +20,7 @@ fn client_with_socket(node: &Node, allocation: &str) -> ClientSockets {
 }
 
 /// Asserts that other clients run as before, on the same server.
-fn assert_unharmed(node: &Node, before: Option<u32>) {
+fn assert_other_clients_unharmed(node: &Node, before: Option<u32>) {
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let daemon = node.daemon_status(0);
@@ -32,7 +34,7 @@ fn a_client_that_exits_before_its_introduction_to_the_server_affects_no_other_cl
     let server = node.daemon_status(0).server_pid;
     for _ in 0..3 {
         drop(client_with_socket(&node, ALLOCATION_A));
-        assert_unharmed(&node, server);
+        assert_other_clients_unharmed(&node, server);
     }
 }
 
@@ -41,11 +43,11 @@ fn a_client_that_never_introduces_itself_to_the_server_is_disconnected() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let stalled = client_with_socket(&node, ALLOCATION_A);
-    assert_unharmed(&node, server);
+    assert_other_clients_unharmed(&node, server);
     // An open connection would let the stalled client run under limits that were set later for
     // other clients.
-    assert!(matches!(stalled.enter(Subject::Process), Err(ConnectError::ByServer)));
-    assert_unharmed(&node, server);
+    assert!(matches!(stalled.introduce_to_server(IntroductionSubject::Process), Err(ConnectError::ByServer)));
+    assert_other_clients_unharmed(&node, server);
 }
 
 #[test]
@@ -56,11 +58,11 @@ fn a_client_that_introduces_itself_in_part_is_disconnected() {
         let client = client_with_socket(&node, ALLOCATION_A);
         let channel = client.receive_channel().unwrap();
         client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
-        for word in Subject::Process.introduction_words().iter().take(words - 1) {
+        for word in IntroductionSubject::Process.introduction_words().iter().take(words - 1) {
             client.server.send(word).unwrap();
         }
         drop((client, channel));
-        assert_unharmed(&node, server);
+        assert_other_clients_unharmed(&node, server);
     }
 }
 
@@ -100,7 +102,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
     let client = client_with_socket(&node, ALLOCATION_A);
     let channel = client.receive_channel().unwrap();
     client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
-    for word in Subject::Process.introduction_words() {
+    for word in IntroductionSubject::Process.introduction_words() {
         client.server.send(&word).unwrap();
     }
     assert_eq!(client.server.recv(64).unwrap().unwrap().data, [0; 4]);
@@ -110,7 +112,7 @@ fn a_client_that_claims_to_be_refused_is_disconnected() {
             .lines()
             .all(|line| line != std::process::id().to_string())
     });
-    assert_unharmed(&node, Some(server));
+    assert_other_clients_unharmed(&node, Some(server));
     drop((client, channel));
 }
 
@@ -124,12 +126,12 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
         if words > 0 {
             client.server.send_credentials(CREDENTIALS, own_credentials()).unwrap();
         }
-        for word in Subject::Process.introduction_words().iter().take(words.max(1) - 1) {
+        for word in IntroductionSubject::Process.introduction_words().iter().take(words.max(1) - 1) {
             client.server.send(word).unwrap();
         }
         client.server.shutdown();
         client.daemon.send(&0_u32.to_le_bytes()).unwrap();
-        assert_unharmed(&node, server);
+        assert_other_clients_unharmed(&node, server);
         drop((client, channel));
     }
 }
@@ -139,7 +141,8 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let before = node.count_host_descriptors();
-    let (channel, socket) = client_with_socket(&node, ALLOCATION_A).enter(Subject::Process).unwrap();
+    let (channel, socket) =
+        client_with_socket(&node, ALLOCATION_A).introduce_to_server(IntroductionSubject::Process).unwrap();
     let full = |socket: &Connection| {
         (0..10).all(|_| {
             thread::sleep(Duration::from_millis(2));
@@ -150,7 +153,7 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     drop(socket);
     wait_until("the client's connection is closed", || node.count_host_descriptors() <= before);
     assert!(channel.recv(64).unwrap().is_none());
-    assert_unharmed(&node, server);
+    assert_other_clients_unharmed(&node, server);
 }
 
 #[test]
@@ -158,7 +161,8 @@ fn connections_are_limited_per_allocation() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
     let enter = || {
-        handshake::connect_to_server(&node.paths.door(ALLOCATION_A)).and_then(|sockets| sockets.enter(Subject::Process))
+        handshake::connect_to_server(&node.paths.door(ALLOCATION_A))
+            .and_then(|sockets| sockets.introduce_to_server(IntroductionSubject::Process))
     };
     let held: Vec<_> = (0..256).map(|_| enter().unwrap()).collect();
     let descriptors = node.count_host_descriptors();
@@ -166,7 +170,7 @@ fn connections_are_limited_per_allocation() {
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     drop(held);
     wait_until("the clients' descriptors are closed", || node.count_host_descriptors() + 512 <= descriptors);
-    assert_unharmed(&node, server);
+    assert_other_clients_unharmed(&node, server);
 }
 
 #[test]
@@ -175,8 +179,8 @@ fn a_client_that_claims_to_be_connected_is_detected() {
     let server = node.daemon_status(0).server_pid;
     let client = client_with_socket(&node, ALLOCATION_A);
     client.daemon.send(&0_u32.to_le_bytes()).unwrap();
-    assert_unharmed(&node, server);
-    assert!(matches!(client.enter(Subject::Process), Err(ConnectError::ByServer)));
+    assert_other_clients_unharmed(&node, server);
+    assert!(matches!(client.introduce_to_server(IntroductionSubject::Process), Err(ConnectError::ByServer)));
     let status = node.wait_for_status("the refusal is counted", |status| status.allocations[ALLOCATION_A].refused == 1);
     assert!(status.daemons.values().all(|daemon| daemon.restarts == 0));
 }
@@ -185,7 +189,7 @@ fn a_client_that_claims_to_be_connected_is_detected() {
 fn a_client_that_connects_late_but_in_time_is_admitted() {
     let node = node_with_two_tenants();
     let client = client_with_socket(&node, ALLOCATION_A);
-    let entered = client.enter(Subject::Process).unwrap();
+    let entered = client.introduce_to_server(IntroductionSubject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
     drop(entered);
 }
@@ -196,7 +200,8 @@ fn allocations_take_turns_even_if_one_sends_many_clients() {
     let door = node.paths.door(ALLOCATION_A);
     let before = node.daemon_status(0).server_pid;
     // Each client receives its socket and does not use it.
-    let stalling: Vec<_> = (0..12).map(|_| handshake::introduce(&door, KIND_CLIENT).unwrap().unwrap()).collect();
+    let stalling: Vec<_> =
+        (0..12).map(|_| handshake::introduce_to_daemon(&door, KIND_CLIENT).unwrap().unwrap()).collect();
     // Three connections: one to check for a daemon, one for the process, one for a context.
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     let dropped = node.status().unwrap().allocations[ALLOCATION_A].refused;

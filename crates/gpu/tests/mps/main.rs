@@ -11,20 +11,20 @@ use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::time::Instant;
 
-use cleave_gpu::mps::wire::{Allocation, Daemon, DaemonState, Enforcement, Reply, Request};
+use cleave_gpu::mps::wire::{Allocation, DaemonSettings, DaemonState, Enforcement, Reply, Request};
 use rustix::process::Signal;
-use sim_machine::{ComputeMode, Effect};
+use sim_machine::{ComputeMode, FaultEffect};
 use sim_mps::handshake as mps;
 use sim_mps::seqpacket::Connection;
 
-use node::{Client, Node, as_user, default_daemon, kill, parse_limits, wait_until};
+use node::{Client, Node, default_daemon, parse_limits, send_signal, set_user, wait_until};
 
 const ALLOCATION_A: &str = "aa";
 const ALLOCATION_B: &str = "bb";
 
 /// Returns one GPU with two allocations: one fifth and one half of the GPU.
 fn node_with_two_tenants() -> Node {
-    let mut node = Node::with_host(1);
+    let mut node = Node::with_mps_host(1);
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.desire_allocation(ALLOCATION_B, 0, Some(50), Some(20480));
     node.apply_desired();
@@ -72,17 +72,17 @@ fn a_tenant_can_lower_its_limits_but_not_raise_them() {
 fn a_user_other_than_root_is_admitted() {
     let node = node_with_two_tenants();
     let mut command = node.client_command(ALLOCATION_A, &[]);
-    as_user(&mut command, 1000);
+    set_user(&mut command, 1000);
     assert_eq!(parse_limits(&Client::spawn(command).read_line()), (26, Some(8192)));
 }
 
 #[test]
 fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
-    let mut node = Node::without_host(1);
-    let defaults = Daemon { default_threads: Some(40), default_memory_mib: Some(1536), ..default_daemon() };
+    let mut node = Node::without_mps_host(1);
+    let defaults = DaemonSettings { default_threads: Some(40), default_memory_mib: Some(1536), ..default_daemon() };
     node.desire_daemon(0, defaults);
     node.write_desired();
-    node.start();
+    node.start_host();
     let before = node.wait_for_state(0, DaemonState::Active);
     let check = |node: &Node, server: u32| {
         assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "40.0");
@@ -90,7 +90,7 @@ fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
         assert_eq!(node.send_admin_command(0, &format!("get_active_thread_percentage {server}")), "40.0");
     };
     check(&node, before.server_pid.unwrap());
-    kill(before.pid.unwrap(), Signal::KILL);
+    send_signal(before.pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
     let status = node.wait_for_status("the daemon serves again", |status| {
         let daemon = &status.daemons[&uuid];
@@ -103,12 +103,12 @@ fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
 
 #[test]
 fn no_client_is_admitted_if_defaults_are_not_accepted() {
-    let mut node = Node::without_host(1);
-    node.desire_daemon(0, Daemon { default_threads: Some(40), ..default_daemon() });
+    let mut node = Node::without_mps_host(1);
+    node.desire_daemon(0, DaemonSettings { default_threads: Some(40), ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, None, None);
-    node.inject_fault("mps:command:get_default_active_thread_percentage", None, Effect::Code(7), None);
+    node.inject_fault("mps:command:get_default_active_thread_percentage", None, FaultEffect::Code(7), None);
     node.write_desired();
-    node.start();
+    node.start_host();
     let backing_off = node.wait_for_state(0, DaemonState::BackOff);
     assert!(backing_off.message.contains("did not accept"), "{backing_off:#?}");
     let mut client = node.start_client(ALLOCATION_A, &[]);
@@ -132,12 +132,12 @@ fn administrators_are_refused_and_counted() {
 
 #[test]
 fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
-    let mut node = Node::without_host(1);
+    let mut node = Node::without_mps_host(1);
     node.set_env("SIM_MPS_SERVER_START_MS", "1500");
     node.desire_daemon(0, default_daemon());
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.write_desired();
-    node.start();
+    node.start_host();
     // This client connects before the first daemon runs.
     let mut first = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("the first client waits", |status| {
@@ -147,7 +147,7 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
     assert_eq!(parse_limits(&first.read_line()), (26, Some(8192)));
     // This client connects after the daemon was killed.
     for _ in 0..2 {
-        kill(node.wait_for_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
+        send_signal(node.wait_for_state(0, DaemonState::Active).pid.unwrap(), Signal::KILL);
         node.wait_for_state(0, DaemonState::Restarting);
         let mut clients: Vec<Client> = (0..5).map(|_| node.start_client(ALLOCATION_A, &[])).collect();
         node.wait_for_status("the clients wait", |status| status.allocations[ALLOCATION_A].waiting == 5);
@@ -163,7 +163,7 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
     let node = node_with_two_tenants();
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let before = node.daemon_status(0);
-    kill(before.server_pid.unwrap(), Signal::KILL);
+    send_signal(before.server_pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
     let is_new = |server: Option<u32>| server.is_some() && server != before.server_pid;
     let after = node.wait_for_status("a new server serves", |status| {
@@ -176,13 +176,13 @@ fn a_killed_server_is_restarted_and_gets_its_limits_again() {
 
 #[test]
 fn a_hung_daemon_is_replaced_and_the_other_gpu_never_waits() {
-    let mut node = Node::with_host(2);
+    let mut node = Node::with_mps_host(2);
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.desire_allocation(ALLOCATION_B, 1, Some(50), Some(20480));
     node.apply_desired();
     let before = node.daemon_status(0);
     let other = node.daemon_status(1);
-    kill(before.pid.unwrap(), Signal::STOP);
+    send_signal(before.pid.unwrap(), Signal::STOP);
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     let uuid = node.uuid(0);
     let mut seen_meanwhile = 0;
@@ -199,11 +199,11 @@ fn a_hung_daemon_is_replaced_and_the_other_gpu_never_waits() {
 
 #[test]
 fn a_hung_command_does_not_delay_the_other_gpu() {
-    let mut node = Node::with_host(2);
+    let mut node = Node::with_mps_host(2);
     node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
     node.desire_allocation(ALLOCATION_B, 1, Some(50), None);
     node.apply_desired();
-    node.inject_fault("mps:command:set_active_thread_percentage", Some(0), Effect::Hang(None), None);
+    node.inject_fault("mps:command:set_active_thread_percentage", Some(0), FaultEffect::Hang(None), None);
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
     for _ in 0..5 {
@@ -264,11 +264,11 @@ fn connections_leak_no_descriptors() {
         // Four peers: one only connects; one disconnects during the handshake; one disconnects with
         // the server's socket; one is an administrator.
         drop(Connection::connect(&door).unwrap());
-        drop(mps::introduce(&door, mps::KIND_CLIENT).unwrap());
+        drop(mps::introduce_to_daemon(&door, mps::KIND_CLIENT).unwrap());
         if round % 10 == 0 {
             drop(mps::connect_to_server(&door).unwrap());
         }
-        drop(mps::introduce(&door, mps::KIND_ADMINISTRATOR).unwrap());
+        drop(mps::introduce_to_daemon(&door, mps::KIND_ADMINISTRATOR).unwrap());
     }
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     wait_until("all descriptors are closed", || settled(&node) <= before);
@@ -298,7 +298,7 @@ fn clients_are_reported_with_their_allocation_until_they_exit() {
 
 #[test]
 fn clients_beyond_the_maximum_are_refused_until_one_exits() {
-    let mut node = Node::with_host(1);
+    let mut node = Node::with_mps_host(1);
     let allocation = Allocation { device: node.uuid(0), threads: Some(20), memory_mib: None, max_clients: Some(2) };
     node.desired.allocations.insert(ALLOCATION_A.into(), allocation);
     node.apply_desired();
@@ -334,7 +334,7 @@ fn an_mps_host_cleans_up_after_a_killed_mps_host() {
     let mut node = node_with_two_tenants();
     let before = node.daemon_status(0);
     node.stop_host(Signal::KILL);
-    node.start();
+    node.start_host();
     let uuid = node.uuid(0);
     node.wait_for_status("a new daemon serves", |status| {
         let daemon = status.daemons.get(&uuid);
@@ -366,31 +366,31 @@ fn an_mps_host_that_stops_removes_its_processes_and_files() {
 
 #[test]
 fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops() {
-    let mut node = Node::without_host(1);
-    node.desire_daemon(0, Daemon { exclusive: true, ..default_daemon() });
+    let mut node = Node::without_mps_host(1);
+    node.desire_daemon(0, DaemonSettings { exclusive: true, ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
     let mode = |node: &Node| node.machine.snapshot().unwrap().gpus[0].compute_mode;
     assert_eq!(mode(&node), ComputeMode::Default);
     node.write_desired();
-    node.start();
+    node.start_host();
     node.wait_for_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     assert_eq!(node.run_and_read_limits(ALLOCATION_A).0, 26);
     // A killed MPS host cannot restore the compute mode. The next MPS host does.
     node.stop_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
-    node.start();
+    node.start_host();
     node.wait_for_state(0, DaemonState::Active);
     node.stop_host(Signal::TERM);
     assert_eq!(mode(&node), ComputeMode::Default);
     // An MPS host that no longer has a daemon for the GPU restores the mode too.
-    node.start();
+    node.start_host();
     node.wait_for_state(0, DaemonState::Active);
     node.stop_host(Signal::KILL);
     node.desired.daemons.clear();
     node.desired.allocations.clear();
     node.write_desired();
-    node.start();
+    node.start_host();
     wait_until("the compute mode is restored", || mode(&node) == ComputeMode::Default);
 }
 
@@ -427,7 +427,7 @@ fn new_settings_wait_for_clients_and_new_limits_apply_to_the_next_client() {
     running.read_line();
     let before = node.daemon_status(0);
     let uuid = node.uuid(0);
-    node.desire_daemon(0, Daemon { default_threads: Some(30), ..default_daemon() });
+    node.desire_daemon(0, DaemonSettings { default_threads: Some(30), ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(10), Some(1024));
     node.write_desired();
     node.wait_for_status("the restart waits for clients", |status| {
@@ -467,7 +467,7 @@ fn an_invalid_desired_file_changes_nothing() {
 
 #[test]
 fn a_run_directory_that_is_too_long_for_sockets_is_an_error() {
-    let node = Node::without_host(1);
+    let node = Node::without_mps_host(1);
     let long = node.path(&"x".repeat(90));
     let output = Command::new(node::host_program()).args(["mps-host", "--run-dir"]).arg(&long).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -477,7 +477,7 @@ fn a_run_directory_that_is_too_long_for_sockets_is_an_error() {
 
 #[test]
 fn a_second_mps_host_in_the_same_directory_does_not_start() {
-    let node = Node::with_host(1);
+    let node = Node::with_mps_host(1);
     let output = node.host_command().output().unwrap();
     assert!(!output.status.success());
     assert!(String::from_utf8_lossy(&output.stderr).contains("another MPS host"));
@@ -494,31 +494,31 @@ fn a_removed_door_socket_is_restored() {
 
 #[test]
 fn an_unknown_handshake_is_relayed_unchanged() {
-    let mut node = Node::without_host(1);
-    node.desire_daemon(0, Daemon { default_threads: Some(40), ..default_daemon() });
+    let mut node = Node::without_mps_host(1);
+    node.desire_daemon(0, DaemonSettings { default_threads: Some(40), ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
-    node.inject_fault("mps:handshake", None, Effect::Code(1), None);
+    node.inject_fault("mps:handshake", None, FaultEffect::Code(1), None);
     node.write_desired();
-    node.start();
+    node.start_host();
     let active = node.wait_for_state(0, DaemonState::Active);
     assert_eq!(active.enforcement, Enforcement::Advisory);
     // Defaults are set with that driver's own tool. Doors set no limits.
     assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "40.0");
     let through = Connection::connect(&node.paths.door(ALLOCATION_A)).unwrap();
-    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::OTHER_HELLO);
+    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::HELLO_OF_OTHER_DRIVER);
     // Credentials and descriptors are relayed too.
     through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
     through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
     let packet = through.recv_fd(64).unwrap().unwrap();
     assert_eq!(packet.data, mps::DESCRIPTOR);
     let sockets = mps::ClientSockets { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
-    let _client = sockets.enter(mps::Subject::Process).unwrap();
+    let _client = sockets.introduce_to_server(mps::IntroductionSubject::Process).unwrap();
     node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
 }
 
 #[test]
 fn the_readiness_probe_succeeds_only_while_the_mps_host_answers() {
-    let mut node = Node::with_host(1);
+    let mut node = Node::with_mps_host(1);
     let ready = |node: &Node| {
         let mut probe = Command::new(node::host_program());
         probe.args(["mps-host", "ready", "--run-dir"]).arg(node.paths.run()).output().unwrap()
@@ -539,12 +539,14 @@ fn the_readiness_probe_succeeds_only_while_the_mps_host_answers() {
 #[test]
 fn valid_and_invalid_requests_are_answered() {
     let node = node_with_two_tenants();
-    assert!(matches!(node.request(&Request::Status), Reply::Status(status) if status.pid == node.host_pid()));
+    assert!(matches!(node.send_request(&Request::Status), Reply::Status(status) if status.pid == node.host_pid()));
     for bad in ["{}\n", "\n", "nonsense\n", "{\"op\":\"explode\"}\n", &format!("{}\n", "[".repeat(100_000))] {
         assert!(matches!(node.send_line(bad), Reply::Error { .. }), "{bad:.20}");
     }
     let unknown = Request::Await { allocation: "ff".into(), timeout_ms: 1 };
-    assert!(matches!(node.request(&unknown), Reply::Error { message } if message.contains("not in the desired file")));
+    assert!(
+        matches!(node.send_request(&unknown), Reply::Error { message } if message.contains("not in the desired file"))
+    );
     // Connections that send nothing, or half a line, delay no other connection.
     let mut silent: Vec<UnixStream> = (0..20).map(|_| UnixStream::connect(node.paths.socket()).unwrap()).collect();
     for stream in &mut silent {
@@ -555,34 +557,34 @@ fn valid_and_invalid_requests_are_answered() {
     let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     running.read_line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: running.pid() };
-    assert_eq!(node.request(&terminate), Reply::Done);
+    assert_eq!(node.send_request(&terminate), Reply::Done);
     // This client has no context.
     let mut ended = node.start_client(ALLOCATION_A, &["--hold", "forever", "--linger", "forever"]);
     ended.read_line();
     let terminate = Request::Terminate { device: node.uuid(0), pid: ended.pid() };
-    assert_eq!([node.request(&terminate), node.request(&terminate)], [Reply::Done, Reply::NoContext]);
+    assert_eq!([node.send_request(&terminate), node.send_request(&terminate)], [Reply::Done, Reply::NoContext]);
     // A stopped client would block the daemon until it continues.
     let stopped = node.start_client(ALLOCATION_A, &["--hold", "forever", "--read-line"]);
     stopped.signal(Signal::STOP);
     let stat = format!("/proc/{}/stat", stopped.pid());
     wait_until("the client is stopped", || fs::read_to_string(&stat).unwrap().contains(") T "));
     let terminate = Request::Terminate { device: node.uuid(0), pid: stopped.pid() };
-    assert!(matches!(node.request(&terminate), Reply::Error { message } if message.contains("stopped")));
+    assert!(matches!(node.send_request(&terminate), Reply::Error { message } if message.contains("stopped")));
     let terminate = Request::Terminate { device: "GPU-0".into(), pid: 1 };
-    assert!(matches!(node.request(&terminate), Reply::Error { .. }));
+    assert!(matches!(node.send_request(&terminate), Reply::Error { .. }));
 }
 
 #[test]
 fn without_multi_user_users_take_turns() {
-    let mut node = Node::without_host(1);
-    node.desire_daemon(0, Daemon { multi_user: false, ..default_daemon() });
+    let mut node = Node::without_mps_host(1);
+    node.desire_daemon(0, DaemonSettings { multi_user: false, ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.write_desired();
-    node.start();
+    node.start_host();
     node.wait_for_state(0, DaemonState::Active);
     let as_1000 = |arguments: &[&str]| {
         let mut command = node.client_command(ALLOCATION_A, arguments);
-        as_user(&mut command, 1000);
+        set_user(&mut command, 1000);
         Client::spawn(command)
     };
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
@@ -599,7 +601,7 @@ fn without_multi_user_users_take_turns() {
 fn orphans_are_reaped() {
     let node = node_with_two_tenants();
     let before = node.daemon_status(0);
-    kill(before.pid.unwrap(), Signal::KILL);
+    send_signal(before.pid.unwrap(), Signal::KILL);
     let uuid = node.uuid(0);
     node.wait_for_status("the daemon serves again", |status| {
         let daemon = &status.daemons[&uuid];

@@ -12,15 +12,16 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cleave_gpu::mps::wire::{
-    Allocation, Daemon, DaemonState, DaemonStatus, Desired, Paths, Reply, Request, Status, VERSION,
+    Allocation, DaemonSettings, DaemonState, DaemonStatus, Desired, FILE_FORMAT_VERSION, MpsHostStatus, Paths, Reply,
+    Request,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
-use sim_machine::{Description, Effect, Fault, GpuDescription, Machine};
+use sim_machine::{Fault, FaultEffect, GpuDescription, Machine, MachineDescription};
 use sim_mps::handshake;
 
 /// Time limit of each wait. Longer than any step takes on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) struct Node {
     dir: tempfile::TempDir,
@@ -33,7 +34,7 @@ pub(crate) struct Node {
 
 impl Node {
     /// Returns a machine with this number of H200s and no MPS host.
-    pub(crate) fn without_host(gpus: usize) -> Self {
+    pub(crate) fn without_mps_host(gpus: usize) -> Self {
         assert!(
             rustix::process::geteuid().is_root(),
             "these tests need root: the MPS host passes on the credentials of other processes"
@@ -49,21 +50,21 @@ impl Node {
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }; gpus];
         // UUIDs derive from the name, so no two tests share a UUID.
         let name = dir.path().display().to_string();
-        let description = Description { name, gpus, ..Description::default() };
+        let description = MachineDescription { name, gpus, ..MachineDescription::default() };
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
         let paths = Paths::new(dir.path().join("run"));
-        let desired = Desired { version: VERSION, ..Desired::default() };
+        let desired = Desired { version: FILE_FORMAT_VERSION, ..Desired::default() };
         Self { dir, machine, paths, desired, host: None, env: Vec::new() }
     }
 
     /// Returns a machine with an MPS host and one running daemon per GPU.
-    pub(crate) fn with_host(gpus: usize) -> Self {
-        let mut node = Self::without_host(gpus);
+    pub(crate) fn with_mps_host(gpus: usize) -> Self {
+        let mut node = Self::without_mps_host(gpus);
         for gpu in 0..gpus {
             node.desire_daemon(gpu, default_daemon());
         }
         node.write_desired();
-        node.start();
+        node.start_host();
         for gpu in 0..gpus {
             node.wait_for_state(gpu, DaemonState::Active);
         }
@@ -84,7 +85,7 @@ impl Node {
     }
 
     /// Starts the MPS host.
-    pub(crate) fn start(&mut self) {
+    pub(crate) fn start_host(&mut self) {
         let log = File::options().create(true).append(true).open(self.path("log.txt")).unwrap();
         let mut command = self.host_command();
         self.host = Some(command.stdout(Stdio::null()).stderr(log).stdin(Stdio::null()).spawn().unwrap());
@@ -119,7 +120,7 @@ impl Node {
         host.wait().unwrap()
     }
 
-    pub(crate) fn desire_daemon(&mut self, gpu: usize, daemon: Daemon) {
+    pub(crate) fn desire_daemon(&mut self, gpu: usize, daemon: DaemonSettings) {
         self.desired.daemons.insert(self.uuid(gpu), daemon);
     }
 
@@ -151,31 +152,35 @@ impl Node {
     }
 
     pub(crate) fn await_ready(&self, allocation: &str) -> Reply {
-        let timeout_ms = u64::try_from(DEADLINE.as_millis()).unwrap();
-        self.request(&Request::Await { allocation: allocation.to_owned(), timeout_ms })
+        let timeout_ms = u64::try_from(WAIT_TIMEOUT.as_millis()).unwrap();
+        self.send_request(&Request::Await { allocation: allocation.to_owned(), timeout_ms })
     }
 
-    pub(crate) fn request(&self, request: &Request) -> Reply {
+    pub(crate) fn send_request(&self, request: &Request) -> Reply {
         let text = serde_json::to_string(request).unwrap();
         self.send_line(&format!("{text}\n"))
     }
 
     pub(crate) fn send_line(&self, text: &str) -> Reply {
         let mut stream = UnixStream::connect(self.paths.socket()).unwrap();
-        stream.set_read_timeout(Some(DEADLINE * 2)).unwrap();
+        stream.set_read_timeout(Some(WAIT_TIMEOUT * 2)).unwrap();
         stream.write_all(text.as_bytes()).unwrap();
         let mut line = String::new();
         BufReader::new(stream).read_line(&mut line).unwrap();
         serde_json::from_str(&line).unwrap()
     }
 
-    pub(crate) fn status(&self) -> Option<Status> {
+    pub(crate) fn status(&self) -> Option<MpsHostStatus> {
         serde_json::from_slice(&fs::read(self.paths.status()).ok()?).ok()
     }
 
     /// Waits for a status that meets a condition.
-    pub(crate) fn wait_for_status(&self, what: &str, mut condition: impl FnMut(&Status) -> bool) -> Status {
-        let deadline = Instant::now() + DEADLINE;
+    pub(crate) fn wait_for_status(
+        &self,
+        what: &str,
+        mut condition: impl FnMut(&MpsHostStatus) -> bool,
+    ) -> MpsHostStatus {
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             let status = self.status();
             if let Some(status) = status.as_ref().filter(|status| condition(status)) {
@@ -188,7 +193,7 @@ impl Node {
 
     pub(crate) fn wait_for_state(&self, gpu: usize, state: DaemonState) -> DaemonStatus {
         let uuid = self.uuid(gpu);
-        let is = |status: &Status| status.daemons.get(&uuid).is_some_and(|daemon| daemon.state == state);
+        let is = |status: &MpsHostStatus| status.daemons.get(&uuid).is_some_and(|daemon| daemon.state == state);
         self.wait_for_status(&format!("GPU {gpu} is {state:?}"), is).daemons.remove(&uuid).unwrap()
     }
 
@@ -249,7 +254,7 @@ impl Node {
         parse_limits(&line)
     }
 
-    pub(crate) fn inject_fault(&self, call: &str, gpu: Option<usize>, effect: Effect, remaining: Option<u32>) {
+    pub(crate) fn inject_fault(&self, call: &str, gpu: Option<usize>, effect: FaultEffect, remaining: Option<u32>) {
         let gpu = gpu.map(|gpu| self.uuid(gpu));
         let add = |state: &mut sim_machine::State| {
             let id = state.next_id();
@@ -308,8 +313,8 @@ impl Drop for Node {
 }
 
 /// Returns the settings of a daemon that serves all users and does not change the compute mode.
-pub(crate) fn default_daemon() -> Daemon {
-    Daemon { multi_user: true, exclusive: false, default_threads: None, default_memory_mib: None }
+pub(crate) fn default_daemon() -> DaemonSettings {
+    DaemonSettings { multi_user: true, exclusive: false, default_threads: None, default_memory_mib: None }
 }
 
 /// Reads the SMs and the memory limit from a line that a program printed.
@@ -345,7 +350,7 @@ impl Client {
 
     /// Waits for the next line that the program prints.
     pub(crate) fn read_line(&mut self) -> Value {
-        serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
+        serde_json::from_str(&self.lines.recv_timeout(WAIT_TIMEOUT).expect("the program prints a line")).unwrap()
     }
 
     /// Returns whether the program is running and has printed nothing more.
@@ -372,19 +377,19 @@ impl Drop for Client {
     }
 }
 
-pub(crate) fn kill(pid: u32, signal: Signal) {
+pub(crate) fn send_signal(pid: u32, signal: Signal) {
     rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), signal).unwrap();
 }
 
 pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     while !condition() {
         assert!(Instant::now() < deadline, "timed out waiting until {what}");
         thread::sleep(Duration::from_millis(5));
     }
 }
 
-pub(crate) fn as_user(command: &mut Command, uid: u32) {
+pub(crate) fn set_user(command: &mut Command, uid: u32) {
     command.uid(uid).gid(uid);
 }
 

@@ -3,17 +3,17 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_kubelet::fake::Endpoint;
-use sim_machine::{Effect, EventKind, Fault, Machine};
+use sim_machine::{EventKind, Fault, FaultEffect, Machine};
 
-use super::measure::{allocate_request, request_preferred, to_figure, to_milliseconds};
+use super::measure::{allocate_request, count_to_f64, request_preferred, to_milliseconds};
 use super::occupancy::gpu_of_id;
 use super::process::{Launcher, Plugin, read_load};
-use super::report::{Figure, Report};
+use super::report::{BenchmarkReport, Figure};
 
 const CASE_NAME: &str = "faults";
 
 /// `NVML_ERROR_GPU_IS_LOST`.
-const GPU_IS_LOST: i32 = 15;
+const NVML_ERROR_GPU_IS_LOST: i32 = 15;
 
 /// Returns the simulated machine of a plugin.
 fn machine_of(plugin: &Plugin) -> Result<&Machine> {
@@ -50,16 +50,16 @@ async fn wait_until_healthy(plugin: &mut Plugin, since: Instant) -> Result<f64> 
 }
 
 /// Measures the effect of XID 79 on a GPU for which NVML still answers.
-pub(super) async fn measure_xid(launcher: &Launcher, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_xid(launcher: &Launcher, report: &mut BenchmarkReport) -> Result<()> {
     let mut plugin = launcher.start().await?;
     let uuid = uuid_of_gpu_to_fail(&plugin)?;
     let since = Instant::now();
     machine_of(&plugin)?.change(|state| state.push_event(&uuid, EventKind::Xid, 79, None))?;
     let (took, endpoint) = wait_until_unhealthy(&mut plugin, &uuid, since).await?;
     let (here, there) = count_unhealthy(&endpoint, &uuid);
-    report.add(Figure::new(CASE_NAME, "XID 79: its devices unhealthy", to_figure(here), "").with_published(1.0));
+    report.add(Figure::new(CASE_NAME, "XID 79: its devices unhealthy", count_to_f64(here), "").with_published(1.0));
     report.add(
-        Figure::new(CASE_NAME, "XID 79: other devices unhealthy", to_figure(there), "")
+        Figure::new(CASE_NAME, "XID 79: other devices unhealthy", count_to_f64(there), "")
             .with_published(0.0)
             .with_goal(0.0),
     );
@@ -69,7 +69,7 @@ pub(super) async fn measure_xid(launcher: &Launcher, report: &mut Report) -> Res
 }
 
 /// Measures the effect of a GPU that fell off the bus, so that NVML calls about it fail.
-pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut BenchmarkReport) -> Result<()> {
     let mut plugin = launcher.start().await?;
     let uuid = uuid_of_gpu_to_fail(&plugin)?;
     let lists = plugin.endpoint().lists;
@@ -83,14 +83,14 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Report) -
     let (took, endpoint) = wait_until_unhealthy(&mut plugin, &uuid, since).await?;
     let total = endpoint.devices.len();
     let (here, there) = count_unhealthy(&endpoint, &uuid);
-    report.add(Figure::new(CASE_NAME, "GPU lost: its devices unhealthy", to_figure(here), "").with_published(10.0));
+    report.add(Figure::new(CASE_NAME, "GPU lost: its devices unhealthy", count_to_f64(here), "").with_published(10.0));
     report.add(
-        Figure::new(CASE_NAME, "GPU lost: other devices unhealthy", to_figure(there), "")
+        Figure::new(CASE_NAME, "GPU lost: other devices unhealthy", count_to_f64(there), "")
             .with_published(70.0)
             .with_goal(0.0),
     );
     report.add(Figure::new(CASE_NAME, "GPU lost → unhealthy", to_milliseconds(took), "ms").with_published(3.0));
-    let messages = to_figure(endpoint.lists - lists);
+    let messages = count_to_f64(endpoint.lists - lists);
     report.add(Figure::new(CASE_NAME, "GPU lost: lists sent", messages, "").with_published(80.0).with_goal(8.0));
 
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
@@ -106,7 +106,7 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Report) -
     let endpoint = plugin.wait_for_endpoint("the other GPUs after a restart of the kubelet", rest).await?;
     let label = "healthy devices, the kubelet having restarted";
     report.add(
-        Figure::new(CASE_NAME, format!("GPU lost: {label}"), to_figure(endpoint.healthy_ids().len()), "")
+        Figure::new(CASE_NAME, format!("GPU lost: {label}"), count_to_f64(endpoint.healthy_ids().len()), "")
             .with_published(0.0),
     );
     let before = plugin.kubelet.state().borrow().registrations.len();
@@ -119,7 +119,7 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Report) -
         })
         .await?;
     let label = "healthy devices, the plugin having restarted";
-    let healthy = to_figure(plugin.endpoint().healthy_ids().len());
+    let healthy = count_to_f64(plugin.endpoint().healthy_ids().len());
     report.add(Figure::new(CASE_NAME, format!("GPU lost: {label}"), healthy, "").with_published(0.0));
 
     let since = Instant::now();
@@ -135,33 +135,37 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Report) -
 }
 
 /// Measures the effect of NVML event waits that all fail at once.
-pub(super) async fn measure_event_wait(launcher: &Launcher, over: Duration, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_event_wait(
+    launcher: &Launcher,
+    over: Duration,
+    report: &mut BenchmarkReport,
+) -> Result<()> {
     let plugin = launcher.start().await?;
     let fault = |id| Fault {
         id,
         call: "nvmlEventSetWait".to_owned(),
         gpu: None,
-        effect: Effect::Code(GPU_IS_LOST),
+        effect: FaultEffect::Code(NVML_ERROR_GPU_IS_LOST),
         remaining: None,
     };
     machine_of(&plugin)?.change(|state| {
         let id = state.next_id();
         state.faults.push(fault(id));
     })?;
-    let (lists, lines, before) = (plugin.endpoint().lists, plugin.log_lines(), read_load(plugin.pid()?)?);
+    let (lists, lines, before) = (plugin.endpoint().lists, plugin.count_log_lines(), read_load(plugin.pid()?)?);
     tokio::time::sleep(over).await;
     let (endpoint, after) = (plugin.endpoint(), read_load(plugin.pid()?)?);
     let seconds = over.as_secs_f64();
     let what = "event wait fails with GPU_IS_LOST";
-    let rate = to_figure(endpoint.lists - lists) / seconds;
+    let rate = count_to_f64(endpoint.lists - lists) / seconds;
     report.add(Figure::new(CASE_NAME, format!("{what}: lists"), rate, "/s").with_published(15_000.0).with_goal(1.0));
-    let rate = to_figure(plugin.log_lines() - lines) / seconds;
+    let rate = count_to_f64(plugin.count_log_lines() - lines) / seconds;
     report
         .add(Figure::new(CASE_NAME, format!("{what}: log lines"), rate, "/s").with_published(9_451.0).with_goal(10.0));
     let part = 100.0 * after.time.saturating_sub(before.time).as_secs_f64() / seconds;
     report.add(Figure::new(CASE_NAME, format!("{what}: of a core"), part, "%").with_published(27.0).with_goal(1.0));
     let (_, others) = count_unhealthy(&endpoint, "");
-    report.add(Figure::new(CASE_NAME, format!("{what}: unhealthy devices"), to_figure(others), "").with_goal(0.0));
+    report.add(Figure::new(CASE_NAME, format!("{what}: unhealthy devices"), count_to_f64(others), "").with_goal(0.0));
     plugin.stop().await?;
     Ok(())
 }

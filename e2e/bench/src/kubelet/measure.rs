@@ -8,9 +8,9 @@ use cleave_kubelet::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use tonic::Status;
 use tonic::transport::Channel;
 
-use super::occupancy::{Churn, count_gpus, fits_on_one_gpu, gpu_of_id, random_free_shares};
-use super::process::{DEADLINE, Launcher, Plugin, read_load, read_memory};
-use super::report::{Figure, Report, SortedDurations};
+use super::occupancy::{PodChurn, count_gpus, fits_on_one_gpu, gpu_of_id, random_free_shares};
+use super::process::{Launcher, PLUGIN_REACTION_TIMEOUT, Plugin, read_load, read_memory};
+use super::report::{BenchmarkReport, Figure, SortedDurations};
 
 /// Number of calls before the measured ones, so that caches and the connection's windows settle.
 const WARM_UP_CALLS: usize = 50;
@@ -22,13 +22,17 @@ pub(super) fn to_milliseconds(duration: Duration) -> f64 {
 
 /// Converts a count to a figure.
 #[expect(clippy::cast_precision_loss, reason = "counts and KiB of a few million")]
-pub(super) fn to_figure(value: impl TryInto<u64>) -> f64 {
+pub(super) fn count_to_f64(value: impl TryInto<u64>) -> f64 {
     value.try_into().map_or(f64::NAN, |value: u64| value as f64)
 }
 
 /// Measures the time from the start of the process to its registration and first list, and from
 /// SIGTERM to its exit.
-pub(super) async fn measure_starts(launcher: &Launcher, times: usize, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_starts_and_stops(
+    launcher: &Launcher,
+    times: usize,
+    report: &mut BenchmarkReport,
+) -> Result<()> {
     const CASE_NAME: &str = "start and stop";
     let (mut registers, mut lists, mut exits) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..times {
@@ -63,23 +67,23 @@ pub(super) fn measure_memory(
     plugin: &Plugin,
     when: &str,
     published: Option<(f64, f64, f64)>,
-    report: &mut Report,
+    report: &mut BenchmarkReport,
 ) -> Result<()> {
     const CASE_NAME: &str = "memory and idle work";
     let memory = read_memory(plugin.pid()?)?;
     let (rss, pss, anonymous) = published.map_or((None, None, None), |(r, p, a)| (Some(r), Some(p), Some(a)));
     let goal = f64::from(12 << 10);
     report.add(
-        Figure::new(CASE_NAME, format!("resident {when}"), to_figure(memory.resident), "KiB")
+        Figure::new(CASE_NAME, format!("resident {when}"), count_to_f64(memory.resident), "KiB")
             .with_published(rss)
             .with_goal(goal),
     );
     report.add(
-        Figure::new(CASE_NAME, format!("proportional {when}"), to_figure(memory.proportional), "KiB")
+        Figure::new(CASE_NAME, format!("proportional {when}"), count_to_f64(memory.proportional), "KiB")
             .with_published(pss),
     );
     report.add(
-        Figure::new(CASE_NAME, format!("anonymous {when}"), to_figure(memory.anonymous), "KiB")
+        Figure::new(CASE_NAME, format!("anonymous {when}"), count_to_f64(memory.anonymous), "KiB")
             .with_published(anonymous)
             .with_goal(anonymous),
     );
@@ -87,7 +91,7 @@ pub(super) fn measure_memory(
 }
 
 /// Measures memory and processor time without requests.
-pub(super) async fn measure_idle(plugin: &Plugin, over: Duration, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_idle_plugin(plugin: &Plugin, over: Duration, report: &mut BenchmarkReport) -> Result<()> {
     const CASE_NAME: &str = "memory and idle work";
     // The plugin still frees memory of its start after the first list, so wait before measuring.
     tokio::time::sleep(Duration::from_secs(1)).await;
@@ -97,10 +101,10 @@ pub(super) async fn measure_idle(plugin: &Plugin, over: Duration, report: &mut R
     measure_memory(plugin, "idle", Some((20_708.0, 19_440.0, 3_168.0)), report)?;
     let per_minute = 60.0 / over.as_secs_f64();
     let time = to_milliseconds(after.time.saturating_sub(before.time)) * per_minute;
-    let switches = to_figure(after.switches.saturating_sub(before.switches)) * per_minute;
+    let switches = count_to_f64(after.switches.saturating_sub(before.switches)) * per_minute;
     report.add(Figure::new(CASE_NAME, "processor time per idle minute", time, "ms").with_published(1.1));
     report.add(Figure::new(CASE_NAME, "context switches per idle minute", switches, "").with_published(38.0));
-    report.add(Figure::new(CASE_NAME, "threads", to_figure(after.threads), "").with_published(8.0));
+    report.add(Figure::new(CASE_NAME, "threads", count_to_f64(after.threads), "").with_published(8.0));
     Ok(())
 }
 
@@ -139,7 +143,7 @@ fn add_latency(
     sorted: &SortedDurations,
     published: (f64, f64),
     goals: (Option<f64>, Option<f64>),
-    report: &mut Report,
+    report: &mut BenchmarkReport,
 ) {
     let microseconds = |quantile| sorted.quantile(quantile) * 1e3;
     report.add(
@@ -179,14 +183,14 @@ fn devices_of_only_container(response: wire::PreferredAllocationResponse) -> Res
 }
 
 /// Heading of the figures of [`measure_call_latencies`].
-const CALLS_CASE: &str = "calls, one after the other on one connection";
+const CALL_LATENCIES_CASE_NAME: &str = "calls, one after the other on one connection";
 
 /// Measures the latency of the calls that the kubelet sends for each pod, and of an empty call.
 pub(super) async fn measure_call_latencies(
     plugin: &Plugin,
     times: usize,
     seed: u64,
-    report: &mut Report,
+    report: &mut BenchmarkReport,
 ) -> Result<()> {
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy_ids();
@@ -202,7 +206,7 @@ pub(super) async fn measure_call_latencies(
         |_, _| Ok(()),
     )
     .await?;
-    add_latency(CALLS_CASE, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
+    add_latency(CALL_LATENCIES_CASE_NAME, "floor: GetDevicePluginOptions", &floor, (58.0, 155.0), (None, None), report);
     measure_allocate_calls(&client, &all, times, &mut rng, report).await?;
     measure_preferred_calls(&client, &all, times, &mut rng, report).await
 }
@@ -213,7 +217,7 @@ async fn measure_allocate_calls(
     all: &[&str],
     times: usize,
     rng: &mut fastrand::Rng,
-    report: &mut Report,
+    report: &mut BenchmarkReport,
 ) -> Result<()> {
     for (units, published, goals) in [(1, (72.0, 198.0), (Some(72.0), Some(198.0))), (5, (70.0, 238.0), (None, None))] {
         let requests: Vec<_> = (0..times + WARM_UP_CALLS)
@@ -240,7 +244,7 @@ async fn measure_allocate_calls(
         .await?;
         let what =
             if units == 1 { "Allocate, 1 unit".to_owned() } else { format!("Allocate, {units} units of one GPU") };
-        add_latency(CALLS_CASE, &what, &sorted, published, goals, report);
+        add_latency(CALL_LATENCIES_CASE_NAME, &what, &sorted, published, goals, report);
     }
     Ok(())
 }
@@ -252,7 +256,7 @@ async fn measure_preferred_calls(
     all: &[&str],
     times: usize,
     rng: &mut fastrand::Rng,
-    report: &mut Report,
+    report: &mut BenchmarkReport,
 ) -> Result<()> {
     for (units, published, goal) in
         [(1, (128.0, 568.0), None), (2, (167.0, 757.0), None), (5, (205.0, 754.0), Some(205.0 / 2.0))]
@@ -281,13 +285,17 @@ async fn measure_preferred_calls(
         )
         .await?;
         let what = format!("GetPreferredAllocation, {units} of {}", all.len());
-        add_latency(CALLS_CASE, &what, &sorted, published, (goal, None), report);
-        let different = to_figure(answers.len().saturating_sub(1));
-        report.add(Figure::new(CALLS_CASE, format!("{what}, answers that differ"), different, "").with_goal(0.0));
+        add_latency(CALL_LATENCIES_CASE_NAME, &what, &sorted, published, (goal, None), report);
+        let different = count_to_f64(answers.len().saturating_sub(1));
+        report.add(
+            Figure::new(CALL_LATENCIES_CASE_NAME, format!("{what}, answers that differ"), different, "").with_goal(0.0),
+        );
         // The published figure is for the policy `packed`; the policy `distributed` splits each
         // request.
         report.add(
-            Figure::new(CALLS_CASE, format!("{what}, split"), to_figure(split), "").with_published(0.0).with_goal(0.0),
+            Figure::new(CALL_LATENCIES_CASE_NAME, format!("{what}, split"), count_to_f64(split), "")
+                .with_published(0.0)
+                .with_goal(0.0),
         );
     }
     Ok(())
@@ -327,7 +335,7 @@ pub(super) async fn measure_random_occupancy(
     plugin: &Plugin,
     states: usize,
     seed: u64,
-    report: &mut Report,
+    report: &mut BenchmarkReport,
 ) -> Result<()> {
     const CASE_NAME: &str = "splits";
     const UNITS: usize = 5;
@@ -347,7 +355,7 @@ pub(super) async fn measure_random_occupancy(
         split += usize::from(count_gpus(ids.iter().map(String::as_str)) > 1);
     }
     let label = format!("{shape}, random occupancy, {could} states with room on one GPU: 5 units split");
-    let percent = 100.0 * to_figure(split) / to_figure(could).max(1.0);
+    let percent = 100.0 * count_to_f64(split) / count_to_f64(could).max(1.0);
     report.add(
         Figure::new(CASE_NAME, label, percent, "%")
             .with_published(published_figure_for(gpus, 79.0, 97.3))
@@ -358,20 +366,25 @@ pub(super) async fn measure_random_occupancy(
 
 /// Measures splits while pods arrive and leave. As in the published measurement, a pod is allocated
 /// the preferred devices even if no single GPU can serve it.
-pub(super) async fn measure_churn(plugin: &Plugin, arrivals: usize, seed: u64, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_churn(
+    plugin: &Plugin,
+    arrivals: usize,
+    seed: u64,
+    report: &mut BenchmarkReport,
+) -> Result<()> {
     const CASE_NAME: &str = "splits";
     let endpoint = plugin.endpoint();
     let all = endpoint.healthy_ids();
     let (gpus, shape) = describe_plugin(&all);
     let mut client = plugin.kubelet.client(&plugin.resource).context("no connection")?;
-    let mut churn = Churn::new(&all, seed);
+    let mut churn = PodChurn::new(&all, seed);
     // Counts for pods of 2 and of 5 units: placed, split, split although one GPU could serve it,
     // and split but granted by Allocate.
     let mut tally = [[0_usize; 4]; 2];
     for _ in 0..arrivals {
-        let (units, Some(free)) = churn.arrive() else { continue };
+        let (units, Some(free)) = churn.next_pod() else { continue };
         let ids = request_preferred(&mut client, &free, units).await?;
-        ensure!(churn.place(&ids), "a device was preferred that is not free: {ids:?}");
+        ensure!(churn.allocate(&ids), "a device was preferred that is not free: {ids:?}");
         let texts: Vec<&str> = ids.iter().map(String::as_str).collect();
         let is_split = count_gpus(texts.iter().copied()) > 1;
         let granted = client.allocate(allocate_request(&texts)).await;
@@ -403,24 +416,24 @@ pub(super) async fn measure_churn(plugin: &Plugin, arrivals: usize, seed: u64, r
         [2, 5].into_iter().zip(tally).zip(published)
     {
         let label = format!("{label}: {units} units");
-        let percent = 100.0 * to_figure(split) / to_figure(placed).max(1.0);
+        let percent = 100.0 * count_to_f64(split) / count_to_f64(placed).max(1.0);
         report.add(
             Figure::new(CASE_NAME, format!("{label} split, of {placed}"), percent, "%").with_published(split_published),
         );
         report.add(
-            Figure::new(CASE_NAME, format!("{label} split though one GPU had room"), to_figure(avoidable), "")
+            Figure::new(CASE_NAME, format!("{label} split though one GPU had room"), count_to_f64(avoidable), "")
                 .with_published(avoidable_published)
                 .with_goal(0.0),
         );
         report.add(
-            Figure::new(CASE_NAME, format!("{label} granted over two GPUs"), to_figure(granted), "").with_goal(0.0),
+            Figure::new(CASE_NAME, format!("{label} granted over two GPUs"), count_to_f64(granted), "").with_goal(0.0),
         );
     }
     Ok(())
 }
 
 /// Measures the size of a device list.
-pub(super) fn measure_list_size(plugin: &Plugin, report: &mut Report) {
+pub(super) fn measure_list_size(plugin: &Plugin, report: &mut BenchmarkReport) {
     let endpoint = plugin.endpoint();
     let published = match endpoint.devices.len() {
         8 => Some(424.0),
@@ -430,12 +443,16 @@ pub(super) fn measure_list_size(plugin: &Plugin, report: &mut Report) {
         _ => None,
     };
     let what = format!("ListAndWatch of {} devices", endpoint.devices.len());
-    report.add(Figure::new("messages", what, to_figure(endpoint.message_bytes), "B").with_published(published));
+    report.add(Figure::new("messages", what, count_to_f64(endpoint.message_bytes), "B").with_published(published));
 }
 
 /// Measures the time from the creation of kubelet.sock to the registration, when the kubelet
 /// restarts.
-pub(super) async fn measure_kubelet_restarts(plugin: &mut Plugin, times: usize, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_kubelet_restarts(
+    plugin: &mut Plugin,
+    times: usize,
+    report: &mut BenchmarkReport,
+) -> Result<()> {
     const CASE_NAME: &str = "the kubelet restarts, refuses, and loses a socket";
     let mut durations = Vec::new();
     for _ in 0..times {
@@ -459,7 +476,7 @@ pub(super) async fn measure_kubelet_restarts(plugin: &mut Plugin, times: usize, 
     );
     // Published figures: 6 of 20 on an idle machine and 16 of 20 on a busy one, so 22 of 40.
     report.add(
-        Figure::new(CASE_NAME, format!("{label}, not within 50 ms"), to_figure(slow), "")
+        Figure::new(CASE_NAME, format!("{label}, not within 50 ms"), count_to_f64(slow), "")
             .with_published(22.0)
             .with_goal(0.0),
     );
@@ -467,7 +484,7 @@ pub(super) async fn measure_kubelet_restarts(plugin: &mut Plugin, times: usize, 
 }
 
 /// Measures the time from a refused registration to the next one.
-pub(super) async fn measure_refusal(plugin: &mut Plugin, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_refused_registration(plugin: &mut Plugin, report: &mut BenchmarkReport) -> Result<()> {
     const CASE_NAME: &str = "the kubelet restarts, refuses, and loses a socket";
     let before = plugin.kubelet.state().borrow().registrations.len();
     plugin.kubelet.stop();
@@ -489,7 +506,7 @@ pub(super) async fn measure_refusal(plugin: &mut Plugin, report: &mut Report) ->
 
 /// Measures the time from the deletion of the plugin's socket until the plugin answers at a
 /// registered socket.
-pub(super) async fn measure_deleted_socket(plugin: &Plugin, report: &mut Report) -> Result<()> {
+pub(super) async fn measure_deleted_socket(plugin: &Plugin, report: &mut BenchmarkReport) -> Result<()> {
     const CASE_NAME: &str = "the kubelet restarts, refuses, and loses a socket";
     let socket = plugin.kubelet.directory().join(plugin.endpoint().socket);
     std::fs::remove_file(&socket).context("the plugin's socket")?;
@@ -503,8 +520,9 @@ pub(super) async fn measure_deleted_socket(plugin: &Plugin, report: &mut Report)
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
-    let took =
-        tokio::time::timeout(DEADLINE, answered).await.context("the plugin did not notice the deleted socket")?;
+    let took = tokio::time::timeout(PLUGIN_REACTION_TIMEOUT, answered)
+        .await
+        .context("the plugin did not notice the deleted socket")?;
     // Published figure: not within 20 s.
     report.add(
         Figure::new(CASE_NAME, "own socket deleted → answers again", to_milliseconds(took), "ms")

@@ -18,12 +18,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use process::Launcher;
-use report::Report;
+use report::BenchmarkReport;
 use simulated::Sharing;
 
 /// Measures a device plugin as the kubelet sees it, and compares it with NVIDIA's.
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct KubeletArgs {
     /// Measure the agent of this `cleave` program, on simulated GPUs. The simulated NVML and MPS
     /// must be in the same directory.
     #[arg(long, value_name = "PATH", conflicts_with = "command")]
@@ -56,8 +56,8 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 42)]
     seed: u64,
     /// Output format.
-    #[arg(short, long, value_enum, default_value_t = Output::Table)]
-    output: Output,
+    #[arg(short, long, value_enum, default_value_t = OutputFormat::Table)]
+    output: OutputFormat,
     /// Serve synthetic shares in this directory instead of measuring.
     #[arg(long, hide = true, value_name = "DIR")]
     serve: Option<PathBuf>,
@@ -76,7 +76,7 @@ pub(crate) struct Args {
 
 /// Output format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Output {
+enum OutputFormat {
     /// A table for people.
     Table,
     /// JSON for programs.
@@ -84,7 +84,7 @@ enum Output {
 }
 
 /// Runs the benchmark and prints the report.
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &KubeletArgs) -> Result<()> {
     // One thread, like the agent: on two cores, kubelet and plugin have one core each.
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     // A latency measurement keeps this thread busy, so it must poll for answers in each iteration.
@@ -94,35 +94,35 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     }
     let report = runtime.block_on(measure_all(args))?;
     match args.output {
-        Output::Table => print!("{report}"),
-        Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
+        OutputFormat::Table => print!("{report}"),
+        OutputFormat::Json => println!("{}", serde_json::to_string_pretty(&report)?),
     }
     Ok(())
 }
 
 /// Runs all measurements.
-async fn measure_all(args: &Args) -> Result<Report> {
+async fn measure_all(args: &KubeletArgs) -> Result<BenchmarkReport> {
     let launcher = |gpus, units| match (&args.agent, args.command.is_empty()) {
-        (Some(cleave), _) => Launcher::agent(&args.resource, cleave, args.sharing, gpus, units),
-        (None, true) => Launcher::synthetic(&args.resource, gpus, units),
-        (None, false) => Ok(Launcher::command(&args.resource, &args.command)),
+        (Some(cleave), _) => Launcher::for_agent(&args.resource, cleave, args.sharing, gpus, units),
+        (None, true) => Launcher::for_synthetic_gpus(&args.resource, gpus, units),
+        (None, false) => Ok(Launcher::for_command(&args.resource, &args.command)),
     };
-    let mut report = Report::new(match (&args.agent, args.command.is_empty()) {
+    let mut report = BenchmarkReport::new(match (&args.agent, args.command.is_empty()) {
         (Some(cleave), _) => format!("{} agent, {:?} on simulated GPUs", cleave.display(), args.sharing),
         (None, true) => "Cleave's protocol and choice of devices, without NVML".to_owned(),
         (None, false) => args.command.join(" "),
     });
     let main = launcher(args.gpus, args.units)?;
-    measure::measure_starts(&main, args.starts, &mut report).await?;
+    measure::measure_starts_and_stops(&main, args.starts, &mut report).await?;
     let mut plugin = main.start().await?;
-    measure::measure_idle(&plugin, Duration::from_secs(args.idle), &mut report).await?;
+    measure::measure_idle_plugin(&plugin, Duration::from_secs(args.idle), &mut report).await?;
     measure::measure_call_latencies(&plugin, args.calls, args.seed, &mut report).await?;
     measure::measure_random_occupancy(&plugin, args.states, args.seed, &mut report).await?;
     measure::measure_churn(&plugin, args.arrivals, args.seed, &mut report).await?;
     measure::measure_list_size(&plugin, &mut report);
     measure::measure_memory(&plugin, "after these calls", None, &mut report)?;
     measure::measure_kubelet_restarts(&mut plugin, args.restarts, &mut report).await?;
-    measure::measure_refusal(&mut plugin, &mut report).await?;
+    measure::measure_refused_registration(&mut plugin, &mut report).await?;
     measure::measure_deleted_socket(&plugin, &mut report).await?;
     measure::measure_memory(&plugin, "after the restarts", None, &mut report)?;
     plugin.stop().await?;

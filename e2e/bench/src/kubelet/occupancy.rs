@@ -38,10 +38,10 @@ pub(super) fn random_free_shares<'a>(all: &[&'a str], rng: &mut fastrand::Rng) -
 }
 
 /// Shares that pods request, each with equal probability.
-const POD_SIZES: [usize; 4] = [1, 1, 2, 5];
+const POD_SIZES_IN_SHARES: [usize; 4] = [1, 1, 2, 5];
 
 /// Pods that arrive one by one, and leave after some further arrivals.
-pub(super) struct Churn<'a> {
+pub(super) struct PodChurn<'a> {
     free: BTreeSet<&'a str>,
     total: usize,
     /// Allocated shares, by the number of the arrival before which they are freed.
@@ -52,7 +52,7 @@ pub(super) struct Churn<'a> {
     rng: fastrand::Rng,
 }
 
-impl<'a> Churn<'a> {
+impl<'a> PodChurn<'a> {
     /// Creates a simulation in which all these shares are free. The mean lifetime is proportional
     /// to the number of shares: 12.5 arrivals for 40 shares, which uses about two thirds of them.
     pub(super) fn new(all: &[&'a str], seed: u64) -> Self {
@@ -69,13 +69,13 @@ impl<'a> Churn<'a> {
 
     /// Returns the size of the next pod, and the free shares in random order, or `None` if fewer
     /// are free than the pod needs.
-    pub(super) fn arrive(&mut self) -> (usize, Option<Vec<&'a str>>) {
+    pub(super) fn next_pod(&mut self) -> (usize, Option<Vec<&'a str>>) {
         self.arrivals += 1;
         let remaining = self.leaving.split_off(&(self.arrivals + 1));
         let left = std::mem::replace(&mut self.leaving, remaining);
         self.free.extend(left.into_values().flatten());
         self.used += self.total - self.free.len();
-        let size = self.rng.choice(POD_SIZES).unwrap_or(1);
+        let size = self.rng.choice(POD_SIZES_IN_SHARES).unwrap_or(1);
         if self.free.len() < size {
             return (size, None);
         }
@@ -85,7 +85,7 @@ impl<'a> Churn<'a> {
     }
 
     /// Allocates these shares to the pod. Returns whether all were free and different.
-    pub(super) fn place(&mut self, ids: &[String]) -> bool {
+    pub(super) fn allocate(&mut self, ids: &[String]) -> bool {
         let allocated: Vec<_> = ids.iter().filter_map(|id| self.free.take(id.as_str())).collect();
         let sound = allocated.len() == ids.len();
         let lifetime = self.rng.usize(1..=self.longest.max(1));
@@ -138,14 +138,14 @@ mod tests {
     fn churn_frees_allocated_shares_and_detects_an_allocation_of_used_shares() {
         let all = shares(4, 10);
         let all: Vec<&str> = all.iter().map(String::as_str).collect();
-        let mut churn = Churn::new(&all, 1);
+        let mut churn = PodChurn::new(&all, 1);
         let mut placed = 0;
         for _ in 0..2000 {
-            let (size, Some(free)) = churn.arrive() else { continue };
+            let (size, Some(free)) = churn.next_pod() else { continue };
             let ids: Vec<String> = free[..size].iter().map(ToString::to_string).collect();
-            assert!(churn.place(&ids));
+            assert!(churn.allocate(&ids));
             placed += size;
-            assert!(!churn.place(&ids[..1]), "the share is in use");
+            assert!(!churn.allocate(&ids[..1]), "the share is in use");
         }
         assert!(placed > 40 * 10, "no share was freed");
         assert!((0.5..0.8).contains(&churn.utilisation()), "{}", churn.utilisation());

@@ -13,7 +13,7 @@ use tokio::process::{Child, Command};
 use super::simulated::{Sharing, SimulatedHardware};
 
 /// Time limit for any reaction of the plugin. NVIDIA's plugin retries after 30 s.
-pub(super) const DEADLINE: Duration = Duration::from_secs(60);
+pub(super) const PLUGIN_REACTION_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The settings with which the benchmark starts a plugin.
 pub(super) struct Launcher {
@@ -41,7 +41,7 @@ pub(super) struct Plugin {
 
 impl Launcher {
     /// Returns a launcher of this program, which serves synthetic GPUs.
-    pub(super) fn synthetic(resource: &str, gpus: u32, units: u32) -> Result<Self> {
+    pub(super) fn for_synthetic_gpus(resource: &str, gpus: u32, units: u32) -> Result<Self> {
         let args = ["kubelet", "--resource", resource, "--serve", "{dir}/device-plugins"].map(str::to_owned);
         let sizes = ["--gpus".to_owned(), gpus.to_string(), "--units".to_owned(), units.to_string()];
         Ok(Self {
@@ -53,7 +53,7 @@ impl Launcher {
     }
 
     /// Returns a launcher of any program. The command must not be empty.
-    pub(super) fn command(resource: &str, command: &[String]) -> Self {
+    pub(super) fn for_command(resource: &str, command: &[String]) -> Self {
         Self {
             resource: resource.to_owned(),
             program: PathBuf::from(&command[0]),
@@ -64,7 +64,7 @@ impl Launcher {
 
     /// Returns a launcher of Cleave's agent on simulated GPUs. The program is `cleave`, with the
     /// agent as a subcommand, or `cleave-agent`.
-    pub(super) fn agent(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
+    pub(super) fn for_agent(resource: &str, cleave: &Path, sharing: Sharing, gpus: u32, units: u32) -> Result<Self> {
         let alone = cleave.file_name().is_some_and(|name| name == "cleave-agent");
         let args = ["agent", "--node-name", "bench", "--offline", "{dir}/offline", "--metrics-addr", "127.0.0.1:0"];
         let args = &args[usize::from(alone)..];
@@ -150,7 +150,7 @@ impl Plugin {
     }
 
     /// Returns the number of lines that the process has logged.
-    pub(super) fn log_lines(&self) -> usize {
+    pub(super) fn count_log_lines(&self) -> usize {
         std::fs::read(&self.log).map_or(0, |log| String::from_utf8_lossy(&log).lines().count())
     }
 
@@ -183,9 +183,9 @@ impl Plugin {
         condition: impl FnMut(&FakeKubeletState) -> bool,
     ) -> Result<FakeKubeletState> {
         let failure = tokio::select! {
-            seen = self.kubelet.wait_for(DEADLINE, condition) => match seen {
+            seen = self.kubelet.wait_for(PLUGIN_REACTION_TIMEOUT, condition) => match seen {
                 Some(seen) => return Ok(seen),
-                None => format!("the kubelet did not see {what} within {DEADLINE:?}"),
+                None => format!("the kubelet did not see {what} within {PLUGIN_REACTION_TIMEOUT:?}"),
             },
             status = self.child.wait() => format!("the plugin exited: {}", status?),
         };
@@ -215,7 +215,9 @@ async fn terminate(child: &mut Child) -> Result<Duration> {
     let sent = Instant::now();
     rustix::process::kill_process(pid.context("the process has exited")?, rustix::process::Signal::TERM)
         .context("SIGTERM")?;
-    tokio::time::timeout(DEADLINE, child.wait()).await.context("the process does not exit on SIGTERM")??;
+    tokio::time::timeout(PLUGIN_REACTION_TIMEOUT, child.wait())
+        .await
+        .context("the process does not exit on SIGTERM")??;
     Ok(sent.elapsed())
 }
 
@@ -228,14 +230,14 @@ fn log_tail(log: &Path) -> String {
 
 /// Memory of a process, in KiB.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Memory {
+pub(super) struct ProcessMemory {
     pub(super) resident: u64,
     pub(super) anonymous: u64,
     pub(super) proportional: u64,
 }
 
 /// Reads the memory of a process.
-pub(super) fn read_memory(pid: u32) -> Result<Memory> {
+pub(super) fn read_memory(pid: u32) -> Result<ProcessMemory> {
     let read =
         |file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).with_context(|| format!("{file} of {pid}"));
     let (status, rollup) = (read("status")?, read("smaps_rollup")?);
@@ -243,7 +245,7 @@ pub(super) fn read_memory(pid: u32) -> Result<Memory> {
         let value = text.lines().find_map(|line| line.strip_prefix(key)?.split_whitespace().next()?.parse().ok());
         value.with_context(|| format!("no {key} of {pid}"))
     };
-    Ok(Memory {
+    Ok(ProcessMemory {
         resident: of(&status, "VmRSS:")?,
         anonymous: of(&status, "RssAnon:")?,
         proportional: of(&rollup, "Pss:")?,

@@ -8,7 +8,7 @@ pub(super) const PUBLISHED_SOURCE: &str = "NVIDIA k8s-device-plugin v0.20.0, mea
 
 /// All figures of a run.
 #[derive(Debug, Serialize)]
-pub(super) struct Report {
+pub(super) struct BenchmarkReport {
     plugin: String,
     published_source: &'static str,
     figures: Vec<Figure>,
@@ -45,7 +45,7 @@ impl Figure {
     }
 }
 
-impl Report {
+impl BenchmarkReport {
     pub(super) fn new(plugin: String) -> Self {
         Self { plugin, published_source: PUBLISHED_SOURCE, figures: Vec::new() }
     }
@@ -68,7 +68,7 @@ fn format_number(value: f64) -> String {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for BenchmarkReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "plugin: {}\npublished: {}\n", self.plugin, self.published_source)?;
         let width = self.figures.iter().map(|figure| figure.what.chars().count()).max().unwrap_or(0);
@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_missed_goal_is_marked_in_table_and_json() {
-        let mut report = Report::new("p".to_owned());
+        let mut report = BenchmarkReport::new("p".to_owned());
         report.add(Figure::new("c", "slow", 3.0, "ms").with_published(2.0).with_goal(2.5));
         report.add(Figure::new("c", "quick", 1.0, "ms").with_goal(2.5));
         let text = report.to_string();

@@ -9,9 +9,9 @@ use cleave_api::gpunode::{GpuSpec, MpsPartition, MpsSlices, Partition, TimeSlice
 use cleave_api::sharingpolicy::{ComputeMode, Interval};
 use cleave_plan::mps::{Threads, memory, threads};
 use cleave_plan::units::Mebibytes;
-use sim_machine::{Description, Driver, GpuDescription, Machine, STATE_ENV};
+use sim_machine::{Driver, GpuDescription, Machine, MachineDescription, STATE_DIRECTORY_ENV};
 
-const GPU_MODEL: &str = "H100-80";
+const SIMULATED_GPU_MODEL: &str = "H100-80";
 
 /// How the agent shares GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -61,7 +61,7 @@ impl SimulatedHardware {
     /// Returns the environment by which the agent and the MPS host find the simulated hardware.
     pub(super) fn environment(&self, directory: &Path) -> [(&'static str, OsString); 3] {
         [
-            (STATE_ENV, Self::machine_directory(directory).into()),
+            (STATE_DIRECTORY_ENV, Self::machine_directory(directory).into()),
             ("CLEAVE_NVML_LIBRARY", self.nvml.clone().into()),
             ("CLEAVE_MPS_CONTROL", self.mps_control.clone().into()),
         ]
@@ -74,9 +74,17 @@ impl SimulatedHardware {
 
     /// Creates the machine, and the spec for its GPUs.
     pub(super) fn create_machine(&self, directory: &Path) -> Result<Machine> {
-        let gpu = GpuDescription { model: GPU_MODEL.to_owned(), count: Some(self.gpus), ..GpuDescription::default() };
-        let description =
-            Description { name: "bench".to_owned(), driver: Driver::default(), gpus: vec![gpu], models: Vec::new() };
+        let gpu = GpuDescription {
+            model: SIMULATED_GPU_MODEL.to_owned(),
+            count: Some(self.gpus),
+            ..GpuDescription::default()
+        };
+        let description = MachineDescription {
+            name: "bench".to_owned(),
+            driver: Driver::default(),
+            gpus: vec![gpu],
+            models: Vec::new(),
+        };
         let machine = Machine::init(Self::machine_directory(directory), &description).context("a simulated machine")?;
         let state = machine.snapshot().context("a simulated machine")?;
         let mut gpus = Vec::new();

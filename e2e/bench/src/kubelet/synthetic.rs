@@ -18,7 +18,7 @@ use cleave_kubelet::{
 use tokio::sync::watch;
 
 /// Memory of a synthetic GPU, in MiB.
-const GPU_MEMORY_MIB: u64 = 143_771;
+const SYNTHETIC_GPU_MEMORY_MIB: u64 = 143_771;
 
 /// Shares of synthetic GPUs, as a resource of the kubelet.
 struct Shares {
@@ -30,7 +30,7 @@ struct Shares {
 }
 
 #[derive(Parser)]
-struct Agent {
+struct AgentCommandLine {
     #[command(flatten)]
     args: AgentArgs,
 }
@@ -38,7 +38,7 @@ struct Agent {
 impl Shares {
     fn new(resource: &str, gpus: u32, units: u32) -> Result<Self> {
         let kind = PoolKind::Mps {
-            memory_mib: (1..=u64::from(units)).map(|k| GPU_MEMORY_MIB * k / u64::from(units)).collect(),
+            memory_mib: (1..=u64::from(units)).map(|k| SYNTHETIC_GPU_MEMORY_MIB * k / u64::from(units)).collect(),
             threads: (1..=units).map(|k| u8::try_from(100 * k / units)).collect::<Result<_, _>>()?,
             max_clients: None,
         };
@@ -53,7 +53,7 @@ impl Shares {
         let ids = pools.iter().flat_map(Pool::ids);
         let devices: DeviceList =
             ids.map(|id| Ok(Device { id: DeviceId::parse(&id)?, healthy: true, numa: None })).collect::<Result<_>>()?;
-        let agent = Agent::try_parse_from(["agent", "--node-name", "bench"])?;
+        let agent = AgentCommandLine::try_parse_from(["agent", "--node-name", "bench"])?;
         Ok(Self {
             resource: resource.to_owned(),
             pools,

@@ -3,7 +3,7 @@ use cleave_plan::placement::{GPU, Learned, Observed, Score};
 
 use super::cluster::{Cluster, MPS_RESOURCE, PodPlacement, device_requests};
 use super::lists::Pod;
-use super::policies::{BestFit, Fgd, Random};
+use super::policies::{BestFitScore, FgdScore, RandomScore};
 
 /// A placement policy to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -28,44 +28,44 @@ impl Policy {
 /// A placement policy that a [`Cluster`] uses.
 pub(super) trait PlacementPolicy: Score + Default {
     /// Counts an arrived pod.
-    fn count(_: &mut Cluster<Self>, _: &Pod) {}
+    fn count_arrived_pod(_: &mut Cluster<Self>, _: &Pod) {}
 
     /// Updates the score from the pods that arrived (`seen`) and the pods that wait (`waiting`).
-    fn learn(cluster: &mut Cluster<Self>, seen: &Observed, waiting: &[&Pod]);
+    fn update_score(cluster: &mut Cluster<Self>, seen: &Observed, waiting: &[&Pod]);
 
     /// Decides where to place a pod.
-    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
-        cluster.place(pod)
+    fn place_pod(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
+        cluster.place_pod(pod)
     }
 }
 
 /// The operator's score, which learns as in the operator.
 impl PlacementPolicy for Learned {
-    fn count(cluster: &mut Cluster<Self>, pod: &Pod) {
+    fn count_arrived_pod(cluster: &mut Cluster<Self>, pod: &Pod) {
         cluster.chooser.count(&device_requests(pod), pod.demand.cpu, pod.demand.models.clone());
     }
 
-    fn learn(cluster: &mut Cluster<Self>, _: &Observed, waiting: &[&Pod]) {
+    fn update_score(cluster: &mut Cluster<Self>, _: &Observed, waiting: &[&Pod]) {
         cluster.chooser.learn(waiting.iter().map(|pod| (device_requests(pod), pod.demand.cpu)));
     }
 }
 
-impl PlacementPolicy for Fgd {
-    fn learn(cluster: &mut Cluster<Self>, seen: &Observed, _: &[&Pod]) {
+impl PlacementPolicy for FgdScore {
+    fn update_score(cluster: &mut Cluster<Self>, seen: &Observed, _: &[&Pod]) {
         cluster.set_score(Self::new(&seen.typical_pods()));
     }
 }
 
-impl PlacementPolicy for BestFit {
-    fn learn(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
+impl PlacementPolicy for BestFitScore {
+    fn update_score(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
 }
 
-impl PlacementPolicy for Random {
-    fn learn(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
+impl PlacementPolicy for RandomScore {
+    fn update_score(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
 
-    fn place(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
+    fn place_pod(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
         let next = cluster.chooser.score(MPS_RESOURCE, GPU).map_or_else(Self::default, Self::next_score);
         cluster.set_score(next);
-        cluster.place(pod)
+        cluster.place_pod(pod)
     }
 }

@@ -13,21 +13,21 @@ use super::lists::Pod;
 use super::random::Rng;
 
 /// Number of arrivals in a run.
-const ARRIVALS: usize = 200_000;
+const ARRIVAL_COUNT: usize = 200_000;
 /// Maximum lifetime, in seconds. A few pods of the trace live for months, and a run with them never
 /// reaches a steady state.
 const MAX_LIFETIME_SECONDS: f64 = 6.0 * 3600.0;
 /// Mean GPU demand relative to the capacity.
-const OFFERED_LOAD: f64 = 1.05;
+const OFFERED_LOAD_PER_CAPACITY: f64 = 1.05;
 /// Number of arrivals after which an arrival has half of its weight.
 const HALF_LIFE_ARRIVALS: f64 = 4_000.0;
 /// Number of arrivals between updates of the typical demands.
 const RELEARN_INTERVAL_ARRIVALS: usize = 500;
 /// Number of first arrivals that fill the cluster and are not measured.
-const WARM_UP_ARRIVALS: usize = ARRIVALS / 3;
+const WARM_UP_ARRIVALS: usize = ARRIVAL_COUNT / 3;
 /// Maximum number of waiting pods considered on a departure: the first ones, like in a scheduler's
 /// queue.
-const MAX_QUEUED_PODS: usize = 64;
+const MAX_WAITING_PODS_CONSIDERED: usize = 64;
 
 /// Converts seconds since the start to milliseconds, to be used as a key.
 fn to_milliseconds(seconds: f64) -> u64 {
@@ -44,11 +44,11 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
         .collect();
     ensure!(!pods.is_empty(), "the list has no creation and deletion times");
     let capacity: u64 = cluster.hosts().iter().map(|host| u64::from(host.free_gpu_thousandths())).sum();
-    // Little's law: arrivals per second such that demand · lifetime is OFFERED_LOAD times the
+    // Little's law: arrivals per second such that demand · lifetime is the offered load times the
     // capacity.
     let work: f64 = pods.iter().map(|(pod, life)| f64::from(pod.demand.total()) * life).sum::<f64>()
         / f64::from(u32::try_from(pods.len())?);
-    let rate = OFFERED_LOAD * ratio(capacity, 1) / work;
+    let rate = OFFERED_LOAD_PER_CAPACITY * ratio(capacity, 1) / work;
     let mut rng = Rng(seed);
     let mut seen = Observed::new(Some(HALF_LIFE_ARRIVALS));
     let mut departures: BTreeMap<(u64, usize), (&Pod, PodPlacement)> = BTreeMap::new();
@@ -57,7 +57,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
     let (mut area, mut counted_from, mut last) = (0.0f64, 0.0f64, 0.0f64);
     let mut waits = Vec::new();
     let mut placed = 0usize;
-    for arrival in 0..ARRIVALS {
+    for arrival in 0..ARRIVAL_COUNT {
         now += -(1.0 - rng.next_fraction()).max(1e-12).ln() / rate;
         if arrival == WARM_UP_ARRIVALS {
             (area, counted_from, last) = (0.0, now, now);
@@ -69,16 +69,16 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
             area += ratio(allocated, capacity) * (time - last).max(0.0);
             last = last.max(time);
             allocated -= u64::from(pod.demand.total());
-            cluster.end(pod, &placed_at);
+            cluster.end_pod(pod, &placed_at);
             let mut position = 0;
-            while position < waiting.len().min(MAX_QUEUED_PODS) {
+            while position < waiting.len().min(MAX_WAITING_PODS_CONSIDERED) {
                 let (since, pod, life) = waiting[position];
-                let Some(placed_at) = P::place(&mut cluster, pod) else {
+                let Some(placed_at) = P::place_pod(&mut cluster, pod) else {
                     position += 1;
                     continue;
                 };
                 waiting.remove(position);
-                cluster.start(pod, &placed_at);
+                cluster.start_pod(pod, &placed_at);
                 allocated += u64::from(pod.demand.total());
                 waits.push(time - since);
                 placed += 1;
@@ -89,14 +89,14 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
         last = last.max(now);
         let (pod, life) = drifted_pod(&pods, arrival, &mut rng);
         seen.add(&pod.demand);
-        P::count(&mut cluster, pod);
+        P::count_arrived_pod(&mut cluster, pod);
         if arrival % RELEARN_INTERVAL_ARRIVALS == RELEARN_INTERVAL_ARRIVALS - 1 {
             let waiting: Vec<&Pod> = waiting.iter().map(|(_, pod, _)| *pod).collect();
-            P::learn(&mut cluster, &seen, &waiting);
+            P::update_score(&mut cluster, &seen, &waiting);
         }
-        match P::place(&mut cluster, pod) {
+        match P::place_pod(&mut cluster, pod) {
             Some(placed_at) => {
-                cluster.start(pod, &placed_at);
+                cluster.start_pod(pod, &placed_at);
                 allocated += u64::from(pod.demand.total());
                 waits.push(0.0);
                 placed += 1;
@@ -110,7 +110,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
     let mean = waits.iter().sum::<f64>() / f64::from(u32::try_from(waits.len().max(1))?);
     waits.sort_by(f64::total_cmp);
     let result = json!({
-        "policy": policy.name(), "seed": seed, "arrivals": ARRIVALS, "load": OFFERED_LOAD,
+        "policy": policy.name(), "seed": seed, "arrivals": ARRIVAL_COUNT, "load": OFFERED_LOAD_PER_CAPACITY,
         "allocation_mean": area / (now - counted_from), "wait_s_mean": mean, "wait_s_p90": percentile(&waits, 90),
         "wait_s_p99": percentile(&waits, 99), "still_waiting": unserved,
     });
@@ -121,9 +121,9 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
 /// Draws a pod. Among pods that share a GPU, large ones become more frequent during the run.
 fn drifted_pod<'a>(pods: &[(&'a Pod, f64)], arrival: usize, rng: &mut Rng) -> (&'a Pod, f64) {
     let progress =
-        f64::from(u32::try_from(arrival).unwrap_or(u32::MAX)) / f64::from(u32::try_from(ARRIVALS).unwrap_or(1));
+        f64::from(u32::try_from(arrival).unwrap_or(u32::MAX)) / f64::from(u32::try_from(ARRIVAL_COUNT).unwrap_or(1));
     loop {
-        let pod = pods[rng.below(pods.len())];
+        let pod = pods[rng.next_below(pods.len())];
         let shares = pod.0.demand.gpus == 1 && pod.0.demand.per_gpu < 1000;
         let keep = match (shares, pod.0.demand.per_gpu > 500) {
             (false, _) => 1.0,

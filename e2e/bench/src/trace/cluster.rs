@@ -75,18 +75,19 @@ impl<S: Score + Default> Cluster<S> {
     }
 
     /// Decides where to place a pod, and reserves its units. `None` if it fits nowhere.
-    pub(super) fn place(&mut self, pod: &Pod) -> Option<PodPlacement> {
+    pub(super) fn place_pod(&mut self, pod: &Pod) -> Option<PodPlacement> {
         if pod.demand.gpus == 0 {
-            let (_, node) = self.hosts.iter().enumerate().filter(|(_, host)| host.admits(pod)).fold(
-                None,
-                |best, (index, host)| {
-                    let worth = self.score_without_gpus(host, pod);
-                    match best {
-                        Some((most, _)) if worth <= most => best,
-                        _ => Some((worth, index)),
-                    }
-                },
-            )?;
+            let (_, node) =
+                self.hosts.iter().enumerate().filter(|(_, host)| host.has_cpu_memory_and_model_for(pod)).fold(
+                    None,
+                    |best, (index, host)| {
+                        let worth = self.score_without_gpus(host, pod);
+                        match best {
+                            Some((most, _)) if worth <= most => best,
+                            _ => Some((worth, index)),
+                        }
+                    },
+                )?;
             return Some(PodPlacement { pod: String::new(), node, devices: Vec::new() });
         }
         self.pods += 1;
@@ -96,11 +97,15 @@ impl<S: Score + Default> Cluster<S> {
         self.ledger.synchronize(&mut self.chooser);
         let hosts = &self.hosts;
         let by_name = &self.by_name;
-        let admits =
-            |node: &str| by_name.get(node).and_then(|node| hosts.get(*node)).is_some_and(|host| host.admits(pod));
+        let has_cpu_memory_and_model_for = |node: &str| {
+            by_name
+                .get(node)
+                .and_then(|node| hosts.get(*node))
+                .is_some_and(|host| host.has_cpu_memory_and_model_for(pod))
+        };
         let waiting = PendingPod { pod: &name, priority: 0, device_requests: &device_requests };
         let beside = ChoiceCriteria { cpu: pod.demand.cpu, siblings: &siblings };
-        let fits = self.ledger.choose(waiting, beside, &mut self.chooser, 1, admits)?;
+        let fits = self.ledger.choose(waiting, beside, &mut self.chooser, 1, has_cpu_memory_and_model_for)?;
         self.ledger.reserve(&name, &fits, Moment(u64::MAX)).ok()?;
         let fit = fits.iter().next()?;
         let node = *self.by_name.get(fit.node())?;
@@ -125,8 +130,8 @@ impl<S: Score + Default> Cluster<S> {
     }
 
     /// Starts a placed pod: the scheduler binds it, and the kubelet allocates its units.
-    pub(super) fn start(&mut self, pod: &Pod, placed: &PodPlacement) {
-        self.change_capacity(pod, placed, u64::checked_sub, |free, part| free - part);
+    pub(super) fn start_pod(&mut self, pod: &Pod, placed: &PodPlacement) {
+        self.change_free_capacity(pod, placed, u64::checked_sub, |free, part| free - part);
         let Some(host) = self.hosts.get(placed.node) else { return };
         if pod.demand.gpus > 0 {
             self.ledger.bind(&placed.pod, &host.name, &device_requests(pod));
@@ -143,12 +148,12 @@ impl<S: Score + Default> Cluster<S> {
             }
             self.report_to_ledger(placed.node);
         }
-        self.report_cpu(placed.node);
+        self.report_node_cpu(placed.node);
     }
 
     /// Ends a pod.
-    pub(super) fn end(&mut self, pod: &Pod, placed: &PodPlacement) {
-        self.change_capacity(pod, placed, u64::checked_add, |free, part| free + part);
+    pub(super) fn end_pod(&mut self, pod: &Pod, placed: &PodPlacement) {
+        self.change_free_capacity(pod, placed, u64::checked_add, |free, part| free + part);
         if pod.demand.gpus > 0 {
             self.ledger.release(&placed.pod);
             if let Some(allocations) = self.allocations.get_mut(placed.node) {
@@ -156,10 +161,10 @@ impl<S: Score + Default> Cluster<S> {
             }
             self.report_to_ledger(placed.node);
         }
-        self.report_cpu(placed.node);
+        self.report_node_cpu(placed.node);
     }
 
-    fn change_capacity(
+    fn change_free_capacity(
         &mut self,
         pod: &Pod,
         placed: &PodPlacement,
@@ -186,10 +191,10 @@ impl<S: Score + Default> Cluster<S> {
         let devices = host.gpus.iter().enumerate().map(device).collect();
         self.ledger
             .observe(&host.name, NodeFacts { model: host.model.clone(), devices, allocations: allocations.clone() });
-        self.report_cpu(node);
+        self.report_node_cpu(node);
     }
 
-    fn report_cpu(&mut self, node: usize) {
+    fn report_node_cpu(&mut self, node: usize) {
         if let Some(host) = self.hosts.get(node) {
             self.chooser.set_cpu(&host.name, Cpu { total: host.cpu_total, free: host.cpu });
         }

@@ -32,7 +32,7 @@ pub(super) struct Host {
 
 impl Host {
     /// Returns whether CPU, memory and model allow the pod, regardless of free GPUs.
-    pub(super) fn admits(&self, pod: &Pod) -> bool {
+    pub(super) fn has_cpu_memory_and_model_for(&self, pod: &Pod) -> bool {
         let models = &pod.demand.models;
         self.cpu >= pod.demand.cpu && self.memory >= pod.memory && (models.is_empty() || models.contains(&self.model))
     }

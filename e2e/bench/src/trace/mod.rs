@@ -22,14 +22,14 @@ use cleave_plan::placement::{Learned, Observed};
 use cluster::{Cluster, CpuPodPlacement, PodPlacement};
 use figures::{percentile, ratio};
 use lists::{Host, Pod, read_hosts, read_pods};
-use policies::{BestFit, Fgd, Random};
+use policies::{BestFitScore, FgdScore, RandomScore};
 use random::Rng;
 use serde_json::json;
 
 /// Replays a list of pods on a list of nodes, and prints how much of the GPUs a placement policy
 /// allocates.
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct TraceArgs {
     /// CSV file of nodes: `sn,cpu_milli,memory_mib,gpu,model`.
     #[arg(long)]
     nodes: PathBuf,
@@ -65,7 +65,7 @@ fn draw_arrivals(pods: &[Pod], capacity: u64, rng: &mut Rng) -> Vec<usize> {
     let mut order: Vec<usize> = (0..pods.len()).collect();
     let mut wanted: u64 = pods.iter().map(|pod| u64::from(pod.demand.total())).sum();
     loop {
-        let drawn = rng.below(pods.len());
+        let drawn = rng.next_below(pods.len());
         wanted += u64::from(pods[drawn].demand.total());
         if wanted > limit {
             break;
@@ -77,16 +77,16 @@ fn draw_arrivals(pods: &[Pod], capacity: u64, rng: &mut Rng) -> Vec<usize> {
 }
 
 /// Runs the benchmark, and prints its result as JSON.
-pub(crate) fn run(args: &Args) -> Result<()> {
+pub(crate) fn run(args: &TraceArgs) -> Result<()> {
     match args.policy {
         Policy::Cleave => run_policy::<Learned>(args),
-        Policy::Fgd => run_policy::<Fgd>(args),
-        Policy::BestFit => run_policy::<BestFit>(args),
-        Policy::Random => run_policy::<Random>(args),
+        Policy::Fgd => run_policy::<FgdScore>(args),
+        Policy::BestFit => run_policy::<BestFitScore>(args),
+        Policy::Random => run_policy::<RandomScore>(args),
     }
 }
 
-fn run_policy<P: PlacementPolicy>(args: &Args) -> Result<()> {
+fn run_policy<P: PlacementPolicy>(args: &TraceArgs) -> Result<()> {
     let whole = read_hosts(&args.nodes)?;
     let pods = read_pods(&args.pods)?;
     ensure!(!pods.is_empty() && !whole.is_empty(), "no pods, or no nodes");
@@ -103,9 +103,9 @@ fn run_policy<P: PlacementPolicy>(args: &Args) -> Result<()> {
         Rng(!args.seed).shuffle(&mut history);
         for pod in history {
             seen.add(&pod.demand);
-            P::count(&mut cluster, pod);
+            P::count_arrived_pod(&mut cluster, pod);
         }
-        P::learn(&mut cluster, &seen, &[]);
+        P::update_score(&mut cluster, &seen, &[]);
     }
     let mut file = args.placements.as_ref().map(std::fs::File::create).transpose()?.map(std::io::BufWriter::new);
     let (mut arrived, mut allocated, mut at_100) = (0u64, 0u64, None);
@@ -118,19 +118,19 @@ fn run_policy<P: PlacementPolicy>(args: &Args) -> Result<()> {
             at_100 = Some(allocated);
         }
         seen.add(&pod.demand);
-        P::count(&mut cluster, pod);
+        P::count_arrived_pod(&mut cluster, pod);
         if args.policy == Policy::Cleave || args.no_history && turn % 500 == 499 {
             let start = Instant::now();
-            P::learn(&mut cluster, &seen, &[]);
+            P::update_score(&mut cluster, &seen, &[]);
             learning.push(start.elapsed().as_secs_f64() * 1e6);
         }
         let start = Instant::now();
-        let placed = P::place(&mut cluster, pod);
+        let placed = P::place_pod(&mut cluster, pod);
         if pod.demand.gpus > 0 {
             times.push(start.elapsed().as_secs_f64() * 1e6);
         }
         let Some(placed) = placed else { continue };
-        cluster.start(pod, &placed);
+        cluster.start_pod(pod, &placed);
         allocated += u64::from(pod.demand.total());
         if let Some(file) = &mut file {
             let devices: Vec<String> = placed.devices.iter().map(ToString::to_string).collect();

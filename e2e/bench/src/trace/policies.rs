@@ -14,9 +14,9 @@ fn free_capacity(node: &Node, demand: &Demand) -> f64 {
 
 /// Chooses the node with the least free capacity, and on it the GPU with the least free capacity.
 #[derive(Debug, Clone, Default)]
-pub(super) struct BestFit;
+pub(super) struct BestFitScore;
 
-impl Score for BestFit {
+impl Score for BestFitScore {
     type NodeValues = ();
 
     fn precompute(&self, _: &Node) {}
@@ -29,9 +29,9 @@ impl Score for BestFit {
 /// Fragmentation gradient descent: chooses where the GPU capacity that typical pods cannot use
 /// grows least.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Fgd(Vec<TypicalPod>);
+pub(super) struct FgdScore(Vec<TypicalPod>);
 
-impl Fgd {
+impl FgdScore {
     pub(super) fn new(typical: &[TypicalPod]) -> Self {
         Self(typical.to_vec())
     }
@@ -51,7 +51,7 @@ impl Fgd {
     }
 }
 
-impl Score for Fgd {
+impl Score for FgdScore {
     type NodeValues = f64;
 
     fn precompute(&self, node: &Node) -> f64 {
@@ -77,22 +77,22 @@ impl Score for Fgd {
 /// Chooses at random among the nodes and GPUs that fit. A score makes one decision: the benchmark
 /// replaces the score before the next decision.
 #[derive(Debug, Clone)]
-pub(super) struct Random(RefCell<Rng>);
+pub(super) struct RandomScore(RefCell<Rng>);
 
-impl Random {
+impl RandomScore {
     /// Returns the score for the next decision.
     pub(super) fn next_score(&self) -> Self {
-        Self(RefCell::new(Rng(self.0.borrow_mut().next())))
+        Self(RefCell::new(Rng(self.0.borrow_mut().next_bits())))
     }
 }
 
-impl Default for Random {
+impl Default for RandomScore {
     fn default() -> Self {
         Self(RefCell::new(Rng(0)))
     }
 }
 
-impl Score for Random {
+impl Score for RandomScore {
     type NodeValues = f64;
 
     fn precompute(&self, _: &Node) -> f64 {

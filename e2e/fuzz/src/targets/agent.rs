@@ -17,7 +17,7 @@ use cleave_agent::termination::pods::TerminatingPods;
 use cleave_agent::termination::shutdown::{Shutdown, ShutdownPeriod, ShutdownPeriods, elapsed_in_shutdown};
 use cleave_api::GpuNodeSpec;
 use cleave_gpu::mps::wire::Desired;
-use cleave_gpu::nvml::{DriverInfo, Observation};
+use cleave_gpu::nvml::{DriverInfo, GpuObservation};
 use cleave_kubelet::ContainerDevices;
 use cleave_operator::pods as operator;
 use serde_json::{Value, json};
@@ -75,7 +75,7 @@ fn run_agent(checkpoint: Option<Checkpoint>, object: GpuNodeState, view: HostVie
     node.record_mps_view(view);
     node.record_driver_info(Ok(DriverInfo { driver: "580.82.07".to_owned(), count: fixtures::GPUS_PER_NODE }), start);
     for gpu in fixtures::gpus() {
-        node.record_gpu(gpu.index, Ok(Observation { gpu, processes: Vec::new() }), start);
+        node.record_gpu(gpu.index, Ok(GpuObservation { gpu, processes: Vec::new() }), start);
     }
     node.record_pod_resources(Ok(held.clone()), start, &mut table.allocations);
     check_actions(&node.reconcile(&mut table, start), is_consistent);

@@ -3,9 +3,10 @@ use std::fmt::Debug;
 
 use cleave_api::gpunode::{GpuStatus, Health, MigStatus, SliceStatus};
 use cleave_gpu::mps::wire::{
-    AllocationStatus, Client, DaemonState, DaemonStatus, Desired, Enforcement, Fault, Status, VERSION,
+    AllocationStatus, Client, DaemonState, DaemonStatus, Desired, Enforcement, FILE_FORMAT_VERSION, Fault,
+    MpsHostStatus,
 };
-use cleave_gpu::nvml::{Gpu, Mig, MigInstance, MigProfile};
+use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState};
 use cleave_plan::mig::built_in;
 use cleave_plan::units::{Mebibytes, Sms};
 use serde::Serialize;
@@ -73,7 +74,7 @@ pub(super) fn gpus() -> Vec<Gpu> {
         pci: format!("0000:{index:02x}:00.0"),
         numa: Some(index / 4),
         compute_capability: (9, 0),
-        mig: Some(Mig {
+        mig: Some(MigState {
             enabled: index + 1 == GPUS_PER_NODE,
             pending: None,
             profiles: profiles.clone(),
@@ -84,7 +85,7 @@ pub(super) fn gpus() -> Vec<Gpu> {
 }
 
 /// Returns the status of an MPS host that has applied all of `desired`.
-pub(super) fn host_status(desired: &Desired) -> Status {
+pub(super) fn host_status(desired: &Desired) -> MpsHostStatus {
     let client = Client { pid: 579, allocation: desired.allocations.keys().next().cloned() };
     let daemon = |device: &String| {
         let status = DaemonStatus {
@@ -100,8 +101,8 @@ pub(super) fn host_status(desired: &Desired) -> Status {
         (device.clone(), status)
     };
     let door = |id: &String| (id.clone(), AllocationStatus { admitted: 3, refused: 1, waiting: 0 });
-    Status {
-        version: VERSION,
+    MpsHostStatus {
+        version: FILE_FORMAT_VERSION,
         pid: 400,
         desired: desired.hash(),
         daemons: desired.daemons.keys().map(daemon).collect(),

@@ -1,8 +1,8 @@
 //! Input from MPS daemons and their clients, and the messages between agent and MPS host.
 use cleave_gpu::mps::log::{LogEvent, parse_log_line};
 use cleave_gpu::mps::protocol::{
-    Command, Kind, Reply, command_packets, is_memory, is_percentage, parse_pids, parse_server_state,
-    parse_terminate_result,
+    Command, PeerKind, ReplyPacket, command_packets, is_answer_with_memory_limit, is_answer_with_percentage,
+    parse_pids, parse_server_state, parse_terminate_result,
 };
 use cleave_gpu::mps::wire::{Desired, Paths, Reply as HostReply, Request};
 use serde::Serialize;
@@ -49,7 +49,7 @@ pub(super) const CONTROL_PACKET: Target = Target {
         ];
         let mut samples: Vec<Vec<u8>> =
             texts.iter().map(|text| [b"\0\0\0\0", text.as_bytes(), b"\0"].concat()).collect();
-        samples.extend([Kind::Client, Kind::Administrator].map(|kind| kind.packet().to_vec()));
+        samples.extend([PeerKind::Client, PeerKind::Administrator].map(|kind| kind.packet().to_vec()));
         samples.push(1_u64.to_le_bytes().to_vec());
         samples
     },
@@ -58,16 +58,16 @@ pub(super) const CONTROL_PACKET: Target = Target {
 };
 
 fn read_control_packet(packet: &[u8]) -> ReadResult {
-    let kind = Kind::parse(packet);
-    if kind != Kind::Unknown {
+    let kind = PeerKind::parse(packet);
+    if kind != PeerKind::Unknown {
         assert_eq!(kind.packet().as_slice(), packet);
         return ReadResult::Read;
     }
     check_command_encoding(packet);
-    match Reply::parse(packet) {
+    match ReplyPacket::parse(packet) {
         None => ReadResult::Refused,
-        Some(Reply::End) => ReadResult::Read,
-        Some(Reply::Text(text)) => {
+        Some(ReplyPacket::End) => ReadResult::Read,
+        Some(ReplyPacket::Text(text)) => {
             assert!(!text.contains('\0') && text.len() <= 3 * packet.len());
             parse_answer(&text);
             ReadResult::Read
@@ -87,9 +87,12 @@ fn parse_answer(text: &str) {
     {
         assert_printable(&error.to_string());
     }
-    let percents: Vec<u8> = (0..=255).filter(|&percent| is_percentage(text, percent)).collect();
+    let percents: Vec<u8> = (0..=255).filter(|&percent| is_answer_with_percentage(text, percent)).collect();
     assert!(percents.len() <= 1, "{text:?} is {percents:?} %");
-    assert!(!(is_memory(text, None) && is_memory(text, Some(0))), "{text:?} is both a limit and no limit");
+    assert!(
+        !(is_answer_with_memory_limit(text, None) && is_answer_with_memory_limit(text, Some(0))),
+        "{text:?} is both a limit and no limit"
+    );
 }
 
 /// Checks the encoding of commands with numbers from the packet.

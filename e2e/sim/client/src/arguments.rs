@@ -46,7 +46,7 @@ pub(crate) struct Arguments {
     /// Run kernels for this many seconds, or "forever". Prints {"launched":true,…} at the start,
     /// and a line at the end
     #[arg(long, value_name = "SECONDS")]
-    pub(crate) busy: Option<Span>,
+    pub(crate) busy: Option<StepDuration>,
 
     /// Run kernels until a signal arrives
     #[arg(long, conflicts_with = "busy")]
@@ -54,16 +54,16 @@ pub(crate) struct Arguments {
 
     /// Keep the context for this many seconds, or "forever"
     #[arg(long, value_name = "SECONDS")]
-    pub(crate) hold: Option<Span>,
+    pub(crate) hold: Option<StepDuration>,
 
     /// Access memory illegally after this many seconds of kernels
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "0", require_equals = true)]
-    pub(crate) fault: Option<Seconds>,
+    pub(crate) fault: Option<DurationInSeconds>,
 
     /// Continue for this many seconds, or "forever", after a CUDA error, like a program that
     /// ignores errors
     #[arg(long, value_name = "SECONDS")]
-    pub(crate) linger: Option<Span>,
+    pub(crate) linger: Option<StepDuration>,
 
     /// Wait for a line on standard input first
     #[arg(long)]
@@ -103,9 +103,9 @@ pub(crate) struct Arguments {
 
 /// A number of seconds.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Seconds(pub(crate) Duration);
+pub(crate) struct DurationInSeconds(pub(crate) Duration);
 
-impl std::str::FromStr for Seconds {
+impl std::str::FromStr for DurationInSeconds {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -116,14 +116,14 @@ impl std::str::FromStr for Seconds {
 
 /// How long a step of the program lasts.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Span {
+pub(crate) enum StepDuration {
     /// The step ends after this time.
     For(Duration),
     /// The step ends when a signal arrives.
     Forever,
 }
 
-impl std::str::FromStr for Span {
+impl std::str::FromStr for StepDuration {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
@@ -135,7 +135,7 @@ impl std::str::FromStr for Span {
     }
 }
 
-impl Span {
+impl StepDuration {
     /// Returns whether the duration has passed since `since`.
     pub(crate) fn is_over(self, since: Instant) -> bool {
         match self {
@@ -151,9 +151,9 @@ mod tests {
 
     #[test]
     fn a_span_is_a_number_of_seconds_or_forever() {
-        assert_eq!("1.5".parse(), Ok(Span::For(Duration::from_millis(1500))));
-        assert_eq!("forever".parse(), Ok(Span::Forever));
-        assert!("-1".parse::<Span>().is_err());
-        assert!("soon".parse::<Span>().is_err());
+        assert_eq!("1.5".parse(), Ok(StepDuration::For(Duration::from_millis(1500))));
+        assert_eq!("forever".parse(), Ok(StepDuration::Forever));
+        assert!("-1".parse::<StepDuration>().is_err());
+        assert!("soon".parse::<StepDuration>().is_err());
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use sim_machine::{ContextKind, EventKind, Machine};
-use sim_mps::client::{Environment, Mps, MpsContext, NO_DEVICE};
+use sim_mps::client::{CUDA_ERROR_NO_DEVICE, LimitEnvironment, MpsConnection, MpsContext};
 use sim_mps::limits::context_overhead;
 use sim_mps::wire::Device;
 
@@ -16,7 +16,7 @@ const CUDA_ERROR_UNKNOWN: i32 = 999;
 /// The initialised library. The choice of MPS applies to the whole process.
 pub(crate) struct Cuda {
     machine: Option<Machine>,
-    mps: Option<Mps>,
+    mps: Option<MpsConnection>,
     devices: Vec<Device>,
 }
 
@@ -44,13 +44,13 @@ impl Cuda {
     /// A `CUresult`: there is no device, or the MPS server refuses clients.
     pub(crate) fn init(control: &Path, given: &DeviceSelection) -> Result<Self, i32> {
         let machine = Machine::open_default().ok();
-        let mps = Mps::attach(control)?;
+        let mps = MpsConnection::attach(control)?;
         let devices = match (&mps, &machine) {
             (Some(mps), machine) => given.visible_server_devices(mps.devices(), machine.as_ref()),
             (None, Some(machine)) => machine.snapshot().map(|state| given.visible_devices(&state)).unwrap_or_default(),
             (None, None) => Vec::new(),
         };
-        if devices.is_empty() { Err(NO_DEVICE) } else { Ok(Self { machine, mps, devices }) }
+        if devices.is_empty() { Err(CUDA_ERROR_NO_DEVICE) } else { Ok(Self { machine, mps, devices }) }
     }
 
     /// Creates a context on the first device.
@@ -59,10 +59,10 @@ impl Cuda {
     /// The `CUresult` of the failure.
     pub(crate) fn create_context(&self) -> Result<Context, i32> {
         if let Some(mps) = &self.mps {
-            return mps.create_context(&Environment::of_this_process(), &self.devices, 0).map(Context::Mps);
+            return mps.create_context(&LimitEnvironment::of_this_process(), &self.devices, 0).map(Context::Mps);
         }
-        let machine = self.machine.clone().ok_or(NO_DEVICE)?;
-        let device = self.devices.first().ok_or(NO_DEVICE)?.clone();
+        let machine = self.machine.clone().ok_or(CUDA_ERROR_NO_DEVICE)?;
+        let device = self.devices.first().ok_or(CUDA_ERROR_NO_DEVICE)?.clone();
         let overhead = context_overhead(device.sms);
         let context = machine.open_context(&device.uuid, ContextKind::Compute, overhead);
         let context = context.map_err(|error| error.cuda_code())?;
@@ -123,9 +123,9 @@ impl Context {
     }
 
     /// Starts kernels of `kernel_ms` milliseconds each.
-    pub(crate) fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
+    pub(crate) fn launch_kernels(&self, kernel_ms: f64) -> Result<(), i32> {
         match self {
-            Self::Mps(context) => context.launch(kernel_ms),
+            Self::Mps(context) => context.launch_kernels(kernel_ms),
             Self::Plain(plain) => plain.check_error(),
         }
     }

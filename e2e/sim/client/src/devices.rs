@@ -7,7 +7,7 @@ use sim_machine::{DeviceRef, Machine, State};
 use sim_mps::wire::Device;
 
 /// The environment variable that replaces `/dev` in tests.
-pub(crate) const DEV_ENV: &str = "SIMGPU_DEV";
+pub(crate) const DEV_DIRECTORY_ENV: &str = "SIMGPU_DEV";
 
 /// The device selection in the environment.
 #[derive(Debug, Clone, Default)]
@@ -22,7 +22,7 @@ pub(crate) struct DeviceSelection {
 
 /// The GPUs of a container.
 #[derive(Debug, PartialEq, Eq)]
-enum Container<'a> {
+enum ContainerDevices<'a> {
     All,
     List(&'a str),
     Nodes(&'a [u32]),
@@ -33,7 +33,7 @@ impl DeviceSelection {
     /// Reads the device selection of this process.
     pub(crate) fn from_environment() -> Self {
         let text = |name| std::env::var(name).ok();
-        let dev = text(DEV_ENV).unwrap_or_else(|| "/dev".to_owned());
+        let dev = text(DEV_DIRECTORY_ENV).unwrap_or_else(|| "/dev".to_owned());
         Self {
             container: text("NVIDIA_VISIBLE_DEVICES"),
             nodes: device_node_numbers(Path::new(&dev)),
@@ -41,25 +41,25 @@ impl DeviceSelection {
         }
     }
 
-    fn container(&self) -> Container<'_> {
+    fn container_devices(&self) -> ContainerDevices<'_> {
         match self.container.as_deref() {
-            Some("all") => Container::All,
+            Some("all") => ContainerDevices::All,
             // CDI specifications set `void`. The device nodes then determine the GPUs.
-            Some("void") | None if !self.nodes.is_empty() => Container::Nodes(&self.nodes),
-            Some("void" | "none" | "") => Container::Nothing,
-            Some(list) => Container::List(list),
+            Some("void") | None if !self.nodes.is_empty() => ContainerDevices::Nodes(&self.nodes),
+            Some("void" | "none" | "") => ContainerDevices::Nothing,
+            Some(list) => ContainerDevices::List(list),
             // A program on the host. A simulated machine does not need device nodes there.
-            None if self.program.is_some() => Container::All,
-            None => Container::Nothing,
+            None if self.program.is_some() => ContainerDevices::All,
+            None => ContainerDevices::Nothing,
         }
     }
 
     /// Returns the devices that a program of this machine sees, in the order of its ordinals.
     pub(crate) fn visible_devices(&self, state: &State) -> Vec<Device> {
-        let given = match self.container() {
-            Container::All => state.visible_devices(None),
-            Container::List(list) => state.visible_devices(Some(list)),
-            Container::Nodes(nodes) => {
+        let given = match self.container_devices() {
+            ContainerDevices::All => state.visible_devices(None),
+            ContainerDevices::List(list) => state.visible_devices(Some(list)),
+            ContainerDevices::Nodes(nodes) => {
                 let has_node = |device: &DeviceRef<'_>| nodes.contains(&device.gpu.minor);
                 let whole = state.visible_devices(None).into_iter().filter(has_node);
                 // A device node does not identify a MIG device, so the program's list must name it.
@@ -68,7 +68,7 @@ impl DeviceSelection {
                     None => whole.collect(),
                 }
             }
-            Container::Nothing => Vec::new(),
+            ContainerDevices::Nothing => Vec::new(),
         };
         let given = given.into_iter().map(|device| Device {
             uuid: device.uuid().to_owned(),
@@ -83,14 +83,14 @@ impl DeviceSelection {
     /// restricts the devices.
     pub(crate) fn visible_server_devices(&self, offers: &[Device], machine: Option<&Machine>) -> Vec<Device> {
         let state = machine.and_then(|machine| machine.snapshot().ok());
-        match (state, self.container()) {
+        match (state, self.container_devices()) {
             (Some(state), _) => {
                 let visible = self.visible_devices(&state);
                 offers.iter().filter(|offer| visible.iter().any(|device| device.uuid == offer.uuid)).cloned().collect()
             }
-            (None, Container::Nothing) => Vec::new(),
-            (None, Container::All | Container::Nodes(_)) => self.selected_devices(offers.to_vec()),
-            (None, Container::List(list)) => self.selected_devices(select(offers, list)),
+            (None, ContainerDevices::Nothing) => Vec::new(),
+            (None, ContainerDevices::All | ContainerDevices::Nodes(_)) => self.selected_devices(offers.to_vec()),
+            (None, ContainerDevices::List(list)) => self.selected_devices(select(offers, list)),
         }
     }
 
@@ -122,13 +122,13 @@ fn device_node_numbers(dev: &Path) -> Vec<u32> {
 
 #[cfg(test)]
 mod tests {
-    use sim_machine::{Description, GpuDescription};
+    use sim_machine::{GpuDescription, MachineDescription};
 
     use super::*;
 
     fn state() -> State {
         let gpus = vec![GpuDescription { model: "H200-141".into(), count: Some(2), ..GpuDescription::default() }];
-        Description { name: "test".into(), gpus, ..Description::default() }.state().unwrap()
+        MachineDescription { name: "test".into(), gpus, ..MachineDescription::default() }.state().unwrap()
     }
 
     fn indices(given: &DeviceSelection) -> Vec<u32> {

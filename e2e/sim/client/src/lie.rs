@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use rustix::net::Shutdown;
 use serde_json::json;
-use sim_mps::handshake::{self, CREDENTIALS, ClientSockets, KIND_ADMINISTRATOR, KIND_CLIENT, Subject};
+use sim_mps::handshake::{self, CREDENTIALS, ClientSockets, IntroductionSubject, KIND_ADMINISTRATOR, KIND_CLIENT};
 use sim_mps::seqpacket::{Connection, Credentials};
 
-use crate::output::print;
+use crate::output::print_json_line;
 
 /// A violation of the handshake ("lie").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,7 +127,7 @@ impl FromStr for HandshakeViolation {
 pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -> io::Result<()> {
     let deadline = Instant::now() + patience;
     let report = |outcome: &str, packets: usize| {
-        print(&json!({ "lie": format!("{lie:?}"), "outcome": outcome, "packets": packets }));
+        print_json_line(&json!({ "lie": format!("{lie:?}"), "outcome": outcome, "packets": packets }));
     };
     if let HandshakeViolation::Vanish(_)
     | HandshakeViolation::Mute(_)
@@ -145,7 +145,10 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
         return Ok(());
     }
     if let HandshakeViolation::Enter(count) = lie {
-        let enter = || handshake::connect_to_server(control).and_then(|sockets| sockets.enter(Subject::Process));
+        let enter = || {
+            handshake::connect_to_server(control)
+                .and_then(|sockets| sockets.introduce_to_server(IntroductionSubject::Process))
+        };
         let open: Vec<_> = (0..count).map_while(|_| enter().ok()).collect();
         let closed = open.first().map_or(Ok((true, 0)), |(_, server)| read_until_closed(server, deadline))?.0;
         report(if closed { "closed" } else { "open" }, open.len());
@@ -156,7 +159,7 @@ pub(crate) fn run(control: &Path, lie: HandshakeViolation, patience: Duration) -
         .collect::<io::Result<Vec<_>>>()?;
     let (mut outcome, mut packets) = ("closed", 0);
     for connection in &connections {
-        match violate(connection, lie) {
+        match perform_violation(connection, lie) {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => outcome = "refused",
             // The peer closed before the end of the introduction.
             _ => {
@@ -188,7 +191,7 @@ fn violate_with_server(sockets: ClientSockets, lie: HandshakeViolation) -> io::R
     // The descriptors stay open until the violation ends.
     let channel = sockets.receive_channel().map_err(|_| io::ErrorKind::ConnectionReset)?;
     let ClientSockets { daemon, server } = &sockets;
-    let [first, second] = Subject::Process.introduction_words();
+    let [first, second] = IntroductionSubject::Process.introduction_words();
     let say = |words: usize| -> io::Result<()> {
         for word in 0..words.min(3) {
             match word {
@@ -237,7 +240,7 @@ fn shut_down(half: SocketPart, sockets: &ClientSockets, channel: Option<&Connect
     Ok(rustix::net::shutdown(socket, how)?)
 }
 
-fn violate(connection: &Connection, lie: HandshakeViolation) -> io::Result<()> {
+fn perform_violation(connection: &Connection, lie: HandshakeViolation) -> io::Result<()> {
     let own = handshake::own_credentials();
     let introduce = |credentials: Credentials, kind: u32| {
         connection.send_credentials(CREDENTIALS, credentials)?;

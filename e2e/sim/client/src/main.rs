@@ -22,10 +22,10 @@ use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use sim_mps::handshake;
 
-use arguments::{Arguments, Span};
+use arguments::{Arguments, StepDuration};
 
 /// The environment variable that marks the processes of `--processes`.
-const CHILD_ENV: &str = "CLEAVE_CLIENT_CHILD";
+const CHILD_PROCESS_ENV: &str = "CLEAVE_CLIENT_CHILD";
 
 fn main() -> anyhow::Result<ExitCode> {
     // Cargo builds only a package's own programs for its tests. The tests therefore link this
@@ -36,7 +36,7 @@ fn main() -> anyhow::Result<ExitCode> {
         _ => {}
     }
     let arguments = Arguments::parse();
-    if std::env::var_os(CHILD_ENV).is_some() {
+    if std::env::var_os(CHILD_PROCESS_ENV).is_some() {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     }
     let terminated = Arc::new(AtomicBool::new(false));
@@ -49,15 +49,15 @@ fn main() -> anyhow::Result<ExitCode> {
     if let Some(command) = &arguments.admin {
         let reply = handshake::send_command(&control, command)
             .with_context(|| format!("failed to send a command to {}", control.display()))?;
-        output::print(&json!({ "command": command, "reply": reply }));
+        output::print_json_line(&json!({ "command": command, "reply": reply }));
         return Ok(if reply.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
     }
     if let Some(lie) = arguments.lie {
-        let patience = if let Some(Span::For(hold)) = arguments.hold { hold } else { Duration::from_secs(10) };
+        let patience = if let Some(StepDuration::For(hold)) = arguments.hold { hold } else { Duration::from_secs(10) };
         lie::run(&control, lie, patience).with_context(|| format!("failed to connect to {}", control.display()))?;
         return Ok(ExitCode::SUCCESS);
     }
-    if arguments.processes > 1 && std::env::var_os(CHILD_ENV).is_none() {
+    if arguments.processes > 1 && std::env::var_os(CHILD_PROCESS_ENV).is_none() {
         return run_processes(arguments.processes, &terminated);
     }
     Ok(ExitCode::from(work::run(&arguments, &terminated)))
@@ -67,7 +67,7 @@ fn main() -> anyhow::Result<ExitCode> {
 fn run_processes(count: usize, terminated: &AtomicBool) -> anyhow::Result<ExitCode> {
     let own = std::env::current_exe()?;
     let mut children = (0..count)
-        .map(|_| Command::new(&own).args(std::env::args_os().skip(1)).env(CHILD_ENV, "1").spawn())
+        .map(|_| Command::new(&own).args(std::env::args_os().skip(1)).env(CHILD_PROCESS_ENV, "1").spawn())
         .collect::<Result<Vec<Child>, _>>()?;
     let mut signalled = false;
     let mut status = ExitCode::SUCCESS;

@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::arguments::{Arguments, Span};
+use crate::arguments::{Arguments, StepDuration};
 use crate::cuda::{self, Context, Cuda};
 use crate::devices::DeviceSelection;
-use crate::output::print;
+use crate::output::print_json_line;
 
 /// Interval at which a waiting program checks for errors and signals.
-const CHECK_INTERVAL: Duration = Duration::from_millis(10);
+const WAIT_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 /// Maximum time until an illegal access is reported.
-const FAULT_TIMEOUT: Duration = Duration::from_secs(30);
+const FAULT_REPORT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why a program stopped.
 enum StopReason {
@@ -37,17 +37,17 @@ pub(crate) fn run(arguments: &Arguments, terminated: &Arc<AtomicBool>) -> u8 {
         Err(code) => Err(*code),
     };
     let outcome = match &contexts {
-        Ok(contexts) => Program { arguments, contexts, terminated }.run(),
+        Ok(contexts) => ProgramRun { arguments, contexts, terminated }.run(),
         Err(code) => Err(StopReason::Error(*code)),
     };
     let status = match outcome {
         Ok(()) | Err(StopReason::Signal) => 0,
         Err(StopReason::Error(code)) => {
-            print(&json!({ "error": code, "name": cuda::error_name(code) }));
+            print_json_line(&json!({ "error": code, "name": cuda::error_name(code) }));
             if let Some(span) = arguments.linger {
                 let since = Instant::now();
                 while !span.is_over(since) && !terminated.load(Ordering::Relaxed) {
-                    thread::sleep(CHECK_INTERVAL);
+                    thread::sleep(WAIT_CHECK_INTERVAL);
                 }
             }
             exit_status(code)
@@ -64,18 +64,18 @@ fn exit_status(code: i32) -> u8 {
 }
 
 /// The program's work on its contexts.
-struct Program<'a> {
+struct ProgramRun<'a> {
     arguments: &'a Arguments,
     contexts: &'a [Context],
     terminated: &'a AtomicBool,
 }
 
-impl Program<'_> {
+impl ProgramRun<'_> {
     /// Prints the GPU's properties, and performs the requested work.
     fn run(&self) -> Result<(), StopReason> {
         let first = self.first_context()?;
         let mib = |bytes: u64| bytes >> 20;
-        print(&json!({
+        print_json_line(&json!({
             "sms": first.sms(),
             "freeMiB": mib(first.free_memory().map_err(StopReason::Error)?),
             "totalMiB": mib(first.device().memory),
@@ -90,16 +90,18 @@ impl Program<'_> {
         }
         for mib in &self.arguments.allocate {
             first.allocate(mib << 20).map_err(StopReason::Error)?;
-            print(&json!({ "allocatedMiB": mib, "freeMiB": first.free_memory().map_err(StopReason::Error)? >> 20 }));
+            print_json_line(
+                &json!({ "allocatedMiB": mib, "freeMiB": first.free_memory().map_err(StopReason::Error)? >> 20 }),
+            );
         }
         if let Some(after) = self.arguments.fault {
-            self.run_kernels(Some(Span::For(after.0)))?;
+            self.run_kernels(Some(StepDuration::For(after.0)))?;
             first.access_illegally().map_err(StopReason::Error)?;
-            return self.wait(Span::For(FAULT_TIMEOUT));
+            return self.wait_during(StepDuration::For(FAULT_REPORT_TIMEOUT));
         }
-        let busy = if self.arguments.busy_forever { Some(Span::Forever) } else { self.arguments.busy };
+        let busy = if self.arguments.busy_forever { Some(StepDuration::Forever) } else { self.arguments.busy };
         self.run_kernels(busy)?;
-        self.arguments.hold.map_or(Ok(()), |span| self.wait(span))
+        self.arguments.hold.map_or(Ok(()), |span| self.wait_during(span))
     }
 
     fn first_context(&self) -> Result<&Context, StopReason> {
@@ -107,14 +109,14 @@ impl Program<'_> {
     }
 
     /// Runs kernels one after the other during `span`. Without a kernel length, waits instead.
-    fn run_kernels(&self, span: Option<Span>) -> Result<(), StopReason> {
+    fn run_kernels(&self, span: Option<StepDuration>) -> Result<(), StopReason> {
         let Some(span) = span else { return Ok(()) };
-        let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait(span) };
+        let Some(kernel_ms) = self.arguments.kernel_ms else { return self.wait_during(span) };
         let context = self.first_context()?;
         let since = Instant::now();
-        context.launch(kernel_ms).map_err(StopReason::Error)?;
-        print(&json!({ "launched": true, "kernelMs": kernel_ms }));
-        let waited = self.wait(span);
+        context.launch_kernels(kernel_ms).map_err(StopReason::Error)?;
+        print_json_line(&json!({ "launched": true, "kernelMs": kernel_ms }));
+        let waited = self.wait_during(span);
         if let Err(StopReason::Error(code)) = waited {
             return Err(StopReason::Error(code));
         }
@@ -124,12 +126,14 @@ impl Program<'_> {
         let left = if begun.is_finite() { kernel.mul_f64(begun.ceil() - begun) } else { Duration::ZERO };
         thread::sleep(left);
         context.synchronize().map_err(StopReason::Error)?;
-        print(&json!({ "kernelMs": kernel_ms, "iterations": if begun.is_finite() { begun.ceil() } else { 0.0 } }));
+        print_json_line(
+            &json!({ "kernelMs": kernel_ms, "iterations": if begun.is_finite() { begun.ceil() } else { 0.0 } }),
+        );
         waited
     }
 
     /// Waits during `span`, unless an error or a handled signal arrives first.
-    fn wait(&self, span: Span) -> Result<(), StopReason> {
+    fn wait_during(&self, span: StepDuration) -> Result<(), StopReason> {
         let since = Instant::now();
         loop {
             if let Some(code) = self.contexts.iter().find_map(Context::error) {
@@ -141,7 +145,7 @@ impl Program<'_> {
             if span.is_over(since) {
                 return Ok(());
             }
-            thread::sleep(CHECK_INTERVAL);
+            thread::sleep(WAIT_CHECK_INTERVAL);
         }
     }
 }

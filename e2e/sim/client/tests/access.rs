@@ -6,7 +6,7 @@ use std::fs;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 
-use node::{Client, Node, as_user, is_root, wait_for_answer, wait_until};
+use node::{Client, Node, is_root, set_user, wait_for_answer, wait_until};
 use sim_mps::handshake;
 use sim_mps::seqpacket::Connection;
 
@@ -15,14 +15,14 @@ const PRIVILEGE_ERROR: &str = "privilege";
 #[test]
 fn the_pipe_directory_has_the_same_files_as_with_the_real_mps() {
     let node = Node::with_daemon(&[]);
-    let metadata = |name: &str| fs::metadata(node.socket(name)).unwrap();
+    let metadata = |name: &str| fs::metadata(node.socket_path(name)).unwrap();
     assert!(metadata("control").file_type().is_socket());
     assert_eq!(metadata("control").permissions().mode() & 0o777, 0o666);
     assert!(metadata("control_privileged").file_type().is_socket());
     assert_eq!(metadata("control_privileged").permissions().mode() & 0o777, 0o755);
     assert!(metadata("log").file_type().is_fifo());
     assert!(metadata("control_lock").is_file());
-    assert!(fs::read_to_string(node.socket("nvidia-cuda-mps-control.pid")).unwrap().parse::<u32>().is_ok());
+    assert!(fs::read_to_string(node.socket_path("nvidia-cuda-mps-control.pid")).unwrap().parse::<u32>().is_ok());
 }
 
 #[test]
@@ -30,7 +30,7 @@ fn the_control_socket_allows_reading_commands_but_no_changes() {
     let node = Node::with_daemon(&[]);
     let client = node.start_running_client(&["--hold", "forever"]);
     let server = node.wait_for_server();
-    let send_command = |command: &str| handshake::send_command(&node.socket("control"), command).unwrap().unwrap();
+    let send_command = |command: &str| handshake::send_command(&node.socket_path("control"), command).unwrap().unwrap();
     assert_eq!(send_command("get_server_list"), format!("{server}\n"));
     assert_eq!(send_command(&format!("get_client_list {server}")), format!("{}\n", client.pid()));
     let pid = client.pid();
@@ -65,7 +65,7 @@ fn a_program_can_be_an_administrator() {
     let node = Node::with_daemon(&[]);
     let mut client = node.start_client(&["--admin", "set_default_active_thread_percentage 10"]);
     assert!(client.read_line()["reply"].as_str().unwrap().contains(PRIVILEGE_ERROR));
-    let privileged = node.socket("control_privileged");
+    let privileged = node.socket_path("control_privileged");
     let arguments = ["--admin", "get_default_active_thread_percentage", "--socket", privileged.to_str().unwrap()];
     assert_eq!(node.start_client(&arguments).read_line()["reply"], "100.0\n");
 }
@@ -80,14 +80,14 @@ fn a_client_connects_through_a_hard_link_to_the_control_socket() {
         command.env("CUDA_MPS_PIPE_DIRECTORY", &view);
         Client::spawn(command).read_line()
     };
-    fs::hard_link(node.socket("control"), view.join("control")).unwrap();
+    fs::hard_link(node.socket_path("control"), view.join("control")).unwrap();
     assert_eq!(through_view(&node)["viaMps"], true);
     node.kill_daemon();
     assert_eq!(through_view(&node)["viaMps"], false);
-    node.start(&[]);
+    node.start_daemon(&[]);
     assert_eq!(through_view(&node)["viaMps"], false);
     fs::remove_file(view.join("control")).unwrap();
-    fs::hard_link(node.socket("control"), view.join("control")).unwrap();
+    fs::hard_link(node.socket_path("control"), view.join("control")).unwrap();
     assert_eq!(through_view(&node)["viaMps"], true);
 }
 
@@ -100,15 +100,17 @@ fn a_second_user_waits_for_the_first_and_gets_another_server() {
     let first = node.start_running_client(&["--hold", "forever"]);
     let server = node.wait_for_server();
     let mut command = node.client_command(&[]);
-    as_user(&mut command, 1000);
+    set_user(&mut command, 1000);
     let mut second = Client::spawn(command);
     let pending =
         format!("NEW CLIENT {} from user 1000: Server is not ready, push client to pending list", second.pid());
-    wait_until("the second user is pending", || node.log().contains(&pending));
+    wait_until("the second user is pending", || node.read_log().contains(&pending));
     assert!(second.has_no_output());
     first.kill(rustix::process::Signal::TERM);
     assert_eq!(second.read_line()["viaMps"], true);
-    wait_until("the first server has exited", || node.log().contains(&format!("Server {server} exited with status 0")));
+    wait_until("the first server has exited", || {
+        node.read_log().contains(&format!("Server {server} exited with status 0"))
+    });
     let own = node.wait_for_server();
     assert_ne!(own, server);
     assert_eq!(fs::metadata(format!("/proc/{own}")).unwrap().uid(), 1000);
@@ -122,7 +124,7 @@ fn users_share_a_server_in_multi_user_mode() {
     let node = Node::with_daemon(&["-multiuser-server"]);
     let _first = node.start_running_client(&["--hold", "forever"]);
     let mut command = node.client_command(&["--hold", "forever"]);
-    as_user(&mut command, 1000);
+    set_user(&mut command, 1000);
     let mut second = Client::spawn(command);
     assert_eq!(second.read_line()["viaMps"], true);
     assert_eq!(node.client_list(node.wait_for_server()).len(), 2);
@@ -164,7 +166,7 @@ fn a_client_in_other_namespaces_is_listed_by_its_pid_outside() {
 fn protocol_violations_are_rejected_and_affect_no_client() {
     let node = Node::with_daemon(&[]);
     let running = node.start_running_client(&["--hold", "forever"]);
-    let privileged = node.socket("control_privileged");
+    let privileged = node.socket_path("control_privileged");
     for lie in
         ["kind=7", "stall=4", "short-kind", "huge", "garbage", "twice", "descriptors", "long-command", "last-word=807"]
     {
@@ -182,14 +184,14 @@ fn a_silent_peer_blocks_the_daemon_for_all() {
     for lie in ["stall=0", "stall=9", "flood=3", "no-last-word"] {
         let node = Node::with_daemon(&[]);
         node.wait_for_server();
-        let served = node.log().matches("Accepting connection").count();
+        let served = node.read_log().matches("Accepting connection").count();
         let silent = node.start_client(&["--lie", lie, "--hold", "forever"]);
-        wait_until("the silent peer is served", || node.log().matches("Accepting connection").count() > served);
+        wait_until("the silent peer is served", || node.read_log().matches("Accepting connection").count() > served);
         if lie == "no-last-word" {
             // Wait until the server accepts the client: a client that is killed earlier blocks the
             // server.
             let connected = format!("Client {{PID: {}, Context ID: 0}} connected", silent.pid());
-            wait_until("the client is accepted", || node.log().contains(&connected));
+            wait_until("the client is accepted", || node.read_log().contains(&connected));
         }
         let reply = node.send_command_in_background("get_server_list");
         let mut client = node.start_client(&[]);
@@ -208,7 +210,7 @@ fn a_client_that_closes_before_its_introduction_blocks_the_server_forever() {
         let server = node.wait_for_server();
         node.start_client(&["--lie", lie, "--hold", "0.1"]).wait();
         let logged = format!("Server {server:>5}] User did not send valid credentials");
-        wait_until("the server logs the event", || node.log().contains(&logged));
+        wait_until("the server logs the event", || node.read_log().contains(&logged));
         let reply = node.send_command_in_background(&format!("get_server_status {server}"));
         node.wait_for_side_effects();
         assert!(reply.try_recv().is_err(), "{lie}");
@@ -219,11 +221,11 @@ fn a_client_that_closes_before_its_introduction_blocks_the_server_forever() {
 fn a_later_introduction_on_a_copy_of_the_socket_unblocks_the_server() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
-    let sockets = handshake::connect_to_server(&node.socket("control")).unwrap();
+    let sockets = handshake::connect_to_server(&node.socket_path("control")).unwrap();
     let copy = Connection::from_fd(sockets.server.as_fd().try_clone_to_owned().unwrap());
     drop(sockets);
     let reply = node.send_command_in_background(&format!("get_server_status {server}"));
-    let [first, second] = handshake::Subject::Process.introduction_words();
+    let [first, second] = handshake::IntroductionSubject::Process.introduction_words();
     copy.send_credentials(handshake::CREDENTIALS, handshake::own_credentials()).unwrap();
     copy.send(&first).unwrap();
     copy.send(&second).unwrap();

@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use node::{Client, Node, wait_for_answer, wait_until};
 use rustix::process::Signal;
-use sim_machine::{ComputeMode, Effect};
+use sim_machine::{ComputeMode, FaultEffect};
 use sim_mps::seqpacket::{Connection, Listener};
 
 #[test]
@@ -18,11 +18,11 @@ fn without_a_daemon_a_program_is_plain_cuda() {
         assert!(line["freeMiB"].as_i64() > Some(142_000));
     };
     plain(&node);
-    node.start(&[]);
+    node.start_daemon(&[]);
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     node.kill_daemon();
     plain(&node);
-    let listener = Listener::bind(&node.socket("control"), 0o666).unwrap();
+    let listener = Listener::bind(&node.socket_path("control"), 0o666).unwrap();
     std::thread::spawn(move || while listener.accept().is_ok() {});
     plain(&node);
 }
@@ -33,7 +33,7 @@ fn exclusive_process_rejects_programs_without_mps() {
     node.set_compute_mode(ComputeMode::ExclusiveProcess);
     let nowhere = [("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")];
     assert_eq!(node.run_and_read_line(&nowhere)["viaMps"], false);
-    node.start(&[]);
+    node.start_daemon(&[]);
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     assert_eq!(node.run_and_read_line(&nowhere)["error"], 46);
 }
@@ -44,9 +44,9 @@ fn a_server_does_not_start_on_a_gpu_in_use() {
     node.set_compute_mode(ComputeMode::ExclusiveProcess);
     let mut plain = node.start_client(&["--hold", "forever"]);
     plain.read_line();
-    node.start(&[]);
+    node.start_daemon(&[]);
     node.send_command("start_server -uid 0");
-    wait_until("the server has failed", || node.log().contains("exited with status 1"));
+    wait_until("the server has failed", || node.read_log().contains("exited with status 1"));
     assert_eq!(node.send_command("get_server_list"), "");
     plain.kill(Signal::KILL);
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
@@ -55,13 +55,13 @@ fn a_server_does_not_start_on_a_gpu_in_use() {
 #[test]
 fn without_a_gpu_a_daemon_runs_but_no_server() {
     let mut node = Node::without_daemon();
-    node.daemon_env("CUDA_VISIBLE_DEVICES", "GPU-00000000-dead");
-    node.start(&[]);
+    node.set_daemon_env("CUDA_VISIBLE_DEVICES", "GPU-00000000-dead");
+    node.start_daemon(&[]);
     // After several failed server starts the daemon refuses the client, which then runs as plain
     // CUDA.
     assert_eq!(node.run_and_read_line(&[])["viaMps"], false);
-    assert!(node.log().contains("no CUDA-capable device is detected"));
-    assert!(node.log().matches("Starting new server").count() > 5);
+    assert!(node.read_log().contains("no CUDA-capable device is detected"));
+    assert!(node.read_log().matches("Starting new server").count() > 5);
 }
 
 #[test]
@@ -82,7 +82,7 @@ fn a_killed_daemon_ends_its_server_and_clients_and_can_be_replaced() {
     node.kill_daemon();
     assert_eq!(client.wait_for_error(), 806);
     assert_eq!(client.wait().code(), Some(806 - 3 * 256));
-    node.start(&[]);
+    node.start_daemon(&[]);
     let line = node.run_and_read_line(&[]);
     assert_eq!((line["viaMps"].as_bool(), line["sms"].as_i64()), (Some(true), Some(132)));
 }
@@ -107,7 +107,7 @@ fn an_illegal_access_breaks_all_clients_and_blocks_new_ones_until_they_exit() {
         node.send_command(&format!("get_server_status {server}")) == "ACTIVE\n"
     });
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
-    let log = node.log();
+    let log = node.read_log();
     let blamed = format!("Client {{PID: {}, Context: 1}} encountered a fatal GPU error.", culprit.pid());
     assert!(log.contains(&blamed), "{log}");
     assert!(log.contains("Server is handling a fatal GPU error."), "{log}");
@@ -183,9 +183,9 @@ fn terminate_client_blocks_while_the_client_is_stopped() {
     let server = node.wait_for_server();
     let mut neighbour = node.start_running_client(&["--hold", "forever"]);
     let mut stopped = node.start_busy_client("1000");
-    stopped.stop();
+    stopped.suspend();
     let terminated = node.send_command_in_background(&format!("terminate_client {server} {}", stopped.pid()));
-    wait_until("the command has arrived", || node.log().contains("Cmd:terminate_client"));
+    wait_until("the command has arrived", || node.read_log().contains("Cmd:terminate_client"));
     // All other commands wait for this one.
     let listed = node.send_command_in_background("get_server_list");
     node.wait_for_side_effects();
@@ -210,7 +210,7 @@ fn servers_are_shut_down_and_the_daemon_quits_cleanly() {
     node.send_command("quit -t 0");
     assert_eq!(node.wait_for_daemon_exit().code(), Some(0));
     assert_eq!(client.wait_for_error(), 806);
-    assert!(!node.socket("control").exists());
+    assert!(!node.socket_path("control").exists());
     assert!(node.machine.processes().unwrap().is_empty());
 }
 
@@ -227,7 +227,7 @@ fn a_directory_has_one_daemon_even_in_the_background() {
     let log = |name: &str| std::fs::read_to_string(node.path("log").join(name)).unwrap();
     assert!(log("control.log").contains("Starting control daemon using socket"));
     wait_until("the server's log is written", || log("server.log").contains("Server has started"));
-    let pid: u32 = std::fs::read_to_string(node.socket("nvidia-cuda-mps-control.pid")).unwrap().parse().unwrap();
+    let pid: u32 = std::fs::read_to_string(node.socket_path("nvidia-cuda-mps-control.pid")).unwrap().parse().unwrap();
     let quit = started(node.control_command().arg("quit"));
     assert!(quit.status.success(), "{quit:?}");
     wait_until("the daemon has exited", || !std::path::Path::new(&format!("/proc/{pid}")).exists());
@@ -238,9 +238,9 @@ fn a_directory_has_one_daemon_even_in_the_background() {
 #[test]
 fn an_injected_hang_of_a_command_blocks_the_daemon() {
     let node = Node::with_daemon(&[]);
-    node.inject_fault("mps:command:get_server_list", Effect::Hang(None), Some(1));
+    node.inject_fault("mps:command:get_server_list", FaultEffect::Hang(None), Some(1));
     let hanging = node.send_command_in_background("get_server_list");
-    wait_until("the command hangs", || node.faults_are_consumed());
+    wait_until("the command hangs", || node.are_faults_consumed());
     let other = node.send_command_in_background("get_default_active_thread_percentage");
     node.wait_for_side_effects();
     assert!(hanging.try_recv().is_err() && other.try_recv().is_err());
@@ -252,22 +252,22 @@ fn an_injected_hang_of_a_command_blocks_the_daemon() {
 #[test]
 fn an_injected_fault_fails_the_daemons_start() {
     let mut node = Node::without_daemon();
-    node.inject_fault("mps:start", Effect::Code(3), Some(2));
+    node.inject_fault("mps:start", FaultEffect::Code(3), Some(2));
     for _ in 0..2 {
         let status = node.control_command().arg("-f").stdin(Stdio::null()).stdout(Stdio::null()).status().unwrap();
         assert_eq!(status.code(), Some(3));
     }
-    node.start(&[]);
+    node.start_daemon(&[]);
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
 }
 
 #[test]
 fn programs_understand_an_injected_handshake_of_another_driver() {
     let node = Node::with_daemon(&[]);
-    node.inject_fault("mps:handshake", Effect::Code(1), None);
+    node.inject_fault("mps:handshake", FaultEffect::Code(1), None);
     assert_eq!(node.run_and_read_line(&[])["viaMps"], true);
     assert_eq!(node.run_control(&["get_default_active_thread_percentage"], None), "100.0\n");
-    let hello = Connection::connect(&node.socket("control")).unwrap().recv(64).unwrap().unwrap();
+    let hello = Connection::connect(&node.socket_path("control")).unwrap().recv(64).unwrap().unwrap();
     assert_ne!(hello.data, sim_mps::handshake::HELLO);
 }
 
@@ -275,7 +275,7 @@ fn programs_understand_an_injected_handshake_of_another_driver() {
 fn a_socket_of_another_protocol_is_not_mps() {
     let node = Node::without_daemon();
     std::fs::create_dir(node.path("pipe")).unwrap();
-    let listener = Listener::bind(&node.socket("control"), 0o666).unwrap();
+    let listener = Listener::bind(&node.socket_path("control"), 0o666).unwrap();
     let talk = move || {
         while let Ok(connection) = listener.accept() {
             // Ignore errors: the first connection closes before it reads.
@@ -289,9 +289,9 @@ fn a_socket_of_another_protocol_is_not_mps() {
 #[test]
 fn a_program_waits_for_the_daemon_without_a_deadline() {
     let node = Node::with_daemon(&[]);
-    node.inject_fault("mps:client", Effect::Hang(None), Some(1));
+    node.inject_fault("mps:client", FaultEffect::Hang(None), Some(1));
     let mut client = node.start_client(&[]);
-    wait_until("the client waits for the daemon", || node.faults_are_consumed());
+    wait_until("the client waits for the daemon", || node.are_faults_consumed());
     node.wait_for_side_effects();
     assert!(client.has_no_output());
     node.clear_faults();
@@ -313,10 +313,10 @@ fn the_server_can_be_killed_repeatedly() {
     let node = Node::with_daemon(&[]);
     for _ in 0..3 {
         let mut client = node.start_running_client(&["--hold", "forever"]);
-        node::kill(node.wait_for_server(), Signal::KILL);
+        node::send_signal(node.wait_for_server(), Signal::KILL);
         assert_eq!(client.wait_for_error(), 806);
     }
-    assert!(node.log().contains("exited with status 0"));
+    assert!(node.read_log().contains("exited with status 0"));
 }
 
 #[test]

@@ -4,7 +4,7 @@
 mod node;
 
 use node::{Node, wait_until};
-use sim_mps::client::{Environment, Mps};
+use sim_mps::client::{LimitEnvironment, MpsConnection};
 
 const THREADS_ENV: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 const MEMORY_ENV: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
@@ -61,10 +61,10 @@ fn limits_are_set_at_the_first_handshake_of_a_process() {
     let node = Node::with_daemon(&[]);
     let server = node.wait_for_server();
     node.send_command(&format!("set_active_thread_percentage {server} 20"));
-    let mps = Mps::attach(&node.socket("control")).unwrap().unwrap();
+    let mps = MpsConnection::attach(&node.socket_path("control")).unwrap().unwrap();
     node.send_command(&format!("set_active_thread_percentage {server} 50"));
     node.send_command(&format!("set_device_pinned_mem_limit {server} 0 8G"));
-    let context = mps.create_context(&Environment::default(), mps.devices(), 0).unwrap();
+    let context = mps.create_context(&LimitEnvironment::default(), mps.devices(), 0).unwrap();
     assert_eq!((context.sms(), context.memory_limit()), (26, None));
     assert_eq!(node.run_and_read_line(&[])["sms"], 66);
 }
@@ -133,15 +133,15 @@ fn limits_set_before_a_connection_apply_to_that_client() {
         let line = node.run_and_read_line(&[(THREADS_ENV, "100")]);
         assert_eq!((line["sms"].as_i64(), line["freeMiB"].as_i64()), (Some(sms), Some(free)));
     }
-    assert!(node.log().contains("Device pinned memory limit for device 0 set to 0x200000000 bytes"));
+    assert!(node.read_log().contains("Device pinned memory limit for device 0 set to 0x200000000 bytes"));
 }
 
 #[test]
 fn the_defaults_come_from_the_daemons_environment() {
     let mut node = Node::without_daemon();
-    node.daemon_env(THREADS_ENV, "25");
-    node.daemon_env(MEMORY_ENV, "0=16G");
-    node.start(&[]);
+    node.set_daemon_env(THREADS_ENV, "25");
+    node.set_daemon_env(MEMORY_ENV, "0=16G");
+    node.start_daemon(&[]);
     let line = node.run_and_read_line(&[]);
     assert_eq!((line["sms"].as_i64(), line["limitMiB"].as_i64()), (Some(32), Some(16 << 10)));
 }
@@ -154,7 +154,7 @@ fn a_killed_servers_replacement_has_the_defaults() {
     node.send_command(&format!("set_active_thread_percentage {server} 10"));
     assert_eq!(node.run_and_read_line(&[])["sms"], 12);
     let mut client = node.start_running_client(&["--hold", "forever"]);
-    node::kill(server, rustix::process::Signal::KILL);
+    node::send_signal(server, rustix::process::Signal::KILL);
     assert_eq!(client.wait_for_error(), 806);
     assert_eq!(node.run_and_read_line(&[])["sms"], 66);
     assert_ne!(node.wait_for_server(), server);
@@ -177,7 +177,7 @@ fn the_machine_lists_server_and_clients_with_their_memory() {
     let node = Node::with_daemon(&[]);
     let mut client = node.start_running_client(&["--allocate", "1024", "--hold", "forever"]);
     client.read_line();
-    assert!(!node.log().contains("exit"), "the process lives as long as its context");
+    assert!(!node.read_log().contains("exit"), "the process lives as long as its context");
     let listed = |pid: u32| {
         let processes = node.machine.processes().unwrap();
         processes

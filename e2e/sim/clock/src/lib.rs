@@ -16,7 +16,7 @@ use libc::{c_char, c_int, c_long, c_void, clockid_t, time_t, timespec, timeval};
 
 /// The default file of the offset.
 const OFFSET_FILE: &CStr = c"/dev/shm/sim-clock";
-const OFFSET_VARIABLE: &CStr = c"SIM_CLOCK";
+const OFFSET_FILE_VARIABLE: &CStr = c"SIM_CLOCK";
 
 /// Reads the offset in seconds. This function may call only functions that are safe in signal
 /// handlers and do not query the time.
@@ -25,7 +25,7 @@ fn read_offset() -> time_t {
     // SAFETY: both strings end with a zero byte, as does the result of `getenv`. No code here
     // changes the environment. `text` has as many bytes as `read` may write.
     let read = unsafe {
-        let named = libc::getenv(OFFSET_VARIABLE.as_ptr());
+        let named = libc::getenv(OFFSET_FILE_VARIABLE.as_ptr());
         let path: *const c_char = if named.is_null() { OFFSET_FILE.as_ptr() } else { named };
         let file = libc::open(path, libc::O_RDONLY | libc::O_CLOEXEC);
         if file < 0 {

@@ -58,7 +58,7 @@ impl Machine {
             ContextKind::MpsServer => ProcessKind::MpsServer,
             ContextKind::Graphics => ProcessKind::Graphics,
         };
-        self.register(device, kind, PidRef::current(), process::own_name(), overhead)
+        self.register_context(device, kind, PidRef::of_this_process(), process::own_process_name(), overhead)
     }
 
     /// Registers a client of this process, which must be an MPS server. `pid` is the client's PID
@@ -68,10 +68,10 @@ impl Machine {
     /// # Errors
     /// The device does not exist, is lost, or has too little free memory.
     pub fn register_client(&self, device: &str, pid: u32, used: u64) -> Result<Context, ContextError> {
-        self.register(device, ProcessKind::MpsClient, PidRef::of(pid), process::name_of(pid), used)
+        self.register_context(device, ProcessKind::MpsClient, PidRef::of(pid), process::process_name(pid), used)
     }
 
-    fn register(
+    fn register_context(
         &self,
         device: &str,
         kind: ProcessKind,
@@ -80,9 +80,9 @@ impl Machine {
         used: u64,
     ) -> Result<Context, ContextError> {
         self.update(|state| {
-            self.prune(state);
+            self.remove_exited_processes(state);
             let found = usable_device(state, device)?;
-            check_may_open(state, &found, kind, pid)?;
+            check_compute_mode_permits(state, &found, kind, pid)?;
             check_memory_fits(state, &found, used)?;
             let (id, boot, device) = (state.next_id(), state.boot, device.to_owned());
             let lease = format!("{boot}-{id}");
@@ -160,7 +160,7 @@ impl Context {
 
     fn change(&self, change: impl FnOnce(&mut State, usize) -> Result<(), ContextError>) -> Result<(), ContextError> {
         self.machine.update(|state| {
-            self.machine.prune(state);
+            self.machine.remove_exited_processes(state);
             let entry = self.process_index(state)?;
             usable_device(state, &self.device)?;
             change(state, entry)
@@ -204,7 +204,12 @@ fn usable_device<'a>(state: &'a State, uuid: &str) -> Result<DeviceRef<'a>, Cont
 }
 
 /// Checks whether the compute mode permits a context. `state` must contain only live processes.
-fn check_may_open(state: &State, device: &DeviceRef<'_>, kind: ProcessKind, pid: PidRef) -> Result<(), ContextError> {
+fn check_compute_mode_permits(
+    state: &State,
+    device: &DeviceRef<'_>,
+    kind: ProcessKind,
+    pid: PidRef,
+) -> Result<(), ContextError> {
     let refuse = |reason: String| Err(ContextError::Unavailable { device: device.uuid().to_owned(), reason });
     match device.gpu.compute_mode {
         _ if kind == ProcessKind::MpsClient => Ok(()),
@@ -233,13 +238,15 @@ mod tests {
     use std::process::{Child, Command};
 
     use super::*;
-    use crate::description::{Description, GpuDescription};
+    use crate::description::{GpuDescription, MachineDescription};
 
     fn machine(model: &str) -> (tempfile::TempDir, Machine, String) {
         let dir = tempfile::tempdir().unwrap();
         let gpus = vec![GpuDescription { model: model.to_owned(), ..GpuDescription::default() }];
-        let machine =
-            Machine::init(dir.path(), &Description { name: "test".to_owned(), gpus, ..Description::default() });
+        let machine = Machine::init(
+            dir.path(),
+            &MachineDescription { name: "test".to_owned(), gpus, ..MachineDescription::default() },
+        );
         let machine = machine.unwrap();
         let uuid = machine.snapshot().unwrap().gpus[0].uuid.clone();
         (dir, machine, uuid)
@@ -254,7 +261,7 @@ mod tests {
         }
 
         fn context(&self, machine: &Machine, device: &str, kind: ProcessKind) -> Result<Context, ContextError> {
-            machine.register(device, kind, PidRef::of(self.0.id()), "other".to_owned(), 1 << 20)
+            machine.register_context(device, kind, PidRef::of(self.0.id()), "other".to_owned(), 1 << 20)
         }
     }
 
@@ -333,7 +340,7 @@ mod tests {
         let (_dir, machine, gpu) = machine("T4");
         set_compute_mode(&machine, ComputeMode::ExclusiveProcess);
         let elsewhere = PidRef { pid: 1, namespace: 1, start: 1 };
-        let context = machine.register(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
+        let context = machine.register_context(&gpu, ProcessKind::Compute, elsewhere, "pod".to_owned(), 0).unwrap();
         assert_eq!(machine.processes().unwrap().len(), 1);
         assert!(machine.open_context(&gpu, ContextKind::Compute, 0).is_err());
         // The kernel does the same when the owner is killed: it releases the lock and changes

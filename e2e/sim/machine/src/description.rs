@@ -4,13 +4,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::model::{Model, find_model};
-use crate::state::{ComputeMode, Driver, Gpu, Pci, State};
+use crate::state::{ComputeMode, Driver, Gpu, PciAddress, State};
 
 /// A machine as a file describes it. Omitted values are derived from the name and the index, so
 /// equal files describe equal machines.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct Description {
+pub struct MachineDescription {
     /// The machine's name; UUIDs are derived from it.
     pub name: String,
     /// Initial state and versions of the driver.
@@ -39,7 +39,7 @@ pub struct GpuDescription {
     pub uuid: Option<String>,
     /// PCI address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pci: Option<Pci>,
+    pub pci: Option<PciAddress>,
     /// The number of `/dev/nvidia<n>`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub minor: Option<u32>,
@@ -57,7 +57,7 @@ pub struct GpuDescription {
     pub mig: bool,
 }
 
-impl Description {
+impl MachineDescription {
     /// Returns the initial state of a machine with this description.
     ///
     /// # Errors
@@ -106,7 +106,7 @@ impl Description {
         let serial = || format!("{:013}", hash_names(&["serial", &self.name, &number]) % 10_u128.pow(13));
         // GPUs are spread over the buses as on an eight-GPU board. After 28 GPUs the next domain
         // starts.
-        let pci = || Pci { domain: index / 28, bus: 0x10 + (index % 28) * 8 + index % 2, device: 0 };
+        let pci = || PciAddress { domain: index / 28, bus: 0x10 + (index % 28) * 8 + index % 2, device: 0 };
         Gpu {
             uuid: entry.uuid.clone().unwrap_or_else(uuid),
             index,
@@ -159,8 +159,12 @@ mod tests {
     use super::*;
 
     fn machine(name: &str, text: &str) -> Result<State, Error> {
-        Description { name: name.to_owned(), gpus: serde_json::from_str(text).unwrap(), ..Description::default() }
-            .state()
+        MachineDescription {
+            name: name.to_owned(),
+            gpus: serde_json::from_str(text).unwrap(),
+            ..MachineDescription::default()
+        }
+        .state()
     }
 
     #[test]

@@ -28,8 +28,8 @@
 //! - [`Machine::register_client`] for its clients, with the PID from `SCM_CREDENTIALS` as the
 //!   server's PID namespace sees it. The returned context accounts for the client's memory. Drop it
 //!   when the client disconnects;
-//! - [`mps_sms`] for the SMs of a thread percentage, [`State::device`] for the device that a UUID
-//!   names, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;
+//! - [`sms_of_mps_percentage`] for the SMs of a thread percentage, [`State::device`] for the device
+//!   that a UUID names, [`State::visible_devices`] for `CUDA_VISIBLE_DEVICES`;
 //! - [`Machine::apply_faults`] for errors and hangs that `simgpu fail` and `simgpu hang` inject.
 //!
 //! A process is alive while it locks its lease file under `leases/`. The kernel releases the lock
@@ -46,21 +46,22 @@ mod state;
 mod store;
 
 pub use context::{Context, ContextKind, MemoryInfo};
-pub use description::{Description, GpuDescription};
+pub use description::{GpuDescription, MachineDescription};
 pub use error::{ContextError, Error};
 pub use mig::{MigError, gpu_instance_id};
 pub use model::{ComputeProfile, GpuProfile, Model, Placement, builtin_models, find_model};
 pub use process::{PidRef, PidResolver, Process, ProcessKind};
 pub use state::{
-    ComputeInstance, ComputeMode, DeviceRef, Driver, Effect, Event, EventKind, Fault, Gpu, GpuInstance, Pci, State,
+    ComputeInstance, ComputeMode, DeviceRef, Driver, Event, EventKind, Fault, FaultEffect, Gpu, GpuInstance,
+    PciAddress, State,
 };
-pub use store::{DEFAULT_DIR, Machine, STATE_ENV};
+pub use store::{DEFAULT_STATE_DIRECTORY, Machine, STATE_DIRECTORY_ENV};
 
 /// Returns the number of SMs that an MPS client sees for a thread percentage of a device with
 /// `total` SMs. The result is rounded down to an even number, and is at least 8 and at most
 /// `total`. From 100 % on, the result is `total`.
 #[must_use]
-pub fn mps_sms(total: u32, percent: f64) -> u32 {
+pub fn sms_of_mps_percentage(total: u32, percent: f64) -> u32 {
     if percent >= 100.0 || !percent.is_finite() {
         return total;
     }
@@ -91,13 +92,13 @@ mod tests {
             (100, 132),
         ];
         for (percent, sms) in measured {
-            assert_eq!(super::mps_sms(132, f64::from(percent)), sms, "{percent} %");
+            assert_eq!(super::sms_of_mps_percentage(132, f64::from(percent)), sms, "{percent} %");
         }
     }
 
     #[test]
     fn a_small_device_never_exceeds_its_sms() {
-        assert_eq!(super::mps_sms(6, 10.0), 6);
-        assert_eq!(super::mps_sms(14, 250.0), 14);
+        assert_eq!(super::sms_of_mps_percentage(6, 10.0), 6);
+        assert_eq!(super::sms_of_mps_percentage(14, 250.0), 14);
     }
 }

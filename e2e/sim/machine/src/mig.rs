@@ -221,12 +221,13 @@ impl Gpu {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::description::{Description, GpuDescription};
+    use crate::description::{GpuDescription, MachineDescription};
     use crate::model::{builtin_models, find_model};
 
     fn gpu(model: &str) -> (Gpu, &'static Model) {
         let gpus = vec![GpuDescription { model: model.to_owned(), mig: true, ..GpuDescription::default() }];
-        let mut state = Description { name: "test".to_owned(), gpus, ..Description::default() }.state().unwrap();
+        let mut state =
+            MachineDescription { name: "test".to_owned(), gpus, ..MachineDescription::default() }.state().unwrap();
         (state.gpus.remove(0), find_model(&[], model).unwrap())
     }
 

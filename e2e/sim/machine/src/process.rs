@@ -60,7 +60,7 @@ pub struct PidRef {
 impl PidRef {
     /// Returns the identity of this process.
     #[must_use]
-    pub fn current() -> Self {
+    pub fn of_this_process() -> Self {
         Self::of(std::process::id())
     }
 
@@ -100,12 +100,12 @@ fn parse_start_time(stat: &str) -> Option<u64> {
 }
 
 /// Returns this process's name, as `ps` shows it.
-pub(crate) fn own_name() -> String {
+pub(crate) fn own_process_name() -> String {
     fs::read_to_string("/proc/self/comm").map_or_else(|_| String::new(), |s| s.trim_end().to_owned())
 }
 
 /// Returns the name of a process by its PID in this namespace.
-pub(crate) fn name_of(pid: u32) -> String {
+pub(crate) fn process_name(pid: u32) -> String {
     fs::read_to_string(format!("/proc/{pid}/comm")).map_or_else(|_| String::new(), |s| s.trim_end().to_owned())
 }
 
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn a_reused_pid_is_another_process() {
-        let me = PidRef::current();
+        let me = PidRef::of_this_process();
         assert!(!me.is_dead());
         assert!(PidRef { start: me.start + 1, ..me }.is_dead());
     }

@@ -72,7 +72,7 @@ pub struct Gpu {
     /// The board's serial number.
     pub serial: String,
     /// The PCI address.
-    pub pci: Pci,
+    pub pci: PciAddress,
     /// The nearest NUMA node, if the machine has more than one.
     pub numa_node: Option<u32>,
     /// CPUs near the GPU, as a list such as `0-15,32-47`. An empty string means all CPUs.
@@ -118,7 +118,7 @@ pub struct Gpu {
 
 /// A PCI address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pci {
+pub struct PciAddress {
     /// PCI domain.
     pub domain: u32,
     /// PCI bus.
@@ -127,7 +127,7 @@ pub struct Pci {
     pub device: u32,
 }
 
-impl Pci {
+impl PciAddress {
     /// Returns `00000000:19:00.0`, as NVML writes it.
     #[must_use]
     pub fn bus_id(self) -> String {
@@ -226,7 +226,7 @@ pub struct Fault {
     #[serde(default)]
     pub gpu: Option<String>,
     /// Effect on the call.
-    pub effect: Effect,
+    pub effect: FaultEffect,
     /// Number of further calls to which the fault applies. `None` means unlimited.
     #[serde(default)]
     pub remaining: Option<u32>,
@@ -235,7 +235,7 @@ pub struct Fault {
 /// Effect of an injected fault on a call.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Effect {
+pub enum FaultEffect {
     /// The call returns this code.
     Code(i32),
     /// The call hangs for this number of seconds, then works. `None` means until the fault is
@@ -466,12 +466,12 @@ impl Fault {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::description::{Description, GpuDescription};
+    use crate::description::{GpuDescription, MachineDescription};
 
     fn state(models: &[&str]) -> State {
         let gpu = |m: &&str| GpuDescription { model: (*m).to_owned(), ..GpuDescription::default() };
         let gpus = models.iter().map(gpu).collect();
-        Description { name: "test".to_owned(), gpus, ..Description::default() }.state().unwrap()
+        MachineDescription { name: "test".to_owned(), gpus, ..MachineDescription::default() }.state().unwrap()
     }
 
     fn visible_indices(state: &State, value: Option<&str>) -> Vec<u32> {

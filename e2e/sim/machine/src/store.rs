@@ -10,15 +10,15 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock, inotify};
 
-use crate::description::Description;
+use crate::description::MachineDescription;
 use crate::error::Error;
 use crate::process::{PidResolver, Process};
-use crate::state::{Effect, Fault, State};
+use crate::state::{Fault, FaultEffect, State};
 
 /// The default directory, unless `$SIMGPU_STATE` names another.
-pub const DEFAULT_DIR: &str = "/var/lib/simgpu";
+pub const DEFAULT_STATE_DIRECTORY: &str = "/var/lib/simgpu";
 /// The environment variable that names the directory.
-pub const STATE_ENV: &str = "SIMGPU_STATE";
+pub const STATE_DIRECTORY_ENV: &str = "SIMGPU_STATE";
 
 const STATE_FILE: &str = "state.json";
 const LOCK_FILE: &str = "lock";
@@ -29,11 +29,11 @@ pub(crate) const LEASES_DIRECTORY: &str = "leases";
 /// state.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    inner: Arc<Inner>,
+    inner: Arc<MachineHandle>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct MachineHandle {
     dir: PathBuf,
     cache: Mutex<Option<Arc<State>>>,
     pids: PidResolver,
@@ -45,8 +45,8 @@ impl Machine {
     /// # Errors
     /// The directory contains no machine (`simgpu init` creates one), or it cannot be read.
     pub fn open_default() -> Result<Self, Error> {
-        let dir = std::env::var_os(STATE_ENV).filter(|d| !d.is_empty());
-        Self::open(dir.map_or_else(|| PathBuf::from(DEFAULT_DIR), PathBuf::from))
+        let dir = std::env::var_os(STATE_DIRECTORY_ENV).filter(|d| !d.is_empty());
+        Self::open(dir.map_or_else(|| PathBuf::from(DEFAULT_STATE_DIRECTORY), PathBuf::from))
     }
 
     /// Opens the machine in a directory.
@@ -64,7 +64,7 @@ impl Machine {
     ///
     /// # Errors
     /// The description is invalid, or the directory cannot be written.
-    pub fn init(dir: impl Into<PathBuf>, description: &Description) -> Result<Self, Error> {
+    pub fn init(dir: impl Into<PathBuf>, description: &MachineDescription) -> Result<Self, Error> {
         let machine = Self::new_handle(dir.into());
         let mut fresh = description.state()?;
         let leases = machine.path(LEASES_DIRECTORY);
@@ -74,17 +74,17 @@ impl Machine {
         }
         let _lock = machine.lock()?;
         // Leases and numbers of the old machine must not be mistaken for those of the new one.
-        if let Ok(old) = machine.load() {
+        if let Ok(old) = machine.load_state() {
             fresh.boot = old.boot + 1;
             fresh.last_id = old.last_id;
             fresh.generation = old.generation;
         }
-        machine.store(fresh)?;
+        machine.store_state(fresh)?;
         Ok(machine)
     }
 
     fn new_handle(dir: PathBuf) -> Self {
-        Self { inner: Arc::new(Inner { dir, cache: Mutex::default(), pids: PidResolver::default() }) }
+        Self { inner: Arc::new(MachineHandle { dir, cache: Mutex::default(), pids: PidResolver::default() }) }
     }
 
     /// Returns the machine's directory.
@@ -106,7 +106,7 @@ impl Machine {
         if let Some(state) = cache.as_ref().filter(|s| s.generation == generation) {
             return Ok(Arc::clone(state));
         }
-        let state = Arc::new(self.load()?);
+        let state = Arc::new(self.load_state()?);
         *cache = Some(Arc::clone(&state));
         Ok(state)
     }
@@ -127,7 +127,7 @@ impl Machine {
         let _lock = self.lock()?;
         let mut state = State::clone(&*self.snapshot()?);
         let result = change(&mut state)?;
-        self.store(state)?;
+        self.store_state(state)?;
         Ok(result)
     }
 
@@ -205,7 +205,7 @@ impl Machine {
 
     /// Removes the contexts of processes that have exited, and their lease files. Call it only
     /// within [`Machine::update`].
-    pub(crate) fn prune(&self, state: &mut State) {
+    pub(crate) fn remove_exited_processes(&self, state: &mut State) {
         state.processes.retain(|p| {
             let alive = self.is_alive(p);
             if let (false, Some(lease)) = (alive, &p.lease) {
@@ -234,8 +234,8 @@ impl Machine {
                 continue;
             }
             match fault.effect {
-                Effect::Code(code) => return Ok(Some(code)),
-                Effect::Hang(seconds) => self.hang(fault.id, seconds)?,
+                FaultEffect::Code(code) => return Ok(Some(code)),
+                FaultEffect::Hang(seconds) => self.hang_call(fault.id, seconds)?,
             }
         }
     }
@@ -248,14 +248,14 @@ impl Machine {
             let Some(fault) = state.faults.iter_mut().find(|f| f.id == id) else { return Ok(false) };
             let Some(left) = fault.remaining.filter(|n| *n > 0) else { return Ok(fault.remaining.is_none()) };
             fault.remaining = Some(left - 1);
-            if left == 1 && matches!(fault.effect, Effect::Code(_)) {
+            if left == 1 && matches!(fault.effect, FaultEffect::Code(_)) {
                 state.faults.retain(|f| f.id != id);
             }
             Ok(true)
         })
     }
 
-    fn hang(&self, id: u64, seconds: Option<f64>) -> Result<(), Error> {
+    fn hang_call(&self, id: u64, seconds: Option<f64>) -> Result<(), Error> {
         let deadline = seconds.and_then(|s| Duration::try_from_secs_f64(s).ok()).map(|d| Instant::now() + d);
         loop {
             let state = self.snapshot()?;
@@ -283,14 +283,14 @@ impl Machine {
         }
     }
 
-    fn load(&self) -> Result<State, Error> {
+    fn load_state(&self) -> Result<State, Error> {
         let path = self.path(STATE_FILE);
         let bytes = fs::read(&path).map_err(io_error("read", &path))?;
         serde_json::from_slice(&bytes).map_err(|source| Error::Malformed { path, source })
     }
 
     /// Writes a state under the next generation number. The caller must hold the lock.
-    fn store(&self, mut state: State) -> Result<(), Error> {
+    fn store_state(&self, mut state: State) -> Result<(), Error> {
         state.generation = self.generation().unwrap_or(0).max(state.generation) + 1;
         let (path, fresh, number) = (self.path(STATE_FILE), self.path("state.json.new"), self.path(GENERATION_FILE));
         let text = serde_json::to_vec(&state).map_err(|source| Error::Malformed { path: path.clone(), source })?;
@@ -346,12 +346,12 @@ mod tests {
     fn machine() -> (tempfile::TempDir, Machine) {
         let dir = tempfile::tempdir().unwrap();
         let gpus = vec![GpuDescription { model: "A30".to_owned(), count: Some(2), ..GpuDescription::default() }];
-        let description = Description { name: "test".to_owned(), gpus, ..Description::default() };
+        let description = MachineDescription { name: "test".to_owned(), gpus, ..MachineDescription::default() };
         let machine = Machine::init(dir.path(), &description).unwrap();
         (dir, machine)
     }
 
-    fn add_fault(state: &mut State, call: &str, effect: Effect, remaining: Option<u32>) -> u64 {
+    fn add_fault(state: &mut State, call: &str, effect: FaultEffect, remaining: Option<u32>) -> u64 {
         let id = state.next_id();
         state.faults.push(Fault { id, call: call.to_owned(), gpu: None, effect, remaining });
         id
@@ -433,7 +433,8 @@ mod tests {
     fn an_old_handle_sees_a_new_machine_in_the_same_directory() {
         let (dir, machine) = machine();
         let old = machine.snapshot().unwrap();
-        Machine::init(dir.path(), &Description { name: "next".to_owned(), ..Description::default() }).unwrap();
+        Machine::init(dir.path(), &MachineDescription { name: "next".to_owned(), ..MachineDescription::default() })
+            .unwrap();
         let new = machine.snapshot().unwrap();
         assert_eq!((new.machine.as_str(), new.gpus.len()), ("next", 0));
         assert!(new.generation > old.generation && new.boot > old.boot && new.last_id >= old.last_id);
@@ -442,7 +443,7 @@ mod tests {
     #[test]
     fn a_counted_fault_applies_to_that_number_of_calls() {
         let (_dir, machine) = machine();
-        machine.change(|s| add_fault(s, "nvmlDeviceGetUUID", Effect::Code(15), Some(2))).unwrap();
+        machine.change(|s| add_fault(s, "nvmlDeviceGetUUID", FaultEffect::Code(15), Some(2))).unwrap();
         let hit = |call| machine.apply_faults(call, None).unwrap();
         assert_eq!(hit("nvmlDeviceGetName"), None);
         assert_eq!(
@@ -457,8 +458,8 @@ mod tests {
         let (_dir, machine) = machine();
         let uuids: Vec<String> = machine.snapshot().unwrap().gpus.iter().map(|g| g.uuid.clone()).collect();
         let change = |s: &mut State| {
-            add_fault(s, "nvmlDeviceGetMemory*", Effect::Code(1), None);
-            add_fault(s, "nvmlDeviceGetPciInfo", Effect::Code(2), None);
+            add_fault(s, "nvmlDeviceGetMemory*", FaultEffect::Code(1), None);
+            add_fault(s, "nvmlDeviceGetPciInfo", FaultEffect::Code(2), None);
             s.faults[0].gpu = Some(uuids[1].clone());
             Ok::<_, Error>(())
         };
@@ -473,7 +474,7 @@ mod tests {
     #[test]
     fn a_hanging_call_continues_when_the_fault_is_cleared() {
         let (dir, machine) = machine();
-        let id = machine.change(|s| add_fault(s, "nvmlInit", Effect::Hang(Some(60.0)), Some(1))).unwrap();
+        let id = machine.change(|s| add_fault(s, "nvmlInit", FaultEffect::Hang(Some(60.0)), Some(1))).unwrap();
         thread::scope(|scope| {
             let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().apply_faults("nvmlInit_v2", None));
             // The call hangs once it has consumed the fault's one call.

@@ -5,9 +5,9 @@
 //! here.
 
 /// The environment variable of the rule: `measured` (the default), `always` or `never`.
-pub const RULE_ENV: &str = "SIM_MPS_BREAK";
+pub const BREAKAGE_RULE_ENV: &str = "SIM_MPS_BREAK";
 /// The environment variable of the initial count of exits with kernels of 1 to 100 ms.
-pub const SEED_ENV: &str = "SIM_MPS_SEED";
+pub const BREAKAGE_SEED_ENV: &str = "SIM_MPS_SEED";
 
 /// Number of exits with kernels of 1 to 100 ms after which one exit breaks the neighbours.
 const EXITS_PER_BREAKAGE: u64 = 12;
@@ -27,7 +27,7 @@ pub enum BreakageRule {
 }
 
 impl BreakageRule {
-    /// Returns the rule from [`RULE_ENV`] and [`SEED_ENV`].
+    /// Returns the rule from [`BREAKAGE_RULE_ENV`] and [`BREAKAGE_SEED_ENV`].
     pub fn from_environment(rule: Option<&str>, seed: Option<&str>) -> Self {
         match rule {
             Some("always") => Self::Always,

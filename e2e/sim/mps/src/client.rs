@@ -9,32 +9,32 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::handshake::{self, ConnectError, Subject};
+use crate::handshake::{self, ConnectError, IntroductionSubject};
 use crate::limits::{self, DeviceName};
 use crate::seqpacket::Connection;
 use crate::wire::{self, Device, FromContext, ToContext};
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`
-pub const OUT_OF_MEMORY: i32 = 2;
+pub const CUDA_ERROR_OUT_OF_MEMORY: i32 = 2;
 /// `CUDA_ERROR_NO_DEVICE`
-pub const NO_DEVICE: i32 = 100;
+pub const CUDA_ERROR_NO_DEVICE: i32 = 100;
 /// `CUDA_ERROR_MPS_CONNECTION_FAILED`
-pub const CONNECTION_FAILED: i32 = 805;
+pub const CUDA_ERROR_MPS_CONNECTION_FAILED: i32 = 805;
 /// `CUDA_ERROR_MPS_RPC_FAILURE`: the server exited.
-pub const RPC_FAILURE: i32 = 806;
+pub const CUDA_ERROR_MPS_RPC_FAILURE: i32 = 806;
 /// `CUDA_ERROR_MPS_CLIENT_TERMINATED`
-pub const TERMINATED: i32 = 810;
+pub const CUDA_ERROR_MPS_CLIENT_TERMINATED: i32 = 810;
 
 /// The environment variables that affect a program's limits.
 #[derive(Debug, Clone, Default)]
-pub struct Environment {
+pub struct LimitEnvironment {
     /// `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`
     pub threads: Option<String>,
     /// `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`
     pub memory: Option<String>,
 }
 
-impl Environment {
+impl LimitEnvironment {
     /// Reads the variables of this process.
     pub fn of_this_process() -> Self {
         let text = |name| std::env::var(name).ok();
@@ -44,12 +44,12 @@ impl Environment {
 
 /// Number of retries of a client whose server exited during the handshake. The daemon starts a new
 /// server for each retry.
-const MAX_RETRIES: u32 = 20;
-const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+const MAX_CONNECT_RETRIES: u32 = 20;
+const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A connection of this process to an MPS server.
 #[derive(Debug)]
-pub struct Mps {
+pub struct MpsConnection {
     control: PathBuf,
     devices: Vec<Device>,
     /// The server detects the close of this connection, at the latest when the process exits.
@@ -57,7 +57,7 @@ pub struct Mps {
     _socket: Connection,
 }
 
-impl Mps {
+impl MpsConnection {
     /// Searches for a daemon, as the CUDA library does when it initialises. Waits for the daemon's
     /// answer without a deadline.
     ///
@@ -67,18 +67,19 @@ impl Mps {
     /// handshake, which is the worst case.
     ///
     /// # Errors
-    /// A `CUresult` from the server, or [`CONNECTION_FAILED`] if every server exited during the
-    /// handshake.
+    /// A `CUresult` from the server, or [`CUDA_ERROR_MPS_CONNECTION_FAILED`] if every server exited
+    /// during the handshake.
     pub fn attach(control: &Path) -> Result<Option<Self>, i32> {
-        if handshake::probe(control).is_err() {
+        if handshake::probe_daemon(control).is_err() {
             return Ok(None);
         }
-        let (devices, (channel, socket)) = match connect_with_retries(control, Subject::Process, &ToContext::Devices) {
-            Ok((FromContext::Devices(devices), entered)) => (devices, entered),
-            Ok(_) | Err(ConnectError::ByServer) => return Err(CONNECTION_FAILED),
-            Err(ConnectError::ByDaemon) => return Ok(None),
-            Err(ConnectError::Refused(code)) => return Err(code),
-        };
+        let (devices, (channel, socket)) =
+            match connect_with_retries(control, IntroductionSubject::Process, &ToContext::Devices) {
+                Ok((FromContext::Devices(devices), entered)) => (devices, entered),
+                Ok(_) | Err(ConnectError::ByServer) => return Err(CUDA_ERROR_MPS_CONNECTION_FAILED),
+                Err(ConnectError::ByDaemon) => return Ok(None),
+                Err(ConnectError::Refused(code)) => return Err(code),
+            };
         Ok(Some(Self { control: control.to_owned(), devices, channel, _socket: socket }))
     }
 
@@ -93,39 +94,40 @@ impl Mps {
     /// The `CUresult` of the failure.
     pub fn create_context(
         &self,
-        environment: &Environment,
+        environment: &LimitEnvironment,
         visible: &[Device],
         ordinal: usize,
     ) -> Result<MpsContext, i32> {
-        let device = visible.get(ordinal).ok_or(NO_DEVICE)?.clone();
+        let device = visible.get(ordinal).ok_or(CUDA_ERROR_NO_DEVICE)?.clone();
         let create = ToContext::Create {
             device: device.uuid.clone(),
             threads: environment.threads.as_deref().and_then(limits::parse_percentage),
-            command: command_name(),
+            command: own_command_name(),
             namespace: pid_namespace(),
         };
-        let entered =
-            match handshake::connect_to_server(&self.control).and_then(|sockets| sockets.enter(Subject::Context)) {
-                Ok(entered) => entered,
-                Err(ConnectError::Refused(code)) => return Err(code),
-                Err(ConnectError::ByServer) => return Err(RPC_FAILURE),
-                Err(ConnectError::ByDaemon) => return Err(CONNECTION_FAILED),
-            };
+        let entered = match handshake::connect_to_server(&self.control)
+            .and_then(|sockets| sockets.introduce_to_server(IntroductionSubject::Context))
+        {
+            Ok(entered) => entered,
+            Err(ConnectError::Refused(code)) => return Err(code),
+            Err(ConnectError::ByServer) => return Err(CUDA_ERROR_MPS_RPC_FAILURE),
+            Err(ConnectError::ByDaemon) => return Err(CUDA_ERROR_MPS_CONNECTION_FAILED),
+        };
         let (channel, socket) = (Arc::new(entered.0), entered.1);
-        wire::send(&channel, &create).map_err(|_| RPC_FAILURE)?;
+        wire::send(&channel, &create).map_err(|_| CUDA_ERROR_MPS_RPC_FAILURE)?;
         let (sms, limit) = match wire::recv(&channel) {
             Ok(Some(FromContext::Created { sms, limit, .. })) => (sms, limit),
             Ok(Some(FromContext::Error(code) | FromContext::Broken(code))) => return Err(code),
-            Ok(_) | Err(_) => return Err(RPC_FAILURE),
+            Ok(_) | Err(_) => return Err(CUDA_ERROR_MPS_RPC_FAILURE),
         };
         let names: Vec<DeviceName<'_>> =
             visible.iter().enumerate().map(|(ordinal, device)| DeviceName { ordinal, uuid: &device.uuid }).collect();
-        let own = limits::parse_client_memory(environment.memory.as_deref(), &names, ordinal);
-        let limit = limits::effective_memory(limit, own);
+        let own = limits::parse_client_memory_limit(environment.memory.as_deref(), &names, ordinal);
+        let limit = limits::effective_memory_limit(limit, own);
         let overhead = limits::context_overhead(sms);
         if limit.is_some_and(|limit| limit < overhead) {
             let _ = wire::send(&channel, &ToContext::Goodbye);
-            return Err(OUT_OF_MEMORY);
+            return Err(CUDA_ERROR_OUT_OF_MEMORY);
         }
         let (answers, replies) = mpsc::channel();
         let state = Arc::new(FirstError::default());
@@ -136,7 +138,7 @@ impl Mps {
     }
 }
 
-impl Drop for Mps {
+impl Drop for MpsConnection {
     fn drop(&mut self) {
         // Ignore errors: the server may have exited.
         let _ = wire::send(&self.channel, &ToContext::Goodbye);
@@ -146,18 +148,18 @@ impl Drop for Mps {
 /// Performs the handshake and sends a first request. Retries if the server exits before it answers.
 fn connect_with_retries(
     control: &Path,
-    subject: Subject,
+    subject: IntroductionSubject,
     question: &ToContext,
 ) -> Result<(FromContext, (Connection, Connection)), ConnectError> {
     let once = || {
-        let entered = handshake::connect_to_server(control)?.enter(subject)?;
+        let entered = handshake::connect_to_server(control)?.introduce_to_server(subject)?;
         wire::send(&entered.0, question).map_err(|_| ConnectError::ByServer)?;
         let answer = wire::recv(&entered.0).ok().flatten().ok_or(ConnectError::ByServer)?;
         Ok((answer, entered))
     };
-    for _ in 0..MAX_RETRIES {
+    for _ in 0..MAX_CONNECT_RETRIES {
         match once() {
-            Err(ConnectError::ByServer) => thread::sleep(RETRY_INTERVAL),
+            Err(ConnectError::ByServer) => thread::sleep(CONNECT_RETRY_INTERVAL),
             other => return other,
         }
     }
@@ -200,8 +202,8 @@ impl MpsContext {
     /// # Errors
     /// The `CUresult` of the failure.
     pub fn free_memory(&self) -> Result<u64, i32> {
-        let free = self.request(&ToContext::Query)?;
-        Ok(self.remaining_limit().map_or(free, |left| left.min(free)))
+        let free = self.request_free_memory(&ToContext::Query)?;
+        Ok(self.remaining_memory_limit().map_or(free, |left| left.min(free)))
     }
 
     /// Allocates `bytes` bytes of device memory.
@@ -210,10 +212,10 @@ impl MpsContext {
     /// The `CUresult` of the failure.
     pub fn allocate(&self, bytes: u64) -> Result<(), i32> {
         // The library enforces the limit. The server only checks the device's memory.
-        if self.remaining_limit().is_some_and(|left| bytes > left) {
-            return Err(OUT_OF_MEMORY);
+        if self.remaining_memory_limit().is_some_and(|left| bytes > left) {
+            return Err(CUDA_ERROR_OUT_OF_MEMORY);
         }
-        self.request(&ToContext::Allocate(bytes))?;
+        self.request_free_memory(&ToContext::Allocate(bytes))?;
         self.allocated.fetch_add(bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -223,7 +225,7 @@ impl MpsContext {
     ///
     /// # Errors
     /// The `CUresult` of the failure.
-    pub fn launch(&self, kernel_ms: f64) -> Result<(), i32> {
+    pub fn launch_kernels(&self, kernel_ms: f64) -> Result<(), i32> {
         self.notify(&ToContext::Busy(kernel_ms))
     }
 
@@ -264,25 +266,25 @@ impl MpsContext {
         }
     }
 
-    fn remaining_limit(&self) -> Option<u64> {
+    fn remaining_memory_limit(&self) -> Option<u64> {
         self.limit.map(|limit| limit.saturating_sub(self.overhead + self.allocated.load(Ordering::Relaxed)))
     }
 
     fn notify(&self, message: &ToContext) -> Result<(), i32> {
         match self.error() {
             Some(code) => Err(code),
-            None => wire::send(&self.channel, message).map_err(|_| self.error().unwrap_or(RPC_FAILURE)),
+            None => wire::send(&self.channel, message).map_err(|_| self.error().unwrap_or(CUDA_ERROR_MPS_RPC_FAILURE)),
         }
     }
 
     /// Sends a request whose answer contains the free memory.
-    fn request(&self, message: &ToContext) -> Result<u64, i32> {
+    fn request_free_memory(&self, message: &ToContext) -> Result<u64, i32> {
         let replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
         self.notify(message)?;
         match replies.recv() {
             Ok(FromContext::Memory { free }) => Ok(free),
             Ok(FromContext::Error(code)) => Err(self.error().unwrap_or(code)),
-            _ => Err(self.error().unwrap_or(RPC_FAILURE)),
+            _ => Err(self.error().unwrap_or(CUDA_ERROR_MPS_RPC_FAILURE)),
         }
     }
 }
@@ -319,22 +321,22 @@ fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromC
         match wire::recv(socket) {
             Ok(Some(FromContext::Broken(code))) => state.set(code),
             Ok(Some(FromContext::Terminate)) => {
-                state.set(TERMINATED);
+                state.set(CUDA_ERROR_MPS_CLIENT_TERMINATED);
                 if wire::send(socket, &ToContext::Terminated).is_err() {
-                    break RPC_FAILURE;
+                    break CUDA_ERROR_MPS_RPC_FAILURE;
                 }
             }
             Ok(Some(answer)) => {
                 // The context may have been dropped.
                 let _ = answers.send(answer);
             }
-            Ok(None) | Err(_) => break RPC_FAILURE,
+            Ok(None) | Err(_) => break CUDA_ERROR_MPS_RPC_FAILURE,
         }
     };
     state.set(end);
 }
 
-fn command_name() -> String {
+fn own_command_name() -> String {
     let path = std::env::args_os().next().unwrap_or_default();
     path.to_string_lossy().into_owned()
 }

@@ -79,7 +79,7 @@ impl std::fmt::Display for CommandError {
 }
 
 /// All commands with their arguments.
-pub const HELP: &str = "get_server_list
+pub const COMMAND_HELP: &str = "get_server_list
 get_server_status <PID>
 start_server -uid <user id>
 shutdown_server <PID> [-f]
@@ -105,7 +105,7 @@ impl Command {
     pub fn parse(line: &str) -> Result<Self, CommandError> {
         let words: Vec<&str> = line.split_whitespace().collect();
         let (name, arguments) = words.split_first().ok_or_else(|| CommandError::Unknown(String::new()))?;
-        let usage = HELP.lines().find(|usage| usage.split(' ').next() == Some(name));
+        let usage = COMMAND_HELP.lines().find(|usage| usage.split(' ').next() == Some(name));
         let Some(usage) = usage else {
             return if *name == "help" { Ok(Self::Help) } else { Err(CommandError::Unknown((*name).to_owned())) };
         };
@@ -234,7 +234,11 @@ mod tests {
             "get_device_pinned_mem_limit 1 0",
             "get_default_client_priority",
         ];
-        assert_eq!(changing.len() + reading.len(), HELP.lines().count(), "every command is in one of the lists");
+        assert_eq!(
+            changing.len() + reading.len(),
+            COMMAND_HELP.lines().count(),
+            "every command is in one of the lists"
+        );
         assert!(changing.iter().all(|line| Command::parse(line).unwrap().is_privileged()));
         assert!(reading.iter().all(|line| !Command::parse(line).unwrap().is_privileged()));
     }

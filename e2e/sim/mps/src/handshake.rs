@@ -32,7 +32,7 @@ use crate::seqpacket::{Connection, Credentials, Packet};
 pub const HELLO: &[u8; 9] = b"OUTBHELL\0";
 /// The greeting of another driver's daemon. That driver's tool and CUDA library understand it. A
 /// door for driver 580 does not.
-pub const OTHER_HELLO: &[u8; 9] = b"OUTBHEL2\0";
+pub const HELLO_OF_OTHER_DRIVER: &[u8; 9] = b"OUTBHEL2\0";
 /// The packet that carries the client's credentials.
 pub const CREDENTIALS: &[u8; 9] = b"OUTBCRED\0";
 /// The packet that carries a descriptor.
@@ -55,7 +55,7 @@ const MAX_LINE_BYTES: usize = 64 * 1024;
 
 /// The peer of a connection, after its introduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Peer {
+pub enum IntroducedPeer {
     /// A CUDA program that requests a socket to the server.
     Client(Credentials),
     /// An administrator with commands.
@@ -64,7 +64,7 @@ pub enum Peer {
 
 /// The subject of an introduction to the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Subject {
+pub enum IntroductionSubject {
     /// The process. The introduction of the process comes first and fixes the limits of the
     /// process.
     Process,
@@ -72,7 +72,7 @@ pub enum Subject {
     Context,
 }
 
-impl Subject {
+impl IntroductionSubject {
     /// Returns the two words that introduce the subject to the server.
     pub fn introduction_words(self) -> [[u8; 4]; 2] {
         match self {
@@ -84,7 +84,7 @@ impl Subject {
 
 /// Why a handshake failed, as seen by the daemon or the server.
 #[derive(Debug)]
-pub enum Refusal {
+pub enum HandshakeFailure {
     /// The peer closed early, as the first connection of every client does.
     Closed,
     /// The peer violated the protocol.
@@ -93,52 +93,52 @@ pub enum Refusal {
     Io(io::Error),
 }
 
-impl From<io::Error> for Refusal {
+impl From<io::Error> for HandshakeFailure {
     fn from(error: io::Error) -> Self {
         Self::Io(error)
     }
 }
 
 /// Performs the daemon's side up to the kind: greets and reads the peer's kind.
-pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<Peer, Refusal> {
-    connection.send(hello).map_err(|_| Refusal::Closed)?;
-    let first = connection.recv_credentials(64)?.ok_or(Refusal::Closed)?;
+pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<IntroducedPeer, HandshakeFailure> {
+    connection.send(hello).map_err(|_| HandshakeFailure::Closed)?;
+    let first = connection.recv_credentials(64)?.ok_or(HandshakeFailure::Closed)?;
     if first.data != CREDENTIALS || first.truncated {
-        return Err(Refusal::Malformed("not OUTBCRED"));
+        return Err(HandshakeFailure::Malformed("not OUTBCRED"));
     }
-    let credentials = first.credentials.ok_or(Refusal::Malformed("no credentials"))?;
-    let kind = connection.recv(64)?.ok_or(Refusal::Closed)?;
-    match as_u32(&kind) {
-        Some(KIND_CLIENT) => Ok(Peer::Client(credentials)),
-        Some(KIND_ADMINISTRATOR) => Ok(Peer::Administrator(credentials)),
-        Some(_) => Err(Refusal::Malformed("unknown kind")),
-        None => Err(Refusal::Malformed("the kind does not have 4 bytes")),
+    let credentials = first.credentials.ok_or(HandshakeFailure::Malformed("no credentials"))?;
+    let kind = connection.recv(64)?.ok_or(HandshakeFailure::Closed)?;
+    match packet_to_u32(&kind) {
+        Some(KIND_CLIENT) => Ok(IntroducedPeer::Client(credentials)),
+        Some(KIND_ADMINISTRATOR) => Ok(IntroducedPeer::Administrator(credentials)),
+        Some(_) => Err(HandshakeFailure::Malformed("unknown kind")),
+        None => Err(HandshakeFailure::Malformed("the kind does not have 4 bytes")),
     }
 }
 
 /// Performs the daemon's side: reads an administrator's next command. `None` means that no command
 /// follows.
-pub fn next_command(connection: &Connection) -> Result<Option<String>, Refusal> {
-    let length = connection.recv(64)?.ok_or(Refusal::Closed)?;
+pub fn next_command(connection: &Connection) -> Result<Option<String>, HandshakeFailure> {
+    let length = connection.recv(64)?.ok_or(HandshakeFailure::Closed)?;
     let length = <[u8; 8]>::try_from(length.data.as_slice())
-        .map_err(|_| Refusal::Malformed("the length does not have 8 bytes"))?;
+        .map_err(|_| HandshakeFailure::Malformed("the length does not have 8 bytes"))?;
     let length = usize::try_from(u64::from_le_bytes(length)).unwrap_or(usize::MAX);
     if length == 0 {
         return Ok(None);
     }
     if length > MAX_COMMAND_BYTES {
-        return Err(Refusal::Malformed("the command is too long"));
+        return Err(HandshakeFailure::Malformed("the command is too long"));
     }
-    let Packet { data, truncated, .. } = connection.recv(MAX_COMMAND_BYTES)?.ok_or(Refusal::Closed)?;
+    let Packet { data, truncated, .. } = connection.recv(MAX_COMMAND_BYTES)?.ok_or(HandshakeFailure::Closed)?;
     if truncated || data.len() != length {
-        return Err(Refusal::Malformed("the command does not have the announced length"));
+        return Err(HandshakeFailure::Malformed("the command does not have the announced length"));
     }
     let text = data.split(|&byte| byte == 0).next().unwrap_or_default();
     Ok(Some(String::from_utf8_lossy(text).trim().to_owned()))
 }
 
 /// Performs the daemon's side: sends one line of an answer.
-pub fn reply(connection: &Connection, line: &str) -> io::Result<()> {
+pub fn send_answer_line(connection: &Connection, line: &str) -> io::Result<()> {
     connection.send(&[&[0; 4], line.as_bytes()].concat())
 }
 
@@ -147,43 +147,46 @@ pub fn reply(connection: &Connection, line: &str) -> io::Result<()> {
 ///
 /// The server reads the three packets of the introduction before it checks the packets, like the
 /// real server.
-pub fn receive_introduction(connection: &Connection, channel: &Connection) -> Result<(Subject, Credentials), Refusal> {
+pub fn receive_introduction(
+    connection: &Connection,
+    channel: &Connection,
+) -> Result<(IntroductionSubject, Credentials), HandshakeFailure> {
     let other = File::open("/dev/null")?;
     for number in 0..MAX_DESCRIPTORS {
         let fd = if number == 0 { channel.as_fd() } else { other.as_fd() };
-        connection.send_fd(DESCRIPTOR, fd).map_err(|_| Refusal::Closed)?;
+        connection.send_fd(DESCRIPTOR, fd).map_err(|_| HandshakeFailure::Closed)?;
     }
-    connection.send(&[0]).map_err(|_| Refusal::Closed)?;
-    let first = connection.recv_credentials(64)?.ok_or(Refusal::Closed)?;
-    let subject = connection.recv(64)?.ok_or(Refusal::Closed)?;
-    connection.recv(64)?.ok_or(Refusal::Closed)?;
+    connection.send(&[0]).map_err(|_| HandshakeFailure::Closed)?;
+    let first = connection.recv_credentials(64)?.ok_or(HandshakeFailure::Closed)?;
+    let subject = connection.recv(64)?.ok_or(HandshakeFailure::Closed)?;
+    connection.recv(64)?.ok_or(HandshakeFailure::Closed)?;
     let credentials = first.credentials.filter(|_| first.data == CREDENTIALS);
-    let subject = match as_u32(&subject) {
-        Some(0) => Some(Subject::Process),
-        Some(1) => Some(Subject::Context),
+    let subject = match packet_to_u32(&subject) {
+        Some(0) => Some(IntroductionSubject::Process),
+        Some(1) => Some(IntroductionSubject::Context),
         _ => None,
     };
-    subject.zip(credentials).ok_or(Refusal::Malformed("the introduction is invalid"))
+    subject.zip(credentials).ok_or(HandshakeFailure::Malformed("the introduction is invalid"))
 }
 
 /// Checks for a daemon: connects and closes immediately, as the CUDA library does first.
-pub fn probe(control: &Path) -> io::Result<()> {
+pub fn probe_daemon(control: &Path) -> io::Result<()> {
     Connection::connect(control).map(drop)
 }
 
 /// Performs the client's side up to the kind. `None` means that the daemon closed, or speaks
 /// another protocol.
-pub fn introduce(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
+pub fn introduce_to_daemon(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     let connection = Connection::connect(control)?;
     match connection.recv(64)? {
-        Some(hello) if hello.data == HELLO || hello.data == OTHER_HELLO => {}
+        Some(hello) if hello.data == HELLO || hello.data == HELLO_OF_OTHER_DRIVER => {}
         _ => return Ok(None),
     }
     let sent =
         connection.send_credentials(CREDENTIALS, own_credentials()).and_then(|()| connection.send(&kind.to_le_bytes()));
     match sent {
         Ok(()) => Ok(Some(connection)),
-        Err(error) if is_end(&error) => Ok(None),
+        Err(error) if is_closed_error(&error) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -211,7 +214,7 @@ pub enum ConnectError {
 
 /// Performs the client's side up to the socket to the server. The client waits without a deadline.
 pub fn connect_to_server(control: &Path) -> Result<ClientSockets, ConnectError> {
-    let daemon = introduce(control, KIND_CLIENT).ok().flatten().ok_or(ConnectError::ByDaemon)?;
+    let daemon = introduce_to_daemon(control, KIND_CLIENT).ok().flatten().ok_or(ConnectError::ByDaemon)?;
     let packet = daemon.recv_fd(64).ok().flatten().filter(|packet| packet.data == DESCRIPTOR);
     let server = packet.and_then(|packet| packet.fd).ok_or(ConnectError::ByDaemon)?;
     Ok(ClientSockets { daemon, server: Connection::from_fd(server) })
@@ -235,13 +238,17 @@ impl ClientSockets {
     /// Performs the rest of the client's side: introduces `subject` to the server, reads the
     /// answer, and sends the same answer to the daemon as the last packet. Returns the channel to
     /// the server and the socket of the handshake.
-    pub fn enter(self, subject: Subject) -> Result<(Connection, Connection), ConnectError> {
-        self.enter_as(subject, own_credentials())
+    pub fn introduce_to_server(self, subject: IntroductionSubject) -> Result<(Connection, Connection), ConnectError> {
+        self.introduce_to_server_as(subject, own_credentials())
     }
 
-    /// Like [`enter`](Self::enter), with the credentials of another process. The caller must be
-    /// root.
-    pub fn enter_as(self, subject: Subject, who: Credentials) -> Result<(Connection, Connection), ConnectError> {
+    /// Like [`introduce_to_server`](Self::introduce_to_server), with the credentials of another
+    /// process. The caller must be root.
+    pub fn introduce_to_server_as(
+        self,
+        subject: IntroductionSubject,
+        who: Credentials,
+    ) -> Result<(Connection, Connection), ConnectError> {
         let channel = self.receive_channel()?;
         let [first, second] = subject.introduction_words();
         let sent = self
@@ -251,7 +258,8 @@ impl ClientSockets {
             .and_then(|()| self.server.send(&second));
         sent.map_err(|_| ConnectError::ByServer)?;
         let answer = self.server.recv(64).ok().flatten().ok_or(ConnectError::ByServer)?;
-        let result = as_u32(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(ConnectError::ByServer)?;
+        let result =
+            packet_to_u32(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(ConnectError::ByServer)?;
         // The server has decided already, so a closed daemon changes nothing.
         let _ = self.daemon.send(&answer.data);
         if result == 0 { Ok((channel, self.server)) } else { Err(ConnectError::Refused(result)) }
@@ -261,13 +269,13 @@ impl ClientSockets {
 /// Performs the administrator's side: sends one command and returns the lines of the answer. `None`
 /// means that the daemon closed without an answer.
 pub fn send_command(control: &Path, command: &str) -> io::Result<Option<String>> {
-    let Some(connection) = introduce(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
+    let Some(connection) = introduce_to_daemon(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
     let text = format!("{}\n\0", command.trim());
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
     for packet in [length.as_slice(), text.as_bytes(), END_OF_COMMANDS.as_slice()] {
         match connection.send(packet) {
             // The answer may have arrived before the daemon closed.
-            Err(error) if is_end(&error) => break,
+            Err(error) if is_closed_error(&error) => break,
             other => other?,
         }
     }
@@ -291,12 +299,12 @@ pub fn own_credentials() -> Credentials {
     }
 }
 
-fn as_u32(packet: &Packet) -> Option<u32> {
+fn packet_to_u32(packet: &Packet) -> Option<u32> {
     <[u8; 4]>::try_from(packet.data.as_slice()).ok().map(u32::from_le_bytes)
 }
 
 /// Returns whether the error means that the peer has closed.
-fn is_end(error: &io::Error) -> bool {
+fn is_closed_error(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::NotConnected)
 }
 
@@ -313,7 +321,7 @@ mod tests {
         let path = dir.path().join("control");
         let listener = Listener::bind(&path, 0o666).unwrap();
         let daemon = thread::spawn(move || {
-            assert!(matches!(read_peer_kind(&listener.accept().unwrap(), HELLO), Err(Refusal::Closed)));
+            assert!(matches!(read_peer_kind(&listener.accept().unwrap(), HELLO), Err(HandshakeFailure::Closed)));
             let connection = listener.accept().unwrap();
             let visitor = read_peer_kind(&connection, HELLO).unwrap();
             let (client, server) = Connection::pair().unwrap();
@@ -321,16 +329,17 @@ mod tests {
             connection.send_fd(DESCRIPTOR, client.as_fd()).unwrap();
             let (channel, theirs) = Connection::pair().unwrap();
             let (subject, credentials) = receive_introduction(&server, &theirs).unwrap();
-            assert_eq!((subject, Peer::Client(credentials)), (Subject::Context, visitor));
+            assert_eq!((subject, IntroducedPeer::Client(credentials)), (IntroductionSubject::Context, visitor));
             server.send(&0_u32.to_le_bytes()).unwrap();
             assert_eq!(connection.recv(64).unwrap().unwrap().data, [0; 4]);
             channel.send(b"hello").unwrap();
             visitor
         });
-        probe(&path).unwrap();
-        let (channel, _server) = connect_to_server(&path).unwrap().enter(Subject::Context).unwrap();
+        probe_daemon(&path).unwrap();
+        let (channel, _server) =
+            connect_to_server(&path).unwrap().introduce_to_server(IntroductionSubject::Context).unwrap();
         assert_eq!(channel.recv(64).unwrap().unwrap().data, b"hello");
-        assert_eq!(daemon.join().unwrap(), Peer::Client(own_credentials()));
+        assert_eq!(daemon.join().unwrap(), IntroducedPeer::Client(own_credentials()));
     }
 
     #[test]
@@ -340,11 +349,11 @@ mod tests {
         let listener = Listener::bind(&path, 0o666).unwrap();
         let daemon = thread::spawn(move || {
             let connection = listener.accept().unwrap();
-            assert_eq!(read_peer_kind(&connection, HELLO).unwrap(), Peer::Administrator(own_credentials()));
+            assert_eq!(read_peer_kind(&connection, HELLO).unwrap(), IntroducedPeer::Administrator(own_credentials()));
             assert_eq!(next_command(&connection).unwrap().as_deref(), Some("get_server_list"));
-            reply(&connection, "17").unwrap();
-            reply(&connection, "").unwrap();
-            reply(&connection, &"x".repeat(40_000)).unwrap();
+            send_answer_line(&connection, "17").unwrap();
+            send_answer_line(&connection, "").unwrap();
+            send_answer_line(&connection, &"x".repeat(40_000)).unwrap();
             assert_eq!(next_command(&connection).unwrap(), None);
             connection.send(&END_OF_REPLIES).unwrap();
         });
@@ -362,11 +371,11 @@ mod tests {
             }
             read_peer_kind(&daemon, HELLO)
         };
-        assert!(matches!(greeted(&[b"OUTBCRED"]), Err(Refusal::Malformed(_))));
-        assert!(matches!(greeted(&[&[7; 1000]]), Err(Refusal::Malformed(_))));
-        assert!(matches!(greeted(&[CREDENTIALS, &[2; 8]]), Err(Refusal::Malformed(_))));
-        assert!(matches!(greeted(&[CREDENTIALS, &3_u32.to_le_bytes()]), Err(Refusal::Malformed(_))));
-        assert!(matches!(greeted(&[CREDENTIALS, &KIND_CLIENT.to_le_bytes()]), Ok(Peer::Client(_))));
+        assert!(matches!(greeted(&[b"OUTBCRED"]), Err(HandshakeFailure::Malformed(_))));
+        assert!(matches!(greeted(&[&[7; 1000]]), Err(HandshakeFailure::Malformed(_))));
+        assert!(matches!(greeted(&[CREDENTIALS, &[2; 8]]), Err(HandshakeFailure::Malformed(_))));
+        assert!(matches!(greeted(&[CREDENTIALS, &3_u32.to_le_bytes()]), Err(HandshakeFailure::Malformed(_))));
+        assert!(matches!(greeted(&[CREDENTIALS, &KIND_CLIENT.to_le_bytes()]), Ok(IntroducedPeer::Client(_))));
     }
 
     #[test]
@@ -375,14 +384,14 @@ mod tests {
             let (client, server) = Connection::pair().unwrap();
             server.enable_credentials().unwrap();
             let (channel, _theirs) = Connection::pair().unwrap();
-            let [first, second] = Subject::Process.introduction_words();
+            let [first, second] = IntroductionSubject::Process.introduction_words();
             let words: [&[u8]; 3] = [CREDENTIALS, &first, &second];
             for packet in words[..said].iter().chain(&words) {
                 client.send(packet).unwrap();
             }
             let received = receive_introduction(&server, &channel);
             assert!(
-                received.is_ok() || said > 0 && matches!(received, Err(Refusal::Malformed(_))),
+                received.is_ok() || said > 0 && matches!(received, Err(HandshakeFailure::Malformed(_))),
                 "{said}: {received:?}"
             );
         }
@@ -395,7 +404,7 @@ mod tests {
             let (client, daemon) = Connection::pair().unwrap();
             client.send(&length.to_le_bytes()).unwrap();
             client.send(text).unwrap();
-            assert!(matches!(next_command(&daemon), Err(Refusal::Malformed(_))), "{length}");
+            assert!(matches!(next_command(&daemon), Err(HandshakeFailure::Malformed(_))), "{length}");
         }
     }
 }

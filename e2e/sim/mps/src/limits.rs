@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// The maximum number of client contexts of a server on this driver. The server refuses further
 /// contexts with error 808.
-pub const MAX_CONTEXTS: usize = 48;
+pub const MAX_CLIENT_CONTEXTS: usize = 48;
 /// The memory that NVML reports for the server process, in bytes.
 pub const SERVER_MEMORY_BYTES: u64 = 66 << 20;
 /// The memory that NVML reports for a client without allocations, in bytes.
@@ -32,7 +32,7 @@ impl DeviceName<'_> {
 
 /// The limits that a server applies to clients when they connect.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Settings {
+pub struct ClientSettings {
     /// The active thread percentage.
     pub threads: f64,
     /// Memory limits in the order in which they were set. The last one that names a device applies.
@@ -50,26 +50,26 @@ pub struct MemoryLimit {
     pub value: String,
 }
 
-impl Default for Settings {
+impl Default for ClientSettings {
     fn default() -> Self {
         Self { threads: 100.0, memory: Vec::new(), priority: 0 }
     }
 }
 
-impl Settings {
+impl ClientSettings {
     /// Reads a daemon's initial settings from its environment. Invalid values are ignored.
     pub fn from_environment(threads: Option<&str>, memory: Option<&str>) -> Self {
         let mut settings = Self { threads: threads.and_then(parse_percentage).unwrap_or(100.0), ..Self::default() };
         for entry in memory.unwrap_or_default().split(',') {
             if let Some((device, value)) = entry.split_once('=') {
-                settings.set_memory(device.trim(), value.trim());
+                settings.set_memory_limit(device.trim(), value.trim());
             }
         }
         settings
     }
 
     /// Sets a device's limit and replaces one with the same name. 0 removes it.
-    pub fn set_memory(&mut self, device: &str, value: &str) {
+    pub fn set_memory_limit(&mut self, device: &str, value: &str) {
         self.memory.retain(|limit| limit.device != device);
         if parse_bytes(value) != Some(0) {
             self.memory.push(MemoryLimit { device: device.to_owned(), value: value.to_owned() });
@@ -78,14 +78,14 @@ impl Settings {
 
     /// Returns the limit that was set for a name, as the daemon prints it. Limits from 1 G on are
     /// in whole G, rounded down, and lower ones in whole M.
-    pub fn printed_memory(&self, device: &str) -> Option<String> {
+    pub fn format_memory_limit(&self, device: &str) -> Option<String> {
         let limit = self.memory.iter().find(|limit| limit.device == device)?;
         let mib = parse_bytes(&limit.value)? >> 20;
         Some(if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") })
     }
 
     /// Returns the limit of a device in bytes.
-    pub fn memory_of(&self, device: DeviceName<'_>) -> Option<u64> {
+    pub fn memory_limit_of(&self, device: DeviceName<'_>) -> Option<u64> {
         self.memory
             .iter()
             .rev()
@@ -112,7 +112,7 @@ pub fn parse_bytes(text: &str) -> Option<u64> {
 
 /// The effect of a client's `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ClientMemory {
+pub enum ClientMemoryLimit {
     /// No effect: the server's limit applies.
     Unset,
     /// Lowers the limit to this many bytes. Cannot raise the limit.
@@ -123,33 +123,33 @@ pub enum ClientMemory {
 }
 
 /// Parses a client's `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` for the devices that it sees.
-pub fn parse_client_memory(text: Option<&str>, devices: &[DeviceName<'_>], used: usize) -> ClientMemory {
-    let Some(text) = text.filter(|text| !text.is_empty()) else { return ClientMemory::Unset };
-    let mut outcome = ClientMemory::Unset;
+pub fn parse_client_memory_limit(text: Option<&str>, devices: &[DeviceName<'_>], used: usize) -> ClientMemoryLimit {
+    let Some(text) = text.filter(|text| !text.is_empty()) else { return ClientMemoryLimit::Unset };
+    let mut outcome = ClientMemoryLimit::Unset;
     for entry in text.split(',') {
-        let Some((name, value)) = entry.split_once('=') else { return ClientMemory::Escaped };
+        let Some((name, value)) = entry.split_once('=') else { return ClientMemoryLimit::Escaped };
         let Some(device) = devices.iter().position(|device| device.matches_device(name)) else {
-            return ClientMemory::Escaped;
+            return ClientMemoryLimit::Escaped;
         };
-        let Some(limit) = parse_bytes(value) else { return ClientMemory::Escaped };
+        let Some(limit) = parse_bytes(value) else { return ClientMemoryLimit::Escaped };
         if device == used {
-            outcome = ClientMemory::Lowered(limit);
+            outcome = ClientMemoryLimit::Lowered(limit);
         }
     }
     outcome
 }
 
 /// Returns the limit of a client in bytes, from the server's limit and the client's environment.
-pub fn effective_memory(server: Option<u64>, client: ClientMemory) -> Option<u64> {
+pub fn effective_memory_limit(server: Option<u64>, client: ClientMemoryLimit) -> Option<u64> {
     match client {
-        ClientMemory::Unset => server,
-        ClientMemory::Lowered(own) => Some(server.map_or(own, |server| server.min(own))),
-        ClientMemory::Escaped => None,
+        ClientMemoryLimit::Unset => server,
+        ClientMemoryLimit::Lowered(own) => Some(server.map_or(own, |server| server.min(own))),
+        ClientMemoryLimit::Escaped => None,
     }
 }
 
 /// Returns the thread percentage of a client. The client's own value can only lower the server's.
-pub fn effective_threads(server: f64, client: Option<f64>) -> f64 {
+pub fn effective_thread_percentage(server: f64, client: Option<f64>) -> f64 {
     client.map_or(server, |own| own.min(server))
 }
 
@@ -166,8 +166,8 @@ pub fn context_overhead(sms: u32) -> u64 {
 mod tests {
     use super::*;
 
-    const UUID: &str = "GPU-8f3c1a52-0000-4000-8000-000000000001";
-    const ONE_DEVICE: [DeviceName<'_>; 1] = [DeviceName { ordinal: 0, uuid: UUID }];
+    const GPU_UUID: &str = "GPU-8f3c1a52-0000-4000-8000-000000000001";
+    const ONE_DEVICE: [DeviceName<'_>; 1] = [DeviceName { ordinal: 0, uuid: GPU_UUID }];
 
     #[test]
     fn free_memory_under_a_limit_matches_the_measurements() {
@@ -189,29 +189,36 @@ mod tests {
 
     #[test]
     fn a_client_lowers_its_memory_by_ordinal_uuid_or_prefix() {
-        for text in ["0=8G", "0=8192M", &format!("{UUID}=8G"), "GPU-8f3c=8G"] {
-            assert_eq!(parse_client_memory(Some(text), &ONE_DEVICE, 0), ClientMemory::Lowered(8 << 30), "{text}");
+        for text in ["0=8G", "0=8192M", &format!("{GPU_UUID}=8G"), "GPU-8f3c=8G"] {
+            assert_eq!(
+                parse_client_memory_limit(Some(text), &ONE_DEVICE, 0),
+                ClientMemoryLimit::Lowered(8 << 30),
+                "{text}"
+            );
         }
-        assert_eq!(parse_client_memory(Some("0=8.5G"), &ONE_DEVICE, 0), ClientMemory::Lowered(8));
-        assert_eq!(parse_client_memory(None, &ONE_DEVICE, 0), ClientMemory::Unset);
-        assert_eq!(parse_client_memory(Some(""), &ONE_DEVICE, 0), ClientMemory::Unset);
+        assert_eq!(parse_client_memory_limit(Some("0=8.5G"), &ONE_DEVICE, 0), ClientMemoryLimit::Lowered(8));
+        assert_eq!(parse_client_memory_limit(None, &ONE_DEVICE, 0), ClientMemoryLimit::Unset);
+        assert_eq!(parse_client_memory_limit(Some(""), &ONE_DEVICE, 0), ClientMemoryLimit::Unset);
     }
 
     #[test]
     fn one_invalid_entry_removes_every_memory_limit() {
         for text in ["0=2G,1=4G", "1=8G", "8G", "junk", "0=", "0=junk", "0=2G,", "GPU-ffff=8G", "GPU-=8G"] {
-            assert_eq!(parse_client_memory(Some(text), &ONE_DEVICE, 0), ClientMemory::Escaped, "{text}");
-            assert_eq!(effective_memory(Some(10 << 30), parse_client_memory(Some(text), &ONE_DEVICE, 0)), None);
+            assert_eq!(parse_client_memory_limit(Some(text), &ONE_DEVICE, 0), ClientMemoryLimit::Escaped, "{text}");
+            assert_eq!(
+                effective_memory_limit(Some(10 << 30), parse_client_memory_limit(Some(text), &ONE_DEVICE, 0)),
+                None
+            );
         }
     }
 
     #[test]
     fn a_client_cannot_raise_a_limit() {
-        assert_eq!(effective_memory(Some(8 << 30), ClientMemory::Lowered(100 << 30)), Some(8 << 30));
-        assert_eq!(effective_memory(Some(8 << 30), ClientMemory::Lowered(4 << 30)), Some(4 << 30));
-        assert_eq!(effective_memory(None, ClientMemory::Lowered(4 << 30)), Some(4 << 30));
-        assert!((effective_threads(50.0, Some(75.0)) - 50.0).abs() < f64::EPSILON);
-        assert!((effective_threads(50.0, Some(25.0)) - 25.0).abs() < f64::EPSILON);
+        assert_eq!(effective_memory_limit(Some(8 << 30), ClientMemoryLimit::Lowered(100 << 30)), Some(8 << 30));
+        assert_eq!(effective_memory_limit(Some(8 << 30), ClientMemoryLimit::Lowered(4 << 30)), Some(4 << 30));
+        assert_eq!(effective_memory_limit(None, ClientMemoryLimit::Lowered(4 << 30)), Some(4 << 30));
+        assert!((effective_thread_percentage(50.0, Some(75.0)) - 50.0).abs() < f64::EPSILON);
+        assert!((effective_thread_percentage(50.0, Some(25.0)) - 25.0).abs() < f64::EPSILON);
     }
 
     #[test]
@@ -225,25 +232,25 @@ mod tests {
 
     #[test]
     fn the_last_setting_for_a_device_applies() {
-        let mut settings = Settings::from_environment(Some("50"), Some("0=10G,junk,7=1G"));
-        assert_eq!(settings.memory_of(ONE_DEVICE[0]), Some(10 << 30));
-        settings.set_memory(UUID, "4G");
-        assert_eq!(settings.memory_of(ONE_DEVICE[0]), Some(4 << 30));
-        settings.set_memory("0", "2G");
-        assert_eq!(settings.memory_of(ONE_DEVICE[0]), Some(2 << 30));
-        settings.set_memory("5", "1G");
-        assert_eq!(settings.memory_of(ONE_DEVICE[0]), Some(2 << 30));
-        settings.set_memory("0", "0");
-        assert_eq!(settings.memory_of(ONE_DEVICE[0]), Some(4 << 30));
+        let mut settings = ClientSettings::from_environment(Some("50"), Some("0=10G,junk,7=1G"));
+        assert_eq!(settings.memory_limit_of(ONE_DEVICE[0]), Some(10 << 30));
+        settings.set_memory_limit(GPU_UUID, "4G");
+        assert_eq!(settings.memory_limit_of(ONE_DEVICE[0]), Some(4 << 30));
+        settings.set_memory_limit("0", "2G");
+        assert_eq!(settings.memory_limit_of(ONE_DEVICE[0]), Some(2 << 30));
+        settings.set_memory_limit("5", "1G");
+        assert_eq!(settings.memory_limit_of(ONE_DEVICE[0]), Some(2 << 30));
+        settings.set_memory_limit("0", "0");
+        assert_eq!(settings.memory_limit_of(ONE_DEVICE[0]), Some(4 << 30));
     }
 
     #[test]
     fn limits_are_printed_as_mps_prints_them() {
         for (set, printed) in [("8192M", "8G"), ("512M", "512M"), ("1024M", "1G"), ("1536M", "1G"), ("7678M", "7G")] {
-            let mut settings = Settings::default();
-            settings.set_memory("0", set);
-            assert_eq!(settings.printed_memory("0").as_deref(), Some(printed), "{set}");
-            assert_eq!(settings.printed_memory("1"), None);
+            let mut settings = ClientSettings::default();
+            settings.set_memory_limit("0", set);
+            assert_eq!(settings.format_memory_limit("0").as_deref(), Some(printed), "{set}");
+            assert_eq!(settings.format_memory_limit("1"), None);
         }
     }
 }

@@ -10,10 +10,10 @@ use jiff::tz::TimeZone;
 
 /// The destination of log lines.
 #[derive(Debug)]
-pub struct Log(Mutex<Sink>);
+pub struct Log(Mutex<LogDestination>);
 
 #[derive(Debug)]
-enum Sink {
+enum LogDestination {
     Stdout,
     File(File),
 }
@@ -21,12 +21,12 @@ enum Sink {
 impl Log {
     /// Logs to standard output.
     pub fn stdout() -> Self {
-        Self(Mutex::new(Sink::Stdout))
+        Self(Mutex::new(LogDestination::Stdout))
     }
 
     /// Appends to a log file.
     pub fn append(path: &Path) -> io::Result<Self> {
-        Ok(Self(Mutex::new(Sink::File(OpenOptions::new().create(true).append(true).open(path)?))))
+        Ok(Self(Mutex::new(LogDestination::File(OpenOptions::new().create(true).append(true).open(path)?))))
     }
 
     /// Writes a line of a component (`Control`, `Server`, `Other`) with a PID.
@@ -38,11 +38,11 @@ impl Log {
     pub fn write_raw(&self, line: &[u8]) {
         // Ignore errors: a log without a reader must not stop the daemon.
         let _ = match &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
-            Sink::Stdout => {
+            LogDestination::Stdout => {
                 let mut out = io::stdout().lock();
                 out.write_all(line).and_then(|()| out.flush())
             }
-            Sink::File(file) => file.write_all(line),
+            LogDestination::File(file) => file.write_all(line),
         };
     }
 }

@@ -46,10 +46,10 @@ pub struct Packet {
 }
 
 /// The poll flags of a connection that the peer has closed.
-const CLOSED: PollFlags = PollFlags::RDHUP.union(PollFlags::HUP).union(PollFlags::ERR);
+const CLOSED_POLL_FLAGS: PollFlags = PollFlags::RDHUP.union(PollFlags::HUP).union(PollFlags::ERR);
 
 /// The ancillary data for which a receive provides space. The kernel drops all other data.
-enum Ancillary {
+enum AncillaryData {
     Credentials,
     Descriptor,
 }
@@ -57,7 +57,7 @@ enum Ancillary {
 impl Connection {
     /// Connects to the socket at `path`.
     pub fn connect(path: &Path) -> io::Result<Self> {
-        let socket = socket()?;
+        let socket = new_socket()?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
         Ok(Self(socket))
     }
@@ -153,20 +153,20 @@ impl Connection {
     /// Waits for one packet with the sender's credentials. A packet with descriptors has no
     /// credentials.
     pub fn recv_credentials(&self, most: usize) -> io::Result<Option<Packet>> {
-        self.recv_with(most, &Ancillary::Credentials)
+        self.recv_with(most, &AncillaryData::Credentials)
     }
 
     /// Waits for one packet with a descriptor. Do not call this method after
     /// [`Self::enable_credentials`]: the buffer has no space for both.
     pub fn recv_fd(&self, most: usize) -> io::Result<Option<Packet>> {
-        self.recv_with(most, &Ancillary::Descriptor)
+        self.recv_with(most, &AncillaryData::Descriptor)
     }
 
-    fn recv_with(&self, most: usize, wanted: &Ancillary) -> io::Result<Option<Packet>> {
+    fn recv_with(&self, most: usize, wanted: &AncillaryData) -> io::Result<Option<Packet>> {
         let mut data = vec![0; most];
         let received = match wanted {
-            Ancillary::Credentials => self.recvmsg_credentials(&mut data),
-            Ancillary::Descriptor => self.recvmsg_fd(&mut data),
+            AncillaryData::Credentials => self.recvmsg_credentials(&mut data),
+            AncillaryData::Descriptor => self.recvmsg_fd(&mut data),
         };
         match received {
             Err(error) => end_or_error(error),
@@ -227,7 +227,7 @@ impl Connection {
         loop {
             let mut fds = [PollFd::new(&self.0, PollFlags::IN), PollFd::new(&other.0, PollFlags::RDHUP)];
             match rustix::event::poll(&mut fds, None) {
-                Ok(_) if fds[1].revents().intersects(CLOSED) => return false,
+                Ok(_) if fds[1].revents().intersects(CLOSED_POLL_FLAGS) => return false,
                 Ok(_) if !fds[0].revents().is_empty() => return true,
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(_) => return false,
@@ -252,7 +252,8 @@ impl Connection {
     pub fn is_closed(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::RDHUP)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0) && fds[0].revents().intersects(CLOSED)
+        rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
+            && fds[0].revents().intersects(CLOSED_POLL_FLAGS)
     }
 
     /// Closes the connection for both ends and wakes their waiting threads.
@@ -285,7 +286,7 @@ impl Listener {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let socket = socket()?;
+        let socket = new_socket()?;
         // Accepted connections inherit this, so the kernel attests even their first message.
         rustix::net::sockopt::set_socket_passcred(&socket, true)?;
         rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
@@ -315,7 +316,7 @@ impl AsFd for Listener {
     }
 }
 
-fn socket() -> io::Result<OwnedFd> {
+fn new_socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 

@@ -4,16 +4,16 @@ use std::io::{self, BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use crate::daemon::{self, Config};
+use crate::daemon::{self, DaemonConfig};
 use crate::handshake;
-use crate::limits::Settings;
+use crate::limits::ClientSettings;
 
 /// The default of `CUDA_MPS_PIPE_DIRECTORY`.
-pub const DEFAULT_PIPE_DIRECTORY: &str = "/tmp/nvidia-mps";
+pub const DEFAULT_MPS_PIPE_DIRECTORY: &str = "/tmp/nvidia-mps";
 /// The default of `CUDA_MPS_LOG_DIRECTORY`.
-const DEFAULT_LOG_DIRECTORY: &str = "/var/log/nvidia-mps";
+const DEFAULT_MPS_LOG_DIRECTORY: &str = "/var/log/nvidia-mps";
 
-const HELP: &str = "\
+const HELP_TEXT: &str = "\
 Simulated MPS control daemon for the simulated machine ($SIMGPU_STATE, /var/lib/simgpu).
 
 Usage: nvidia-cuda-mps-control -d|-f [-multiuser-server]    start the daemon in the background or foreground
@@ -40,7 +40,7 @@ mps:client, mps:server or mps:command:<name>.
 
 /// The action that the arguments request.
 #[derive(Debug, PartialEq, Eq)]
-enum Request {
+enum RequestedAction {
     Daemon { background: bool, multi_user: bool },
     Version,
     Help,
@@ -53,14 +53,14 @@ pub fn main() -> ExitCode {
     let arguments: Vec<String> =
         std::env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();
     match parse_arguments(&arguments) {
-        Request::Help => print(HELP),
-        Request::Version => print("CUDA MPS Control binary version: 13000\n"),
-        Request::Invalid(what) => {
-            eprintln!("{what}\n\n{HELP}");
+        RequestedAction::Help => print(HELP_TEXT),
+        RequestedAction::Version => print("CUDA MPS Control binary version: 13000\n"),
+        RequestedAction::Invalid(what) => {
+            eprintln!("{what}\n\n{HELP_TEXT}");
             ExitCode::FAILURE
         }
-        Request::Daemon { background, multi_user } => {
-            let config = read_config(multi_user);
+        RequestedAction::Daemon { background, multi_user } => {
+            let config = read_daemon_config(multi_user);
             let outcome =
                 if background { daemon::start_in_background(config) } else { daemon::run_in_foreground(config) };
             outcome.unwrap_or_else(|error| {
@@ -68,12 +68,12 @@ pub fn main() -> ExitCode {
                 ExitCode::FAILURE
             })
         }
-        Request::Commands(Some(command)) => send_commands([Ok(command)]),
-        Request::Commands(None) => send_commands(io::stdin().lock().lines()),
+        RequestedAction::Commands(Some(command)) => send_commands([Ok(command)]),
+        RequestedAction::Commands(None) => send_commands(io::stdin().lock().lines()),
     }
 }
 
-fn parse_arguments(arguments: &[String]) -> Request {
+fn parse_arguments(arguments: &[String]) -> RequestedAction {
     let (mut daemon, mut multi_user) = (None, false);
     let mut command: Vec<&str> = Vec::new();
     for argument in arguments {
@@ -83,28 +83,28 @@ fn parse_arguments(arguments: &[String]) -> Request {
             "-d" => daemon = Some(true),
             "-f" => daemon = Some(false),
             "-M" | "-multiuser-server" | "--multiuser-server" => multi_user = true,
-            "-v" => return Request::Version,
-            "-h" | "--help" => return Request::Help,
-            option if option.starts_with('-') => return Request::Invalid(format!("unknown option {option}")),
+            "-v" => return RequestedAction::Version,
+            "-h" | "--help" => return RequestedAction::Help,
+            option if option.starts_with('-') => return RequestedAction::Invalid(format!("unknown option {option}")),
             word => command.push(word),
         }
     }
     match daemon {
-        Some(background) if command.is_empty() => Request::Daemon { background, multi_user },
-        Some(_) => Request::Invalid("-d and -f accept no command".to_owned()),
-        None if multi_user => Request::Invalid("-multiuser-server requires -d or -f".to_owned()),
-        None => Request::Commands((!command.is_empty()).then(|| command.join(" "))),
+        Some(background) if command.is_empty() => RequestedAction::Daemon { background, multi_user },
+        Some(_) => RequestedAction::Invalid("-d and -f accept no command".to_owned()),
+        None if multi_user => RequestedAction::Invalid("-multiuser-server requires -d or -f".to_owned()),
+        None => RequestedAction::Commands((!command.is_empty()).then(|| command.join(" "))),
     }
 }
 
-fn read_config(multi_user: bool) -> Config {
+fn read_daemon_config(multi_user: bool) -> DaemonConfig {
     let text = |name| std::env::var(name).ok();
-    Config {
+    DaemonConfig {
         pipe_directory: pipe_directory(),
-        log_directory: directory_from_environment("CUDA_MPS_LOG_DIRECTORY", DEFAULT_LOG_DIRECTORY),
+        log_directory: directory_from_environment("CUDA_MPS_LOG_DIRECTORY", DEFAULT_MPS_LOG_DIRECTORY),
         visible: text("CUDA_VISIBLE_DEVICES"),
         multi_user,
-        defaults: Settings::from_environment(
+        defaults: ClientSettings::from_environment(
             text("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE").as_deref(),
             text("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT").as_deref(),
         ),
@@ -113,7 +113,7 @@ fn read_config(multi_user: bool) -> Config {
 
 /// Returns `CUDA_MPS_PIPE_DIRECTORY` of this process, or the default.
 pub fn pipe_directory() -> PathBuf {
-    directory_from_environment("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY)
+    directory_from_environment("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_MPS_PIPE_DIRECTORY)
 }
 
 fn directory_from_environment(variable: &str, default: &str) -> PathBuf {
@@ -167,18 +167,21 @@ fn print(text: &str) -> ExitCode {
 mod tests {
     use super::*;
 
-    fn parse_line(line: &str) -> Request {
+    fn parse_line(line: &str) -> RequestedAction {
         parse_arguments(&line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
     }
 
     #[test]
     fn arguments_request_a_daemon_or_a_command() {
-        assert_eq!(parse_line("-f -multiuser-server"), Request::Daemon { background: false, multi_user: true });
-        assert_eq!(parse_line("-d"), Request::Daemon { background: true, multi_user: false });
-        assert_eq!(parse_line(""), Request::Commands(None));
-        assert_eq!(parse_line("shutdown_server 17 -f"), Request::Commands(Some("shutdown_server 17 -f".into())));
-        assert!(matches!(parse_line("-d get_server_list"), Request::Invalid(_)));
-        assert!(matches!(parse_line("-multiuser-server"), Request::Invalid(_)));
-        assert!(matches!(parse_line("-x"), Request::Invalid(_)));
+        assert_eq!(parse_line("-f -multiuser-server"), RequestedAction::Daemon { background: false, multi_user: true });
+        assert_eq!(parse_line("-d"), RequestedAction::Daemon { background: true, multi_user: false });
+        assert_eq!(parse_line(""), RequestedAction::Commands(None));
+        assert_eq!(
+            parse_line("shutdown_server 17 -f"),
+            RequestedAction::Commands(Some("shutdown_server 17 -f".into()))
+        );
+        assert!(matches!(parse_line("-d get_server_list"), RequestedAction::Invalid(_)));
+        assert!(matches!(parse_line("-multiuser-server"), RequestedAction::Invalid(_)));
+        assert!(matches!(parse_line("-x"), RequestedAction::Invalid(_)));
     }
 }

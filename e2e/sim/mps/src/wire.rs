@@ -7,7 +7,7 @@ use std::io;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::limits::Settings;
+use crate::limits::ClientSettings;
 use crate::seqpacket::Connection;
 
 /// The maximum length of a packet, in bytes.
@@ -15,7 +15,7 @@ pub const MAX_PACKET_BYTES: usize = 64 * 1024;
 
 /// A server's state, as `get_server_status` prints it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Status {
+pub enum ServerStatus {
     /// The server is starting.
     Initializing,
     /// The server serves clients.
@@ -25,7 +25,7 @@ pub enum Status {
     Fault,
 }
 
-impl Status {
+impl ServerStatus {
     /// Returns the word that `get_server_status` prints.
     pub fn word(self) -> &'static str {
         match self {
@@ -48,17 +48,17 @@ pub enum ToServer {
         /// The server's user id.
         uid: u32,
         /// The server's initial limits.
-        settings: Settings,
+        settings: ClientSettings,
     },
     /// A new client, sent with the socket of its introduction.
     Client {
         /// The daemon's number for the connection.
         connection: u64,
         /// The limits of the client's process, if this is its first connection.
-        settings: Settings,
+        settings: ClientSettings,
     },
     /// The limits of the next clients. The server only logs them.
-    Settings(Settings),
+    ClientSettings(ClientSettings),
     /// Requests an answer once all earlier messages are handled.
     Ping {
         /// The request's number, which the answer repeats.
@@ -79,7 +79,7 @@ pub enum ToServer {
 #[derive(Debug, Serialize, Deserialize)]
 pub enum FromServer {
     /// The server's new state.
-    Status(Status),
+    Status(ServerStatus),
     /// The server accepted a process.
     Process {
         /// The daemon's number for the connection.

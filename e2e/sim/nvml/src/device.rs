@@ -3,14 +3,14 @@
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{ComputeMode, DeviceRef, Machine, Process, ProcessKind, State};
 
-use crate::library::{Code, Handle, Object, Result, View, handle};
+use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle};
 
 /// Marks a process or an event of a whole GPU instead of an instance.
 pub(crate) const NO_INSTANCE: u32 = u32::MAX;
 
 /// A device's memory in bytes, as NVML reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Memory {
+pub(crate) struct DeviceMemory {
     pub(crate) total: u64,
     pub(crate) reserved: u64,
     pub(crate) used: u64,
@@ -18,10 +18,10 @@ pub(crate) struct Memory {
 }
 
 /// Returns the device's current memory use.
-pub(crate) fn memory(view: &View, device: &DeviceRef<'_>) -> Result<Memory> {
+pub(crate) fn memory(view: &MachineView, device: &DeviceRef<'_>) -> Result<DeviceMemory> {
     let (total, usable) = (device.nvml_memory(), device.cuda_memory());
     let used = view.state.used_bytes(&view.machine.processes()?, device.uuid()).min(usable);
-    Ok(Memory { total, reserved: total.saturating_sub(usable), used, free: usable - used })
+    Ok(DeviceMemory { total, reserved: total.saturating_sub(usable), used, free: usable - used })
 }
 
 /// Returns the product name, with the profile for a MIG device.
@@ -65,21 +65,21 @@ pub(crate) fn parse_compute_mode(mode: sys::nvmlComputeMode_t) -> Result<Compute
 }
 
 /// Returns the handle of a GPU. A lost GPU has no handle.
-pub(crate) fn gpu_handle(view: &View, find: impl Fn(&sim_machine::Gpu) -> bool, none: Code) -> Result<Handle> {
+pub(crate) fn gpu_handle(view: &MachineView, find: impl Fn(&sim_machine::Gpu) -> bool, none: Code) -> Result<Handle> {
     let gpu = view.state.gpus.iter().find(|g| find(g)).ok_or(none)?;
     view.gpu(&gpu.uuid)?;
-    Ok(handle(Object::Device(gpu.uuid.clone())))
+    Ok(handle(HandleTarget::Device(gpu.uuid.clone())))
 }
 
 /// Returns the handle of a GPU or MIG device.
-pub(crate) fn handle_by_uuid(view: &View, uuid: &str) -> Result<Handle> {
+pub(crate) fn handle_by_uuid(view: &MachineView, uuid: &str) -> Result<Handle> {
     let device = view.state.device(uuid).ok_or(Code::NOT_FOUND)?;
     view.gpu(&device.gpu.uuid)?;
-    Ok(handle(Object::Device(uuid.to_owned())))
+    Ok(handle(HandleTarget::Device(uuid.to_owned())))
 }
 
 /// Returns whether a caller's text is this PCI address, with a domain of 4 or 8 digits.
-pub(crate) fn is_bus_id(pci: sim_machine::Pci, text: &str) -> bool {
+pub(crate) fn is_bus_id(pci: sim_machine::PciAddress, text: &str) -> bool {
     pci.bus_id().eq_ignore_ascii_case(text) || pci.short_bus_id().eq_ignore_ascii_case(text)
 }
 
@@ -105,7 +105,7 @@ pub(crate) struct ListedProcess {
 
 /// Lists the processes on a device, each once with all of its memory there. A GPU's list includes
 /// the processes of its MIG devices. Processes outside this process's PID namespace are omitted.
-pub(crate) fn processes(view: &View, device: &DeviceRef<'_>, list: ProcessList) -> Result<Vec<ListedProcess>> {
+pub(crate) fn processes(view: &MachineView, device: &DeviceRef<'_>, list: ProcessList) -> Result<Vec<ListedProcess>> {
     let mut listed: Vec<ListedProcess> = Vec::new();
     for process in view.machine.processes()? {
         let wanted = match list {
@@ -139,7 +139,7 @@ pub(crate) fn processes_on_gpu(machine: &Machine, state: &State, gpu: &str) -> R
 
 /// Returns the percentage of time in which kernels run: the configured value, or one that grows
 /// with each process that may launch kernels.
-pub(crate) fn utilization(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
+pub(crate) fn utilization_percent(view: &MachineView, device: &DeviceRef<'_>) -> Result<u32> {
     if let Some(percent) = device.gpu.utilization {
         return Ok(percent.min(100));
     }
@@ -149,9 +149,9 @@ pub(crate) fn utilization(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
 }
 
 /// Returns the power in milliwatts, between idle and limit in proportion to the utilization.
-pub(crate) fn power(view: &View, device: &DeviceRef<'_>) -> Result<u32> {
+pub(crate) fn power_milliwatts(view: &MachineView, device: &DeviceRef<'_>) -> Result<u32> {
     let (limit, idle) = device.model.power_watts;
-    Ok((idle + limit.saturating_sub(idle) * utilization(view, device)? / 100) * 1000)
+    Ok((idle + limit.saturating_sub(idle) * utilization_percent(view, device)? / 100) * 1000)
 }
 
 /// Converts a list such as `0-3,8` to words of bits, the least significant first. An empty list

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{Event, EventKind, State};
 
-use crate::library::{Code, Handle, Object, Result, View, handle, object};
+use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle, object};
 
 /// The event types that a recent driver supports on a data-centre GPU.
-pub(crate) const SUPPORTED: u64 = sys::nvmlEventTypeAll as u64;
+pub(crate) const SUPPORTED_EVENT_TYPES: u64 = sys::nvmlEventTypeAll as u64;
 
 /// An event set.
 #[derive(Debug, Default)]
@@ -24,32 +24,32 @@ struct EventSet {
 /// The last number of a set, and the sets by number.
 static SETS: Mutex<Option<(u64, HashMap<u64, EventSet>)>> = Mutex::new(None);
 
-fn sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, EventSet>)>> {
+fn lock_event_sets() -> MutexGuard<'static, Option<(u64, HashMap<u64, EventSet>)>> {
     SETS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Creates an empty set.
-pub(crate) fn create() -> Handle {
-    let mut sets = sets();
+pub(crate) fn create_event_set() -> Handle {
+    let mut sets = lock_event_sets();
     let (last, sets) = sets.get_or_insert_default();
     *last += 1;
     sets.insert(*last, EventSet::default());
-    handle(Object::EventSet(*last))
+    handle(HandleTarget::EventSet(*last))
 }
 
 /// Frees a set.
-pub(crate) fn free(set: Handle) -> Result<()> {
+pub(crate) fn free_event_set(set: Handle) -> Result<()> {
     with_set(set, |_| ())?;
-    let Object::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
-    if let Some((_, sets)) = sets().as_mut() {
+    let HandleTarget::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
+    if let Some((_, sets)) = lock_event_sets().as_mut() {
         sets.remove(&number);
     }
     Ok(())
 }
 
 /// Registers a GPU's events with a set.
-pub(crate) fn register(view: &View, gpu: &str, types: u64, set: Handle) -> Result<()> {
-    if types & !SUPPORTED != 0 {
+pub(crate) fn register_gpu(view: &MachineView, gpu: &str, types: u64, set: Handle) -> Result<()> {
+    if types & !SUPPORTED_EVENT_TYPES != 0 {
         return Err(Code::NOT_SUPPORTED);
     }
     with_set(set, |set| {
@@ -58,7 +58,7 @@ pub(crate) fn register(view: &View, gpu: &str, types: u64, set: Handle) -> Resul
 }
 
 /// Waits for the set's next event.
-pub(crate) fn wait(view: &View, set: Handle, timeout: Duration) -> Result<Event> {
+pub(crate) fn wait_for_event(view: &MachineView, set: Handle, timeout: Duration) -> Result<Event> {
     let deadline = Instant::now() + timeout;
     loop {
         let state = view.machine.snapshot()?;
@@ -83,8 +83,8 @@ pub(crate) fn wait(view: &View, set: Handle, timeout: Duration) -> Result<Event>
 
 /// Runs `body` with the set behind a handle.
 fn with_set<T>(set: Handle, body: impl FnOnce(&mut EventSet) -> T) -> Result<T> {
-    let Object::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
-    let mut sets = sets();
+    let HandleTarget::EventSet(number) = object(set)? else { return Err(Code::INVALID_ARGUMENT) };
+    let mut sets = lock_event_sets();
     let set = sets.as_mut().and_then(|(_, sets)| sets.get_mut(&number)).ok_or(Code::INVALID_ARGUMENT)?;
     Ok(body(set))
 }

@@ -49,7 +49,7 @@ pub(crate) type Result<T, E = Code> = std::result::Result<T, E>;
 /// The object behind a handle. Objects are names, not addresses. A handle outlives its object, and
 /// calls with it then report that the object no longer exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Object {
+pub(crate) enum HandleTarget {
     /// A GPU or a MIG device, by UUID.
     Device(String),
     /// A GPU instance: the GPU's UUID and the instance's id.
@@ -66,18 +66,19 @@ pub(crate) type Handle = usize;
 
 /// The state between `nvmlInit` and `nvmlShutdown`.
 #[derive(Debug)]
-struct Library {
+struct InitializedLibrary {
     users: usize,
     machine: Option<Machine>,
-    objects: Vec<Object>,
+    objects: Vec<HandleTarget>,
 }
 
-static LIBRARY: Mutex<Library> = Mutex::new(Library { users: 0, machine: None, objects: Vec::new() });
+static LIBRARY: Mutex<InitializedLibrary> =
+    Mutex::new(InitializedLibrary { users: 0, machine: None, objects: Vec::new() });
 
 // Handles are large numbers, so that a zero or a count is not mistaken for one.
 const FIRST_HANDLE: usize = 0x4e56_0000;
 
-fn library() -> MutexGuard<'static, Library> {
+fn lock_library() -> MutexGuard<'static, InitializedLibrary> {
     LIBRARY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -85,7 +86,7 @@ fn library() -> MutexGuard<'static, Library> {
 pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
     catch_panic(|| {
         // The first call reopens the machine, because `simgpu init` may have replaced it.
-        let known = library().machine.clone();
+        let known = lock_library().machine.clone();
         let machine = match known {
             Some(machine) => machine,
             None => Machine::open_default().map_err(|e| match e {
@@ -95,11 +96,11 @@ pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
                 _ => Code::UNKNOWN,
             })?,
         };
-        inject(&machine, name, None)?;
+        apply_injected_faults(&machine, name, None)?;
         if !machine.snapshot()?.driver.present {
             return Err(Code::DRIVER_NOT_LOADED);
         }
-        let mut library = library();
+        let mut library = lock_library();
         library.users += 1;
         library.machine = Some(machine);
         Ok(())
@@ -109,7 +110,7 @@ pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
 /// `nvmlShutdown`.
 pub(crate) fn shutdown() -> sys::nvmlReturn_t {
     catch_panic(|| {
-        let mut library = library();
+        let mut library = lock_library();
         library.users = library.users.checked_sub(1).ok_or(Code::UNINITIALIZED)?;
         if library.users == 0 {
             library.machine = None;
@@ -119,8 +120,8 @@ pub(crate) fn shutdown() -> sys::nvmlReturn_t {
 }
 
 /// Returns the handle of an object. Equal objects have the same handle.
-pub(crate) fn handle(object: Object) -> Handle {
-    let mut library = library();
+pub(crate) fn handle(object: HandleTarget) -> Handle {
+    let mut library = lock_library();
     let at = library.objects.iter().position(|o| *o == object).unwrap_or_else(|| {
         library.objects.push(object);
         library.objects.len() - 1
@@ -129,22 +130,22 @@ pub(crate) fn handle(object: Object) -> Handle {
 }
 
 /// Returns the object of a handle.
-pub(crate) fn object(handle: Handle) -> Result<Object> {
+pub(crate) fn object(handle: Handle) -> Result<HandleTarget> {
     let offset = handle.checked_sub(FIRST_HANDLE).filter(|o| o % 16 == 0).ok_or(Code::INVALID_ARGUMENT)?;
-    library().objects.get(offset / 16).cloned().ok_or(Code::INVALID_ARGUMENT)
+    lock_library().objects.get(offset / 16).cloned().ok_or(Code::INVALID_ARGUMENT)
 }
 
 /// The machine's state during one call.
 #[derive(Debug)]
-pub(crate) struct View {
+pub(crate) struct MachineView {
     pub(crate) machine: Machine,
     pub(crate) state: Arc<State>,
 }
 
-impl View {
+impl MachineView {
     fn new(name: &str, device: Option<&str>) -> Result<Self> {
-        let machine = library().machine.clone().ok_or(Code::UNINITIALIZED)?;
-        inject(&machine, name, device)?;
+        let machine = lock_library().machine.clone().ok_or(Code::UNINITIALIZED)?;
+        apply_injected_faults(&machine, name, device)?;
         let state = machine.snapshot()?;
         if !state.driver.present {
             return Err(Code::UNKNOWN);
@@ -162,7 +163,7 @@ impl View {
     }
 }
 
-fn inject(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
+fn apply_injected_faults(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
     match machine.apply_faults(name, device)? {
         // A fault may inject a code that NVML does not define. Callers must handle such a code.
         Some(code) => Err(Code(code.unsigned_abs())),
@@ -182,24 +183,24 @@ pub(crate) fn catch_panic(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_
 }
 
 /// Runs a call about the machine.
-pub(crate) fn call(name: &str, body: impl FnOnce(&View) -> Result<()>) -> sys::nvmlReturn_t {
-    catch_panic(|| body(&View::new(name, None)?))
+pub(crate) fn call(name: &str, body: impl FnOnce(&MachineView) -> Result<()>) -> sys::nvmlReturn_t {
+    catch_panic(|| body(&MachineView::new(name, None)?))
 }
 
 /// Runs a call about a GPU's instance. Faults of the GPU apply.
-pub(crate) fn call_on(name: &str, gpu: &str, body: impl FnOnce(&View) -> Result<()>) -> Result<()> {
-    body(&View::new(name, Some(gpu))?)
+pub(crate) fn call_on(name: &str, gpu: &str, body: impl FnOnce(&MachineView) -> Result<()>) -> Result<()> {
+    body(&MachineView::new(name, Some(gpu))?)
 }
 
 /// Runs a call about a GPU or MIG device.
-pub(crate) fn on_device(
+pub(crate) fn call_on_device(
     name: &str,
     device: Handle,
-    body: impl FnOnce(&View, DeviceRef<'_>) -> Result<()>,
+    body: impl FnOnce(&MachineView, DeviceRef<'_>) -> Result<()>,
 ) -> sys::nvmlReturn_t {
     catch_panic(|| {
-        let Object::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
-        let view = View::new(name, Some(&uuid))?;
+        let HandleTarget::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
+        let view = MachineView::new(name, Some(&uuid))?;
         let device = view.state.device(&uuid).ok_or(Code::NOT_FOUND)?;
         view.gpu(&device.gpu.uuid)?;
         body(&view, device)
@@ -207,24 +208,24 @@ pub(crate) fn on_device(
 }
 
 /// Runs a call that MIG devices do not support.
-pub(crate) fn on_gpu(
+pub(crate) fn call_on_gpu(
     name: &str,
     device: Handle,
-    body: impl FnOnce(&View, &Gpu, &Model) -> Result<()>,
+    body: impl FnOnce(&MachineView, &Gpu, &Model) -> Result<()>,
 ) -> sys::nvmlReturn_t {
-    on_device(name, device, |view, device| match device.mig {
+    call_on_device(name, device, |view, device| match device.mig {
         None => body(view, device.gpu, device.model),
         Some(_) => Err(Code::NOT_SUPPORTED),
     })
 }
 
 /// Runs a call that changes a GPU and requires root.
-pub(crate) fn on_gpu_as_root(
+pub(crate) fn call_on_gpu_as_root(
     name: &str,
     device: Handle,
-    body: impl FnOnce(&View, &Gpu, &Model) -> Result<()>,
+    body: impl FnOnce(&MachineView, &Gpu, &Model) -> Result<()>,
 ) -> sys::nvmlReturn_t {
-    on_gpu(name, device, |view, gpu, model| {
+    call_on_gpu(name, device, |view, gpu, model| {
         require_root()?;
         body(view, gpu, model)
     })

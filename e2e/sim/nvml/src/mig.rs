@@ -6,7 +6,7 @@ use sim_machine::{
 };
 
 use crate::device;
-use crate::library::{Code, Handle, Object, Result, View, handle, object};
+use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle, object};
 
 /// Returns a GPU's MIG devices in the order of NVML: by GPU instance, then by compute instance.
 pub(crate) fn devices(gpu: &Gpu) -> Vec<(&GpuInstance, &ComputeInstance)> {
@@ -56,7 +56,7 @@ pub(crate) fn compute_profile_by_id(model: &Model, gi: &GpuInstance, id: u32) ->
 /// Returns the GPU's UUID and the instance's id for the handle of a GPU instance.
 pub(crate) fn gpu_instance(instance: Handle) -> Result<(String, u32)> {
     match object(instance)? {
-        Object::GpuInstance(gpu, id) => Ok((gpu, id)),
+        HandleTarget::GpuInstance(gpu, id) => Ok((gpu, id)),
         _ => Err(Code::INVALID_ARGUMENT),
     }
 }
@@ -65,14 +65,14 @@ pub(crate) fn gpu_instance(instance: Handle) -> Result<(String, u32)> {
 /// instance.
 pub(crate) fn compute_instance(instance: Handle) -> Result<(String, u32, u32)> {
     match object(instance)? {
-        Object::ComputeInstance(gpu, gi, id) => Ok((gpu, gi, id)),
+        HandleTarget::ComputeInstance(gpu, gi, id) => Ok((gpu, gi, id)),
         _ => Err(Code::INVALID_ARGUMENT),
     }
 }
 
 /// Returns a GPU instance in its current state.
 pub(crate) fn find_gpu_instance<'v>(
-    view: &'v View,
+    view: &'v MachineView,
     gpu: &str,
     id: u32,
 ) -> Result<(&'v Gpu, &'v Model, &'v GpuInstance)> {
@@ -83,7 +83,7 @@ pub(crate) fn find_gpu_instance<'v>(
 
 /// Switches MIG mode. An error means that NVML refused the request. The return code reports whether
 /// the mode is already active.
-pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
+pub(crate) fn set_mig_mode(view: &MachineView, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {
         let busy = !device::processes_on_gpu(&view.machine, state, uuid)?.is_empty();
         let (gpu, model) = gpu_to_change(state, uuid)?;
@@ -98,30 +98,35 @@ pub(crate) fn set_mode(view: &View, uuid: &str, on: bool) -> Result<sys::nvmlRet
 }
 
 /// Creates a GPU instance.
-pub(crate) fn create_gpu_instance(view: &View, uuid: &str, profile: u32, at: Option<Placement>) -> Result<Handle> {
+pub(crate) fn create_gpu_instance(
+    view: &MachineView,
+    uuid: &str,
+    profile: u32,
+    at: Option<Placement>,
+) -> Result<Handle> {
     let id = change_gpu(&view.machine, uuid, |gpu, model| Ok(gpu.create_gpu_instance(model, profile, at)?))?;
-    Ok(handle(Object::GpuInstance(uuid.to_owned(), id)))
+    Ok(handle(HandleTarget::GpuInstance(uuid.to_owned(), id)))
 }
 
 /// Destroys a GPU instance.
-pub(crate) fn destroy_gpu_instance(view: &View, uuid: &str, id: u32) -> Result<()> {
+pub(crate) fn destroy_gpu_instance(view: &MachineView, uuid: &str, id: u32) -> Result<()> {
     change_gpu(&view.machine, uuid, |gpu, _| Ok(gpu.destroy_gpu_instance(id)?))
 }
 
 /// Creates a compute instance.
 pub(crate) fn create_compute_instance(
-    view: &View,
+    view: &MachineView,
     uuid: &str,
     gi: u32,
     profile: u32,
     at: Option<Placement>,
 ) -> Result<Handle> {
     let id = change_gpu(&view.machine, uuid, |gpu, model| Ok(gpu.create_compute_instance(model, gi, profile, at)?))?;
-    Ok(handle(Object::ComputeInstance(uuid.to_owned(), gi, id)))
+    Ok(handle(HandleTarget::ComputeInstance(uuid.to_owned(), gi, id)))
 }
 
 /// Destroys a compute instance that no process uses.
-pub(crate) fn destroy_compute_instance(view: &View, uuid: &str, gi: u32, id: u32) -> Result<()> {
+pub(crate) fn destroy_compute_instance(view: &MachineView, uuid: &str, gi: u32, id: u32) -> Result<()> {
     // Processes register under the same lock, so none can appear in between.
     view.machine.update(|state| {
         let processes = view.machine.live_processes(state);

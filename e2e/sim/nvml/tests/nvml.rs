@@ -21,18 +21,21 @@ use nvml_wrapper::struct_wrappers::event::EventData;
 use nvml_wrapper::structs::device::MigMode;
 use nvml_wrapper::{Device, EventSet, Nvml};
 use nvml_wrapper_sys::bindings as sys;
-use sim_machine::{ContextKind, Description, Effect, EventKind, Fault, GpuDescription, Machine, STATE_ENV, State};
+use sim_machine::{
+    ContextKind, EventKind, Fault, FaultEffect, GpuDescription, Machine, MachineDescription, STATE_DIRECTORY_ENV, State,
+};
 
 /// Runs a test's body in a separate process, on a machine with these GPUs.
 fn run_in_separate_process(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
-    if std::env::var_os(STATE_ENV).is_some() {
+    if std::env::var_os(STATE_DIRECTORY_ENV).is_some() {
         return body(&Machine::open_default().unwrap());
     }
     let dir = tempfile::tempdir().unwrap();
     let gpu = |m: &&str| GpuDescription { model: (*m).to_owned(), numa_node: Some(1), ..GpuDescription::default() };
     let gpus = gpus.iter().map(gpu).collect();
-    Machine::init(dir.path(), &Description { name: "test".to_owned(), gpus, ..Description::default() }).unwrap();
-    let output = test_command(name).env(STATE_ENV, dir.path()).output().unwrap();
+    Machine::init(dir.path(), &MachineDescription { name: "test".to_owned(), gpus, ..MachineDescription::default() })
+        .unwrap();
+    let output = test_command(name).env(STATE_DIRECTORY_ENV, dir.path()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
@@ -152,7 +155,7 @@ fn create_compute_instance(
     }
 }
 
-fn set_mig(nvml: &Nvml, gpu: &Device<'_>, on: u32) -> (u32, u32) {
+fn set_mig_mode(nvml: &Nvml, gpu: &Device<'_>, on: u32) -> (u32, u32) {
     let mut activation = 99;
     let code = raw!(nvml, nvmlDeviceSetMigMode(handle(gpu), on, &raw mut activation));
     (code, activation)
@@ -251,7 +254,7 @@ fn mig_instances_are_created_used_and_destroyed() {
         let nvml = nvml();
         let mut gpu = nvml.device_by_index(0).unwrap();
         assert_eq!(create_gpu_instance(&nvml, &gpu, 9, None).unwrap_err(), 3, "MIG is off");
-        assert_eq!(set_mig(&nvml, &gpu, 1), (0, 0));
+        assert_eq!(set_mig_mode(&nvml, &gpu, 1), (0, 0));
         assert_eq!(gpu.mig_mode().unwrap(), MigMode { current: 1, pending: 1 });
         assert_eq!(gpu.mig_device_count().unwrap(), 7);
         assert!(matches!(gpu.mig_device_by_index(0), Err(NvmlError::NotFound)));
@@ -297,20 +300,20 @@ fn mig_instances_are_created_used_and_destroyed() {
         assert_eq!(mig.memory_info().unwrap().used >> 20, 300);
         assert_eq!(raw!(nvml, nvmlComputeInstanceDestroy(ci)), 19, "in use by a process");
         assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gi)), 19, "in use by a compute instance");
-        assert_eq!(set_mig(&nvml, &gpu, 0), (0, 19), "pending: in use");
+        assert_eq!(set_mig_mode(&nvml, &gpu, 0), (0, 19), "pending: in use");
         assert_eq!(gpu.mig_mode().unwrap(), MigMode { current: 1, pending: 0 });
         user.kill();
         // Faults of a GPU apply to calls about its instances.
         let gpu_uuid = gpu.uuid().unwrap();
         let call = "nvmlComputeInstanceDestroy".to_owned();
-        let fault = Fault { id: 1, call, gpu: Some(gpu_uuid), effect: Effect::Code(999), remaining: Some(1) };
+        let fault = Fault { id: 1, call, gpu: Some(gpu_uuid), effect: FaultEffect::Code(999), remaining: Some(1) };
         change_state(machine, |s| s.faults.push(fault));
         assert_eq!(raw!(nvml, nvmlComputeInstanceDestroy(ci)), 999);
         assert_eq!(raw!(nvml, nvmlComputeInstanceDestroy(ci)), 0);
         assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gi)), 0);
         assert_eq!(raw!(nvml, nvmlGpuInstanceDestroy(gi)), 6);
         assert!(matches!(mig.uuid(), Err(NvmlError::NotFound)));
-        assert_eq!(set_mig(&nvml, &gpu, 0), (0, 0));
+        assert_eq!(set_mig_mode(&nvml, &gpu, 0), (0, 0));
     });
 }
 
@@ -423,7 +426,7 @@ fn a_lost_gpu_does_not_affect_others() {
         assert!(matches!(lost.running_compute_processes(), Err(NvmlError::GpuLost)));
         assert!(matches!(nvml.device_by_index(0), Err(NvmlError::GpuLost)));
         assert!(matches!(nvml.device_by_uuid(uuid.as_str()), Err(NvmlError::GpuLost)));
-        assert_eq!(set_mig(&nvml, &lost, 1).0, 15);
+        assert_eq!(set_mig_mode(&nvml, &lost, 1).0, 15);
         assert_eq!(nvml.device_count().unwrap(), 2);
         well.memory_info().unwrap();
         // A program that starts now sees the same devices.
@@ -506,7 +509,7 @@ fn only_root_can_change_a_gpu() {
             .unwrap();
         }
         assert!(matches!(gpu.set_compute_mode(ComputeMode::Prohibited), Err(NvmlError::NoPermission)));
-        assert_eq!(set_mig(&nvml, &gpu, 1).0, 4);
+        assert_eq!(set_mig_mode(&nvml, &gpu, 1).0, 4);
         assert_eq!(create_gpu_instance(&nvml, &gpu, 0, None).unwrap_err(), 4);
         assert_eq!(gpu.compute_mode().unwrap(), ComputeMode::Default);
     });
@@ -521,11 +524,11 @@ fn injected_errors_and_hangs_take_precedence() {
         let inject = |id: u64, call: &str, gpu: Option<String>, effect, remaining| {
             change_state(machine, |s| s.faults.push(Fault { id, call: call.to_owned(), gpu, effect, remaining }));
         };
-        inject(1, "nvmlDeviceGetUUID", gpu, Effect::Code(999), Some(1));
+        inject(1, "nvmlDeviceGetUUID", gpu, FaultEffect::Code(999), Some(1));
         two.uuid().unwrap();
         assert!(matches!(one.uuid(), Err(NvmlError::Unknown)));
         one.uuid().unwrap();
-        inject(2, "nvmlDeviceGetName", None, Effect::Hang(Some(60.0)), Some(1));
+        inject(2, "nvmlDeviceGetName", None, FaultEffect::Hang(Some(60.0)), Some(1));
         std::thread::scope(|scope| {
             let hanging = scope.spawn(|| one.name().unwrap());
             wait_until(machine, |s| s.faults.iter().any(|f| f.remaining == Some(0)));
@@ -535,7 +538,7 @@ fn injected_errors_and_hangs_take_precedence() {
             change_state(machine, |s| s.faults.clear());
             assert_eq!(hanging.join().unwrap(), "Tesla T4");
         });
-        inject(3, "nvmlInit*", None, Effect::Code(18), None);
+        inject(3, "nvmlInit*", None, FaultEffect::Code(18), None);
         assert!(matches!(load(), Err(NvmlError::LibRmVersionMismatch)));
     });
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use sim_machine::{DEFAULT_DIR, STATE_ENV};
+use sim_machine::{DEFAULT_STATE_DIRECTORY, STATE_DIRECTORY_ENV};
 
 /// Creates, shows and changes the GPUs that the simulated NVML, MPS and CUDA programs see.
 ///
@@ -22,7 +22,7 @@ use sim_machine::{DEFAULT_DIR, STATE_ENV};
 )]
 pub(crate) struct Arguments {
     /// The machine's directory.
-    #[arg(long, global = true, env = STATE_ENV, default_value = DEFAULT_DIR, value_name = "DIR")]
+    #[arg(long, global = true, env = STATE_DIRECTORY_ENV, default_value = DEFAULT_STATE_DIRECTORY, value_name = "DIR")]
     pub(crate) state: PathBuf,
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -48,7 +48,7 @@ pub(crate) enum Command {
     Show {
         /// The output format.
         #[arg(short, long, value_enum, default_value_t)]
-        output: Output,
+        output: OutputFormat,
     },
     /// List the models and their MIG profiles.
     Models,
@@ -56,7 +56,7 @@ pub(crate) enum Command {
     Processes {
         /// The output format.
         #[arg(short, long, value_enum, default_value_t)]
-        output: Output,
+        output: OutputFormat,
     },
     /// Make the driver report an XID.
     Xid {
@@ -105,7 +105,7 @@ pub(crate) enum Command {
         #[arg(long)]
         gpu: Option<String>,
         /// The return code, by NVML's name or number.
-        #[arg(long, default_value = "UNKNOWN", value_parser = parse_code)]
+        #[arg(long, default_value = "UNKNOWN", value_parser = parse_nvml_code)]
         code: i32,
         /// Apply only to this number of calls.
         #[arg(long)]
@@ -154,7 +154,7 @@ pub(crate) enum Command {
     },
     /// Create or destroy MIG devices, like an administrator with nvidia-smi.
     #[command(subcommand)]
-    Mig(Mig),
+    Mig(MigCommand),
     /// Use a GPU without MPS, until killed.
     Hold {
         /// The GPU, or a MIG device by its UUID.
@@ -173,7 +173,7 @@ pub(crate) enum Command {
 }
 
 #[derive(Debug, Subcommand)]
-pub(crate) enum Mig {
+pub(crate) enum MigCommand {
     /// Create a GPU instance with one compute instance of its size, and print the MIG device's
     /// UUID.
     Create {
@@ -193,7 +193,7 @@ pub(crate) enum Mig {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Output {
+pub(crate) enum OutputFormat {
     /// Text in tables.
     #[default]
     Table,
@@ -202,7 +202,7 @@ pub(crate) enum Output {
 }
 
 /// Parses an NVML return code, by name or number.
-pub(crate) fn parse_code(text: &str) -> Result<i32, String> {
+pub(crate) fn parse_nvml_code(text: &str) -> Result<i32, String> {
     let name = text.to_ascii_uppercase();
     let name = name.strip_prefix("NVML_ERROR_").unwrap_or(&name);
     let code = match name {

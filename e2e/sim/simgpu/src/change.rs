@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use sim_machine::{
-    ComputeMode, ContextKind, Effect, Error, EventKind, Fault, Gpu, Machine, MigError, Model, Placement, State,
+    ComputeMode, ContextKind, Error, EventKind, Fault, FaultEffect, Gpu, Machine, MigError, Model, Placement, State,
 };
 
 use crate::arguments::Command;
@@ -36,8 +36,8 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
             state.processes.retain(|p| !gone.contains(&p.id));
             Ok(())
         }
-        Command::Fail { call, gpu, code, count } => add_fault(state, call, gpu, Effect::Code(code), count),
-        Command::Hang { call, gpu, seconds, count } => add_fault(state, call, gpu, Effect::Hang(seconds), count),
+        Command::Fail { call, gpu, code, count } => add_fault(state, call, gpu, FaultEffect::Code(code), count),
+        Command::Hang { call, gpu, seconds, count } => add_fault(state, call, gpu, FaultEffect::Hang(seconds), count),
         Command::Clear { ids } => {
             if let Some(unknown) = ids.iter().find(|id| state.faults.iter().all(|f| f.id != **id)) {
                 bail!("fault {unknown} does not exist");
@@ -93,11 +93,11 @@ fn add_fault(
     state: &mut State,
     call: String,
     gpu: Option<String>,
-    effect: Effect,
+    effect: FaultEffect,
     remaining: Option<u32>,
 ) -> Result<()> {
     let gpu = gpu.map(|name| device_uuid(state, &name)).transpose()?;
-    if let Effect::Hang(Some(seconds)) = effect {
+    if let FaultEffect::Hang(Some(seconds)) = effect {
         ensure!(seconds.is_finite() && seconds >= 0.0, "{seconds} is not a duration");
     }
     let id = state.next_id();

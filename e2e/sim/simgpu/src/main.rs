@@ -9,9 +9,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use sim_machine::{Description, GpuDescription, Machine};
+use sim_machine::{GpuDescription, Machine, MachineDescription};
 
-use arguments::{Arguments, Command, Mig, Output};
+use arguments::{Arguments, Command, MigCommand, OutputFormat};
 
 fn main() -> ExitCode {
     match run(Arguments::parse()) {
@@ -25,39 +25,39 @@ fn main() -> ExitCode {
 
 fn run(arguments: Arguments) -> Result<()> {
     if let Command::Models = arguments.command {
-        print!("{}", show::models()?);
+        print!("{}", show::models_table()?);
         return Ok(());
     }
     if let Command::Init { gpus, file, machine } = &arguments.command {
-        let description = describe(gpus, file.as_ref(), machine)?;
+        let description = build_description(gpus, file.as_ref(), machine)?;
         let machine = Machine::init(&arguments.state, &description)?;
-        print!("{}", show::table(&machine)?);
+        print!("{}", show::machine_table(&machine)?);
         return Ok(());
     }
     let open = || format!("no machine in {} (simgpu init creates one)", arguments.state.display());
     let machine = Machine::open(&arguments.state).with_context(open)?;
     match arguments.command {
-        Command::Show { output: Output::Table } => print!("{}", show::table(&machine)?),
-        Command::Show { output: Output::Json } => println!("{}", show::json(&machine)?),
-        Command::Processes { output } => print!("{}", show::processes(&machine, output == Output::Json)?),
+        Command::Show { output: OutputFormat::Table } => print!("{}", show::machine_table(&machine)?),
+        Command::Show { output: OutputFormat::Json } => println!("{}", show::machine_json(&machine)?),
+        Command::Processes { output } => print!("{}", show::processes(&machine, output == OutputFormat::Json)?),
         Command::Hold { gpu, memory, graphics } => change::use_gpu(&machine, &gpu, memory, graphics)?,
-        Command::Mig(Mig::Create { gpu, profile, at }) => {
+        Command::Mig(MigCommand::Create { gpu, profile, at }) => {
             println!("{}", change::create_mig_device(&machine, &gpu, &profile, at)?)
         }
-        Command::Mig(Mig::Destroy { uuid }) => change::destroy_mig_device(&machine, &uuid)?,
+        Command::Mig(MigCommand::Destroy { uuid }) => change::destroy_mig_device(&machine, &uuid)?,
         other => change::apply(&machine, other)?,
     }
     Ok(())
 }
 
-fn describe(gpus: &[String], file: Option<&PathBuf>, name: &str) -> Result<Description> {
+fn build_description(gpus: &[String], file: Option<&PathBuf>, name: &str) -> Result<MachineDescription> {
     if let Some(file) = file {
         let text = std::fs::read(file).with_context(|| format!("failed to read {}", file.display()))?;
         return serde_json::from_slice(&text)
             .with_context(|| format!("{} does not describe a machine", file.display()));
     }
     let gpus = gpus.iter().map(|entry| parse_gpu_group(entry)).collect::<Result<_>>()?;
-    Ok(Description { name: name.to_owned(), gpus, ..Description::default() })
+    Ok(MachineDescription { name: name.to_owned(), gpus, ..MachineDescription::default() })
 }
 
 /// Parses `4xH100-80`, or `T4` for one GPU. No model's name begins with digits and an x.

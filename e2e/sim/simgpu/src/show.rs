@@ -4,10 +4,10 @@ use std::fmt::Write;
 
 use anyhow::Result;
 use serde_json::{Value, json};
-use sim_machine::{Effect, Machine, Process, State, builtin_models};
+use sim_machine::{FaultEffect, Machine, Process, State, builtin_models};
 
 /// Returns the whole state as JSON, with live processes only and their PIDs in this namespace.
-pub(crate) fn json(machine: &Machine) -> Result<String> {
+pub(crate) fn machine_json(machine: &Machine) -> Result<String> {
     let mut state = State::clone(&*machine.snapshot()?);
     state.processes = machine.processes()?;
     let mut value = serde_json::to_value(&state)?;
@@ -37,7 +37,7 @@ pub(crate) fn processes(machine: &Machine, as_json: bool) -> Result<String> {
 }
 
 /// Returns a table of the machine, its GPUs and their processes and faults.
-pub(crate) fn table(machine: &Machine) -> Result<String> {
+pub(crate) fn machine_table(machine: &Machine) -> Result<String> {
     let (state, processes) = (machine.snapshot()?, machine.processes()?);
     let mut out = String::new();
     let driver = if state.driver.present { state.driver.version.as_str() } else { "not loaded" };
@@ -91,9 +91,9 @@ pub(crate) fn table(machine: &Machine) -> Result<String> {
     }
     for fault in &state.faults {
         let effect = match fault.effect {
-            Effect::Code(code) => format!("returns {code}"),
-            Effect::Hang(None) => "hangs".to_owned(),
-            Effect::Hang(Some(seconds)) => format!("hangs for {seconds} s"),
+            FaultEffect::Code(code) => format!("returns {code}"),
+            FaultEffect::Hang(None) => "hangs".to_owned(),
+            FaultEffect::Hang(Some(seconds)) => format!("hangs for {seconds} s"),
         };
         let place = fault.gpu.as_ref().map_or_else(String::new, |g| format!(" on {g}"));
         let left = fault.remaining.map_or_else(String::new, |n| format!(", {n} more"));
@@ -110,7 +110,7 @@ fn format_cuda_version(version: i32) -> String {
 }
 
 /// Returns a table of the models that descriptions may name.
-pub(crate) fn models() -> Result<String> {
+pub(crate) fn models_table() -> Result<String> {
     let mut out = String::new();
     for model in builtin_models() {
         let names = model.aliases.join(", ");

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use sim_machine::{ComputeMode, Effect, EventKind, Machine};
+use sim_machine::{ComputeMode, EventKind, FaultEffect, Machine};
 
 /// A machine's directory, with commands for it.
 struct Simgpu(tempfile::TempDir);
@@ -113,7 +113,10 @@ fn faults_are_injected_and_cleared() {
     let state = simgpu.machine().snapshot().unwrap();
     assert_eq!(state.faults[0].gpu.as_ref(), Some(&state.gpus[1].uuid));
     let seen: Vec<_> = state.faults.iter().map(|f| (f.effect, f.remaining)).collect();
-    assert_eq!(seen, [(Effect::Code(15), Some(3)), (Effect::Hang(Some(2.5)), None), (Effect::Code(7), None)]);
+    assert_eq!(
+        seen,
+        [(FaultEffect::Code(15), Some(3)), (FaultEffect::Hang(Some(2.5)), None), (FaultEffect::Code(7), None)]
+    );
     assert!(simgpu.run_successfully(&["show"]).contains("nvmlEventSetWait hangs for 2.5 s"));
     simgpu.run_successfully(&["clear", second.trim().strip_prefix("fault ").unwrap()]);
     assert_eq!(simgpu.machine().snapshot().unwrap().faults.len(), 2);

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use cleave_gpu::nvml::{
-    ComputeMode, DriverInfo, Gpu, Gpus, Mig, MigActivation, MigInstance, MigProfile, NvmlError, Process,
+    ComputeMode, DriverInfo, Gpu, Gpus, MigActivation, MigInstance, MigProfile, MigState, NvmlError, Process,
 };
 use cleave_plan::units::{Mebibytes, Sms};
-use sim_machine::{Description, GpuDescription, MigError, Model, Placement, find_model};
+use sim_machine::{GpuDescription, MachineDescription, MigError, Model, Placement, find_model};
 
 use crate::fixtures::{Inventory, gpu};
 
@@ -35,7 +35,8 @@ impl SimulatedGpu {
     pub(super) fn new(model: &str) -> Self {
         let description =
             GpuDescription { model: model.into(), uuid: Some(GPU_UUID.into()), ..GpuDescription::default() };
-        let mut state = Description { gpus: vec![description], ..Description::default() }.state().unwrap();
+        let mut state =
+            MachineDescription { gpus: vec![description], ..MachineDescription::default() }.state().unwrap();
         let model = find_model(&[], model).unwrap();
         let (processes, failures) = Default::default();
         Self { state: state.gpus.remove(0), model, created: 0, processes, failures, calls: Vec::new() }
@@ -70,7 +71,7 @@ impl SimulatedGpu {
             gpu_instance: gi.id,
             compute_instance: gi.compute.first().map(|ci| ci.id),
         };
-        let mig = self.model.is_mig_capable().then(|| Mig {
+        let mig = self.model.is_mig_capable().then(|| MigState {
             enabled: self.state.mig,
             pending: (self.state.mig != self.state.mig_pending).then_some(self.state.mig_pending),
             profiles: self.model.gpu_profiles.iter().map(profile).collect(),

@@ -13,7 +13,7 @@ use cleave_agent::node::{Actions, Node};
 use cleave_agent::object::GpuNodeState;
 use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::GpuSpec;
-use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Desired, Enforcement, Status};
+use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Desired, Enforcement, MpsHostStatus};
 use cleave_gpu::nvml::MigInstance;
 use cleave_kubelet::ContainerDevices;
 
@@ -122,7 +122,7 @@ impl TestNode {
             fault: None,
         };
         let daemons = self.host.daemons.keys().map(|device| (device.clone(), status.clone())).collect();
-        let status = Status { version: 1, desired, daemons, ..Status::default() };
+        let status = MpsHostStatus { version: 1, desired, daemons, ..MpsHostStatus::default() };
         self.agent.record_mps_view(HostView { alive: true, status, error: None });
     }
 

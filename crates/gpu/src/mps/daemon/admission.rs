@@ -3,16 +3,16 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::{ControlLock, Device, Limits};
+use super::{ClientLimits, ControlLock, Device};
 use crate::mps::control::ControlError;
 use crate::mps::error::DaemonError;
 use crate::mps::process::PidFd;
 use crate::mps::procfs;
-use crate::mps::protocol::{self, Command, Unexpected};
+use crate::mps::protocol::{self, Command, UnexpectedAnswer};
 use crate::mps::wire::{DaemonState, Enforcement};
 
 /// Interval of checks for exited clients.
-const EXIT_POLL: Duration = Duration::from_millis(5);
+const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 impl Device {
     /// Sets the limits of the clients that connect next, and reads them back.
@@ -20,7 +20,7 @@ impl Device {
         &self,
         control: &mut ControlLock,
         server: u32,
-        limits: Limits,
+        limits: ClientLimits,
     ) -> Result<(), ControlError> {
         if control.applied == Some((server, limits)) {
             return Ok(());
@@ -28,25 +28,25 @@ impl Device {
         // The limits are unknown until this call has read them back. The caller may cancel the call
         // earlier.
         control.applied = None;
-        let Limits { threads: percent, memory_mib } = limits;
+        let ClientLimits { threads: percent, memory_mib } = limits;
         let actual = self.send_command(&Command::SetThreads { server, percent }).await?;
-        if !protocol::is_percentage(&actual, percent) {
-            return Err(Unexpected::new(&actual).into());
+        if !protocol::is_answer_with_percentage(&actual, percent) {
+            return Err(UnexpectedAnswer::new(&actual).into());
         }
         let output = self.send_command(&Command::SetMemory { server, mib: memory_mib }).await?;
         if !output.trim().is_empty() {
-            return Err(Unexpected::new(&output).into());
+            return Err(UnexpectedAnswer::new(&output).into());
         }
         let actual = self.send_command(&Command::GetMemory { server }).await?;
-        if !protocol::is_memory(&actual, memory_mib) {
-            return Err(Unexpected::new(&actual).into());
+        if !protocol::is_answer_with_memory_limit(&actual, memory_mib) {
+            return Err(UnexpectedAnswer::new(&actual).into());
         }
         control.applied = Some((server, limits));
         Ok(())
     }
 
     /// Returns the server for a user's clients, or `None` if the clients have to wait.
-    pub(crate) async fn server_for(&self, uid: u32) -> Result<Option<u32>, DaemonError> {
+    pub(crate) async fn server_for_user(&self, uid: u32) -> Result<Option<u32>, DaemonError> {
         let phase = *self.phase.borrow();
         if phase.multi_user {
             return Ok(phase.server);
@@ -74,7 +74,7 @@ impl Device {
     }
 
     /// Returns whether one more client would exceed the allocation's maximum.
-    pub(crate) fn is_full(&self, allocation: &str, max_clients: u32, client: u32) -> bool {
+    pub(crate) fn is_allocation_full(&self, allocation: &str, max_clients: u32, client: u32) -> bool {
         let mut clients = self.clients.borrow_mut();
         clients.forget_exited(Instant::now());
         clients.count_other_clients(allocation, client) >= usize::try_from(max_clients).unwrap_or(usize::MAX)
@@ -88,7 +88,7 @@ impl Device {
             if !self.clients.borrow().has_unlogged_exit() {
                 return;
             }
-            sleep(EXIT_POLL).await;
+            sleep(EXIT_POLL_INTERVAL).await;
         }
     }
 

@@ -4,14 +4,14 @@ use std::time::Duration;
 use crate::mps::wire::DaemonState;
 
 /// Minimum run time of a daemon that resets the count of failures.
-const STABLE_AFTER: Duration = Duration::from_secs(60);
+const MIN_STABLE_RUN_TIME: Duration = Duration::from_secs(60);
 /// Delay after the second consecutive failure.
-const FIRST_DELAY: Duration = Duration::from_millis(250);
+const FIRST_RESTART_DELAY: Duration = Duration::from_millis(250);
 /// Maximum delay before a restart. The delay is short because the GPU may be repaired during the
 /// delay.
-const MAX_DELAY: Duration = Duration::from_secs(30);
+const MAX_RESTART_DELAY: Duration = Duration::from_secs(30);
 /// Number of consecutive failures from which the state is [`DaemonState::BackOff`].
-const BACK_OFF_FAILURES: u32 = 4;
+const MIN_FAILURES_FOR_BACK_OFF: u32 = 4;
 
 /// Counts a daemon's consecutive failures and sets the delay before each restart.
 #[derive(Debug, Default)]
@@ -23,19 +23,19 @@ impl Backoff {
     /// Records a failure after the daemon ran for `ran`. Returns the delay before the restart. The
     /// first failure has no delay, because tenants are waiting.
     pub(super) fn record_failure(&mut self, ran: Duration) -> Duration {
-        if ran >= STABLE_AFTER {
+        if ran >= MIN_STABLE_RUN_TIME {
             self.failures = 0;
         }
         self.failures = self.failures.saturating_add(1);
         match self.failures {
             1 => Duration::ZERO,
-            n => FIRST_DELAY.saturating_mul(1 << (n - 2).min(16)).min(MAX_DELAY),
+            n => FIRST_RESTART_DELAY.saturating_mul(1 << (n - 2).min(16)).min(MAX_RESTART_DELAY),
         }
     }
 
     /// Returns the state to report during the delay.
     pub(super) fn state(&self) -> DaemonState {
-        if self.failures < BACK_OFF_FAILURES { DaemonState::Restarting } else { DaemonState::BackOff }
+        if self.failures < MIN_FAILURES_FOR_BACK_OFF { DaemonState::Restarting } else { DaemonState::BackOff }
     }
 }
 
@@ -50,7 +50,7 @@ mod tests {
         assert_eq!(waits, [0, 250, 500, 1000, 2000, 4000, 8000, 16000, 30000, 30000]);
         assert_eq!(backoff.state(), DaemonState::BackOff);
         for _ in 0..1000 {
-            assert!(backoff.record_failure(Duration::ZERO) <= MAX_DELAY);
+            assert!(backoff.record_failure(Duration::ZERO) <= MAX_RESTART_DELAY);
         }
     }
 
@@ -60,7 +60,7 @@ mod tests {
         for _ in 0..5 {
             backoff.record_failure(Duration::ZERO);
         }
-        assert_eq!(backoff.record_failure(STABLE_AFTER), Duration::ZERO);
+        assert_eq!(backoff.record_failure(MIN_STABLE_RUN_TIME), Duration::ZERO);
         assert_eq!(backoff.state(), DaemonState::Restarting);
     }
 }

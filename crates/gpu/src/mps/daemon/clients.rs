@@ -8,14 +8,14 @@ use crate::mps::process::PidFd;
 use crate::mps::wire::Client;
 
 /// Maximum time from a client's exit until MPS logs the exit. MPS never logs an exit later.
-const MAX_LOG_DELAY: Duration = Duration::from_millis(500);
+const MAX_EXIT_LOG_DELAY: Duration = Duration::from_millis(500);
 
 /// A client that a door admitted.
 #[derive(Debug)]
 struct AdmittedClient {
     allocation: String,
     pidfd: Option<PidFd>,
-    identity: Identity,
+    identity: PidFdIdentity,
     /// When the client's exit was detected. The entry remains until MPS has logged the exit too.
     exited_at: Option<Instant>,
 }
@@ -25,7 +25,7 @@ struct AdmittedClient {
 /// only later. So if MPS first lists the pid after the pidfd was opened, the pidfd refers to the
 /// client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Identity {
+enum PidFdIdentity {
     /// MPS listed the pid before the pidfd was opened, so the list proves nothing.
     Unprovable,
     /// MPS has not listed the pid yet.
@@ -59,17 +59,17 @@ impl Clients {
             // Keep the pidfd of the program's first connection.
             allocation.clone_into(&mut admitted.allocation);
         } else {
-            let identity = if is_new { Identity::Unproven } else { Identity::Unprovable };
+            let identity = if is_new { PidFdIdentity::Unproven } else { PidFdIdentity::Unprovable };
             let allocation = allocation.to_owned();
             self.admitted.insert(pid, AdmittedClient { allocation, pidfd, identity, exited_at: None });
         }
     }
 
     /// Records the pids that MPS lists. Returns whether the list has changed.
-    pub(super) fn set_listed(&mut self, pids: BTreeSet<u32>) -> bool {
+    pub(super) fn set_listed_pids(&mut self, pids: BTreeSet<u32>) -> bool {
         for (pid, admitted) in &mut self.admitted {
-            if admitted.identity == Identity::Unproven && pids.contains(pid) {
-                admitted.identity = Identity::Proven;
+            if admitted.identity == PidFdIdentity::Unproven && pids.contains(pid) {
+                admitted.identity = PidFdIdentity::Proven;
             }
         }
         let changed = self.listed != pids;
@@ -85,7 +85,7 @@ impl Clients {
 
     /// Removes all clients, because their server has exited. Returns whether MPS had listed a
     /// client.
-    pub(super) fn clear(&mut self) -> bool {
+    pub(super) fn remove_all(&mut self) -> bool {
         let had_listed = !self.listed.is_empty();
         *self = Self::default();
         had_listed
@@ -123,16 +123,16 @@ impl Clients {
 
     /// Returns all clients, including those that MPS does not list yet or no longer lists.
     pub(super) fn all_clients(&self) -> Vec<Client> {
-        self.pids().into_iter().map(|pid| self.client(pid)).collect()
+        self.listed_and_admitted_pids().into_iter().map(|pid| self.client(pid)).collect()
     }
 
     /// Returns the number of all clients.
-    pub(super) fn count(&self) -> usize {
-        self.pids().len()
+    pub(super) fn count_clients(&self) -> usize {
+        self.listed_and_admitted_pids().len()
     }
 
     /// Returns the pids of all clients that MPS lists or a door admitted.
-    fn pids(&self) -> BTreeSet<u32> {
+    fn listed_and_admitted_pids(&self) -> BTreeSet<u32> {
         self.listed.iter().chain(self.admitted.keys()).copied().collect()
     }
 
@@ -141,7 +141,7 @@ impl Clients {
     pub(super) fn signalable_clients(&self) -> impl Iterator<Item = (Client, &PidFd)> {
         self.admitted.iter().filter_map(|(&pid, admitted)| {
             let pidfd = admitted.pidfd.as_ref().filter(|pidfd| {
-                admitted.identity == Identity::Proven && self.listed.contains(&pid) && !pidfd.has_exited()
+                admitted.identity == PidFdIdentity::Proven && self.listed.contains(&pid) && !pidfd.has_exited()
             })?;
             Some((Client { pid, allocation: Some(admitted.allocation.clone()) }, pidfd))
         })
@@ -155,12 +155,12 @@ impl Clients {
         self.admitted.iter().filter(is_other).count()
     }
 
-    /// Removes each client that exited more than [`MAX_LOG_DELAY`] ago.
+    /// Removes each client that exited more than [`MAX_EXIT_LOG_DELAY`] ago.
     pub(super) fn forget_exited(&mut self, now: Instant) {
         self.admitted.retain(|_, admitted| {
             !admitted.has_exited()
                 || (admitted.pidfd.is_some()
-                    && now.saturating_duration_since(*admitted.exited_at.get_or_insert(now)) < MAX_LOG_DELAY)
+                    && now.saturating_duration_since(*admitted.exited_at.get_or_insert(now)) < MAX_EXIT_LOG_DELAY)
         });
     }
 

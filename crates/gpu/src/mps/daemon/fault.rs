@@ -11,17 +11,17 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::escalation::{Escalation, Step};
+use super::escalation::{Escalation, EscalationStep};
 use crate::mps::wire::{Client, Fault};
 
 /// Time for which a fault in the log takes precedence over the server's state ACTIVE. The log
 /// precedes the server's state by at most 0.13 s (measured).
-const CONFIRMATION_WINDOW: Duration = Duration::from_secs(1);
+const FAULT_CONFIRMATION_TIME: Duration = Duration::from_secs(1);
 /// Time for which a killed client is assumed to be the cause of a fault. A client that was killed
 /// while its kernels ran causes a fault after 0.1 to 0.23 s (measured).
-const CAUSE_WINDOW: Duration = Duration::from_secs(2);
+const MAX_TIME_FROM_KILL_TO_FAULT: Duration = Duration::from_secs(2);
 /// Maximum time after a fault's end at which its log lines may still arrive.
-const LATE_LOG_WINDOW: Duration = Duration::from_secs(1);
+const MAX_FAULT_LOG_DELAY: Duration = Duration::from_secs(1);
 
 /// A client that exited with an open context.
 #[derive(Debug)]
@@ -59,34 +59,34 @@ impl FaultTracker {
     }
 
     /// Returns whether a fault is in progress.
-    pub(super) fn is_current(&self) -> bool {
+    pub(super) fn has_current_fault(&self) -> bool {
         self.current.is_some()
     }
 
     /// Returns whether the daemon is expected to exit because of a fault.
     pub(super) fn is_replacing_daemon(&self) -> bool {
-        self.current.as_ref().is_some_and(|current| current.escalation.step() >= Step::QuitDaemon)
+        self.current.as_ref().is_some_and(|current| current.escalation.step() >= EscalationStep::QuitDaemon)
     }
 
     /// Returns whether the server should be replaced once it has no clients.
-    pub(super) fn is_unclean(&self) -> bool {
+    pub(super) fn is_server_unclean(&self) -> bool {
         self.unclean
     }
 
     /// Records that a new server serves, or that the old server has recreated its contexts.
-    pub(super) fn mark_clean(&mut self) {
+    pub(super) fn mark_server_clean(&mut self) {
         self.unclean = false;
     }
 
     /// Begins a fault that affects `clients`. Returns false if a fault is already in progress.
-    pub(super) fn begin(&mut self, clients: Vec<Client>, now: Instant) -> bool {
+    pub(super) fn begin_fault(&mut self, clients: Vec<Client>, now: Instant) -> bool {
         if self.current.is_some() {
             return false;
         }
         let causes: Vec<Client> = self
             .exited
             .drain(..)
-            .filter(|exited| now.saturating_duration_since(exited.at) < CAUSE_WINDOW)
+            .filter(|exited| now.saturating_duration_since(exited.at) < MAX_TIME_FROM_KILL_TO_FAULT)
             .map(|exited| exited.client)
             .collect();
         let number = self.last.as_ref().map_or(0, |fault| fault.number) + 1;
@@ -106,7 +106,7 @@ impl FaultTracker {
     }
 
     /// Records that the server itself reports FAULT.
-    pub(super) fn confirm(&mut self) {
+    pub(super) fn confirm_fault(&mut self) {
         if let Some(current) = &mut self.current {
             current.confirmed = true;
         }
@@ -132,22 +132,22 @@ impl FaultTracker {
     }
 
     /// Returns whether a log line that names no client belongs to a fault that is over.
-    pub(super) fn is_late_log(&self, now: Instant) -> bool {
+    pub(super) fn is_late_log_of_ended_fault(&self, now: Instant) -> bool {
         self.current.is_none()
-            && self.ended_at.is_some_and(|ended| now.saturating_duration_since(ended) < LATE_LOG_WINDOW)
+            && self.ended_at.is_some_and(|ended| now.saturating_duration_since(ended) < MAX_FAULT_LOG_DELAY)
     }
 
     /// Returns whether an ACTIVE server with this number of clients has recovered. Returns false if
     /// the log has just reported a fault that the server has not confirmed yet.
     pub(super) fn has_recovered(&self, clients: usize, now: Instant) -> bool {
         let is_pending = |current: &CurrentFault| {
-            !current.confirmed && clients > 0 && now.saturating_duration_since(current.began) < CONFIRMATION_WINDOW
+            !current.confirmed && clients > 0 && now.saturating_duration_since(current.began) < FAULT_CONFIRMATION_TIME
         };
         !self.current.as_ref().is_some_and(is_pending)
     }
 
     /// Ends the current fault. Returns its duration.
-    pub(super) fn end(&mut self, now: Instant) -> Option<Duration> {
+    pub(super) fn end_fault(&mut self, now: Instant) -> Option<Duration> {
         let current = self.current.take()?;
         if let Some(fault) = &mut self.last {
             fault.over = true;
@@ -163,14 +163,14 @@ impl FaultTracker {
     pub(super) fn record_exit(&mut self, client: Client, now: Instant) {
         self.unclean = true;
         self.exited.retain(|exited| {
-            exited.client.pid != client.pid && now.saturating_duration_since(exited.at) < CAUSE_WINDOW
+            exited.client.pid != client.pid && now.saturating_duration_since(exited.at) < MAX_TIME_FROM_KILL_TO_FAULT
         });
         self.exited.push(ExitedClient { client, at: now });
     }
 
     /// Returns the step to perform now against the current fault, and the time since the fault
     /// began.
-    pub(super) fn next_step(&mut self, clients: usize, now: Instant) -> Option<(Step, Duration)> {
+    pub(super) fn next_step(&mut self, clients: usize, now: Instant) -> Option<(EscalationStep, Duration)> {
         let current = self.current.as_mut()?;
         let at = now.saturating_duration_since(current.began);
         Some((current.escalation.advance(at, clients)?, at))
@@ -191,15 +191,15 @@ impl FaultTracker {
 mod tests {
     use super::*;
 
-    fn client(pid: u32) -> Client {
+    fn client_with_pid(pid: u32) -> Client {
         Client { pid, allocation: Some(format!("{pid:02x}")) }
     }
 
     fn exited_client(pid: u32, at: Instant) -> ExitedClient {
-        ExitedClient { client: client(pid), at }
+        ExitedClient { client: client_with_pid(pid), at }
     }
 
-    fn culprit(faults: &FaultTracker) -> Option<u32> {
+    fn culprit_pid(faults: &FaultTracker) -> Option<u32> {
         faults.last.as_ref()?.culprit.as_ref().map(|client| client.pid)
     }
 
@@ -207,35 +207,38 @@ mod tests {
     fn several_reports_of_a_fault_count_as_one_fault() {
         let now = Instant::now();
         let mut faults = FaultTracker::default();
-        assert!(faults.begin(vec![client(1), client(2)], now));
+        assert!(faults.begin_fault(vec![client_with_pid(1), client_with_pid(2)], now));
         faults.record_named_client(2, None);
-        assert!(!faults.begin(vec![client(1)], now + LATE_LOG_WINDOW));
-        assert_eq!(culprit(&faults), Some(2));
-        assert_eq!(faults.last.as_ref().unwrap().affected, [client(1), client(2)]);
+        assert!(!faults.begin_fault(vec![client_with_pid(1)], now + MAX_FAULT_LOG_DELAY));
+        assert_eq!(culprit_pid(&faults), Some(2));
+        assert_eq!(faults.last.as_ref().unwrap().affected, [client_with_pid(1), client_with_pid(2)]);
         assert!(!faults.last.as_ref().unwrap().killed);
-        assert_eq!(faults.end(now + LATE_LOG_WINDOW), Some(LATE_LOG_WINDOW));
-        assert!(faults.end(now + LATE_LOG_WINDOW).is_none());
-        assert!(faults.is_late_log(now + LATE_LOG_WINDOW * 3 / 2) && !faults.is_late_log(now + LATE_LOG_WINDOW * 2));
+        assert_eq!(faults.end_fault(now + MAX_FAULT_LOG_DELAY), Some(MAX_FAULT_LOG_DELAY));
+        assert!(faults.end_fault(now + MAX_FAULT_LOG_DELAY).is_none());
+        assert!(
+            faults.is_late_log_of_ended_fault(now + MAX_FAULT_LOG_DELAY * 3 / 2)
+                && !faults.is_late_log_of_ended_fault(now + MAX_FAULT_LOG_DELAY * 2)
+        );
         faults.record_named_client(1, None);
-        assert_eq!(culprit(&faults), Some(2), "a fault that is over does not change");
-        assert!(faults.begin(vec![], now + LATE_LOG_WINDOW * 2));
-        assert_eq!((faults.last.as_ref().unwrap().number, culprit(&faults)), (2, None));
+        assert_eq!(culprit_pid(&faults), Some(2), "a fault that is over does not change");
+        assert!(faults.begin_fault(vec![], now + MAX_FAULT_LOG_DELAY * 2));
+        assert_eq!((faults.last.as_ref().unwrap().number, culprit_pid(&faults)), (2, None));
     }
 
     #[test]
     fn no_culprit_is_reported_if_several_clients_may_be_the_cause() {
         let now = Instant::now();
         let mut faults = FaultTracker::default();
-        faults.begin(vec![client(1), client(2)], now);
+        faults.begin_fault(vec![client_with_pid(1), client_with_pid(2)], now);
         faults.record_named_client(1, None);
         faults.record_named_client(1, None);
-        assert_eq!(culprit(&faults), Some(1));
+        assert_eq!(culprit_pid(&faults), Some(1));
         faults.record_named_client(2, None);
-        assert_eq!(culprit(&faults), None);
+        assert_eq!(culprit_pid(&faults), None);
         let mut faults =
             FaultTracker { exited: vec![exited_client(1, now), exited_client(2, now)], ..FaultTracker::default() };
-        faults.begin(vec![client(3)], now);
-        assert_eq!(culprit(&faults), None);
+        faults.begin_fault(vec![client_with_pid(3)], now);
+        assert_eq!(culprit_pid(&faults), None);
         assert_eq!(faults.last.unwrap().affected.len(), 3);
     }
 
@@ -243,17 +246,17 @@ mod tests {
     fn a_client_killed_just_before_a_fault_is_the_culprit_even_if_the_log_names_another_client() {
         let now = Instant::now();
         let mut faults = FaultTracker { exited: vec![exited_client(1, now)], ..FaultTracker::default() };
-        faults.begin(vec![client(2)], now + CAUSE_WINDOW / 2);
-        assert_eq!((culprit(&faults), faults.last.as_ref().unwrap().killed), (Some(1), true));
+        faults.begin_fault(vec![client_with_pid(2)], now + MAX_TIME_FROM_KILL_TO_FAULT / 2);
+        assert_eq!((culprit_pid(&faults), faults.last.as_ref().unwrap().killed), (Some(1), true));
         faults.record_named_client(2, None);
         assert_eq!(
-            (culprit(&faults), faults.last.as_ref().unwrap().killed),
+            (culprit_pid(&faults), faults.last.as_ref().unwrap().killed),
             (Some(1), true),
             "the log names a survivor"
         );
         let mut faults = FaultTracker { exited: vec![exited_client(1, now)], ..FaultTracker::default() };
-        faults.begin(vec![client(2)], now + CAUSE_WINDOW);
-        assert_eq!(culprit(&faults), None, "too long ago");
+        faults.begin_fault(vec![client_with_pid(2)], now + MAX_TIME_FROM_KILL_TO_FAULT);
+        assert_eq!(culprit_pid(&faults), None, "too long ago");
     }
 
     #[test]
@@ -261,10 +264,10 @@ mod tests {
         let now = Instant::now();
         let mut faults = FaultTracker::default();
         assert!(faults.has_recovered(3, now));
-        faults.begin(vec![client(1)], now);
-        assert!(!faults.has_recovered(1, now + CONFIRMATION_WINDOW / 2));
-        assert!(faults.has_recovered(0, now + CONFIRMATION_WINDOW / 2), "all clients have exited");
-        assert!(faults.has_recovered(1, now + CONFIRMATION_WINDOW), "the server did not confirm it");
+        faults.begin_fault(vec![client_with_pid(1)], now);
+        assert!(!faults.has_recovered(1, now + FAULT_CONFIRMATION_TIME / 2));
+        assert!(faults.has_recovered(0, now + FAULT_CONFIRMATION_TIME / 2), "all clients have exited");
+        assert!(faults.has_recovered(1, now + FAULT_CONFIRMATION_TIME), "the server did not confirm it");
         faults.current.as_mut().unwrap().confirmed = true;
         assert!(faults.has_recovered(1, now), "the server confirmed it and has recovered");
     }

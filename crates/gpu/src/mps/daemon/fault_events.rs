@@ -8,7 +8,7 @@ impl Device {
     /// in progress.
     pub(super) fn handle_logged_fault(&self, client: Option<u32>) -> bool {
         let now = Instant::now();
-        if client.is_none() && self.faults.borrow().is_late_log(now) {
+        if client.is_none() && self.faults.borrow().is_late_log_of_ended_fault(now) {
             return false;
         }
         self.begin_fault(now);
@@ -29,15 +29,15 @@ impl Device {
     /// Handles a server that reports FAULT.
     pub(super) fn handle_confirmed_fault(&self) {
         self.begin_fault(Instant::now());
-        self.faults.borrow_mut().confirm();
+        self.faults.borrow_mut().confirm_fault();
     }
 
     fn begin_fault(&self, now: Instant) {
-        if self.faults.borrow().is_current() {
+        if self.faults.borrow().has_current_fault() {
             return;
         }
         let clients = self.clients.borrow().all_clients();
-        if !self.faults.borrow_mut().begin(clients, now) {
+        if !self.faults.borrow_mut().begin_fault(clients, now) {
             return;
         }
         let fault = self.faults.borrow().last_fault().cloned().unwrap_or_default();
@@ -56,7 +56,7 @@ impl Device {
     /// Handles a server that reports ACTIVE. Ends the current fault, if any, unless the log has
     /// just reported it. Returns false if the fault continues.
     pub(super) fn handle_active_server(&self) -> bool {
-        let clients = self.clients.borrow().count();
+        let clients = self.clients.borrow().count_clients();
         if !self.faults.borrow().has_recovered(clients, Instant::now()) {
             return false;
         }
@@ -66,7 +66,7 @@ impl Device {
 
     /// Ends the current fault, if any.
     pub(super) fn end_fault(&self, reason: &'static str) {
-        let lasted = self.faults.borrow_mut().end(Instant::now());
+        let lasted = self.faults.borrow_mut().end_fault(Instant::now());
         if let Some(lasted) = lasted {
             tracing::info!(device = self.name, ?lasted, reason, "fault is over");
             self.context.notify_status_change();
@@ -76,7 +76,7 @@ impl Device {
     /// Handles a client that exited with an open context.
     pub(super) fn record_exit(&self, pid: u32) {
         // In a fault, all clients exit with open contexts.
-        if self.faults.borrow().is_current() {
+        if self.faults.borrow().has_current_fault() {
             return;
         }
         let client = self.clients.borrow().client(pid);

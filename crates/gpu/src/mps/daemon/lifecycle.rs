@@ -10,15 +10,15 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::backoff::Backoff;
-use super::probe::EndReason;
+use super::probe::DaemonEndReason;
 use super::{ControlLock, DAEMON_START_DEADLINE, Device};
 use crate::mps::compute_mode;
-use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT, QUIT_DEADLINE};
+use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT_COMMAND, QUIT_DEADLINE};
 use crate::mps::error::DaemonError;
 use crate::mps::process::Child;
 use crate::mps::procfs;
 use crate::mps::protocol::{self, Command};
-use crate::mps::wire::{Daemon, DaemonState, Enforcement};
+use crate::mps::wire::{DaemonSettings, DaemonState, Enforcement};
 
 /// Interval of probes. A probe costs the daemon 0.1 ms.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
@@ -26,13 +26,13 @@ const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// waiting.
 const FAST_PROBE_INTERVAL: Duration = Duration::from_millis(25);
 /// Number of fast probes without a fault after which the interval increases tenfold.
-const FAST_PROBES: u32 = 400;
+const FAST_PROBE_COUNT: u32 = 400;
 /// Interval of attempts to reach a starting daemon.
-const START_POLL: Duration = Duration::from_millis(5);
+const DAEMON_START_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time limit for reading the last log lines of an exited daemon.
-const LAST_LINES_DEADLINE: Duration = Duration::from_millis(200);
+const LAST_LOG_LINES_DEADLINE: Duration = Duration::from_millis(200);
 /// Time limit for a killed daemon to exit. The driver may delay the exit.
-const KILL_DEADLINE: Duration = Duration::from_secs(10);
+const KILLED_DAEMON_EXIT_DEADLINE: Duration = Duration::from_secs(10);
 
 impl Device {
     /// Keeps the daemon running while it is desired. Returns when the MPS host stops.
@@ -45,9 +45,9 @@ impl Device {
                 _ = desired.wait_for(Option::is_some) => {}
             }
             self.present.set(true);
-            self.keep_running(&mut desired).await;
+            self.keep_daemon_running(&mut desired).await;
             self.set_state(DaemonState::Stopping, None);
-            if let Err(error) = compute_mode::restore(&self.context, &self.name).await {
+            if let Err(error) = compute_mode::restore_compute_mode(&self.context, &self.name).await {
                 tracing::error!(device = self.name, %error, "failed to restore compute mode");
             }
             self.present.set(false);
@@ -55,15 +55,17 @@ impl Device {
         }
     }
 
-    async fn keep_running(self: &Rc<Self>, desired: &mut watch::Receiver<Option<Daemon>>) {
+    async fn keep_daemon_running(self: &Rc<Self>, desired: &mut watch::Receiver<Option<DaemonSettings>>) {
         let mut backoff = Backoff::default();
         loop {
             let Some(settings) = desired.borrow_and_update().clone() else { return };
             let start = Instant::now();
-            match self.run_once(&settings, desired).await {
-                EndReason::NotDesired => return,
-                EndReason::NewSettings => self.set_state(DaemonState::Restarting, Some("restarting with new settings")),
-                EndReason::Failed(error) => {
+            match self.run_daemon_once(&settings, desired).await {
+                DaemonEndReason::NotDesired => return,
+                DaemonEndReason::NewSettings => {
+                    self.set_state(DaemonState::Restarting, Some("restarting with new settings"))
+                }
+                DaemonEndReason::Failed(error) => {
                     let delay = backoff.record_failure(start.elapsed());
                     tracing::error!(device = self.name, %error, ?delay, "MPS daemon failed");
                     self.set_state(backoff.state(), Some(&error.to_string()));
@@ -82,31 +84,36 @@ impl Device {
     }
 
     /// Runs one instance of the daemon, from its start until all its processes have exited.
-    async fn run_once(self: &Rc<Self>, settings: &Daemon, desired: &mut watch::Receiver<Option<Daemon>>) -> EndReason {
+    async fn run_daemon_once(
+        self: &Rc<Self>,
+        settings: &DaemonSettings,
+        desired: &mut watch::Receiver<Option<DaemonSettings>>,
+    ) -> DaemonEndReason {
         let mut child = None;
-        let end = match self.start(settings, &mut child).await {
-            Ok(()) => self.watch(settings, desired, child.as_ref()).await,
-            Err(DaemonError::HostStopping) => EndReason::NotDesired,
-            Err(error) => EndReason::Failed(error),
+        let end = match self.start_daemon(settings, &mut child).await {
+            Ok(()) => self.watch_daemon(settings, desired, child.as_ref()).await,
+            Err(DaemonError::HostStopping) => DaemonEndReason::NotDesired,
+            Err(error) => DaemonEndReason::Failed(error),
         };
-        let state = if matches!(end, EndReason::NotDesired) { DaemonState::Stopping } else { DaemonState::Restarting };
+        let state =
+            if matches!(end, DaemonEndReason::NotDesired) { DaemonState::Stopping } else { DaemonState::Restarting };
         self.set_state(state, None);
         // Lock: an admission in progress either finishes first or finds that the daemon has exited.
         let mut control = self.control.lock().await;
         *control = ControlLock::default();
         if let Some(child) = &child {
-            if !matches!(end, EndReason::Failed(_)) {
-                self.quit(child).await;
+            if !matches!(end, DaemonEndReason::Failed(_)) {
+                self.quit_daemon(child).await;
             }
             child.kill();
-            if timeout(KILL_DEADLINE, child.wait_for_exit()).await.is_err() {
+            if timeout(KILLED_DAEMON_EXIT_DEADLINE, child.wait_for_exit()).await.is_err() {
                 tracing::error!(device = self.name, pid = child.pid, "MPS daemon still runs after SIGKILL");
             }
         }
         procfs::kill_processes_of_pipe(&self.pipe).await;
-        self.clients.borrow_mut().clear();
+        self.clients.borrow_mut().remove_all();
         self.end_fault("daemon is gone");
-        self.faults.borrow_mut().mark_clean();
+        self.faults.borrow_mut().mark_server_clean();
         self.report.borrow_mut().pid = None;
         self.set_server(None);
         self.context.notify_status_change();
@@ -115,8 +122,8 @@ impl Device {
 
     /// Sends the daemon the command to quit. Reports a daemon that does not exit in time; the
     /// caller kills that daemon.
-    async fn quit(&self, child: &Child) {
-        if let Err(error) = self.send_command_within(&QUIT, QUIT_DEADLINE).await {
+    async fn quit_daemon(&self, child: &Child) {
+        if let Err(error) = self.send_command_within(&QUIT_COMMAND, QUIT_DEADLINE).await {
             tracing::warn!(device = self.name, %error, "MPS daemon refused the command to quit");
         }
         if let Ok(exit) = timeout(ANSWER_DEADLINE, child.wait_for_exit()).await {
@@ -128,18 +135,22 @@ impl Device {
 
     /// Starts the daemon and its server, and confirms the server's limits. Doors admit no client
     /// before this function returns.
-    async fn start(self: &Rc<Self>, settings: &Daemon, started: &mut Option<Child>) -> Result<(), DaemonError> {
+    async fn start_daemon(
+        self: &Rc<Self>,
+        settings: &DaemonSettings,
+        started: &mut Option<Child>,
+    ) -> Result<(), DaemonError> {
         let is_first = self.report.borrow().restarts == 0;
         let state = if is_first { DaemonState::Starting } else { self.phase.borrow().state };
         self.phase.send_modify(|phase| phase.multi_user = settings.multi_user);
         self.set_state(state, None);
-        self.prepare(settings).await?;
+        self.prepare_daemon(settings).await?;
         if settings.exclusive {
-            compute_mode::set_exclusive(&self.context, &self.name).await?;
+            compute_mode::set_exclusive_compute_mode(&self.context, &self.name).await?;
         } else {
-            compute_mode::restore(&self.context, &self.name).await?;
+            compute_mode::restore_compute_mode(&self.context, &self.name).await?;
         }
-        let (child, output) = self.spawn(settings)?;
+        let (child, output) = self.spawn_daemon(settings)?;
         let last_line = Rc::new(RefCell::new(String::new()));
         let log = tokio::task::spawn_local(Rc::clone(self).read_log(output, Rc::clone(&last_line)));
         self.report.borrow_mut().pid = Some(child.pid);
@@ -148,19 +159,19 @@ impl Device {
         let exited = async {
             let exit = child.wait_for_exit().await;
             // Wait: the daemon's last lines may still be in the pipe.
-            let _ = timeout(LAST_LINES_DEADLINE, log).await;
+            let _ = timeout(LAST_LOG_LINES_DEADLINE, log).await;
             exit
         };
         tokio::select! {
             exit = exited => Err(DaemonError::Exited { exit, last_line: last_line.borrow().clone() }),
             () = self.context.stopping.cancelled() => Err(DaemonError::HostStopping),
-            result = self.set_up(settings) => result,
+            result = self.set_up_started_daemon(settings) => result,
         }
     }
 
     /// Prepares the pipe directory and stops the MPS processes that an earlier MPS host started
     /// for this device.
-    async fn prepare(&self, settings: &Daemon) -> Result<(), DaemonError> {
+    async fn prepare_daemon(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
         let failed = |source| DaemonError::Prepare { path: self.pipe.clone(), source };
         std::fs::create_dir_all(&self.pipe).map_err(failed)?;
         // Servers of users other than root must be able to enter the pipe directory.
@@ -172,7 +183,7 @@ impl Device {
         }
         if !procfs::processes_of_pipe(&self.pipe).await.is_empty() {
             tracing::warn!(device = self.name, "stopping the daemon of an earlier MPS host");
-            if let Err(error) = control::send_command(&self.pipe, &QUIT, QUIT_DEADLINE).await {
+            if let Err(error) = control::send_command(&self.pipe, &QUIT_COMMAND, QUIT_DEADLINE).await {
                 tracing::warn!(device = self.name, %error, "daemon of an earlier MPS host refused the command to quit");
             }
             procfs::kill_processes_of_pipe(&self.pipe).await;
@@ -186,7 +197,7 @@ impl Device {
         Ok(())
     }
 
-    fn spawn(&self, settings: &Daemon) -> Result<(Child, pipe::Receiver), DaemonError> {
+    fn spawn_daemon(&self, settings: &DaemonSettings) -> Result<(Child, pipe::Receiver), DaemonError> {
         let mut command = self.control_tool();
         command.arg("-f");
         if settings.multi_user {
@@ -197,10 +208,10 @@ impl Device {
         self.context.children.spawn(&mut command, &[]).map_err(failed)
     }
 
-    async fn set_up(&self, settings: &Daemon) -> Result<(), DaemonError> {
+    async fn set_up_started_daemon(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
         let mut control = self.control.lock().await;
         self.wait_for_first_answer().await?;
-        self.set_defaults(settings).await?;
+        self.set_default_limits(settings).await?;
         if settings.multi_user {
             let server = self.start_server(0).await?;
             self.set_server(Some(server));
@@ -226,7 +237,7 @@ impl Device {
                     return Ok(());
                 }
                 Err(ControlError::Io(_) | ControlError::Closed) if Instant::now() < deadline => {
-                    sleep(START_POLL).await;
+                    sleep(DAEMON_START_POLL_INTERVAL).await;
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -234,11 +245,11 @@ impl Device {
     }
 
     /// Sets the default limits and reads them back.
-    async fn set_defaults(&self, settings: &Daemon) -> Result<(), DaemonError> {
+    async fn set_default_limits(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
         if let Some(percent) = settings.default_threads {
             self.send_command(&Command::SetDefaultThreads(percent)).await?;
             let actual = self.send_command(&Command::GetDefaultThreads).await?;
-            if !protocol::is_percentage(&actual, percent) {
+            if !protocol::is_answer_with_percentage(&actual, percent) {
                 let setting = format!("the default active thread percentage {percent}");
                 return Err(DaemonError::NotAccepted { setting, actual });
             }
@@ -246,7 +257,7 @@ impl Device {
         if let Some(mib) = settings.default_memory_mib {
             self.send_command(&Command::SetDefaultMemory(mib)).await?;
             let actual = self.send_command(&Command::GetDefaultMemory).await?;
-            if !protocol::is_memory(&actual, Some(mib)) {
+            if !protocol::is_answer_with_memory_limit(&actual, Some(mib)) {
                 let setting = format!("the default memory limit of {mib} MiB");
                 return Err(DaemonError::NotAccepted { setting, actual });
             }
@@ -255,13 +266,13 @@ impl Device {
     }
 
     /// Probes the daemon until it exits, hangs, or has to stop.
-    async fn watch(
+    async fn watch_daemon(
         &self,
-        settings: &Daemon,
-        desired: &mut watch::Receiver<Option<Daemon>>,
+        settings: &DaemonSettings,
+        desired: &mut watch::Receiver<Option<DaemonSettings>>,
         child: Option<&Child>,
-    ) -> EndReason {
-        let Some(child) = child else { return EndReason::NewSettings };
+    ) -> DaemonEndReason {
+        let Some(child) = child else { return DaemonEndReason::NewSettings };
         let mut fast_probes = 0_u32;
         loop {
             fast_probes = if self.phase.borrow().is_open() { 0 } else { fast_probes.saturating_add(1) };
@@ -269,18 +280,18 @@ impl Device {
                 0 => PROBE_INTERVAL,
                 // The interval never increases in a fault: the escalation limits the fault's
                 // duration.
-                _ if self.faults.borrow().is_current() => FAST_PROBE_INTERVAL,
-                1..=FAST_PROBES => FAST_PROBE_INTERVAL,
+                _ if self.faults.borrow().has_current_fault() => FAST_PROBE_INTERVAL,
+                1..=FAST_PROBE_COUNT => FAST_PROBE_INTERVAL,
                 _ => FAST_PROBE_INTERVAL * 10,
             };
             tokio::select! {
                 biased;
-                exit = child.wait_for_exit() => return EndReason::Failed(if self.faults.borrow().is_replacing_daemon() {
+                exit = child.wait_for_exit() => return DaemonEndReason::Failed(if self.faults.borrow().is_replacing_daemon() {
                     DaemonError::StuckInFault(exit)
                 } else {
                     DaemonError::Exited { exit, last_line: String::new() }
                 }),
-                () = self.context.stopping.cancelled() => return EndReason::NotDesired,
+                () = self.context.stopping.cancelled() => return DaemonEndReason::NotDesired,
                 // Cancel-safe: if a probe is cancelled, the daemon's answers to its commands are
                 // not read.
                 result = async {
@@ -289,11 +300,11 @@ impl Device {
                         () = self.probe_soon.notified() => {}
                         _ = desired.changed() => {}
                     }
-                    self.probe(settings, desired, child).await
+                    self.probe_daemon(settings, desired, child).await
                 } => match result {
                     Ok(None) => {}
                     Ok(Some(end)) => return end,
-                    Err(error) => return EndReason::Failed(error),
+                    Err(error) => return DaemonEndReason::Failed(error),
                 },
             }
         }

@@ -11,7 +11,7 @@ use crate::mps::log::{LogEvent, LogLine, parse_log_line};
 use crate::mps::wire::DaemonState;
 
 /// Maximum length of a line in bytes. Longer lines are split.
-const MAX_LINE: usize = 4096;
+const MAX_LOG_LINE_BYTES: usize = 4096;
 
 impl Device {
     /// Reads the daemon's output to its end. Stores the last line that may explain an exit in
@@ -87,19 +87,19 @@ impl Device {
     }
 }
 
-/// Reads a line, or a part of [`MAX_LINE`] bytes. Returns false at the end.
+/// Reads a line, or a part of [`MAX_LOG_LINE_BYTES`] bytes. Returns false at the end.
 async fn read_line(output: &mut BufReader<pipe::Receiver>, line: &mut Vec<u8>) -> io::Result<bool> {
     loop {
         let buffer = output.fill_buf().await?;
         if buffer.is_empty() {
             return Ok(!line.is_empty());
         }
-        let room = MAX_LINE.saturating_sub(line.len());
+        let room = MAX_LOG_LINE_BYTES.saturating_sub(line.len());
         let end = buffer.iter().take(room).position(|&byte| byte == b'\n');
         let taken = end.unwrap_or(buffer.len().min(room));
         line.extend(buffer.iter().take(taken));
         output.consume(taken + usize::from(end.is_some()));
-        if end.is_some() || line.len() >= MAX_LINE {
+        if end.is_some() || line.len() >= MAX_LOG_LINE_BYTES {
             return Ok(true);
         }
     }

@@ -9,14 +9,14 @@ use crate::mps::control::ControlError;
 use crate::mps::error::DaemonError;
 use crate::mps::process::Child;
 use crate::mps::protocol::{self, Command, ServerState};
-use crate::mps::wire::{Daemon, DaemonState};
+use crate::mps::wire::{DaemonSettings, DaemonState};
 
 /// Time for which a daemon that does not answer `terminate_client` is not treated as hung. A
 /// stopped client delays the answer.
-const MAX_TERMINATE_TIME: Duration = Duration::from_secs(30);
+const MAX_TERMINATE_COMMAND_TIME: Duration = Duration::from_secs(30);
 
 /// Why the MPS host stops or replaces a running daemon.
-pub(super) enum EndReason {
+pub(super) enum DaemonEndReason {
     NotDesired,
     NewSettings,
     Failed(DaemonError),
@@ -25,31 +25,31 @@ pub(super) enum EndReason {
 impl Device {
     /// Probes the daemon, recovers it, and applies new settings once it has no clients. Returns the
     /// reason if the MPS host has to stop or replace this daemon.
-    pub(super) async fn probe(
+    pub(super) async fn probe_daemon(
         &self,
-        settings: &Daemon,
-        desired: &watch::Receiver<Option<Daemon>>,
+        settings: &DaemonSettings,
+        desired: &watch::Receiver<Option<DaemonSettings>>,
         child: &Child,
-    ) -> Result<Option<EndReason>, DaemonError> {
+    ) -> Result<Option<DaemonEndReason>, DaemonError> {
         let mut control = self.control.lock().await;
         // An administrator may have changed the server's limits since the last probe. Set the
         // limits again.
         control.applied = None;
-        let examined = match self.examine(settings).await {
-            Err(DaemonError::Control(ControlError::Timeout { .. })) if self.is_terminating() => {
+        let examined = match self.read_server_and_clients(settings).await {
+            Err(DaemonError::Control(ControlError::Timeout { .. })) if self.is_terminate_command_running() => {
                 self.set_message("waiting for a client that is being terminated");
-                self.escalate(child).await;
+                self.perform_due_step(child).await;
                 return Ok(None);
             }
             // Retry once: on a busy node, an answer may be late.
             Err(DaemonError::Control(ControlError::Timeout { .. })) if !self.unanswered.get() => {
-                self.examine(settings).await
+                self.read_server_and_clients(settings).await
             }
             other => other,
         };
         self.unanswered.set(false);
         examined?;
-        self.escalate(child).await;
+        self.perform_due_step(child).await;
         self.replace_unclean_server().await?;
         let desired = desired.borrow().clone();
         let end = self.compare_settings(settings, desired.as_ref());
@@ -62,8 +62,8 @@ impl Device {
 
     /// Returns the reason to stop or replace this daemon: new settings, or a daemon that is no
     /// longer desired.
-    fn compare_settings(&self, settings: &Daemon, desired: Option<&Daemon>) -> Option<EndReason> {
-        let clients = self.clients.borrow().count();
+    fn compare_settings(&self, settings: &DaemonSettings, desired: Option<&DaemonSettings>) -> Option<DaemonEndReason> {
+        let clients = self.clients.borrow().count_clients();
         match desired {
             Some(desired) if desired == settings => {
                 if self.phase.borrow().state == DaemonState::Stopping {
@@ -72,7 +72,7 @@ impl Device {
                 }
                 None
             }
-            None if clients == 0 => Some(EndReason::NotDesired),
+            None if clients == 0 => Some(DaemonEndReason::NotDesired),
             None => {
                 // The doors are closed, so clients can no longer connect. Running clients may
                 // finish.
@@ -80,7 +80,7 @@ impl Device {
                 self.set_state(DaemonState::Stopping, Some(&message));
                 None
             }
-            Some(_) if clients == 0 => Some(EndReason::NewSettings),
+            Some(_) if clients == 0 => Some(DaemonEndReason::NewSettings),
             Some(_) => {
                 self.set_message(&format!("new settings are waiting for clients to exit: {clients}"));
                 None
@@ -89,18 +89,19 @@ impl Device {
     }
 
     /// Reads the server, its state and its clients.
-    async fn examine(&self, settings: &Daemon) -> Result<(), DaemonError> {
+    async fn read_server_and_clients(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
         self.clients.borrow_mut().forget_exited(tokio::time::Instant::now());
         let servers = protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?;
         let known = self.phase.borrow().server;
-        let Some(server) = self.find_server(servers.first().copied(), settings).await? else { return Ok(()) };
+        let Some(server) = self.find_or_start_server(servers.first().copied(), settings).await? else { return Ok(()) };
         if known.is_some_and(|known| known != server) {
             self.clear_server();
         }
         let state = protocol::parse_server_state(&self.send_command(&Command::ServerStatus(server)).await?)?;
         let clients = self.send_command(&Command::Clients(server)).await?;
-        let clients = if protocol::is_not_found(&clients) { Vec::new() } else { protocol::parse_pids(&clients)? };
-        if self.clients.borrow_mut().set_listed(clients.into_iter().collect::<BTreeSet<u32>>()) {
+        let clients =
+            if protocol::is_server_not_found(&clients) { Vec::new() } else { protocol::parse_pids(&clients)? };
+        if self.clients.borrow_mut().set_listed_pids(clients.into_iter().collect::<BTreeSet<u32>>()) {
             self.context.notify_status_change();
         }
         if self.phase.borrow().server != Some(server) {
@@ -113,7 +114,11 @@ impl Device {
 
     /// Returns the server that the daemon lists. If the daemon lists none and all users share one
     /// server, starts the server.
-    async fn find_server(&self, listed: Option<u32>, settings: &Daemon) -> Result<Option<u32>, DaemonError> {
+    async fn find_or_start_server(
+        &self,
+        listed: Option<u32>,
+        settings: &DaemonSettings,
+    ) -> Result<Option<u32>, DaemonError> {
         if listed.is_some() {
             return Ok(listed);
         }
@@ -156,7 +161,7 @@ impl Device {
         }
     }
 
-    fn is_terminating(&self) -> bool {
-        self.terminating_since.get().is_some_and(|since| since.elapsed() < MAX_TERMINATE_TIME)
+    fn is_terminate_command_running(&self) -> bool {
+        self.terminating_since.get().is_some_and(|since| since.elapsed() < MAX_TERMINATE_COMMAND_TIME)
     }
 }

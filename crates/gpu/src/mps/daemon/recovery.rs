@@ -6,37 +6,37 @@ use rustix::process::Signal;
 use tokio::time::{Instant, sleep};
 
 use super::Device;
-use super::escalation::Step;
+use super::escalation::EscalationStep;
 use crate::mps::error::DaemonError;
 use crate::mps::process::Child;
 use crate::mps::protocol::{self, Command};
 use crate::mps::wire::Client;
 
 /// Time limit for a server without clients to shut down.
-const SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
+const SERVER_SHUTDOWN_DEADLINE: Duration = Duration::from_secs(5);
 /// Poll interval while a server shuts down.
-const SHUTDOWN_POLL: Duration = Duration::from_millis(10);
+const SERVER_SHUTDOWN_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 impl Device {
     /// Performs the next step against a fault if the step is due. The caller holds the
     /// [`super::ControlLock`]. Returns within the step's deadline.
-    pub(super) async fn escalate(&self, daemon: &Child) {
-        let clients = self.clients.borrow().count();
+    pub(super) async fn perform_due_step(&self, daemon: &Child) {
+        let clients = self.clients.borrow().count_clients();
         let Some((step, at)) = self.faults.borrow_mut().next_step(clients, Instant::now()) else { return };
         tracing::warn!(device = self.name, ?step, ?at, clients, "MPS server stays in FAULT");
         let message = match step {
-            Step::Wait => return,
-            Step::SignalTerm => {
+            EscalationStep::Wait => return,
+            EscalationStep::SignalTerm => {
                 self.signal_clients(Signal::TERM);
                 format!("in FAULT until all clients have exited ({clients} remaining): SIGTERM sent")
             }
-            Step::SignalKill => {
+            EscalationStep::SignalKill => {
                 self.signal_clients(Signal::KILL);
                 format!("in FAULT until all clients have exited ({clients} remaining): SIGKILL sent")
             }
-            Step::ShutDownServer => "in FAULT for too long: shutting the server down".to_owned(),
-            Step::QuitDaemon => "in FAULT for too long: stopping the daemon".to_owned(),
-            Step::KillDaemon => {
+            EscalationStep::ShutDownServer => "in FAULT for too long: shutting the server down".to_owned(),
+            EscalationStep::QuitDaemon => "in FAULT for too long: stopping the daemon".to_owned(),
+            EscalationStep::KillDaemon => {
                 daemon.kill();
                 "in FAULT for too long: the daemon was killed".to_owned()
             }
@@ -44,11 +44,11 @@ impl Device {
         self.set_message(&message);
         let server = self.phase.borrow().server;
         let command = match (step, server) {
-            (Step::ShutDownServer, Some(server)) => Command::ShutdownServer { server, force: true },
-            (Step::QuitDaemon, _) => Command::Quit { seconds: 0 },
+            (EscalationStep::ShutDownServer, Some(server)) => Command::ShutdownServer { server, force: true },
+            (EscalationStep::QuitDaemon, _) => Command::Quit { seconds: 0 },
             _ => return,
         };
-        if let Err(error) = self.send_command_within(&command, step.deadline()).await {
+        if let Err(error) = self.send_command_within(&command, step.time_until_next_step()).await {
             tracing::warn!(device = self.name, %error, ?step, "recovery step failed; trying the next step");
         }
     }
@@ -70,7 +70,9 @@ impl Device {
 
     /// Returns whether the server may break a client, and has no clients now.
     pub(crate) fn must_replace_server(&self) -> bool {
-        self.faults.borrow().is_unclean() && self.phase.borrow().is_open() && self.clients.borrow().count() == 0
+        self.faults.borrow().is_server_unclean()
+            && self.phase.borrow().is_open()
+            && self.clients.borrow().count_clients() == 0
     }
 
     /// Replaces a server that may break a client, if it has no clients. The caller holds the
@@ -86,13 +88,13 @@ impl Device {
         );
         // The server's exit is expected from here on.
         self.clear_server();
-        self.send_command_within(&Command::ShutdownServer { server, force: false }, SHUTDOWN_DEADLINE).await?;
-        let deadline = Instant::now() + SHUTDOWN_DEADLINE;
+        self.send_command_within(&Command::ShutdownServer { server, force: false }, SERVER_SHUTDOWN_DEADLINE).await?;
+        let deadline = Instant::now() + SERVER_SHUTDOWN_DEADLINE;
         while protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?.contains(&server) {
             if Instant::now() > deadline {
-                return Err(DaemonError::ServerNotStopped { server, after: SHUTDOWN_DEADLINE });
+                return Err(DaemonError::ServerNotStopped { server, after: SERVER_SHUTDOWN_DEADLINE });
             }
-            sleep(SHUTDOWN_POLL).await;
+            sleep(SERVER_SHUTDOWN_POLL_INTERVAL).await;
         }
         if phase.multi_user {
             let server = self.start_server(0).await?;

@@ -8,7 +8,7 @@ use crate::mps::error::{DaemonError, LastServerState};
 use crate::mps::protocol::{self, Command, ServerState};
 
 /// Poll interval of a starting server.
-const START_POLL: Duration = Duration::from_millis(10);
+const SERVER_START_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 impl Device {
     /// Starts a server for a user and waits until it is ready.
@@ -30,16 +30,16 @@ impl Device {
                 }
                 (None, LastServerState::NoServer) => {}
             }
-            sleep(START_POLL).await;
+            sleep(SERVER_START_POLL_INTERVAL).await;
         }
         Err(DaemonError::ServerNotReady { after: SERVER_START_DEADLINE, last })
     }
 
     /// Clears the server's pid and its clients.
     pub(super) fn clear_server(&self) {
-        let had_listed = self.clients.borrow_mut().clear();
+        let had_listed = self.clients.borrow_mut().remove_all();
         self.end_fault("server is gone");
-        self.faults.borrow_mut().mark_clean();
+        self.faults.borrow_mut().mark_server_clean();
         self.set_server(None);
         if had_listed {
             self.context.notify_status_change();

@@ -15,7 +15,7 @@ const TERMINATE_DEADLINE: Duration = ANSWER_DEADLINE.saturating_mul(2);
 impl Device {
     /// Terminates a client's contexts through MPS.
     pub(crate) async fn terminate(&self, client: u32) -> Result<TerminateResult, TerminateError> {
-        if procfs::is_stopped(client) {
+        if procfs::is_process_stopped(client) {
             // A stopped client would block the daemon, and therefore all other clients, until the
             // stopped client continues.
             return Err(TerminateError::ClientStopped(client));

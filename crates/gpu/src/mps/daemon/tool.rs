@@ -5,7 +5,7 @@ use std::process::Command;
 
 /// Returns the command `nvidia-cuda-mps-control` for a device. The program is both the daemon and
 /// the tool that sends commands to the daemon.
-pub(crate) fn command(program: &Path, library_path: Option<&OsStr>, pipe: &Path, device: &str) -> Command {
+pub(crate) fn control_tool_command(program: &Path, library_path: Option<&OsStr>, pipe: &Path, device: &str) -> Command {
     let mut command = Command::new(program);
     command
         .env("CUDA_MPS_PIPE_DIRECTORY", pipe)

@@ -18,7 +18,7 @@ const VERSION_DEADLINE: Duration = Duration::from_secs(5);
 /// Facts about the node and the GPU.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Facts {
+pub(super) struct SystemFacts {
     pub(super) kernel: String,
     pub(super) cgroups: &'static str,
     pub(super) driver: String,
@@ -88,7 +88,7 @@ pub(super) fn find_program(program: &Path) -> Option<PathBuf> {
 /// Reads the version of the control program.
 pub(super) async fn control_version(control: &Path, library_path: Option<&OsStr>, uuid: &str) -> Option<u32> {
     // Use a daemon's environment: it shows a second doctor which GPU this process belongs to.
-    let mut command = Command::from(tool::command(control, library_path, Path::new("/nonexistent"), uuid));
+    let mut command = Command::from(tool::control_tool_command(control, library_path, Path::new("/nonexistent"), uuid));
     command.arg("-v").stdin(Stdio::null()).kill_on_drop(true);
     let output = timeout(VERSION_DEADLINE, command.output()).await.ok()?.ok()?;
     String::from_utf8_lossy(&output.stdout).lines().find_map(|line| match parse_log_line(line).event {

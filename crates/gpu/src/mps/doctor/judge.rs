@@ -4,21 +4,21 @@ use cleave_plan::units::{Percent, Sms};
 use serde::Serialize;
 
 use super::observed::{
-    AllocationResult, Exchange, GpuView, LimitedView, LoggedEvents, LoweredLimits, Observations, Outcome, Termination,
-    TestedGpu,
+    AllocationResult, ClientTermination, CommandExchange, GpuView, LimitedView, LoggedEvents, LoweredLimits,
+    Observations, TestOutcome, TestedGpu,
 };
 use crate::mps::protocol::{self, Command, ServerState, TerminateResult};
 use crate::nvml::ComputeMode;
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
-const OUT_OF_MEMORY: i64 = 2;
+const CUDA_ERROR_OUT_OF_MEMORY: i64 = 2;
 /// `CUDA_ERROR_MPS_CLIENT_TERMINATED`.
-const CLIENT_TERMINATED: i64 = 810;
+const CUDA_ERROR_MPS_CLIENT_TERMINATED: i64 = 810;
 
 /// Result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) enum Verdict {
+pub(super) enum CheckVerdict {
     /// The driver behaves as Cleave expects.
     AsExpected,
     /// The driver behaves differently.
@@ -29,87 +29,87 @@ pub(super) enum Verdict {
 /// A check and its result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub(super) struct Finding {
+pub(super) struct CheckResult {
     pub(super) check: &'static str,
     pub(super) expected: &'static str,
     pub(super) observed: String,
-    pub(super) verdict: Verdict,
+    pub(super) verdict: CheckVerdict,
     /// The effect on users if the driver differs.
     pub(super) impact: &'static str,
 }
 
 /// A behaviour of the driver that Cleave expects.
-struct Check {
+struct ExpectedBehaviour {
     name: &'static str,
     expected: &'static str,
     impact: &'static str,
 }
 
-impl Check {
+impl ExpectedBehaviour {
     /// Compares an outcome with the expectation.
-    fn judge<T>(self, outcome: &Outcome<T>, judge: impl FnOnce(&T) -> (bool, String)) -> Finding {
+    fn judge_outcome<T>(self, outcome: &TestOutcome<T>, judge: impl FnOnce(&T) -> (bool, String)) -> CheckResult {
         let (verdict, observed) = match outcome {
-            Outcome::NotTested(why) => (Verdict::NotTested, why.clone()),
-            Outcome::Failed(why) => (Verdict::Differs, why.clone()),
-            Outcome::Observed(observed) => match judge(observed) {
-                (true, observed) => (Verdict::AsExpected, observed),
-                (false, observed) => (Verdict::Differs, observed),
+            TestOutcome::NotTested(why) => (CheckVerdict::NotTested, why.clone()),
+            TestOutcome::Failed(why) => (CheckVerdict::Differs, why.clone()),
+            TestOutcome::Observed(observed) => match judge(observed) {
+                (true, observed) => (CheckVerdict::AsExpected, observed),
+                (false, observed) => (CheckVerdict::Differs, observed),
             },
         };
-        Finding { check: self.name, expected: self.expected, observed, verdict, impact: self.impact }
+        CheckResult { check: self.name, expected: self.expected, observed, verdict, impact: self.impact }
     }
 
     /// Creates the finding of a check that the doctor does not run. `why` is the reason.
-    fn not_tested(self, why: &str) -> Finding {
-        self.judge(&Outcome::<()>::NotTested(why.to_owned()), |()| (true, String::new()))
+    fn not_tested(self, why: &str) -> CheckResult {
+        self.judge_outcome(&TestOutcome::<()>::NotTested(why.to_owned()), |()| (true, String::new()))
     }
 }
 
 /// Returns all checks, in the order of the report.
-pub(super) fn findings(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
+pub(super) fn findings(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     let mut findings = judge_daemon(seen);
     findings.extend(judge_limits(seen, gpu));
-    findings.extend(judge_known_holes(seen, gpu));
+    findings.extend(judge_known_limit_bypasses(seen, gpu));
     findings.extend(judge_clients(seen, gpu));
     findings
 }
 
 /// Returns findings about the daemon's start and protocol.
-fn judge_daemon(seen: &Observations) -> Vec<Finding> {
-    let start = Check {
+fn judge_daemon(seen: &Observations) -> Vec<CheckResult> {
+    let start = ExpectedBehaviour {
         name: "start",
         expected: "the control daemon runs in the foreground and answers within 15 s",
         impact: "no MPS share of this node becomes healthy",
     };
-    let greeting = Check {
+    let greeting = ExpectedBehaviour {
         name: "door",
         expected: "the daemon speaks the handshake of driver 580, so Cleave can put its door in front of it",
         impact: "limits are advisory (see the GpuNode): a pod can remove them from its environment",
     };
-    let commands = Check {
+    let commands = ExpectedBehaviour {
         name: "commands",
         expected: "the daemon knows Cleave's commands and answers them in the known form",
         impact: "limits cannot be set or read back, so no share becomes healthy, or clients cannot be terminated",
     };
-    let unprivileged = Check {
+    let unprivileged = ExpectedBehaviour {
         name: "privileges",
         expected: "programs cannot change settings through the socket `control`",
         impact: "a program that reaches the daemon's own socket can reconfigure its neighbours. Pods reach only Cleave's door, which refuses \
                  commands; with advisory limits they reach the daemon",
     };
-    let log = Check {
+    let log = ExpectedBehaviour {
         name: "log",
         expected: "the daemon logs to standard output when a server is ready and when clients connect and exit",
         impact: "faults and exits of clients are reported late or never",
     };
     vec![
-        start.judge(&seen.start, |ms| (true, format!("answered after {ms} ms"))),
-        greeting.judge(&seen.greeting, |&known| {
+        start.judge_outcome(&seen.start, |ms| (true, format!("answered after {ms} ms"))),
+        greeting.judge_outcome(&seen.greeting, |&known| {
             (known, if known { "known greeting" } else { "unknown greeting" }.to_owned())
         }),
-        commands.judge(&seen.commands, |exchanges| {
+        commands.judge_outcome(&seen.commands, |exchanges| {
             let unexpected: Vec<String> =
-                exchanges.iter().filter(|exchange| !has_known_form(exchange)).map(format_exchange).collect();
+                exchanges.iter().filter(|exchange| !has_answer_of_known_form(exchange)).map(format_exchange).collect();
             let seen = if unexpected.is_empty() {
                 format!("{} sent, all answered", exchanges.len())
             } else {
@@ -117,7 +117,7 @@ fn judge_daemon(seen: &Observations) -> Vec<Finding> {
             };
             (unexpected.is_empty(), seen)
         }),
-        unprivileged.judge(&seen.unprivileged, |exchanges| {
+        unprivileged.judge_outcome(&seen.unprivileged, |exchanges| {
             let accepted: Vec<String> = exchanges
                 .iter()
                 .filter(|exchange| !exchange.answer.contains("privilege"))
@@ -127,11 +127,11 @@ fn judge_daemon(seen: &Observations) -> Vec<Finding> {
                 if accepted.is_empty() { format!("{} commands refused", exchanges.len()) } else { accepted.join("; ") };
             (accepted.is_empty(), seen)
         }),
-        log.judge(&seen.log, judge_log),
+        log.judge_outcome(&seen.log, judge_logged_events),
     ]
 }
 
-fn judge_log(log: &LoggedEvents) -> (bool, String) {
+fn judge_logged_events(log: &LoggedEvents) -> (bool, String) {
     let missing: Vec<&str> = [
         (log.version.is_some(), "the version"),
         (log.server_ready, "a ready server"),
@@ -148,24 +148,24 @@ fn judge_log(log: &LoggedEvents) -> (bool, String) {
     }
 }
 
-fn format_exchange(exchange: &Exchange) -> String {
+fn format_exchange(exchange: &CommandExchange) -> String {
     format!("`{}` answers {:?}", exchange.command, exchange.answer.trim())
 }
 
 /// Returns whether an answer has the form that Cleave parses.
-fn has_known_form(Exchange { command, answer, set }: &Exchange) -> bool {
+fn has_answer_of_known_form(CommandExchange { command, answer, set }: &CommandExchange) -> bool {
     match command {
         Command::ServerList | Command::Clients(_) => protocol::parse_pids(answer).is_ok(),
         Command::ServerStatus(_) => {
             protocol::parse_server_state(answer).is_ok_and(|state| state == ServerState::Active)
         }
         Command::SetThreads { percent, .. } | Command::SetDefaultThreads(percent) => {
-            protocol::is_percentage(answer, *percent)
+            protocol::is_answer_with_percentage(answer, *percent)
         }
-        Command::GetDefaultThreads => {
-            set.and_then(|set| u8::try_from(set).ok()).is_some_and(|set| protocol::is_percentage(answer, set))
-        }
-        Command::GetMemory { .. } | Command::GetDefaultMemory => protocol::is_memory(answer, *set),
+        Command::GetDefaultThreads => set
+            .and_then(|set| u8::try_from(set).ok())
+            .is_some_and(|set| protocol::is_answer_with_percentage(answer, set)),
+        Command::GetMemory { .. } | Command::GetDefaultMemory => protocol::is_answer_with_memory_limit(answer, *set),
         Command::StartServer { .. }
         | Command::ShutdownServer { .. }
         | Command::SetMemory { .. }
@@ -181,13 +181,13 @@ fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
 }
 
 /// Returns whether exactly these limits apply to the program, and no tighter limits.
-fn limits_apply(bound: &LimitedView, gpu: TestedGpu) -> bool {
-    bound.view.sms == expected_sms(bound.percent, gpu) && is_limited(bound.view, bound.limit_mib)
+fn do_exactly_these_limits_apply(bound: &LimitedView, gpu: TestedGpu) -> bool {
+    bound.view.sms == expected_sms(bound.percent, gpu) && is_free_memory_limited(bound.view, bound.limit_mib)
 }
 
 /// Returns whether free memory matches a limit. The context uses a part of the limit: on known
 /// GPUs, less than half of the smallest limit tested.
-fn is_limited(view: GpuView, limit_mib: u64) -> bool {
+fn is_free_memory_limited(view: GpuView, limit_mib: u64) -> bool {
     (limit_mib / 2..=limit_mib).contains(&view.free_mib)
 }
 
@@ -200,37 +200,40 @@ fn describe_limited_view(bound: &LimitedView) -> String {
 }
 
 /// Returns findings about limits.
-fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
-    let bound = Check {
+fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
+    let bound = ExpectedBehaviour {
         name: "limits",
         expected: "a server's limits apply to the next client that connects, not to clients that already run",
         impact: "pods may run under each other's limits: do not use MPS on this node",
     };
-    let rounding = Check {
+    let rounding = ExpectedBehaviour {
         name: "sms",
         expected: "a percentage is rounded down to an even number of SMs, at least 8",
         impact: "`cleave status` reports other numbers of SMs than pods have",
     };
-    let lowered = Check {
+    let lowered = ExpectedBehaviour {
         name: "lower",
         expected: "a program's environment can lower its limits, never raise them",
         impact: "a pod can exceed its share by setting a variable. Admission refuses such pods, but a program can still set it",
     };
-    let memory = Check {
+    let memory = ExpectedBehaviour {
         name: "memory",
         expected: "a memory limit is enforced: a program cannot allocate more",
         impact: "a pod can take its neighbours' memory. Cleave reports it within 2 s, and evicts it only with `enforcement: Evict`",
     };
-    let defaults = Check {
+    let defaults = ExpectedBehaviour {
         name: "defaults",
         expected: "a server that starts later has the daemon's default limits",
         impact: "after a server exits, the first programs may run without limits unless the door sets them",
     };
     vec![
-        bound.judge(&seen.bound, |both| {
-            (both.iter().all(|one| limits_apply(one, gpu)), both.each_ref().map(describe_limited_view).join("; "))
+        bound.judge_outcome(&seen.bound, |both| {
+            (
+                both.iter().all(|one| do_exactly_these_limits_apply(one, gpu)),
+                both.each_ref().map(describe_limited_view).join("; "),
+            )
         }),
-        rounding.judge(&seen.rounding, |seen| {
+        rounding.judge_outcome(&seen.rounding, |seen| {
             let other: Vec<String> = seen
                 .iter()
                 .filter(|&&(percent, sms)| sms != expected_sms(percent, gpu))
@@ -239,22 +242,26 @@ fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
             let all = || seen.iter().map(|(percent, sms)| format!("{percent} %: {sms}")).collect::<Vec<_>>().join(", ");
             (other.is_empty(), if other.is_empty() { all() } else { other.join(", ") })
         }),
-        lowered.judge(&seen.lowered, |lowered| judge_lowered(lowered, gpu)),
-        memory.judge(&seen.memory, |memory| {
+        lowered.judge_outcome(&seen.lowered, |lowered| judge_lowered_limits(lowered, gpu)),
+        memory.judge_outcome(&seen.memory, |memory| {
             let of = |allocated: AllocationResult| {
                 allocated.map_or_else(|code| format!("error {code}"), |()| "allocated".to_owned())
             };
-            let good = memory.half.is_ok() && memory.all == Err(OUT_OF_MEMORY);
+            let good = memory.half.is_ok() && memory.all == Err(CUDA_ERROR_OUT_OF_MEMORY);
             (good, format!("limit {} MiB: half {}, all {}", memory.limit_mib, of(memory.half), of(memory.all)))
         }),
-        defaults.judge(&seen.defaults, |bound| (limits_apply(bound, gpu), describe_limited_view(bound))),
+        defaults.judge_outcome(&seen.defaults, |bound| {
+            (do_exactly_these_limits_apply(bound, gpu), describe_limited_view(bound))
+        }),
     ]
 }
 
-fn judge_lowered(lowered: &LoweredLimits, gpu: TestedGpu) -> (bool, String) {
+fn judge_lowered_limits(lowered: &LoweredLimits, gpu: TestedGpu) -> (bool, String) {
     let LoweredLimits { set, requested_more, requested_less } = lowered;
     let raised = LimitedView { view: *requested_more, ..*set };
-    let good = limits_apply(set, gpu) && limits_apply(&raised, gpu) && limits_apply(requested_less, gpu);
+    let good = do_exactly_these_limits_apply(set, gpu)
+        && do_exactly_these_limits_apply(&raised, gpu)
+        && do_exactly_these_limits_apply(requested_less, gpu);
     (
         good,
         format!(
@@ -266,23 +273,23 @@ fn judge_lowered(lowered: &LoweredLimits, gpu: TestedGpu) -> (bool, String) {
     )
 }
 
-fn judge_known_holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
-    let escape = Check {
+fn judge_known_limit_bypasses(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
+    let escape = ExpectedBehaviour {
         name: "escape",
         expected: "known hole: an invalid memory limit in a program's environment removes its limit",
         impact: "better than expected: this driver keeps the limit. Cleave still refuses such pods and watches memory",
     };
-    let plain = Check {
+    let plain = ExpectedBehaviour {
         name: "no control",
         expected: "known hole: without a control socket a program runs without MPS, unless the compute mode forbids it",
         impact: "differs from the known hole: such programs may wait or fail instead of running without MPS",
     };
     vec![
-        escape.judge(&seen.escape, |bound| {
+        escape.judge_outcome(&seen.escape, |bound| {
             let escaped = bound.view.free_mib > bound.limit_mib;
             (escaped, format!("limit {} MiB, {} MiB free", bound.limit_mib, bound.view.free_mib))
         }),
-        plain.judge(&seen.no_control, |plain| {
+        plain.judge_outcome(&seen.no_control, |plain| {
             let forbidden = matches!(gpu.compute_mode, Some(ComputeMode::ExclusiveProcess | ComputeMode::Prohibited));
             match plain {
                 Ok(view) => (!forbidden && view.sms == gpu.sms, describe_view(*view)),
@@ -293,56 +300,60 @@ fn judge_known_holes(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
 }
 
 /// Returns findings about clients: who can connect, how they are listed, and how they end.
-fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<Finding> {
-    let users = Check {
+fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
+    let users = ExpectedBehaviour {
         name: "users",
         expected: "with -multiuser-server several users share a server at once",
         impact: "a pod of another user waits until the first has exited: run pods that share a GPU as the same user",
     };
-    let link = Check {
+    let link = ExpectedBehaviour {
         name: "link",
         expected: "a directory that contains only a hard link to control is enough for a program",
         impact: "with advisory limits, pods cannot reach MPS",
     };
-    let by_mps = Check {
+    let by_mps = ExpectedBehaviour {
         name: "clients",
         expected: "MPS lists its clients by their process IDs",
         impact: "clients of deleted pods are not terminated through MPS and may break their neighbours",
     };
-    let by_nvml = Check {
+    let by_nvml = ExpectedBehaviour {
         name: "nvml",
         expected: "NVML lists MPS clients, marked as such",
         impact: "pods that bypass MPS or exceed their memory are not detected",
     };
-    let ended = Check {
+    let ended = ExpectedBehaviour {
         name: "terminate",
         expected: "terminate_client terminates one client's contexts (error 810) and no other's",
         impact: "deleting a pod can break its neighbours: let programs exit before you delete pods",
     };
-    let contexts = Check {
+    let contexts = ExpectedBehaviour {
         name: "48 clients",
         expected: "a server serves 48 clients; the next gets error 808",
         impact: "Cleave refuses more than 48 shares of a GPU, whatever this driver supports",
     };
-    let fault = Check {
+    let fault = ExpectedBehaviour {
         name: "fault",
         expected: "an illegal access breaks all clients of the server, which serves again once they have exited",
         impact: "after a fault, shares stay unhealthy until the daemon is replaced",
     };
     vec![
-        users.judge(&seen.users, |bound| {
-            (limits_apply(bound, gpu), format!("beside root: {}", describe_limited_view(bound)))
+        users.judge_outcome(&seen.users, |bound| {
+            (do_exactly_these_limits_apply(bound, gpu), format!("beside root: {}", describe_limited_view(bound)))
         }),
-        link.judge(&seen.link, |bound| (limits_apply(bound, gpu), describe_limited_view(bound))),
-        by_mps.judge(&seen.listed_by_mps, |&known| (known, describe_listed(Some(known)).to_owned())),
-        by_nvml.judge(&seen.listed_by_nvml, |&known| (known == Some(true), describe_listed(known).to_owned())),
-        ended.judge(&seen.terminated, judge_termination),
+        link.judge_outcome(&seen.link, |bound| {
+            (do_exactly_these_limits_apply(bound, gpu), describe_limited_view(bound))
+        }),
+        by_mps.judge_outcome(&seen.listed_by_mps, |&known| (known, describe_whether_listed(Some(known)).to_owned())),
+        by_nvml.judge_outcome(&seen.listed_by_nvml, |&known| {
+            (known == Some(true), describe_whether_listed(known).to_owned())
+        }),
+        ended.judge_outcome(&seen.terminated, judge_termination),
         contexts.not_tested("needs 49 programs; measured on driver 580"),
         fault.not_tested("would break the GPU's clients; measured on driver 580"),
     ]
 }
 
-fn describe_listed(listed: Option<bool>) -> &'static str {
+fn describe_whether_listed(listed: Option<bool>) -> &'static str {
     match listed {
         Some(true) => "listed",
         Some(false) => "not listed",
@@ -350,12 +361,12 @@ fn describe_listed(listed: Option<bool>) -> &'static str {
     }
 }
 
-fn judge_termination(ended: &Termination) -> (bool, String) {
+fn judge_termination(ended: &ClientTermination) -> (bool, String) {
     let of = |allocated: AllocationResult| {
         allocated.map_or_else(|code| format!("error {code}"), |()| "continues".to_owned())
     };
     let answered = protocol::parse_terminate_result(&ended.answer) == Ok(TerminateResult::Done);
-    let good = answered && ended.client == Err(CLIENT_TERMINATED) && ended.neighbour.is_ok();
+    let good = answered && ended.client == Err(CUDA_ERROR_MPS_CLIENT_TERMINATED) && ended.neighbour.is_ok();
     let answer = if answered { String::new() } else { format!("answers {:?}; ", ended.answer.trim()) };
     (good, format!("{answer}the client: {}; its neighbour: {}", of(ended.client), of(ended.neighbour)))
 }
@@ -372,8 +383,8 @@ mod tests {
         LimitedView { percent: 20, limit_mib: 4096, view: GpuView { sms: 26, free_mib: 3973 } };
     const SERVER_PID: u32 = 17;
 
-    fn exchange(command: Command, answer: &str, set: Option<u64>) -> Exchange {
-        Exchange { command, answer: answer.to_owned(), set }
+    fn exchange(command: Command, answer: &str, set: Option<u64>) -> CommandExchange {
+        CommandExchange { command, answer: answer.to_owned(), set }
     }
 
     /// Observations of an H200 under driver 580. The commands over `control` are excluded: this
@@ -401,33 +412,37 @@ mod tests {
             client_disconnected: Some(true),
         };
         Observations {
-            start: Outcome::Observed(21),
-            greeting: Outcome::Observed(true),
-            commands: Outcome::Observed(commands),
-            unprivileged: Outcome::Observed(vec![refused]),
-            log: Outcome::Observed(log),
-            listed_by_mps: Outcome::Observed(true),
-            listed_by_nvml: Outcome::Observed(Some(true)),
-            bound: Outcome::Observed([HALF_LIMIT, FIFTH_LIMIT]),
-            rounding: Outcome::Observed(vec![(1, 8), (10, 12), (33, 42), (90, 118), (100, 132)]),
-            lowered: Outcome::Observed(LoweredLimits {
+            start: TestOutcome::Observed(21),
+            greeting: TestOutcome::Observed(true),
+            commands: TestOutcome::Observed(commands),
+            unprivileged: TestOutcome::Observed(vec![refused]),
+            log: TestOutcome::Observed(log),
+            listed_by_mps: TestOutcome::Observed(true),
+            listed_by_nvml: TestOutcome::Observed(Some(true)),
+            bound: TestOutcome::Observed([HALF_LIMIT, FIFTH_LIMIT]),
+            rounding: TestOutcome::Observed(vec![(1, 8), (10, 12), (33, 42), (90, 118), (100, 132)]),
+            lowered: TestOutcome::Observed(LoweredLimits {
                 set: HALF_LIMIT,
                 requested_more: HALF_LIMIT.view,
                 requested_less: FIFTH_LIMIT,
             }),
-            memory: Outcome::Observed(AllocationResults { limit_mib: 8192, half: Ok(()), all: Err(2) }),
-            escape: Outcome::Observed(LimitedView { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF_LIMIT }),
-            users: Outcome::Observed(HALF_LIMIT),
-            link: Outcome::Observed(HALF_LIMIT),
-            terminated: Outcome::Observed(Termination { answer: "0".to_owned(), client: Err(810), neighbour: Ok(()) }),
-            defaults: Outcome::Observed(HALF_LIMIT),
-            no_control: Outcome::Observed(Ok(GpuView { sms: 132, free_mib: 142_575 })),
+            memory: TestOutcome::Observed(AllocationResults { limit_mib: 8192, half: Ok(()), all: Err(2) }),
+            escape: TestOutcome::Observed(LimitedView { view: GpuView { sms: 66, free_mib: 142_815 }, ..HALF_LIMIT }),
+            users: TestOutcome::Observed(HALF_LIMIT),
+            link: TestOutcome::Observed(HALF_LIMIT),
+            terminated: TestOutcome::Observed(ClientTermination {
+                answer: "0".to_owned(),
+                client: Err(810),
+                neighbour: Ok(()),
+            }),
+            defaults: TestOutcome::Observed(HALF_LIMIT),
+            no_control: TestOutcome::Observed(Ok(GpuView { sms: 132, free_mib: 142_575 })),
         }
     }
 
     /// Returns the names of the checks that differ.
-    fn differing_checks(seen: &Observations, gpu: TestedGpu) -> Vec<&'static str> {
-        let differs = |finding: &Finding| (finding.verdict == Verdict::Differs).then_some(finding.check);
+    fn names_of_differing_checks(seen: &Observations, gpu: TestedGpu) -> Vec<&'static str> {
+        let differs = |finding: &CheckResult| (finding.verdict == CheckVerdict::Differs).then_some(finding.check);
         findings(seen, gpu).iter().filter_map(differs).collect()
     }
 
@@ -435,29 +450,30 @@ mod tests {
     fn differing_checks_after(change: impl FnOnce(&mut Observations)) -> Vec<&'static str> {
         let mut seen = measured_observations();
         change(&mut seen);
-        differing_checks(&seen, H200)
+        names_of_differing_checks(&seen, H200)
     }
 
     #[test]
     fn the_measured_driver_is_as_expected_in_all_tested_checks() {
         let findings = findings(&measured_observations(), H200);
-        let not: Vec<&Finding> = findings.iter().filter(|finding| finding.verdict != Verdict::AsExpected).collect();
-        assert!(not.iter().all(|finding| finding.verdict == Verdict::NotTested), "{not:#?}");
+        let not: Vec<&CheckResult> =
+            findings.iter().filter(|finding| finding.verdict != CheckVerdict::AsExpected).collect();
+        assert!(not.iter().all(|finding| finding.verdict == CheckVerdict::NotTested), "{not:#?}");
         assert_eq!(not.iter().map(|finding| finding.check).collect::<Vec<_>>(), ["48 clients", "fault"]);
     }
 
     #[test]
     fn skipped_tests_are_not_tested_and_failed_ones_differ() {
-        let left = findings(&Observations::untested("no GPU is free"), H200);
-        assert!(left.iter().all(|finding| finding.verdict == Verdict::NotTested));
+        let left = findings(&Observations::for_skipped_tests("no GPU is free"), H200);
+        assert!(left.iter().all(|finding| finding.verdict == CheckVerdict::NotTested));
         assert_eq!(left[0].observed, "no GPU is free");
-        assert_eq!(differing_checks_after(|seen| seen.start = Outcome::Failed("it ends".to_owned())), ["start"]);
-        assert_eq!(differing_checks_after(|seen| seen.users = Outcome::Failed("no output".to_owned())), ["users"]);
+        assert_eq!(differing_checks_after(|seen| seen.start = TestOutcome::Failed("it ends".to_owned())), ["start"]);
+        assert_eq!(differing_checks_after(|seen| seen.users = TestOutcome::Failed("no output".to_owned())), ["users"]);
     }
 
     #[test]
     fn an_unknown_handshake_and_unknown_answers_differ() {
-        assert_eq!(differing_checks_after(|seen| seen.greeting = Outcome::Observed(false)), ["door"]);
+        assert_eq!(differing_checks_after(|seen| seen.greeting = TestOutcome::Observed(false)), ["door"]);
         for (command, answer, set) in [
             (Command::ServerList, "Unknown command \"get_server_list\"", None),
             (Command::ServerStatus(SERVER_PID), "FAULT", None),
@@ -469,14 +485,14 @@ mod tests {
         ] {
             let unexpected = exchange(command, answer, set);
             assert_eq!(
-                differing_checks_after(|seen| seen.commands = Outcome::Observed(vec![unexpected.clone()])),
+                differing_checks_after(|seen| seen.commands = TestOutcome::Observed(vec![unexpected.clone()])),
                 ["commands"],
                 "{unexpected:?}"
             );
         }
         let accepted = exchange(Command::SetDefaultThreads(50), "50.0", None);
         assert_eq!(
-            differing_checks_after(|seen| seen.unprivileged = Outcome::Observed(vec![accepted])),
+            differing_checks_after(|seen| seen.unprivileged = TestOutcome::Observed(vec![accepted])),
             ["privileges"]
         );
     }
@@ -495,11 +511,11 @@ mod tests {
             LoggedEvents { client_connected: Some(false), ..log.clone() },
             LoggedEvents { client_disconnected: Some(false), ..log.clone() },
         ] {
-            assert_eq!(differing_checks_after(|seen| seen.log = Outcome::Observed(less)), ["log"]);
+            assert_eq!(differing_checks_after(|seen| seen.log = TestOutcome::Observed(less)), ["log"]);
         }
         assert!(
             differing_checks_after(|seen| seen.log =
-                Outcome::Observed(LoggedEvents { client_connected: None, client_disconnected: None, ..log }))
+                TestOutcome::Observed(LoggedEvents { client_connected: None, client_disconnected: None, ..log }))
             .is_empty()
         );
     }
@@ -510,54 +526,63 @@ mod tests {
         let more_memory = LimitedView { view: GpuView { free_mib: 100_000, ..HALF_LIMIT.view }, ..HALF_LIMIT };
         let no_memory = LimitedView { view: GpuView { free_mib: 100, ..HALF_LIMIT.view }, ..HALF_LIMIT };
         for other in [more_sms, more_memory, no_memory] {
-            assert_eq!(differing_checks_after(|seen| seen.bound = Outcome::Observed([other, FIFTH_LIMIT])), ["limits"]);
-            assert_eq!(differing_checks_after(|seen| seen.bound = Outcome::Observed([FIFTH_LIMIT, other])), ["limits"]);
-            assert_eq!(differing_checks_after(|seen| seen.defaults = Outcome::Observed(other)), ["defaults"]);
-            assert_eq!(differing_checks_after(|seen| seen.users = Outcome::Observed(other)), ["users"]);
-            assert_eq!(differing_checks_after(|seen| seen.link = Outcome::Observed(other)), ["link"]);
+            assert_eq!(
+                differing_checks_after(|seen| seen.bound = TestOutcome::Observed([other, FIFTH_LIMIT])),
+                ["limits"]
+            );
+            assert_eq!(
+                differing_checks_after(|seen| seen.bound = TestOutcome::Observed([FIFTH_LIMIT, other])),
+                ["limits"]
+            );
+            assert_eq!(differing_checks_after(|seen| seen.defaults = TestOutcome::Observed(other)), ["defaults"]);
+            assert_eq!(differing_checks_after(|seen| seen.users = TestOutcome::Observed(other)), ["users"]);
+            assert_eq!(differing_checks_after(|seen| seen.link = TestOutcome::Observed(other)), ["link"]);
             let raised = LoweredLimits { set: HALF_LIMIT, requested_more: other.view, requested_less: FIFTH_LIMIT };
-            assert_eq!(differing_checks_after(|seen| seen.lowered = Outcome::Observed(raised)), ["lower"]);
+            assert_eq!(differing_checks_after(|seen| seen.lowered = TestOutcome::Observed(raised)), ["lower"]);
         }
         let deaf = LoweredLimits {
             set: HALF_LIMIT,
             requested_more: HALF_LIMIT.view,
             requested_less: LimitedView { view: HALF_LIMIT.view, ..FIFTH_LIMIT },
         };
-        assert_eq!(differing_checks_after(|seen| seen.lowered = Outcome::Observed(deaf)), ["lower"]);
-        assert_eq!(differing_checks_after(|seen| seen.rounding = Outcome::Observed(vec![(10, 12), (33, 43)])), ["sms"]);
+        assert_eq!(differing_checks_after(|seen| seen.lowered = TestOutcome::Observed(deaf)), ["lower"]);
+        assert_eq!(
+            differing_checks_after(|seen| seen.rounding = TestOutcome::Observed(vec![(10, 12), (33, 43)])),
+            ["sms"]
+        );
         for (half, all) in [(Ok(()), Ok(())), (Err(2), Err(2)), (Ok(()), Err(700))] {
             let memory = AllocationResults { limit_mib: 8192, half, all };
-            assert_eq!(differing_checks_after(|seen| seen.memory = Outcome::Observed(memory)), ["memory"]);
+            assert_eq!(differing_checks_after(|seen| seen.memory = TestOutcome::Observed(memory)), ["memory"]);
         }
     }
 
     #[test]
     fn a_limit_that_programs_can_no_longer_exceed_differs() {
-        assert_eq!(differing_checks_after(|seen| seen.escape = Outcome::Observed(HALF_LIMIT)), ["escape"]);
-        assert_eq!(differing_checks_after(|seen| seen.no_control = Outcome::Observed(Err(805))), ["no control"]);
+        assert_eq!(differing_checks_after(|seen| seen.escape = TestOutcome::Observed(HALF_LIMIT)), ["escape"]);
+        assert_eq!(differing_checks_after(|seen| seen.no_control = TestOutcome::Observed(Err(805))), ["no control"]);
         assert_eq!(
-            differing_checks_after(|seen| seen.no_control = Outcome::Observed(Ok(HALF_LIMIT.view))),
+            differing_checks_after(|seen| seen.no_control = TestOutcome::Observed(Ok(HALF_LIMIT.view))),
             ["no control"]
         );
         let exclusive = TestedGpu { compute_mode: Some(ComputeMode::ExclusiveProcess), ..H200 };
         assert_eq!(
-            differing_checks(&measured_observations(), exclusive),
+            names_of_differing_checks(&measured_observations(), exclusive),
             ["no control"],
             "it ran in spite of the mode"
         );
-        let refused = Observations { no_control: Outcome::Observed(Err(46)), ..measured_observations() };
-        assert!(differing_checks(&refused, exclusive).is_empty());
+        let refused = Observations { no_control: TestOutcome::Observed(Err(46)), ..measured_observations() };
+        assert!(names_of_differing_checks(&refused, exclusive).is_empty());
     }
 
     #[test]
     fn clients_that_are_not_listed_or_not_terminated_alone_differ() {
-        assert_eq!(differing_checks_after(|seen| seen.listed_by_mps = Outcome::Observed(false)), ["clients"]);
-        assert_eq!(differing_checks_after(|seen| seen.listed_by_nvml = Outcome::Observed(Some(false))), ["nvml"]);
-        assert_eq!(differing_checks_after(|seen| seen.listed_by_nvml = Outcome::Observed(None)), ["nvml"]);
+        assert_eq!(differing_checks_after(|seen| seen.listed_by_mps = TestOutcome::Observed(false)), ["clients"]);
+        assert_eq!(differing_checks_after(|seen| seen.listed_by_nvml = TestOutcome::Observed(Some(false))), ["nvml"]);
+        assert_eq!(differing_checks_after(|seen| seen.listed_by_nvml = TestOutcome::Observed(None)), ["nvml"]);
         for (answer, client, neighbour) in [("201", Err(810), Ok(())), ("0", Ok(()), Ok(())), ("0", Err(810), Err(700))]
         {
-            let ended = Termination { answer: answer.to_owned(), client, neighbour };
-            assert_eq!(differing_checks_after(|seen| seen.terminated = Outcome::Observed(ended)), ["terminate"]);
+            let ended = ClientTermination { answer: answer.to_owned(), client, neighbour };
+            assert_eq!(differing_checks_after(|seen| seen.terminated = TestOutcome::Observed(ended)), ["terminate"]);
         }
     }
 }

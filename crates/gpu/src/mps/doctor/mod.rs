@@ -28,16 +28,16 @@ use std::path::{Path, PathBuf};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
 
-use self::facts::Facts;
-use self::judge::Verdict;
-use self::observed::{Observations, Outcome, TestedGpu};
+use self::facts::SystemFacts;
+use self::judge::CheckVerdict;
+use self::observed::{Observations, TestOutcome, TestedGpu};
 use self::own_daemon::OwnDaemon;
 use self::preconditions::ForeignProcesses;
 use self::program::Program;
 use self::report::Report;
-use self::setup::{NVML_DEADLINE, Setup};
+use self::setup::{DoctorSetup, NVML_CALL_DEADLINE};
 use super::args::PathArgs;
-use crate::nvml::{DriverInfo, Gpu, Library, NvmlError, Search, Worker};
+use crate::nvml::{DriverInfo, Gpu, Library, LibrarySearch, NvmlError, Worker};
 
 /// Check that this node's GPU driver enforces limits as Cleave expects.
 ///
@@ -95,18 +95,18 @@ pub enum DoctorError {
 /// # Errors
 /// [`DoctorError`] if there is no result.
 pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
-    let search = Search { library: args.paths.nvml_library.clone(), ..Search::default() };
+    let search = LibrarySearch { library: args.paths.nvml_library.clone(), ..LibrarySearch::default() };
     let library = Library::find(search);
     let nvml = Worker::start(&library, "nvml")?;
-    let DriverInfo { driver, count } = nvml.call(NVML_DEADLINE, |gpus| gpus.driver_info()).await?;
+    let DriverInfo { driver, count } = nvml.call(NVML_CALL_DEADLINE, |gpus| gpus.driver_info()).await?;
     let gpu = choose_gpu(describe_gpus(&library, count).await?, args.gpu.as_deref())?;
     let (uuid, of) = (gpu.uuid.clone(), gpu.uuid.clone());
-    let compute_mode = nvml.call(NVML_DEADLINE, move |gpus| gpus.compute_mode(&uuid)).await.ok();
-    let processes = nvml.call(NVML_DEADLINE, move |gpus| gpus.processes(&of)).await.ok();
-    let cuda = nvml.call(NVML_DEADLINE, |gpus| gpus.cuda_version()).await.ok();
+    let compute_mode = nvml.call(NVML_CALL_DEADLINE, move |gpus| gpus.compute_mode(&uuid)).await.ok();
+    let processes = nvml.call(NVML_CALL_DEADLINE, move |gpus| gpus.processes(&of)).await.ok();
+    let cuda = nvml.call(NVML_CALL_DEADLINE, |gpus| gpus.cuda_version()).await.ok();
     let control = facts::find_program(&args.paths.mps_control);
     let library_path = args.paths.mps_library_path.as_deref();
-    let mut facts = Facts {
+    let mut facts = SystemFacts {
         kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         cgroups: facts::cgroup_versions(Path::new("/sys/fs/cgroup")),
         driver,
@@ -124,15 +124,15 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let are_others_visible = preconditions.others == ForeignProcesses::Visible;
     let seen = match (&skip_reason, &facts.control) {
         (None, Some(control)) => {
-            test_driver(&build_setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?
+            test_driver(&build_doctor_setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?
         }
-        (reason, _) => Observations::untested(reason.as_deref().unwrap_or_default()),
+        (reason, _) => Observations::for_skipped_tests(reason.as_deref().unwrap_or_default()),
     };
-    if let Outcome::Observed(log) = &seen.log {
+    if let TestOutcome::Observed(log) = &seen.log {
         facts.control_version = log.version.or(facts.control_version);
     }
     let findings = judge::findings(&seen, TestedGpu { sms: gpu.sms.0, compute_mode });
-    let as_expected = findings.iter().all(|finding| finding.verdict != Verdict::Differs);
+    let as_expected = findings.iter().all(|finding| finding.verdict != CheckVerdict::Differs);
     print_report(&Report { facts, skip_reason, as_expected, findings }, args.json)?;
     Ok(as_expected)
 }
@@ -155,7 +155,7 @@ async fn describe_gpus(library: &Library, count: u32) -> Result<BTreeMap<u32, Re
     let mut calls = JoinSet::new();
     for index in 0..count {
         let worker = Worker::start(library, format!("nvml-gpu-{index}"))?;
-        calls.spawn(async move { (index, worker.call(NVML_DEADLINE, move |gpus| gpus.gpu_at(index)).await) });
+        calls.spawn(async move { (index, worker.call(NVML_CALL_DEADLINE, move |gpus| gpus.gpu_at(index)).await) });
     }
     Ok(calls.join_all().await.into_iter().collect())
 }
@@ -175,9 +175,15 @@ fn choose_gpu(gpus: BTreeMap<u32, Result<Gpu, NvmlError>>, wanted: Option<&str>)
 }
 
 /// Returns the settings of the tests.
-fn build_setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are_others_visible: bool) -> Setup {
+fn build_doctor_setup(
+    args: &DoctorArgs,
+    control: PathBuf,
+    gpu: &Gpu,
+    nvml: Worker,
+    are_others_visible: bool,
+) -> DoctorSetup {
     let words = args.client.as_deref().map(|client| client.split_whitespace().map(OsString::from).collect());
-    Setup {
+    DoctorSetup {
         uuid: gpu.uuid.clone(),
         memory_mib: gpu.memory.0,
         control,
@@ -193,14 +199,14 @@ fn build_setup(args: &DoctorArgs, control: PathBuf, gpu: &Gpu, nvml: Worker, are
 }
 
 /// Starts a daemon, runs the tests and stops the daemon.
-async fn test_driver(setup: &Setup) -> Result<Observations, DoctorError> {
+async fn test_driver(setup: &DoctorSetup) -> Result<Observations, DoctorError> {
     // Install signal handlers before starting anything that has to be stopped.
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let mut seen = Observations::untested("the daemon does not answer");
+    let mut seen = Observations::for_skipped_tests("the daemon does not answer");
     let mut daemon = match OwnDaemon::start(setup) {
         Ok(daemon) => daemon,
         Err(error) => {
-            seen.start = Outcome::Failed(error.to_string());
+            seen.start = TestOutcome::Failed(error.to_string());
             return Ok(seen);
         }
     };
@@ -214,17 +220,17 @@ async fn test_driver(setup: &Setup) -> Result<Observations, DoctorError> {
 }
 
 /// Runs the tests and records what they observe.
-async fn observe(setup: &Setup, daemon: &mut OwnDaemon, seen: &mut Observations) {
+async fn observe(setup: &DoctorSetup, daemon: &mut OwnDaemon, seen: &mut Observations) {
     match daemon.wait_for_first_answer().await {
-        Err(error) => seen.start = Outcome::Failed(error.to_string()),
+        Err(error) => seen.start = TestOutcome::Failed(error.to_string()),
         Ok(answer) => {
             if !answer.is_known {
-                *seen = Observations::untested(
+                *seen = Observations::for_skipped_tests(
                     "the daemon's protocol is unknown, so Cleave sends commands with the driver's own tool",
                 );
             }
-            seen.start = Outcome::Observed(answer.after_ms);
-            seen.greeting = Outcome::Observed(answer.is_known);
+            seen.start = TestOutcome::Observed(answer.after_ms);
+            seen.greeting = TestOutcome::Observed(answer.is_known);
             if answer.is_known {
                 tests_on_gpu::run_tests(setup, daemon, seen).await;
             }

@@ -4,7 +4,7 @@ use crate::nvml::ComputeMode;
 
 /// Result of one test of the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Outcome<T> {
+pub(super) enum TestOutcome<T> {
     /// The test was skipped, for this reason.
     NotTested(String),
     /// The driver failed the test, for this reason.
@@ -13,20 +13,20 @@ pub(super) enum Outcome<T> {
     Observed(T),
 }
 
-impl<T> Outcome<T> {
+impl<T> TestOutcome<T> {
     /// Reduces the observation to a part of it. Other outcomes are unchanged.
-    pub(super) fn map<U>(&self, part: impl FnOnce(&T) -> U) -> Outcome<U> {
+    pub(super) fn map<U>(&self, part: impl FnOnce(&T) -> U) -> TestOutcome<U> {
         match self {
-            Self::NotTested(why) => Outcome::NotTested(why.clone()),
-            Self::Failed(why) => Outcome::Failed(why.clone()),
-            Self::Observed(observed) => Outcome::Observed(part(observed)),
+            Self::NotTested(why) => TestOutcome::NotTested(why.clone()),
+            Self::Failed(why) => TestOutcome::Failed(why.clone()),
+            Self::Observed(observed) => TestOutcome::Observed(part(observed)),
         }
     }
 }
 
 /// Returns the outcome of a test that was not run.
-fn not_run<T>(why: &str) -> Outcome<T> {
-    Outcome::NotTested(why.to_owned())
+fn not_run<T>(why: &str) -> TestOutcome<T> {
+    TestOutcome::NotTested(why.to_owned())
 }
 
 /// The SMs and free memory that a program sees.
@@ -48,7 +48,7 @@ pub(super) struct LoggedEvents {
 
 /// A command and its answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Exchange {
+pub(super) struct CommandExchange {
     pub(super) command: Command,
     pub(super) answer: String,
     /// For a command that reads a setting: the percentage or MiB that was set before.
@@ -86,7 +86,7 @@ pub(super) struct AllocationResults {
 
 /// A client terminated by MPS.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Termination {
+pub(super) struct ClientTermination {
     pub(super) answer: String,
     /// Result of the client's next CUDA call.
     pub(super) client: AllocationResult,
@@ -98,40 +98,40 @@ pub(super) struct Termination {
 #[derive(Debug)]
 pub(super) struct Observations {
     /// Milliseconds until the daemon answered.
-    pub(super) start: Outcome<u128>,
+    pub(super) start: TestOutcome<u128>,
     /// Whether the daemon's greeting is that of driver 580.
-    pub(super) greeting: Outcome<bool>,
-    pub(super) commands: Outcome<Vec<Exchange>>,
+    pub(super) greeting: TestOutcome<bool>,
+    pub(super) commands: TestOutcome<Vec<CommandExchange>>,
     /// Administrators' commands over the socket that every user can reach, with the answers.
-    pub(super) unprivileged: Outcome<Vec<Exchange>>,
-    pub(super) log: Outcome<LoggedEvents>,
+    pub(super) unprivileged: TestOutcome<Vec<CommandExchange>>,
+    pub(super) log: TestOutcome<LoggedEvents>,
     /// Whether MPS lists a client by its pid.
-    pub(super) listed_by_mps: Outcome<bool>,
+    pub(super) listed_by_mps: TestOutcome<bool>,
     /// Whether NVML lists the same client as an MPS client. `None` if this driver does not
     /// distinguish clients from other processes.
-    pub(super) listed_by_nvml: Outcome<Option<bool>>,
+    pub(super) listed_by_nvml: TestOutcome<Option<bool>>,
     /// Two programs that connected one after the other and ran side by side.
-    pub(super) bound: Outcome<[LimitedView; 2]>,
+    pub(super) bound: TestOutcome<[LimitedView; 2]>,
     /// Percentages and the SMs that programs saw under them.
-    pub(super) rounding: Outcome<Vec<(u8, u32)>>,
-    pub(super) lowered: Outcome<LoweredLimits>,
-    pub(super) memory: Outcome<AllocationResults>,
+    pub(super) rounding: TestOutcome<Vec<(u8, u32)>>,
+    pub(super) lowered: TestOutcome<LoweredLimits>,
+    pub(super) memory: TestOutcome<AllocationResults>,
     /// The view of a program with an invalid memory limit in its environment.
-    pub(super) escape: Outcome<LimitedView>,
+    pub(super) escape: TestOutcome<LimitedView>,
     /// The view of another user's program while root's program was running.
-    pub(super) users: Outcome<LimitedView>,
+    pub(super) users: TestOutcome<LimitedView>,
     /// The view of a program with a pipe directory that contains only a link to `control`.
-    pub(super) link: Outcome<LimitedView>,
-    pub(super) terminated: Outcome<Termination>,
+    pub(super) link: TestOutcome<LimitedView>,
+    pub(super) terminated: TestOutcome<ClientTermination>,
     /// The view of the first program of a new server, under the daemon's defaults.
-    pub(super) defaults: Outcome<LimitedView>,
+    pub(super) defaults: TestOutcome<LimitedView>,
     /// The view of a program without a `control` socket, or its CUDA error.
-    pub(super) no_control: Outcome<Result<GpuView, i64>>,
+    pub(super) no_control: TestOutcome<Result<GpuView, i64>>,
 }
 
 impl Observations {
     /// Creates the observations of a run that tested nothing, for this reason.
-    pub(super) fn untested(why: &str) -> Self {
+    pub(super) fn for_skipped_tests(why: &str) -> Self {
         Self {
             start: not_run(why),
             greeting: not_run(why),

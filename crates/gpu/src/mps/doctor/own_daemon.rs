@@ -12,15 +12,15 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::process::{Child, Command as Process};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::setup::Setup;
-use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT, QUIT_DEADLINE};
+use super::setup::DoctorSetup;
+use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT_COMMAND, QUIT_DEADLINE};
 use crate::mps::daemon::{DAEMON_START_DEADLINE, tool};
 use crate::mps::log::{LogEvent, parse_log_line};
 use crate::mps::procfs;
 use crate::mps::text::shorten;
 
 /// Poll interval of the daemon.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
+const DAEMON_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The events that the daemon has logged.
 #[derive(Debug, Default)]
@@ -63,16 +63,16 @@ pub(super) struct OwnDaemon {
 
 impl OwnDaemon {
     /// Starts a daemon with the options that the MPS host uses.
-    pub(super) fn start(setup: &Setup) -> Result<Self, OwnDaemonError> {
+    pub(super) fn start(setup: &DoctorSetup) -> Result<Self, OwnDaemonError> {
         Self::try_start(setup).map_err(OwnDaemonError::Start)
     }
 
-    fn try_start(setup: &Setup) -> io::Result<Self> {
+    fn try_start(setup: &DoctorSetup) -> io::Result<Self> {
         let directory = std::env::temp_dir().join(format!("cleave-doctor-{}", std::process::id()));
         // Programs of other users can enter the directory but not list it.
         fs::DirBuilder::new().mode(0o711).create(&directory)?;
         fs::set_permissions(&directory, fs::Permissions::from_mode(0o711))?;
-        match Self::start_in(&directory, setup) {
+        match Self::start_in_directory(&directory, setup) {
             Ok((child, log)) => Ok(Self { directory, child, log }),
             Err(error) => {
                 let _ = fs::remove_dir_all(&directory);
@@ -81,12 +81,17 @@ impl OwnDaemon {
         }
     }
 
-    fn start_in(directory: &Path, setup: &Setup) -> io::Result<(Child, Arc<Mutex<DaemonLog>>)> {
+    fn start_in_directory(directory: &Path, setup: &DoctorSetup) -> io::Result<(Child, Arc<Mutex<DaemonLog>>)> {
         for name in ["pipe", "link", "empty"] {
             fs::DirBuilder::new().mode(0o711).create(directory.join(name))?;
             fs::set_permissions(directory.join(name), fs::Permissions::from_mode(0o711))?;
         }
-        let tool = tool::command(&setup.control, setup.library_path.as_deref(), &directory.join("pipe"), &setup.uuid);
+        let tool = tool::control_tool_command(
+            &setup.control,
+            setup.library_path.as_deref(),
+            &directory.join("pipe"),
+            &setup.uuid,
+        );
         let mut command = Process::from(tool);
         command.args(["-f", "-multiuser-server"]);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
@@ -112,14 +117,14 @@ impl OwnDaemon {
         loop {
             if let Ok(Some(status)) = self.child.try_wait() {
                 // Wait: the exited daemon's last lines may still be in the pipe.
-                sleep(POLL_INTERVAL * 5).await;
+                sleep(DAEMON_POLL_INTERVAL * 5).await;
                 let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
                 return Err(OwnDaemonError::Exited { status, last_line: log.last_line.clone() });
             }
             match control::has_known_greeting(&self.pipe_directory()).await {
                 Ok(is_known) => return Ok(FirstAnswer { after_ms: begun.elapsed().as_millis(), is_known }),
                 Err(ControlError::Io(_) | ControlError::Closed) if begun.elapsed() < DAEMON_START_DEADLINE => {
-                    sleep(POLL_INTERVAL).await;
+                    sleep(DAEMON_POLL_INTERVAL).await;
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -128,7 +133,7 @@ impl OwnDaemon {
 
     /// Stops the daemon and removes its processes and its directory.
     pub(super) async fn stop(mut self) {
-        if control::send_command(&self.pipe_directory(), &QUIT, QUIT_DEADLINE).await.is_err()
+        if control::send_command(&self.pipe_directory(), &QUIT_COMMAND, QUIT_DEADLINE).await.is_err()
             || timeout(ANSWER_DEADLINE, self.child.wait()).await.is_err()
         {
             let _ = self.child.kill().await;

@@ -2,7 +2,7 @@
 use std::io;
 use std::path::Path;
 
-use super::facts::Facts;
+use super::facts::SystemFacts;
 use crate::mps::procfs;
 use crate::mps::wire::{Desired, Paths};
 use crate::nvml::{ComputeMode, Gpu};
@@ -68,7 +68,7 @@ impl Preconditions {
 pub(super) async fn check_preconditions(
     run_dir: &Path,
     assume_idle: bool,
-    facts: &Facts,
+    facts: &SystemFacts,
     gpu: &Gpu,
     compute_mode: Option<ComputeMode>,
 ) -> Preconditions {
@@ -78,7 +78,7 @@ pub(super) async fn check_preconditions(
         root: rustix::process::geteuid().is_root(),
         mig: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
         compute_mode,
-        cleave: reason_cleave_uses_gpu(run_dir, &gpu.uuid),
+        cleave: reason_cleave_may_use_gpu(run_dir, &gpu.uuid),
         mps: procfs::processes_of_gpu(&gpu.uuid).await,
         processes: facts.gpu.processes,
         others: match namespace.as_os_str() == INITIAL_PID_NAMESPACE {
@@ -90,7 +90,7 @@ pub(super) async fn check_preconditions(
 }
 
 /// Returns why Cleave may use the GPU. Returns `None` if Cleave does not use the GPU.
-fn reason_cleave_uses_gpu(run: &Path, uuid: &str) -> Option<String> {
+fn reason_cleave_may_use_gpu(run: &Path, uuid: &str) -> Option<String> {
     let path = Paths::new(run).desired();
     let desired = match std::fs::read(&path) {
         Ok(bytes) => Desired::parse(&bytes),
@@ -110,7 +110,7 @@ fn reason_cleave_uses_gpu(run: &Path, uuid: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn free_gpu() -> Preconditions {
+    fn preconditions_of_free_gpu() -> Preconditions {
         Preconditions {
             control: true,
             root: true,
@@ -125,24 +125,41 @@ mod tests {
 
     #[test]
     fn a_daemon_is_started_only_if_it_disturbs_no_program() {
-        assert_eq!(free_gpu().skip_reason(), None);
+        assert_eq!(preconditions_of_free_gpu().skip_reason(), None);
         assert_eq!(
-            Preconditions { compute_mode: Some(ComputeMode::ExclusiveProcess), ..free_gpu() }.skip_reason(),
+            Preconditions { compute_mode: Some(ComputeMode::ExclusiveProcess), ..preconditions_of_free_gpu() }
+                .skip_reason(),
             None
         );
-        assert_eq!(Preconditions { others: ForeignProcesses::AssumedNone, ..free_gpu() }.skip_reason(), None);
+        assert_eq!(
+            Preconditions { others: ForeignProcesses::AssumedNone, ..preconditions_of_free_gpu() }.skip_reason(),
+            None
+        );
         for (preconditions, why) in [
-            (Preconditions { control: false, ..free_gpu() }, "control program was not found"),
-            (Preconditions { root: false, ..free_gpu() }, "root"),
-            (Preconditions { mig: true, ..free_gpu() }, "MIG"),
-            (Preconditions { compute_mode: Some(ComputeMode::Prohibited), ..free_gpu() }, "compute mode"),
-            (Preconditions { cleave: Some("Cleave shares it".to_owned()), ..free_gpu() }, "Cleave shares it"),
-            (Preconditions { mps: None, ..free_gpu() }, "search for MPS daemons"),
-            (Preconditions { mps: Some(vec![7, 8]), ..free_gpu() }, "process 7, 8"),
-            (Preconditions { processes: None, ..free_gpu() }, "NVML does not report"),
-            (Preconditions { processes: Some(1), ..free_gpu() }, "in use"),
-            (Preconditions { processes: Some(1), others: ForeignProcesses::AssumedNone, ..free_gpu() }, "in use"),
-            (Preconditions { others: ForeignProcesses::Hidden, ..free_gpu() }, "--idle"),
+            (Preconditions { control: false, ..preconditions_of_free_gpu() }, "control program was not found"),
+            (Preconditions { root: false, ..preconditions_of_free_gpu() }, "root"),
+            (Preconditions { mig: true, ..preconditions_of_free_gpu() }, "MIG"),
+            (
+                Preconditions { compute_mode: Some(ComputeMode::Prohibited), ..preconditions_of_free_gpu() },
+                "compute mode",
+            ),
+            (
+                Preconditions { cleave: Some("Cleave shares it".to_owned()), ..preconditions_of_free_gpu() },
+                "Cleave shares it",
+            ),
+            (Preconditions { mps: None, ..preconditions_of_free_gpu() }, "search for MPS daemons"),
+            (Preconditions { mps: Some(vec![7, 8]), ..preconditions_of_free_gpu() }, "process 7, 8"),
+            (Preconditions { processes: None, ..preconditions_of_free_gpu() }, "NVML does not report"),
+            (Preconditions { processes: Some(1), ..preconditions_of_free_gpu() }, "in use"),
+            (
+                Preconditions {
+                    processes: Some(1),
+                    others: ForeignProcesses::AssumedNone,
+                    ..preconditions_of_free_gpu()
+                },
+                "in use",
+            ),
+            (Preconditions { others: ForeignProcesses::Hidden, ..preconditions_of_free_gpu() }, "--idle"),
         ] {
             let reason = preconditions.skip_reason().unwrap_or_default();
             assert!(reason.contains(why), "{preconditions:?}: {reason:?}");
@@ -152,15 +169,15 @@ mod tests {
     #[test]
     fn a_gpu_belongs_to_cleave_if_the_desired_file_lists_it_or_is_unreadable() {
         let run = tempfile::tempdir().unwrap();
-        assert_eq!(reason_cleave_uses_gpu(run.path(), "GPU-1"), None);
+        assert_eq!(reason_cleave_may_use_gpu(run.path(), "GPU-1"), None);
         std::fs::create_dir(run.path().join("mps")).unwrap();
         let path = Paths::new(run.path()).desired();
         let daemon = r#"{"multiUser":true,"exclusive":false,"defaultThreads":null,"defaultMemoryMib":null}"#;
         let desired = format!(r#"{{"version":1,"daemons":{{"GPU-1":{daemon}}},"allocations":{{}}}}"#);
         std::fs::write(&path, desired).unwrap();
-        assert!(reason_cleave_uses_gpu(run.path(), "GPU-1").unwrap().contains("Cleave shares the GPU"));
-        assert_eq!(reason_cleave_uses_gpu(run.path(), "GPU-2"), None);
+        assert!(reason_cleave_may_use_gpu(run.path(), "GPU-1").unwrap().contains("Cleave shares the GPU"));
+        assert_eq!(reason_cleave_may_use_gpu(run.path(), "GPU-2"), None);
         std::fs::write(&path, "junk").unwrap();
-        assert!(reason_cleave_uses_gpu(run.path(), "GPU-2").unwrap().contains("failed to determine"));
+        assert!(reason_cleave_may_use_gpu(run.path(), "GPU-2").unwrap().contains("failed to determine"));
     }
 }

@@ -21,9 +21,9 @@ use crate::mps::text::shorten;
 
 /// Time limit for a line of output. Creating a context takes 0.1 s, and much longer if the driver
 /// initializes the GPU first.
-const LINE_DEADLINE: Duration = Duration::from_secs(30);
+const OUTPUT_LINE_DEADLINE: Duration = Duration::from_secs(30);
 /// Time limit for a program to exit after its last line.
-const EXIT_DEADLINE: Duration = Duration::from_secs(10);
+const PROGRAM_EXIT_DEADLINE: Duration = Duration::from_secs(10);
 
 /// The CUDA program and the settings of all its runs.
 #[derive(Debug, Clone)]
@@ -36,7 +36,7 @@ pub(super) struct Program {
 
 /// Options of one run.
 #[derive(Debug, Clone, Default)]
-pub(super) struct RunOptions {
+pub(super) struct ProgramRunOptions {
     /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub(super) pipe: PathBuf,
     pub(super) environment: BTreeMap<&'static str, String>,
@@ -57,7 +57,7 @@ pub(super) enum ProgramError {
     #[error("the program failed with CUDA error {0}")]
     Cuda(i64),
     /// The program printed nothing before the deadline, because it waits for CUDA.
-    #[error("the program printed nothing for {} s", LINE_DEADLINE.as_secs())]
+    #[error("the program printed nothing for {} s", OUTPUT_LINE_DEADLINE.as_secs())]
     Timeout,
 }
 
@@ -82,7 +82,7 @@ pub(super) struct RunningProgram {
 
 impl Program {
     /// Starts the program and waits until it has a context.
-    pub(super) async fn start(&self, start: &RunOptions) -> Result<RunningProgram, ProgramError> {
+    pub(super) async fn start(&self, start: &ProgramRunOptions) -> Result<RunningProgram, ProgramError> {
         let broken = |what: &str| ProgramError::Broken(what.to_owned());
         let (program, arguments) = self.words.split_first().ok_or_else(|| broken("is not named"))?;
         let mut command = Command::new(program);
@@ -127,7 +127,7 @@ impl Program {
     }
 
     /// Runs the program until it exits. Returns its view of the GPU.
-    pub(super) async fn view(&self, start: &RunOptions) -> Result<GpuView, ProgramError> {
+    pub(super) async fn run_and_view(&self, start: &ProgramRunOptions) -> Result<GpuView, ProgramError> {
         let running = self.start(start).await?;
         let view = running.view;
         running.finish().await;
@@ -136,7 +136,8 @@ impl Program {
 
     /// Runs the program with an allocation. Returns the result of the allocation.
     pub(super) async fn allocate(&self, pipe: &Path, mib: u64) -> Result<AllocationResult, ProgramError> {
-        let start = RunOptions { pipe: pipe.to_owned(), allocate_mib: Some(mib), ..RunOptions::default() };
+        let start =
+            ProgramRunOptions { pipe: pipe.to_owned(), allocate_mib: Some(mib), ..ProgramRunOptions::default() };
         let mut running = self.start(&start).await?;
         let allocated = running.read_allocation_result().await?;
         running.finish().await;
@@ -145,10 +146,10 @@ impl Program {
 }
 
 impl RunningProgram {
-    /// Reads the program's next line within [`LINE_DEADLINE`].
+    /// Reads the program's next line within [`OUTPUT_LINE_DEADLINE`].
     async fn read_line(&mut self) -> Result<OutputLine, ProgramError> {
         let broken = |what: String| Err(ProgramError::Broken(what));
-        match timeout(LINE_DEADLINE, self.lines.next_line()).await {
+        match timeout(OUTPUT_LINE_DEADLINE, self.lines.next_line()).await {
             Err(_) => Err(ProgramError::Timeout),
             Ok(Err(error)) => broken(format!("prints unreadable output: {error}")),
             Ok(Ok(None)) => broken("exits without output".to_owned()),
@@ -181,7 +182,7 @@ impl RunningProgram {
     /// Makes the program exit, and waits for its exit.
     pub(super) async fn finish(mut self) {
         drop(self.input.take());
-        if timeout(EXIT_DEADLINE, self.child.wait()).await.is_err() {
+        if timeout(PROGRAM_EXIT_DEADLINE, self.child.wait()).await.is_err() {
             let _ = self.child.kill().await;
         }
     }

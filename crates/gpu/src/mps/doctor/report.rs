@@ -3,8 +3,8 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::facts::Facts;
-use super::judge::{Finding, Verdict};
+use super::facts::SystemFacts;
+use super::judge::{CheckResult, CheckVerdict};
 
 /// The doctor's facts, reasons and findings. The serialized form of a report is the command's JSON
 /// output.
@@ -12,12 +12,12 @@ use super::judge::{Finding, Verdict};
 #[serde(rename_all = "camelCase")]
 pub(super) struct Report {
     #[serde(flatten)]
-    pub(super) facts: Facts,
+    pub(super) facts: SystemFacts,
     /// Why nothing was tested. `None` if tests ran.
     pub(super) skip_reason: Option<String>,
     /// Whether no check differs.
     pub(super) as_expected: bool,
-    pub(super) findings: Vec<Finding>,
+    pub(super) findings: Vec<CheckResult>,
 }
 
 /// Widths of the table's columns: check, verdict, expected, observed.
@@ -28,7 +28,7 @@ const LINE_WIDTH: usize = 100;
 
 /// Formats the report for a terminal.
 pub(super) fn format_report(report: &Report) -> String {
-    let mut text = facts_text(&report.facts);
+    let mut text = format_facts(&report.facts);
     if let Some(why) = &report.skip_reason {
         write_paragraph(
             &mut text,
@@ -39,21 +39,22 @@ pub(super) fn format_report(report: &Report) -> String {
     write_row(&mut text, ["CHECK", "", "CLEAVE EXPECTS", "OBSERVED"]);
     for finding in &report.findings {
         let verdict = match finding.verdict {
-            Verdict::AsExpected => "ok",
-            Verdict::Differs => "DIFFERS",
-            Verdict::NotTested => "-",
+            CheckVerdict::AsExpected => "ok",
+            CheckVerdict::Differs => "DIFFERS",
+            CheckVerdict::NotTested => "-",
         };
         // A reason that all checks have in common is stated once, above the table.
         let observed = match (&report.skip_reason, finding.verdict) {
-            (Some(why), Verdict::NotTested) if *why == finding.observed => "not tested".to_owned(),
-            (_, Verdict::NotTested) => format!("not tested: {}", finding.observed),
+            (Some(why), CheckVerdict::NotTested) if *why == finding.observed => "not tested".to_owned(),
+            (_, CheckVerdict::NotTested) => format!("not tested: {}", finding.observed),
             _ => finding.observed.clone(),
         };
         write_row(&mut text, [finding.check, verdict, finding.expected, &observed]);
     }
     text.push('\n');
     let count = |verdict| report.findings.iter().filter(|finding| finding.verdict == verdict).count();
-    let (good, differ, left) = (count(Verdict::AsExpected), count(Verdict::Differs), count(Verdict::NotTested));
+    let (good, differ, left) =
+        (count(CheckVerdict::AsExpected), count(CheckVerdict::Differs), count(CheckVerdict::NotTested));
     let _ = writeln!(
         text,
         "{good} as expected, {differ} {}, {left} not tested.",
@@ -62,14 +63,14 @@ pub(super) fn format_report(report: &Report) -> String {
     if differ > 0 {
         text.push_str("\nWhat that means:\n");
     }
-    for finding in report.findings.iter().filter(|finding| finding.verdict == Verdict::Differs) {
+    for finding in report.findings.iter().filter(|finding| finding.verdict == CheckVerdict::Differs) {
         write_paragraph(&mut text, &format!("- {}: {}.", finding.check, finding.impact));
     }
     text
 }
 
 /// Returns the facts about the GPU, driver and daemon, one per line.
-fn facts_text(facts: &Facts) -> String {
+fn format_facts(facts: &SystemFacts) -> String {
     let gpu = &facts.gpu;
     let unknown = || "unknown".to_owned();
     let control = match (&facts.control, facts.control_version) {
@@ -147,7 +148,7 @@ mod tests {
 
     use super::super::facts::GpuFacts;
     use super::super::judge::findings;
-    use super::super::observed::{Observations, Outcome, TestedGpu};
+    use super::super::observed::{Observations, TestOutcome, TestedGpu};
     use super::*;
 
     fn report(seen: &Observations, skip_reason: Option<&str>) -> Report {
@@ -161,7 +162,7 @@ mod tests {
             mig: "off",
             processes: Some(0),
         };
-        let facts = Facts {
+        let facts = SystemFacts {
             kernel: "6.12.0".to_owned(),
             cgroups: "v2",
             driver: "580.159".to_owned(),
@@ -171,14 +172,14 @@ mod tests {
             gpu,
         };
         let findings = findings(seen, TestedGpu { sms: 132, compute_mode: None });
-        let as_expected = findings.iter().all(|finding| finding.verdict != Verdict::Differs);
+        let as_expected = findings.iter().all(|finding| finding.verdict != CheckVerdict::Differs);
         Report { facts, skip_reason: skip_reason.map(str::to_owned), as_expected, findings }
     }
 
     #[test]
     fn lines_have_at_most_100_columns() {
-        let mut seen = Observations::untested("none");
-        seen.start = Outcome::Failed(format!("{} and {}", "x".repeat(300), "é ".repeat(200)));
+        let mut seen = Observations::for_skipped_tests("none");
+        seen.start = TestOutcome::Failed(format!("{} and {}", "x".repeat(300), "é ".repeat(200)));
         let text = format_report(&report(&seen, None));
         let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
         assert!(longest <= LINE_WIDTH, "{longest}\n{text}");
@@ -187,9 +188,9 @@ mod tests {
 
     #[test]
     fn differences_are_counted_and_explained() {
-        let mut seen = Observations::untested("none");
-        seen.start = Outcome::Observed(5);
-        seen.greeting = Outcome::Observed(false);
+        let mut seen = Observations::for_skipped_tests("none");
+        seen.start = TestOutcome::Observed(5);
+        seen.greeting = TestOutcome::Observed(false);
         let text = format_report(&report(&seen, None));
         assert!(text.contains("1 as expected, 1 differs, 17 not tested."), "{text}");
         assert!(text.contains("\n- door: limits are advisory"), "{text}");
@@ -198,7 +199,8 @@ mod tests {
 
     #[test]
     fn a_common_reason_for_skipping_is_stated_once() {
-        let text = format_report(&report(&Observations::untested("the GPU is in use"), Some("the GPU is in use")));
+        let text =
+            format_report(&report(&Observations::for_skipped_tests("the GPU is in use"), Some("the GPU is in use")));
         assert_eq!(text.matches("the GPU is in use").count(), 1, "{text}");
         assert!(text.contains("0 as expected, 0 differ, 19 not tested."), "{text}");
     }

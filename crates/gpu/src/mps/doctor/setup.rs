@@ -7,10 +7,10 @@ use super::program::Program;
 use crate::nvml::Worker;
 
 /// Time limit of NVML calls. A call takes milliseconds, or seconds if NVML initializes a GPU.
-pub(super) const NVML_DEADLINE: Duration = Duration::from_secs(20);
+pub(super) const NVML_CALL_DEADLINE: Duration = Duration::from_secs(20);
 
 /// The GPU to test, the MPS control program and the CUDA program.
-pub(super) struct Setup {
+pub(super) struct DoctorSetup {
     pub(super) uuid: String,
     pub(super) memory_mib: u64,
     pub(super) control: PathBuf,

@@ -8,11 +8,11 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use super::handshake::{Introduction, Refusal, introduce_for, receive_introduction};
+use super::handshake::{Introduction, Refusal, introduce_client_to_server, receive_introduction};
 use super::relay::relay;
-use super::{Door, MAX_SERVER_CONNECTIONS, WaitingCount};
+use super::{CountedConnection, Door, MAX_SERVER_CONNECTIONS};
 use crate::mps::control::{self, AcceptedClient, ControlError};
-use crate::mps::daemon::{ControlLock, Limits, Phase};
+use crate::mps::daemon::{ClientLimits, ControlLock, DevicePhase};
 use crate::mps::error::DaemonError;
 use crate::mps::process::PidFd;
 use crate::mps::protocol::{self, Command, ServerState};
@@ -33,7 +33,7 @@ const ADMISSION_RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Result of one attempt to admit a client.
 #[derive(Debug)]
-enum Admission {
+enum AdmissionResult {
     /// The client is connected to the server, under its allocation's limits.
     Admitted,
     /// The server refused the client with this `CUresult`.
@@ -59,7 +59,7 @@ impl ServerLink {
         permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
         allocation: &str,
     ) -> (Self, Option<OwnedFd>) {
-        match server.try_clone().and_then(Socket::interpose) {
+        match server.try_clone().and_then(Socket::prepare_relay) {
             Ok((to_server, to_client, clients_end)) => {
                 let relay = tokio::task::spawn_local(async move {
                     relay(&to_client, &to_server).await;
@@ -83,9 +83,9 @@ impl ServerLink {
 
     /// Introduces the client to the server on the client's behalf. Afterwards, the client can no
     /// longer reach the server.
-    fn introduce_for(&self, who: Credentials) {
+    fn introduce_client(&self, who: Credentials) {
         self.stop_relay();
-        introduce_for(&self.server, who);
+        introduce_client_to_server(&self.server, who);
     }
 
     /// Ends the connection to the server.
@@ -96,7 +96,7 @@ impl ServerLink {
 
     /// Sends the client its end of the connection. Returns the result that the client reports;
     /// `None` if the client reports no result in time.
-    async fn pass_connection(
+    async fn pass_connection_to_client(
         &mut self,
         client: &Socket,
         clients_end: Option<OwnedFd>,
@@ -122,7 +122,7 @@ impl ServerLink {
 
 impl Door {
     /// Serves one connection from its introduction to its admission or refusal.
-    pub(super) async fn serve(self: Rc<Self>, client: Socket) {
+    pub(super) async fn serve_connection(self: Rc<Self>, client: Socket) {
         let Ok(peer) = client.peer() else { return };
         if self.device.phase().borrow().enforcement == Enforcement::Advisory {
             tokio::select! {
@@ -151,7 +151,7 @@ impl Door {
     async fn admit_when_possible(&self, client: &Socket, who: Credentials) -> Option<Refusal> {
         // From here on the pidfd refers to this process, even if it exits.
         let mut pidfd = PidFd::open(who.pid);
-        let waiting = WaitingCount::new(self);
+        let waiting = CountedConnection::new(self);
         loop {
             let mut phase = self.device.phase();
             let is_open = phase.borrow().is_open();
@@ -160,22 +160,22 @@ impl Door {
                 tokio::select! {
                     () = self.closed.cancelled() => return None,
                     () = client.wait_until_closed_or_readable() => return None,
-                    open = phase.wait_for(Phase::is_open) => if open.is_err() { return None },
+                    open = phase.wait_for(DevicePhase::is_open) => if open.is_err() { return None },
                 }
             }
-            match self.admit(client, who, &mut pidfd).await {
-                Admission::Admitted => {
+            match self.try_to_admit(client, who, &mut pidfd).await {
+                AdmissionResult::Admitted => {
                     tracing::debug!(allocation = self.id, pid = who.pid, uid = who.uid, "admitted client");
                     self.count_admitted();
                     return None;
                 }
-                Admission::Failed(code) => {
+                AdmissionResult::Failed(code) => {
                     tracing::warn!(allocation = self.id, pid = who.pid, code, "MPS server refused a client");
                     return None;
                 }
-                Admission::Left => return None,
-                Admission::Refused(refusal) => return Some(refusal),
-                Admission::Held => {
+                AdmissionResult::Left => return None,
+                AdmissionResult::Refused(refusal) => return Some(refusal),
+                AdmissionResult::Held => {
                     waiting.begin_connection();
                     tokio::select! {
                         () = self.closed.cancelled() => return None,
@@ -189,63 +189,63 @@ impl Door {
 
     /// Tries once to admit a client. Once this call has the control lock, it continues even if
     /// the client disconnects, because the server may be waiting for the client.
-    async fn admit(&self, client: &Socket, who: Credentials, pidfd: &mut Option<PidFd>) -> Admission {
+    async fn try_to_admit(&self, client: &Socket, who: Credentials, pidfd: &mut Option<PidFd>) -> AdmissionResult {
         let locks = async {
             let turn = self.turn.lock().await;
             (turn, self.device.lock_control().await)
         };
         let (_turn, mut control) = tokio::select! {
-            () = self.closed.cancelled() => return Admission::Left,
-            () = client.wait_until_closed_or_readable() => return Admission::Left,
+            () = self.closed.cancelled() => return AdmissionResult::Left,
+            () = client.wait_until_closed_or_readable() => return AdmissionResult::Left,
             locks = locks => locks,
         };
         self.device.wait_until_exits_logged().await;
         if self.device.must_replace_server() {
             self.device.probe_soon();
-            return Admission::Held;
+            return AdmissionResult::Held;
         }
         if !self.device.phase().borrow().is_open() {
-            return Admission::Held;
+            return AdmissionResult::Held;
         }
         let max_clients = self.allocation.borrow().max_clients;
-        if let Some(max) = max_clients.filter(|&max| self.device.is_full(&self.id, max, who.pid)) {
-            return Admission::Refused(Refusal::TooManyClients(max));
+        if let Some(max) = max_clients.filter(|&max| self.device.is_allocation_full(&self.id, max, who.pid)) {
+            return AdmissionResult::Refused(Refusal::TooManyClients(max));
         }
         let Ok(permit) = Arc::clone(&self.server_connections).try_acquire_owned() else {
-            return Admission::Refused(Refusal::TooManyConnections(MAX_SERVER_CONNECTIONS));
+            return AdmissionResult::Refused(Refusal::TooManyConnections(MAX_SERVER_CONNECTIONS));
         };
         let Ok(shared_permit) = Arc::clone(&self.context.server_connections).try_acquire_owned() else {
-            return Admission::Held;
+            return AdmissionResult::Held;
         };
         let server = match self.prepare_server(&mut control, who).await {
             Ok(Some(server)) => server,
-            Ok(None) => return Admission::Held,
+            Ok(None) => return AdmissionResult::Held,
             Err(error) => {
                 tracing::warn!(allocation = self.id, %error, "failed to set limits; the client waits");
                 self.device.handle_door_error(&error);
-                return Admission::Held;
+                return AdmissionResult::Held;
             }
         };
-        let introduced = match control::introduce(&self.device.pipe, who).await {
+        let introduced = match control::introduce_client(&self.device.pipe, who).await {
             Ok(introduced) => introduced,
-            Err(ControlError::ClientGone) => return Admission::Left,
+            Err(ControlError::ClientGone) => return AdmissionResult::Left,
             Err(ControlError::UnknownProtocol) => {
                 self.device.handle_unknown_handshake();
-                return Admission::Refused(Refusal::UnknownReply);
+                return AdmissionResult::Refused(Refusal::UnknownReply);
             }
             Err(error) => {
                 tracing::warn!(allocation = self.id, %error, "failed to introduce a client to the daemon; the client waits");
                 self.device.handle_door_error(&error.into());
-                return Admission::Held;
+                return AdmissionResult::Held;
             }
         };
-        self.connect(client, who, pidfd, introduced, server, (permit, shared_permit)).await
+        self.connect_to_server(client, who, pidfd, introduced, server, (permit, shared_permit)).await
     }
 
     /// Prepares the server for the next client of this allocation. `None` if the client has to
     /// wait.
     async fn prepare_server(&self, control: &mut ControlLock, who: Credentials) -> Result<Option<u32>, DaemonError> {
-        let Some(server) = self.device.server_for(who.uid).await? else { return Ok(None) };
+        let Some(server) = self.device.server_for_user(who.uid).await? else { return Ok(None) };
         match protocol::parse_server_state(&self.device.send_command(&Command::ServerStatus(server)).await?)? {
             ServerState::Active => {}
             ServerState::Fault => {
@@ -259,7 +259,7 @@ impl Door {
         }
         let limits = {
             let allocation = self.allocation.borrow();
-            Limits { threads: allocation.threads.unwrap_or(100), memory_mib: allocation.memory_mib }
+            ClientLimits { threads: allocation.threads.unwrap_or(100), memory_mib: allocation.memory_mib }
         };
         self.device.set_limits(control, server, limits).await?;
         Ok(Some(server))
@@ -267,7 +267,7 @@ impl Door {
 
     /// Connects a client to the server and ensures that the server has finished the client's
     /// handshake.
-    async fn connect(
+    async fn connect_to_server(
         &self,
         client: &Socket,
         who: Credentials,
@@ -275,13 +275,13 @@ impl Door {
         introduced: AcceptedClient,
         server: u32,
         permits: (OwnedSemaphorePermit, OwnedSemaphorePermit),
-    ) -> Admission {
+    ) -> AdmissionResult {
         let AcceptedClient { server: socket, daemon } = introduced;
         let (mut link, clients_end) = ServerLink::new(socket, permits, &self.id);
         let deadline = (HANDSHAKE_DEADLINE / (1 << self.stalled.get().min(8))).max(MIN_HANDSHAKE_DEADLINE);
-        let result = link.pass_connection(client, clients_end, deadline).await;
+        let result = link.pass_connection_to_client(client, clients_end, deadline).await;
         if result.is_none() {
-            link.introduce_for(who);
+            link.introduce_client(who);
         }
         daemon.finish(&result.unwrap_or(protocol::CLIENT_CONNECTED)).await;
         // The daemon answers only once its server has accepted the client, regardless of the
@@ -289,7 +289,7 @@ impl Door {
         let mut answer = self.device.send_command(&Command::ServerStatus(server)).await;
         let has_lied = result.is_some() && matches!(answer, Err(ControlError::Timeout { .. }));
         if has_lied {
-            link.introduce_for(who);
+            link.introduce_client(who);
             answer = self.device.send_command(&Command::ServerStatus(server)).await;
         }
         if let Err(error) = answer {
@@ -300,23 +300,23 @@ impl Door {
             Some(0) => {
                 self.stalled.set(0);
                 self.device.register_client(who.pid, &self.id, pidfd.take());
-                Admission::Admitted
+                AdmissionResult::Admitted
             }
             Some(code) => {
                 // Disconnect: a client that falsely reports a refusal would be connected but not
                 // counted.
                 link.disconnect();
-                Admission::Failed(code)
+                AdmissionResult::Failed(code)
             }
             None => {
                 // The door introduced the client. Packets that the client still sends must not
                 // reach the server.
                 link.disconnect();
                 if pidfd.as_ref().is_none_or(PidFd::has_exited) {
-                    Admission::Left
+                    AdmissionResult::Left
                 } else {
                     self.stalled.set(self.stalled.get().saturating_add(1));
-                    Admission::Refused(Refusal::Stalled)
+                    AdmissionResult::Refused(Refusal::Stalled)
                 }
             }
         }

@@ -3,8 +3,8 @@ use std::os::fd::OwnedFd;
 
 use nix::sys::socket::MsgFlags;
 
-use crate::mps::protocol::{self, Kind};
-use crate::mps::seqpacket::{Credentials, Socket, send_now};
+use crate::mps::protocol::{self, PeerKind};
+use crate::mps::seqpacket::{Credentials, Socket, send_without_waiting};
 
 /// Why a door refuses a connection.
 #[derive(Debug, thiserror::Error)]
@@ -60,16 +60,16 @@ pub(super) async fn receive_introduction(client: &Socket, peer: Credentials) -> 
         None => return Introduction::Refused(Refusal::NoCredentials),
     };
     let Ok(Some(packet)) = client.recv_credentials().await else { return Introduction::Closed };
-    match Kind::parse(&packet.data) {
-        Kind::Client => Introduction::Client(who),
-        Kind::Administrator => Introduction::Refused(Refusal::Administrator),
-        Kind::Unknown => Introduction::Refused(Refusal::UnknownKind),
+    match PeerKind::parse(&packet.data) {
+        PeerKind::Client => Introduction::Client(who),
+        PeerKind::Administrator => Introduction::Refused(Refusal::Administrator),
+        PeerKind::Unknown => Introduction::Refused(Refusal::UnknownKind),
     }
 }
 
 /// Introduces a client to its server on the client's behalf. Never waits.
-pub(super) fn introduce_for(server: &OwnedFd, who: Credentials) {
-    let send = |packet: &[u8], who| send_now(server, packet, who, MsgFlags::MSG_DONTWAIT);
+pub(super) fn introduce_client_to_server(server: &OwnedFd, who: Credentials) {
+    let send = |packet: &[u8], who| send_without_waiting(server, packet, who, MsgFlags::MSG_DONTWAIT);
     let [first, rest @ ..] = protocol::INTRODUCTION;
     // Sending the client's credentials fails if the client has exited: the kernel accepts only
     // credentials of living processes.

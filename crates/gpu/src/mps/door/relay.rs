@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use super::{Door, WaitingCount};
-use crate::mps::daemon::Phase;
+use super::{CountedConnection, Door};
+use crate::mps::daemon::DevicePhase;
 use crate::mps::seqpacket::{Packet, Socket};
 
 /// Time without a packet after which a relayed connection to a daemon with an unknown protocol is
 /// closed.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(600);
+const IDLE_RELAY_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Relays between a client and its server until one of them closes. Each packet reaches the server
 /// with the credentials that the kernel attests for that packet, not with the handshake's
@@ -47,12 +47,12 @@ pub(super) async fn relay(client: &Socket, server: &Socket) {
 impl Door {
     /// Relays everything unchanged between a client and a daemon with an unknown handshake.
     pub(super) async fn relay_to_daemon(&self, client: &Socket) {
-        let waiting = WaitingCount::new(self);
+        let waiting = CountedConnection::new(self);
         let mut phase = self.device.phase();
         if !phase.borrow().is_open() {
             waiting.begin_connection();
         }
-        if phase.wait_for(Phase::is_open).await.is_err() {
+        if phase.wait_for(DevicePhase::is_open).await.is_err() {
             return;
         }
         drop(waiting);
@@ -76,7 +76,7 @@ impl Door {
                     },
                     _ => return,
                 },
-                () = sleep(IDLE_TIMEOUT) => return,
+                () = sleep(IDLE_RELAY_TIMEOUT) => return,
             };
             if sent.is_err() {
                 return;

@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
-use sim_machine::{ComputeMode, Description, Effect, Fault, GpuDescription, Machine};
+use sim_machine::{ComputeMode, Fault, FaultEffect, GpuDescription, Machine, MachineDescription};
 use sim_mps::handshake;
 
 /// Timeout of every step, sufficient even on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(30);
+const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A node with one GPU.
 pub(crate) struct Node {
@@ -35,7 +35,7 @@ impl Node {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let gpus = vec![GpuDescription { model: "H200-141".into(), ..GpuDescription::default() }];
-        let description = Description { name: "test".into(), gpus, ..Description::default() };
+        let description = MachineDescription { name: "test".into(), gpus, ..MachineDescription::default() };
         for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "cleave-client"] {
             // The program acts as NVIDIA's programs under the first two names. Programs find each
             // other in their common directory, which all users can access.
@@ -49,22 +49,22 @@ impl Node {
     /// Creates a machine with a daemon started with `-f` and these arguments.
     pub(crate) fn with_daemon(arguments: &[&str]) -> Self {
         let mut node = Self::without_daemon();
-        node.start(arguments);
+        node.start_daemon(arguments);
         node
     }
 
     /// Sets a variable for daemons that start later.
-    pub(crate) fn daemon_env(&mut self, name: &str, value: &str) {
+    pub(crate) fn set_daemon_env(&mut self, name: &str, value: &str) {
         self.env.push((name.to_owned(), value.to_owned()));
     }
 
     /// Starts a daemon and waits until it listens.
-    pub(crate) fn start(&mut self, arguments: &[&str]) {
+    pub(crate) fn start_daemon(&mut self, arguments: &[&str]) {
         let mut command = self.control_command();
         let log = File::options().create(true).append(true).open(self.path("log.txt")).unwrap();
         command.arg("-f").args(arguments).stdout(log).stdin(Stdio::null());
         self.daemon = Some(command.spawn().unwrap());
-        wait_until("the daemon listens", || handshake::probe(&self.socket("control_privileged")).is_ok());
+        wait_until("the daemon listens", || handshake::probe_daemon(&self.socket_path("control_privileged")).is_ok());
     }
 
     /// Returns the command `nvidia-cuda-mps-control` on this node.
@@ -82,7 +82,7 @@ impl Node {
         let mut command = self.control_command();
         command.args(arguments).stdin(Stdio::null());
         if let Some(uid) = uid {
-            as_user(&mut command, uid);
+            set_user(&mut command, uid);
         }
         String::from_utf8(command.output().unwrap().stdout).unwrap()
     }
@@ -103,7 +103,7 @@ impl Node {
     }
 
     /// Returns a socket in the pipe directory.
-    pub(crate) fn socket(&self, name: &str) -> PathBuf {
+    pub(crate) fn socket_path(&self, name: &str) -> PathBuf {
         self.path("pipe").join(name)
     }
 
@@ -113,19 +113,19 @@ impl Node {
     }
 
     /// Returns the log of the daemon and its servers.
-    pub(crate) fn log(&self) -> String {
+    pub(crate) fn read_log(&self) -> String {
         fs::read_to_string(self.path("log.txt")).unwrap()
     }
 
     /// Sends an administrator's command over `control_privileged`.
     pub(crate) fn send_command(&self, command: &str) -> String {
-        handshake::send_command(&self.socket("control_privileged"), command).unwrap().unwrap()
+        handshake::send_command(&self.socket_path("control_privileged"), command).unwrap().unwrap()
     }
 
     /// Sends an administrator's command in the background. The channel receives the answer.
     pub(crate) fn send_command_in_background(&self, command: &str) -> Receiver<String> {
         let (sender, answer) = mpsc::channel();
-        let (socket, command) = (self.socket("control_privileged"), command.to_owned());
+        let (socket, command) = (self.socket_path("control_privileged"), command.to_owned());
         thread::spawn(move || {
             if let Ok(Some(text)) = handshake::send_command(&socket, &command) {
                 // The test may have dropped the receiver.
@@ -216,7 +216,7 @@ impl Node {
 
     /// Injects a fault into a call. `remaining` limits the number of calls to which the fault
     /// applies.
-    pub(crate) fn inject_fault(&self, call: &str, effect: Effect, remaining: Option<u32>) {
+    pub(crate) fn inject_fault(&self, call: &str, effect: FaultEffect, remaining: Option<u32>) {
         let add = |state: &mut sim_machine::State| {
             let id = state.next_id();
             state.faults.push(Fault { id, call: call.to_owned(), gpu: None, effect, remaining });
@@ -226,7 +226,7 @@ impl Node {
     }
 
     /// Returns whether every injected fault has applied to its maximum number of calls.
-    pub(crate) fn faults_are_consumed(&self) -> bool {
+    pub(crate) fn are_faults_consumed(&self) -> bool {
         self.machine.snapshot().unwrap().faults.iter().all(|fault| fault.remaining == Some(0))
     }
 
@@ -271,7 +271,7 @@ impl Drop for Node {
             let _ = daemon.wait();
         }
         // A failed test may leave a background daemon. Another process may have reused the PID.
-        let pid = fs::read_to_string(self.socket("nvidia-cuda-mps-control.pid")).unwrap_or_default();
+        let pid = fs::read_to_string(self.socket_path("nvidia-cuda-mps-control.pid")).unwrap_or_default();
         let is_ours = fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe.starts_with(self.dir.path()));
         if let (true, Some(pid)) = (is_ours, pid.parse().ok().and_then(Pid::from_raw)) {
             let _ = rustix::process::kill_process(pid, Signal::KILL);
@@ -307,7 +307,7 @@ impl Client {
 
     /// Returns the program's next line.
     pub(crate) fn read_line(&mut self) -> Value {
-        serde_json::from_str(&self.lines.recv_timeout(DEADLINE).expect("the program prints a line")).unwrap()
+        serde_json::from_str(&self.lines.recv_timeout(STEP_TIMEOUT).expect("the program prints a line")).unwrap()
     }
 
     /// Returns whether the program has printed no unread line.
@@ -333,7 +333,7 @@ impl Client {
     }
 
     /// Stops the program and waits until it has stopped.
-    pub(crate) fn stop(&self) {
+    pub(crate) fn suspend(&self) {
         self.signal(Signal::STOP);
         let state = || {
             let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap();
@@ -369,18 +369,18 @@ impl Drop for Client {
 }
 
 /// Sends a signal to a running process.
-pub(crate) fn kill(pid: u32, signal: Signal) {
+pub(crate) fn send_signal(pid: u32, signal: Signal) {
     rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), signal).unwrap();
 }
 
 /// Waits for an administrator's answer.
 pub(crate) fn wait_for_answer(reply: &Receiver<String>) -> String {
-    reply.recv_timeout(DEADLINE).expect("the daemon answers")
+    reply.recv_timeout(STEP_TIMEOUT).expect("the daemon answers")
 }
 
 /// Waits for a condition. `what` describes the condition in the failure message.
 pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + STEP_TIMEOUT;
     while !condition() {
         assert!(Instant::now() < deadline, "timed out: {what}");
         thread::sleep(Duration::from_millis(5));
@@ -397,6 +397,6 @@ pub(crate) fn is_root() -> bool {
 }
 
 /// Configures a command to run as another user.
-pub(crate) fn as_user(command: &mut Command, uid: u32) {
+pub(crate) fn set_user(command: &mut Command, uid: u32) {
     command.uid(uid).gid(uid);
 }

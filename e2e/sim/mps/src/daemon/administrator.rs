@@ -10,18 +10,18 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::Daemon;
-use super::state::Server;
-use crate::command::{Command, HELP};
+use super::state::ServerRecord;
+use crate::command::{COMMAND_HELP, Command};
 use crate::handshake;
-use crate::limits::Settings;
+use crate::limits::ClientSettings;
 use crate::seqpacket::Connection;
-use crate::server::clients::INVALID_VALUE;
-use crate::wire::{self, Status, ToServer};
+use crate::server::clients::CUDA_ERROR_INVALID_VALUE;
+use crate::wire::{self, ServerStatus, ToServer};
 
 /// Maximum time for which the daemon waits for its servers to exit.
 const SERVER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which a waiting command checks its condition.
-const CHECK_INTERVAL: Duration = Duration::from_millis(50);
+const CONDITION_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The lines of an answer, or of an error.
 type Answer = Result<Vec<String>, Vec<String>>;
@@ -53,7 +53,7 @@ impl Daemon {
             };
             for line in lines {
                 self.log(&line);
-                if handshake::reply(connection, &line).is_err() {
+                if handshake::send_answer_line(connection, &line).is_err() {
                     return;
                 }
             }
@@ -62,7 +62,7 @@ impl Daemon {
         let _ = connection.send(&handshake::END_OF_REPLIES);
         connection.shutdown();
         if let Some(timeout) = quit {
-            self.quit(timeout);
+            self.quit_daemon(timeout);
         }
     }
 
@@ -70,7 +70,9 @@ impl Daemon {
         let one = |line: String| Ok(vec![line]);
         match command {
             Command::GetServerList => Ok(self.lock().servers.keys().map(u32::to_string).collect()),
-            Command::GetServerStatus(pid) => one(self.read_server(*pid, |server| server.status.word().to_owned())?),
+            Command::GetServerStatus(pid) => {
+                one(self.read_server_property(*pid, |server| server.status.word().to_owned())?)
+            }
             Command::StartServer(uid) => self.start_server_for(*uid),
             Command::ShutdownServer { server, force } => self.shutdown_server(*server, *force),
             Command::GetClientList(pid) => {
@@ -79,17 +81,17 @@ impl Daemon {
                 Ok(pids.iter().map(u32::to_string).collect())
             }
             Command::GetDeviceClientList(only) => {
-                self.send_to_servers()?;
+                self.wait_for_all_servers()?;
                 Ok(self.lock().device_client_lines(*only))
             }
             Command::Ps(only) => {
-                self.send_to_servers()?;
+                self.wait_for_all_servers()?;
                 Ok(self.lock().ps_lines(*only))
             }
             Command::TerminateClient { server, client } => {
                 let result = self.send_to_server(*server, |request| ToServer::Terminate { request, pid: *client })?;
                 let mut lines = vec![result.to_string()];
-                if result == INVALID_VALUE {
+                if result == CUDA_ERROR_INVALID_VALUE {
                     lines.insert(0, format!("Invalid process {client}!"));
                 }
                 Ok(lines)
@@ -100,21 +102,26 @@ impl Daemon {
                 defaults.threads = value.unwrap_or(defaults.threads);
                 one(format_percentage(defaults))
             }
-            Command::GetThreads(pid) => one(self.read_server(*pid, |server| format_percentage(&server.settings))?),
+            Command::GetThreads(pid) => {
+                one(self.read_server_property(*pid, |server| format_percentage(&server.settings))?)
+            }
             Command::SetThreads(pid, value) => {
-                let set = |settings: &mut Settings| settings.threads = value.unwrap_or(settings.threads);
+                let set = |settings: &mut ClientSettings| settings.threads = value.unwrap_or(settings.threads);
                 one(self.set_limits(*pid, set, format_percentage)?)
             }
-            Command::GetDefaultMemory(device) => Ok(self.lock().defaults.printed_memory(device).into_iter().collect()),
+            Command::GetDefaultMemory(device) => {
+                Ok(self.lock().defaults.format_memory_limit(device).into_iter().collect())
+            }
             Command::SetDefaultMemory(device, value) => {
-                self.lock().defaults.set_memory(device, value);
+                self.lock().defaults.set_memory_limit(device, value);
                 Ok(Vec::new())
             }
-            Command::GetMemory(pid, device) => {
-                Ok(self.read_server(*pid, |server| server.settings.printed_memory(device))?.into_iter().collect())
-            }
+            Command::GetMemory(pid, device) => Ok(self
+                .read_server_property(*pid, |server| server.settings.format_memory_limit(device))?
+                .into_iter()
+                .collect()),
             Command::SetMemory(pid, device, value) => {
-                self.set_limits(*pid, |settings| settings.set_memory(device, value), |_| ())?;
+                self.set_limits(*pid, |settings| settings.set_memory_limit(device, value), |_| ())?;
                 Ok(Vec::new())
             }
             Command::GetDefaultPriority => one(self.lock().defaults.priority.to_string()),
@@ -123,12 +130,12 @@ impl Daemon {
                 Ok(Vec::new())
             }
             Command::Quit(_) => Ok(Vec::new()),
-            Command::Help => Ok(HELP.lines().map(str::to_owned).collect()),
+            Command::Help => Ok(COMMAND_HELP.lines().map(str::to_owned).collect()),
         }
     }
 
     /// Reads a property of a server after the server has answered.
-    fn read_server<T>(&self, pid: u32, read: impl FnOnce(&Server) -> T) -> Result<T, Vec<String>> {
+    fn read_server_property<T>(&self, pid: u32, read: impl FnOnce(&ServerRecord) -> T) -> Result<T, Vec<String>> {
         self.send_to_server(pid, |request| ToServer::Ping { request })?;
         self.lock().servers.get(&pid).map(read).ok_or_else(|| no_server_error(pid))
     }
@@ -137,15 +144,15 @@ impl Daemon {
     fn set_limits<T>(
         &self,
         pid: u32,
-        change: impl FnOnce(&mut Settings),
-        read: impl FnOnce(&Settings) -> T,
+        change: impl FnOnce(&mut ClientSettings),
+        read: impl FnOnce(&ClientSettings) -> T,
     ) -> Result<T, Vec<String>> {
         self.send_to_server(pid, |request| ToServer::Ping { request })?;
         let mut state = self.lock();
         let server = state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?;
         change(&mut server.settings);
         // The server only logs these settings. Each client's limits are sent with the client.
-        let _ = wire::try_send(&server.link, &ToServer::Settings(server.settings.clone()));
+        let _ = wire::try_send(&server.link, &ToServer::ClientSettings(server.settings.clone()));
         Ok(read(&server.settings))
     }
 
@@ -154,7 +161,7 @@ impl Daemon {
         let mut state = self.lock();
         let request = state.next_number();
         let server = state.servers.get(&pid).ok_or_else(|| no_server_error(pid))?;
-        if server.status == Status::Initializing {
+        if server.status == ServerStatus::Initializing {
             return Ok(0);
         }
         let link = Arc::clone(&server.link);
@@ -168,12 +175,12 @@ impl Daemon {
             if !state.servers.contains_key(&pid) {
                 return Err(no_server_error(pid));
             }
-            state = self.wait(state, CHECK_INTERVAL);
+            state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
     }
 
     /// Waits until every server has answered. Fails without a server.
-    fn send_to_servers(&self) -> Result<(), Vec<String>> {
+    fn wait_for_all_servers(&self) -> Result<(), Vec<String>> {
         let pids: Vec<u32> = self.lock().servers.keys().copied().collect();
         if pids.is_empty() {
             return Err(vec!["Server not found".to_owned()]);
@@ -198,18 +205,18 @@ impl Daemon {
         let mut state = self.lock();
         state.servers.get_mut(&pid).ok_or_else(|| no_server_error(pid))?.leaving = true;
         while !force && state.servers.get(&pid).is_some_and(|server| !server.clients.is_empty()) {
-            state = self.wait(state, CHECK_INTERVAL);
+            state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
         self.end_server(&mut state, pid);
         while state.servers.contains_key(&pid) {
-            state = self.wait(state, CHECK_INTERVAL);
+            state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
         Ok(Vec::new())
     }
 
     /// Stops the daemon: waits for the clients, at most `timeout`, and then stops the servers. This
     /// function does not return.
-    fn quit(&self, timeout: Option<Duration>) {
+    fn quit_daemon(&self, timeout: Option<Duration>) {
         let directory = &self.config.pipe_directory;
         for name in ["control", "control_privileged"] {
             // Ignore errors: the file may not exist.
@@ -220,7 +227,7 @@ impl Daemon {
         while deadline.is_none_or(|deadline| Instant::now() < deadline)
             && state.servers.values().any(|server| !server.clients.is_empty())
         {
-            state = self.wait(state, CHECK_INTERVAL);
+            state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
         let pids: Vec<u32> = state.servers.keys().copied().collect();
         for pid in pids {
@@ -228,7 +235,7 @@ impl Daemon {
         }
         let deadline = Instant::now() + SERVER_EXIT_TIMEOUT;
         while !state.servers.is_empty() && Instant::now() < deadline {
-            state = self.wait(state, CHECK_INTERVAL);
+            state = self.wait_for_change(state, CONDITION_CHECK_INTERVAL);
         }
         // A server that hangs exits once it detects that the daemon has exited.
         for name in ["nvidia-cuda-mps-control.pid", "log"] {
@@ -250,7 +257,7 @@ fn privilege_error(line: &str) -> String {
     format!("Not enough privilege to execute {} command", command_name(line))
 }
 
-fn format_percentage(settings: &Settings) -> String {
+fn format_percentage(settings: &ClientSettings) -> String {
     format!("{:.1}", settings.threads)
 }
 

@@ -23,19 +23,19 @@ use anyhow::Context as _;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
 use crate::faults::InjectedFaults;
-use crate::handshake::{self, Peer, Refusal};
-use crate::limits::Settings;
+use crate::handshake::{self, HandshakeFailure, IntroducedPeer};
+use crate::limits::ClientSettings;
 use crate::log::Log;
 use crate::seqpacket::{Connection, Listener};
-use state::{PendingClient, State};
+use state::{DaemonState, PendingClient};
 
 /// The environment variable that marks the background process of `-d`.
-const DETACHED_ENV: &str = "SIM_MPS_DETACHED";
+const DETACHED_DAEMON_ENV: &str = "SIM_MPS_DETACHED";
 const READY_MESSAGE: &str = "ready";
 
 /// The daemon's configuration.
 #[derive(Debug, Clone)]
-pub struct Config {
+pub struct DaemonConfig {
     /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub pipe_directory: PathBuf,
     /// `CUDA_MPS_LOG_DIRECTORY`, used only in the background.
@@ -45,36 +45,36 @@ pub struct Config {
     /// Whether the clients of all users share one server.
     pub multi_user: bool,
     /// The initial settings of servers.
-    pub defaults: Settings,
+    pub defaults: ClientSettings,
 }
 
 /// The control daemon.
 struct Daemon {
-    config: Config,
+    config: DaemonConfig,
     log: Log,
     /// The write end of the servers' log.
     server_log: File,
     faults: InjectedFaults,
-    state: Mutex<State>,
+    state: Mutex<DaemonState>,
     changed: Condvar,
     /// Becomes readable after a change of the state.
     wake: OwnedFd,
 }
 
 /// `-f`: runs in the foreground until `quit`.
-pub fn run_in_foreground(config: Config) -> anyhow::Result<ExitCode> {
+pub fn run_in_foreground(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     run(config, &LogSinks::Stdout, || {})
 }
 
 /// `-d`: starts the daemon in the background and returns when it listens.
-pub fn start_in_background(config: Config) -> anyhow::Result<ExitCode> {
-    if std::env::var_os(DETACHED_ENV).is_some() {
+pub fn start_in_background(config: DaemonConfig) -> anyhow::Result<ExitCode> {
+    if std::env::var_os(DETACHED_DAEMON_ENV).is_some() {
         rustix::process::setsid()?;
         return run_detached(config);
     }
     let mut daemon = Command::new(std::env::current_exe()?)
         .args(std::env::args_os().skip(1))
-        .env(DETACHED_ENV, "1")
+        .env(DETACHED_DAEMON_ENV, "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -85,13 +85,13 @@ pub fn start_in_background(config: Config) -> anyhow::Result<ExitCode> {
     }
     match message.trim() {
         READY_MESSAGE => Ok(ExitCode::SUCCESS),
-        "" => Ok(exit_code(daemon.wait()?.code().unwrap_or(1))),
+        "" => Ok(to_exit_code(daemon.wait()?.code().unwrap_or(1))),
         error => anyhow::bail!("{error}"),
     }
 }
 
 /// Runs the daemon of `-d`. Until it listens, its messages go to the process that started it.
-fn run_detached(config: Config) -> anyhow::Result<ExitCode> {
+fn run_detached(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     let send = |text: &str| {
         // Ignore errors: the parent may have exited, and the daemon continues.
         let _ = writeln!(io::stdout(), "{text}");
@@ -123,11 +123,11 @@ impl LogSinks {
     }
 }
 
-fn run(config: Config, sinks: &LogSinks, ready: impl FnOnce()) -> anyhow::Result<ExitCode> {
+fn run(config: DaemonConfig, sinks: &LogSinks, ready: impl FnOnce()) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(!config.multi_user || rustix::process::geteuid().is_root(), "-multiuser-server requires root");
     let faults = InjectedFaults::new(config.visible.clone());
     if let Some(code) = faults.apply_faults("mps:start") {
-        return Ok(exit_code(code));
+        return Ok(to_exit_code(code));
     }
     let directory = &config.pipe_directory;
     make_directory(directory)?;
@@ -146,7 +146,7 @@ fn run(config: Config, sinks: &LogSinks, ready: impl FnOnce()) -> anyhow::Result
     };
     let listeners = [(bind(&control, 0o666)?, false), (bind(&directory.join("control_privileged"), 0o755)?, true)];
 
-    let state = Mutex::new(State::new(config.defaults.clone()));
+    let state = Mutex::new(DaemonState::new(config.defaults.clone()));
     let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
     let daemon = Daemon { config, log, server_log, faults, state, changed: Condvar::new(), wake };
     daemon.log(&format!("Starting control daemon using socket {}", control.display()));
@@ -163,7 +163,7 @@ impl Daemon {
     fn serve(self: Arc<Self>, listeners: &[(Listener, bool)]) -> anyhow::Result<ExitCode> {
         let mut pending = VecDeque::new();
         loop {
-            self.serve_pending(&mut pending);
+            self.serve_pending_clients(&mut pending);
             let mut fds: Vec<PollFd<'_>> =
                 listeners.iter().map(|(listener, _)| PollFd::new(listener, PollFlags::IN)).collect();
             fds.push(PollFd::new(&self.wake, PollFlags::IN));
@@ -197,23 +197,26 @@ impl Daemon {
 
     /// Serves one connection. Returns a client that must be queued.
     fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<PendingClient> {
-        let hello =
-            if self.faults.apply_faults("mps:handshake").is_some() { handshake::OTHER_HELLO } else { handshake::HELLO };
+        let hello = if self.faults.apply_faults("mps:handshake").is_some() {
+            handshake::HELLO_OF_OTHER_DRIVER
+        } else {
+            handshake::HELLO
+        };
         match handshake::read_peer_kind(&connection, hello) {
-            Ok(Peer::Client(credentials)) => {
+            Ok(IntroducedPeer::Client(credentials)) => {
                 if self.faults.apply_faults("mps:client").is_none() {
                     let failed_before = self.lock().failed_starts;
                     return self.serve_client(PendingClient::new(connection, credentials, failed_before));
                 }
             }
-            Ok(Peer::Administrator(_)) => {
+            Ok(IntroducedPeer::Administrator(_)) => {
                 self.log("NEW UI");
                 self.serve_administrator(&connection, privileged);
                 self.log("UI closed");
             }
-            Err(Refusal::Closed) => self.log("User did not send valid credentials"),
-            Err(Refusal::Malformed(what)) => self.log(&format!("User did not send valid credentials: {what}")),
-            Err(Refusal::Io(error)) => self.log(&format!("connection failed: {error}")),
+            Err(HandshakeFailure::Closed) => self.log("User did not send valid credentials"),
+            Err(HandshakeFailure::Malformed(what)) => self.log(&format!("User did not send valid credentials: {what}")),
+            Err(HandshakeFailure::Io(error)) => self.log(&format!("connection failed: {error}")),
         }
         None
     }
@@ -229,12 +232,16 @@ impl Daemon {
         self.log.write_line("Control", std::process::id(), text);
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DaemonState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a change of the state, at most `timeout`.
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, timeout: Duration) -> MutexGuard<'a, State> {
+    fn wait_for_change<'a>(
+        &self,
+        state: MutexGuard<'a, DaemonState>,
+        timeout: Duration,
+    ) -> MutexGuard<'a, DaemonState> {
         self.changed.wait_timeout(state, timeout).map_or_else(|poisoned| poisoned.into_inner().0, |woken| woken.0)
     }
 }
@@ -285,6 +292,6 @@ fn forward_server_log(path: &Path, log: Log) -> anyhow::Result<File> {
     Ok(writer)
 }
 
-fn exit_code(code: i32) -> ExitCode {
+fn to_exit_code(code: i32) -> ExitCode {
     ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1))
 }

@@ -9,17 +9,17 @@ use std::sync::{Arc, MutexGuard};
 use std::thread;
 
 use super::Daemon;
-use super::state::{Client, ClientContext, PendingClient, Server, ServerChoice, State};
+use super::state::{ClientContext, DaemonState, PassedClient, PendingClient, ServerChoice, ServerRecord};
 use crate::handshake;
 use crate::seqpacket::Connection;
-use crate::wire::{self, FromServer, Status, ToServer};
+use crate::wire::{self, FromServer, ServerStatus, ToServer};
 
 /// Number of failed server starts after which a waiting client is refused.
-const START_RETRIES: u32 = 5;
+const SERVER_START_RETRIES: u32 = 5;
 
 impl Daemon {
     /// Retries the queued clients in the order of their arrival.
-    pub(super) fn serve_pending(self: &Arc<Self>, pending: &mut VecDeque<PendingClient>) {
+    pub(super) fn serve_pending_clients(self: &Arc<Self>, pending: &mut VecDeque<PendingClient>) {
         for _ in 0..pending.len() {
             let waits = pending.pop_front().and_then(|client| self.serve_client(client));
             pending.extend(waits);
@@ -34,11 +34,11 @@ impl Daemon {
         if client.connection.is_closed() {
             return None;
         }
-        if state.failed_starts - client.failed_before > START_RETRIES {
+        if state.failed_starts - client.failed_before > SERVER_START_RETRIES {
             self.log(&format!("CLIENT {pid} from user {uid} is rejected: no server starts"));
             return None;
         }
-        match state.choose(uid, self.config.multi_user) {
+        match state.choose_server(uid, self.config.multi_user) {
             ServerChoice::Enter(server) => {
                 self.log_client(&mut client, "Server already exists");
                 pass_to_server(state, server, &client.connection);
@@ -66,7 +66,7 @@ impl Daemon {
     }
 
     /// Starts a user's server. The server is INITIALIZING until it reports another state.
-    pub(super) fn start_server(self: &Arc<Self>, state: &mut State, uid: u32) -> std::io::Result<u32> {
+    pub(super) fn start_server(self: &Arc<Self>, state: &mut DaemonState, uid: u32) -> std::io::Result<u32> {
         let (link, theirs) = Connection::pair()?;
         let mut command = Command::new(server_program());
         command
@@ -91,9 +91,9 @@ impl Daemon {
         // Ignore errors: the thread below detects a server that has exited.
         let _ = wire::send(&link, &start);
         let link = Arc::new(link);
-        let server = Server {
+        let server = ServerRecord {
             uid,
-            status: Status::Initializing,
+            status: ServerStatus::Initializing,
             settings,
             link: Arc::clone(&link),
             clients: BTreeMap::new(),
@@ -107,7 +107,7 @@ impl Daemon {
     }
 
     /// Requests a server's exit. The server accepts no more clients.
-    pub(super) fn end_server(&self, state: &mut State, pid: u32) {
+    pub(super) fn end_server(&self, state: &mut DaemonState, pid: u32) {
         if let Some(server) = state.servers.get_mut(&pid) {
             server.leaving = true;
             let _ = wire::send(&server.link, &ToServer::Shutdown);
@@ -120,7 +120,7 @@ impl Daemon {
         let pid = child.id();
         let mut served = false;
         while let Ok(Some(message)) = wire::recv(link) {
-            served |= matches!(message, FromServer::Status(Status::Active));
+            served |= matches!(message, FromServer::Status(ServerStatus::Active));
             self.handle_message(pid, message);
         }
         // The link is closed, so the server has exited or is about to.
@@ -141,7 +141,7 @@ impl Daemon {
         let Some(server) = state.servers.get_mut(&pid) else { return };
         match message {
             FromServer::Status(status) => {
-                if server.status == Status::Initializing {
+                if server.status == ServerStatus::Initializing {
                     self.log(&format!("NEW SERVER {pid}: Ready"));
                 }
                 server.status = status;
@@ -169,7 +169,7 @@ impl Daemon {
 }
 
 /// Sends a client and a server the two ends of a socket. The current limits apply to the client.
-fn pass_to_server(mut state: MutexGuard<'_, State>, server: u32, client: &Connection) {
+fn pass_to_server(mut state: MutexGuard<'_, DaemonState>, server: u32, client: &Connection) {
     let connection = state.next_number();
     let Some(server) = state.servers.get_mut(&server) else { return };
     let Ok((theirs, servers)) = Connection::pair() else { return };
@@ -182,7 +182,7 @@ fn pass_to_server(mut state: MutexGuard<'_, State>, server: u32, client: &Connec
         return;
     }
     drop(theirs);
-    server.clients.insert(connection, Client::default());
+    server.clients.insert(connection, PassedClient::default());
     // Ignore errors: the daemon and the client both detect a server that has exited.
     let _ = server.link.send_fd(&message, servers.as_fd());
     drop(servers);
@@ -193,7 +193,8 @@ fn pass_to_server(mut state: MutexGuard<'_, State>, server: u32, client: &Connec
 
 /// Returns the path of the server program in this program's directory, or else in `PATH`.
 fn server_program() -> PathBuf {
-    const NAME: &str = "nvidia-cuda-mps-server";
-    let beside = std::env::current_exe().ok().map(|own| own.with_file_name(NAME)).filter(|path| path.exists());
-    beside.unwrap_or_else(|| PathBuf::from(NAME))
+    const SERVER_PROGRAM_NAME: &str = "nvidia-cuda-mps-server";
+    let beside =
+        std::env::current_exe().ok().map(|own| own.with_file_name(SERVER_PROGRAM_NAME)).filter(|path| path.exists());
+    beside.unwrap_or_else(|| PathBuf::from(SERVER_PROGRAM_NAME))
 }

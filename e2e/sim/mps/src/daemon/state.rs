@@ -4,17 +4,17 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::limits::Settings;
+use crate::limits::ClientSettings;
 use crate::seqpacket::{Connection, Credentials};
-use crate::wire::Status;
+use crate::wire::ServerStatus;
 
 /// Servers, settings and counters.
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct DaemonState {
     /// The initial settings of servers.
-    pub(super) defaults: Settings,
+    pub(super) defaults: ClientSettings,
     /// The servers by PID.
-    pub(super) servers: BTreeMap<u32, Server>,
+    pub(super) servers: BTreeMap<u32, ServerRecord>,
     /// The number of servers that exited before they were ACTIVE.
     pub(super) failed_starts: u32,
     /// Servers' answers by request, until a command reads them.
@@ -24,20 +24,20 @@ pub(super) struct State {
 
 /// One server.
 #[derive(Debug)]
-pub(super) struct Server {
+pub(super) struct ServerRecord {
     pub(super) uid: u32,
-    pub(super) status: Status,
-    pub(super) settings: Settings,
+    pub(super) status: ServerStatus,
+    pub(super) settings: ClientSettings,
     pub(super) link: Arc<Connection>,
     /// The clients by connection.
-    pub(super) clients: BTreeMap<u64, Client>,
+    pub(super) clients: BTreeMap<u64, PassedClient>,
     /// Whether the server was requested to exit. A server that exits accepts no clients.
     pub(super) leaving: bool,
 }
 
 /// A connection that was passed on to a server.
 #[derive(Debug, Default)]
-pub(super) struct Client {
+pub(super) struct PassedClient {
     /// The client's PID; `None` before the introduction.
     pub(super) pid: Option<u32>,
     /// The client's context; `None` before the context is created, and for the connection of a
@@ -84,8 +84,8 @@ pub(super) enum ServerChoice {
     Wait,
 }
 
-impl State {
-    pub(super) fn new(defaults: Settings) -> Self {
+impl DaemonState {
+    pub(super) fn new(defaults: ClientSettings) -> Self {
         Self { defaults, servers: BTreeMap::new(), failed_starts: 0, answers: BTreeMap::new(), last_number: 0 }
     }
 
@@ -95,15 +95,15 @@ impl State {
     }
 
     /// Decides how to handle a client of `uid`. With `multi_user` all users share one server.
-    pub(super) fn choose(&self, uid: u32, multi_user: bool) -> ServerChoice {
+    pub(super) fn choose_server(&self, uid: u32, multi_user: bool) -> ServerChoice {
         // Only one server runs at a time. A stopping server uses the GPU until it has exited.
         let Some((pid, server)) = self.servers.iter().next() else { return ServerChoice::Start };
         match server.status {
             _ if server.leaving => ServerChoice::Wait,
             // A server in FAULT receives clients too, and refuses them itself with 807 (not ready).
-            Status::Active | Status::Fault if multi_user || server.uid == uid => ServerChoice::Enter(*pid),
-            Status::Active if server.clients.is_empty() => ServerChoice::Replace(*pid),
-            Status::Initializing | Status::Fault | Status::Active => ServerChoice::Wait,
+            ServerStatus::Active | ServerStatus::Fault if multi_user || server.uid == uid => ServerChoice::Enter(*pid),
+            ServerStatus::Active if server.clients.is_empty() => ServerChoice::Replace(*pid),
+            ServerStatus::Initializing | ServerStatus::Fault | ServerStatus::Active => ServerChoice::Wait,
         }
     }
 
@@ -164,8 +164,8 @@ impl State {
 mod tests {
     use super::*;
 
-    fn state_with_server(uid: u32, status: Status, clients: &[u32]) -> State {
-        let mut state = State::new(Settings::default());
+    fn state_with_server(uid: u32, status: ServerStatus, clients: &[u32]) -> DaemonState {
+        let mut state = DaemonState::new(ClientSettings::default());
         let (link, _) = Connection::pair().unwrap();
         let clients = clients.iter().map(|pid| {
             let context = ClientContext {
@@ -173,12 +173,12 @@ mod tests {
                 namespace: 4_026_531_836,
                 command: "./nbody".into(),
             };
-            (u64::from(*pid), Client { pid: Some(*pid), context: Some(context) })
+            (u64::from(*pid), PassedClient { pid: Some(*pid), context: Some(context) })
         });
-        let server = Server {
+        let server = ServerRecord {
             uid,
             status,
-            settings: Settings::default(),
+            settings: ClientSettings::default(),
             link: Arc::new(link),
             clients: clients.collect(),
             leaving: false,
@@ -189,26 +189,32 @@ mod tests {
 
     #[test]
     fn a_second_user_waits_until_the_first_has_no_clients() {
-        assert_eq!(State::new(Settings::default()).choose(0, false), ServerChoice::Start);
-        assert_eq!(state_with_server(0, Status::Active, &[1]).choose(0, false), ServerChoice::Enter(6472));
-        assert_eq!(state_with_server(0, Status::Active, &[1]).choose(1000, false), ServerChoice::Wait);
-        assert_eq!(state_with_server(0, Status::Active, &[]).choose(1000, false), ServerChoice::Replace(6472));
-        assert_eq!(state_with_server(0, Status::Active, &[1]).choose(1000, true), ServerChoice::Enter(6472));
+        assert_eq!(DaemonState::new(ClientSettings::default()).choose_server(0, false), ServerChoice::Start);
+        assert_eq!(state_with_server(0, ServerStatus::Active, &[1]).choose_server(0, false), ServerChoice::Enter(6472));
+        assert_eq!(state_with_server(0, ServerStatus::Active, &[1]).choose_server(1000, false), ServerChoice::Wait);
+        assert_eq!(
+            state_with_server(0, ServerStatus::Active, &[]).choose_server(1000, false),
+            ServerChoice::Replace(6472)
+        );
+        assert_eq!(
+            state_with_server(0, ServerStatus::Active, &[1]).choose_server(1000, true),
+            ServerChoice::Enter(6472)
+        );
     }
 
     #[test]
     fn a_starting_or_stopping_server_accepts_no_client() {
-        assert_eq!(state_with_server(0, Status::Initializing, &[]).choose(0, true), ServerChoice::Wait);
-        assert_eq!(state_with_server(0, Status::Fault, &[1]).choose(0, true), ServerChoice::Enter(6472));
-        assert_eq!(state_with_server(0, Status::Fault, &[1]).choose(1000, false), ServerChoice::Wait);
-        let mut state = state_with_server(0, Status::Active, &[]);
+        assert_eq!(state_with_server(0, ServerStatus::Initializing, &[]).choose_server(0, true), ServerChoice::Wait);
+        assert_eq!(state_with_server(0, ServerStatus::Fault, &[1]).choose_server(0, true), ServerChoice::Enter(6472));
+        assert_eq!(state_with_server(0, ServerStatus::Fault, &[1]).choose_server(1000, false), ServerChoice::Wait);
+        let mut state = state_with_server(0, ServerStatus::Active, &[]);
         state.servers.values_mut().for_each(|server| server.leaving = true);
-        assert_eq!(state.choose(0, true), ServerChoice::Wait);
+        assert_eq!(state.choose_server(0, true), ServerChoice::Wait);
     }
 
     #[test]
     fn ps_is_a_table_with_the_short_uuid() {
-        let table = state_with_server(0, Status::Active, &[9741, 9743]).ps_lines(Some(9741));
+        let table = state_with_server(0, ServerStatus::Active, &[9741, 9743]).ps_lines(Some(9741));
         assert_eq!(
             table,
             [

@@ -9,25 +9,25 @@
 use std::collections::BTreeMap;
 
 use crate::breakage::BreakageRule;
-use crate::limits::MAX_CONTEXTS;
-use crate::wire::Status;
+use crate::limits::MAX_CLIENT_CONTEXTS;
+use crate::wire::ServerStatus;
 
 /// `CUDA_ERROR_ILLEGAL_ADDRESS`, sent to every client after an illegal access.
-pub const ILLEGAL_ADDRESS: i32 = 700;
+pub const CUDA_ERROR_ILLEGAL_ADDRESS: i32 = 700;
 /// `CUDA_ERROR_MPS_SERVER_NOT_READY`: the server is in FAULT.
-pub const NOT_READY: i32 = 807;
+pub const CUDA_ERROR_MPS_SERVER_NOT_READY: i32 = 807;
 /// `CUDA_ERROR_MPS_MAX_CLIENTS_REACHED`, for the 49th context.
-pub const MAX_CLIENTS_REACHED: i32 = 808;
+pub const CUDA_ERROR_MPS_MAX_CLIENTS_REACHED: i32 = 808;
 /// `CUDA_ERROR_INVALID_VALUE`: the client does not exist.
-pub const INVALID_VALUE: i32 = 1;
+pub const CUDA_ERROR_INVALID_VALUE: i32 = 1;
 /// `CUDA_ERROR_INVALID_CONTEXT`: the client has no context.
-pub const INVALID_CONTEXT: i32 = 201;
+pub const CUDA_ERROR_INVALID_CONTEXT: i32 = 201;
 
 /// One connection of a client process.
 #[derive(Debug)]
-struct Client {
+struct ClientConnection {
     pid: u32,
-    stage: Stage,
+    stage: ConnectionStage,
     /// The duration of the kernels in flight, in milliseconds.
     busy: Option<f64>,
     /// Whether a `terminate_client` waits for this client.
@@ -35,7 +35,7 @@ struct Client {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum ConnectionStage {
     /// The connection of a process.
     Process,
     /// The connection of a context that is not created yet.
@@ -50,33 +50,33 @@ enum Stage {
 
 /// A `terminate_client` that waits for the client's contexts.
 #[derive(Debug)]
-struct Termination {
+struct PendingTermination {
     request: u64,
     pid: u32,
 }
 
 /// An action that the server must perform.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Effect {
-    /// Notify a client that [`ILLEGAL_ADDRESS`] broke its context.
+pub enum ServerAction {
+    /// Notify a client that [`CUDA_ERROR_ILLEGAL_ADDRESS`] broke its context.
     Break(u64),
     /// Request a client to end its context.
     RequestEnd(u64),
     /// Free the memory of a context that has ended.
     Release(u64),
-    /// Answer a `terminate_client`: 0 for success, [`INVALID_VALUE`] for an unknown client,
-    /// [`INVALID_CONTEXT`] for a client without a context.
+    /// Answer a `terminate_client`: 0 for success, [`CUDA_ERROR_INVALID_VALUE`] for an unknown client,
+    /// [`CUDA_ERROR_INVALID_CONTEXT`] for a client without a context.
     Answer(u64, i32),
     /// The server's status changed.
-    Status(Status),
+    Status(ServerStatus),
 }
 
 /// All clients of a server.
 #[derive(Debug)]
 pub struct Clients {
-    connected: BTreeMap<u64, Client>,
-    terminations: Vec<Termination>,
-    status: Status,
+    connected: BTreeMap<u64, ClientConnection>,
+    terminations: Vec<PendingTermination>,
+    status: ServerStatus,
     rule: BreakageRule,
     /// Whether a busy client exited without neighbours. The server remains ACTIVE and breaks the
     /// next client that runs a kernel.
@@ -87,47 +87,49 @@ impl Clients {
     /// Returns a server without clients.
     pub fn new(rule: BreakageRule) -> Self {
         let connected = BTreeMap::new();
-        Self { connected, terminations: Vec::new(), status: Status::Active, rule, poisoned: false }
+        Self { connected, terminations: Vec::new(), status: ServerStatus::Active, rule, poisoned: false }
     }
 
     /// Adds a process, or returns the `CUresult` that refuses it.
     pub fn add_process(&mut self, connection: u64, pid: u32) -> Result<(), i32> {
-        self.add_connection(connection, pid, Stage::Process)
+        self.add_connection(connection, pid, ConnectionStage::Process)
     }
 
     /// Reserves a context for a process. Returns the context's number within the process, from 1,
     /// or the `CUresult` that refuses it.
     pub fn reserve_context(&mut self, connection: u64, pid: u32) -> Result<u32, i32> {
-        if self.contexts().count() >= MAX_CONTEXTS {
-            return Err(MAX_CLIENTS_REACHED);
+        if self.contexts().count() >= MAX_CLIENT_CONTEXTS {
+            return Err(CUDA_ERROR_MPS_MAX_CLIENTS_REACHED);
         }
         let own = self.contexts().filter(|other| other.pid == pid).count();
-        self.add_connection(connection, pid, Stage::Reserved)?;
+        self.add_connection(connection, pid, ConnectionStage::Reserved)?;
         Ok(u32::try_from(own + 1).unwrap_or(u32::MAX))
     }
 
-    fn add_connection(&mut self, connection: u64, pid: u32, stage: Stage) -> Result<(), i32> {
-        if self.status == Status::Fault {
-            return Err(NOT_READY);
+    fn add_connection(&mut self, connection: u64, pid: u32, stage: ConnectionStage) -> Result<(), i32> {
+        if self.status == ServerStatus::Fault {
+            return Err(CUDA_ERROR_MPS_SERVER_NOT_READY);
         }
-        self.connected.insert(connection, Client { pid, stage, busy: None, terminating: false });
+        self.connected.insert(connection, ClientConnection { pid, stage, busy: None, terminating: false });
         Ok(())
     }
 
-    fn contexts(&self) -> impl Iterator<Item = &Client> {
-        self.connected.values().filter(|client| client.has_context() || client.stage == Stage::Reserved)
+    fn contexts(&self) -> impl Iterator<Item = &ClientConnection> {
+        self.connected.values().filter(|client| client.has_context() || client.stage == ConnectionStage::Reserved)
     }
 
     /// Marks a reserved context as created.
     pub fn mark_created(&mut self, connection: u64) {
-        if let Some(client) = self.connected.get_mut(&connection).filter(|client| client.stage == Stage::Reserved) {
-            client.stage = Stage::Live;
+        if let Some(client) =
+            self.connected.get_mut(&connection).filter(|client| client.stage == ConnectionStage::Reserved)
+        {
+            client.stage = ConnectionStage::Live;
         }
     }
 
     /// Returns whether a connection's context is reserved but not created.
     pub fn is_reserved(&self, connection: u64) -> bool {
-        self.connected.get(&connection).is_some_and(|client| client.stage == Stage::Reserved)
+        self.connected.get(&connection).is_some_and(|client| client.stage == ConnectionStage::Reserved)
     }
 
     /// Returns whether a process has a connection.
@@ -137,7 +139,7 @@ impl Clients {
 
     /// Returns whether a connection's context works.
     pub fn is_live(&self, connection: u64) -> bool {
-        self.connected.get(&connection).is_some_and(|client| client.stage == Stage::Live)
+        self.connected.get(&connection).is_some_and(|client| client.stage == ConnectionStage::Live)
     }
 
     /// Returns the PID of a connection's process.
@@ -147,17 +149,21 @@ impl Clients {
 
     /// Returns the PIDs of the clients that a fatal error broke, each once.
     pub fn broken_pids(&self) -> Vec<u32> {
-        let mut pids: Vec<u32> =
-            self.connected.values().filter(|client| client.stage == Stage::Broken).map(|client| client.pid).collect();
+        let mut pids: Vec<u32> = self
+            .connected
+            .values()
+            .filter(|client| client.stage == ConnectionStage::Broken)
+            .map(|client| client.pid)
+            .collect();
         pids.dedup();
         pids
     }
 
     /// Records that a client's kernels are in flight. If the server is poisoned, breaks every live
     /// client and returns the effects.
-    pub fn start_kernels(&mut self, connection: u64, kernel_ms: f64) -> Vec<Effect> {
+    pub fn start_kernels(&mut self, connection: u64, kernel_ms: f64) -> Vec<ServerAction> {
         match self.connected.get_mut(&connection) {
-            Some(client) if client.stage == Stage::Live => client.busy = Some(kernel_ms),
+            Some(client) if client.stage == ConnectionStage::Live => client.busy = Some(kernel_ms),
             _ => return Vec::new(),
         }
         if std::mem::take(&mut self.poisoned) { self.break_all_contexts() } else { Vec::new() }
@@ -171,42 +177,42 @@ impl Clients {
     }
 
     /// Breaks every context with a fatal error.
-    pub fn break_all_contexts(&mut self) -> Vec<Effect> {
+    pub fn break_all_contexts(&mut self) -> Vec<ServerAction> {
         let mut effects = Vec::new();
         for (connection, client) in &mut self.connected {
-            if client.stage == Stage::Live {
-                client.stage = Stage::Broken;
+            if client.stage == ConnectionStage::Live {
+                client.stage = ConnectionStage::Broken;
                 client.busy = None;
-                effects.push(Effect::Break(*connection));
+                effects.push(ServerAction::Break(*connection));
             }
         }
-        if !effects.is_empty() && self.status != Status::Fault {
-            self.status = Status::Fault;
-            effects.push(Effect::Status(Status::Fault));
+        if !effects.is_empty() && self.status != ServerStatus::Fault {
+            self.status = ServerStatus::Fault;
+            effects.push(ServerAction::Status(ServerStatus::Fault));
         }
         effects
     }
 
     /// Starts a `terminate_client`.
-    pub fn terminate(&mut self, request: u64, pid: u32) -> Vec<Effect> {
+    pub fn terminate(&mut self, request: u64, pid: u32) -> Vec<ServerAction> {
         let mut effects = Vec::new();
         for (connection, client) in &mut self.connected {
             if client.pid == pid && client.has_context() && !client.terminating {
                 client.terminating = true;
-                effects.push(Effect::RequestEnd(*connection));
+                effects.push(ServerAction::RequestEnd(*connection));
             }
         }
         if self.connected.values().any(|client| client.pid == pid && client.terminating) {
-            self.terminations.push(Termination { request, pid });
+            self.terminations.push(PendingTermination { request, pid });
         } else {
-            let result = if self.has_process(pid) { INVALID_CONTEXT } else { INVALID_VALUE };
-            effects.push(Effect::Answer(request, result));
+            let result = if self.has_process(pid) { CUDA_ERROR_INVALID_CONTEXT } else { CUDA_ERROR_INVALID_VALUE };
+            effects.push(ServerAction::Answer(request, result));
         }
         effects
     }
 
     /// Handles a client's report that its context has ended.
-    pub fn handle_context_end(&mut self, connection: u64) -> Vec<Effect> {
+    pub fn handle_context_end(&mut self, connection: u64) -> Vec<ServerAction> {
         let Some(client) = self.connected.get_mut(&connection).filter(|client| client.terminating) else {
             return Vec::new();
         };
@@ -215,9 +221,9 @@ impl Clients {
         let mut effects = Vec::new();
         // A broken client keeps the server in FAULT until its process exits, even after this
         // report.
-        if client.stage == Stage::Live {
-            client.stage = Stage::Ended;
-            effects.push(Effect::Release(connection));
+        if client.stage == ConnectionStage::Live {
+            client.stage = ConnectionStage::Ended;
+            effects.push(ServerAction::Release(connection));
         }
         effects.extend(self.termination_replies());
         effects
@@ -225,13 +231,13 @@ impl Clients {
 
     /// Removes a closed connection. `orderly` means that the client closed the connection cleanly,
     /// with [`ToContext::Goodbye`](crate::wire::ToContext::Goodbye).
-    pub fn remove_connection(&mut self, connection: u64, orderly: bool) -> Vec<Effect> {
+    pub fn remove_connection(&mut self, connection: u64, orderly: bool) -> Vec<ServerAction> {
         let Some(client) = self.connected.remove(&connection) else { return Vec::new() };
         let mut effects = Vec::new();
         if client.has_context() {
-            effects.push(Effect::Release(connection));
+            effects.push(ServerAction::Release(connection));
         }
-        if let (Stage::Live, Some(kernel_ms), false) = (client.stage, client.busy, orderly)
+        if let (ConnectionStage::Live, Some(kernel_ms), false) = (client.stage, client.busy, orderly)
             && self.rule.breaks_neighbours(kernel_ms)
         {
             let broken = self.break_all_contexts();
@@ -239,31 +245,33 @@ impl Clients {
             effects.extend(broken);
         }
         effects.extend(self.termination_replies());
-        if self.status == Status::Fault && self.connected.values().all(|client| client.stage != Stage::Broken) {
-            self.status = Status::Active;
-            effects.push(Effect::Status(Status::Active));
+        if self.status == ServerStatus::Fault
+            && self.connected.values().all(|client| client.stage != ConnectionStage::Broken)
+        {
+            self.status = ServerStatus::Active;
+            effects.push(ServerAction::Status(ServerStatus::Active));
         }
         effects
     }
 
     /// Keeps the server in FAULT although all broken clients have exited.
     pub fn stay_in_fault(&mut self) {
-        self.status = Status::Fault;
+        self.status = ServerStatus::Fault;
     }
 
     /// Answers each `terminate_client` whose contexts have all ended.
-    fn termination_replies(&mut self) -> Vec<Effect> {
+    fn termination_replies(&mut self) -> Vec<ServerAction> {
         let waits = |pid: u32| self.connected.values().any(|client| client.pid == pid && client.terminating);
         let (waiting, done): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.terminations).into_iter().partition(|termination| waits(termination.pid));
         self.terminations = waiting;
-        done.into_iter().map(|termination| Effect::Answer(termination.request, 0)).collect()
+        done.into_iter().map(|termination| ServerAction::Answer(termination.request, 0)).collect()
     }
 }
 
-impl Client {
+impl ClientConnection {
     fn has_context(&self) -> bool {
-        matches!(self.stage, Stage::Live | Stage::Broken)
+        matches!(self.stage, ConnectionStage::Live | ConnectionStage::Broken)
     }
 }
 
@@ -291,24 +299,35 @@ mod tests {
     fn the_49th_context_is_refused_until_another_ends() {
         let mut clients = clients_with_contexts(48);
         assert_eq!(clients.add_process(2000, 149), Ok(()));
-        assert_eq!(clients.reserve_context(49, 149), Err(MAX_CLIENTS_REACHED));
+        assert_eq!(clients.reserve_context(49, 149), Err(CUDA_ERROR_MPS_MAX_CLIENTS_REACHED));
         clients.remove_connection(7, true);
         assert_eq!(clients.reserve_context(49, 149), Ok(1));
-        assert_eq!(clients.reserve_context(50, 149), Err(MAX_CLIENTS_REACHED));
+        assert_eq!(clients.reserve_context(50, 149), Err(CUDA_ERROR_MPS_MAX_CLIENTS_REACHED));
     }
 
     #[test]
     fn a_fault_lasts_until_the_last_broken_client_exits() {
         let mut clients = clients_with_contexts(3);
         let effects = clients.break_all_contexts();
-        assert_eq!(effects, [Effect::Break(1), Effect::Break(2), Effect::Break(3), Effect::Status(Status::Fault)]);
+        assert_eq!(
+            effects,
+            [
+                ServerAction::Break(1),
+                ServerAction::Break(2),
+                ServerAction::Break(3),
+                ServerAction::Status(ServerStatus::Fault)
+            ]
+        );
         assert_eq!(clients.broken_pids(), [101, 102, 103]);
-        assert_eq!(clients.add_process(2000, 104), Err(NOT_READY));
-        assert_eq!(clients.reserve_context(4, 101), Err(NOT_READY));
-        assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
-        assert_eq!(clients.remove_connection(3, false), [Effect::Release(3)]);
+        assert_eq!(clients.add_process(2000, 104), Err(CUDA_ERROR_MPS_SERVER_NOT_READY));
+        assert_eq!(clients.reserve_context(4, 101), Err(CUDA_ERROR_MPS_SERVER_NOT_READY));
+        assert_eq!(clients.remove_connection(1, false), [ServerAction::Release(1)]);
+        assert_eq!(clients.remove_connection(3, false), [ServerAction::Release(3)]);
         assert_eq!(clients.remove_connection(1001, false), []);
-        assert_eq!(clients.remove_connection(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
+        assert_eq!(
+            clients.remove_connection(2, false),
+            [ServerAction::Release(2), ServerAction::Status(ServerStatus::Active)]
+        );
         assert_eq!(clients.add_process(2000, 104), Ok(()));
     }
 
@@ -317,10 +336,10 @@ mod tests {
         let mut clients = clients_with_contexts(3);
         clients.start_kernels(1, 100.0);
         clients.start_kernels(2, 100.0);
-        assert_eq!(clients.remove_connection(1, true), [Effect::Release(1)]);
+        assert_eq!(clients.remove_connection(1, true), [ServerAction::Release(1)]);
         assert_eq!(
             clients.remove_connection(2, false),
-            [Effect::Release(2), Effect::Break(3), Effect::Status(Status::Fault)]
+            [ServerAction::Release(2), ServerAction::Break(3), ServerAction::Status(ServerStatus::Fault)]
         );
     }
 
@@ -330,27 +349,30 @@ mod tests {
         clients.start_kernels(1, 100.0);
         clients.finish_kernels(1);
         clients.start_kernels(2, 0.5);
-        assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
-        assert_eq!(clients.remove_connection(2, false), [Effect::Release(2)]);
+        assert_eq!(clients.remove_connection(1, false), [ServerAction::Release(1)]);
+        assert_eq!(clients.remove_connection(2, false), [ServerAction::Release(2)]);
     }
 
     #[test]
     fn a_busy_client_killed_without_neighbours_breaks_the_next_busy_client() {
         let mut clients = clients_with_contexts(1);
         clients.start_kernels(1, 1000.0);
-        assert_eq!(clients.remove_connection(1, false), [Effect::Release(1)]);
+        assert_eq!(clients.remove_connection(1, false), [ServerAction::Release(1)]);
         add_context(&mut clients, 2, 102, 1);
-        assert_eq!(clients.start_kernels(2, 0.1), [Effect::Break(2), Effect::Status(Status::Fault)]);
-        assert_eq!(clients.remove_connection(2, false), [Effect::Release(2), Effect::Status(Status::Active)]);
+        assert_eq!(clients.start_kernels(2, 0.1), [ServerAction::Break(2), ServerAction::Status(ServerStatus::Fault)]);
+        assert_eq!(
+            clients.remove_connection(2, false),
+            [ServerAction::Release(2), ServerAction::Status(ServerStatus::Active)]
+        );
     }
 
     #[test]
     fn the_exit_of_a_terminated_client_breaks_no_client() {
         let mut clients = clients_with_contexts(2);
         clients.start_kernels(1, 1000.0);
-        assert_eq!(clients.terminate(7, 101), [Effect::RequestEnd(1)]);
-        assert_eq!(clients.handle_context_end(1), [Effect::Release(1), Effect::Answer(7, 0)]);
-        assert_eq!(clients.terminate(8, 101), [Effect::Answer(8, INVALID_CONTEXT)]);
+        assert_eq!(clients.terminate(7, 101), [ServerAction::RequestEnd(1)]);
+        assert_eq!(clients.handle_context_end(1), [ServerAction::Release(1), ServerAction::Answer(7, 0)]);
+        assert_eq!(clients.terminate(8, 101), [ServerAction::Answer(8, CUDA_ERROR_INVALID_CONTEXT)]);
         assert_eq!(clients.remove_connection(1, false), []);
     }
 
@@ -358,25 +380,28 @@ mod tests {
     fn terminate_waits_for_every_context_of_the_process_only() {
         let mut clients = clients_with_contexts(2);
         add_context(&mut clients, 3, 101, 2);
-        assert_eq!(clients.terminate(7, 101), [Effect::RequestEnd(1), Effect::RequestEnd(3)]);
+        assert_eq!(clients.terminate(7, 101), [ServerAction::RequestEnd(1), ServerAction::RequestEnd(3)]);
         assert_eq!(clients.terminate(8, 101), []);
-        assert_eq!(clients.handle_context_end(1), [Effect::Release(1)]);
+        assert_eq!(clients.handle_context_end(1), [ServerAction::Release(1)]);
         assert_eq!(
             clients.remove_connection(3, false),
-            [Effect::Release(3), Effect::Answer(7, 0), Effect::Answer(8, 0)]
+            [ServerAction::Release(3), ServerAction::Answer(7, 0), ServerAction::Answer(8, 0)]
         );
         clients.remove_connection(1, false);
         clients.remove_connection(1001, false);
-        assert_eq!(clients.terminate(9, 101), [Effect::Answer(9, INVALID_VALUE)]);
+        assert_eq!(clients.terminate(9, 101), [ServerAction::Answer(9, CUDA_ERROR_INVALID_VALUE)]);
     }
 
     #[test]
     fn a_terminated_broken_client_keeps_the_fault_until_it_exits() {
         let mut clients = clients_with_contexts(1);
         clients.break_all_contexts();
-        assert_eq!(clients.terminate(7, 101), [Effect::RequestEnd(1)]);
-        assert_eq!(clients.handle_context_end(1), [Effect::Answer(7, 0)]);
+        assert_eq!(clients.terminate(7, 101), [ServerAction::RequestEnd(1)]);
+        assert_eq!(clients.handle_context_end(1), [ServerAction::Answer(7, 0)]);
         assert_eq!(clients.broken_pids(), [101]);
-        assert_eq!(clients.remove_connection(1, false), [Effect::Release(1), Effect::Status(Status::Active)]);
+        assert_eq!(
+            clients.remove_connection(1, false),
+            [ServerAction::Release(1), ServerAction::Status(ServerStatus::Active)]
+        );
     }
 }

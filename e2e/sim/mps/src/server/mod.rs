@@ -15,25 +15,25 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use sim_machine::{Context, ContextKind, EventKind, Machine, mps_sms};
+use sim_machine::{Context, ContextKind, EventKind, Machine, sms_of_mps_percentage};
 
-use crate::breakage::{BreakageRule, RULE_ENV, SEED_ENV};
+use crate::breakage::{BREAKAGE_RULE_ENV, BREAKAGE_SEED_ENV, BreakageRule};
 use crate::faults::InjectedFaults;
-use crate::handshake::{self, Refusal, Subject};
-use crate::limits::{self, CLIENT_MEMORY_BYTES, DeviceName, SERVER_MEMORY_BYTES, Settings};
+use crate::handshake::{self, HandshakeFailure, IntroductionSubject};
+use crate::limits::{self, CLIENT_MEMORY_BYTES, ClientSettings, DeviceName, SERVER_MEMORY_BYTES};
 use crate::log::Log;
 use crate::seqpacket::Connection;
-use crate::wire::{self, Device, FromContext, FromServer, Status, ToContext, ToServer};
-use clients::{Clients, Effect};
+use crate::wire::{self, Device, FromContext, FromServer, ServerStatus, ToContext, ToServer};
+use clients::{Clients, ServerAction};
 
 /// The environment variable of the server's start time in milliseconds. The default is
-/// [`DEFAULT_START_MS`].
-pub const START_ENV: &str = "SIM_MPS_SERVER_START_MS";
-const DEFAULT_START_MS: u64 = 150;
+/// [`DEFAULT_SERVER_START_MS`].
+pub const SERVER_START_TIME_ENV: &str = "SIM_MPS_SERVER_START_MS";
+const DEFAULT_SERVER_START_MS: u64 = 150;
 /// The XID of an illegal access: an MMU fault.
 const XID_MMU_FAULT: u64 = 31;
-const INVALID_DEVICE: i32 = 101;
-const UNKNOWN_ERROR: i32 = 999;
+const CUDA_ERROR_INVALID_DEVICE: i32 = 101;
+const CUDA_ERROR_UNKNOWN: i32 = 999;
 
 /// The program's main function.
 pub fn main() -> ExitCode {
@@ -65,7 +65,8 @@ fn run(log: &Log) -> anyhow::Result<()> {
     if let Some(code) = faults.apply_faults("mps:server") {
         std::process::exit(code);
     }
-    let delay = std::env::var(START_ENV).ok().and_then(|ms| ms.parse().ok()).unwrap_or(DEFAULT_START_MS);
+    let delay =
+        std::env::var(SERVER_START_TIME_ENV).ok().and_then(|ms| ms.parse().ok()).unwrap_or(DEFAULT_SERVER_START_MS);
     thread::sleep(Duration::from_millis(delay));
 
     let machine = Machine::open_default().context("no CUDA-capable device is detected")?;
@@ -83,18 +84,25 @@ fn run(log: &Log) -> anyhow::Result<()> {
     log.write_line("Server", pid, &format!("Display Driver version: {major}"));
 
     let environment = |name| std::env::var(name).ok();
-    let rule = BreakageRule::from_environment(environment(RULE_ENV).as_deref(), environment(SEED_ENV).as_deref());
+    let rule = BreakageRule::from_environment(
+        environment(BREAKAGE_RULE_ENV).as_deref(),
+        environment(BREAKAGE_SEED_ENV).as_deref(),
+    );
     let server = Arc::new(Server {
         log: Log::stdout(),
         faults,
         link,
         machine,
         devices,
-        inner: Mutex::new(Inner { clients: Clients::new(rule), connections: BTreeMap::new(), bound: BTreeMap::new() }),
+        inner: Mutex::new(ServerState {
+            clients: Clients::new(rule),
+            connections: BTreeMap::new(),
+            bound: BTreeMap::new(),
+        }),
     });
     server.log_settings(&settings);
     server.log("Server has started");
-    wire::send(&server.link, &FromServer::Status(Status::Active))?;
+    wire::send(&server.link, &FromServer::Status(ServerStatus::Active))?;
     let watched = Arc::clone(&server);
     // The contexts must end with the process. If the contexts ended earlier, another process could
     // see the GPU as free.
@@ -135,27 +143,27 @@ struct Server {
     link: Connection,
     machine: Machine,
     devices: Vec<ServedDevice>,
-    inner: Mutex<Inner>,
+    inner: Mutex<ServerState>,
 }
 
 /// The server's mutable state.
-struct Inner {
+struct ServerState {
     clients: Clients,
-    connections: BTreeMap<u64, ConnectionEntry>,
+    connections: BTreeMap<u64, ConnectionResources>,
     /// The limits of each process, as of its introduction.
-    bound: BTreeMap<u32, Settings>,
+    bound: BTreeMap<u32, ClientSettings>,
 }
 
 /// The resources of a connection.
-struct ConnectionEntry {
+struct ConnectionResources {
     channel: Arc<Connection>,
     /// The context's number within its process, from 1. 0 is the process's connection.
     id: u32,
-    context: Option<ClientMemory>,
+    context: Option<RegisteredMemory>,
 }
 
 /// A client's memory on the machine.
-struct ClientMemory {
+struct RegisteredMemory {
     memory: Context,
     ordinal: usize,
 }
@@ -168,11 +176,11 @@ impl Server {
             match serde_json::from_slice(&packet.data) {
                 Ok(ToServer::Client { connection, settings }) => {
                     if let Some(socket) = packet.fd {
-                        self.admit(connection, settings, Connection::from_fd(socket));
+                        self.admit_connection(connection, settings, Connection::from_fd(socket));
                     }
                 }
-                Ok(ToServer::Settings(settings)) => self.log_settings(&settings),
-                Ok(ToServer::Ping { request }) => self.report(&FromServer::Answer { request, result: 0 }),
+                Ok(ToServer::ClientSettings(settings)) => self.log_settings(&settings),
+                Ok(ToServer::Ping { request }) => self.report_to_daemon(&FromServer::Answer { request, result: 0 }),
                 Ok(ToServer::Terminate { request, pid }) => {
                     let mut inner = self.lock();
                     let effects = inner.clients.terminate(request, pid);
@@ -204,10 +212,10 @@ impl Server {
     }
 
     /// Waits for a client's introduction without a deadline, and admits the client.
-    fn admit(self: &Arc<Self>, connection: u64, settings: Settings, socket: Connection) {
+    fn admit_connection(self: &Arc<Self>, connection: u64, settings: ClientSettings, socket: Connection) {
         let channels = socket.enable_credentials().and_then(|()| Connection::pair());
         let Ok((channel, theirs)) = channels else {
-            self.report(&FromServer::Left { connection });
+            self.report_to_daemon(&FromServer::Left { connection });
             return;
         };
         let introduced = handshake::receive_introduction(&socket, &theirs);
@@ -216,7 +224,7 @@ impl Server {
             Ok((subject, credentials)) => (subject, u32::try_from(credentials.pid).unwrap_or(0)),
             Err(refusal) => {
                 self.log("User did not send valid credentials");
-                if matches!(refusal, Refusal::Closed) {
+                if matches!(refusal, HandshakeFailure::Closed) {
                     // Observed: a server never serves another client after a client closed in the
                     // middle of its introduction.
                     loop {
@@ -224,17 +232,17 @@ impl Server {
                     }
                 }
                 // Ignore errors: the peer may have disconnected.
-                let _ = socket.send(&UNKNOWN_ERROR.to_le_bytes());
-                self.report(&FromServer::Left { connection });
+                let _ = socket.send(&CUDA_ERROR_UNKNOWN.to_le_bytes());
+                self.report_to_daemon(&FromServer::Left { connection });
                 return;
             }
         };
         let channel = Arc::new(channel);
-        let entered = self.register(connection, subject, pid, settings, &channel);
+        let entered = self.register_with_machine(connection, subject, pid, settings, &channel);
         // Ignore errors: the thread below detects a closed connection.
         let _ = socket.send(&entered.err().unwrap_or(0).to_le_bytes());
         if entered.is_err() {
-            self.report(&FromServer::Left { connection });
+            self.report_to_daemon(&FromServer::Left { connection });
             return;
         }
         let server = Arc::clone(self);
@@ -248,26 +256,26 @@ impl Server {
     }
 
     /// Registers a process or a context, or returns the `CUresult` that refuses it.
-    fn register(
+    fn register_with_machine(
         &self,
         connection: u64,
-        subject: Subject,
+        subject: IntroductionSubject,
         pid: u32,
-        settings: Settings,
+        settings: ClientSettings,
         channel: &Arc<Connection>,
     ) -> Result<(), i32> {
         let mut inner = self.lock();
         let id = match subject {
-            Subject::Process => inner.clients.add_process(connection, pid).map(|()| 0),
-            Subject::Context => inner.clients.reserve_context(connection, pid),
+            IntroductionSubject::Process => inner.clients.add_process(connection, pid).map(|()| 0),
+            IntroductionSubject::Context => inner.clients.reserve_context(connection, pid),
         }?;
         inner.bound.entry(pid).or_insert(settings);
-        inner.connections.insert(connection, ConnectionEntry { channel: Arc::clone(channel), id, context: None });
+        inner.connections.insert(connection, ConnectionResources { channel: Arc::clone(channel), id, context: None });
         self.log(&format!("Received new client request for {{PID: {pid}, Context ID: {id}}}"));
         self.log(&format!("Client {{PID: {pid}, Context ID: {id}}} connected"));
         self.log(&format!("Creating worker thread for client {{PID: {pid}, Context ID: {id}}}"));
-        if subject == Subject::Process {
-            self.report(&FromServer::Process { connection, pid });
+        if subject == IntroductionSubject::Process {
+            self.report_to_daemon(&FromServer::Process { connection, pid });
         }
         Ok(())
     }
@@ -339,32 +347,33 @@ impl Server {
 
     fn create_context(
         &self,
-        inner: &mut Inner,
+        inner: &mut ServerState,
         connection: u64,
         uuid: &str,
         threads: Option<f64>,
         command: String,
         namespace: u64,
     ) -> Result<FromContext, i32> {
-        let ordinal = self.devices.iter().position(|device| device.offer.uuid == uuid).ok_or(INVALID_DEVICE)?;
+        let ordinal =
+            self.devices.iter().position(|device| device.offer.uuid == uuid).ok_or(CUDA_ERROR_INVALID_DEVICE)?;
         let device = &self.devices[ordinal].offer;
-        let pid = inner.clients.pid(connection).ok_or(clients::INVALID_CONTEXT)?;
+        let pid = inner.clients.pid(connection).ok_or(clients::CUDA_ERROR_INVALID_CONTEXT)?;
         if !inner.clients.is_reserved(connection) {
-            return Err(clients::INVALID_CONTEXT);
+            return Err(clients::CUDA_ERROR_INVALID_CONTEXT);
         }
         let memory = self.machine.register_client(uuid, pid, CLIENT_MEMORY_BYTES).map_err(|error| error.cuda_code())?;
         let free = memory.memory().map_err(|error| error.cuda_code())?.free;
-        let settings = inner.bound.get(&pid).ok_or(clients::INVALID_CONTEXT)?;
-        let sms = mps_sms(device.sms, limits::effective_threads(settings.threads, threads));
-        let limit = settings.memory_of(DeviceName { ordinal, uuid });
-        inner.connections.get_mut(&connection).ok_or(clients::INVALID_CONTEXT)?.context =
-            Some(ClientMemory { memory, ordinal });
+        let settings = inner.bound.get(&pid).ok_or(clients::CUDA_ERROR_INVALID_CONTEXT)?;
+        let sms = sms_of_mps_percentage(device.sms, limits::effective_thread_percentage(settings.threads, threads));
+        let limit = settings.memory_limit_of(DeviceName { ordinal, uuid });
+        inner.connections.get_mut(&connection).ok_or(clients::CUDA_ERROR_INVALID_CONTEXT)?.context =
+            Some(RegisteredMemory { memory, ordinal });
         inner.clients.mark_created(connection);
-        self.report(&FromServer::Context { connection, pid, device: uuid.to_owned(), namespace, command });
+        self.report_to_daemon(&FromServer::Context { connection, pid, device: uuid.to_owned(), namespace, command });
         Ok(FromContext::Created { sms, limit, free })
     }
 
-    fn handle_illegal_access(&self, inner: &mut Inner, connection: u64) {
+    fn handle_illegal_access(&self, inner: &mut ServerState, connection: u64) {
         let Some(ordinal) = inner.connections.get(&connection).and_then(|entry| Some(entry.context.as_ref()?.ordinal))
         else {
             return;
@@ -404,7 +413,7 @@ impl Server {
             }
         }
         let mut effects = inner.clients.remove_connection(connection, orderly);
-        if effects.contains(&Effect::Status(Status::Fault)) {
+        if effects.contains(&ServerAction::Status(ServerStatus::Fault)) {
             // The log names a running client and never the client that exited. Measured in 47 of 47
             // such faults.
             let alive = |other: &u64| *other != connection && inner.connections[other].context.is_some();
@@ -416,9 +425,11 @@ impl Server {
                 self.log.write_line("Other", std::process::id(), &client);
             }
         }
-        if effects.contains(&Effect::Status(Status::Active)) && self.faults.apply_faults("mps:heal").is_some() {
+        if effects.contains(&ServerAction::Status(ServerStatus::Active))
+            && self.faults.apply_faults("mps:heal").is_some()
+        {
             inner.clients.stay_in_fault();
-            effects.retain(|effect| *effect != Effect::Status(Status::Active));
+            effects.retain(|effect| *effect != ServerAction::Status(ServerStatus::Active));
         }
         self.apply_effects(&mut inner, effects);
         inner.connections.remove(&connection);
@@ -426,32 +437,34 @@ impl Server {
             inner.bound.remove(&pid);
             self.log(&format!("Client process {pid} disconnected"));
         }
-        self.report(&FromServer::Left { connection });
+        self.report_to_daemon(&FromServer::Left { connection });
     }
 
-    fn apply_effects(&self, inner: &mut Inner, effects: Vec<Effect>) {
+    fn apply_effects(&self, inner: &mut ServerState, effects: Vec<ServerAction>) {
         for effect in effects {
             match effect {
-                Effect::Break(connection) => inner.notify(connection, &FromContext::Broken(clients::ILLEGAL_ADDRESS)),
-                Effect::RequestEnd(connection) => inner.notify(connection, &FromContext::Terminate),
-                Effect::Release(connection) => {
+                ServerAction::Break(connection) => {
+                    inner.notify(connection, &FromContext::Broken(clients::CUDA_ERROR_ILLEGAL_ADDRESS))
+                }
+                ServerAction::RequestEnd(connection) => inner.notify(connection, &FromContext::Terminate),
+                ServerAction::Release(connection) => {
                     if let Some(entry) = inner.connections.get_mut(&connection) {
                         entry.context = None;
                     }
                 }
-                Effect::Answer(request, result) => self.report(&FromServer::Answer { request, result }),
-                Effect::Status(status) => {
+                ServerAction::Answer(request, result) => self.report_to_daemon(&FromServer::Answer { request, result }),
+                ServerAction::Status(status) => {
                     self.log_status(status, inner);
-                    self.report(&FromServer::Status(status));
+                    self.report_to_daemon(&FromServer::Status(status));
                 }
             }
         }
     }
 
-    fn log_status(&self, status: Status, inner: &Inner) {
+    fn log_status(&self, status: ServerStatus, inner: &ServerState) {
         let log = |text: &str| self.log.write_line("Other", std::process::id(), text);
         match status {
-            Status::Fault => {
+            ServerStatus::Fault => {
                 log("Volta MPS: Server is handling a fatal GPU error.");
                 for (connection, entry) in &inner.connections {
                     if let (Some(pid), Some(_)) = (inner.clients.pid(*connection), &entry.context) {
@@ -463,20 +476,20 @@ impl Server {
                 log("The following clients have a sticky error set:");
                 inner.clients.broken_pids().iter().for_each(|pid| log(&pid.to_string()));
             }
-            Status::Active => {
+            ServerStatus::Active => {
                 for (ordinal, device) in self.devices.iter().enumerate() {
                     log(&format!("Destroy server context on device {ordinal}"));
                     log(&format!("Creating server context on device {ordinal} ({})", device.name));
                 }
             }
-            Status::Initializing => {}
+            ServerStatus::Initializing => {}
         }
     }
 
-    fn log_settings(&self, settings: &Settings) {
+    fn log_settings(&self, settings: &ClientSettings) {
         self.log(&format!("Active Threads Percentage set to {:.1}", settings.threads));
         for (ordinal, device) in self.devices.iter().enumerate() {
-            if let Some(limit) = settings.memory_of(DeviceName { ordinal, uuid: &device.offer.uuid }) {
+            if let Some(limit) = settings.memory_limit_of(DeviceName { ordinal, uuid: &device.offer.uuid }) {
                 self.log(&format!("Device pinned memory limit for device {ordinal} set to {limit:#x} bytes"));
             }
         }
@@ -487,17 +500,17 @@ impl Server {
         self.log.write_line("Server", std::process::id(), text);
     }
 
-    fn report(&self, message: &FromServer) {
+    fn report_to_daemon(&self, message: &FromServer) {
         // Ignore errors: the server exits when the daemon has exited.
         let _ = wire::send(&self.link, message);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, ServerState> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Inner {
+impl ServerState {
     /// Changes the memory of a working context.
     fn change_memory(
         &self,
@@ -506,7 +519,7 @@ impl Inner {
     ) -> FromContext {
         let held = self.connections.get(&connection).and_then(|entry| entry.context.as_ref());
         let Some(held) = held.filter(|_| self.clients.is_live(connection)) else {
-            return FromContext::Error(clients::INVALID_CONTEXT);
+            return FromContext::Error(clients::CUDA_ERROR_INVALID_CONTEXT);
         };
         match change(&held.memory).and_then(|()| held.memory.memory()) {
             Ok(memory) => FromContext::Memory { free: memory.free },

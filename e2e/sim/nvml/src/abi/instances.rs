@@ -10,13 +10,14 @@ use sim_machine::{ComputeProfile, DeviceRef, GpuProfile, Placement};
 use super::raw::{In, Out, to_c_chars};
 use super::{Return, exports, parse_switch, struct_version, to_u32};
 use crate::library::{
-    Code, Handle, Object, Result, View, call_on, catch_panic, handle, on_device, on_gpu, on_gpu_as_root, require_root,
+    Code, Handle, HandleTarget, MachineView, Result, call_on, call_on_device, call_on_gpu, call_on_gpu_as_root,
+    catch_panic, handle, require_root,
 };
 use crate::mig;
 
 exports! {
     nvmlDeviceGetMigMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) |own|
-        on_gpu(own, device, |_, gpu, model| {
+        call_on_gpu(own, device, |_, gpu, model| {
             if !model.is_mig_capable() {
                 return Err(Code::NOT_SUPPORTED);
             }
@@ -24,7 +25,7 @@ exports! {
             pending.put(gpu.mig_pending.into())
         });
     nvmlDeviceSetMigMode(device: Handle, mode: c_uint, activation: Out<Return>) |own|
-        on_gpu_as_root(own, device, |view, gpu, model| {
+        call_on_gpu_as_root(own, device, |view, gpu, model| {
             let on = parse_switch(mode)?;
             if activation.is_null() {
                 return Err(Code::INVALID_ARGUMENT);
@@ -32,32 +33,32 @@ exports! {
             if !model.is_mig_capable() {
                 return Err(Code::NOT_SUPPORTED);
             }
-            activation.put(mig::set_mode(view, &gpu.uuid, on)?)
+            activation.put(mig::set_mig_mode(view, &gpu.uuid, on)?)
         });
     nvmlDeviceGetMaxMigDeviceCount(device: Handle, count: Out<c_uint>) |own|
-        on_gpu(own, device, |_, gpu, model| count.put(mig::max_devices(gpu, model)));
+        call_on_gpu(own, device, |_, gpu, model| count.put(mig::max_devices(gpu, model)));
     nvmlDeviceGetMigDeviceHandleByIndex(device: Handle, index: c_uint, out: Out<Handle>) |own|
-        on_gpu(own, device, |_, gpu, model| {
+        call_on_gpu(own, device, |_, gpu, model| {
             if gpu.mig && index >= mig::max_devices(gpu, model) {
                 return Err(Code::INVALID_ARGUMENT);
             }
             let devices = mig::devices(gpu);
             let (_, ci) = devices.get(index as usize).ok_or(Code::NOT_FOUND)?;
-            out.put(handle(Object::Device(ci.uuid.clone())))
+            out.put(handle(HandleTarget::Device(ci.uuid.clone())))
         });
-    nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device: Handle, out: Out<Handle>) |own| on_device(own, device, |_, d| {
+    nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device: Handle, out: Out<Handle>) |own| call_on_device(own, device, |_, d| {
         mig_instances_of(&d)?;
-        out.put(handle(Object::Device(d.gpu.uuid.clone())))
+        out.put(handle(HandleTarget::Device(d.gpu.uuid.clone())))
     });
     nvmlDeviceGetGpuInstanceId(device: Handle, id: Out<c_uint>) |own|
-        on_device(own, device, |_, d| id.put(mig_instances_of(&d)?.0.id));
+        call_on_device(own, device, |_, d| id.put(mig_instances_of(&d)?.0.id));
     nvmlDeviceGetComputeInstanceId(device: Handle, id: Out<c_uint>) |own|
-        on_device(own, device, |_, d| id.put(mig_instances_of(&d)?.1.id));
+        call_on_device(own, device, |_, d| id.put(mig_instances_of(&d)?.1.id));
     nvmlDeviceGetAttributes(device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) |own| put_attributes(own, device, out);
     nvmlDeviceGetAttributes_v2(device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) |own| put_attributes(own, device, out);
 
     nvmlDeviceGetGpuInstanceProfileInfo(device: Handle, profile: c_uint, out: Out<sys::nvmlGpuInstanceProfileInfo_t>) |own|
-        on_gpu(own, device, |_, _, model| {
+        call_on_gpu(own, device, |_, _, model| {
             let p = mig::profile_by_index(model, profile)?;
             out.put(sys::nvmlGpuInstanceProfileInfo_t {
                 id: p.id,
@@ -74,9 +75,9 @@ exports! {
             })
         });
     nvmlDeviceGetGpuInstanceProfileInfoV(device: Handle, profile: c_uint, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) |own|
-        on_gpu(own, device, |_, _, model| put_profile(mig::profile_by_index(model, profile)?, out));
+        call_on_gpu(own, device, |_, _, model| put_profile(mig::profile_by_index(model, profile)?, out));
     nvmlDeviceGetGpuInstanceProfileInfoByIdV(device: Handle, id: c_uint, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) |own|
-        on_gpu(own, device, |_, _, model| put_profile(mig::profile_by_id(model, id)?, out));
+        call_on_gpu(own, device, |_, _, model| put_profile(mig::profile_by_id(model, id)?, out));
     nvmlDeviceGetGpuInstancePossiblePlacements(
         device: Handle, id: c_uint, out: Out<sys::nvmlGpuInstancePlacement_t>, count: Out<c_uint>,
     ) |own| put_placements(own, device, id, out, count);
@@ -84,41 +85,41 @@ exports! {
         device: Handle, id: c_uint, out: Out<sys::nvmlGpuInstancePlacement_t>, count: Out<c_uint>,
     ) |own| put_placements(own, device, id, out, count);
     nvmlDeviceGetGpuInstanceRemainingCapacity(device: Handle, id: c_uint, count: Out<c_uint>) |own|
-        on_gpu(own, device, |_, gpu, model| {
+        call_on_gpu(own, device, |_, gpu, model| {
             count.put(gpu.remaining_capacity(model, mig::profile_by_id(model, id)?))
         });
     nvmlDeviceCreateGpuInstance(device: Handle, id: c_uint, out: Out<Handle>) |own|
-        on_gpu_as_root(own, device, |view, gpu, _| create_gpu_instance(view, &gpu.uuid, id, None, out));
+        call_on_gpu_as_root(own, device, |view, gpu, _| create_gpu_instance(view, &gpu.uuid, id, None, out));
     nvmlDeviceCreateGpuInstanceWithPlacement(
         device: Handle, id: c_uint, at: In<sys::nvmlGpuInstancePlacement_t>, out: Out<Handle>,
-    ) |own| on_gpu_as_root(own, device, |view, gpu, _| {
+    ) |own| call_on_gpu_as_root(own, device, |view, gpu, _| {
         let at = at.get()?;
         create_gpu_instance(view, &gpu.uuid, id, Some(Placement { start: at.start, size: at.size }), out)
     });
     nvmlDeviceGetGpuInstances(device: Handle, id: c_uint, out: Out<Handle>, count: Out<c_uint>) |own|
-        on_gpu(own, device, |_, gpu, model| {
+        call_on_gpu(own, device, |_, gpu, model| {
             mig::profile_by_id(model, id)?;
             let instances = gpu.instances.iter().filter(|i| i.profile == id);
-            put_all(instances.map(|i| handle(Object::GpuInstance(gpu.uuid.clone(), i.id))), out, count)
+            put_all(instances.map(|i| handle(HandleTarget::GpuInstance(gpu.uuid.clone(), i.id))), out, count)
         });
-    nvmlDeviceGetGpuInstanceById(device: Handle, id: c_uint, out: Out<Handle>) |own| on_gpu(own, device, |_, gpu, model| {
+    nvmlDeviceGetGpuInstanceById(device: Handle, id: c_uint, out: Out<Handle>) |own| call_on_gpu(own, device, |_, gpu, model| {
         if !model.is_mig_capable() {
             return Err(Code::NOT_SUPPORTED);
         }
         let found = gpu.instances.iter().find(|i| i.id == id).ok_or(Code::NOT_FOUND)?;
-        out.put(handle(Object::GpuInstance(gpu.uuid.clone(), found.id)))
+        out.put(handle(HandleTarget::GpuInstance(gpu.uuid.clone(), found.id)))
     });
     nvmlGpuInstanceGetInfo(instance: Handle, out: Out<sys::nvmlGpuInstanceInfo_t>) |own|
-        on_instance(own, instance, |view, gpu, id| {
+        call_on_gpu_instance(own, instance, |view, gpu, id| {
             let (_, _, gi) = mig::find_gpu_instance(view, gpu, id)?;
             out.put(sys::nvmlGpuInstanceInfo_t {
-                device: without_provenance_mut(handle(Object::Device(gpu.to_owned()))),
+                device: without_provenance_mut(handle(HandleTarget::Device(gpu.to_owned()))),
                 id,
                 profileId: gi.profile,
                 placement: sys::nvmlGpuInstancePlacement_t { start: gi.placement.start, size: gi.placement.size },
             })
         });
-    nvmlGpuInstanceDestroy(instance: Handle) |own| on_instance(own, instance, |view, gpu, id| {
+    nvmlGpuInstanceDestroy(instance: Handle) |own| call_on_gpu_instance(own, instance, |view, gpu, id| {
         require_root()?;
         mig::find_gpu_instance(view, gpu, id)?;
         mig::destroy_gpu_instance(view, gpu, id)
@@ -126,7 +127,7 @@ exports! {
 
     nvmlGpuInstanceGetComputeInstanceProfileInfo(
         instance: Handle, profile: c_uint, engine: c_uint, out: Out<sys::nvmlComputeInstanceProfileInfo_t>,
-    ) |own| on_instance(own, instance, |view, gpu, id| {
+    ) |own| call_on_gpu_instance(own, instance, |view, gpu, id| {
         let (_, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
         let p = mig::compute_profile_by_index(model, gi, profile, engine)?;
         let shared = model.gpu_profile(gi.profile).ok_or(Code::UNKNOWN)?;
@@ -144,13 +145,13 @@ exports! {
     });
     nvmlGpuInstanceGetComputeInstanceProfileInfoV(
         instance: Handle, profile: c_uint, engine: c_uint, out: Out<sys::nvmlComputeInstanceProfileInfo_v2_t>,
-    ) |own| on_instance(own, instance, |view, gpu, id| {
+    ) |own| call_on_gpu_instance(own, instance, |view, gpu, id| {
         let (_, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
         let p = mig::compute_profile_by_index(model, gi, profile, engine)?;
         put_compute_profile(&p, model.gpu_profile(gi.profile).ok_or(Code::UNKNOWN)?, out)
     });
     nvmlGpuInstanceGetComputeInstanceRemainingCapacity(instance: Handle, profile: c_uint, count: Out<c_uint>) |own|
-        on_instance(own, instance, |view, gpu, id| {
+        call_on_gpu_instance(own, instance, |view, gpu, id| {
             let (gpu, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
             let p = mig::compute_profile_by_id(model, gi, profile)?;
             let mut trial = gpu.clone();
@@ -159,38 +160,38 @@ exports! {
         });
     nvmlGpuInstanceGetComputeInstancePossiblePlacements(
         instance: Handle, profile: c_uint, out: Out<sys::nvmlComputeInstancePlacement_t>, count: Out<c_uint>,
-    ) |own| on_instance(own, instance, |view, gpu, id| {
+    ) |own| call_on_gpu_instance(own, instance, |view, gpu, id| {
         let (_, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
         let (size, whole) = (mig::compute_profile_by_id(model, gi, profile)?.slices, model.gpu_profile(gi.profile));
         let last = whole.map_or(0, |p| p.slices).saturating_sub(size);
         put_all((0..=last).map(|start| sys::nvmlComputeInstancePlacement_t { start, size }), out, count)
     });
     nvmlGpuInstanceCreateComputeInstance(instance: Handle, profile: c_uint, out: Out<Handle>) |own|
-        on_instance(own, instance, |view, gpu, id| create_compute_instance(view, gpu, id, profile, None, out));
+        call_on_gpu_instance(own, instance, |view, gpu, id| create_compute_instance(view, gpu, id, profile, None, out));
     nvmlGpuInstanceCreateComputeInstanceWithPlacement(
         instance: Handle, profile: c_uint, at: In<sys::nvmlComputeInstancePlacement_t>, out: Out<Handle>,
-    ) |own| on_instance(own, instance, |view, gpu, id| {
+    ) |own| call_on_gpu_instance(own, instance, |view, gpu, id| {
         let at = at.get()?;
         create_compute_instance(view, gpu, id, profile, Some(Placement { start: at.start, size: at.size }), out)
     });
     nvmlGpuInstanceGetComputeInstances(instance: Handle, profile: c_uint, out: Out<Handle>, count: Out<c_uint>) |own|
-        on_instance(own, instance, |view, gpu, id| {
+        call_on_gpu_instance(own, instance, |view, gpu, id| {
             let (_, model, gi) = mig::find_gpu_instance(view, gpu, id)?;
             mig::compute_profile_by_id(model, gi, profile)?;
             let instances = gi.compute.iter().filter(|c| c.profile == profile);
-            put_all(instances.map(|c| handle(Object::ComputeInstance(gpu.to_owned(), id, c.id))), out, count)
+            put_all(instances.map(|c| handle(HandleTarget::ComputeInstance(gpu.to_owned(), id, c.id))), out, count)
         });
     nvmlGpuInstanceGetComputeInstanceById(instance: Handle, id: c_uint, out: Out<Handle>) |own|
-        on_instance(own, instance, |view, gpu, gi| {
+        call_on_gpu_instance(own, instance, |view, gpu, gi| {
             let (_, _, found) = mig::find_gpu_instance(view, gpu, gi)?;
             found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
-            out.put(handle(Object::ComputeInstance(gpu.to_owned(), gi, id)))
+            out.put(handle(HandleTarget::ComputeInstance(gpu.to_owned(), gi, id)))
         });
     nvmlComputeInstanceGetInfo(instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) |own|
         put_compute_info(own, instance, out);
     nvmlComputeInstanceGetInfo_v2(instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) |own|
         put_compute_info(own, instance, out);
-    nvmlComputeInstanceDestroy(instance: Handle) |own| on_compute(own, instance, |view, gpu, gi, id| {
+    nvmlComputeInstanceDestroy(instance: Handle) |own| call_on_compute_instance(own, instance, |view, gpu, gi, id| {
         require_root()?;
         mig::find_gpu_instance(view, gpu, gi)?;
         mig::destroy_compute_instance(view, gpu, gi, id)
@@ -198,7 +199,11 @@ exports! {
 }
 
 /// Runs a call about a GPU instance. `body` receives the GPU's UUID and the instance's id.
-fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32) -> Result<()>) -> Return {
+fn call_on_gpu_instance(
+    name: &str,
+    instance: Handle,
+    body: impl FnOnce(&MachineView, &str, u32) -> Result<()>,
+) -> Return {
     catch_panic(|| {
         let (gpu, id) = mig::gpu_instance(instance)?;
         call_on(name, &gpu, |view| body(view, &gpu, id))
@@ -207,7 +212,11 @@ fn on_instance(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32)
 
 /// Runs a call about a compute instance. `body` receives the GPU's UUID, the GPU instance's id and
 /// the compute instance's id.
-fn on_compute(name: &str, instance: Handle, body: impl FnOnce(&View, &str, u32, u32) -> Result<()>) -> Return {
+fn call_on_compute_instance(
+    name: &str,
+    instance: Handle,
+    body: impl FnOnce(&MachineView, &str, u32, u32) -> Result<()>,
+) -> Return {
     catch_panic(|| {
         let (gpu, gi, id) = mig::compute_instance(instance)?;
         call_on(name, &gpu, |view| body(view, &gpu, gi, id))
@@ -225,7 +234,7 @@ fn p2p_capability(profile: &GpuProfile) -> u32 {
 }
 
 fn put_attributes(name: &str, device: Handle, out: Out<sys::nvmlDeviceAttributes_t>) -> Return {
-    on_device(name, device, |_, d| {
+    call_on_device(name, device, |_, d| {
         let (gi, ci) = d.mig.ok_or(Code::NOT_SUPPORTED)?;
         let whole = d.model.gpu_profile(gi.profile).ok_or(Code::UNKNOWN)?;
         let part = d.model.compute_profile(gi.profile, ci.profile).ok_or(Code::UNKNOWN)?;
@@ -349,13 +358,19 @@ fn put_placements(
     out: Out<sys::nvmlGpuInstancePlacement_t>,
     count: Out<c_uint>,
 ) -> Return {
-    on_gpu(name, device, |_, _, model| {
+    call_on_gpu(name, device, |_, _, model| {
         let p = mig::profile_by_id(model, id)?;
         put_all(p.starts.iter().map(|&start| sys::nvmlGpuInstancePlacement_t { start, size: p.size }), out, count)
     })
 }
 
-fn create_gpu_instance(view: &View, gpu: &str, profile: u32, at: Option<Placement>, out: Out<Handle>) -> Result<()> {
+fn create_gpu_instance(
+    view: &MachineView,
+    gpu: &str,
+    profile: u32,
+    at: Option<Placement>,
+    out: Out<Handle>,
+) -> Result<()> {
     if out.is_null() {
         return Err(Code::INVALID_ARGUMENT);
     }
@@ -363,7 +378,7 @@ fn create_gpu_instance(view: &View, gpu: &str, profile: u32, at: Option<Placemen
 }
 
 fn create_compute_instance(
-    view: &View,
+    view: &MachineView,
     gpu: &str,
     gi: u32,
     profile: u32,
@@ -379,12 +394,12 @@ fn create_compute_instance(
 }
 
 fn put_compute_info(name: &str, instance: Handle, out: Out<sys::nvmlComputeInstanceInfo_t>) -> Return {
-    on_compute(name, instance, |view, gpu, gi, id| {
+    call_on_compute_instance(name, instance, |view, gpu, gi, id| {
         let (_, _, found) = mig::find_gpu_instance(view, gpu, gi)?;
         let ci = found.compute.iter().find(|c| c.id == id).ok_or(Code::NOT_FOUND)?;
         out.put(sys::nvmlComputeInstanceInfo_t {
-            device: without_provenance_mut(handle(Object::Device(gpu.to_owned()))),
-            gpuInstance: without_provenance_mut(handle(Object::GpuInstance(gpu.to_owned(), gi))),
+            device: without_provenance_mut(handle(HandleTarget::Device(gpu.to_owned()))),
+            gpuInstance: without_provenance_mut(handle(HandleTarget::GpuInstance(gpu.to_owned(), gi))),
             id,
             profileId: ci.profile,
             placement: sys::nvmlComputeInstancePlacement_t { start: ci.placement.start, size: ci.placement.size },

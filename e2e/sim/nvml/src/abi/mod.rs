@@ -12,7 +12,8 @@ use sim_machine::{EventKind, Gpu};
 use self::raw::{Out, Text, to_c_chars};
 use crate::device::{self, NO_INSTANCE, ProcessList};
 use crate::library::{
-    self, Code, Handle, Object, Result, call, catch_panic, handle, object, on_device, on_gpu, on_gpu_as_root,
+    self, Code, Handle, HandleTarget, Result, call, call_on_device, call_on_gpu, call_on_gpu_as_root, catch_panic,
+    handle, object,
 };
 use crate::{events, mig};
 
@@ -70,33 +71,33 @@ exports! {
     });
 
     nvmlDeviceGetName(device: Handle, name: Out<c_char>, length: c_uint) |own|
-        on_device(own, device, |_, d| name.text(length, &device::name(&d)));
+        call_on_device(own, device, |_, d| name.text(length, &device::name(&d)));
     nvmlDeviceGetUUID(device: Handle, uuid: Out<c_char>, length: c_uint) |own|
-        on_device(own, device, |_, d| uuid.text(length, d.uuid()));
-    nvmlDeviceGetIndex(device: Handle, index: Out<c_uint>) |own| on_device(own, device, |_, d| {
+        call_on_device(own, device, |_, d| uuid.text(length, d.uuid()));
+    nvmlDeviceGetIndex(device: Handle, index: Out<c_uint>) |own| call_on_device(own, device, |_, d| {
         let among = mig::devices(d.gpu).iter().position(|(_, ci)| ci.uuid == d.uuid());
         index.put(among.map_or(d.gpu.index, to_u32))
     });
     nvmlDeviceGetMinorNumber(device: Handle, minor: Out<c_uint>) |own|
-        on_gpu(own, device, |_, gpu, _| minor.put(gpu.minor));
+        call_on_gpu(own, device, |_, gpu, _| minor.put(gpu.minor));
     nvmlDeviceGetSerial(device: Handle, serial: Out<c_char>, length: c_uint) |own|
-        on_gpu(own, device, |_, gpu, _| serial.text(length, &gpu.serial));
-    nvmlDeviceGetBrand(device: Handle, brand: Out<c_uint>) |own| on_device(own, device, |_, d| {
+        call_on_gpu(own, device, |_, gpu, _| serial.text(length, &gpu.serial));
+    nvmlDeviceGetBrand(device: Handle, brand: Out<c_uint>) |own| call_on_device(own, device, |_, d| {
         let nvidia = d.model.name.starts_with("NVIDIA");
         brand.put(if nvidia { sys::nvmlBrandType_enum_NVML_BRAND_NVIDIA } else { sys::nvmlBrandType_enum_NVML_BRAND_TESLA })
     });
     nvmlDeviceGetArchitecture(device: Handle, architecture: Out<c_uint>) |own|
-        on_device(own, device, |_, d| architecture.put(device::architecture(&d.model.architecture)));
+        call_on_device(own, device, |_, d| architecture.put(device::architecture(&d.model.architecture)));
     nvmlDeviceGetCudaComputeCapability(device: Handle, major: Out<c_int>, minor: Out<c_int>) |own|
-        on_device(own, device, |_, d| {
+        call_on_device(own, device, |_, d| {
             major.put(d.model.compute_capability.0)?;
             minor.put(d.model.compute_capability.1)
         });
     nvmlDeviceGetNumGpuCores(device: Handle, cores: Out<c_uint>) |own|
-        on_gpu(own, device, |_, _, model| cores.put(model.sms * model.cores_per_sm));
+        call_on_gpu(own, device, |_, _, model| cores.put(model.sms * model.cores_per_sm));
     nvmlDeviceGetMemoryBusWidth(device: Handle, width: Out<c_uint>) |own|
-        on_gpu(own, device, |_, _, model| width.put(model.memory_bus_width));
-    nvmlDeviceGetPciInfo_v3(device: Handle, info: Out<sys::nvmlPciInfo_t>) |own| on_gpu(own, device, |_, gpu, model| {
+        call_on_gpu(own, device, |_, _, model| width.put(model.memory_bus_width));
+    nvmlDeviceGetPciInfo_v3(device: Handle, info: Out<sys::nvmlPciInfo_t>) |own| call_on_gpu(own, device, |_, gpu, model| {
         info.put(sys::nvmlPciInfo_t {
             busIdLegacy: to_c_chars(&gpu.pci.short_bus_id()),
             domain: gpu.pci.domain,
@@ -109,16 +110,16 @@ exports! {
     });
     // The GPU's memory is not a NUMA node, as on most machines. The nearest node is in the memory
     // affinity.
-    nvmlDeviceGetNumaNodeId(device: Handle, _node: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| Err(Code::NOT_SUPPORTED));
+    nvmlDeviceGetNumaNodeId(device: Handle, _node: Out<c_uint>) |own| call_on_gpu(own, device, |_, _, _| Err(Code::NOT_SUPPORTED));
     nvmlDeviceGetMemoryAffinity(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
-        on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.numa_node.unwrap_or(0).to_string(), 0));
+        call_on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.numa_node.unwrap_or(0).to_string(), 0));
     nvmlDeviceGetCpuAffinity(device: Handle, size: c_uint, set: Out<c_ulong>) |own|
-        on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.cpus, count_cpus()));
+        call_on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.cpus, count_cpus()));
     nvmlDeviceGetCpuAffinityWithinScope(device: Handle, size: c_uint, set: Out<c_ulong>, _scope: c_uint) |own|
-        on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.cpus, count_cpus()));
+        call_on_gpu(own, device, |_, gpu, _| put_bits(size, set, &gpu.cpus, count_cpus()));
     nvmlDeviceGetTopologyCommonAncestor(one: Handle, other: Handle, level: Out<c_uint>) |own|
-        on_gpu(own, one, |view, gpu, _| {
-            let Object::Device(other) = object(other)? else { return Err(Code::INVALID_ARGUMENT) };
+        call_on_gpu(own, one, |view, gpu, _| {
+            let HandleTarget::Device(other) = object(other)? else { return Err(Code::INVALID_ARGUMENT) };
             let (other, _) = view.gpu(&other)?;
             level.put(match gpu.numa_node == other.numa_node {
                 _ if gpu.uuid == other.uuid => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_INTERNAL,
@@ -126,16 +127,16 @@ exports! {
                 false => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_SYSTEM,
             })
         });
-    nvmlDeviceGetVirtualizationMode(device: Handle, mode: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| {
+    nvmlDeviceGetVirtualizationMode(device: Handle, mode: Out<c_uint>) |own| call_on_gpu(own, device, |_, _, _| {
         mode.put(sys::nvmlGpuVirtualizationMode_NVML_GPU_VIRTUALIZATION_MODE_NONE)
     });
 
-    nvmlDeviceGetMemoryInfo(device: Handle, out: Out<sys::nvmlMemory_t>) |own| on_device(own, device, |view, d| {
+    nvmlDeviceGetMemoryInfo(device: Handle, out: Out<sys::nvmlMemory_t>) |own| call_on_device(own, device, |view, d| {
         let m = device::memory(view, &d)?;
         // This call's first version counts the driver's reserve as used.
         out.put(sys::nvmlMemory_t { total: m.total, free: m.free, used: m.used + m.reserved })
     });
-    nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<sys::nvmlMemory_v2_t>) |own| on_device(own, device, |view, d| {
+    nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<sys::nvmlMemory_v2_t>) |own| call_on_device(own, device, |view, d| {
         let version = out.cast::<c_uint>().get()?;
         if version != self::struct_version::<sys::nvmlMemory_v2_t>(2) {
             return Err(Code::FUNCTION_NOT_FOUND);
@@ -143,20 +144,20 @@ exports! {
         let m = device::memory(view, &d)?;
         out.put(sys::nvmlMemory_v2_t { version, total: m.total, reserved: m.reserved, free: m.free, used: m.used })
     });
-    nvmlDeviceGetBAR1MemoryInfo(device: Handle, out: Out<sys::nvmlBAR1Memory_t>) |own| on_gpu(own, device, |_, _, model| {
+    nvmlDeviceGetBAR1MemoryInfo(device: Handle, out: Out<sys::nvmlBAR1Memory_t>) |own| call_on_gpu(own, device, |_, _, model| {
         let total = model.memory_mib.next_power_of_two() << 20;
         out.put(sys::nvmlBAR1Memory_t { bar1Total: total, bar1Free: total - (1 << 20), bar1Used: 1 << 20 })
     });
 
     nvmlDeviceGetComputeMode(device: Handle, mode: Out<sys::nvmlComputeMode_t>) |own|
-        on_device(own, device, |_, d| mode.put(device::compute_mode(d.gpu.compute_mode)));
-    nvmlDeviceSetComputeMode(device: Handle, mode: sys::nvmlComputeMode_t) |own| on_gpu_as_root(own, device, |view, gpu, _| {
+        call_on_device(own, device, |_, d| mode.put(device::compute_mode(d.gpu.compute_mode)));
+    nvmlDeviceSetComputeMode(device: Handle, mode: sys::nvmlComputeMode_t) |own| call_on_gpu_as_root(own, device, |view, gpu, _| {
         let mode = device::parse_compute_mode(mode)?;
         change_gpu(view, gpu, move |gpu| if gpu.mig { Err(Code::NOT_SUPPORTED) } else { gpu.compute_mode = mode; Ok(()) })
     });
     nvmlDeviceGetPersistenceMode(device: Handle, mode: Out<c_uint>) |own|
-        on_gpu(own, device, |_, gpu, _| mode.put(gpu.persistence.into()));
-    nvmlDeviceSetPersistenceMode(device: Handle, mode: c_uint) |own| on_gpu_as_root(own, device, |view, gpu, _| {
+        call_on_gpu(own, device, |_, gpu, _| mode.put(gpu.persistence.into()));
+    nvmlDeviceSetPersistenceMode(device: Handle, mode: c_uint) |own| call_on_gpu_as_root(own, device, |view, gpu, _| {
         let on = parse_switch(mode)?;
         change_gpu(view, gpu, move |gpu| { gpu.persistence = on; Ok(()) })
     });
@@ -180,45 +181,45 @@ exports! {
     nvmlDeviceGetGraphicsRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<sys::nvmlProcessInfo_v2_t>) |own|
         put_processes(own, device, ProcessList::Graphics, count, out);
 
-    nvmlDeviceGetUtilizationRates(device: Handle, out: Out<sys::nvmlUtilization_t>) |own| on_device(own, device, |view, d| {
+    nvmlDeviceGetUtilizationRates(device: Handle, out: Out<sys::nvmlUtilization_t>) |own| call_on_device(own, device, |view, d| {
         // MIG devices have no counters.
         if d.mig.is_some() || d.gpu.mig {
             return Err(Code::NOT_SUPPORTED);
         }
-        let gpu = device::utilization(view, &d)?;
+        let gpu = device::utilization_percent(view, &d)?;
         out.put(sys::nvmlUtilization_t { gpu, memory: gpu / 2 })
     });
-    nvmlDeviceGetPowerUsage(device: Handle, milliwatts: Out<c_uint>) |own| on_device(own, device, |view, d| match d.mig {
-        None => milliwatts.put(device::power(view, &d)?),
+    nvmlDeviceGetPowerUsage(device: Handle, milliwatts: Out<c_uint>) |own| call_on_device(own, device, |view, d| match d.mig {
+        None => milliwatts.put(device::power_milliwatts(view, &d)?),
         Some(_) => Err(Code::NOT_SUPPORTED),
     });
     nvmlDeviceGetEnforcedPowerLimit(device: Handle, milliwatts: Out<c_uint>) |own|
-        on_gpu(own, device, |_, _, model| milliwatts.put(model.power_watts.0 * 1000));
+        call_on_gpu(own, device, |_, _, model| milliwatts.put(model.power_watts.0 * 1000));
     nvmlDeviceGetPowerManagementLimit(device: Handle, milliwatts: Out<c_uint>) |own|
-        on_gpu(own, device, |_, _, model| milliwatts.put(model.power_watts.0 * 1000));
-    nvmlDeviceGetTemperature(device: Handle, sensor: c_uint, degrees: Out<c_uint>) |own| on_gpu(own, device, |_, gpu, _| {
+        call_on_gpu(own, device, |_, _, model| milliwatts.put(model.power_watts.0 * 1000));
+    nvmlDeviceGetTemperature(device: Handle, sensor: c_uint, degrees: Out<c_uint>) |own| call_on_gpu(own, device, |_, gpu, _| {
         if sensor != sys::nvmlTemperatureSensors_enum_NVML_TEMPERATURE_GPU {
             return Err(Code::INVALID_ARGUMENT);
         }
         degrees.put(gpu.temperature.unwrap_or(33))
     });
-    nvmlDeviceGetPerformanceState(device: Handle, state: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| state.put(0));
+    nvmlDeviceGetPerformanceState(device: Handle, state: Out<c_uint>) |own| call_on_gpu(own, device, |_, _, _| state.put(0));
 
-    nvmlDeviceGetEccMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) |own| on_gpu(own, device, |_, _, _| {
+    nvmlDeviceGetEccMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) |own| call_on_gpu(own, device, |_, _, _| {
         current.put(1)?;
         pending.put(1)
     });
     nvmlDeviceGetTotalEccErrors(device: Handle, kind: c_uint, _counter: c_uint, count: Out<c_ulonglong>) |own|
-        on_gpu(own, device, |_, gpu, _| count.put(count_ecc_errors(gpu, kind)?));
+        call_on_gpu(own, device, |_, gpu, _| count.put(count_ecc_errors(gpu, kind)?));
     nvmlDeviceGetMemoryErrorCounter(
         device: Handle, kind: c_uint, _counter: c_uint, location: c_uint, count: Out<c_ulonglong>,
-    ) |own| on_gpu(own, device, |_, gpu, _| {
+    ) |own| call_on_gpu(own, device, |_, gpu, _| {
         let memory = location == sys::nvmlMemoryLocation_enum_NVML_MEMORY_LOCATION_DEVICE_MEMORY;
         count.put(if memory { count_ecc_errors(gpu, kind)? } else { 0 })
     });
     nvmlDeviceGetRemappedRows(
         device: Handle, corrected: Out<c_uint>, uncorrected: Out<c_uint>, pending: Out<c_uint>, failed: Out<c_uint>,
-    ) |own| on_gpu(own, device, |_, gpu, model| {
+    ) |own| call_on_gpu(own, device, |_, gpu, model| {
         if model.architecture == "Turing" {
             return Err(Code::NOT_SUPPORTED);
         }
@@ -229,7 +230,7 @@ exports! {
         failed.put(gpu.remap_failed.into())
     });
     nvmlDeviceGetRetiredPagesPendingStatus(device: Handle, pending: Out<sys::nvmlEnableState_t>) |own|
-        on_gpu(own, device, |_, gpu, model| {
+        call_on_gpu(own, device, |_, gpu, model| {
             // Newer architectures remap rows instead of retiring pages.
             if model.architecture != "Turing" {
                 return Err(Code::NOT_SUPPORTED);
@@ -237,7 +238,7 @@ exports! {
             pending.put(u32::from(gpu.remap_pending))
         });
     nvmlDeviceGetFieldValues(device: Handle, count: c_int, values: Out<sys::nvmlFieldValue_t>) |own|
-        on_gpu(own, device, |_, gpu, _| {
+        call_on_gpu(own, device, |_, gpu, _| {
             // Refuse an invalid count: NVML has fewer than 512 fields.
             let count = usize::try_from(count).ok().filter(|count| (1..=512).contains(count));
             (0..count.ok_or(Code::INVALID_ARGUMENT)?).try_for_each(|at| {
@@ -254,11 +255,11 @@ exports! {
         });
 
     nvmlDeviceGetSupportedEventTypes(device: Handle, types: Out<c_ulonglong>) |own|
-        on_gpu(own, device, |_, _, _| types.put(events::SUPPORTED));
-    nvmlEventSetCreate(set: Out<Handle>) |own| call(own, |_| set.put(events::create()));
-    nvmlEventSetFree(set: Handle) |own| call(own, |_| events::free(set));
+        call_on_gpu(own, device, |_, _, _| types.put(events::SUPPORTED_EVENT_TYPES));
+    nvmlEventSetCreate(set: Out<Handle>) |own| call(own, |_| set.put(events::create_event_set()));
+    nvmlEventSetFree(set: Handle) |own| call(own, |_| events::free_event_set(set));
     nvmlDeviceRegisterEvents(device: Handle, types: c_ulonglong, set: Handle) |own|
-        on_gpu(own, device, |view, gpu, _| events::register(view, &gpu.uuid, types, set));
+        call_on_gpu(own, device, |view, gpu, _| events::register_gpu(view, &gpu.uuid, types, set));
     nvmlEventSetWait(set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) |own|
         wait_for_event(own, set, data, milliseconds);
     nvmlEventSetWait_v2(set: Handle, data: Out<sys::nvmlEventData_t>, milliseconds: c_uint) |own|
@@ -344,7 +345,7 @@ fn count_ecc_errors(gpu: &Gpu, kind: c_uint) -> Result<u64> {
     gpu.ecc.get(kind as usize).copied().ok_or(Code::INVALID_ARGUMENT)
 }
 
-fn change_gpu(view: &library::View, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Result<()>) -> Result<()> {
+fn change_gpu(view: &library::MachineView, gpu: &Gpu, change: impl FnOnce(&mut Gpu) -> Result<()>) -> Result<()> {
     view.machine.update(|state| change(state.gpu_mut(&gpu.uuid)?))
 }
 
@@ -368,7 +369,7 @@ fn put_processes(
     count: Out<c_uint>,
     out: Out<sys::nvmlProcessInfo_v2_t>,
 ) -> Return {
-    on_device(name, device, |view, d| {
+    call_on_device(name, device, |view, d| {
         let listed = device::processes(view, &d, list)?;
         check_buffer(count, out, listed.len())?;
         listed.iter().enumerate().try_for_each(|(at, p)| {
@@ -390,7 +391,7 @@ fn put_processes_v1(
     count: Out<c_uint>,
     out: Out<sys::nvmlProcessInfo_v1_t>,
 ) -> Return {
-    on_device(name, device, |view, d| {
+    call_on_device(name, device, |view, d| {
         let listed = device::processes(view, &d, list)?;
         check_buffer(count, out, listed.len())?;
         listed
@@ -405,8 +406,8 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
         if data.is_null() {
             return Err(Code::INVALID_ARGUMENT);
         }
-        let event = events::wait(view, set, Duration::from_millis(milliseconds.into()))?;
-        let device = handle(Object::Device(event.gpu));
+        let event = events::wait_for_event(view, set, Duration::from_millis(milliseconds.into()))?;
+        let device = handle(HandleTarget::Device(event.gpu));
         data.put(sys::nvmlEventData_t {
             // The handle is a number in this library. Callers must not dereference it.
             device: std::ptr::without_provenance_mut(device),
@@ -421,7 +422,7 @@ fn wait_for_event(name: &str, set: Handle, data: Out<sys::nvmlEventData_t>, mill
 /// Returns whether a handle is a MIG device's. Does not read the machine's state.
 fn is_mig(device: Handle, out: Out<c_uint>) -> Return {
     catch_panic(|| {
-        let Object::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
+        let HandleTarget::Device(uuid) = object(device)? else { return Err(Code::INVALID_ARGUMENT) };
         out.put(uuid.starts_with("MIG-").into())
     })
 }
