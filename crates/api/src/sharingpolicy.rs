@@ -142,7 +142,7 @@ pub enum ReplicaPlacement {
 }
 
 impl ReplicaPlacement {
-    /// Parses the value of the annotation [`crate::names::REPLICA_PLACEMENT`].
+    /// Parses the value of the annotation [`crate::names::REPLICA_PLACEMENT_ANNOTATION`].
     pub fn parse(text: &str) -> Option<Self> {
         match text {
             "Spread" => Some(Self::Spread),

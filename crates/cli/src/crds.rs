@@ -2,12 +2,12 @@
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
-use cleave_api::crds::files;
+use cleave_api::crds::crd_files;
 
 use crate::output::print;
 
 /// Examples in the help of `cleave crds`.
-pub(crate) const EXAMPLES: &str = "\
+pub(crate) const HELP_EXAMPLES: &str = "\
 Examples:
   cleave crds | kubectl apply --server-side -f -";
 

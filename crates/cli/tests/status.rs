@@ -4,17 +4,17 @@ mod golden;
 
 use cleave_api::{GpuNode, SharingPolicy};
 use cleave_cli::status::render;
-use cleave_cli::status::report::Report;
+use cleave_cli::status::report::StatusReport;
 use golden::assert_matches_file;
 use kube::api::ObjectList;
 use kube::core::DeserializeGuard;
 
-fn report(only: Option<&str>) -> Report {
+fn report(only: Option<&str>) -> StatusReport {
     let nodes: ObjectList<DeserializeGuard<GpuNode>> =
         serde_saphyr::from_str(include_str!("status/gpunodes.yaml")).unwrap();
     let policies: ObjectList<DeserializeGuard<SharingPolicy>> =
         serde_saphyr::from_str(include_str!("status/sharingpolicies.yaml")).unwrap();
-    Report::new(nodes.items, policies.items, only)
+    StatusReport::new(nodes.items, policies.items, only)
 }
 
 #[test]
@@ -38,7 +38,7 @@ fn one_node_is_shown_with_its_allocations_only() {
 
 #[test]
 fn an_empty_cluster_is_described_in_sentences() {
-    let text = render(&Report::new(Vec::new(), Vec::new(), None), false);
+    let text = render(&StatusReport::new(Vec::new(), Vec::new(), None), false);
     assert_eq!(
         text,
         "No GpuNodes. The operator creates one for each node that runs an agent.\n\n\

@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use cleave_api::cordon::{Cleared, Cordons};
+use cleave_api::cordon::{ClearedFaults, Cordons};
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION};
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
@@ -287,8 +287,8 @@ impl Node {
     }
 
     /// Returns the GPUs whose recorded faults an administrator has cleared.
-    pub fn cleared(&self) -> Cleared {
-        Cleared::read(self.annotation(CLEARED_ANNOTATION))
+    pub fn cleared(&self) -> ClearedFaults {
+        ClearedFaults::read(self.annotation(CLEARED_ANNOTATION))
     }
 
     fn annotation(&self, name: &str) -> Option<&String> {

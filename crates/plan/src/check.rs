@@ -10,7 +10,7 @@ use crate::device::{self, Mode};
 use crate::mig::{Profile, built_in};
 use crate::mps::MAX_CLIENTS;
 use crate::planner::{GpuPlan, Placement, Plan, PlannedSlices};
-use crate::scheduling::Constraints;
+use crate::scheduling::NodeConstraints;
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 
 /// A rule that a plan violates.
@@ -277,7 +277,7 @@ impl Checker {
                 self.report(&pod.name, format!("the snapshot has no node {}", placement.node));
                 continue;
             };
-            if node.exclusion.is_some() || Constraints::of(pod).admit(node).is_err() {
+            if node.exclusion.is_some() || NodeConstraints::of(pod).admit(node).is_err() {
                 self.report(&pod.name, format!("the pod cannot run on node {}", node.name));
             }
             for (name, request) in &pod.requests {

@@ -177,7 +177,7 @@ fn has_known_form(Exchange { command, answer, set }: &Exchange) -> bool {
 
 /// Returns the SMs that Cleave reports for a percentage.
 fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
-    mps::sms(Percent::new(percent).ok(), Sms(gpu.sms)).0
+    mps::usable_sms(Percent::new(percent).ok(), Sms(gpu.sms)).0
 }
 
 /// Returns whether exactly these limits apply to the program, and no tighter limits.
