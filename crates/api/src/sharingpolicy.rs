@@ -111,7 +111,7 @@ pub struct SharingPolicySpec {
     pub mig: Option<Mig>,
     /// How long the operator collects pending pods before it repartitions GPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dynamic: Option<Dynamic>,
+    pub dynamic: Option<DynamicPartitioning>,
     /// What Cleave does with a pod that exceeds its limits.
     #[serde(default)]
     pub enforcement: Enforcement,
@@ -241,10 +241,10 @@ pub struct Mps {
     pub compute_mode: ComputeMode,
     /// Whether sized slices (`nvidia.com/gpu-10gb`) are created when pods request them.
     #[serde(default)]
-    pub sizes: Sizes,
+    pub sizes: MpsSizes,
     /// Limits on the processes of one allocation. Default: no limits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub clients: Option<Clients>,
+    pub clients: Option<ClientLimits>,
 }
 
 const fn default_true() -> bool {
@@ -297,7 +297,7 @@ pub enum ComputeMode {
 
 /// Whether MPS slices are created when pods request them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum Sizes {
+pub enum MpsSizes {
     /// A fixed number of equal shares.
     #[default]
     Fixed,
@@ -310,7 +310,7 @@ pub enum Sizes {
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!(has(self.split) && self.split) || has(self.max)")
     .message("clients.split divides an allocation's memory by clients.max: set max too"))]
-pub struct Clients {
+pub struct ClientLimits {
     /// Maximum number of processes at the same time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self >= 1 && self <= 48")
@@ -393,7 +393,7 @@ pub struct MigSharing {
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!(has(self.idle) && has(self.timeout)) || !self.idle.matches('^([0-9]{1,6}(ms|s|m))+$') || !self.timeout.matches('^([0-9]{1,6}(ms|s|m))+$') || duration(self.idle) <= duration(self.timeout)")
     .message("dynamic.timeout is the longest wait and cannot be shorter than dynamic.idle"))]
-pub struct Dynamic {
+pub struct DynamicPartitioning {
     /// The operator plans when no further pod has arrived for this long, for example `500ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]

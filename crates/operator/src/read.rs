@@ -424,7 +424,7 @@ impl Observed {
 /// Copies to each GPU the fields that a status states once for all GPUs of a model.
 pub(crate) fn complete(object: &mut DeserializeGuard<GpuNode>) {
     if let Ok(GpuNode { status: Some(status), .. }) = &mut object.0 {
-        *status = std::mem::take(status).complete();
+        *status = std::mem::take(status).move_profiles_to_gpus();
     }
 }
 

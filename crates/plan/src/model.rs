@@ -85,7 +85,7 @@ pub(crate) struct PodGroup<'a> {
 type PodRequests = (Vec<(GpuDemand, u32)>, Vec<(u16, u64)>);
 
 /// Properties that all pods of a group have in common.
-type Key<'k> = (Reverse<i32>, &'k PodRequests, NodeConstraints<'k>);
+type PodGroupKey<'k> = (Reverse<i32>, &'k PodRequests, NodeConstraints<'k>);
 
 /// Resource names with their ids and kinds.
 struct ResourceNames<'a> {
@@ -294,7 +294,7 @@ impl<'a> Model<'a> {
             wanted.iter().flatten().flat_map(|(units, _)| units.iter().map(|unit| unit.0)).collect();
         self.demands = demands.into_iter().take(usize::from(DemandId::MAX)).collect();
 
-        let mut groups: BTreeMap<Key<'_>, Vec<u32>> = BTreeMap::new();
+        let mut groups: BTreeMap<PodGroupKey<'_>, Vec<u32>> = BTreeMap::new();
         for (index, (pod, wanted)) in snapshot.pods.iter().zip(&wanted).enumerate() {
             let Some(wanted) = wanted else { continue };
             let key = (Reverse(pod.priority), wanted, NodeConstraints::of(pod));

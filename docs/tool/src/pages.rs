@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use cleave_docs_commands::blocks;
+use cleave_docs_commands::parse_blocks;
 
 use crate::code;
 use crate::file::read;
@@ -42,7 +42,7 @@ pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
             long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {MAX_LINE_WIDTH} columns")),
         );
         if DIRECTORIES_WITH_COMMANDS.iter().any(|directory| page.starts_with(Path::new("docs").join(directory))) {
-            problems.extend(blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
+            problems.extend(parse_blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
         }
         if name.to_string().starts_with("docs/contributing/") || PAGES_WITH_CODE.contains(&name.to_string().as_str()) {
             problems.extend(code::find_problems(root, &text).into_iter().map(|problem| format!("{name}:{problem}")));

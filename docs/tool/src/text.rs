@@ -9,7 +9,7 @@ pub(crate) fn wrap(text: &str, first: &str, rest: &str) -> String {
     let mut lines = Vec::new();
     let mut line = first.to_owned();
     let mut empty = true;
-    for word in words(text) {
+    for word in split_words(text) {
         let width = line.chars().count() + usize::from(!empty) + word.chars().count();
         if !empty && width > MAX_LINE_WIDTH {
             lines.push(std::mem::replace(&mut line, rest.to_owned()));
@@ -31,7 +31,7 @@ pub(crate) fn list_item(text: &str) -> String {
 }
 
 /// Returns the words of a text. A code span is part of one word.
-fn words(text: &str) -> Vec<String> {
+fn split_words(text: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     let mut in_code = false;
     let mut open = false;

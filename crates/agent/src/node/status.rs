@@ -131,7 +131,7 @@ pub fn build(input: &StatusInput<'_>) -> GpuNodeStatus {
         steps: steps.to_vec(),
         findings: input.findings.to_vec(),
     }
-    .compact()
+    .move_profiles_to_models()
 }
 
 /// Returns the status of a GPU. The GPU is unhealthy if one of its MPS daemons fails.

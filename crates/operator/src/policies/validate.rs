@@ -9,8 +9,8 @@ use cleave_api::names::{
     RESOURCE_MPS, RESOURCE_SHARED, RESOURCE_SHARES_PREFIX, RESOURCE_TIMESLICE, is_served, mig_resource,
 };
 use cleave_api::sharingpolicy::{
-    Clients, ComputeMode, Dynamic, Enforcement, GpuSelector, Interval, MAX_REPLICAS, MemoryPolicy, Mig, Mode, Mps,
-    SharingPolicySpec, Sizes, ThreadPolicy, TimeSlicing,
+    ClientLimits, ComputeMode, DynamicPartitioning, Enforcement, GpuSelector, Interval, MAX_REPLICAS, MemoryPolicy,
+    Mig, Mode, Mps, MpsSizes, SharingPolicySpec, ThreadPolicy, TimeSlicing,
 };
 use cleave_plan::device::Mode as PlannerMode;
 use cleave_plan::mps::{MAX_CLIENTS, Threads};
@@ -314,7 +314,7 @@ fn mps_share(mps: Option<&Mps>, resource: Option<&str>) -> Result<SharingMode, E
     let mps = mps.ok_or(Error::Shape("mode Mps needs mps.units, mps.unitMemory or mps.sizes: Dynamic"))?;
     match equal_shares(mps, resource)? {
         Some(share) => Ok(SharingMode::Mps(share)),
-        None if mps.sizes == Sizes::Dynamic => Ok(SharingMode::Demand(Demand {
+        None if mps.sizes == MpsSizes::Dynamic => Ok(SharingMode::Demand(Demand {
             words: "mps.sizes: Dynamic",
             mode: PlannerMode::Mps,
             mps: mps_rules(mps)?,
@@ -330,7 +330,7 @@ fn mps_share(mps: Option<&Mps>, resource: Option<&str>) -> Result<SharingMode, E
 fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, Error> {
     let Mps { units, unit_memory, sizes, threads: _, memory: _, multi_user: _, compute_mode: _, clients: _ } = mps;
     let rules = mps_rules(mps)?;
-    if *sizes == Sizes::Dynamic && (units.is_some() || unit_memory.is_some()) {
+    if *sizes == MpsSizes::Dynamic && (units.is_some() || unit_memory.is_some()) {
         return Err(Error::Shape("sizes: Dynamic creates slices as pods request them: omit units and unitMemory"));
     }
     let size = match (units, unit_memory) {
@@ -355,8 +355,8 @@ fn mps_rules(mps: &Mps) -> Result<MpsRules, Error> {
     })
 }
 
-fn client_rule(clients: &Clients) -> Result<(Option<u32>, u32), Error> {
-    let Clients { max, split } = clients;
+fn client_rule(clients: &ClientLimits) -> Result<(Option<u32>, u32), Error> {
+    let ClientLimits { max, split } = clients;
     if let Some(max) = max {
         in_range("clients.max", *max, 1, MAX_CLIENTS)?;
     }
@@ -498,8 +498,8 @@ fn check_resource(resource: Option<&str>, share: &SharingMode) -> Result<(), Err
     }
 }
 
-fn gathering(dynamic: &Dynamic) -> Result<Gathering, Error> {
-    let Dynamic { idle, timeout } = dynamic;
+fn gathering(dynamic: &DynamicPartitioning) -> Result<Gathering, Error> {
+    let DynamicPartitioning { idle, timeout } = dynamic;
     let idle = idle.as_deref().map(|text| duration("dynamic.idle", text)).transpose()?;
     let timeout = timeout.as_deref().map(|text| duration("dynamic.timeout", text)).transpose()?;
     if let (Some(idle), Some(timeout)) = (idle, timeout)

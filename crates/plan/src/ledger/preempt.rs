@@ -121,7 +121,7 @@ pub struct Nomination {
 /// Cost of a preemption, lower is better. In order of weight: the highest priority of the victims,
 /// the sum of their priorities, and their number. Last is the earliest start among the victims of
 /// the highest priority, for which later is better.
-type Cost = (Option<i32>, i128, usize, Reverse<Option<Moment>>);
+type PreemptionCost = (Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
 /// A node that is searched, and its nominated units.
 pub(super) struct SearchedNode<'a> {
@@ -137,7 +137,7 @@ pub(super) fn cheapest_preemption<'a>(
     nodes: impl Iterator<Item = SearchedNode<'a>>,
     holders: &Holders<'_>,
 ) -> Option<Preemption> {
-    let mut best: Option<(Cost, Preemption)> = None;
+    let mut best: Option<(PreemptionCost, Preemption)> = None;
     for searched in nodes {
         let requested =
             |short: &DeviceRequest| pending.device_requests.iter().any(|request| request.resource == short.resource);
@@ -237,7 +237,7 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     /// Returns all ways to place the requests: their costs, the units used, and the victims.
-    fn placements(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
+    fn placements(&self) -> impl Iterator<Item = (PreemptionCost, Vec<Reservation>, Vec<String>)> {
         self.assignments().into_iter().filter_map(|slots| {
             let victims = self.victims(&slots)?;
             let mut takes: Vec<(usize, Reservation)> = self
@@ -429,7 +429,7 @@ fn free_units(device_units: &DeviceUnits) -> i128 {
     i128::from(device_units.capacity()) - i128::from(device_units.used()) - i128::from(device_units.reserved())
 }
 
-fn victims_cost(victims: &[&PossibleVictim<'_>]) -> Cost {
+fn victims_cost(victims: &[&PossibleVictim<'_>]) -> PreemptionCost {
     let highest = victims.iter().map(|victim| victim.holder.priority).max();
     // Each victim counts at least 1, so that fewer victims have a lower sum even at the lowest
     // priority.

@@ -76,7 +76,7 @@ impl ShownOutput {
 
 /// Returns the blocks of commands on a page in order, and the problems of their comments. Each
 /// problem starts with its line.
-pub fn blocks(page: &str) -> (Vec<CodeBlock>, Vec<String>) {
+pub fn parse_blocks(page: &str) -> (Vec<CodeBlock>, Vec<String>) {
     let mut blocks: Vec<CodeBlock> = Vec::new();
     let mut problems = Vec::new();
     // The comment directly above the current line.
@@ -230,14 +230,14 @@ mod tests {
     use super::*;
 
     fn single_block(page: &str) -> CodeBlock {
-        let (mut blocks, problems) = blocks(page);
+        let (mut blocks, problems) = parse_blocks(page);
         assert_eq!(problems, Vec::<String>::new());
         assert_eq!(blocks.len(), 1);
         blocks.remove(0)
     }
 
     fn problems(page: &str) -> Vec<String> {
-        blocks(page).1
+        parse_blocks(page).1
     }
 
     #[test]
@@ -252,7 +252,7 @@ mod tests {
 
     #[test]
     fn other_languages_need_no_comment() {
-        assert_eq!(blocks("```yaml\na: b\n```\n```\nprinted\n```\n"), (Vec::new(), Vec::new()));
+        assert_eq!(parse_blocks("```yaml\na: b\n```\n```\nprinted\n```\n"), (Vec::new(), Vec::new()));
     }
 
     #[test]
