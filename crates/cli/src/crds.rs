@@ -27,7 +27,7 @@ pub struct CrdsArgs {
 /// # Errors
 /// A file cannot be read or written, or differs from the CRDs.
 pub(crate) fn run(args: &CrdsArgs) -> Result<()> {
-    let files = files()?;
+    let files = crd_files()?;
     if let Some(dir) = &args.write {
         for (name, text) in &files {
             let path = dir.join(name);

@@ -409,7 +409,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         let mut pods: Vec<u32> = on.iter().copied().filter(uses).collect();
         // Start with the pods that are hardest to place.
         pods.sort_by_key(|&pod| {
-            (std::cmp::Reverse(group(self.model, pod).map_or(0, |group| group.weight.memory)), pod)
+            (std::cmp::Reverse(group_of_pod(self.model, pod).map_or(0, |group| group.weight.memory)), pod)
         });
         pods
     }

@@ -247,7 +247,7 @@ impl ExactSearch<'_, '_> {
             while let Some(&pod) = self.pods.get(rest)
                 && self.level_of[rest] == level
             {
-                let weight = group(self.model, pod).map(|group| group.weight).unwrap_or_default();
+                let weight = group_of_pod(self.model, pod).map(|group| group.weight).unwrap_or_default();
                 weights.0.push(u64::from(weight.memory));
                 weights.1.push(u64::from(weight.compute));
                 rest += 1;

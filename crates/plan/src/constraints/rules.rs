@@ -33,8 +33,8 @@ impl Rules {
 
     /// Returns whether the rules exceed [`MAX_REQUIREMENTS`].
     pub fn are_too_many(&self) -> bool {
-        let terms = self.affinity.iter().chain(&self.anti_affinity).map(PodAffinityTerm::weight);
-        let spread = self.spread.iter().filter(|one| one.is_hard()).map(SpreadConstraint::weight);
+        let terms = self.affinity.iter().chain(&self.anti_affinity).map(PodAffinityTerm::max_comparisons);
+        let spread = self.spread.iter().filter(|one| one.is_hard()).map(SpreadConstraint::max_comparisons);
         terms.chain(spread).fold(self.ports.len(), usize::saturating_add) > MAX_REQUIREMENTS
     }
 }

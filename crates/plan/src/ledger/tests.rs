@@ -368,7 +368,7 @@ fn typical_requests_decide_on_which_device_units_remain_free() {
 }
 
 /// Computed once, because it takes a second without optimization.
-static LEARNED_VALUE: LazyLock<Value> = LazyLock::new(|| {
+static LEARNED_VALUE: LazyLock<CapacityValue> = LazyLock::new(|| {
     let mut observed = ObservedDemands::new(None);
     for per_gpu in [600, 400, 300] {
         observed.add(&Demand { cpu: 1, gpus: 1, per_gpu, models: Vec::new() });
