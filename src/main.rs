@@ -56,7 +56,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => error.format(&mut command).exit(),
     };
-    cli.log.start();
+    cli.log.start_logging();
     match process::block_on(run(cli.command)) {
         Ok(code) => code,
         Err(error) => process::exit_code("cleave", Err(error)),

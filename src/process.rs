@@ -43,7 +43,7 @@ enum LogFormat {
 
 impl LogArgs {
     /// Starts logging to standard error.
-    pub(crate) fn start(&self) {
+    pub(crate) fn start_logging(&self) {
         let registry = tracing_subscriber::registry().with(self.log.clone());
         let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
         match self.log_format {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Time limit of each wait. The limit is longer than any test needs.
-const DEADLINE: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Records its process ID and waits until its input closes. Exits with 7 on SIGTERM.
 const WAITING_SCRIPT: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
 
@@ -55,7 +55,7 @@ impl Drop for Supervised {
 
 /// Polls until the condition returns a value.
 fn wait_until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + DEADLINE;
+    let end = Instant::now() + WAIT_TIMEOUT;
     while Instant::now() < end {
         if let Some(found) = condition() {
             return found;
@@ -67,7 +67,7 @@ fn wait_until<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
 
 /// Returns whether a process has exited. The process may be a zombie that its new parent has not
 /// reaped yet.
-fn is_gone(pid: Pid) -> bool {
+fn has_exited(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_pid())).unwrap_or_default();
     stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
 }
@@ -84,7 +84,7 @@ fn a_killed_program_is_restarted_and_the_supervisor_exits_when_the_program_exits
     assert!(supervised.child.try_wait().unwrap().is_none());
     kill_process(Pid::from_child(&supervised.child), Signal::TERM).unwrap();
     assert_eq!(supervised.wait_for_exit().code(), Some(7), "SIGTERM was forwarded, and the exit code passed on");
-    assert!(is_gone(third));
+    assert!(has_exited(third));
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn a_program_is_killed_with_its_supervisor() {
     let program = supervised.wait_for_programs(1)[0];
     supervised.child.kill().unwrap();
     supervised.child.wait().unwrap();
-    wait_until("the end of the program", || is_gone(program).then_some(()));
+    wait_until("the end of the program", || has_exited(program).then_some(()));
 }
 
 #[test]

@@ -19,6 +19,6 @@ struct Cli {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    cli.log.start();
+    cli.log.start_logging();
     process::exit_code("cleave-agent", process::block_on(cleave_agent::run(cli.args)))
 }

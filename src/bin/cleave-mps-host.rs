@@ -19,7 +19,7 @@ struct Cli {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    cli.log.start();
+    cli.log.start_logging();
     let program = async { Ok(cleave_gpu::mps::host::run(cli.args, None).await?) };
     process::exit_code("cleave-mps-host", process::block_on(program))
 }

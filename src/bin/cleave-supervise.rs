@@ -54,7 +54,7 @@ fn main() -> ExitCode {
 
 /// How the program exited: with an exit status, or by a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
+enum ProgramEnd {
     Exit(i32),
     Signal(i32),
 }
@@ -70,16 +70,16 @@ enum Reaction {
 
 /// The times of recent restarts.
 #[derive(Debug, Default)]
-struct Restarts(VecDeque<Instant>);
+struct RecentRestarts(VecDeque<Instant>);
 
-impl Restarts {
+impl RecentRestarts {
     /// Decides how to react after the program has exited. `stopping` is true once a signal
     /// requested that the supervisor stop.
-    fn reaction_to(&mut self, end: End, stopping: bool, now: Instant) -> Reaction {
+    fn reaction_to(&mut self, end: ProgramEnd, stopping: bool, now: Instant) -> Reaction {
         let code = |code: i32| Reaction::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {
-            End::Exit(status) => return code(status),
-            End::Signal(signal) => signal,
+            ProgramEnd::Exit(status) => return code(status),
+            ProgramEnd::Signal(signal) => signal,
         };
         let (most, within) = MAX_RESTARTS;
         self.0.retain(|at| now.saturating_duration_since(*at) < within);
@@ -98,8 +98,8 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     // Blocked signals remain pending until `wait` below consumes them. This also works in process
     // 1, to which the kernel delivers no signal without a handler.
     awaited.thread_block().context("failed to block signals")?;
-    let mut worker = start(program, args)?;
-    let mut restarts = Restarts::default();
+    let mut worker = start_program(program, args)?;
+    let mut restarts = RecentRestarts::default();
     let mut stopping = false;
     loop {
         let signal = awaited.wait().context("failed to wait for signals")?;
@@ -119,7 +119,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
                 Reaction::Restart => {
                     eprintln!("cleave-supervise: process {} ended with {end:?}; restarting", pid.as_raw_pid());
                     std::thread::sleep(RESTART_DELAY);
-                    worker = start(program, args)?;
+                    worker = start_program(program, args)?;
                 }
             }
         }
@@ -132,7 +132,7 @@ fn awaited_signals() -> SigSet {
 }
 
 /// Starts the program in a new process.
-fn start(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
+fn start_program(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     let own = rustix::process::getpid().as_raw_pid();
     // Do not start this program by its path: an upgrade may have replaced the file.
     let child = Command::new("/proc/self/exe").arg(format!("{CHILD_FLAG}{own}")).arg(program).args(args).spawn();
@@ -149,8 +149,8 @@ fn reap_child() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
 }
 
 /// Returns how a child exited, or `None` if it is only stopped.
-fn program_end(status: WaitStatus) -> Option<End> {
-    status.exit_status().map(End::Exit).or_else(|| status.terminating_signal().map(End::Signal))
+fn program_end(status: WaitStatus) -> Option<ProgramEnd> {
+    status.exit_status().map(ProgramEnd::Exit).or_else(|| status.terminating_signal().map(ProgramEnd::Signal))
 }
 
 /// Replaces this process with the program. Returns only on an error.
@@ -172,20 +172,23 @@ fn become_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
 mod tests {
     use super::*;
 
-    const KILLED_BY_SIGKILL: End = End::Signal(9);
+    const KILLED_BY_SIGKILL: ProgramEnd = ProgramEnd::Signal(9);
 
     #[test]
     fn a_program_that_exits_is_not_restarted() {
         for status in [0, 1, 2, 255] {
             let code = u8::try_from(status).unwrap();
-            assert_eq!(Restarts::default().reaction_to(End::Exit(status), false, Instant::now()), Reaction::Exit(code));
+            assert_eq!(
+                RecentRestarts::default().reaction_to(ProgramEnd::Exit(status), false, Instant::now()),
+                Reaction::Exit(code)
+            );
         }
     }
 
     #[test]
     fn a_killed_program_is_restarted_twenty_times_a_minute_at_most() {
         let start = Instant::now();
-        let mut restarts = Restarts::default();
+        let mut restarts = RecentRestarts::default();
         for second in 0..20 {
             assert_eq!(
                 restarts.reaction_to(KILLED_BY_SIGKILL, false, start + Duration::from_secs(second)),
@@ -206,6 +209,9 @@ mod tests {
 
     #[test]
     fn a_program_is_not_restarted_while_stopping() {
-        assert_eq!(Restarts::default().reaction_to(End::Signal(15), true, Instant::now()), Reaction::Exit(143));
+        assert_eq!(
+            RecentRestarts::default().reaction_to(ProgramEnd::Signal(15), true, Instant::now()),
+            Reaction::Exit(143)
+        );
     }
 }

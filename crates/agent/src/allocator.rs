@@ -174,10 +174,10 @@ pub(crate) mod tests {
     use cleave_gpu::mps::wire::Paths;
 
     use super::*;
-    use crate::args::tests::parse;
+    use crate::args::tests::parse_args;
 
     pub(crate) fn allocator(table: AllocationTable) -> Allocator {
-        let settings = ContainerSettings::new(&parse(&[]).unwrap());
+        let settings = ContainerSettings::new(&parse_args(&[]).unwrap());
         Allocator::new(table, settings, HostLink::new(Paths::new("/proc/none")), Metrics::new())
     }
 

@@ -128,13 +128,13 @@ impl ContainerSettings {
 mod tests {
     use super::*;
     use crate::allocation::MpsLimits;
-    use crate::args::tests::parse;
+    use crate::args::tests::parse_args;
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
     fn settings(strategy: &str, extra: &[&str]) -> ContainerSettings {
         let base = ["--run-dir", "/r", "--device-list-strategy", strategy];
-        ContainerSettings::new(&parse(&[&base, extra].concat()).unwrap())
+        ContainerSettings::new(&parse_args(&[&base, extra].concat()).unwrap())
     }
 
     fn allocation(ids: &[&str], mps: Option<MpsLimits>) -> Allocation {

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use cleave_api::names::is_served;
-use cleave_api::placement::{ANNOTATION, Placement};
+use cleave_api::placement::{PLACEMENT_ANNOTATION, Placement};
 use cleave_plan::Quantity;
-use cleave_plan::ledger::{self, Kind};
+use cleave_plan::ledger::{self, ContainerKind};
 use k8s_openapi::api::core::v1::Pod as CorePod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::jiff::Timestamp;
@@ -108,7 +108,7 @@ impl PodObject {
         if self.has_ended() {
             return None;
         }
-        let annotation = metadata.annotations.as_ref().and_then(|all| all.get(ANNOTATION));
+        let annotation = metadata.annotations.as_ref().and_then(|all| all.get(PLACEMENT_ANNOTATION));
         // An annotation that the operator did not write is ignored.
         let mut placement = annotation.and_then(|text| Placement::parse(text).ok()).unwrap_or_default();
         let reservations = placement.nodes.remove(node).unwrap_or_default();
@@ -201,9 +201,10 @@ impl PodObject {
 fn container_requests(spec: &PodSpec, reservations: &[cleave_api::placement::ReservedUnits]) -> Vec<ContainerRequest> {
     let init = spec.init_containers.iter().map(|container| {
         let sidecar = container.restart_policy.as_deref() == Some("Always");
-        (if sidecar { Kind::Sidecar } else { Kind::Init }, container)
+        (if sidecar { ContainerKind::Sidecar } else { ContainerKind::Init }, container)
     });
-    let all: Vec<(Kind, &Container)> = init.chain(spec.containers.iter().map(|main| (Kind::Main, main))).collect();
+    let all: Vec<(ContainerKind, &Container)> =
+        init.chain(spec.containers.iter().map(|main| (ContainerKind::Main, main))).collect();
     let limit = |(resource, quantity): (&String, &Quantity)| {
         let units = quantity.count().filter(|_| is_served(resource))?;
         Some((resource.clone(), u32::try_from(units).unwrap_or(u32::MAX)))
@@ -224,7 +225,7 @@ fn container_requests(spec: &PodSpec, reservations: &[cleave_api::placement::Res
         let reservation = reservations.iter().filter(|reservation| reservation.resource == resource).nth(nth)?;
         (reservation.units == device_requests[request].units.get()).then(|| reservation.device.clone())
     };
-    let request = |part: ledger::Part| {
+    let request = |part: ledger::RequestPart| {
         Some(ContainerRequest {
             container: all.get(part.container)?.1.name.clone(),
             reserved_on: device_of(part.request),
@@ -234,7 +235,7 @@ fn container_requests(spec: &PodSpec, reservations: &[cleave_api::placement::Res
             resource: part.resource,
         })
     };
-    ledger::parts(&containers).into_iter().filter_map(request).collect()
+    ledger::request_parts(&containers).into_iter().filter_map(request).collect()
 }
 
 #[cfg(test)]

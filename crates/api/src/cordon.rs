@@ -10,7 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 
 /// Maximum length of a reason in bytes.
-const MAX_REASON: usize = 200;
+const MAX_REASON_BYTES: usize = 200;
 
 /// Cordoned GPUs by UUID, each with its reason, which can be empty. Format: `<uuid>[=reason],…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -19,16 +19,16 @@ pub struct Cordons(pub BTreeMap<String, String>);
 /// GPUs by UUID, each with a time: faults up to this time are cleared. Format: `<uuid>=<RFC
 /// 3339>,…`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Cleared(pub BTreeMap<String, Time>);
+pub struct ClearedFaults(pub BTreeMap<String, Time>);
 
 /// Why a reason is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum BadReason {
+pub enum InvalidCordonReason {
     /// The reason contains a character that ends an entry.
     #[error("a reason must not contain commas or line breaks")]
     Separator,
     /// The reason is longer than the maximum.
-    #[error("a reason must have at most {MAX_REASON} bytes")]
+    #[error("a reason must have at most {MAX_REASON_BYTES} bytes")]
     Long,
 }
 
@@ -36,15 +36,15 @@ pub enum BadReason {
 ///
 /// # Errors
 /// The reason has a comma or a control character, or is too long.
-pub fn check_reason(reason: &str) -> Result<(), BadReason> {
+pub fn check_reason(reason: &str) -> Result<(), InvalidCordonReason> {
     if reason.contains(|character: char| character == ',' || character.is_control()) {
-        return Err(BadReason::Separator);
+        return Err(InvalidCordonReason::Separator);
     }
-    if reason.len() > MAX_REASON { Err(BadReason::Long) } else { Ok(()) }
+    if reason.len() > MAX_REASON_BYTES { Err(InvalidCordonReason::Long) } else { Ok(()) }
 }
 
 /// Splits an annotation into its entries. The value is `None` for an entry without `=`.
-fn entries(annotation: Option<&String>) -> impl Iterator<Item = (&str, Option<&str>)> {
+fn annotation_entries(annotation: Option<&String>) -> impl Iterator<Item = (&str, Option<&str>)> {
     let parts = annotation.map_or("", String::as_str).split(',').map(str::trim);
     parts.filter(|part| !part.is_empty()).map(|part| match part.split_once('=') {
         Some((uuid, value)) => (uuid.trim(), Some(value.trim())),
@@ -55,19 +55,19 @@ fn entries(annotation: Option<&String>) -> impl Iterator<Item = (&str, Option<&s
 impl Cordons {
     /// Reads an annotation. A missing annotation has no entries.
     pub fn read(annotation: Option<&String>) -> Self {
-        let named = entries(annotation).filter(|(uuid, _)| !uuid.is_empty());
+        let named = annotation_entries(annotation).filter(|(uuid, _)| !uuid.is_empty());
         Self(named.map(|(uuid, reason)| (uuid.to_owned(), reason.unwrap_or_default().to_owned())).collect())
     }
 }
 
-impl Cleared {
+impl ClearedFaults {
     /// Reads an annotation. A missing annotation has no entries.
     pub fn read(annotation: Option<&String>) -> Self {
         let timed = |(uuid, time): (&str, Option<&str>)| {
             let time: Timestamp = time?.parse().ok()?;
             (!uuid.is_empty()).then(|| (uuid.to_owned(), whole_seconds(time)))
         };
-        Self(entries(annotation).filter_map(timed).collect())
+        Self(annotation_entries(annotation).filter_map(timed).collect())
     }
 }
 
@@ -82,7 +82,7 @@ impl fmt::Display for Cordons {
     }
 }
 
-impl fmt::Display for Cleared {
+impl fmt::Display for ClearedFaults {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (at, (uuid, time)) in self.0.iter().enumerate() {
             let comma = if at > 0 { "," } else { "" };
@@ -103,17 +103,17 @@ mod tests {
 
     use super::*;
 
-    fn cordons(text: &str) -> Vec<(String, String)> {
+    fn parse_cordons(text: &str) -> Vec<(String, String)> {
         Cordons::read(Some(&text.to_owned())).0.into_iter().collect()
     }
 
     #[test]
     fn invalid_entries_do_not_hide_valid_ones() {
         let pair = |uuid: &str, reason: &str| (uuid.to_owned(), reason.to_owned());
-        assert_eq!(cordons("GPU-a, GPU-b=new fan=yes ,,=x,"), [pair("GPU-a", ""), pair("GPU-b", "new fan=yes")]);
-        assert!(cordons("").is_empty() && Cordons::read(None).0.is_empty());
+        assert_eq!(parse_cordons("GPU-a, GPU-b=new fan=yes ,,=x,"), [pair("GPU-a", ""), pair("GPU-b", "new fan=yes")]);
+        assert!(parse_cordons("").is_empty() && Cordons::read(None).0.is_empty());
         let cleared =
-            Cleared::read(Some(&"GPU-a=2026-11-21T20:00:00.7Z,GPU-b=soon,GPU-c,=2026-11-21T20:00:00Z".into()));
+            ClearedFaults::read(Some(&"GPU-a=2026-11-21T20:00:00.7Z,GPU-b=soon,GPU-c,=2026-11-21T20:00:00Z".into()));
         assert_eq!(cleared.to_string(), "GPU-a=2026-11-21T20:00:00Z");
     }
 
@@ -121,9 +121,9 @@ mod tests {
     fn a_reason_that_cannot_be_read_back_is_refused() {
         assert_eq!(check_reason("fan: 3 of 4 = bad"), Ok(()));
         for bad in ["a,GPU-b", "a\nb"] {
-            assert_eq!(check_reason(bad), Err(BadReason::Separator), "{bad:?}");
+            assert_eq!(check_reason(bad), Err(InvalidCordonReason::Separator), "{bad:?}");
         }
-        assert_eq!(check_reason(&"x".repeat(201)), Err(BadReason::Long));
+        assert_eq!(check_reason(&"x".repeat(201)), Err(InvalidCordonReason::Long));
     }
 
     proptest! {
@@ -138,7 +138,7 @@ mod tests {
         #[test]
         fn any_annotation_can_be_read(text in ".{0,60}") {
             Cordons::read(Some(&text));
-            Cleared::read(Some(&text));
+            ClearedFaults::read(Some(&text));
         }
     }
 }

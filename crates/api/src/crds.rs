@@ -17,7 +17,7 @@ pub enum Error {
 }
 
 /// Returns the file name and text of each CRD, in the order in which `cleave crds` prints them.
-pub fn files() -> Result<[(&'static str, String); 2], Error> {
+pub fn crd_files() -> Result<[(&'static str, String); 2], Error> {
     Ok([
         ("gpunodes.yaml", crd_yaml("GpuNode", &GpuNode::crd())?),
         ("sharingpolicies.yaml", crd_yaml("SharingPolicy", &SharingPolicy::crd())?),

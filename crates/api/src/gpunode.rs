@@ -253,10 +253,10 @@ pub struct GpuNodeStatus {
 
 impl GpuNodeStatus {
     /// Moves MIG profiles from the GPUs to `models`, once for each model. If GPUs of one model
-    /// differ in their profiles, the profiles stay with the GPUs. [`Self::complete`] is the
-    /// inverse.
+    /// differ in their profiles, the profiles stay with the GPUs. [`Self::move_profiles_to_gpus`]
+    /// is the inverse.
     #[must_use]
-    pub fn compact(mut self) -> Self {
+    pub fn move_profiles_to_models(mut self) -> Self {
         let mut common: BTreeMap<&str, Option<&[MigProfileStatus]>> = BTreeMap::new();
         for (model, mig) in self.gpus.iter().filter_map(|gpu| Some((&gpu.model, gpu.mig.as_ref()?))) {
             let same = common.entry(model).or_insert(Some(&mig.profiles));
@@ -278,7 +278,7 @@ impl GpuNodeStatus {
     /// Copies each model's MIG profiles to its GPUs. Profiles that a GPU reports itself take
     /// precedence.
     #[must_use]
-    pub fn complete(mut self) -> Self {
+    pub fn move_profiles_to_gpus(mut self) -> Self {
         for gpu in &mut self.gpus {
             let known = self.models.iter().find(|known| known.model == gpu.model);
             if let (Some(known), Some(mig)) = (known, gpu.mig.as_mut().filter(|mig| mig.profiles.is_empty())) {
@@ -614,7 +614,7 @@ mod tests {
     }
 
     #[test]
-    fn compact_keeps_common_profiles_once_and_complete_restores_them() {
+    fn common_profiles_move_to_the_model_once_and_back_to_each_gpu() {
         for gpus in [
             vec![],
             vec![gpu("T4", "", 0, 0)],
@@ -626,12 +626,12 @@ mod tests {
             vec![gpu("A100", "", 0, 0), gpu_with_mig("A100", &["1g"])],
         ] {
             let original = GpuNodeStatus { gpus, ..GpuNodeStatus::default() };
-            let compact = original.clone().compact();
+            let compact = original.clone().move_profiles_to_models();
             let read: GpuNodeStatus = serde_json::from_value(serde_json::to_value(&compact).unwrap()).unwrap();
-            assert_eq!(read.complete(), original, "{compact:?}");
+            assert_eq!(read.move_profiles_to_gpus(), original, "{compact:?}");
         }
         let eight = GpuNodeStatus { gpus: vec![gpu_with_mig("A100", &["1g", "7g"]); 8], ..GpuNodeStatus::default() };
-        assert_eq!(serde_json::to_string(&eight.compact()).unwrap().matches("7g").count(), 1);
+        assert_eq!(serde_json::to_string(&eight.move_profiles_to_models()).unwrap().matches("7g").count(), 1);
     }
 
     #[test]

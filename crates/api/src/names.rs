@@ -4,7 +4,7 @@
 use cleave_plan::device::SHARED_SUFFIX;
 
 /// API group of the custom resources, and prefix of labels and annotations.
-pub const GROUP: &str = "cleave.dev";
+pub const API_GROUP: &str = "cleave.dev";
 /// Resource of MPS shares of one GPU, unless a policy sets `resourceName`.
 pub const RESOURCE_MPS: &str = "nvidia.com/gpu-mps";
 /// Resource of time-sliced replicas, unless a policy sets `resourceName`.
@@ -28,19 +28,19 @@ pub const ALLOW_PLACEMENT: &str = "placement";
 pub const ALLOW_PRE_STOP: &str = "pre-stop";
 /// Annotation with which a pod declines a `preStop` hook. The annotation's value is
 /// [`PRE_STOP_NONE`].
-pub const PRE_STOP: &str = "cleave.dev/pre-stop";
-/// Value of [`PRE_STOP`].
+pub const PRE_STOP_ANNOTATION: &str = "cleave.dev/pre-stop";
+/// Value of [`PRE_STOP_ANNOTATION`].
 pub const PRE_STOP_NONE: &str = "none";
 /// Annotation with which a pod overrides `replicaPlacement` of the GPUs' policies: `Spread` or
 /// `Pack`. Other values have no effect.
-pub const REPLICA_PLACEMENT: &str = "cleave.dev/replica-placement";
+pub const REPLICA_PLACEMENT_ANNOTATION: &str = "cleave.dev/replica-placement";
 /// Word of [`ALLOW_LABEL`] that must be its only word: no admission rule applies.
 pub const ALLOW_ALL: &str = "all";
 
 /// Field manager of the operator, for `GpuNode.spec` and `SharingPolicy.status`.
-pub const OPERATOR_MANAGER: &str = "cleave-operator";
+pub const OPERATOR_FIELD_MANAGER: &str = "cleave-operator";
 /// Field manager of the agent, for `GpuNode.status`.
-pub const AGENT_MANAGER: &str = "cleave-agent";
+pub const AGENT_FIELD_MANAGER: &str = "cleave-agent";
 
 /// Condition of a `GpuNode`: the node matches its spec.
 pub const CONDITION_APPLIED: &str = "Applied";
@@ -51,7 +51,7 @@ pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 /// Annotation of a `GpuNode` with its cordoned GPUs; see [`crate::cordon::Cordons`].
 pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
 /// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared; see
-/// [`crate::cordon::Cleared`].
+/// [`crate::cordon::ClearedFaults`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";
 /// Taint of nodes whose free units are on several GPUs, none of which has enough for a waiting pod,
 /// if the operator is configured to set it.
@@ -91,7 +91,7 @@ pub const STEP_FAILED: &str = "Failed";
 /// false, its reason is one of [`finding`].
 pub const CONDITION_WITHIN_SHARE: &str = "cleave.dev/WithinShare";
 /// Reason of [`CONDITION_WITHIN_SHARE`] when the pod is within its limits again.
-pub const WITHIN_SHARE: &str = "WithinShare";
+pub const WITHIN_SHARE_REASON: &str = "WithinShare";
 
 /// Condition of a pod, written by the operator: `False` if the pod is stranded and has no
 /// controller that replaces it.
@@ -108,7 +108,7 @@ pub const LEADING_SINCE_ANNOTATION: &str = "cleave.dev/leading-since";
 /// this resource on the node's largest GPU. If a pod fits on no GPU of the cluster, the operator
 /// releases it with a requirement on this label. An autoscaler then adds only nodes on which the
 /// pod fits.
-pub const LARGEST_PREFIX: &str = "largest.cleave.dev/";
+pub const LARGEST_GPU_LABEL_PREFIX: &str = "largest.cleave.dev/";
 
 /// States of MPS daemons: values of [`crate::gpunode::MpsStatus::state`]. An empty state means that
 /// the agent has no status of the daemon.

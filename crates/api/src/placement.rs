@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 /// The annotation, with a [`Placement`] as JSON. An admission policy refuses the annotation from
 /// all writers except the operator.
-pub const ANNOTATION: &str = "cleave.dev/placement";
+pub const PLACEMENT_ANNOTATION: &str = "cleave.dev/placement";
 
 /// Units that are reserved for a pod until the kubelet allocates units to the pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]

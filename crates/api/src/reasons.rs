@@ -218,7 +218,7 @@ pub const POD_CONDITIONS: &[Reason] = &[
 ];
 
 /// All tables of reasons in this module.
-pub const ALL: [&[Reason]; 8] = [
+pub const ALL_REASONS: [&[Reason]; 8] = [
     POD_EVENTS_OF_OPERATOR,
     POD_EVENTS_OF_AGENT,
     NODE_EVENTS_OF_AGENT,

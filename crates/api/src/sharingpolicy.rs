@@ -112,7 +112,7 @@ pub struct SharingPolicySpec {
     pub mig: Option<Mig>,
     /// How long the operator collects pending pods before it repartitions GPUs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dynamic: Option<Dynamic>,
+    pub dynamic: Option<DynamicPartitioning>,
     /// How a change of this policy reaches its nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rollout: Option<Rollout>,
@@ -146,7 +146,7 @@ pub enum ReplicaPlacement {
 }
 
 impl ReplicaPlacement {
-    /// Parses the value of the annotation [`crate::names::REPLICA_PLACEMENT`].
+    /// Parses the value of the annotation [`crate::names::REPLICA_PLACEMENT_ANNOTATION`].
     pub fn parse(text: &str) -> Option<Self> {
         match text {
             "Spread" => Some(Self::Spread),
@@ -245,10 +245,10 @@ pub struct Mps {
     pub compute_mode: ComputeMode,
     /// Whether sized slices (`nvidia.com/gpu-10gb`) are created when pods request them.
     #[serde(default)]
-    pub sizes: Sizes,
+    pub sizes: MpsSizes,
     /// Limits on the processes of one allocation. Default: no limits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub clients: Option<Clients>,
+    pub clients: Option<ClientLimits>,
 }
 
 const fn default_true() -> bool {
@@ -301,7 +301,7 @@ pub enum ComputeMode {
 
 /// Whether MPS slices are created when pods request them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum Sizes {
+pub enum MpsSizes {
     /// A fixed number of equal shares.
     #[default]
     Fixed,
@@ -314,7 +314,7 @@ pub enum Sizes {
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!(has(self.split) && self.split) || has(self.max)")
     .message("clients.split divides an allocation's memory by clients.max: set max too"))]
-pub struct Clients {
+pub struct ClientLimits {
     /// Maximum number of processes at the same time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[x_kube(validation = Rule::new("self >= 1 && self <= 48")
@@ -397,7 +397,7 @@ pub struct MigSharing {
 #[serde(rename_all = "camelCase")]
 #[x_kube(validation = Rule::new("!(has(self.idle) && has(self.timeout)) || !self.idle.matches('^([0-9]{1,6}(ms|s|m))+$') || !self.timeout.matches('^([0-9]{1,6}(ms|s|m))+$') || duration(self.idle) <= duration(self.timeout)")
     .message("dynamic.timeout is the longest wait and cannot be shorter than dynamic.idle"))]
-pub struct Dynamic {
+pub struct DynamicPartitioning {
     /// The operator plans when no further pod has arrived for this long, for example `500ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16))]

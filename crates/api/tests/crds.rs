@@ -9,7 +9,7 @@
 
 use std::path::Path;
 
-use cleave_api::crds::files;
+use cleave_api::crds::crd_files;
 use cleave_api::sharingpolicy::SharingPolicy;
 use kube::CustomResourceExt;
 use kube_cel::{Validator, apply_defaults};
@@ -19,7 +19,7 @@ fn read_file(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-fn fixtures(kind: &str) -> Vec<(String, String)> {
+fn read_fixtures(kind: &str) -> Vec<(String, String)> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(kind);
     let mut found: Vec<(String, String)> = std::fs::read_dir(dir)
         .unwrap()
@@ -60,7 +60,7 @@ fn crd_schema() -> Value {
 
 #[test]
 fn committed_definitions_match_the_types() {
-    for (name, text) in files().unwrap() {
+    for (name, text) in crd_files().unwrap() {
         let committed = read_file(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crds").join(name));
         assert!(committed == text, "crds/{name} does not match the types: run `make crds`");
     }
@@ -68,7 +68,7 @@ fn committed_definitions_match_the_types() {
 
 #[test]
 fn the_schema_has_no_format_that_the_api_server_does_not_know() {
-    for (name, text) in files().unwrap() {
+    for (name, text) in crd_files().unwrap() {
         for line in text.lines().filter(|line| line.trim_start().starts_with("format:")) {
             assert!(["int32", "int64", "date-time"].iter().any(|known| line.ends_with(known)), "{name}: {line}");
         }
@@ -78,7 +78,7 @@ fn the_schema_has_no_format_that_the_api_server_does_not_know() {
 
 #[test]
 fn good_policies_are_accepted() {
-    let fixtures = fixtures("good");
+    let fixtures = read_fixtures("good");
     assert!(!fixtures.is_empty());
     for (name, text) in fixtures {
         assert_eq!(refusals(&text), "", "{name}");
@@ -90,7 +90,7 @@ fn good_policies_are_accepted() {
 #[test]
 fn bad_policies_are_refused_with_their_message() {
     let mut checked = 0;
-    for (name, text) in fixtures("bad") {
+    for (name, text) in read_fixtures("bad") {
         let expected =
             text.lines().next().and_then(|line| line.strip_prefix("# expect: ")).unwrap_or_else(|| panic!("{name}"));
         if text.contains("# checked by: schema") {
@@ -107,7 +107,7 @@ fn bad_policies_are_refused_with_their_message() {
 /// effect.
 #[test]
 fn each_rule_refuses_at_least_one_policy() {
-    let all: String = fixtures("bad").iter().map(|(_, text)| refusals(text)).collect();
+    let all: String = read_fixtures("bad").iter().map(|(_, text)| refusals(text)).collect();
     let schema = serde_json::to_string(&crd_schema()).unwrap();
     let mut messages: Vec<String> = Vec::new();
     collect_rule_messages(&crd_schema(), &mut messages);

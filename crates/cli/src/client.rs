@@ -18,7 +18,7 @@ pub struct ClusterArgs {
 
 /// Options that describe the Cleave installation. The defaults match the chart's.
 #[derive(Debug, Clone, clap::Args)]
-pub struct InstallArgs {
+pub struct InstallationArgs {
     /// Namespace that Cleave runs in.
     #[arg(long, value_name = "NAME", default_value = "cleave-system", help_heading = "Cluster options")]
     pub cleave_namespace: String,
@@ -38,7 +38,7 @@ impl ClusterArgs {
     ///
     /// # Errors
     /// The kubeconfig cannot be read, or does not have the context.
-    pub(crate) async fn config(&self) -> Result<Config> {
+    pub(crate) async fn kube_config(&self) -> Result<Config> {
         // TLS needs one provider per process. An error means that a provider is already installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let options = KubeConfigOptions { context: self.context.clone(), ..KubeConfigOptions::default() };
@@ -53,8 +53,8 @@ impl ClusterArgs {
         config.context("failed to load the kubeconfig")
     }
 
-    /// Connects to the cluster; see [`ClusterArgs::config`].
+    /// Connects to the cluster; see [`ClusterArgs::kube_config`].
     pub(crate) async fn connect(&self) -> Result<Client> {
-        Client::try_from(self.config().await?).context("failed to create the Kubernetes client")
+        Client::try_from(self.kube_config().await?).context("failed to create the Kubernetes client")
     }
 }

@@ -5,7 +5,7 @@
 //! object changed since it was read, so that concurrent administrators cannot overwrite each other.
 use anyhow::{Context as _, Result, bail};
 use cleave_api::GpuNode;
-use cleave_api::cordon::{Cleared, check_reason};
+use cleave_api::cordon::{ClearedFaults, check_reason};
 use cleave_api::gpunode::{GpuStatus, Health};
 use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -14,7 +14,7 @@ use kube::core::DeserializeGuard;
 use kube::{Api, Client};
 use serde_json::json;
 
-use crate::gpu::{GpuArgs, Target, annotation, cordons, find_gpu, read_gpu_node, reported_gpus};
+use crate::gpu::{GpuArgs, NodeGpu, annotation, cordons, find_gpu, read_gpu_node, reported_gpus};
 
 /// Maximum number of attempts to write an object that others change at the same time.
 const MAX_WRITE_ATTEMPTS: u32 = 5;
@@ -22,7 +22,7 @@ const MAX_WRITE_ATTEMPTS: u32 = 5;
 const FIELD_MANAGER: &str = "cleave";
 
 /// Examples in the help of `cleave cordon`.
-pub(crate) const EXAMPLES: &str = "\
+pub(crate) const HELP_EXAMPLES: &str = "\
 Examples:
   cleave cordon gpu-17 3 --reason \"replace the fan\"
   cleave uncordon gpu-17 3";
@@ -58,7 +58,7 @@ pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
 /// Runs `cleave uncordon`.
 pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
     let client = args.gpu.cluster.connect().await?;
-    let (target, changed) = update_annotations(&client, &args.gpu, uncordon_annotations).await?;
+    let (target, changed) = update_annotations(&client, &args.gpu, annotations_without_cordon).await?;
     println!("{target} {}", if changed { "is uncordoned" } else { "is not cordoned and has no recorded faults" });
     Ok(())
 }
@@ -67,10 +67,10 @@ pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
 ///
 /// # Errors
 /// The reason is not valid, the GPU does not exist, or the API server refused the write.
-pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<Target> {
+pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<NodeGpu> {
     check_reason(reason).with_context(|| format!("invalid reason {reason:?}"))?;
     let (target, changed) =
-        update_annotations(client, gpu, |object, uuid| cordon_annotations(object, uuid, reason.trim())).await?;
+        update_annotations(client, gpu, |object, uuid| annotations_with_cordon(object, uuid, reason.trim())).await?;
     println!("{target} is {}", if changed { "cordoned" } else { "already cordoned" });
     Ok(target)
 }
@@ -81,7 +81,7 @@ async fn update_annotations(
     client: &Client,
     args: &GpuArgs,
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
-) -> Result<(Target, bool)> {
+) -> Result<(NodeGpu, bool)> {
     let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
     let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     for _ in 0..MAX_WRITE_ATTEMPTS {
@@ -106,7 +106,7 @@ async fn update_annotations(
 }
 
 /// Returns the annotations that cordon a GPU. An empty reason preserves an existing reason.
-fn cordon_annotations(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
+fn annotations_with_cordon(object: &GpuNode, uuid: &str, reason: &str) -> Annotations {
     let mut cordons = cordons(object);
     let before = cordons.0.get(uuid);
     if before.is_some_and(|before| reason.is_empty() || before == reason) {
@@ -117,16 +117,16 @@ fn cordon_annotations(object: &GpuNode, uuid: &str, reason: &str) -> Annotations
 }
 
 /// Returns the annotations that uncordon a GPU and clear the faults recorded so far.
-fn uncordon_annotations(object: &GpuNode, uuid: &str) -> Annotations {
+fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annotations {
     let mut annotations = Annotations::new();
     let value = |text: String| (!text.is_empty()).then_some(text);
     let mut cordons = cordons(object);
     if cordons.0.remove(uuid).is_some() {
         annotations.push((CORDON_ANNOTATION, value(cordons.to_string())));
     }
-    let mut cleared = Cleared::read(annotation(object, CLEARED_ANNOTATION));
+    let mut cleared = ClearedFaults::read(annotation(object, CLEARED_ANNOTATION));
     let gpus = reported_gpus(object);
-    if let Some(last) = gpus.iter().find(|gpu| gpu.uuid == uuid).and_then(last_fault)
+    if let Some(last) = gpus.iter().find(|gpu| gpu.uuid == uuid).and_then(last_fault_time)
         && cleared.0.get(uuid).is_none_or(|before| *before < last)
     {
         cleared.0.insert(uuid.to_owned(), last);
@@ -139,7 +139,7 @@ fn uncordon_annotations(object: &GpuNode, uuid: &str) -> Annotations {
 
 /// Returns the time of the latest fault because of which a GPU or one of its MIG devices is
 /// unhealthy.
-fn last_fault(gpu: &GpuStatus) -> Option<Time> {
+fn last_fault_time(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
     let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);
     instances.chain([&gpu.health]).filter_map(last).max()
@@ -169,7 +169,7 @@ mod tests {
         .unwrap()
     }
 
-    fn apply(annotations: &Annotations, mut object: GpuNode) -> GpuNode {
+    fn with_annotations(annotations: &Annotations, mut object: GpuNode) -> GpuNode {
         let all = object.metadata.annotations.get_or_insert_default();
         for (name, value) in annotations {
             match value {
@@ -182,26 +182,26 @@ mod tests {
 
     #[test]
     fn cordon_writes_once_and_keeps_other_gpus_and_reasons() {
-        let first = apply(&cordon_annotations(&node(), "GPU-a", "new fan"), node());
-        assert!(cordon_annotations(&first, "GPU-a", "new fan").is_empty());
-        assert!(cordon_annotations(&first, "GPU-a", "").is_empty(), "an empty reason keeps the existing one");
-        let both = apply(&cordon_annotations(&first, "GPU-b", ""), first);
+        let first = with_annotations(&annotations_with_cordon(&node(), "GPU-a", "new fan"), node());
+        assert!(annotations_with_cordon(&first, "GPU-a", "new fan").is_empty());
+        assert!(annotations_with_cordon(&first, "GPU-a", "").is_empty(), "an empty reason keeps the existing one");
+        let both = with_annotations(&annotations_with_cordon(&first, "GPU-b", ""), first);
         assert_eq!(annotation(&both, CORDON_ANNOTATION).unwrap(), "GPU-a=new fan,GPU-b");
         assert_eq!(
-            cordon_annotations(&both, "GPU-b", "x"),
+            annotations_with_cordon(&both, "GPU-b", "x"),
             [(CORDON_ANNOTATION, Some("GPU-a=new fan,GPU-b=x".to_owned()))]
         );
     }
 
     #[test]
     fn uncordon_keeps_other_gpus_and_clears_faults_once() {
-        let both = apply(&cordon_annotations(&node(), "GPU-a", "new fan"), node());
-        let both = apply(&cordon_annotations(&both, "GPU-b", ""), both);
-        let after = uncordon_annotations(&both, "GPU-a");
+        let both = with_annotations(&annotations_with_cordon(&node(), "GPU-a", "new fan"), node());
+        let both = with_annotations(&annotations_with_cordon(&both, "GPU-b", ""), both);
+        let after = annotations_without_cordon(&both, "GPU-a");
         assert_eq!(after[0], (CORDON_ANNOTATION, Some("GPU-b".to_owned())));
         assert_eq!(after[1], (CLEARED_ANNOTATION, Some("GPU-a=2026-11-21T20:00:00Z".to_owned())));
-        assert!(uncordon_annotations(&apply(&after, both), "GPU-a").is_empty());
-        let instance = uncordon_annotations(&node(), "GPU-b");
+        assert!(annotations_without_cordon(&with_annotations(&after, both), "GPU-a").is_empty());
+        let instance = annotations_without_cordon(&node(), "GPU-b");
         assert_eq!(instance, [(CLEARED_ANNOTATION, Some("GPU-b=2026-11-21T20:00:05Z".to_owned()))]);
     }
 }

@@ -2,12 +2,12 @@
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
-use cleave_api::crds::files;
+use cleave_api::crds::crd_files;
 
 use crate::output::print;
 
 /// Examples in the help of `cleave crds`.
-pub(crate) const EXAMPLES: &str = "\
+pub(crate) const HELP_EXAMPLES: &str = "\
 Examples:
   cleave crds | kubectl apply --server-side -f -";
 
@@ -27,7 +27,7 @@ pub struct CrdsArgs {
 /// # Errors
 /// A file cannot be read or written, or differs from the CRDs.
 pub(crate) fn run(args: &CrdsArgs) -> Result<()> {
-    let files = files()?;
+    let files = crd_files()?;
     if let Some(dir) = &args.write {
         for (name, text) in &files {
             let path = dir.join(name);

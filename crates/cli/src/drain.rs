@@ -12,7 +12,7 @@ use kube::{Api, Client, ResourceExt as _};
 use tokio::time::Instant;
 
 use crate::cordon::cordon;
-use crate::gpu::{GpuArgs, Target, read_gpu_node, reported_gpus};
+use crate::gpu::{GpuArgs, NodeGpu, read_gpu_node, reported_gpus};
 
 /// Interval of reads of the `GpuNode`.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -24,7 +24,7 @@ const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
 const TIMEOUT_EXIT_CODE: u8 = 3;
 
 /// Examples in the help of `cleave drain`.
-pub(crate) const EXAMPLES: &str = "\
+pub(crate) const HELP_EXAMPLES: &str = "\
 Examples:
   cleave drain gpu-17 3
   cleave drain gpu-17 3 --force --grace 30 --timeout 0";
@@ -51,7 +51,7 @@ pub struct DrainArgs {
 
 /// The result of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
+pub enum DrainOutcome {
     /// No pod uses the GPU.
     Free,
     /// Pods still use the GPU.
@@ -60,7 +60,7 @@ pub enum Outcome {
 
 /// Runs `cleave drain`.
 pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
-    let config = args.gpu.cluster.config().await?;
+    let config = args.gpu.cluster.kube_config().await?;
     let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
     // The API server answers 429 if a disruption budget forbids an eviction. A client with retries
     // would repeat the request for minutes and delay the evictions of other pods.
@@ -68,8 +68,8 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
     no_retry.default_retry = false;
     let evictor = Client::try_from(no_retry).context("failed to create the Kubernetes client")?;
     Ok(match drain(&client, &evictor, &args).await? {
-        Outcome::Free => ExitCode::SUCCESS,
-        Outcome::TimedOut => ExitCode::from(TIMEOUT_EXIT_CODE),
+        DrainOutcome::Free => ExitCode::SUCCESS,
+        DrainOutcome::TimedOut => ExitCode::from(TIMEOUT_EXIT_CODE),
     })
 }
 
@@ -78,26 +78,26 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
 /// # Errors
 /// The GPU does not exist, a pod needs `--force`, or the API server refused a request. The GPU
 /// remains cordoned.
-pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<Outcome> {
+pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<DrainOutcome> {
     let started = Instant::now();
     let target = cordon(client, &args.gpu, &args.reason).await?;
     let mut evictions = BTreeMap::new();
-    let mut printed = Usage::default();
+    let mut printed = GpuUsage::default();
     loop {
         let object = read_gpu_node(client, &args.gpu.node).await?;
-        let usage = usage(&object, &target.uuid).unwrap_or_default();
-        if usage == Usage::default() {
+        let usage = gpu_usage(&object, &target.uuid).unwrap_or_default();
+        if usage == GpuUsage::default() {
             println!("{target} is free");
-            return Ok(Outcome::Free);
+            return Ok(DrainOutcome::Free);
         }
-        evict_due(client, evictor, args, &target, &usage, &mut evictions).await?;
+        evict_due_pods(client, evictor, args, &target, &usage, &mut evictions).await?;
         if printed != usage {
             println!("{target}: {usage}");
             printed = usage;
         }
         if args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout) {
             eprintln!("cleave: {target} is not free after {} s and stays cordoned", args.timeout);
-            return Ok(Outcome::TimedOut);
+            return Ok(DrainOutcome::TimedOut);
         }
         tokio::time::sleep(GPU_POLL_INTERVAL).await;
     }
@@ -105,14 +105,14 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
 
 /// The pods that use a GPU, and how many of its devices are in use.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Usage {
+struct GpuUsage {
     /// `namespace/name` of each pod.
     pods: BTreeSet<String>,
     /// Shares, replicas, MIG devices or whole GPUs in use.
     devices: u32,
 }
 
-impl std::fmt::Display for Usage {
+impl std::fmt::Display for GpuUsage {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let pods: Vec<&str> = self.pods.iter().map(String::as_str).collect();
         // The kubelet allocates devices before it lists the pod.
@@ -122,9 +122,9 @@ impl std::fmt::Display for Usage {
 }
 
 /// Returns the usage of a GPU, or `None` if the node does not report the GPU.
-fn usage(object: &GpuNode, uuid: &str) -> Option<Usage> {
+fn gpu_usage(object: &GpuNode, uuid: &str) -> Option<GpuUsage> {
     let gpu = reported_gpus(object).iter().find(|gpu| gpu.uuid == uuid)?;
-    Some(Usage {
+    Some(GpuUsage {
         pods: gpu.allocations.iter().map(|allocation| allocation.pod.clone()).collect(),
         devices: gpu.slices.iter().map(|slice| slice.in_use).sum(),
     })
@@ -132,7 +132,7 @@ fn usage(object: &GpuNode, uuid: &str) -> Option<Usage> {
 
 /// The state of a pod's eviction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Eviction {
+enum EvictionState {
     /// The pod is terminating or no longer exists.
     Accepted,
     /// A disruption budget refused the eviction at this time.
@@ -142,11 +142,15 @@ enum Eviction {
 }
 
 /// Returns the pods to evict now.
-fn due_evictions<'a>(usage: &'a Usage, evictions: &BTreeMap<String, Eviction>, now: Instant) -> Vec<&'a str> {
+fn pods_due_for_eviction<'a>(
+    usage: &'a GpuUsage,
+    evictions: &BTreeMap<String, EvictionState>,
+    now: Instant,
+) -> Vec<&'a str> {
     let due = |pod: &&String| match evictions.get(*pod) {
         None => true,
-        Some(Eviction::Accepted) => false,
-        Some(Eviction::Refused(at) | Eviction::Throttled(at)) => {
+        Some(EvictionState::Accepted) => false,
+        Some(EvictionState::Refused(at) | EvictionState::Throttled(at)) => {
             now.saturating_duration_since(*at) >= EVICTION_RETRY_DELAY
         }
     };
@@ -163,16 +167,16 @@ fn pods_without_controller<'a>(pods: impl IntoIterator<Item = (&'a str, &'a Part
 
 /// Evicts the pods that are due, and records the results. Evicts none of them if one needs
 /// `--force`.
-async fn evict_due(
+async fn evict_due_pods(
     client: &Client,
     evictor: &Client,
     args: &DrainArgs,
-    target: &Target,
-    usage: &Usage,
-    evictions: &mut BTreeMap<String, Eviction>,
+    target: &NodeGpu,
+    usage: &GpuUsage,
+    evictions: &mut BTreeMap<String, EvictionState>,
 ) -> Result<()> {
     let mut metas = BTreeMap::new();
-    for pod in due_evictions(usage, evictions, Instant::now()) {
+    for pod in pods_due_for_eviction(usage, evictions, Instant::now()) {
         metas.extend(pod_metadata(client, pod).await?.map(|meta| (pod, meta)));
     }
     let bare = pods_without_controller(metas.iter().map(|(pod, meta)| (*pod, meta)));
@@ -184,14 +188,14 @@ async fn evict_due(
     for (pod, meta) in &metas {
         let eviction = evict(evictor, pod, meta, args.grace).await?;
         match eviction {
-            Eviction::Accepted => println!("pod {pod} is terminating"),
-            Eviction::Refused(_) if !evictions.contains_key(*pod) => {
+            EvictionState::Accepted => println!("pod {pod} is terminating"),
+            EvictionState::Refused(_) if !evictions.contains_key(*pod) => {
                 println!(
                     "pod {pod} is protected by a disruption budget; retrying every {} s",
                     EVICTION_RETRY_DELAY.as_secs()
                 );
             }
-            Eviction::Refused(_) | Eviction::Throttled(_) => {}
+            EvictionState::Refused(_) | EvictionState::Throttled(_) => {}
         }
         evictions.insert((*pod).to_owned(), eviction);
     }
@@ -206,15 +210,15 @@ async fn pod_metadata(client: &Client, pod: &str) -> Result<Option<PartialObject
 }
 
 /// Evicts a pod, unless it is already terminating.
-async fn evict(client: &Client, pod: &str, meta: &PartialObjectMeta<Pod>, grace: Option<u32>) -> Result<Eviction> {
+async fn evict(client: &Client, pod: &str, meta: &PartialObjectMeta<Pod>, grace: Option<u32>) -> Result<EvictionState> {
     if meta.metadata.deletion_timestamp.is_some() {
-        return Ok(Eviction::Accepted);
+        return Ok(EvictionState::Accepted);
     }
     let uid = meta.uid().unwrap_or_default();
     match evict_with(client, pod, &uid, EvictionOptions { grace, timeout: EVICTION_TIMEOUT }).await {
-        Evicted::Done | Evicted::NotFound => Ok(Eviction::Accepted),
-        Evicted::Protected(_) => Ok(Eviction::Refused(Instant::now())),
-        Evicted::Throttled(_) => Ok(Eviction::Throttled(Instant::now())),
+        Evicted::Done | Evicted::NotFound => Ok(EvictionState::Accepted),
+        Evicted::Protected(_) => Ok(EvictionState::Refused(Instant::now())),
+        Evicted::Throttled(_) => Ok(EvictionState::Throttled(Instant::now())),
         Evicted::Refused(error) | Evicted::Failed(error) => bail!("failed to evict pod {pod}: {error}"),
     }
 }

@@ -25,7 +25,7 @@ pub struct GpuArgs {
 
 /// A GPU of a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Target {
+pub struct NodeGpu {
     /// Name of the node.
     pub node: String,
     /// The GPU's index. `None` if the GPU was removed from the node.
@@ -34,7 +34,7 @@ pub struct Target {
     pub uuid: String,
 }
 
-impl std::fmt::Display for Target {
+impl std::fmt::Display for NodeGpu {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.index {
             Some(index) => write!(formatter, "GPU {index} ({}) on node {}", self.uuid, self.node),
@@ -47,13 +47,13 @@ impl std::fmt::Display for Target {
 pub(crate) async fn read_gpu_node(client: &Client, node: &str) -> Result<GpuNode> {
     let found = Api::<DeserializeGuard<GpuNode>>::all(client.clone()).get_opt(node).await;
     let Some(found) = found.with_context(|| format!("failed to read GpuNode {node}"))? else {
-        return Err(not_found(node));
+        return Err(gpu_node_not_found(node));
     };
     found.0.map_err(|invalid| anyhow!("GpuNode {node} is malformed: {}", invalid.error))
 }
 
 /// Returns the error for a node that has no `GpuNode`.
-pub(crate) fn not_found(node: &str) -> anyhow::Error {
+pub(crate) fn gpu_node_not_found(node: &str) -> anyhow::Error {
     anyhow!("GpuNode {node} not found. Run `kubectl get gpunodes` to list them.")
 }
 
@@ -63,14 +63,14 @@ pub(crate) fn reported_gpus(object: &GpuNode) -> &[GpuStatus] {
 }
 
 /// Finds a GPU of a node by its index or UUID.
-pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<Target> {
+pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeGpu> {
     let gpus = reported_gpus(object);
     if let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == name || gpu.index.to_string() == name) {
-        return Ok(Target { node: node.to_owned(), index: Some(gpu.index), uuid: gpu.uuid.clone() });
+        return Ok(NodeGpu { node: node.to_owned(), index: Some(gpu.index), uuid: gpu.uuid.clone() });
     }
     // The cordon of a GPU that was removed can still be cleared.
     if cordons(object).0.contains_key(name) {
-        return Ok(Target { node: node.to_owned(), index: None, uuid: name.to_owned() });
+        return Ok(NodeGpu { node: node.to_owned(), index: None, uuid: name.to_owned() });
     }
     let has_instance = |gpu: &&GpuStatus| {
         gpu.mig.iter().flat_map(|mig| &mig.instances).any(|instance| !name.is_empty() && instance.uuid == name)

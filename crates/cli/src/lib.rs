@@ -31,9 +31,9 @@ use std::process::ExitCode;
 
 use cleave_gpu::mps::doctor::{self, DoctorArgs};
 
-pub use client::{ClusterArgs, InstallArgs};
-pub use gpu::{GpuArgs, Target};
-pub use output::Output;
+pub use client::{ClusterArgs, InstallationArgs};
+pub use gpu::{GpuArgs, NodeGpu};
+pub use output::OutputFormat;
 
 /// A command and its options. The doc comment of a variant is the command's help.
 #[derive(Debug, clap::Subcommand)]
@@ -53,21 +53,21 @@ pub enum Command {
     ///
     /// Shows how GPUs would be partitioned and where pending pods would run, in the current cluster
     /// (--live) or in a snapshot file (--snapshot). Writes nothing.
-    #[command(after_long_help = plan::EXAMPLES)]
+    #[command(after_long_help = plan::HELP_EXAMPLES)]
     Plan(plan::PlanArgs),
 
     /// Try policies and pods on nodes described in YAML files.
     ///
     /// Shows how GPUs would be partitioned, which pods would run where, and why other pods would
     /// not. Connects to no cluster.
-    #[command(after_long_help = simulate::FORMAT)]
+    #[command(after_long_help = simulate::INPUT_HELP)]
     Simulate(simulate::SimulateArgs),
 
     /// Stop new pods from using one GPU.
     ///
     /// Pods that already use the GPU keep running. The GPU's free shares are reported to the
     /// kubelet as Unhealthy.
-    #[command(after_long_help = cordon::EXAMPLES)]
+    #[command(after_long_help = cordon::HELP_EXAMPLES)]
     Cordon(cordon::CordonArgs),
 
     /// Make a GPU schedulable again and clear its recorded faults.
@@ -79,11 +79,11 @@ pub enum Command {
     /// times out.
     ///
     /// Exit codes: 0 if the GPU is free, 1 on an error, 3 on a timeout.
-    #[command(after_long_help = drain::EXAMPLES)]
+    #[command(after_long_help = drain::HELP_EXAMPLES)]
     Drain(drain::DrainArgs),
 
     /// Print the custom resource definitions.
-    #[command(after_long_help = crds::EXAMPLES)]
+    #[command(after_long_help = crds::HELP_EXAMPLES)]
     Crds(crds::CrdsArgs),
 
     /// Check that this node's GPU driver enforces limits as Cleave expects.

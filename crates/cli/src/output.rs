@@ -7,7 +7,7 @@ use serde::Serialize;
 
 /// The format of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Output {
+pub enum OutputFormat {
     /// Human-readable text.
     Text,
     /// One JSON object.
@@ -23,6 +23,6 @@ pub(crate) fn print(text: &str) -> Result<()> {
 }
 
 /// Formats a value as indented JSON that ends with a newline.
-pub(crate) fn json(value: &impl Serialize) -> Result<String> {
+pub(crate) fn to_json(value: &impl Serialize) -> Result<String> {
     Ok(serde_json::to_string_pretty(value).context("failed to write JSON")? + "\n")
 }

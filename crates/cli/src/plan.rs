@@ -10,11 +10,11 @@ use cleave_plan::snapshot::Slice;
 use cleave_plan::{GpuPlan, Planned, Policy, Snapshot};
 use serde_json::{Value, json};
 
-use crate::client::{ClusterArgs, InstallArgs};
-use crate::output::{self, Output, print};
+use crate::client::{ClusterArgs, InstallationArgs};
+use crate::output::{self, OutputFormat, print};
 
 /// Examples in the help of `cleave plan`.
-pub(crate) const EXAMPLES: &str = "\
+pub(crate) const HELP_EXAMPLES: &str = "\
 Examples:
   cleave plan --live
   cleave plan --snapshot cluster.json -o json";
@@ -37,8 +37,8 @@ pub struct PlanArgs {
     )]
     snapshot: Option<PathBuf>,
     /// Output format.
-    #[arg(short, long, value_enum, default_value_t = Output::Text)]
-    output: Output,
+    #[arg(short, long, value_enum, default_value_t = OutputFormat::Text)]
+    output: OutputFormat,
     /// MPS shares of each GPU for which the snapshot sets none.
     #[arg(long, value_name = "N", conflicts_with = "live", help_heading = "Snapshot options")]
     units: Option<u32>,
@@ -50,7 +50,7 @@ pub struct PlanArgs {
     cluster: ClusterArgs,
     /// Cleave in the cluster.
     #[command(flatten)]
-    install: InstallArgs,
+    install: InstallationArgs,
 }
 
 /// Runs `cleave plan`.
@@ -62,14 +62,14 @@ pub(crate) async fn run(args: PlanArgs) -> Result<()> {
     let wrong: Vec<String> = cleave_plan::check(&snapshot, &planned.plan).iter().map(ToString::to_string).collect();
     ensure!(wrong.is_empty(), "the plan violates constraints and must not be used:\n{}", wrong.join("\n"));
     print(&match args.output {
-        Output::Json => output::json(&planned_json(&planned)?)?,
-        Output::Text => planned_text(&planned),
+        OutputFormat::Json => output::to_json(&planned_json(&planned)?)?,
+        OutputFormat::Text => planned_text(&planned),
     })
 }
 
 async fn run_live(args: &PlanArgs) -> Result<()> {
     let client = args.cluster.connect().await?;
-    let InstallArgs { cleave_namespace, agent_selector } = &args.install;
+    let InstallationArgs { cleave_namespace, agent_selector } = &args.install;
     let observed = dry::observe(&client, cleave_namespace, agent_selector).await?;
     print(&render(&dry::dry_run(&observed)?, args.output)?)
 }
@@ -87,10 +87,10 @@ fn read_snapshot(path: &Path) -> Result<Snapshot> {
 }
 
 /// Renders the changes that the operator would make, and the reasons.
-pub(crate) fn render(run: &DryRun, output: Output) -> Result<String> {
+pub(crate) fn render(run: &DryRun, output: OutputFormat) -> Result<String> {
     match output {
-        Output::Json => output::json(&dry_run_json(run)?),
-        Output::Text => Ok(dry_run_text(run)),
+        OutputFormat::Json => output::to_json(&dry_run_json(run)?),
+        OutputFormat::Text => Ok(dry_run_text(run)),
     }
 }
 

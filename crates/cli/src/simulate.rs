@@ -17,11 +17,11 @@ use kube::core::DeserializeGuard;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::output::{Output, print};
+use crate::output::{OutputFormat, print};
 use crate::plan::render;
 
 /// The input format, in the help of `cleave simulate`.
-pub(crate) const FORMAT: &str = "\
+pub(crate) const INPUT_HELP: &str = "\
 Input:
   The files contain SharingPolicy, Pod, Deployment, ReplicaSet, StatefulSet,
   Job, PriorityClass, Node and GpuNode objects and Lists of them, as printed by
@@ -45,17 +45,17 @@ pub struct SimulateArgs {
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
     /// Output format.
-    #[arg(short, long, value_enum, default_value_t = Output::Text)]
-    output: Output,
+    #[arg(short, long, value_enum, default_value_t = OutputFormat::Text)]
+    output: OutputFormat,
 }
 
 /// Runs `cleave simulate`.
 pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
-    let mut input = Input::default();
+    let mut input = SimulationInput::default();
     for path in &args.files {
         let name = path.display();
         let text = read_input(path).with_context(|| format!("failed to read {name}"))?;
-        input.add_text(&text).with_context(|| name.to_string())?;
+        input.add_documents(&text).with_context(|| name.to_string())?;
     }
     print(&input.simulate(args.output)?)
 }
@@ -64,9 +64,9 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
 ///
 /// # Errors
 /// The text is not valid YAML, or an object is malformed.
-pub fn simulate(text: &str, output: Output) -> Result<String> {
-    let mut input = Input::default();
-    input.add_text(text)?;
+pub fn simulate(text: &str, output: OutputFormat) -> Result<String> {
+    let mut input = SimulationInput::default();
+    input.add_documents(text)?;
     input.simulate(output)
 }
 
@@ -101,7 +101,7 @@ const MAX_PODS_PER_WORKLOAD: u64 = 100_000;
 
 /// The objects read so far.
 #[derive(Default)]
-struct Input {
+struct SimulationInput {
     observed: Observed,
     nodes: Vec<(NodeObject, Vec<DescribedGpus>)>,
     gpu_nodes: Vec<DeserializeGuard<GpuNode>>,
@@ -109,20 +109,20 @@ struct Input {
     priorities: BTreeMap<String, i32>,
 }
 
-impl Input {
-    fn simulate(self, output: Output) -> Result<String> {
+impl SimulationInput {
+    fn simulate(self, output: OutputFormat) -> Result<String> {
         render(&dry::dry_run(&self.into_observed()?)?, output)
     }
 
-    fn add_text(&mut self, text: &str) -> Result<()> {
+    fn add_documents(&mut self, text: &str) -> Result<()> {
         // In YAML 1.1 the name `n` is a boolean.
         let options = serde_saphyr::options! { strict_booleans: true };
         let documents: Vec<Value> =
             serde_saphyr::from_multiple_with_options(text, options).context("not valid YAML")?;
-        documents.into_iter().filter(|document| !document.is_null()).try_for_each(|document| self.add(document))
+        documents.into_iter().filter(|document| !document.is_null()).try_for_each(|document| self.add_object(document))
     }
 
-    fn add(&mut self, object: Value) -> Result<()> {
+    fn add_object(&mut self, object: Value) -> Result<()> {
         let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
         let (kind, name) = (text("/kind"), text("/metadata/name"));
         let here = || format!("{kind} {name}");
@@ -148,7 +148,7 @@ impl Input {
             "Job" => self.add_workload(&object, &name, "/spec/parallelism").with_context(here)?,
             _ if object.get("items").is_some_and(Value::is_array) => {
                 let items = object.get("items").and_then(Value::as_array).cloned().unwrap_or_default();
-                items.into_iter().try_for_each(|item| self.add(item))?;
+                items.into_iter().try_for_each(|item| self.add_object(item))?;
             }
             "" => bail!("an object has no kind"),
             // Objects of other kinds do not affect where a pod runs.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use cleave_api::names::CORDON_ANNOTATION;
 use cleave_cli::cordon::cordon;
-use cleave_cli::drain::{DrainArgs, Outcome, drain};
+use cleave_cli::drain::{DrainArgs, DrainOutcome, drain};
 use cleave_cli::{ClusterArgs, GpuArgs};
 use kube::Client;
 use kube::client::Body;
@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use tower_test::mock;
 
 /// Longer than any test takes. Tests run with paused time.
-const DEADLINE: Duration = Duration::from_secs(120);
+const TEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
 
@@ -24,7 +24,7 @@ fn mock_client() -> (Client, Server) {
 
 /// Answers the next request. Returns its method and path, and its body.
 async fn answer_request(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
-    let (request, reply) = timeout(DEADLINE, server.next_request()).await.unwrap().unwrap();
+    let (request, reply) = timeout(TEST_TIMEOUT, server.next_request()).await.unwrap().unwrap();
     let line = format!("{} {}", request.method(), request.uri().path());
     let sent = request.into_body().collect_bytes().await.unwrap();
     let body = Body::from(body.to_string().into_bytes());
@@ -137,7 +137,7 @@ async fn drain_with_force_evicts_a_bare_pod_and_times_out_while_it_stays() {
     for _ in 0..3 {
         answer_request(&mut server, 200, &node(&["ns/p"])).await;
     }
-    assert_eq!(draining.await.unwrap().unwrap(), Outcome::TimedOut);
+    assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::TimedOut);
 }
 
 #[tokio::test(start_paused = true)]
@@ -146,5 +146,5 @@ async fn drain_of_a_free_gpu_ends_at_once() {
     let draining = tokio::spawn(async move { drain(&client, &client, &drain_args(false, 0)).await });
     answer_cordon(&mut server, &[]).await;
     answer_request(&mut server, 200, &node(&[])).await;
-    assert_eq!(draining.await.unwrap().unwrap(), Outcome::Free);
+    assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::Free);
 }

@@ -3,8 +3,8 @@
 mod golden;
 
 use cleave_api::{GpuNode, SharingPolicy};
-use cleave_cli::explain::report::{Explanation, NodeView, State};
-use cleave_cli::explain::{LiveCluster, explain, render};
+use cleave_cli::explain::report::{Explanation, NodeView, PodState};
+use cleave_cli::explain::{LiveCluster, explain_pod, render};
 use cleave_operator::dry::Objects;
 use cleave_operator::pods::PodObject;
 use cleave_operator::read::{AgentPod, NodeObject};
@@ -23,14 +23,14 @@ struct Fixture {
     pods: Vec<PodObject>,
 }
 
-fn live() -> LiveCluster {
+fn live_cluster() -> LiveCluster {
     let Fixture { nodes, agents, gpu_nodes, policies, pods } =
         serde_saphyr::from_str(include_str!("explain/cluster.yaml")).unwrap();
     LiveCluster::new(Objects { nodes, agents, gpu_nodes, policies, pods, ..Objects::default() }, 1000)
 }
 
 fn explanation_of(name: &str) -> Explanation {
-    explain(&live(), &format!("demo/{name}")).unwrap()
+    explain_pod(&live_cluster(), &format!("demo/{name}")).unwrap()
 }
 
 #[test]
@@ -44,20 +44,20 @@ fn output_matches_the_committed_files() {
 #[test]
 fn each_pod_has_its_state() {
     for (name, state) in [
-        ("a", State::Bound),
-        ("soon", State::Reserved),
-        ("two", State::Fits),
-        ("five", State::Waiting),
-        ("twelve", State::Never),
-        ("replica", State::Never),
-        ("picky", State::Never),
-        ("queued", State::OtherGate),
-        ("plain", State::NotManaged),
-        ("done", State::Ended),
+        ("a", PodState::Bound),
+        ("soon", PodState::Reserved),
+        ("two", PodState::Fits),
+        ("five", PodState::Waiting),
+        ("twelve", PodState::Never),
+        ("replica", PodState::Never),
+        ("picky", PodState::Never),
+        ("queued", PodState::OtherGate),
+        ("plain", PodState::NotManaged),
+        ("done", PodState::Ended),
     ] {
         assert_eq!(explanation_of(name).verdict.state, state, "{name}");
     }
-    assert_eq!(explain(&live(), "demo/nobody"), None);
+    assert_eq!(explain_pod(&live_cluster(), "demo/nobody"), None);
 }
 
 /// Returns the objects of `explain/cluster.yaml` after `change`, at this time.
@@ -71,10 +71,10 @@ fn live_after_change(change: impl FnOnce(&mut Objects), now: u64) -> LiveCluster
 
 #[test]
 fn a_reservation_that_the_operator_renews_is_valid_after_its_first_expiry() {
-    let at = |now| explain(&live_after_change(|_| {}, now), "demo/soon").unwrap();
-    assert_eq!(at(1000).verdict.state, State::Reserved);
+    let at = |now| explain_pod(&live_after_change(|_| {}, now), "demo/soon").unwrap();
+    assert_eq!(at(1000).verdict.state, PodState::Reserved);
     let renewed = at(100_000);
-    assert_eq!(renewed.verdict.state, State::Reserved, "{}", renewed.verdict.message);
+    assert_eq!(renewed.verdict.state, PodState::Reserved, "{}", renewed.verdict.message);
     assert!(renewed.verdict.message.contains("renewed reservation"), "{}", renewed.verdict.message);
     assert_eq!(renewed.assignments.len(), at(1000).assignments.len());
 }
@@ -106,8 +106,8 @@ fn a_pod_whose_volume_is_on_another_node_does_not_fit() {
         },
         1000,
     );
-    let found = explain(&live, "demo/mounts").unwrap();
-    assert_ne!(found.verdict.state, State::Fits, "{}", found.verdict.message);
+    let found = explain_pod(&live, "demo/mounts").unwrap();
+    assert_ne!(found.verdict.state, PodState::Fits, "{}", found.verdict.message);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Tests `cleave simulate` on a small cluster.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
-use cleave_cli::Output;
+use cleave_cli::OutputFormat;
 use cleave_cli::simulate::simulate;
 use serde_json::Value;
 
@@ -40,7 +40,7 @@ items:
 
 #[test]
 fn text_names_the_gpu_of_each_pod_or_why_it_has_none() {
-    let text = simulate(CLUSTER_YAML, Output::Text).unwrap();
+    let text = simulate(CLUSTER_YAML, OutputFormat::Text).unwrap();
     for line in [
         "1 of 2 GPUs changes:",
         "MPS: 4 × nvidia.com/gpu-10gb",
@@ -57,7 +57,7 @@ fn text_names_the_gpu_of_each_pod_or_why_it_has_none() {
 
 #[test]
 fn json_has_the_plan_and_what_would_be_written() {
-    let json: Value = serde_json::from_str(&simulate(CLUSTER_YAML, Output::Json).unwrap()).unwrap();
+    let json: Value = serde_json::from_str(&simulate(CLUSTER_YAML, OutputFormat::Json).unwrap()).unwrap();
     let keys: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
     assert_eq!(keys, ["changed", "changing", "gpus", "notes", "placements", "unplaced", "writes"]);
     assert_eq!(json["placements"].as_array().map(Vec::len), Some(5));
@@ -75,7 +75,7 @@ fn malformed_input_is_an_error_that_names_it() {
         ("a: [", "not valid YAML"),
         ("kind: Job\nmetadata: {name: j}\nspec: {parallelism: 1000000, template: {}}", "exceed the limit of 100000"),
     ] {
-        let error = format!("{:#}", simulate(text, Output::Text).unwrap_err());
+        let error = format!("{:#}", simulate(text, OutputFormat::Text).unwrap_err());
         assert!(error.contains(part), "{part:?} is not in {error:?}");
     }
 }
@@ -84,6 +84,6 @@ fn malformed_input_is_an_error_that_names_it() {
 fn an_invalid_policy_is_named() {
     let policy = "kind: SharingPolicy\napiVersion: cleave.dev/v1alpha1\nmetadata: {name: p}\n\
                   spec: {mode: Mps, mps: {units: 49}}";
-    let text = simulate(policy, Output::Text).unwrap();
+    let text = simulate(policy, OutputFormat::Text).unwrap();
     assert!(text.contains("Policy p is invalid: mps.units is 49"), "{text}");
 }

@@ -4,41 +4,41 @@ mod golden;
 
 use cleave_api::{GpuNode, SharingPolicy};
 use cleave_cli::status::render;
-use cleave_cli::status::report::Report;
+use cleave_cli::status::report::StatusReport;
 use golden::assert_matches_file;
 use kube::api::ObjectList;
 use kube::core::DeserializeGuard;
 
-fn report(only: Option<&str>) -> Report {
+fn read_report(only: Option<&str>) -> StatusReport {
     let nodes: ObjectList<DeserializeGuard<GpuNode>> =
         serde_saphyr::from_str(include_str!("status/gpunodes.yaml")).unwrap();
     let policies: ObjectList<DeserializeGuard<SharingPolicy>> =
         serde_saphyr::from_str(include_str!("status/sharingpolicies.yaml")).unwrap();
-    Report::new(nodes.items, policies.items, only)
+    StatusReport::new(nodes.items, policies.items, only)
 }
 
 #[test]
 fn tables_match_the_committed_files() {
-    assert_matches_file("status/table.txt", &render(&report(None), false));
-    assert_matches_file("status/wide.txt", &render(&report(None), true));
+    assert_matches_file("status/table.txt", &render(&read_report(None), false));
+    assert_matches_file("status/wide.txt", &render(&read_report(None), true));
 }
 
 #[test]
 fn json_matches_the_committed_file() {
-    assert_matches_file("status/report.json", &(serde_json::to_string_pretty(&report(None)).unwrap() + "\n"));
+    assert_matches_file("status/report.json", &(serde_json::to_string_pretty(&read_report(None)).unwrap() + "\n"));
 }
 
 #[test]
 fn one_node_is_shown_with_its_allocations_only() {
-    let one = report(Some("node2"));
+    let one = read_report(Some("node2"));
     assert_eq!(one.nodes.len(), 1);
     assert!(one.allocations.iter().all(|allocation| allocation.node == "node2"));
-    assert!(report(Some("nowhere")).nodes.is_empty());
+    assert!(read_report(Some("nowhere")).nodes.is_empty());
 }
 
 #[test]
 fn an_empty_cluster_is_described_in_sentences() {
-    let text = render(&Report::new(Vec::new(), Vec::new(), None), false);
+    let text = render(&StatusReport::new(Vec::new(), Vec::new(), None), false);
     assert_eq!(
         text,
         "No GpuNodes. The operator creates one for each node that runs an agent.\n\n\

@@ -397,7 +397,8 @@ mod tests {
         let reserved = |name: &str, until: u64| {
             let mut pod = raw(name, GPU(), json!({}));
             let note = json!({"until": until, "nodes": {"n": [{"resource": "r", "units": 1, "device": "d"}]}});
-            pod.metadata.annotations = Some([(cleave_api::placement::ANNOTATION.to_owned(), note.to_string())].into());
+            pod.metadata.annotations =
+                Some([(cleave_api::placement::PLACEMENT_ANNOTATION.to_owned(), note.to_string())].into());
             pod
         };
         list(&mut writer, [reserved("a", 1), reserved("b", 2)]);

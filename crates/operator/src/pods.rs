@@ -5,7 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use cleave_api::names::{
-    CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, OTHER_NODES_ANNOTATION, REPLICA_PLACEMENT, RESOURCE_GPU,
+    CONDITION_PLACED, CONDITION_WITHIN_SHARE, GATE, OTHER_NODES_ANNOTATION, REPLICA_PLACEMENT_ANNOTATION, RESOURCE_GPU,
     RESOURCE_MIG_PREFIX, UNSCHEDULABLE_ANNOTATION, is_served,
 };
 use cleave_api::placement::{self, Placement};
@@ -13,7 +13,7 @@ use cleave_api::sharingpolicy::ReplicaPlacement;
 use cleave_plan::Quantity;
 use cleave_plan::constraints::{HostPort, PodAffinityTerm, Rules, SpreadConstraint};
 use cleave_plan::device::SHARED_SUFFIX;
-use cleave_plan::ledger::{self, DeviceRequest, Kind, Units};
+use cleave_plan::ledger::{self, ContainerKind, DeviceRequest, Units};
 use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod, Toleration};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod as CorePod;
@@ -430,10 +430,10 @@ impl PodObject {
         let annotation = |name: &str| annotations.as_ref().and_then(|all| all.get(name));
         self.unschedulable = self.unschedulable || annotation(UNSCHEDULABLE_ANNOTATION).is_some();
         self.to_other_nodes = self.to_other_nodes || annotation(OTHER_NODES_ANNOTATION).is_some();
-        let note = annotation(placement::ANNOTATION);
+        let note = annotation(placement::PLACEMENT_ANNOTATION);
         let note = note.and_then(|text| Placement::parse(text).ok()).map(Shared::from);
         self.placement = note.or(self.placement.take());
-        let replica_placement = annotation(REPLICA_PLACEMENT).and_then(|text| ReplicaPlacement::parse(text));
+        let replica_placement = annotation(REPLICA_PLACEMENT_ANNOTATION).and_then(|text| ReplicaPlacement::parse(text));
         self.replica_placement = replica_placement.or(self.replica_placement);
         self.annotated = self.annotated || annotations.is_some();
         let node = self.spec.node_name.take().filter(|node| !node.is_empty());
@@ -543,16 +543,16 @@ pub fn is_interchangeable(resource: &str) -> bool {
 
 /// Returns the groups of units. The units of each group must be on one device.
 fn device_requests(spec: &PodSpec) -> Vec<DeviceRequest> {
-    let container = |(kind, container): (Kind, &Container)| ledger::Container {
+    let container = |(kind, container): (ContainerKind, &Container)| ledger::Container {
         kind,
         limits: container.resources.limits.iter().filter_map(mps_limit).collect(),
     };
     let limit_kind = |container: &Container| match container.restart_policy.as_deref() {
-        Some("Always") => Kind::Sidecar,
-        _ => Kind::Init,
+        Some("Always") => ContainerKind::Sidecar,
+        _ => ContainerKind::Init,
     };
     let init = spec.init_containers.iter().map(|container| (limit_kind(container), container));
-    let main = spec.containers.iter().map(|container| (Kind::Main, container));
+    let main = spec.containers.iter().map(|container| (ContainerKind::Main, container));
     ledger::device_requests(&init.chain(main).map(container).collect::<Vec<_>>())
 }
 

@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use cleave_api::cordon::{Cleared, Cordons};
+use cleave_api::cordon::{ClearedFaults, Cordons};
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION};
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
@@ -328,8 +328,8 @@ impl Node {
     }
 
     /// Returns the GPUs whose recorded faults an administrator has cleared.
-    pub fn cleared(&self) -> Cleared {
-        Cleared::read(self.annotation(CLEARED_ANNOTATION))
+    pub fn cleared(&self) -> ClearedFaults {
+        ClearedFaults::read(self.annotation(CLEARED_ANNOTATION))
     }
 
     fn annotation(&self, name: &str) -> Option<&String> {
@@ -481,7 +481,7 @@ impl Observed {
 /// Copies to each GPU the fields that a status states once for all GPUs of a model.
 pub(crate) fn complete(object: &mut DeserializeGuard<GpuNode>) {
     if let Ok(GpuNode { status: Some(status), .. }) = &mut object.0 {
-        *status = std::mem::take(status).complete();
+        *status = std::mem::take(status).move_profiles_to_gpus();
     }
 }
 

@@ -20,7 +20,7 @@ pub const HOSTNAME: &str = "kubernetes.io/hostname";
 
 /// The parts of an affinity that a pod has. A present field counts, even if its value is `{}`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Present<'a> {
+pub enum ExistingAffinity<'a> {
     /// The pod has no `affinity`.
     Nothing,
     /// The pod has `affinity` without `nodeAffinity`.
@@ -39,14 +39,14 @@ pub struct MatchesNoNode;
 
 /// An `add` operation of a JSON Patch.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Operation {
+pub struct PatchOperation {
     op: &'static str,
     path: String,
-    value: Value,
+    value: AddedPart,
 }
 
-impl Operation {
-    fn add(path: String, value: Value) -> Self {
+impl PatchOperation {
+    fn add(path: String, value: AddedPart) -> Self {
         Self { op: "add", path, value }
     }
 
@@ -59,7 +59,7 @@ impl Operation {
 /// The value to add: only the parts that the pod does not have.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
-enum Value {
+enum AddedPart {
     #[serde(rename_all = "camelCase")]
     Affinity {
         node_affinity: Required,
@@ -82,9 +82,9 @@ struct Terms {
     node_selector_terms: Vec<NodeSelectorTerm>,
 }
 
-const AFFINITY: &str = "/spec/affinity";
-const NODE_AFFINITY: &str = "/spec/affinity/nodeAffinity";
-const REQUIRED: &str = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution";
+const AFFINITY_PATH: &str = "/spec/affinity";
+const NODE_AFFINITY_PATH: &str = "/spec/affinity/nodeAffinity";
+const REQUIRED_TERMS_PATH: &str = "/spec/affinity/nodeAffinity/requiredDuringSchedulingIgnoredDuringExecution";
 
 /// Returns a requirement for nodes with one of these hostnames. Returns `None` if the list is
 /// empty, because a pod must not be narrowed to no nodes.
@@ -96,29 +96,31 @@ pub fn hostname_requirement<'a>(hostnames: impl IntoIterator<Item = &'a str>) ->
 
 /// Returns the additions that restrict the pod to the nodes that match both its affinity and the
 /// requirement. The list is empty if the pod already has the requirement.
-pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Operation>, MatchesNoNode> {
-    let required = || Terms { node_selector_terms: vec![term(requirement)] };
+pub fn narrow(present: ExistingAffinity<'_>, requirement: &Requirement) -> Result<Vec<PatchOperation>, MatchesNoNode> {
+    let required = || Terms { node_selector_terms: vec![term_with(requirement)] };
     let terms = match present {
-        Present::Required(terms) => terms,
-        Present::Nothing => {
+        ExistingAffinity::Required(terms) => terms,
+        ExistingAffinity::Nothing => {
             let node_affinity = Required { required: required() };
-            return Ok(vec![Operation::add(AFFINITY.to_owned(), Value::Affinity { node_affinity })]);
+            return Ok(vec![PatchOperation::add(AFFINITY_PATH.to_owned(), AddedPart::Affinity { node_affinity })]);
         }
-        Present::Affinity => {
-            let value = Value::NodeAffinity(Required { required: required() });
-            return Ok(vec![Operation::add(NODE_AFFINITY.to_owned(), value)]);
+        ExistingAffinity::Affinity => {
+            let value = AddedPart::NodeAffinity(Required { required: required() });
+            return Ok(vec![PatchOperation::add(NODE_AFFINITY_PATH.to_owned(), value)]);
         }
-        Present::NodeAffinity => return Ok(vec![Operation::add(REQUIRED.to_owned(), Value::Required(required()))]),
+        ExistingAffinity::NodeAffinity => {
+            return Ok(vec![PatchOperation::add(REQUIRED_TERMS_PATH.to_owned(), AddedPart::Required(required()))]);
+        }
     };
-    if terms.iter().all(is_empty) {
+    if terms.iter().all(has_no_requirements) {
         return Err(MatchesNoNode);
     }
     let addition = |(index, term): (usize, &NodeSelectorTerm)| {
-        let path = format!("{REQUIRED}/nodeSelectorTerms/{index}/matchExpressions");
+        let path = format!("{REQUIRED_TERMS_PATH}/nodeSelectorTerms/{index}/matchExpressions");
         if term.match_expressions.is_empty() {
-            Operation::add(path, Value::Requirements([requirement.clone()]))
+            PatchOperation::add(path, AddedPart::Requirements([requirement.clone()]))
         } else {
-            Operation::add(format!("{path}/-"), Value::Requirement(requirement.clone()))
+            PatchOperation::add(format!("{path}/-"), AddedPart::Requirement(requirement.clone()))
         }
     };
     Ok(terms.iter().enumerate().filter(|(_, term)| needs_requirement(term, requirement)).map(addition).collect())
@@ -126,9 +128,12 @@ pub fn narrow(present: Present<'_>, requirement: &Requirement) -> Result<Vec<Ope
 
 /// Returns the pod's required terms after [`narrow`], for callers that send the whole list. A pod
 /// without required terms receives one term.
-pub fn narrowed_terms(present: Present<'_>, requirement: &Requirement) -> Result<Vec<NodeSelectorTerm>, MatchesNoNode> {
-    let Present::Required(terms) = present else { return Ok(vec![term(requirement)]) };
-    if terms.iter().all(is_empty) {
+pub fn narrowed_terms(
+    present: ExistingAffinity<'_>,
+    requirement: &Requirement,
+) -> Result<Vec<NodeSelectorTerm>, MatchesNoNode> {
+    let ExistingAffinity::Required(terms) = present else { return Ok(vec![term_with(requirement)]) };
+    if terms.iter().all(has_no_requirements) {
         return Err(MatchesNoNode);
     }
     let mut terms = terms.to_vec();
@@ -138,18 +143,18 @@ pub fn narrowed_terms(present: Present<'_>, requirement: &Requirement) -> Result
     Ok(terms)
 }
 
-fn term(requirement: &Requirement) -> NodeSelectorTerm {
+fn term_with(requirement: &Requirement) -> NodeSelectorTerm {
     NodeSelectorTerm { match_expressions: vec![requirement.clone()], match_fields: Vec::new() }
 }
 
 /// Returns whether a term has no requirements. Such a term matches no node, but would match some
 /// nodes with an added requirement.
-fn is_empty(term: &NodeSelectorTerm) -> bool {
+fn has_no_requirements(term: &NodeSelectorTerm) -> bool {
     term.match_expressions.is_empty() && term.match_fields.is_empty()
 }
 
 fn needs_requirement(term: &NodeSelectorTerm, requirement: &Requirement) -> bool {
-    !is_empty(term) && !term.match_expressions.contains(requirement)
+    !has_no_requirements(term) && !term.match_expressions.contains(requirement)
 }
 
 #[cfg(test)]
@@ -158,11 +163,11 @@ mod tests {
     use serde_json::{Value as Json, json};
 
     use super::*;
-    use crate::scheduling::Constraints;
+    use crate::scheduling::NodeConstraints;
     use crate::snapshot::{Node, Pod};
 
     /// Applies additions as specified in RFC 6902.
-    fn apply_patch(pod: &mut Json, operations: &[Operation]) {
+    fn apply_patch(pod: &mut Json, operations: &[PatchOperation]) {
         for operation in operations {
             let Json::Object(operation) = serde_json::to_value(operation).unwrap() else { panic!("no object") };
             assert_eq!(operation["op"], "add");
@@ -182,7 +187,7 @@ mod tests {
         hostname_requirement(["n2", "n1", "n2"]).unwrap()
     }
 
-    fn patched_pod(mut pod: Json, present: Present<'_>) -> Json {
+    fn patched_pod(mut pod: Json, present: ExistingAffinity<'_>) -> Json {
         apply_patch(&mut pod, &narrow(present, &requirement()).unwrap());
         pod["spec"]["affinity"].clone()
     }
@@ -193,11 +198,11 @@ mod tests {
             {"key": "kubernetes.io/hostname", "operator": "In", "values": ["n1", "n2"]}]}]});
         let required = "requiredDuringSchedulingIgnoredDuringExecution";
         let expected = json!({"nodeAffinity": {required: ours}});
-        assert_eq!(patched_pod(json!({"spec": {}}), Present::Nothing), expected);
-        assert_eq!(patched_pod(json!({"spec": {"affinity": {}}}), Present::Affinity), expected);
+        assert_eq!(patched_pod(json!({"spec": {}}), ExistingAffinity::Nothing), expected);
+        assert_eq!(patched_pod(json!({"spec": {"affinity": {}}}), ExistingAffinity::Affinity), expected);
         let others =
             json!({"podAntiAffinity": {}, "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}});
-        let affinity = patched_pod(json!({"spec": {"affinity": others}}), Present::NodeAffinity);
+        let affinity = patched_pod(json!({"spec": {"affinity": others}}), ExistingAffinity::NodeAffinity);
         assert_eq!(affinity["nodeAffinity"][required], ours);
         assert!(affinity["podAntiAffinity"].is_object(), "what was there stays: {affinity}");
         assert!(affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"].is_array());
@@ -208,9 +213,12 @@ mod tests {
         let zone = Requirement { key: "zone".to_owned(), operator: Operator::Exists, values: Vec::new() };
         let some = NodeSelectorTerm { match_expressions: vec![zone], match_fields: Vec::new() };
         let empty = NodeSelectorTerm::default();
-        assert_eq!(narrow(Present::Required(&[]), &requirement()), Err(MatchesNoNode));
-        assert_eq!(narrow(Present::Required(&[empty.clone(), empty.clone()]), &requirement()), Err(MatchesNoNode));
-        let operations = narrow(Present::Required(&[empty.clone(), some]), &requirement()).unwrap();
+        assert_eq!(narrow(ExistingAffinity::Required(&[]), &requirement()), Err(MatchesNoNode));
+        assert_eq!(
+            narrow(ExistingAffinity::Required(&[empty.clone(), empty.clone()]), &requirement()),
+            Err(MatchesNoNode)
+        );
+        let operations = narrow(ExistingAffinity::Required(&[empty.clone(), some]), &requirement()).unwrap();
         assert_eq!(operations.len(), 1);
         assert!(operations[0].path().ends_with("/nodeSelectorTerms/1/matchExpressions/-"), "{operations:?}");
     }
@@ -220,7 +228,7 @@ mod tests {
         let name =
             Requirement { key: "metadata.name".to_owned(), operator: Operator::In, values: vec!["n1".to_owned()] };
         let terms = [NodeSelectorTerm { match_expressions: Vec::new(), match_fields: vec![name] }];
-        let affinity = patched_pod(pod(&terms), Present::Required(&terms));
+        let affinity = patched_pod(pod(&terms), ExistingAffinity::Required(&terms));
         let term = &affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0];
         assert_eq!(term["matchFields"][0]["key"], "metadata.name");
         assert_eq!(term["matchExpressions"][0]["key"], HOSTNAME);
@@ -228,8 +236,8 @@ mod tests {
 
     #[test]
     fn no_requirement_is_added_twice_and_no_pod_is_narrowed_to_no_nodes() {
-        let terms = narrowed_terms(Present::Nothing, &requirement()).unwrap();
-        assert_eq!(narrow(Present::Required(&terms), &requirement()), Ok(Vec::new()));
+        let terms = narrowed_terms(ExistingAffinity::Nothing, &requirement()).unwrap();
+        assert_eq!(narrow(ExistingAffinity::Required(&terms), &requirement()), Ok(Vec::new()));
         assert_eq!(hostname_requirement([]), None);
     }
 
@@ -274,9 +282,9 @@ mod tests {
                 prop::sample::select(vec!["a", "b"]).prop_map(str::to_owned), 0..3),
         ) {
             let requirement = requirement();
-            let present = Present::Required(&terms);
+            let present = ExistingAffinity::Required(&terms);
             let Ok(whole) = narrowed_terms(present, &requirement) else {
-                prop_assert!(terms.iter().all(is_empty));
+                prop_assert!(terms.iter().all(has_no_requirements));
                 prop_assert!(narrow(present, &requirement).is_err());
                 return Ok(());
             };
@@ -292,7 +300,7 @@ mod tests {
                 labels.insert(HOSTNAME.to_owned(), name.to_owned());
                 let node = Node { name: name.to_owned(), labels, ..Node::default() };
                 let admits = |affinity: &[NodeSelectorTerm]| {
-                    Constraints::of(&Pod { affinity: affinity.to_vec(), ..Pod::default() }).admit(&node).is_ok()
+                    NodeConstraints::of(&Pod { affinity: affinity.to_vec(), ..Pod::default() }).admit(&node).is_ok()
                 };
                 prop_assert_eq!(admits(&whole), admits(&terms) && name != "n3", "{}", name);
             }

@@ -13,11 +13,11 @@ pub(crate) struct Location {
 }
 
 /// Cost of placing a pod: lower is better. An earlier number outweighs all later numbers. The
-/// [`Rule`] determines what each number counts.
+/// [`ChangeRule`] determines what each number counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Cost([i64; 3]);
+pub(crate) struct PlacementCost([i64; 3]);
 
-impl Cost {
+impl PlacementCost {
     pub(crate) fn saturating_add(self, other: Self) -> Self {
         Self(std::array::from_fn(|at| self.0[at] + other.0[at]))
     }
@@ -25,7 +25,7 @@ impl Cost {
 
 /// How GPUs may be changed to place a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Rule {
+pub(crate) enum ChangeRule {
     /// Use only existing slices.
     Stay,
     /// Use existing slices, and GPUs that the plan already repartitions.
@@ -37,12 +37,12 @@ pub(crate) enum Rule {
 }
 
 /// For each node, its version and the cost at that version.
-type Row = Vec<(u64, Option<Cost>)>;
+type NodeCosts = Vec<(u64, Option<PlacementCost>)>;
 
 /// Cached costs by rule and shape, then by node.
 #[derive(Debug, Default)]
-pub(crate) struct Costs {
-    rows: BTreeMap<(Rule, u32), Row>,
+pub(crate) struct CostCache {
+    rows: BTreeMap<(ChangeRule, u32), NodeCosts>,
     scratch: Vec<u32>,
 }
 
@@ -99,11 +99,11 @@ impl Assignment {
         &self,
         model: &Model<'_>,
         states: &mut States,
-        costs: &mut Costs,
+        costs: &mut CostCache,
         group: u32,
         node: u32,
-        rule: Rule,
-    ) -> Option<Cost> {
+        rule: ChangeRule,
+    ) -> Option<PlacementCost> {
         let of = model.groups.get(group as usize)?;
         states.work += 1;
         if !self.has_room(&of.needs, node) {
@@ -127,9 +127,9 @@ impl Assignment {
         states: &mut States,
         group: u32,
         node: u32,
-        rule: Rule,
+        rule: ChangeRule,
         gpus: &mut Vec<u32>,
-    ) -> Option<Cost> {
+    ) -> Option<PlacementCost> {
         gpus.clear();
         let of = model.groups.get(group as usize)?;
         let range = model.node(node)?.gpus.clone();
@@ -139,7 +139,7 @@ impl Assignment {
         }
         let slots = self.gpus.get(range.start as usize..range.end as usize)?;
         match of.units.as_slice() {
-            [] => Some(Cost::default()),
+            [] => Some(PlacementCost::default()),
             [unit] => {
                 let (cost, at) = cheapest_gpu(states, slots, *unit, rule)?;
                 gpus.push(range.start + at);
@@ -157,7 +157,7 @@ impl Assignment {
     /// Places a pod. A location from [`Self::find_location`] is always possible. If a location is
     /// not possible, changes nothing and returns false.
     pub(crate) fn place(&mut self, model: &Model<'_>, states: &mut States, pod: u32, location: Location) -> bool {
-        let Some(group) = group(model, pod) else { return false };
+        let Some(group) = group_of_pod(model, pod) else { return false };
         if !self.has_room(&group.needs, location.node) {
             return false;
         }
@@ -186,7 +186,7 @@ impl Assignment {
 
     /// Removes a pod and returns its location.
     pub(crate) fn remove(&mut self, model: &Model<'_>, states: &mut States, pod: u32) -> Option<Location> {
-        let group = group(model, pod)?;
+        let group = group_of_pod(model, pod)?;
         let location = self.locations.get_mut(pod as usize)?.take()?;
         for (unit, gpu) in group.units.iter().zip(&location.gpus) {
             self.remove_demand(states, *unit, *gpu);
@@ -224,30 +224,35 @@ impl Assignment {
     }
 }
 
-pub(crate) fn group<'m, 'a>(model: &'m Model<'a>, pod: u32) -> Option<&'m crate::model::Group<'a>> {
+pub(crate) fn group_of_pod<'m, 'a>(model: &'m Model<'a>, pod: u32) -> Option<&'m crate::model::PodGroup<'a>> {
     let group = (*model.group_of.get(pod as usize)?)?;
     model.groups.get(group as usize)
 }
 
 /// Returns the cost of changing a GPU from one state to another. Returns `None` if the rule forbids
 /// it.
-pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: Rule) -> Option<Cost> {
+pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: ChangeRule) -> Option<PlacementCost> {
     let (before, after) = (states.summary(from), states.summary(to));
     let allowed = match rule {
-        Rule::Stay => !after.changed,
-        Rule::NoFurther => !after.changed || before.changed,
-        Rule::Any | Rule::Pack => true,
+        ChangeRule::Stay => !after.changed,
+        ChangeRule::NoFurther => !after.changed || before.changed,
+        ChangeRule::Any | ChangeRule::Pack => true,
     };
     let changed = i64::from(after.changed) - i64::from(before.changed);
     let destroyed = i64::from(after.destroyed) - i64::from(before.destroyed);
     let room = before.worth - after.worth;
-    let numbers = if rule == Rule::Pack { [room, changed, destroyed] } else { [changed, destroyed, room] };
-    allowed.then_some(Cost(numbers))
+    let numbers = if rule == ChangeRule::Pack { [room, changed, destroyed] } else { [changed, destroyed, room] };
+    allowed.then_some(PlacementCost(numbers))
 }
 
 /// Returns the cheapest GPU for one unit. If several GPUs cost the same, the first of them.
-fn cheapest_gpu(states: &mut States, slots: &[StateId], unit: DemandId, rule: Rule) -> Option<(Cost, u32)> {
-    let mut best: Option<(Cost, u32)> = None;
+fn cheapest_gpu(
+    states: &mut States,
+    slots: &[StateId],
+    unit: DemandId,
+    rule: ChangeRule,
+) -> Option<(PlacementCost, u32)> {
+    let mut best: Option<(PlacementCost, u32)> = None;
     let mut last = None;
     for (&slot, at) in slots.iter().zip(0..) {
         if last == Some(slot) {
@@ -268,9 +273,9 @@ fn place_on_one_gpu(
     states: &mut States,
     slots: &[StateId],
     units: &[DemandId],
-    rule: Rule,
-) -> Option<(Cost, Vec<u32>)> {
-    let mut best: Option<(Cost, u32)> = None;
+    rule: ChangeRule,
+) -> Option<(PlacementCost, Vec<u32>)> {
+    let mut best: Option<(PlacementCost, u32)> = None;
     let mut last = None;
     for (&slot, at) in slots.iter().zip(0..) {
         if last == Some(slot) {
@@ -295,11 +300,11 @@ fn place_on_several_gpus(
     states: &mut States,
     slots: &[StateId],
     units: &[DemandId],
-    rule: Rule,
-) -> Option<(Cost, Vec<u32>)> {
+    rule: ChangeRule,
+) -> Option<(PlacementCost, Vec<u32>)> {
     let mut now = slots.to_vec();
     let mut chosen = Vec::with_capacity(units.len());
-    let mut sum = Cost::default();
+    let mut sum = PlacementCost::default();
     for &unit in units {
         let Some((cost, at)) = cheapest_gpu(states, &now, unit, rule) else { break };
         let slot = now.get_mut(at as usize)?;
@@ -319,10 +324,9 @@ fn place_on_several_gpus(
     chosen.clear();
     let mut steps = 0;
     let found = search_combinations(states, &mut now, units, rule, &mut chosen, &mut steps);
-    let cost = slots
-        .iter()
-        .zip(&now)
-        .try_fold(Cost::default(), |sum, (&from, &to)| Some(sum.saturating_add(change_cost(states, from, to, rule)?)));
+    let cost = slots.iter().zip(&now).try_fold(PlacementCost::default(), |sum, (&from, &to)| {
+        Some(sum.saturating_add(change_cost(states, from, to, rule)?))
+    });
     cost.filter(|_| found).map(|cost| (cost, chosen))
 }
 
@@ -330,7 +334,7 @@ fn search_combinations(
     states: &mut States,
     now: &mut Vec<StateId>,
     units: &[DemandId],
-    rule: Rule,
+    rule: ChangeRule,
     chosen: &mut Vec<u32>,
     steps: &mut u32,
 ) -> bool {

@@ -10,7 +10,7 @@ use crate::device::{self, Mode};
 use crate::mig::{Profile, built_in};
 use crate::mps::MAX_CLIENTS;
 use crate::planner::{GpuPlan, Placement, Plan, PlannedSlices};
-use crate::scheduling::{Constraints, PODS, UNLIMITED_BY_DEFAULT};
+use crate::scheduling::{NodeConstraints, PODS_RESOURCE, UNLIMITED_BY_DEFAULT};
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 
 /// A rule that a plan violates.
@@ -277,13 +277,13 @@ impl Checker {
                 self.report(&pod.name, format!("the snapshot has no node {}", placement.node));
                 continue;
             };
-            if node.exclusion.is_some() || Constraints::of(pod).admit(node).is_err() {
+            if node.exclusion.is_some() || NodeConstraints::of(pod).admit(node).is_err() {
                 self.report(&pod.name, format!("the pod cannot run on node {}", node.name));
             }
             for (name, request) in &pod.requests {
                 *used.entry((&node.name, name)).or_default() += request.milli().unwrap_or(u64::MAX);
             }
-            *used.entry((&node.name, PODS)).or_default() += 1000;
+            *used.entry((&node.name, PODS_RESOURCE)).or_default() += 1000;
             self.check_placement(pod, placement, &slices_of, &mut free);
         }
         for ((node, resource), amount) in used {

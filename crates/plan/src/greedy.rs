@@ -1,9 +1,9 @@
 //! Places any number of pods, one after the other. Moves pods that are already placed to make room.
 use std::collections::BTreeMap;
 
-use crate::assignment::{Assignment, Cost, Costs, Location, Rule, change_cost, group};
+use crate::assignment::{Assignment, ChangeRule, CostCache, Location, PlacementCost, change_cost, group_of_pod};
 use crate::model::Model;
-use crate::search::Part;
+use crate::search::ClusterPart;
 use crate::states::{DemandId, States};
 
 pub(crate) struct Greedy<'g, 'a> {
@@ -18,13 +18,13 @@ pub(crate) struct Greedy<'g, 'a> {
     epoch: u64,
     /// For each group, some nodes with room for one of its pods, and the epoch and rule for which
     /// these nodes were found.
-    alternatives: BTreeMap<u32, (u64, Rule, Vec<u32>)>,
-    costs: &'g mut Costs,
+    alternatives: BTreeMap<u32, (u64, ChangeRule, Vec<u32>)>,
+    costs: &'g mut CostCache,
 }
 
 /// Strategy for placing pods one after the other. No strategy is best for every cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Style {
+pub(crate) enum PlacementStyle {
     /// Like `FewestChanges`, after placing pods on the nodes of the previous plan.
     AsPlanned,
     /// Uses existing slices before it repartitions GPUs, and places small pods first. Repartitions
@@ -42,13 +42,13 @@ const ALTERNATIVES_PER_GROUP: usize = 4;
 /// Divisor of the remaining work for moving pods. Each group may use one such part.
 const GROUP_WORK_DIVISOR: u64 = 8;
 /// Maximum number of pods moved in a chain, each of them to make room for the previous pod.
-const MAX_CHAIN: u32 = 2;
+const MAX_MOVED_PODS_IN_CHAIN: u32 = 2;
 
 impl<'g, 'a> Greedy<'g, 'a> {
     pub(crate) fn new(
         model: &'g Model<'a>,
         states: &'g mut States,
-        costs: &'g mut Costs,
+        costs: &'g mut CostCache,
         assignment: Assignment,
     ) -> Self {
         Self {
@@ -65,7 +65,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
 
     /// Places the pods of a part, priority by priority. Pods of a higher priority can be moved for
     /// pods of a lower priority, but remain placed.
-    pub(crate) fn place(&mut self, part: &Part, style: Style, work: u64) {
+    pub(crate) fn place_part(&mut self, part: &ClusterPart, style: PlacementStyle, work: u64) {
         self.work_limit = self.states.work.saturating_add(work);
         let mut groups: Vec<u32> = part.groups.clone();
         let model = self.model;
@@ -73,7 +73,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         groups.sort_by_key(|&id| {
             first(id).map(|group| {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
-                let weight = if style == Style::LargeFirst { -weight } else { weight };
+                let weight = if style == PlacementStyle::LargeFirst { -weight } else { weight };
                 // Small pods first, because more of them fit, except in style `LargeFirst`. Among
                 // equal pods, those with the fewest candidate nodes first.
                 (
@@ -89,13 +89,14 @@ impl<'g, 'a> Greedy<'g, 'a> {
         for level in groups.chunk_by(|a, b| level(a) == level(b)) {
             // Place pods without repartitioning first, so that existing slices are still free for
             // pods that can use them.
-            if style == Style::AsPlanned {
+            if style == PlacementStyle::AsPlanned {
                 for &id in level {
                     self.place_as_planned(id);
                 }
             }
-            let few_changes = matches!(style, Style::AsPlanned | Style::FewestChanges);
-            let rules: &[Rule] = if few_changes { &[Rule::Stay, Rule::Any] } else { &[Rule::Pack] };
+            let few_changes = matches!(style, PlacementStyle::AsPlanned | PlacementStyle::FewestChanges);
+            let rules: &[ChangeRule] =
+                if few_changes { &[ChangeRule::Stay, ChangeRule::Any] } else { &[ChangeRule::Pack] };
             for &rule in rules {
                 for &id in level {
                     self.place_group(id, rule);
@@ -110,14 +111,14 @@ impl<'g, 'a> Greedy<'g, 'a> {
         for &pod in &of.pods {
             let node = self.model.planned.get(pod as usize).copied().flatten();
             if let Some(node) = node.filter(|node| of.nodes.binary_search(node).is_ok()) {
-                self.place_at(id, pod, node, Rule::Stay);
+                self.place_on_node(id, pod, node, ChangeRule::Stay);
             }
         }
     }
 
-    fn place_group(&mut self, id: u32, rule: Rule) {
+    fn place_group(&mut self, id: u32, rule: ChangeRule) {
         let Some(of) = self.model.groups.get(id as usize) else { return };
-        let mut offers: Vec<Option<Cost>> = Vec::with_capacity(of.nodes.len());
+        let mut offers: Vec<Option<PlacementCost>> = Vec::with_capacity(of.nodes.len());
         for &node in &of.nodes {
             offers.push(self.assignment.cost(self.model, self.states, self.costs, id, node, rule));
         }
@@ -131,15 +132,16 @@ impl<'g, 'a> Greedy<'g, 'a> {
             let best = offers.iter().enumerate().filter_map(|(at, offer)| offer.map(|cost| (cost, at))).min();
             if let Some((_, at)) = best {
                 let node = of.nodes[at];
-                self.place_at(id, pod, node, rule);
+                self.place_on_node(id, pod, node, rule);
                 offers[at] = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
                 continue;
             }
             if !moving
-                || !(self.make_room(pod, id, rule, MAX_CHAIN, &mut vec![pod]) || self.move_two_pods(pod, id, rule))
+                || !(self.make_room(pod, id, rule, MAX_MOVED_PODS_IN_CHAIN, &mut vec![pod])
+                    || self.move_two_pods(pod, id, rule))
             {
                 moving = false;
-                if rule == Rule::Stay {
+                if rule == ChangeRule::Stay {
                     break;
                 }
                 continue;
@@ -152,7 +154,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         }
     }
 
-    fn place_at(&mut self, id: u32, pod: u32, node: u32, rule: Rule) -> bool {
+    fn place_on_node(&mut self, id: u32, pod: u32, node: u32, rule: ChangeRule) -> bool {
         let mut gpus = Vec::new();
         let offered = self.assignment.find_location(self.model, self.states, id, node, rule, &mut gpus).is_some();
         self.epoch += 1;
@@ -161,7 +163,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
 
     /// Places a pod by moving a second pod, which may move a third. Either all of these pods are
     /// placed afterwards, or nothing changes.
-    fn make_room(&mut self, pod: u32, id: u32, rule: Rule, chain: u32, moved: &mut Vec<u32>) -> bool {
+    fn make_room(&mut self, pod: u32, id: u32, rule: ChangeRule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
         let mut gpus = Vec::new();
@@ -206,7 +208,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
 
     /// Places a pod by moving two other pods from one GPU. Either all three pods are placed
     /// afterwards, or nothing changes.
-    fn move_two_pods(&mut self, pod: u32, id: u32, rule: Rule) -> bool {
+    fn move_two_pods(&mut self, pod: u32, id: u32, rule: ChangeRule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
         let &[unit] = of.units.as_slice() else { return false };
@@ -247,13 +249,15 @@ impl<'g, 'a> Greedy<'g, 'a> {
         node: u32,
         gpu: u32,
         others: [u32; 2],
-        rule: Rule,
+        rule: ChangeRule,
     ) -> bool {
         let model = self.model;
         // First check, by the states alone, that the GPU would have room.
         let mut state = self.assignment.gpus.get(gpu as usize).copied();
         for other in others {
-            let Some(&[other_unit]) = group(model, other).map(|group| group.units.as_slice()) else { return false };
+            let Some(&[other_unit]) = group_of_pod(model, other).map(|group| group.units.as_slice()) else {
+                return false;
+            };
             state = state.and_then(|state| self.states.without_demand(state, other_unit));
         }
         let Some(less) = state else { return false };
@@ -289,7 +293,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
 
     /// Returns whether removing `other` from the node could make room for a pod of group `id`.
     /// Returns false only if removal certainly cannot help.
-    fn could_make_room(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: Rule) -> bool {
+    fn could_make_room(&mut self, id: u32, node: u32, other: u32, other_id: u32, rule: ChangeRule) -> bool {
         let group = |id: u32| self.model.groups.get(id as usize);
         let (Some(of), Some(others)) = (group(id), group(other_id)) else { return false };
         // The node may lack CPU or memory rather than a GPU.
@@ -311,7 +315,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
 
     /// Places a pod that was moved from `from`, on a node with room or in the remaining room of
     /// `from`.
-    fn relocate(&mut self, pod: u32, id: u32, from: u32, rule: Rule) -> bool {
+    fn relocate(&mut self, pod: u32, id: u32, from: u32, rule: ChangeRule) -> bool {
         let known = self.alternatives.get(&id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {
             Some((_, _, alternatives)) => alternatives.clone(),
@@ -320,7 +324,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         if !nodes.contains(&from) {
             nodes.push(from);
         }
-        let mut best: Option<(Cost, u32)> = None;
+        let mut best: Option<(PlacementCost, u32)> = None;
         for node in nodes {
             let offer = self.assignment.cost(self.model, self.states, self.costs, id, node, rule);
             if let Some(cost) = offer
@@ -336,7 +340,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
     }
 
     /// Returns the first few nodes that currently have room for a pod of a group.
-    fn find_alternatives(&mut self, id: u32, rule: Rule) -> Vec<u32> {
+    fn find_alternatives(&mut self, id: u32, rule: ChangeRule) -> Vec<u32> {
         let nodes = self.model.groups.get(id as usize).map_or(&[][..], |group| &group.nodes);
         let mut alternatives = Vec::new();
         for &node in nodes {
@@ -353,7 +357,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
 
     /// Restores the partitions of GPUs whose pods can be placed elsewhere without repartitioning
     /// another GPU.
-    fn revert_changes(&mut self, part: &Part) {
+    fn revert_changes(&mut self, part: &ClusterPart) {
         let changed = |greedy: &Self, gpu: u32| {
             greedy.assignment.gpus.get(gpu as usize).is_some_and(|&state| greedy.states.summary(state).changed)
         };
@@ -378,7 +382,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
             let mut relocated = Vec::new();
             for &pod in &pods {
                 let id = self.model.group_of.get(pod as usize).copied().flatten();
-                if !id.is_some_and(|id| self.relocate(pod, id, node, Rule::NoFurther)) {
+                if !id.is_some_and(|id| self.relocate(pod, id, node, ChangeRule::NoFurther)) {
                     break;
                 }
                 relocated.push(pod);
@@ -405,7 +409,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
         let mut pods: Vec<u32> = on.iter().copied().filter(uses).collect();
         // Start with the pods that are hardest to place.
         pods.sort_by_key(|&pod| {
-            (std::cmp::Reverse(group(self.model, pod).map_or(0, |group| group.weight.memory)), pod)
+            (std::cmp::Reverse(group_of_pod(self.model, pod).map_or(0, |group| group.weight.memory)), pod)
         });
         pods
     }

@@ -31,5 +31,5 @@ pub use check::{Violation, check};
 pub use planner::{GpuPlan, Placement, Plan, Planned, PlannedSlices, Unplaced, plan};
 pub use policy::Policy;
 pub use quantity::Quantity;
-pub use report::{NodeReport, PodReport, Report};
+pub use report::{NodeReport, PlanReport, PodReport};
 pub use snapshot::Snapshot;

@@ -54,7 +54,7 @@ pub enum TableError {
 /// Memory slices as bits.
 pub(crate) type Mask = u32;
 
-/// One MIG instance: the index of its profile in the [`Table`], and its first memory slice.
+/// One MIG instance: the index of its profile in the [`ProfileTable`], and its first memory slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Instance {
     pub(crate) profile: u8,
@@ -63,7 +63,7 @@ pub(crate) struct Instance {
 
 /// The media engines of a profile, by NVIDIA's suffixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Media {
+enum MediaEngines {
     /// No suffix: the profile's own part of the media engines.
     Plain,
     /// `+me`: the only set of extra media engines.
@@ -75,21 +75,21 @@ enum Media {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Entry {
+struct ProfileEntry {
     name: String,
     resource: String,
     size: u8,
     starts: Vec<u8>,
     count: u32,
-    media: Media,
+    media: MediaEngines,
     /// Number of compute slices, from the name. 0 if the name does not contain it.
     compute: u32,
 }
 
 /// The validated profiles and placements of one kind of GPU.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Table {
-    entries: Vec<Entry>,
+pub struct ProfileTable {
+    entries: Vec<ProfileEntry>,
     /// Distinct sizes with their starts. Used to estimate the value of free room.
     shapes: Vec<(u8, Vec<u8>)>,
     slices: u32,
@@ -109,9 +109,9 @@ const MASK_BITS: u32 = Mask::BITS;
 
 /// Maximum number of steps of one search for placements. A machine that reports invalid data must
 /// not delay the plan.
-const MAX_STEPS: u32 = 20_000;
+const MAX_ARRANGEMENT_STEPS: u32 = 20_000;
 
-impl Table {
+impl ProfileTable {
     /// Validates the profiles that NVML reported, in any order.
     pub fn new(profiles: &[Profile]) -> Result<Self, TableError> {
         let mut entries = Vec::with_capacity(profiles.len());
@@ -129,9 +129,13 @@ impl Table {
             // A profile without a placement cannot be created. The other profiles are still valid.
             let Some(size) = u8::try_from(profile.size).ok().filter(|_| !starts.is_empty()) else { continue };
             let media = media_engines(&profile.name);
-            let count = profile.count.unwrap_or(if matches!(media, Media::Extra | Media::All) { 1 } else { u32::MAX });
+            let count = profile.count.unwrap_or(if matches!(media, MediaEngines::Extra | MediaEngines::All) {
+                1
+            } else {
+                u32::MAX
+            });
             let compute = compute_slices(&profile.name);
-            entries.push(Entry {
+            entries.push(ProfileEntry {
                 resource: mig_resource(&profile.name),
                 name: profile.name.clone(),
                 size,
@@ -151,7 +155,7 @@ impl Table {
         let mut shapes: Vec<_> = entries.iter().map(|entry| (entry.size, entry.starts.clone())).collect();
         shapes.sort();
         shapes.dedup();
-        let end = |entry: &Entry| entry.starts.iter().map(|start| u32::from(start + entry.size)).max();
+        let end = |entry: &ProfileEntry| entry.starts.iter().map(|start| u32::from(start + entry.size)).max();
         Ok(Self {
             slices: entries.iter().filter_map(end).max().unwrap_or(0),
             compute: entries.iter().map(|entry| entry.compute).max().unwrap_or(0),
@@ -211,10 +215,10 @@ impl Table {
                 return false;
             }
             match entry.media {
-                Media::Plain => plain += 1,
-                Media::Extra => extra += 1,
-                Media::All => all += 1,
-                Media::Without => {}
+                MediaEngines::Plain => plain += 1,
+                MediaEngines::Extra => extra += 1,
+                MediaEngines::All => all += 1,
+                MediaEngines::Without => {}
             }
         }
         extra + all <= 1 && (all == 0 || plain == 0)
@@ -254,8 +258,14 @@ impl Table {
         let mut order = wanted.to_vec();
         let size = |profile: u8| self.entries.get(usize::from(profile)).map_or(0, |entry| entry.size);
         order.sort_unstable_by_key(|&profile| (u8::MAX - size(profile), profile));
-        let mut search =
-            Search { table: self, order: &order, free, steps: 0, placed: Vec::with_capacity(order.len()), best: None };
+        let mut search = ArrangementSearch {
+            table: self,
+            order: &order,
+            free,
+            steps: 0,
+            placed: Vec::with_capacity(order.len()),
+            best: None,
+        };
         search.place(taken);
         let (_, placed) = search.best?;
 
@@ -275,18 +285,18 @@ impl Table {
 
 /// Cost of an arrangement, lower is better: the number of instances destroyed and created, the lost
 /// room, and the placements. The placements make every cost unique.
-type Cost = (usize, u32, Vec<Instance>);
+type ArrangementCost = (usize, u32, Vec<Instance>);
 
-struct Search<'a> {
-    table: &'a Table,
+struct ArrangementSearch<'a> {
+    table: &'a ProfileTable,
     order: &'a [u8],
     free: &'a [Instance],
     steps: u32,
     placed: Vec<Instance>,
-    best: Option<(Cost, Vec<Instance>)>,
+    best: Option<(ArrangementCost, Vec<Instance>)>,
 }
 
-impl Search<'_> {
+impl ArrangementSearch<'_> {
     /// Places the next instance at each free position, and then the remaining ones.
     fn place(&mut self, mask: Mask) {
         self.steps += 1;
@@ -296,7 +306,7 @@ impl Search<'_> {
         let after = self.placed.last().filter(|last| last.profile == profile).map_or(0, |last| last.start + 1);
         for &start in entry.starts.iter().filter(|&&start| start >= after) {
             let bits = slice_mask(entry.size, start);
-            if mask & bits != 0 || self.steps > MAX_STEPS {
+            if mask & bits != 0 || self.steps > MAX_ARRANGEMENT_STEPS {
                 continue;
             }
             self.placed.push(Instance { profile, start });
@@ -340,15 +350,15 @@ fn max_instances(size: u8, starts: &[u8], mask: Mask) -> u32 {
 }
 
 /// Returns the media engines of a profile, from its name.
-fn media_engines(name: &str) -> Media {
+fn media_engines(name: &str) -> MediaEngines {
     if name.contains("+me.all") {
-        Media::All
+        MediaEngines::All
     } else if name.contains("+me") {
-        Media::Extra
+        MediaEngines::Extra
     } else if name.contains("-me") {
-        Media::Without
+        MediaEngines::Without
     } else {
-        Media::Plain
+        MediaEngines::Plain
     }
 }
 
@@ -446,15 +456,15 @@ fn profiles_of_slices(&SliceMemory { one, two, half, whole }: &SliceMemory) -> V
 mod tests {
     use super::*;
 
-    fn a100() -> Table {
-        Table::built_in("NVIDIA A100-SXM4-40GB", 40_960).expect("known")
+    fn a100() -> ProfileTable {
+        ProfileTable::built_in("NVIDIA A100-SXM4-40GB", 40_960).expect("known")
     }
 
-    fn wanted(table: &Table, names: &[&str]) -> Vec<u8> {
+    fn wanted(table: &ProfileTable, names: &[&str]) -> Vec<u8> {
         names.iter().map(|name| table.profile(&mig_resource(name)).expect(name)).collect()
     }
 
-    fn instance(table: &Table, name: &str, start: u8) -> Instance {
+    fn instance(table: &ProfileTable, name: &str, start: u8) -> Instance {
         Instance { profile: table.profile(&mig_resource(name)).expect(name), start }
     }
 
@@ -474,16 +484,21 @@ mod tests {
             ("NVIDIA B200", 183_359, "7g.180gb"),
             ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887, "1g.24gb+gfx"),
         ] {
-            let table = Table::built_in(model, memory).expect(model);
+            let table = ProfileTable::built_in(model, memory).expect(model);
             assert!(table.profile(&mig_resource(profile)).is_some(), "{model} has {profile}");
         }
-        assert!(Table::built_in("Tesla T4", 15_360).is_none());
+        assert!(ProfileTable::built_in("Tesla T4", 15_360).is_none());
     }
 
     /// Returns all layouts that have no room for another instance. The enumeration is independent
     /// of the search.
-    fn full_layouts(table: &Table) -> Vec<Vec<Instance>> {
-        fn add_instances(table: &Table, from: &[Instance], chosen: &mut Vec<Instance>, all: &mut Vec<Vec<Instance>>) {
+    fn full_layouts(table: &ProfileTable) -> Vec<Vec<Instance>> {
+        fn add_instances(
+            table: &ProfileTable,
+            from: &[Instance],
+            chosen: &mut Vec<Instance>,
+            all: &mut Vec<Vec<Instance>>,
+        ) {
             for (at, &next) in from.iter().enumerate() {
                 chosen.push(next);
                 if table.combined_mask(chosen).is_some() {
@@ -512,7 +527,7 @@ mod tests {
         let plain = |name: &str| matches!(name, "1g.5gb" | "2g.10gb" | "3g.20gb" | "4g.20gb" | "7g.40gb");
         let profiles: Vec<Profile> =
             built_in("A100", 40_960).expect("known").into_iter().filter(|profile| plain(&profile.name)).collect();
-        let small = Table::new(&profiles).expect("valid");
+        let small = ProfileTable::new(&profiles).expect("valid");
         let mut full = std::collections::BTreeSet::new();
         for layout in full_layouts(&small) {
             let mask = small.combined_mask(&layout).expect("legal");
@@ -589,7 +604,7 @@ mod tests {
         let table = a100();
         assert!(table.arrange(&[], &[], &wanted(&table, &["1g.5gb+me", "1g.5gb"])).is_some());
         assert!(table.arrange(&[], &[], &wanted(&table, &["1g.5gb+me", "1g.5gb+me"])).is_none());
-        let rtx = Table::built_in("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887).expect("known");
+        let rtx = ProfileTable::built_in("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887).expect("known");
         assert!(rtx.arrange(&[], &[], &wanted(&rtx, &["1g.24gb+me.all", "1g.24gb-me", "2g.48gb-me"])).is_some());
         assert!(rtx.arrange(&[], &[], &wanted(&rtx, &["1g.24gb+me.all", "1g.24gb"])).is_none());
         assert!(rtx.arrange(&[], &[], &wanted(&rtx, &["1g.24gb+me", "1g.24gb+gfx", "2g.48gb"])).is_some());
@@ -597,20 +612,20 @@ mod tests {
 
     #[test]
     fn invalid_profiles_are_refused_or_bounded() {
-        let place = |size, start| Table::new(&[profile("1g.5gb", size, &[start])]);
+        let place = |size, start| ProfileTable::new(&[profile("1g.5gb", size, &[start])]);
         assert!(matches!(place(0, 0), Err(TableError::Place { .. })));
         assert!(matches!(place(1, 32), Err(TableError::Place { .. })));
         assert!(matches!(place(u32::MAX, u32::MAX), Err(TableError::Place { .. })));
         assert!(place(32, 0).is_ok());
         let twice = [profile("1g.5gb", 1, &[0]), profile("1g.5gb", 2, &[0])];
-        assert!(matches!(Table::new(&twice), Err(TableError::Repeated(_))));
+        assert!(matches!(ProfileTable::new(&twice), Err(TableError::Repeated(_))));
         let many: Vec<Profile> = (0..40).map(|index| profile(&format!("1g.{index}gb"), 1, &[0])).collect();
-        assert!(matches!(Table::new(&many), Err(TableError::TooManyProfiles(40))));
-        let none = Table::new(&[]).expect("an empty list is valid");
+        assert!(matches!(ProfileTable::new(&many), Err(TableError::TooManyProfiles(40))));
+        let none = ProfileTable::new(&[]).expect("an empty list is valid");
         assert_eq!((none.slices, none.estimate_room(0)), (0, 0));
         // 16 instances with 31 placements each have many more combinations than the search may try.
         let starts: Vec<u32> = (0..32).collect();
-        let wide = Table::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");
+        let wide = ProfileTable::new(&[profile("1g.1gb", 1, &starts)]).expect("valid");
         assert!(wide.arrange(&[], &[], &[0; 16]).is_some());
     }
 }

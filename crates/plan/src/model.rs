@@ -6,17 +6,19 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use crate::device::{self, Families, Family, Mode};
-use crate::mig::{Instance, Table};
+use crate::mig::{Instance, ProfileTable};
 use crate::mps::MAX_CLIENTS;
-use crate::partition::{Cell, Class, Demand, InstanceSharing, Kind, ResourceId, SharedTable, Usage, merge_cells};
+use crate::partition::{
+    GpuClass, GpuDemand, GpuUsage, InstanceSharing, ResourceId, ResourceKind, SharedTable, SliceCell, merge_cells,
+};
 use crate::policy::Policy;
-use crate::scheduling::{Constraints, PODS, UNLIMITED_BY_DEFAULT};
+use crate::scheduling::{NodeConstraints, PODS_RESOURCE, UNLIMITED_BY_DEFAULT};
 use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
 use crate::states::{ClassId, DemandId};
 
 /// Maximum number of slices that one pod may request. No node has more slices, and a request for a
 /// million must not delay the plan.
-const MAX_SLICES: u64 = 1024;
+const MAX_SLICES_PER_POD: u64 = 1024;
 
 /// Maximum number of equal slices of one GPU. No mode allows more, and a plan lists each slice.
 const MAX_EQUAL_SLICES: u32 = 4096;
@@ -27,7 +29,7 @@ pub(crate) struct Model<'a> {
     /// GPUs by node, then by index.
     pub(crate) gpus: Vec<GpuModel<'a>>,
     /// Groups by priority, highest first.
-    pub(crate) groups: Vec<Group<'a>>,
+    pub(crate) groups: Vec<PodGroup<'a>>,
     /// For each pod, its index in `groups`. `None` for a pod that cannot be planned.
     pub(crate) group_of: Vec<Option<u32>>,
     /// For each pod, its node in the last plan.
@@ -37,8 +39,8 @@ pub(crate) struct Model<'a> {
     /// Resources other than GPUs that pods request.
     pub(crate) dimensions: Vec<&'a str>,
     pub(crate) resources: Vec<String>,
-    pub(crate) classes: Vec<Class>,
-    pub(crate) demands: Vec<Demand>,
+    pub(crate) classes: Vec<GpuClass>,
+    pub(crate) demands: Vec<GpuDemand>,
 }
 
 pub(crate) struct NodeModel<'a> {
@@ -53,12 +55,12 @@ pub(crate) struct GpuModel<'a> {
     pub(crate) gpu: &'a Gpu,
     pub(crate) class: ClassId,
     /// Why the GPU is not repartitioned. `None` if the GPU can be repartitioned, or if the policy
-    /// forbids a repartition.
+    /// forbids repartitioning.
     pub(crate) note: Option<String>,
 }
 
 /// Pods that differ only in their names.
-pub(crate) struct Group<'a> {
+pub(crate) struct PodGroup<'a> {
     pub(crate) priority: i32,
     /// Demands of one pod: one for each slice, or for each set of shares.
     pub(crate) units: Vec<DemandId>,
@@ -66,28 +68,28 @@ pub(crate) struct Group<'a> {
     pub(crate) shape: u32,
     /// Amounts by dimension, in thousandths.
     pub(crate) needs: Vec<(u16, u64)>,
-    pub(crate) constraints: Constraints<'a>,
+    pub(crate) constraints: NodeConstraints<'a>,
     /// Pods in order of arrival.
     pub(crate) pods: Vec<u32>,
     /// Nodes on which one of the pods could run if no other pod were pending.
     pub(crate) nodes: Vec<u32>,
     /// The smallest part of a GPU that one of the pods uses.
-    pub(crate) weight: Usage,
+    pub(crate) weight: GpuUsage,
 }
 
 /// Requests of a pod: GPU demands with their counts, and amounts by dimension in thousandths.
-type PodRequests = (Vec<(Demand, u32)>, Vec<(u16, u64)>);
+type PodRequests = (Vec<(GpuDemand, u32)>, Vec<(u16, u64)>);
 
 /// Properties that all pods of a group have in common.
-type Key<'k> = (Reverse<i32>, &'k PodRequests, Constraints<'k>);
+type PodGroupKey<'k> = (Reverse<i32>, &'k PodRequests, NodeConstraints<'k>);
 
 /// Resource names with their ids and kinds.
-struct Names<'a> {
-    ids: BTreeMap<&'a str, (ResourceId, Kind)>,
+struct ResourceNames<'a> {
+    ids: BTreeMap<&'a str, (ResourceId, ResourceKind)>,
 }
 
-impl<'a> Names<'a> {
-    fn of(snapshot: &'a Snapshot, tables: &'a [Rc<Table>]) -> Self {
+impl<'a> ResourceNames<'a> {
+    fn of(snapshot: &'a Snapshot, tables: &'a [Rc<ProfileTable>]) -> Self {
         let mut shares: BTreeSet<&str> = [device::SHARES, device::REPLICAS, "nvidia.com/gpu.shared"].into();
         let mut all: BTreeSet<&str> = [device::WHOLE].into();
         for gpu in snapshot.nodes.iter().flat_map(|node| &node.gpus) {
@@ -102,7 +104,7 @@ impl<'a> Names<'a> {
         all.extend(&shares);
         let mut ids = BTreeMap::new();
         for name in all {
-            let kind = if shares.contains(name) { Some(Kind::Shares) } else { kind_by_name(name) };
+            let kind = if shares.contains(name) { Some(ResourceKind::Shares) } else { kind_by_name(name) };
             if let (Some(kind), Ok(id)) = (kind, ResourceId::try_from(ids.len())) {
                 ids.insert(name, (id, kind));
             }
@@ -110,30 +112,30 @@ impl<'a> Names<'a> {
         Self { ids }
     }
 
-    fn get(&self, name: &str) -> Option<(ResourceId, Kind)> {
+    fn get(&self, name: &str) -> Option<(ResourceId, ResourceKind)> {
         self.ids.get(name).copied()
     }
 }
 
-fn kind_by_name(name: &str) -> Option<Kind> {
+fn kind_by_name(name: &str) -> Option<ResourceKind> {
     if name == device::WHOLE {
-        Some(Kind::Whole)
+        Some(ResourceKind::Whole)
     } else if let Some(profile) = name.strip_prefix(device::MIG_PREFIX) {
-        Some(if profile.ends_with(device::SHARED_SUFFIX) { Kind::Shares } else { Kind::Mig })
+        Some(if profile.ends_with(device::SHARED_SUFFIX) { ResourceKind::Shares } else { ResourceKind::Mig })
     } else {
-        device::sized_slice_gib(name).map(Kind::Sized)
+        device::sized_slice_gib(name).map(ResourceKind::Sized)
     }
 }
 
 /// The distinct tables of MIG profiles. GPUs with the same profiles share one table.
 #[derive(Default)]
-struct Tables {
-    all: Vec<Rc<Table>>,
+struct DistinctTables {
+    all: Vec<Rc<ProfileTable>>,
     /// Index of the table by node and GPU, in the snapshot's order.
     of: Vec<Vec<Result<usize, String>>>,
 }
 
-impl Tables {
+impl DistinctTables {
     fn of(snapshot: &Snapshot) -> Self {
         let mut tables = Self::default();
         let mut reported = BTreeMap::new();
@@ -144,12 +146,12 @@ impl Tables {
                 let found = match &gpu.profiles {
                     Some(profiles) => reported
                         .entry(profiles)
-                        .or_insert_with(|| Table::new(profiles).map_err(|error| error.to_string()))
+                        .or_insert_with(|| ProfileTable::new(profiles).map_err(|error| error.to_string()))
                         .clone(),
                     None => known
                         .entry((&gpu.model, gpu.memory.as_mebibytes().unwrap_or(0)))
                         .or_insert_with_key(|(model, memory)| {
-                            Table::built_in(model, *memory).ok_or_else(|| {
+                            ProfileTable::built_in(model, *memory).ok_or_else(|| {
                                 format!("the GPU reports no MIG profiles, and none are known for {model}")
                             })
                         })
@@ -163,7 +165,7 @@ impl Tables {
     }
 
     /// Returns the index of an equal table, and adds the table if none exists.
-    fn intern_table(&mut self, table: Table) -> usize {
+    fn intern_table(&mut self, table: ProfileTable) -> usize {
         if let Some(at) = self.all.iter().position(|known| **known == table) {
             return at;
         }
@@ -174,7 +176,7 @@ impl Tables {
 
 impl<'a> Model<'a> {
     pub(crate) fn new(snapshot: &'a Snapshot, policy: &Policy) -> Self {
-        let tables = Tables::of(snapshot);
+        let tables = DistinctTables::of(snapshot);
         let mut model = Self {
             nodes: Vec::with_capacity(snapshot.nodes.len()),
             gpus: Vec::new(),
@@ -188,7 +190,7 @@ impl<'a> Model<'a> {
             demands: Vec::new(),
         };
         // `names` borrows from `tables`, which is dropped at the end of this function.
-        let names = Names::of(snapshot, &tables.all);
+        let names = ResourceNames::of(snapshot, &tables.all);
         model.resources = names.ids.keys().map(|name| (*name).to_owned()).collect();
         model.dimensions = dimensions(snapshot, &names);
         model.add_nodes(snapshot, policy, &names, &tables);
@@ -197,7 +199,13 @@ impl<'a> Model<'a> {
         model
     }
 
-    fn add_nodes(&mut self, snapshot: &'a Snapshot, policy: &Policy, names: &Names<'_>, tables: &Tables) {
+    fn add_nodes(
+        &mut self,
+        snapshot: &'a Snapshot,
+        policy: &Policy,
+        names: &ResourceNames<'_>,
+        tables: &DistinctTables,
+    ) {
         let mut order: Vec<usize> = (0..snapshot.nodes.len()).collect();
         // Nodes are sorted by name. The order of two nodes with equal names must not depend on the
         // snapshot either.
@@ -205,7 +213,7 @@ impl<'a> Model<'a> {
             let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
             a.name.cmp(&b.name).then_with(|| with_sorted_lists(a).cmp(&with_sorted_lists(b)))
         });
-        let mut classes: BTreeMap<Class, ClassId> = BTreeMap::new();
+        let mut classes: BTreeMap<GpuClass, ClassId> = BTreeMap::new();
         let builder = ClassBuilder::new(policy, names, tables);
         for (at, &index) in order.iter().enumerate() {
             let node = &snapshot.nodes[index];
@@ -237,7 +245,7 @@ impl<'a> Model<'a> {
             }
             self.nodes.push(NodeModel { node, gpus: first..as_u32(self.gpus.len()), exclusion, free });
         }
-        let mut in_order: Vec<(Class, ClassId)> = classes.into_iter().collect();
+        let mut in_order: Vec<(GpuClass, ClassId)> = classes.into_iter().collect();
         in_order.sort_unstable_by_key(|(_, id)| *id);
         self.classes = in_order.into_iter().map(|(class, _)| class).collect();
     }
@@ -263,7 +271,7 @@ impl<'a> Model<'a> {
         (free, bad)
     }
 
-    fn add_pods(&mut self, snapshot: &'a Snapshot, names: &Names<'_>) {
+    fn add_pods(&mut self, snapshot: &'a Snapshot, names: &ResourceNames<'_>) {
         let mut seen = BTreeSet::new();
         let mut wanted: Vec<Option<PodRequests>> = Vec::with_capacity(snapshot.pods.len());
         for (index, pod) in snapshot.pods.iter().enumerate() {
@@ -278,14 +286,14 @@ impl<'a> Model<'a> {
                 }
             });
         }
-        let demands: BTreeSet<Demand> =
+        let demands: BTreeSet<GpuDemand> =
             wanted.iter().flatten().flat_map(|(units, _)| units.iter().map(|unit| unit.0)).collect();
         self.demands = demands.into_iter().take(usize::from(DemandId::MAX)).collect();
 
-        let mut groups: BTreeMap<Key<'_>, Vec<u32>> = BTreeMap::new();
+        let mut groups: BTreeMap<PodGroupKey<'_>, Vec<u32>> = BTreeMap::new();
         for (index, (pod, wanted)) in snapshot.pods.iter().zip(&wanted).enumerate() {
             let Some(wanted) = wanted else { continue };
-            let key = (Reverse(pod.priority), wanted, Constraints::of(pod));
+            let key = (Reverse(pod.priority), wanted, NodeConstraints::of(pod));
             groups.entry(key).or_default().push(as_u32(index));
         }
         let mut shapes: BTreeMap<Vec<DemandId>, u32> = BTreeMap::new();
@@ -308,15 +316,15 @@ impl<'a> Model<'a> {
             }
             let next = as_u32(shapes.len());
             let shape = *shapes.entry(expanded.clone()).or_insert(next);
-            self.groups.push(Group {
+            self.groups.push(PodGroup {
                 priority: pod.priority,
                 shape,
                 units: expanded,
                 needs: needs.clone(),
-                constraints: Constraints::of(pod),
+                constraints: NodeConstraints::of(pod),
                 pods,
                 nodes: Vec::new(),
-                weight: Usage::default(),
+                weight: GpuUsage::default(),
             });
         }
     }
@@ -331,7 +339,7 @@ impl<'a> Model<'a> {
     }
 
     /// Returns the requests of a pod.
-    fn pod_requests(&self, pod: &Pod, names: &Names<'_>) -> Result<PodRequests, String> {
+    fn pod_requests(&self, pod: &Pod, names: &ResourceNames<'_>) -> Result<PodRequests, String> {
         let mut units = Vec::new();
         let mut needs = Vec::new();
         for (name, quantity) in &pod.requests {
@@ -351,14 +359,16 @@ impl<'a> Model<'a> {
                 .count()
                 .ok_or_else(|| format!("the requested amount of {name}, {quantity}, is not a whole number"))?;
             let too_many = || format!("the pod requests {count} {name}, more than any node has");
-            let count =
-                u32::try_from(count).ok().filter(|&count| u64::from(count) <= MAX_SLICES).ok_or_else(too_many)?;
+            let count = u32::try_from(count)
+                .ok()
+                .filter(|&count| u64::from(count) <= MAX_SLICES_PER_POD)
+                .ok_or_else(too_many)?;
             units.push(match kind {
-                Kind::Shares => (Demand { resource, kind, units: count }, 1),
-                _ => (Demand { resource, kind, units: 1 }, count),
+                ResourceKind::Shares => (GpuDemand { resource, kind, units: count }, 1),
+                _ => (GpuDemand { resource, kind, units: 1 }, count),
             });
         }
-        if let Some(pods) = self.dimensions.binary_search(&PODS).ok().and_then(|at| u16::try_from(at).ok()) {
+        if let Some(pods) = self.dimensions.binary_search(&PODS_RESOURCE).ok().and_then(|at| u16::try_from(at).ok()) {
             needs.retain(|(dimension, _)| *dimension != pods);
             needs.push((pods, 1000));
         }
@@ -382,11 +392,11 @@ impl<'a> Model<'a> {
 
 /// Returns the names of the resources other than GPUs that pods request, sorted. Includes the
 /// number of pods if a node limits it.
-fn dimensions<'a>(snapshot: &'a Snapshot, names: &Names<'_>) -> Vec<&'a str> {
+fn dimensions<'a>(snapshot: &'a Snapshot, names: &ResourceNames<'_>) -> Vec<&'a str> {
     let requested = snapshot.pods.iter().flat_map(|pod| pod.requests.keys()).map(String::as_str);
     let mut all: BTreeSet<&str> = requested.filter(|name| names.get(name).is_none()).collect();
-    if snapshot.nodes.iter().any(|node| node.allocatable.contains_key(PODS)) {
-        all.insert(PODS);
+    if snapshot.nodes.iter().any(|node| node.allocatable.contains_key(PODS_RESOURCE)) {
+        all.insert(PODS_RESOURCE);
     }
     all.into_iter().collect()
 }
@@ -413,8 +423,8 @@ pub(crate) fn as_u32(index: usize) -> u32 {
 /// Builds the classes of GPUs.
 struct ClassBuilder<'b> {
     policy: &'b Policy,
-    names: &'b Names<'b>,
-    tables: &'b Tables,
+    names: &'b ResourceNames<'b>,
+    tables: &'b DistinctTables,
     /// For each table, the resources of its profiles and of shares of their instances.
     mig: Vec<MigNames>,
 }
@@ -422,8 +432,8 @@ struct ClassBuilder<'b> {
 type MigNames = (Vec<(ResourceId, u8)>, Vec<(ResourceId, u8)>);
 
 impl<'b> ClassBuilder<'b> {
-    fn new(policy: &'b Policy, names: &'b Names<'b>, tables: &'b Tables) -> Self {
-        let of = |table: &Rc<Table>| {
+    fn new(policy: &'b Policy, names: &'b ResourceNames<'b>, tables: &'b DistinctTables) -> Self {
+        let of = |table: &Rc<ProfileTable>| {
             let with = |suffix: &str| {
                 let id = |name: &str| names.get(&format!("{name}{suffix}")).map(|(id, _)| id);
                 table
@@ -444,10 +454,10 @@ impl<'b> ClassBuilder<'b> {
         table: Option<&Result<usize, String>>,
         node_out: bool,
         twice: bool,
-    ) -> (Class, Option<String>) {
+    ) -> (GpuClass, Option<String>) {
         let mut note = None;
         let mut families = gpu.mode.families();
-        let mut class = Class {
+        let mut class = GpuClass {
             families: Families::NONE,
             memory: gpu.memory.as_mebibytes().unwrap_or(0),
             shares: None,
@@ -504,10 +514,10 @@ impl<'b> ClassBuilder<'b> {
     }
 
     /// Sets the partitions other than MIG that the GPU can have.
-    fn set_partitions(&self, gpu: &Gpu, class: &mut Class, note: &mut Option<String>) {
+    fn set_partitions(&self, gpu: &Gpu, class: &mut GpuClass, note: &mut Option<String>) {
         let name = |default: &str| {
             let name = gpu.resource_name.as_deref().unwrap_or(default);
-            self.names.get(name).filter(|(_, kind)| *kind == Kind::Shares).map(|(id, _)| id)
+            self.names.get(name).filter(|(_, kind)| *kind == ResourceKind::Shares).map(|(id, _)| id)
         };
         let mut number = |what: &str, own: Option<u32>, policy: Option<u32>, most: u32| {
             let units = own.or(policy)?;
@@ -534,7 +544,7 @@ impl<'b> ClassBuilder<'b> {
     }
 
     /// Reads the slices of the GPU. Invalid slices are kept, and the GPU is not repartitioned.
-    fn read_slices(&self, gpu: &Gpu, class: &mut Class) -> Result<(), String> {
+    fn read_slices(&self, gpu: &Gpu, class: &mut GpuClass) -> Result<(), String> {
         // Report only one problem, the first in alphabetical order. The report must not depend on
         // the order of slices.
         let mut wrong: Option<String> = None;
@@ -547,8 +557,9 @@ impl<'b> ClassBuilder<'b> {
                 reject(format!("the GPU has slices of {}, which is not a known resource", slice.resource));
                 continue;
             };
-            let of_mig =
-                kind == Kind::Mig || slice.resource.starts_with(device::MIG_PREFIX) || slice.placement.is_some();
+            let of_mig = kind == ResourceKind::Mig
+                || slice.resource.starts_with(device::MIG_PREFIX)
+                || slice.placement.is_some();
             let mut instance = None;
             if of_mig {
                 instance = Self::instance_of(slice, class);
@@ -563,7 +574,7 @@ impl<'b> ClassBuilder<'b> {
                     }),
                 }
             }
-            let cell = Cell { resource, kind, instance, count: slice.count };
+            let cell = SliceCell { resource, kind, instance, count: slice.count };
             if slice.count > 0 {
                 if slice.in_use { &mut class.in_use } else { &mut class.free }.push(cell);
             }
@@ -574,7 +585,7 @@ impl<'b> ClassBuilder<'b> {
             reject(format!("the GPU has more than {MAX_EQUAL_SLICES} equal slices"));
         }
         instances.sort_unstable();
-        let plain = class.in_use.iter().chain(&class.free).filter(|cell| cell.kind == Kind::Mig);
+        let plain = class.in_use.iter().chain(&class.free).filter(|cell| cell.kind == ResourceKind::Mig);
         let doubled = plain.clone().any(|cell| cell.count > 1);
         instances.dedup();
         if let Some(shared) = &class.table
@@ -588,7 +599,7 @@ impl<'b> ClassBuilder<'b> {
         wrong.map_or(Ok(()), Err)
     }
 
-    fn instance_of(slice: &Slice, class: &Class) -> Option<Instance> {
+    fn instance_of(slice: &Slice, class: &GpuClass) -> Option<Instance> {
         let shared = class.table.as_ref()?;
         let start = u8::try_from(slice.placement?).ok()?;
         let name = match &slice.profile {

@@ -38,7 +38,7 @@ pub struct Limits {
 }
 
 /// Returns the memory of a GPU that can be divided into shares.
-pub const fn shareable(total: Mebibytes) -> Mebibytes {
+pub const fn shareable_memory(total: Mebibytes) -> Mebibytes {
     total.saturating_sub(SERVER_RESERVE)
 }
 
@@ -46,7 +46,7 @@ pub const fn shareable(total: Mebibytes) -> Mebibytes {
 ///
 /// If `shares` is larger than `units`, or `units` is 0, the result is the percentage of the whole
 /// GPU.
-pub fn threads(shares: u32, units: u32, policy: Threads) -> Option<Percent> {
+pub fn thread_percentage(shares: u32, units: u32, policy: Threads) -> Option<Percent> {
     let parts = match policy {
         Threads::Strict => 100,
         Threads::Burst => 200,
@@ -58,8 +58,8 @@ pub fn threads(shares: u32, units: u32, policy: Threads) -> Option<Percent> {
 
 /// Returns the memory of `shares` of `units` of a GPU with `total` memory, in whole MiB, rounded
 /// down.
-pub fn memory(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
-    let whole = shareable(total);
+pub fn memory_limit(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
+    let whole = shareable_memory(total);
     let part = (u128::from(whole.0) * u128::from(shares)).checked_div(u128::from(units)).unwrap_or(u128::from(whole.0));
     Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
 }
@@ -71,7 +71,7 @@ pub fn memory(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
 /// memory of the MPS server is deducted from each slice in proportion. A slice larger than the GPU
 /// counts as the whole GPU.
 pub fn sized_slice_memory(size: Mebibytes, total: Mebibytes) -> Mebibytes {
-    let whole = shareable(total);
+    let whole = shareable_memory(total);
     let part = (u128::from(whole.0) * u128::from(size.0)).checked_div(u128::from(total.0)).unwrap_or(0);
     Mebibytes(u64::try_from(part).unwrap_or(u64::MAX).min(whole.0))
 }
@@ -80,7 +80,7 @@ pub fn sized_slice_memory(size: Mebibytes, total: Mebibytes) -> Mebibytes {
 /// `total` SMs.
 ///
 /// MPS rounds down to an even number, but not below 8.
-pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
+pub fn usable_sms(threads: Option<Percent>, total: Sms) -> Sms {
     let Some(percent) = threads.filter(|&percent| percent != Percent::FULL) else { return total };
     let part = u64::from(total.0) * u64::from(percent.get()) / 100;
     let even = u32::try_from(part).unwrap_or(u32::MAX) & !1;
@@ -93,7 +93,7 @@ pub fn sms(threads: Option<Percent>, total: Sms) -> Sms {
 /// GPUs of compute capability 9.0 with driver 580 need 27.1 MiB and 3.69 MiB for each SM. The
 /// figures are accurate to 1 MiB for 12 to 132 SMs (H100 and H200,
 /// `docs/explanation/measurements-gpu.md`). A larger stack and the code of kernels need more.
-pub fn context(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
+pub fn context_memory(capability: (u32, u32), driver: &str, sms: Sms) -> Option<Mebibytes> {
     let measured = capability == (9, 0) && driver.split('.').next() == Some("580");
     measured.then(|| Mebibytes((2_710 + 369 * u64::from(sms.0) + 50) / 100))
 }
@@ -137,36 +137,36 @@ mod tests {
     #[test]
     fn sms_match_measurements() {
         for (percent, expected) in MEASURED_SMS {
-            assert_eq!(sms(Percent::new(percent).ok(), Sms(132)), Sms(expected), "{percent} %");
+            assert_eq!(usable_sms(Percent::new(percent).ok(), Sms(132)), Sms(expected), "{percent} %");
         }
-        assert_eq!(sms(None, Sms(132)), Sms(132));
+        assert_eq!(usable_sms(None, Sms(132)), Sms(132));
     }
 
     #[test]
     fn contexts_match_measurements_and_others_are_unknown() {
         for (sms, measured) in MEASURED_CONTEXT_MIB_BY_SMS {
-            let computed = context((9, 0), "580.159.04", Sms(sms)).unwrap();
+            let computed = context_memory((9, 0), "580.159.04", Sms(sms)).unwrap();
             assert!(computed.0.abs_diff(measured) <= 1, "{sms} SMs: {measured} MiB measured, {computed:?} computed");
         }
-        assert_eq!(context((8, 0), "580.159.04", Sms(108)), None);
-        assert_eq!(context((9, 0), "5800.1", Sms(108)), None);
-        assert_eq!(context((9, 0), "", Sms(108)), None);
+        assert_eq!(context_memory((8, 0), "580.159.04", Sms(108)), None);
+        assert_eq!(context_memory((9, 0), "5800.1", Sms(108)), None);
+        assert_eq!(context_memory((9, 0), "", Sms(108)), None);
     }
 
     #[test]
     fn burst_doubles_the_percentage_up_to_the_whole_gpu() {
-        assert_eq!(threads(1, 10, Threads::Burst), Percent::new(20).ok());
-        assert_eq!(threads(7, 10, Threads::Burst), Some(Percent::FULL));
-        assert_eq!(threads(1, 7, Threads::Strict), Percent::new(14).ok());
-        assert_eq!(threads(1, 7, Threads::Uncapped), None);
+        assert_eq!(thread_percentage(1, 10, Threads::Burst), Percent::new(20).ok());
+        assert_eq!(thread_percentage(7, 10, Threads::Burst), Some(Percent::FULL));
+        assert_eq!(thread_percentage(1, 7, Threads::Strict), Percent::new(14).ok());
+        assert_eq!(thread_percentage(1, 7, Threads::Uncapped), None);
     }
 
     #[test]
     fn all_shares_together_never_exceed_the_shareable_memory() {
         let total = Mebibytes(143_155);
         for units in 1..=MAX_CLIENTS {
-            assert!(memory(1, units, total).0 * u64::from(units) <= shareable(total).0);
-            assert_eq!(memory(units, units, total), shareable(total));
+            assert!(memory_limit(1, units, total).0 * u64::from(units) <= shareable_memory(total).0);
+            assert_eq!(memory_limit(units, units, total), shareable_memory(total));
         }
     }
 
@@ -176,14 +176,14 @@ mod tests {
         let slice = sized_slice_memory(Mebibytes::from_gib(20), total);
         assert_eq!(slice, Mebibytes(20_416));
         assert!(slice.0 * 2 + SERVER_RESERVE.0 <= total.0);
-        assert_eq!(sized_slice_memory(Mebibytes::from_gib(41), total), shareable(total));
+        assert_eq!(sized_slice_memory(Mebibytes::from_gib(41), total), shareable_memory(total));
         assert_eq!(sized_slice_memory(Mebibytes::from_gib(1), Mebibytes(0)), Mebibytes(0));
     }
 
     #[test]
     fn a_share_is_never_empty_and_zero_units_are_safe() {
-        assert_eq!(threads(1, 48, Threads::Strict), Percent::new(2).ok());
-        assert_eq!(threads(1, 0, Threads::Strict), Some(Percent::FULL));
-        assert_eq!(memory(1, 0, Mebibytes(1024)), Mebibytes(896));
+        assert_eq!(thread_percentage(1, 48, Threads::Strict), Percent::new(2).ok());
+        assert_eq!(thread_percentage(1, 0, Threads::Strict), Some(Percent::FULL));
+        assert_eq!(memory_limit(1, 0, Mebibytes(1024)), Mebibytes(896));
     }
 }

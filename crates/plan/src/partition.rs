@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::rc::Rc;
 
 use crate::device::{Families, Family};
-use crate::mig::{Instance, Mask, Table};
+use crate::mig::{Instance, Mask, ProfileTable};
 use crate::mps::MAX_CLIENTS;
 
 /// A resource, as its index in the model. Indices follow the order of names.
@@ -12,7 +12,7 @@ pub(crate) type ResourceId = u16;
 
 /// Kind of a resource, derived from its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Kind {
+pub(crate) enum ResourceKind {
     Whole,
     Mig,
     /// A slice of this many GiB.
@@ -23,18 +23,18 @@ pub(crate) enum Kind {
 
 /// A request of one pod for one GPU: one slice, or some shares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Demand {
+pub(crate) struct GpuDemand {
     pub(crate) resource: ResourceId,
-    pub(crate) kind: Kind,
+    pub(crate) kind: ResourceKind,
     /// Number of shares. 1 for any other kind of resource.
     pub(crate) units: u32,
 }
 
 /// Equal slices at one place of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Cell {
+pub(crate) struct SliceCell {
     pub(crate) resource: ResourceId,
-    pub(crate) kind: Kind,
+    pub(crate) kind: ResourceKind,
     /// The MIG instance that the slice is or belongs to. `None` without MIG.
     pub(crate) instance: Option<Instance>,
     pub(crate) count: u32,
@@ -52,7 +52,7 @@ pub(crate) struct InstanceSharing {
 #[derive(Debug, Clone)]
 pub(crate) struct SharedTable {
     pub(crate) id: u32,
-    pub(crate) table: Rc<Table>,
+    pub(crate) table: Rc<ProfileTable>,
 }
 
 impl PartialEq for SharedTable {
@@ -77,7 +77,7 @@ impl Ord for SharedTable {
 
 /// All properties of a GPU that a plan depends on. GPUs of one class are interchangeable in a plan.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Class {
+pub(crate) struct GpuClass {
     /// Families that the GPU can be repartitioned to. The list is empty for a GPU that must not be
     /// repartitioned.
     pub(crate) families: Families,
@@ -95,28 +95,28 @@ pub(crate) struct Class {
     pub(crate) mig_shared: Vec<(ResourceId, u8)>,
     pub(crate) table: Option<SharedTable>,
     /// Slices in use, which are kept.
-    pub(crate) in_use: Vec<Cell>,
+    pub(crate) in_use: Vec<SliceCell>,
     /// Slices not in use.
-    pub(crate) free: Vec<Cell>,
+    pub(crate) free: Vec<SliceCell>,
 }
 
 /// A partition of a GPU that serves a set of demands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PackedPartition {
     /// Slices not in use yet: slices for the pods, and slices that remain free.
-    pub(crate) free: Vec<Cell>,
+    pub(crate) free: Vec<SliceCell>,
     pub(crate) changed: bool,
     /// Number of free slices that the partition removes.
     pub(crate) destroyed: u32,
     /// Value of the remaining room for future pods. Lower for fuller GPUs.
     pub(crate) worth: i64,
     /// Memory and compute in use, in 65,536ths, rounded down.
-    pub(crate) used: Usage,
+    pub(crate) used: GpuUsage,
 }
 
 /// Memory and compute as parts of a GPU, in 65,536ths.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Usage {
+pub(crate) struct GpuUsage {
     pub(crate) memory: u32,
     pub(crate) compute: u32,
 }
@@ -128,7 +128,7 @@ pub(crate) const WHOLE_GPU: u32 = 1 << 16;
 const IDLE_GPU_VALUE: i64 = 2000;
 const FULL_GPU_VALUE: u64 = 1000;
 
-impl Class {
+impl GpuClass {
     /// Checks whether the slices can exist on one GPU.
     pub(crate) fn check_consistency(&self) -> Result<(), String> {
         let cells = || self.in_use.iter().chain(&self.free);
@@ -152,8 +152,8 @@ impl Class {
     }
 
     /// Returns the best partition that serves all demands. Returns `None` if no partition does.
-    pub(crate) fn pack(&self, demands: &[Demand]) -> Option<PackedPartition> {
-        if self.needs_no_repartition(demands) {
+    pub(crate) fn pack(&self, demands: &[GpuDemand]) -> Option<PackedPartition> {
+        if self.needs_no_repartitioning(demands) {
             return Some(self.to_packed_partition(self.free.clone(), demands));
         }
         let free = self.repartition(demands)?;
@@ -165,30 +165,30 @@ impl Class {
         self.table()?.name(profile).map(str::to_owned)
     }
 
-    fn table(&self) -> Option<&Table> {
+    fn table(&self) -> Option<&ProfileTable> {
         self.table.as_ref().map(|shared| shared.table.as_ref())
     }
 
-    fn to_packed_partition(&self, mut free: Vec<Cell>, demands: &[Demand]) -> PackedPartition {
+    fn to_packed_partition(&self, mut free: Vec<SliceCell>, demands: &[GpuDemand]) -> PackedPartition {
         free.retain(|cell| cell.count > 0);
         merge_cells(&mut free);
-        let left = |cell: &Cell| {
+        let left = |cell: &SliceCell| {
             let same = free.iter().find(|other| other.resource == cell.resource && other.instance == cell.instance);
             same.map_or(0, |other| other.count).min(cell.count)
         };
         let destroyed = self.free.iter().map(|cell| cell.count - left(cell)).sum();
-        let (worth, used) = self.measure(&free, demands);
+        let (worth, used) = self.worth_and_usage(&free, demands);
         PackedPartition { changed: free != self.free, destroyed, free, worth, used }
     }
 
-    /// Returns whether the existing slices serve the demands without a repartition.
-    fn needs_no_repartition(&self, demands: &[Demand]) -> bool {
-        if demands.iter().any(|demand| demand.kind == Kind::Whole) {
-            let listed = self.free.iter().any(|cell| cell.kind == Kind::Whole);
+    /// Returns whether the existing slices serve the demands without a repartitioning.
+    fn needs_no_repartitioning(&self, demands: &[GpuDemand]) -> bool {
+        if demands.iter().any(|demand| demand.kind == ResourceKind::Whole) {
+            let listed = self.free.iter().any(|cell| cell.kind == ResourceKind::Whole);
             let bare = self.in_use.is_empty() && self.free.is_empty() && self.families.has(Family::Whole);
             return demands.len() == 1 && (listed || bare);
         }
-        let mut rest: Vec<(Cell, u32)> = self.free.iter().map(|cell| (*cell, cell.count)).collect();
+        let mut rest: Vec<(SliceCell, u32)> = self.free.iter().map(|cell| (*cell, cell.count)).collect();
         let mut sorted = demands.to_vec();
         // Place the largest groups of shares first, each where the fewest shares remain.
         sorted.sort_unstable_by_key(|demand| (demand.resource, u32::MAX - demand.units));
@@ -203,31 +203,33 @@ impl Class {
 
     /// Returns the family of a slice. Returns `None` if the policy no longer allows the slice's
     /// mode.
-    pub(crate) fn family_of(&self, cell: &Cell) -> Option<Family> {
+    pub(crate) fn family_of(&self, cell: &SliceCell) -> Option<Family> {
         match cell.kind {
-            Kind::Whole => Some(Family::Whole),
-            Kind::Mig => Some(Family::Mig),
-            Kind::Sized(_) => Some(Family::Mps),
-            Kind::Shares if cell.instance.is_some() => Some(Family::Mig),
-            Kind::Shares if self.shares.is_some_and(|(resource, _)| resource == cell.resource) => Some(Family::Mps),
-            Kind::Shares if self.replicas.is_some_and(|(resource, _)| resource == cell.resource) => {
+            ResourceKind::Whole => Some(Family::Whole),
+            ResourceKind::Mig => Some(Family::Mig),
+            ResourceKind::Sized(_) => Some(Family::Mps),
+            ResourceKind::Shares if cell.instance.is_some() => Some(Family::Mig),
+            ResourceKind::Shares if self.shares.is_some_and(|(resource, _)| resource == cell.resource) => {
+                Some(Family::Mps)
+            }
+            ResourceKind::Shares if self.replicas.is_some_and(|(resource, _)| resource == cell.resource) => {
                 Some(Family::TimeSlicing)
             }
-            Kind::Shares => None,
+            ResourceKind::Shares => None,
         }
     }
 
     /// Returns the family that serves a demand. Returns `None` if this GPU cannot serve it.
-    pub(crate) fn family_for(&self, demand: &Demand) -> Option<Family> {
+    pub(crate) fn family_for(&self, demand: &GpuDemand) -> Option<Family> {
         let named = |table: &[(ResourceId, u8)]| table.iter().any(|(resource, _)| *resource == demand.resource);
         let is = |offer: Option<(ResourceId, u32)>| offer.is_some_and(|(resource, _)| resource == demand.resource);
         let family = match demand.kind {
-            Kind::Whole => Family::Whole,
-            Kind::Mig if self.instance_sharing.is_none() && named(&self.mig) => Family::Mig,
-            Kind::Sized(_) if self.sizes => Family::Mps,
-            Kind::Shares if is(self.shares) && self.families.has(Family::Mps) => Family::Mps,
-            Kind::Shares if is(self.replicas) && self.families.has(Family::TimeSlicing) => Family::TimeSlicing,
-            Kind::Shares
+            ResourceKind::Whole => Family::Whole,
+            ResourceKind::Mig if self.instance_sharing.is_none() && named(&self.mig) => Family::Mig,
+            ResourceKind::Sized(_) if self.sizes => Family::Mps,
+            ResourceKind::Shares if is(self.shares) && self.families.has(Family::Mps) => Family::Mps,
+            ResourceKind::Shares if is(self.replicas) && self.families.has(Family::TimeSlicing) => Family::TimeSlicing,
+            ResourceKind::Shares
                 if self.instance_sharing.as_ref().is_some_and(|inside| inside.resource.is_none())
                     && named(&self.mig_shared) =>
             {
@@ -238,7 +240,7 @@ impl Class {
         self.families.has(family).then_some(family)
     }
 
-    fn repartition(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+    fn repartition(&self, demands: &[GpuDemand]) -> Option<Vec<SliceCell>> {
         let family = self.family_for(demands.first()?)?;
         if !self.families_in_use().is_subset_of(family) || self.in_use.iter().any(|cell| self.family_of(cell).is_none())
         {
@@ -255,31 +257,31 @@ impl Class {
         }
     }
 
-    fn repartition_time_slicing(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+    fn repartition_time_slicing(&self, demands: &[GpuDemand]) -> Option<Vec<SliceCell>> {
         let (resource, replicas) = self.replicas?;
         let in_use: u32 = self.in_use.iter().map(|cell| cell.count).sum();
         let wanted: u32 = demands.iter().map(|demand| demand.units).try_fold(0, u32::checked_add)?;
         let free = replicas.checked_sub(in_use).filter(|&free| wanted <= free)?;
-        Some(vec![Cell { resource, kind: Kind::Shares, instance: None, count: free }])
+        Some(vec![SliceCell { resource, kind: ResourceKind::Shares, instance: None, count: free }])
     }
 
     /// Returns the memory in 1/n MiB, where n is the number of shares. In this unit, the memory of
     /// one share is a whole number.
-    fn scaled_memory(&self, kind: Kind, count: u32) -> u128 {
+    fn scaled_memory(&self, kind: ResourceKind, count: u32) -> u128 {
         let units = u128::from(self.shares.map_or(1, |(_, units)| units));
         let one = match kind {
-            Kind::Sized(gib) => u128::from(gib) * 1024 * units,
+            ResourceKind::Sized(gib) => u128::from(gib) * 1024 * units,
             _ => u128::from(self.memory),
         };
         one * u128::from(count)
     }
 
-    fn repartition_mps(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+    fn repartition_mps(&self, demands: &[GpuDemand]) -> Option<Vec<SliceCell>> {
         let units = self.shares.map_or(1, |(_, units)| units);
         let mut room = (u128::from(self.memory)) * u128::from(units);
         // Each slice may have a client, and the MPS server limits the number of clients.
         let mut clients = MAX_CLIENTS;
-        let mut take = |kind: Kind, count: u32| -> Option<()> {
+        let mut take = |kind: ResourceKind, count: u32| -> Option<()> {
             room = room.checked_sub(self.scaled_memory(kind, count))?;
             clients = clients.checked_sub(count)?;
             Some(())
@@ -287,15 +289,15 @@ impl Class {
         for cell in &self.in_use {
             take(cell.kind, cell.count)?;
         }
-        let mut free: Vec<Cell> = Vec::new();
+        let mut free: Vec<SliceCell> = Vec::new();
         for demand in demands {
             take(demand.kind, demand.units)?;
-            free.push(Cell { resource: demand.resource, kind: demand.kind, instance: None, count: demand.units });
+            free.push(SliceCell { resource: demand.resource, kind: demand.kind, instance: None, count: demand.units });
         }
         merge_cells(&mut free);
         let is_share =
-            |cell: &&Cell| cell.instance.is_none() && self.shares.is_some_and(|offer| offer.0 == cell.resource);
-        let in_shares = |cells: &[Cell]| cells.iter().filter(is_share).map(|cell| cell.count).sum::<u32>();
+            |cell: &&SliceCell| cell.instance.is_none() && self.shares.is_some_and(|offer| offer.0 == cell.resource);
+        let in_shares = |cells: &[SliceCell]| cells.iter().filter(is_share).map(|cell| cell.count).sum::<u32>();
         let (shares_in_use, wanted_shares, free_shares) =
             (in_shares(&self.in_use), in_shares(&free), in_shares(&self.free));
         if shares_in_use + wanted_shares > units {
@@ -304,11 +306,11 @@ impl Class {
 
         // Keep existing free slices that still fit. The smallest come first, because then most
         // slices are kept.
-        let mut spare: Vec<Cell> = Vec::new();
+        let mut spare: Vec<SliceCell> = Vec::new();
         for cell in &self.free {
-            let Kind::Sized(_) = cell.kind else { continue };
+            let ResourceKind::Sized(_) = cell.kind else { continue };
             let reused = free.iter().find(|wanted| wanted.resource == cell.resource).map_or(0, |wanted| wanted.count);
-            spare.push(Cell { count: cell.count.saturating_sub(reused), ..*cell });
+            spare.push(SliceCell { count: cell.count.saturating_sub(reused), ..*cell });
         }
         spare.sort_unstable_by_key(|cell| cell.kind);
         let extra = if wanted_shares > free_shares {
@@ -317,9 +319,9 @@ impl Class {
             free_shares - wanted_shares
         };
         if let Some((resource, _)) = self.shares {
-            spare.push(Cell {
+            spare.push(SliceCell {
                 resource,
-                kind: Kind::Shares,
+                kind: ResourceKind::Shares,
                 instance: None,
                 count: extra.min(units - shares_in_use - wanted_shares),
             });
@@ -329,25 +331,27 @@ impl Class {
             while kept < cell.count && take(cell.kind, 1).is_some() {
                 kept += 1;
             }
-            free.push(Cell { count: kept, ..cell });
+            free.push(SliceCell { count: kept, ..cell });
         }
         Some(free)
     }
 
-    fn repartition_mig(&self, demands: &[Demand]) -> Option<Vec<Cell>> {
+    fn repartition_mig(&self, demands: &[GpuDemand]) -> Option<Vec<SliceCell>> {
         let table = self.table()?;
         let (in_use, loose) = self.instances();
-        let profile_in = |named: &[(ResourceId, u8)], demand: &Demand| {
+        let profile_in = |named: &[(ResourceId, u8)], demand: &GpuDemand| {
             named.iter().find(|(resource, _)| *resource == demand.resource).map(|(_, profile)| *profile)
         };
         let Some(inside) = &self.instance_sharing else {
             let wanted = demands.iter().map(|demand| profile_in(&self.mig, demand)).collect::<Option<Vec<u8>>>()?;
             let found = table.arrange(&in_use, &loose, &wanted)?;
             let all = found.placed.iter().chain(&found.kept);
-            return Some(all.filter_map(|&instance| self.free_cell(instance, &self.mig, Kind::Mig, 1)).collect());
+            return Some(
+                all.filter_map(|&instance| self.free_cell(instance, &self.mig, ResourceKind::Mig, 1)).collect(),
+            );
         };
         // Place shares on instances in use first, then on new instances, each with `units` shares.
-        let mut partly: Vec<(Cell, u32)> = self
+        let mut partly: Vec<(SliceCell, u32)> = self
             .free
             .iter()
             .filter(|cell| cell.instance.is_some_and(|instance| in_use.contains(&instance)))
@@ -356,7 +360,7 @@ impl Class {
         let stay = partly.iter().map(|(cell, _)| *cell).collect::<Vec<_>>();
         let mut sorted = demands.to_vec();
         sorted.sort_unstable_by_key(|demand| (demand.resource, u32::MAX - demand.units));
-        let mut fresh: Vec<(Cell, u32)> = Vec::new();
+        let mut fresh: Vec<(SliceCell, u32)> = Vec::new();
         let mut wanted = Vec::new();
         for demand in &sorted {
             if allocate_from_fullest(&mut partly, demand).is_some()
@@ -366,24 +370,35 @@ impl Class {
             }
             let left = inside.units.checked_sub(demand.units)?;
             wanted.push(profile_in(&self.mig_shared, demand)?);
-            let cell = Cell { resource: demand.resource, kind: Kind::Shares, instance: None, count: inside.units };
+            let cell = SliceCell {
+                resource: demand.resource,
+                kind: ResourceKind::Shares,
+                instance: None,
+                count: inside.units,
+            };
             fresh.push((cell, left));
         }
         let found = table.arrange(&in_use, &loose, &wanted)?;
         let cells = found.placed.iter().chain(&found.kept);
-        let cells =
-            cells.filter_map(|&instance| self.free_cell(instance, &self.mig_shared, Kind::Shares, inside.units));
+        let cells = cells
+            .filter_map(|&instance| self.free_cell(instance, &self.mig_shared, ResourceKind::Shares, inside.units));
         Some(stay.into_iter().chain(cells).collect())
     }
 
     /// Returns the slices of an instance that no pod uses: the existing slices, or the slices that
     /// will be created.
-    fn free_cell(&self, instance: Instance, named: &[(ResourceId, u8)], kind: Kind, count: u32) -> Option<Cell> {
+    fn free_cell(
+        &self,
+        instance: Instance,
+        named: &[(ResourceId, u8)],
+        kind: ResourceKind,
+        count: u32,
+    ) -> Option<SliceCell> {
         if let Some(cell) = self.free.iter().find(|cell| cell.instance == Some(instance)) {
             return Some(*cell);
         }
         let (resource, _) = named.iter().find(|(_, profile)| *profile == instance.profile)?;
-        Some(Cell { resource: *resource, kind, instance: Some(instance), count })
+        Some(SliceCell { resource: *resource, kind, instance: Some(instance), count })
     }
 
     /// Returns the MIG instances with slices in use, and MIG instances without.
@@ -398,14 +413,14 @@ impl Class {
         (in_use, free)
     }
 
-    fn measure(&self, free: &[Cell], demands: &[Demand]) -> (i64, Usage) {
-        let whole = Usage { memory: WHOLE_GPU, compute: WHOLE_GPU };
+    fn worth_and_usage(&self, free: &[SliceCell], demands: &[GpuDemand]) -> (i64, GpuUsage) {
+        let whole = GpuUsage { memory: WHOLE_GPU, compute: WHOLE_GPU };
         if demands.is_empty() && self.in_use.is_empty() {
             let full = i64::try_from(FULL_GPU_VALUE).unwrap_or(i64::MAX);
-            return (if self.families == Families::NONE { 0 } else { IDLE_GPU_VALUE + full }, Usage::default());
+            return (if self.families == Families::NONE { 0 } else { IDLE_GPU_VALUE + full }, GpuUsage::default());
         }
-        if demands.iter().any(|demand| demand.kind == Kind::Whole)
-            || self.in_use.iter().any(|cell| cell.kind == Kind::Whole)
+        if demands.iter().any(|demand| demand.kind == ResourceKind::Whole)
+            || self.in_use.iter().any(|cell| cell.kind == ResourceKind::Whole)
         {
             return (0, whole);
         }
@@ -418,11 +433,11 @@ impl Class {
 
     /// Returns the remaining value, the total value, and the parts in use. The value decreases
     /// faster than the free memory.
-    fn measure_partition(&self, free: &[Cell], demands: &[Demand]) -> (u128, u128, Usage) {
+    fn measure_partition(&self, free: &[SliceCell], demands: &[GpuDemand]) -> (u128, u128, GpuUsage) {
         let part = |used: u128, all: u128| {
             let part = (used << 16).checked_div(all).unwrap_or(0).min(u128::from(WHOLE_GPU));
             let part = u32::try_from(part).unwrap_or(WHOLE_GPU);
-            Usage { memory: part, compute: part }
+            GpuUsage { memory: part, compute: part }
         };
         let taken = self.in_use.iter().map(|cell| (cell.kind, cell.count));
         let taken = taken.chain(demands.iter().map(|demand| (demand.kind, demand.units)));
@@ -451,19 +466,19 @@ impl Class {
 
     /// Returns the mask of the memory slices that pods use or will use, and the parts of the GPU
     /// that they occupy.
-    fn mig_usage(&self, table: &Table, free: &[Cell], demands: &[Demand]) -> (Mask, Usage) {
+    fn mig_usage(&self, table: &ProfileTable, free: &[SliceCell], demands: &[GpuDemand]) -> (Mask, GpuUsage) {
         let (in_use, _) = self.instances();
         let mut mask: Mask =
             in_use.iter().filter_map(|&instance| table.mask(instance)).fold(0, |mask, bits| mask | bits);
-        let mut used = Usage::default();
+        let mut used = GpuUsage::default();
         let mut add = |profile: u8| {
             let (memory, compute) = table.memory_and_compute_part(profile);
-            used = Usage { memory: used.memory + memory, compute: used.compute + compute };
+            used = GpuUsage { memory: used.memory + memory, compute: used.compute + compute };
         };
         for instance in &in_use {
             add(instance.profile);
         }
-        let mut rest: Vec<(Cell, u32)> = free.iter().map(|cell| (*cell, cell.count)).collect();
+        let mut rest: Vec<(SliceCell, u32)> = free.iter().map(|cell| (*cell, cell.count)).collect();
         for demand in demands {
             let Some(at) = allocate_from_fullest(&mut rest, demand) else { continue };
             let Some(instance) = rest.get(at).and_then(|(cell, _)| cell.instance) else { continue };
@@ -478,19 +493,19 @@ impl Class {
 
     /// Returns the smallest part of this GPU that a demand uses, in 65,536ths, rounded down.
     /// Returns `None` if this GPU cannot serve the demand.
-    pub(crate) fn weight(&self, demand: &Demand) -> Option<Usage> {
-        let whole = Usage { memory: WHOLE_GPU, compute: WHOLE_GPU };
+    pub(crate) fn weight(&self, demand: &GpuDemand) -> Option<GpuUsage> {
+        let whole = GpuUsage { memory: WHOLE_GPU, compute: WHOLE_GPU };
         let existing = self.free.iter().any(|cell| cell.resource == demand.resource);
         let both = |part: u128| {
             let part = u32::try_from(part).unwrap_or(WHOLE_GPU).min(WHOLE_GPU);
-            Usage { memory: part, compute: part }
+            GpuUsage { memory: part, compute: part }
         };
         match self.family_for(demand) {
-            _ if self.families == Families::NONE => existing.then(Usage::default),
-            None => existing.then(Usage::default),
+            _ if self.families == Families::NONE => existing.then(GpuUsage::default),
+            None => existing.then(GpuUsage::default),
             Some(Family::Whole) => Some(whole),
             Some(Family::Mps) => {
-                let all = self.scaled_memory(Kind::Shares, self.shares.map_or(1, |(_, units)| units));
+                let all = self.scaled_memory(ResourceKind::Shares, self.shares.map_or(1, |(_, units)| units));
                 Some(both((self.scaled_memory(demand.kind, demand.units) << 16).checked_div(all).unwrap_or(0)))
             }
             Some(Family::TimeSlicing) => {
@@ -499,11 +514,11 @@ impl Class {
             }
             // A share may need no additional memory, because its instance can already exist for
             // another pod.
-            Some(Family::Mig) if demand.kind == Kind::Shares => Some(Usage::default()),
+            Some(Family::Mig) if demand.kind == ResourceKind::Shares => Some(GpuUsage::default()),
             Some(Family::Mig) => {
                 let (_, profile) = self.mig.iter().find(|(resource, _)| *resource == demand.resource)?;
                 let (memory, compute) = self.table()?.memory_and_compute_part(*profile);
-                Some(Usage { memory, compute })
+                Some(GpuUsage { memory, compute })
             }
         }
     }
@@ -511,8 +526,8 @@ impl Class {
 
 /// Allocates a demand from the cell that then has the fewest remaining slices. `rest` contains each
 /// cell's number of remaining slices. Returns the index of the cell.
-fn allocate_from_fullest(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<usize> {
-    let fits = |(cell, left): &(Cell, u32)| cell.resource == demand.resource && *left >= demand.units;
+fn allocate_from_fullest(rest: &mut [(SliceCell, u32)], demand: &GpuDemand) -> Option<usize> {
+    let fits = |(cell, left): &(SliceCell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));
     let (_, at) = candidates.map(|(at, (_, left))| (*left, at)).min()?;
     let (_, left) = rest.get_mut(at)?;
@@ -521,7 +536,7 @@ fn allocate_from_fullest(rest: &mut [(Cell, u32)], demand: &Demand) -> Option<us
 }
 
 /// Sorts cells and merges equal cells.
-pub(crate) fn merge_cells(cells: &mut Vec<Cell>) {
+pub(crate) fn merge_cells(cells: &mut Vec<SliceCell>) {
     cells.sort_unstable();
     cells.dedup_by(|next, first| {
         let same = (next.resource, next.kind, next.instance) == (first.resource, first.kind, first.instance);

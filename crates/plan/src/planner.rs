@@ -6,14 +6,14 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::assignment::{Assignment, Costs, Location, Rule, group};
+use crate::assignment::{Assignment, ChangeRule, CostCache, Location, group_of_pod};
 use crate::device::Family;
-use crate::greedy::{Greedy, Style};
+use crate::greedy::{Greedy, PlacementStyle};
 use crate::model::{Model, as_u32};
-use crate::partition::{Cell, Class, Demand, Kind, Usage, WHOLE_GPU};
+use crate::partition::{GpuClass, GpuDemand, GpuUsage, ResourceKind, SliceCell, WHOLE_GPU};
 use crate::policy::Policy;
-use crate::report::{Cluster, Report, report};
-use crate::search::{Part, Score, search};
+use crate::report::{PlanContext, PlanReport, create_report};
+use crate::search::{ClusterPart, PlanScore, search};
 use crate::snapshot::{Slice, Snapshot};
 use crate::states::{StateId, States};
 
@@ -96,7 +96,7 @@ pub struct Planned {
     /// The plan.
     pub plan: Plan,
     /// The explanation.
-    pub report: Report,
+    pub report: PlanReport,
 }
 
 /// Parts of the cluster with at most this many pods and GPUs are searched exactly.
@@ -105,8 +105,8 @@ const MAX_EXACT_GPUS: usize = 32;
 
 /// Maximum number of look-ups for moving pods in a whole plan: a fixed number, and a number for
 /// each pod.
-const MAX_LOOKUPS: u64 = 200_000;
-const MAX_LOOKUPS_PER_POD: u64 = 300;
+const MAX_MOVE_LOOKUPS: u64 = 200_000;
+const MAX_MOVE_LOOKUPS_PER_POD: u64 = 300;
 /// Maximum number of look-ups for moving pods in one attempt at a part that is searched exactly
 /// afterwards.
 const MAX_LOOKUPS_BEFORE_EXACT_SEARCH: u64 = 10_000;
@@ -119,19 +119,20 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut model = Model::new(snapshot, policy);
     let mut states = States::new(std::mem::take(&mut model.classes), model.demands.clone());
     let empty = Assignment::new(&model, &mut states);
-    let mut costs = Costs::default();
-    find_nodes(&mut model, &mut states, &mut costs, &empty);
+    let mut costs = CostCache::default();
+    find_candidate_nodes(&mut model, &mut states, &mut costs, &empty);
     let mut assignment = empty.clone();
-    let moving = MAX_LOOKUPS.saturating_add(MAX_LOOKUPS_PER_POD.saturating_mul(snapshot.pods.len() as u64));
-    let mut budget = Budget { moving, steps: policy.search_steps.saturating_mul(16), each: policy.search_steps };
+    let moving = MAX_MOVE_LOOKUPS.saturating_add(MAX_MOVE_LOOKUPS_PER_POD.saturating_mul(snapshot.pods.len() as u64));
+    let mut budget = WorkBudget { moving, steps: policy.search_steps.saturating_mul(16), each: policy.search_steps };
     for part in divide_into_parts(&model) {
-        solve(&model, &mut states, &mut costs, &mut assignment, &part, &mut budget);
+        plan_part(&model, &mut states, &mut costs, &mut assignment, &part, &mut budget);
     }
     first_come_first_served(&model, &mut assignment);
 
     let mut plan = Plan { gpus: gpu_plans(&model, &states, &assignment), ..Plan::default() };
     plan.changed = plan.gpus.iter().any(|gpu| gpu.changed);
-    let report = report(&Cluster { model: &model, snapshot, empty: &empty, assignment: &assignment }, &mut states);
+    let report =
+        create_report(&PlanContext { model: &model, snapshot, empty: &empty, assignment: &assignment }, &mut states);
     for (index, (pod, explained)) in snapshot.pods.iter().zip(&report.pods).enumerate() {
         let Some(location) = assignment.locations.get(index).and_then(Option::as_ref) else {
             let malformed = model.bad_pods.contains_key(&as_u32(index));
@@ -153,7 +154,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
 }
 
 /// Remaining work of a plan: look-ups for moving pods, and steps of the exact search.
-struct Budget {
+struct WorkBudget {
     moving: u64,
     steps: u32,
     each: u32,
@@ -161,7 +162,7 @@ struct Budget {
 
 /// Finds the candidate nodes of each group: nodes on which one of its pods could run if no other
 /// pod were pending. Also finds the smallest part of a GPU that one of the pods uses.
-fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, empty: &Assignment) {
+fn find_candidate_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut CostCache, empty: &Assignment) {
     let mut admitted: BTreeMap<_, Vec<u32>> = BTreeMap::new();
     let mut groups = std::mem::take(&mut model.groups);
     for group in &groups {
@@ -179,7 +180,7 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, emp
             .map_or(&[][..], Vec::as_slice)
             .iter()
             .copied()
-            .filter(|&node| empty.cost(model, states, costs, as_u32(index), node, Rule::Any).is_some())
+            .filter(|&node| empty.cost(model, states, costs, as_u32(index), node, ChangeRule::Any).is_some())
             .collect();
         groups = std::mem::take(&mut model.groups);
         if let Some(group) = groups.get_mut(index) {
@@ -187,7 +188,7 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, emp
         }
     }
     model.groups = groups;
-    let least: Vec<Usage> = model.demands.iter().map(|demand| smallest_usage(states, demand)).collect();
+    let least: Vec<GpuUsage> = model.demands.iter().map(|demand| smallest_usage(states, demand)).collect();
     for group in &mut model.groups {
         for part in group.units.iter().filter_map(|&unit| least.get(usize::from(unit))) {
             group.weight.memory = group.weight.memory.saturating_add(part.memory);
@@ -197,9 +198,9 @@ fn find_nodes(model: &mut Model<'_>, states: &mut States, costs: &mut Costs, emp
 }
 
 /// Returns the smallest part of a GPU that a demand uses, over all classes of GPUs.
-fn smallest_usage(states: &States, demand: &Demand) -> Usage {
+fn smallest_usage(states: &States, demand: &GpuDemand) -> GpuUsage {
     let parts = || states.classes().iter().filter_map(|class| class.weight(demand));
-    Usage {
+    GpuUsage {
         memory: parts().map(|part| part.memory).min().unwrap_or(WHOLE_GPU),
         compute: parts().map(|part| part.compute).min().unwrap_or(WHOLE_GPU),
     }
@@ -221,7 +222,7 @@ fn leader_of(leader: &mut [u32], of: u32) -> u32 {
 
 /// Divides the cluster into parts with their groups. No pod can be placed in two parts. Nodes that
 /// no pod can use belong to no part.
-fn divide_into_parts(model: &Model<'_>) -> Vec<Part> {
+fn divide_into_parts(model: &Model<'_>) -> Vec<ClusterPart> {
     let mut leader: Vec<u32> = (0..as_u32(model.nodes.len())).collect();
     for group in &model.groups {
         for pair in group.nodes.windows(2) {
@@ -231,7 +232,7 @@ fn divide_into_parts(model: &Model<'_>) -> Vec<Part> {
             }
         }
     }
-    let mut parts: BTreeMap<u32, Part> = BTreeMap::new();
+    let mut parts: BTreeMap<u32, ClusterPart> = BTreeMap::new();
     for (group, index) in model.groups.iter().zip(0..) {
         if let Some(&node) = group.nodes.first() {
             parts.entry(leader_of(&mut leader, node)).or_default().groups.push(index);
@@ -245,26 +246,28 @@ fn divide_into_parts(model: &Model<'_>) -> Vec<Part> {
     parts.into_values().collect()
 }
 
-fn solve(
+fn plan_part(
     model: &Model<'_>,
     states: &mut States,
-    costs: &mut Costs,
+    costs: &mut CostCache,
     assignment: &mut Assignment,
-    part: &Part,
-    budget: &mut Budget,
+    part: &ClusterPart,
+    budget: &mut WorkBudget,
 ) {
     let ideal = part.ideal_score(model);
     let pods: Vec<u32> = part.pods(model).collect();
     let small = pods.len() <= MAX_EXACT_PODS && part.gpus(model).count() <= MAX_EXACT_GPUS;
-    let mut best: Option<(Score, Vec<(u32, Location)>)> = None;
+    let mut best: Option<(PlanScore, Vec<(u32, Location)>)> = None;
     let planned = pods.iter().any(|&pod| model.planned.get(pod as usize).is_some_and(Option::is_some));
-    for style in [Style::AsPlanned, Style::FewestChanges, Style::Packed, Style::LargeFirst] {
-        if style == Style::AsPlanned && !planned {
+    for style in
+        [PlacementStyle::AsPlanned, PlacementStyle::FewestChanges, PlacementStyle::Packed, PlacementStyle::LargeFirst]
+    {
+        if style == PlacementStyle::AsPlanned && !planned {
             continue;
         }
         let before = states.work;
         let mut greedy = Greedy::new(model, states, costs, std::mem::take(assignment));
-        greedy.place(part, style, if small { MAX_LOOKUPS_BEFORE_EXACT_SEARCH } else { budget.moving / 3 });
+        greedy.place_part(part, style, if small { MAX_LOOKUPS_BEFORE_EXACT_SEARCH } else { budget.moving / 3 });
         *assignment = greedy.assignment;
         budget.moving = budget.moving.saturating_sub((states.work - before) / 8);
         let score = part.score(model, states, assignment);
@@ -278,7 +281,7 @@ fn solve(
     }
     let Some((mut score, mut locations)) = best else { return };
     if small && score != ideal {
-        for rule in [Rule::Stay, Rule::Any] {
+        for rule in [ChangeRule::Stay, ChangeRule::Any] {
             // If every pod is placed, only the number of repartitioned GPUs can improve.
             let worth = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
             let steps = worth.min(budget.steps);
@@ -313,7 +316,7 @@ fn first_come_first_served(model: &Model<'_>, assignment: &mut Assignment) {
 
 fn planned_slices(model: &Model<'_>, states: &States, pod: u32, location: &Location) -> Vec<PlannedSlices> {
     let mut takes: BTreeMap<(u32, &str), u32> = BTreeMap::new();
-    let units = group(model, pod).map_or(&[][..], |group| group.units.as_slice());
+    let units = group_of_pod(model, pod).map_or(&[][..], |group| group.units.as_slice());
     for (unit, &gpu) in units.iter().zip(&location.gpus) {
         let Some(demand) = states.demand(*unit) else { continue };
         *takes.entry((gpu, model.resource(demand.resource))).or_default() += demand.units;
@@ -354,8 +357,8 @@ fn gpu_plans(model: &Model<'_>, states: &States, assignment: &Assignment) -> Vec
     plans
 }
 
-fn slice_of_cell(model: &Model<'_>, class: &Class, cell: &Cell) -> Slice {
-    let of_instance = cell.instance.filter(|_| cell.kind == Kind::Shares);
+fn slice_of_cell(model: &Model<'_>, class: &GpuClass, cell: &SliceCell) -> Slice {
+    let of_instance = cell.instance.filter(|_| cell.kind == ResourceKind::Shares);
     let profile = of_instance.filter(|instance| !class.mig_shared.contains(&(cell.resource, instance.profile)));
     Slice {
         placement: cell.instance.map(|instance| u32::from(instance.start)),

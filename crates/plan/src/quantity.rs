@@ -14,12 +14,12 @@ pub struct Quantity {
 }
 
 /// Maximum length of a quantity in bytes. No Kubernetes object has a longer quantity.
-const MAX_LENGTH: usize = 40;
+const MAX_QUANTITY_BYTES: usize = 40;
 
 impl Quantity {
     /// Parses a quantity. An invalid text has no value.
     pub fn new(text: &str) -> Self {
-        Self { text: text.to_owned(), milli: parse(text) }
+        Self { text: text.to_owned(), milli: parse_milli(text) }
     }
 
     /// Creates a quantity from a whole number.
@@ -85,8 +85,8 @@ impl<'de> Deserialize<'de> for Quantity {
 }
 
 /// Parses a text such as `1.5Gi` to thousandths, rounded up.
-fn parse(text: &str) -> Option<u64> {
-    if text.len() > MAX_LENGTH {
+fn parse_milli(text: &str) -> Option<u64> {
+    if text.len() > MAX_QUANTITY_BYTES {
         return None;
     }
     let text = text.strip_prefix('+').unwrap_or(text);
@@ -97,14 +97,14 @@ fn parse(text: &str) -> Option<u64> {
         return None;
     }
     let digits: u128 = format!("{whole}{fraction}").parse().ok()?;
-    let (multiplier, divisor) = scale(suffix)?;
+    let (multiplier, divisor) = suffix_factor(suffix)?;
     let divisor = divisor.checked_mul(10_u128.checked_pow(u32::try_from(fraction.len()).ok()?)?)?;
     let milli = digits.saturating_mul(multiplier).saturating_mul(1000).div_ceil(divisor);
     Some(u64::try_from(milli).unwrap_or(u64::MAX))
 }
 
 /// Returns the multiplier and divisor of a suffix.
-fn scale(suffix: &str) -> Option<(u128, u128)> {
+fn suffix_factor(suffix: &str) -> Option<(u128, u128)> {
     Some(match suffix {
         "n" => (1, 1_000_000_000),
         "u" => (1, 1_000_000),

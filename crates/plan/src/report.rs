@@ -4,17 +4,17 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use crate::assignment::{Assignment, Location, Rule};
+use crate::assignment::{Assignment, ChangeRule, Location};
 use crate::device::WHOLE;
-use crate::model::{Group, Model, NodeModel, as_u32};
-use crate::partition::{Demand, Kind};
+use crate::model::{Model, NodeModel, PodGroup, as_u32};
+use crate::partition::{GpuDemand, ResourceKind};
 use crate::snapshot::Snapshot;
 use crate::states::{StateId, States};
 
 /// Explanation of a plan.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Report {
+pub struct PlanReport {
     /// Pods in order of arrival.
     pub pods: Vec<PodReport>,
     /// Nodes and GPUs that are excluded from the plan or not repartitioned, although no policy
@@ -48,10 +48,10 @@ pub struct NodeReport {
 }
 
 /// Maximum number of reasons in one pod's explanation. Each reason covers one or more nodes.
-const MAX_REASONS: usize = 6;
+const MAX_REASONS_PER_POD: usize = 6;
 
 /// A finished plan and its inputs.
-pub(crate) struct Cluster<'r, 'a> {
+pub(crate) struct PlanContext<'r, 'a> {
     pub(crate) model: &'r Model<'a>,
     pub(crate) snapshot: &'r Snapshot,
     /// The assignment without the pending pods.
@@ -60,15 +60,15 @@ pub(crate) struct Cluster<'r, 'a> {
     pub(crate) assignment: &'r Assignment,
 }
 
-impl Cluster<'_, '_> {
+impl PlanContext<'_, '_> {
     fn priority(&self, pod: u32) -> i32 {
         self.snapshot.pods.get(pod as usize).map_or(i32::MIN, |pod| pod.priority)
     }
 }
 
-pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
-    let &Cluster { model, snapshot, assignment, .. } = cluster;
-    let mut report = Report::default();
+pub(crate) fn create_report(cluster: &PlanContext<'_, '_>, states: &mut States) -> PlanReport {
+    let &PlanContext { model, snapshot, assignment, .. } = cluster;
+    let mut report = PlanReport::default();
     // All pods of a group have the same reason.
     let mut waiting: BTreeMap<u32, String> = BTreeMap::new();
     for (index, pod) in snapshot.pods.iter().enumerate() {
@@ -104,7 +104,7 @@ pub(crate) fn report(cluster: &Cluster<'_, '_>, states: &mut States) -> Report {
 
 fn placed_reason(model: &Model<'_>, states: &States, assignment: &Assignment, pod: u32, location: &Location) -> String {
     let name = model.node(location.node).map_or("", |node| node.node.name.as_str());
-    let units = crate::assignment::group(model, pod).map_or(&[][..], |group| group.units.as_slice());
+    let units = crate::assignment::group_of_pod(model, pod).map_or(&[][..], |group| group.units.as_slice());
     let mut takes: BTreeMap<(u32, &str), u32> = BTreeMap::new();
     for (unit, &gpu) in units.iter().zip(&location.gpus) {
         if let Some(demand) = states.demand(*unit) {
@@ -130,7 +130,7 @@ fn placed_reason(model: &Model<'_>, states: &States, assignment: &Assignment, po
     text
 }
 
-fn unplaced_reason(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> String {
+fn unplaced_reason(cluster: &PlanContext<'_, '_>, states: &mut States, id: u32) -> String {
     let model = cluster.model;
     let Some(group) = model.groups.get(id as usize) else { return String::new() };
     if model.nodes.is_empty() {
@@ -138,14 +138,14 @@ fn unplaced_reason(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> S
     }
     let mut by_reason: BTreeMap<String, Vec<&str>> = BTreeMap::new();
     for (node, index) in model.nodes.iter().zip(0..) {
-        let reason = obstacle(cluster, states, id, group, node, index);
+        let reason = placement_obstacle(cluster, states, id, group, node, index);
         by_reason.entry(reason).or_default().push(&node.node.name);
     }
     // The reason that applies to most nodes comes first. Among equally frequent reasons, the reason
     // of the first node comes first.
     let mut reasons: Vec<(String, Vec<&str>)> = by_reason.into_iter().collect();
     reasons.sort_by(|(_, a), (_, b)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
-    let shown = reasons.len().min(MAX_REASONS);
+    let shown = reasons.len().min(MAX_REASONS_PER_POD);
     let more: usize = reasons.iter().skip(shown).map(|(_, nodes)| nodes.len()).sum();
     let mut texts: Vec<String> = reasons
         .into_iter()
@@ -163,15 +163,15 @@ fn unplaced_reason(cluster: &Cluster<'_, '_>, states: &mut States, id: u32) -> S
 }
 
 /// Returns why pods of a group cannot be placed on a node.
-fn obstacle(
-    cluster: &Cluster<'_, '_>,
+fn placement_obstacle(
+    cluster: &PlanContext<'_, '_>,
     states: &mut States,
     id: u32,
-    group: &Group<'_>,
+    group: &PodGroup<'_>,
     node: &NodeModel<'_>,
     index: u32,
 ) -> String {
-    let &Cluster { model, empty, .. } = cluster;
+    let &PlanContext { model, empty, .. } = cluster;
     if let Some(reason) = &node.exclusion {
         return format!("excluded from the plan: {reason}");
     }
@@ -185,7 +185,7 @@ fn obstacle(
             return format!("not enough {name}: {} requested, {} free", format_amount(*need), format_amount(free));
         }
     }
-    let mut demands: Vec<Demand> = group.units.iter().filter_map(|unit| states.demand(*unit).copied()).collect();
+    let mut demands: Vec<GpuDemand> = group.units.iter().filter_map(|unit| states.demand(*unit).copied()).collect();
     let count = demands.len();
     demands.dedup();
     for demand in &demands {
@@ -196,7 +196,7 @@ fn obstacle(
             let why = known.map(|note| format!(" ({note})")).next().unwrap_or_default();
             return format!("no GPU can be partitioned into {resource}{why}");
         }
-        if let Kind::Sized(gib) = demand.kind {
+        if let ResourceKind::Sized(gib) = demand.kind {
             let largest = classes().map(|class| class.memory).max().unwrap_or(0);
             if gib.saturating_mul(1024) > largest {
                 return format!(
@@ -205,8 +205,8 @@ fn obstacle(
                 );
             }
         }
-        let most = |units: u32| classes().any(|class| class.pack(&[Demand { units, ..*demand }]).is_some());
-        if demand.kind == Kind::Shares && !most(demand.units) {
+        let most = |units: u32| classes().any(|class| class.pack(&[GpuDemand { units, ..*demand }]).is_some());
+        if demand.kind == ResourceKind::Shares && !most(demand.units) {
             let most = (1..demand.units.min(64)).rev().find(|&units| most(units)).unwrap_or(0);
             return format!(
                 "the pod requests {} {resource} of one GPU, and no GPU has more than {most} free",
@@ -214,10 +214,10 @@ fn obstacle(
             );
         }
     }
-    if empty.find_location(model, states, id, index, Rule::Any, &mut Vec::new()).is_none() {
+    if empty.find_location(model, states, id, index, ChangeRule::Any, &mut Vec::new()).is_none() {
         let (many, what) = (count > 1, demands.first().map_or("", |demand| model.resource(demand.resource)));
         let what = if many && demands.len() == 1 { format!("{count} {what}") } else { what.to_owned() };
-        return if demands.iter().all(|demand| demand.kind == Kind::Whole) {
+        return if demands.iter().all(|demand| demand.kind == ResourceKind::Whole) {
             match count {
                 1 => "no GPU is unused".to_owned(),
                 _ => format!("fewer than {count} GPUs are unused"),
@@ -226,11 +226,11 @@ fn obstacle(
             format!("slices in use leave no room for {what}")
         };
     }
-    competitors(cluster, group, index)
+    competing_pods(cluster, group, index)
 }
 
 /// Names the pods that use the node's room. Without these pods, a pod of the group would fit.
-fn competitors(cluster: &Cluster<'_, '_>, group: &Group<'_>, node: u32) -> String {
+fn competing_pods(cluster: &PlanContext<'_, '_>, group: &PodGroup<'_>, node: u32) -> String {
     let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();
     let what = if higher.is_empty() {

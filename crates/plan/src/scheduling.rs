@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use crate::snapshot::{Node, NodeSelectorTerm, Operator, Pod, Requirement, Taint, Toleration};
 
 /// The resource with which the scheduler counts pods.
-pub const PODS: &str = "pods";
+pub const PODS_RESOURCE: &str = "pods";
 /// Resources that are unlimited on a node that does not list them.
-pub(crate) const UNLIMITED_BY_DEFAULT: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS];
+pub(crate) const UNLIMITED_BY_DEFAULT: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS_RESOURCE];
 
 /// The properties of a pod that decide which nodes it may run on. Pods with equal constraints are
 /// checked once.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Constraints<'a> {
+pub(crate) struct NodeConstraints<'a> {
     selector: &'a BTreeMap<String, String>,
     affinity: &'a [NodeSelectorTerm],
     tolerations: &'a [Toleration],
@@ -20,7 +20,7 @@ pub(crate) struct Constraints<'a> {
 
 /// Why a pod cannot run on a node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Refused {
+pub enum NodeRefusal {
     /// The node lacks a label of the pod's node selector: `key=value`.
     Selector(String),
     /// The node does not match the pod's required node affinity.
@@ -52,11 +52,11 @@ const TEMPORARY_TAINTS: [&str; 11] = [
     "status-taint.cluster-autoscaler.kubernetes.io/",
 ];
 
-impl Refused {
+impl NodeRefusal {
     /// Returns whether the refusal can end without a change of the pod or a permanent change of the
     /// node. Returns true for a cordon and for taints that controllers add and remove. Labels and
     /// other taints are permanent.
-    pub fn may_pass(&self) -> bool {
+    pub fn is_temporary(&self) -> bool {
         match self {
             Self::Selector(_) | Self::Affinity => false,
             Self::Taint { key, .. } => TEMPORARY_TAINTS
@@ -67,7 +67,7 @@ impl Refused {
     }
 }
 
-impl std::fmt::Display for Refused {
+impl std::fmt::Display for NodeRefusal {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Selector(label) => write!(f, "the label {label}, which the pod selects, is missing"),
@@ -83,8 +83,8 @@ impl std::fmt::Display for Refused {
 ///
 /// # Errors
 /// Why the pod cannot run on the node.
-pub fn admit(pod: &Pod, node: &Node) -> Result<(), Refused> {
-    Constraints::of(pod).admit(node)
+pub fn admit(pod: &Pod, node: &Node) -> Result<(), NodeRefusal> {
+    NodeConstraints::of(pod).admit(node)
 }
 
 /// Returns why a pod cannot run on a node, as a sentence. Returns `None` if the pod can run on the
@@ -93,25 +93,25 @@ pub fn refusal(pod: &Pod, node: &Node) -> Option<String> {
     admit(pod, node).err().map(|refused| refused.to_string())
 }
 
-impl<'a> Constraints<'a> {
+impl<'a> NodeConstraints<'a> {
     pub(crate) fn of(pod: &'a Pod) -> Self {
         Self { selector: &pod.node_selector, affinity: &pod.affinity, tolerations: &pod.tolerations }
     }
 
     /// Checks whether a pod with these constraints may run on the node.
-    pub(crate) fn admit(&self, node: &Node) -> Result<(), Refused> {
+    pub(crate) fn admit(&self, node: &Node) -> Result<(), NodeRefusal> {
         if let Some((key, value)) = self.missing_label(node) {
-            return Err(Refused::Selector(format!("{key}={value}")));
+            return Err(NodeRefusal::Selector(format!("{key}={value}")));
         }
         if !self.has_affinity_to(node) {
-            return Err(Refused::Affinity);
+            return Err(NodeRefusal::Affinity);
         }
-        let cordoned = || (node.unschedulable && !self.tolerates(&cordon_taint())).then_some(Refused::Cordoned);
-        let tainted = |taint: &Taint| Refused::Taint { key: taint.key.clone(), value: taint.value.clone() };
-        let taints: Vec<Refused> = self.untolerated_taints(node).map(tainted).collect();
+        let cordoned = || (node.unschedulable && !self.tolerates(&cordon_taint())).then_some(NodeRefusal::Cordoned);
+        let tainted = |taint: &Taint| NodeRefusal::Taint { key: taint.key.clone(), value: taint.value.clone() };
+        let taints: Vec<NodeRefusal> = self.untolerated_taints(node).map(tainted).collect();
         // Report permanent reasons first. A temporary reason must not hide that the pod can never
         // run on the node.
-        let lasting = taints.iter().find(|refused| !refused.may_pass()).cloned();
+        let lasting = taints.iter().find(|refused| !refused.is_temporary()).cloned();
         lasting.or_else(cordoned).or_else(|| taints.into_iter().next()).map_or(Ok(()), Err)
     }
 
@@ -168,13 +168,15 @@ pub(crate) fn matches_any(terms: &[NodeSelectorTerm], labels: &BTreeMap<String, 
 
 fn matches_term(term: &NodeSelectorTerm, labels: &BTreeMap<String, String>, name: &str) -> bool {
     let some = !term.match_expressions.is_empty() || !term.match_fields.is_empty();
-    let field = |requirement: &Requirement| requirement.key == "metadata.name" && matches(requirement, Some(name));
-    let label = |requirement: &Requirement| matches(requirement, labels.get(&requirement.key).map(String::as_str));
+    let field =
+        |requirement: &Requirement| requirement.key == "metadata.name" && requirement_matches(requirement, Some(name));
+    let label =
+        |requirement: &Requirement| requirement_matches(requirement, labels.get(&requirement.key).map(String::as_str));
     some && term.match_expressions.iter().all(label) && term.match_fields.iter().all(field)
 }
 
 /// Returns whether a value meets a requirement. `None` is a label that the node does not have.
-pub(crate) fn matches(requirement: &Requirement, value: Option<&str>) -> bool {
+pub(crate) fn requirement_matches(requirement: &Requirement, value: Option<&str>) -> bool {
     let listed = value.is_some_and(|value| requirement.values.iter().any(|one| one == value));
     let compared = || {
         let bound: i64 = requirement.values.first()?.parse().ok()?;
@@ -217,7 +219,7 @@ mod tests {
     }
 
     fn is_admitted(pod: &Pod, node: &Node) -> bool {
-        Constraints::of(pod).admit(node).is_ok()
+        NodeConstraints::of(pod).admit(node).is_ok()
     }
 
     #[test]
@@ -274,34 +276,34 @@ mod tests {
     fn a_permanent_taint_is_reported_before_temporary_reasons() {
         let both = node(&[], &[("node.kubernetes.io/not-ready", "", "NoSchedule"), ("dedicated", "", "NoSchedule")]);
         let both = Node { unschedulable: true, ..both };
-        let refused = Constraints::of(&pod("{}")).admit(&both).unwrap_err();
-        assert_eq!(refused, Refused::Taint { key: "dedicated".to_owned(), value: String::new() });
+        let refused = NodeConstraints::of(&pod("{}")).admit(&both).unwrap_err();
+        assert_eq!(refused, NodeRefusal::Taint { key: "dedicated".to_owned(), value: String::new() });
         let dedicated = pod(r#"{"tolerations": [{"key": "dedicated", "operator": "Exists"}]}"#);
-        assert_eq!(Constraints::of(&dedicated).admit(&both), Err(Refused::Cordoned));
+        assert_eq!(NodeConstraints::of(&dedicated).admit(&both), Err(NodeRefusal::Cordoned));
     }
 
     #[test]
     fn only_cordons_and_taints_of_controllers_are_temporary() {
-        let taint = |key: &str| Refused::Taint { key: key.to_owned(), value: String::new() };
+        let taint = |key: &str| NodeRefusal::Taint { key: key.to_owned(), value: String::new() };
         for passing in [
-            Refused::Cordoned,
+            NodeRefusal::Cordoned,
             taint("node.kubernetes.io/not-ready"),
             taint("node.kubernetes.io/unschedulable"),
             taint("node.cloudprovider.kubernetes.io/uninitialized"),
             taint("cleave.dev/unhealthy"),
             taint("ToBeDeletedByClusterAutoscaler"),
         ] {
-            assert!(passing.may_pass(), "{passing:?}");
+            assert!(passing.is_temporary(), "{passing:?}");
         }
         for lasting in [
-            Refused::Selector("zone=a".to_owned()),
-            Refused::Affinity,
+            NodeRefusal::Selector("zone=a".to_owned()),
+            NodeRefusal::Affinity,
             taint("dedicated"),
             taint("nvidia.com/gpu"),
             taint("node-role.kubernetes.io/control-plane"),
             taint("ToBeDeletedByClusterAutoscaler/x"),
         ] {
-            assert!(!lasting.may_pass(), "{lasting:?}");
+            assert!(!lasting.is_temporary(), "{lasting:?}");
         }
     }
 }

@@ -6,7 +6,7 @@
 //! search also skips a branch that leads to GPU states that it has already visited.
 use std::collections::BTreeMap;
 
-use crate::assignment::{Assignment, Location, Rule, change_cost, group};
+use crate::assignment::{Assignment, ChangeRule, Location, change_cost, group_of_pod};
 use crate::model::Model;
 use crate::partition::WHOLE_GPU;
 use crate::states::{StateId, States};
@@ -14,20 +14,20 @@ use crate::states::{StateId, States};
 /// How good an assignment is: the number of placed pods by priority, highest first, then the number
 /// of GPUs that are not repartitioned.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Score {
+pub(crate) struct PlanScore {
     pub(crate) placed: Vec<u32>,
     pub(crate) unchanged: u32,
 }
 
 /// A part of the cluster. All candidate nodes of a pod are in the same part.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Part {
+pub(crate) struct ClusterPart {
     pub(crate) nodes: Vec<u32>,
     /// Groups with pods that could be placed, in order.
     pub(crate) groups: Vec<u32>,
 }
 
-impl Part {
+impl ClusterPart {
     pub(crate) fn pods<'m>(&'m self, model: &'m Model<'_>) -> impl Iterator<Item = u32> + 'm {
         self.groups
             .iter()
@@ -53,7 +53,7 @@ impl Part {
     }
 
     /// Returns the score if every pod is placed and no GPU is repartitioned.
-    pub(crate) fn ideal_score(&self, model: &Model<'_>) -> Score {
+    pub(crate) fn ideal_score(&self, model: &Model<'_>) -> PlanScore {
         let levels = self.priorities(model);
         let mut placed = vec![0; levels.len()];
         for &group in &self.groups {
@@ -62,37 +62,37 @@ impl Part {
                 placed[level] += crate::model::as_u32(group.pods.len());
             }
         }
-        Score { placed, unchanged: crate::model::as_u32(self.gpus(model).count()) }
+        PlanScore { placed, unchanged: crate::model::as_u32(self.gpus(model).count()) }
     }
 
-    pub(crate) fn score(&self, model: &Model<'_>, states: &States, assignment: &Assignment) -> Score {
+    pub(crate) fn score(&self, model: &Model<'_>, states: &States, assignment: &Assignment) -> PlanScore {
         let levels = self.priorities(model);
         let mut placed = vec![0; levels.len()];
         for pod in self.pods(model) {
             let there = assignment.locations.get(pod as usize).is_some_and(Option::is_some);
-            let Some(group) = group(model, pod).filter(|_| there) else { continue };
+            let Some(group) = group_of_pod(model, pod).filter(|_| there) else { continue };
             if let Some(level) = levels.iter().position(|&level| level == group.priority) {
                 placed[level] += 1;
             }
         }
         let unchanged =
             |&gpu: &u32| assignment.gpus.get(gpu as usize).is_some_and(|&state| !states.summary(state).changed);
-        Score { placed, unchanged: crate::model::as_u32(self.gpus(model).filter(unchanged).count()) }
+        PlanScore { placed, unchanged: crate::model::as_u32(self.gpus(model).filter(unchanged).count()) }
     }
 }
 
 /// Result of a search: an assignment that is better than the given assignment, if one exists.
 pub(crate) struct SearchResult {
-    pub(crate) better: Option<(Score, Vec<(u32, Location)>)>,
+    pub(crate) better: Option<(PlanScore, Vec<(u32, Location)>)>,
     /// Number of steps used.
     pub(crate) steps: u32,
 }
 
-struct Search<'s, 'a> {
+struct ExactSearch<'s, 'a> {
     model: &'s Model<'a>,
     states: &'s mut States,
     assignment: Assignment,
-    rule: Rule,
+    rule: ChangeRule,
     nodes: &'s [u32],
     pods: Vec<u32>,
     level_of: Vec<usize>,
@@ -100,7 +100,7 @@ struct Search<'s, 'a> {
     alike: Vec<u32>,
     gpus: Vec<u32>,
     placed: Vec<u32>,
-    best: Score,
+    best: PlanScore,
     found: Option<Vec<(u32, Location)>>,
     seen: BTreeMap<Vec<u32>, Vec<u32>>,
     steps: u32,
@@ -108,7 +108,7 @@ struct Search<'s, 'a> {
 }
 
 /// Maximum number of ways to spread one pod's units over a node's GPUs.
-const MAX_SPREADS: usize = 24;
+const MAX_SPREADS_PER_POD: usize = 24;
 
 /// Searches for an assignment better than `best`. `assignment` must not place any pod of the part.
 /// On return, `assignment` still places none of these pods.
@@ -116,20 +116,20 @@ pub(crate) fn search(
     model: &Model<'_>,
     states: &mut States,
     assignment: &mut Assignment,
-    part: &Part,
-    rule: Rule,
-    best: Score,
+    part: &ClusterPart,
+    rule: ChangeRule,
+    best: PlanScore,
     max_steps: u32,
 ) -> SearchResult {
     let levels = part.priorities(model);
     let mut pods: Vec<u32> = part.pods(model).collect();
-    let weight = |pod: u32| group(model, pod).map_or(0, |group| group.weight.memory);
+    let weight = |pod: u32| group_of_pod(model, pod).map_or(0, |group| group.weight.memory);
     let index = |pod: u32| model.group_of.get(pod as usize).copied().flatten();
-    let priority = |pod: u32| group(model, pod).map_or(i32::MIN, |group| group.priority);
+    let priority = |pod: u32| group_of_pod(model, pod).map_or(i32::MIN, |group| group.priority);
     pods.sort_by_key(|&pod| (std::cmp::Reverse(priority(pod)), std::cmp::Reverse(weight(pod)), index(pod), pod));
     let level_of =
         pods.iter().map(|&pod| levels.iter().position(|&level| level == priority(pod)).unwrap_or(0)).collect();
-    let mut search = Search {
+    let mut search = ExactSearch {
         alike: equivalence_classes(model, assignment, part),
         model,
         states,
@@ -154,7 +154,7 @@ pub(crate) fn search(
 
 /// Assigns equal numbers to interchangeable nodes. Such nodes have equal GPU states, equal free
 /// resources, and the same candidate pods.
-fn equivalence_classes(model: &Model<'_>, assignment: &Assignment, part: &Part) -> Vec<u32> {
+fn equivalence_classes(model: &Model<'_>, assignment: &Assignment, part: &ClusterPart) -> Vec<u32> {
     let mut kinds = BTreeMap::new();
     let mut numbers = Vec::with_capacity(part.nodes.len());
     for &node in &part.nodes {
@@ -177,7 +177,7 @@ fn sorted_states(model: &Model<'_>, assignment: &Assignment, node: u32) -> Vec<S
     states
 }
 
-impl Search<'_, '_> {
+impl ExactSearch<'_, '_> {
     /// Tries each choice for the pod at this position, and then for the later ones.
     fn descend(&mut self, at: usize, skipped: bool) {
         self.steps += 1;
@@ -219,7 +219,7 @@ impl Search<'_, '_> {
         };
         let changed = self.gpus.iter().filter(changed).count();
         let unchanged = crate::model::as_u32(self.gpus.len() - changed);
-        let score = Score { placed: self.placed.clone(), unchanged };
+        let score = PlanScore { placed: self.placed.clone(), unchanged };
         if score > self.best {
             self.best = score;
             let location = |&pod: &u32| Some((pod, self.assignment.locations.get(pod as usize)?.clone()?));
@@ -247,7 +247,7 @@ impl Search<'_, '_> {
             while let Some(&pod) = self.pods.get(rest)
                 && self.level_of[rest] == level
             {
-                let weight = group(self.model, pod).map(|group| group.weight).unwrap_or_default();
+                let weight = group_of_pod(self.model, pod).map(|group| group.weight).unwrap_or_default();
                 weights.0.push(u64::from(weight.memory));
                 weights.1.push(u64::from(weight.compute));
                 rest += 1;
@@ -318,7 +318,12 @@ impl Search<'_, '_> {
 
     /// Adds all ways to spread units over a node's GPUs to `options`. Includes only one of several
     /// interchangeable combinations.
-    fn add_spreads(&mut self, units: &[u16], node: u32, options: &mut Vec<(crate::assignment::Cost, Location)>) {
+    fn add_spreads(
+        &mut self,
+        units: &[u16],
+        node: u32,
+        options: &mut Vec<(crate::assignment::PlacementCost, Location)>,
+    ) {
         let range = self.model.node(node).map_or(0..0, |node| node.gpus.clone());
         let slots = self.assignment.gpus.get(range.start as usize..range.end as usize).unwrap_or(&[]).to_vec();
         let mut combinations: Vec<(Vec<StateId>, Vec<u32>)> = vec![(slots.clone(), Vec::new())];
@@ -330,7 +335,7 @@ impl Search<'_, '_> {
                         continue;
                     }
                     let Some(state) = self.states.with_demand(now[at], unit) else { continue };
-                    if self.rule == Rule::Stay && self.states.summary(state).changed {
+                    if self.rule == ChangeRule::Stay && self.states.summary(state).changed {
                         continue;
                     }
                     let mut states = now.clone();
@@ -349,7 +354,7 @@ impl Search<'_, '_> {
             };
             next.sort_by_cached_key(|(states, chosen)| (canonical(states), chosen.clone()));
             next.dedup_by(|next, first| canonical(&next.0) == canonical(&first.0));
-            next.truncate(MAX_SPREADS);
+            next.truncate(MAX_SPREADS_PER_POD);
             combinations = next;
         }
         for (now, chosen) in combinations {

@@ -5,7 +5,7 @@
 //! so placing one more demand is a look-up.
 use std::collections::BTreeMap;
 
-use crate::partition::{Class, Demand, PackedPartition, Usage};
+use crate::partition::{GpuClass, GpuDemand, GpuUsage, PackedPartition};
 
 /// Index of a class.
 pub(crate) type ClassId = u32;
@@ -15,7 +15,7 @@ pub(crate) type StateId = u32;
 pub(crate) type DemandId = u16;
 
 #[derive(Debug)]
-struct State {
+struct GpuState {
     class: ClassId,
     /// Demands on the GPU, sorted.
     demands: Vec<DemandId>,
@@ -36,9 +36,9 @@ enum NextState {
 /// All states computed so far.
 #[derive(Debug)]
 pub(crate) struct States {
-    classes: Vec<Class>,
-    demands: Vec<Demand>,
-    all: Vec<State>,
+    classes: Vec<GpuClass>,
+    demands: Vec<GpuDemand>,
+    all: Vec<GpuState>,
     known: BTreeMap<(ClassId, Vec<DemandId>), StateId>,
     /// Number of look-ups. Searches limit this number, because a time limit would make plans depend
     /// on the machine.
@@ -47,15 +47,15 @@ pub(crate) struct States {
 
 /// The properties of a state that a plan depends on.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Summary {
+pub(crate) struct StateSummary {
     pub(crate) changed: bool,
     pub(crate) destroyed: u32,
     pub(crate) worth: i64,
-    pub(crate) used: Usage,
+    pub(crate) used: GpuUsage,
 }
 
 impl States {
-    pub(crate) fn new(classes: Vec<Class>, demands: Vec<Demand>) -> Self {
+    pub(crate) fn new(classes: Vec<GpuClass>, demands: Vec<GpuDemand>) -> Self {
         Self { classes, demands, all: Vec::new(), known: BTreeMap::new(), work: 0 }
     }
 
@@ -69,11 +69,12 @@ impl States {
         if let Some(&known) = self.known.get(&key) {
             return Some(known);
         }
-        let wanted: Vec<Demand> = key.1.iter().filter_map(|&id| self.demands.get(usize::from(id)).copied()).collect();
+        let wanted: Vec<GpuDemand> =
+            key.1.iter().filter_map(|&id| self.demands.get(usize::from(id)).copied()).collect();
         let packed = self.classes.get(class as usize)?.pack(&wanted)?;
         let id = u32::try_from(self.all.len()).ok()?;
         let next = vec![NextState::NotComputed; self.demands.len()];
-        self.all.push(State { class, demands: key.1.clone(), packed, next, before: Vec::new() });
+        self.all.push(GpuState { class, demands: key.1.clone(), packed, next, before: Vec::new() });
         self.known.insert(key, id);
         Some(id)
     }
@@ -114,9 +115,9 @@ impl States {
     }
 
     /// Returns the properties of a state. An unknown state counts as a full GPU.
-    pub(crate) fn summary(&self, state: StateId) -> Summary {
-        let full = Summary { changed: true, destroyed: 0, worth: 0, used: Usage::default() };
-        self.all.get(state as usize).map_or(full, |state| Summary {
+    pub(crate) fn summary(&self, state: StateId) -> StateSummary {
+        let full = StateSummary { changed: true, destroyed: 0, worth: 0, used: GpuUsage::default() };
+        self.all.get(state as usize).map_or(full, |state| StateSummary {
             changed: state.packed.changed,
             destroyed: state.packed.destroyed,
             worth: state.packed.worth,
@@ -125,20 +126,20 @@ impl States {
     }
 
     /// Returns the class and the partition of a state.
-    pub(crate) fn class_and_partition(&self, state: StateId) -> Option<(&Class, &PackedPartition)> {
+    pub(crate) fn class_and_partition(&self, state: StateId) -> Option<(&GpuClass, &PackedPartition)> {
         let state = self.all.get(state as usize)?;
         Some((self.classes.get(state.class as usize)?, &state.packed))
     }
 
-    pub(crate) fn classes(&self) -> &[Class] {
+    pub(crate) fn classes(&self) -> &[GpuClass] {
         &self.classes
     }
 
-    pub(crate) fn class(&self, class: ClassId) -> Option<&Class> {
+    pub(crate) fn class(&self, class: ClassId) -> Option<&GpuClass> {
         self.classes.get(class as usize)
     }
 
-    pub(crate) fn demand(&self, demand: DemandId) -> Option<&Demand> {
+    pub(crate) fn demand(&self, demand: DemandId) -> Option<&GpuDemand> {
         self.demands.get(usize::from(demand))
     }
 }

@@ -6,7 +6,7 @@ use cleave_plan::ledger::{
     Allocation, ChoiceCriteria, Chooser, Claim, DeviceFacts, DeviceRequest, Facts, Fit, Fits, Ledger, Moment,
     NodeFacts, PendingPod, Place, Reservation, Siblings, Tightest, Units,
 };
-use cleave_plan::placement::learned::thousandths;
+use cleave_plan::placement::learned::to_thousandths;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -243,7 +243,8 @@ impl Simulation {
     fn remaining_thousandths(&self, fit: &Fit) -> u32 {
         let devices = self.ledger.devices(fit.node());
         let device = devices.iter().find(|device| device.device == fit.reservations()[0].device).unwrap();
-        thousandths(device.free, device.capacity) - thousandths(fit.reservations()[0].units.get(), device.capacity)
+        to_thousandths(device.free, device.capacity)
+            - to_thousandths(fit.reservations()[0].units.get(), device.capacity)
     }
 
     /// Returns whether the sizes fit, determined by trying all assignments.

@@ -41,7 +41,7 @@ impl RandomNumbers {
 
 /// The variations of one series of random tests.
 #[derive(Clone, Copy)]
-struct Campaign {
+struct CampaignSettings {
     priorities: u32,
     zones: bool,
     /// Whether pods request two or three slices.
@@ -83,7 +83,7 @@ fn random_gpu(numbers: &mut RandomNumbers, node: u32, index: u32) -> Gpu {
     }
 }
 
-fn random_snapshot(seed: u64, campaign: Campaign) -> Snapshot {
+fn random_snapshot(seed: u64, campaign: CampaignSettings) -> Snapshot {
     let mut numbers = RandomNumbers(seed);
     let nodes = (0..=numbers.number_below(4)).map(|node| {
         let gpus = 1 + numbers.number_below(2);
@@ -240,7 +240,7 @@ fn placed_by_priority(snapshot: &Snapshot, plan: &Plan) -> Vec<u32> {
     priorities_highest_first(snapshot).iter().map(of).collect()
 }
 
-fn run_campaign(name: &str, instances: u64, campaign: Campaign) -> (u64, u64) {
+fn run_campaign(name: &str, instances: u64, campaign: CampaignSettings) -> (u64, u64) {
     let (mut equal, mut top, mut ours, mut best) = (0, 0, 0, 0);
     for seed in 0..instances {
         let snapshot = random_snapshot(seed, campaign);
@@ -261,7 +261,7 @@ fn run_campaign(name: &str, instances: u64, campaign: Campaign) -> (u64, u64) {
 
 #[test]
 fn small_clusters_are_planned_as_well_as_by_an_exact_solver() {
-    let zones_and_priorities = Campaign { priorities: 3, zones: true, several: false, scarce: false };
+    let zones_and_priorities = CampaignSettings { priorities: 3, zones: true, several: false, scarce: false };
     let (equal, top) = run_campaign("mixed profiles, priorities and zones", 1000, zones_and_priorities);
     assert!(equal >= 990, "{equal} of 1000");
     assert_eq!(top, 1000, "a pod of the top priority that could run does not");
@@ -269,12 +269,15 @@ fn small_clusters_are_planned_as_well_as_by_an_exact_solver() {
 
 #[test]
 fn varied_small_clusters_are_planned_as_well_as_by_an_exact_solver() {
-    let plain = Campaign { priorities: 1, zones: false, several: false, scarce: false };
+    let plain = CampaignSettings { priorities: 1, zones: false, several: false, scarce: false };
     for (name, kind) in [
         ("equal priority", plain),
-        ("two priorities", Campaign { priorities: 2, ..plain }),
-        ("zones", Campaign { zones: true, ..plain }),
-        ("several slices a pod, little CPU", Campaign { priorities: 2, zones: true, several: true, scarce: true }),
+        ("two priorities", CampaignSettings { priorities: 2, ..plain }),
+        ("zones", CampaignSettings { zones: true, ..plain }),
+        (
+            "several slices a pod, little CPU",
+            CampaignSettings { priorities: 2, zones: true, several: true, scarce: true },
+        ),
     ] {
         let (equal, top) = run_campaign(name, 250, kind);
         assert!(equal >= 248 && top == 250, "{name}: {equal} and {top} of 250");

@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use cleave_plan::Quantity;
 use cleave_plan::ledger::{
     Allocation, DeviceFacts, DeviceRequest, Holder, Holders, Ledger, Moment, NoFit, NodeFacts, Nomination, PendingPod,
-    Preemption, PreemptionNode, Refused, Reservation, Tightest, Units,
+    Preemption, PreemptionNode, Reservation, ReserveError, Tightest, Units,
 };
 use proptest::prelude::*;
 
@@ -258,7 +258,7 @@ fn units_freed_by_victims_are_kept_for_the_preemptor() {
     let fits = fit(&ledger, "p", 100, 6).unwrap();
     ledger.reserve("p", &fits, Moment(9)).unwrap();
     assert!(ledger.nominations().is_empty(), "the pod has a claim instead");
-    assert_eq!(ledger.nominate("p", nomination(100, &preemption)), Err(Refused::Claimed));
+    assert_eq!(ledger.nominate("p", nomination(100, &preemption)), Err(ReserveError::Claimed));
     assert_eq!(most(&ledger, "low", -1), 4);
 }
 
@@ -274,7 +274,7 @@ fn a_fit_is_stale_after_a_nomination() {
     let high = ledger.fit_for(pending_pod("high", 101, &want), ["n"], 1, &Tightest).unwrap();
     ledger.nominate("p", Nomination { priority: 100, node: "n".to_owned(), takes }).unwrap();
     let before = ledger.clone();
-    assert_eq!(ledger.reserve("low", &low, Moment(9)), Err(Refused::Stale));
+    assert_eq!(ledger.reserve("low", &low, Moment(9)), Err(ReserveError::Stale));
     assert_eq!(ledger, before);
     ledger.reserve("high", &high, Moment(9)).unwrap();
     ledger.release("high");

@@ -13,13 +13,13 @@ use serde::Deserialize;
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct Scenario {
     title: String,
-    expect: Expect,
+    expect: ExpectedResult,
     snapshot: Snapshot,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-struct Expect {
+struct ExpectedResult {
     placed: BTreeSet<String>,
     changed_gpus: usize,
 }

@@ -29,7 +29,7 @@ fn programs() -> Vec<Command> {
 }
 
 /// Returns the page with a part for each command.
-pub(crate) fn page(page: &str) -> Result<String> {
+pub(crate) fn render_page(page: &str) -> Result<String> {
     let mut commands = Vec::new();
     for mut program in programs() {
         program.build();
@@ -88,7 +88,7 @@ fn describe_command(name: &str, command: &Command) -> String {
     let _ = writeln!(out, "Usage: `{name}{options}{}`", positionals.collect::<String>());
     if !arguments.is_empty() {
         let rows: Vec<Vec<String>> =
-            arguments.iter().map(|arg| vec![format!("`{}`", syntax(arg)), describe_argument(arg)]).collect();
+            arguments.iter().map(|arg| vec![format!("`{}`", argument_syntax(arg)), describe_argument(arg)]).collect();
         out.push('\n');
         out.push_str(&table(&["argument", "meaning"], &rows));
     }
@@ -104,7 +104,7 @@ fn value_name(arg: &Arg) -> String {
 }
 
 /// Returns the syntax of an argument.
-fn syntax(arg: &Arg) -> String {
+fn argument_syntax(arg: &Arg) -> String {
     if arg.is_positional() {
         return value_name(arg);
     }

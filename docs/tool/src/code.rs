@@ -11,13 +11,14 @@ const REFERENCE_DIRECTORIES: [&str; 7] = ["charts/", "crates/", "deploy/", "docs
 const KEYWORDS: [&str; 8] = ["fn", "struct", "enum", "trait", "mod", "const", "static", "type"];
 
 /// Returns the references of a page that do not exist, each as a sentence without the page.
-pub(crate) fn problems(root: &Path, page: &str) -> Vec<String> {
+pub(crate) fn find_problems(root: &Path, page: &str) -> Vec<String> {
     page.lines()
         .enumerate()
         .flat_map(|(index, line)| code_spans(line).map(move |span| (index + 1, span)))
         .filter_map(|(line, span)| {
             let (path, item) = span.split_once("::").map_or((span, None), |(path, item)| (path, Some(item)));
-            if !REFERENCE_DIRECTORIES.iter().any(|directory| path.starts_with(directory)) || is_pattern(path) {
+            if !REFERENCE_DIRECTORIES.iter().any(|directory| path.starts_with(directory)) || contains_placeholder(path)
+            {
                 return None;
             }
             let file = root.join(path);
@@ -33,7 +34,7 @@ pub(crate) fn problems(root: &Path, page: &str) -> Vec<String> {
 }
 
 /// Returns whether a path has parts that readers replace, such as `TARGET`.
-fn is_pattern(path: &str) -> bool {
+fn contains_placeholder(path: &str) -> bool {
     let placeholder = |part: &str| !part.is_empty() && part.chars().all(|c| c.is_ascii_uppercase());
     path.contains(['<', '*', '{', ' ']) || path.split('/').any(placeholder)
 }
@@ -58,17 +59,17 @@ mod tests {
     #[test]
     fn a_reference_names_a_file_and_an_item_of_it() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-        let right = "`docs/tool/src/code.rs::problems`, `docs/tool/src/code.rs` and `docs/tool`";
-        assert_eq!(problems(&root, right), Vec::<String>::new());
-        assert_eq!(problems(&root, "a\n`docs/tool/src/none.rs`"), ["2: there is no docs/tool/src/none.rs"]);
+        let right = "`docs/tool/src/code.rs::find_problems`, `docs/tool/src/code.rs` and `docs/tool`";
+        assert_eq!(find_problems(&root, right), Vec::<String>::new());
+        assert_eq!(find_problems(&root, "a\n`docs/tool/src/none.rs`"), ["2: there is no docs/tool/src/none.rs"]);
         let missing = "`docs/tool/src/code.rs::absent`";
-        assert_eq!(problems(&root, missing), ["1: docs/tool/src/code.rs declares no absent"]);
+        assert_eq!(find_problems(&root, missing), ["1: docs/tool/src/code.rs declares no absent"]);
     }
 
     #[test]
     fn code_outside_the_reference_directories_is_no_reference() {
         assert_eq!(
-            problems(Path::new("."), "`kubectl get pods`, `e2e/<name>`, `e2e/TARGET/a`, `/run`"),
+            find_problems(Path::new("."), "`kubectl get pods`, `e2e/<name>`, `e2e/TARGET/a`, `/run`"),
             Vec::<String>::new()
         );
     }

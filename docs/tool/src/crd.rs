@@ -10,11 +10,11 @@ use crate::text::{list_item, wrap};
 const CONDITIONS_TYPE: &str = "list of conditions";
 
 /// Returns the page of a `CustomResourceDefinition`.
-pub(crate) fn page(crd: &Value) -> Result<String> {
+pub(crate) fn render_page(crd: &Value) -> Result<String> {
     let text = |pointer: &str| crd.pointer(pointer).and_then(Value::as_str).with_context(|| format!("no {pointer}"));
     let kind = text("/spec/names/kind")?;
     let schema = crd.pointer("/spec/versions/0/schema/openAPIV3Schema").context("the CRD has no schema")?;
-    let mut page = Page { out: String::new(), sections: Vec::new() };
+    let mut page = PageWriter { out: String::new(), sections: Vec::new() };
     let _ = write!(page.out, "# {kind}\n\n<!-- Generated from the types by `make docs`. Do not edit. -->\n\n");
     page.write_paragraph(schema);
     let _ = write!(
@@ -34,13 +34,13 @@ pub(crate) fn page(crd: &Value) -> Result<String> {
     Ok(page.out)
 }
 
-struct Page {
+struct PageWriter {
     out: String,
     /// Objects that have a section: their properties, and the path under which they are described.
     sections: Vec<(Value, String)>,
 }
 
-impl Page {
+impl PageWriter {
     /// Writes the description of a schema as a paragraph.
     fn write_paragraph(&mut self, schema: &Value) {
         if let Some(text) = description(schema) {
@@ -72,7 +72,7 @@ impl Page {
         for (name, field) in properties {
             let inner = element_schema(field);
             if let Some(fields) = inner.get("properties")
-                && !is_list_of_conditions(inner)
+                && !is_condition(inner)
                 && self.section_of(inner).is_none()
             {
                 self.sections.push((fields.clone(), child_path(path, name, field)));
@@ -144,7 +144,7 @@ impl Page {
     /// Returns a short name of a field's type.
     fn type_of(&self, path: &str, name: &str, field: &Value) -> String {
         let inner = element_schema(field);
-        let of = if is_list_of_conditions(inner) {
+        let of = if is_condition(inner) {
             return CONDITIONS_TYPE.to_owned();
         } else if inner.get("properties").is_some() {
             let path = self.section_of(inner).unwrap_or_else(|| child_path(path, name, field));
@@ -203,7 +203,7 @@ fn rule_messages(schema: &Value) -> Vec<String> {
     rules.map(|rule| rule.replace('<', "\\<")).collect()
 }
 
-fn is_list_of_conditions(schema: &Value) -> bool {
+fn is_condition(schema: &Value) -> bool {
     let has = |properties: &Map<String, Value>| properties.contains_key("lastTransitionTime");
     schema.get("properties").and_then(Value::as_object).is_some_and(has)
 }
@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn every_field_of_a_policy_is_on_its_page() {
         let crd = serde_json::to_value(SharingPolicy::crd()).unwrap_or_default();
-        let page = page(&crd).unwrap_or_default();
+        let page = render_page(&crd).unwrap_or_default();
         for field in ["`mode`", "`units`", "`nodeSelector`", "`enforcement`", "`layout`", "default `Burst`"] {
             assert!(page.contains(field), "{field}");
         }
@@ -227,7 +227,7 @@ mod tests {
     #[test]
     fn an_object_that_occurs_twice_is_described_once() {
         let crd = serde_json::to_value(SharingPolicy::crd()).unwrap_or_default();
-        let page = page(&crd).unwrap_or_default();
+        let page = render_page(&crd).unwrap_or_default();
         assert_eq!(page.matches("\n- `multiUser`").count(), 1);
     }
 }

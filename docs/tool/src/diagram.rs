@@ -25,7 +25,7 @@ const MAX_ARROW_TEXT: usize = 22;
 /// Distance between lines of text, in pixels.
 const LINE_HEIGHT: i32 = 15;
 
-const STYLE: &str = "\
+const SVG_STYLE: &str = "\
 text { font: 13px system-ui, sans-serif; fill: #1b1f24; text-anchor: middle; }
 .small { font-size: 11px; fill: #4a5460; }
 .start { text-anchor: start; }
@@ -79,7 +79,7 @@ struct Arrow {
 pub(crate) fn svg(description: &str) -> Result<String> {
     let mut diagram = Diagram::default();
     for (index, line) in description.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-        diagram.add(line).with_context(|| format!("line {}: {line}", index + 1))?;
+        diagram.add_line(line).with_context(|| format!("line {}: {line}", index + 1))?;
     }
     ensure!(!diagram.title.is_empty(), "the diagram has no title");
     ensure!(!diagram.boxes.is_empty(), "the diagram has no box");
@@ -87,7 +87,7 @@ pub(crate) fn svg(description: &str) -> Result<String> {
 }
 
 impl Diagram {
-    fn add(&mut self, line: &str) -> Result<()> {
+    fn add_line(&mut self, line: &str) -> Result<()> {
         let (word, rest) = line.split_once(' ').context("a statement has a word and a text")?;
         let fields: Vec<&str> = rest.split_whitespace().collect();
         let number = |index: usize| -> Result<i32> {
@@ -135,11 +135,11 @@ impl Diagram {
         let (width, height) = (corner.0 + BOX_SIZE.0 + MARGIN, corner.1 + BOX_SIZE.1 + MARGIN);
         let mut out = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" \
-             height=\"{height}\" role=\"img\">\n<title>{}</title>\n<style>\n{STYLE}</style>\n<defs>\
+             height=\"{height}\" role=\"img\">\n<title>{}</title>\n<style>\n{SVG_STYLE}</style>\n<defs>\
              <marker id=\"head\" viewBox=\"0 0 10 10\" refX=\"9\" refY=\"5\" markerWidth=\"8\" markerHeight=\"8\" \
              orient=\"auto-start-reverse\"><path class=\"head\" d=\"M0 0 L10 5 L0 10 z\"/></marker></defs>\n\
              <rect class=\"page\" x=\"0.5\" y=\"0.5\" width=\"{}\" height=\"{}\" rx=\"6\"/>\n",
-            escape(&self.title),
+            escape_xml(&self.title),
             width - 1,
             height - 1,
         );
@@ -156,7 +156,7 @@ impl Diagram {
                 bottom - top + BOX_SIZE.1 + 46,
                 left - 10,
                 top - 11,
-                escape(text),
+                escape_xml(text),
             );
         }
         for arrow in &self.arrows {
@@ -227,11 +227,11 @@ fn write_lines(out: &mut String, class: &str, (x, y): (i32, i32), lines: &[Strin
     for (line, y) in lines.iter().zip((first..).step_by(usize::try_from(LINE_HEIGHT).unwrap_or(1))) {
         let class = if class.is_empty() && y != first { "small" } else { class };
         let class = if class.is_empty() { String::new() } else { format!(" class=\"{class}\"") };
-        let _ = writeln!(out, "<text{class} x=\"{x}\" y=\"{y}\">{}</text>", escape(line));
+        let _ = writeln!(out, "<text{class} x=\"{x}\" y=\"{y}\">{}</text>", escape_xml(line));
     }
 }
 
-fn escape(text: &str) -> String {
+fn escape_xml(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 

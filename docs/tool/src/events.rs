@@ -10,10 +10,10 @@ use crate::blocks::{fill_generated_parts, table};
 use crate::file::read;
 
 /// Sources that write Events and conditions.
-const SOURCES: [&str; 2] = ["crates/agent/src", "crates/operator/src"];
+const EVENT_SOURCES: [&str; 2] = ["crates/agent/src", "crates/operator/src"];
 
 /// The tables, each with the name of the part of the page that contains it.
-const TABLES: [(&str, &[Reason]); 8] = [
+const REASON_TABLES: [(&str, &[Reason]); 8] = [
     ("pod events of the operator", reasons::POD_EVENTS_OF_OPERATOR),
     ("pod events of the agent", reasons::POD_EVENTS_OF_AGENT),
     ("node events of the agent", reasons::NODE_EVENTS_OF_AGENT),
@@ -25,15 +25,15 @@ const TABLES: [(&str, &[Reason]); 8] = [
 ];
 
 /// Returns the page with its tables.
-pub(crate) fn page(page: &str) -> Result<String> {
-    let required: Vec<String> = TABLES.iter().map(|(name, _)| (*name).to_owned()).collect();
-    fill_generated_parts(page, &required, |name| match TABLES.iter().find(|(table, _)| *table == name) {
-        Some((_, reasons)) => Ok(rows(reasons)),
+pub(crate) fn render_page(page: &str) -> Result<String> {
+    let required: Vec<String> = REASON_TABLES.iter().map(|(name, _)| (*name).to_owned()).collect();
+    fill_generated_parts(page, &required, |name| match REASON_TABLES.iter().find(|(table, _)| *table == name) {
+        Some((_, reasons)) => Ok(table_rows(reasons)),
         None => bail!("there is no such table of reasons"),
     })
 }
 
-fn rows(reasons: &[Reason]) -> String {
+fn table_rows(reasons: &[Reason]) -> String {
     let row = |Reason { name, meaning, action }: &Reason| {
         vec![format!("`{name}`"), (*meaning).to_owned(), (*action).to_owned()]
     };
@@ -41,10 +41,11 @@ fn rows(reasons: &[Reason]) -> String {
 }
 
 /// Returns the reasons of Events in the code that are in no table, each as a sentence.
-pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
-    let known: BTreeSet<&str> = reasons::ALL.iter().flat_map(|table| table.iter()).map(|reason| reason.name).collect();
+pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
+    let known: BTreeSet<&str> =
+        reasons::ALL_REASONS.iter().flat_map(|table| table.iter()).map(|reason| reason.name).collect();
     let mut problems = Vec::new();
-    for source in SOURCES {
+    for source in EVENT_SOURCES {
         for (path, text) in rust_files(&root.join(source))? {
             let unknown = written_reasons(&text).into_iter().filter(|name| !known.contains(name.as_str()));
             problems.extend(unknown.map(|name| format!("{path}: crates/api/src/reasons.rs has no {name}")));
@@ -95,7 +96,7 @@ mod tests {
 
     #[test]
     fn each_table_has_a_reason_once() {
-        for (name, reasons) in TABLES {
+        for (name, reasons) in REASON_TABLES {
             let names: BTreeSet<&str> = reasons.iter().map(|reason| reason.name).collect();
             assert_eq!(names.len(), reasons.len(), "{name}");
         }

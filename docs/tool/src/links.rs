@@ -12,18 +12,18 @@ const COMBINED_PAGES: [&str; 3] = ["print.html", "toc.html", "404.html"];
 
 /// A page: the IDs of its elements, and the targets of its links.
 #[derive(Debug, Default)]
-struct Page {
+struct LinkedPage {
     ids: BTreeSet<String>,
     links: BTreeSet<String>,
 }
 
 /// Returns the broken links of the site in a directory, each as a sentence.
-pub(crate) fn problems(site: &Path) -> Result<Vec<String>> {
+pub(crate) fn find_problems(site: &Path) -> Result<Vec<String>> {
     let mut files = BTreeSet::new();
-    walk(site, &mut files)?;
+    collect_files(site, &mut files)?;
     let mut pages = BTreeMap::new();
     for file in files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "html")) {
-        pages.insert(file.clone(), parse(&read(file)?));
+        pages.insert(file.clone(), parse_page(&read(file)?));
     }
     let mut problems = Vec::new();
     let combined =
@@ -31,7 +31,7 @@ pub(crate) fn problems(site: &Path) -> Result<Vec<String>> {
     for (file, page) in pages.iter().filter(|(file, _)| !combined(file)) {
         for link in page.links.iter().filter(|link| is_internal(link)) {
             let (path, anchor) = link.split_once('#').unwrap_or((link, ""));
-            let target = resolve(file, path);
+            let target = resolve_link(file, path);
             let name = file.strip_prefix(site).unwrap_or(file).display();
             if !files.contains(&target) {
                 problems.push(format!("{name}: the target of {link} does not exist"));
@@ -44,11 +44,11 @@ pub(crate) fn problems(site: &Path) -> Result<Vec<String>> {
 }
 
 /// Collects all files below a directory.
-fn walk(directory: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
+fn collect_files(directory: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
     for entry in std::fs::read_dir(directory).with_context(|| format!("failed to list {}", directory.display()))? {
         let path = entry?.path();
         if path.is_dir() {
-            walk(&path, files)?;
+            collect_files(&path, files)?;
         } else {
             files.insert(path);
         }
@@ -57,7 +57,7 @@ fn walk(directory: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> {
 }
 
 /// Reads the IDs and links of a page.
-fn parse(html: &str) -> Page {
+fn parse_page(html: &str) -> LinkedPage {
     let attributes = |name: &str| {
         let opening = format!(" {name}=\"");
         html.split(&opening)
@@ -68,7 +68,7 @@ fn parse(html: &str) -> Page {
     };
     let mut links = attributes("href");
     links.extend(attributes("src"));
-    Page { ids: attributes("id"), links }
+    LinkedPage { ids: attributes("id"), links }
 }
 
 fn is_internal(link: &str) -> bool {
@@ -77,7 +77,7 @@ fn is_internal(link: &str) -> bool {
 }
 
 /// Returns the file that a page's link refers to.
-fn resolve(page: &Path, link: &str) -> PathBuf {
+fn resolve_link(page: &Path, link: &str) -> PathBuf {
     if link.is_empty() {
         return page.to_owned();
     }
@@ -101,15 +101,16 @@ mod tests {
 
     #[test]
     fn ids_and_links_are_found() {
-        let page =
-            parse(r##"<h2 id="a"><a class="header" href="#a">A</a></h2><a href="b.html#c">B</a><img src="d.png">"##);
+        let page = parse_page(
+            r##"<h2 id="a"><a class="header" href="#a">A</a></h2><a href="b.html#c">B</a><img src="d.png">"##,
+        );
         assert_eq!(page.ids.iter().collect::<Vec<_>>(), ["a"]);
         assert_eq!(page.links.iter().collect::<Vec<_>>(), ["#a", "b.html#c", "d.png"]);
     }
 
     #[test]
     fn links_are_relative_to_their_page() {
-        let resolved = |link| resolve(Path::new("/site/how-to/a.html"), link);
+        let resolved = |link| resolve_link(Path::new("/site/how-to/a.html"), link);
         assert_eq!(resolved(""), Path::new("/site/how-to/a.html"));
         assert_eq!(resolved("../index.html"), Path::new("/site/index.html"));
         assert_eq!(resolved("b.html"), Path::new("/site/how-to/b.html"));

@@ -64,8 +64,10 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<()> {
     match command {
         Command::Generate { root, check } => generate(&root, check),
-        Command::Pages { root } => print_problems(&[pages::problems(&root)?, events::problems(&root)?].concat()),
-        Command::Links { site } => print_problems(&links::problems(&site)?),
+        Command::Pages { root } => {
+            print_problems(&[pages::find_problems(&root)?, events::find_problems(&root)?].concat())
+        }
+        Command::Links { site } => print_problems(&links::find_problems(&site)?),
     }
 }
 
@@ -74,12 +76,15 @@ fn generate(root: &Path, check: bool) -> Result<()> {
     let chart = root.join("charts/cleave");
     let written = |name: &str| read(&root.join("docs/reference").join(name));
     let pages = [
-        ("sharingpolicy.md", crd::page(&serde_json::to_value(SharingPolicy::crd())?)?),
-        ("gpunode.md", crd::page(&serde_json::to_value(GpuNode::crd())?)?),
-        ("cli.md", cli::page(&written("cli.md")?)?),
-        ("events.md", events::page(&written("events.md")?)?),
-        ("metrics.md", metrics::page(root, &written("metrics.md")?)?),
-        ("values.md", values::page(&read(&chart.join("values.yaml"))?, &read(&chart.join("values.schema.json"))?)?),
+        ("sharingpolicy.md", crd::render_page(&serde_json::to_value(SharingPolicy::crd())?)?),
+        ("gpunode.md", crd::render_page(&serde_json::to_value(GpuNode::crd())?)?),
+        ("cli.md", cli::render_page(&written("cli.md")?)?),
+        ("events.md", events::render_page(&written("events.md")?)?),
+        ("metrics.md", metrics::render_page(root, &written("metrics.md")?)?),
+        (
+            "values.md",
+            values::render_page(&read(&chart.join("values.yaml"))?, &read(&chart.join("values.schema.json"))?)?,
+        ),
     ];
     let mut outputs: Vec<(PathBuf, String)> =
         pages.into_iter().map(|(name, page)| (root.join("docs/reference").join(name), page)).collect();
@@ -114,24 +119,24 @@ fn print_problems(problems: &[String]) -> Result<()> {
 mod tests {
     use super::*;
 
-    fn root() -> PathBuf {
+    fn repository_root() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
     }
 
     #[test]
     fn the_committed_reference_pages_match_the_code() -> Result<()> {
-        generate(&root(), true)
+        generate(&repository_root(), true)
     }
 
     #[test]
     fn the_committed_pages_have_no_problems() -> Result<()> {
-        assert_eq!(pages::problems(&root())?, Vec::<String>::new());
+        assert_eq!(pages::find_problems(&repository_root())?, Vec::<String>::new());
         Ok(())
     }
 
     #[test]
     fn the_code_writes_no_reason_that_the_tables_lack() -> Result<()> {
-        assert_eq!(events::problems(&root())?, Vec::<String>::new());
+        assert_eq!(events::find_problems(&repository_root())?, Vec::<String>::new());
         Ok(())
     }
 }

@@ -12,7 +12,7 @@ use crate::blocks::{fill_generated_parts, table};
 use crate::file::read;
 
 /// Source files that register metrics.
-const SOURCES: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];
+const METRIC_SOURCES: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];
 /// Prefix of metrics that are registered without one.
 const PROCESS_PREFIX: &str = "process";
 
@@ -26,9 +26,9 @@ struct Metric {
 }
 
 /// Returns the page with a table for each prefix of metrics.
-pub(crate) fn page(root: &Path, page: &str) -> Result<String> {
+pub(crate) fn render_page(root: &Path, page: &str) -> Result<String> {
     let mut groups: BTreeMap<String, Vec<Metric>> = BTreeMap::new();
-    for source in SOURCES {
+    for source in METRIC_SOURCES {
         let file = syn::parse_file(&read(&root.join(source))?).with_context(|| format!("failed to parse {source}"))?;
         for (prefix, metric) in
             registered_metrics(&file).with_context(|| format!("failed to find metrics in {source}"))?
@@ -59,7 +59,7 @@ fn registered_metrics(file: &File) -> Result<Vec<(String, Metric)>> {
         })
         .collect();
     // The metrics of a struct that another struct registers have the prefix of that call.
-    let mut prefixes = Prefixes::default();
+    let mut prefixes = PrefixFinder::default();
     prefixes.visit_file(file);
     let mut metrics = Vec::new();
     for item in &file.items {
@@ -70,9 +70,9 @@ fn registered_metrics(file: &File) -> Result<Vec<(String, Metric)>> {
         let field =
             structs.values().flatten().find(|(_, ty)| matches!(ty, Type::Path(path) if path.path.is_ident(&name)));
         let prefix = field.and_then(|(field, _)| prefixes.0.get(field).cloned());
-        let mut calls = Calls { prefix: prefix.unwrap_or_default(), ..Calls::default() };
+        let mut calls = RegisterCallFinder { prefix: prefix.unwrap_or_default(), ..RegisterCallFinder::default() };
         calls.visit_item_impl(item);
-        for Call { prefix, name, help, field } in calls.found {
+        for RegisterCall { prefix, name, help, field } in calls.found {
             let (_, ty) =
                 fields.iter().find(|(known, _)| *known == field).with_context(|| format!("no field {field}"))?;
             let (kind, label) = metric_kind(ty).with_context(|| format!("{field} is not a metric"))?;
@@ -90,7 +90,7 @@ fn registered_metrics(file: &File) -> Result<Vec<(String, Metric)>> {
 
 /// A call `registry.register(name, help, metric)`.
 #[derive(Debug)]
-struct Call {
+struct RegisterCall {
     prefix: String,
     name: String,
     help: String,
@@ -99,14 +99,14 @@ struct Call {
 
 /// Finds the calls in a function, in order.
 #[derive(Debug, Default)]
-struct Calls {
+struct RegisterCallFinder {
     prefix: String,
     /// Values of string variables.
     strings: BTreeMap<String, String>,
-    found: Vec<Call>,
+    found: Vec<RegisterCall>,
 }
 
-impl Visit<'_> for Calls {
+impl Visit<'_> for RegisterCallFinder {
     fn visit_local(&mut self, local: &Local) {
         if let (Pat::Ident(name), Some(init)) = (&local.pat, &local.init) {
             if let Some(text) = string_literal(&init.expr) {
@@ -123,7 +123,7 @@ impl Visit<'_> for Calls {
         if let (true, [name, help, metric]) = (call.method == "register", arguments.as_slice()) {
             let help = string_literal(help).or_else(|| self.strings.get(&variable_name(help)?).cloned());
             if let (Some(name), Some(help), Some(field)) = (string_literal(name), help, cloned_field_name(metric)) {
-                self.found.push(Call { prefix: self.prefix.clone(), name, help, field });
+                self.found.push(RegisterCall { prefix: self.prefix.clone(), name, help, field });
             }
         }
         visit::visit_expr_method_call(self, call);
@@ -132,9 +132,9 @@ impl Visit<'_> for Calls {
 
 /// Finds `self.field.register(all.sub_registry_with_prefix(prefix))`: prefixes by field.
 #[derive(Debug, Default)]
-struct Prefixes(BTreeMap<String, String>);
+struct PrefixFinder(BTreeMap<String, String>);
 
-impl Visit<'_> for Prefixes {
+impl Visit<'_> for PrefixFinder {
     fn visit_expr_method_call(&mut self, call: &ExprMethodCall) {
         if let (true, Some(argument), 1) = (call.method == "register", call.args.first(), call.args.len())
             && let (Expr::Field(field), Some(prefix)) = (&*call.receiver, sub_registry_prefix(argument))

@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
-use cleave_docs_commands::blocks;
+use cleave_docs_commands::parse_blocks;
 
 use crate::code;
 use crate::file::read;
-use crate::text::COLUMNS;
+use crate::text::MAX_LINE_WIDTH;
 
 /// Directories with pages of the site.
 const PAGE_DIRECTORIES: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
@@ -19,7 +19,7 @@ const OTHER_PAGES: [&str; 6] =
 /// Pages outside of docs/contributing that name files and items of the code.
 const PAGES_WITH_CODE: [&str; 2] = ["CONTRIBUTING.md", "docs/explanation/architecture.md"];
 /// Returns the problems of the pages, each as a sentence.
-pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
+pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
     let mut problems = Vec::new();
     let summary = read(&root.join("docs/SUMMARY.md"))?;
     let mut pages: Vec<PathBuf> = OTHER_PAGES.iter().map(PathBuf::from).collect();
@@ -38,13 +38,14 @@ pub(crate) fn problems(root: &Path) -> Result<Vec<String>> {
     for page in &pages {
         let text = read(&root.join(page))?;
         let name = page.display();
-        problems
-            .extend(long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {COLUMNS} columns")));
+        problems.extend(
+            long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {MAX_LINE_WIDTH} columns")),
+        );
         if DIRECTORIES_WITH_COMMANDS.iter().any(|directory| page.starts_with(Path::new("docs").join(directory))) {
-            problems.extend(blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
+            problems.extend(parse_blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
         }
         if name.to_string().starts_with("docs/contributing/") || PAGES_WITH_CODE.contains(&name.to_string().as_str()) {
-            problems.extend(code::problems(root, &text).into_iter().map(|problem| format!("{name}:{problem}")));
+            problems.extend(code::find_problems(root, &text).into_iter().map(|problem| format!("{name}:{problem}")));
         }
         let directory = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
         let gone = links(&text).into_iter().filter(|link| !directory.join(link).exists());
@@ -61,7 +62,7 @@ fn long_lines(text: &str) -> Vec<usize> {
     for (index, line) in text.lines().enumerate() {
         if line.trim_start().starts_with("```") {
             in_code = !in_code;
-        } else if !in_code && !line.starts_with('|') && !is_address(line) && line.chars().count() > COLUMNS {
+        } else if !in_code && !line.starts_with('|') && !is_address(line) && line.chars().count() > MAX_LINE_WIDTH {
             long.push(index + 1);
         }
     }
@@ -86,7 +87,7 @@ mod tests {
 
     #[test]
     fn tables_and_code_may_be_long() {
-        let long = "x".repeat(COLUMNS + 1);
+        let long = "x".repeat(MAX_LINE_WIDTH + 1);
         let text = format!("| {long} |\n```\n{long}\n```\n{long}\n");
         assert_eq!(long_lines(&text), [5]);
         assert!(long_lines(&format!("[a]: {long}\n[a]({long})\n")).is_empty());

@@ -1,7 +1,7 @@
 //! Wraps Markdown text.
 
 /// Maximum number of columns of a line of Markdown.
-pub(crate) const COLUMNS: usize = 100;
+pub(crate) const MAX_LINE_WIDTH: usize = 100;
 
 /// Wraps a paragraph. The first line starts with `first`, every other line with `rest`. Code spans
 /// are not broken.
@@ -9,9 +9,9 @@ pub(crate) fn wrap(text: &str, first: &str, rest: &str) -> String {
     let mut lines = Vec::new();
     let mut line = first.to_owned();
     let mut empty = true;
-    for word in words(text) {
+    for word in split_words(text) {
         let width = line.chars().count() + usize::from(!empty) + word.chars().count();
-        if !empty && width > COLUMNS {
+        if !empty && width > MAX_LINE_WIDTH {
             lines.push(std::mem::replace(&mut line, rest.to_owned()));
             empty = true;
         }
@@ -31,7 +31,7 @@ pub(crate) fn list_item(text: &str) -> String {
 }
 
 /// Returns the words of a text. A code span is part of one word.
-fn words(text: &str) -> Vec<String> {
+fn split_words(text: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     let mut in_code = false;
     let mut open = false;
@@ -59,13 +59,13 @@ mod tests {
     fn long_text_is_wrapped_with_an_indentation() {
         let text = "word ".repeat(40);
         let wrapped = list_item(&text);
-        assert!(wrapped.lines().all(|line| line.len() <= COLUMNS), "{wrapped}");
+        assert!(wrapped.lines().all(|line| line.len() <= MAX_LINE_WIDTH), "{wrapped}");
         assert!(wrapped.starts_with("- word ") && wrapped.contains("\n  word "), "{wrapped}");
     }
 
     #[test]
     fn a_code_span_stays_on_one_line() {
-        let text = format!("{}`a b c` end", "x".repeat(COLUMNS - 4) + " ");
+        let text = format!("{}`a b c` end", "x".repeat(MAX_LINE_WIDTH - 4) + " ");
         assert!(wrap(&text, "", "").contains("\n`a b c` end"));
     }
 }

@@ -10,13 +10,13 @@ use serde_json::Value;
 use crate::text::{list_item, wrap};
 
 /// Returns the page of a chart's values.
-pub(crate) fn page(values: &str, schema: &str) -> Result<String> {
+pub(crate) fn render_page(values: &str, schema: &str) -> Result<String> {
     let schema: Value = serde_json::from_str(schema).context("values.schema.json is not JSON")?;
     let mut out = String::from(
         "# Chart values\n\n<!-- Generated from charts/cleave/values.yaml by `make docs`. Do not edit. -->\n\n\
          Values of the Helm chart `charts/cleave`, with their defaults. The chart refuses other values.\n",
     );
-    let keys = keys(values, &schema)?;
+    let keys = chart_values(values, &schema)?;
     out.push_str("\n## General\n\n");
     for key in keys.iter().filter(|key| key.path.len() == 1 && !key.is_section) {
         write_entry(&mut out, key);
@@ -37,7 +37,7 @@ pub(crate) fn page(values: &str, schema: &str) -> Result<String> {
 
 /// A key of the file.
 #[derive(Debug)]
-struct Key {
+struct ChartValue {
     path: Vec<String>,
     comment: Vec<String>,
     is_section: bool,
@@ -46,8 +46,8 @@ struct Key {
 }
 
 /// Returns all keys that the schema describes, in the file's order.
-fn keys(values: &str, schema: &Value) -> Result<Vec<Key>> {
-    let mut keys: Vec<Key> = Vec::new();
+fn chart_values(values: &str, schema: &Value) -> Result<Vec<ChartValue>> {
+    let mut keys: Vec<ChartValue> = Vec::new();
     let mut comment: Vec<String> = Vec::new();
     let mut path: Vec<(usize, String)> = Vec::new();
     let mut leaf: Option<usize> = None;
@@ -82,13 +82,13 @@ fn keys(values: &str, schema: &Value) -> Result<Vec<Key>> {
         if !is_section {
             leaf = Some(indent);
         }
-        keys.push(Key { path, comment: std::mem::take(&mut comment), is_section, default });
+        keys.push(ChartValue { path, comment: std::mem::take(&mut comment), is_section, default });
     }
     Ok(keys)
 }
 
 /// Writes the list item of one value.
-fn write_entry(out: &mut String, key: &Key) {
+fn write_entry(out: &mut String, key: &ChartValue) {
     let mut head = format!("`{}`", key.path.join("."));
     let block = match key.default.as_slice() {
         [line] if !line.starts_with(' ') => {
@@ -99,15 +99,15 @@ fn write_entry(out: &mut String, key: &Key) {
         lines => lines,
     };
     let mut parts = parse_comment(&key.comment).into_iter().peekable();
-    if let Some(Part::Text(text)) = parts.peek() {
+    if let Some(CommentPart::Text(text)) = parts.peek() {
         let _ = write!(head, ": {text}");
         parts.next();
     }
     out.push_str(&list_item(&head));
     for part in parts {
         match part {
-            Part::Choice(choice) => out.push_str(&wrap(&choice, "  - ", "    ")),
-            Part::Text(text) => {
+            CommentPart::Choice(choice) => out.push_str(&wrap(&choice, "  - ", "    ")),
+            CommentPart::Text(text) => {
                 out.push('\n');
                 out.push_str(&wrap(&text, "  ", "  "));
             }
@@ -128,11 +128,11 @@ fn write_comment(out: &mut String, lines: &[String]) {
     let mut in_list = false;
     for part in parse_comment(lines) {
         match part {
-            Part::Choice(choice) => {
+            CommentPart::Choice(choice) => {
                 out.push_str(&list_item(&choice));
                 in_list = true;
             }
-            Part::Text(text) => {
+            CommentPart::Text(text) => {
                 if std::mem::take(&mut in_list) {
                     out.push('\n');
                 }
@@ -147,7 +147,7 @@ fn write_comment(out: &mut String, lines: &[String]) {
 }
 
 /// A part of a comment.
-enum Part {
+enum CommentPart {
     /// A paragraph.
     Text(String),
     /// An indented line, `word   what it means`.
@@ -155,20 +155,20 @@ enum Part {
 }
 
 /// Returns the parts of a comment, in order.
-fn parse_comment(lines: &[String]) -> Vec<Part> {
+fn parse_comment(lines: &[String]) -> Vec<CommentPart> {
     let mut parts = Vec::new();
     for line in lines {
         let words = line.split_whitespace().collect::<Vec<_>>().join(" ");
         if line.starts_with("  ") {
-            parts.push(Part::Choice(match line.trim().split_once("  ") {
+            parts.push(CommentPart::Choice(match line.trim().split_once("  ") {
                 Some((word, meaning)) => format!("`{word}`: {}", meaning.trim()),
                 None => words,
             }));
-        } else if let Some(Part::Text(text)) = parts.last_mut() {
+        } else if let Some(CommentPart::Text(text)) = parts.last_mut() {
             text.push(' ');
             text.push_str(&words);
         } else {
-            parts.push(Part::Text(words));
+            parts.push(CommentPart::Text(words));
         }
     }
     parts
@@ -184,7 +184,7 @@ mod tests {
     #[test]
     fn values_sections_and_choices_are_listed() {
         let values = "# A file.\n# A name.\nname: \"\"\n\n# The agent.\nagent:\n  # What it does:\n  #   on   it runs\n  # Or not.\n  mode: on\n  selector:\n    a: b\n";
-        let page = page(values, SCHEMA).unwrap_or_default();
+        let page = render_page(values, SCHEMA).unwrap_or_default();
         for part in [
             "## General\n\n- `name` (`\"\"`): A name.\n",
             "## agent\n\nThe agent.\n\n",
@@ -197,6 +197,6 @@ mod tests {
 
     #[test]
     fn a_line_that_is_no_key_is_an_error() {
-        assert!(page("- a\n", SCHEMA).is_err());
+        assert!(render_page("- a\n", SCHEMA).is_err());
     }
 }

@@ -14,7 +14,7 @@ const MAX_KEPT_SAMPLES: usize = 200;
 
 /// The limit of a run.
 #[derive(Debug, Clone, Copy)]
-pub enum Budget {
+pub enum RunLimit {
     /// Ends the run after this many inputs. The inputs depend only on the seed.
     Inputs(u64),
     /// Ends the run after this time.
@@ -32,7 +32,7 @@ pub struct Progress {
 
 impl Progress {
     /// Counts one input.
-    fn count(&mut self, seen: ReadResult) {
+    fn count_input(&mut self, seen: ReadResult) {
         self.inputs += 1;
         self.read += u64::from(seen == ReadResult::Read);
     }
@@ -66,14 +66,14 @@ pub fn read_corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
 ///
 /// # Panics
 /// If an input fails, after it was printed and kept.
-pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&Progress)) -> io::Result<Progress> {
+pub fn fuzz(target: &Target, seed: u64, budget: RunLimit, mut report: impl FnMut(&Progress)) -> io::Result<Progress> {
     let started = Instant::now();
     let mut reported = started;
     let mut progress = Progress::default();
     let mut samples = (target.samples)();
     samples.extend(read_corpus(target)?.into_iter().map(|(_, bytes)| bytes));
     for sample in &samples {
-        progress.count(guard::run(target, sample));
+        progress.count_input(guard::run(target, sample));
     }
     let first = samples.len();
     // The seed also depends on the target's name, so that a target's inputs do not depend on the
@@ -81,8 +81,8 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&
     let mut rng = Rng::with_seed(target.name.bytes().fold(seed, |seed, byte| seed.rotate_left(5) ^ u64::from(byte)));
     loop {
         let done = match budget {
-            Budget::Inputs(most) => progress.inputs >= most,
-            Budget::Time(most) => started.elapsed() >= most,
+            RunLimit::Inputs(most) => progress.inputs >= most,
+            RunLimit::Time(most) => started.elapsed() >= most,
         };
         if done {
             return Ok(progress);
@@ -93,7 +93,7 @@ pub fn fuzz(target: &Target, seed: u64, budget: Budget, mut report: impl FnMut(&
             _ => Vec::new(),
         };
         let seen = guard::run(target, &input);
-        progress.count(seen);
+        progress.count_input(seen);
         // Some valid inputs become samples, so that mutations accumulate. Long inputs do not,
         // because they are slow.
         if seen == ReadResult::Read && rng.u8(..8) == 0 && input.len() < 8192 {

@@ -13,7 +13,7 @@ use crate::{ReadResult, Target};
 
 /// Time limit of one input. The limit is high, because the build may be unoptimized and the machine
 /// busy.
-const TIME_LIMIT: Duration = Duration::from_secs(20);
+const TIME_LIMIT_PER_INPUT: Duration = Duration::from_secs(20);
 /// Memory limit of the whole program, in bytes.
 const MEMORY_LIMIT_BYTES: u64 = 2 << 30;
 /// Interval between checks of both limits.
@@ -22,17 +22,17 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 const MAX_PRINTED_BYTES: usize = 512;
 
 /// The target and input that a thread runs.
-struct Running {
+struct RunningTarget {
     target: &'static str,
     input: Vec<u8>,
     since: Instant,
 }
 
-static RUNNING: Mutex<Option<HashMap<ThreadId, Running>>> = Mutex::new(None);
+static RUNNING: Mutex<Option<HashMap<ThreadId, RunningTarget>>> = Mutex::new(None);
 
 /// Locks the running targets. Ignores poisoning: a panic under the lock leaves the map valid, and
 /// the panic hook of the same thread reports it.
-fn lock_running() -> MutexGuard<'static, Option<HashMap<ThreadId, Running>>> {
+fn lock_running() -> MutexGuard<'static, Option<HashMap<ThreadId, RunningTarget>>> {
     RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -44,7 +44,7 @@ pub fn run(target: &Target, input: &[u8]) -> ReadResult {
     static WATCH: Once = Once::new();
     WATCH.call_once(watch_running_targets);
     let thread = thread::current().id();
-    let now = Running { target: target.name, input: input.to_vec(), since: Instant::now() };
+    let now = RunningTarget { target: target.name, input: input.to_vec(), since: Instant::now() };
     lock_running().get_or_insert_default().insert(thread, now);
     let seen = (target.run)(input);
     lock_running().get_or_insert_default().remove(&thread);
@@ -90,7 +90,7 @@ fn watch_running_targets() {
     std::panic::set_hook(Box::new(move |panic| {
         before(panic);
         let failed = lock_running().as_mut().and_then(|all| all.remove(&thread::current().id()));
-        if let Some(Running { target, input, .. }) = failed {
+        if let Some(RunningTarget { target, input, .. }) = failed {
             eprintln!("{}", failure_message(target, &input, "the target panicked"));
         }
     }));
@@ -106,9 +106,13 @@ fn watch_running_targets() {
                 })
                 .collect()
             } else {
-                let late = all.filter(|one| one.since.elapsed() > TIME_LIMIT);
+                let late = all.filter(|one| one.since.elapsed() > TIME_LIMIT_PER_INPUT);
                 late.map(|one| {
-                    failure_message(one.target, &one.input, &format!("the input takes more than {TIME_LIMIT:?}"))
+                    failure_message(
+                        one.target,
+                        &one.input,
+                        &format!("the input takes more than {TIME_LIMIT_PER_INPUT:?}"),
+                    )
                 })
                 .collect()
             };
@@ -133,12 +137,12 @@ fn resident_bytes() -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mutate::Shape;
+    use crate::mutate::InputShape;
 
     const FAILING_TARGET: Target = Target {
         name: "of_a_test",
         what: "",
-        shape: Shape::Bytes,
+        shape: InputShape::Bytes,
         words: &[],
         samples: Vec::new,
         inputs: 0,

@@ -23,7 +23,7 @@ pub mod targets;
 
 pub use targets::{all_targets, target_named};
 
-use crate::mutate::Shape;
+use crate::mutate::InputShape;
 
 /// Whether a target could read its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,7 +42,7 @@ pub struct Target {
     /// Human-readable description of the input and its sender.
     pub what: &'static str,
     /// Format of the input.
-    pub shape: Shape,
+    pub shape: InputShape,
     /// Words of the format, which mutations insert.
     pub words: &'static [&'static str],
     /// Valid inputs.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use clap::Parser;
-use cleave_fuzz::engine::{Budget, fuzz};
+use cleave_fuzz::engine::{RunLimit, fuzz};
 use cleave_fuzz::{Target, all_targets, guard, target_named};
 
 /// Run fuzz targets, which read input from outside Cleave.
@@ -60,7 +60,7 @@ fn main() -> Result<()> {
     let each = Duration::from_secs(args.seconds).checked_div(u32::try_from(chosen.len())?).unwrap_or_default();
     for target in chosen {
         let mut seconds = 0_u64;
-        let progress = fuzz(target, seed, Budget::Time(each), |progress| {
+        let progress = fuzz(target, seed, RunLimit::Time(each), |progress| {
             seconds += 1;
             if seconds.is_multiple_of(10) {
                 println!(

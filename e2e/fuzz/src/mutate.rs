@@ -7,7 +7,7 @@ pub const MAX_INPUT_BYTES: usize = 64 << 10;
 
 /// Format of an input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shape {
+pub enum InputShape {
     /// Bytes or text.
     Bytes,
     /// One JSON document.
@@ -68,12 +68,12 @@ const SPECIAL_TEXTS: &[&str] = &[
 ];
 
 /// Returns a mutation of `sample`. Some mutations take a part of `other`.
-pub fn mutated_input(shape: Shape, words: &[&str], sample: &[u8], other: &[u8], rng: &mut Rng) -> Vec<u8> {
+pub fn mutated_input(shape: InputShape, words: &[&str], sample: &[u8], other: &[u8], rng: &mut Rng) -> Vec<u8> {
     let changes = 1 + rng.usize(..4) * rng.usize(..3);
     let mut input = None;
     // One document in eight is mutated as text. Only text can have duplicate keys, numbers that are
     // too large, and truncated strings.
-    if shape == Shape::Json
+    if shape == InputShape::Json
         && rng.u8(..8) > 0
         && let Ok(mut tree) = serde_json::from_slice::<Value>(sample)
     {
@@ -130,7 +130,7 @@ fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng
         3 => bytes.iter_mut().skip(range.start).take(1).for_each(|byte| *byte = rng.u8(..)),
         4 => {
             let copied = bytes.get(range.clone()).unwrap_or_default().repeat(1 << rng.u32(..6));
-            insert(bytes, range.end, &copied);
+            insert_bytes(bytes, range.end, &copied);
         }
         5 => {
             let from = random_range(other.len(), rng);
@@ -151,13 +151,13 @@ fn change_bytes(bytes: &mut Vec<u8>, other: &[u8], words: &[&str], rng: &mut Rng
             drop(bytes.splice(start..end, number.bytes()));
         }
         8 => drop(bytes.splice(range, random_text(words, rng).into_bytes())),
-        _ => insert(bytes, range.start, &random_text(words, rng).into_bytes()),
+        _ => insert_bytes(bytes, range.start, &random_text(words, rng).into_bytes()),
     }
     bytes.truncate(MAX_INPUT_BYTES);
 }
 
 /// Inserts bytes at a position.
-fn insert(bytes: &mut Vec<u8>, at: usize, what: &[u8]) {
+fn insert_bytes(bytes: &mut Vec<u8>, at: usize, what: &[u8]) {
     drop(bytes.splice(at..at, what.iter().copied()));
 }
 
@@ -306,14 +306,14 @@ mod tests {
 
     const SAMPLE: &[u8] = br#"{"a": [1, {"b": "c"}], "d": null}"#;
 
-    fn random_inputs(shape: Shape, seed: u64) -> Vec<Vec<u8>> {
+    fn random_inputs(shape: InputShape, seed: u64) -> Vec<Vec<u8>> {
         let mut rng = Rng::with_seed(seed);
         (0..2000).map(|_| mutated_input(shape, &["word"], SAMPLE, b"[2,\"other\"]", &mut rng)).collect()
     }
 
     #[test]
     fn inputs_depend_only_on_the_seed() {
-        for shape in [Shape::Bytes, Shape::Json] {
+        for shape in [InputShape::Bytes, InputShape::Json] {
             assert_eq!(random_inputs(shape, 1), random_inputs(shape, 1));
             assert_ne!(random_inputs(shape, 1), random_inputs(shape, 2));
         }
@@ -321,7 +321,7 @@ mod tests {
 
     #[test]
     fn most_mutated_documents_are_valid_and_some_contain_words_or_parts_of_other_documents() {
-        let all = random_inputs(Shape::Json, 7);
+        let all = random_inputs(InputShape::Json, 7);
         let documents: Vec<Value> = all.iter().filter_map(|input| serde_json::from_slice(input).ok()).collect();
         assert!((1200..2000).contains(&documents.len()), "{}", documents.len());
         for part in ["other", "word", "18446744073709551615", "[[[["] {
@@ -337,7 +337,7 @@ mod tests {
         let mut rng = Rng::with_seed(3);
         let mut input = Vec::new();
         for round in 0..3000 {
-            let shape = if round % 2 == 0 { Shape::Bytes } else { Shape::Json };
+            let shape = if round % 2 == 0 { InputShape::Bytes } else { InputShape::Json };
             let other = std::mem::take(&mut input);
             input = mutated_input(shape, &[], if round % 50 == 0 { b"" } else { &other }, &other, &mut rng);
             assert!(input.len() <= MAX_INPUT_BYTES);

@@ -1,7 +1,7 @@
 //! Tests each target with a fixed number of inputs, which are the same in every run.
 use std::io;
 
-use cleave_fuzz::engine::{Budget, fuzz, read_corpus};
+use cleave_fuzz::engine::{RunLimit, fuzz, read_corpus};
 use cleave_fuzz::{ReadResult, all_targets, guard, target_named};
 
 const SEED: u64 = 1;
@@ -17,7 +17,7 @@ fn run_target(name: &str) -> io::Result<()> {
             String::from_utf8_lossy(&sample)
         );
     }
-    let progress = fuzz(target, SEED, Budget::Inputs(target.inputs.into()), |_| ())?;
+    let progress = fuzz(target, SEED, RunLimit::Inputs(target.inputs.into()), |_| ())?;
     // Mutations find nothing if almost none or almost all of them are valid.
     assert!(
         (5..100).contains(&progress.read_percent()),

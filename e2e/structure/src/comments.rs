@@ -2,7 +2,7 @@
 use crate::model::{Finding, Sources};
 
 /// Maximum number of characters in a line of a comment, including its indentation.
-const MAX_WIDTH: usize = 100;
+const MAX_COMMENT_WIDTH: usize = 100;
 
 /// Start of a comment in Rust and Go.
 const SLASH_MARKER: &str = "//";
@@ -10,7 +10,7 @@ const SLASH_MARKER: &str = "//";
 const HASH_MARKER: &str = "#";
 
 /// Returns the files with comments over 100 characters wide, each with the number of such lines.
-pub fn findings(sources: &Sources) -> Vec<Finding> {
+pub fn wide_comments(sources: &Sources) -> Vec<Finding> {
     let mut found: Vec<Finding> = sources
         .files
         .iter()
@@ -26,8 +26,10 @@ fn find_wide_comments(path: &str, text: &str) -> Option<Finding> {
     let locations: Vec<String> = text
         .lines()
         .enumerate()
-        .filter(|(_, line)| line.chars().count() > MAX_WIDTH && is_prose(line, marker))
-        .map(|(at, line)| format!("{path}:{}: {} characters, at most {MAX_WIDTH}", at + 1, line.chars().count()))
+        .filter(|(_, line)| line.chars().count() > MAX_COMMENT_WIDTH && is_prose(line, marker))
+        .map(|(at, line)| {
+            format!("{path}:{}: {} characters, at most {MAX_COMMENT_WIDTH}", at + 1, line.chars().count())
+        })
         .collect();
     (!locations.is_empty()).then(|| Finding { what: format!("wide-comment {path} {}", locations.len()), locations })
 }

@@ -2,11 +2,11 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::model::Finding;
-use crate::modules::Tree;
+use crate::modules::ModuleTree;
 use crate::uses::Uses;
 
 /// Finds the cycles of a crate. Each use that is part of a cycle is in at least one of them.
-pub fn findings(name: &str, tree: &Tree, uses: &Uses) -> Vec<Finding> {
+pub fn module_cycles(name: &str, tree: &ModuleTree, uses: &Uses) -> Vec<Finding> {
     let finding = |cycle: &Vec<usize>| {
         let steps = || cycle.iter().zip(cycle.iter().cycle().skip(1));
         let modules: Vec<&str> =

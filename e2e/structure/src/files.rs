@@ -19,7 +19,7 @@ const IGNORED_DIRECTORIES: [&str; 3] = [".git", ".gpu", "target"];
 
 /// Reads the Rust files of every member of the workspace at `root`, finds the members' libraries
 /// and programs, and reads all other files with comments.
-pub fn read(root: &Path) -> Result<Sources> {
+pub fn read_sources(root: &Path) -> Result<Sources> {
     let mut sources = Sources::default();
     let mut members = workspace_members(&read_text(&root.join("Cargo.toml"))?);
     members.sort();
@@ -31,7 +31,7 @@ pub fn read(root: &Path) -> Result<Sources> {
         for code in CODE_DIRECTORIES {
             let path = root.join(&member).join(code);
             if path.is_dir() {
-                walk(&path, &format!("{directory}{code}/"), &mut |path, file| {
+                visit_files(&path, &format!("{directory}{code}/"), &mut |path, file| {
                     if file.extension().is_some_and(|extension| extension == "rs") {
                         sources.files.insert(path, read_text(file)?);
                     }
@@ -55,7 +55,7 @@ pub fn read(root: &Path) -> Result<Sources> {
         }
     }
     let Sources { files, other_files, .. } = &mut sources;
-    walk(root, "", &mut |path, file| {
+    visit_files(root, "", &mut |path, file| {
         if files.contains_key(&path) {
             return Ok(());
         }
@@ -71,14 +71,14 @@ pub fn read(root: &Path) -> Result<Sources> {
 
 /// Calls `visit` with the path of each file in the repository and on this machine. `prefix` is the
 /// path of `directory` in the repository: empty, or ending in `/`. Symbolic links are not followed.
-fn walk(directory: &Path, prefix: &str, visit: &mut impl FnMut(String, &Path) -> Result<()>) -> Result<()> {
+fn visit_files(directory: &Path, prefix: &str, visit: &mut impl FnMut(String, &Path) -> Result<()>) -> Result<()> {
     let failed = || format!("failed to read {}", directory.display());
     for entry in fs::read_dir(directory).with_context(failed)? {
         let entry = entry.with_context(failed)?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let kind = entry.file_type().with_context(failed)?;
         if kind.is_dir() && !IGNORED_DIRECTORIES.contains(&name.as_str()) {
-            walk(&entry.path(), &format!("{prefix}{name}/"), visit)?;
+            visit_files(&entry.path(), &format!("{prefix}{name}/"), visit)?;
         } else if kind.is_file() {
             visit(format!("{prefix}{name}"), &entry.path())?;
         }

@@ -1,7 +1,7 @@
 //! The list of known findings.
 use crate::model::Finding;
 
-const HEADER: &str = "\
+const LIST_HEADER: &str = "\
 # Known cycles, long files, long functions and, by file, numbers of wide comments. `cargo test -p
 # cleave-structure` fails for a finding that is not listed, and for a line without a finding.
 # `cargo run -p cleave-structure -- --write` writes this file.
@@ -10,7 +10,7 @@ const HEADER: &str = "\
 /// Formats the list that allows exactly `findings`.
 pub fn format_list(findings: &[Finding]) -> String {
     let lines = findings.iter().map(|finding| format!("{}\n", finding.what));
-    HEADER.chars().chain(lines.collect::<String>().chars()).collect()
+    LIST_HEADER.chars().chain(lines.collect::<String>().chars()).collect()
 }
 
 /// The differences between findings and the list.

@@ -31,13 +31,13 @@ pub fn long_functions(sources: &Sources, parsed: &Parsed) -> Vec<Finding> {
     let mut found = Vec::new();
     for (path, file) in parsed {
         let lines = sources.files.get(path).map(|text| text.lines().map(str::trim).collect()).unwrap_or_default();
-        let mut functions = Functions { path, lines, owner: None, found: &mut found };
+        let mut functions = FunctionVisitor { path, lines, owner: None, found: &mut found };
         functions.visit_file(file);
     }
     found
 }
 
-struct Functions<'a> {
+struct FunctionVisitor<'a> {
     path: &'a str,
     lines: Vec<&'a str>,
     /// The type or trait that the function belongs to.
@@ -45,7 +45,7 @@ struct Functions<'a> {
     found: &'a mut Vec<Finding>,
 }
 
-impl Functions<'_> {
+impl FunctionVisitor<'_> {
     fn check_function(&mut self, attributes: &[Attribute], signature: &Signature, block: &Block) {
         let first = signature.fn_token.span.start().line;
         let lines = block.brace_token.span.close().end().line + 1 - first;
@@ -77,7 +77,7 @@ impl Functions<'_> {
     }
 }
 
-impl<'ast> Visit<'ast> for Functions<'_> {
+impl<'ast> Visit<'ast> for FunctionVisitor<'_> {
     fn visit_item_fn(&mut self, item: &'ast ItemFn) {
         self.check_function(&item.attrs, &item.sig, &item.block);
         visit::visit_item_fn(self, item);

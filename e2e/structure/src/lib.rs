@@ -36,11 +36,11 @@ pub fn check(sources: &Sources) -> Result<Vec<Finding>, parse::Error> {
     let parsed = parse::parse(sources)?;
     let mut findings = Vec::new();
     for a_crate in &sources.crates {
-        let tree = modules::read(&parsed, &a_crate.root)?;
-        findings.extend(cycles::findings(&a_crate.name, &tree, &uses::uses_between_files(&tree)));
+        let tree = modules::read_modules(&parsed, &a_crate.root)?;
+        findings.extend(cycles::module_cycles(&a_crate.name, &tree, &uses::uses_between_files(&tree)));
     }
     findings.extend(length::long_files(sources));
     findings.extend(length::long_functions(sources, &parsed));
-    findings.extend(comments::findings(sources));
+    findings.extend(comments::wide_comments(sources));
     Ok(findings)
 }

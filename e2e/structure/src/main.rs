@@ -30,7 +30,7 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<()> {
-    let findings = check(&files::read(&options.root)?)?;
+    let findings = check(&files::read_sources(&options.root)?)?;
     for finding in &findings {
         println!("{}", finding.what);
         for place in &finding.locations {

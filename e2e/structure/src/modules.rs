@@ -11,10 +11,10 @@ use crate::tokens;
 
 /// The modules of one crate. The first is the crate's root.
 #[derive(Debug, Default)]
-pub struct Tree {
+pub struct ModuleTree {
     pub(crate) modules: Vec<Module>,
     pub(crate) imports: Vec<Import>,
-    pub(crate) mentions: Vec<Mention>,
+    pub(crate) mentions: Vec<PathMention>,
     pub(crate) files: Vec<SourceFile>,
 }
 
@@ -31,7 +31,7 @@ pub(crate) struct SourceFile {
 pub(crate) struct Module {
     pub(crate) file: usize,
     pub(crate) parent: Option<usize>,
-    pub(crate) names: BTreeMap<String, Vec<Name>>,
+    pub(crate) names: BTreeMap<String, Vec<ItemName>>,
     /// Indices of imports that end in `*`.
     pub(crate) globs: Vec<usize>,
     /// Lower-case names that patterns bind. A variable with such a name is not a use of an item.
@@ -40,7 +40,7 @@ pub(crate) struct Module {
 
 /// The kind of a name in a module.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Name {
+pub(crate) enum ItemName {
     /// A child module.
     Module(usize),
     /// A type, trait or macro defined here.
@@ -64,16 +64,16 @@ pub(crate) struct Import {
 
 /// A path in code.
 #[derive(Debug)]
-pub(crate) struct Mention {
+pub(crate) struct PathMention {
     pub(crate) module: usize,
     pub(crate) path: Vec<String>,
     pub(crate) line: usize,
 }
 
 /// Reads the crate whose root file is `root`.
-pub fn read(parsed: &Parsed, root: &str) -> Result<Tree, Error> {
+pub fn read_modules(parsed: &Parsed, root: &str) -> Result<ModuleTree, Error> {
     let file = parsed.get(root).ok_or_else(|| Error::NoRoot(root.to_owned()))?;
-    let mut reader = TreeReader { parsed, tree: Tree::default(), error: None };
+    let mut reader = TreeReader { parsed, tree: ModuleTree::default(), error: None };
     let module = reader.add_file(root, "crate".to_owned(), None);
     let (directory, _) = split_path(root);
     reader.read_file(file, module, directory);
@@ -85,7 +85,7 @@ pub fn read(parsed: &Parsed, root: &str) -> Result<Tree, Error> {
 
 struct TreeReader<'a> {
     parsed: &'a Parsed,
-    tree: Tree,
+    tree: ModuleTree,
     /// The first error found in the crate.
     error: Option<Error>,
 }
@@ -109,12 +109,12 @@ impl TreeReader<'_> {
 
     /// Reads a file of a module. `directory` contains the files of the module's children.
     fn read_file(&mut self, file: &File, module: usize, directory: &str) {
-        Visitor { reader: self, module, directory: directory.to_owned(), blocks: 0 }.visit_file(file);
+        ModuleVisitor { reader: self, module, directory: directory.to_owned(), blocks: 0 }.visit_file(file);
     }
 }
 
 /// Walks the code of one module of one file.
-struct Visitor<'r, 'a> {
+struct ModuleVisitor<'r, 'a> {
     reader: &'r mut TreeReader<'a>,
     module: usize,
     directory: String,
@@ -122,23 +122,23 @@ struct Visitor<'r, 'a> {
     blocks: usize,
 }
 
-impl Visitor<'_, '_> {
+impl ModuleVisitor<'_, '_> {
     fn current_module(&mut self) -> &mut Module {
         &mut self.reader.tree.modules[self.module]
     }
 
-    fn define(&mut self, ident: &syn::Ident, name: Name) {
+    fn define(&mut self, ident: &syn::Ident, name: ItemName) {
         if self.blocks == 0 {
             self.current_module().names.entry(ident.to_string()).or_default().push(name);
         }
     }
 
     fn add_mention(&mut self, path: Vec<String>, line: usize) {
-        self.reader.tree.mentions.push(Mention { module: self.module, path, line });
+        self.reader.tree.mentions.push(PathMention { module: self.module, path, line });
     }
 
     fn add_mentions_in_tokens(&mut self, tokens: TokenStream) {
-        for (path, line) in tokens::paths(tokens) {
+        for (path, line) in tokens::mentioned_paths(tokens) {
             self.add_mention(path, line);
         }
     }
@@ -146,9 +146,9 @@ impl Visitor<'_, '_> {
     fn read_inline_module(&mut self, item: &ItemMod, items: &[Item]) {
         let file = self.current_module().file;
         let module = self.reader.add_module(file, Some(self.module));
-        self.define(&item.ident, Name::Module(module));
+        self.define(&item.ident, ItemName::Module(module));
         let directory = format!("{}/{}", self.directory, item.ident);
-        let mut inner = Visitor { reader: &mut *self.reader, module, directory, blocks: 0 };
+        let mut inner = ModuleVisitor { reader: &mut *self.reader, module, directory, blocks: 0 };
         for item in items {
             inner.visit_item(item);
         }
@@ -183,29 +183,29 @@ impl Visitor<'_, '_> {
         }
         let label = if declaring.module == "crate" { name } else { format!("{}::{name}", declaring.module) };
         let module = self.reader.add_file(&path, label, Some(self.module));
-        self.define(&item.ident, Name::Module(module));
+        self.define(&item.ident, ItemName::Module(module));
         self.reader.read_file(file, module, &children);
     }
 }
 
-impl<'ast> Visit<'ast> for Visitor<'_, '_> {
+impl<'ast> Visit<'ast> for ModuleVisitor<'_, '_> {
     fn visit_item(&mut self, item: &'ast Item) {
         if is_only_for_tests(attributes(item)) {
             return;
         }
         match item {
-            Item::Const(item) => self.define(&item.ident, Name::Value),
-            Item::Fn(item) => self.define(&item.sig.ident, Name::Value),
-            Item::Static(item) => self.define(&item.ident, Name::Value),
-            Item::Enum(item) => self.define(&item.ident, Name::Type),
-            Item::Struct(item) => self.define(&item.ident, Name::Type),
-            Item::Trait(item) => self.define(&item.ident, Name::Type),
-            Item::TraitAlias(item) => self.define(&item.ident, Name::Type),
-            Item::Type(item) => self.define(&item.ident, Name::Type),
-            Item::Union(item) => self.define(&item.ident, Name::Type),
+            Item::Const(item) => self.define(&item.ident, ItemName::Value),
+            Item::Fn(item) => self.define(&item.sig.ident, ItemName::Value),
+            Item::Static(item) => self.define(&item.ident, ItemName::Value),
+            Item::Enum(item) => self.define(&item.ident, ItemName::Type),
+            Item::Struct(item) => self.define(&item.ident, ItemName::Type),
+            Item::Trait(item) => self.define(&item.ident, ItemName::Type),
+            Item::TraitAlias(item) => self.define(&item.ident, ItemName::Type),
+            Item::Type(item) => self.define(&item.ident, ItemName::Type),
+            Item::Union(item) => self.define(&item.ident, ItemName::Type),
             Item::Macro(item) => {
                 if let Some(ident) = &item.ident {
-                    self.define(ident, Name::Type);
+                    self.define(ident, ItemName::Type);
                 }
             }
             _ => {}
@@ -239,12 +239,12 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
         let mut names = Vec::new();
         flatten_use_tree(&item.tree, &mut Vec::new(), &mut names);
         let exported = !matches!(&item.vis, Visibility::Inherited);
-        for Imported { path, name, line } in names {
+        for ImportedName { path, name, line } in names {
             let import = self.reader.tree.imports.len();
             let glob = name.is_none();
             self.reader.tree.imports.push(Import { module: self.module, path, glob, exported, line });
             match name {
-                Some(name) => self.current_module().names.entry(name).or_default().push(Name::Import(import)),
+                Some(name) => self.current_module().names.entry(name).or_default().push(ItemName::Import(import)),
                 None => self.current_module().globs.push(import),
             }
         }
@@ -295,14 +295,14 @@ impl<'ast> Visit<'ast> for Visitor<'_, '_> {
 }
 
 /// One name that a `use` item imports.
-struct Imported {
+struct ImportedName {
     path: Vec<String>,
     /// The imported name; `None` for `*`.
     name: Option<String>,
     line: usize,
 }
 
-fn flatten_use_tree(tree: &UseTree, prefix: &mut Vec<String>, names: &mut Vec<Imported>) {
+fn flatten_use_tree(tree: &UseTree, prefix: &mut Vec<String>, names: &mut Vec<ImportedName>) {
     let line = tree.span().start().line;
     let with = |prefix: &[String], last: &syn::Ident| {
         let mut path = prefix.to_vec();
@@ -321,13 +321,13 @@ fn flatten_use_tree(tree: &UseTree, prefix: &mut Vec<String>, names: &mut Vec<Im
         UseTree::Name(tree) => {
             let path = with(prefix, &tree.ident);
             let name = path.last().cloned();
-            names.push(Imported { path, name, line });
+            names.push(ImportedName { path, name, line });
         }
         UseTree::Rename(tree) => {
             let path = with(prefix, &tree.ident);
-            names.push(Imported { path, name: Some(tree.rename.to_string()), line });
+            names.push(ImportedName { path, name: Some(tree.rename.to_string()), line });
         }
-        UseTree::Glob(_) => names.push(Imported { path: prefix.clone(), name: None, line }),
+        UseTree::Glob(_) => names.push(ImportedName { path: prefix.clone(), name: None, line }),
         UseTree::Group(tree) => {
             for item in &tree.items {
                 flatten_use_tree(item, prefix, names);

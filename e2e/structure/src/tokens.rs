@@ -2,18 +2,18 @@
 use proc_macro2::{TokenStream, TokenTree};
 
 /// A path and the line it starts on.
-pub(crate) type Mention = (Vec<String>, usize);
+pub(crate) type PathAtLine = (Vec<String>, usize);
 
 /// Returns every path of two or more segments in `tokens`, and every single name that starts with
 /// an upper-case letter, as types do.
-pub(crate) fn paths(tokens: TokenStream) -> Vec<Mention> {
+pub(crate) fn mentioned_paths(tokens: TokenStream) -> Vec<PathAtLine> {
     let mut found = Vec::new();
     collect_paths(tokens, &mut found);
     found
 }
 
 /// Returns the paths in string literals, such as serde's `default = "crate::quantity::zero"`.
-pub(crate) fn quoted_paths(tokens: TokenStream) -> Vec<Mention> {
+pub(crate) fn quoted_paths(tokens: TokenStream) -> Vec<PathAtLine> {
     let mut found = Vec::new();
     for token in tokens {
         match token {
@@ -31,7 +31,7 @@ pub(crate) fn quoted_paths(tokens: TokenStream) -> Vec<Mention> {
     found
 }
 
-fn collect_paths(tokens: TokenStream, found: &mut Vec<Mention>) {
+fn collect_paths(tokens: TokenStream, found: &mut Vec<PathAtLine>) {
     let tokens: Vec<TokenTree> = tokens.into_iter().collect();
     let mut at = 0;
     while let Some(token) = tokens.get(at) {

@@ -1,7 +1,7 @@
 //! Resolves imports and paths to the files that contain the definitions.
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::modules::{Import, Name, Tree};
+use crate::modules::{Import, ItemName, ModuleTree};
 
 /// Uses of one file by another, by index, each with the line of the first use. The line of a `use`
 /// item takes precedence.
@@ -9,7 +9,7 @@ pub type Uses = BTreeMap<(usize, usize), usize>;
 
 /// The definition that a path leads to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Target {
+enum ResolvedPath {
     /// A module itself, by index.
     Module(usize),
     /// An item that a module defines.
@@ -17,12 +17,12 @@ enum Target {
 }
 
 /// Returns every use of one file by another.
-pub fn uses_between_files(tree: &Tree) -> Uses {
+pub fn uses_between_files(tree: &ModuleTree) -> Uses {
     let mut lines: BTreeMap<(usize, usize), (bool, usize)> = BTreeMap::new();
     let resolver = Resolver { tree };
-    let mut add = |from: usize, target: Target, in_code: bool, line: usize| {
+    let mut add = |from: usize, target: ResolvedPath, in_code: bool, line: usize| {
         // A mention of a module does not use its content. A path through the module does.
-        let Target::Item(to) = target else { return };
+        let ResolvedPath::Item(to) = target else { return };
         let (from, to) = (tree.modules[from].file, tree.modules[to].file);
         if from != to {
             let first = lines.entry((from, to)).or_insert((in_code, line));
@@ -49,13 +49,13 @@ pub fn uses_between_files(tree: &Tree) -> Uses {
 }
 
 struct Resolver<'a> {
-    tree: &'a Tree,
+    tree: &'a ModuleTree,
 }
 
 impl Resolver<'_> {
     /// Returns whether the import re-exports an item of a descendant of its module.
-    fn is_below(&self, import: &Import, target: Target) -> bool {
-        let Target::Item(mut module) = target else { return false };
+    fn is_below(&self, import: &Import, target: ResolvedPath) -> bool {
+        let ResolvedPath::Item(mut module) = target else { return false };
         while let Some(parent) = self.tree.modules[module].parent {
             if parent == import.module {
                 return true;
@@ -67,7 +67,7 @@ impl Resolver<'_> {
 
     /// Returns the definitions that `path` leads to from `module`. Returns none if the path leads
     /// to another crate. `followed` contains the imports on the path, so that circular imports end.
-    fn resolve_path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
+    fn resolve_path(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<ResolvedPath> {
         let Some((first, mut rest)) = path.split_first() else { return BTreeSet::new() };
         let mut start = module;
         match first.as_str() {
@@ -90,10 +90,14 @@ impl Resolver<'_> {
 
     /// Returns the definitions that `path` leads to within `module`. If a name is not found, a
     /// macro is assumed to define it there.
-    fn resolve_within(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
-        let Some((first, rest)) = path.split_first() else { return BTreeSet::from([Target::Module(module)]) };
+    fn resolve_within(&self, module: usize, path: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<ResolvedPath> {
+        let Some((first, rest)) = path.split_first() else { return BTreeSet::from([ResolvedPath::Module(module)]) };
         let found = self.resolve_name(module, first, rest, followed);
-        if found.is_empty() && !self.has_name(module, first) { BTreeSet::from([Target::Item(module)]) } else { found }
+        if found.is_empty() && !self.has_name(module, first) {
+            BTreeSet::from([ResolvedPath::Item(module)])
+        } else {
+            found
+        }
     }
 
     fn has_name(&self, module: usize, name: &str) -> bool {
@@ -107,17 +111,17 @@ impl Resolver<'_> {
         name: &str,
         rest: &[String],
         followed: &mut BTreeSet<usize>,
-    ) -> BTreeSet<Target> {
+    ) -> BTreeSet<ResolvedPath> {
         let mut found = BTreeSet::new();
         for name in self.tree.modules[module].names.get(name).into_iter().flatten() {
             match *name {
-                Name::Module(child) => found.extend(self.resolve_within(child, rest, followed)),
-                Name::Type => _ = found.insert(Target::Item(module)),
+                ItemName::Module(child) => found.extend(self.resolve_within(child, rest, followed)),
+                ItemName::Type => _ = found.insert(ResolvedPath::Item(module)),
                 // A function or constant contains no items, so the path means another item of that
                 // name.
-                Name::Value if rest.is_empty() => _ = found.insert(Target::Item(module)),
-                Name::Value => {}
-                Name::Import(import) => found.extend(self.resolve_import(import, rest, followed)),
+                ItemName::Value if rest.is_empty() => _ = found.insert(ResolvedPath::Item(module)),
+                ItemName::Value => {}
+                ItemName::Import(import) => found.extend(self.resolve_import(import, rest, followed)),
             }
         }
         if self.has_name(module, name) {
@@ -127,7 +131,7 @@ impl Resolver<'_> {
             if followed.insert(glob) {
                 let import = &self.tree.imports[glob];
                 for target in self.resolve_path(import.module, &import.path, followed) {
-                    if let Target::Module(of) = target {
+                    if let ResolvedPath::Module(of) = target {
                         found.extend(self.resolve_name(of, name, rest, followed));
                     }
                 }
@@ -137,7 +141,7 @@ impl Resolver<'_> {
         found
     }
 
-    fn resolve_import(&self, import: usize, rest: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<Target> {
+    fn resolve_import(&self, import: usize, rest: &[String], followed: &mut BTreeSet<usize>) -> BTreeSet<ResolvedPath> {
         if !followed.insert(import) {
             return BTreeSet::new();
         }
@@ -145,8 +149,8 @@ impl Resolver<'_> {
         let mut found = BTreeSet::new();
         for target in self.resolve_path(*module, path, followed) {
             match target {
-                Target::Module(of) => found.extend(self.resolve_within(of, rest, followed)),
-                Target::Item(_) => _ = found.insert(target),
+                ResolvedPath::Module(of) => found.extend(self.resolve_within(of, rest, followed)),
+                ResolvedPath::Item(_) => _ = found.insert(target),
             }
         }
         followed.remove(&import);

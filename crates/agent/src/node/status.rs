@@ -10,7 +10,7 @@ use cleave_api::names::{CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_REA
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement};
 use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState};
 use cleave_kubelet::{ContainerDevices, DeviceList, ResourceName};
-use cleave_plan::mps::{context, sms};
+use cleave_plan::mps::{context_memory, usable_sms};
 use cleave_plan::units::{Percent, Sms};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
@@ -131,7 +131,7 @@ pub fn build_status(input: &StatusInput<'_>) -> GpuNodeStatus {
         steps: steps.to_vec(),
         findings: input.findings.to_vec(),
     }
-    .compact()
+    .move_profiles_to_models()
 }
 
 /// Returns the status of a GPU. The GPU is unhealthy if one of its MPS daemons fails.
@@ -260,7 +260,7 @@ fn allocation_statuses(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&s
                 // The context size was measured on whole GPUs only.
                 context_mib: sms
                     .filter(|_| whole && memory_mib.is_some())
-                    .and_then(|sms| context(gpu.compute_capability, input.hardware.driver.version()?, sms))
+                    .and_then(|sms| context_memory(gpu.compute_capability, input.hardware.driver.version()?, sms))
                     .map(|memory| memory.0),
                 clients: allocation.map_or(0, |allocation| count_clients(input.view, device, allocation)),
             });
@@ -275,7 +275,7 @@ fn allocation_statuses(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&s
 /// Returns the SMs of a share, after the driver's rounding.
 fn limited_sms(limits: MpsLimits, total: Option<Sms>) -> Option<Sms> {
     let threads = limits.threads.and_then(|threads| Percent::new(threads).ok());
-    total.map(|total| sms(threads, total))
+    total.map(|total| usable_sms(threads, total))
 }
 
 fn instance_sms(gpu: &Gpu, device: &str) -> Option<Sms> {

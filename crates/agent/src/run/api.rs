@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::gpunode::GpuNodeStatus;
-use cleave_api::names::AGENT_MANAGER;
+use cleave_api::names::AGENT_FIELD_MANAGER;
 use cleave_api::{GpuNode, GpuNodeSpec};
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -218,13 +218,13 @@ async fn write_once(
         let mut object = GpuNode::new(name, GpuNodeSpec::default());
         object.metadata.resource_version = version;
         object.status = Some(status.clone());
-        let params = PostParams { field_manager: Some(AGENT_MANAGER.into()), ..PostParams::default() };
+        let params = PostParams { field_manager: Some(AGENT_FIELD_MANAGER.into()), ..PostParams::default() };
         match api.replace_status(name, &params, &object).await {
             Err(kube::Error::Api(refused)) if refused.code == 409 => {}
             outcome => return outcome.map(|object| object.metadata.resource_version),
         }
     }
-    let patched = api.patch_status(name, &PatchParams::apply(AGENT_MANAGER), &status_patch(status)).await;
+    let patched = api.patch_status(name, &PatchParams::apply(AGENT_FIELD_MANAGER), &status_patch(status)).await;
     patched.map(|object| object.metadata.resource_version)
 }
 
@@ -242,7 +242,8 @@ async fn write_events(
     server: watch::Receiver<ServerState>,
     metrics: Metrics,
 ) {
-    let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(name.clone()) });
+    let recorder =
+        Recorder::new(client, Reporter { controller: AGENT_FIELD_MANAGER.into(), instance: Some(name.clone()) });
     while let Some(NodeEvent { warning, reason, note, regarding, related }) = events.recv().await {
         let pod = regarding.map(reference_to_pod);
         let related = pod.clone().or_else(|| related.map(reference_to_pod));
@@ -323,7 +324,7 @@ pub(super) async fn forward_objects(mut objects: mpsc::Receiver<GpuNodeState>, i
 
 /// Publishes Events on pods, forever. Does not retry a failed Event.
 async fn write_pod_events(client: Client, node: String, mut events: mpsc::Receiver<PodEvent>, metrics: Metrics) {
-    let recorder = Recorder::new(client, Reporter { controller: AGENT_MANAGER.into(), instance: Some(node) });
+    let recorder = Recorder::new(client, Reporter { controller: AGENT_FIELD_MANAGER.into(), instance: Some(node) });
     while let Some(PodEvent { namespace, pod, uid, reason, note }) = events.recv().await {
         let regarding = ObjectReference {
             api_version: Some("v1".into()),

@@ -86,13 +86,13 @@ mod tests {
     use cleave_gpu::mps::wire::Paths;
 
     use super::*;
-    use crate::args::tests::parse;
+    use crate::args::tests::parse_args;
 
     #[test]
     fn the_checkpoint_is_written_first_and_a_full_disk_keeps_no_door_closed() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        let args = parse(&[]).unwrap();
+        let args = parse_args(&[]).unwrap();
         let next = FileContents {
             desired: Desired { version: cleave_gpu::mps::wire::FILE_FORMAT_VERSION, ..Desired::default() },
             checkpoint: b"{}".to_vec(),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use cleave_kubelet::ContainerDevices;
-use cleave_plan::ledger::{Container, Kind as When, device_requests, parts};
+use cleave_plan::ledger::{Container, ContainerKind as When, device_requests, request_parts};
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 
@@ -89,7 +89,7 @@ impl AdmissionTest {
     /// Returns the number of units of a reservation that are not allocated yet.
     fn count_unallocated(&self, reservation: &Reservation) -> u32 {
         let Some(pod) = self.waiting.iter().find(|pod| pod.bound.uid == reservation.pod) else { return 0 };
-        let of_ask = parts(&pod.containers)
+        let of_ask = request_parts(&pod.containers)
             .into_iter()
             .zip(&pod.allocated)
             .filter(|(part, _)| part.request == reservation.request);
@@ -127,7 +127,7 @@ impl AdmissionTest {
             }
         }
         let reserved: Vec<Reservation> = self.reservations[before..].to_vec();
-        let want = |part: cleave_plan::ledger::Part| ContainerRequest {
+        let want = |part: cleave_plan::ledger::RequestPart| ContainerRequest {
             container: format!("c{}", part.container),
             resource: part.resource,
             units: part.units.get(),
@@ -135,7 +135,7 @@ impl AdmissionTest {
             needed: part.needed.get(),
             reserved_on: reserved.iter().find(|one| one.request == part.request).map(|one| one.device.clone()),
         };
-        let requests = parts(&containers).into_iter().map(want).collect();
+        let requests = request_parts(&containers).into_iter().map(want).collect();
         let bound = BoundPod { uid: uid.clone(), name: format!("p{uid}"), requests, ..empty_bound_pod() };
         self.waiting.retain(|pod| pod.bound.uid != uid);
         self.pending.update_pod(bound.clone(), self.now);
@@ -199,7 +199,7 @@ impl AdmissionTest {
     /// Swaps two reservations as the ledger does, if a pod received shares that were reserved for
     /// another pod of the same size.
     fn swap_reservations(&mut self, pod: &TestPod, number: usize, device: &str) {
-        let request = parts(&pod.containers)[number].request;
+        let request = request_parts(&pod.containers)[number].request;
         let is_own = |reservation: &Reservation| reservation.pod == pod.bound.uid && reservation.request == request;
         let Some(own) = self.reservations.iter().position(is_own) else { return };
         let Reservation { units, device: reserved, .. } = self.reservations[own].clone();

@@ -10,7 +10,7 @@ use cleave_api::names::mig_resource;
 use cleave_api::sharingpolicy::ComputeMode;
 use cleave_gpu::nvml::{DriverInfo, Gpu, GpuObservation, NvmlError, Process};
 use cleave_kubelet::ContainerDevices;
-use cleave_plan::mps::{Threads, memory, threads};
+use cleave_plan::mps::{Threads, memory_limit, thread_percentage};
 use cleave_plan::units::{Mebibytes, Percent, Sms};
 
 pub(crate) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
@@ -61,8 +61,11 @@ pub(crate) fn mps_partition(units: u32) -> MpsPartition {
             resource: "nvidia.com/gpu-mps".into(),
             count: units,
             first: 0,
-            memory_mib: (1..=units).map(|k| memory(k, units, Mebibytes(143_155)).0).collect(),
-            threads: (1..=units).filter_map(|k| threads(k, units, Threads::Burst)).map(Percent::get).collect(),
+            memory_mib: (1..=units).map(|k| memory_limit(k, units, Mebibytes(143_155)).0).collect(),
+            threads: (1..=units)
+                .filter_map(|k| thread_percentage(k, units, Threads::Burst))
+                .map(Percent::get)
+                .collect(),
             max_clients: None,
         }],
     }

@@ -53,13 +53,14 @@ impl PodContext<'_> {
     /// Suggests pods to remove so that the pod fits. Ignores priorities, because users can delete
     /// any of these pods, and some of them terminate without a deletion.
     fn suggest_removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
-        let holders = self.holders();
+        let holders = self.removable_pods();
         let lowered = |holder: &Holder<'static>| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
         let pods = holders.iter().map(|(name, holder)| (name.clone(), lowered(holder))).collect();
         let lower = Holders { pods, budgets: Vec::new() };
         let waiting = PendingPod { pod: self.name, priority: i32::MAX, device_requests: self.device_requests };
         let found = self.ledger.preempt(waiting, usable.iter().copied(), &lower)?;
-        let gpus: BTreeSet<String> = found.takes.iter().map(|take| self.gpu_of(&found.node, &take.device)).collect();
+        let gpus: BTreeSet<String> =
+            found.takes.iter().map(|take| self.gpu_or_device_name(&found.node, &take.device)).collect();
         let gpus = gpus.into_iter().collect::<Vec<_>>().join(", ");
         Some(self.removal_suggestion(&found, &gpus, &holders))
     }
@@ -92,7 +93,7 @@ impl PodContext<'_> {
 
     /// Returns the bound pods that can be removed to free slices. Excludes pods on cordoned or
     /// unhealthy GPUs, because their slices remain unavailable.
-    fn holders(&self) -> BTreeMap<String, Holder<'static>> {
+    fn removable_pods(&self) -> BTreeMap<String, Holder<'static>> {
         let is_unavailable = |node: &str, gpu: &GpuStatus| {
             let cordons = self.live.observed.nodes.get(node).map(Node::cordons);
             unavailable_reason(gpu, &cordons.unwrap_or_default()).is_some()
@@ -156,7 +157,7 @@ impl PodContext<'_> {
     }
 
     /// Returns the name of a device for messages.
-    fn gpu_of(&self, node: &str, device: &str) -> String {
+    fn gpu_or_device_name(&self, node: &str, device: &str) -> String {
         let has = |gpu: &GpuStatus| gpu.uuid == device || gpu.slices.iter().any(|slice| slice.device == device);
         let found = self.gpus().find(|(on, gpu)| *on == node && has(gpu));
         found.map_or_else(|| device.to_owned(), |(_, gpu)| format!("GPU {}", gpu.index))

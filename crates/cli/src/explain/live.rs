@@ -12,7 +12,7 @@ use cleave_operator::read::Observed;
 use kube::api::ListParams;
 use kube::{Api, Client};
 
-use crate::client::InstallArgs;
+use crate::client::InstallationArgs;
 
 /// The cluster at one time, as input of the placement gate and of planning.
 #[derive(Debug, Default)]
@@ -30,7 +30,7 @@ impl LiveCluster {
     ///
     /// # Errors
     /// The API server refused a request.
-    pub(super) async fn observe(client: &Client, install: &InstallArgs, pod: &str) -> Result<Self> {
+    pub(super) async fn observe(client: &Client, install: &InstallationArgs, pod: &str) -> Result<Self> {
         let objects = Objects::list(client, &install.cleave_namespace, &install.agent_selector).await?;
         let mut objects = objects.list_for_placement(client).await?;
         if !objects.pods.iter().any(|one| full_name(&one.metadata) == pod)
@@ -69,7 +69,7 @@ impl LiveCluster {
 
     /// Returns the cluster without the pods that still have the placement gate: they have no
     /// reservation yet.
-    pub(super) fn without_gated(&self) -> Cluster {
+    pub(super) fn without_gated_pods(&self) -> Cluster {
         let pods = self.cluster.pods.iter().filter(|pod| !pod.waits_at_gate());
         Cluster { pods: pods.cloned().collect(), ..self.cluster.clone() }
     }
@@ -77,7 +77,7 @@ impl LiveCluster {
 
 /// The decisions of the placement gate, by pod.
 #[derive(Debug, Default)]
-pub(super) struct Decisions {
+pub(super) struct GateDecisions {
     /// The pods that are released, and why.
     pub(super) released: BTreeMap<String, ReleaseReason>,
     /// The reasons why the other pods wait, as messages to their owners.
@@ -86,14 +86,14 @@ pub(super) struct Decisions {
 
 /// Runs the placement gate until it releases no more pods, as the operator does within seconds.
 /// `up` is the time since the operator started.
-pub(super) fn decide(
+pub(super) fn run_placement_gate(
     keeper: &mut Gatekeeper,
     cluster: &Cluster,
     demand: &BTreeMap<String, WaitingPod>,
     up: Duration,
     epoch: u64,
-) -> Decisions {
-    let mut decisions = Decisions::default();
+) -> GateDecisions {
+    let mut decisions = GateDecisions::default();
     loop {
         let actions = keeper.reconcile(cluster, demand, Now { up, epoch });
         let more = actions.more && !actions.releases.is_empty();

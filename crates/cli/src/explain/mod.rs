@@ -19,12 +19,12 @@ mod view;
 use anyhow::{Context as _, Result, bail};
 use kube::Client;
 
-use crate::client::{ClusterArgs, InstallArgs};
-use crate::output::{Output, json, print};
+use crate::client::{ClusterArgs, InstallationArgs};
+use crate::output::{OutputFormat, print, to_json};
 
 pub use live::LiveCluster;
 pub use text::render;
-pub use view::explain;
+pub use view::explain_pod;
 
 /// Options of `cleave explain`.
 #[derive(Debug, Clone, clap::Args)]
@@ -41,12 +41,12 @@ enum ObjectKind {
     ///
     /// Shows the pod's requests, the free slices of each GPU, why the pod waits, and what would
     /// help.
-    #[command(after_long_help = EXAMPLES)]
+    #[command(after_long_help = HELP_EXAMPLES)]
     Pod(PodArgs),
 }
 
 /// Examples in the help of `cleave explain pod`.
-const EXAMPLES: &str = "\
+const HELP_EXAMPLES: &str = "\
 Examples:
   cleave explain pod trainer
   cleave explain pod team-a/trainer -o json";
@@ -61,34 +61,34 @@ struct PodArgs {
     #[arg(short, long, value_name = "NAME")]
     namespace: Option<String>,
     /// Output format.
-    #[arg(short, long, value_enum, default_value_t = Output::Text)]
-    output: Output,
+    #[arg(short, long, value_enum, default_value_t = OutputFormat::Text)]
+    output: OutputFormat,
     /// Connection to the cluster.
     #[command(flatten)]
     cluster: ClusterArgs,
     /// The Cleave installation.
     #[command(flatten)]
-    install: InstallArgs,
+    install: InstallationArgs,
 }
 
 /// Runs `cleave explain`.
 pub(crate) async fn run(args: ExplainArgs) -> Result<()> {
     let ObjectKind::Pod(args) = args.what;
-    let config = args.cluster.config().await?;
-    let name = pod_name(&args.pod, args.namespace.as_deref(), &config.default_namespace)?;
+    let config = args.cluster.kube_config().await?;
+    let name = full_pod_name(&args.pod, args.namespace.as_deref(), &config.default_namespace)?;
     let client = Client::try_from(config).context("failed to create the Kubernetes client")?;
     let live = LiveCluster::observe(&client, &args.install, &name).await?;
-    let Some(explanation) = explain(&live, &name) else {
+    let Some(explanation) = explain_pod(&live, &name) else {
         bail!("pod {name} not found. Run `kubectl get pods --all-namespaces` to list pods.");
     };
     print(&match args.output {
-        Output::Text => render(&explanation),
-        Output::Json => json(&explanation)?,
+        OutputFormat::Text => render(&explanation),
+        OutputFormat::Json => to_json(&explanation)?,
     })
 }
 
 /// Returns the full name of a pod, `namespace/name`.
-fn pod_name(pod: &str, namespace: Option<&str>, default: &str) -> Result<String> {
+fn full_pod_name(pod: &str, namespace: Option<&str>, default: &str) -> Result<String> {
     let (prefix, name) = match pod.split_once('/') {
         Some((prefix, name)) => (Some(prefix), name),
         None => (None, pod),
@@ -107,21 +107,21 @@ fn pod_name(pod: &str, namespace: Option<&str>, default: &str) -> Result<String>
 
 #[cfg(test)]
 mod tests {
-    use super::pod_name;
+    use super::full_pod_name;
 
     #[test]
     fn a_pod_name_has_a_namespace_or_gets_one() {
-        assert_eq!(pod_name("team/p", None, "mine").unwrap(), "team/p");
-        assert_eq!(pod_name("p", None, "mine").unwrap(), "mine/p");
-        assert_eq!(pod_name("p", Some("team"), "mine").unwrap(), "team/p");
-        assert_eq!(pod_name("team/p", Some("team"), "mine").unwrap(), "team/p");
+        assert_eq!(full_pod_name("team/p", None, "mine").unwrap(), "team/p");
+        assert_eq!(full_pod_name("p", None, "mine").unwrap(), "mine/p");
+        assert_eq!(full_pod_name("p", Some("team"), "mine").unwrap(), "team/p");
+        assert_eq!(full_pod_name("team/p", Some("team"), "mine").unwrap(), "team/p");
     }
 
     #[test]
     fn a_malformed_pod_name_is_rejected() {
         for (pod, namespace) in [("team/p", Some("other")), ("", None), ("team/", None), ("/p", None), ("a/b/c", None)]
         {
-            assert!(pod_name(pod, namespace, "mine").is_err(), "{pod} {namespace:?}");
+            assert!(full_pod_name(pod, namespace, "mine").is_err(), "{pod} {namespace:?}");
         }
     }
 }

@@ -11,7 +11,7 @@ use cleave_plan::ledger::DeviceUsage;
 use cleave_plan::scheduling::refusal;
 use cleave_plan::snapshot::Node as PlanNode;
 
-use super::report::{Assignment, DeviceView, GpuView, NodeView, State};
+use super::report::{Assignment, DeviceView, GpuView, NodeView, PodState};
 use super::view::PodContext;
 
 /// Free amounts by resource, in thousandths.
@@ -19,14 +19,14 @@ type Free<'a> = BTreeMap<&'a str, u64>;
 
 impl PodContext<'_> {
     /// Returns the nodes on which Cleave manages GPUs.
-    pub(super) fn nodes(&self, assignments: &[Assignment], state: State) -> Vec<NodeView> {
+    pub(super) fn node_views(&self, assignments: &[Assignment], state: PodState) -> Vec<NodeView> {
         let wanted = self.planning_pod();
         let free = self.free_amounts();
         let ours = self.live.observed.nodes.iter().filter(|(_, node)| node.has_object());
         ours.map(|(name, node)| {
             let refusal = match node.gpu_node.as_ref().map(|object| &object.0) {
                 Some(Err(invalid)) => Some(format!("the GpuNode is malformed: {}", invalid.error)),
-                _ => refusal(&wanted, &plan_node(name, node))
+                _ => refusal(&wanted, &to_plan_node(name, node))
                     .or_else(|| shortage(free.get(name.as_str()), &wanted.requests))
                     .or_else(|| not_serving_reason(node)),
             };
@@ -35,7 +35,7 @@ impl PodContext<'_> {
         .collect()
     }
 
-    fn gpu_views(&self, name: &str, node: &Node, assignments: &[Assignment], state: State) -> Vec<GpuView> {
+    fn gpu_views(&self, name: &str, node: &Node, assignments: &[Assignment], state: PodState) -> Vec<GpuView> {
         let cordons = node.cordons();
         let rooms = self.ledger.devices(name);
         let specs = node.object().map(|object| object.spec.gpus.as_slice()).unwrap_or_default();
@@ -43,7 +43,7 @@ impl PodContext<'_> {
             let unavailable = unavailable_reason(gpu, &cordons);
             let here = || assignments.iter().filter(|assignment| assignment.node == name);
             let device = |room| self.device_view(room, unavailable.as_deref(), here(), state);
-            let devices = rooms.iter().filter(|room| is_part_of(room, gpu)).map(device).collect();
+            let devices = rooms.iter().filter(|room| is_device_of(room, gpu)).map(device).collect();
             let spec = specs.iter().find(|spec| spec.uuid == gpu.uuid);
             GpuView {
                 index: gpu.index,
@@ -63,7 +63,7 @@ impl PodContext<'_> {
         room: &DeviceUsage,
         unavailable: Option<&str>,
         assignments: impl Iterator<Item = &'h Assignment>,
-        state: State,
+        state: PodState,
     ) -> DeviceView {
         let largest = self
             .device_requests
@@ -136,7 +136,7 @@ fn not_serving_reason(node: &Node) -> Option<String> {
 }
 
 /// Returns the input of planning for a node, without its GPUs.
-fn plan_node(name: &str, node: &Node) -> PlanNode {
+fn to_plan_node(name: &str, node: &Node) -> PlanNode {
     PlanNode {
         name: name.to_owned(),
         labels: node.labels.clone(),
@@ -162,6 +162,6 @@ fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Optio
 
 /// Returns whether a device is the GPU, a part of it, or a part that the GPU will be partitioned
 /// into.
-fn is_part_of(room: &DeviceUsage, gpu: &GpuStatus) -> bool {
+fn is_device_of(room: &DeviceUsage, gpu: &GpuStatus) -> bool {
     room.device.starts_with(&gpu.uuid) || gpu.slices.iter().any(|slice| slice.device == room.device)
 }

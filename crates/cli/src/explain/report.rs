@@ -12,9 +12,9 @@ pub struct Explanation {
     /// Scheduling gates that the pod still has.
     pub gates: Vec<String>,
     /// The resources that the pod requests. Each amount must come from one device.
-    pub requests: Vec<Part>,
+    pub requests: Vec<RequestedUnits>,
     /// The state of the pod.
-    pub verdict: Verdict,
+    pub verdict: PodVerdict,
     /// Allocations, or the reservation of a pod that does not run yet.
     pub assignments: Vec<Assignment>,
     /// The nodes on which Cleave manages GPUs.
@@ -27,7 +27,7 @@ pub struct Explanation {
 
 /// An amount of a resource that must come from one device.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Part {
+pub struct RequestedUnits {
     /// Name of the resource.
     pub resource: String,
     /// Number of units of the resource.
@@ -36,16 +36,16 @@ pub struct Part {
 
 /// The state of a pod and the reason for it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Verdict {
+pub struct PodVerdict {
     /// The state in one word.
-    pub state: State,
+    pub state: PodState,
     /// The reason, for the owner of the pod.
     pub message: String,
 }
 
 /// The state of a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub enum State {
+pub enum PodState {
     /// The pod is on a node.
     Bound,
     /// The pod has a reservation and waits for the scheduler.
@@ -66,14 +66,14 @@ pub enum State {
     Ended,
 }
 
-impl State {
+impl PodState {
     /// Returns whether a pod in this state needs room on a GPU.
     pub(super) const fn needs_room(self) -> bool {
-        matches!(self, Self::Fits) || self.needs_help()
+        matches!(self, Self::Fits) || self.runs_only_after_a_change()
     }
 
     /// Returns whether the pod can run only after a change.
-    pub(super) const fn needs_help(self) -> bool {
+    pub(super) const fn runs_only_after_a_change(self) -> bool {
         matches!(self, Self::Waiting | Self::Never | Self::Scheduler)
     }
 }

@@ -7,7 +7,7 @@ use crate::status::NO_GPU_NODES;
 use crate::table::Table;
 
 /// Maximum number of nodes in the table.
-const MAX_NODES: usize = 16;
+const MAX_NODE_ROWS: usize = 16;
 
 /// Renders an explanation as text.
 pub fn render(explanation: &Explanation) -> String {
@@ -18,7 +18,7 @@ pub fn render(explanation: &Explanation) -> String {
     }
     text.push('\n');
     text.push_str(&node_table(explanation));
-    let hidden = explanation.nodes.len().saturating_sub(MAX_NODES);
+    let hidden = explanation.nodes.len().saturating_sub(MAX_NODE_ROWS);
     match hidden {
         0 => {}
         1 => text.push_str("1 other node with GPUs has no more room than these nodes. Use -o json to see all.\n"),
@@ -75,7 +75,7 @@ fn assignment_table(explanation: &Explanation) -> String {
     table.render()
 }
 
-/// Returns at most [`MAX_NODES`] nodes on which the pod fits best, sorted by name.
+/// Returns at most [`MAX_NODE_ROWS`] nodes on which the pod fits best, sorted by name.
 fn best_nodes(explanation: &Explanation) -> Vec<&NodeView> {
     let requested = |device: &&DeviceView| explanation.requests.iter().any(|part| part.resource == device.resource);
     let free = |node: &NodeView| {
@@ -84,7 +84,7 @@ fn best_nodes(explanation: &Explanation) -> Vec<&NodeView> {
     let own = |node: &NodeView| explanation.assignments.iter().any(|assignment| assignment.node == node.name);
     let mut nodes: Vec<&NodeView> = explanation.nodes.iter().collect();
     nodes.sort_by_key(|node| (!own(node), node.refusal.is_some(), Reverse(free(node))));
-    nodes.truncate(MAX_NODES);
+    nodes.truncate(MAX_NODE_ROWS);
     nodes.sort_by(|a, b| a.name.cmp(&b.name));
     nodes
 }

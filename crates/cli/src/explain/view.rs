@@ -10,8 +10,8 @@ use cleave_operator::pods::{PodObject, claimant, full_name};
 use cleave_plan::ledger::{DeviceRequest, Ledger};
 use cleave_plan::snapshot::Pod as PlanPod;
 
-use super::live::{LiveCluster, decide};
-use super::report::{Assignment, Explanation, Part, State, Verdict};
+use super::live::{LiveCluster, run_placement_gate};
+use super::report::{Assignment, Explanation, PodState, PodVerdict, RequestedUnits};
 
 /// The cluster, from the view of one pod.
 pub(super) struct PodContext<'a> {
@@ -26,25 +26,25 @@ pub(super) struct PodContext<'a> {
 }
 
 /// Explains the state of the pod `namespace/name`. Returns `None` if the cluster has no such pod.
-pub fn explain(live: &LiveCluster, name: &str) -> Option<Explanation> {
+pub fn explain_pod(live: &LiveCluster, name: &str) -> Option<Explanation> {
     let pod = live.cluster.pods.iter().find(|pod| full_name(&pod.metadata) == name)?;
     let device_requests = pod.device_requests();
     let mut others = Gatekeeper::default();
-    decide(&mut others, &live.without_gated(), &BTreeMap::new(), Duration::ZERO, live.now);
+    run_placement_gate(&mut others, &live.without_gated_pods(), &BTreeMap::new(), Duration::ZERO, live.now);
     let empty = Ledger::default();
     let ledger = others.ledger().unwrap_or(&empty);
     let view = PodContext { live, ledger, pod, name, device_requests: &device_requests };
     let verdict = view.verdict();
     let assignments = view.assignments();
-    let nodes = view.nodes(&assignments, verdict.state);
-    let help = if verdict.state.needs_help() { view.suggestions(&nodes) } else { Vec::new() };
+    let nodes = view.node_views(&assignments, verdict.state);
+    let help = if verdict.state.runs_only_after_a_change() { view.suggestions(&nodes) } else { Vec::new() };
     Some(Explanation {
         pod: name.to_owned(),
         priority: pod.spec.priority.unwrap_or(0),
         gates: pod.spec.scheduling_gates.iter().map(|gate| gate.name.clone()).collect(),
         requests: device_requests
             .iter()
-            .map(|request| Part { resource: request.resource.clone(), units: request.units.get() })
+            .map(|request| RequestedUnits { resource: request.resource.clone(), units: request.units.get() })
             .collect(),
         assignments,
         verdict,
@@ -54,15 +54,15 @@ pub fn explain(live: &LiveCluster, name: &str) -> Option<Explanation> {
     })
 }
 
-fn verdict(state: State, message: impl Into<String>) -> Verdict {
-    Verdict { state, message: message.into() }
+fn new_verdict(state: PodState, message: impl Into<String>) -> PodVerdict {
+    PodVerdict { state, message: message.into() }
 }
 
 impl PodContext<'_> {
-    fn verdict(&self) -> Verdict {
+    fn verdict(&self) -> PodVerdict {
         let pod = self.pod;
         if self.has_ended() {
-            return verdict(State::Ended, format!("The pod has ended: {}.", pod.status.phase));
+            return new_verdict(PodState::Ended, format!("The pod has ended: {}.", pod.status.phase));
         }
         let deleted = pod.metadata.deletion_timestamp.is_some();
         if let Some(node) = pod.node() {
@@ -71,10 +71,10 @@ impl PodContext<'_> {
             } else {
                 ""
             };
-            return verdict(State::Bound, format!("The pod is on node {node}.{deleted}"));
+            return new_verdict(PodState::Bound, format!("The pod is on node {node}.{deleted}"));
         }
         if deleted {
-            return verdict(State::Ended, "The pod is being deleted. It has no node.");
+            return new_verdict(PodState::Ended, "The pod is being deleted. It has no node.");
         }
         let gates = pod.spec.scheduling_gates.iter().map(|gate| gate.name.as_str());
         let others: Vec<&str> = gates.filter(|&gate| gate != GATE).collect();
@@ -83,16 +83,16 @@ impl PodContext<'_> {
             let message = format!(
                 "The pod waits for {others}. Cleave places the pod when the placement gate is the only remaining gate."
             );
-            return verdict(State::OtherGate, message);
+            return new_verdict(PodState::OtherGate, message);
         }
         if pod.spec.scheduling_gates.is_empty() { self.released_verdict() } else { self.gated_verdict() }
     }
 
     /// Returns the verdict on a pod whose only gate is the placement gate.
-    fn gated_verdict(&self) -> Verdict {
+    fn gated_verdict(&self) -> PodVerdict {
         let demand = dry::dry_run(&self.live.observed).map(|run| run.outcome.waiting).unwrap_or_default();
         let mut keeper = Gatekeeper::default();
-        let mut decide = |up| decide(&mut keeper, &self.live.cluster, &demand, up, self.live.now);
+        let mut decide = |up| run_placement_gate(&mut keeper, &self.live.cluster, &demand, up, self.live.now);
         let mut decisions = decide(Duration::ZERO);
         if !decisions.released.contains_key(self.name) {
             // The gate delays the release of a pod that fits nowhere: a policy may have been
@@ -103,27 +103,28 @@ impl PodContext<'_> {
             Some(ReleaseReason::Reserved(placement)) => {
                 let nodes: Vec<&str> = placement.nodes.keys().map(String::as_str).collect();
                 let nodes = nodes.join(", ");
-                verdict(State::Fits, format!("There is room on {nodes}. The operator will release the pod."))
+                new_verdict(PodState::Fits, format!("There is room on {nodes}. The operator will release the pod."))
             }
-            Some(ReleaseReason::OtherPlugin) => verdict(
-                State::Fits,
+            Some(ReleaseReason::OtherPlugin) => new_verdict(
+                PodState::Fits,
                 "Another device plugin's nodes have room. The operator will release the pod to them.",
             ),
-            Some(ReleaseReason::NotServed) => {
-                verdict(State::NotManaged, "The pod requests nothing that Cleave serves. The operator will release it.")
-            }
+            Some(ReleaseReason::NotServed) => new_verdict(
+                PodState::NotManaged,
+                "The pod requests nothing that Cleave serves. The operator will release it.",
+            ),
             Some(ReleaseReason::Unschedulable(message)) => {
-                verdict(State::Never, format!("The pod fits on no GPU: {}.", without_full_stop(message)))
+                new_verdict(PodState::Never, format!("The pod fits on no GPU: {}.", without_full_stop(message)))
             }
             None => {
                 let message = decisions.waiting.get(self.name).map_or("no GPU has room now", String::as_str);
-                verdict(State::Waiting, format!("The pod waits: {}.", without_full_stop(message)))
+                new_verdict(PodState::Waiting, format!("The pod waits: {}.", without_full_stop(message)))
             }
         }
     }
 
     /// Returns the verdict on a pod that has no gate and no node.
-    fn released_verdict(&self) -> Verdict {
+    fn released_verdict(&self) -> PodVerdict {
         match self.pod.placement.as_ref() {
             Some(placement) if self.has_reservation() => {
                 let nodes: Vec<&str> = placement.nodes.keys().map(String::as_str).collect();
@@ -135,17 +136,17 @@ impl PodContext<'_> {
                     // The annotation still states the first expiry.
                     _ => format!("The pod has a renewed reservation on {nodes} and waits for the scheduler."),
                 };
-                verdict(State::Reserved, message)
+                new_verdict(PodState::Reserved, message)
             }
-            Some(_) => verdict(
-                State::Scheduler,
+            Some(_) => new_verdict(
+                PodState::Scheduler,
                 "The reservation expired before the scheduler bound the pod. The scheduler continues without a reservation.",
             ),
             None if self.device_requests.is_empty() => {
-                verdict(State::NotManaged, "The pod requests nothing that Cleave serves.")
+                new_verdict(PodState::NotManaged, "The pod requests nothing that Cleave serves.")
             }
-            None => verdict(
-                State::Scheduler,
+            None => new_verdict(
+                PodState::Scheduler,
                 "The pod waits for the scheduler. It has no placement gate and no reservation.",
             ),
         }

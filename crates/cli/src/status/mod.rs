@@ -13,9 +13,9 @@ use kube::api::ListParams;
 use kube::core::DeserializeGuard;
 
 use crate::client::ClusterArgs;
-use crate::gpu::not_found;
-use crate::output::{json, print};
-use report::Report;
+use crate::gpu::gpu_node_not_found;
+use crate::output::{print, to_json};
+use report::StatusReport;
 
 pub(crate) use text::NO_GPU_NODES;
 pub use text::render;
@@ -24,8 +24,8 @@ pub use text::render;
 #[derive(Debug, Clone, clap::Args)]
 pub struct StatusArgs {
     /// Output format.
-    #[arg(short, long, value_enum, default_value_t = Format::Table)]
-    output: Format,
+    #[arg(short, long, value_enum, default_value_t = StatusFormat::Table)]
+    output: StatusFormat,
     /// Show only this node.
     #[arg(long, value_name = "NAME")]
     node: Option<String>,
@@ -36,7 +36,7 @@ pub struct StatusArgs {
 
 /// The format of the status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Format {
+enum StatusFormat {
     /// Tables.
     Table,
     /// Tables with all columns.
@@ -53,13 +53,13 @@ pub(crate) async fn run(args: StatusArgs) -> Result<()> {
     let nodes = nodes.context("failed to list GpuNodes")?;
     let policies = Api::<DeserializeGuard<SharingPolicy>>::all(client).list(&all).await;
     let policies = policies.context("failed to list SharingPolicies")?;
-    let report = Report::new(nodes.items, policies.items, args.node.as_deref());
+    let report = StatusReport::new(nodes.items, policies.items, args.node.as_deref());
     if let Some(node) = args.node.filter(|_| report.nodes.is_empty()) {
-        return Err(not_found(&node));
+        return Err(gpu_node_not_found(&node));
     }
     print(&match args.output {
-        Format::Table => render(&report, false),
-        Format::Wide => render(&report, true),
-        Format::Json => json(&report)?,
+        StatusFormat::Table => render(&report, false),
+        StatusFormat::Wide => render(&report, true),
+        StatusFormat::Json => to_json(&report)?,
     })
 }

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 /// The status of a cluster, or of one node of it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Report {
+pub struct StatusReport {
     /// Nodes by name.
     pub nodes: Vec<Node>,
     /// Policies by name.
@@ -31,19 +31,19 @@ pub struct Node {
     /// Version of the agent.
     pub agent_version: String,
     /// Whether the agent serves the node's GPUs.
-    pub ready: Verdict,
+    pub ready: ConditionValue,
     /// Whether the GPUs are partitioned according to the spec.
-    pub applied: Verdict,
+    pub applied: ConditionValue,
     /// Whether all GPUs are healthy. `None` if the agent does not report the condition.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub gpus_healthy: Option<Verdict>,
+    pub gpus_healthy: Option<ConditionValue>,
     /// GPUs by index.
     pub gpus: Vec<Gpu>,
 }
 
 /// The value of a condition.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Verdict {
+pub struct ConditionValue {
     /// `True`, `False` or `Unknown`.
     pub status: String,
     /// The reason, in one word.
@@ -83,15 +83,15 @@ pub struct Gpu {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cordoned: Option<String>,
     /// Slices of the GPU, by resource.
-    pub slices: Vec<Slices>,
+    pub slices: Vec<SliceCounts>,
     /// MPS daemons of the GPU or its MIG devices.
-    pub mps: Vec<Daemon>,
+    pub mps: Vec<MpsDaemon>,
 }
 
 /// The slices of a GPU with the same resource. `free` slices are neither in use nor unhealthy.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Slices {
+pub struct SliceCounts {
     /// Name of the resource.
     pub resource: String,
     /// Number of slices.
@@ -106,7 +106,7 @@ pub struct Slices {
 
 /// An MPS daemon.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Daemon {
+pub struct MpsDaemon {
     /// The GPU or MIG device that the daemon serves.
     pub device: String,
     /// State of the daemon.
@@ -138,7 +138,7 @@ pub struct Policy {
     /// Number of these slices that pods use.
     pub in_use: u32,
     /// Whether the policy's GPUs are partitioned according to the policy.
-    pub ready: Verdict,
+    pub ready: ConditionValue,
     /// The conflict with other policies that select the same GPUs.
     pub conflict: Option<String>,
 }
@@ -176,7 +176,7 @@ pub struct Allocation {
     pub ids: Vec<String>,
 }
 
-impl Report {
+impl StatusReport {
     /// Builds the report of the node `only`, or of all nodes. Reports malformed objects as such.
     pub fn new(
         nodes: Vec<DeserializeGuard<GpuNode>>,
@@ -218,8 +218,8 @@ impl Node {
         let GpuNodeStatus { driver, agent_version, conditions, gpus, .. } = object.status.unwrap_or_default();
         let condition = |type_: &str| conditions.iter().find(|condition| condition.type_ == type_);
         let reported = |type_| {
-            let unknown = || Verdict::new("Unknown", "NotReported", "no agent has reported yet");
-            condition(type_).map_or_else(unknown, Verdict::of)
+            let unknown = || ConditionValue::new("Unknown", "NotReported", "no agent has reported yet");
+            condition(type_).map_or_else(unknown, ConditionValue::of)
         };
         let gpus = gpus.into_iter().map(|gpu| {
             let policy = policies.get(gpu.uuid.as_str()).map(|&policy| policy.clone());
@@ -232,13 +232,13 @@ impl Node {
             agent_version,
             ready: reported(CONDITION_READY),
             applied: reported(CONDITION_APPLIED),
-            gpus_healthy: condition(CONDITION_GPUS_HEALTHY).map(Verdict::of),
+            gpus_healthy: condition(CONDITION_GPUS_HEALTHY).map(ConditionValue::of),
             gpus: gpus.collect(),
         }
     }
 
     fn malformed(name: String, error: &str) -> Self {
-        let malformed = Verdict::new("False", "Malformed", error);
+        let malformed = ConditionValue::new("False", "Malformed", error);
         Self {
             name,
             driver: String::new(),
@@ -251,7 +251,7 @@ impl Node {
     }
 }
 
-impl Verdict {
+impl ConditionValue {
     fn new(status: &str, reason: &str, message: &str) -> Self {
         Self { status: status.to_owned(), reason: reason.to_owned(), message: message.to_owned() }
     }
@@ -263,7 +263,7 @@ impl Verdict {
 
 impl Gpu {
     fn new(gpu: GpuStatus, policy: Option<String>, cordoned: Option<String>) -> Self {
-        let mps = gpu.mps.into_iter().map(|daemon| Daemon {
+        let mps = gpu.mps.into_iter().map(|daemon| MpsDaemon {
             device: daemon.device,
             state: daemon.state,
             pid: daemon.pid,
@@ -284,17 +284,17 @@ impl Gpu {
             cordoned,
             reason: gpu.health.reason,
             message: gpu.health.message,
-            slices: by_resource(gpu.slices),
+            slices: count_by_resource(gpu.slices),
             mps: mps.collect(),
         }
     }
 }
 
 /// Adds up the slices of a GPU's devices by resource.
-fn by_resource(slices: Vec<SliceStatus>) -> Vec<Slices> {
-    let mut by_resource: BTreeMap<String, Slices> = BTreeMap::new();
+fn count_by_resource(slices: Vec<SliceStatus>) -> Vec<SliceCounts> {
+    let mut by_resource: BTreeMap<String, SliceCounts> = BTreeMap::new();
     for slice in slices {
-        let sum = by_resource.entry(slice.resource.clone()).or_insert_with(|| Slices {
+        let sum = by_resource.entry(slice.resource.clone()).or_insert_with(|| SliceCounts {
             resource: slice.resource,
             total: 0,
             in_use: 0,
@@ -318,7 +318,7 @@ impl Policy {
         };
         let status = object.status.unwrap_or_default();
         let condition = |type_: &str| status.conditions.iter().find(|condition| condition.type_ == type_);
-        let unknown = || Verdict::new("Unknown", "NotReported", "the operator has not evaluated the policy yet");
+        let unknown = || ConditionValue::new("Unknown", "NotReported", "the operator has not evaluated the policy yet");
         let conflict = condition(CONDITION_CONFLICT).filter(|condition| condition.status == "True");
         Self {
             name,
@@ -327,7 +327,7 @@ impl Policy {
             nodes: status.nodes,
             total: status.total,
             in_use: status.in_use,
-            ready: condition(CONDITION_READY).map_or_else(unknown, Verdict::of),
+            ready: condition(CONDITION_READY).map_or_else(unknown, ConditionValue::of),
             conflict: conflict.map(|condition| condition.message.clone()),
         }
     }
@@ -340,7 +340,7 @@ impl Policy {
             nodes: 0,
             total: 0,
             in_use: 0,
-            ready: Verdict::new("False", "Malformed", error),
+            ready: ConditionValue::new("False", "Malformed", error),
             conflict: None,
         }
     }

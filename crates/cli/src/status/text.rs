@@ -1,12 +1,12 @@
 //! The report of `cleave status` as tables.
-use super::report::{Allocation, Gpu, Report, Verdict};
+use super::report::{Allocation, ConditionValue, Gpu, StatusReport};
 use crate::table::Table;
 
 /// Printed if the cluster has no `GpuNode`s.
 pub(crate) const NO_GPU_NODES: &str = "No GpuNodes. The operator creates one for each node that runs an agent.\n";
 
 /// Renders tables of GPUs, policies and allocations, followed by problems. `wide` adds columns.
-pub fn render(report: &Report, wide: bool) -> String {
+pub fn render(report: &StatusReport, wide: bool) -> String {
     let tables = [gpu_table(report, wide), policy_table(report, wide), allocation_table(report, wide)];
     let mut text = tables.join("\n");
     let remarks = problem_lines(report);
@@ -18,7 +18,7 @@ pub fn render(report: &Report, wide: bool) -> String {
     text
 }
 
-fn gpu_table(report: &Report, wide: bool) -> String {
+fn gpu_table(report: &StatusReport, wide: bool) -> String {
     if report.nodes.is_empty() {
         return NO_GPU_NODES.to_owned();
     }
@@ -63,7 +63,7 @@ fn health_text(gpu: &Gpu) -> String {
     if gpu.cordoned.is_some() { format!("{health},Cordoned") } else { health.to_owned() }
 }
 
-fn policy_table(report: &Report, wide: bool) -> String {
+fn policy_table(report: &StatusReport, wide: bool) -> String {
     if report.policies.is_empty() {
         return "No SharingPolicies. Every GPU is whole.\n".to_owned();
     }
@@ -72,13 +72,13 @@ fn policy_table(report: &Report, wide: bool) -> String {
     for policy in &report.policies {
         let numbers = [policy.gpus, policy.nodes, policy.in_use, policy.total].map(|number| number.to_string());
         let [gpus, nodes, in_use, total] = &numbers;
-        let Verdict { status, reason, message } = &policy.ready;
+        let ConditionValue { status, reason, message } = &policy.ready;
         table.add_wide_row(&[&policy.name, &policy.mode, gpus, nodes, in_use, total, status, reason], &[message]);
     }
     table.render()
 }
 
-fn allocation_table(report: &Report, wide: bool) -> String {
+fn allocation_table(report: &StatusReport, wide: bool) -> String {
     if report.allocations.is_empty() {
         return "No pod uses a GPU.\n".to_owned();
     }
@@ -105,10 +105,10 @@ fn add_allocation(table: &mut Table, allocation: &Allocation) {
 }
 
 /// Returns the problems, one line each.
-fn problem_lines(report: &Report) -> Vec<String> {
+fn problem_lines(report: &StatusReport) -> Vec<String> {
     let mut remarks = Vec::new();
     for node in &report.nodes {
-        let not_true = |verdict: &&Verdict| verdict.status != "True";
+        let not_true = |verdict: &&ConditionValue| verdict.status != "True";
         // GpusHealthy can have a message even if it is True, for example if a GPU needs a reset at
         // a convenient time.
         for verdict in [&node.ready, &node.applied].into_iter().filter(not_true).chain(&node.gpus_healthy) {

@@ -84,7 +84,7 @@ impl ComputeModeRecord {
 
     /// Returns an error of an operation on the record's file.
     fn record_file_error(&self, action: &'static str) -> impl Fn(io::Error) -> ComputeModeError {
-        move |source| ComputeModeError::ComputeModeRecord { action, path: self.0.clone(), source }
+        move |source| ComputeModeError::Record { action, path: self.0.clone(), source }
     }
 
     fn exists(&self) -> bool {

@@ -46,7 +46,7 @@ impl TestResource {
     }
 
     fn with_options(ids: &[&str], options: PluginOptions) -> Arc<Self> {
-        Arc::new(Self { devices: watch::Sender::new(devices(ids)), options })
+        Arc::new(Self { devices: watch::Sender::new(device_list(ids)), options })
     }
 }
 

@@ -16,8 +16,8 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
 use cleave_api::names::{
-    ALLOW_ALL, ALLOW_LABEL, ALLOW_PLACEMENT, ALLOW_PRE_STOP, GATE, PRE_STOP, PRE_STOP_NONE, RESOURCE_GPU, is_mps,
-    is_served, is_shared,
+    ALLOW_ALL, ALLOW_LABEL, ALLOW_PLACEMENT, ALLOW_PRE_STOP, GATE, PRE_STOP_ANNOTATION, PRE_STOP_NONE, RESOURCE_GPU,
+    is_mps, is_served, is_shared,
 };
 use cleave_plan::snapshot::Toleration;
 use hyper::server::conn::http1;
@@ -198,7 +198,7 @@ fn append_operation(list: [&str; 2], is_missing: bool, value: serde_json::Value)
 fn pre_stop_patch(pod: &RawPod, seconds: u16) -> Option<Patch> {
     let spec = &pod.spec;
     let declined = || {
-        let value = pod.metadata.annotations.as_ref().and_then(|all| all.get(PRE_STOP));
+        let value = pod.metadata.annotations.as_ref().and_then(|all| all.get(PRE_STOP_ANNOTATION));
         value.is_some_and(|value| value == PRE_STOP_NONE)
     };
     let has_time = spec.termination_grace_period_seconds.unwrap_or(DEFAULT_GRACE_SECONDS) > i64::from(seconds);

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 
 use cleave_api::names::is_served;
 use cleave_plan::Quantity;
-use cleave_plan::scheduling::PODS;
+use cleave_plan::scheduling::PODS_RESOURCE;
 
 /// Free amounts by resource. Negative if pods request more than the node has.
 pub(super) type Free<'a> = BTreeMap<&'a str, i128>;
@@ -19,14 +19,15 @@ pub(super) fn requested(requests: &Requests) -> impl Iterator<Item = (&str, i128
 
 /// Returns the amounts above 0 that a pod requests of a node's resources. Excludes the pod's slot.
 pub(super) fn requested_with_gpus(requests: &Requests) -> impl Iterator<Item = (&str, i128)> {
-    let amounts = requests.keys().filter(|name| *name != PODS).map(|name| (name.as_str(), amount(requests, name)));
+    let amounts =
+        requests.keys().filter(|name| *name != PODS_RESOURCE).map(|name| (name.as_str(), amount(requests, name)));
     amounts.filter(|(_, amount)| *amount > 0)
 }
 
 /// Returns the amount that a pod uses of one resource of a node. A number of GPUs that is malformed
 /// or too large fits no node. Other such amounts do not count.
 pub(super) fn amount(requests: &Requests, resource: &str) -> i128 {
-    if resource == PODS {
+    if resource == PODS_RESOURCE {
         return 1000;
     }
     let Some(quantity) = requests.get(resource) else { return 0 };
@@ -35,7 +36,7 @@ pub(super) fn amount(requests: &Requests, resource: &str) -> i128 {
 
 /// Returns whether free amounts cover these requested amounts and one more pod.
 pub(super) fn cover<'r>(free: &Free<'_>, mut requested: impl Iterator<Item = (&'r str, i128)>) -> bool {
-    let has_slot = free.get(PODS).is_none_or(|slots| *slots >= amount(&BTreeMap::new(), PODS));
+    let has_slot = free.get(PODS_RESOURCE).is_none_or(|slots| *slots >= amount(&BTreeMap::new(), PODS_RESOURCE));
     has_slot && requested.all(|(resource, wanted)| free.get(resource).is_some_and(|free| *free >= wanted))
 }
 
@@ -59,7 +60,7 @@ mod tests {
 
     #[test]
     fn free_amounts_cover_a_pod_only_if_each_resource_and_a_slot_are_free() {
-        let free = |pods: i128| Free::from([("cpu", 2000), ("nvidia.com/gpu", 1000), (PODS, pods)]);
+        let free = |pods: i128| Free::from([("cpu", 2000), ("nvidia.com/gpu", 1000), (PODS_RESOURCE, pods)]);
         let cases: [(&[(&str, &str)], i128, bool, bool); 7] = [
             (&[("cpu", "2")], 1000, true, true),
             (&[("cpu", "2001m")], 1000, false, false),
@@ -67,7 +68,7 @@ mod tests {
             (&[("memory", "1")], 1000, false, false),
             (&[("memory", "0")], 1000, true, true),
             (&[("nvidia.com/gpu", "2")], 1000, true, false),
-            (&[("nvidia.com/gpu", "1"), (PODS, "5")], 1000, true, true),
+            (&[("nvidia.com/gpu", "1"), (PODS_RESOURCE, "5")], 1000, true, true),
         ];
         for (amounts, pods, without_gpus, with_gpus) in cases {
             let requests = requests(amounts);
@@ -79,8 +80,11 @@ mod tests {
 
     #[test]
     fn a_pod_uses_its_requests_and_one_slot() {
-        let mut free = Free::from([("cpu", 2000), ("memory", 5), ("nvidia.com/gpu", 1000), (PODS, 3000)]);
-        subtract(&mut free, &requests(&[("cpu", "2500m"), ("nvidia.com/gpu", "1"), ("unknown", "1"), (PODS, "9")]));
-        assert_eq!(free, Free::from([("cpu", -500), ("memory", 5), ("nvidia.com/gpu", 0), (PODS, 2000)]));
+        let mut free = Free::from([("cpu", 2000), ("memory", 5), ("nvidia.com/gpu", 1000), (PODS_RESOURCE, 3000)]);
+        subtract(
+            &mut free,
+            &requests(&[("cpu", "2500m"), ("nvidia.com/gpu", "1"), ("unknown", "1"), (PODS_RESOURCE, "9")]),
+        );
+        assert_eq!(free, Free::from([("cpu", -500), ("memory", 5), ("nvidia.com/gpu", 0), (PODS_RESOURCE, 2000)]));
     }
 }

@@ -200,7 +200,7 @@ fn neighbour<'p>(pod: &'p PodObject, node: &'p str) -> Neighbour<'p> {
 /// # Errors
 /// The rule that excludes the node.
 pub(super) fn check_rules(checker: Option<&NodeChecker<'_>>, node: &PlanNode) -> Result<(), Conflict> {
-    checker.map_or(Ok(()), |checker| checker.refuse(node))
+    checker.map_or(Ok(()), |checker| checker.check_node(node))
 }
 
 pub(super) fn namespace(pod: &PodObject) -> &str {

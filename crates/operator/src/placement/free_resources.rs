@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 
 use cleave_plan::Quantity;
 use cleave_plan::ledger::{Claim, Ledger, Place};
-use cleave_plan::scheduling::PODS;
+use cleave_plan::scheduling::PODS_RESOURCE;
 
 use super::amounts::{self, Free};
 use super::nodes::Nodes;
@@ -88,7 +88,7 @@ impl<'a> FreeResources<'a> {
             |(name, nominee): &(&String, &Nominee<'a>)| *name != pod.name && nominee.priority >= pod.priority;
         let nominees: Vec<_> = self.nominated.get(node).into_iter().flatten().filter(of_others).collect();
         let mut missing = BTreeMap::new();
-        let slot = free.contains_key(PODS).then_some((PODS, 1000));
+        let slot = free.contains_key(PODS_RESOURCE).then_some((PODS_RESOURCE, 1000));
         for (resource, wanted) in amounts::requested(pod.requests).chain(slot) {
             let free = *free.get(resource)?;
             let kept: i128 = nominees.iter().map(|(_, nominee)| amounts::amount(nominee.requests, resource)).sum();

@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 
 use cleave_plan::Quantity;
-use cleave_plan::ledger::{Chooser, Claim, Cpu, Ledger, Place};
+use cleave_plan::ledger::{Chooser, Claim, Ledger, NodeCpu, Place};
 use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod};
 
 use super::cluster::plan_pod;
@@ -50,7 +50,7 @@ pub(super) fn update_cpu(
         let bound = tracker.requested(name).and_then(|requested| requested.get(CPU)).copied().unwrap_or(0);
         let bound = u64::try_from(bound).unwrap_or(u64::MAX);
         let used = bound.saturating_add(released.get(name.as_str()).copied().unwrap_or(0));
-        chooser.set_cpu(name, Cpu { total, free: total.saturating_sub(used) });
+        chooser.set_cpu(name, NodeCpu { total, free: total.saturating_sub(used) });
     }
 }
 
@@ -71,7 +71,7 @@ pub(super) fn count_arrived_pods(chooser: &mut Chooser, nodes: &Nodes, arrived: 
         } else {
             known.entry(key).or_insert_with(|| usable_models(nodes, &plan_pod)).clone()
         };
-        chooser.count(&pod.device_requests(), cpu_millis(&pod.spec.requests), models);
+        chooser.count_arrival(&pod.device_requests(), cpu_millis(&pod.spec.requests), models);
     }
 }
 
@@ -85,7 +85,7 @@ pub(super) fn count_running_pods(chooser: &mut Chooser, tracker: &PodTracker) {
     pods.sort_by(|a, b| (age(a), &a.metadata.name).cmp(&(age(b), &b.metadata.name)));
     let first = pods.len().saturating_sub(MAX_COUNTED_AT_START);
     for pod in pods.into_iter().skip(first) {
-        chooser.count(&pod.device_requests(), cpu_millis(&pod.spec.requests), Vec::new());
+        chooser.count_arrival(&pod.device_requests(), cpu_millis(&pod.spec.requests), Vec::new());
     }
 }
 

@@ -9,7 +9,7 @@ use cleave_plan::Quantity;
 use cleave_plan::affinity::HOSTNAME;
 use cleave_plan::constraints::Conflict;
 use cleave_plan::ledger::{Holder, Holders, Ledger, Moment, NoFit, NodeFacts, PendingPod, Tightest};
-use cleave_plan::scheduling::{self, Refused};
+use cleave_plan::scheduling::{self, NodeRefusal};
 use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
 use kube::core::DeserializeGuard;
@@ -147,7 +147,7 @@ impl NodeState {
     /// Returns whether selector, affinity and taints allow the pod on the node, now or after
     /// temporary obstacles such as a cordon end.
     pub(super) fn may_admit_later(&self, pod: &PlanPod) -> bool {
-        self.is_usable() && scheduling::admit(pod, &self.node).map_or_else(|refused| refused.may_pass(), |()| true)
+        self.is_usable() && scheduling::admit(pod, &self.node).map_or_else(|refused| refused.is_temporary(), |()| true)
     }
 
     /// Returns the name of the policy of a device.
@@ -233,10 +233,10 @@ impl NodeState {
             Some(Exclusion::NoHostname)
         } else if let Err(refused) = scheduling::admit(pod, &self.node) {
             Some(match refused {
-                Refused::Cordoned => Exclusion::Cordoned,
-                Refused::Selector(label) => Exclusion::Selector(label),
-                Refused::Affinity => Exclusion::Affinity,
-                Refused::Taint { key, .. } => Exclusion::Taint(key),
+                NodeRefusal::Cordoned => Exclusion::Cordoned,
+                NodeRefusal::Selector(label) => Exclusion::Selector(label),
+                NodeRefusal::Affinity => Exclusion::Affinity,
+                NodeRefusal::Taint { key, .. } => Exclusion::Taint(key),
             })
         } else if let Err(conflict) = (checks.conflict)(&self.node) {
             Some(Exclusion::Conflict(conflict.to_string()))
@@ -372,14 +372,14 @@ impl Nodes {
         checks: &NodeChecks<'_>,
         why: &NoFit,
     ) -> Verdict {
-        if why.may_pass() {
+        if why.is_temporary() {
             return Verdict::Waits(why.to_string());
         }
         // The pod may only have to wait. Search again, also among nodes that only temporary
         // obstacles exclude.
         let is_possible = |state: &&NodeState| {
             state.may_admit_later(pod)
-                && (checks.conflict)(&state.node).map_or_else(|conflict| conflict.may_pass(), |()| true)
+                && (checks.conflict)(&state.node).map_or_else(|conflict| conflict.is_temporary(), |()| true)
         };
         let possible: Vec<&str> = self.0.values().filter(is_possible).map(|state| state.node.name.as_str()).collect();
         if possible.is_empty() {
@@ -390,7 +390,7 @@ impl Nodes {
         }
         match ledger.fit_for(pending, possible.iter().copied(), 1, &Tightest) {
             Ok(_) => Verdict::Waits(self.explain_exclusions(pod, checks)),
-            Err(why) if why.may_pass() => Verdict::Waits(why.to_string()),
+            Err(why) if why.is_temporary() => Verdict::Waits(why.to_string()),
             Err(why) => {
                 let not_offered = matches!(why, NoFit::NotOffered { .. } | NoFit::NoNode);
                 let impossible = if not_offered { PermanentObstacle::NotOffered } else { PermanentObstacle::TooLarge };

@@ -1,7 +1,7 @@
 //! Builds the patch that releases a pod.
-use cleave_api::names::{LARGEST_PREFIX, OTHER_NODES_ANNOTATION, UNSCHEDULABLE_ANNOTATION};
-use cleave_api::placement::ANNOTATION;
-use cleave_plan::affinity::{Present, hostname_requirement, narrow};
+use cleave_api::names::{LARGEST_GPU_LABEL_PREFIX, OTHER_NODES_ANNOTATION, UNSCHEDULABLE_ANNOTATION};
+use cleave_api::placement::PLACEMENT_ANNOTATION;
+use cleave_plan::affinity::{ExistingAffinity, hostname_requirement, narrow};
 use cleave_plan::ledger::DeviceRequest;
 use cleave_plan::snapshot::{NodeSelectorTerm, Operator, Requirement};
 use serde_json::{Value, json};
@@ -30,7 +30,7 @@ pub(super) fn release_patch(pod: &PodObject, reason: &ReleaseReason, destination
     let narrowed = requirement.map(|requirement| narrow(existing_affinity(pod), &requirement).unwrap_or_default());
     operations.extend(narrowed.iter().flatten().map(|operation| json!(operation)));
     let annotation = match reason {
-        ReleaseReason::Reserved(placement) => Some((ANNOTATION, placement.text().unwrap_or_default())),
+        ReleaseReason::Reserved(placement) => Some((PLACEMENT_ANNOTATION, placement.text().unwrap_or_default())),
         ReleaseReason::Unschedulable(_) => Some((UNSCHEDULABLE_ANNOTATION, "true".to_owned())),
         ReleaseReason::OtherPlugin => Some((OTHER_NODES_ANNOTATION, "true".to_owned())),
         ReleaseReason::NotServed => None,
@@ -61,12 +61,12 @@ pub(super) fn with_resource_version(patch: &Value, version: String) -> Value {
 }
 
 /// Returns how much of a required node affinity the pod's spec already has.
-fn existing_affinity(pod: &PodObject) -> Present<'_> {
-    let Some(affinity) = &pod.spec.affinity else { return Present::Nothing };
-    let Some(nodes) = &affinity.node_affinity else { return Present::Affinity };
+fn existing_affinity(pod: &PodObject) -> ExistingAffinity<'_> {
+    let Some(affinity) = &pod.spec.affinity else { return ExistingAffinity::Nothing };
+    let Some(nodes) = &affinity.node_affinity else { return ExistingAffinity::Affinity };
     match &nodes.required_during_scheduling_ignored_during_execution {
-        None => Present::NodeAffinity,
-        Some(required) => Present::Required(&required.node_selector_terms),
+        None => ExistingAffinity::NodeAffinity,
+        Some(required) => ExistingAffinity::Required(&required.node_selector_terms),
     }
 }
 
@@ -83,7 +83,7 @@ fn larger_gpus_requirement(device_requests: &[DeviceRequest]) -> Option<Requirem
     let (_, name) = request.resource.split_once('/')?;
     let below = request.units.get() - 1;
     Some(Requirement {
-        key: format!("{LARGEST_PREFIX}{name}"),
+        key: format!("{LARGEST_GPU_LABEL_PREFIX}{name}"),
         operator: Operator::Gt,
         values: vec![below.to_string()],
     })
@@ -93,7 +93,7 @@ fn larger_gpus_requirement(device_requests: &[DeviceRequest]) -> Option<Requirem
 /// that its release added.
 pub(super) fn without_larger_gpus(terms: &[NodeSelectorTerm]) -> Vec<NodeSelectorTerm> {
     let mut terms = terms.to_vec();
-    let added = |requirement: &Requirement| requirement.key.starts_with(LARGEST_PREFIX);
+    let added = |requirement: &Requirement| requirement.key.starts_with(LARGEST_GPU_LABEL_PREFIX);
     terms.iter_mut().for_each(|term| term.match_expressions.retain(|requirement| !added(requirement)));
     // If the term contained only that requirement, the release added the whole term, because the
     // pod had no required affinity.

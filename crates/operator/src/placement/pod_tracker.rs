@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
+use cleave_plan::scheduling::PODS_RESOURCE;
+
 use super::cluster::is_living;
 use crate::pod_store::PodChanges;
 use crate::pods::{PodObject, full_name};
@@ -29,9 +31,6 @@ pub(super) struct PodTracker {
     /// Nodes on which pods have changed.
     changed_nodes: BTreeSet<String>,
 }
-
-/// The resource with which the scheduler counts pods.
-pub(super) const PODS: &str = "pods";
 
 impl PodTracker {
     /// Updates the tracked pods. The costs depend on the number of changes, unless `changes`
@@ -183,10 +182,10 @@ fn change_sums(
             None => drop(of_node.insert(resource.to_owned(), change(0, milli.into()))),
         }
     };
-    for (resource, quantity) in pod.spec.requests.iter().filter(|(name, _)| *name != PODS) {
+    for (resource, quantity) in pod.spec.requests.iter().filter(|(name, _)| *name != PODS_RESOURCE) {
         change(resource, quantity.milli().unwrap_or(0));
     }
-    change(PODS, 1000);
+    change(PODS_RESOURCE, 1000);
     if requested.get(node).is_some_and(|of_node| of_node.values().all(|sum| *sum == 0)) {
         requested.remove(node);
     }

@@ -1,6 +1,6 @@
 //! Writes the desired state of nodes to `GpuNode.spec` by server-side apply. Writes only the nodes
 //! that differ.
-use cleave_api::names::OPERATOR_MANAGER;
+use cleave_api::names::OPERATOR_FIELD_MANAGER;
 use cleave_api::{GpuNode, GpuNodeSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::Api;
@@ -55,7 +55,7 @@ pub fn changes(plan: &Plan, observed: &Observed) -> Vec<Change> {
 /// # Errors
 /// The API server refused the write or could not be reached.
 pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &Change) -> Result<(), Error> {
-    let params = PatchParams::apply(OPERATOR_MANAGER).force();
+    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
     let written = api.patch(&change.node, &params, &Patch::Apply(body(change))).await;
     written.map(drop).map_err(|source| Error { node: change.node.clone(), source })
 }

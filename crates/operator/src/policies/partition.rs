@@ -23,7 +23,7 @@ pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
     match demand.shares? {
         ShareSize::Units(units) => Some(units),
         ShareSize::Memory(one) => {
-            let fit = mps::shareable(Mebibytes(gpu.memory_mib)).0.checked_div(one.0).filter(|&fit| fit > 0)?;
+            let fit = mps::shareable_memory(Mebibytes(gpu.memory_mib)).0.checked_div(one.0).filter(|&fit| fit > 0)?;
             Some(u32::try_from(fit).unwrap_or(MAX_CLIENTS).min(MAX_CLIENTS))
         }
     }
@@ -229,7 +229,7 @@ fn mps_partition(
 fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);
-    let all = mps::shareable(total);
+    let all = mps::shareable_memory(total);
     // For each k: the memory of k slices, and their fraction of the GPU.
     let rows: Vec<(Mebibytes, u32, u32)> = if let Some(gib) = sized_slice_gib(resource) {
         let one = Mebibytes::from_gib(gib);
@@ -244,7 +244,7 @@ fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>,
         let row = |k: u32| {
             let memory = match demand.shares {
                 Some(ShareSize::Memory(one)) => Mebibytes(one.0.saturating_mul(u64::from(k)).min(all.0)),
-                _ => mps::memory(k, units, total),
+                _ => mps::memory_limit(k, units, total),
             };
             (memory, k, units)
         };
@@ -257,7 +257,7 @@ fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>,
         memory.extend((memory.last() != Some(&part(all))).then(|| part(all)));
     }
     let mut percents: Vec<u8> =
-        rows.iter().filter_map(|&(_, some, of)| mps::threads(some, of, threads).map(u8::from)).collect();
+        rows.iter().filter_map(|&(_, some, of)| mps::thread_percentage(some, of, threads).map(u8::from)).collect();
     percents.extend((!percents.is_empty() && percents.last() != Some(&100)).then_some(100));
     Ok((memory, percents))
 }

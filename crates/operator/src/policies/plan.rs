@@ -328,7 +328,7 @@ fn mps_partition(
     total: Mebibytes,
     compute_mode: ComputeMode,
 ) -> Result<MpsPartition, Unsupported> {
-    let shareable = mps::shareable(total);
+    let shareable = mps::shareable_memory(total);
     let count = match share.size {
         ShareSize::Units(units) if shareable.0 < u64::from(units) => return Err(Unsupported::NoMemory(shareable)),
         ShareSize::Units(units) => units,
@@ -339,7 +339,7 @@ fn mps_partition(
     };
     let memory_of = |shares: u32| {
         let all = match share.size {
-            ShareSize::Units(units) => mps::memory(shares, units, total).0,
+            ShareSize::Units(units) => mps::memory_limit(shares, units, total).0,
             ShareSize::Memory(one) => one.0.saturating_mul(u64::from(shares)),
         };
         (all / u64::from(share.rules.memory_parts.max(1))).max(1)
@@ -353,7 +353,7 @@ fn mps_partition(
             first: 0,
             memory_mib: if share.rules.limited { (1..=count).map(memory_of).collect() } else { Vec::new() },
             threads: (1..=count)
-                .filter_map(|shares| mps::threads(shares, count, share.rules.threads).map(u8::from))
+                .filter_map(|shares| mps::thread_percentage(shares, count, share.rules.threads).map(u8::from))
                 .collect(),
             max_clients: share.rules.max_clients,
         }],

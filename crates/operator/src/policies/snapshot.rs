@@ -370,7 +370,7 @@ impl NodeBuilder<'_> {
                 requested.add_one(name, quantity);
             }
         }
-        requested.add_one(scheduling::PODS, &Quantity::whole(pods.len() as u64));
+        requested.add_one(scheduling::PODS_RESOURCE, &Quantity::whole(pods.len() as u64));
         input.snapshot.nodes.push(PlanNode {
             name: self.name.to_owned(),
             labels: self.node.labels.clone(),

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_api::SharingPolicy;
 use cleave_api::gpunode::{GpuStatus, MigPartition, MpsPartition, Partition, StepStatus, TimeSlicedPartition, Whole};
 use cleave_api::names::{
-    CONDITION_ACCEPTED, CONDITION_CONFLICT, CONDITION_READY, CONDITION_ROLLED_OUT, OPERATOR_MANAGER, STEP_DONE,
+    CONDITION_ACCEPTED, CONDITION_CONFLICT, CONDITION_READY, CONDITION_ROLLED_OUT, OPERATOR_FIELD_MANAGER, STEP_DONE,
     STEP_FAILED, STEP_IN_USE, STEP_REFUSED, STEP_WAITING, daemon_state, reason,
 };
 use cleave_api::sharingpolicy::{RolloutStatus, SharingPolicyStatus};
@@ -101,7 +101,7 @@ pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) 
         "metadata": {"name": update.policy},
         "status": update.status,
     });
-    let params = PatchParams::apply(OPERATOR_MANAGER).force();
+    let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
     let written = api.patch_status(&update.policy, &params, &Patch::Apply(body)).await;
     written.map(drop).map_err(|source| Error { policy: update.policy.clone(), source })
 }

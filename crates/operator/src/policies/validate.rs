@@ -9,8 +9,9 @@ use cleave_api::names::{
     RESOURCE_MPS, RESOURCE_SHARED, RESOURCE_SHARES_PREFIX, RESOURCE_TIMESLICE, is_served, mig_resource,
 };
 use cleave_api::sharingpolicy::{
-    Clients, ComputeMode, DEFAULT_MAX_UNAVAILABLE_PERCENT, Dynamic, Enforcement, GpuSelector, Interval, MAX_REPLICAS,
-    MemoryPolicy, Mig, Mode, Mps, OnFailure, Rollout, SharingPolicySpec, Sizes, ThreadPolicy, TimeSlicing,
+    ClientLimits, ComputeMode, DEFAULT_MAX_UNAVAILABLE_PERCENT, DynamicPartitioning, Enforcement, GpuSelector,
+    Interval, MAX_REPLICAS, MemoryPolicy, Mig, Mode, Mps, MpsSizes, OnFailure, Rollout, SharingPolicySpec,
+    ThreadPolicy, TimeSlicing,
 };
 use cleave_plan::device::Mode as PlannerMode;
 use cleave_plan::mps::{MAX_CLIENTS, Threads};
@@ -355,7 +356,7 @@ fn mps_share(mps: Option<&Mps>, resource: Option<&str>) -> Result<SharingMode, E
     let mps = mps.ok_or(Error::Shape("mode Mps needs mps.units, mps.unitMemory or mps.sizes: Dynamic"))?;
     match equal_shares(mps, resource)? {
         Some(share) => Ok(SharingMode::Mps(share)),
-        None if mps.sizes == Sizes::Dynamic => Ok(SharingMode::Demand(Demand {
+        None if mps.sizes == MpsSizes::Dynamic => Ok(SharingMode::Demand(Demand {
             words: "mps.sizes: Dynamic",
             mode: PlannerMode::Mps,
             mps: mps_rules(mps)?,
@@ -371,7 +372,7 @@ fn mps_share(mps: Option<&Mps>, resource: Option<&str>) -> Result<SharingMode, E
 fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, Error> {
     let Mps { units, unit_memory, sizes, threads: _, memory: _, multi_user: _, compute_mode: _, clients: _ } = mps;
     let rules = mps_rules(mps)?;
-    if *sizes == Sizes::Dynamic && (units.is_some() || unit_memory.is_some()) {
+    if *sizes == MpsSizes::Dynamic && (units.is_some() || unit_memory.is_some()) {
         return Err(Error::Shape("sizes: Dynamic creates slices as pods request them: omit units and unitMemory"));
     }
     let size = match (units, unit_memory) {
@@ -396,8 +397,8 @@ fn mps_rules(mps: &Mps) -> Result<MpsRules, Error> {
     })
 }
 
-fn client_rule(clients: &Clients) -> Result<(Option<u32>, u32), Error> {
-    let Clients { max, split } = clients;
+fn client_rule(clients: &ClientLimits) -> Result<(Option<u32>, u32), Error> {
+    let ClientLimits { max, split } = clients;
     if let Some(max) = max {
         in_range("clients.max", *max, 1, MAX_CLIENTS)?;
     }
@@ -539,8 +540,8 @@ fn check_resource(resource: Option<&str>, share: &SharingMode) -> Result<(), Err
     }
 }
 
-fn gathering(dynamic: &Dynamic) -> Result<Gathering, Error> {
-    let Dynamic { idle, timeout } = dynamic;
+fn gathering(dynamic: &DynamicPartitioning) -> Result<Gathering, Error> {
+    let DynamicPartitioning { idle, timeout } = dynamic;
     let idle = idle.as_deref().map(|text| duration("dynamic.idle", text)).transpose()?;
     let timeout = timeout.as_deref().map(|text| duration("dynamic.timeout", text)).transpose()?;
     if let (Some(idle), Some(timeout)) = (idle, timeout)

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cleave_api::GpuNode;
 use cleave_api::gpunode::FindingStatus;
-use cleave_api::names::{CONDITION_WITHIN_SHARE, WITHIN_SHARE};
+use cleave_api::names::{CONDITION_WITHIN_SHARE, WITHIN_SHARE_REASON};
 use cleave_api::sharingpolicy::Enforcement;
 use kube::Resource;
 use kube::core::DeserializeGuard;
@@ -170,7 +170,7 @@ fn findings_condition(findings: &[PolicyFinding<'_>]) -> PodCondition {
     PodCondition {
         type_: CONDITION_WITHIN_SHARE.to_owned(),
         status: if within { "True" } else { "False" }.to_owned(),
-        reason: findings.first().map_or(WITHIN_SHARE, |(finding, _)| finding.kind.as_str()).to_owned(),
+        reason: findings.first().map_or(WITHIN_SHARE_REASON, |(finding, _)| finding.kind.as_str()).to_owned(),
         message: messages.join("; ").chars().take(MAX_MESSAGE).collect(),
     }
 }

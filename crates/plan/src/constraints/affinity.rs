@@ -3,14 +3,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::conflict::Conflict;
 use super::pods::{Neighbour, Subject};
-use super::rules::{Match, PodAffinityTerm};
+use super::rules::{PodAffinityTerm, TermMatch};
 use super::selector::{Labels, MAX_REQUIREMENTS};
 use crate::snapshot::Node;
 
 /// Topology domains: for each topology key, the values of that node label.
 type Domains<'a> = BTreeMap<&'a str, BTreeSet<&'a str>>;
 
-fn contains(domains: &Domains<'_>, key: &str, value: &str) -> bool {
+fn contains_domain(domains: &Domains<'_>, key: &str, value: &str) -> bool {
     domains.get(key).is_some_and(|values| values.contains(value))
 }
 
@@ -37,14 +37,14 @@ impl<'a> RequiredDomains<'a> {
     pub(super) fn new(subject: &Subject<'a>, namespaces: &impl Fn(&str) -> Option<&'a Labels>) -> Self {
         let affinity = subject.rules.affinity.as_slice();
         let own = subject.namespace;
-        let first = affinity.iter().all(|term| term.selects(own, subject.labels, own, namespaces) == Match::Yes);
+        let first = affinity.iter().all(|term| term.selects(own, subject.labels, own, namespaces) == TermMatch::Yes);
         let anti_affinity = subject.rules.anti_affinity.as_slice();
         let (attracting, avoided, repelling) = Default::default();
         Self { affinity, anti_affinity, attracting, first, avoided, repelling }
     }
 
     /// Records the domain of a neighbour that the subject's affinity or anti-affinity selects.
-    pub(super) fn count(
+    pub(super) fn count_neighbour(
         &mut self,
         subject: &Subject<'a>,
         neighbour: &Neighbour<'a>,
@@ -54,23 +54,23 @@ impl<'a> RequiredDomains<'a> {
         let selects =
             |term: &PodAffinityTerm| term.selects(subject.namespace, neighbour.labels, neighbour.namespace, namespaces);
         if !self.affinity.is_empty() {
-            let mut least = Match::Yes;
+            let mut least = TermMatch::Yes;
             for term in self.affinity {
                 least = least.min(selects(term));
-                if least == Match::No {
+                if least == TermMatch::No {
                     break;
                 }
             }
-            if let Some(node) = node(neighbour.node).filter(|_| least != Match::No) {
+            if let Some(node) = node(neighbour.node).filter(|_| least != TermMatch::No) {
                 for (key, value) in self.affinity.iter().filter_map(|term| domain(term, node)) {
                     self.first = false;
-                    if least == Match::Yes {
+                    if least == TermMatch::Yes {
                         self.attracting.entry(key).or_default().insert(value);
                     }
                 }
             }
         }
-        for term in self.anti_affinity.iter().filter(|term| selects(term) != Match::No) {
+        for term in self.anti_affinity.iter().filter(|term| selects(term) != TermMatch::No) {
             if let Some((key, value)) = node(neighbour.node).and_then(|node| domain(term, node)) {
                 self.avoided.entry(key).or_default().insert(value);
             }
@@ -78,7 +78,7 @@ impl<'a> RequiredDomains<'a> {
     }
 
     /// Records the domain of a neighbour whose own anti-affinity selects the subject.
-    pub(super) fn count_repelling(
+    pub(super) fn count_repelling_neighbour(
         &mut self,
         subject: &Subject<'a>,
         neighbour: &Neighbour<'a>,
@@ -87,9 +87,9 @@ impl<'a> RequiredDomains<'a> {
     ) {
         let mut left = MAX_REQUIREMENTS;
         for term in &neighbour.rules.anti_affinity {
-            let Some(rest) = left.checked_sub(term.weight()) else { break };
+            let Some(rest) = left.checked_sub(term.max_comparisons()) else { break };
             left = rest;
-            if term.selects(neighbour.namespace, subject.labels, subject.namespace, namespaces) == Match::No {
+            if term.selects(neighbour.namespace, subject.labels, subject.namespace, namespaces) == TermMatch::No {
                 continue;
             }
             if let Some((key, value)) = node(neighbour.node).and_then(|node| domain(term, node)) {
@@ -103,9 +103,10 @@ impl<'a> RequiredDomains<'a> {
         self.affinity.iter().map(|term| term.topology_key.as_str()).find(|key| !node.labels.contains_key(*key))
     }
 
-    pub(super) fn refuse(&self, node: &Node) -> Result<(), Conflict> {
-        let inside =
-            |domains: &Domains<'_>, key: &str| node.labels.get(key).is_some_and(|value| contains(domains, key, value));
+    pub(super) fn check_node(&self, node: &Node) -> Result<(), Conflict> {
+        let inside = |domains: &Domains<'_>, key: &str| {
+            node.labels.get(key).is_some_and(|value| contains_domain(domains, key, value))
+        };
         let key = |term: &PodAffinityTerm| term.topology_key.clone();
         let unmatched = |term: &&PodAffinityTerm| !inside(&self.attracting, &term.topology_key);
         if !self.first

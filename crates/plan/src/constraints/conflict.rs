@@ -42,7 +42,7 @@ pub enum Conflict {
 
 impl Conflict {
     /// Returns whether the conflict can end when other pods are created or terminate.
-    pub fn may_pass(&self) -> bool {
+    pub fn is_temporary(&self) -> bool {
         match self {
             Self::PodAffinity { .. }
             | Self::PodAntiAffinity { .. }

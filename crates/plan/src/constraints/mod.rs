@@ -13,8 +13,8 @@
 //! many for each neighbour. A subject with more rules is refused on every node
 //! ([`Conflict::TooManyRules`]). A neighbour's anti-affinity terms and host ports beyond the limit
 //! are ignored. Nodes and pods are read only if a rule needs them. If a pod has no rules, only
-//! neighbours with anti-affinity or host ports are read. [`NodeChecker::refuse`] looks up each of
-//! the subject's rules once.
+//! neighbours with anti-affinity or host ports are read. [`NodeChecker::check_node`] looks up each
+//! of the subject's rules once.
 mod affinity;
 mod conflict;
 mod pods;
@@ -40,7 +40,7 @@ pub struct NodeChecker<'a> {
     volumes: &'a [Vec<NodeSelectorTerm>],
     too_many: bool,
     affinity: affinity::RequiredDomains<'a>,
-    spread: spread::Spread<'a>,
+    spread: spread::SpreadCounts<'a>,
     ports: ports::PortConflicts<'a>,
 }
 
@@ -67,7 +67,7 @@ impl<'a> NodeChecker<'a> {
             volumes: subject.volumes,
             too_many,
             affinity: affinity::RequiredDomains::new(&subject, &namespaces),
-            spread: spread::Spread::new(&subject),
+            spread: spread::SpreadCounts::new(&subject),
             ports: ports::PortConflicts::new(&subject.rules.ports),
         };
         if too_many {
@@ -77,8 +77,8 @@ impl<'a> NodeChecker<'a> {
             LazyCell::new(|| nodes.into_iter().map(|node| (node.name.as_str(), node)).collect());
         let find = |name: &str| index.get(name).copied();
         for neighbour in repelling {
-            checker.affinity.count_repelling(&subject, &neighbour, &namespaces, &find);
-            checker.ports.count(&neighbour);
+            checker.affinity.count_repelling_neighbour(&subject, &neighbour, &namespaces, &find);
+            checker.ports.count_neighbour(&neighbour);
         }
         let apart = !subject.rules.affinity.is_empty() || !subject.rules.anti_affinity.is_empty();
         if apart || !checker.spread.is_empty() {
@@ -88,8 +88,8 @@ impl<'a> NodeChecker<'a> {
                 checker.spread.find_domains(&subject, index.values().copied())
             };
             for neighbour in all {
-                checker.affinity.count(&subject, &neighbour, &namespaces, &find);
-                checker.spread.count(&subject, &neighbour, &eligible);
+                checker.affinity.count_neighbour(&subject, &neighbour, &namespaces, &find);
+                checker.spread.count_neighbour(&subject, &neighbour, &eligible);
             }
             checker.spread.find_lowest_counts();
         }
@@ -109,7 +109,7 @@ impl<'a> NodeChecker<'a> {
     /// # Errors
     ///
     /// The first rule that excludes the node.
-    pub fn refuse(&self, node: &Node) -> Result<(), Conflict> {
+    pub fn check_node(&self, node: &Node) -> Result<(), Conflict> {
         if self.too_many {
             return Err(Conflict::TooManyRules);
         }
@@ -124,7 +124,7 @@ impl<'a> NodeChecker<'a> {
         if let Some(port) = self.ports.conflict_on(&node.name) {
             return Err(Conflict::HostPort(port));
         }
-        self.affinity.refuse(node)?;
-        self.spread.refuse(node)
+        self.affinity.check_node(node)?;
+        self.spread.check_node(node)
     }
 }

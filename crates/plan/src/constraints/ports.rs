@@ -21,7 +21,7 @@ impl<'a> PortConflicts<'a> {
         Self { wanted, nodes: BTreeMap::new() }
     }
 
-    pub(super) fn count(&mut self, neighbour: &Neighbour<'a>) {
+    pub(super) fn count_neighbour(&mut self, neighbour: &Neighbour<'a>) {
         if self.wanted.is_empty() {
             return;
         }

@@ -33,8 +33,8 @@ impl Rules {
 
     /// Returns whether the rules exceed [`MAX_REQUIREMENTS`].
     pub fn are_too_many(&self) -> bool {
-        let terms = self.affinity.iter().chain(&self.anti_affinity).map(PodAffinityTerm::weight);
-        let spread = self.spread.iter().filter(|one| one.is_hard()).map(SpreadConstraint::weight);
+        let terms = self.affinity.iter().chain(&self.anti_affinity).map(PodAffinityTerm::max_comparisons);
+        let spread = self.spread.iter().filter(|one| one.is_hard()).map(SpreadConstraint::max_comparisons);
         terms.chain(spread).fold(self.ports.len(), usize::saturating_add) > MAX_REQUIREMENTS
     }
 }
@@ -61,7 +61,7 @@ pub struct PodAffinityTerm {
 
 /// Whether a term selects a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Match {
+pub(super) enum TermMatch {
     No,
     /// The result depends on unknown labels of a namespace.
     Perhaps,
@@ -77,22 +77,22 @@ impl PodAffinityTerm {
         labels: &Labels,
         namespace: &str,
         namespaces: &impl Fn(&str) -> Option<&'n Labels>,
-    ) -> Match {
+    ) -> TermMatch {
         if !self.label_selector.as_ref().is_some_and(|selector| selector.matches(labels)) {
-            return Match::No;
+            return TermMatch::No;
         }
         let listed = match (self.namespaces.as_slice(), &self.namespace_selector) {
             ([], None) => own == namespace,
             (names, _) => names.iter().any(|name| name == namespace),
         };
         match &self.namespace_selector {
-            _ if listed => Match::Yes,
-            None => Match::No,
-            Some(selector) if selector.is_empty() => Match::Yes,
+            _ if listed => TermMatch::Yes,
+            None => TermMatch::No,
+            Some(selector) if selector.is_empty() => TermMatch::Yes,
             Some(selector) => match namespaces(namespace) {
-                None => Match::Perhaps,
-                Some(labels) if selector.matches(labels) => Match::Yes,
-                Some(_) => Match::No,
+                None => TermMatch::Perhaps,
+                Some(labels) if selector.matches(labels) => TermMatch::Yes,
+                Some(_) => TermMatch::No,
             },
         }
     }
@@ -101,13 +101,13 @@ impl PodAffinityTerm {
     /// namespace of the pod that has the term. Does not read the namespace's labels: returns true
     /// if the result depends on them.
     pub fn may_select(&self, own: &str, namespace: &str, labels: &Labels) -> bool {
-        self.selects(own, labels, namespace, &|_| None) != Match::No
+        self.selects(own, labels, namespace, &|_| None) != TermMatch::No
     }
 
     /// Returns the maximum number of comparisons that [`Self::selects`] makes.
-    pub(super) fn weight(&self) -> usize {
+    pub(super) fn max_comparisons(&self) -> usize {
         let selectors = self.label_selector.iter().chain(&self.namespace_selector);
-        1 + self.namespaces.len() + selectors.map(LabelSelector::weight).sum::<usize>()
+        1 + self.namespaces.len() + selectors.map(LabelSelector::max_comparisons).sum::<usize>()
     }
 }
 
@@ -170,8 +170,8 @@ impl SpreadConstraint {
     }
 
     /// Returns the maximum number of comparisons for deciding whether a pod is selected.
-    pub(super) fn weight(&self) -> usize {
-        1 + self.match_label_keys.len() + self.label_selector.as_ref().map_or(0, LabelSelector::weight)
+    pub(super) fn max_comparisons(&self) -> usize {
+        1 + self.match_label_keys.len() + self.label_selector.as_ref().map_or(0, LabelSelector::max_comparisons)
     }
 
     pub(super) fn honors_affinity(&self) -> bool {

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use crate::scheduling::matches;
+use crate::scheduling::requirement_matches;
 use crate::snapshot::{Operator, Requirement};
 
 /// Labels of a pod, a node or a namespace.
@@ -35,7 +35,7 @@ impl LabelSelector {
     pub fn matches(&self, labels: &Labels) -> bool {
         let holds = |requirement: &Requirement| {
             let known = !matches!(requirement.operator, Operator::Gt | Operator::Lt | Operator::Unknown);
-            known && matches(requirement, labels.get(&requirement.key).map(String::as_str))
+            known && requirement_matches(requirement, labels.get(&requirement.key).map(String::as_str))
         };
         self.match_labels.iter().all(|(key, value)| labels.get(key) == Some(value))
             && self.match_expressions.iter().all(holds)
@@ -48,7 +48,7 @@ impl LabelSelector {
 
     /// Returns the maximum number of comparisons that [`Self::matches`] makes. Counting stops soon
     /// after [`MAX_REQUIREMENTS`].
-    pub(super) fn weight(&self) -> usize {
+    pub(super) fn max_comparisons(&self) -> usize {
         let expressions = self.match_expressions.iter().take(MAX_REQUIREMENTS + 1);
         self.match_labels.len() + expressions.map(|one| 1 + one.values.len()).sum::<usize>()
     }

@@ -41,11 +41,11 @@ impl DomainCounts<'_> {
 
 /// Counts of the pods that the subject's hard constraints select.
 #[derive(Debug, Default)]
-pub(super) struct Spread<'a> {
+pub(super) struct SpreadCounts<'a> {
     counts: Vec<DomainCounts<'a>>,
 }
 
-impl<'a> Spread<'a> {
+impl<'a> SpreadCounts<'a> {
     /// Creates the counts of the constraints that can refuse a node.
     pub(super) fn new(subject: &Subject<'a>) -> Self {
         let count = |constraint: &'a SpreadConstraint| {
@@ -71,15 +71,15 @@ impl<'a> Spread<'a> {
         &mut self,
         subject: &Subject<'a>,
         nodes: impl Iterator<Item = &'a Node>,
-    ) -> BTreeMap<&'a str, Eligible<'a>> {
+    ) -> BTreeMap<&'a str, EligibleNode<'a>> {
         let mut eligible = BTreeMap::new();
-        let constraints = scheduling::Constraints::of(subject.pod);
+        let constraints = scheduling::NodeConstraints::of(subject.pod);
         for node in nodes {
             if self.missing_key(node).is_some() {
                 continue;
             }
             let found =
-                Eligible { node, selected: constraints.selects(node), tolerated: constraints.tolerates_all(node) };
+                EligibleNode { node, selected: constraints.selects(node), tolerated: constraints.tolerates_all(node) };
             for count in &mut self.counts {
                 if let Some(value) = found.domain(count.constraint) {
                     count.domains.entry(value).or_default();
@@ -91,11 +91,11 @@ impl<'a> Spread<'a> {
     }
 
     /// Counts a neighbour in its domains, for each constraint that selects it.
-    pub(super) fn count(
+    pub(super) fn count_neighbour(
         &mut self,
         subject: &Subject<'a>,
         neighbour: &Neighbour<'a>,
-        eligible: &BTreeMap<&'a str, Eligible<'a>>,
+        eligible: &BTreeMap<&'a str, EligibleNode<'a>>,
     ) {
         if neighbour.terminating || neighbour.namespace != subject.namespace {
             return;
@@ -134,7 +134,7 @@ impl<'a> Spread<'a> {
         keys.find(|key| !node.labels.contains_key(*key))
     }
 
-    pub(super) fn refuse(&self, node: &Node) -> Result<(), Conflict> {
+    pub(super) fn check_node(&self, node: &Node) -> Result<(), Conflict> {
         let skewed = |count: &&DomainCounts<'_>| {
             let value = node.labels.get(&count.constraint.topology_key);
             let there = value.and_then(|value| count.domains.get(value.as_str())).copied().unwrap_or(0);
@@ -150,13 +150,13 @@ impl<'a> Spread<'a> {
 
 /// A node that has every topology key of the subject's hard constraints.
 #[derive(Debug)]
-pub(super) struct Eligible<'a> {
+pub(super) struct EligibleNode<'a> {
     node: &'a Node,
     selected: bool,
     tolerated: bool,
 }
 
-impl<'a> Eligible<'a> {
+impl<'a> EligibleNode<'a> {
     /// Returns the node's domain for a constraint. Returns `None` if the constraint's policies
     /// ignore the node.
     fn domain(&self, constraint: &SpreadConstraint) -> Option<&'a str> {

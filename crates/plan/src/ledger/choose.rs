@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use super::device_units::DeviceUnits;
 use super::facts::Reservation;
 use super::node::{Node, UnitsByDevice};
-use super::pack::{pack, tightest_devices};
+use super::pack::{assign_to_devices, tightest_devices};
 use super::request::{DeviceRequest, Units};
-use crate::placement::{self, Demand, GPU, Rank, Score};
+use crate::placement::{self, Demand, Rank, Score, THOUSANDTHS_PER_GPU};
 
 /// Why a pod fits nowhere, for the node that is closest to fitting.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
@@ -73,7 +73,7 @@ pub enum NoFit {
 impl NoFit {
     /// Returns whether the reason can end when pods terminate. If the reason cannot end, only
     /// another node or another policy helps.
-    pub fn may_pass(&self) -> bool {
+    pub fn is_temporary(&self) -> bool {
         matches!(self, Self::NotFree { .. } | Self::TooFewFree { .. } | Self::NotFreeTogether)
     }
 }
@@ -96,14 +96,14 @@ pub(super) type NodeRank = (f64, u32);
 
 impl Node {
     /// Returns how good the best placement of all requests is. The result equals the result of
-    /// [`Node::fit`]. For one request, this function is faster, because it is called for every
-    /// node.
+    /// [`Node::fit_requests`]. For one request, this function is faster, because it is called for
+    /// every node.
     pub(super) fn rank_node<S: Score>(&self, wanted: &RequestedUnits<'_>, score: &S) -> Result<NodeRank, NoFit> {
         let mut resources = wanted.iter();
         let (Some((resource, units)), None) = (resources.next(), resources.next()) else {
-            return self.fit(wanted, score).map(|(worth, _)| worth);
+            return self.fit_requests(wanted, score).map(|(worth, _)| worth);
         };
-        let &[size] = units.as_slice() else { return self.fit(wanted, score).map(|(worth, _)| worth) };
+        let &[size] = units.as_slice() else { return self.fit_requests(wanted, score).map(|(worth, _)| worth) };
         let none = UnitsByDevice::new();
         let units_by_device = self.units_by_device.get(*resource).unwrap_or(&none);
         let mut best: Option<Candidate> = None;
@@ -117,12 +117,12 @@ impl Node {
         }
         match best {
             Some(best) => Ok((best.rank.score, best.free - size.get())),
-            None => Err(no_fit(resource, units, units_by_device)),
+            None => Err(no_fit_reason(resource, units, units_by_device)),
         }
     }
 
     /// Finds the best placement of all requests.
-    pub(super) fn fit<S: Score>(
+    pub(super) fn fit_requests<S: Score>(
         &self,
         wanted: &RequestedUnits<'_>,
         score: &S,
@@ -138,8 +138,8 @@ impl Node {
                 let candidates = candidates(&self.model, units_by_device, size, free, score);
                 candidates.into_iter().map(|candidate| candidate.device).collect()
             };
-            let Some(devices) = pack(&sizes, &free, &mut order) else {
-                return Err(no_fit(resource, units, units_by_device));
+            let Some(devices) = assign_to_devices(&sizes, &free, &mut order) else {
+                return Err(no_fit_reason(resource, units, units_by_device));
             };
             for (&units, device) in units.iter().zip(devices) {
                 let candidates = candidates(&self.model, units_by_device, units.get(), &free, score);
@@ -198,21 +198,21 @@ fn for_each_device<S: Score>(
     score: &S,
     mut take: impl FnMut(Candidate),
 ) {
-    let thousandths = |units: u32, capacity: u32| {
-        let part = u64::from(units) * u64::from(GPU) / u64::from(capacity.max(1));
-        u32::try_from(part).map_or(GPU, |part| part.min(GPU))
+    let to_thousandths = |units: u32, capacity: u32| {
+        let part = u64::from(units) * u64::from(THOUSANDTHS_PER_GPU) / u64::from(capacity.max(1));
+        u32::try_from(part).map_or(THOUSANDTHS_PER_GPU, |part| part.min(THOUSANDTHS_PER_GPU))
     };
     let gpus = units_by_device
         .values()
         .zip(free)
-        .map(|(device_units, free)| thousandths(*free, device_units.capacity()))
+        .map(|(device_units, free)| to_thousandths(*free, device_units.capacity()))
         .collect();
     // Other resources are 0, because the scheduler checks them.
     let node = placement::Node { model: model.to_owned(), cpu_total: 0, cpu: 0, gpus };
     let before = score.precompute(&node);
     for (device, (device_units, &free)) in units_by_device.values().zip(free).enumerate() {
         if free >= size {
-            let per_gpu = thousandths(size, device_units.capacity());
+            let per_gpu = to_thousandths(size, device_units.capacity());
             let demand = Demand { cpu: 0, gpus: 1, per_gpu, models: Vec::new() };
             take(Candidate { device, free, rank: score.rank(&node, &before, &demand, Some(device)) });
         }
@@ -221,7 +221,7 @@ fn for_each_device<S: Score>(
 
 /// Returns why these units do not fit on a node's devices. The reason refers to the largest size
 /// that does not fit.
-fn no_fit(resource: &str, units: &[Units], units_by_device: &UnitsByDevice) -> NoFit {
+fn no_fit_reason(resource: &str, units: &[Units], units_by_device: &UnitsByDevice) -> NoFit {
     let resource = resource.to_owned();
     let Some(&requested) = units.iter().max() else { return NoFit::NoNode };
     let (Some(largest), Some(emptiest)) = (
@@ -249,7 +249,7 @@ fn no_fit(resource: &str, units: &[Units], units_by_device: &UnitsByDevice) -> N
     }
     let sizes: Vec<u32> = units.iter().map(|units| units.get()).collect();
     let all = || units_by_device.values().map(DeviceUnits::capacity).collect::<Vec<u32>>();
-    if sizes.len() > 1 && pack(&sizes, &all(), &mut tightest_devices).is_none() {
+    if sizes.len() > 1 && assign_to_devices(&sizes, &all(), &mut tightest_devices).is_none() {
         NoFit::TooMany
     } else if requested.get() > emptiest {
         NoFit::NotFree { resource, requested, most: emptiest }

@@ -14,32 +14,32 @@ use std::iter;
 
 use super::node::Node;
 use super::request::DeviceRequest;
-use crate::placement::learned::{Learner, thousandths};
-use crate::placement::{self, Candidate, Demand, Learned, Placer, Replicas, Score};
+use crate::placement::learned::{Learner, to_thousandths};
+use crate::placement::{self, Candidate, Demand, Learned, Placer, ReplicaCounts, Score};
 
 /// Maximum number of resources whose requests are learned. Other resources use the tightest fit.
-const MAX_LEARNED: usize = 64;
+const MAX_LEARNED_RESOURCES: usize = 64;
 /// Maximum size of all tables together.
 const LIMITS: Limits = Limits { tables: 256, ranks: 1 << 21 };
 /// Free CPU of a node whose CPU is unknown, in thousandths of a core.
-const UNKNOWN_CPU: Cpu = Cpu { total: 0, free: u32::MAX as u64 };
+const UNKNOWN_CPU: NodeCpu = NodeCpu { total: 0, free: u32::MAX as u64 };
 
 /// Nodes whose state changed since the last [`Ledger::synchronize`].
 #[derive(Debug, Clone, Default)]
-pub(super) struct Changes(pub(super) BTreeSet<String>);
+pub(super) struct ChangedNodes(pub(super) BTreeSet<String>);
 
 /// The comparison ignores changes: two ledgers with the same nodes and claims are equal.
-impl PartialEq for Changes {
+impl PartialEq for ChangedNodes {
     fn eq(&self, _: &Self) -> bool {
         true
     }
 }
 
-impl Eq for Changes {}
+impl Eq for ChangedNodes {}
 
 /// CPU of a node, in thousandths of a core.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cpu {
+pub struct NodeCpu {
     /// Allocatable CPU.
     pub total: u64,
     /// CPU that no pod requests.
@@ -76,10 +76,10 @@ pub struct ChoiceCriteria<'a> {
 
 /// The nodes that offer one resource in devices of equal capacity.
 #[derive(Debug, Default)]
-struct Table<S: Score> {
+struct NodeTable<S: Score> {
     placer: Placer<S>,
     /// Node and devices of each row of the placer. Unused rows have no devices.
-    rows: Vec<Row>,
+    rows: Vec<NodeRow>,
     by_node: BTreeMap<String, usize>,
     unused: Vec<usize>,
     is_learned: bool,
@@ -88,7 +88,7 @@ struct Table<S: Score> {
 }
 
 #[derive(Debug, Clone, Default)]
-struct Row {
+struct NodeRow {
     node: String,
     devices: Vec<String>,
 }
@@ -107,8 +107,8 @@ struct Limits {
 #[derive(Debug)]
 pub struct Chooser<S: Score = Learned> {
     /// Tables by resource, then by the capacity of a device.
-    tables: BTreeMap<String, BTreeMap<u32, Table<S>>>,
-    cpu: BTreeMap<String, Cpu>,
+    tables: BTreeMap<String, BTreeMap<u32, NodeTable<S>>>,
+    cpu: BTreeMap<String, NodeCpu>,
     /// The learner of each resource's requests.
     learners: BTreeMap<String, Learner>,
     /// Number of choices so far.
@@ -125,7 +125,7 @@ impl<S: Score + Default> Default for Chooser<S> {
 
 impl<S: Score + Default> Chooser<S> {
     /// Records the CPU of a node.
-    pub fn set_cpu(&mut self, node: &str, cpu: Cpu) {
+    pub fn set_cpu(&mut self, node: &str, cpu: NodeCpu) {
         match self.cpu.get_mut(node) {
             Some(known) if *known == cpu => return,
             Some(known) => *known = cpu,
@@ -141,7 +141,7 @@ impl<S: Score + Default> Chooser<S> {
     /// Subtracts the CPU of a pod that is released to a node.
     pub fn use_cpu(&mut self, node: &str, milli: u64) {
         if let Some(&cpu) = self.cpu.get(node) {
-            self.set_cpu(node, Cpu { free: cpu.free.saturating_sub(milli), ..cpu });
+            self.set_cpu(node, NodeCpu { free: cpu.free.saturating_sub(milli), ..cpu });
         }
     }
 
@@ -159,7 +159,7 @@ impl<S: Score + Default> Chooser<S> {
                     let model = node.map(|node| node.model.clone()).unwrap_or_default();
                     (placement::Node { model, cpu_total: cpu.total, cpu: cpu.free, gpus: Vec::new() }, Vec::new())
                 });
-                row.gpus.push(thousandths(device_units.free(), device_units.capacity()));
+                row.gpus.push(to_thousandths(device_units.free(), device_units.capacity()));
                 devices.push(device);
             }
         }
@@ -217,7 +217,7 @@ impl<S: Score> Chooser<S> {
             for (&capacity, table) in self.tables.get_mut(resource).into_iter().flatten() {
                 table.used = self.choices;
                 if if gpus == 1 { units <= capacity } else { units == capacity } {
-                    let per_gpu = thousandths(units, capacity);
+                    let per_gpu = to_thousandths(units, capacity);
                     let demand = Demand { cpu: criteria.cpu, gpus, per_gpu, models: Vec::new() };
                     lists.push(table.candidates(demand, criteria.siblings).peekable());
                 }
@@ -253,14 +253,14 @@ impl<S: Score> Chooser<S> {
 impl Chooser<Learned> {
     /// Counts an arrived pod. `models` are the GPU models that the pod can run on. No models means
     /// any model.
-    pub fn count(&mut self, device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) {
+    pub fn count_arrival(&mut self, device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) {
         let Some((resource, demand)) = to_demand(device_requests, cpu, models) else { return };
         if !self.tables.contains_key(resource) && !self.learners.contains_key(resource) {
             // No node offers the resource. The scores of the existing GPUs do not depend on
             // requests for the resource.
             return;
         }
-        if self.learners.len() < MAX_LEARNED || self.learners.contains_key(resource) {
+        if self.learners.len() < MAX_LEARNED_RESOURCES || self.learners.contains_key(resource) {
             self.learners.entry(resource.to_owned()).or_default().add(&demand);
         }
     }
@@ -291,19 +291,19 @@ impl Chooser<Learned> {
             table.placer.nodes().iter().filter(|node| !node.gpus.is_empty()).cloned().collect();
         let score = learner.score(capacity, &nodes, waiting.iter());
         table.placer.set_score(score);
-        learner.frequent_requests(capacity).for_each(|demand| table.placer.rank(&demand));
+        learner.frequent_requests(capacity).for_each(|demand| table.placer.cache_ranks(&demand));
         table.is_learned = true;
     }
 }
 
-impl<S: Score> Table<S> {
+impl<S: Score> NodeTable<S> {
     /// Adds or changes a node.
     fn add_or_change(&mut self, name: &str, node: placement::Node, devices: &[&String]) {
         let index = match self.by_node.get(name).copied() {
             Some(index) => index,
             None => {
                 let index = self.unused.pop().unwrap_or_else(|| {
-                    self.rows.push(Row::default());
+                    self.rows.push(NodeRow::default());
                     self.placer.add(placement::Node::default())
                 });
                 self.by_node.insert(name.to_owned(), index);
@@ -313,7 +313,7 @@ impl<S: Score> Table<S> {
         if let Some(row) = self.rows.get_mut(index)
             && (row.node != name || !row.devices.iter().eq(devices.iter().copied()))
         {
-            *row = Row { node: name.to_owned(), devices: devices.iter().copied().cloned().collect() };
+            *row = NodeRow { node: name.to_owned(), devices: devices.iter().copied().cloned().collect() };
         }
         if self.placer.nodes().get(index) != Some(&node) {
             self.placer.change(index, |row| *row = node);
@@ -323,7 +323,7 @@ impl<S: Score> Table<S> {
     fn remove(&mut self, name: &str) {
         if let Some(index) = self.by_node.remove(name) {
             self.placer.change(index, |row| *row = placement::Node::default());
-            self.rows.get_mut(index).into_iter().for_each(|row| *row = Row::default());
+            self.rows.get_mut(index).into_iter().for_each(|row| *row = NodeRow::default());
             self.unused.push(index);
         }
     }
@@ -339,7 +339,7 @@ impl<S: Score> Table<S> {
             let index = *by_node.get(node)?;
             let devices = &rows.get(index)?.devices;
             let on_gpus = devices.iter().enumerate().filter_map(|(gpu, name)| Some((gpu, *on_devices.get(name)?)));
-            Some((index, Replicas { on_node: *on_node, on_gpus: on_gpus.collect() }))
+            Some((index, ReplicaCounts { on_node: *on_node, on_gpus: on_gpus.collect() }))
         });
         let replicas = replicas.collect();
         let rows = &*rows;

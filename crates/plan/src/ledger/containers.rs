@@ -6,7 +6,7 @@ use super::request::{DeviceRequest, Units};
 
 /// When a container runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum ContainerKind {
     /// Runs to completion before later containers. The container's units are reused for later
     /// containers.
     Init,
@@ -20,14 +20,14 @@ pub enum Kind {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Container {
     /// When the container runs.
-    pub kind: Kind,
+    pub kind: ContainerKind,
     /// Units of each resource, from its limits.
     pub limits: BTreeMap<String, u32>,
 }
 
 /// Units that must be on one device.
 #[derive(Debug, Clone, Copy)]
-struct Group {
+struct UnitGroup {
     units: u32,
     /// Units of completed init containers, which can be reused.
     reusable: u32,
@@ -35,7 +35,7 @@ struct Group {
 
 /// The units of one request that one container uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct RequestPart {
     /// Index of the container in the pod.
     pub container: usize,
     /// Name of the extended resource.
@@ -56,45 +56,49 @@ pub struct Part {
 /// are on one device. So an init container of 2 and a container of 5 are one request of 5. An init
 /// container of 5 before containers of 3 and 4 is one request of 7.
 pub fn device_requests(containers: &[Container]) -> Vec<DeviceRequest> {
-    let request = |resource: &str, group: &Group| {
+    let request = |resource: &str, group: &UnitGroup| {
         Some(DeviceRequest { resource: resource.to_owned(), units: Units::new(group.units)? })
     };
-    groups(containers, |_, _, _, _| {})
+    group_units(containers, |_, _, _, _| {})
         .iter()
         .flat_map(|(resource, groups)| groups.iter().filter_map(|group| request(resource, group)))
         .collect()
 }
 
 /// Returns the request that the units of each container belong to, in the order of the containers.
-pub fn parts(containers: &[Container]) -> Vec<Part> {
+pub fn request_parts(containers: &[Container]) -> Vec<RequestPart> {
     let mut found = Vec::new();
-    let groups = groups(containers, |container, resource, group, needed| {
+    let groups = group_units(containers, |container, resource, group, needed| {
         found.push((container, resource.to_owned(), group, needed));
     });
     let first = |resource: &str| groups.range(..resource).map(|(_, groups)| groups.len()).sum::<usize>();
     let part = |(container, resource, group, needed): (usize, String, usize, u32)| {
         let units = containers.get(container)?.limits.get(&resource)?;
         let request = first(&resource) + group;
-        Some(Part { container, request, units: Units::new(*units)?, needed: Units::new(needed)?, resource })
+        Some(RequestPart { container, request, units: Units::new(*units)?, needed: Units::new(needed)?, resource })
     };
     found.into_iter().filter_map(part).collect()
 }
 
 /// Groups the units of the containers by device. Calls `belongs` for each container with its index,
 /// the resource, the index of its group, and the units that the group needs so far.
-fn groups(containers: &[Container], mut belongs: impl FnMut(usize, &str, usize, u32)) -> BTreeMap<&str, Vec<Group>> {
-    let mut groups: BTreeMap<&str, Vec<Group>> = BTreeMap::new();
+fn group_units(
+    containers: &[Container],
+    mut belongs: impl FnMut(usize, &str, usize, u32),
+) -> BTreeMap<&str, Vec<UnitGroup>> {
+    let mut groups: BTreeMap<&str, Vec<UnitGroup>> = BTreeMap::new();
     for (number, Container { kind, limits }) in containers.iter().enumerate() {
         for (resource, &units) in limits.iter().filter(|(_, units)| **units > 0) {
             let groups = groups.entry(resource).or_default();
             let index = groups.iter().position(|group| group.reusable > 0).unwrap_or_else(|| {
-                groups.push(Group { units: 0, reusable: 0 });
+                groups.push(UnitGroup { units: 0, reusable: 0 });
                 groups.len() - 1
             });
             let group = &mut groups[index];
             let reused = units.min(group.reusable);
             group.units = group.units.saturating_add(units - reused);
-            group.reusable = if *kind == Kind::Init { group.reusable.max(units) } else { group.reusable - reused };
+            group.reusable =
+                if *kind == ContainerKind::Init { group.reusable.max(units) } else { group.reusable - reused };
             belongs(number, resource, index, group.units);
         }
     }
@@ -107,7 +111,7 @@ mod tests {
 
     use super::*;
 
-    fn request_sizes(containers: &[(Kind, u32)]) -> Vec<u32> {
+    fn request_sizes(containers: &[(ContainerKind, u32)]) -> Vec<u32> {
         let limits = |units| BTreeMap::from([("r".to_owned(), units)]);
         let containers: Vec<Container> =
             containers.iter().map(|&(kind, units)| Container { kind, limits: limits(units) }).collect();
@@ -116,7 +120,7 @@ mod tests {
 
     #[test]
     fn containers_have_separate_units_but_reuse_those_of_init_containers() {
-        use Kind::{Init, Main, Sidecar};
+        use ContainerKind::{Init, Main, Sidecar};
         for (containers, expected) in [
             (vec![(Main, 3)], vec![3]),
             (vec![(Main, 3), (Main, 2)], vec![3, 2]),
@@ -138,7 +142,7 @@ mod tests {
 
     #[test]
     fn each_part_names_its_request_and_the_units_needed_so_far() {
-        use Kind::{Init, Main, Sidecar};
+        use ContainerKind::{Init, Main, Sidecar};
         for (containers, expected) in [
             (vec![(Main, 3), (Main, 2)], vec![(0, 0, 3), (1, 1, 2)]),
             (vec![(Init, 2), (Main, 5)], vec![(0, 0, 2), (1, 0, 5)]),
@@ -150,7 +154,7 @@ mod tests {
             let made: Vec<Container> =
                 containers.iter().map(|&(kind, units)| Container { kind, limits: limits(units) }).collect();
             let parts: Vec<(usize, usize, u32)> =
-                parts(&made).iter().map(|part| (part.container, part.request, part.needed.get())).collect();
+                request_parts(&made).iter().map(|part| (part.container, part.request, part.needed.get())).collect();
             assert_eq!(parts, expected, "{containers:?}");
         }
     }
@@ -160,12 +164,12 @@ mod tests {
         fn parts_add_up_to_their_request(
             wanted in prop::collection::vec((0_u8..3, prop::collection::btree_map("[ab]", 0_u32..6, 0..3)), 0..8),
         ) {
-            let kinds = [Kind::Init, Kind::Sidecar, Kind::Main];
+            let kinds = [ContainerKind::Init, ContainerKind::Sidecar, ContainerKind::Main];
             let containers: Vec<Container> = wanted
                 .into_iter()
                 .map(|(kind, limits)| Container { kind: kinds[usize::from(kind)], limits })
                 .collect();
-            let (device_requests, parts) = (device_requests(&containers), parts(&containers));
+            let (device_requests, parts) = (device_requests(&containers), request_parts(&containers));
             let wanting = containers.iter().flat_map(|container| container.limits.values()).filter(|units| **units > 0);
             prop_assert_eq!(parts.len(), wanting.count());
             for (index, request) in device_requests.iter().enumerate() {
@@ -183,9 +187,9 @@ mod tests {
             limits: limits.iter().map(|(resource, units)| ((*resource).to_owned(), *units)).collect(),
         };
         let device_requests = device_requests(&[
-            container(Kind::Init, &[("b", 4)]),
-            container(Kind::Main, &[("a", 1), ("b", 2)]),
-            container(Kind::Main, &[("a", 2)]),
+            container(ContainerKind::Init, &[("b", 4)]),
+            container(ContainerKind::Main, &[("a", 1), ("b", 2)]),
+            container(ContainerKind::Main, &[("a", 2)]),
         ]);
         let device_requests: Vec<(&str, u32)> =
             device_requests.iter().map(|request| (request.resource.as_str(), request.units.get())).collect();

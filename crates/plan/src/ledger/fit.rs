@@ -40,7 +40,7 @@ impl Fits {
 
 /// Why a fit was not reserved. The ledger has not changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
+pub enum ReserveError {
     /// The pod already has a claim.
     #[error("the pod already has a claim: release that claim first")]
     Claimed,

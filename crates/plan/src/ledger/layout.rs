@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::device_units::DeviceUnits;
 use super::facts::{Allocation, Claim, Reservation};
 use super::node::UnitsByDevice;
-use super::pack::{pack, tightest_devices};
+use super::pack::{assign_to_devices, tightest_devices};
 use super::request::{DeviceRequest, Units};
 
 /// A pod's claim on one node.
@@ -130,7 +130,7 @@ pub(super) fn new_reservations(
         let free: Vec<u32> =
             units_by_device.values().map(|device_units| device_units.without_reservations().free()).collect();
         let sizes: Vec<u32> = parts.iter().map(|(_, units)| units.get()).collect();
-        let devices = pack(&sizes, &free, &mut tightest_devices)?;
+        let devices = assign_to_devices(&sizes, &free, &mut tightest_devices)?;
         for ((pod, units), device) in parts.into_iter().zip(devices) {
             notes.get_mut(pod)?.push(note(resource, units, units_by_device.keys().nth(device)?));
         }
@@ -197,7 +197,7 @@ fn reserve_sizes(units_by_device: &mut UnitsByDevice, started_on: &[bool], sizes
         devices
     };
     let numbers: Vec<u32> = sizes.iter().map(|units| units.get()).collect();
-    let together = pack(&numbers, &free, &mut order);
+    let together = assign_to_devices(&numbers, &free, &mut order);
     let mut left = Vec::new();
     for (index, &units) in sizes.iter().enumerate() {
         let device = match &together {

@@ -43,12 +43,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 pub use choose::NoFit;
 use choose::{NodeRank, requested_units};
-use chooser::Changes;
-pub use chooser::{ChoiceCriteria, Chooser, Cpu, Siblings};
-pub use containers::{Container, Kind, Part, device_requests, parts};
+use chooser::ChangedNodes;
+pub use chooser::{ChoiceCriteria, Chooser, NodeCpu, Siblings};
+pub use containers::{Container, ContainerKind, RequestPart, device_requests, request_parts};
 use device_units::DeviceUnits;
 pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place, Reservation};
-pub use fit::{Fit, Fits, Refused};
+pub use fit::{Fit, Fits, ReserveError};
 use layout::missing_units;
 pub use node::DeviceUsage;
 use node::{Node, Nominated};
@@ -67,7 +67,7 @@ pub struct Ledger {
     /// Pods with a claim that are not bound. Most pods are bound, so this set is small.
     unbound: BTreeSet<String>,
     /// Nodes that changed since the last [`Self::synchronize`].
-    changes: Changes,
+    changes: ChangedNodes,
     /// Pods with a claim, by node. Includes unknown nodes.
     pods: BTreeMap<String, BTreeSet<String>>,
     /// Nominations by pod: units that are kept for a pod while its victims terminate.
@@ -234,7 +234,7 @@ impl Ledger {
         });
         found.dedup_by_key(|(_, name, _)| *name);
         let fits = found.into_iter().take(most).map(|(_, name, node)| {
-            let (_, takes) = node.fit(&wanted, score)?;
+            let (_, takes) = node.fit_requests(&wanted, score)?;
             Ok(Fit { node: name.to_owned(), takes })
         });
         let places = fits.collect::<Result<Vec<Fit>, NoFit>>()?;
@@ -249,9 +249,9 @@ impl Ledger {
     ///
     /// # Errors
     /// The pod already has a claim, or units of the fits are no longer free. Nothing is reserved.
-    pub fn reserve(&mut self, pod: &str, fits: &Fits, expires: Moment) -> Result<(), Refused> {
+    pub fn reserve(&mut self, pod: &str, fits: &Fits, expires: Moment) -> Result<(), ReserveError> {
         if self.claims.contains_key(pod) {
-            return Err(Refused::Claimed);
+            return Err(ReserveError::Claimed);
         }
         let takes = fits.places.iter().flat_map(|fit| fit.takes.iter().map(|take| (fit.node.as_str(), take)));
         let nominated = self.nominated_units(Some(pod), fits.priority);
@@ -267,7 +267,7 @@ impl Ledger {
                         device_units.unreserve(take.units);
                     }
                 }
-                return Err(Refused::Stale);
+                return Err(ReserveError::Stale);
             }
             taken.push((node, take));
         }
@@ -424,9 +424,9 @@ impl Ledger {
     ///
     /// # Errors
     /// The pod has a claim: it is already released and needs no nomination.
-    pub fn nominate(&mut self, pod: &str, nomination: Nomination) -> Result<(), Refused> {
+    pub fn nominate(&mut self, pod: &str, nomination: Nomination) -> Result<(), ReserveError> {
         if self.claims.contains_key(pod) {
-            return Err(Refused::Claimed);
+            return Err(ReserveError::Claimed);
         }
         self.nominations.insert(pod.to_owned(), nomination);
         Ok(())

@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 
 /// Maximum number of states that a search visits. A pod of one container needs one state. The limit
 /// bounds the time for a pod with many containers of different sizes on a nearly full node.
-const MAX_STATES: usize = 20_000;
+const MAX_SEARCHED_STATES: usize = 20_000;
 
 /// Returns the index of a device for each size. Returns `None` if the sizes do not fit at the same
 /// time.
@@ -11,7 +11,7 @@ const MAX_STATES: usize = 20_000;
 /// `order` returns the devices to try for a size, given the free units, best first. Devices that
 /// `order` omits are not tried. Returns the first assignment that it finds. For one size, the first
 /// assignment is the best.
-pub(super) fn pack(
+pub(super) fn assign_to_devices(
     sizes: &[u32],
     free: &[u32],
     order: &mut dyn FnMut(u32, &[u32]) -> Vec<usize>,
@@ -19,7 +19,7 @@ pub(super) fn pack(
     // Place the largest sizes first, while room remains.
     let mut indexed: Vec<(usize, u32)> = sizes.iter().copied().enumerate().collect();
     indexed.sort_by_key(|&(index, size)| (std::cmp::Reverse(size), index));
-    let mut search = Search { order, failed: BTreeSet::new(), states: 0 };
+    let mut search = DeviceSearch { order, failed: BTreeSet::new(), states: 0 };
     let mut chosen = Vec::with_capacity(sizes.len());
     if !search.place(&indexed, &mut free.to_vec(), &mut chosen) {
         return None;
@@ -29,14 +29,14 @@ pub(super) fn pack(
     Some(devices.into_iter().map(|(_, device)| device).collect())
 }
 
-struct Search<'a> {
+struct DeviceSearch<'a> {
     order: &'a mut dyn FnMut(u32, &[u32]) -> Vec<usize>,
     /// States without an assignment: the number of remaining sizes, and the sorted free units.
     failed: BTreeSet<(usize, Vec<u32>)>,
     states: usize,
 }
 
-impl Search<'_> {
+impl DeviceSearch<'_> {
     fn place(&mut self, sizes: &[(usize, u32)], free: &mut [u32], chosen: &mut Vec<usize>) -> bool {
         let Some((&(_, size), rest)) = sizes.split_first() else { return true };
         let sum = |amounts: &mut dyn Iterator<Item = u32>| amounts.map(u64::from).sum::<u64>();
@@ -46,7 +46,7 @@ impl Search<'_> {
         let mut state = free.to_vec();
         state.sort_unstable();
         let state = (sizes.len(), state);
-        if self.failed.contains(&state) || self.states >= MAX_STATES {
+        if self.failed.contains(&state) || self.states >= MAX_SEARCHED_STATES {
             return false;
         }
         self.states += 1;
@@ -86,17 +86,17 @@ mod tests {
 
     #[test]
     fn one_size_goes_to_the_tightest_device() {
-        assert_eq!(pack(&[3], &[9, 3, 4], &mut tightest_devices), Some(vec![1]));
-        assert_eq!(pack(&[10], &[9, 3, 4], &mut tightest_devices), None);
-        assert_eq!(pack(&[], &[], &mut tightest_devices), Some(vec![]));
-        assert_eq!(pack(&[1], &[], &mut tightest_devices), None);
+        assert_eq!(assign_to_devices(&[3], &[9, 3, 4], &mut tightest_devices), Some(vec![1]));
+        assert_eq!(assign_to_devices(&[10], &[9, 3, 4], &mut tightest_devices), None);
+        assert_eq!(assign_to_devices(&[], &[], &mut tightest_devices), Some(vec![]));
+        assert_eq!(assign_to_devices(&[1], &[], &mut tightest_devices), None);
     }
 
     #[test]
     fn the_search_backtracks_from_the_tightest_device() {
         // The tightest device for 4 has 6 free units. This choice leaves 2 and 7, and the third
         // size of 3 does not fit.
-        assert_eq!(pack(&[3, 4, 3, 3], &[7, 6], &mut tightest_devices), Some(vec![0, 0, 1, 1]));
+        assert_eq!(assign_to_devices(&[3, 4, 3, 3], &[7, 6], &mut tightest_devices), Some(vec![0, 0, 1, 1]));
     }
 
     #[test]
@@ -105,7 +105,7 @@ mod tests {
         // No assignment exists: for 60 sizes on 19 devices, three devices must have four sizes
         // each. Even the twelve smallest sizes exceed 3 × 421.
         let free = vec![421; 19];
-        assert_eq!(pack(&sizes, &free, &mut tightest_devices), None);
+        assert_eq!(assign_to_devices(&sizes, &free, &mut tightest_devices), None);
     }
 
     proptest! {
@@ -115,7 +115,7 @@ mod tests {
             sizes in prop::collection::vec(1_u32..8, 0..5),
             free in prop::collection::vec(0_u32..11, 0..4),
         ) {
-            let found = pack(&sizes, &free, &mut tightest_devices);
+            let found = assign_to_devices(&sizes, &free, &mut tightest_devices);
             let assignments = free.len().pow(u32::try_from(sizes.len()).unwrap());
             let fits = |devices: &[usize]| {
                 let mut left = free.clone();

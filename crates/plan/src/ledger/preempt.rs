@@ -14,16 +14,16 @@ use super::choose::requested_units;
 use super::device_units::DeviceUnits;
 use super::facts::{Moment, Reservation};
 use super::node::{Node, Nominated};
-use super::pack::{pack, tightest_devices};
+use super::pack::{assign_to_devices, tightest_devices};
 use super::request::DeviceRequest;
 use crate::Quantity;
-use crate::scheduling::PODS;
+use crate::scheduling::PODS_RESOURCE;
 
 /// Maximum number of ways to place the requests on a node's devices. A pod of one container has one
 /// way for each device.
-const MAX_OPTIONS: usize = 512;
+const MAX_PLACEMENTS_PER_NODE: usize = 512;
 /// Maximum number of steps of the search for ways to place the requests.
-const MAX_STEPS: usize = 20_000;
+const MAX_PLACEMENT_SEARCH_STEPS: usize = 20_000;
 
 /// A pending pod.
 #[derive(Debug, Clone, Copy)]
@@ -120,7 +120,7 @@ pub struct Nomination {
 /// Cost of a preemption, lower is better. In order of weight: the highest priority of the victims,
 /// the sum of their priorities, and their number. Last is the earliest start among the victims of
 /// the highest priority, for which later is better.
-type Cost = (Option<i32>, i128, usize, Reverse<Option<Moment>>);
+type PreemptionCost = (Option<i32>, i128, usize, Reverse<Option<Moment>>);
 
 /// A node that is searched, and its nominated units.
 pub(super) struct SearchedNode<'a> {
@@ -136,14 +136,14 @@ pub(super) fn cheapest_preemption<'a>(
     nodes: impl Iterator<Item = SearchedNode<'a>>,
     holders: &Holders<'_>,
 ) -> Option<Preemption> {
-    let mut best: Option<(Cost, Preemption)> = None;
+    let mut best: Option<(PreemptionCost, Preemption)> = None;
     for searched in nodes {
         let requested =
             |short: &DeviceRequest| pending.device_requests.iter().any(|request| request.resource == short.resource);
         if searched.node.short.iter().any(requested) {
             continue;
         }
-        for (cost, takes, victims) in NodeView::new(&searched, pending, holders).placements() {
+        for (cost, takes, victims) in PreemptionSearch::new(&searched, pending, holders).placements() {
             if best.as_ref().is_none_or(|(least, _)| cost < *least) {
                 best = Some((cost, Preemption { node: searched.target.name.to_owned(), takes, victims }));
             }
@@ -154,7 +154,7 @@ pub(super) fn cheapest_preemption<'a>(
 
 /// A limited resource: units of a requested resource on a device, or a resource of the node such as
 /// CPU.
-struct Slot<'a> {
+struct LimitedResource<'a> {
     resource: &'a str,
     /// UUID of the device. The UUID is empty for a resource of the node.
     device: &'a str,
@@ -164,7 +164,7 @@ struct Slot<'a> {
 }
 
 /// A pod that may be preempted.
-struct Candidate<'a> {
+struct PossibleVictim<'a> {
     pod: &'a str,
     holder: Holder<'a>,
     /// Amounts that the pod frees, by slot.
@@ -172,36 +172,36 @@ struct Candidate<'a> {
 }
 
 /// A node from the point of view of one pending pod.
-struct NodeView<'a> {
+struct PreemptionSearch<'a> {
     /// First the slots of devices, then the missing resources of the node.
-    slots: Vec<Slot<'a>>,
+    slots: Vec<LimitedResource<'a>>,
     /// Number of slots of devices.
     device_slots: usize,
     /// Candidates in the order in which they are kept.
-    candidates: Vec<Candidate<'a>>,
+    candidates: Vec<PossibleVictim<'a>>,
     /// Number of evictions that each disruption budget allows.
     budgets: &'a [u32],
     /// Requests by resource, largest first, with their indices in the pod's list.
     device_requests: Vec<(usize, &'a DeviceRequest)>,
 }
 
-impl<'a> NodeView<'a> {
+impl<'a> PreemptionSearch<'a> {
     fn new(searched: &'a SearchedNode<'a>, pending: PendingPod<'a>, holders: &'a Holders<'a>) -> Self {
         let SearchedNode { target, node, nominated } = searched;
         let mut device_requests: Vec<(usize, &DeviceRequest)> = pending.device_requests.iter().enumerate().collect();
         device_requests.sort_by_key(|&(index, request)| (&request.resource, Reverse(request.units), index));
-        let mut slots: Vec<Slot<'a>> = Vec::new();
+        let mut slots: Vec<LimitedResource<'a>> = Vec::new();
         let mut at: BTreeMap<(&str, &str), usize> = BTreeMap::new();
         for resource in requested_units(pending.device_requests).into_keys() {
             for (device, device_units) in node.units_by_device.get(resource).into_iter().flatten() {
                 let kept = nominated.and_then(|kept| kept.get(&(resource.to_owned(), device.clone())));
                 let most = free_units(device_units) - i128::from(kept.copied().unwrap_or(0));
                 at.insert((resource, device), slots.len());
-                slots.push(Slot { resource, device, most });
+                slots.push(LimitedResource { resource, device, most });
             }
         }
         let device_slots = slots.len();
-        let missing = target.missing.iter().map(|(&resource, &amount)| Slot {
+        let missing = target.missing.iter().map(|(&resource, &amount)| LimitedResource {
             resource,
             device: "",
             most: -i128::try_from(amount).unwrap_or(i128::MAX),
@@ -228,7 +228,7 @@ impl<'a> NodeView<'a> {
                 }
             }
             if !holder.ending && !frees.is_empty() {
-                candidates.push(Candidate { pod, holder: *holder, frees: frees.into_iter().collect() });
+                candidates.push(PossibleVictim { pod, holder: *holder, frees: frees.into_iter().collect() });
             }
         }
         candidates.sort_by_key(|one| (Reverse(one.holder.priority), one.holder.started));
@@ -236,7 +236,7 @@ impl<'a> NodeView<'a> {
     }
 
     /// Returns all ways to place the requests: their costs, the units used, and the victims.
-    fn placements(&self) -> impl Iterator<Item = (Cost, Vec<Reservation>, Vec<String>)> {
+    fn placements(&self) -> impl Iterator<Item = (PreemptionCost, Vec<Reservation>, Vec<String>)> {
         self.assignments().into_iter().filter_map(|slots| {
             let victims = self.victims(&slots)?;
             let mut takes: Vec<(usize, Reservation)> = self
@@ -252,7 +252,7 @@ impl<'a> NodeView<'a> {
             let takes = takes.into_iter().map(|(_, take)| take).collect();
             let mut names: Vec<String> = victims.iter().map(|victim| victim.pod.to_owned()).collect();
             names.sort_unstable();
-            Some((cost(&victims), takes, names))
+            Some((victims_cost(&victims), takes, names))
         })
     }
 
@@ -266,7 +266,7 @@ impl<'a> NodeView<'a> {
         let mut left: Vec<i128> = self.slots.iter().map(|slot| slot.most).collect();
         let mut steps = 0;
         self.collect_assignments(&mut left, &mut Vec::new(), &mut found, &mut steps);
-        if found.len() >= MAX_OPTIONS || steps >= MAX_STEPS {
+        if found.len() >= MAX_PLACEMENTS_PER_NODE || steps >= MAX_PLACEMENT_SEARCH_STEPS {
             found.insert(one);
         }
         found
@@ -295,7 +295,7 @@ impl<'a> NodeView<'a> {
             if of.resource != request.resource || left.get(slot).is_none_or(|left| *left < units) {
                 continue;
             }
-            if found.len() >= MAX_OPTIONS || *steps >= MAX_STEPS {
+            if found.len() >= MAX_PLACEMENTS_PER_NODE || *steps >= MAX_PLACEMENT_SEARCH_STEPS {
                 return;
             }
             *steps += 1;
@@ -311,8 +311,9 @@ impl<'a> NodeView<'a> {
     fn pack_requests(&self) -> Option<Vec<usize>> {
         let mut chosen = Vec::with_capacity(self.device_requests.len());
         for device_requests in self.device_requests.chunk_by(|(_, one), (_, other)| one.resource == other.resource) {
-            let of =
-                |slot: &Slot<'_>| device_requests.first().is_some_and(|(_, request)| request.resource == slot.resource);
+            let of = |slot: &LimitedResource<'_>| {
+                device_requests.first().is_some_and(|(_, request)| request.resource == slot.resource)
+            };
             let first = self.slots.iter().position(of)?;
             let free = self
                 .slots
@@ -320,7 +321,7 @@ impl<'a> NodeView<'a> {
                 .filter(|slot| of(slot))
                 .map(|slot| u32::try_from(slot.most.max(0)).unwrap_or(u32::MAX));
             let sizes: Vec<u32> = device_requests.iter().map(|(_, request)| request.units.get()).collect();
-            let devices = pack(&sizes, &free.collect::<Vec<u32>>(), &mut tightest_devices)?;
+            let devices = assign_to_devices(&sizes, &free.collect::<Vec<u32>>(), &mut tightest_devices)?;
             chosen.extend(devices.into_iter().map(|device| first + device));
         }
         Some(chosen)
@@ -328,7 +329,7 @@ impl<'a> NodeView<'a> {
 
     /// Returns the victims of one way to place the requests. Returns `None` if disruption budgets
     /// do not allow enough evictions.
-    fn victims(&self, slots: &[usize]) -> Option<Vec<&Candidate<'a>>> {
+    fn victims(&self, slots: &[usize]) -> Option<Vec<&PossibleVictim<'a>>> {
         let missing = self.slots.iter().enumerate().skip(self.device_slots);
         let mut spare: Spare = missing.map(|(index, slot)| (index, slot.most)).collect();
         for (&slot, (_, request)) in slots.iter().zip(&self.device_requests) {
@@ -339,16 +340,16 @@ impl<'a> NodeView<'a> {
         // evict the pods of the budget that free the most.
         self.candidates_to_evict(spare.clone(), &self.evictable_candidates(|_| 0)).or_else(|| {
             let needed = self.needed_amounts(&spare);
-            self.candidates_to_evict(spare, &self.evictable_candidates(|candidate| candidate.share_of(&needed)))
+            self.candidates_to_evict(spare, &self.evictable_candidates(|candidate| candidate.help_towards(&needed)))
         })
     }
 
     /// Returns which candidates may be evicted together. If a disruption budget allows fewer
     /// evictions than it has candidates, the candidates that help most may be evicted. Among equal
     /// candidates, the least important may be evicted.
-    fn evictable_candidates(&self, help: impl Fn(&Candidate<'a>) -> i128) -> Vec<bool> {
+    fn evictable_candidates(&self, help: impl Fn(&PossibleVictim<'a>) -> i128) -> Vec<bool> {
         let mut evictable = vec![true; self.candidates.len()];
-        let mut limited: Vec<(usize, &Candidate<'a>, usize)> = Vec::new();
+        let mut limited: Vec<(usize, &PossibleVictim<'a>, usize)> = Vec::new();
         for (index, candidate) in self.candidates.iter().enumerate().rev() {
             limited.extend(candidate.holder.budget.map(|budget| (index, candidate, budget)));
         }
@@ -373,18 +374,18 @@ impl<'a> NodeView<'a> {
 
     /// Returns the candidates to evict. Keeps the candidates that are not evictable, and then each
     /// candidate, in order, if the pending pod still fits. Returns `None` if the pod does not fit.
-    fn candidates_to_evict(&self, mut spare: Spare, evictable: &[bool]) -> Option<Vec<&Candidate<'a>>> {
+    fn candidates_to_evict(&self, mut spare: Spare, evictable: &[bool]) -> Option<Vec<&PossibleVictim<'a>>> {
         let candidates = || self.candidates.iter().zip(evictable);
         for (candidate, _) in candidates().filter(|(_, evictable)| !**evictable) {
-            candidate.keep(&mut spare);
+            candidate.deduct_from_spare(&mut spare);
         }
         if spare.values().any(|spare| *spare < 0) {
             return None;
         }
-        let leaves = |candidate: &&Candidate<'a>| {
+        let leaves = |candidate: &&PossibleVictim<'a>| {
             let fits = candidate.frees.iter().all(|(slot, amount)| spare.get(slot).is_none_or(|spare| spare >= amount));
             if fits {
-                candidate.keep(&mut spare);
+                candidate.deduct_from_spare(&mut spare);
             }
             !fits
         };
@@ -395,9 +396,9 @@ impl<'a> NodeView<'a> {
 /// Spare amounts by slot. Only slots that the pending pod needs.
 type Spare = BTreeMap<usize, i128>;
 
-impl Candidate<'_> {
+impl PossibleVictim<'_> {
     /// Subtracts the pod's amounts from the spare amounts, because the pod is kept.
-    fn keep(&self, spare: &mut Spare) {
+    fn deduct_from_spare(&self, spare: &mut Spare) {
         for (slot, amount) in &self.frees {
             if let Some(spare) = spare.get_mut(slot) {
                 *spare -= amount;
@@ -406,7 +407,7 @@ impl Candidate<'_> {
     }
 
     /// Returns the sum of the parts of each needed amount that the pod frees, in millionths.
-    fn share_of(&self, needed: &Spare) -> i128 {
+    fn help_towards(&self, needed: &Spare) -> i128 {
         let part = |(slot, amount): &(usize, i128)| {
             needed.get(slot).map(|needed| amount.min(needed).saturating_mul(1_000_000) / needed)
         };
@@ -418,7 +419,7 @@ impl Candidate<'_> {
 /// pod frees nothing of the resource.
 fn freed_amount(holder: &Holder<'_>, resource: &str) -> Option<i128> {
     let requests = holder.requests?;
-    let amount = if resource == PODS { Some(1000) } else { requests.get(resource).and_then(Quantity::milli) };
+    let amount = if resource == PODS_RESOURCE { Some(1000) } else { requests.get(resource).and_then(Quantity::milli) };
     amount.filter(|amount| *amount > 0).map(i128::from)
 }
 
@@ -427,11 +428,11 @@ fn free_units(device_units: &DeviceUnits) -> i128 {
     i128::from(device_units.capacity()) - i128::from(device_units.used()) - i128::from(device_units.reserved())
 }
 
-fn cost(victims: &[&Candidate<'_>]) -> Cost {
+fn victims_cost(victims: &[&PossibleVictim<'_>]) -> PreemptionCost {
     let highest = victims.iter().map(|victim| victim.holder.priority).max();
     // Each victim counts at least 1, so that fewer victims have a lower sum even at the lowest
     // priority.
-    let above_least = |victim: &&Candidate<'_>| i128::from(victim.holder.priority) - i128::from(i32::MIN) + 1;
+    let above_least = |victim: &&PossibleVictim<'_>| i128::from(victim.holder.priority) - i128::from(i32::MIN) + 1;
     let of_highest = victims.iter().filter(|victim| Some(victim.holder.priority) == highest);
     (
         highest,

@@ -3,7 +3,7 @@ use std::sync::LazyLock;
 use proptest::prelude::*;
 
 use super::*;
-use crate::placement::{self, Demand, GPU, Observed, Value};
+use crate::placement::{self, CapacityValue, Demand, ObservedDemands, THOUSANDTHS_PER_GPU};
 
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
@@ -77,7 +77,7 @@ fn six_free_units_on_two_devices_cannot_hold_five() {
     let ledger = ledger(&[7, 7]);
     let why = ledger.fit(&device_requests(&[5]), ["n"], 1, &Tightest).unwrap_err();
     assert_eq!(why.to_string(), "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3");
-    assert!(why.may_pass());
+    assert!(why.is_temporary());
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn the_reason_is_that_of_the_closest_node() {
     let other = vec![DeviceRequest { resource: "other".to_owned(), units: units(1) }];
     let why = ledger.fit(&other, ["n"], 1, &Tightest).unwrap_err();
     assert_eq!(why, NoFit::NotOffered { resource: "other".to_owned() });
-    assert!(!why.may_pass());
+    assert!(!why.is_temporary());
 }
 
 #[test]
@@ -314,9 +314,9 @@ fn a_stale_fit_is_refused_and_nothing_is_reserved() {
     let fits = ledger.fit(&device_requests(&[6, 2]), ["n"], 1, &Tightest).unwrap();
     reserve(&mut ledger, "other", &[5], 9);
     let before = ledger.clone();
-    assert_eq!(ledger.reserve("p", &fits, Moment(9)), Err(Refused::Stale));
+    assert_eq!(ledger.reserve("p", &fits, Moment(9)), Err(ReserveError::Stale));
     assert_eq!(ledger, before);
-    assert_eq!(ledger.reserve("other", &fits, Moment(9)), Err(Refused::Claimed));
+    assert_eq!(ledger.reserve("other", &fits, Moment(9)), Err(ReserveError::Claimed));
 }
 
 #[test]
@@ -353,15 +353,15 @@ fn a_ledger_can_be_rebuilt() {
 fn typical_requests_decide_on_which_device_units_remain_free() {
     // Pods request 6 and 4 units. `b` has 6 free units, which a pod of 6 could use, so a pod of 4
     // is placed on `a`. The tightest device for 4 is `b`.
-    let mut observed = Observed::new(None);
+    let mut observed = ObservedDemands::new(None);
     for _ in 0..10 {
         for per_gpu in [600, 400] {
             observed.add(&Demand { cpu: 0, gpus: 1, per_gpu, models: Vec::new() });
         }
     }
-    let value = Value::learn(
+    let value = CapacityValue::learn(
         &observed.typical_pods(),
-        &[placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, gpus: vec![GPU; 2] }],
+        &[placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, gpus: vec![THOUSANDTHS_PER_GPU; 2] }],
     );
     let ledger = ledger(&[0, 4]);
     let device = |fits: &Fits| fits.iter().next().unwrap().reservations()[0].device.clone();
@@ -371,13 +371,13 @@ fn typical_requests_decide_on_which_device_units_remain_free() {
 }
 
 /// Computed once, because it takes a second without optimization.
-static LEARNED_VALUE: LazyLock<Value> = LazyLock::new(|| {
-    let mut observed = Observed::new(None);
+static LEARNED_VALUE: LazyLock<CapacityValue> = LazyLock::new(|| {
+    let mut observed = ObservedDemands::new(None);
     for per_gpu in [600, 400, 300] {
         observed.add(&Demand { cpu: 1, gpus: 1, per_gpu, models: Vec::new() });
     }
-    let there = placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, gpus: vec![GPU; 2] };
-    Value::learn(&observed.typical_pods(), &[there])
+    let there = placement::Node { model: "m".to_owned(), cpu_total: 1, cpu: 1, gpus: vec![THOUSANDTHS_PER_GPU; 2] };
+    CapacityValue::learn(&observed.typical_pods(), &[there])
 });
 
 proptest! {
@@ -391,7 +391,7 @@ proptest! {
         let device_requests = device_requests(&sizes);
         let wanted = requested_units(&device_requests);
         let node = &ledger.nodes["n"];
-        prop_assert_eq!(node.rank_node(&wanted, &*LEARNED_VALUE), node.fit(&wanted, &*LEARNED_VALUE).map(|(worth, _)| worth));
-        prop_assert_eq!(node.rank_node(&wanted, &Tightest), node.fit(&wanted, &Tightest).map(|(worth, _)| worth));
+        prop_assert_eq!(node.rank_node(&wanted, &*LEARNED_VALUE), node.fit_requests(&wanted, &*LEARNED_VALUE).map(|(worth, _)| worth));
+        prop_assert_eq!(node.rank_node(&wanted, &Tightest), node.fit_requests(&wanted, &Tightest).map(|(worth, _)| worth));
     }
 }

@@ -47,13 +47,13 @@ impl TypicalPod {
 /// ATC'23).
 const TYPICAL_COVERAGE: f64 = 0.95;
 
-/// Maximum number of kinds that are counted. Beyond the maximum, [`Observed::add`] drops the half
-/// with the lower weights, so that pods with ever new requests do not fill the memory.
-const MAX_KINDS: usize = 4096;
+/// Maximum number of kinds that are counted. Beyond the maximum, [`ObservedDemands::add`] drops the
+/// half with the lower weights, so that pods with ever new requests do not fill the memory.
+const MAX_OBSERVED_KINDS: usize = 4096;
 
 /// Kinds of pods that arrived, each with its weight. Older pods weigh less.
 #[derive(Debug, Clone)]
-pub struct Observed {
+pub struct ObservedDemands {
     kinds: BTreeMap<Demand, f64>,
     total: f64,
     /// Weight of the next pod. The weight grows, so that earlier pods weigh relatively less without
@@ -62,7 +62,7 @@ pub struct Observed {
     growth: f64,
 }
 
-impl Observed {
+impl ObservedDemands {
     /// Creates an empty record. A pod's weight halves after `half_life` further pods. `None` means
     /// never.
     pub fn new(half_life: Option<f64>) -> Self {
@@ -78,9 +78,9 @@ impl Observed {
         }
         self.total += self.next;
         self.next *= self.growth;
-        if self.kinds.len() > MAX_KINDS {
+        if self.kinds.len() > MAX_OBSERVED_KINDS {
             let mut weights: Vec<f64> = self.kinds.values().copied().collect();
-            let (_, median, _) = weights.select_nth_unstable_by(MAX_KINDS / 2, f64::total_cmp);
+            let (_, median, _) = weights.select_nth_unstable_by(MAX_OBSERVED_KINDS / 2, f64::total_cmp);
             // All kinds whose weight equals the median are dropped too.
             self.kinds.retain(|_, weight| *weight > *median);
             self.total = self.kinds.values().sum();
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn rare_kinds_are_not_typical() {
-        let mut observed = Observed::new(None);
+        let mut observed = ObservedDemands::new(None);
         (0..96).for_each(|_| observed.add(&pod(500)));
         (0..4).for_each(|_| observed.add(&pod(100)));
         let typical = observed.typical_pods();
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn old_pods_count_less() {
-        let mut observed = Observed::new(Some(50.0));
+        let mut observed = ObservedDemands::new(Some(50.0));
         (0..1000).for_each(|_| observed.add(&pod(100)));
         (0..500).for_each(|_| observed.add(&pod(900)));
         assert_eq!(observed.typical_pods().iter().map(|kind| kind.per_gpu).collect::<Vec<_>>(), [900]);
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn decay_neither_overflows_nor_drops_recent_pods() {
-        let mut observed = Observed::new(Some(1.0));
+        let mut observed = ObservedDemands::new(Some(1.0));
         (0..10_000).for_each(|turn| observed.add(&pod(100 + turn % 2)));
         let typical = observed.typical_pods();
         assert!(
@@ -160,17 +160,17 @@ mod tests {
 
     #[test]
     fn pods_with_ever_new_requests_do_not_fill_the_memory() {
-        let mut observed = Observed::new(Some(4000.0));
+        let mut observed = ObservedDemands::new(Some(4000.0));
         for turn in 0..20_000 {
             observed.add(&Demand { cpu: turn, ..pod(100) });
             observed.add(&pod(500));
-            assert!(observed.kinds.len() <= MAX_KINDS);
+            assert!(observed.kinds.len() <= MAX_OBSERVED_KINDS);
         }
         assert_eq!(observed.typical_pods()[0].per_gpu, 500, "the frequent kind is still known");
     }
 
     #[test]
     fn without_pods_nothing_is_typical() {
-        assert!(Observed::new(None).typical_pods().is_empty());
+        assert!(ObservedDemands::new(None).typical_pods().is_empty());
     }
 }

@@ -1,15 +1,15 @@
 //! The operator's score, and the rules for when to learn the score.
-use super::value::{self, Value};
-use super::{Demand, GPU, Node, Observed, Rank, Score, Tightest, TypicalPod};
+use super::value::{self, CapacityValue};
+use super::{Demand, Node, ObservedDemands, Rank, Score, THOUSANDTHS_PER_GPU, Tightest, TypicalPod};
 
 /// Number of arrived pods after which an arrival has half of its weight.
-const HALF_LIFE: f64 = 4_000.0;
+const HALF_LIFE_PODS: f64 = 4_000.0;
 /// Number of pods below which the score is the tightest fit, because too few requests are known.
-const MIN_PODS: usize = 50;
+const MIN_PODS_TO_LEARN: usize = 50;
 /// Maximum number of kinds of pods that are ranked when the score is updated.
 const MAX_RANKED_KINDS: usize = 256;
 /// Maximum number of arrivals between two updates of the score.
-const MAX_INTERVAL: usize = 500;
+const MAX_ARRIVALS_BETWEEN_UPDATES: usize = 500;
 
 /// The operator's score: the tightest fit until typical requests are known.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -18,7 +18,7 @@ pub enum Learned {
     #[default]
     Tightest,
     /// The value of free capacity for typical requests.
-    Value(Value),
+    Value(CapacityValue),
 }
 
 impl Score for Learned {
@@ -45,7 +45,7 @@ impl Score for Learned {
 /// only for the GPUs that the score is for, because GPUs can have different numbers of units.
 #[derive(Debug, Clone)]
 pub struct Learner {
-    observed: Observed,
+    observed: ObservedDemands,
     /// Number of pods that were counted.
     pods: usize,
     /// Number of pods that were counted when the score was last updated.
@@ -54,7 +54,7 @@ pub struct Learner {
 
 impl Default for Learner {
     fn default() -> Self {
-        Self { observed: Observed::new(Some(HALF_LIFE)), pods: 0, learned_at: 0 }
+        Self { observed: ObservedDemands::new(Some(HALF_LIFE_PODS)), pods: 0, learned_at: 0 }
     }
 }
 
@@ -67,12 +67,12 @@ impl Learner {
 
     /// Returns whether enough pods were counted to learn a score at all.
     pub fn has_enough_pods(&self) -> bool {
-        self.pods >= MIN_PODS
+        self.pods >= MIN_PODS_TO_LEARN
     }
 
     /// Returns whether enough pods arrived since the last update of the score.
     pub fn is_due(&self) -> bool {
-        let interval = (self.learned_at / 8).clamp(MIN_PODS, MAX_INTERVAL);
+        let interval = (self.learned_at / 8).clamp(MIN_PODS_TO_LEARN, MAX_ARRIVALS_BETWEEN_UPDATES);
         self.has_enough_pods() && self.pods - self.learned_at >= interval
     }
 
@@ -89,7 +89,7 @@ impl Learner {
         };
         let kinds = self.observed.by_weight().into_iter().map(|(kind, _)| kind).filter(fits).take(MAX_RANKED_KINDS);
         kinds.map(move |units| Demand {
-            per_gpu: thousandths(units.per_gpu, capacity),
+            per_gpu: to_thousandths(units.per_gpu, capacity),
             models: Vec::new(),
             ..units.clone()
         })
@@ -100,21 +100,21 @@ impl Learner {
     pub fn score<'a>(&self, capacity: u32, nodes: &[Node], waiting: impl Iterator<Item = &'a Demand>) -> Learned {
         let typical = self.observed.typical_pods().into_iter().filter(|kind| kind.per_gpu <= capacity);
         let typical: Vec<TypicalPod> =
-            typical.map(|kind| TypicalPod { per_gpu: thousandths(kind.per_gpu, capacity), ..kind }).collect();
+            typical.map(|kind| TypicalPod { per_gpu: to_thousandths(kind.per_gpu, capacity), ..kind }).collect();
         if !self.has_enough_pods() || typical.is_empty() {
             return Learned::Tightest;
         }
         let waiting = waiting.filter(|demand| demand.per_gpu <= capacity);
         let waiting: Vec<Demand> =
-            waiting.map(|units| Demand { per_gpu: thousandths(units.per_gpu, capacity), ..units.clone() }).collect();
-        Learned::Value(Value::learn(&typical, nodes).with_pending(waiting.iter()))
+            waiting.map(|units| Demand { per_gpu: to_thousandths(units.per_gpu, capacity), ..units.clone() }).collect();
+        Learned::Value(CapacityValue::learn(&typical, nodes).with_pending(waiting.iter()))
     }
 }
 
 /// Converts units of a GPU with `capacity` units to thousandths of the GPU.
-pub fn thousandths(units: u32, capacity: u32) -> u32 {
-    let part = u64::from(units) * u64::from(GPU) / u64::from(capacity.max(1));
-    u32::try_from(part).map_or(GPU, |part| part.min(GPU))
+pub fn to_thousandths(units: u32, capacity: u32) -> u32 {
+    let part = u64::from(units) * u64::from(THOUSANDTHS_PER_GPU) / u64::from(capacity.max(1));
+    u32::try_from(part).map_or(THOUSANDTHS_PER_GPU, |part| part.min(THOUSANDTHS_PER_GPU))
 }
 
 #[cfg(test)]
@@ -126,7 +126,7 @@ mod tests {
     }
 
     fn nodes() -> Vec<Node> {
-        vec![Node { model: "H100".into(), cpu_total: 64_000, cpu: 64_000, gpus: vec![GPU; 2] }]
+        vec![Node { model: "H100".into(), cpu_total: 64_000, cpu: 64_000, gpus: vec![THOUSANDTHS_PER_GPU; 2] }]
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Ranks the GPUs that fit a pod, so that as many typical requests as possible still fit later.
 //!
 //! The ledger chooses with a [`Score`]. The operator's score is [`Learned`]: the tightest fit until
-//! enough pods have arrived, then [`Value`], which is computed from the typical requests.
+//! enough pods have arrived, then [`CapacityValue`], which is computed from the typical requests.
 //!
 //! - [`demand`] learns typical requests of pods.
 //! - [`value`] computes the value of free capacity for these requests, and describes the formula.
@@ -12,13 +12,13 @@ pub mod learned;
 pub mod placer;
 pub mod value;
 
-pub use demand::{Demand, Observed, TypicalPod};
+pub use demand::{Demand, ObservedDemands, TypicalPod};
 pub use learned::Learned;
-pub use placer::{Candidate, Candidates, Placer, Replicas};
-pub use value::Value;
+pub use placer::{Candidate, Candidates, Placer, ReplicaCounts};
+pub use value::CapacityValue;
 
 /// One GPU in thousandths, the unit of placement.
-pub const GPU: u32 = 1000;
+pub const THOUSANDTHS_PER_GPU: u32 = 1000;
 
 /// The GPUs of a node and their free capacity. The GPUs have the same number of units.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -107,7 +107,7 @@ pub trait Score {
 }
 
 /// Returns the thousandths of the GPU that remain after a placement.
-pub fn remaining(node: &Node, demand: &Demand, way: Way) -> u32 {
+pub fn remaining_thousandths(node: &Node, demand: &Demand, way: Way) -> u32 {
     way.and_then(|device| node.gpus.get(device)).map_or(0, |free| free.saturating_sub(demand.per_gpu))
 }
 
@@ -122,6 +122,6 @@ impl Score for Tightest {
     fn precompute(&self, _: &Node) {}
 
     fn rank(&self, node: &Node, (): &(), demand: &Demand, way: Way) -> Rank {
-        Rank { score: 0.0, spread: 0.0, left: remaining(node, demand, way) }
+        Rank { score: 0.0, spread: 0.0, left: remaining_thousandths(node, demand, way) }
     }
 }

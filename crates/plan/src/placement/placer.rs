@@ -38,7 +38,7 @@ impl Ord for Candidate {
 
 /// Replicas of one controller on a node: their number on the node, and on each of its GPUs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Replicas {
+pub struct ReplicaCounts {
     /// Replicas on the node.
     pub on_node: u32,
     /// Replicas on each GPU, by the GPU's index.
@@ -163,8 +163,8 @@ impl<S: Score> Placer<S> {
 
     /// Returns the nodes and GPUs that fit a pod, best first. On a node without replicas of the
     /// pod's controller, only the best GPU is returned.
-    pub fn candidates(&mut self, demand: Demand, replicas: BTreeMap<usize, Replicas>) -> Candidates<'_> {
-        self.rank(&demand);
+    pub fn candidates(&mut self, demand: Demand, replicas: BTreeMap<usize, ReplicaCounts>) -> Candidates<'_> {
+        self.cache_ranks(&demand);
         let beside = replicas
             .iter()
             .flat_map(|(&index, replicas)| self.candidates_beside_replicas(&demand, index, replicas))
@@ -174,7 +174,7 @@ impl<S: Score> Placer<S> {
     }
 
     /// Returns all ways to place a pod on a node that runs replicas of the pod's controller.
-    fn candidates_beside_replicas(&self, demand: &Demand, index: usize, replicas: &Replicas) -> Vec<Candidate> {
+    fn candidates_beside_replicas(&self, demand: &Demand, index: usize, replicas: &ReplicaCounts) -> Vec<Candidate> {
         let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return Vec::new() };
         let candidate = |way: Option<usize>| {
             let on_gpu = way.and_then(|way| replicas.on_gpus.get(&way)).copied().unwrap_or(0);
@@ -185,18 +185,18 @@ impl<S: Score> Placer<S> {
     }
 
     /// Computes the ranks for a kind of pod, if they are not cached.
-    pub fn rank(&mut self, demand: &Demand) {
+    pub fn cache_ranks(&mut self, demand: &Demand) {
         let behind =
             self.cached_ranks.get(demand).map_or(usize::MAX, |cached_ranks| self.changes.len() - cached_ranks.seen);
         let seen = self.changes.len();
         if behind > self.nodes.len() {
             self.drop_oldest_ranks();
-            let best = (0..self.nodes.len()).map(|node| self.best(node, demand)).collect();
+            let best = (0..self.nodes.len()).map(|node| self.best_way(node, demand)).collect();
             self.cached_ranks.insert(demand.clone(), CachedRanks { best, seen });
             return;
         }
         let changed = self.changes.get(seen - behind..).unwrap_or_default();
-        let changed: Vec<(usize, BestWay)> = changed.iter().map(|&node| (node, self.best(node, demand))).collect();
+        let changed: Vec<(usize, BestWay)> = changed.iter().map(|&node| (node, self.best_way(node, demand))).collect();
         let Some(cached_ranks) = self.cached_ranks.get_mut(demand) else { return };
         for (node, best) in changed {
             if let Some(answer) = cached_ranks.best.get_mut(node) {
@@ -221,7 +221,7 @@ impl<S: Score> Placer<S> {
         }
     }
 
-    fn best(&self, index: usize, demand: &Demand) -> BestWay {
+    fn best_way(&self, index: usize, demand: &Demand) -> BestWay {
         let (Some(node), Some(before)) = (self.nodes.get(index), self.before.get(index)) else { return BestWay::NONE };
         let mut best: Option<(Rank, Option<usize>)> = None;
         for way in node.ways(demand) {
@@ -252,7 +252,7 @@ pub struct Candidates<'a> {
     demand: Demand,
     /// Candidates on nodes with replicas.
     beside: Vec<Candidate>,
-    replicas: BTreeMap<usize, Replicas>,
+    replicas: BTreeMap<usize, ReplicaCounts>,
     rest: RemainingCandidates,
 }
 
@@ -296,7 +296,7 @@ impl Iterator for Candidates<'_> {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::{Tightest, remaining};
+    use super::super::{Tightest, remaining_thousandths};
     use super::*;
 
     /// Prefers the node with the least free capacity. So every change of a node changes its rank.
@@ -311,7 +311,7 @@ mod tests {
         }
 
         fn rank(&self, node: &Node, before: &u32, demand: &Demand, way: Option<usize>) -> Rank {
-            Rank { score: -f64::from(*before), spread: 0.0, left: remaining(node, demand, way) }
+            Rank { score: -f64::from(*before), spread: 0.0, left: remaining_thousandths(node, demand, way) }
         }
     }
 
@@ -348,7 +348,7 @@ mod tests {
     fn candidates_come_best_first_and_avoid_replicas() {
         let mut placer = Placer::new(vec![node(&[400, 900]), node(&[500]), node(&[700])], Tightest);
         assert_eq!(all_candidates(&mut placer, &shares(300)), [(0, Some(0)), (1, Some(0)), (2, Some(0))]);
-        let replicas = BTreeMap::from([(0, Replicas { on_node: 1, on_gpus: BTreeMap::from([(0, 1)]) })]);
+        let replicas = BTreeMap::from([(0, ReplicaCounts { on_node: 1, on_gpus: BTreeMap::from([(0, 1)]) })]);
         let found: Vec<_> =
             placer.candidates(shares(300), replicas).map(|(found, _)| (found.node, found.way)).collect();
         assert_eq!(found, [(1, Some(0)), (2, Some(0)), (0, Some(1)), (0, Some(0))]);

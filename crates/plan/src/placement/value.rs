@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use super::demand::{Demand, TypicalPod};
-use super::{GPU, Node, Rank, Score, remaining};
+use super::{Node, Rank, Score, THOUSANDTHS_PER_GPU, remaining_thousandths};
 
 /// Additional value of a whole GPU if all pending pods request whole GPUs.
 const WHOLE_GPU_BONUS: f64 = 0.4;
@@ -43,7 +43,7 @@ const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 
 /// The value of free capacity.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Value {
+pub struct CapacityValue {
     /// Value of a GPU by its free hundredths. A whole GPU is 1.
     packing: Vec<f64>,
     /// Thousandths of a core that pods request for each thousandth of a GPU.
@@ -61,7 +61,7 @@ const fn to_f64(number: u64) -> f64 {
     number as f64
 }
 
-impl Value {
+impl CapacityValue {
     /// Learns from typical pods, separated by model, and from the nodes of the cluster.
     pub fn learn(typical: &[TypicalPod], nodes: &[Node]) -> Self {
         let gpu_wanted: f64 = typical.iter().map(|kind| kind.weight * kind.total()).sum();
@@ -95,7 +95,7 @@ impl Value {
         }
         models.values_mut().for_each(|price: &mut f64| *price = price.min(MAX_MODEL_SCARCITY));
         let cpu_per_gpu_wanted = (cpu_wanted / gpu_wanted).max(used_cpu_per_gpu(nodes));
-        let cpu_per_gpu_there = cpu_there / (gpus_there * f64::from(GPU));
+        let cpu_per_gpu_there = cpu_there / (gpus_there * f64::from(THOUSANDTHS_PER_GPU));
         let scarcity = if cpu_per_gpu_there > 0.0 { cpu_per_gpu_wanted / cpu_per_gpu_there } else { 0.0 };
         Self {
             packing: packing_values(&shared_sizes(typical)),
@@ -116,7 +116,7 @@ impl Value {
         let (mut whole, mut all) = (0u64, 0u64);
         for demand in waiting {
             all += u64::from(demand.total());
-            whole += if demand.per_gpu == GPU { u64::from(demand.total()) } else { 0 };
+            whole += if demand.per_gpu == THOUSANDTHS_PER_GPU { u64::from(demand.total()) } else { 0 };
         }
         self.whole = if all > 0 { WHOLE_GPU_BONUS * to_f64(whole) / to_f64(all) } else { 0.0 };
         self
@@ -124,15 +124,15 @@ impl Value {
 
     /// Returns the value of one GPU by its free thousandths.
     fn gpu_value(&self, free: u32) -> f64 {
-        self.packing.get(free as usize * STEPS_PER_GPU / GPU as usize).copied().unwrap_or(1.0)
-            + if free >= GPU { self.whole } else { 0.0 }
+        self.packing.get(free as usize * STEPS_PER_GPU / THOUSANDTHS_PER_GPU as usize).copied().unwrap_or(1.0)
+            + if free >= THOUSANDTHS_PER_GPU { self.whole } else { 0.0 }
     }
 
     /// Returns the value of a node's free CPU and GPU capacity together, without the values of
     /// single GPUs.
     fn node_value(&self, model: f64, cpu: f64, free: f64) -> f64 {
         let stranded = if self.cpu_per_gpu > 0.0 { (free - cpu / self.cpu_per_gpu).max(0.0) } else { 0.0 };
-        (MODEL_SCARCITY_WEIGHT * model * free - STRANDED_GPU_COST * stranded) / f64::from(GPU)
+        (MODEL_SCARCITY_WEIGHT * model * free - STRANDED_GPU_COST * stranded) / f64::from(THOUSANDTHS_PER_GPU)
     }
 }
 
@@ -145,7 +145,7 @@ pub struct NodeValues {
     cpu_rich: f64,
 }
 
-impl Score for Value {
+impl Score for CapacityValue {
     type NodeValues = NodeValues;
 
     fn precompute(&self, node: &Node) -> NodeValues {
@@ -175,7 +175,7 @@ impl Score for Value {
         let spared = if demand.gpus == 1 { self.spare_cpu * before.cpu_rich } else { 0.0 };
         let score =
             self.node_value(before.model, cpu, free) - before.node_value - lost - FULLER_NODE_BONUS * compact - spared;
-        Rank { score, spread: 0.0, left: remaining(node, demand, way) }
+        Rank { score, spread: 0.0, left: remaining_thousandths(node, demand, way) }
     }
 }
 
@@ -183,8 +183,8 @@ impl Score for Value {
 /// The number includes pods without GPUs, which the typical pods may not include. The result is 0
 /// while too little is used.
 fn used_cpu_per_gpu(nodes: &[Node]) -> f64 {
-    let free = |node: &Node| node.gpus.iter().map(|free| free.min(&GPU)).sum::<u32>();
-    let all: f64 = nodes.iter().map(|node| to_f64(node.gpus.len() as u64) * f64::from(GPU)).sum();
+    let free = |node: &Node| node.gpus.iter().map(|free| free.min(&THOUSANDTHS_PER_GPU)).sum::<u32>();
+    let all: f64 = nodes.iter().map(|node| to_f64(node.gpus.len() as u64) * f64::from(THOUSANDTHS_PER_GPU)).sum();
     let used: f64 = all - nodes.iter().map(|node| f64::from(free(node))).sum::<f64>();
     let cpu: f64 = nodes.iter().map(|node| to_f64(node.cpu_total.saturating_sub(node.cpu))).sum();
     if used > MIN_USED_GPUS * all { cpu / used } else { 0.0 }
@@ -194,8 +194,9 @@ fn used_cpu_per_gpu(nodes: &[Node]) -> f64 {
 /// GPU.
 fn shared_sizes(typical: &[TypicalPod]) -> Vec<(usize, f64)> {
     let mut sizes: BTreeMap<usize, f64> = BTreeMap::new();
-    for kind in typical.iter().filter(|kind| kind.gpus == 1 && kind.per_gpu > 0 && kind.per_gpu < GPU) {
-        *sizes.entry((kind.per_gpu as usize * STEPS_PER_GPU).div_ceil(GPU as usize)).or_default() += kind.weight;
+    for kind in typical.iter().filter(|kind| kind.gpus == 1 && kind.per_gpu > 0 && kind.per_gpu < THOUSANDTHS_PER_GPU) {
+        *sizes.entry((kind.per_gpu as usize * STEPS_PER_GPU).div_ceil(THOUSANDTHS_PER_GPU as usize)).or_default() +=
+            kind.weight;
     }
     sizes.into_iter().collect()
 }
@@ -310,15 +311,15 @@ mod tests {
     #[test]
     fn cpu_that_pods_without_gpus_use_makes_cpu_scarce() {
         let node = |cpu| Node { model: "T4".into(), cpu_total: 20_000, cpu, gpus: vec![500, 500] };
-        let spare_cpu = |cpu| Value::learn(&[typical_pod(500, 1.0)], &[node(cpu)]).spare_cpu;
+        let spare_cpu = |cpu| CapacityValue::learn(&[typical_pod(500, 1.0)], &[node(cpu)]).spare_cpu;
         assert!(spare_cpu(18_000).abs() < 1e-9, "the nodes' CPU suffices for pods with GPUs");
         assert!(spare_cpu(6_000) > 0.0, "other pods use much CPU");
     }
 
     #[test]
     fn learning_from_nothing_does_not_divide_by_zero() {
-        let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, gpus: vec![GPU] };
-        let value = Value::learn(&[], std::slice::from_ref(&node));
+        let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, gpus: vec![THOUSANDTHS_PER_GPU] };
+        let value = CapacityValue::learn(&[], std::slice::from_ref(&node));
         let demand = Demand { cpu: 0, gpus: 1, per_gpu: 500, models: Vec::new() };
         assert!(value.rank(&node, &value.precompute(&node), &demand, Some(0)).score.is_finite());
     }

@@ -381,7 +381,7 @@ fn permanent_conflicts_are_reported_first() {
         (Conflict::Spread { topology_key: key(), max_skew: 1 }, true),
         (Conflict::HostPort(80), true),
     ] {
-        assert_eq!(conflict.may_pass(), passes, "{conflict}");
+        assert_eq!(conflict.is_temporary(), passes, "{conflict}");
     }
     let mut cluster = cluster(&[("n1", "a")]);
     let rules = r#"{"ports": [{"port": 80}], "affinity": [{"topologyKey": "rack"}]}"#;
@@ -404,7 +404,7 @@ fn a_pod_without_rules_reads_no_nodes_and_only_repelling_pods() {
     let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
     let all = std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("all pods are read") });
     let checker = NodeChecker::new(subject.as_subject(), nodes, all, [repelling], |_| panic!("namespaces are read"));
-    assert_eq!(checker.refuse(&node("n1", "a")), Ok(()));
+    assert_eq!(checker.check_node(&node("n1", "a")), Ok(()));
 }
 
 #[test]
@@ -434,6 +434,6 @@ fn the_limit_bounds_the_cost_of_too_many_rules() {
         requested.set(requested.get() + 1);
         None
     });
-    assert!(checker.refuse(&cluster.nodes[0]).is_err() && checker.refuse(&cluster.nodes[2]).is_ok());
+    assert!(checker.check_node(&cluster.nodes[0]).is_err() && checker.check_node(&cluster.nodes[2]).is_ok());
     assert!((1..=MAX_REQUIREMENTS).contains(&requested.get()) && requested.get() < terms.len(), "{}", requested.get());
 }

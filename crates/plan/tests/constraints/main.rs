@@ -48,13 +48,13 @@ impl Cluster {
     /// Returns, for each node, whether the pod may run on the node.
     fn refusals_by_node(&self, subject: &TestPod) -> Vec<Result<(), Conflict>> {
         let checker = self.checker(subject);
-        self.nodes.iter().map(|node| checker.refuse(node)).collect()
+        self.nodes.iter().map(|node| checker.check_node(node)).collect()
     }
 
     /// Returns the names of nodes that the pod may run on.
     fn allowed_nodes(&self, subject: &TestPod) -> Vec<&str> {
         let checker = self.checker(subject);
-        let allowed = self.nodes.iter().filter(|node| checker.refuse(node).is_ok());
+        let allowed = self.nodes.iter().filter(|node| checker.check_node(node).is_ok());
         allowed.map(|node| node.name.as_str()).collect()
     }
 

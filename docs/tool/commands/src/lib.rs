@@ -19,20 +19,20 @@ const MIN_REASON_WORDS: usize = 3;
 
 /// A block of commands on a page.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Block {
+pub struct CodeBlock {
     /// Line of the opening fence, counted from 1.
     pub line: usize,
     /// The commands as the page shows them, without the indentation of the fence.
     pub text: String,
     /// How the block is tested.
-    pub test: Test,
+    pub test: BlockTest,
     /// The output that the page shows for the block.
     pub output: Option<ShownOutput>,
 }
 
 /// How a block is tested.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Test {
+pub enum BlockTest {
     /// A cluster test runs the block.
     Run {
         /// Words to replace, with their values.
@@ -56,10 +56,10 @@ pub struct ShownOutput {
     pub exact: bool,
 }
 
-impl Block {
-    /// Returns the commands to run, with the words of [`Test::Run`] replaced.
+impl CodeBlock {
+    /// Returns the commands to run, with the words of [`BlockTest::Run`] replaced.
     pub fn script(&self) -> String {
-        let Test::Run { values, .. } = &self.test else { return String::new() };
+        let BlockTest::Run { values, .. } = &self.test else { return String::new() };
         values.iter().fold(self.text.clone(), |text, (word, value)| replace_word(&text, word, value))
     }
 }
@@ -76,8 +76,8 @@ impl ShownOutput {
 
 /// Returns the blocks of commands on a page in order, and the problems of their comments. Each
 /// problem starts with its line.
-pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
-    let mut blocks: Vec<Block> = Vec::new();
+pub fn parse_blocks(page: &str) -> (Vec<CodeBlock>, Vec<String>) {
+    let mut blocks: Vec<CodeBlock> = Vec::new();
     let mut problems = Vec::new();
     // The comment directly above the current line.
     let mut comment: Option<&str> = None;
@@ -94,7 +94,7 @@ pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
         let above = comment.take();
         if let Some(exact) = above.and_then(parse_output_comment) {
             match blocks.last_mut() {
-                Some(Block { output: output @ None, test: Test::Run { .. }, .. }) => {
+                Some(CodeBlock { output: output @ None, test: BlockTest::Run { .. }, .. }) => {
                     *output = Some(ShownOutput { text, exact });
                 }
                 _ => problems.push(format!("{}: this output follows no block that is run", index + 1)),
@@ -105,7 +105,7 @@ pub fn blocks(page: &str) -> (Vec<Block>, Vec<String>) {
                 .and_then(parse_test)
             {
                 Ok(test) => {
-                    let block = Block { line: index + 1, text, test, output: None };
+                    let block = CodeBlock { line: index + 1, text, test, output: None };
                     problems.extend(
                         remaining_placeholders(&block).map(|word| format!("{}: {word} has no value", block.line)),
                     );
@@ -128,11 +128,11 @@ fn parse_output_comment(comment: &str) -> Option<bool> {
 }
 
 /// Parses the comment above a block.
-fn parse_test(comment: &str) -> Result<Test, String> {
+fn parse_test(comment: &str) -> Result<BlockTest, String> {
     let (word, rest) = comment.split_once(':').unwrap_or((comment, ""));
     match word.trim() {
         "not run" if rest.split_whitespace().count() >= MIN_REASON_WORDS => {
-            Ok(Test::NotRun { reason: rest.trim().to_owned() })
+            Ok(BlockTest::NotRun { reason: rest.trim().to_owned() })
         }
         "not run" => Err("the comment above this block does not give the reason why no test runs the block".to_owned()),
         word @ ("run" | "retry") => {
@@ -140,14 +140,14 @@ fn parse_test(comment: &str) -> Result<Test, String> {
                 Some((name, value)) if !name.is_empty() && !value.is_empty() => Ok((name.to_owned(), value.to_owned())),
                 _ => Err(format!("{pair} in the comment above this block is not WORD=value")),
             });
-            Ok(Test::Run { values: pairs.collect::<Result<_, _>>()?, retry: word == "retry" })
+            Ok(BlockTest::Run { values: pairs.collect::<Result<_, _>>()?, retry: word == "retry" })
         }
         _ => Err(format!("the comment above this block is neither `run` nor `not run: reason`: {comment}")),
     }
 }
 
 /// Returns the placeholders that remain in a block that a test runs.
-fn remaining_placeholders(block: &Block) -> impl Iterator<Item = &'static str> {
+fn remaining_placeholders(block: &CodeBlock) -> impl Iterator<Item = &'static str> {
     let script = block.script();
     PLACEHOLDERS.into_iter().filter(move |word| replace_word(&script, word, "") != script)
 }
@@ -229,15 +229,15 @@ fn without_random_end(word: &str) -> String {
 mod tests {
     use super::*;
 
-    fn single_block(page: &str) -> Block {
-        let (mut blocks, problems) = blocks(page);
+    fn single_block(page: &str) -> CodeBlock {
+        let (mut blocks, problems) = parse_blocks(page);
         assert_eq!(problems, Vec::<String>::new());
         assert_eq!(blocks.len(), 1);
         blocks.remove(0)
     }
 
     fn problems(page: &str) -> Vec<String> {
-        blocks(page).1
+        parse_blocks(page).1
     }
 
     #[test]
@@ -252,13 +252,13 @@ mod tests {
 
     #[test]
     fn other_languages_need_no_comment() {
-        assert_eq!(blocks("```yaml\na: b\n```\n```\nprinted\n```\n"), (Vec::new(), Vec::new()));
+        assert_eq!(parse_blocks("```yaml\na: b\n```\n```\nprinted\n```\n"), (Vec::new(), Vec::new()));
     }
 
     #[test]
     fn a_block_that_is_not_run_has_its_reason() {
         let block = single_block("<!-- not run: it needs a registry -->\n```sh\npodman push\n```\n");
-        assert_eq!(block.test, Test::NotRun { reason: "it needs a registry".to_owned() });
+        assert_eq!(block.test, BlockTest::NotRun { reason: "it needs a registry".to_owned() });
         assert_eq!(block.script(), "");
     }
 
@@ -287,7 +287,7 @@ mod tests {
         let page = "<!-- retry -->\n```sh\nls\n```\n\nIt prints:\n\n<!-- exact output -->\n```\na\n```\n";
         let block = single_block(page);
         assert_eq!(block.output, Some(ShownOutput { text: "a\n".to_owned(), exact: true }));
-        assert_eq!(block.test, Test::Run { values: Vec::new(), retry: true });
+        assert_eq!(block.test, BlockTest::Run { values: Vec::new(), retry: true });
         assert_eq!(problems("<!-- output -->\n```\na\n```\n").len(), 1);
     }
 

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::{GpuSpec, MpsPartition, MpsSlices, Partition, TimeSlicedPartition};
 use cleave_api::sharingpolicy::{ComputeMode, Interval};
-use cleave_plan::mps::{Threads, memory, threads};
+use cleave_plan::mps::{Threads, memory_limit, thread_percentage};
 use cleave_plan::units::Mebibytes;
 use sim_machine::{Driver, GpuDescription, Machine, MachineDescription, STATE_DIRECTORY_ENV};
 
@@ -115,8 +115,11 @@ impl SimulatedHardware {
                     resource: resource.clone(),
                     count: *units,
                     first: 0,
-                    memory_mib: (1..=*units).map(|k| memory(k, *units, total).0).collect(),
-                    threads: (1..=*units).filter_map(|k| threads(k, *units, Threads::Strict)).map(u8::from).collect(),
+                    memory_mib: (1..=*units).map(|k| memory_limit(k, *units, total).0).collect(),
+                    threads: (1..=*units)
+                        .filter_map(|k| thread_percentage(k, *units, Threads::Strict))
+                        .map(u8::from)
+                        .collect(),
                     max_clients: None,
                 };
                 let mps = MpsPartition {

@@ -1,5 +1,5 @@
 //! The placement policies that the benchmark offers, and how each one learns and places pods.
-use cleave_plan::placement::{GPU, Learned, Observed, Score};
+use cleave_plan::placement::{Learned, ObservedDemands, Score, THOUSANDTHS_PER_GPU};
 
 use super::cluster::{Cluster, MPS_RESOURCE, PodPlacement, device_requests};
 use super::lists::Pod;
@@ -31,7 +31,7 @@ pub(super) trait PlacementPolicy: Score + Default {
     fn count_arrived_pod(_: &mut Cluster<Self>, _: &Pod) {}
 
     /// Updates the score from the pods that arrived (`seen`) and the pods that wait (`waiting`).
-    fn update_score(cluster: &mut Cluster<Self>, seen: &Observed, waiting: &[&Pod]);
+    fn update_score(cluster: &mut Cluster<Self>, seen: &ObservedDemands, waiting: &[&Pod]);
 
     /// Decides where to place a pod.
     fn place_pod(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
@@ -42,29 +42,30 @@ pub(super) trait PlacementPolicy: Score + Default {
 /// The operator's score, which learns as in the operator.
 impl PlacementPolicy for Learned {
     fn count_arrived_pod(cluster: &mut Cluster<Self>, pod: &Pod) {
-        cluster.chooser.count(&device_requests(pod), pod.demand.cpu, pod.demand.models.clone());
+        cluster.chooser.count_arrival(&device_requests(pod), pod.demand.cpu, pod.demand.models.clone());
     }
 
-    fn update_score(cluster: &mut Cluster<Self>, _: &Observed, waiting: &[&Pod]) {
+    fn update_score(cluster: &mut Cluster<Self>, _: &ObservedDemands, waiting: &[&Pod]) {
         cluster.chooser.learn(waiting.iter().map(|pod| (device_requests(pod), pod.demand.cpu)));
     }
 }
 
 impl PlacementPolicy for FgdScore {
-    fn update_score(cluster: &mut Cluster<Self>, seen: &Observed, _: &[&Pod]) {
+    fn update_score(cluster: &mut Cluster<Self>, seen: &ObservedDemands, _: &[&Pod]) {
         cluster.set_score(Self::new(&seen.typical_pods()));
     }
 }
 
 impl PlacementPolicy for BestFitScore {
-    fn update_score(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
+    fn update_score(_: &mut Cluster<Self>, _: &ObservedDemands, _: &[&Pod]) {}
 }
 
 impl PlacementPolicy for RandomScore {
-    fn update_score(_: &mut Cluster<Self>, _: &Observed, _: &[&Pod]) {}
+    fn update_score(_: &mut Cluster<Self>, _: &ObservedDemands, _: &[&Pod]) {}
 
     fn place_pod(cluster: &mut Cluster<Self>, pod: &Pod) -> Option<PodPlacement> {
-        let next = cluster.chooser.score(MPS_RESOURCE, GPU).map_or_else(Self::default, Self::next_score);
+        let next =
+            cluster.chooser.score(MPS_RESOURCE, THOUSANDTHS_PER_GPU).map_or_else(Self::default, Self::next_score);
         cluster.set_score(next);
         cluster.place_pod(pod)
     }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use anyhow::{Result, ensure};
-use cleave_plan::placement::Observed;
+use cleave_plan::placement::ObservedDemands;
 use serde_json::json;
 
 use super::chooser::{PlacementPolicy, Policy};
@@ -50,7 +50,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
         / f64::from(u32::try_from(pods.len())?);
     let rate = OFFERED_LOAD_PER_CAPACITY * ratio(capacity, 1) / work;
     let mut rng = Rng(seed);
-    let mut seen = Observed::new(Some(HALF_LIFE_ARRIVALS));
+    let mut seen = ObservedDemands::new(Some(HALF_LIFE_ARRIVALS));
     let mut departures: BTreeMap<(u64, usize), (&Pod, PodPlacement)> = BTreeMap::new();
     let mut waiting: VecDeque<(f64, &Pod, f64)> = VecDeque::new();
     let (mut now, mut allocated) = (0.0f64, 0u64);

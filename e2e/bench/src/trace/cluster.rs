@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 
 use cleave_plan::ledger::{
-    Allocation, ChoiceCriteria, Chooser, Cpu, DeviceFacts, DeviceRequest, Ledger, Moment, NodeFacts, PendingPod,
+    Allocation, ChoiceCriteria, Chooser, DeviceFacts, DeviceRequest, Ledger, Moment, NodeCpu, NodeFacts, PendingPod,
     Siblings, Units,
 };
-use cleave_plan::placement::{self, GPU, Score};
+use cleave_plan::placement::{self, Score, THOUSANDTHS_PER_GPU};
 
 use super::lists::{Host, Pod};
 
@@ -66,7 +66,7 @@ impl<S: Score + Default> Cluster<S> {
 
     /// Replaces the score of a policy that does not learn as the operator does.
     pub(super) fn set_score(&mut self, score: S) {
-        self.chooser.set_score(MPS_RESOURCE, GPU, score);
+        self.chooser.set_score(MPS_RESOURCE, THOUSANDTHS_PER_GPU, score);
     }
 
     /// Returns the nodes with their free capacity.
@@ -122,7 +122,7 @@ impl<S: Score + Default> Cluster<S> {
             }
             CpuPodPlacement::Policy => {
                 let node = host.node();
-                let score = self.chooser.score(MPS_RESOURCE, GPU).unwrap_or(&self.score);
+                let score = self.chooser.score(MPS_RESOURCE, THOUSANDTHS_PER_GPU).unwrap_or(&self.score);
                 let rank = score.rank(&node, &score.precompute(&node), &pod.demand, None);
                 (rank.score, -rank.spread, -i64::from(rank.left))
             }
@@ -185,8 +185,8 @@ impl<S: Score + Default> Cluster<S> {
         let device = |(index, free): (usize, &u32)| DeviceFacts {
             device: index.to_string(),
             resource: MPS_RESOURCE.to_owned(),
-            capacity: GPU,
-            used: GPU - free,
+            capacity: THOUSANDTHS_PER_GPU,
+            used: THOUSANDTHS_PER_GPU - free,
         };
         let devices = host.gpus.iter().enumerate().map(device).collect();
         self.ledger
@@ -196,7 +196,7 @@ impl<S: Score + Default> Cluster<S> {
 
     fn report_node_cpu(&mut self, node: usize) {
         if let Some(host) = self.hosts.get(node) {
-            self.chooser.set_cpu(&host.name, Cpu { total: host.cpu_total, free: host.cpu });
+            self.chooser.set_cpu(&host.name, NodeCpu { total: host.cpu_total, free: host.cpu });
         }
     }
 }

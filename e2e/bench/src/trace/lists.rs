@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use cleave_plan::placement::{Demand, GPU};
+use cleave_plan::placement::{Demand, THOUSANDTHS_PER_GPU};
 
 /// A pod of the trace.
 pub(super) struct Pod {
@@ -71,7 +71,7 @@ pub(super) fn read_hosts(path: &Path) -> Result<Vec<Host>> {
                 cpu,
                 memory_total: memory,
                 memory,
-                gpus: vec![GPU; parse_column(row, "gpu")?],
+                gpus: vec![THOUSANDTHS_PER_GPU; parse_column(row, "gpu")?],
             })
         })
         .collect()
@@ -94,7 +94,7 @@ pub(super) fn read_pods(path: &Path) -> Result<Vec<Pod>> {
                 per_gpu: parse_column(row, "gpu_milli")?,
                 models,
             };
-            ensure!(demand.per_gpu <= GPU, "gpu_milli above {GPU}");
+            ensure!(demand.per_gpu <= THOUSANDTHS_PER_GPU, "gpu_milli above {THOUSANDTHS_PER_GPU}");
             let lifetime = time("deletion_time").zip(time("creation_time")).map(|(end, start)| end - start);
             let memory = parse_column(row, "memory_mib")?;
             Ok(Pod { name: row.get("name").context("no column name")?.clone(), demand, memory, lifetime })

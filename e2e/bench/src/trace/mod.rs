@@ -18,7 +18,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use chooser::{PlacementPolicy, Policy};
-use cleave_plan::placement::{Learned, Observed};
+use cleave_plan::placement::{Learned, ObservedDemands};
 use cluster::{Cluster, CpuPodPlacement, PodPlacement};
 use figures::{percentile, ratio};
 use lists::{Host, Pod, read_hosts, read_pods};
@@ -97,7 +97,7 @@ fn run_policy<P: PlacementPolicy>(args: &TraceArgs) -> Result<()> {
     let capacity: u64 = whole.iter().map(|host| u64::from(host.free_gpu_thousandths())).sum();
     let mut rng = Rng(args.seed);
     let order = draw_arrivals(&pods, capacity, &mut rng);
-    let mut seen = Observed::new(None);
+    let mut seen = ObservedDemands::new(None);
     if !args.no_history {
         let mut history: Vec<&Pod> = pods.iter().collect();
         Rng(!args.seed).shuffle(&mut history);

@@ -2,7 +2,7 @@
 use std::cell::RefCell;
 
 use cleave_plan::placement::demand::TypicalPod;
-use cleave_plan::placement::{Demand, Node, Rank, Score, remaining};
+use cleave_plan::placement::{Demand, Node, Rank, Score, remaining_thousandths};
 
 use super::random::Rng;
 
@@ -22,7 +22,7 @@ impl Score for BestFitScore {
     fn precompute(&self, _: &Node) {}
 
     fn rank(&self, node: &Node, (): &(), demand: &Demand, way: Option<usize>) -> Rank {
-        Rank { score: 0.0, spread: free_capacity(node, demand), left: remaining(node, demand, way) }
+        Rank { score: 0.0, spread: free_capacity(node, demand), left: remaining_thousandths(node, demand, way) }
     }
 }
 
@@ -70,7 +70,7 @@ impl Score for FgdScore {
         }
         let fall = before - self.fragmentation(&node.model, node.cpu - demand.cpu, &gpus);
         let score = (100.0 / (1.0 + (-fall / 1000.0).exp())).trunc();
-        Rank { score, spread: free_capacity(node, demand), left: remaining(node, demand, way) }
+        Rank { score, spread: free_capacity(node, demand), left: remaining_thousandths(node, demand, way) }
     }
 }
 

@@ -23,7 +23,7 @@ use cleave_operator::pods as operator;
 use serde_json::{Value, json};
 
 use super::{fixtures, objects};
-use crate::mutate::Shape;
+use crate::mutate::InputShape;
 use crate::{ReadResult, Target, assert_printable};
 
 /// Time for which the agent keeps an allocation that the kubelet does not list.
@@ -131,7 +131,7 @@ fn encode_checkpoint(checkpoint: &Checkpoint) -> Vec<u8> {
 pub(super) const CHECKPOINT: Target = Target {
     name: "checkpoint",
     what: "the agent's checkpoint, damaged or of another version",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &[
         "version",
         "boot",
@@ -166,7 +166,7 @@ pub(super) const CHECKPOINT: Target = Target {
 pub(super) const NODE_SPEC: Target = Target {
     name: "node_spec",
     what: "GpuNode.spec, as the agent reads it",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &[
         "planId",
         "gpus",
@@ -200,7 +200,7 @@ pub(super) const NODE_SPEC: Target = Target {
 pub(super) const MPS_STATUS: Target = Target {
     name: "mps_status",
     what: "the MPS host's status file, as the agent reads it",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &[
         "version", "daemons", "state", "Active", "Fault", "BackOff", "Stopping", "Hard", "Advisory", "clients",
         "culprit", "fault",
@@ -224,7 +224,7 @@ pub(super) const MPS_STATUS: Target = Target {
 pub(super) const SHUTDOWN_NOTE: Target = Target {
     name: "shutdown_note",
     what: "the kubelet's record of a node shutdown",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &["startTime", "endTime", "0001-01-01T00:00:00Z", "2026-11-21T10:38:36.123456789+01:00"],
     samples: || {
         let start = "2026-11-21T10:38:36.123456789+01:00";
@@ -244,7 +244,7 @@ pub(super) const SHUTDOWN_NOTE: Target = Target {
 pub(super) const PODS: Target = Target {
     name: "pods",
     what: "pods, as agent and operator read them",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &[
         "nvidia.com/gpu",
         "nvidia.com/gpu-mps",
@@ -310,7 +310,7 @@ pub(super) const PODS: Target = Target {
 pub(super) const PROC: Target = Target {
     name: "proc",
     what: "a process's cgroup and stat files; a tenant controls its name and the cgroups below its container's",
-    shape: Shape::Bytes,
+    shape: InputShape::Bytes,
     words: &[
         "0::/",
         "kubepods",

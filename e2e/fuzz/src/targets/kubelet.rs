@@ -12,7 +12,7 @@ use cleave_kubelet::{PreferredRequest, container_devices, parse_allocated};
 use prost::Message;
 
 use super::fixtures;
-use crate::mutate::Shape;
+use crate::mutate::InputShape;
 use crate::{ReadResult, Target, assert_printable};
 
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
@@ -52,7 +52,7 @@ fn slice_ids(gpu: u32, numbers: std::ops::Range<u32>) -> Vec<String> {
 pub(super) const DEVICE_PLUGIN: Target = Target {
     name: "device_plugin",
     what: "GetPreferredAllocation, Allocate and PreStartContainer of the kubelet",
-    shape: Shape::Bytes,
+    shape: InputShape::Bytes,
     words: &["::", "::0", "::07", "GPU-", "\n\u{2}", "\u{12}", "\u{18}\u{3}", "\u{18}", "\u{7f}"],
     samples: || {
         let preferred = |available: Vec<String>, must: Vec<String>, size| {
@@ -125,7 +125,7 @@ fn run_device_plugin(bytes: &[u8]) -> ReadResult {
 pub(super) const POD_RESOURCES: Target = Target {
     name: "pod_resources",
     what: "the kubelet's list of allocations",
-    shape: Shape::Bytes,
+    shape: InputShape::Bytes,
     words: &["nvidia.com/gpu-mps", "GPU-", "::0", "\n", "\u{12}", "\u{1a}", "\u{22}", "\u{7f}"],
     samples: || {
         let devices = |resource: &str, device_ids| pods::ContainerDevices {
@@ -169,7 +169,7 @@ pub(super) const POD_RESOURCES: Target = Target {
 pub(super) const KUBELET_CHECKPOINT: Target = Target {
     name: "kubelet_checkpoint",
     what: "the checkpoint of the kubelet's device manager",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &["nvidia.com/gpu-mps", "PodDeviceEntries", "DeviceIDs", "-1", "GPU-a::0"],
     samples: || {
         let entry = |container: &str, ids: &serde_json::Value| serde_json::json!({"PodUID": "2f9a", "ContainerName": container, "ResourceName": MPS_RESOURCE, "DeviceIDs": ids, "AllocResp": "CgA="});

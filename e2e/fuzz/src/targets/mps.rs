@@ -9,13 +9,13 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{agent, fixtures};
-use crate::mutate::Shape;
+use crate::mutate::InputShape;
 use crate::{ReadResult, Target, assert_printable};
 
 pub(super) const CONTROL_PACKET: Target = Target {
     name: "control_packet",
     what: "packets of an MPS control daemon, and of a client at a door",
-    shape: Shape::Bytes,
+    shape: InputShape::Bytes,
     words: &[
         "\0\0\0\0",
         "ACTIVE",
@@ -121,7 +121,7 @@ fn check_command_encoding(packet: &[u8]) {
 pub(super) const LOG_LINE: Target = Target {
     name: "log_line",
     what: "lines that the MPS daemon and its server print",
-    shape: Shape::Bytes,
+    shape: InputShape::Bytes,
     words: &[
         "[2026-11-21 10:38:36.269 Server   402] ",
         "[",
@@ -183,7 +183,7 @@ fn read_log(bytes: &[u8]) -> ReadResult {
 pub(super) const DESIRED: Target = Target {
     name: "desired",
     what: "the file with the desired state of the MPS host, which the agent writes",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &[
         "version",
         "daemons",
@@ -228,7 +228,7 @@ fn read_desired(bytes: &[u8]) -> ReadResult {
 pub(super) const HOST_MESSAGE: Target = Target {
     name: "host_message",
     what: "requests to the MPS host's socket, and its answers",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &[
         "op",
         "result",

@@ -14,13 +14,13 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::fixtures;
-use crate::mutate::Shape;
+use crate::mutate::InputShape;
 use crate::{ReadResult, Target, assert_printable};
 
 pub(super) const POLICY: Target = Target {
     name: "policy",
     what: "SharingPolicy objects that the API server accepts",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &[
         "mode",
         "mps",
@@ -135,7 +135,7 @@ pub(super) fn plan_cluster(observed: &Observed) -> dry::DryRun {
 pub(super) const CLUSTER: Target = Target {
     name: "cluster",
     what: "nodes, GpuNodes, policies and pods together, as the operator plans for them",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &[
         "n1",
         "n2",
@@ -182,7 +182,7 @@ pub(super) const CLUSTER: Target = Target {
 pub(super) const ADMISSION_REVIEW: Target = Target {
     name: "review",
     what: "AdmissionReviews of pods, at the operator's webhook",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &[
         "request",
         "object",

@@ -3,13 +3,13 @@ use cleave_plan::{Policy, Snapshot, check, plan};
 use serde_json::json;
 
 use super::{fixtures, mps};
-use crate::mutate::Shape;
+use crate::mutate::InputShape;
 use crate::{ReadResult, Target};
 
 pub(super) const SNAPSHOT: Target = Target {
     name: "snapshot",
     what: "snapshots of a cluster, for the planner",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &[
         "nodes",
         "pods",

@@ -1,18 +1,18 @@
 //! Short texts with a grammar: annotations, quantities, names.
 use cleave_agent::gpu::layout::{parse_slice_id, slice_id};
-use cleave_api::cordon::{Cleared, Cordons, check_reason};
+use cleave_api::cordon::{ClearedFaults, Cordons, check_reason};
 use cleave_api::placement::Placement;
 use cleave_kubelet::{DeviceId, ResourceName};
 use cleave_plan::Quantity;
 
 use super::mps;
-use crate::mutate::Shape;
+use crate::mutate::InputShape;
 use crate::{ReadResult, Target, assert_printable};
 
 pub(super) const PLACEMENT: Target = Target {
     name: "placement",
     what: "a pod's annotation with its reservation",
-    shape: Shape::Json,
+    shape: InputShape::Json,
     words: &["until", "nodes", "resource", "units", "device", "n1", "nvidia.com/gpu-mps"],
     samples: || {
         vec![
@@ -33,7 +33,7 @@ pub(super) const PLACEMENT: Target = Target {
 pub(super) const ANNOTATIONS: Target = Target {
     name: "annotations",
     what: "annotations by which administrators cordon GPUs and clear faults",
-    shape: Shape::Bytes,
+    shape: InputShape::Bytes,
     words: &[
         ",",
         "=",
@@ -50,9 +50,9 @@ pub(super) const ANNOTATIONS: Target = Target {
     inputs: 20_000,
     run: |bytes| {
         let text = String::from_utf8_lossy(bytes).into_owned();
-        let (cordons, cleared) = (Cordons::read(Some(&text)), Cleared::read(Some(&text)));
+        let (cordons, cleared) = (Cordons::read(Some(&text)), ClearedFaults::read(Some(&text)));
         assert_eq!(Cordons::read(Some(&cordons.to_string())), cordons);
-        assert_eq!(Cleared::read(Some(&cleared.to_string())), cleared);
+        assert_eq!(ClearedFaults::read(Some(&cleared.to_string())), cleared);
         assert!(cordons.0.keys().chain(cleared.0.keys()).all(|uuid| !uuid.is_empty() && text.contains(uuid)));
         if let Err(error) = check_reason(&text) {
             assert_printable(&error.to_string());
@@ -64,7 +64,7 @@ pub(super) const ANNOTATIONS: Target = Target {
 pub(super) const QUANTITY: Target = Target {
     name: "quantity",
     what: "Kubernetes quantities, as text and as a JSON number",
-    shape: Shape::Bytes,
+    shape: InputShape::Bytes,
     words: &["Ki", "Mi", "Gi", "Ei", "n", "u", "m", "k", "E", "e", "e-", "+", "-", ".", "\"", "18446744073709551615"],
     samples: || {
         ["64000m", "0.5", ".5", "1.5Ki", "1e3", "5e-1", "1001u", "+2", "16Ei", "\"2Gi\""]
@@ -96,7 +96,7 @@ pub(super) const QUANTITY: Target = Target {
 pub(super) const NAMES: Target = Target {
     name: "names",
     what: "names of resources, and ids of devices",
-    shape: Shape::Bytes,
+    shape: InputShape::Bytes,
     words: &[
         "nvidia.com/",
         "gpu-mps",

@@ -198,7 +198,7 @@ fn shares_inside_a_mig_instance_run_with_their_limits() -> Result<()> {
     for (name, shares) in [("two", 2), ("one", 1)] {
         scope.wait_until_running(name)?;
         let report = scope.client_report(name)?;
-        let sms = mps::sms(mps::threads(shares, 4, Threads::Strict), total).0;
+        let sms = mps::usable_sms(mps::thread_percentage(shares, 4, Threads::Strict), total).0;
         ensure!(report["viaMps"] == true && report["sms"] == sms, "{name} reports {report}, expected {sms} SMs");
     }
     ensure!(
@@ -272,7 +272,7 @@ enum Victim {
     Operator,
 }
 
-/// The step of a repartition at which to kill the component.
+/// The step of a repartitioning at which to kill the component.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Step {
     /// The pod exists.
@@ -308,11 +308,11 @@ fn kill_component(cluster: &Cluster, victim: Victim) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the repartition of [`NODE`] that follows the plan in `before` reaches a step or
+/// Waits until the repartitioning of [`NODE`] that follows the plan in `before` reaches a step or
 /// finishes.
 fn wait_for_step(cluster: &Cluster, step: Step, before: &Value) -> Result<()> {
     let plan = |node: &Value| text(&node["spec"]["planId"]);
-    wait_until(&format!("the repartition is {step:?}"), || {
+    wait_until(&format!("the repartitioning is {step:?}"), || {
         let node = cluster.gpunode(NODE)?;
         let planned = plan(&node) != plan(before);
         let applied = planned && node["status"]["planId"] == node["spec"]["planId"];
@@ -328,19 +328,19 @@ fn wait_for_step(cluster: &Cluster, step: Step, before: &Value) -> Result<()> {
 }
 
 #[test]
-fn agent_or_operator_killed_at_any_step_of_a_repartition_loses_no_allocation() -> Result<()> {
+fn agent_or_operator_killed_at_any_step_of_a_repartitioning_loses_no_allocation() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto_scope(&cluster, "killed", &[0, 1])?;
     create_pod(&scope, "holder", SLICE_10GB_RESOURCE, 1)?;
     scope.wait_until_running("holder")?;
     let before = pod_states(&cluster, &scope, &["holder"])?;
-    // Each repartition has a different target: MIG, MPS, or a whole GPU.
+    // Each repartitioning has a different target: MIG, MPS, or a whole GPU.
     let wants = ["nvidia.com/mig-3g.20gb", "nvidia.com/gpu-30gb", "nvidia.com/mig-1g.5gb", WHOLE_GPU_RESOURCE];
     let mut resources = wants.iter().cycle();
     for victim in [Victim::Agent, Victim::Operator] {
         for step in [Step::Requested, Step::Planned, Step::Started, Step::Applied] {
             let resource = resources.next().context("no further resource")?;
-            println!("killing the {victim:?} when the repartition for {resource} is {step:?}");
+            println!("killing the {victim:?} when the repartitioning for {resource} is {step:?}");
             let node = cluster.gpunode(NODE)?;
             create_pod(&scope, "next", resource, 1)?;
             wait_for_step(&cluster, step, &node)?;
@@ -401,14 +401,14 @@ fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -
     Ok(times)
 }
 
-/// Prints the measured times. Fails only if a request was served without a repartition.
+/// Prints the measured times. Fails only if a request was served without a repartitioning.
 #[test]
-fn a_pod_that_needs_a_repartition_runs_and_its_start_times_are_printed() -> Result<()> {
+fn a_pod_that_needs_a_repartitioning_runs_and_its_start_times_are_printed() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = auto_scope(&cluster, "times", &[0])?;
     let mut all = Vec::new();
-    // Each request differs from the previous one, so that every request requires a repartition of
-    // the only GPU.
+    // Each request differs from the previous one, so that every request requires a repartitioning
+    // of the only GPU.
     for (round, resource) in [
         "nvidia.com/mig-3g.20gb",
         SLICE_20GB_RESOURCE,
@@ -423,7 +423,7 @@ fn a_pod_that_needs_a_repartition_runs_and_its_start_times_are_printed() -> Resu
         let times = measure_start(&cluster, &scope, &name, resource)?;
         ensure!(
             !times.planned.is_zero() && !times.applied.is_zero(),
-            "{resource} was served without a repartition: {times:?}"
+            "{resource} was served without a repartitioning: {times:?}"
         );
         println!(
             "{resource}: planned after {:?}, applied after {:?}, offered by the kubelet after {:?}, bound after {:?}, running after {:?}",

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use cleave_docs_commands::{Block, Test, blocks};
+use cleave_docs_commands::{BlockTest, CodeBlock, parse_blocks};
 use cleave_e2e::{Cluster, GPU_NODES_PATH, Scope, apply_manifest, kubectl, wait_until};
 use serde_json::json;
 
@@ -153,10 +153,10 @@ fn delete_demo(cluster: &Cluster) -> Result<()> {
 fn run_page(page: &str) -> Result<()> {
     let path = repository_root().join("docs").join(page);
     let text = std::fs::read_to_string(&path).with_context(|| format!("failed to read {}", path.display()))?;
-    let (blocks, problems) = blocks(&text);
+    let (blocks, problems) = parse_blocks(&text);
     ensure!(problems.is_empty(), "docs/{page}: {problems:?}");
     for block in &blocks {
-        let Test::Run { retry, .. } = &block.test else { continue };
+        let BlockTest::Run { retry, .. } = &block.test else { continue };
         let deadline = Instant::now() + RETRY_TIMEOUT;
         let started = Instant::now();
         while let Err(error) = run_block(block) {
@@ -172,7 +172,7 @@ fn run_page(page: &str) -> Result<()> {
 
 /// Runs a block once. The block's exit status must be 0, and the block's output must match the
 /// page.
-fn run_block(block: &Block) -> Result<()> {
+fn run_block(block: &CodeBlock) -> Result<()> {
     let script = block.script();
     let program = PathBuf::from(cleave_path());
     let directory = program.parent().context("cleave has no directory")?;

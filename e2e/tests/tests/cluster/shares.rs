@@ -15,8 +15,8 @@ const MAX_CONTEXT_MIB: u64 = 600;
 
 /// Returns the limits in SMs and MiB of `shares` of ten, on a GPU with `total` MiB.
 pub(crate) fn limits_of_shares(shares: u32, total: u64) -> (Sms, Mebibytes) {
-    let threads = mps::threads(shares, 10, Threads::Strict);
-    (mps::sms(threads, Sms(SMS_PER_GPU)), mps::memory(shares, 10, Mebibytes(total)))
+    let threads = mps::thread_percentage(shares, 10, Threads::Strict);
+    (mps::usable_sms(threads, Sms(SMS_PER_GPU)), mps::memory_limit(shares, 10, Mebibytes(total)))
 }
 
 #[test]

@@ -177,7 +177,7 @@ fn has_answer_of_known_form(CommandExchange { command, answer, set }: &CommandEx
 
 /// Returns the SMs that Cleave reports for a percentage.
 fn expected_sms(percent: u8, gpu: TestedGpu) -> u32 {
-    mps::sms(Percent::new(percent).ok(), Sms(gpu.sms)).0
+    mps::usable_sms(Percent::new(percent).ok(), Sms(gpu.sms)).0
 }
 
 /// Returns whether exactly these limits apply to the program, and no tighter limits.

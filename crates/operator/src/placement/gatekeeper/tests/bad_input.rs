@@ -85,7 +85,8 @@ fn a_pod_with_three_hundred_topology_terms_is_judged_and_delays_no_other_pod() {
 fn an_annotation_of_250_kib_is_not_kept_and_does_not_stop_the_release() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("large", 1).pod("other", 1);
     let long = "x".repeat(250 << 10);
-    let annotations = json!({"example.com/notes": long, cleave_api::placement::ANNOTATION: format!("{{{long}")});
+    let annotations =
+        json!({"example.com/notes": long, cleave_api::placement::PLACEMENT_ANNOTATION: format!("{{{long}")});
     world.change(|world| &mut world.pods, "team/large", |pod| pod["metadata"]["annotations"] = annotations);
     let kept = world.cluster().pods;
     assert!(kept.iter().all(|pod| format!("{pod:?}").len() < 10_000), "the operator keeps the annotation");

@@ -1,7 +1,7 @@
 //! Tests where replicas of one controller are placed, and what the gate learns from pods.
 use std::collections::{BTreeMap, BTreeSet};
 
-use cleave_api::names::REPLICA_PLACEMENT;
+use cleave_api::names::REPLICA_PLACEMENT_ANNOTATION;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -34,7 +34,7 @@ fn annotate_all_pods(world: &mut TestCluster, value: &str) {
         world.change(
             |world| &mut world.pods,
             &name,
-            |pod| pod["metadata"]["annotations"] = json!({ REPLICA_PLACEMENT: value }),
+            |pod| pod["metadata"]["annotations"] = json!({ REPLICA_PLACEMENT_ANNOTATION: value }),
         );
     }
 }

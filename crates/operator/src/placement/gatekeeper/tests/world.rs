@@ -190,7 +190,7 @@ impl TestCluster {
 
     /// Returns the reservation in a pod's annotation.
     pub(super) fn placement(pod: &Value) -> Option<Placement> {
-        Placement::parse(pod["metadata"]["annotations"][cleave_api::placement::ANNOTATION].as_str()?).ok()
+        Placement::parse(pod["metadata"]["annotations"][cleave_api::placement::PLACEMENT_ANNOTATION].as_str()?).ok()
     }
 }
 

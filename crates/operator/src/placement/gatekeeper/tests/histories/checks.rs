@@ -1,7 +1,7 @@
 //! What must hold during a history, and at its end.
 use std::collections::BTreeMap;
 
-use cleave_api::placement::ANNOTATION;
+use cleave_api::placement::PLACEMENT_ANNOTATION;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
@@ -66,7 +66,7 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
 
 fn check_released(simulation: &Simulation, name: &str, pod: &Value, original: &Original) -> Result<(), String> {
     let released = simulation.released_at[text(pod, "/metadata/uid")];
-    let is_reserved = !pod["metadata"]["annotations"][ANNOTATION].is_null();
+    let is_reserved = !pod["metadata"]["annotations"][PLACEMENT_ANNOTATION].is_null();
     if is_advised(pod) || released + RESCUE_DEADLINE > simulation.now {
         return Ok(());
     }

@@ -1,7 +1,7 @@
 //! The true state of the simulated cluster: the API server, kubelets, agents and controllers.
 use std::collections::{BTreeMap, BTreeSet};
 
-use cleave_api::placement::{ANNOTATION, Placement};
+use cleave_api::placement::{PLACEMENT_ANNOTATION, Placement};
 use serde_json::{Value, json};
 
 use super::super::world::{MPS_RESOURCE, TestCluster};
@@ -352,7 +352,7 @@ impl Simulation {
             node_of(pod) == Some(node)
                 && alive
                 && !self.allocations.contains_key(uid)
-                && !pod["metadata"]["annotations"][ANNOTATION].is_null()
+                && !pod["metadata"]["annotations"][PLACEMENT_ANNOTATION].is_null()
         };
         let new: Vec<String> = self.api.pods.iter().filter(|(_, pod)| new(pod)).map(|(name, _)| name.clone()).collect();
         for name in new {
