@@ -25,6 +25,8 @@ pub const LEASE_TIME: Duration = Duration::from_secs(15);
 /// Time for which a [`LeaseGuard`] is valid after the renewal request was sent. A write that starts
 /// while the guard is valid completes or times out before the lease expires.
 pub const GUARD_TIME: Duration = Duration::from_secs(10);
+/// Time after which a write that started while a [`LeaseGuard`] was valid is over.
+const WRITE_TIME: Duration = LEASE_TIME.saturating_sub(GUARD_TIME);
 /// Interval between renewals by the holder. A guard remains valid if one renewal fails, even if
 /// both of its requests take as long as they may, and the next renewal succeeds.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
@@ -324,7 +326,7 @@ impl Elector {
                 // Writes that started while the guard was valid complete or time out first.
                 tokio::select! {
                     () = stop.cancelled() => break,
-                    () = tokio::time::sleep(LEASE_TIME - GUARD_TIME) => self.release().await,
+                    () = tokio::time::sleep(WRITE_TIME) => self.release().await,
                 }
             }
         }
@@ -338,7 +340,7 @@ impl Elector {
         let given_up = *self.channels.given_up.borrow_and_update();
         let ends = self.channels.term.borrow().current_number() == Some(given_up);
         if ends {
-            self.declines_until = Some(Instant::now() + (LEASE_TIME - GUARD_TIME) + GIVE_UP_TIME);
+            self.declines_until = Some(Instant::now() + WRITE_TIME + GIVE_UP_TIME);
             self.set_term(None);
         }
         ends
@@ -589,7 +591,7 @@ mod tests {
                 assert_eq!((guard.term(), began.elapsed()), (None, Duration::ZERO));
                 let holder = async || api().get("l").await.unwrap().spec.unwrap().holder_identity;
                 assert_eq!(holder().await.as_deref(), Some("me"), "writes may be in flight");
-                tokio::time::sleep(LEASE_TIME - GUARD_TIME + SECOND).await;
+                tokio::time::sleep(WRITE_TIME + SECOND).await;
                 assert_eq!(holder().await, None, "the lease is free");
                 if other_leads {
                     for _ in 0..2 * GIVE_UP_TIME.as_secs() {

@@ -162,6 +162,13 @@ impl Metrics {
             self.reaction_seconds.clone(),
         );
         registry.register("steps", "Steps that agents reported, by result", self.steps.clone());
+        self.register_placement(registry);
+        registry.register("nodes_excluded", "Nodes excluded from plans", self.nodes_excluded.clone());
+        registry.register("leader", "1 while this process is the leader", self.leader.clone());
+    }
+
+    /// Registers the metrics of waiting pods, evictions and MPS hosts.
+    fn register_placement(&self, registry: &mut Registry) {
         registry.register("pods_waiting", "Pods that wait for GPUs, by reason", self.pods_waiting.clone());
         registry.register("pods_released", "Pods released to the scheduler, by result", self.pods_released.clone());
         registry.register(
@@ -221,8 +228,6 @@ impl Metrics {
             "Fraction of the free memory of GPUs partitioned on demand that is on partly used GPUs",
             self.fragmentation.clone(),
         );
-        registry.register("nodes_excluded", "Nodes excluded from plans", self.nodes_excluded.clone());
-        registry.register("leader", "1 while this process is the leader", self.leader.clone());
     }
 
     /// Clears the metrics that passes set. A process that does not lead reports no values, so the

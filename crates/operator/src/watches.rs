@@ -259,8 +259,8 @@ impl Watches<'_> {
         self.store_version(kind, watched, rules, None)
     }
 
-    /// Stores the objects of a watch until the process stops. `of_kind` selects where the version of
-    /// the store is reported.
+    /// Stores the objects of a watch until the process stops. `of_kind` selects where the version
+    /// of the store is reported.
     fn store_version<K>(
         &mut self,
         kind: &'static str,

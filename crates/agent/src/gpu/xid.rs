@@ -6,8 +6,8 @@
 //!   immediate actions
 //! - [`MEMORY_ERROR_SOURCE`]: "GPU Memory Error Management",
 //!   <https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/>
-//! - [`DEVICE_PLUGIN_SOURCE`]: the XIDs that NVIDIA's device plugin ignores, `internal/rm/health.go`
-//!   of <https://github.com/NVIDIA/k8s-device-plugin>
+//! - [`DEVICE_PLUGIN_SOURCE`]: the XIDs that NVIDIA's device plugin ignores,
+//!   `internal/rm/health.go` of <https://github.com/NVIDIA/k8s-device-plugin>
 //! - [`XID_CHECKS_SOURCE`]: "Health Validation: Xid Checks",
 //!   <https://docs.nvidia.com/health-validation/reference/checks/xid.md>
 //! - [`ALIBABA_SOURCE`]: Alibaba Cloud's node conditions for GPUs, those that a reboot of the node

@@ -1,8 +1,8 @@
 //! The MPS control protocol, version 2 as driver 580 speaks it. Pure: packets and texts, no I/O.
 //!
 //! When a peer connects, the daemon sends [`HELLO`]. The peer answers with [`CREDENTIALS`] and
-//! `SCM_CREDENTIALS`, then sends its [`PeerKind`]. A client receives [`DESCRIPTOR`] with a socket to
-//! the server, introduces itself there, and finally sends the daemon 4 bytes: the resulting
+//! `SCM_CREDENTIALS`, then sends its [`PeerKind`]. A client receives [`DESCRIPTOR`] with a socket
+//! to the server, introduces itself there, and finally sends the daemon 4 bytes: the resulting
 //! `CUresult`. An administrator sends [`command_packets`] and reads replies until
 //! [`END_OF_REPLIES`]. Each line of output is one packet.
 use std::fmt;

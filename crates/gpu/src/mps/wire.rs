@@ -119,8 +119,8 @@ impl Desired {
         Ok(())
     }
 
-    /// Returns 32 hexadecimal digits that identify the content. [`MpsHostStatus::desired`] repeats them
-    /// once the MPS host has applied the file.
+    /// Returns 32 hexadecimal digits that identify the content. [`MpsHostStatus::desired`] repeats
+    /// them once the MPS host has applied the file.
     pub fn hash(&self) -> String {
         // Maps are ordered, so equal content has equal text. These types always serialize.
         let text = serde_json::to_vec(self).unwrap_or_default();

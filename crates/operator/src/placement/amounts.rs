@@ -61,7 +61,8 @@ mod tests {
     #[test]
     fn free_amounts_cover_a_pod_only_if_each_resource_and_a_slot_are_free() {
         let free = |pods: i128| Free::from([("cpu", 2000), ("nvidia.com/gpu", 1000), (PODS_RESOURCE, pods)]);
-        let cases: [(&[(&str, &str)], i128, bool, bool); 7] = [
+        type Case = (&'static [(&'static str, &'static str)], i128, bool, bool);
+        let cases: [Case; 7] = [
             (&[("cpu", "2")], 1000, true, true),
             (&[("cpu", "2001m")], 1000, false, false),
             (&[("cpu", "2")], 999, false, false),

@@ -42,7 +42,7 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Processes { output } => print!("{}", show::processes(&machine, output == OutputFormat::Json)?),
         Command::Hold { gpu, memory, graphics } => change::use_gpu(&machine, &gpu, memory, graphics)?,
         Command::Mig(MigCommand::Create { gpu, profile, at }) => {
-            println!("{}", change::create_mig_device(&machine, &gpu, &profile, at)?)
+            println!("{}", change::create_mig_device(&machine, &gpu, &profile, at)?);
         }
         Command::Mig(MigCommand::Destroy { uuid }) => change::destroy_mig_device(&machine, &uuid)?,
         other => change::apply(&machine, other)?,

@@ -63,7 +63,7 @@ impl Device {
             match self.run_daemon_once(&settings, desired).await {
                 DaemonEndReason::NotDesired => return,
                 DaemonEndReason::NewSettings => {
-                    self.set_state(DaemonState::Restarting, Some("restarting with new settings"))
+                    self.set_state(DaemonState::Restarting, Some("restarting with new settings"));
                 }
                 DaemonEndReason::Failed(error) => {
                     let delay = backoff.record_failure(start.elapsed());

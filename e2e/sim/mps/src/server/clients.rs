@@ -64,8 +64,8 @@ pub enum ServerAction {
     RequestEnd(u64),
     /// Free the memory of a context that has ended.
     Release(u64),
-    /// Answer a `terminate_client`: 0 for success, [`CUDA_ERROR_INVALID_VALUE`] for an unknown client,
-    /// [`CUDA_ERROR_INVALID_CONTEXT`] for a client without a context.
+    /// Answer a `terminate_client`: 0 for success, [`CUDA_ERROR_INVALID_VALUE`] for an unknown
+    /// client, [`CUDA_ERROR_INVALID_CONTEXT`] for a client without a context.
     Answer(u64, i32),
     /// The server's status changed.
     Status(ServerStatus),

@@ -444,7 +444,7 @@ impl Server {
         for effect in effects {
             match effect {
                 ServerAction::Break(connection) => {
-                    inner.notify(connection, &FromContext::Broken(clients::CUDA_ERROR_ILLEGAL_ADDRESS))
+                    inner.notify(connection, &FromContext::Broken(clients::CUDA_ERROR_ILLEGAL_ADDRESS));
                 }
                 ServerAction::RequestEnd(connection) => inner.notify(connection, &FromContext::Terminate),
                 ServerAction::Release(connection) => {

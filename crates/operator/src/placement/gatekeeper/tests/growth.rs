@@ -276,7 +276,7 @@ fn pods_that_fit_a_node_whose_agent_is_away_for_a_moment_are_not_reported() {
         assert_eq!(reports(&actions), expected, "{what}");
         refuse(&mut world, "team/b");
         if expected == one {
-            let left = RETURN_TIME - FULL_AFTER;
+            let left = RETURN_TIME.saturating_sub(FULL_AFTER);
             assert!(actions.requeue.is_some_and(|requeue| requeue <= left), "{what}: {:?}", actions.requeue);
             let mut returned = before;
             refuse(&mut returned, "team/b");

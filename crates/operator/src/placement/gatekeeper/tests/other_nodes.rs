@@ -253,9 +253,9 @@ fn a_node_of_another_plugin_that_is_not_ready_delays_no_pod() {
     for had_agent in [true, false] {
         let mut before = TestCluster::default().node("dead", &[10]);
         if had_agent {
-            before.gpu_nodes.clear()
+            before.gpu_nodes.clear();
         } else {
-            before.agents.clear()
+            before.agents.clear();
         }
         let mut keeper = gatekeeper_with_agent_labels();
         reconcile(&mut keeper, &before, 0);
