@@ -58,10 +58,12 @@ mod tests {
             .collect()
     }
 
+    /// Requests, free pod slots in thousandths, and whether the free amounts cover the pod.
+    type Case = (&'static [(&'static str, &'static str)], i128, bool, bool);
+
     #[test]
     fn free_amounts_cover_a_pod_only_if_each_resource_and_a_slot_are_free() {
         let free = |pods: i128| Free::from([("cpu", 2000), ("nvidia.com/gpu", 1000), (PODS_RESOURCE, pods)]);
-        type Case = (&'static [(&'static str, &'static str)], i128, bool, bool);
         let cases: [Case; 7] = [
             (&[("cpu", "2")], 1000, true, true),
             (&[("cpu", "2001m")], 1000, false, false),

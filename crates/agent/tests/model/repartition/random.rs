@@ -97,7 +97,7 @@ impl TestNode {
     fn apply_event(&mut self, event: &RandomEvent) {
         match event {
             RandomEvent::WantInstances(picks) => {
-                self.set_spec(vec![mig_spec(GPU_UUID, &non_overlapping_places(picks))])
+                self.set_spec(vec![mig_spec(GPU_UUID, &non_overlapping_places(picks))]);
             }
             RandomEvent::WantWhole => self.set_spec(vec![]),
             RandomEvent::WantShares => self.set_spec(vec![mps_spec(GPU_UUID, 4)]),

@@ -1,4 +1,6 @@
 //! Tests which nodes change in each situation.
+#![allow(clippy::needless_pass_by_value, reason = "each function takes a view and returns a changed one")]
+
 use super::*;
 use crate::policies::validate::MaxUnavailable;
 
@@ -18,20 +20,20 @@ fn old() -> NodeView {
     NodeView { newest: false, ..updated() }
 }
 
-fn with_state(state: State, view: &NodeView) -> NodeView {
-    NodeView { serves: false, state, ..*view }
+fn with_state(state: State, view: NodeView) -> NodeView {
+    NodeView { serves: false, state, ..view }
 }
 
 fn changing(view: NodeView) -> NodeView {
-    with_state(State::Changing, &view)
+    with_state(State::Changing, view)
 }
 
 fn waiting(view: NodeView) -> NodeView {
-    with_state(State::WaitingForPods, &view)
+    with_state(State::WaitingForPods, view)
 }
 
 fn failed(view: NodeView) -> NodeView {
-    with_state(State::Failed("why".to_owned()), &view)
+    with_state(State::Failed("why".to_owned()), view)
 }
 
 fn in_use(view: NodeView) -> NodeView {
