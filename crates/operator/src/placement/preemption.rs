@@ -157,6 +157,11 @@ impl<'a> PreemptionSearch<'a> {
         let nominated = ledger.nominations().get(name);
         let scope = self.preemptors.search_scope(name, self.up);
         let key = search.key(candidate);
+        // The scheduler may refuse the node, because the volume cannot be created there. The evictions
+        // would be in vain.
+        if key.has_unbound_volume() {
+            return SearchResult::Impossible;
+        }
         if nominated.is_none() {
             if scope == SearchScope::Nothing {
                 self.hopeless.insert(key);

@@ -183,6 +183,11 @@ impl SearchKey<'_> {
     pub(super) fn has_rules(&self) -> bool {
         self.rules.is_some()
     }
+
+    /// Returns whether one of the pod's claims has no volume yet.
+    pub(super) fn has_unbound_volume(&self) -> bool {
+        self.rules.as_ref().is_some_and(|(.., volumes)| volumes.unbound)
+    }
 }
 
 /// Searches for placements within one reconcile. The search stores which pods are not placeable,
@@ -224,13 +229,12 @@ impl<'a> PlacementSearch<'a> {
     pub(super) fn find(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Result<Fits, Verdict> {
         let Candidate { name, pod, plan_pod, .. } = candidate;
         let key = self.key(candidate);
-        let has_unbound_volume = key.rules.as_ref().is_some_and(|(.., volumes)| volumes.unbound);
         if let Some(known) = self.without_place.get(&key).filter(|_| !ledger.nominations().contains_key(name)) {
             return Err(known.clone());
         }
         let checker =
             key.rules.as_ref().and_then(|constraint_key| self.constraints.evaluate_rules(constraint_key, plan_pod));
-        let is_evaluated = !pod.spec.particular && !pod.spec.rules.are_too_many() && !has_unbound_volume;
+        let is_evaluated = !pod.spec.particular && !pod.spec.rules.are_too_many() && !key.has_unbound_volume();
         let most = if is_evaluated { 1 } else { MAX_RELEASE_NODES };
         let has_room = |node: &str| self.has_room(node, candidate);
         let allows = |node: &str| self.allows(node, checker.as_ref());

@@ -93,6 +93,23 @@ fn a_pod_that_another_must_run_beside_is_not_preempted_for_it() {
     assert_eq!(evictions("own"), 1, "the pod is the first of its group");
 }
 
+/// The scheduler may refuse the node. The pod would then be recreated, and would preempt others
+/// again and again.
+#[test]
+fn a_pod_whose_volume_is_not_bound_preempts_no_pod() {
+    let (mut world, _) = busy_node("2");
+    let evicted = |world: &TestCluster| {
+        let mounts = json!([{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]);
+        let world = world.clone().pod_with("high", 9, json!({"priority": 9, "volumes": mounts}));
+        reconcile(&mut Gatekeeper::default(), &world, 0).evictions.len()
+    };
+    assert_eq!(evicted(&world), 0, "nobody knows where the volume can be created");
+    world.volume_claims =
+        vec![json!({"metadata": {"name": "data", "namespace": "team"}, "spec": {"volumeName": "pv"}})];
+    world.volumes = vec![json!({"metadata": {"name": "pv"}, "spec": {}})];
+    assert_eq!(evicted(&world), 1, "each node can mount the volume");
+}
+
 /// Returns two pods, each on its own GPU. One of the pods must be evicted for a third pod.
 fn cluster_with_two_victims_and_a_preemptor() -> (TestCluster, ActualAllocations) {
     let mut world = TestCluster::default().node("n1", &[0, 0]);
