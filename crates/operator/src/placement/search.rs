@@ -1,12 +1,12 @@
 //! Searches for placements of pods at the gate, within one reconcile.
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_api::names::RESOURCE_GPU;
 use cleave_api::placement::Placement;
 use cleave_plan::Quantity;
-use cleave_plan::constraints::NodeChecker;
+use cleave_plan::constraints::{Conflict, NodeChecker};
 use cleave_plan::ledger::{ChoiceCriteria, Chooser, DeviceRequest, Fits, Ledger, PendingPod, PreemptionNode, Tightest};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Requirement, Toleration};
 
@@ -237,7 +237,15 @@ impl<'a> PlacementSearch<'a> {
         let is_evaluated = !pod.spec.particular && !pod.spec.rules.are_too_many() && !key.has_unbound_volume();
         let most = if is_evaluated { 1 } else { MAX_RELEASE_NODES };
         let has_room = |node: &str| self.has_room(node, candidate);
-        let allows = |node: &str| self.allows(node, checker.as_ref());
+        // A pod without a node has no allocations. Those of an earlier pod with its name would count
+        // as its own, and would end its reservation.
+        let waits_for_predecessor = Cell::new(false);
+        let is_free_of_predecessor = |node: &str| {
+            let lists = ledger.has_allocations(node, name);
+            waits_for_predecessor.set(waits_for_predecessor.get() || lists);
+            !lists
+        };
+        let allows = |node: &str| self.allows(node, checker.as_ref()) && is_free_of_predecessor(node);
         let avoids = |node: &str| candidate.avoided.is_some_and(|avoided| avoided.contains(node));
         // Most pods are placeable, so the search usually ends before it has checked every node.
         let may_use = |node: &str| !avoids(node) && self.nodes.admits(node, plan_pod) && allows(node) && has_room(node);
@@ -267,13 +275,18 @@ impl<'a> PlacementSearch<'a> {
         let verdict = match ledger.fit_for(candidate.pending_pod(), with_room(), most, &Tightest) {
             Ok(fits) => return Ok(fits),
             Err(why) => {
-                let conflict = |node: &PlanNode| check_rules(checker.as_ref(), node);
+                let conflict = |node: &PlanNode| {
+                    check_rules(checker.as_ref(), node)?;
+                    if is_free_of_predecessor(&node.name) { Ok(()) } else { Err(Conflict::Predecessor) }
+                };
                 let checks = NodeChecks { conflict: &conflict, has_room: &has_room };
                 self.nodes.diagnose(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
             }
         };
         drop(checker);
-        self.without_place.insert(key, verdict.clone());
+        if !waits_for_predecessor.get() {
+            self.without_place.insert(key, verdict.clone());
+        }
         Err(verdict)
     }
 
