@@ -263,6 +263,30 @@ fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
     assert_eq!((released(&actions).len(), actions.releases[0].pod.as_str()), (1, "team/high"), "{actions:?}");
 }
 
+/// A rule of the pod may refuse the node when its victims are gone. The victims return then.
+#[test]
+fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
+    let (world, _) = busy_node("6");
+    let mut world = world.pod_with("high", 2, spec_requesting_cpus(1000, "4"));
+    let mut keeper = Gatekeeper::default();
+    let mut rounds = Vec::new();
+    for second in (0..3600).step_by(30) {
+        let actions = reconcile(&mut keeper, &world, second);
+        for eviction in &actions.evictions {
+            rounds.push(second);
+            keeper.record_eviction(eviction, &Evicted::Done, seconds(second));
+        }
+        // The node refuses the pod for a moment, and then has the victim's replacement.
+        for cordoned in [true, false] {
+            world.change(|world| &mut world.nodes, "n1", |node| node["spec"]["unschedulable"] = json!(cordoned));
+            if cordoned {
+                reconcile(&mut keeper, &world, second + 1);
+            }
+        }
+    }
+    assert_eq!(rounds, [0, 30, 60, 120, 240, 480, 960, 1920]);
+}
+
 #[test]
 fn a_pod_of_lower_priority_does_not_use_cpu_that_is_nominated() {
     let (world, _) = busy_node("6");

@@ -372,6 +372,9 @@ impl World {
             let late = now + 1 + (now - begin) / 20;
             self.simulation.now = if changed { now + 1 } else { next.unwrap_or(end).max(late).min(end) };
         }
+        // The last reaction may have created a pod.
+        self.operator.report_all(&self.simulation);
+        self.reconcile(Answers::Good)?;
         checks::no_pod_waits_in_vain(&self.simulation, &self.operator)?;
         checks::no_controller_is_evicted_repeatedly(&self.simulation, &recreations.unwrap_or_default())
     }

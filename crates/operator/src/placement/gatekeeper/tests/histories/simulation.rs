@@ -251,7 +251,7 @@ impl Simulation {
         }
         if !bound {
             self.drop_pod(name);
-        } else if force && self.originals.get(&uid).is_some_and(|pod| pod.owner != Owner::StatefulSet) {
+        } else if force {
             self.drop_pod(name);
             self.ending.insert(uid, self.now + 1 + seconds % 4);
         } else {
