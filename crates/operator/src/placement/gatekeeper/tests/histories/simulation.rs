@@ -240,8 +240,6 @@ impl Simulation {
 
     /// Deletes a pod. A bound pod terminates for some seconds, unless it is deleted by force: then
     /// its containers may run for up to four seconds more.
-    ///
-    /// Pods of StatefulSets are not deleted by force. See "Left open" in the placement chapter.
     pub(super) fn delete(&mut self, name: &str, force: bool, seconds: u64) {
         let pod = &self.api.pods[name];
         let uid = text(pod, "/metadata/uid").to_owned();
