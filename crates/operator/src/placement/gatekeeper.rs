@@ -183,6 +183,9 @@ impl Gatekeeper {
     /// Records the result of an eviction for a pod of higher priority.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &Evicted, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
+        if *result == Evicted::Done {
+            self.preemptors.record_eviction(&eviction.preemptor, up);
+        }
     }
 
     /// Records that the report about a pod at the gate could not be written.

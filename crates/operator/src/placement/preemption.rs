@@ -157,6 +157,11 @@ impl<'a> PreemptionSearch<'a> {
         let nominated = ledger.nominations().get(name);
         let scope = self.preemptors.search_scope(name, self.up);
         let key = search.key(candidate);
+        // The scheduler may refuse the node, because the volume cannot be created there. The evictions
+        // would be in vain.
+        if key.has_unbound_volume() {
+            return SearchResult::Impossible;
+        }
         if nominated.is_none() {
             if scope == SearchScope::Nothing {
                 self.hopeless.insert(key);
@@ -179,6 +184,9 @@ impl<'a> PreemptionSearch<'a> {
         }
         if self.is_paused || is_paused {
             return SearchResult::Later;
+        }
+        if self.preemptors.is_delayed(name, self.up) {
+            return SearchResult::Impossible;
         }
         let is_turn = if self.preemptors.has_waited(name) {
             self.turns.contains(name)

@@ -17,6 +17,12 @@ pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
 /// of any node may affect such rules.
 const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
+/// Number of times that pods are evicted for a waiting pod without a delay.
+const FREE_ROUNDS: u32 = 3;
+/// First delay between two evictions for a pod that still waits. Each further eviction doubles it.
+const FIRST_ROUND_DELAY: Duration = Duration::from_secs(60);
+/// Maximum delay between two evictions for a pod that still waits.
+const MAX_ROUND_DELAY: Duration = Duration::from_secs(3600);
 
 /// Waiting pods that may preempt others, and the changes since the last searches.
 #[derive(Debug, Default)]
@@ -35,6 +41,19 @@ pub(super) struct Preemptors {
     budgets: BTreeMap<String, BudgetState>,
     /// Whether another reconcile may help a waiting pod whose turn it was not.
     is_deferred: bool,
+    /// Waiting pods for which pods were evicted, by name.
+    rounds: BTreeMap<String, Rounds>,
+}
+
+/// The evictions for one waiting pod. They are in vain if the pod's rules refuse the node
+/// afterwards. The victims return then, and the pod would evict them again and again.
+#[derive(Debug)]
+struct Rounds {
+    count: u32,
+    /// The last evictions.
+    last: Duration,
+    /// No pods are evicted for the pod before this time.
+    until: Duration,
 }
 
 /// A waiting pod.
@@ -78,10 +97,11 @@ impl Preemptors {
     pub(super) fn update(&mut self, waiting: &[(String, &PodObject)]) {
         self.reconciles += 1;
         self.is_deferred = false;
-        if self.waiting.is_empty() {
+        if self.waiting.is_empty() && self.rounds.is_empty() {
             return;
         }
         let present: BTreeMap<&str, &PodObject> = waiting.iter().map(|(name, pod)| (name.as_str(), *pod)).collect();
+        self.rounds.retain(|name, _| present.contains_key(name.as_str()));
         self.waiting.retain(|name, one| present.get(name.as_str()).is_some_and(|pod| one.id == uid_and_version(pod)));
         if self.waiting.is_empty() {
             self.changed.clear();
@@ -174,6 +194,25 @@ impl Preemptors {
         self.waiting.insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, hopeless });
     }
 
+    /// Records that a pod was evicted for a waiting pod.
+    pub(super) fn record_eviction(&mut self, preemptor: &str, up: Duration) {
+        let new = Rounds { count: 0, last: Duration::MAX, until: Duration::ZERO };
+        let rounds = self.rounds.entry(preemptor.to_owned()).or_insert(new);
+        if rounds.last == up {
+            return;
+        }
+        (rounds.count, rounds.last) = (rounds.count.saturating_add(1), up);
+        if let Some(more) = rounds.count.checked_sub(FREE_ROUNDS) {
+            let delay = FIRST_ROUND_DELAY.saturating_mul(2_u32.saturating_pow(more)).min(MAX_ROUND_DELAY);
+            rounds.until = up.saturating_add(delay);
+        }
+    }
+
+    /// Returns whether no pods are evicted for a pod now, because earlier evictions were in vain.
+    pub(super) fn is_delayed(&self, pod: &str, up: Duration) -> bool {
+        self.rounds.get(pod).is_some_and(|rounds| rounds.until > up)
+    }
+
     /// Records that the pod must wait for its turn.
     pub(super) fn defer(&mut self, name: &str, pod: &PodObject) {
         let new = || Preemptor { id: uid_and_version(pod), turn: self.reconciles, hopeless: None };
@@ -186,7 +225,8 @@ impl Preemptors {
         actions.more |= self.is_deferred;
         actions.awaits_budgets = !self.waiting.is_empty();
         let rechecks = self.waiting.values().filter_map(|one| one.hopeless).map(|hopeless| hopeless.until);
-        if let Some(recheck) = rechecks.min() {
+        let delays = self.rounds.values().map(|rounds| rounds.until).filter(|until| *until > up);
+        if let Some(recheck) = rechecks.chain(delays).min() {
             actions.requeue_in(recheck.saturating_sub(up));
         }
     }

@@ -1,12 +1,12 @@
 //! Searches for placements of pods at the gate, within one reconcile.
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_api::names::RESOURCE_GPU;
 use cleave_api::placement::Placement;
 use cleave_plan::Quantity;
-use cleave_plan::constraints::NodeChecker;
+use cleave_plan::constraints::{Conflict, NodeChecker};
 use cleave_plan::ledger::{ChoiceCriteria, Chooser, DeviceRequest, Fits, Ledger, PendingPod, PreemptionNode, Tightest};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Requirement, Toleration};
 
@@ -183,6 +183,11 @@ impl SearchKey<'_> {
     pub(super) fn has_rules(&self) -> bool {
         self.rules.is_some()
     }
+
+    /// Returns whether one of the pod's claims has no volume yet.
+    pub(super) fn has_unbound_volume(&self) -> bool {
+        self.rules.as_ref().is_some_and(|(.., volumes)| volumes.unbound)
+    }
 }
 
 /// Searches for placements within one reconcile. The search stores which pods are not placeable,
@@ -224,16 +229,23 @@ impl<'a> PlacementSearch<'a> {
     pub(super) fn find(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Result<Fits, Verdict> {
         let Candidate { name, pod, plan_pod, .. } = candidate;
         let key = self.key(candidate);
-        let has_unbound_volume = key.rules.as_ref().is_some_and(|(.., volumes)| volumes.unbound);
         if let Some(known) = self.without_place.get(&key).filter(|_| !ledger.nominations().contains_key(name)) {
             return Err(known.clone());
         }
         let checker =
             key.rules.as_ref().and_then(|constraint_key| self.constraints.evaluate_rules(constraint_key, plan_pod));
-        let is_evaluated = !pod.spec.particular && !pod.spec.rules.are_too_many() && !has_unbound_volume;
+        let is_evaluated = !pod.spec.particular && !pod.spec.rules.are_too_many() && !key.has_unbound_volume();
         let most = if is_evaluated { 1 } else { MAX_RELEASE_NODES };
         let has_room = |node: &str| self.has_room(node, candidate);
-        let allows = |node: &str| self.allows(node, checker.as_ref());
+        // A pod without a node has no allocations. Those of an earlier pod with its name would count
+        // as its own, and would end its reservation.
+        let waits_for_predecessor = Cell::new(false);
+        let is_free_of_predecessor = |node: &str| {
+            let lists = ledger.has_allocations(node, name);
+            waits_for_predecessor.set(waits_for_predecessor.get() || lists);
+            !lists
+        };
+        let allows = |node: &str| self.allows(node, checker.as_ref()) && is_free_of_predecessor(node);
         let avoids = |node: &str| candidate.avoided.is_some_and(|avoided| avoided.contains(node));
         // Most pods are placeable, so the search usually ends before it has checked every node.
         let may_use = |node: &str| !avoids(node) && self.nodes.admits(node, plan_pod) && allows(node) && has_room(node);
@@ -263,13 +275,18 @@ impl<'a> PlacementSearch<'a> {
         let verdict = match ledger.fit_for(candidate.pending_pod(), with_room(), most, &Tightest) {
             Ok(fits) => return Ok(fits),
             Err(why) => {
-                let conflict = |node: &PlanNode| check_rules(checker.as_ref(), node);
+                let conflict = |node: &PlanNode| {
+                    check_rules(checker.as_ref(), node)?;
+                    if is_free_of_predecessor(&node.name) { Ok(()) } else { Err(Conflict::Predecessor) }
+                };
                 let checks = NodeChecks { conflict: &conflict, has_room: &has_room };
                 self.nodes.diagnose(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
             }
         };
         drop(checker);
-        self.without_place.insert(key, verdict.clone());
+        if !waits_for_predecessor.get() {
+            self.without_place.insert(key, verdict.clone());
+        }
         Err(verdict)
     }
 

@@ -34,6 +34,8 @@ pub enum Conflict {
     },
     /// Another pod uses a host port of the pod.
     HostPort(u16),
+    /// The node still lists allocations of an earlier pod with the same name.
+    Predecessor,
     /// A volume of the pod cannot be used from the node.
     Volume,
     /// The pod's rules exceed [`MAX_REQUIREMENTS`] comparisons.
@@ -48,7 +50,8 @@ impl Conflict {
             | Self::PodAntiAffinity { .. }
             | Self::AntiAffinityOf { .. }
             | Self::Spread { .. }
-            | Self::HostPort(_) => true,
+            | Self::HostPort(_)
+            | Self::Predecessor => true,
             Self::NoTopologyKey { .. } | Self::Volume | Self::TooManyRules => false,
         }
     }
@@ -76,6 +79,7 @@ impl std::fmt::Display for Conflict {
                 write!(f, "the topology label {topology_key}, which the pod's rules need, is missing")
             }
             Self::HostPort(port) => write!(f, "a pod on the node uses host port {port}"),
+            Self::Predecessor => f.write_str("an earlier pod with this pod's name may still use GPUs of the node"),
             Self::Volume => f.write_str("the node affinity of one of the pod's volumes does not match"),
             Self::TooManyRules => {
                 write!(

@@ -352,6 +352,11 @@ impl Ledger {
         missing_units(device_requests, allocated).values().any(|missing| !missing.is_empty())
     }
 
+    /// Returns whether the node lists allocations of a pod with this name.
+    pub fn has_allocations(&self, node: &str, pod: &str) -> bool {
+        self.nodes.get(node).is_some_and(|node| node.allocations.contains_key(pod))
+    }
+
     /// Returns all claims.
     pub fn claims(&self) -> &BTreeMap<String, Claim> {
         &self.claims

@@ -380,6 +380,7 @@ fn permanent_conflicts_are_reported_first() {
         (Conflict::AntiAffinityOf { topology_key: key() }, true),
         (Conflict::Spread { topology_key: key(), max_skew: 1 }, true),
         (Conflict::HostPort(80), true),
+        (Conflict::Predecessor, true),
     ] {
         assert_eq!(conflict.is_temporary(), passes, "{conflict}");
     }

@@ -31,6 +31,7 @@ pub(crate) fn rule_of_conflict(conflict: &Conflict) -> BrokenRule {
         Conflict::Spread { .. } => BrokenRule::Spread,
         Conflict::NoTopologyKey { .. } => BrokenRule::Key,
         Conflict::HostPort(_) => BrokenRule::Ports,
+        Conflict::Predecessor => unreachable!("rules between pods never return it"),
         Conflict::Volume => BrokenRule::Volume,
         Conflict::TooManyRules => BrokenRule::Size,
     }

@@ -93,6 +93,23 @@ fn a_pod_that_another_must_run_beside_is_not_preempted_for_it() {
     assert_eq!(evictions("own"), 1, "the pod is the first of its group");
 }
 
+/// The scheduler may refuse the node. The pod would then be recreated, and would preempt others
+/// again and again.
+#[test]
+fn a_pod_whose_volume_is_not_bound_preempts_no_pod() {
+    let (mut world, _) = busy_node("2");
+    let evicted = |world: &TestCluster| {
+        let mounts = json!([{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]);
+        let world = world.clone().pod_with("high", 9, json!({"priority": 9, "volumes": mounts}));
+        reconcile(&mut Gatekeeper::default(), &world, 0).evictions.len()
+    };
+    assert_eq!(evicted(&world), 0, "nobody knows where the volume can be created");
+    world.volume_claims =
+        vec![json!({"metadata": {"name": "data", "namespace": "team"}, "spec": {"volumeName": "pv"}})];
+    world.volumes = vec![json!({"metadata": {"name": "pv"}, "spec": {}})];
+    assert_eq!(evicted(&world), 1, "each node can mount the volume");
+}
+
 /// Returns two pods, each on its own GPU. One of the pods must be evicted for a third pod.
 fn cluster_with_two_victims_and_a_preemptor() -> (TestCluster, ActualAllocations) {
     let mut world = TestCluster::default().node("n1", &[0, 0]);
@@ -244,6 +261,30 @@ fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
     let world = world.pod_with("newcomer", 2, spec_requesting_cpus(1000, "5"));
     let actions = reconcile(&mut keeper, &world, 2);
     assert_eq!((released(&actions).len(), actions.releases[0].pod.as_str()), (1, "team/high"), "{actions:?}");
+}
+
+/// A rule of the pod may refuse the node when its victims are gone. The victims return then.
+#[test]
+fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
+    let (world, _) = busy_node("6");
+    let mut world = world.pod_with("high", 2, spec_requesting_cpus(1000, "4"));
+    let mut keeper = Gatekeeper::default();
+    let mut rounds = Vec::new();
+    for second in (0..3600).step_by(30) {
+        let actions = reconcile(&mut keeper, &world, second);
+        for eviction in &actions.evictions {
+            rounds.push(second);
+            keeper.record_eviction(eviction, &Evicted::Done, seconds(second));
+        }
+        // The node refuses the pod for a moment, and then has the victim's replacement.
+        for cordoned in [true, false] {
+            world.change(|world| &mut world.nodes, "n1", |node| node["spec"]["unschedulable"] = json!(cordoned));
+            if cordoned {
+                reconcile(&mut keeper, &world, second + 1);
+            }
+        }
+    }
+    assert_eq!(rounds, [0, 30, 60, 120, 240, 480, 960, 1920]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::world::{TestCluster, at, reconcile, refuse, released, reservation};
+use super::world::{ActualAllocations, TestCluster, at, reconcile, refuse, released, reservation};
 use crate::placement::claims::{RESERVATION_TIME, UNREPORTED_CLAIM_TIME};
 use crate::placement::cluster::Now;
 use crate::placement::gatekeeper::Gatekeeper;
@@ -38,6 +38,32 @@ fn a_pod_with_an_unbound_volume_is_released_to_several_nodes_and_reserves_on_eac
         ["n1"],
         "the reservation on the other node ended"
     );
+}
+
+/// Nodes list allocations by the pod's name. The new pod would count as served by the allocation of
+/// the old one, and its reservation would end.
+#[test]
+fn a_pod_is_not_released_to_a_node_that_lists_an_earlier_pod_of_its_name() {
+    let mut reality = ActualAllocations::default();
+    reality.given.insert("team/web-0".into(), ("n1-GPU-0".into(), 6));
+    // The pod at the gate replaces the deleted one.
+    let mut world = TestCluster::default().node("n1", &[0, 0]).pod("web-0", 6);
+    reality.report(&mut world);
+    let mut keeper = Gatekeeper::default();
+    let actions = reconcile(&mut keeper, &world, 0);
+    assert_eq!(released(&actions), []);
+    let message = &actions.waiting["team/web-0"].message;
+    assert!(message.contains("an earlier pod with this pod's name"), "{message}");
+    let mut elsewhere = world.clone().node("n2", &[0, 0]);
+    reality.report(&mut elsewhere);
+    let actions = reconcile(&mut Gatekeeper::default(), &elsewhere, 0);
+    assert_eq!(reservation(&actions.releases[0]).nodes.keys().collect::<Vec<_>>(), ["n2"]);
+    let other = world.clone().pod("web-1", 6);
+    let actions = reconcile(&mut Gatekeeper::default(), &other, 0);
+    assert_eq!(released(&actions), [("team/web-1", "reserved")], "another replica uses the node");
+    reality.given.clear();
+    reality.report(&mut world);
+    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [("team/web-0", "reserved")]);
 }
 
 #[test]

@@ -9,7 +9,8 @@
 //! | `checks` | what must hold |
 //!
 //! Each history has random steps, and then a quiet time that is longer than each deadline of the
-//! operator. `cargo test` runs [`CASES`] histories. `PROPTEST_CASES` sets another number.
+//! operator. `cargo test` runs the same [`CASES`] histories each time, so that it never fails by
+//! chance. `PROPTEST_CASES` sets another number, and selects the histories at random.
 //!
 //! Documented exceptions:
 //!
@@ -17,7 +18,6 @@
 //! |---|---|
 //! | A released pod fails if its GPU, the agent or the partition was lost before its admission. | `Simulation::admit` |
 //! | The scheduler may bind a pod after its reservation ended. The pod then uses any units. | `Simulation::is_disturbed` |
-//! | Pods of a StatefulSet are not deleted by force. | `Simulation::delete` |
 //! | The operator does not know where a volume can be created. | `checks` |
 //! | A released pod counts only its node for `minDomains`. | `checks::narrowed` |
 //!
@@ -30,6 +30,7 @@ mod scheduler;
 mod simulation;
 
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 use serde_json::json;
 
 use self::operator::{Answers, KINDS, Kind, Operator};
@@ -39,6 +40,8 @@ use self::simulation::Simulation;
 
 /// Number of histories if `PROPTEST_CASES` is not set.
 const CASES: u32 = 128;
+/// Selects the histories if `PROPTEST_CASES` is not set.
+const SEED: RngSeed = RngSeed::Fixed(1);
 /// Seconds without steps at the end of each history.
 const QUIET: u64 = 3600;
 /// Maximum number of nodes.
@@ -368,8 +371,13 @@ impl World {
             let late = now + 1 + (now - begin) / 20;
             self.simulation.now = if changed { now + 1 } else { next.unwrap_or(end).max(late).min(end) };
         }
+        // The last reaction may have created a pod.
+        self.operator.report_all(&self.simulation);
+        self.reconcile(Answers::Good)?;
         checks::no_pod_waits_in_vain(&self.simulation, &self.operator)?;
-        checks::no_controller_is_evicted_repeatedly(&self.simulation, &recreations.unwrap_or_default())
+        // If the time jumped over the second half, nothing was evicted in it.
+        let before = recreations.unwrap_or_else(|| self.simulation.recreations.clone());
+        checks::no_controller_is_evicted_repeatedly(&self.simulation, &before)
     }
 }
 
@@ -451,7 +459,7 @@ fn run((gpus, steps, reports, heals): &(Vec<usize>, Vec<Step>, bool, bool)) -> R
 fn config() -> ProptestConfig {
     let mut config = ProptestConfig::default();
     if std::env::var_os("PROPTEST_CASES").is_none() {
-        config.cases = CASES;
+        (config.cases, config.rng_seed) = (CASES, SEED);
     }
     config
 }

@@ -240,8 +240,6 @@ impl Simulation {
 
     /// Deletes a pod. A bound pod terminates for some seconds, unless it is deleted by force: then
     /// its containers may run for up to four seconds more.
-    ///
-    /// Pods of StatefulSets are not deleted by force. See "Left open" in the placement chapter.
     pub(super) fn delete(&mut self, name: &str, force: bool, seconds: u64) {
         let pod = &self.api.pods[name];
         let uid = text(pod, "/metadata/uid").to_owned();
@@ -251,7 +249,7 @@ impl Simulation {
         }
         if !bound {
             self.drop_pod(name);
-        } else if force && self.originals.get(&uid).is_some_and(|pod| pod.owner != Owner::StatefulSet) {
+        } else if force {
             self.drop_pod(name);
             self.ending.insert(uid, self.now + 1 + seconds % 4);
         } else {
