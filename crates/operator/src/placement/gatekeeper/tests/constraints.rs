@@ -93,7 +93,9 @@ fn optional_fields_of_a_spread_constraint_apply() {
         // Fields, node selector, whether the node of zone b has a taint, and how many of four
         // replicas are released.
         (json!({}), json!({}), false, 4),
-        (json!({"minDomains": 2}), json!({}), false, 4),
+        // A release narrows a pod to one node, so the scheduler sees one domain.
+        (json!({"minDomains": 2}), json!({}), false, 2),
+        (json!({"minDomains": 2, "nodeAffinityPolicy": "Ignore"}), json!({}), false, 4),
         (json!({"minDomains": 3}), json!({}), false, 2),
         (json!({"minDomains": 3, "matchLabelKeys": ["revision"]}), json!({}), false, 4),
         (json!({}), json!({}), true, 1),
