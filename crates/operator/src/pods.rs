@@ -96,6 +96,7 @@ pub struct PodMeta {
     /// Labels of the pod. Affinity and spread constraints of other pods select by them.
     pub labels: Option<Shared<BTreeMap<String, String>>>,
     /// Annotations of the pod. [`PodObject::trim`] drops them.
+    #[expect(clippy::box_collection, reason = "the operator keeps many pods, and none has annotations")]
     annotations: Option<Box<BTreeMap<String, String>>>,
     /// The controller that owns the pod. [`PodObject::trim`] drops it.
     owner: Option<Box<Controller>>,
