@@ -11,43 +11,20 @@ use cleave_api::names::{
 use cleave_api::placement::{self, Placement};
 use cleave_api::sharingpolicy::ReplicaPlacement;
 use cleave_plan::Quantity;
-use cleave_plan::constraints::{HostPort, PodAffinityTerm, Rules, SpreadConstraint};
+use cleave_plan::constraints::{HostPort, Rules, SpreadConstraint};
 use cleave_plan::device::SHARED_SUFFIX;
 use cleave_plan::ledger::{self, ContainerKind, DeviceRequest, Units};
-use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod, Toleration};
+use cleave_plan::shared::Shared;
+use cleave_plan::snapshot::{NodeSelectorTerm, Pod as PlanPod};
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod as CorePod;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
-use kube::Resource;
-use serde::de::IgnoredAny;
-use serde::{Deserialize, Deserializer};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use serde::Deserialize;
 
-use crate::shared::Shared;
+pub use crate::pod_fields::{
+    Affinity, Container, Gate, NodeAffinity, NodeSelector, PodCondition, PodSpec, PodStatus, PodTerms, Port, RawPod,
+    Volume, VolumeClaim,
+};
 pub use crate::sums::{Resources, Sum};
-
-/// A field of which only the presence matters.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Present;
-
-impl<'de> Deserialize<'de> for Present {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        IgnoredAny::deserialize(deserializer).map(|_| Self)
-    }
-}
-
-/// A pod as the API server returns it, with only the fields that the operator reads.
-#[derive(Debug, Clone, Default, Deserialize, Resource)]
-#[resource(inherit = "CorePod")]
-pub struct RawPod {
-    /// Name, namespace, UID and timestamps.
-    pub metadata: ObjectMeta,
-    /// Resource requests and constraints.
-    #[serde(default)]
-    pub spec: PodSpec,
-    /// Phase and conditions.
-    #[serde(default)]
-    pub status: PodStatus,
-}
 
 /// A pod, with only the fields that the operator reads. The operator keeps every pod of the
 /// cluster, so this type is small: pods of one controller share what is equal.
@@ -89,7 +66,7 @@ impl From<RawPod> for PodObject {
         let metadata = PodMeta {
             name: meta.name.or(meta.generate_name),
             namespace: meta.namespace.map(Arc::from),
-            uid: meta.uid,
+            uid: meta.uid.map(Arc::from),
             resource_version: meta.resource_version,
             creation_timestamp: meta.creation_timestamp,
             deletion_timestamp: meta.deletion_timestamp,
@@ -109,7 +86,7 @@ pub struct PodMeta {
     /// Namespace of the pod.
     pub namespace: Option<Arc<str>>,
     /// UID of the pod.
-    pub uid: Option<String>,
+    pub uid: Option<Arc<str>>,
     /// Version of the object. The watch drops it if no write of the operator can depend on it.
     pub resource_version: Option<String>,
     /// Time at which the pod was created.
@@ -119,6 +96,7 @@ pub struct PodMeta {
     /// Labels of the pod. Affinity and spread constraints of other pods select by them.
     pub labels: Option<Shared<BTreeMap<String, String>>>,
     /// Annotations of the pod. [`PodObject::trim`] drops them.
+    #[expect(clippy::box_collection, reason = "the operator keeps many pods, and none has annotations")]
     annotations: Option<Box<BTreeMap<String, String>>>,
     /// The controller that owns the pod. [`PodObject::trim`] drops it.
     owner: Option<Box<Controller>>,
@@ -172,182 +150,6 @@ impl Controller {
     }
 }
 
-/// The fields of a pod's spec that the operator reads.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct PodSpec {
-    /// Name of the node, once the pod is bound. [`PodObject::trim`] moves it, because replicas have
-    /// the same spec otherwise. See [`PodObject::node`].
-    pub node_name: Option<String>,
-    /// Priority of the pod.
-    pub priority: Option<i32>,
-    /// Labels that the node must have.
-    pub node_selector: BTreeMap<String, String>,
-    /// Affinity to nodes and other pods.
-    pub affinity: Option<Box<Affinity>>,
-    /// Tolerations of the pod.
-    pub tolerations: Vec<Toleration>,
-    /// Containers.
-    pub containers: Vec<Container>,
-    /// Init containers and sidecars.
-    pub init_containers: Vec<Container>,
-    /// Resources that the pod needs in addition to its containers' requests.
-    pub overhead: BTreeMap<String, Quantity>,
-    /// Pod-level resources, shared by all containers.
-    pub resources: Option<Resources>,
-    /// Scheduling gates.
-    pub scheduling_gates: Vec<Gate>,
-    /// `Never` if the pod does not preempt pods of lower priority, otherwise unset.
-    pub preemption_policy: Option<String>,
-    /// Maximum time for the pod to terminate, in seconds.
-    pub termination_grace_period_seconds: Option<i64>,
-    /// Topology spread constraints.
-    pub topology_spread_constraints: Vec<SpreadConstraint>,
-    /// Volumes of the pod.
-    pub volumes: Vec<Volume>,
-    /// Claims of dynamic resource allocation. Only the presence of claims matters.
-    pub resource_claims: Vec<Present>,
-    /// Groups of units. The units of each group must be on one device. Set by [`PodObject::trim`].
-    /// Excludes [interchangeable](is_interchangeable) resources.
-    #[serde(skip)]
-    pub device_requests: Vec<DeviceRequest>,
-    /// Whether the scheduler may refuse a node for a reason that the operator does not evaluate,
-    /// such as a claim of dynamic resource allocation.
-    #[serde(skip)]
-    pub particular: bool,
-    /// Constraints that depend on other pods. Set by [`PodObject::trim`]. For a bound pod, contains
-    /// only the constraints that keep other pods away.
-    #[serde(skip)]
-    pub rules: Rules,
-    /// Names of the `PersistentVolumeClaim`s that the pod mounts. Kept only while the pod is not
-    /// bound.
-    #[serde(skip)]
-    pub volume_claims: Vec<String>,
-    /// The pod's requests, summed as the scheduler does. Set by [`PodObject::trim`].
-    #[serde(skip)]
-    pub requests: BTreeMap<String, Quantity>,
-}
-
-/// The fields of a pod's status that the operator reads.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
-#[serde(default)]
-pub struct PodStatus {
-    /// `Pending`, `Running`, `Succeeded` or `Failed`.
-    pub phase: String,
-    /// Conditions. After [`PodObject::trim`], only the operator's own conditions and the
-    /// scheduler's.
-    pub conditions: Vec<PodCondition>,
-    /// The node on which the scheduler preempts other pods for this pod.
-    #[serde(rename = "nominatedNodeName")]
-    pub nominated_node_name: Option<String>,
-}
-
-/// The fields of a pod's condition that the operator reads.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
-#[serde(default)]
-pub struct PodCondition {
-    /// Type of the condition, such as `PodScheduled`.
-    #[serde(rename = "type")]
-    pub type_: String,
-    /// `True`, `False` or `Unknown`.
-    pub status: String,
-    /// A machine-readable reason in CamelCase.
-    pub reason: String,
-    /// A message for people.
-    pub message: String,
-}
-
-/// A pod's affinity.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct Affinity {
-    /// Affinity to nodes.
-    pub node_affinity: Option<NodeAffinity>,
-    /// Affinity to other pods.
-    pub pod_affinity: Option<PodTerms>,
-    /// Anti-affinity to other pods.
-    pub pod_anti_affinity: Option<PodTerms>,
-}
-
-/// Affinity or anti-affinity to other pods.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct PodTerms {
-    /// Required terms.
-    pub required_during_scheduling_ignored_during_execution: Vec<PodAffinityTerm>,
-}
-
-/// The fields of a volume that may restrict the pod to some nodes.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct Volume {
-    /// Name of the volume in the pod.
-    pub name: String,
-    /// The claim that the volume mounts.
-    pub persistent_volume_claim: Option<VolumeClaim>,
-    /// Set if the API server creates the claim with the pod.
-    pub ephemeral: Option<Present>,
-}
-
-/// The claim that a volume mounts.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct VolumeClaim {
-    /// Name of the claim.
-    pub claim_name: String,
-}
-
-/// A pod's affinity to nodes.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct NodeAffinity {
-    /// Required terms.
-    pub required_during_scheduling_ignored_during_execution: Option<NodeSelector>,
-}
-
-/// Terms. A node must match at least one of them.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct NodeSelector {
-    /// Terms of the selector.
-    pub node_selector_terms: Vec<NodeSelectorTerm>,
-}
-
-/// The fields of a container that the operator reads.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct Container {
-    /// Resource requests and limits.
-    pub resources: Resources,
-    /// `Always` makes an init container a sidecar.
-    pub restart_policy: Option<String>,
-    /// Ports of the container.
-    pub ports: Vec<Port>,
-    /// Lifecycle hooks of the container.
-    pub lifecycle: Option<Lifecycle>,
-}
-
-/// The fields of a container's lifecycle hooks that the operator reads.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct Lifecycle {
-    /// Set if the container has a preStop hook.
-    pub pre_stop: Option<Present>,
-}
-
-/// The fields of a container port that the operator reads.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-pub struct Port {
-    /// The node's port that this port is bound to.
-    pub host_port: Option<u16>,
-    /// The node's address that the port is bound to. An empty string means all addresses.
-    #[serde(rename = "hostIP")]
-    pub host_ip: String,
-    /// TCP, UDP or SCTP.
-    pub protocol: String,
-}
-
 /// Maximum number of claims that are read from one pod. No CSI driver mounts more on one node.
 const MAX_VOLUME_CLAIMS: usize = 128;
 /// Maximum number of devices that are listed for one pod. No node has more devices.
@@ -360,14 +162,6 @@ const READY: &str = "Ready";
 
 /// No labels.
 const NO_LABELS: &BTreeMap<String, String> = &BTreeMap::new();
-
-/// A scheduling gate.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Deserialize)]
-#[serde(default)]
-pub struct Gate {
-    /// Name of the gate.
-    pub name: String,
-}
 
 /// A pod that requests or uses resources of a node.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -470,7 +264,7 @@ impl PodObject {
 
     /// Returns the UID of the pod.
     pub fn uid(&self) -> Option<String> {
-        self.metadata.uid.clone()
+        self.metadata.uid.as_deref().map(str::to_owned)
     }
 
     /// Returns the version of the object.
@@ -522,16 +316,6 @@ impl PodSpec {
         (self.containers, self.init_containers, self.overhead) = (Vec::new(), Vec::new(), BTreeMap::new());
         (self.volumes, self.topology_spread_constraints) = (Vec::new(), Vec::new());
         (self.resources, self.resource_claims) = (None, Vec::new());
-    }
-}
-
-/// Hashes what [`PodObject::trim`] keeps.
-impl Hash for PodSpec {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.priority, &self.node_selector, &self.affinity, &self.tolerations).hash(state);
-        (&self.scheduling_gates, &self.preemption_policy, self.termination_grace_period_seconds).hash(state);
-        (&self.device_requests, self.particular, &self.rules).hash(state);
-        (&self.volume_claims, &self.requests).hash(state);
     }
 }
 

@@ -23,6 +23,7 @@ mod quantity;
 mod report;
 pub mod scheduling;
 mod search;
+pub mod shared;
 pub mod snapshot;
 mod states;
 pub mod units;

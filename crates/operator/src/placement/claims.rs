@@ -1,9 +1,10 @@
 //! Keeps the ledger's claims in sync with the pods: reservations of released pods, and allocations
 //! of bound pods.
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
-use cleave_plan::ledger::{Claim, Facts, Ledger, Moment, NodeFacts, Place};
+use cleave_plan::ledger::{Claim, Ledger, Moment, NodeFacts, Place};
 
 use super::cluster::{Now, is_released};
 use super::facts::annotated_reservations;
@@ -28,12 +29,12 @@ pub(super) const LISTED_TIME: Duration = Duration::from_secs(60);
 #[derive(Debug, Default)]
 pub(super) struct PodClaims {
     /// UIDs of the pods with a claim.
-    uids: BTreeMap<String, String>,
+    uids: BTreeMap<Arc<str>, Arc<str>>,
     /// Pods with a claim, by their controller.
     replicas: ReplicaIndex,
     /// Pods whose node reported all their allocations. The claims of these pods end as soon as the
     /// pods end or are deleted.
-    allocated: BTreeSet<String>,
+    allocated: BTreeSet<Arc<str>>,
     /// UIDs of pods whose reservation expired. The operator ignores such a pod's annotation, even
     /// if the annotation states a later expiry.
     expired: BTreeMap<String, String>,
@@ -56,22 +57,18 @@ impl PodClaims {
         self.replicas = ReplicaIndex::default();
         self.ended.clear();
         self.built = now.up;
-        let mut facts = Facts { nodes, ..Facts::default() };
-        for pod in tracker.living().filter(|pod| pod.requests_gpus()) {
-            let Some(place) = placement_of(pod, now) else { continue };
-            let name = full_name(&pod.metadata);
-            self.add(name.clone(), pod);
-            facts.claims.insert(
-                name,
-                Claim { device_requests: pod.device_requests(), place, noted: annotated_reservations(pod) },
-            );
-        }
-        Ledger::rebuild(facts)
+        let claims = tracker.living().filter(|pod| pod.requests_gpus()).filter_map(|pod| {
+            let place = placement_of(pod, now)?;
+            let name: Arc<str> = Arc::from(full_name(&pod.metadata));
+            self.add(Arc::clone(&name), pod);
+            Some((name, claim(pod, place)))
+        });
+        Ledger::rebuild_from(nodes, claims)
     }
 
     /// Returns the UID of a pod with a claim.
     pub(super) fn uid(&self, name: &str) -> Option<&str> {
-        self.uids.get(name).map(String::as_str)
+        self.uids.get(name).map(AsRef::as_ref)
     }
 
     /// Returns the pods with a claim, by their controller.
@@ -80,9 +77,9 @@ impl PodClaims {
     }
 
     /// Records a pod that received a claim.
-    pub(super) fn add(&mut self, name: String, pod: &PodObject) {
+    pub(super) fn add(&mut self, name: Arc<str>, pod: &PodObject) {
         self.replicas.add(&name, pod.controller_id);
-        self.uids.insert(name, pod.uid().unwrap_or_default());
+        self.uids.insert(name, pod.metadata.uid.clone().unwrap_or_default());
     }
 
     /// Ends the claim of a pod.
@@ -101,7 +98,7 @@ impl PodClaims {
 
     /// Ends the claim of an earlier pod of the same name.
     pub(super) fn end_predecessor_claim(&mut self, ledger: &mut Ledger, name: &str, uid: &str) {
-        if self.uids.get(name).is_some_and(|known| known != uid) {
+        if self.uids.get(name).is_some_and(|known| **known != *uid) {
             self.end_claim(Some(ledger), name);
             self.allocated.remove(name);
         }
@@ -123,12 +120,13 @@ impl PodClaims {
             Some(false) => {
                 self.freed.extend(ledger.claim(name).into_iter().flat_map(|claim| claim_nodes(&claim.place)));
                 ledger.bind(name, node, &pod.device_requests());
-                self.add(name.to_owned(), pod);
+                self.add(Arc::from(name), pod);
             }
             Some(true) => {}
         }
         if !self.allocated.contains(name) && !ledger.awaits_allocation(name) {
-            self.allocated.insert(name.to_owned());
+            let shared = self.uids.get_key_value(name).map(|(name, _)| Arc::clone(name));
+            self.allocated.insert(shared.unwrap_or_else(|| Arc::from(name)));
         }
         !terminating && self.allocated.contains(name)
     }
@@ -145,8 +143,9 @@ impl PodClaims {
     }
 
     fn add_claim(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, place: Place) {
-        ledger.adopt(name, Claim { device_requests: pod.device_requests(), place, noted: annotated_reservations(pod) });
-        self.add(name.to_owned(), pod);
+        let name: Arc<str> = Arc::from(name);
+        ledger.adopt(Arc::clone(&name), claim(pod, place));
+        self.add(name, pod);
     }
 
     /// Ends the claims of pods that ended or were deleted. `maybe_deleted` contains the candidates,
@@ -166,7 +165,7 @@ impl PodClaims {
             let Some(claim) = ledger.claim(name) else { continue };
             // A released pod may have been bound since the watch last reported it.
             let is_bound = matches!(claim.place, Place::Bound(_));
-            let is_reported = self.allocated.contains(name) || is_bound && !ledger.awaits_allocation(name);
+            let is_reported = self.allocated.contains(name.as_str()) || is_bound && !ledger.awaits_allocation(name);
             let until = *self.lingering.entry(name.clone()).or_insert(up.saturating_add(UNREPORTED_CLAIM_TIME));
             if is_reported || until <= up {
                 self.end_claim(Some(ledger), name);
@@ -175,7 +174,7 @@ impl PodClaims {
         }
         self.ended.retain(|name, ended| up < ended.saturating_add(LISTED_TIME) && !present.contains(name));
         for name in maybe_deleted {
-            self.allocated.remove(&name);
+            self.allocated.remove(name.as_str());
             self.expired.remove(&name);
             self.ended.entry(name).or_insert(up);
         }
@@ -228,6 +227,11 @@ impl PodClaims {
     pub(super) fn lingering_claim_expiries(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         self.lingering.values().map(move |until| until.saturating_sub(up).max(Duration::from_millis(1)))
     }
+}
+
+/// Returns the claim of a pod.
+fn claim(pod: &PodObject, place: Place) -> Claim {
+    Claim { device_requests: pod.device_requests(), place, noted: annotated_reservations(pod) }
 }
 
 /// Returns the nodes of a claim.

@@ -2,6 +2,7 @@
 //! in the time.
 use std::cell::LazyCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
@@ -533,7 +534,7 @@ impl Gatekeeper {
             actions.waiting.insert(name.clone(), waiting_for_room(message));
         }
         preemptors.finish_reconcile(up, actions);
-        reserved.into_iter().for_each(|(name, pod)| claims.add(name, pod));
+        reserved.into_iter().for_each(|(name, pod)| claims.add(Arc::from(name), pod));
         growth.add_reports(&candidates, up, actions);
     }
 }

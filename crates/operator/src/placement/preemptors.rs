@@ -233,5 +233,5 @@ impl Preemptors {
 }
 
 fn uid_and_version(pod: &PodObject) -> (Option<String>, Option<String>) {
-    (pod.metadata.uid.clone(), pod.metadata.resource_version.clone())
+    (pod.uid(), pod.metadata.resource_version.clone())
 }

@@ -1,6 +1,7 @@
 //! Finds the nodes and devices of the replicas of a pod's controller, so that the pod can be kept
 //! apart from them.
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use cleave_api::SharingPolicy;
 use cleave_api::sharingpolicy::ReplicaPlacement;
@@ -14,20 +15,20 @@ use crate::pods::{ControllerId, PodObject};
 /// Pods with a claim, by their controller.
 #[derive(Debug, Default)]
 pub(super) struct ReplicaIndex {
-    pods: BTreeMap<ControllerId, BTreeSet<String>>,
-    controllers: BTreeMap<String, ControllerId>,
+    pods: BTreeMap<ControllerId, BTreeSet<Arc<str>>>,
+    controllers: BTreeMap<Arc<str>, ControllerId>,
 }
 
 impl ReplicaIndex {
     /// Adds a pod. A pod without a controller is not indexed.
-    pub(super) fn add(&mut self, name: &str, controller: Option<ControllerId>) {
+    pub(super) fn add(&mut self, name: &Arc<str>, controller: Option<ControllerId>) {
         if self.controllers.get(name).copied() == controller {
             return;
         }
         self.remove(name);
         if let Some(controller) = controller {
-            self.controllers.insert(name.to_owned(), controller);
-            self.pods.entry(controller).or_default().insert(name.to_owned());
+            self.controllers.insert(Arc::clone(name), controller);
+            self.pods.entry(controller).or_default().insert(Arc::clone(name));
         }
     }
 

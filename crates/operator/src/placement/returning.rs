@@ -1,10 +1,11 @@
 //! Units that are unavailable for a moment: an agent restarts, or a GPU is being repartitioned. A
 //! pod that these units can serve needs no other node yet. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::names::UNHEALTHY_TAINT;
-use cleave_plan::ledger::{Facts, Ledger, Moment, Place, Tightest};
+use cleave_plan::ledger::{Ledger, Moment, Place, Tightest};
 use cleave_plan::snapshot::Toleration;
 
 use super::actions::Actions;
@@ -107,12 +108,10 @@ fn returned(ledger: &Ledger, nodes: &Nodes, names: &BTreeSet<&str>) -> Ledger {
         Place::OneOf { nodes, .. } => nodes.iter().any(|node| names.contains(node.as_str())),
         Place::Bound(node) => names.contains(node.as_str()),
     };
-    let claims = ledger.claims().iter().filter(|(_, claim)| is_here(&claim.place));
+    let claims = ledger.claims().filter(|(_, claim)| is_here(&claim.place));
     let facts = |name: &&str| Some(((*name).to_owned(), nodes.0.get(*name)?.returning()?.clone()));
-    Ledger::rebuild(Facts {
-        nodes: names.iter().filter_map(facts).collect(),
-        claims: claims.map(|(pod, claim)| (pod.clone(), claim.clone())).collect(),
-    })
+    let claims = claims.map(|(pod, claim)| (Arc::from(pod), claim.clone()));
+    Ledger::rebuild_from(names.iter().filter_map(facts), claims)
 }
 
 fn tolerate(key: &str) -> Toleration {

@@ -186,7 +186,7 @@ impl StrandedPods {
         let mut present = BTreeSet::new();
         self.owners.retain(|_, backoff| up < backoff.until.saturating_add(BACKOFF_RESET_DELAY));
         for (pod, reason) in found {
-            let uid = pod.metadata.uid.clone().unwrap_or_default();
+            let uid = pod.uid().unwrap_or_default();
             let since = *self.since.entry(uid.clone()).or_insert(up);
             present.insert(uid.clone());
             let due = since.saturating_add(match reason {
@@ -312,7 +312,7 @@ mod tests {
         let mut pod = PodObject::default();
         pod.metadata.name = Some(name.to_owned());
         pod.metadata.namespace = Some("team".into());
-        pod.metadata.uid = Some(name.to_owned());
+        pod.metadata.uid = Some(name.into());
         pod.metadata.resource_version = Some("7".to_owned());
         pod.controller = Some(Box::new(Controller { kind: kind.into(), name: owner.into(), uid: owner.into() }));
         pod
@@ -428,7 +428,7 @@ mod tests {
             let rescue =
                 stranded.reconcile(left.iter().map(|pod| (*pod, expired_reason())), REFUSAL_TIMEOUT, at(second));
             let gone: BTreeSet<String> = rescue.recreate.iter().map(|one| one.uid.clone()).collect();
-            left.retain(|pod| !gone.contains(pod.metadata.uid.as_ref().unwrap()));
+            left.retain(|pod| !gone.contains(&**pod.metadata.uid.as_ref().unwrap()));
             batches.push(gone.len());
             assert!(left.is_empty() || rescue.requeue == Some(at(1)));
         }

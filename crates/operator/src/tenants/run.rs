@@ -100,7 +100,7 @@ impl Controller for TenantController {
             self.evict(eviction).await;
         }
         self.protected
-            .retain(|uid| actions.next.is_some() && pods.iter().any(|pod| pod.metadata.uid.as_ref() == Some(uid)));
+            .retain(|uid| actions.next.is_some() && pods.iter().any(|pod| pod.metadata.uid.as_deref() == Some(uid)));
         requeue
     }
 }

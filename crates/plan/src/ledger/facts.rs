@@ -8,7 +8,7 @@ use super::request::{DeviceRequest, Units};
 pub struct Moment(pub u64);
 
 /// The claim of a released pod. The kubelet may not have allocated all units of the claim yet.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Claim {
     /// Requests of the pod.
     pub device_requests: Vec<DeviceRequest>,
@@ -21,7 +21,7 @@ pub struct Claim {
 }
 
 /// Nodes on which a claim's pod may run.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Place {
     /// The pod may run on any of these nodes. Units are reserved on each node until the pod is
     /// bound to one of them, or the claim expires.
@@ -84,7 +84,7 @@ pub struct Allocation {
 }
 
 /// Reserved units of one device, for a pod that requests this number of units.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Reservation {
     /// Name of the extended resource.
     pub resource: String,

@@ -1,9 +1,11 @@
 //! Decides on which devices of a node the ledger reserves the units of its claims.
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
+use super::claims::Claims;
 use super::device_units::DeviceUnits;
-use super::facts::{Allocation, Claim, Reservation};
-use super::node::UnitsByDevice;
+use super::facts::Reservation;
+use super::node::{Allocated, Allocations, UnitsByDevice};
 use super::pack::{assign_to_devices, tightest_devices};
 use super::request::{DeviceRequest, Units};
 
@@ -13,40 +15,40 @@ pub(super) struct NodeClaim<'a> {
     /// The pod's annotated reservations on the node.
     noted: &'a [Reservation],
     /// The pod's allocations on the node.
-    allocated: &'a [Allocation],
+    allocated: &'a [Allocated],
 }
 
 /// Returns the claims of these pods on a node, one claim for each pod.
 pub(super) fn claims_on_node<'a>(
-    claims: &'a BTreeMap<String, Claim>,
-    pods: &BTreeSet<String>,
+    claims: &'a Claims,
+    pods: &BTreeSet<Arc<str>>,
     node: &str,
-    allocated: &'a BTreeMap<String, Vec<Allocation>>,
+    allocated: &'a Allocations,
 ) -> Vec<NodeClaim<'a>> {
-    let of = |pod: &String| {
+    let of = |pod: &Arc<str>| {
         let claim = claims.get(pod);
         let noted = claim.and_then(|claim| claim.noted.get(node));
         NodeClaim {
             device_requests: claim.map(|claim| claim.device_requests.as_slice()).unwrap_or_default(),
             noted: noted.map(Vec::as_slice).unwrap_or_default(),
-            allocated: allocated.get(pod).map(Vec::as_slice).unwrap_or_default(),
+            allocated: allocated.get(pod).map(AsRef::as_ref).unwrap_or_default(),
         }
     };
     pods.iter().map(of).collect()
 }
 
-fn matches_device(note: &Reservation, part: &Allocation) -> bool {
-    is_as_large(note, part) && note.device == part.device
+fn matches_device(note: &Reservation, part: &Allocated) -> bool {
+    is_as_large(note, part) && *note.device == *part.device
 }
 
-fn is_as_large(note: &Reservation, part: &Allocation) -> bool {
-    note.units == part.units && note.resource == part.resource
+fn is_as_large(note: &Reservation, part: &Allocated) -> bool {
+    note.units == part.units && *note.resource == *part.resource
 }
 
 impl<'a> NodeClaim<'a> {
     /// Compares allocations with annotated reservations. Returns the indices of reservations
     /// without an allocation, and the allocations without a reservation.
-    fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a Allocation>) {
+    fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a Allocated>) {
         let mut left: Vec<usize> = (0..self.noted.len()).collect();
         let elsewhere = self.allocated.iter().filter(|part| {
             let index = left.iter().position(|note| matches_device(&self.noted[*note], part));
@@ -60,12 +62,7 @@ impl<'a> NodeClaim<'a> {
 /// Swaps the annotated reservations of pods that were allocated each other's units. If a pod was
 /// allocated other units, and no other pod's annotation names them, its reservation moves to these
 /// units.
-pub(super) fn follow_swaps(
-    claims: &mut BTreeMap<String, Claim>,
-    pods: &BTreeSet<String>,
-    node: &str,
-    allocated: &BTreeMap<String, Vec<Allocation>>,
-) {
+pub(super) fn follow_swaps(claims: &mut Claims, pods: &BTreeSet<Arc<str>>, node: &str, allocated: &Allocations) {
     let all = claims_on_node(claims, pods, node, allocated);
     if all.iter().all(|one| one.allocated.is_empty() || one.noted.is_empty() || one.compare_with_notes().1.is_empty()) {
         return;
@@ -81,27 +78,21 @@ pub(super) fn follow_swaps(
             let other = left.iter().enumerate().filter(|(other, _)| *other != pod).find_map(|(other, left)| {
                 Some((other, *left.iter().find(|note| matches_device(&notes[other][**note], part))?))
             });
-            let device = std::mem::replace(&mut notes[pod][own].device, part.device.clone());
-            if let Some((other, note)) = other.filter(|_| device != part.device) {
+            let device = std::mem::replace(&mut notes[pod][own].device, part.device.to_string());
+            if let Some((other, note)) = other.filter(|_| *device != *part.device) {
                 notes[other][note].device = device;
             }
         }
     }
     let changed = pods.iter().zip(&all).zip(notes).filter(|((_, one), notes)| one.noted != notes.as_slice());
-    let changed: Vec<(String, Vec<Reservation>)> = changed.map(|((pod, _), notes)| (pod.clone(), notes)).collect();
+    let changed: Vec<(Arc<str>, Vec<Reservation>)> = changed.map(|((pod, _), notes)| (pod.clone(), notes)).collect();
     set_reservations(claims, node, changed);
 }
 
 /// Replaces the annotated reservations of these pods on a node, in the ledger only.
-pub(super) fn set_reservations(
-    claims: &mut BTreeMap<String, Claim>,
-    node: &str,
-    notes: Vec<(String, Vec<Reservation>)>,
-) {
+pub(super) fn set_reservations(claims: &mut Claims, node: &str, notes: Vec<(Arc<str>, Vec<Reservation>)>) {
     for (pod, notes) in notes {
-        if let Some(claim) = claims.get_mut(&pod) {
-            claim.noted.insert(node.to_owned(), notes);
-        }
+        claims.change(&pod, |claim| drop(claim.noted.insert(node.to_owned(), notes)));
     }
 }
 
@@ -228,7 +219,7 @@ type Missing<'a> = (Units, Option<&'a str>);
 /// request. Any further allocation reduces the remaining requests, the largest first.
 pub(super) fn missing_units<'a>(
     device_requests: &'a [DeviceRequest],
-    allocated: &'a [Allocation],
+    allocated: &'a [Allocated],
 ) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
     let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
     for request in device_requests {
@@ -237,8 +228,8 @@ pub(super) fn missing_units<'a>(
     for (resource, sizes) in &mut missing {
         let mut allocated: Vec<(u32, &str)> = allocated
             .iter()
-            .filter(|part| part.resource == *resource)
-            .map(|part| (part.units.get(), part.device.as_str()))
+            .filter(|part| *part.resource == **resource)
+            .map(|part| (part.units.get(), &*part.device))
             .collect();
         allocated.retain(|(part, _)| match sizes.iter().position(|(size, _)| size == part) {
             Some(index) => {

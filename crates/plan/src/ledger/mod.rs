@@ -28,6 +28,7 @@
 //! the time.
 mod choose;
 mod chooser;
+mod claims;
 mod containers;
 mod device_units;
 mod facts;
@@ -40,11 +41,13 @@ mod request;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 pub use choose::NoFit;
 use choose::{NodeRank, requested_units};
 use chooser::ChangedNodes;
 pub use chooser::{ChoiceCriteria, Chooser, NodeCpu, Siblings};
+use claims::Claims;
 pub use containers::{Container, ContainerKind, RequestPart, device_requests, request_parts};
 use device_units::DeviceUnits;
 pub use facts::{Allocation, Claim, DeviceFacts, Facts, Moment, NodeFacts, Place, Reservation};
@@ -58,18 +61,19 @@ pub use request::{DeviceRequest, Units};
 
 use crate::placement::Score;
 pub use crate::placement::Tightest;
+use crate::shared::Shared;
 
 /// Free, used and reserved units of all nodes, and the claims of released pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ledger {
     nodes: BTreeMap<String, Node>,
-    claims: BTreeMap<String, Claim>,
+    claims: Claims,
     /// Pods with a claim that are not bound. Most pods are bound, so this set is small.
-    unbound: BTreeSet<String>,
+    unbound: BTreeSet<Arc<str>>,
     /// Nodes that changed since the last [`Self::synchronize`].
     changes: ChangedNodes,
     /// Pods with a claim, by node. Includes unknown nodes.
-    pods: BTreeMap<String, BTreeSet<String>>,
+    pods: BTreeMap<String, BTreeSet<Arc<str>>>,
     /// Nominations by pod: units that are kept for a pod while its victims terminate.
     nominations: BTreeMap<String, Nomination>,
 }
@@ -81,11 +85,20 @@ impl Ledger {
     /// The facts must be at least as new as the writes of the lost ledger. Otherwise, a released
     /// pod that is not among the claims loses its reservation.
     pub fn rebuild(facts: Facts) -> Self {
+        Self::rebuild_from(facts.nodes, facts.claims.into_iter().map(|(pod, claim)| (Arc::from(pod), claim)))
+    }
+
+    /// Like [`Self::rebuild`], but reads the claims one by one. All claims of a large cluster at once
+    /// would need much memory.
+    pub fn rebuild_from(
+        nodes: impl IntoIterator<Item = (String, NodeFacts)>,
+        claims: impl IntoIterator<Item = (Arc<str>, Claim)>,
+    ) -> Self {
         let mut ledger = Self::default();
-        for (pod, claim) in facts.claims {
+        for (pod, claim) in claims {
             ledger.insert(pod, claim);
         }
-        for (name, observed) in facts.nodes {
+        for (name, observed) in nodes {
             ledger.observe(&name, observed);
             ledger.renew_reservations(&name);
         }
@@ -94,7 +107,7 @@ impl Ledger {
 
     /// Updates a node. Allocated units no longer need a reservation.
     pub fn observe(&mut self, name: &str, facts: NodeFacts) {
-        self.nodes.insert(name.to_owned(), Node::of(facts));
+        self.nodes.insert(name.to_owned(), Node::of(facts, |pod| self.claims.shared_name(pod)));
         self.update_reservations(name);
     }
 
@@ -202,9 +215,9 @@ impl Ledger {
         let nodes = claim.into_iter().flat_map(|claim| claim.place.nodes().into_iter().map(move |node| (claim, node)));
         let pod = pod.to_owned();
         nodes.map(move |(claim, name)| {
-            let allocations = self.nodes.get(name).and_then(|node| node.allocations.get(&pod));
+            let allocations = self.nodes.get(name).and_then(|node| node.allocations.get(pod.as_str()));
             let noted = claim.noted.get(name).into_iter().flatten().map(|note| note.device.as_str());
-            let allocated = allocations.into_iter().flatten().map(|part| part.device.as_str());
+            let allocated = allocations.into_iter().flatten().map(|part| &*part.device);
             (name, if allocations.is_some() { allocated.collect() } else { noted.collect() })
         })
     }
@@ -250,7 +263,7 @@ impl Ledger {
     /// # Errors
     /// The pod already has a claim, or units of the fits are no longer free. Nothing is reserved.
     pub fn reserve(&mut self, pod: &str, fits: &Fits, expires: Moment) -> Result<(), ReserveError> {
-        if self.claims.contains_key(pod) {
+        if self.claims.contains(pod) {
             return Err(ReserveError::Claimed);
         }
         let takes = fits.places.iter().flat_map(|fit| fit.takes.iter().map(|take| (fit.node.as_str(), take)));
@@ -274,7 +287,7 @@ impl Ledger {
         let nodes = fits.places.iter().map(|fit| fit.node.clone()).collect();
         let noted = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
         self.insert(
-            pod.to_owned(),
+            Arc::from(pod),
             Claim { device_requests: fits.device_requests.clone(), place: Place::OneOf { nodes, expires }, noted },
         );
         fits.places.iter().for_each(|fit| self.update_reservations(&fit.node));
@@ -295,22 +308,23 @@ impl Ledger {
             touched.extend(before.place.nodes().into_iter().map(str::to_owned));
             noted.extend(before.noted.remove_entry(node));
         }
-        self.insert(pod.to_owned(), Claim { device_requests: device_requests.to_vec(), place, noted });
+        self.insert(Arc::from(pod), Claim { device_requests: device_requests.to_vec(), place, noted });
         touched.iter().for_each(|node| self.update_reservations(node));
     }
 
     /// Adds the claim of a pod that the ledger did not release.
-    pub fn adopt(&mut self, pod: &str, claim: Claim) {
-        self.release(pod);
+    pub fn adopt(&mut self, pod: impl Into<Arc<str>>, claim: Claim) {
+        let pod = pod.into();
+        self.release(&pod);
         let nodes: Vec<String> = claim.place.nodes().into_iter().map(str::to_owned).collect();
-        self.insert(pod.to_owned(), claim);
+        self.insert(pod, claim);
         nodes.iter().for_each(|node| self.update_reservations(node));
     }
 
     /// Removes the claim of a pod that is deleted or will not run, and frees its reservations.
     /// Units that are allocated to the pod count as used until an observation of the node no longer
     /// lists them.
-    pub fn release(&mut self, pod: &str) -> Option<Claim> {
+    pub fn release(&mut self, pod: &str) -> Option<Shared<Claim>> {
         self.nominations.remove(pod);
         let claim = self.remove(pod)?;
         for node in claim.place.nodes() {
@@ -327,15 +341,17 @@ impl Ledger {
 
     /// Returns the claims of pods that are not bound.
     pub fn unbound_claims(&self) -> impl Iterator<Item = (&str, &Claim)> {
-        self.unbound.iter().filter_map(|pod| Some((pod.as_str(), self.claims.get(pod)?)))
+        self.unbound.iter().filter_map(|pod| Some((&**pod, self.claims.get(pod)?)))
     }
 
     /// Extends the claim of a pod that is not bound. The claim's reservations are kept, so no other
     /// pod can use the units.
     pub fn extend(&mut self, pod: &str, until: Moment) {
-        if let Some(Claim { place: Place::OneOf { expires, .. }, .. }) = self.claims.get_mut(pod) {
-            *expires = until;
-        }
+        self.claims.change(pod, |claim| {
+            if let Place::OneOf { expires, .. } = &mut claim.place {
+                *expires = until;
+            }
+        });
     }
 
     /// Returns the claim of a pod.
@@ -348,7 +364,7 @@ impl Ledger {
     pub fn awaits_allocation(&self, pod: &str) -> bool {
         let Some(Claim { device_requests, place: Place::Bound(node), .. }) = self.claims.get(pod) else { return false };
         let allocated =
-            self.nodes.get(node).and_then(|node| node.allocations.get(pod)).map(Vec::as_slice).unwrap_or_default();
+            self.nodes.get(node).and_then(|node| node.allocations.get(pod)).map(AsRef::as_ref).unwrap_or_default();
         missing_units(device_requests, allocated).values().any(|missing| !missing.is_empty())
     }
 
@@ -357,9 +373,14 @@ impl Ledger {
         self.nodes.get(node).is_some_and(|node| node.allocations.contains_key(pod))
     }
 
-    /// Returns all claims.
-    pub fn claims(&self) -> &BTreeMap<String, Claim> {
-        &self.claims
+    /// Returns all claims, in order of the pods' names.
+    pub fn claims(&self) -> impl Iterator<Item = (&str, &Claim)> {
+        self.claims.iter()
+    }
+
+    /// Returns the pods with allocations on a node, with or without a claim.
+    pub fn pods_with_allocations(&self, node: &str) -> impl Iterator<Item = &str> {
+        self.nodes.get(node).into_iter().flat_map(|node| node.allocations.keys().map(AsRef::as_ref))
     }
 
     /// Returns the names of the known nodes.
@@ -430,7 +451,7 @@ impl Ledger {
     /// # Errors
     /// The pod has a claim: it is already released and needs no nomination.
     pub fn nominate(&mut self, pod: &str, nomination: Nomination) -> Result<(), ReserveError> {
-        if self.claims.contains_key(pod) {
+        if self.claims.contains(pod) {
             return Err(ReserveError::Claimed);
         }
         self.nominations.insert(pod.to_owned(), nomination);
@@ -463,13 +484,13 @@ impl Ledger {
         units
     }
 
-    fn insert(&mut self, pod: String, claim: Claim) {
-        self.nominations.remove(&pod);
+    fn insert(&mut self, pod: Arc<str>, claim: Claim) {
+        self.nominations.remove(&*pod);
         for node in claim.place.nodes() {
-            self.pods.entry(node.to_owned()).or_default().insert(pod.clone());
+            self.pods.entry(node.to_owned()).or_default().insert(Arc::clone(&pod));
         }
         if matches!(claim.place, Place::OneOf { .. }) {
-            self.unbound.insert(pod.clone());
+            self.unbound.insert(Arc::clone(&pod));
         } else {
             self.unbound.remove(&pod);
         }
@@ -477,7 +498,7 @@ impl Ledger {
     }
 
     /// Removes a claim. The caller must update the reservations of its nodes.
-    fn remove(&mut self, pod: &str) -> Option<Claim> {
+    fn remove(&mut self, pod: &str) -> Option<Shared<Claim>> {
         let claim = self.claims.remove(pod)?;
         self.unbound.remove(pod);
         for node in claim.place.nodes() {
@@ -504,7 +525,7 @@ impl Ledger {
         }
         let claimed = layout::claims_on_node(&self.claims, pods, name, &node.allocations);
         let Some(notes) = layout::new_reservations(&node.units_by_device, &claimed) else { return };
-        let notes: Vec<(String, Vec<Reservation>)> = pods.iter().cloned().zip(notes).collect();
+        let notes: Vec<(Arc<str>, Vec<Reservation>)> = pods.iter().cloned().zip(notes).collect();
         layout::set_reservations(&mut self.claims, name, notes);
         self.update_reservations(name);
     }

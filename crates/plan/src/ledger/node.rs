@@ -1,8 +1,9 @@
 //! One node: the units of its devices, and their reservations.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use super::device_units::DeviceUnits;
-use super::facts::{Allocation, DeviceFacts, NodeFacts, Reservation};
+use super::facts::{DeviceFacts, NodeFacts, Reservation};
 use super::request::{DeviceRequest, Units};
 
 /// Capacity, use and reservations of one resource on one device, for reports.
@@ -32,17 +33,43 @@ pub(super) struct Node {
     /// Units by resource, then by device.
     pub(super) units_by_device: BTreeMap<String, UnitsByDevice>,
     /// Allocations of each pod.
-    pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
+    pub(super) allocations: Allocations,
     /// Requests of claims that fit on no device.
     pub(super) short: Vec<DeviceRequest>,
 }
+
+/// Units of one device that the kubelet has allocated to a pod. Its texts are shared with the other
+/// allocations of the node, because a large cluster has many.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Allocated {
+    /// Name of the extended resource.
+    pub(super) resource: Arc<str>,
+    /// UUID of the device.
+    pub(super) device: Arc<str>,
+    /// Number of units.
+    pub(super) units: Units,
+}
+
+/// Allocations on a node, by pod.
+pub(super) type Allocations = BTreeMap<Arc<str>, Box<[Allocated]>>;
 
 /// Nominated units by resource and device.
 pub(super) type Nominated = BTreeMap<(String, String), u32>;
 
 impl Node {
-    pub(super) fn of(facts: NodeFacts) -> Self {
-        let mut allocations: BTreeMap<String, Vec<Allocation>> = BTreeMap::new();
+    /// Creates a node without reservations. `shared_name` returns the name of a pod as other maps
+    /// have it.
+    pub(super) fn of(facts: NodeFacts, shared_name: impl Fn(&str) -> Option<Arc<str>>) -> Self {
+        let mut allocations: BTreeMap<Arc<str>, Vec<Allocated>> = BTreeMap::new();
+        let mut texts: BTreeSet<Arc<str>> = BTreeSet::new();
+        let mut share = |text: &str| {
+            let known = texts.get(text).cloned();
+            known.unwrap_or_else(|| {
+                let text = Arc::from(text);
+                texts.insert(Arc::clone(&text));
+                text
+            })
+        };
         let mut amounts: BTreeMap<(String, String), (u32, u32)> = BTreeMap::new();
         for DeviceFacts { device, resource, capacity, used } in facts.devices {
             // If a device is listed twice, the lower capacity and the higher use count.
@@ -53,9 +80,15 @@ impl Node {
         for allocation in facts.allocations {
             let sum = sums.entry((allocation.resource.clone(), allocation.device.clone())).or_default();
             *sum = sum.saturating_add(allocation.units.get());
-            allocations.entry(allocation.pod.clone()).or_default().push(allocation);
+            let pod = shared_name(&allocation.pod).unwrap_or_else(|| Arc::from(allocation.pod));
+            let (resource, device) = (share(&allocation.resource), share(&allocation.device));
+            allocations.entry(pod).or_default().push(Allocated { resource, device, units: allocation.units });
         }
-        allocations.values_mut().for_each(|allocations| allocations.sort());
+        let sorted = |mut parts: Vec<Allocated>| {
+            parts.sort();
+            parts.into_boxed_slice()
+        };
+        let allocations = allocations.into_iter().map(|(pod, parts)| (pod, sorted(parts))).collect();
         let mut units_by_device: BTreeMap<String, UnitsByDevice> = BTreeMap::new();
         for ((resource, device), (capacity, used)) in amounts {
             let key = (resource, device);

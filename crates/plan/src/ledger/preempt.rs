@@ -209,13 +209,13 @@ impl<'a> PreemptionSearch<'a> {
         slots.extend(missing);
         let mut candidates = Vec::new();
         for (pod, allocations) in &node.allocations {
-            let Some(holder) = holders.pods.get(pod).filter(|_| pod != pending.pod) else { continue };
+            let Some(holder) = holders.pods.get(&**pod).filter(|_| **pod != *pending.pod) else { continue };
             if !holder.ending && holder.priority >= pending.priority {
                 continue;
             }
             let mut frees: BTreeMap<usize, i128> = BTreeMap::new();
-            for part in allocations {
-                if let Some(&slot) = at.get(&(part.resource.as_str(), part.device.as_str())) {
+            for part in &**allocations {
+                if let Some(&slot) = at.get(&(&*part.resource, &*part.device)) {
                     *frees.entry(slot).or_default() += i128::from(part.units.get());
                 }
             }

@@ -55,6 +55,10 @@ fn reserve(ledger: &mut Ledger, pod: &str, sizes: &[u32], expires: u64) {
     ledger.reserve(pod, &fits, Moment(expires)).unwrap();
 }
 
+fn claims_of(ledger: &Ledger) -> BTreeMap<String, Claim> {
+    ledger.claims().map(|(pod, claim)| (pod.to_owned(), claim.clone())).collect()
+}
+
 fn reserved(ledger: &Ledger, node: &str) -> Vec<(String, u32)> {
     ledger.reservations(node).into_iter().map(|reservation| (reservation.device, reservation.units.get())).collect()
 }
@@ -188,7 +192,7 @@ fn the_annotated_reservation_of_a_pod_allocated_elsewhere_blocks_no_device() {
     assert_eq!(reserved(&ledger, "n"), all, "as annotated");
     // Annotations are not rewritten: the first pod's annotation still names the device of the last
     // pod.
-    let mut claims = ledger.claims().clone();
+    let mut claims = claims_of(&ledger);
     claims.get_mut("first").unwrap().noted.get_mut("n").unwrap()[0].device = "b".to_owned();
     let nodes = BTreeMap::from([("n".to_owned(), node(&[0, 0, 5], &[("first", "c", 5)]))]);
     let rebuilt = Ledger::rebuild(Facts { nodes, claims });
@@ -294,11 +298,9 @@ fn a_pod_of_several_containers_is_allocated_part_by_part() {
 fn unexpected_allocations_reduce_the_remaining_requests() {
     let missing = |sizes: &[u32], parts: &[u32]| -> Vec<u32> {
         let parts: Vec<(&str, &str, u32)> = parts.iter().map(|&part| ("p", "a", part)).collect();
-        let facts = node(&[0], &parts);
-        missing_units(&device_requests(sizes), &facts.allocations)[MPS_RESOURCE]
-            .iter()
-            .map(|(units, _)| units.get())
-            .collect()
+        let node = Node::of(node(&[0], &parts), |_| None);
+        let allocated = node.allocations.get("p").map(AsRef::as_ref).unwrap_or_default();
+        missing_units(&device_requests(sizes), allocated)[MPS_RESOURCE].iter().map(|(units, _)| units.get()).collect()
     };
     assert_eq!(missing(&[5], &[]), [5]);
     assert_eq!(missing(&[5, 2], &[2]), [5]);
@@ -334,8 +336,7 @@ fn a_ledger_can_be_rebuilt() {
     reserve(&mut ledger, "p", &[5], 9);
     reserve(&mut ledger, "q", &[3], 9);
     ledger.bind("q", "n", &device_requests(&[3]));
-    let facts =
-        Facts { nodes: BTreeMap::from([("n".to_owned(), node(&[0, 5], &[]))]), claims: ledger.claims().clone() };
+    let facts = Facts { nodes: BTreeMap::from([("n".to_owned(), node(&[0, 5], &[]))]), claims: claims_of(&ledger) };
     assert_eq!(Ledger::rebuild(facts.clone()), ledger);
     let mut unwritten = facts.clone();
     unwritten.claims.values_mut().for_each(|claim| claim.noted.clear());

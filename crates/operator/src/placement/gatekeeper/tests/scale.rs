@@ -20,6 +20,7 @@ use crate::pods::RawPod;
 
 const GPUS: usize = 8;
 const UNITS: usize = 10;
+const MIB: f64 = 1_048_576.0;
 
 /// Returns the resident memory of this process in bytes.
 fn resident() -> f64 {
@@ -197,7 +198,7 @@ fn measure_memory(what: &str, shares: bool, count: usize) {
     }
     writer.apply(Event::InitDone);
     let used = resident() - before;
-    println!("{what}: {:.0} bytes a pod, {:.0} MiB in all", used / count as f64, used / 1048576.0);
+    println!("{what}: {:.0} bytes a pod, {:.0} MiB in all", used / count as f64, used / MIB);
     assert_eq!(store.state().len(), count);
 }
 
@@ -218,7 +219,7 @@ fn measure_looks(nodes: usize, pods: usize) {
     let with_pods = resident();
     let mut keeper = Gatekeeper::default();
     let (first, _) = fleet.look(&mut keeper, 0);
-    let mib = |bytes: f64| format!("{:.0} MiB", bytes / 1048576.0);
+    let mib = |bytes: f64| format!("{:.0} MiB", bytes / MIB);
     println!(
         "{nodes} nodes, {pods} pods: objects of nodes {}, pods {}, ledger and the rest {}; first look {first:?}",
         mib(with_nodes - start),
@@ -226,6 +227,7 @@ fn measure_looks(nodes: usize, pods: usize) {
         mib(resident() - with_pods),
     );
     let mut second = 1;
+    // The first look after the change that a series starts with is printed apart.
     let mut times = |what: &str, fleet: &mut Fleet, change: &mut dyn FnMut(&mut Fleet, usize)| {
         let mut times = Vec::new();
         let mut released = 0;
@@ -236,7 +238,8 @@ fn measure_looks(nodes: usize, pods: usize) {
             times.push(took);
             released += releases;
         }
-        println!("  {what}: p50 and p99 {:?}, {released} released", percentiles(times));
+        let first = times.remove(0);
+        println!("  {what}: first {first:?}, then p50 and p99 {:?}, {released} released", percentiles(times));
     };
     times("a pod changes", &mut fleet, &mut |fleet, number| {
         let mut pod = fleet.listed_pod(number);

@@ -343,7 +343,7 @@ impl Operator {
             let released = pod.node().is_none() && pod.spec.scheduling_gates.is_empty();
             let Some(placement) = pod.placement.as_ref().filter(|_| released) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
-            let uid = pod.metadata.uid.clone().unwrap_or_default();
+            let uid = pod.uid().unwrap_or_default();
             let has_claim = self.keeper.ledger().is_some_and(|ledger| ledger.claim(&name).is_some());
             if !has_claim && pod.metadata.deletion_timestamp.is_none() {
                 if placement.until > EPOCH + simulation.now {

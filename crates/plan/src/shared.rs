@@ -29,8 +29,8 @@ impl<T: Clone> DerefMut for Shared<T> {
 }
 
 /// Keeps one copy of equal values.
-#[derive(Debug)]
-pub(crate) struct Interner<T: ?Sized> {
+#[derive(Debug, Clone)]
+pub struct Interner<T: ?Sized> {
     values: HashSet<Arc<T>>,
     /// Number of values at which unused values are dropped.
     limit: usize,
@@ -47,7 +47,7 @@ impl<T: ?Sized> Default for Interner<T> {
 
 impl<T: ?Sized + Eq + Hash> Interner<T> {
     /// Replaces a value by the equal value that was interned before, if there is one.
-    pub(crate) fn intern(&mut self, value: &mut Arc<T>) {
+    pub fn intern(&mut self, value: &mut Arc<T>) {
         if let Some(known) = self.values.get(&**value) {
             *value = Arc::clone(known);
             return;
@@ -62,15 +62,14 @@ impl<T: ?Sized + Eq + Hash> Interner<T> {
     }
 
     /// Number of values, used or not.
-    #[cfg(test)]
-    pub(crate) fn len(&self) -> usize {
+    pub fn count(&self) -> usize {
         self.values.len()
     }
 }
 
 impl<T: Eq + Hash> Interner<T> {
     /// See [`Interner::intern`].
-    pub(crate) fn share(&mut self, value: &mut Shared<T>) {
+    pub fn share(&mut self, value: &mut Shared<T>) {
         self.intern(&mut value.0);
     }
 }
@@ -98,7 +97,7 @@ mod tests {
         for number in 0..100_000 {
             interner.intern(&mut Arc::from(number.to_string()));
         }
-        assert!(interner.len() <= MIN_LIMIT, "{} values are kept", interner.len());
+        assert!(interner.count() <= MIN_LIMIT, "{} values are kept", interner.count());
         let mut again = Arc::from("kept");
         interner.intern(&mut again);
         assert!(Arc::ptr_eq(&kept, &again));
