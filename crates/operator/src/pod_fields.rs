@@ -42,8 +42,8 @@ pub struct RawPod {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct PodSpec {
-    /// Name of the node, once the pod is bound. [`PodObject::trim`](crate::pods::PodObject::trim) moves it, because replicas have
-    /// the same spec otherwise. See [`PodObject::node`](crate::pods::PodObject::node).
+    /// Name of the node, once the pod is bound. `PodObject::trim` moves it, because replicas have
+    /// the same spec otherwise. See `PodObject::node`.
     pub node_name: Option<String>,
     /// Priority of the pod.
     pub priority: Option<i32>,
@@ -73,15 +73,15 @@ pub struct PodSpec {
     pub volumes: Vec<Volume>,
     /// Claims of dynamic resource allocation. Only the presence of claims matters.
     pub resource_claims: Vec<Present>,
-    /// Groups of units. The units of each group must be on one device. Set by [`PodObject::trim`](crate::pods::PodObject::trim).
-    /// Excludes [interchangeable](crate::pods::is_interchangeable) resources.
+    /// Groups of units. The units of each group must be on one device. Set by `PodObject::trim`.
+    /// Excludes interchangeable resources.
     #[serde(skip)]
     pub device_requests: Vec<DeviceRequest>,
     /// Whether the scheduler may refuse a node for a reason that the operator does not evaluate,
     /// such as a claim of dynamic resource allocation.
     #[serde(skip)]
     pub particular: bool,
-    /// Constraints that depend on other pods. Set by [`PodObject::trim`](crate::pods::PodObject::trim). For a bound pod, contains
+    /// Constraints that depend on other pods. Set by `PodObject::trim`. For a bound pod, contains
     /// only the constraints that keep other pods away.
     #[serde(skip)]
     pub rules: Rules,
@@ -89,7 +89,7 @@ pub struct PodSpec {
     /// bound.
     #[serde(skip)]
     pub volume_claims: Vec<String>,
-    /// The pod's requests, summed as the scheduler does. Set by [`PodObject::trim`](crate::pods::PodObject::trim).
+    /// The pod's requests, summed as the scheduler does. Set by `PodObject::trim`.
     #[serde(skip)]
     pub requests: BTreeMap<String, Quantity>,
 }
@@ -100,7 +100,7 @@ pub struct PodSpec {
 pub struct PodStatus {
     /// `Pending`, `Running`, `Succeeded` or `Failed`.
     pub phase: String,
-    /// Conditions. After [`PodObject::trim`](crate::pods::PodObject::trim), only the operator's own conditions and the
+    /// Conditions. After `PodObject::trim`, only the operator's own conditions and the
     /// scheduler's.
     pub conditions: Vec<PodCondition>,
     /// The node on which the scheduler preempts other pods for this pod.
@@ -214,7 +214,7 @@ pub struct Port {
     pub protocol: String,
 }
 
-/// Hashes what [`PodObject::trim`](crate::pods::PodObject::trim) keeps.
+/// Hashes what `PodObject::trim` keeps.
 impl Hash for PodSpec {
     fn hash<H: Hasher>(&self, state: &mut H) {
         (self.priority, &self.node_selector, &self.affinity, &self.tolerations).hash(state);

@@ -29,7 +29,7 @@ fn resident() -> f64 {
     line.trim().trim_end_matches("kB").trim().parse::<f64>().unwrap() * 1024.0
 }
 
-/// Returns the CPU time of this thread. Unlike the time of day, it depends little on other programs.
+/// Returns the CPU time of this thread. It depends little on other programs.
 fn cpu_time() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     Duration::from_nanos(text.split(' ').next().unwrap().parse().unwrap())
@@ -169,7 +169,7 @@ impl Fleet {
         self.writer.apply(Event::InitDone);
     }
 
-    /// Reads the stores and decides, as the gate does. Returns the CPU time that took, and the number of
+    /// Reads the stores and decides, as the gate does. Returns the CPU time, and the number of
     /// released pods.
     fn look(&self, keeper: &mut Gatekeeper, second: u64) -> (Duration, usize) {
         let now = Now { up: Duration::from_secs(second), epoch: 1_700_000_000 + second };
