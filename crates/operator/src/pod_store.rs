@@ -129,8 +129,8 @@ impl Interners {
     fn compact(&mut self, raw: RawPod) -> PodObject {
         let mut pod = PodObject::from(raw);
         pod.trim();
-        // Only writes to pods that wait for a node depend on the version. Without it, a bound pod is
-        // equal to its earlier state if nothing changed that the operator reads.
+        // Only writes to pods that wait for a node depend on the version. Without it, a bound pod
+        // is equal to its earlier state if nothing changed that the operator reads.
         if pod.node().is_some() || !(pod.requests_gpus() || pod.waits_at_gate()) {
             pod.metadata.resource_version = None;
         }
@@ -140,8 +140,8 @@ impl Interners {
         if pod.node().is_some()
             && let Some(placement) = &mut pod.placement
         {
-            // The reservation of a bound pod does not end. Without the time, pods with equal requests
-            // on one GPU share it.
+            // The reservation of a bound pod does not end. Without the time, pods with equal
+            // requests on one GPU share it.
             placement.until = 0;
             self.placements.share(placement);
         }
@@ -208,8 +208,8 @@ impl PodStore {
         lock(&self.state).pods.iter().map(|pod| Arc::clone(&pod.0)).collect()
     }
 
-    /// Returns the pods that have changed since the last call, or all pods. Only one reader may call
-    /// this.
+    /// Returns the pods that have changed since the last call, or all pods. Only one reader may
+    /// call this.
     pub(crate) fn changes(&self) -> PodChanges {
         let mut state = lock(&self.state);
         match state.changes.replace(Vec::new()) {
@@ -275,7 +275,7 @@ mod tests {
 
     use super::*;
 
-    fn raw(name: &str, limits: Value, status: Value) -> RawPod {
+    fn raw(name: &str, limits: &Value, status: &Value) -> RawPod {
         let spec = json!({"nodeName": "n", "containers": [{"resources": {"limits": limits}}]});
         let meta = json!({"name": name, "namespace": "team", "uid": name, "labels": {"app": "web"}});
         serde_json::from_value(json!({"metadata": meta, "spec": spec, "status": status})).unwrap()
@@ -311,19 +311,19 @@ mod tests {
     fn a_change_of_nothing_that_is_read_affects_nobody() {
         let (store, mut writer) = store();
         let running = || json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]});
-        let first = list(&mut writer, [versioned(raw("gpu", GPU(), running()), "1"), raw("cpu", CPU(), running())]);
+        let first = list(&mut writer, [versioned(raw("gpu", &GPU(), &running()), "1"), raw("cpu", &CPU(), &running())]);
         assert_eq!(first, Effect { of_gpus: true, of_tenants: true });
         assert_eq!(names(&store.changes()), ["all 2"]);
         // A condition that the operator does not read, an address, and the version.
         let mut status = running();
         status["podIP"] = json!("10.0.0.1");
         status["conditions"].as_array_mut().unwrap().push(json!({"type": "Initialized", "status": "True"}));
-        let beat = versioned(raw("gpu", GPU(), status), "2");
+        let beat = versioned(raw("gpu", &GPU(), &status), "2");
         assert_eq!(writer.apply(Event::Apply(beat)), Effect::default());
         assert_eq!(names(&store.changes()), Vec::<String>::new());
         let unready = json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]});
         let of_gpus = Effect { of_gpus: true, of_tenants: false };
-        assert_eq!(writer.apply(Event::Apply(raw("gpu", GPU(), unready))), of_gpus);
+        assert_eq!(writer.apply(Event::Apply(raw("gpu", &GPU(), &unready))), of_gpus);
         assert_eq!(names(&store.changes()), ["gpu>gpu"]);
     }
 
@@ -332,9 +332,9 @@ mod tests {
         let (store, mut writer) = store();
         list(&mut writer, []);
         store.changes();
-        assert_eq!(writer.apply(Event::Apply(raw("cpu", CPU(), json!({})))), Effect::default());
-        assert_eq!(writer.apply(Event::Apply(raw("cpu", json!({"cpu": 2}), json!({})))), Effect::default());
-        assert_eq!(writer.apply(Event::Delete(raw("cpu", CPU(), json!({})))), Effect::default());
+        assert_eq!(writer.apply(Event::Apply(raw("cpu", &CPU(), &json!({})))), Effect::default());
+        assert_eq!(writer.apply(Event::Apply(raw("cpu", &json!({"cpu": 2}), &json!({})))), Effect::default());
+        assert_eq!(writer.apply(Event::Delete(raw("cpu", &CPU(), &json!({})))), Effect::default());
         assert_eq!(names(&store.changes()), ["->cpu", "cpu>cpu", "cpu>-"]);
         assert_eq!(store.state().len(), 0);
     }
@@ -342,7 +342,7 @@ mod tests {
     #[test]
     fn the_version_of_a_pod_at_the_gate_is_kept() {
         let gated = |version: &str| {
-            let mut pod = versioned(raw("p", GPU(), json!({})), version);
+            let mut pod = versioned(raw("p", &GPU(), &json!({})), version);
             pod.spec.node_name = None;
             pod.spec.scheduling_gates = vec![crate::pods::Gate { name: cleave_api::names::GATE.to_owned() }];
             pod
@@ -356,10 +356,10 @@ mod tests {
     #[test]
     fn a_later_list_removes_pods_that_are_gone_and_keeps_what_is_equal() {
         let (store, mut writer) = store();
-        list(&mut writer, [raw("a", GPU(), json!({})), raw("b", CPU(), json!({}))]);
+        list(&mut writer, [raw("a", &GPU(), &json!({})), raw("b", &CPU(), &json!({}))]);
         store.changes();
         let before = store.state();
-        assert_eq!(list(&mut writer, [raw("a", GPU(), json!({}))]), Effect::default(), "b uses no GPU");
+        assert_eq!(list(&mut writer, [raw("a", &GPU(), &json!({}))]), Effect::default(), "b uses no GPU");
         assert_eq!(names(&store.changes()), ["b>-"]);
         assert!(before.iter().any(|pod| Arc::ptr_eq(pod, &store.state()[0])), "a is still the same object");
         assert!(list(&mut writer, []).of_gpus);
@@ -369,19 +369,19 @@ mod tests {
     #[test]
     fn a_reader_that_forgets_reads_all_pods() {
         let (store, mut writer) = store();
-        list(&mut writer, [raw("a", GPU(), json!({}))]);
+        list(&mut writer, [raw("a", &GPU(), &json!({}))]);
         store.changes();
         store.forget_changes();
-        writer.apply(Event::Apply(raw("b", GPU(), json!({}))));
+        writer.apply(Event::Apply(raw("b", &GPU(), &json!({}))));
         assert_eq!(names(&store.changes()), ["all 2"]);
-        writer.apply(Event::Delete(raw("b", GPU(), json!({}))));
+        writer.apply(Event::Delete(raw("b", &GPU(), &json!({}))));
         assert_eq!(names(&store.changes()), ["b>-"]);
     }
 
     #[test]
     fn pods_of_one_controller_share_what_is_equal() {
         let (store, mut writer) = store();
-        list(&mut writer, (0..1000).map(|number| raw(&format!("p{number}"), CPU(), json!({"phase": "Running"}))));
+        list(&mut writer, (0..1000).map(|number| raw(&format!("p{number}"), &CPU(), &json!({"phase": "Running"}))));
         let state = lock(&writer.state);
         let Interners { names, labels, specs, statuses, .. } = &state.interners;
         assert_eq!((names.count(), labels.count(), specs.count(), statuses.count()), (2, 1, 1, 1));
@@ -393,7 +393,7 @@ mod tests {
     fn bound_pods_share_a_reservation_apart_from_its_time() {
         let (store, mut writer) = store();
         let reserved = |name: &str, until: u64| {
-            let mut pod = raw(name, GPU(), json!({}));
+            let mut pod = raw(name, &GPU(), &json!({}));
             let note = json!({"until": until, "nodes": {"n": [{"resource": "r", "units": 1, "device": "d"}]}});
             pod.metadata.annotations =
                 Some([(cleave_api::placement::PLACEMENT_ANNOTATION.to_owned(), note.to_string())].into());

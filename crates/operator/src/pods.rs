@@ -382,6 +382,13 @@ fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
     claims.into_iter().collect()
 }
 
+/// Returns whether a pod runs or can still run.
+pub(crate) fn is_living(pod: &PodObject) -> bool {
+    let ended = matches!(pod.status.phase.as_str(), "Succeeded" | "Failed");
+    // A pod that is deleted before it is bound never runs.
+    !ended && (pod.node().is_some() || pod.metadata.deletion_timestamp.is_none())
+}
+
 /// Converts a pod for planning. Returns `None` if the pod has ended, requests no GPU resources, or
 /// may not be scheduled yet. Call [`PodObject::trim`] first.
 pub fn claimant(pod: &PodObject) -> Option<Claimant> {

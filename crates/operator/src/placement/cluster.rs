@@ -16,8 +16,8 @@ use crate::rollout::Hosts;
 /// The cluster's objects, as the watches last reported them.
 #[derive(Debug, Clone, Default)]
 pub struct Cluster {
-    /// Pods that have not ended, trimmed by [`PodObject::trim`]. Empty in the operator, which passes
-    /// changes of pods to [`super::Gatekeeper::reconcile_changes`].
+    /// Pods that have not ended, trimmed by [`PodObject::trim`]. Empty in the operator, which
+    /// passes changes of pods to [`super::Gatekeeper::reconcile_changes`].
     pub pods: Vec<Arc<PodObject>>,
     /// The cluster's nodes.
     pub nodes: Vec<Arc<NodeObject>>,
@@ -60,13 +60,6 @@ pub(super) struct Input<'a> {
     /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
     pub(super) demand: &'a BTreeMap<String, WaitingPod>,
     pub(super) now: Now,
-}
-
-/// Returns whether a pod runs or can still run.
-pub(super) fn is_living(pod: &PodObject) -> bool {
-    let ended = matches!(pod.status.phase.as_str(), "Succeeded" | "Failed");
-    // A pod that is deleted before it is bound never runs.
-    !ended && (pod.node().is_some() || pod.metadata.deletion_timestamp.is_none())
 }
 
 /// Returns whether a pod has no gate and is neither bound nor deleted.

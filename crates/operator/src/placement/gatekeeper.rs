@@ -295,7 +295,12 @@ impl Gatekeeper {
         }
         let settling = self.next_reservation.saturating_sub(now.up);
         if settling.is_zero() {
-            self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
+            self.update_preemption(&mut ledger, &waiting, &input, &mut actions);
+            if waiting.is_empty() {
+                self.growth.add_reports(&[], now.up, &mut actions);
+            } else {
+                self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
+            }
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             actions.releases.extend(self.unanswered.releases_to_retry(&ledger, now).take(room));
             actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.reported());
@@ -462,11 +467,6 @@ impl Gatekeeper {
         actions: &mut Actions,
     ) {
         let up = input.now.up;
-        self.update_preemption(ledger, &waiting, input, actions);
-        if waiting.is_empty() {
-            self.growth.add_reports(&[], up, actions);
-            return;
-        }
         let (expires, unschedulable_after) = (claims::expiry(input.now), self.unschedulable_after);
         let Self { agent_labels, chooser, nodes, claims, queue, rollout, stranded, .. } = self;
         let tracker = input.tracker;

@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use cleave_plan::scheduling::PODS_RESOURCE;
 
-use super::cluster::is_living;
 use crate::pod_store::PodChanges;
-use crate::pods::{PodObject, full_name};
+use crate::pods::{PodObject, full_name, is_living};
 
 /// The pods of the previous reconcile.
 ///

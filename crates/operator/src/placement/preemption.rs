@@ -157,8 +157,8 @@ impl<'a> PreemptionSearch<'a> {
         let nominated = ledger.nominations().get(name);
         let scope = self.preemptors.search_scope(name, self.up);
         let key = search.key(candidate);
-        // The scheduler may refuse the node, because the volume cannot be created there. The evictions
-        // would be in vain.
+        // The scheduler may refuse the node, because the volume cannot be created there. The
+        // evictions would be in vain.
         if key.has_unbound_volume() {
             return SearchResult::Impossible;
         }

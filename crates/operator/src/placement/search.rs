@@ -237,8 +237,8 @@ impl<'a> PlacementSearch<'a> {
         let is_evaluated = !pod.spec.particular && !pod.spec.rules.are_too_many() && !key.has_unbound_volume();
         let most = if is_evaluated { 1 } else { MAX_RELEASE_NODES };
         let has_room = |node: &str| self.has_room(node, candidate);
-        // A pod without a node has no allocations. Those of an earlier pod with its name would count
-        // as its own, and would end its reservation.
+        // A pod without a node has no allocations. Those of an earlier pod with its name would
+        // count as its own, and would end its reservation.
         let waits_for_predecessor = Cell::new(false);
         let is_free_of_predecessor = |node: &str| {
             let lists = ledger.has_allocations(node, name);

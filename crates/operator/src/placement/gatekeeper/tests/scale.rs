@@ -198,7 +198,11 @@ fn measure_memory(what: &str, shares: bool, count: usize) {
     }
     writer.apply(Event::InitDone);
     let used = resident() - before;
-    println!("{what}: {:.0} bytes a pod, {:.0} MiB in all", used / count as f64, used / MIB);
+    println!(
+        "{what}: {:.0} bytes a pod, {:.0} MiB in all",
+        used / f64::from(u32::try_from(count).unwrap()),
+        used / MIB
+    );
     assert_eq!(store.state().len(), count);
 }
 

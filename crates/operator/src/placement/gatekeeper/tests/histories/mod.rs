@@ -69,7 +69,7 @@ enum Step {
     Cordon(usize, bool),
     Taint(usize, usize),
     Untaint(usize),
-    /// A node becomes NotReady, or Ready.
+    /// A node becomes `NotReady`, or `Ready`.
     Down(usize, bool),
     RemoveNode(usize),
     AddNode(usize),
@@ -213,7 +213,7 @@ impl World {
         let end = begin + seconds;
         while self.simulation.now < end {
             self.simulation.now = (self.simulation.now + 5).min(end);
-            if (self.simulation.now - begin) % 30 == 0 {
+            if (self.simulation.now - begin).is_multiple_of(30) {
                 self.report_nodes();
             }
             self.simulation.run_kubelets();

@@ -231,7 +231,8 @@ impl Operator {
             }
         }
         let retry = (!complete).then_some(simulation.now + RETRY_DELAY);
-        let requeue = actions.requeue.map(|delay| simulation.now + delay.as_millis().div_ceil(1000) as u64);
+        let requeue =
+            actions.requeue.map(|delay| simulation.now + delay.as_secs() + u64::from(delay.subsec_nanos() > 0));
         let more = actions.more.then_some(simulation.now);
         self.due = [retry, requeue, more].into_iter().flatten().min();
         self.last = actions;

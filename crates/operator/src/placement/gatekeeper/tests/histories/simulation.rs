@@ -132,9 +132,9 @@ impl Simulation {
 
     /// Adds a node. Its zone follows from its number.
     pub(super) fn add_node(&mut self, gpus: usize) {
-        let number = self.api.nodes.len() as u32;
-        let name =
-            (0..).map(|more| format!("n{}", number + more)).find(|name| !self.api.nodes.contains_key(name)).unwrap();
+        let number = self.api.nodes.len();
+        let free = |number: &usize| !self.api.nodes.contains_key(&format!("n{number}"));
+        let name = format!("n{}", (number..=2 * number).find(free).unwrap());
         let serial = self.next();
         self.api = std::mem::take(&mut self.api).node(&name, &vec![0; gpus]);
         let digit = usize::from(name.as_bytes()[1] - b'0');
@@ -255,7 +255,8 @@ impl Simulation {
         } else {
             let grace = 1 + seconds % 30;
             self.ending.insert(uid, self.now + grace);
-            let at = jiff::Timestamp::from_second((EPOCH + self.now + grace) as i64).unwrap().to_string();
+            let at =
+                jiff::Timestamp::from_second(i64::try_from(EPOCH + self.now + grace).unwrap()).unwrap().to_string();
             self.api.change(|api| &mut api.pods, name, |pod| pod["metadata"]["deletionTimestamp"] = json!(at));
         }
     }
