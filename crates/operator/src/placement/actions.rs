@@ -78,6 +78,9 @@ pub struct Report {
     pub message: Option<String>,
 }
 
+/// Time after which waiting pods are examined again although nothing has woken the gate.
+const WAITING_RECHECK_TIME: Duration = Duration::from_secs(5);
+
 /// What one reconcile decides.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Actions {
@@ -112,6 +115,13 @@ impl Actions {
     pub(super) fn requeue_in(&mut self, time: Duration) {
         self.requeue = Some(self.requeue.map_or(time, |requeue| requeue.min(time)));
     }
+
+    /// Returns the delay before the next reconcile, if no change wakes the gate earlier. A change of
+    /// a pod without GPUs wakes nobody, but may free CPU, or affect rules of a waiting pod.
+    pub(super) fn delay(&self) -> Option<Duration> {
+        let recheck = (!self.waiting.is_empty()).then_some(WAITING_RECHECK_TIME);
+        self.requeue.into_iter().chain(recheck).min()
+    }
 }
 
 /// The nodes that a pod is released to.
@@ -126,4 +136,22 @@ pub(super) enum Destination<'a> {
     /// Nodes whose GPUs are large enough for the largest of these requests. No GPU of the cluster
     /// is large enough.
     LargerGpus(&'a [DeviceRequest]),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policies::demand::Reason;
+
+    #[test]
+    fn waiting_pods_are_examined_again_although_nothing_wakes_the_gate() {
+        let mut actions = Actions::default();
+        assert_eq!(actions.delay(), None, "no pod waits");
+        actions.waiting.insert("team/a".to_owned(), WaitingPod { reason: Reason::NoRoom, message: String::new() });
+        assert_eq!(actions.delay(), Some(WAITING_RECHECK_TIME));
+        for (requeue, delay) in [(2, 2), (60, 5)] {
+            actions.requeue = Some(Duration::from_secs(requeue));
+            assert_eq!(actions.delay(), Some(Duration::from_secs(delay)));
+        }
+    }
 }

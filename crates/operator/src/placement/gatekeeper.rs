@@ -184,8 +184,9 @@ impl Gatekeeper {
     /// Records the result of an eviction for a pod of higher priority.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &Evicted, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
-        if *result == Evicted::Done {
-            self.preemptors.record_eviction(&eviction.preemptor, up);
+        // A pod that is not found has ended, so its eviction is not needed.
+        if *result != Evicted::NotFound {
+            self.preemptors.record_eviction(&eviction.preemptor, *result == Evicted::Done, up);
         }
     }
 

@@ -50,8 +50,11 @@ pub(super) struct Preemptors {
 #[derive(Debug)]
 struct Rounds {
     count: u32,
-    /// The last evictions.
-    last: Duration,
+    /// The reconcile that decided the last evictions.
+    reconcile: u64,
+    /// Whether one of the last evictions did not succeed. The next evictions complete the round, so
+    /// they are neither counted nor delayed.
+    is_incomplete: bool,
     /// No pods are evicted for the pod before this time.
     until: Duration,
 }
@@ -194,14 +197,20 @@ impl Preemptors {
         self.waiting.insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, hopeless });
     }
 
-    /// Records that a pod was evicted for a waiting pod.
-    pub(super) fn record_eviction(&mut self, preemptor: &str, up: Duration) {
-        let new = Rounds { count: 0, last: Duration::MAX, until: Duration::ZERO };
+    /// Records an eviction for a waiting pod. The evictions of one reconcile are one round.
+    pub(super) fn record_eviction(&mut self, preemptor: &str, succeeded: bool, up: Duration) {
+        let new = Rounds { count: 0, reconcile: 0, is_incomplete: false, until: Duration::ZERO };
         let rounds = self.rounds.entry(preemptor.to_owned()).or_insert(new);
-        if rounds.last == up {
+        if !succeeded {
+            rounds.is_incomplete = true;
             return;
         }
-        (rounds.count, rounds.last) = (rounds.count.saturating_add(1), up);
+        let is_counted = rounds.reconcile == self.reconciles;
+        rounds.reconcile = self.reconciles;
+        if is_counted || std::mem::take(&mut rounds.is_incomplete) {
+            return;
+        }
+        rounds.count = rounds.count.saturating_add(1);
         if let Some(more) = rounds.count.checked_sub(FREE_ROUNDS) {
             let delay = FIRST_ROUND_DELAY.saturating_mul(2_u32.saturating_pow(more)).min(MAX_ROUND_DELAY);
             rounds.until = up.saturating_add(delay);
@@ -210,7 +219,7 @@ impl Preemptors {
 
     /// Returns whether no pods are evicted for a pod now, because earlier evictions were in vain.
     pub(super) fn is_delayed(&self, pod: &str, up: Duration) -> bool {
-        self.rounds.get(pod).is_some_and(|rounds| rounds.until > up)
+        self.rounds.get(pod).is_some_and(|rounds| !rounds.is_incomplete && rounds.until > up)
     }
 
     /// Records that the pod must wait for its turn.
@@ -225,8 +234,10 @@ impl Preemptors {
         actions.more |= self.is_deferred;
         actions.awaits_budgets = !self.waiting.is_empty();
         let rechecks = self.waiting.values().filter_map(|one| one.hopeless).map(|hopeless| hopeless.until);
-        let delays = self.rounds.values().map(|rounds| rounds.until).filter(|until| *until > up);
-        if let Some(recheck) = rechecks.chain(delays).min() {
+        let delays = self.rounds.values().map(|rounds| rounds.until);
+        // This reconcile has searched again for a pod whose recheck is due, or the pod waits for
+        // something else.
+        if let Some(recheck) = rechecks.chain(delays).filter(|until| *until > up).min() {
             actions.requeue_in(recheck.saturating_sub(up));
         }
     }

@@ -140,7 +140,7 @@ impl Controller for Gate {
         }
         let retry = (!released || !evicted || !reported || !none_stranded).then_some(RETRY_DELAY);
         let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
-        actions.requeue.into_iter().chain(retry).chain(events).min()
+        actions.delay().into_iter().chain(retry).chain(events).min()
     }
 }
 

@@ -288,6 +288,44 @@ fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
 }
 
 #[test]
+fn a_round_of_many_evictions_counts_once_and_is_completed_after_throttling() {
+    let mut world = TestCluster::default().node("n1", &[0]);
+    let mut reality = ActualAllocations::default();
+    for index in 0..5 {
+        let name = format!("low-{index}");
+        world = world.pod_with(&name, 2, json!({"nodeName": "n1", "schedulingGates": []}));
+        reality.given.insert(format!("team/{name}"), ("n1-GPU-0".into(), 2));
+    }
+    reality.report_on(&mut world, 1);
+    let mut world = world.pod_with("high", 10, json!({"priority": 9}));
+    let mut keeper = Gatekeeper::default();
+    let evictions = reconcile(&mut keeper, &world, 0).evictions;
+    let (throttled, accepted) = evictions.split_last().unwrap();
+    assert_eq!(accepted.len(), 4);
+    for (index, eviction) in (1..).zip(accepted) {
+        keeper.record_eviction(eviction, &Evicted::Done, Duration::from_millis(index));
+        let deleted = json!("2026-01-01T00:00:00Z");
+        world.change(|world| &mut world.pods, &eviction.pod, |pod| pod["metadata"]["deletionTimestamp"] = deleted);
+    }
+    keeper.record_eviction(throttled, &Evicted::Throttled(seconds(1)), Duration::from_millis(5));
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 2)), [throttled.pod.as_str()]);
+    assert!(keeper.ledger().unwrap().nominations().contains_key("team/high"));
+}
+
+#[test]
+fn a_search_that_helps_nobody_any_more_does_not_repeat_reconciles_without_a_delay() {
+    let mut world = with_pods_that_no_eviction_helps(node_with_cpus_that_no_eviction_frees(), 1);
+    let mut keeper = Gatekeeper::default();
+    assert_eq!(reconcile(&mut keeper, &world, 0).preemption_searches, 1);
+    // No pod of lower priority is left.
+    world.pods.remove("team/low");
+    reconcile(&mut keeper, &world, 1);
+    for second in [61, 62] {
+        assert_ne!(reconcile(&mut keeper, &world, second).requeue, Some(Duration::ZERO), "second {second}");
+    }
+}
+
+#[test]
 fn a_pod_of_lower_priority_does_not_use_cpu_that_is_nominated() {
     let (world, _) = busy_node("6");
     // Two of eight CPUs are free.
