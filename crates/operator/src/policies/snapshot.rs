@@ -31,10 +31,10 @@ use crate::policies::validate::{InstanceShare, ShareSize};
 use crate::read::{Node, Observed};
 
 /// Maximum time for a node to reach its desired state, unless the policy sets `dynamic.timeout`.
-pub const DEADLINE: Duration = Duration::from_secs(30);
+pub const DEFAULT_APPLY_DEADLINE: Duration = Duration::from_secs(30);
 /// Minimum deadline, even if `dynamic.timeout` is shorter. Creating one MIG instance takes a
 /// second.
-const MIN_DEADLINE: Duration = Duration::from_secs(5);
+const MIN_APPLY_DEADLINE: Duration = Duration::from_secs(5);
 /// Time for which a GPU remains unchanged after it failed to reach a partition: the first and the
 /// maximum backoff.
 const FAILURE_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
@@ -128,7 +128,7 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
 /// Returns the maximum time for a node to reach its desired state.
 fn deadline(plan: &Plan, node: &str) -> Duration {
     let timeout = plan.demand.get(node).into_iter().flatten().find_map(|(_, by_demand)| by_demand.gathering.timeout);
-    timeout.unwrap_or(DEADLINE).max(MIN_DEADLINE)
+    timeout.unwrap_or(DEFAULT_APPLY_DEADLINE).max(MIN_APPLY_DEADLINE)
 }
 
 /// Returns the agent's message about the pods that block a GPU's change, with a leading colon.
