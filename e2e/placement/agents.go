@@ -91,8 +91,8 @@ func (m *machine) allocate(pod string, gpu, shares int) bool {
 	return true
 }
 
-// release frees a pod's allocation. It returns false if the pod has none.
-func (m *machine) release(pod string) bool {
+// free frees a pod's allocation. It returns false if the pod has none.
+func (m *machine) free(pod string) bool {
 	h, ok := m.held[pod]
 	for _, id := range h.ids {
 		m.used[h.gpu][id] = false
@@ -204,7 +204,7 @@ func (a *agents) recordBinding(pod, node, annotation string, shares int) {
 func (a *agents) recordDeletion(pod, node string) {
 	a.mutex.Lock()
 	defer a.mutex.Unlock()
-	if index, ok := a.names[node]; ok && a.nodes[index].release(pod) {
+	if index, ok := a.names[node]; ok && a.nodes[index].free(pod) {
 		a.scheduleWrite(index, 0)
 	}
 }

@@ -169,7 +169,7 @@ func (f *fleet) allocateShares(pods []corev1.Pod) {
 	for _, node := range f.nodes {
 		for pod := range node.machine.held {
 			if !present[pod] {
-				node.machine.release(pod)
+				node.machine.free(pod)
 			}
 		}
 	}

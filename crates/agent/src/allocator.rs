@@ -29,7 +29,7 @@ const CDI_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum time that a request waits for the API server to report its pod. The API server reports a
 /// pod to the kubelet and the agent at the same time. The kubelet's request may therefore arrive
 /// before the agent knows the pod.
-pub(crate) const MAX_POD_WAIT: Duration = Duration::from_secs(2);
+pub(crate) const POD_KNOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Maximum number of unpublished events in the table. More events would add no information.
 pub(crate) const MAX_UNPUBLISHED_EVENTS: usize = 16;
@@ -62,13 +62,13 @@ impl Allocator {
         self.pending_changes.send_replace(());
     }
 
-    /// Waits until a known pod has a request of this size, for at most [`MAX_POD_WAIT`].
+    /// Waits until a known pod has a request of this size, for at most [`POD_KNOWN_TIMEOUT`].
     pub async fn wait_for_pod(&self, resource: &str, units: u32) {
         let mut changes = self.pending_changes.subscribe();
         let known = async {
             while !self.table().pending.expects_request(resource, units) && changes.changed().await.is_ok() {}
         };
-        if tokio::time::timeout(MAX_POD_WAIT, known).await.is_ok() {
+        if tokio::time::timeout(POD_KNOWN_TIMEOUT, known).await.is_ok() {
             self.metrics.count_pod_wait(true);
             return;
         }

@@ -37,7 +37,8 @@ pub struct Checkpoint {
     pub layouts: BTreeMap<String, Layout>,
     /// Allocations that have not ended.
     pub allocations: Vec<Allocation>,
-    /// GPUs that a spec has partitioned by MIG. A GPU becomes whole again when no spec names it.
+    /// GPUs that a spec has partitioned by MIG. A GPU becomes whole again when the spec no longer
+    /// lists it.
     #[serde(default, rename = "cut")]
     pub mig_partitioned: BTreeSet<String>,
     /// Recorded faults of GPUs in this boot, by UUID.

@@ -168,7 +168,7 @@ mod tests {
     use crate::allocation::pending::{BoundPod, ContainerRequest, PendingAllocations};
     use crate::allocation::table::AllocationTable;
     use crate::allocator::tests::allocator;
-    use crate::allocator::{MAX_POD_WAIT, MAX_UNPUBLISHED_EVENTS};
+    use crate::allocator::{MAX_UNPUBLISHED_EVENTS, POD_KNOWN_TIMEOUT};
 
     const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
@@ -242,7 +242,11 @@ mod tests {
         assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
         let _ = served.allocate(&chosen).unwrap();
         served.wait_for_pod(&request).unwrap().await;
-        assert_eq!(started.elapsed(), MAX_POD_WAIT, "no second pod of that size is reported, so the wait times out");
+        assert_eq!(
+            started.elapsed(),
+            POD_KNOWN_TIMEOUT,
+            "no second pod of that size is reported, so the wait times out"
+        );
     }
 
     #[test]

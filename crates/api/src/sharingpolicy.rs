@@ -299,13 +299,13 @@ pub enum ComputeMode {
     Default,
 }
 
-/// Whether MPS slices are created when pods request them.
+/// Whether sized slices are created when pods request them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum MpsSizes {
     /// A fixed number of equal shares.
     #[default]
     Fixed,
-    /// Slices of G GiB, created when pods request them.
+    /// Sized slices, created when pods request them.
     Dynamic,
 }
 
@@ -458,8 +458,8 @@ fn nodes_or_percentage(_: &mut SchemaGenerator) -> Schema {
 /// What happens to the other nodes when a node fails to apply a change.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum OnFailure {
-    /// No further node changes until the failed nodes are repaired or cordoned, or the policy is
-    /// changed back.
+    /// The other nodes do not change until the failed nodes are repaired or cordoned, or the policy
+    /// is changed back.
     #[default]
     Stop,
     /// The other nodes change.

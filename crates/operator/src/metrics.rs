@@ -204,7 +204,7 @@ impl Metrics {
         );
         registry.register(
             "mps_hosts_outdated",
-            "MPS hosts of an older revision than the newest of their DaemonSet",
+            "MPS hosts that do not run the newest revision of their DaemonSet",
             self.hosts_outdated.clone(),
         );
         registry.register(
@@ -293,8 +293,7 @@ mod tests {
         metrics.fragmentation.set(1.0);
         let mut registry = Registry::default();
         metrics.register(&mut registry);
-        // The gauges with a value other than zero.
-        let set = || {
+        let nonzero_gauges = || {
             let mut text = String::new();
             encode(&mut text, &registry).unwrap();
             let gauge = |line: &str| Some(line.strip_prefix("# TYPE ")?.strip_suffix(" gauge")?.to_owned());
@@ -306,10 +305,10 @@ mod tests {
                 .map(|(name, _)| name.to_owned())
                 .collect::<Vec<String>>()
         };
-        assert_eq!(set().len(), 9, "{:?}", set());
+        assert_eq!(nonzero_gauges().len(), 9, "{:?}", nonzero_gauges());
         metrics.reset_passes();
         metrics.reset_placement();
-        assert_eq!(set(), Vec::<String>::new());
+        assert_eq!(nonzero_gauges(), Vec::<String>::new());
     }
 
     #[test]

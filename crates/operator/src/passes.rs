@@ -341,7 +341,7 @@ impl Passes {
             });
             self.count_write("SharingPolicy", done, &mut all);
             if done {
-                self.publish(&update, observed).await;
+                self.publish_policy_events(&update, observed).await;
                 let written = WrittenStatus { from: update.from, status: update.status };
                 self.written.insert(update.policy, written);
             }
@@ -388,7 +388,7 @@ impl Passes {
     }
 
     /// Publishes Events about a policy's conditions that changed. Does not retry failed Events.
-    async fn publish(&self, update: &status::Update, observed: &Observed) {
+    async fn publish_policy_events(&self, update: &status::Update, observed: &Observed) {
         let Some(Ok(policy)) = observed.policies.get(&update.policy) else { return };
         let regarding: ObjectReference = policy.object_ref(&());
         for event in update.changed.iter().filter_map(status::event) {

@@ -70,9 +70,9 @@ type SliceKey<'a> = (Option<u32>, &'a str, Option<&'a str>);
 type ResourceKey<'a> = (&'a str, &'a str, &'a str);
 
 /// Returns the numbers of equal slices.
-fn count_slices(slices: &[Slice], of: impl Fn(&Slice) -> bool) -> BTreeMap<SliceKey<'_>, u64> {
+fn count_slices(slices: &[Slice], is_counted: impl Fn(&Slice) -> bool) -> BTreeMap<SliceKey<'_>, u64> {
     let mut all = BTreeMap::new();
-    for slice in slices.iter().filter(|slice| of(slice) && slice.count > 0) {
+    for slice in slices.iter().filter(|slice| is_counted(slice) && slice.count > 0) {
         *all.entry((slice.placement, slice.resource.as_str(), slice.profile.as_deref())).or_default() +=
             u64::from(slice.count);
     }

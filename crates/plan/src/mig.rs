@@ -90,7 +90,8 @@ struct ProfileEntry {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProfileTable {
     entries: Vec<ProfileEntry>,
-    /// Distinct sizes with their starts. Used to estimate the value of free room.
+    /// Distinct sizes of profiles, in memory slices, each with the slices at which it can start.
+    /// Used to estimate the value of free room.
     shapes: Vec<(u8, Vec<u8>)>,
     slices: u32,
     compute: u32,
@@ -493,7 +494,7 @@ mod tests {
     /// Returns all layouts that have no room for another instance. The enumeration is independent
     /// of the search.
     fn full_layouts(table: &ProfileTable) -> Vec<Vec<Instance>> {
-        fn add_instances(
+        fn collect_layouts(
             table: &ProfileTable,
             from: &[Instance],
             chosen: &mut Vec<Instance>,
@@ -502,7 +503,7 @@ mod tests {
             for (at, &next) in from.iter().enumerate() {
                 chosen.push(next);
                 if table.combined_mask(chosen).is_some() {
-                    add_instances(table, &from[at + 1..], chosen, all);
+                    collect_layouts(table, &from[at + 1..], chosen, all);
                 }
                 chosen.pop();
             }
@@ -515,7 +516,7 @@ mod tests {
             }
         }
         let mut all = Vec::new();
-        add_instances(table, &instances, &mut Vec::new(), &mut all);
+        collect_layouts(table, &instances, &mut Vec::new(), &mut all);
         all
     }
 

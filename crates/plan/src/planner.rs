@@ -207,14 +207,14 @@ fn smallest_usage(states: &States, demand: &GpuDemand) -> GpuUsage {
 }
 
 /// Returns the node that represents all nodes joined with this node.
-fn leader_of(leader: &mut [u32], of: u32) -> u32 {
-    let mut at = of;
+fn leader_of(leader: &mut [u32], node: u32) -> u32 {
+    let mut at = node;
     while let Some(&next) = leader.get(at as usize)
         && next != at
     {
         at = next;
     }
-    if let Some(slot) = leader.get_mut(of as usize) {
+    if let Some(slot) = leader.get_mut(node as usize) {
         *slot = at;
     }
     at

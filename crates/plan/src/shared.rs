@@ -33,15 +33,15 @@ impl<T: Clone> DerefMut for Shared<T> {
 pub struct Interner<T: ?Sized> {
     values: HashSet<Arc<T>>,
     /// Number of values at which unused values are dropped.
-    limit: usize,
+    cleanup_threshold: usize,
 }
 
 /// Number of values below which unused values are kept.
-const MIN_LIMIT: usize = 256;
+const MIN_CLEANUP_THRESHOLD: usize = 256;
 
 impl<T: ?Sized> Default for Interner<T> {
     fn default() -> Self {
-        Self { values: HashSet::new(), limit: MIN_LIMIT }
+        Self { values: HashSet::new(), cleanup_threshold: MIN_CLEANUP_THRESHOLD }
     }
 }
 
@@ -52,11 +52,11 @@ impl<T: ?Sized + Eq + Hash> Interner<T> {
             *value = Arc::clone(known);
             return;
         }
-        if self.values.len() >= self.limit {
+        if self.values.len() >= self.cleanup_threshold {
             self.values.retain(|value| Arc::strong_count(value) > 1);
             // Dropping scans all values, so it must not become due again soon.
-            self.limit = self.values.len().saturating_mul(2).max(MIN_LIMIT);
-            self.values.shrink_to(self.limit);
+            self.cleanup_threshold = self.values.len().saturating_mul(2).max(MIN_CLEANUP_THRESHOLD);
+            self.values.shrink_to(self.cleanup_threshold);
         }
         self.values.insert(Arc::clone(value));
     }
@@ -97,7 +97,7 @@ mod tests {
         for number in 0..100_000 {
             interner.intern(&mut Arc::from(number.to_string()));
         }
-        assert!(interner.count() <= MIN_LIMIT, "{} values are kept", interner.count());
+        assert!(interner.count() <= MIN_CLEANUP_THRESHOLD, "{} values are kept", interner.count());
         let mut again = Arc::from("kept");
         interner.intern(&mut again);
         assert!(Arc::ptr_eq(&kept, &again));

@@ -222,22 +222,21 @@ fn max_placed_by_priority(snapshot: &Snapshot) -> Vec<u32> {
         }
         reachable = next;
     }
-    // The set of pods of each priority.
-    let of = |level: &i32| {
+    let pods_of = |level: &i32| {
         let pods = snapshot.pods.iter().enumerate().filter(|(_, pod)| pod.priority == *level);
         pods.fold(0_usize, |set, (pod, _)| set | (1 << pod))
     };
-    let levels: Vec<usize> = priorities_highest_first(snapshot).iter().map(of).collect();
+    let levels: Vec<usize> = priorities_highest_first(snapshot).iter().map(pods_of).collect();
     let counts = |set: usize| -> Vec<u32> { levels.iter().map(|level| (set & level).count_ones()).collect() };
     (0..sets).filter(|&set| reachable[set]).map(counts).max().expect("nothing is always possible")
 }
 
 fn placed_by_priority(snapshot: &Snapshot, plan: &Plan) -> Vec<u32> {
-    let of = |level: &i32| {
-        let is = |name: &str| snapshot.pods.iter().any(|pod| pod.name == name && pod.priority == *level);
-        u32::try_from(plan.placements.iter().filter(|placement| is(&placement.pod)).count()).expect("few")
+    let count_placed = |level: &i32| {
+        let has_level = |name: &str| snapshot.pods.iter().any(|pod| pod.name == name && pod.priority == *level);
+        u32::try_from(plan.placements.iter().filter(|placement| has_level(&placement.pod)).count()).expect("few")
     };
-    priorities_highest_first(snapshot).iter().map(of).collect()
+    priorities_highest_first(snapshot).iter().map(count_placed).collect()
 }
 
 fn run_campaign(name: &str, instances: u64, campaign: CampaignSettings) -> (u64, u64) {

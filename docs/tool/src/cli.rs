@@ -63,7 +63,7 @@ fn is_internal(command: &Command) -> bool {
     command.is_hide_set()
 }
 
-/// Returns one line for each command.
+/// Returns a table with one row for each command.
 fn summary_table(commands: &[(String, Command)]) -> String {
     let row = |(name, command): &(String, Command)| {
         let about = command.get_about().map(ToString::to_string).unwrap_or_default();

@@ -375,7 +375,7 @@ impl MigProgress {
             }
         };
         let not_before = pause.and_then(|pause| now.checked_add(pause));
-        let warning = is_news.then(|| format!("GPU {gpu}: {change}: {why}"));
+        let warning = is_news.then(|| format!("GPU {gpu}: cannot {change}: {why}"));
         let reason = if matches!(outcome, ChangeOutcome::Busy(_)) { STEP_IN_USE } else { "" };
         self.attempts.push(FailedChange {
             change: change.clone(),

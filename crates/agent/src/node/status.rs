@@ -63,7 +63,7 @@ pub struct StatusInput<'a> {
     pub spec: Option<&'a (i64, GpuNodeSpec)>,
     /// Whether the node matches the spec.
     pub applied: bool,
-    /// How each GPU is served, by UUID.
+    /// Layout of each GPU, by UUID.
     pub layouts: &'a BTreeMap<String, Layout>,
     /// The device lists for the kubelet.
     pub lists: &'a BTreeMap<ResourceName, DeviceList>,

@@ -218,7 +218,7 @@ mod tests {
     /// Returns the seconds from the start of a pod's termination to its deadline. Returns `None` if
     /// no termination of the pod is known.
     fn seconds_left(terminating: &TerminatingPods, name: &str) -> Option<u64> {
-        let (found, leaving) = terminating.find(&[format!("uid-{name}")], None)?;
+        let (found, leaving) = terminating.find_terminating(&[format!("uid-{name}")], None)?;
         assert_eq!(found, format!("ns/{name}"));
         Some((leaving.end.saturating_duration_since(leaving.since)).as_secs())
     }

@@ -74,7 +74,7 @@ fn clients_of_terminating_pods(
         for client in &daemon.clients {
             let key = ClientKey { device: device.clone(), pid: client.pid };
             let uids = before.remove(&key).unwrap_or_else(|| process::pods_of(client.pid));
-            if let Some((pod, deadlines)) = pods.find(&uids, client.allocation.as_deref())
+            if let Some((pod, deadlines)) = pods.find_terminating(&uids, client.allocation.as_deref())
                 && let Some(LiveProcess { survives_sigterm, stopped }) = LiveProcess::read(client.pid)
             {
                 found.push(Client { key: key.clone(), pod: pod.to_owned(), deadlines, survives_sigterm, stopped });

@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     fn client(pods: &TerminatingPods, uid: &str, device: &str, pid: u32, survives_sigterm: bool) -> Option<Client> {
-        let (pod, deadlines) = pods.find(&[uid.to_owned()], None)?;
+        let (pod, deadlines) = pods.find_terminating(&[uid.to_owned()], None)?;
         let key = ClientKey { device: device.into(), pid };
         Some(Client { key, pod: pod.to_owned(), deadlines, survives_sigterm, stopped: false })
     }
@@ -391,7 +391,7 @@ mod tests {
                 }
                 loop {
                     let client = |index: usize| {
-                        let (pod, deadlines) = pods.find(&[name(index / 2)], None)?;
+                        let (pod, deadlines) = pods.find_terminating(&[name(index / 2)], None)?;
                         let survives_sigterm = index.is_multiple_of(3);
                         let (key, stopped) = (key(index), stopped[index]);
                         Some(Client { key, pod: pod.into(), deadlines, survives_sigterm, stopped })
@@ -425,7 +425,7 @@ mod tests {
                     }
                 }
                 for index in 0..12 {
-                    let found = pods.find(&[name(index / 2)], None);
+                    let found = pods.find_terminating(&[name(index / 2)], None);
                     let due = found.map(|(_, deadlines)| deadlines.terminate_at(index.is_multiple_of(3)));
                     // A client is overdue from the first step at which it is due.
                     let since = overdue_since[index].or(due.filter(|due| *due <= now).map(|_| now));

@@ -178,7 +178,7 @@ impl TerminatingPods {
     /// `uids` are the UIDs of the pods whose cgroups contain the client, outermost first. If `uids`
     /// is empty, the pod is the one to which `allocation` belongs, unless another pod with the same
     /// name does not terminate.
-    pub fn find(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, TerminationDeadlines)> {
+    pub fn find_terminating(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, TerminationDeadlines)> {
         if !uids.is_empty() {
             // The client's pod may be a static pod or a new pod that is not tracked. In this case,
             // a search by allocation could find another pod.
@@ -223,7 +223,7 @@ pub(super) mod tests {
 
     /// Returns the start and end of a pod's termination in milliseconds after `start`.
     fn termination_span_ms(pods: &TerminatingPods, uid: &str, start: Instant) -> Option<(u128, u128)> {
-        let (_, TerminationDeadlines { since, end, .. }) = pods.find(&[uid.to_owned()], None)?;
+        let (_, TerminationDeadlines { since, end, .. }) = pods.find_terminating(&[uid.to_owned()], None)?;
         Some(((since - start).as_millis(), (end - start).as_millis()))
     }
 
@@ -344,7 +344,7 @@ pub(super) mod tests {
         pods.observe(web_pod("first", Some((30, 30))), now);
         let find = |pods: &TerminatingPods, uid: Option<&str>, allocation: Option<&str>| {
             let uids: Vec<String> = uid.map(str::to_owned).into_iter().collect();
-            pods.find(&uids, allocation).map(|(name, _)| name.to_owned())
+            pods.find_terminating(&uids, allocation).map(|(name, _)| name.to_owned())
         };
         assert_eq!(find(&pods, None, Some(&a)), Some("ns/a".into()));
         assert_eq!(find(&pods, Some("a"), Some(&web)), Some("ns/a".into()), "the cgroup takes precedence");

@@ -277,7 +277,7 @@ pub(crate) mod tests {
     /// Returns the end of each pod's termination in seconds after `start`, or `None` if it does not
     /// terminate.
     fn ends_in_seconds(terminating: &TerminatingPods, uids: [&str; 3], start: Instant) -> [Option<u64>; 3] {
-        uids.map(|uid| Some((terminating.find(&[uid.to_owned()], None)?.1.end - start).as_secs()))
+        uids.map(|uid| Some((terminating.find_terminating(&[uid.to_owned()], None)?.1.end - start).as_secs()))
     }
 
     #[test]

@@ -37,7 +37,7 @@ pub struct Node {
     /// Whether all GPUs are healthy. `None` if the agent does not report the condition.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpus_healthy: Option<ConditionValue>,
-    /// GPUs by index.
+    /// GPUs, sorted by index.
     pub gpus: Vec<Gpu>,
 }
 

@@ -17,7 +17,7 @@ use crate::{
 #[tokio::test]
 async fn calls_return_the_resources_answers() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0", "a::1"]))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
 
@@ -51,7 +51,7 @@ async fn calls_return_the_resources_answers() {
 #[tokio::test]
 async fn several_containers_in_one_request_are_answered_in_order() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0", "a::1"]))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
     let mut client = kubelet.client(MPS_RESOURCE).expect("a client");
@@ -123,7 +123,7 @@ async fn next_frame_of_stream(connection: &mut UnixStream, stream: u32) -> (u8, 
 #[tokio::test]
 async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0"]))]);
     let socket = fixture.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
     let exchange = async {
@@ -164,7 +164,7 @@ async fn a_call_with_a_path_as_authority_is_reset_and_its_connection_stays_open(
 #[tokio::test]
 async fn hostile_connections_do_not_affect_the_kubelet() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let _plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::new(&["a::0"]))]);
     let socket = fixture.path().join(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
     let settings = http2_frame(SETTINGS_FRAME, 0, 0, &[]);

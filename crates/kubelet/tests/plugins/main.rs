@@ -92,8 +92,9 @@ impl Resource for TestResource {
     }
 }
 
-fn resources(of: &[(&str, &Arc<TestResource>)]) -> BTreeMap<ResourceName, Arc<dyn Resource>> {
-    of.iter()
+fn resources(named: &[(&str, &Arc<TestResource>)]) -> BTreeMap<ResourceName, Arc<dyn Resource>> {
+    named
+        .iter()
         .map(|(name, shares)| {
             let resource: Arc<dyn Resource> = Arc::clone(shares) as _;
             (ResourceName::parse(name).expect("a name"), resource)
@@ -121,13 +122,13 @@ impl Fixture {
         self.directory.path()
     }
 
-    fn kubelet(&self) -> FakeKubelet {
+    fn start_kubelet(&self) -> FakeKubelet {
         FakeKubelet::start(self.path()).expect("a kubelet")
     }
 
-    fn plugins(&self, of: &[(&str, &Arc<TestResource>)]) -> Plugins {
+    fn plugins(&self, named: &[(&str, &Arc<TestResource>)]) -> Plugins {
         let plugins = Plugins::start(&self.config).expect("plugins");
-        plugins.set(resources(of));
+        plugins.set(resources(named));
         plugins
     }
 

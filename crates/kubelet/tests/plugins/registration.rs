@@ -22,7 +22,7 @@ use crate::{
 #[tokio::test]
 async fn a_resource_is_registered_and_its_devices_are_streamed() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0", "a::1"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0", "a::1"]).await;
@@ -38,7 +38,7 @@ async fn a_resource_is_registered_and_its_devices_are_streamed() {
 #[tokio::test]
 async fn changes_are_streamed_and_the_same_list_is_not() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
@@ -61,7 +61,7 @@ async fn changes_are_streamed_and_the_same_list_is_not() {
 #[tokio::test]
 async fn two_streams_both_see_every_change() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
@@ -78,7 +78,7 @@ async fn two_streams_both_see_every_change() {
 #[tokio::test]
 async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
     let fixture = Fixture::new();
-    let mut kubelet = fixture.kubelet();
+    let mut kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let mut sockets = vec![wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket];
@@ -108,14 +108,14 @@ async fn the_plugin_registers_with_a_kubelet_that_starts_later() {
         state.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == ResourcePhase::WaitingForKubelet)
     };
     assert!(!wait_for_state(&plugins, "waiting", waiting).await.is_ready());
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
 #[tokio::test]
 async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
     let fixture = Fixture::new();
-    let mut kubelet = fixture.kubelet();
+    let mut kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_ready(&plugins).await;
@@ -129,7 +129,7 @@ async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
 #[tokio::test]
 async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
@@ -146,7 +146,7 @@ async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
 #[tokio::test]
 async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let before = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
@@ -167,7 +167,7 @@ async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
 #[tokio::test]
 async fn a_deleted_socket_without_a_stream_is_registered_again() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     kubelet.open_no_stream(1);
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
@@ -184,7 +184,7 @@ async fn the_plugin_registers_at_once_with_a_new_kubelet_after_its_socket_was_re
     let mut fixture = Fixture::new();
     // The plugin must register without this delay: the kubelet admits pods before the delay ends.
     fixture.config.timings.settle = LONGER_THAN_ANY_TEST;
-    let mut kubelet = fixture.kubelet();
+    let mut kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let socket = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
@@ -200,7 +200,7 @@ async fn the_plugin_registers_at_once_with_a_new_kubelet_after_its_socket_was_re
 async fn the_plugin_registers_again_if_the_kubelet_opens_no_stream() {
     let mut fixture = Fixture::new();
     fixture.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_millis(100) };
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     kubelet.open_no_stream(3);
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
@@ -213,7 +213,7 @@ async fn the_plugin_registers_again_if_the_kubelet_opens_no_stream() {
 async fn a_stream_that_the_kubelet_drops_is_restored() {
     let mut fixture = Fixture::new();
     fixture.config.timings.stream = Backoff { first: Duration::from_millis(50), cap: Duration::from_secs(1) };
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
@@ -225,7 +225,7 @@ async fn a_stream_that_the_kubelet_drops_is_restored() {
 async fn a_refused_registration_is_retried_and_reported() {
     let mut fixture = Fixture::new();
     fixture.config.timings.register = Backoff { first: Duration::from_millis(10), cap: Duration::from_millis(20) };
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     kubelet.refuse_registrations(5);
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
@@ -248,7 +248,7 @@ async fn a_refused_registration_is_retried_and_reported() {
 async fn a_kubelet_that_hangs_times_out() {
     let mut fixture = Fixture::new();
     fixture.config.timings.register_deadline = Duration::from_millis(50);
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     kubelet.set_hanging(true);
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
@@ -262,7 +262,7 @@ async fn a_kubelet_that_hangs_times_out() {
 #[tokio::test]
 async fn the_plugin_registers_at_once_with_the_successor_of_a_killed_hanging_kubelet() {
     let fixture = Fixture::new();
-    let mut kubelet = fixture.kubelet();
+    let mut kubelet = fixture.start_kubelet();
     kubelet.set_hanging(true);
     let shares = TestResource::new(&["a::0"]);
     let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
@@ -276,12 +276,12 @@ async fn the_plugin_registers_at_once_with_the_successor_of_a_killed_hanging_kub
 #[tokio::test]
 async fn the_plugin_registers_with_a_new_kubelet_while_the_old_one_hangs() {
     let fixture = Fixture::new();
-    let hanging = fixture.kubelet();
+    let hanging = fixture.start_kubelet();
     hanging.set_hanging(true);
     let shares = TestResource::new(&["a::0"]);
     let _plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_for_kubelet(&hanging, "a registration", |seen| !seen.registrations.is_empty()).await;
-    let next = fixture.kubelet();
+    let next = fixture.start_kubelet();
     wait_until_served(&next, MPS_RESOURCE, &["a::0"]).await;
 }
 
@@ -291,7 +291,7 @@ async fn the_plugin_registers_with_a_new_kubelet_while_the_old_one_hangs() {
 async fn the_plugin_registers_again_only_after_the_kubelet_disconnects() {
     let mut fixture = Fixture::new();
     fixture.config.timings.hang_up = LONGER_THAN_ANY_TEST;
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     kubelet.disconnect_slowly(Duration::from_millis(200));
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], PluginOptions::default()))]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
@@ -309,7 +309,7 @@ async fn the_plugin_registers_again_only_after_the_kubelet_disconnects() {
 #[tokio::test]
 async fn only_changed_options_cause_a_registration() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], PluginOptions::default()))]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     plugins.set(resources(&[(MPS_RESOURCE, &TestResource::with_options(&["b::0", "b::1"], PluginOptions::default()))]));
@@ -324,7 +324,7 @@ async fn only_changed_options_cause_a_registration() {
 #[tokio::test]
 async fn adding_or_removing_a_resource_does_not_disturb_others() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let (mps, slices) = (TestResource::new(&["a::0"]), TestResource::new(&["b::0", "b::1"]));
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &mps)]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
@@ -347,7 +347,7 @@ async fn adding_or_removing_a_resource_does_not_disturb_others() {
 #[tokio::test]
 async fn a_resource_that_is_removed_and_added_at_once_is_served() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
@@ -364,7 +364,7 @@ async fn a_resource_that_is_removed_and_added_at_once_is_served() {
 #[tokio::test]
 async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let (first, second) = (TestResource::new(&["a::0"]), TestResource::new(&["a::0", "a::1"]));
     let one = fixture.plugins(&[(MPS_RESOURCE, &first)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
@@ -380,7 +380,7 @@ async fn a_second_agent_waits_for_the_end_of_the_first_and_reports_it() {
 #[tokio::test]
 async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares), (TIMESLICE_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
@@ -401,7 +401,7 @@ async fn shutdown_ends_streams_removes_sockets_and_releases_the_directory() {
 async fn a_peer_that_never_disconnects_does_not_delay_the_shutdown() {
     let mut fixture = Fixture::new();
     fixture.config.timings.hang_up = Duration::from_millis(50);
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
@@ -463,7 +463,7 @@ async fn the_longest_resource_name_is_served() {
     let domain = [63, 63, 63, 52].map(|n| "a".repeat(n)).join(".");
     let name = format!("{domain}/{}", "b".repeat(63));
     let fixture = Fixture::new();
-    let kubelet = fixture.kubelet();
+    let kubelet = fixture.start_kubelet();
     let _plugins = fixture.plugins(&[(&name, &TestResource::new(&["a::0"]))]);
     wait_until_served(&kubelet, &name, &["a::0"]).await;
 }

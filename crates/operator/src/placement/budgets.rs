@@ -11,7 +11,7 @@ const ALWAYS_ALLOW: &str = "AlwaysAllow";
 /// The cluster's disruption budgets.
 pub(super) struct Budgets<'a> {
     all: Vec<&'a BudgetObject>,
-    /// Indices of the budgets of each namespace.
+    /// Indices in `all` of the budgets of each namespace.
     of_namespace: BTreeMap<&'a str, Vec<usize>>,
 }
 

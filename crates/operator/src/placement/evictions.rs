@@ -26,7 +26,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(600);
 /// instead.
 pub(super) const MAX_UNANSWERED: u32 = 3;
 /// Maximum pause after the API server has limited the rate of requests.
-const MAX_PAUSE: Duration = Duration::from_secs(60);
+const MAX_RATE_LIMIT_PAUSE: Duration = Duration::from_secs(60);
 
 /// Results of earlier evictions. Times are durations since the process started.
 #[derive(Debug, Default)]
@@ -61,7 +61,7 @@ impl EvictionRecords {
             }
             Evicted::Protected(_) | Evicted::Refused(_) => self.avoid(uid, up),
             Evicted::Throttled(after) => {
-                self.paused_until = self.paused_until.max(up.saturating_add((*after).min(MAX_PAUSE)));
+                self.paused_until = self.paused_until.max(up.saturating_add((*after).min(MAX_RATE_LIMIT_PAUSE)));
                 self.record_unanswered(uid, up);
             }
             Evicted::Failed(_) => self.record_unanswered(uid, up),
@@ -212,6 +212,6 @@ mod tests {
         assert_eq!(records.deadlines(UPTIME).min(), Some(Duration::from_secs(3)));
         assert!(!records.is_paused(UPTIME + Duration::from_secs(3)));
         records.record("u", &Evicted::Throttled(Duration::from_secs(9999)), UPTIME);
-        assert!(!records.is_paused(UPTIME + MAX_PAUSE), "a pause is limited");
+        assert!(!records.is_paused(UPTIME + MAX_RATE_LIMIT_PAUSE), "a pause is limited");
     }
 }

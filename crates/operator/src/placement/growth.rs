@@ -48,7 +48,7 @@ const TOO_LARGE_BACKOFF: Duration = Duration::from_secs(3600);
 /// units temporarily, for example while its policy changes.
 pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
 /// Maximum time for which no pods are evicted for a pod while room is made for it otherwise.
-pub(super) const MAX_PAUSE: Duration = Duration::from_secs(60);
+pub(super) const MAX_PREEMPTION_PAUSE: Duration = Duration::from_secs(60);
 /// Delay before a report is written again that the watch does not show.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// Maximum number of reports in one reconcile.
@@ -246,7 +246,7 @@ impl AutoscalerReports {
         let waiter = self.pods.entry(candidate.pod.uid().unwrap_or_default()).or_default();
         let makes_room = circumstances.is_making_room(candidate);
         waiter.room_since = makes_room.then(|| waiter.room_since.unwrap_or(up));
-        let pause = waiter.room_since?.saturating_add(MAX_PAUSE).saturating_sub(up);
+        let pause = waiter.room_since?.saturating_add(MAX_PREEMPTION_PAUSE).saturating_sub(up);
         (!pause.is_zero()).then_some(pause)
     }
 

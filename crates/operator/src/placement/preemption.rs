@@ -185,7 +185,7 @@ impl<'a> PreemptionSearch<'a> {
         if self.is_paused || is_paused {
             return SearchResult::Later;
         }
-        if self.preemptors.is_delayed(name, self.up) {
+        if self.preemptors.is_preemption_delayed(name, self.up) {
             return SearchResult::Impossible;
         }
         let is_turn = if self.preemptors.has_waited(name) {

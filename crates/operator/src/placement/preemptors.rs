@@ -218,7 +218,7 @@ impl Preemptors {
     }
 
     /// Returns whether no pods are evicted for a pod now, because earlier evictions were in vain.
-    pub(super) fn is_delayed(&self, pod: &str, up: Duration) -> bool {
+    pub(super) fn is_preemption_delayed(&self, pod: &str, up: Duration) -> bool {
         self.rounds.get(pod).is_some_and(|rounds| !rounds.is_incomplete && rounds.until > up)
     }
 

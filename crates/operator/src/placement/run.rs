@@ -28,7 +28,7 @@ use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
 
 /// Time to collect further changes after the first change. Pods are often created in bursts.
-const GATHER_TIME: Duration = Duration::from_millis(5);
+const BATCH_WINDOW: Duration = Duration::from_millis(5);
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
@@ -102,7 +102,7 @@ pub(crate) struct Gate {
 
 impl Controller for Gate {
     fn gather_time(&mut self) -> Duration {
-        GATHER_TIME
+        BATCH_WINDOW
     }
 
     async fn reconcile(&mut self, _: Trigger) -> Option<Duration> {

@@ -31,10 +31,10 @@ use crate::policies::validate::{InstanceShare, ShareSize};
 use crate::read::{Node, Observed};
 
 /// Maximum time for a node to reach its desired state, unless the policy sets `dynamic.timeout`.
-pub const DEADLINE: Duration = Duration::from_secs(30);
+pub const DEFAULT_APPLY_DEADLINE: Duration = Duration::from_secs(30);
 /// Minimum deadline, even if `dynamic.timeout` is shorter. Creating one MIG instance takes a
 /// second.
-const MIN_DEADLINE: Duration = Duration::from_secs(5);
+const MIN_APPLY_DEADLINE: Duration = Duration::from_secs(5);
 /// Time for which a GPU remains unchanged after it failed to reach a partition: the first and the
 /// maximum backoff.
 const FAILURE_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
@@ -112,7 +112,7 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
     if partition::has_partition(&spec.partition, gpu) {
         return Progress::Reached;
     }
-    if !has_read(node) {
+    if !agent_has_read_spec(node) {
         return Progress::Changing;
     }
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
@@ -128,7 +128,7 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
 /// Returns the maximum time for a node to reach its desired state.
 fn deadline(plan: &Plan, node: &str) -> Duration {
     let timeout = plan.demand.get(node).into_iter().flatten().find_map(|(_, by_demand)| by_demand.gathering.timeout);
-    timeout.unwrap_or(DEADLINE).max(MIN_DEADLINE)
+    timeout.unwrap_or(DEFAULT_APPLY_DEADLINE).max(MIN_APPLY_DEADLINE)
 }
 
 /// Returns the agent's message about the pods that block a GPU's change, with a leading colon.
@@ -157,7 +157,7 @@ fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
 }
 
 /// Returns whether the agent has read the latest spec.
-pub(crate) fn has_read(node: &Node) -> bool {
+pub(crate) fn agent_has_read_spec(node: &Node) -> bool {
     let Some(object) = node.object() else { return false };
     let observed = object.status.as_ref().map_or(0, |status| status.observed_generation);
     object.metadata.generation.is_none_or(|generation| observed >= generation)
@@ -197,7 +197,7 @@ impl History {
         for (name, node) in &observed.nodes {
             let Some(object) = node.object() else { continue };
             let generation = object.metadata.generation;
-            if has_read(node) {
+            if agent_has_read_spec(node) {
                 self.unread.remove(name);
             } else if self.unread.get(name).is_none_or(|(of, _)| *of != generation) {
                 // The deadline counts from the first spec that the agent has not read.
@@ -214,7 +214,7 @@ impl History {
                     }
                     let since = self.changing.get(&at).map_or(now, |(_, since)| *since);
                     let deadline = deadline(plan, name);
-                    if has_read(node) && now.saturating_sub(since) >= deadline {
+                    if agent_has_read_spec(node) && now.saturating_sub(since) >= deadline {
                         let why = waits_for(node, gpu);
                         progress =
                             Progress::Failed(format!("the agent did not finish within {} s{why}", deadline.as_secs()));

@@ -15,7 +15,7 @@ use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, STEP_FAILED, STEP_IN_USE, STEP_R
 
 use crate::policies::partition::has_partition;
 use crate::policies::plan::{Plan, plan_id};
-use crate::policies::snapshot::has_read;
+use crate::policies::snapshot::agent_has_read_spec;
 use crate::policies::validate::RolloutRules;
 use crate::policies::waves::{self, NodeView, State};
 use crate::read::{Node, Observed};
@@ -152,7 +152,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
 fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Option<State> {
     let object = node.object()?;
     let status = object.status.as_ref()?;
-    if !has_read(node) {
+    if !agent_has_read_spec(node) {
         return Some(State::Changing);
     }
     let failure = |why: &str| State::Failed(format!("GPU {}: {why}", gpu.index));

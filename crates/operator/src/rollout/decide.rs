@@ -100,11 +100,13 @@ impl Rollout {
     /// "" if the nodes withhold none of the requested resources.
     pub(crate) fn describe_withheld(&self, device_requests: &[DeviceRequest], nodes: &[&str]) -> String {
         let nodes = nodes.iter().copied().filter(|_| device_requests.iter().any(|request| is_mps(&request.resource)));
-        let withheld: Vec<&str> = nodes.filter(|node| self.withholds(node)).take(MAX_NAMED_NODES).collect();
-        if withheld.is_empty() {
+        let mut withheld = nodes.filter(|node| self.withholds(node));
+        let named: Vec<&str> = withheld.by_ref().take(MAX_NAMED_NODES).collect();
+        if named.is_empty() {
             return String::new();
         }
-        format!("; the MPS host of {} is being replaced or is not ready", withheld.join(", "))
+        let more = if withheld.next().is_some() { ", ..." } else { "" };
+        format!("; nodes whose MPS host is being replaced or is not ready: {}{more}", named.join(", "))
     }
 
     /// Updates the state from the nodes. Returns the actions to take now.

@@ -12,7 +12,7 @@ use crate::watches::Wakers;
 use crate::write::publish;
 
 /// Time to collect further changes after the first change.
-const GATHER_TIME: Duration = Duration::from_millis(200);
+const BATCH_WINDOW: Duration = Duration::from_millis(200);
 
 /// The controller of tenants.
 pub(crate) struct TenantController {
@@ -64,7 +64,7 @@ impl TenantController {
 
 impl Controller for TenantController {
     fn gather_time(&mut self) -> Duration {
-        GATHER_TIME
+        BATCH_WINDOW
     }
 
     async fn reconcile(&mut self, _: Trigger) -> Option<Duration> {

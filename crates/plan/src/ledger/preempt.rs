@@ -1,6 +1,6 @@
 //! Decides which pods to preempt so that a pod of higher priority fits.
 //!
-//! Victims are chosen as in kube-scheduler, with one difference. kube-scheduler adds up a node's
+//! Chooses victims as kube-scheduler does, with one difference. kube-scheduler adds up a node's
 //! GPUs, so the units that it frees may be on two GPUs and therefore useless. Here, each way to
 //! place the requests on devices is considered separately. A pod is preempted only if it frees
 //! units on a chosen device.

@@ -93,10 +93,10 @@ fn labels(pairs: &[(&str, &str)]) -> Labels {
 }
 
 /// Returns a pod in the namespace `default` with rules as JSON.
-fn pod(of: &[(&str, &str)], rules: &str) -> TestPod {
+fn pod(pairs: &[(&str, &str)], rules: &str) -> TestPod {
     #[expect(clippy::expect_used, reason = "a test's own JSON")]
     let rules = serde_json::from_str(rules).expect("rules");
-    TestPod { namespace: "default".to_owned(), labels: labels(of), rules, ..TestPod::default() }
+    TestPod { namespace: "default".to_owned(), labels: labels(pairs), rules, ..TestPod::default() }
 }
 
 /// Returns a node with a zone and its hostname.

@@ -54,7 +54,8 @@ impl DeviceSelection {
         }
     }
 
-    /// Returns the devices that a program of this machine sees, in the order of its ordinals.
+    /// Returns the devices that a program of this machine sees, in the order of the program's device
+    /// ordinals.
     pub(crate) fn visible_devices(&self, state: &State) -> Vec<Device> {
         let given = match self.container_devices() {
             ContainerDevices::All => state.visible_devices(None),
@@ -73,7 +74,7 @@ impl DeviceSelection {
         let given = given.into_iter().map(|device| Device {
             uuid: device.uuid().to_owned(),
             sms: device.sms(),
-            memory: device.cuda_memory(),
+            memory: device.cuda_memory_bytes(),
         });
         self.selected_devices(given.collect())
     }

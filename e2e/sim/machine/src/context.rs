@@ -144,7 +144,7 @@ impl Context {
         let state = self.machine.snapshot()?;
         self.process_index(&state)?;
         let device = usable_device(&state, &self.device)?;
-        let total = device.cuda_memory();
+        let total = device.cuda_memory_bytes();
         Ok(MemoryInfo { free: total.saturating_sub(state.used_bytes(&self.machine.processes()?, &self.device)), total })
     }
 
@@ -229,7 +229,7 @@ fn check_compute_mode_permits(
 
 /// Checks that `wanted` bytes are free on the device. `state` must contain only live processes.
 fn check_memory_fits(state: &State, device: &DeviceRef<'_>, wanted: u64) -> Result<(), ContextError> {
-    let free = device.cuda_memory().saturating_sub(state.used_bytes(&state.processes, device.uuid()));
+    let free = device.cuda_memory_bytes().saturating_sub(state.used_bytes(&state.processes, device.uuid()));
     if wanted > free { Err(ContextError::OutOfMemory { wanted, free }) } else { Ok(()) }
 }
 

@@ -272,7 +272,7 @@ impl DeviceRef<'_> {
 
     /// Returns the total memory that CUDA reports, in bytes.
     #[must_use]
-    pub fn cuda_memory(&self) -> u64 {
+    pub fn cuda_memory_bytes(&self) -> u64 {
         match self.mig {
             None => self.model.cuda_memory_mib << 20,
             Some((gi, _)) => self.model.gpu_profile(gi.profile).map_or(0, |p| p.memory_mib << 20),
@@ -281,10 +281,10 @@ impl DeviceRef<'_> {
 
     /// Returns the total memory that NVML reports, in bytes.
     #[must_use]
-    pub fn nvml_memory(&self) -> u64 {
+    pub fn nvml_memory_bytes(&self) -> u64 {
         match self.mig {
             None => self.model.memory_mib << 20,
-            Some(_) => self.cuda_memory(),
+            Some(_) => self.cuda_memory_bytes(),
         }
     }
 }

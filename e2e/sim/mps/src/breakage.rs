@@ -4,9 +4,9 @@
 //! ms, 12 of 12 with 1 s. Tests need determinism, so equal sequences of exits have equal outcomes
 //! here.
 
-/// The environment variable of the rule: `measured` (the default), `always` or `never`.
+/// The environment variable that sets the rule: `measured` (the default), `always` or `never`.
 pub const BREAKAGE_RULE_ENV: &str = "SIM_MPS_BREAK";
-/// The environment variable of the initial count of exits with kernels of 1 to 100 ms.
+/// The environment variable that sets the initial count of exits with kernels of 1 to 100 ms.
 pub const BREAKAGE_SEED_ENV: &str = "SIM_MPS_SEED";
 
 /// Number of exits with kernels of 1 to 100 ms after which one exit breaks the neighbours.

@@ -174,8 +174,8 @@ pub fn probe_daemon(control: &Path) -> io::Result<()> {
     Connection::connect(control).map(drop)
 }
 
-/// Performs the client's side up to the kind. `None` means that the daemon closed, or speaks
-/// another protocol.
+/// Performs the client's side up to the kind. `None` means that the daemon closed the
+/// connection, or speaks another protocol.
 pub fn introduce_to_daemon(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     let connection = Connection::connect(control)?;
     match connection.recv(64)? {
@@ -260,21 +260,22 @@ impl ClientSockets {
         let answer = self.server.recv(64).ok().flatten().ok_or(ConnectError::ByServer)?;
         let result =
             packet_to_u32(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(ConnectError::ByServer)?;
-        // The server has decided already, so a closed daemon changes nothing.
+        // The server has already decided, so it does not matter if the daemon has closed its
+        // connection.
         let _ = self.daemon.send(&answer.data);
         if result == 0 { Ok((channel, self.server)) } else { Err(ConnectError::Refused(result)) }
     }
 }
 
 /// Performs the administrator's side: sends one command and returns the lines of the answer. `None`
-/// means that the daemon closed without an answer.
+/// means that the daemon closed the connection without an answer.
 pub fn send_command(control: &Path, command: &str) -> io::Result<Option<String>> {
     let Some(connection) = introduce_to_daemon(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
     let text = format!("{}\n\0", command.trim());
     let length = u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes();
     for packet in [length.as_slice(), text.as_bytes(), END_OF_COMMANDS.as_slice()] {
         match connection.send(packet) {
-            // The answer may have arrived before the daemon closed.
+            // The answer may have arrived before the daemon closed the connection.
             Err(error) if is_closed_error(&error) => break,
             other => other?,
         }

@@ -19,7 +19,7 @@ pub(crate) struct DeviceMemory {
 
 /// Returns the device's current memory use.
 pub(crate) fn memory(view: &MachineView, device: &DeviceRef<'_>) -> Result<DeviceMemory> {
-    let (total, usable) = (device.nvml_memory(), device.cuda_memory());
+    let (total, usable) = (device.nvml_memory_bytes(), device.cuda_memory_bytes());
     let used = view.state.used_bytes(&view.machine.processes()?, device.uuid()).min(usable);
     Ok(DeviceMemory { total, reserved: total.saturating_sub(usable), used, free: usable - used })
 }

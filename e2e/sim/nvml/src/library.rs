@@ -46,8 +46,8 @@ impl From<MigError> for Code {
 
 pub(crate) type Result<T, E = Code> = std::result::Result<T, E>;
 
-/// The object behind a handle. Objects are names, not addresses. A handle outlives its object, and
-/// calls with it then report that the object no longer exists.
+/// The object behind a handle. An object is a name or number, not an address. A handle outlives its
+/// object, and calls with it then report that the object no longer exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum HandleTarget {
     /// A GPU or a MIG device, by UUID.

@@ -166,7 +166,7 @@ fn check_tolerations(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// Checks which exceptions of a namespace turn the gate off.
+/// Checks which exceptions exempt a namespace's pods from the placement gate.
 fn check_exceptions(scope: &Scope) -> Result<()> {
     let two = json!({SHARES_RESOURCE: 2});
     for (allow, expected) in [

@@ -105,7 +105,7 @@ fn create_deployment(scope: &Scope) -> Result<()> {
 }
 
 /// Returns whether a pod belongs to the Deployment.
-fn is_deployed(pod: &Value) -> bool {
+fn belongs_to_deployment(pod: &Value) -> bool {
     text(&pod["metadata"]["labels"]["app"]) == "deployed"
 }
 
@@ -125,7 +125,7 @@ fn wait_until_deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<S
         let pods = scope.pods()?;
         let names: Vec<String> = pods
             .iter()
-            .filter(|pod| is_deployed(pod) && runs_in_new_container(pod, before))
+            .filter(|pod| belongs_to_deployment(pod) && runs_in_new_container(pod, before))
             .map(|pod| text(&pod["metadata"]["name"]))
             .collect();
         ensure!(names.len() == REPLICAS, "{} of {REPLICAS} run", names.len());
@@ -301,8 +301,11 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
         check_limits(scope, name, SHARES_PER_REPLICA)?;
     }
     let restarted = now.iter().filter(|name| first.contains(*name)).count();
-    let rejected =
-        scope.pods()?.iter().filter(|pod| is_deployed(pod) && is_rejection(&text(&pod["status"]["reason"]))).count();
+    let rejected = scope
+        .pods()?
+        .iter()
+        .filter(|pod| belongs_to_deployment(pod) && is_rejection(&text(&pod["status"]["reason"])))
+        .count();
     writeln!(
         std::io::stderr(),
         "of {} pods with shares on a rebooted node, {} were restarted, {} were rejected by the kubelet and replaced \

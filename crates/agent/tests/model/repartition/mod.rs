@@ -32,7 +32,7 @@ fn a_whole_gpu_is_partitioned_repartitioned_and_made_whole_again() {
     assert_eq!(node.count_healthy_slices(WHOLE_GPU_RESOURCE), 0);
     node.run();
     assert!(
-        node.is_applied() && node.has_instances(&[("3g.40gb", 4), ("2g.20gb", 2), ("1g.10gb", 0)]),
+        node.is_applied() && node.has_exactly_instances(&[("3g.40gb", 4), ("2g.20gb", 2), ("1g.10gb", 0)]),
         "{:?}",
         node.step_results()
     );
@@ -50,7 +50,7 @@ fn a_whole_gpu_is_partitioned_repartitioned_and_made_whole_again() {
     let kept = node.mig_devices();
     node.set_spec(vec![mig_spec(GPU_UUID, &[("3g.40gb", 4, 0), ("4g.40gb", 0, 0)])]);
     node.run();
-    assert!(node.is_applied() && node.has_instances(&[("3g.40gb", 4), ("4g.40gb", 0)]));
+    assert!(node.is_applied() && node.has_exactly_instances(&[("3g.40gb", 4), ("4g.40gb", 0)]));
     assert_eq!(
         node.mig_devices().keys().filter(|uuid| kept.contains_key(*uuid)).count(),
         1,
@@ -80,14 +80,14 @@ fn an_instance_in_use_stays_and_does_not_block_changes_beside_it() {
     node.reconcile();
     assert_eq!(node.count_healthy_slices("nvidia.com/mig-1g.10gb"), 1, "a kept instance is not reported as Unhealthy");
     node.run();
-    assert!(node.has_instances(&[("1g.10gb", 0), ("2g.20gb", 4), ("1g.10gb", 3)]));
+    assert!(node.has_exactly_instances(&[("1g.10gb", 0), ("2g.20gb", 4), ("1g.10gb", 3)]));
     assert!(node.mig_devices().contains_key(&used) && !node.is_applied());
     assert!(node.step_messages().contains("in use by ns/p"), "{}", node.step_messages());
     assert_eq!(node.count_healthy_slices("nvidia.com/mig-1g.10gb"), 2, "the instance in use is still served");
     node.allocated.clear();
     node.run();
     assert!(
-        node.is_applied() && node.has_instances(&[("2g.20gb", 0), ("2g.20gb", 4), ("1g.10gb", 3)]),
+        node.is_applied() && node.has_exactly_instances(&[("2g.20gb", 0), ("2g.20gb", 4), ("1g.10gb", 3)]),
         "{:?}",
         node.step_results()
     );
@@ -122,13 +122,13 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
     node.perform_order();
     node.run();
     assert!(
-        node.has_instances(&[("1g.10gb", 0)]) && node.step_messages().contains("pid 78"),
+        node.has_exactly_instances(&[("1g.10gb", 0)]) && node.step_messages().contains("pid 78"),
         "{}",
         node.step_messages()
     );
     node.gpu.lock().processes.clear();
     node.run();
-    assert!(node.is_applied() && node.has_instances(&[("2g.20gb", 0)]));
+    assert!(node.is_applied() && node.has_exactly_instances(&[("2g.20gb", 0)]));
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
             2 * usize::try_from(MAX_CHANGE_ATTEMPTS).unwrap(),
             "{call}: a few attempts for each of the two instances"
         );
-        assert!(node.has_instances(&[]), "{call}: rolled back");
+        assert!(node.has_exactly_instances(&[]), "{call}: rolled back");
         let steps = node.step_results();
         assert!(steps.contains(&("create MIG instance 3g.40gb at 0", "Failed")), "{steps:?}");
         assert!(
@@ -157,12 +157,12 @@ fn a_failed_creation_is_rolled_back_and_repeated_a_few_times_and_after_a_change(
         // An administrator changes the GPU manually.
         node.gpu.lock().failures.clear();
         node.run();
-        assert!(node.has_instances(&[]), "{call}: nothing has changed");
+        assert!(node.has_exactly_instances(&[]), "{call}: nothing has changed");
         let by_hand = node.gpu.lock().create_gpu_instance("1g.10gb", 6).unwrap();
         node.gpu.lock().create_compute_instance(by_hand).unwrap();
         node.run();
         assert!(
-            node.is_applied() && node.has_instances(&[("3g.40gb", 0), ("1g.10gb", 4)]),
+            node.is_applied() && node.has_exactly_instances(&[("3g.40gb", 0), ("1g.10gb", 4)]),
             "{call}: {:?}",
             node.step_results()
         );
@@ -176,7 +176,7 @@ fn a_failed_creation_does_not_block_others_and_a_new_spec_repeats_it() {
     // A GPU has only one set of media engines.
     node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb+me", 0, 0), ("1g.10gb+me", 1, 0), ("3g.40gb", 4, 0)])]);
     node.run();
-    assert!(node.has_instances(&[("1g.10gb+me", 0), ("3g.40gb", 4)]), "{:?}", node.step_results());
+    assert!(node.has_exactly_instances(&[("1g.10gb+me", 0), ("3g.40gb", 4)]), "{:?}", node.step_results());
     assert_eq!(node.count_healthy_slices("nvidia.com/mig-3g.40gb"), 1);
     node.gpu.lock().calls.clear();
     node.run();
@@ -184,7 +184,7 @@ fn a_failed_creation_does_not_block_others_and_a_new_spec_repeats_it() {
     node.set_spec(vec![mig_spec(GPU_UUID, &[("1g.10gb", 0, 0), ("1g.10gb+me", 1, 0), ("3g.40gb", 4, 0)])]);
     node.run();
     assert!(
-        node.is_applied() && node.has_instances(&[("1g.10gb", 0), ("1g.10gb+me", 1), ("3g.40gb", 4)]),
+        node.is_applied() && node.has_exactly_instances(&[("1g.10gb", 0), ("1g.10gb+me", 1), ("3g.40gb", 4)]),
         "{:?}",
         node.step_results()
     );
@@ -235,7 +235,7 @@ fn a_mig_mode_that_needs_a_reset_is_requested_once_and_reported() {
     node.run();
     node.gpu.lock().state.reset();
     node.run();
-    assert!(node.is_applied() && node.has_instances(&[("1g.10gb", 0)]), "{:?}", node.step_results());
+    assert!(node.is_applied() && node.has_exactly_instances(&[("1g.10gb", 0)]), "{:?}", node.step_results());
 }
 
 #[test]
@@ -254,14 +254,14 @@ fn with_mig_mode_never_the_agent_does_not_change_the_mode() {
     (node.gpu.lock().state.mig, node.gpu.lock().state.mig_pending) = (true, true);
     node.run();
     assert!(
-        node.is_applied() && node.has_instances(&[("1g.10gb", 0)]),
+        node.is_applied() && node.has_exactly_instances(&[("1g.10gb", 0)]),
         "instances are created: {:?}",
         node.step_results()
     );
     node.set_spec(vec![mps_spec(GPU_UUID, 4)]);
     node.run();
     assert!(
-        node.has_instances(&[]) && node.gpu.lock().state.mig && node.step_messages().contains("-mig 0"),
+        node.has_exactly_instances(&[]) && node.gpu.lock().state.mig && node.step_messages().contains("-mig 0"),
         "{}",
         node.step_messages()
     );

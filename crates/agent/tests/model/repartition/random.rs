@@ -177,7 +177,7 @@ proptest! {
         node.now += ALLOCATION_GRACE;
         node.run_until_applied();
         let expected: Vec<_> = wanted.iter().map(|&(profile, start, _)| (profile, start)).collect();
-        prop_assert!(node.has_instances(&expected), "{:?} {:?}", node.step_results(), node.gpu.lock().instances());
+        prop_assert!(node.has_exactly_instances(&expected), "{:?} {:?}", node.step_results(), node.gpu.lock().instances());
         prop_assert!(node.is_applied(), "{:?}", node.step_results());
         node.gpu.lock().calls.clear();
         (0..10).for_each(|_| node.run_round());

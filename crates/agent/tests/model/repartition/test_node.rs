@@ -274,7 +274,7 @@ impl TestNode {
     }
 
     /// Returns whether the GPU has exactly these MIG instances, each with profile and first slice.
-    pub(super) fn has_instances(&self, expected: &[(&str, u32)]) -> bool {
+    pub(super) fn has_exactly_instances(&self, expected: &[(&str, u32)]) -> bool {
         let instances: BTreeSet<(String, u32)> = self.gpu.lock().instances().into_iter().collect();
         instances == expected.iter().map(|&(profile, start)| (profile.to_owned(), start)).collect()
     }

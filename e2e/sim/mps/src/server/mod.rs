@@ -26,7 +26,7 @@ use crate::seqpacket::Connection;
 use crate::wire::{self, Device, FromContext, FromServer, ServerStatus, ToContext, ToServer};
 use clients::{Clients, ServerAction};
 
-/// The environment variable of the server's start time in milliseconds. The default is
+/// The environment variable that sets the server's start time in milliseconds. The default is
 /// [`DEFAULT_SERVER_START_MS`].
 pub const SERVER_START_TIME_ENV: &str = "SIM_MPS_SERVER_START_MS";
 const DEFAULT_SERVER_START_MS: u64 = 150;
@@ -126,7 +126,7 @@ fn served_devices(machine: &Machine, visible: Option<&str>) -> anyhow::Result<Ve
     let state = machine.snapshot()?;
     let devices: Vec<ServedDevice> = (state.visible_devices(visible).into_iter())
         .map(|device| ServedDevice {
-            offer: Device { uuid: device.uuid().to_owned(), sms: device.sms(), memory: device.cuda_memory() },
+            offer: Device { uuid: device.uuid().to_owned(), sms: device.sms(), memory: device.cuda_memory_bytes() },
             name: device.model.name.clone(),
             gpu: device.gpu.uuid.clone(),
             instance: device.mig.map(|(gpu, compute)| (gpu.id, compute.id)),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::json;
 
-use super::world::{TestCluster, nodes_of, reconcile, released, replica};
+use super::world::{TestCluster, add_replica_set_pod, nodes_of, reconcile, released};
 use crate::placement::gatekeeper::Gatekeeper;
 
 const ZONE: &str = "topology.kubernetes.io/zone";
@@ -26,7 +26,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
     let names = ["n1", "n2", "n3", "n4", "n5", "n6"];
     let mut world = names.iter().fold(TestCluster::default(), |world, name| world.node(name, &[0]));
     for at in 0..7 {
-        world = replica(world, &format!("r{at}"), apart.clone());
+        world = add_replica_set_pod(world, &format!("r{at}"), apart.clone());
     }
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
@@ -62,7 +62,7 @@ fn a_pod_with_min_domains_is_not_released_to_a_node_that_the_scheduler_refuses_t
             "whenUnsatisfiable": "DoNotSchedule", "nodeAffinityPolicy": policy, "labelSelector": {"matchLabels": {"app": "web"}}}]});
         let mut world = TestCluster::default().node("n1", &[0]).node("n2", &[0]);
         for at in 0..3 {
-            world = replica(world, &format!("r{at}"), spread.clone());
+            world = add_replica_set_pod(world, &format!("r{at}"), spread.clone());
         }
         let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
         assert_eq!((actions.releases.len(), actions.waiting.len()), (expected, 3 - expected), "{policy}");
@@ -76,7 +76,7 @@ fn replicas_are_spread_over_zones_by_their_constraint() {
     let all = [("a1", "a"), ("a2", "a"), ("b1", "b"), ("c1", "c")];
     let mut world = nodes_in_zones(&all);
     for at in 0..6 {
-        world = replica(world, &format!("r{at}"), spread.clone());
+        world = add_replica_set_pod(world, &format!("r{at}"), spread.clone());
     }
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
     let mut counts: BTreeMap<&str, u32> = BTreeMap::new();
@@ -114,7 +114,7 @@ fn optional_fields_of_a_spread_constraint_apply() {
         }
         for at in 0..4 {
             let spec = json!({"topologySpreadConstraints": [constraint], "nodeSelector": selector});
-            world = replica(world, &format!("r{at}"), spec);
+            world = add_replica_set_pod(world, &format!("r{at}"), spec);
             let label = |pod: &mut serde_json::Value| pod["metadata"]["labels"]["revision"] = json!(at.to_string());
             world.change(|world| &mut world.pods, &format!("team/r{at}"), label);
         }
@@ -145,11 +145,11 @@ fn a_pod_is_released_only_to_the_node_of_its_volume() {
 fn a_released_replica_counts_before_the_watch_reports_its_release() {
     let apart = json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
         {"labelSelector": {"matchLabels": {"app": "web"}}, "topologyKey": HOSTNAME}]}}});
-    let world = replica(TestCluster::default().node("n1", &[0]).node("n2", &[0]), "r0", apart.clone());
+    let world = add_replica_set_pod(TestCluster::default().node("n1", &[0]).node("n2", &[0]), "r0", apart.clone());
     let mut keeper = Gatekeeper::default();
     let first = nodes_of(&reconcile(&mut keeper, &world, 0));
     // The release is written, but the watch still shows the pod at the gate.
-    let world = replica(world, "r1", apart);
+    let world = add_replica_set_pod(world, "r1", apart);
     let second = nodes_of(&reconcile(&mut keeper, &world, 1));
     assert_eq!(second.len(), 1);
     assert_ne!(first, second);

@@ -3,10 +3,10 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
-use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, refuse, released, replica, whole_gpus};
+use super::world::{MPS_RESOURCE, TestCluster, add_replica_set_pod, at, reconcile, refuse, released, whole_gpus};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
-use crate::placement::growth::{FULL_AFTER, MAX_PAUSE, NO_NODE_AFTER};
+use crate::placement::growth::{FULL_AFTER, MAX_PREEMPTION_PAUSE, NO_NODE_AFTER};
 use crate::placement::returning::RETURN_TIME;
 use crate::placement::stranded;
 use crate::policies::demand::{Reason, WaitingPod};
@@ -136,7 +136,7 @@ fn a_pod_that_is_too_large_for_a_moment_or_until_a_gpu_is_larger_is_reported() {
 
 #[test]
 fn a_pod_that_cleave_delays_is_not_reported() {
-    let mut world = replica(TestCluster::default().node("n1", &[10]), "a", json!({})).policy(10);
+    let mut world = add_replica_set_pod(TestCluster::default().node("n1", &[10]), "a", json!({})).policy(10);
     let mut keeper = Gatekeeper::default();
     assert_eq!(reports(&reconcile_later(&mut keeper, &world, FULL_SECONDS)), [("team/a", true)]);
     refuse(&mut world, "team/a");
@@ -164,12 +164,12 @@ fn evictions_pause_for_a_limited_time_while_room_is_made_otherwise() {
     let mut keeper = Gatekeeper::default();
     let mut evictions =
         |reason, seconds| keeper.reconcile(&world.cluster(), &waits(reason), at(seconds)).evictions.len();
-    let pause = MAX_PAUSE.as_secs();
+    let pause = MAX_PREEMPTION_PAUSE.as_secs();
     assert_eq!((evictions(Reason::Repartitioning, 0), evictions(Reason::NodeChanging, pause - 1)), (0, 0));
     assert_eq!(evictions(Reason::Repartitioning, pause), 1);
     let mut keeper = Gatekeeper::default();
     let actions = keeper.reconcile(&world.cluster(), &waits(Reason::Repartitioning), at(0));
-    assert!(actions.requeue.is_some_and(|requeue| requeue <= MAX_PAUSE), "{:?}", actions.requeue);
+    assert!(actions.requeue.is_some_and(|requeue| requeue <= MAX_PREEMPTION_PAUSE), "{:?}", actions.requeue);
     let actions = keeper.reconcile(&world.cluster(), &waits(Reason::NoRoom), at(1));
     assert_eq!(actions.evictions.len(), 1, "no room is made any more");
 }
@@ -315,7 +315,7 @@ fn rules_between_pods_count_on_nodes_whose_agent_is_away() {
     let term = json!({"labelSelector": {"matchLabels": {"app": "web"}}, "topologyKey": "kubernetes.io/hostname"});
     let apart = json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}});
     let mut world = TestCluster::default().node("n1", &[10]).node("n2", &[0]).policy(10);
-    world = replica(replica(world, "a", apart.clone()), "b", apart);
+    world = add_replica_set_pod(add_replica_set_pod(world, "a", apart.clone()), "b", apart);
     world.change(
         |world| &mut world.pods,
         "team/a",

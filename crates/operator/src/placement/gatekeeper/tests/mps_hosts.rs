@@ -15,7 +15,7 @@ fn no_share_is_reserved_on_a_node_from_the_reconcile_that_finds_its_outdated_hos
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!((released(&actions), nodes_of_replaced_hosts(&actions)), (vec![], vec![]));
     let message = &actions.waiting["team/a"].message;
-    assert!(message.ends_with("; the MPS host of n1 is being replaced or is not ready"), "{message}");
+    assert!(message.ends_with("; nodes whose MPS host is being replaced or is not ready: n1"), "{message}");
     assert_eq!(actions.requeue, Some(Duration::from_secs(2)));
     let actions = reconcile(&mut keeper, &world, 2);
     assert_eq!((released(&actions), nodes_of_replaced_hosts(&actions)), (vec![], vec!["n1"]));

@@ -5,7 +5,7 @@ use cleave_api::names::REPLICA_PLACEMENT_ANNOTATION;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use super::world::{MPS_RESOURCE, TestCluster, at, reconcile, released, replica, reservation};
+use super::world::{MPS_RESOURCE, TestCluster, add_replica_set_pod, at, reconcile, released, reservation};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::Gatekeeper;
 
@@ -26,7 +26,7 @@ fn count_gpus(actions: &Actions) -> usize {
 /// Returns two nodes of two GPUs, and replicas of one controller.
 fn cluster_with_replicas(replicas: usize) -> TestCluster {
     let world = TestCluster::default().node("n1", &[0, 0]).node("n2", &[0, 0]);
-    (0..replicas).fold(world, |world, at| replica(world, &format!("r{at}"), json!({})))
+    (0..replicas).fold(world, |world, at| add_replica_set_pod(world, &format!("r{at}"), json!({})))
 }
 
 fn annotate_all_pods(world: &mut TestCluster, value: &str) {
@@ -72,7 +72,7 @@ fn replicas_use_different_gpus_and_nodes_before_they_share_one() {
     actions.releases.iter().for_each(|release| assert!(world.apply_release(release)));
     let first: BTreeSet<String> = gpus_by_pod(&actions).into_values().collect();
     for at in 2..6 {
-        world = replica(world, &format!("r{at}"), json!({}));
+        world = add_replica_set_pod(world, &format!("r{at}"), json!({}));
     }
     // A new leader finds the nodes of the replicas.
     for mut keeper in [keeper, Gatekeeper::default()] {
@@ -193,7 +193,7 @@ proptest! {
             world = world.node(&format!("m{at}"), used);
         }
         for at in 0..replicas {
-            world = replica(world, &format!("r{at:02}"), json!({}));
+            world = add_replica_set_pod(world, &format!("r{at:02}"), json!({}));
         }
         if pack {
             annotate_all_pods(&mut world, "Pack");

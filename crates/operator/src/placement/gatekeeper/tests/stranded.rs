@@ -1,12 +1,12 @@
-//! Tests that temporary obstacles neither release nor strand a pod, and that stranded pods are
-//! recreated or reported.
+//! Tests that the operator neither releases nor strands a pod because of a temporary obstacle, and
+//! that it recreates or reports stranded pods.
 use std::time::Duration;
 
 use cleave_api::names::CONDITION_PLACED;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
-use super::world::{TestCluster, nodes_of, reconcile, refuse, released, replica};
+use super::world::{TestCluster, add_replica_set_pod, nodes_of, reconcile, refuse, released};
 use crate::placement::claims::{MAX_RENEWALS, RESERVATION_TIME};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::stranded::{MISSING_NODE_DELAY, Recreation, Rescue};
@@ -17,8 +17,8 @@ const UNSCHEDULABLE_SECONDS: u64 = UNSCHEDULABLE_AFTER.as_secs();
 /// A change of the cluster.
 type ClusterChange = fn(&mut TestCluster);
 
-fn change_node(world: &mut TestCluster, how: impl FnOnce(&mut Value)) {
-    world.change(|world| &mut world.nodes, "n1", how);
+fn change_node(world: &mut TestCluster, edit: impl FnOnce(&mut Value)) {
+    world.change(|world| &mut world.nodes, "n1", edit);
 }
 
 fn taint_node(world: &mut TestCluster, key: &str) {
@@ -119,10 +119,10 @@ fn a_pod_that_requests_a_resource_of_another_plugin_is_released() {
     assert_eq!(released(&reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS)), [("team/a", "not_managed")]);
 }
 
-/// Returns a replica, or a pod without a controller, that is released to n1 and not bound.
+/// Returns a pod with or without a controller that is released to n1 and not bound.
 fn cluster_with_pod_released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
     let world = TestCluster::default().node("n1", &[0]);
-    let mut world = if owned { replica(world, "a", json!({})) } else { world.pod("a", 2) };
+    let mut world = if owned { add_replica_set_pod(world, "a", json!({})) } else { world.pod("a", 2) };
     let mut keeper = Gatekeeper::default();
     assert!(world.apply_release(&reconcile(&mut keeper, &world, 0).releases[0]));
     let actions = reconcile(&mut keeper, &world, 1);
@@ -240,7 +240,8 @@ fn a_pod_that_the_scheduler_nominated_to_its_node_is_not_stranded() {
 
 #[test]
 fn a_pod_released_as_unschedulable_is_recreated_once_a_gpu_is_large_enough() {
-    let mut world = replica(TestCluster::default().node("n1", &[10]), "a", json!({"nodeSelector": {"gen": "9"}}));
+    let mut world =
+        add_replica_set_pod(TestCluster::default().node("n1", &[10]), "a", json!({"nodeSelector": {"gen": "9"}}));
     let mut keeper = Gatekeeper::default();
     reconcile(&mut keeper, &world, 0);
     let actions = reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS);
@@ -323,7 +324,7 @@ fn a_pod_that_no_scheduler_handles_keeps_its_reservation_for_an_hour() {
 #[test]
 fn a_pod_whose_volume_excludes_all_gpus_is_not_recreated() {
     let mounts = json!({"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]});
-    let mut world = replica(TestCluster::default().node("n1", &[0]), "a", mounts);
+    let mut world = add_replica_set_pod(TestCluster::default().node("n1", &[0]), "a", mounts);
     world.volume_claims =
         vec![json!({"metadata": {"name": "data", "namespace": "team"}, "spec": {"volumeName": "pv"}})];
     world.volumes =
@@ -341,7 +342,7 @@ fn a_pod_whose_volume_excludes_all_gpus_is_not_recreated() {
 
 #[test]
 fn a_pod_that_the_scheduler_did_not_bind_to_a_node_is_released_to_another() {
-    let mut world = replica(TestCluster::default().node("n1", &[2]).node("n2", &[0]), "a", json!({}));
+    let mut world = add_replica_set_pod(TestCluster::default().node("n1", &[2]).node("n2", &[0]), "a", json!({}));
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!(nodes_of(&actions), [["n1"]], "the fullest GPU that fits");
@@ -350,6 +351,6 @@ fn a_pod_that_the_scheduler_did_not_bind_to_a_node_is_released_to_another() {
     reconcile(&mut keeper, &world, 1);
     assert_eq!(reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue.recreate.len(), 1);
     world.pods.clear();
-    let world = replica(world, "again", json!({}));
+    let world = add_replica_set_pod(world, "again", json!({}));
     assert_eq!(nodes_of(&reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1)), [["n2"]]);
 }

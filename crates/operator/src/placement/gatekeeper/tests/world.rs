@@ -112,17 +112,17 @@ impl TestCluster {
         self
     }
 
-    /// Changes an object.
+    /// Applies `edit` to one of `objects`, and raises its resource version.
     pub(super) fn change(
         &mut self,
-        of: fn(&mut Self) -> &mut BTreeMap<String, Value>,
+        objects: fn(&mut Self) -> &mut BTreeMap<String, Value>,
         name: &str,
-        how: impl FnOnce(&mut Value),
+        edit: impl FnOnce(&mut Value),
     ) {
-        let mut object = of(self)[name].clone();
-        how(&mut object);
+        let mut object = objects(self)[name].clone();
+        edit(&mut object);
         let object = self.raise_version(object);
-        of(self).insert(name.into(), object);
+        objects(self).insert(name.into(), object);
     }
 
     /// Returns the cluster as watches without lag report it.
@@ -318,9 +318,9 @@ pub(super) fn refuse(world: &mut TestCluster, pod: &str) {
     );
 }
 
-/// Adds a replica of the controller `web` that requests shares. Other fields of its spec come from
+/// Adds a pod of the ReplicaSet `web` that requests shares. Other fields of its spec come from
 /// `spec`.
-pub(super) fn replica(world: TestCluster, name: &str, spec: Value) -> TestCluster {
+pub(super) fn add_replica_set_pod(world: TestCluster, name: &str, spec: Value) -> TestCluster {
     let mut world = world.pod_with(name, 2, spec);
     world.change(
         |world| &mut world.pods,
