@@ -78,7 +78,8 @@ pub struct PodStore {
 pub(crate) struct PodWriter {
     state: Arc<Mutex<State>>,
     ready: watch::Sender<bool>,
-    /// The pods of a list that is not complete yet, and the effect of what it changed so far.
+    /// The pods of a list that is not complete yet, and the effect of what was changed since the
+    /// last complete list.
     listed: Option<(HashSet<Named>, Effect)>,
 }
 
@@ -234,7 +235,10 @@ impl PodWriter {
         let mut state = lock(&self.state);
         match event {
             Event::Init => {
-                self.listed = Some((HashSet::new(), Effect::default()));
+                // Keep the effect of a list that was interrupted: its pods are already stored, so
+                // this list does not change them again.
+                let (_, so_far) = self.listed.take().unwrap_or_default();
+                self.listed = Some((HashSet::new(), so_far));
                 Effect::default()
             }
             Event::InitApply(raw) => {
@@ -364,6 +368,22 @@ mod tests {
         assert!(before.iter().any(|pod| Arc::ptr_eq(pod, &store.state()[0])), "a is still the same object");
         assert!(list(&mut writer, []).of_gpus);
         assert_eq!(names(&store.changes()), ["a>-"]);
+    }
+
+    #[test]
+    fn an_interrupted_list_affects_at_the_end_of_the_next_one() {
+        let (store, mut writer) = store();
+        list(&mut writer, []);
+        store.changes();
+        let pod = || raw("a", &GPU(), &json!({}));
+        for _ in 0..2 {
+            writer.apply(Event::Init);
+            writer.apply(Event::InitApply(pod()));
+        }
+        let of_gpus = Effect { of_gpus: true, of_tenants: false };
+        assert_eq!(list(&mut writer, [pod()]), of_gpus, "the pod is stored, and nobody was woken for it");
+        assert_eq!(names(&store.changes()), ["->a"]);
+        assert_eq!(list(&mut writer, [pod()]), Effect::default());
     }
 
     #[test]

@@ -340,8 +340,9 @@ impl Watches<'_> {
     }
 }
 
-/// Watches objects. The first objects arrive as a stream, so that neither side holds a whole list.
-/// If the API server does not support that, or ends such a stream early, they are listed in pages.
+/// Watches objects. Existing objects arrive as a stream, so that neither side holds a whole list.
+/// If the API server refuses such a stream, or ends one early, objects are listed in pages from
+/// then on.
 async fn follow<K>(
     kind: &'static str,
     api: Api<K>,
@@ -367,16 +368,17 @@ async fn follow<K>(
     }
 }
 
-/// Decides whether to list in pages instead of streaming.
+/// Decides whether to list in pages instead of streaming. Each list counts, not only the first one:
+/// a watch also lists again after it has started, and the API server may be another one by then.
 #[derive(Debug, Default, PartialEq, Eq)]
 enum StreamedList {
-    /// No list has been streamed completely.
+    /// No list is being streamed.
     #[default]
-    Untested,
-    /// A list is being streamed for the first time.
+    Idle,
+    /// A list is being streamed.
     Began,
-    /// A list was streamed, or lists are requested in pages. Nothing changes any more.
-    Decided,
+    /// Lists are requested in pages until the process stops.
+    Paged,
 }
 
 impl StreamedList {
@@ -386,16 +388,17 @@ impl StreamedList {
             watcher::Error::WatchStartFailed(kube::Error::Api(status)) => matches!(status.code, 400 | 422),
             _ => false,
         };
-        let (next, failed) = match (&*self, event) {
-            (Self::Untested, Ok(Event::Init)) => (Self::Began, false),
-            // The stream ended before the list was complete, for example at `WATCH_TIMEOUT`.
-            (Self::Began, Ok(Event::Init)) => (Self::Decided, true),
-            (Self::Untested | Self::Began, Ok(Event::InitDone)) => (Self::Decided, false),
-            (Self::Untested | Self::Began, Err(error)) if refused(error) => (Self::Decided, true),
+        let next = match (&*self, event) {
+            (Self::Idle, Ok(Event::Init)) => Self::Began,
+            (Self::Began, Ok(Event::InitDone)) => Self::Idle,
+            // The stream ended before the list was complete, for example at `WATCH_TIMEOUT`. The
+            // watcher starts the next stream without an error, and that may end early again.
+            (Self::Began, Ok(Event::Init)) => Self::Paged,
+            (Self::Idle | Self::Began, Err(error)) if refused(error) => Self::Paged,
             _ => return false,
         };
         *self = next;
-        failed
+        *self == Self::Paged
     }
 }
 
@@ -540,11 +543,20 @@ mod tests {
             events.iter().map(|event| streamed.fails_at(event)).collect::<Vec<_>>()
         };
         let object = || Ok(Event::InitApply(NodeObject::default()));
-        assert_eq!(fails(vec![Ok(Event::Init), object(), Ok(Event::InitDone), refused(422)]), [false; 4]);
         assert_eq!(fails(vec![refused(422)]), [true], "the API server does not know the option");
         assert_eq!(fails(vec![refused(500), refused(403), Ok(Event::Init)]), [false; 3]);
-        let cut = vec![Ok(Event::Init), object(), Ok(Event::Init), Ok(Event::Init)];
-        assert_eq!(fails(cut), [false, false, true, false], "the stream ended before the list was complete");
+        let cut = || [Ok(Event::Init), object(), Ok(Event::Init)];
+        let fails_once = fails(cut().into_iter().chain([Ok(Event::Init), refused(422)]).collect());
+        assert_eq!(fails_once, [false, false, true, false, false], "the stream ended before the list was complete");
+        // Each later list is judged like the first one.
+        let listed = || [Ok(Event::Init), object(), Ok(Event::InitDone)];
+        let relisted = fails(listed().into_iter().chain(listed()).chain(cut()).collect());
+        assert_eq!(relisted, [false, false, false, false, false, false, false, false, true], "a later stream ended");
+        let no_longer = fails(listed().into_iter().chain([refused(422), refused(422)]).collect());
+        assert_eq!(no_longer, [false, false, false, true, false], "an older API server answers");
+        // In pages, an incomplete list changes nothing.
+        let paged = fails([refused(400)].into_iter().chain(listed()).chain(cut()).chain([refused(422)]).collect());
+        assert_eq!(paged, [true, false, false, false, false, false, false, false]);
     }
 
     #[test]
