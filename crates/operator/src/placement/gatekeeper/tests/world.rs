@@ -318,7 +318,7 @@ pub(super) fn refuse(world: &mut TestCluster, pod: &str) {
     );
 }
 
-/// Adds a pod of the ReplicaSet `web` that requests shares. Other fields of its spec come from
+/// Adds a pod of the `ReplicaSet` `web` that requests shares. Other fields of its spec come from
 /// `spec`.
 pub(super) fn add_replica_set_pod(world: TestCluster, name: &str, spec: Value) -> TestCluster {
     let mut world = world.pod_with(name, 2, spec);

@@ -70,7 +70,7 @@ pub(super) struct Simulation {
     pub(super) down: BTreeSet<String>,
     /// Nodes whose agent does not run.
     pub(super) away: BTreeSet<String>,
-    /// Zones of volumes that do not exist yet, by PersistentVolumeClaim.
+    /// Zones of volumes that do not exist yet, by `PersistentVolumeClaim`.
     pub(super) zones: BTreeMap<String, BTreeSet<String>>,
     /// Whether a policy divides the GPUs.
     pub(super) policy: bool,
