@@ -359,6 +359,27 @@ fn a_failed_canary_stops_the_change_and_is_reported_once() {
 }
 
 #[test]
+fn a_failing_node_holds_the_others_back_at_once_and_under_a_new_leader() {
+    let mut world = World::with_policy(6, FIVE);
+    world.set_policy("p", TEN_BY_TWO);
+    world.pass();
+    world.serve("n0");
+    assert_eq!(world.pass(), ["n1", "n2"]);
+    world.serve("n2");
+    world.report_step("n1", "Failed", "");
+    assert!(world.pass().is_empty(), "no node begins while the failure is young");
+    world.wait_for_failure();
+    assert!(world.pass().is_empty());
+    world.staging = Staging::default();
+    assert!(world.pass().is_empty(), "a new leader does not resume a stopped rollout");
+    assert_eq!(world.condition("RolledOut").1, "RollingOut", "the report waits");
+    world.wait_for_failure();
+    assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
+    world.serve("n1");
+    assert_eq!(world.pass(), ["n3", "n4"]);
+}
+
+#[test]
 fn a_daemon_that_does_not_serve_stops_the_change() {
     let mut world = World::with_policy(3, FIVE);
     world.set_policy("p", TEN);

@@ -20,8 +20,8 @@ use crate::policies::validate::RolloutRules;
 use crate::policies::waves::{self, NodeView, State};
 use crate::read::{Node, Observed};
 
-/// Time for which a failure must last before it stops a rollout. Agents retry failed steps, and an
-/// MPS daemon is briefly unavailable while its settings change.
+/// Time for which a failure must last before it is reported. Agents retry failed steps, and an MPS
+/// daemon is briefly unavailable while its settings change. Until then, no further node changes.
 pub const FAILURE_TIME: Duration = Duration::from_secs(10);
 
 /// Taints of a node whose kubelet does not report.
@@ -32,8 +32,8 @@ type PolicyAndNode = (String, String);
 
 /// What the operator remembers about failures. Times are durations since the process started.
 ///
-/// A new leader starts with an empty memory. It waits [`FAILURE_TIME`] again, and a node that
-/// failed before the change then stops the rollout.
+/// A new leader starts with an empty memory. It reports failures after [`FAILURE_TIME`] again, and
+/// a node that failed before the change then stops the rollout. In between, no node changes.
 #[derive(Debug, Clone, Default)]
 pub struct Staging {
     /// Failing nodes: the failing plan, and since when it fails.
@@ -92,6 +92,7 @@ impl Staging {
                 _ => now,
             };
             self.failing.insert(key.clone(), (plan, since));
+            view.failing = true;
             left = Some(FAILURE_TIME.saturating_sub(now.saturating_sub(since))).filter(|left| !left.is_zero());
             if left.is_some() {
                 view.state = State::Changing;
@@ -121,6 +122,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
     let mut view = NodeView {
         newest: true,
         state: State::Serving,
+        failing: false,
         serves: false,
         in_use: false,
         agent_ready: node.agent.is_some_and(|agent| agent.ready),

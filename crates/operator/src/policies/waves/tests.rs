@@ -12,7 +12,15 @@ const NONE: [usize; 0] = [];
 
 /// Returns a node that serves the newest partition.
 fn updated() -> NodeView {
-    NodeView { newest: true, state: State::Serving, serves: true, in_use: false, agent_ready: true, excused: false }
+    NodeView {
+        newest: true,
+        state: State::Serving,
+        failing: false,
+        serves: true,
+        in_use: false,
+        agent_ready: true,
+        excused: false,
+    }
 }
 
 /// Returns an unused node that serves an older partition.
@@ -105,6 +113,18 @@ fn a_failed_node_stops_the_others() {
     assert_eq!(begins(RULES, &[excused(failed(updated())), updated(), old()]), [2], "it is cordoned");
     let last = decide_for(RULES, &[failed(updated()), updated()]);
     assert_eq!(last.phase, Phase::RollingOut, "no node is left to stop");
+}
+
+#[test]
+fn a_young_failure_holds_the_others_back() {
+    let failing = |view: NodeView| NodeView { failing: true, ..changing(view) };
+    let views = [failing(updated()), updated(), old(), changing(old()), failed(old())];
+    assert_eq!(begins(RULES, &views), [4], "only repairs continue");
+    assert_eq!(decide_for(RULES, &views).phase, Phase::RollingOut);
+    let onward = RolloutRules { on_failure: OnFailure::Continue, ..RULES };
+    assert_eq!(begins(onward, &[failing(updated()), updated(), old(), old()]), [2]);
+    assert_eq!(begins(RULES, &[excused(failing(updated())), updated(), old()]), [2]);
+    assert_eq!(begins(RULES, &[updated(), failing(old()), old()]), [1, 2], "an older change fails");
 }
 
 #[test]
