@@ -380,6 +380,22 @@ fn a_failing_node_holds_the_others_back_at_once_and_under_a_new_leader() {
 }
 
 #[test]
+fn a_write_for_another_gpu_does_not_begin_a_node() {
+    let mut world = World::with_policy(10, FIVE);
+    world.set_policy("p", TEN_BY_TWO);
+    world.pass();
+    world.serve("n0");
+    let mut restarting = world.clone();
+    for name in (3..10).map(|at| format!("n{at}")) {
+        let generation = &mut world.object(&name).metadata.generation;
+        *generation = generation.map(|generation| generation + 1);
+        restarting.gpu(&name).mps = vec![MpsStatus { state: "Starting".to_owned(), ..MpsStatus::default() }];
+    }
+    assert_eq!(world.write(), ["n1", "n2"], "the limit applies to nodes whose agent has not read its spec");
+    assert!(restarting.write().is_empty(), "nodes whose daemon restarts count as unavailable");
+}
+
+#[test]
 fn a_daemon_that_does_not_serve_stops_the_change() {
     let mut world = World::with_policy(3, FIVE);
     world.set_policy("p", TEN);

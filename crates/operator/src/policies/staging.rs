@@ -123,6 +123,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         newest: true,
         state: State::Serving,
         failing: false,
+        between: false,
         serves: false,
         in_use: false,
         agent_ready: node.agent.is_some_and(|agent| agent.ready),
@@ -135,12 +136,15 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         any = true;
         let staged = is_staged(current, desired, rules.paused);
         view.newest &= !staged;
+        let has_partition = has_partition(&current.partition, gpu);
+        view.between |= staged && !has_partition;
         view.in_use |= staged && gpu.slices.iter().any(|slice| slice.in_use > 0);
         let state = if desired.cordoned || !gpu.health.class.is_empty() {
             // The failure of a cordoned or faulted GPU reveals nothing about its partition.
             None
         } else if staged || current.partition == desired.partition {
-            gpu_state(node, current, gpu)
+            // An unread spec of a staged GPU that has its partition is a write for another GPU.
+            gpu_state(node, current, gpu, has_read(node) || staged && has_partition)
         } else {
             Some(State::Changing)
         };
@@ -151,10 +155,10 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
 }
 
 /// Returns the state of a GPU relative to its spec. Returns `None` if the node has no status.
-fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Option<State> {
+fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus, has_read: bool) -> Option<State> {
     let object = node.object()?;
     let status = object.status.as_ref()?;
-    if !has_read(node) {
+    if !has_read {
         return Some(State::Changing);
     }
     let failure = |why: &str| State::Failed(format!("GPU {}: {why}", gpu.index));

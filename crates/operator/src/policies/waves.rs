@@ -40,6 +40,8 @@ pub struct NodeView {
     pub state: State,
     /// Whether a GPU or its MPS daemon fails now. [`State::Failed`] only follows if that lasts.
     pub failing: bool,
+    /// Whether a GPU that changes does not have the older partition either.
+    pub between: bool,
     /// Whether at least one GPU serves the partition in the spec.
     pub serves: bool,
     /// Whether pods use a GPU that changes.
@@ -143,7 +145,9 @@ fn pending(nodes: &BTreeMap<String, NodeView>) -> impl Iterator<Item = (&str, &N
 fn broken(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) -> impl Iterator<Item = &str> {
     let is_broken = move |view: &NodeView| match view.state {
         State::Failed(_) => true,
-        State::Changing | State::WaitingForPods => !held,
+        State::WaitingForPods => !held,
+        // Otherwise, a daemon restarts: the node serves its older partition soon.
+        State::Changing => view.between && !held,
         State::Serving => false,
     };
     pending(nodes).filter(move |(_, view)| proven && is_broken(view)).map(|(name, _)| name)

@@ -16,6 +16,7 @@ fn updated() -> NodeView {
         newest: true,
         state: State::Serving,
         failing: false,
+        between: false,
         serves: true,
         in_use: false,
         agent_ready: true,
@@ -34,6 +35,11 @@ fn with_state(state: State, view: NodeView) -> NodeView {
 
 fn changing(view: NodeView) -> NodeView {
     with_state(State::Changing, view)
+}
+
+/// Returns an unused node that has no older partition either.
+fn between() -> NodeView {
+    NodeView { between: true, ..changing(old()) }
 }
 
 fn waiting(view: NodeView) -> NodeView {
@@ -118,13 +124,13 @@ fn a_failed_node_stops_the_others() {
 #[test]
 fn a_young_failure_holds_the_others_back() {
     let failing = |view: NodeView| NodeView { failing: true, ..changing(view) };
-    let views = [failing(updated()), updated(), old(), changing(old()), failed(old())];
+    let views = [failing(updated()), updated(), old(), between(), failed(old())];
     assert_eq!(begins(RULES, &views), [4], "only repairs continue");
     assert_eq!(decide_for(RULES, &views).phase, Phase::RollingOut);
     let onward = RolloutRules { on_failure: OnFailure::Continue, ..RULES };
     assert_eq!(begins(onward, &[failing(updated()), updated(), old(), old()]), [2]);
     assert_eq!(begins(RULES, &[excused(failing(updated())), updated(), old()]), [2]);
-    assert_eq!(begins(RULES, &[updated(), failing(old()), old()]), [1, 2], "an older change fails");
+    assert_eq!(begins(RULES, &[updated(), failing(old()), old()]), [2], "an older change fails");
 }
 
 #[test]
@@ -141,12 +147,15 @@ fn a_paused_policy_changes_no_node() {
 fn a_policy_that_is_changed_back_repairs_nodes_at_once() {
     let one = RolloutRules { max_unavailable: MaxUnavailable::Nodes(1), ..RULES };
     // n0 never left the partition that is now the newest again. The others had begun to leave it.
-    let views = [updated(), failed(old()), failed(old()), changing(old()), changing(old())];
+    let views = [updated(), failed(old()), failed(old()), between(), between()];
     assert_eq!(begins(one, &views), [1, 2, 3, 4]);
     let also_served = [updated(), failed(old()), old(), old()];
     assert_eq!(begins(one, &also_served), [1, 2], "nodes that serve an older partition follow in waves");
-    let stopped = [updated(), failed(updated()), failed(old()), changing(old()), old()];
+    let stopped = [updated(), failed(updated()), failed(old()), between(), old()];
     assert_eq!(begins(one, &stopped), [2], "only repairs continue");
+    let restarting = [updated(), changing(old()), changing(old()), old(), old()];
+    assert_eq!(begins(one, &restarting), NONE, "they serve an older partition soon");
+    assert_eq!(begins(RULES, &[updated(), changing(old()), old(), old()]), [2]);
 }
 
 #[test]
