@@ -163,6 +163,11 @@ impl World {
         self.gpu(node).slices[0].in_use = 1;
     }
 
+    fn taint(&mut self, node: &str, key: &str) {
+        let taint = Taint { key: key.to_owned(), effect: "NoExecute".to_owned(), ..Taint::default() };
+        self.observed.nodes.get_mut(node).unwrap().taints = vec![taint];
+    }
+
     /// Returns the number of shares in the spec of each node. 0 for a whole GPU.
     fn shares(&mut self) -> Vec<u32> {
         let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
@@ -407,9 +412,9 @@ fn a_daemon_that_does_not_serve_stops_the_change() {
     world.wait_for_failure();
     assert!(world.pass().is_empty());
     assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
-    // A fault of the GPU reveals nothing about the partition.
+    // The change may have caused the fault.
     world.gpu("n0").health.class = "NeedsReset".to_owned();
-    assert_eq!(world.pass(), ["n1"]);
+    assert!(world.pass().is_empty());
 }
 
 #[test]
@@ -434,13 +439,58 @@ fn a_cordoned_node_does_not_stop_the_change() {
     let mut cordoned_gpu = world.clone();
     world.observed.nodes.get_mut("n0").unwrap().unschedulable = true;
     assert_eq!(world.pass(), ["n1"]);
-    let key = "node.kubernetes.io/unreachable".to_owned();
-    let taint = Taint { key, effect: "NoExecute".to_owned(), ..Taint::default() };
-    unreachable.observed.nodes.get_mut("n0").unwrap().taints = vec![taint];
-    assert_eq!(unreachable.pass(), ["n1"]);
+    unreachable.taint("n0", "node.kubernetes.io/unreachable");
+    assert!(unreachable.pass().is_empty(), "the change may have taken the node down");
     let annotations = BTreeMap::from([("cleave.dev/cordon".to_owned(), cordoned_gpu.gpu("n0").uuid.clone())]);
     cordoned_gpu.object("n0").metadata.annotations = Some(annotations);
     assert_eq!(cordoned_gpu.pass(), ["n0", "n1"], "the cordon of n0, and the partition of n1");
+}
+
+#[test]
+fn a_node_that_is_lost_after_its_change_stops_the_change() {
+    for faulted in [true, false] {
+        let mut world = World::with_policy(3, FIVE);
+        world.set_policy("p", TEN);
+        assert_eq!(world.pass(), ["n0"]);
+        world.serve("n0");
+        if faulted {
+            world.gpu("n0").health.class = "NeedsReset".to_owned();
+        } else {
+            world.taint("n0", "node.kubernetes.io/not-ready");
+        }
+        assert!(world.pass().is_empty());
+        world.wait_for_failure();
+        assert!(world.pass().is_empty());
+        let (status, reason, message) = world.condition("RolledOut");
+        assert_eq!((status.as_str(), reason.as_str()), ("False", "RolloutStopped"));
+        assert!(message.contains("n0 failed"), "{message}");
+        world.observed.nodes.get_mut("n0").unwrap().unschedulable = true;
+        assert_eq!(world.pass(), ["n1"], "a person has cordoned the node");
+    }
+}
+
+#[test]
+fn a_gpu_that_was_faulted_before_the_change_does_not_stop_it() {
+    let mut world = World::with_policy(3, FIVE);
+    world.gpu("n0").health.class = "NeedsReset".to_owned();
+    world.observed.nodes.get_mut("n2").unwrap().agent = Some(Agent { ready: false });
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n1"], "a faulted GPU would reveal little");
+    world.serve("n1");
+    assert_eq!(world.pass(), ["n0"]);
+    world.serve("n0");
+    world.gpu("n0").health.class = "NeedsReset".to_owned();
+    world.wait_for_failure();
+    world.observed.nodes.get_mut("n2").unwrap().agent = Some(Agent { ready: true });
+    assert_eq!(world.pass(), ["n2"]);
+    world.serve("n2");
+    let (status, reason, message) = world.condition("RolledOut");
+    assert_eq!((status.as_str(), reason.as_str()), ("False", "RollingOut"));
+    assert!(message.contains("2 of 3 nodes"), "{message}");
+    world.serve("n0");
+    assert_eq!(world.condition("RolledOut").0, "True");
+    world.taint("n0", "node.kubernetes.io/unreachable");
+    assert_eq!(world.condition("RolledOut").0, "True", "no rollout is in progress");
 }
 
 #[test]

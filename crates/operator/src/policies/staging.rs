@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus};
+use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Health};
 use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, STEP_FAILED, STEP_IN_USE, STEP_REFUSED, STEP_WAITING, daemon_state};
 
 use crate::policies::partition::has_partition;
@@ -38,7 +38,7 @@ type PolicyAndNode = (String, String);
 pub struct Staging {
     /// Failing nodes: the failing plan, and since when it fails.
     failing: BTreeMap<PolicyAndNode, (String, Duration)>,
-    /// Nodes that failed with an older partition, until they serve.
+    /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
 }
 
@@ -56,11 +56,16 @@ impl Staging {
             let mut views = BTreeMap::new();
             for name in names {
                 let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
-                let Some(mut view) = view(policy, report.rollout, node, desired) else { continue };
-                let key = (policy.clone(), name.to_owned());
-                next = [next, self.update(&key, &mut view, node, now)].into_iter().flatten().min();
-                seen.insert(key);
+                let Some(view) = view(policy, report.rollout, node, desired) else { continue };
                 views.insert(name.to_owned(), view);
+            }
+            let rolls_out = views.values().any(|view| !view.newest);
+            for (name, view) in &mut views {
+                let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
+                let key = (policy.clone(), name.clone());
+                self.update_lost(&key, view, loss(policy, node, desired, rolls_out));
+                next = [next, self.update(&key, view, node, now)].into_iter().flatten().min();
+                seen.insert(key);
             }
             let progress = waves::decide(report.rollout, &views);
             held.extend(progress.pending.iter().map(|node| (node.clone(), policy.clone(), report.rollout.paused)));
@@ -82,6 +87,18 @@ impl Staging {
         next
     }
 
+    /// Applies the loss of a node or of a GPU to a view. Only a loss that precedes the change is
+    /// excused: the change may have caused a later one.
+    fn update_lost(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>) {
+        match loss {
+            Some(_) if !view.newest => _ = self.failed_before.insert(key.clone()),
+            Some(_) if matches!(view.state, State::Failed(_)) => {}
+            Some(why) => view.state = State::Failed(why),
+            None if view.state == State::Serving => _ = self.failed_before.remove(key),
+            None => {}
+        }
+    }
+
     /// Applies what is remembered to a view. Returns the time until a failure counts.
     fn update(&mut self, key: &PolicyAndNode, view: &mut NodeView, node: &Node, now: Duration) -> Option<Duration> {
         let mut left = None;
@@ -101,9 +118,6 @@ impl Staging {
             }
         } else {
             self.failing.remove(key);
-            if view.state == State::Serving {
-                self.failed_before.remove(key);
-            }
         }
         view.excused |= self.failed_before.contains(key);
         left
@@ -118,7 +132,6 @@ fn is_staged(current: &GpuSpec, desired: &GpuSpec, paused: bool) -> bool {
 /// Describes the GPUs of a policy on a node. Returns `None` if the node's spec has none of them.
 fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -> Option<NodeView> {
     let object = node.object()?;
-    let unreachable = || node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()));
     let mut view = NodeView {
         newest: true,
         state: State::Serving,
@@ -127,7 +140,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         serves: false,
         in_use: false,
         agent_ready: node.agent.is_some_and(|agent| agent.ready),
-        excused: node.unschedulable || unreachable(),
+        excused: node.unschedulable,
     };
     let mut any = false;
     for desired in desired.gpus.iter().filter(|desired| desired.policy.as_deref() == Some(policy)) {
@@ -140,7 +153,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         view.between |= staged && !has_partition;
         view.in_use |= staged && gpu.slices.iter().any(|slice| slice.in_use > 0);
         let state = if desired.cordoned || !gpu.health.class.is_empty() {
-            // The failure of a cordoned or faulted GPU reveals nothing about its partition.
+            // A cordoned GPU is excused. `loss` judges a faulted one.
             None
         } else if staged || current.partition == desired.partition {
             // An unread spec of a staged GPU that has its partition is a write for another GPU.
@@ -152,6 +165,20 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         view.state = view.state.max(state.unwrap_or(State::Serving));
     }
     any.then_some(view)
+}
+
+/// Returns why a node or a GPU of a policy cannot serve any partition. Without a rollout, only
+/// faults of GPUs count. Administrators excuse nodes and GPUs with a cordon.
+fn loss(policy: &str, node: &Node, desired: &GpuNodeSpec, rolls_out: bool) -> Option<String> {
+    let follows = |entry: &GpuSpec| entry.policy.as_deref() == Some(policy) && !entry.cordoned;
+    let judged = |gpu: &GpuStatus| desired.gpus.iter().any(|entry| entry.uuid == gpu.uuid && follows(entry));
+    let faulted = |gpu: &&GpuStatus| !gpu.health.class.is_empty() && judged(gpu);
+    if let Some(gpu) = node.reported()?.iter().find(faulted) {
+        let Health { class, message, .. } = &gpu.health;
+        return Some(format!("GPU {}: {}", gpu.index, if message.is_empty() { class } else { message }));
+    }
+    let unreachable = node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()));
+    (rolls_out && unreachable && !node.unschedulable).then(|| "the node is not ready".to_owned())
 }
 
 /// Returns the state of a GPU relative to its spec. Returns `None` if the node has no status.

@@ -48,7 +48,7 @@ pub struct NodeView {
     pub in_use: bool,
     /// Whether the node's agent is ready. Other nodes cannot change.
     pub agent_ready: bool,
-    /// Whether the node is cordoned, unreachable, or failed before the change. Such a node does not
+    /// Whether the node is cordoned, or failed or was lost before the change. Such a node does not
     /// stop the rollout, and does not count as unavailable.
     pub excused: bool,
 }
@@ -165,7 +165,7 @@ fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>, proven: bool) -
     let mut candidates: Vec<(&str, &NodeView)> =
         pending(nodes).filter(|(_, view)| !proven || view.state == State::Serving).collect();
     // A node that failed before the change would reveal little about the change.
-    candidates.sort_by_key(|(name, view)| (matches!(view.state, State::Failed(_)), view.in_use, *name));
+    candidates.sort_by_key(|(name, view)| (view.excused || matches!(view.state, State::Failed(_)), view.in_use, *name));
     let mut begin = BTreeSet::new();
     for (name, view) in candidates {
         if changing >= limit || view.in_use && waiting >= limit {
