@@ -10,6 +10,7 @@ use cleave_api::gpunode::{GpuNode, GpuNodeSpec, GpuNodeStatus, GpuStatus, Health
 use cleave_api::sharingpolicy::{Enforcement, RolloutStatus, SharingPolicy};
 use cleave_operator::policies::apply::changes;
 use cleave_operator::policies::plan::{Plan, plan};
+use cleave_operator::policies::snapshot::DEADLINE;
 use cleave_operator::policies::staging::{FAILURE_TIME, Staging};
 use cleave_operator::policies::status::{Update, WrittenStatuses, event, updates};
 use cleave_operator::read::{Agent, Node, Observed};
@@ -491,6 +492,35 @@ fn a_gpu_that_was_faulted_before_the_change_does_not_stop_it() {
     assert_eq!(world.condition("RolledOut").0, "True");
     world.taint("n0", "node.kubernetes.io/unreachable");
     assert_eq!(world.condition("RolledOut").0, "True", "no rollout is in progress");
+}
+
+#[test]
+fn a_node_whose_agent_does_not_report_counts_as_failed() {
+    for has_read in [true, false] {
+        let mut world = World::with_policy(3, FIVE);
+        world.set_policy("p", TEN);
+        assert_eq!(world.pass(), ["n0"]);
+        if has_read {
+            let object = world.object("n0");
+            object.status.as_mut().unwrap().observed_generation = object.metadata.generation.unwrap();
+        }
+        world.observed.nodes.get_mut("n0").unwrap().agent = Some(Agent { ready: false });
+        let (_, next) = world.staged_plan();
+        assert_eq!(next, Some(DEADLINE), "the operator looks again at the deadline");
+        world.now += DEADLINE / 2;
+        assert_eq!(world.condition("RolledOut").1, "RollingOut");
+        world.now += DEADLINE / 2;
+        let mut onward = world.clone();
+        assert!(world.pass().is_empty());
+        let (_, reason, message) = world.condition("RolledOut");
+        assert_eq!(reason, "RolloutStopped");
+        assert!(message.contains("n0 failed (the agent has not reported the change within 30 s)"), "{message}");
+        onward.set_policy("p", "mode: Mps\nmps: {units: 10}\nrollout: {onFailure: Continue}");
+        assert_eq!(onward.pass(), ["n1"]);
+        world.observed.nodes.get_mut("n0").unwrap().agent = Some(Agent { ready: true });
+        world.serve("n0");
+        assert_eq!(world.pass(), ["n1"]);
+    }
 }
 
 #[test]

@@ -15,7 +15,7 @@ use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, STEP_FAILED, STEP_IN_USE, STEP_R
 
 use crate::policies::partition::has_partition;
 use crate::policies::plan::{Plan, plan_id};
-use crate::policies::snapshot::has_read;
+use crate::policies::snapshot::{DEADLINE, has_read};
 use crate::policies::validate::RolloutRules;
 use crate::policies::waves::{self, NodeView, State};
 use crate::read::{Node, Observed};
@@ -38,6 +38,8 @@ type PolicyAndNode = (String, String);
 pub struct Staging {
     /// Failing nodes: the failing plan, and since when it fails.
     failing: BTreeMap<PolicyAndNode, (String, Duration)>,
+    /// Changing nodes whose agent does not report: the generation that it has read, and since when.
+    silent: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
 }
@@ -64,7 +66,9 @@ impl Staging {
                 let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
                 let key = (policy.clone(), name.clone());
                 self.update_lost(&key, view, loss(policy, node, desired, rolls_out));
-                next = [next, self.update(&key, view, node, now)].into_iter().flatten().min();
+                let failure = self.update(&key, view, node, now);
+                let deadline = self.update_silent(&key, view, node, now);
+                next = [next, failure, deadline].into_iter().flatten().min();
                 seen.insert(key);
             }
             let progress = waves::decide(report.rollout, &views);
@@ -83,6 +87,7 @@ impl Staging {
             }
         }
         self.failing.retain(|key, _| seen.contains(key));
+        self.silent.retain(|key, _| seen.contains(key));
         self.failed_before.retain(|key| seen.contains(key));
         next
     }
@@ -121,6 +126,34 @@ impl Staging {
         }
         view.excused |= self.failed_before.contains(key);
         left
+    }
+
+    /// Lets a changed node fail if its agent does not report until the deadline. Returns the time
+    /// until then.
+    fn update_silent(
+        &mut self,
+        key: &PolicyAndNode,
+        view: &mut NodeView,
+        node: &Node,
+        now: Duration,
+    ) -> Option<Duration> {
+        let reports = has_read(node) && view.agent_ready;
+        if !view.newest || view.state != State::Changing || reports {
+            self.silent.remove(key);
+            return None;
+        }
+        let read = node.object()?.status.as_ref()?.observed_generation;
+        let since = match self.silent.get(key) {
+            Some((of, since)) if *of == read => *since,
+            _ => now,
+        };
+        self.silent.insert(key.clone(), (read, since));
+        let left = DEADLINE.saturating_sub(now.saturating_sub(since));
+        if left.is_zero() {
+            let why = format!("the agent has not reported the change within {} s", DEADLINE.as_secs());
+            (view.state, view.failing) = (State::Failed(why), true);
+        }
+        Some(left).filter(|left| !left.is_zero())
     }
 }
 
