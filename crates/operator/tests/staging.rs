@@ -10,6 +10,7 @@ use cleave_api::gpunode::{GpuNode, GpuNodeSpec, GpuNodeStatus, GpuStatus, Health
 use cleave_api::sharingpolicy::{Enforcement, RolloutStatus, SharingPolicy};
 use cleave_operator::policies::apply::changes;
 use cleave_operator::policies::plan::{Plan, plan};
+use cleave_operator::policies::snapshot::DEFAULT_APPLY_DEADLINE;
 use cleave_operator::policies::staging::{FAILURE_TIME, Staging};
 use cleave_operator::policies::status::{Update, WrittenStatuses, event, updates};
 use cleave_operator::read::{Agent, Node, Observed};
@@ -161,6 +162,11 @@ impl World {
     /// Lets a pod use a slice of a node.
     fn use_slice(&mut self, node: &str) {
         self.gpu(node).slices[0].in_use = 1;
+    }
+
+    fn taint(&mut self, node: &str, key: &str) {
+        let taint = Taint { key: key.to_owned(), effect: "NoExecute".to_owned(), ..Taint::default() };
+        self.observed.nodes.get_mut(node).unwrap().taints = vec![taint];
     }
 
     /// Returns the number of shares in the spec of each node. 0 for a whole GPU.
@@ -359,6 +365,43 @@ fn a_failed_canary_stops_the_change_and_is_reported_once() {
 }
 
 #[test]
+fn a_failing_node_holds_the_others_back_at_once_and_under_a_new_leader() {
+    let mut world = World::with_policy(6, FIVE);
+    world.set_policy("p", TEN_BY_TWO);
+    world.pass();
+    world.serve("n0");
+    assert_eq!(world.pass(), ["n1", "n2"]);
+    world.serve("n2");
+    world.report_step("n1", "Failed", "");
+    assert!(world.pass().is_empty(), "no node begins while the failure is young");
+    world.wait_for_failure();
+    assert!(world.pass().is_empty());
+    world.staging = Staging::default();
+    assert!(world.pass().is_empty(), "a new leader does not resume a stopped rollout");
+    assert_eq!(world.condition("RolledOut").1, "RollingOut", "the report waits");
+    world.wait_for_failure();
+    assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
+    world.serve("n1");
+    assert_eq!(world.pass(), ["n3", "n4"]);
+}
+
+#[test]
+fn a_write_for_another_gpu_does_not_begin_a_node() {
+    let mut world = World::with_policy(10, FIVE);
+    world.set_policy("p", TEN_BY_TWO);
+    world.pass();
+    world.serve("n0");
+    let mut restarting = world.clone();
+    for name in (3..10).map(|at| format!("n{at}")) {
+        let generation = &mut world.object(&name).metadata.generation;
+        *generation = generation.map(|generation| generation + 1);
+        restarting.gpu(&name).mps = vec![MpsStatus { state: "Starting".to_owned(), ..MpsStatus::default() }];
+    }
+    assert_eq!(world.write(), ["n1", "n2"], "the limit applies to nodes whose agent has not read its spec");
+    assert!(restarting.write().is_empty(), "nodes whose daemon restarts count as unavailable");
+}
+
+#[test]
 fn a_daemon_that_does_not_serve_stops_the_change() {
     let mut world = World::with_policy(3, FIVE);
     world.set_policy("p", TEN);
@@ -370,9 +413,9 @@ fn a_daemon_that_does_not_serve_stops_the_change() {
     world.wait_for_failure();
     assert!(world.pass().is_empty());
     assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
-    // A fault of the GPU reveals nothing about the partition.
+    // The change may have caused the fault.
     world.gpu("n0").health.class = "NeedsReset".to_owned();
-    assert_eq!(world.pass(), ["n1"]);
+    assert!(world.pass().is_empty());
 }
 
 #[test]
@@ -397,13 +440,87 @@ fn a_cordoned_node_does_not_stop_the_change() {
     let mut cordoned_gpu = world.clone();
     world.observed.nodes.get_mut("n0").unwrap().unschedulable = true;
     assert_eq!(world.pass(), ["n1"]);
-    let key = "node.kubernetes.io/unreachable".to_owned();
-    let taint = Taint { key, effect: "NoExecute".to_owned(), ..Taint::default() };
-    unreachable.observed.nodes.get_mut("n0").unwrap().taints = vec![taint];
-    assert_eq!(unreachable.pass(), ["n1"]);
+    unreachable.taint("n0", "node.kubernetes.io/unreachable");
+    assert!(unreachable.pass().is_empty(), "the change may have taken the node down");
     let annotations = BTreeMap::from([("cleave.dev/cordon".to_owned(), cordoned_gpu.gpu("n0").uuid.clone())]);
     cordoned_gpu.object("n0").metadata.annotations = Some(annotations);
     assert_eq!(cordoned_gpu.pass(), ["n0", "n1"], "the cordon of n0, and the partition of n1");
+}
+
+#[test]
+fn a_node_that_is_lost_after_its_change_stops_the_change() {
+    for faulted in [true, false] {
+        let mut world = World::with_policy(3, FIVE);
+        world.set_policy("p", TEN);
+        assert_eq!(world.pass(), ["n0"]);
+        world.serve("n0");
+        if faulted {
+            world.gpu("n0").health.class = "NeedsReset".to_owned();
+        } else {
+            world.taint("n0", "node.kubernetes.io/not-ready");
+        }
+        assert!(world.pass().is_empty());
+        world.wait_for_failure();
+        assert!(world.pass().is_empty());
+        let (status, reason, message) = world.condition("RolledOut");
+        assert_eq!((status.as_str(), reason.as_str()), ("False", "RolloutStopped"));
+        assert!(message.contains("n0 failed"), "{message}");
+        world.observed.nodes.get_mut("n0").unwrap().unschedulable = true;
+        assert_eq!(world.pass(), ["n1"], "a person has cordoned the node");
+    }
+}
+
+#[test]
+fn a_gpu_that_was_faulted_before_the_change_does_not_stop_it() {
+    let mut world = World::with_policy(3, FIVE);
+    world.gpu("n0").health.class = "NeedsReset".to_owned();
+    world.observed.nodes.get_mut("n2").unwrap().agent = Some(Agent { ready: false });
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n1"], "a faulted GPU would reveal little");
+    world.serve("n1");
+    assert_eq!(world.pass(), ["n0"]);
+    world.serve("n0");
+    world.gpu("n0").health.class = "NeedsReset".to_owned();
+    world.wait_for_failure();
+    world.observed.nodes.get_mut("n2").unwrap().agent = Some(Agent { ready: true });
+    assert_eq!(world.pass(), ["n2"]);
+    world.serve("n2");
+    let (status, reason, message) = world.condition("RolledOut");
+    assert_eq!((status.as_str(), reason.as_str()), ("False", "RollingOut"));
+    assert!(message.contains("2 of 3 nodes"), "{message}");
+    world.serve("n0");
+    assert_eq!(world.condition("RolledOut").0, "True");
+    world.taint("n0", "node.kubernetes.io/unreachable");
+    assert_eq!(world.condition("RolledOut").0, "True", "no rollout is in progress");
+}
+
+#[test]
+fn a_node_whose_agent_does_not_report_counts_as_failed() {
+    for has_read in [true, false] {
+        let mut world = World::with_policy(3, FIVE);
+        world.set_policy("p", TEN);
+        assert_eq!(world.pass(), ["n0"]);
+        if has_read {
+            let object = world.object("n0");
+            object.status.as_mut().unwrap().observed_generation = object.metadata.generation.unwrap();
+        }
+        world.observed.nodes.get_mut("n0").unwrap().agent = Some(Agent { ready: false });
+        let (_, next) = world.staged_plan();
+        assert_eq!(next, Some(DEFAULT_APPLY_DEADLINE), "the operator looks again at the deadline");
+        world.now += DEFAULT_APPLY_DEADLINE / 2;
+        assert_eq!(world.condition("RolledOut").1, "RollingOut");
+        world.now += DEFAULT_APPLY_DEADLINE / 2;
+        let mut onward = world.clone();
+        assert!(world.pass().is_empty());
+        let (_, reason, message) = world.condition("RolledOut");
+        assert_eq!(reason, "RolloutStopped");
+        assert!(message.contains("n0 failed (the agent has not reported the change within 30 s)"), "{message}");
+        onward.set_policy("p", "mode: Mps\nmps: {units: 10}\nrollout: {onFailure: Continue}");
+        assert_eq!(onward.pass(), ["n1"]);
+        world.observed.nodes.get_mut("n0").unwrap().agent = Some(Agent { ready: true });
+        world.serve("n0");
+        assert_eq!(world.pass(), ["n1"]);
+    }
 }
 
 #[test]

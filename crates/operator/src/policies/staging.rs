@@ -10,18 +10,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus};
+use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Health};
 use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, STEP_FAILED, STEP_IN_USE, STEP_REFUSED, STEP_WAITING, daemon_state};
 
 use crate::policies::partition::has_partition;
 use crate::policies::plan::{Plan, plan_id};
-use crate::policies::snapshot::agent_has_read_spec;
+use crate::policies::snapshot::{DEFAULT_APPLY_DEADLINE, agent_has_read_spec};
 use crate::policies::validate::RolloutRules;
 use crate::policies::waves::{self, NodeView, State};
 use crate::read::{Node, Observed};
 
-/// Time for which a failure must last before it stops a rollout. Agents retry failed steps, and an
-/// MPS daemon is briefly unavailable while its settings change.
+/// Time for which a failure must last before it is reported. Agents retry failed steps, and an MPS
+/// daemon is briefly unavailable while its settings change. Until then, no further node changes.
 pub const FAILURE_TIME: Duration = Duration::from_secs(10);
 
 /// Taints of a node whose kubelet does not report.
@@ -32,13 +32,15 @@ type PolicyAndNode = (String, String);
 
 /// What the operator remembers about failures. Times are durations since the process started.
 ///
-/// A new leader starts with an empty memory. It waits [`FAILURE_TIME`] again, and a node that
-/// failed before the change then stops the rollout.
+/// A new leader starts with an empty memory. It reports failures after [`FAILURE_TIME`] again, and
+/// a node that failed before the change then stops the rollout. In between, no node changes.
 #[derive(Debug, Clone, Default)]
 pub struct Staging {
     /// Failing nodes: the failing plan, and since when it fails.
     failing: BTreeMap<PolicyAndNode, (String, Duration)>,
-    /// Nodes that failed with an older partition, until they serve.
+    /// Changing nodes whose agent does not report: the generation that it has read, and since when.
+    silent: BTreeMap<PolicyAndNode, (i64, Duration)>,
+    /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
 }
 
@@ -56,11 +58,18 @@ impl Staging {
             let mut views = BTreeMap::new();
             for name in names {
                 let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
-                let Some(mut view) = view(policy, report.rollout, node, desired) else { continue };
-                let key = (policy.clone(), name.to_owned());
-                next = [next, self.update(&key, &mut view, node, now)].into_iter().flatten().min();
-                seen.insert(key);
+                let Some(view) = view(policy, report.rollout, node, desired) else { continue };
                 views.insert(name.to_owned(), view);
+            }
+            let rolls_out = views.values().any(|view| !view.newest);
+            for (name, view) in &mut views {
+                let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
+                let key = (policy.clone(), name.clone());
+                self.update_lost(&key, view, loss(policy, node, desired, rolls_out));
+                let failure = self.update(&key, view, node, now);
+                let deadline = self.update_silent(&key, view, node, now);
+                next = [next, failure, deadline].into_iter().flatten().min();
+                seen.insert(key);
             }
             let progress = waves::decide(report.rollout, &views);
             held.extend(progress.pending.iter().map(|node| (node.clone(), policy.clone(), report.rollout.paused)));
@@ -78,8 +87,21 @@ impl Staging {
             }
         }
         self.failing.retain(|key, _| seen.contains(key));
+        self.silent.retain(|key, _| seen.contains(key));
         self.failed_before.retain(|key| seen.contains(key));
         next
+    }
+
+    /// Applies the loss of a node or of a GPU to a view. Only a loss that precedes the change is
+    /// excused: the change may have caused a later one.
+    fn update_lost(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>) {
+        match loss {
+            Some(_) if !view.newest => _ = self.failed_before.insert(key.clone()),
+            Some(_) if matches!(view.state, State::Failed(_)) => {}
+            Some(why) => view.state = State::Failed(why),
+            None if view.state == State::Serving => _ = self.failed_before.remove(key),
+            None => {}
+        }
     }
 
     /// Applies what is remembered to a view. Returns the time until a failure counts.
@@ -92,6 +114,7 @@ impl Staging {
                 _ => now,
             };
             self.failing.insert(key.clone(), (plan, since));
+            view.failing = true;
             left = Some(FAILURE_TIME.saturating_sub(now.saturating_sub(since))).filter(|left| !left.is_zero());
             if left.is_some() {
                 view.state = State::Changing;
@@ -100,12 +123,37 @@ impl Staging {
             }
         } else {
             self.failing.remove(key);
-            if view.state == State::Serving {
-                self.failed_before.remove(key);
-            }
         }
         view.excused |= self.failed_before.contains(key);
         left
+    }
+
+    /// Lets a changed node fail if its agent does not report until the deadline. Returns the time
+    /// until then.
+    fn update_silent(
+        &mut self,
+        key: &PolicyAndNode,
+        view: &mut NodeView,
+        node: &Node,
+        now: Duration,
+    ) -> Option<Duration> {
+        let reports = agent_has_read_spec(node) && view.agent_ready;
+        if !view.newest || view.state != State::Changing || reports {
+            self.silent.remove(key);
+            return None;
+        }
+        let read = node.object()?.status.as_ref()?.observed_generation;
+        let since = match self.silent.get(key) {
+            Some((of, since)) if *of == read => *since,
+            _ => now,
+        };
+        self.silent.insert(key.clone(), (read, since));
+        let left = DEFAULT_APPLY_DEADLINE.saturating_sub(now.saturating_sub(since));
+        if left.is_zero() {
+            let why = format!("the agent has not reported the change within {} s", DEFAULT_APPLY_DEADLINE.as_secs());
+            (view.state, view.failing) = (State::Failed(why), true);
+        }
+        Some(left).filter(|left| !left.is_zero())
     }
 }
 
@@ -117,14 +165,15 @@ fn is_staged(current: &GpuSpec, desired: &GpuSpec, paused: bool) -> bool {
 /// Describes the GPUs of a policy on a node. Returns `None` if the node's spec has none of them.
 fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -> Option<NodeView> {
     let object = node.object()?;
-    let unreachable = || node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()));
     let mut view = NodeView {
         newest: true,
         state: State::Serving,
+        failing: false,
+        between: false,
         serves: false,
         in_use: false,
         agent_ready: node.agent.is_some_and(|agent| agent.ready),
-        excused: node.unschedulable || unreachable(),
+        excused: node.unschedulable,
     };
     let mut any = false;
     for desired in desired.gpus.iter().filter(|desired| desired.policy.as_deref() == Some(policy)) {
@@ -133,12 +182,15 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         any = true;
         let staged = is_staged(current, desired, rules.paused);
         view.newest &= !staged;
+        let has_partition = has_partition(&current.partition, gpu);
+        view.between |= staged && !has_partition;
         view.in_use |= staged && gpu.slices.iter().any(|slice| slice.in_use > 0);
         let state = if desired.cordoned || !gpu.health.class.is_empty() {
-            // The failure of a cordoned or faulted GPU reveals nothing about its partition.
+            // A cordoned GPU is excused. `loss` judges a faulted one.
             None
         } else if staged || current.partition == desired.partition {
-            gpu_state(node, current, gpu)
+            // An unread spec of a staged GPU that has its partition is a write for another GPU.
+            gpu_state(node, current, gpu, agent_has_read_spec(node) || staged && has_partition)
         } else {
             Some(State::Changing)
         };
@@ -148,11 +200,25 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
     any.then_some(view)
 }
 
+/// Returns why a node or a GPU of a policy cannot serve any partition. Without a rollout, only
+/// faults of GPUs count. Administrators excuse nodes and GPUs with a cordon.
+fn loss(policy: &str, node: &Node, desired: &GpuNodeSpec, rolls_out: bool) -> Option<String> {
+    let follows = |entry: &GpuSpec| entry.policy.as_deref() == Some(policy) && !entry.cordoned;
+    let judged = |gpu: &GpuStatus| desired.gpus.iter().any(|entry| entry.uuid == gpu.uuid && follows(entry));
+    let faulted = |gpu: &&GpuStatus| !gpu.health.class.is_empty() && judged(gpu);
+    if let Some(gpu) = node.reported()?.iter().find(faulted) {
+        let Health { class, message, .. } = &gpu.health;
+        return Some(format!("GPU {}: {}", gpu.index, if message.is_empty() { class } else { message }));
+    }
+    let unreachable = node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()));
+    (rolls_out && unreachable && !node.unschedulable).then(|| "the node is not ready".to_owned())
+}
+
 /// Returns the state of a GPU relative to its spec. Returns `None` if the node has no status.
-fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Option<State> {
+fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus, has_read: bool) -> Option<State> {
     let object = node.object()?;
     let status = object.status.as_ref()?;
-    if !agent_has_read_spec(node) {
+    if !has_read {
         return Some(State::Changing);
     }
     let failure = |why: &str| State::Failed(format!("GPU {}: {why}", gpu.index));

@@ -6,7 +6,8 @@
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
 //! - Nodes whose GPUs are in use wait for their pods after their spec is written. They count
 //!   separately, so they do not keep unused nodes from changing.
-//! - If a node fails, no further node changes, unless `onFailure: Continue` is set.
+//! - If a node fails, no further node changes, unless `onFailure: Continue` is set. The failure is
+//!   reported only if it lasts.
 //! - If a node serves the newest partition, nodes that are still between older partitions, or that
 //!   failed to reach one, change at once. They serve nothing that the change could end. So a policy
 //!   that is changed back first repairs the nodes that it broke.
@@ -37,13 +38,17 @@ pub struct NodeView {
     pub newest: bool,
     /// State relative to the partition in the spec.
     pub state: State,
+    /// Whether a GPU or its MPS daemon fails now. [`State::Failed`] only follows if that lasts.
+    pub failing: bool,
+    /// Whether a GPU that changes does not have the older partition either.
+    pub between: bool,
     /// Whether at least one GPU serves the partition in the spec.
     pub serves: bool,
     /// Whether pods use a GPU that changes.
     pub in_use: bool,
     /// Whether the node's agent is ready. Other nodes cannot change.
     pub agent_ready: bool,
-    /// Whether the node is cordoned, unreachable, or failed before the change. Such a node does not
+    /// Whether the node is cordoned, or failed or was lost before the change. Such a node does not
     /// stop the rollout, and does not count as unavailable.
     pub excused: bool,
 }
@@ -92,11 +97,14 @@ impl Progress {
 pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Progress {
     let failed = |view: &NodeView| view.newest && !view.excused && matches!(view.state, State::Failed(_));
     let stopped = rules.on_failure == OnFailure::Stop && nodes.values().any(failed);
+    // A young failure also holds nodes back: a new leader does not know how old a failure is.
+    let failing = |view: &NodeView| view.newest && !view.excused && view.failing;
+    let held = stopped || rules.on_failure == OnFailure::Stop && nodes.values().any(failing);
     let proven = nodes.values().any(proves);
     let mut begin = BTreeSet::new();
     if !rules.paused {
-        begin.extend(broken(nodes, proven, stopped));
-        if !stopped {
+        begin.extend(broken(nodes, proven, held));
+        if !held {
             begin.extend(wave(rules, nodes, proven));
         }
     }
@@ -132,12 +140,14 @@ fn pending(nodes: &BTreeMap<String, NodeView>) -> impl Iterator<Item = (&str, &N
     nodes.iter().filter(may_begin).map(|(name, view)| (name.as_str(), view))
 }
 
-/// Returns the pending nodes that do not serve an older partition. If the rollout is stopped, only
-/// failed nodes follow.
-fn broken(nodes: &BTreeMap<String, NodeView>, proven: bool, stopped: bool) -> impl Iterator<Item = &str> {
+/// Returns the pending nodes that do not serve an older partition. If a node fails, only failed
+/// nodes follow.
+fn broken(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) -> impl Iterator<Item = &str> {
     let is_broken = move |view: &NodeView| match view.state {
         State::Failed(_) => true,
-        State::Changing | State::WaitingForPods => !stopped,
+        State::WaitingForPods => !held,
+        // Otherwise, a daemon restarts: the node serves its older partition soon.
+        State::Changing => view.between && !held,
         State::Serving => false,
     };
     pending(nodes).filter(move |(_, view)| proven && is_broken(view)).map(|(name, _)| name)
@@ -155,7 +165,7 @@ fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>, proven: bool) -
     let mut candidates: Vec<(&str, &NodeView)> =
         pending(nodes).filter(|(_, view)| !proven || view.state == State::Serving).collect();
     // A node that failed before the change would reveal little about the change.
-    candidates.sort_by_key(|(name, view)| (matches!(view.state, State::Failed(_)), view.in_use, *name));
+    candidates.sort_by_key(|(name, view)| (view.excused || matches!(view.state, State::Failed(_)), view.in_use, *name));
     let mut begin = BTreeSet::new();
     for (name, view) in candidates {
         if changing >= limit || view.in_use && waiting >= limit {

@@ -12,7 +12,16 @@ const NONE: [usize; 0] = [];
 
 /// Returns a node that serves the newest partition.
 fn updated() -> NodeView {
-    NodeView { newest: true, state: State::Serving, serves: true, in_use: false, agent_ready: true, excused: false }
+    NodeView {
+        newest: true,
+        state: State::Serving,
+        failing: false,
+        between: false,
+        serves: true,
+        in_use: false,
+        agent_ready: true,
+        excused: false,
+    }
 }
 
 /// Returns an unused node that serves an older partition.
@@ -26,6 +35,11 @@ fn with_state(state: State, view: NodeView) -> NodeView {
 
 fn changing(view: NodeView) -> NodeView {
     with_state(State::Changing, view)
+}
+
+/// Returns an unused node that has no older partition either.
+fn between() -> NodeView {
+    NodeView { between: true, ..changing(old()) }
 }
 
 fn waiting(view: NodeView) -> NodeView {
@@ -108,6 +122,18 @@ fn a_failed_node_stops_the_others() {
 }
 
 #[test]
+fn a_young_failure_holds_the_others_back() {
+    let failing = |view: NodeView| NodeView { failing: true, ..changing(view) };
+    let views = [failing(updated()), updated(), old(), between(), failed(old())];
+    assert_eq!(begins(RULES, &views), [4], "only repairs continue");
+    assert_eq!(decide_for(RULES, &views).phase, Phase::RollingOut);
+    let onward = RolloutRules { on_failure: OnFailure::Continue, ..RULES };
+    assert_eq!(begins(onward, &[failing(updated()), updated(), old(), old()]), [2]);
+    assert_eq!(begins(RULES, &[excused(failing(updated())), updated(), old()]), [2]);
+    assert_eq!(begins(RULES, &[updated(), failing(old()), old()]), [2], "an older change fails");
+}
+
+#[test]
 fn a_paused_policy_changes_no_node() {
     let paused = RolloutRules { paused: true, ..RULES };
     for views in [vec![old(), old()], vec![updated(), old()], vec![updated(), failed(old())]] {
@@ -121,12 +147,15 @@ fn a_paused_policy_changes_no_node() {
 fn a_policy_that_is_changed_back_repairs_nodes_at_once() {
     let one = RolloutRules { max_unavailable: MaxUnavailable::Nodes(1), ..RULES };
     // n0 never left the partition that is now the newest again. The others had begun to leave it.
-    let views = [updated(), failed(old()), failed(old()), changing(old()), changing(old())];
+    let views = [updated(), failed(old()), failed(old()), between(), between()];
     assert_eq!(begins(one, &views), [1, 2, 3, 4]);
     let also_served = [updated(), failed(old()), old(), old()];
     assert_eq!(begins(one, &also_served), [1, 2], "nodes that serve an older partition follow in waves");
-    let stopped = [updated(), failed(updated()), failed(old()), changing(old()), old()];
+    let stopped = [updated(), failed(updated()), failed(old()), between(), old()];
     assert_eq!(begins(one, &stopped), [2], "only repairs continue");
+    let restarting = [updated(), changing(old()), changing(old()), old(), old()];
+    assert_eq!(begins(one, &restarting), NONE, "they serve an older partition soon");
+    assert_eq!(begins(RULES, &[updated(), changing(old()), old(), old()]), [2]);
 }
 
 #[test]
@@ -134,6 +163,7 @@ fn an_unproven_change_does_not_wait_for_an_older_one_that_never_finishes() {
     assert_eq!(begins(RULES, &[changing(old()), changing(old()), changing(old())]), [0]);
     assert_eq!(begins(RULES, &[failed(old()), old()]), [1], "a failed node is the last canary");
     assert_eq!(begins(RULES, &[failed(old())]), [0]);
+    assert_eq!(begins(RULES, &[excused(old()), in_use(old())]), [1], "nobody would notice that it fails");
 }
 
 #[test]
