@@ -116,8 +116,8 @@ impl Actions {
         self.requeue = Some(self.requeue.map_or(time, |requeue| requeue.min(time)));
     }
 
-    /// Returns the delay before the next reconcile, if no change wakes the gate earlier. A change of
-    /// a pod without GPUs wakes nobody, but may free CPU, or affect rules of a waiting pod.
+    /// Returns the delay before the next reconcile, if no change wakes the gate earlier. A change
+    /// of a pod without GPUs wakes nobody, but may free CPU, or affect rules of a waiting pod.
     pub(super) fn delay(&self) -> Option<Duration> {
         let recheck = (!self.waiting.is_empty()).then_some(WAITING_RECHECK_TIME);
         self.requeue.into_iter().chain(recheck).min()

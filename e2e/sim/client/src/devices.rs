@@ -54,8 +54,8 @@ impl DeviceSelection {
         }
     }
 
-    /// Returns the devices that a program of this machine sees, in the order of the program's device
-    /// ordinals.
+    /// Returns the devices that a program of this machine sees, in the order of the program's
+    /// device ordinals.
     pub(crate) fn visible_devices(&self, state: &State) -> Vec<Device> {
         let given = match self.container_devices() {
             ContainerDevices::All => state.visible_devices(None),
