@@ -126,6 +126,11 @@ impl Clients {
         self.listed_and_admitted_pids().into_iter().map(|pid| self.client(pid)).collect()
     }
 
+    /// Removes a client that has exited from the clients that MPS listed at the last probe.
+    pub(super) fn remove_listed(&mut self, pid: u32) {
+        self.listed.remove(&pid);
+    }
+
     /// Returns the number of all clients.
     pub(super) fn count_clients(&self) -> usize {
         self.listed_and_admitted_pids().len()
