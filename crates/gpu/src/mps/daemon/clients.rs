@@ -126,9 +126,10 @@ impl Clients {
         self.listed_and_admitted_pids().into_iter().map(|pid| self.client(pid)).collect()
     }
 
-    /// Removes a client that has exited from the clients that MPS listed at the last probe.
-    pub(super) fn remove_listed(&mut self, pid: u32) {
-        self.listed.remove(&pid);
+    /// Removes a client that has exited from the clients that MPS listed at the last probe. Returns
+    /// whether it was among them.
+    pub(super) fn remove_listed(&mut self, pid: u32) -> bool {
+        self.listed.remove(&pid)
     }
 
     /// Returns the number of all clients.
