@@ -9,7 +9,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"io"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -20,8 +19,6 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 )
 
@@ -152,15 +149,11 @@ func run(ctx context.Context, o options) error {
 		return err
 	}
 	defer remove()
-	output := io.Discard
-	if o.out != "" {
-		file, err := os.Create(o.out)
-		if err != nil {
-			return err
-		}
-		defer file.Close()
-		output = file
+	output, err := createResults(o.out)
+	if err != nil {
+		return err
 	}
+	defer output.Close()
 	encoder := json.NewEncoder(output)
 	var results []result
 	for round := range o.rounds {
@@ -188,6 +181,14 @@ func run(ctx context.Context, o options) error {
 	return nil
 }
 
+// createResults creates the file of the results. Without a path, the results are discarded.
+func createResults(path string) (*os.File, error) {
+	if path == "" {
+		path = os.DevNull
+	}
+	return os.Create(path)
+}
+
 // run starts everything, creates the pods, and stops everything.
 func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -206,8 +207,7 @@ func (t *trial) run(ctx context.Context, dir string, pods int) (r result, err er
 			err = cause
 		}
 	}()
-	_, err = t.plane.client.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{})
-	if err != nil {
+	if err := t.createNamespace(ctx, namespace, nil); err != nil {
 		return r, err
 	}
 	if err := makeNodes(ctx, t); err != nil {

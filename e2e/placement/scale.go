@@ -90,15 +90,11 @@ func scale(ctx context.Context, arguments []string) error {
 		return err
 	}
 	defer remove()
-	output := io.Discard
-	if o.out != "" {
-		file, err := os.Create(o.out)
-		if err != nil {
-			return err
-		}
-		defer file.Close()
-		output = file
+	output, err := createResults(o.out)
+	if err != nil {
+		return err
 	}
+	defer output.Close()
 	var results []scaleResult
 	for _, name := range strings.Split(names, ",") {
 		known := systems()

@@ -210,6 +210,11 @@ impl PodObject {
         self.bound_to.as_deref()
     }
 
+    /// Returns whether all of the pod's containers have ended for good.
+    pub fn has_ended(&self) -> bool {
+        matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
+    }
+
     /// Returns whether the pod requests a resource that Cleave can serve. Call [`Self::trim`]
     /// first.
     pub fn requests_gpus(&self) -> bool {
@@ -384,15 +389,14 @@ fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
 
 /// Returns whether a pod runs or can still run.
 pub(crate) fn is_living(pod: &PodObject) -> bool {
-    let ended = matches!(pod.status.phase.as_str(), "Succeeded" | "Failed");
     // A pod that is deleted before it is bound never runs.
-    !ended && (pod.node().is_some() || pod.metadata.deletion_timestamp.is_none())
+    !pod.has_ended() && (pod.node().is_some() || pod.metadata.deletion_timestamp.is_none())
 }
 
 /// Converts a pod for planning. Returns `None` if the pod has ended, requests no GPU resources, or
 /// may not be scheduled yet. Call [`PodObject::trim`] first.
 pub fn claimant(pod: &PodObject) -> Option<Claimant> {
-    if matches!(pod.status.phase.as_str(), "Succeeded" | "Failed") {
+    if pod.has_ended() {
         return None;
     }
     let released_to = || {

@@ -8,7 +8,7 @@ use cleave_operator::pods::full_name;
 use cleave_operator::read::Node;
 use cleave_plan::Quantity;
 use cleave_plan::ledger::DeviceUsage;
-use cleave_plan::scheduling::refusal;
+use cleave_plan::scheduling::{PODS_RESOURCE, refusal};
 use cleave_plan::snapshot::Node as PlanNode;
 
 use super::report::{Assignment, DeviceView, GpuView, NodeView, PodState};
@@ -102,9 +102,9 @@ impl PodContext<'_> {
             let amounts = amounts.map(|(resource, amount)| (resource.as_str(), amount.milli().unwrap_or(0)));
             free.insert(name, amounts.collect());
         }
-        let one = [("pods".to_owned(), Quantity::whole(1))];
+        let one = [(PODS_RESOURCE.to_owned(), Quantity::whole(1))];
         for pod in self.live.cluster.pods.iter().filter(|pod| full_name(&pod.metadata) != self.name) {
-            let runs = !matches!(pod.status.phase.as_str(), "Succeeded" | "Failed");
+            let runs = !pod.has_ended();
             let Some(amounts) = pod.node().filter(|_| runs).and_then(|node| free.get_mut(node)) else { continue };
             for (resource, amount) in pod.spec.requests.iter().chain(one.iter().map(|(name, amount)| (name, amount))) {
                 if let Some(left) = amounts.get_mut(resource.as_str()) {
@@ -151,7 +151,7 @@ fn to_plan_node(name: &str, node: &Node) -> PlanNode {
 fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Option<String> {
     let free = |resource: &str| free.and_then(|free| free.get(resource)).copied();
     let amount = |milli: u64| if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") };
-    if free("pods").is_some_and(|left| left < 1000) {
+    if free(PODS_RESOURCE).is_some_and(|left| left < 1000) {
         return Some("the node runs its maximum number of pods".to_owned());
     }
     requests.iter().filter(|(resource, _)| !is_served(resource)).find_map(|(resource, wanted)| {

@@ -61,7 +61,7 @@ fn new_verdict(state: PodState, message: impl Into<String>) -> PodVerdict {
 impl PodContext<'_> {
     fn verdict(&self) -> PodVerdict {
         let pod = self.pod;
-        if self.has_ended() {
+        if self.pod.has_ended() {
             return new_verdict(PodState::Ended, format!("The pod has ended: {}.", pod.status.phase));
         }
         let deleted = pod.metadata.deletion_timestamp.is_some();
@@ -159,14 +159,10 @@ impl PodContext<'_> {
         self.ledger.claim(self.name).is_some()
     }
 
-    fn has_ended(&self) -> bool {
-        matches!(self.pod.status.phase.as_str(), "Succeeded" | "Failed")
-    }
-
     /// Returns the allocations of the pod, or its reservation.
     fn assignments(&self) -> Vec<Assignment> {
         let allocations = self.allocations();
-        if allocations.is_empty() && !self.has_ended() { self.reservation() } else { allocations }
+        if allocations.is_empty() && !self.pod.has_ended() { self.reservation() } else { allocations }
     }
 
     fn allocations(&self) -> Vec<Assignment> {

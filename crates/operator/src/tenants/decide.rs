@@ -105,7 +105,7 @@ impl FindingTracker {
                 continue;
             }
             self.busy = true;
-            if uid.is_empty() || matches!(pod.status.phase.as_str(), "Succeeded" | "Failed") {
+            if uid.is_empty() || pod.has_ended() {
                 continue;
             }
             present.insert(uid.to_owned());

@@ -73,7 +73,7 @@ fn a_pod_with_three_hundred_topology_terms_is_judged_and_delays_no_other_pod() {
     let mut all = released(&actions);
     all.sort_unstable();
     assert_eq!(all, [("team/apart", "reserved"), ("team/other", "reserved"), ("team/spread", "reserved")]);
-    // The operator does not evaluate so many terms, so it leaves the scheduler a choice.
+    // The operator does not evaluate this many terms, so it leaves the scheduler a choice.
     let nodes_of = |pod: &str| {
         let release = actions.releases.iter().find(|release| release.pod == pod).unwrap();
         reservation(release).nodes.len()
