@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 /// Time limit of each wait. The limit is longer than any test needs.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Records its process ID and waits until its input closes. Exits with 7 on SIGTERM.
+/// Records its PID and waits until its input closes. Exits with 7 on SIGTERM.
 const WAITING_SCRIPT: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
 
 struct Supervised {
@@ -31,7 +31,7 @@ impl Supervised {
         Self { directory, child, _stdin: stdin }
     }
 
-    /// Waits until `count` programs have started. Returns their process IDs.
+    /// Waits until `count` programs have started. Returns their PIDs.
     fn wait_for_programs(&self, count: usize) -> Vec<Pid> {
         wait_until(&format!("{count} programs"), || {
             let text = fs::read_to_string(self.directory.path().join("pids")).unwrap_or_default();

@@ -528,7 +528,7 @@ pub struct MpsStatus {
     pub device: String,
     /// State of the daemon: Starting, Active, Fault, Restarting, `BackOff` or Stopping.
     pub state: String,
-    /// Process id of the control daemon on the node.
+    /// PID of the control daemon on the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// Hard if doors can set the limits of each allocation with this driver, otherwise Advisory.
@@ -584,7 +584,7 @@ pub struct FindingStatus {
     /// Name of the container.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub container: String,
-    /// Process id, on the node, of one of the tenant's processes.
+    /// PID, on the node, of one of the tenant's processes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// What happened and what to do.

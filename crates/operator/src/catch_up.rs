@@ -181,7 +181,7 @@ pub(crate) async fn run(
             // Versions that were read in an earlier term do not suffice.
             let mut current = last.take().filter(|last| last.term == term).unwrap_or_else(|| CatchUp::new(term));
             if current.attempt(&client, &pod, &mut stored).await {
-                tracing::info!(term, "the stores are as new as the lease");
+                tracing::info!(term, "the watches are as new as the lease");
                 ready.send_replace(term);
                 late_terms = 0;
             } else if current.is_late(late_terms, &late) {

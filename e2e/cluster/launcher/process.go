@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// process identifies a process permanently: a process ID can be reused, but not with the same start
+// process identifies a process permanently: a PID can be reused, but not with the same start
 // time in the same boot.
 type process struct {
 	PID   int    `json:"pid"`

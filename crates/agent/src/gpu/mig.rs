@@ -188,7 +188,7 @@ fn profile_slices(gpu: &Gpu, profile: &str) -> u32 {
     profiles.iter().find(|known| known.name == profile).map_or(u32::MAX, |known| known.size)
 }
 
-/// Returns text like `in use by processes outside of Kubernetes (pid 12, 13)`.
+/// Returns text like `in use by processes outside of Kubernetes (PID 12, 13)`.
 pub fn in_use_message(processes: &[&Process]) -> String {
     let pids: Vec<String> = processes.iter().take(MAX_NAMED_PROCESSES).map(|process| process.pid.to_string()).collect();
     let more = if processes.len() > MAX_NAMED_PROCESSES {
@@ -196,7 +196,7 @@ pub fn in_use_message(processes: &[&Process]) -> String {
     } else {
         String::new()
     };
-    format!("in use by processes outside of Kubernetes (pid {}{more})", pids.join(", "))
+    format!("in use by processes outside of Kubernetes (PID {}{more})", pids.join(", "))
 }
 
 /// Result of a change.

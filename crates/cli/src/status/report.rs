@@ -111,7 +111,7 @@ pub struct MpsDaemon {
     pub device: String,
     /// State of the daemon.
     pub state: String,
-    /// Process ID, while it runs.
+    /// PID, while it runs.
     pub pid: Option<u32>,
     /// Whether the daemon's doors enforce limits.
     pub door: String,

@@ -253,7 +253,11 @@ impl Gate {
                 Err(if refused { Failure::Retry } else { unknown(body) })
             }
             Err(_) => {
-                tracing::warn!(pod, seconds = WRITE_TIMEOUT.as_secs(), "the API server did not answer");
+                tracing::warn!(
+                    pod,
+                    seconds = WRITE_TIMEOUT.as_secs(),
+                    "failed to release a pod: the API server did not answer"
+                );
                 Err(unknown(body))
             }
         }
@@ -475,7 +479,12 @@ impl Gate {
                 self.keeper.rollout.record_refusal(node, up);
             }
             DeletionResult::Timeout => {
-                tracing::warn!(node, pod, seconds = WRITE_TIMEOUT.as_secs(), "the API server did not answer");
+                tracing::warn!(
+                    node,
+                    pod,
+                    seconds = WRITE_TIMEOUT.as_secs(),
+                    "failed to delete an MPS host: the API server did not answer"
+                );
                 self.keeper.rollout.record_refusal(node, up);
             }
         }

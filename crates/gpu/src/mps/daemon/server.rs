@@ -35,7 +35,7 @@ impl Device {
         Err(DaemonError::ServerNotReady { after: SERVER_START_DEADLINE, last })
     }
 
-    /// Clears the server's pid and its clients.
+    /// Clears the server's PID and its clients.
     pub(super) fn clear_server(&self) {
         let had_listed = self.clients.borrow_mut().remove_all();
         self.end_fault("server is gone");
