@@ -104,7 +104,7 @@ fn runnable_on<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a str> {
 }
 
 /// Returns the pod as a release narrows it to a node. `minDomains` of a spread constraint then
-/// refuses nodes that it would not refuse otherwise. See "Left open" in the placement chapter.
+/// refuses nodes that it would not refuse otherwise. See "Known limits" on the page Placement.
 fn narrowed(pod: &Value, node: &str) -> Value {
     let mut pod = pod.clone();
     require_node(&mut pod["spec"], json!({"key": HOSTNAME, "operator": "In", "values": [node]}));
