@@ -160,7 +160,7 @@ fn become_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
         .context("failed to set the parent death signal")?;
     let is_parent = rustix::process::getppid().is_some_and(|pid| pid.as_raw_pid().to_string() == parent);
     if !is_parent {
-        bail!("the supervisor (process {parent}) is gone");
+        bail!("the supervisor (process {parent}) has exited");
     }
     // Unblock the signals, because the program would inherit the mask.
     awaited_signals().thread_unblock().context("failed to unblock signals")?;

@@ -227,7 +227,11 @@ impl Gate {
         let request = match request {
             Ok(request) => request,
             Err(error) => {
-                tracing::error!(pod, error = &error as &dyn std::error::Error, "failed to build a request");
+                tracing::error!(
+                    pod,
+                    error = &error as &dyn std::error::Error,
+                    "failed to build the request that releases a pod"
+                );
                 return Err(Failure::Retry);
             }
         };
@@ -244,7 +248,12 @@ impl Gate {
             // A changed pod also causes one of these statuses, because the `test` operation of the
             // patch fails.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 400 | 403 | 413 | 422) => {
-                tracing::debug!(pod, code = status.code, message = status.message, "release refused");
+                tracing::debug!(
+                    pod,
+                    code = status.code,
+                    message = status.message,
+                    "the API server refused to release a pod"
+                );
                 Err(Failure::Refused(status.message.clone()))
             }
             Ok(Err(error)) => {
@@ -303,17 +312,19 @@ impl Gate {
         let node = change.node.as_str();
         let written = tokio::time::timeout(WRITE_TIMEOUT, taint::write(&self.context.client, change)).await;
         match written {
-            Ok(Ok(())) => tracing::info!(node, why = change.why, tainted = change.why.is_some(), "updated the taint"),
+            Ok(Ok(())) => {
+                tracing::info!(node, why = change.why, tainted = change.why.is_some(), "updated the node's taint")
+            }
             // The node changed after the decision. The next reconcile reads it again.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
-                tracing::debug!(node, message = status.message, "the node changed; its taint is updated later");
+                tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
             }
             Ok(Err(error)) => {
-                tracing::warn!(node, error = &error as &dyn std::error::Error, "failed to update the taint");
+                tracing::warn!(node, error = &error as &dyn std::error::Error, "failed to update the node's taint");
                 return (node, false);
             }
             Err(_) => {
-                tracing::warn!(node, "failed to update the taint: the API server did not answer");
+                tracing::warn!(node, "failed to update the node's taint: the API server did not answer");
                 return (node, false);
             }
         }
