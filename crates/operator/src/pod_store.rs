@@ -52,7 +52,7 @@ pub(crate) struct Effect {
 }
 
 impl Effect {
-    /// The effect of both changes.
+    /// Returns the effect of both changes.
     fn and(self, other: Self) -> Self {
         Self { of_gpus: self.of_gpus || other.of_gpus, of_tenants: self.of_tenants || other.of_tenants }
     }

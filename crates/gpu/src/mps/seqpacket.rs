@@ -139,13 +139,13 @@ impl Socket {
         .await
     }
 
-    /// Like [`Socket::recv`], with the sender's credentials. Only for accepted sockets. The kernel
-    /// drops descriptors in the packet.
+    /// Receives a packet as [`Socket::recv`] does, with the sender's credentials. Only for accepted
+    /// sockets. The kernel drops descriptors in the packet.
     pub(crate) async fn recv_credentials(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| recv_credentials(fd, MAX_PACKET_BYTES)).await
     }
 
-    /// Like [`Socket::recv`], with the first descriptor in the packet.
+    /// Receives a packet as [`Socket::recv`] does, with its first descriptor.
     pub(crate) async fn recv_descriptor(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| recv_descriptor(fd, MAX_PACKET_BYTES)).await
     }

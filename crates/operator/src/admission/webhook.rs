@@ -244,8 +244,8 @@ pub(crate) struct Reviewer {
 }
 
 impl Reviewer {
-    /// `namespaces` contains the exempt namespaces. With `tolerate`, gated pods that request shares
-    /// get a toleration of taints whose key is [`RESOURCE_GPU`].
+    /// Creates a reviewer. `namespaces` contains the exempt namespaces. With `tolerate`, gated pods
+    /// that request shares get a toleration of taints whose key is [`RESOURCE_GPU`].
     pub(crate) fn new(namespaces: Namespaces, tolerate: bool) -> Self {
         Self { namespaces, tolerate, bodies: Arc::new(Semaphore::new(MAX_CONCURRENT_BODIES)) }
     }

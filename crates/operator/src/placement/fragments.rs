@@ -28,7 +28,7 @@ pub(super) struct FragmentationTaints {
 }
 
 impl FragmentationTaints {
-    /// If not `enabled`, no node is changed.
+    /// Creates the taints without decisions. If `enabled` is false, no node is changed.
     pub(super) const fn new(enabled: bool) -> Self {
         Self { enabled, decided: BTreeMap::new() }
     }

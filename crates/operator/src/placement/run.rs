@@ -526,8 +526,8 @@ impl Gate {
 }
 
 /// Returns the condition `PodScheduled` of a pod at the gate. With a message it reports that the
-/// pod needs another node. Without, it is what the API server writes for a pod that is created with
-/// a gate.
+/// pod needs another node. Without a message, it is the condition that the API server writes for a
+/// pod that is created with a gate.
 fn scheduled_condition(message: Option<&str>) -> PodCondition {
     let (reason, message) = match message {
         Some(message) => ("Unschedulable", format!("{message}. The pod waits at Cleave's placement gate")),

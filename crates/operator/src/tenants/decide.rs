@@ -148,7 +148,7 @@ impl FindingTracker {
 /// A finding, and whether the policy of the finding's GPU evicts the pod.
 type PolicyFinding<'a> = (&'a FindingStatus, bool);
 
-/// Findings, by node and pod UID.
+/// Returns the findings, by node and pod UID.
 fn findings_by_pod(nodes: &[Arc<DeserializeGuard<GpuNode>>]) -> BTreeMap<(&str, &str), Vec<PolicyFinding<'_>>> {
     let mut found: BTreeMap<(&str, &str), Vec<PolicyFinding<'_>>> = BTreeMap::new();
     for node in nodes {

@@ -88,8 +88,8 @@ impl Ledger {
         Self::rebuild_from(facts.nodes, facts.claims.into_iter().map(|(pod, claim)| (Arc::from(pod), claim)))
     }
 
-    /// Like [`Self::rebuild`], but reads the claims one by one. All claims of a large cluster at
-    /// once would need much memory.
+    /// Builds a ledger as [`Self::rebuild`] does, but reads the claims one by one. All claims of a
+    /// large cluster at once would need much memory.
     pub fn rebuild_from(
         nodes: impl IntoIterator<Item = (String, NodeFacts)>,
         claims: impl IntoIterator<Item = (Arc<str>, Claim)>,
@@ -139,8 +139,8 @@ impl Ledger {
         self.find_fits(device_requests, (None, i32::MIN), nodes, most, score)
     }
 
-    /// Like [`Self::fit`], but units that are nominated for this pod, or for pods of lower
-    /// priority, are free.
+    /// Finds placements as [`Self::fit`] does. Units that are nominated for this pod, or for pods
+    /// of lower priority, are free.
     ///
     /// # Errors
     /// Why the pod fits nowhere.

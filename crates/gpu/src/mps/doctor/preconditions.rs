@@ -37,7 +37,7 @@ pub(super) enum ForeignProcesses {
 }
 
 impl Preconditions {
-    /// Returns why the doctor may not start a daemon. Returns `None` if it may.
+    /// Returns why the doctor may not start a daemon. Returns `None` if the doctor may start one.
     pub(super) fn skip_reason(&self) -> Option<String> {
         let why = match self {
             Self { control: false, .. } => "the MPS control program was not found (--mps-control)",

@@ -94,7 +94,7 @@ fn a_pod_that_another_must_run_beside_is_not_preempted_for_it() {
 }
 
 /// The scheduler may refuse the node. The pod would then be recreated, and would preempt others
-/// again and again.
+/// repeatedly.
 #[test]
 fn a_pod_whose_volume_is_not_bound_preempts_no_pod() {
     let (mut world, _) = busy_node("2");
@@ -263,7 +263,7 @@ fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
     assert_eq!((released(&actions).len(), actions.releases[0].pod.as_str()), (1, "team/high"), "{actions:?}");
 }
 
-/// A rule of the pod may refuse the node when its victims are gone. The victims return then.
+/// A rule of the pod may refuse the node when its victims are gone. The victims then return.
 #[test]
 fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
     let (world, _) = busy_node("6");

@@ -54,7 +54,7 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
         return Err(format!("nothing states why {name} waits"));
     };
     // The operator does not know where a volume can be created. If it releases the pods of a
-    // controller in vain several times, it releases them later each time.
+    // controller several times without effect, it releases them later each time.
     if original.has_new_volume && waiting.message.contains("This pod is released later") {
         return Ok(());
     }
@@ -123,7 +123,7 @@ fn fits(wanted: &[u32], free: &[u32]) -> bool {
     })
 }
 
-/// Checks that the pods of no controller are evicted again and again.
+/// Checks that the pods of no controller are evicted repeatedly.
 pub(super) fn no_controller_is_evicted_repeatedly(
     simulation: &Simulation,
     before: &BTreeMap<String, usize>,

@@ -131,8 +131,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A history: the GPUs of each node at its beginning, its steps, whether pods are reported to
-/// autoscalers, and whether all faults end before the quiet time.
+/// Generates a history: the GPUs of each node at its beginning, its steps, whether pods are
+/// reported to autoscalers, and whether all faults end before the quiet time.
 fn history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
     (
         prop::collection::vec(1_usize..5, 3..=MAX_NODES),
@@ -173,7 +173,7 @@ impl World {
         checks::no_units_are_reserved_twice(&self.simulation)
     }
 
-    /// Everything reacts once.
+    /// Lets every component react once.
     fn settle(&mut self, which: usize) -> Result<(), String> {
         let Self { simulation, operator, .. } = self;
         simulation.run_kubelets();
@@ -193,7 +193,7 @@ impl World {
         nodes.iter().for_each(|node| self.simulation.report_node(node));
     }
 
-    /// Scheduler, kubelets and agents react once.
+    /// Lets scheduler, kubelets and agents react once.
     fn react(&mut self, which: usize) -> Result<(), String> {
         let simulation = &mut self.simulation;
         for (index, pod) in simulation.schedulable().into_iter().enumerate() {
@@ -353,7 +353,8 @@ impl World {
         self.quiet()
     }
 
-    /// Nothing happens any more, except what follows from what has happened.
+    /// Lets the quiet time pass: no further step follows, and components only react to earlier
+    /// steps.
     fn quiet(&mut self) -> Result<(), String> {
         let begin = self.simulation.now;
         let end = begin + QUIET;
