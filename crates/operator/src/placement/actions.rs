@@ -68,9 +68,9 @@ pub struct Eviction {
 /// A pod whose condition `PodScheduled` changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
-    /// `namespace/name`.
+    /// The pod, as `namespace/name`.
     pub pod: String,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
     /// The `resourceVersion` that the decision is based on.
     pub version: String,

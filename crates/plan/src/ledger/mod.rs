@@ -1,7 +1,7 @@
 //! The ledger: records which units of each device are free, used, or reserved for pods.
 //!
-//! A scheduler that adds up the units of a node's GPUs does not know which units are on one GPU. So
-//! a pod is released only when the ledger has reserved units of one device for each of the pod's
+//! A scheduler that sums the units of a node's GPUs does not know which units are on one GPU. So a
+//! pod is released only when the ledger has reserved units of one device for each of the pod's
 //! [`DeviceRequest`]s. A [`Claim`] records the requests of a released pod. A [`Reservation`]
 //! reserves units of a device. Reservations are stored by node, resource and size, not by pod. So
 //! two pods with equal requests can swap their units.

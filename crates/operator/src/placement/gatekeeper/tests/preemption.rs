@@ -276,7 +276,7 @@ fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
             rounds.push(second);
             keeper.record_eviction(eviction, &Evicted::Done, seconds(second));
         }
-        // The node refuses the pod for a moment, and then has the victim's replacement.
+        // The node refuses the pod briefly, and then has the victim's replacement.
         for cordoned in [true, false] {
             world.change(|world| &mut world.nodes, "n1", |node| node["spec"]["unschedulable"] = json!(cordoned));
             if cordoned {
