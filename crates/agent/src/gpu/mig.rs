@@ -139,9 +139,9 @@ pub enum NextStep {
 
 /// Returns the first change that can start now.
 ///
-/// `known`: the users of all slices are known, so instances may be removed. `served`: whether the
-/// kubelet can allocate slices of a device. `gone`: `Ok` if the device's MPS daemon has exited,
-/// otherwise an error that states why not.
+/// `known` states whether the users of all slices are known, so that instances may be removed.
+/// `served` returns whether the kubelet can allocate slices of a device. `gone` returns `Ok` if the
+/// device's MPS daemon has exited, otherwise an error that states why not.
 pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,

@@ -81,7 +81,7 @@ pub enum Command {
     ShutdownServer {
         /// PID of the server.
         server: u32,
-        /// Shut down even if it has clients.
+        /// Whether to shut the server down even if it has clients.
         force: bool,
     },
     /// Sets the active thread percentage of clients that connect from now on.

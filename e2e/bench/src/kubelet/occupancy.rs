@@ -1,7 +1,7 @@
 //! Free shares, and arrivals and departures of pods. Pure, with seeded random numbers.
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Returns the GPU of a share: the part of the share's ID before the number.
+/// Returns the GPU of a share: the part of the share's id before the number.
 pub(super) fn gpu_of_id(id: &str) -> &str {
     id.rsplit_once("::").map_or(id, |(gpu, _)| gpu)
 }
