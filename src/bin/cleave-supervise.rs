@@ -6,8 +6,8 @@
 //! the node's shares are unhealthy and new pods fail.
 //!
 //! The supervisor is small because it runs on every node: no threads, no runtime, no state. The
-//! supervisor forwards signals and exits with the program's exit status. If the supervisor is killed,
-//! the program is killed too.
+//! supervisor forwards signals and exits with the program's exit status. If the supervisor is
+//! killed, the program is killed too.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -110,7 +110,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
             let _ = rustix::process::kill_process(worker, signal);
             continue;
         }
-        // One SIGCHLD can stand for several exited processes. Process 1 of a container also
+        // One SIGCHLD can stand for several exited processes. PID 1 of a container also
         // receives SIGCHLD for orphans.
         while let Some((pid, status)) = reap_child()? {
             let Some(end) = program_end(status).filter(|_| pid == worker) else { continue };

@@ -381,7 +381,7 @@ mod tests {
             writer.apply(Event::InitApply(pod()));
         }
         let of_gpus = Effect { of_gpus: true, of_tenants: false };
-        assert_eq!(list(&mut writer, [pod()]), of_gpus, "the pod is stored, and nobody was woken for it");
+        assert_eq!(list(&mut writer, [pod()]), of_gpus, "the pod is stored, and no controller was woken for it");
         assert_eq!(names(&store.changes()), ["->a"]);
         assert_eq!(list(&mut writer, [pod()]), Effect::default());
     }

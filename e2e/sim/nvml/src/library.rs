@@ -1,4 +1,4 @@
-//! The library's state: its initialisation count, and the objects behind its handles.
+//! The library's state: its initialization count, and the objects behind its handles.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -103,7 +103,7 @@ fn a_pod_whose_volume_is_not_bound_preempts_no_pod() {
         let world = world.clone().pod_with("high", 9, json!({"priority": 9, "volumes": mounts}));
         reconcile(&mut Gatekeeper::default(), &world, 0).evictions.len()
     };
-    assert_eq!(evicted(&world), 0, "nobody knows where the volume can be created");
+    assert_eq!(evicted(&world), 0, "no node is known on which the volume can be created");
     world.volume_claims =
         vec![json!({"metadata": {"name": "data", "namespace": "team"}, "spec": {"volumeName": "pv"}})];
     world.volumes = vec![json!({"metadata": {"name": "pv"}, "spec": {}})];
@@ -386,7 +386,7 @@ fn pods_that_no_eviction_helps_do_not_block_other_preemptors() {
     );
     let (evicted, reconciles) = reconcile_until_settled(&mut Gatekeeper::default(), &world);
     assert_eq!(evicted, ["team/low"]);
-    assert!((4..12).contains(&reconciles), "work of a reconcile is bounded, and nobody is skipped: {reconciles}");
+    assert!((4..12).contains(&reconciles), "work of a reconcile is bounded, and no pod is skipped: {reconciles}");
 }
 
 #[test]
