@@ -83,7 +83,7 @@ fn a_killed_program_is_restarted_and_the_supervisor_exits_when_the_program_exits
     let third = supervised.wait_for_programs(3)[2];
     assert!(supervised.child.try_wait().unwrap().is_none());
     kill_process(Pid::from_child(&supervised.child), Signal::TERM).unwrap();
-    assert_eq!(supervised.wait_for_exit().code(), Some(7), "SIGTERM was forwarded, and the exit code passed on");
+    assert_eq!(supervised.wait_for_exit().code(), Some(7), "SIGTERM was forwarded, and the exit status passed on");
     assert!(has_exited(third));
 }
 

@@ -17,7 +17,7 @@ enum Step {
     Create(u32),
     /// The gatekeeper reconciles. At most this many releases can be written.
     Reconcile(usize),
-    /// The same, but the API server's answers are lost, also those of the releases that it writes.
+    /// The gatekeeper reconciles, but all answers of the API server are lost.
     LoseAnswers(usize),
     /// The watch of pods reports all changes.
     ReportPods,

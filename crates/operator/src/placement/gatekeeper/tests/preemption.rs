@@ -448,7 +448,7 @@ fn a_victim_that_does_not_terminate_delays_no_preemptor() {
     let (mut world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
-    // The second 1 000 000, at which the test starts.
+    // The test starts at second 1 000 000.
     let deleted = json!("1970-01-12T13:46:40Z");
     world.change(|world| &mut world.pods, &first, |pod| pod["metadata"]["deletionTimestamp"] = deleted);
     let actions = reconcile(&mut keeper, &world, 59);

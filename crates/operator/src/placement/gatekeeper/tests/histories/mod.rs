@@ -47,7 +47,7 @@ const QUIET: u64 = 3600;
 /// Maximum number of nodes.
 const MAX_NODES: usize = 6;
 
-/// Something that happens. Numbers select an object.
+/// One step of a history. Numbers select an object.
 #[derive(Debug, Clone)]
 enum Step {
     Create(Template),
@@ -57,7 +57,7 @@ enum Step {
     ReportNode(usize),
     Schedule(usize),
     Admit(usize),
-    /// Everything reacts to everything.
+    /// All parts react until nothing changes.
     Settle,
     Wait(u64),
     Delete {
@@ -368,7 +368,7 @@ impl World {
             self.settle(0)?;
             let changed = self.simulation.api.version != before;
             let next = [self.operator.due, self.simulation.next_end()].into_iter().flatten().min();
-            // The operator may be late, the more the longer nothing has changed. That saves time.
+            // To save time, the operator may be late, by up to a twentieth of this quiet period.
             let late = now + 1 + (now - begin) / 20;
             self.simulation.now = if changed { now + 1 } else { next.unwrap_or(end).max(late).min(end) };
         }
