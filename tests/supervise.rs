@@ -104,7 +104,7 @@ fn a_program_is_killed_with_its_supervisor() {
 }
 
 #[test]
-fn the_exit_code_is_passed_on_and_a_failed_start_is_an_error() {
+fn the_exit_status_is_passed_on_and_a_failed_start_is_an_error() {
     assert_eq!(Supervised::start(&["sh", "-c", "exit 3"]).wait_for_exit().code(), Some(3));
     assert_eq!(Supervised::start(&["sh", "-c", "exit 0"]).wait_for_exit().code(), Some(0));
     assert_eq!(Supervised::start(&["/no/such/program"]).wait_for_exit().code(), Some(1));
