@@ -30,7 +30,7 @@ const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes
 /// Names a policy and a node.
 type PolicyAndNode = (String, String);
 
-/// The failures that the operator keeps in memory. Times are durations since the process started.
+/// What the operator remembers about failures. Times are durations since the process started.
 ///
 /// A new leader starts with an empty memory. It reports failures after [`FAILURE_TIME`] again, and
 /// a node that failed before the change then stops the rollout. In between, no node changes.
