@@ -313,7 +313,7 @@ impl Gate {
         let written = tokio::time::timeout(WRITE_TIMEOUT, taint::write(&self.context.client, change)).await;
         match written {
             Ok(Ok(())) => {
-                tracing::info!(node, why = change.why, tainted = change.why.is_some(), "updated the node's taint")
+                tracing::info!(node, why = change.why, tainted = change.why.is_some(), "updated the node's taint");
             }
             // The node changed after the decision. The next reconcile reads it again.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
