@@ -253,7 +253,7 @@ impl Metrics {
         self.rollout_stopped.set(0);
     }
 
-    /// Updates the metrics that are read on each scrape.
+    /// Updates the metrics that are computed at each scrape.
     pub(crate) fn refresh(&self, leads: bool) {
         self.leader.set(i64::from(leads));
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
