@@ -4,12 +4,14 @@
 //! [`crate::policies`] contains the steps. One pass runs all steps. A pass writes only while this
 //! process holds the lease.
 use std::collections::BTreeMap;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::StepStatus;
 use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_REFUSED};
 use cleave_api::{GpuNode, SharingPolicy};
+use futures::StreamExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::core::DeserializeGuard;
@@ -28,7 +30,7 @@ use crate::policies::{apply, plan, status};
 use crate::read::Observed;
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
-use crate::write::{publish, publish_all, with_timeout};
+use crate::write::{MAX_IN_FLIGHT, publish, publish_all, with_timeout};
 
 /// Interval between passes while pods wait for room. The interval is necessary because a pod that
 /// frees only CPU and memory does not wake the controller.
@@ -268,44 +270,33 @@ impl Passes {
         }
     }
 
-    /// Writes the `GpuNode` specs that differ. Returns false if a write failed.
+    /// Writes the `GpuNode` specs that differ, several at a time. Returns false if a write failed.
     async fn apply(&mut self, plan: &plan::Plan, observed: &Observed, seen: Instant) -> bool {
         let api: Api<DeserializeGuard<GpuNode>> = Api::all(self.context.client.clone());
+        let changes = apply::changes(plan, observed);
+        let (api, claim) = (&api, &self.context.claim);
+        let write = |change| async move {
+            let may_write = claim.is_current();
+            (change, if may_write { Some(with_timeout(apply::write(api, change)).await) } else { None })
+        };
+        let writes: Vec<_> = changes.iter().map(write).collect();
+        let mut writes = pin!(futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT));
         let mut all = true;
         let mut written_any = false;
-        for change in apply::changes(plan, observed) {
-            if !self.context.claim.is_current() {
-                return false;
-            }
-            let written = with_timeout(apply::write(&api, &change)).await;
-            let done = written.is_some_and(|written| match written {
-                Ok(()) => {
-                    tracing::info!(
-                        node = change.node,
-                        plan = change.spec.plan_id,
-                        gpus = change.spec.gpus.len(),
-                        created = change.create,
-                        milliseconds = seen.elapsed().as_millis(),
-                        "applied GpuNode spec"
-                    );
-                    true
-                }
-                Err(error) => {
-                    tracing::warn!(
-                        node = change.node,
-                        error = &error as &dyn std::error::Error,
-                        "failed to apply GpuNode spec"
-                    );
-                    false
-                }
-            });
+        while let Some((change, written)) = writes.next().await {
+            let Some(written) = written else {
+                // This process no longer leads.
+                all = false;
+                continue;
+            };
+            let done = written.is_some_and(|written| log_applied(change, &written, seen));
             if done {
                 let object = observed.nodes.get(&change.node).and_then(crate::read::Node::object);
                 self.history.record_write(
                     &change.node,
                     object.and_then(|object| object.metadata.generation),
                     &change.spec,
-                    self.now(),
+                    self.started.elapsed(),
                 );
                 written_any = true;
             }
@@ -423,30 +414,53 @@ impl Passes {
     }
 }
 
+/// Logs the result of a write. Returns whether the write succeeded.
+fn log_applied(change: &apply::Change, written: &Result<(), apply::Error>, seen: Instant) -> bool {
+    match written {
+        Ok(()) => tracing::info!(
+            node = change.node,
+            plan = change.spec.plan_id,
+            gpus = change.spec.gpus.len(),
+            created = change.create,
+            milliseconds = seen.elapsed().as_millis(),
+            "applied GpuNode spec"
+        ),
+        Err(error) => {
+            tracing::warn!(node = change.node, error = error as &dyn std::error::Error, "failed to apply GpuNode spec")
+        }
+    }
+    written.is_ok()
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::AtomicBool;
 
+    use cleave_api::GpuNodeSpec;
     use futures::FutureExt as _;
     use kube::Client;
     use kube::client::Body;
     use kube::runtime::events::{Recorder, Reporter};
     use kube::runtime::reflector::{self, Store};
     use tokio_util::sync::CancellationToken;
+    use tower_test::mock::Handle;
 
     use super::*;
     use crate::leader::LeaseGuard;
     use crate::metrics::Metrics;
-    use crate::read::Stores;
+    use crate::read::{Node, Stores};
+
+    fn mock_client() -> (Client, Handle<http::Request<Body>, http::Response<Body>>) {
+        let (service, server) = tower_test::mock::pair();
+        (Client::new(service, "default"), server)
+    }
 
     fn empty_store<K: kube::Resource<DynamicType = ()> + Clone + 'static>() -> Store<K> {
         reflector::store().0
     }
 
     /// Returns the controller of an empty cluster, and the receiver of what pods wait for.
-    fn passes() -> (Passes, watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>) {
-        let (service, _) = tower_test::mock::pair::<http::Request<Body>, http::Response<Body>>();
-        let client = Client::new(service, "default");
+    fn passes(client: Client) -> (Passes, watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>) {
         let stores = Stores {
             policies: empty_store(),
             gpu_nodes: empty_store(),
@@ -474,7 +488,7 @@ mod tests {
 
     #[tokio::test]
     async fn without_a_policy_on_demand_no_pod_waits_for_a_plan() {
-        let (mut passes, gated) = passes();
+        let (mut passes, gated) = passes(mock_client().0);
         let metrics = passes.context.metrics.clone();
         metrics.nodes_excluded.set(3);
         metrics.fragmentation.set(0.5);
@@ -484,5 +498,32 @@ mod tests {
         assert_eq!((metrics.nodes_excluded.get(), metrics.fragmentation.get()), (0, 0.0));
         passes.pass(Instant::now()).await.unwrap();
         assert!(passes.wakes.gate.notified().now_or_never().is_none(), "nothing has changed");
+    }
+    /// An API server that answers only when all these writes have arrived would let writes one
+    /// after the other time out.
+    #[tokio::test(start_paused = true)]
+    async fn specs_of_many_nodes_are_written_at_the_same_time() {
+        let (client, mut server) = mock_client();
+        let (mut passes, _gated) = passes(client);
+        let names = || (0..2 * MAX_IN_FLIGHT).map(|index| format!("n{index}"));
+        let nodes = names().map(|name| (name, GpuNodeSpec::default())).collect();
+        let plan = plan::Plan { nodes, policies: BTreeMap::new(), demand: BTreeMap::new() };
+        let nodes = names().map(|name| (name, Node::default())).collect();
+        let observed = Observed { policies: BTreeMap::new(), nodes, pods: Vec::new() };
+        let answer_in_groups = async {
+            for _ in 0..2 {
+                let mut group = Vec::new();
+                for _ in 0..MAX_IN_FLIGHT {
+                    group.push(server.next_request().await.unwrap());
+                }
+                for (request, reply) in group {
+                    let name = request.uri().path().rsplit('/').next().unwrap().to_owned();
+                    let body = serde_json::json!({"metadata": {"name": name}, "spec": {}}).to_string();
+                    reply.send_response(http::Response::new(Body::from(body.into_bytes())));
+                }
+            }
+        };
+        let (all_written, ()) = tokio::join!(passes.apply(&plan, &observed, Instant::now()), answer_in_groups);
+        assert!(all_written);
     }
 }
