@@ -277,6 +277,25 @@ fn a_node_serves_the_change_once_its_agent_and_its_daemon_do() {
 }
 
 #[test]
+fn the_status_of_a_daemon_with_older_settings_proves_nothing() {
+    let mut world = World::with_policy(2, FIVE);
+    world.set_policy("p", "mode: Mps\nmps: {units: 5, threads: Strict}");
+    assert_eq!(world.pass(), ["n0"]);
+    // The agent lists the shares as Unhealthy before it changes them, and until the MPS host has
+    // applied the new settings. The numbers of shares do not change.
+    let device = world.gpu("n0").uuid.clone();
+    world.serve("n0");
+    world.gpu("n0").mps = vec![MpsStatus { device, state: "Active".to_owned(), ..MpsStatus::default() }];
+    world.gpu("n0").slices[0].unhealthy = 5;
+    let plan_id = std::mem::take(&mut world.object("n0").status.as_mut().unwrap().plan_id);
+    assert!(world.pass().is_empty(), "the agent is about to change the shares");
+    world.object("n0").status.as_mut().unwrap().plan_id = plan_id;
+    assert!(world.pass().is_empty(), "the MPS host has not applied the new settings");
+    world.gpu("n0").slices[0].unhealthy = 0;
+    assert_eq!(world.pass(), ["n1"]);
+}
+
+#[test]
 fn the_time_of_a_failure_counts_from_the_newest_spec() {
     let mut world = World::with_policy(2, FIVE);
     world.set_policy("p", TEN);

@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Health};
+use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Health, MpsStatus};
 use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, STEP_FAILED, STEP_IN_USE, STEP_REFUSED, STEP_WAITING, daemon_state};
 
 use crate::policies::partition::has_partition;
@@ -235,8 +235,19 @@ fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus, has_read: bool) -> Op
         return Some(if step.reason == STEP_IN_USE { State::WaitingForPods } else { State::Changing });
     }
     let applied = status.plan_id == object.spec.plan_id || has_partition(&spec.partition, gpu);
-    let serves = gpu.mps.iter().all(|daemon| daemon.state == daemon_state::ACTIVE);
+    let serves = gpu.mps.iter().all(|daemon| daemon_serves(daemon, gpu));
     Some(if applied && serves { State::Serving } else { State::Changing })
+}
+
+/// Returns whether an MPS daemon serves. The agent lists all slices of a device as Unhealthy before
+/// it changes them, and until the MPS host has applied their daemon's settings. In between, the
+/// daemon's state may still be that of the daemon with the older settings.
+fn daemon_serves(daemon: &MpsStatus, gpu: &GpuStatus) -> bool {
+    let instances = gpu.mig.iter().flat_map(|mig| &mig.instances);
+    let is_faulted =
+        instances.filter(|instance| instance.uuid == daemon.device).any(|instance| instance.health.is_some());
+    let mut slices = gpu.slices.iter().filter(|slices| slices.device == daemon.device && slices.total > 0);
+    daemon.state == daemon_state::ACTIVE && (is_faulted || slices.all(|slices| slices.unhealthy < slices.total))
 }
 
 /// Restores the present entries of a policy's GPUs that a wave would change.
