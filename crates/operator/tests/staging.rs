@@ -315,6 +315,36 @@ fn the_time_of_a_failure_counts_from_the_newest_spec() {
 }
 
 #[test]
+fn a_failure_lasts_while_only_other_gpus_of_the_node_change() {
+    // The operator writes a spec for another GPU of the node.
+    fn write_for_another_gpu(world: &mut World) {
+        let object = world.object("n0");
+        object.spec.plan_id.push('x');
+        object.metadata.generation = object.metadata.generation.map(|generation| generation + 1);
+    }
+    let mut world = World::with_policy(3, FIVE);
+    world.set_policy("p", TEN);
+    world.pass();
+    world.report_step("n0", "Failed", "");
+    world.staged_plan();
+    world.now = FAILURE_TIME * 6 / 10;
+    write_for_another_gpu(&mut world);
+    assert_eq!(world.condition("RolledOut").1, "RollingOut", "the agent has not read the spec");
+    world.report_step("n0", "Failed", "");
+    world.now = FAILURE_TIME * 12 / 10;
+    assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
+    write_for_another_gpu(&mut world);
+    let (_, reason, message) = world.condition("RolledOut");
+    assert_eq!(reason, "RolloutStopped");
+    assert!(message.contains("n0 failed (GPU 0: NVML: In use by another client)"), "{message}");
+    // The agent attempts the change again.
+    world.report_step("n0", "Waiting", "");
+    assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
+    world.report_step("n0", "Waiting", "InUse");
+    assert_eq!(world.condition("RolledOut").1, "RollingOut");
+}
+
+#[test]
 fn new_nodes_and_first_policies_do_not_wait() {
     let mut world = World::new(3);
     world.set_policy("p", FIVE);

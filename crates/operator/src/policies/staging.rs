@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Health, MpsStatus};
+use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, GpuStatus, Health, MpsStatus, Partition};
 use cleave_api::names::{HEALTH_MPS_UNAVAILABLE, STEP_FAILED, STEP_IN_USE, STEP_REFUSED, STEP_WAITING, daemon_state};
 
 use crate::policies::partition::has_partition;
@@ -30,14 +30,28 @@ const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes
 /// Names a policy and a node.
 type PolicyAndNode = (String, String);
 
+/// Partitions of a policy's GPUs on a node, by UUID.
+type Partitions = BTreeMap<String, Partition>;
+
+/// A failure of a node.
+#[derive(Debug, Clone)]
+struct Failure {
+    /// The partitions that the node failed to reach or to serve.
+    partitions: Partitions,
+    /// When the node failed first.
+    since: Duration,
+    /// The reason.
+    why: String,
+}
+
 /// What the operator remembers about failures. Times are durations since the process started.
 ///
 /// A new leader starts with an empty memory. It reports failures after [`FAILURE_TIME`] again, and
 /// a node that failed before the change then stops the rollout. In between, no node changes.
 #[derive(Debug, Clone, Default)]
 pub struct Staging {
-    /// Failing nodes: the failing plan, and since when it fails.
-    failing: BTreeMap<PolicyAndNode, (String, Duration)>,
+    /// Nodes that failed and have not served since.
+    failing: BTreeMap<PolicyAndNode, Failure>,
     /// Changing nodes whose agent does not report: the generation that it has read, and since when.
     silent: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
@@ -104,25 +118,28 @@ impl Staging {
         }
     }
 
-    /// Applies what is remembered to a view. Returns the time until a failure counts.
+    /// Applies what is remembered to a view. Returns the time until a failure counts. A failure lasts
+    /// until the policy's GPUs serve, wait for pods, or get other partitions.
     fn update(&mut self, key: &PolicyAndNode, view: &mut NodeView, node: &Node, now: Duration) -> Option<Duration> {
         let mut left = None;
-        if matches!(view.state, State::Failed(_)) {
-            let plan = node.object().map(|object| object.spec.plan_id.clone()).unwrap_or_default();
-            let since = match self.failing.get(key) {
-                Some((of, since)) if *of == plan => *since,
-                _ => now,
-            };
-            self.failing.insert(key.clone(), (plan, since));
+        let partitions = || partitions(&key.0, node.object().map(|object| &object.spec));
+        let before = self.failing.remove(key).filter(|before| before.partitions == partitions());
+        let failure = match (&view.state, before) {
+            (State::Failed(why), before) => {
+                let since = before.map_or(now, |before| before.since);
+                Some(Failure { partitions: partitions(), since, why: why.clone() })
+            }
+            (State::Changing, before) => before,
+            (State::Serving | State::WaitingForPods, _) => None,
+        };
+        if let Some(failure) = failure {
             view.failing = true;
-            left = Some(FAILURE_TIME.saturating_sub(now.saturating_sub(since))).filter(|left| !left.is_zero());
-            if left.is_some() {
-                view.state = State::Changing;
-            } else if !view.newest {
+            left = Some(FAILURE_TIME.saturating_sub(now.saturating_sub(failure.since))).filter(|left| !left.is_zero());
+            view.state = if left.is_some() { State::Changing } else { State::Failed(failure.why.clone()) };
+            if left.is_none() && !view.newest {
                 self.failed_before.insert(key.clone());
             }
-        } else {
-            self.failing.remove(key);
+            self.failing.insert(key.clone(), failure);
         }
         view.excused |= self.failed_before.contains(key);
         left
@@ -155,6 +172,12 @@ impl Staging {
         }
         Some(left).filter(|left| !left.is_zero())
     }
+}
+
+/// Returns the partitions of a policy's GPUs in the spec of a node.
+fn partitions(policy: &str, spec: Option<&GpuNodeSpec>) -> Partitions {
+    let gpus = spec.iter().flat_map(|spec| &spec.gpus).filter(|gpu| gpu.policy.as_deref() == Some(policy));
+    gpus.map(|gpu| (gpu.uuid.clone(), gpu.partition.clone())).collect()
 }
 
 /// Returns whether a GPU's change belongs to a wave.
