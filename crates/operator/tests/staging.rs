@@ -248,6 +248,18 @@ fn a_new_leader_continues() {
     assert!(world.pass().is_empty(), "the canary of the former leader has not finished");
     world.serve_all();
     world.staging = Staging::default();
+    assert_eq!(world.pass(), ["n1"], "it does not know which nodes have changed");
+    world.serve("n1");
+    assert_eq!(world.pass(), ["n2", "n3"]);
+    // A node that waits for pods was begun by the former leader.
+    let mut world = World::with_policy(5, FIVE);
+    (0..5).for_each(|at| world.use_slice(&format!("n{at}")));
+    world.set_policy("p", TEN_BY_TWO);
+    assert_eq!(world.pass(), ["n0"]);
+    world.report_step("n0", "Waiting", "InUse");
+    world.staging = Staging::default();
+    assert!(world.pass().is_empty());
+    world.serve("n0");
     assert_eq!(world.pass(), ["n1", "n2"]);
 }
 
@@ -345,6 +357,36 @@ fn a_failure_lasts_while_only_other_gpus_of_the_node_change() {
 }
 
 #[test]
+fn nodes_that_the_change_does_not_affect_are_no_canary() {
+    let mut world = World::new(12);
+    let label = |world: &mut World, at: usize| {
+        let pool = if at < 4 { "old" } else { "new" };
+        let labels = [("zone", "a"), ("pool", pool)].map(|(key, value)| (key.to_owned(), value.to_owned()));
+        world.observed.nodes.get_mut(&format!("n{at}")).unwrap().labels = BTreeMap::from(labels);
+    };
+    (0..12).for_each(|at| label(&mut world, at));
+    let spec = |selector: &str, units: u32| {
+        format!("nodeSelector: {{{selector}}}\nmode: Mps\nmps: {{units: {units}}}\nrollout: {{maxUnavailable: 3}}")
+    };
+    world.set_policy("p", &spec("pool: old", 10));
+    world.set_policy("q", &spec("pool: new", 5));
+    world.pass();
+    world.serve_all();
+    assert!(world.pass().is_empty());
+    // The nodes of `q` follow `p`, whose partition other nodes already serve.
+    world.set_policy("q", &spec("pool: none", 5));
+    world.set_policy("p", &spec("zone: a", 10));
+    assert_eq!(world.pass(), ["n10"]);
+    world.add_node(12);
+    label(&mut world, 12);
+    assert_eq!(world.pass(), ["n12"]);
+    world.serve("n12");
+    assert!(world.pass().is_empty(), "a new node is no canary either");
+    world.serve("n10");
+    assert_eq!(world.pass(), ["n11", "n4", "n5"]);
+}
+
+#[test]
 fn new_nodes_and_first_policies_do_not_wait() {
     let mut world = World::new(3);
     world.set_policy("p", FIVE);
@@ -431,7 +473,7 @@ fn a_failing_node_holds_the_others_back_at_once_and_under_a_new_leader() {
     world.wait_for_failure();
     assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
     world.serve("n1");
-    assert_eq!(world.pass(), ["n3", "n4"]);
+    assert_eq!(world.pass(), ["n3"], "the canary of the new leader");
 }
 
 #[test]

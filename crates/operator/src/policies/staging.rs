@@ -17,7 +17,7 @@ use crate::policies::partition::has_partition;
 use crate::policies::plan::{Plan, plan_id};
 use crate::policies::snapshot::{DEFAULT_APPLY_DEADLINE, agent_has_read_spec};
 use crate::policies::validate::RolloutRules;
-use crate::policies::waves::{self, NodeView, State};
+use crate::policies::waves::{self, NodeView, Phase, State};
 use crate::read::{Node, Observed};
 
 /// Time for which a failure must last before it is reported. Agents retry failed steps, and an MPS
@@ -47,7 +47,8 @@ struct Failure {
 /// What the operator remembers about failures. Times are durations since the process started.
 ///
 /// A new leader starts with an empty memory. It reports failures after [`FAILURE_TIME`] again, and
-/// a node that failed before the change then stops the rollout. In between, no node changes.
+/// a node that failed before the change then stops the rollout. In between, no node changes. The
+/// next wave of a new leader is one node, because it does not know which nodes have changed.
 #[derive(Debug, Clone, Default)]
 pub struct Staging {
     /// Nodes that failed and have not served since.
@@ -56,6 +57,9 @@ pub struct Staging {
     silent: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
+    /// Nodes that the current change of their policy affects, with the newest partitions, until the
+    /// change is complete. Other nodes may have the newest partition, but do not prove the change.
+    affected: BTreeMap<PolicyAndNode, Partitions>,
 }
 
 impl Staging {
@@ -79,6 +83,7 @@ impl Staging {
             for (name, view) in &mut views {
                 let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
                 let key = (policy.clone(), name.clone());
+                self.update_affected(&key, view, desired);
                 self.update_lost(&key, view, loss(policy, node, desired, rolls_out));
                 let failure = self.update(&key, view, node, now);
                 let deadline = self.update_silent(&key, view, node, now);
@@ -86,6 +91,9 @@ impl Staging {
                 seen.insert(key);
             }
             let progress = waves::decide(report.rollout, &views);
+            if progress.phase == Phase::Complete {
+                self.affected.retain(|(of, _), _| of != policy);
+            }
             held.extend(progress.pending.iter().map(|node| (node.clone(), policy.clone(), report.rollout.paused)));
             all_progress.insert(policy.clone(), progress);
         }
@@ -103,7 +111,24 @@ impl Staging {
         self.failing.retain(|key, _| seen.contains(key));
         self.silent.retain(|key, _| seen.contains(key));
         self.failed_before.retain(|key| seen.contains(key));
+        self.affected.retain(|key, _| seen.contains(key));
         next
+    }
+
+    /// Updates whether the current change affects a node. A node that waits for pods is affected
+    /// too: the former leader began it.
+    fn update_affected(&mut self, key: &PolicyAndNode, view: &mut NodeView, desired: &GpuNodeSpec) {
+        let is_same = |known: &Partitions| {
+            let mut gpus = desired.gpus.iter().filter(|gpu| gpu.policy.as_ref() == Some(&key.0));
+            gpus.clone().count() == known.len() && gpus.all(|gpu| known.get(&gpu.uuid) == Some(&gpu.partition))
+        };
+        let is_known = self.affected.get(key).is_some_and(is_same);
+        view.affected = is_known || !view.newest || view.state == State::WaitingForPods;
+        if !view.affected {
+            self.affected.remove(key);
+        } else if !is_known {
+            self.affected.insert(key.clone(), partitions(&key.0, Some(desired)));
+        }
     }
 
     /// Applies the loss of a node or of a GPU to a view. Only a loss that precedes the change is
@@ -196,6 +221,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         serves: false,
         in_use: false,
         agent_ready: node.agent.is_some_and(|agent| agent.ready),
+        affected: false,
         excused: node.unschedulable,
     };
     let mut any = false;
