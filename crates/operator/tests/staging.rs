@@ -387,6 +387,35 @@ fn nodes_that_the_change_does_not_affect_are_no_canary() {
 }
 
 #[test]
+fn a_fault_without_a_rollout_is_no_failed_rollout() {
+    let mut world = World::with_policy(3, FIVE);
+    world.pass();
+    world.gpu("n0").health.class = "NeedsReset".to_owned();
+    world.staged_plan();
+    world.now += FAILURE_TIME;
+    assert_eq!(world.condition("RolledOut").0, "True");
+    // The nodes that change later may continue, because the change did not cause the fault.
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n1"]);
+    // A fault of a node that has changed counts until the rollout is complete.
+    world.serve_all();
+    assert_eq!(world.pass(), ["n0"]);
+    world.serve_all();
+    assert_eq!(world.pass(), ["n2"]);
+    world.gpu("n2").health.class = "NeedsReset".to_owned();
+    world.wait_for_failure();
+    let (status, _, message) = world.condition("RolledOut");
+    assert_eq!(status, "False");
+    assert!(message.contains("n2 failed"), "{message}");
+    world.serve("n2");
+    assert_eq!(world.condition("RolledOut").0, "True");
+    world.gpu("n2").health.class = "NeedsReset".to_owned();
+    world.staged_plan();
+    world.now += FAILURE_TIME;
+    assert_eq!(world.condition("RolledOut").0, "True");
+}
+
+#[test]
 fn new_nodes_and_first_policies_do_not_wait() {
     let mut world = World::new(3);
     world.set_policy("p", FIVE);

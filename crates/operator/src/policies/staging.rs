@@ -79,12 +79,12 @@ impl Staging {
                 let Some(view) = view(policy, report.rollout, node, desired) else { continue };
                 views.insert(name.to_owned(), view);
             }
-            let rolls_out = views.values().any(|view| !view.newest);
+            let rolls_out = views.values().any(|view| !view.newest) || self.is_rolling_out(policy);
             for (name, view) in &mut views {
                 let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
                 let key = (policy.clone(), name.clone());
                 self.update_affected(&key, view, desired);
-                self.update_lost(&key, view, loss(policy, node, desired, rolls_out));
+                self.update_lost(&key, view, loss(policy, node, desired), rolls_out);
                 let failure = self.update(&key, view, node, now);
                 let deadline = self.update_silent(&key, view, node, now);
                 next = [next, failure, deadline].into_iter().flatten().min();
@@ -115,6 +115,12 @@ impl Staging {
         next
     }
 
+    /// Returns whether a change of a policy was incomplete at the last decision.
+    fn is_rolling_out(&self, policy: &str) -> bool {
+        let first = self.affected.range((policy.to_owned(), String::new())..).next();
+        first.is_some_and(|((of, _), _)| of == policy)
+    }
+
     /// Updates whether the current change affects a node. A node that waits for pods is affected
     /// too: the former leader began it.
     fn update_affected(&mut self, key: &PolicyAndNode, view: &mut NodeView, desired: &GpuNodeSpec) {
@@ -131,11 +137,11 @@ impl Staging {
         }
     }
 
-    /// Applies the loss of a node or of a GPU to a view. Only a loss that precedes the change is
-    /// excused: the change may have caused a later one.
-    fn update_lost(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>) {
+    /// Applies the loss of a node or of a GPU to a view. A loss without a rollout is no failure of a
+    /// rollout, and a loss that precedes the change is excused.
+    fn update_lost(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>, rolls_out: bool) {
         match loss {
-            Some(_) if !view.newest => _ = self.failed_before.insert(key.clone()),
+            Some(_) if !view.newest || !rolls_out => _ = self.failed_before.insert(key.clone()),
             Some(_) if matches!(view.state, State::Failed(_)) => {}
             Some(why) => view.state = State::Failed(why),
             None if view.state == State::Serving => _ = self.failed_before.remove(key),
@@ -249,9 +255,9 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
     any.then_some(view)
 }
 
-/// Returns why a node or a GPU of a policy cannot serve any partition. Without a rollout, only
-/// faults of GPUs count. Administrators excuse nodes and GPUs with a cordon.
-fn loss(policy: &str, node: &Node, desired: &GpuNodeSpec, rolls_out: bool) -> Option<String> {
+/// Returns why a node or a GPU of a policy cannot serve any partition. Administrators excuse nodes
+/// and GPUs with a cordon.
+fn loss(policy: &str, node: &Node, desired: &GpuNodeSpec) -> Option<String> {
     let follows = |entry: &GpuSpec| entry.policy.as_deref() == Some(policy) && !entry.cordoned;
     let judged = |gpu: &GpuStatus| desired.gpus.iter().any(|entry| entry.uuid == gpu.uuid && follows(entry));
     let faulted = |gpu: &&GpuStatus| !gpu.health.class.is_empty() && judged(gpu);
@@ -260,7 +266,7 @@ fn loss(policy: &str, node: &Node, desired: &GpuNodeSpec, rolls_out: bool) -> Op
         return Some(format!("GPU {}: {}", gpu.index, if message.is_empty() { class } else { message }));
     }
     let unreachable = node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()));
-    (rolls_out && unreachable && !node.unschedulable).then(|| "the node is not ready".to_owned())
+    (unreachable && !node.unschedulable).then(|| "the node is not ready".to_owned())
 }
 
 /// Returns the state of a GPU relative to its spec. Returns `None` if the node has no status.
