@@ -1,4 +1,4 @@
-//! The set-up that Cleave's programs share: logging, the runtime and the exit code.
+//! The set-up that Cleave's programs share: logging, the runtime and the exit status.
 use std::future::Future;
 use std::process::ExitCode;
 
@@ -62,7 +62,7 @@ pub(crate) fn block_on<T>(program: impl Future<Output = anyhow::Result<T>>) -> a
     runtime.context("failed to start the runtime")?.block_on(program)
 }
 
-/// Prints an error, and returns the exit code of the program.
+/// Prints an error, and returns the exit status of the program.
 pub(crate) fn exit_code(program: &str, result: anyhow::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -8,7 +8,7 @@ const USER_COMMANDS: [&str; 9] =
     ["status", "explain", "plan", "simulate", "cordon", "uncordon", "drain", "crds", "doctor"];
 /// The components of the cluster.
 const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
-/// The exit code of a malformed command line.
+/// The exit status of a malformed command line.
 const USAGE_EXIT_CODE: Option<i32> = Some(2);
 
 /// Runs `cleave` without a reachable cluster.

@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 /// Time limit of each wait. The limit is longer than any test needs.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Records its process ID and waits until its input closes. Exits with 7 on SIGTERM.
+/// Records its PID and waits until its input closes. Exits with 7 on SIGTERM.
 const WAITING_SCRIPT: &str = r#"trap "exit 7" TERM; exec 3<&0; cat <&3 & echo $$ >>"$PIDS"; wait"#;
 
 struct Supervised {
@@ -31,7 +31,7 @@ impl Supervised {
         Self { directory, child, _stdin: stdin }
     }
 
-    /// Waits until `count` programs have started. Returns their process IDs.
+    /// Waits until `count` programs have started. Returns their PIDs.
     fn wait_for_programs(&self, count: usize) -> Vec<Pid> {
         wait_until(&format!("{count} programs"), || {
             let text = fs::read_to_string(self.directory.path().join("pids")).unwrap_or_default();
@@ -83,7 +83,7 @@ fn a_killed_program_is_restarted_and_the_supervisor_exits_when_the_program_exits
     let third = supervised.wait_for_programs(3)[2];
     assert!(supervised.child.try_wait().unwrap().is_none());
     kill_process(Pid::from_child(&supervised.child), Signal::TERM).unwrap();
-    assert_eq!(supervised.wait_for_exit().code(), Some(7), "SIGTERM was forwarded, and the exit code passed on");
+    assert_eq!(supervised.wait_for_exit().code(), Some(7), "SIGTERM was forwarded, and the exit status passed on");
     assert!(has_exited(third));
 }
 
@@ -104,7 +104,7 @@ fn a_program_is_killed_with_its_supervisor() {
 }
 
 #[test]
-fn the_exit_code_is_passed_on_and_a_failed_start_is_an_error() {
+fn the_exit_status_is_passed_on_and_a_failed_start_is_an_error() {
     assert_eq!(Supervised::start(&["sh", "-c", "exit 3"]).wait_for_exit().code(), Some(3));
     assert_eq!(Supervised::start(&["sh", "-c", "exit 0"]).wait_for_exit().code(), Some(0));
     assert_eq!(Supervised::start(&["/no/such/program"]).wait_for_exit().code(), Some(1));

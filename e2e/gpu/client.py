@@ -200,7 +200,7 @@ def count_starts(count, parallel):
 
 
 def compare_context_times(direct, times):
-    """Measures context creation directly and through the container's door, in turns."""
+    """Measures context creation directly and through the container's door, alternately."""
     measured = {"directMs": [], "throughMs": []}
     for _ in range(times):
         measured["directMs"].append(read_report(start_child(CUDA_MPS_PIPE_DIRECTORY=direct)).get("contextMs"))

@@ -573,7 +573,7 @@ def fault(results):
         if refuses:
             results.check("a program that does not exit is terminated with an Event", codes["fault-other-1"] and any("TerminatedInGpuFault" in event for event in events), faultToLastExitMs=figures["faultToLastExitMs"])
         results.check("Events name the affected pods", any("fault" in event.lower() for event in events))
-        results.check("no Event accuses a pod, because none was killed", not [event for event in events if event.startswith("CausedGpuFault")])
+        results.check("no Event reports that a pod caused a fault, because no pod was killed", not [event for event in events if event.startswith("CausedGpuFault")])
         named = [event.split(":")[1].strip() for event in events if event.startswith("NamedInGpuFault")]
         # Neither log reliably names the culprit. Both are kept for analysis.
         results.note(**{f"the MPS server's log names, trial {trial}": named, "the kernel's log": kernel_log.said})
@@ -704,9 +704,9 @@ def isolation(results):
         if evicted:
             try:
                 wait("the pod is evicted", lambda: (lambda found: not found or found[0]["metadata"].get("deletionTimestamp"))([p for p in get("pods", "-n", NAMESPACE)["items"] if p["metadata"]["name"] == pod.name]), 20, 0.05)
-                results.check(f"{what} is evicted if the policy says so", True, seconds=round(time.time() - line["at"], 2))
+                results.check(f"{what} is evicted if the policy enforces by eviction", True, seconds=round(time.time() - line["at"], 2))
             except TimeoutError as error:
-                results.check(f"{what} is evicted if the policy says so", False, error=str(error))
+                results.check(f"{what} is evicted if the policy enforces by eviction", False, error=str(error))
         delete(pod)
 
     run = "/usr/bin/python3 /drill/client.py --log /drill/isolation-escape.log --take 20 --wait /drill/never"

@@ -35,7 +35,7 @@ func deviceOf(node, gpu int) string {
 	return fmt.Sprintf("GPU-%08x-0000-4000-8000-%012x", node+1, gpu)
 }
 
-// podAllocation is a pod's allocation: the IDs of its shares, all of one GPU.
+// podAllocation is a pod's allocation: the ids of its shares, all of one GPU.
 type podAllocation struct {
 	gpu int
 	ids []int

@@ -14,7 +14,7 @@ func TestTheFewestBinsAreFound(t *testing.T) {
 		{[]int{6, 6, 6}, 3},
 		// First-fit decreasing needs four bins.
 		{[]int{4, 4, 3, 3, 3, 3, 2, 2, 2, 2, 2}, 3},
-		// The sum fits seven bins.
+		// The sum fits in seven bins, but no bin has room for two items.
 		{[]int{7, 7, 7, 7, 7, 7, 7, 7, 7, 7}, 10},
 	} {
 		if got := fewestBins(c.items, 10); got != c.want {

@@ -6,8 +6,8 @@
 //! the node's shares are unhealthy and new pods fail.
 //!
 //! The supervisor is small because it runs on every node: no threads, no runtime, no state. The
-//! supervisor forwards signals and exits with the program's exit code. If the supervisor is killed,
-//! the program is killed too.
+//! supervisor forwards signals and exits with the program's exit status. If the supervisor is
+//! killed, the program is killed too.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -30,7 +30,7 @@ const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still handles the end of the old
 /// `ListAndWatch` stream would close the new stream too.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
-/// Offset from a signal's number to the exit code, as in a shell.
+/// Offset from a signal's number to the exit status, as in a shell.
 const SIGNAL_EXIT_CODE: i32 = 128;
 
 fn main() -> ExitCode {
@@ -91,7 +91,7 @@ impl RecentRestarts {
     }
 }
 
-/// Runs the program until it exits. Returns the exit code.
+/// Runs the program until it exits. Returns the exit status.
 fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("usage: cleave-supervise PROGRAM [ARGUMENT]...") };
     let awaited = awaited_signals();
@@ -110,7 +110,7 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
             let _ = rustix::process::kill_process(worker, signal);
             continue;
         }
-        // One SIGCHLD can stand for several exited processes. Process 1 of a container also
+        // One SIGCHLD can stand for several exited processes. PID 1 of a container also
         // receives SIGCHLD for orphans.
         while let Some((pid, status)) = reap_child()? {
             let Some(end) = program_end(status).filter(|_| pid == worker) else { continue };
@@ -160,7 +160,7 @@ fn become_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
         .context("failed to set the parent death signal")?;
     let is_parent = rustix::process::getppid().is_some_and(|pid| pid.as_raw_pid().to_string() == parent);
     if !is_parent {
-        bail!("the supervisor (process {parent}) is gone");
+        bail!("the supervisor (process {parent}) has exited");
     }
     // Unblock the signals, because the program would inherit the mask.
     awaited_signals().thread_unblock().context("failed to unblock signals")?;

@@ -19,9 +19,9 @@ use crate::event::NodeEvent;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
-/// Maximum time that a container's start waits for its door. The kubelet's own timeout is 30 s,
-/// after which it retries.
-const DOOR_READY_TIMEOUT: Duration = Duration::from_secs(25);
+/// Maximum time that a container's start waits for its devices and its door. The kubelet's own
+/// timeout is 30 s, after which it retries.
+const START_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Interval between checks of the CDI specification.
 const CDI_POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -137,13 +137,13 @@ impl Allocator {
     /// devices, and its door is open.
     ///
     /// # Errors
-    /// Returns a clause that states which condition is still unmet after [`DOOR_READY_TIMEOUT`].
+    /// Returns a clause that states which condition is still unmet after [`START_TIMEOUT`].
     pub async fn wait_until_ready(&self, allocation: &Allocation) -> Result<(), String> {
+        let deadline = tokio::time::Instant::now() + START_TIMEOUT;
         if let Some(directory) = self.settings.cdi_directory() {
             // The specification may not list a new MIG instance yet.
-            let end = Instant::now() + DOOR_READY_TIMEOUT;
             while !cdi::specification_lists_devices(directory, &allocation.devices) {
-                if Instant::now() > end {
+                if tokio::time::Instant::now() >= deadline {
                     return Err(format!(
                         "the CDI specification does not contain {} yet",
                         allocation.devices.join(", ")
@@ -160,8 +160,9 @@ impl Allocator {
         self.link
             .create_allocation_directory(&id)
             .map_err(|error| format!("failed to create the allocation's directory: {error}"))?;
-        let timeout_ms = u64::try_from(DOOR_READY_TIMEOUT.as_millis()).unwrap_or(u64::MAX);
-        match self.link.request(&Request::Await { allocation: id, timeout_ms }, DOOR_READY_TIMEOUT).await? {
+        let left = deadline.saturating_duration_since(tokio::time::Instant::now());
+        let timeout_ms = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
+        match self.link.request(&Request::Await { allocation: id, timeout_ms }, left).await? {
             Reply::Done => Ok(()),
             Reply::Error { message } => Err(message),
             Reply::Status(_) | Reply::NoContext => Err("the MPS host sent an unexpected answer".into()),
@@ -171,10 +172,38 @@ impl Allocator {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::collections::BTreeMap;
+
     use cleave_gpu::mps::wire::Paths;
 
     use super::*;
+    use crate::allocation::MpsLimits;
     use crate::args::tests::parse_args;
+    use crate::fixtures::allocation;
+
+    /// The specification may list the devices late. The wait for the door then has only the rest of
+    /// the time, so that the agent answers before the kubelet's timeout.
+    #[tokio::test(start_paused = true)]
+    async fn devices_and_door_share_one_deadline() {
+        let directory = tempfile::tempdir().unwrap();
+        let cdi_dir = directory.path().join("cdi");
+        let args = parse_args(&["--device-list-strategy", "cdi", "--cdi-dir", cdi_dir.to_str().unwrap()]).unwrap();
+        let link = HostLink::new(Paths::new(directory.path()));
+        let settings = ContainerSettings::new(&args);
+        let allocator = Allocator::new(AllocationTable::default(), settings, link, Metrics::new());
+        let mps = Some(MpsLimits { threads: None, memory_mib: None, max_clients: None });
+        let allocation = Allocation { mps, ..allocation(&["GPU-a::0"]) };
+        let started = tokio::time::Instant::now();
+        let list_devices = async {
+            tokio::time::sleep(START_TIMEOUT - Duration::from_secs(5)).await;
+            let nodes = BTreeMap::from([("GPU-a".to_owned(), Vec::new())]);
+            cdi::write_cdi_specification(&args, &nodes).unwrap();
+        };
+        let (ready, ()) = tokio::join!(allocator.wait_until_ready(&allocation), list_devices);
+        let error = ready.unwrap_err();
+        assert!(error.contains("MPS host"), "the devices are listed, but no MPS host answers: {error}");
+        assert!(started.elapsed() <= START_TIMEOUT, "{:?}", started.elapsed());
+    }
 
     pub(crate) fn allocator(table: AllocationTable) -> Allocator {
         let settings = ContainerSettings::new(&parse_args(&[]).unwrap());

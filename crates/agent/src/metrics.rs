@@ -212,8 +212,8 @@ impl Metrics {
         self.split_requests.get_or_create(&ResourceLabels { resource: resource.to_owned() }).inc();
     }
 
-    /// Counts a request that waited until its pod was known. `in_time`: the API server reported the
-    /// pod before the timeout.
+    /// Counts a request that waited until its pod was known. `in_time` states whether the API
+    /// server reported the pod before the timeout.
     pub fn count_pod_wait(&self, in_time: bool) {
         self.waits.get_or_create(&WaitLabels { result: if in_time { "reported" } else { "timeout" } }).inc();
     }

@@ -369,7 +369,7 @@ pub struct GpuStatus {
     /// MIG state, if the GPU supports MIG.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigStatus>,
-    /// How the GPU is served now: Whole, Mps, `TimeSlicing` or Mig.
+    /// How the GPU is served now: `Whole`, `Mps`, `TimeSlicing` or `Mig`.
     #[serde(default)]
     pub mode: String,
     /// Slices, by device and resource.
@@ -526,9 +526,9 @@ pub struct Health {
 pub struct MpsStatus {
     /// UUID of the GPU or MIG device.
     pub device: String,
-    /// State of the daemon: Starting, Active, Fault, Restarting, `BackOff` or Stopping.
+    /// State of the daemon: `Starting`, `Active`, `Fault`, `Restarting`, `BackOff` or `Stopping`.
     pub state: String,
-    /// Process id of the control daemon on the node.
+    /// PID of the control daemon on the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// Hard if doors can set the limits of each allocation with this driver, otherwise Advisory.
@@ -550,7 +550,7 @@ pub struct StepStatus {
     pub gpu: String,
     /// The step, such as `serve 10 nvidia.com/gpu-mps`.
     pub action: String,
-    /// Result: Done, Waiting, Refused or Failed.
+    /// Result: `Done`, `Waiting`, `Refused` or `Failed`.
     pub result: String,
     /// `InUse` for a step that waits until pods or processes no longer use the slices to remove.
     /// Other steps have no reason.
@@ -584,7 +584,7 @@ pub struct FindingStatus {
     /// Name of the container.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub container: String,
-    /// Process id, on the node, of one of the tenant's processes.
+    /// PID, on the node, of one of the tenant's processes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// What happened and what to do.

@@ -501,7 +501,7 @@ pub struct SharingPolicyStatus {
     /// Progress of the last change, in nodes.
     #[serde(default)]
     pub rollout: RolloutStatus,
-    /// Conditions by type: Accepted, Ready, Conflict, `RolledOut`.
+    /// Conditions by type: `Accepted`, `Ready`, `Conflict` and `RolledOut`.
     #[serde(default)]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["type".to_owned()]))]
     pub conditions: Vec<Condition>,

@@ -20,7 +20,7 @@ const GPU_POLL_INTERVAL: Duration = Duration::from_secs(1);
 const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// Time limit of one eviction. Admission webhooks may take 30 s each.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
-/// The exit code of a timeout.
+/// The exit status of a timeout.
 const TIMEOUT_EXIT_CODE: u8 = 3;
 
 /// Examples in the help of `cleave drain`.

@@ -78,7 +78,7 @@ pub enum Command {
     /// Evictions respect disruption budgets. The GPU stays cordoned, also when the drain fails or
     /// times out.
     ///
-    /// Exit codes: 0 if the GPU is free, 1 on an error, 3 on a timeout.
+    /// Exit status: 0 if the GPU is free, 1 on an error, 3 on a timeout.
     #[command(after_long_help = drain::HELP_EXAMPLES)]
     Drain(drain::DrainArgs),
 
@@ -91,12 +91,12 @@ pub enum Command {
     /// Run the doctor on the node as root, in the host's PID namespace. The doctor starts its own
     /// MPS daemon on an idle GPU. It changes nothing on a GPU that is in use.
     ///
-    /// Exit codes: 0 if every check passed, 1 if a check failed, 2 if nothing could be checked.
+    /// Exit status: 0 if every check passed, 1 if a check failed, 2 if nothing could be checked.
     Doctor(DoctorArgs),
 }
 
 impl Command {
-    /// Runs the command. The exit code is part of the result; see the help of each command.
+    /// Runs the command. The exit status is part of the result; see the help of each command.
     ///
     /// # Errors
     /// The command failed.
@@ -116,7 +116,7 @@ impl Command {
     }
 }
 
-/// Runs `cleave doctor`. An error has a different exit code than a failed check.
+/// Runs `cleave doctor`. An error has a different exit status than a failed check.
 async fn run_doctor(args: DoctorArgs) -> ExitCode {
     match doctor::run(args).await {
         Ok(true) => ExitCode::SUCCESS,

@@ -189,7 +189,7 @@ pub(crate) fn socket_name(resource: &ResourceName) -> String {
     let mut hasher = DefaultHasher::new();
     hasher.write(resource.as_str().as_bytes());
     let resource = hasher.finish() >> 32;
-    // Do not use the process id: process ids repeat in containers. The system seeds this number, so
+    // Do not use the PID: PIDs repeat in containers. The system seeds this number, so
     // each process uses a different one.
     let nonce = RandomState::new().build_hasher().finish() >> 32;
     format!("{SOCKET_PREFIX}{resource:08x}-{nonce:08x}{SOCKET_SUFFIX}")

@@ -42,8 +42,8 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 /// again. The newest object of a list may have ended or been deleted.
 const WARN_AFTER: Duration = Duration::from_secs(10);
 /// Time in one term after which the process gives up the lease if it still writes nothing. Another
-/// process may have newer stores. Each consecutive late term doubles the time, so that a process
-/// without another one, or in a cluster where this always takes long, becomes ready in the end.
+/// process may have newer stores. Each consecutive late term doubles the time, so that a single
+/// process, or a process in a cluster where watches always lag, eventually becomes ready.
 const LATE_AFTER: Duration = Duration::from_secs(60);
 /// Maximum number of times that [`LATE_AFTER`] is doubled.
 const MAX_DOUBLINGS: u32 = 4;
@@ -181,7 +181,7 @@ pub(crate) async fn run(
             // Versions that were read in an earlier term do not suffice.
             let mut current = last.take().filter(|last| last.term == term).unwrap_or_else(|| CatchUp::new(term));
             if current.attempt(&client, &pod, &mut stored).await {
-                tracing::info!(term, "the stores are as new as the lease");
+                tracing::info!(term, "the watches are as new as the lease");
                 ready.send_replace(term);
                 late_terms = 0;
             } else if current.is_late(late_terms, &late) {
@@ -343,8 +343,9 @@ mod tests {
         assert_eq!(minutes, [1, 2, 4, 8, 16, 16, 16]);
     }
 
-    /// An API server with a lease, two pages of nodes and one `GpuNode`. It answers the annotation
-    /// of this process's pod with `marked`. Records the requests other than those about the lease.
+    /// Returns an API server with a lease, two pages of nodes and one `GpuNode`. It answers the
+    /// annotation of this process's pod with `marked`. Records the requests other than those about
+    /// the lease.
     fn mock_server(marked: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));

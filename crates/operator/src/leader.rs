@@ -283,7 +283,7 @@ pub struct Elector {
     last: Option<ObservedLease>,
     /// Whether this process was not the holder at some read since the last term began.
     interrupted: bool,
-    /// Until when this process does not acquire the lease, because it gave the lease up.
+    /// Time before which this process does not acquire the lease, because it gave the lease up.
     declines_until: Option<Instant>,
     channels: Channels,
 }

@@ -69,7 +69,11 @@ pub(crate) async fn write_to(
     let request = match request {
         Ok(request) => request,
         Err(error) => {
-            tracing::error!(pod, error = &error as &dyn std::error::Error, "failed to build a request");
+            tracing::error!(
+                pod,
+                error = &error as &dyn std::error::Error,
+                "failed to build the request that writes a pod condition"
+            );
             return WriteResult::Obsolete;
         }
     };

@@ -36,7 +36,7 @@ pub struct PodChange {
 /// The pods that a reader does not know yet.
 #[derive(Debug, Clone)]
 pub enum PodChanges {
-    /// All pods. The reader finds out what has changed.
+    /// All pods. The reader compares them with what it knows.
     All(Vec<Arc<PodObject>>),
     /// The changes since the last call, oldest first.
     Since(Vec<PodChange>),
@@ -52,7 +52,7 @@ pub(crate) struct Effect {
 }
 
 impl Effect {
-    /// The effect of both changes.
+    /// Returns the effect of both changes.
     fn and(self, other: Self) -> Self {
         Self { of_gpus: self.of_gpus || other.of_gpus, of_tenants: self.of_tenants || other.of_tenants }
     }
@@ -312,7 +312,7 @@ mod tests {
     const GPU: fn() -> Value = || json!({"nvidia.com/gpu-mps": 1});
 
     #[test]
-    fn a_change_of_nothing_that_is_read_affects_nobody() {
+    fn a_change_of_nothing_that_is_read_has_no_effect() {
         let (store, mut writer) = store();
         let running = || json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]});
         let first = list(&mut writer, [versioned(raw("gpu", &GPU(), &running()), "1"), raw("cpu", &CPU(), &running())]);
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_without_gpus_is_recorded_and_wakes_nobody() {
+    fn a_pod_without_gpus_is_recorded_and_wakes_no_controller() {
         let (store, mut writer) = store();
         list(&mut writer, []);
         store.changes();
@@ -381,7 +381,7 @@ mod tests {
             writer.apply(Event::InitApply(pod()));
         }
         let of_gpus = Effect { of_gpus: true, of_tenants: false };
-        assert_eq!(list(&mut writer, [pod()]), of_gpus, "the pod is stored, and nobody was woken for it");
+        assert_eq!(list(&mut writer, [pod()]), of_gpus, "the pod is stored, and no controller was woken for it");
         assert_eq!(names(&store.changes()), ["->a"]);
         assert_eq!(list(&mut writer, [pod()]), Effect::default());
     }

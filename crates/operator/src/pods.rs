@@ -210,7 +210,7 @@ impl PodObject {
         self.bound_to.as_deref()
     }
 
-    /// Returns whether all of the pod's containers have ended for good.
+    /// Returns whether all of the pod's containers have ended permanently.
     pub fn has_ended(&self) -> bool {
         matches!(self.status.phase.as_str(), "Succeeded" | "Failed")
     }

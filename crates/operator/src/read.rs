@@ -147,11 +147,11 @@ pub struct BudgetStatus {
     pub current_healthy: i32,
     /// Minimum number of pods that must be ready.
     pub desired_healthy: i32,
-    /// Pods whose eviction the API server accepted a moment ago, each with the time.
+    /// Pods whose eviction the API server accepted recently, each with the time.
     pub disrupted_pods: BTreeMap<String, Time>,
 }
 
-/// The kept part of a node.
+/// The fields of a node that the operator reads.
 #[derive(Debug, Clone, Default, Deserialize, Resource)]
 #[resource(inherit = "CoreNode")]
 pub struct NodeObject {

@@ -32,7 +32,7 @@ use crate::rollout::{HostStores, Revision};
 /// which nothing arrives, because its connection is lost without notice, ends 5 s later.
 pub(crate) const WATCH_TIMEOUT: u32 = 30;
 
-/// The configuration of all watches.
+/// Returns the configuration of all watches.
 fn config() -> watcher::Config {
     watcher::Config::default().timeout(WATCH_TIMEOUT)
 }
@@ -41,8 +41,8 @@ fn config() -> watcher::Config {
 struct WatchRules<K> {
     /// Drops unused fields before an object is stored.
     trim: fn(&mut K),
-    /// Returns whether two trimmed versions of an object are equal. Then the change wakes nobody.
-    /// Heartbeats of nodes are such changes.
+    /// Returns whether two trimmed versions of an object are equal. Then the change wakes no
+    /// controller. Heartbeats of nodes are such changes.
     same: fn(&K, &K) -> bool,
     /// Wakes the controllers that read the object. `None` after all objects were listed.
     wake: fn(&Wakers, Option<&K>),

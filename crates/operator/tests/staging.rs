@@ -109,7 +109,7 @@ impl World {
         written
     }
 
-    /// Like [`Self::pass`], but the operator does not look again after its writes.
+    /// Writes the specs that differ, and does not plan again afterwards. Returns the nodes.
     fn write(&mut self) -> Vec<String> {
         let (plan, _) = self.staged_plan();
         let mut written = Vec::new();
@@ -282,7 +282,7 @@ fn a_node_serves_the_change_once_its_agent_and_its_daemon_do() {
     assert_eq!(beside.pass(), ["n1"]);
     unfinished.gpu("n0").slices[0].total = 4;
     assert!(unfinished.pass().is_empty());
-    // The agent knows best.
+    // The agent's report decides.
     let plan_id = unfinished.object("n0").spec.plan_id.clone();
     unfinished.object("n0").status.as_mut().unwrap().plan_id = plan_id;
     assert_eq!(unfinished.pass(), ["n1"]);
@@ -669,7 +669,7 @@ fn a_policy_that_is_changed_back_reaches_failed_nodes_at_once() {
     assert_eq!(world.shares(), [10, 10, 10, 5]);
     world.set_policy("p", "mode: Mps\nmps: {units: 5}\nrollout: {maxUnavailable: 1}");
     assert_eq!(world.pass(), ["n0", "n2"], "the failed node, and a wave of one");
-    // The agent still reports the failure of the former spec for a moment.
+    // The agent still reports the failure of the former spec.
     assert_eq!(world.condition("RolledOut").1, "RollingOut");
     world.serve_all();
     assert_eq!(world.pass(), ["n1"]);

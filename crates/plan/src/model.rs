@@ -447,7 +447,7 @@ impl<'b> ClassBuilder<'b> {
         Self { policy, names, tables, mig: tables.all.iter().map(of).collect() }
     }
 
-    /// Returns the class of a GPU, and why the GPU is excluded from the plan, if it is.
+    /// Returns the class of a GPU and, for an excluded GPU, the reason why plans exclude it.
     fn class_of(
         &self,
         gpu: &Gpu,

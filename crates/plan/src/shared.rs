@@ -61,14 +61,14 @@ impl<T: ?Sized + Eq + Hash> Interner<T> {
         self.values.insert(Arc::clone(value));
     }
 
-    /// Number of values, used or not.
+    /// Returns the number of values, used or not.
     pub fn count(&self) -> usize {
         self.values.len()
     }
 }
 
 impl<T: Eq + Hash> Interner<T> {
-    /// See [`Interner::intern`].
+    /// Replaces the value by an equal stored one; see [`Interner::intern`].
     pub fn share(&mut self, value: &mut Shared<T>) {
         self.intern(&mut value.0);
     }

@@ -2,25 +2,27 @@
 //! the named item.
 //!
 //! A reference is a code span such as `crates/api/src/sharingpolicy.rs` or, with an item of that
-//! file, `crates/api/src/sharingpolicy.rs::Mode`.
+//! file, `crates/api/src/sharingpolicy.rs::Mode`. A name without a file, such as `is_served`, must
+//! occur in a file that the page names.
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// Directories with which references start.
-const REFERENCE_DIRECTORIES: [&str; 7] = ["charts/", "crates/", "deploy/", "docs/", "e2e/", "src/", "tests/"];
+const REFERENCE_DIRECTORIES: [&str; 8] = ["charts/", "crates/", "deploy/", "docs/", "e2e/", "proto/", "src/", "tests/"];
 /// Keywords that declare an item.
 const KEYWORDS: [&str; 8] = ["fn", "struct", "enum", "trait", "mod", "const", "static", "type"];
 
 /// Returns the references of a page that do not exist, each as a sentence without the page.
 pub(crate) fn find_problems(root: &Path, page: &str) -> Vec<String> {
+    let words = words_of_named_files(root, page);
     page.lines()
         .enumerate()
         .flat_map(|(index, line)| code_spans(line).map(move |span| (index + 1, span)))
         .filter_map(|(line, span)| {
-            let (path, item) = span.split_once("::").map_or((span, None), |(path, item)| (path, Some(item)));
-            if !REFERENCE_DIRECTORIES.iter().any(|directory| path.starts_with(directory)) || contains_placeholder(path)
-            {
-                return None;
-            }
+            let Some((path, item)) = parse_reference(span) else {
+                let unknown = is_bare_name(span) && !words.contains(span);
+                return unknown.then(|| format!("{line}: no file named on this page contains {span}"));
+            };
             let file = root.join(path);
             match item {
                 _ if !file.exists() => Some(format!("{line}: there is no {path}")),
@@ -31,6 +33,29 @@ pub(crate) fn find_problems(root: &Path, page: &str) -> Vec<String> {
             }
         })
         .collect()
+}
+
+/// Returns the path and the item of a reference. Returns `None` if the code span is no reference.
+fn parse_reference(span: &str) -> Option<(&str, Option<&str>)> {
+    let (path, item) = span.split_once("::").map_or((span, None), |(path, item)| (path, Some(item)));
+    let starts = REFERENCE_DIRECTORIES.iter().any(|directory| path.starts_with(directory));
+    (starts && !contains_placeholder(path)).then_some((path, item))
+}
+
+/// Returns whether a code span is a name of Rust code without its file: lower case, with an
+/// underscore. Other names may be words of Kubernetes or of a file format.
+fn is_bare_name(span: &str) -> bool {
+    span.contains('_')
+        && span.starts_with(|c: char| c.is_ascii_lowercase())
+        && span.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
+}
+
+/// Returns the words of all files that a page names.
+fn words_of_named_files(root: &Path, page: &str) -> BTreeSet<String> {
+    let paths: BTreeSet<&str> =
+        page.lines().flat_map(code_spans).filter_map(parse_reference).map(|(path, _)| path).collect();
+    let texts = paths.into_iter().filter_map(|path| std::fs::read_to_string(root.join(path)).ok());
+    texts.flat_map(|text| words(&text).map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
 /// Returns whether a path has parts that readers replace, such as `TARGET`.
@@ -46,10 +71,14 @@ fn code_spans(line: &str) -> impl Iterator<Item = &str> {
 
 /// Returns whether a Rust file declares an item.
 fn declares(text: &str, item: &str) -> bool {
-    let words =
-        |line: &str| line.split(|c: char| !c.is_alphanumeric() && c != '_').map(str::to_owned).collect::<Vec<_>>();
     let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
-    code.map(words).any(|words| words.windows(2).any(|pair| KEYWORDS.contains(&pair[0].as_str()) && pair[1] == item))
+    let mut lines = code.map(|line| words(line).collect::<Vec<_>>());
+    lines.any(|words| words.windows(2).any(|pair| KEYWORDS.contains(&pair[0]) && pair[1] == item))
+}
+
+/// Returns the words of a text: letters, digits and underscores.
+fn words(text: &str) -> impl Iterator<Item = &str> {
+    text.split(|c: char| !c.is_alphanumeric() && c != '_')
 }
 
 #[cfg(test)]
@@ -64,6 +93,17 @@ mod tests {
         assert_eq!(find_problems(&root, "a\n`docs/tool/src/none.rs`"), ["2: there is no docs/tool/src/none.rs"]);
         let missing = "`docs/tool/src/code.rs::absent`";
         assert_eq!(find_problems(&root, missing), ["1: docs/tool/src/code.rs declares no absent"]);
+    }
+
+    #[test]
+    fn a_name_without_a_file_occurs_in_a_file_of_the_page() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let page = |name: &str| format!("`docs/tool/src/pages.rs`\n`{name}`");
+        for known in ["find_problems", "absent", "Absent_name", "ABSENT_NAME", "an_absent name"] {
+            assert_eq!(find_problems(&root, &page(known)), Vec::<String>::new(), "{known}");
+        }
+        let unknown = ["2: no file named on this page contains is_bare_name"];
+        assert_eq!(find_problems(&root, &page("is_bare_name")), unknown, "the page does not name code.rs");
     }
 
     #[test]

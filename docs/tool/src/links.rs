@@ -10,7 +10,7 @@ use crate::file::read;
 /// original pages.
 const COMBINED_PAGES: [&str; 3] = ["print.html", "toc.html", "404.html"];
 
-/// A page: the IDs of its elements, and the targets of its links.
+/// A page: the ids of its elements, and the targets of its links.
 #[derive(Debug, Default)]
 struct LinkedPage {
     ids: BTreeSet<String>,
@@ -56,7 +56,7 @@ fn collect_files(directory: &Path, files: &mut BTreeSet<PathBuf>) -> Result<()> 
     Ok(())
 }
 
-/// Reads the IDs and links of a page.
+/// Reads the ids and links of a page.
 fn parse_page(html: &str) -> LinkedPage {
     let attributes = |name: &str| {
         let opening = format!(" {name}=\"");

@@ -94,7 +94,7 @@ func TestEnsureBuildsOnceForConcurrentCallers(t *testing.T) {
 	source, u := smallModule(t)
 	dir := filepath.Join(t.TempDir(), "cache", "small-1")
 	var said strings.Builder
-	p := newProgress(&said) // serialises writes
+	p := newProgress(&said) // serializes writes
 	var group sync.WaitGroup
 	errs := make([]error, 4)
 	for i := range errs {

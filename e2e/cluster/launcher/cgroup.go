@@ -173,7 +173,7 @@ func cgroupDirs(path string) ([]string, error) {
 	return dirs, nil
 }
 
-// cgroupProcesses returns the process IDs in a cgroup and its descendants.
+// cgroupProcesses returns the PIDs in a cgroup and its descendants.
 func cgroupProcesses(path string) ([]int, error) {
 	dirs, err := cgroupDirs(path)
 	if err != nil {

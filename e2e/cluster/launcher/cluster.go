@@ -86,7 +86,7 @@ func (c *cluster) process(one component) (process, bool, error) {
 	return p, p.isRunning(), nil
 }
 
-// nodeProcess returns process 1 of a running node.
+// nodeProcess returns PID 1 of a running node.
 func (c *cluster) nodeProcess(name string) (process, error) {
 	one, err := c.component(kindNode + "@" + name)
 	if err != nil {
@@ -545,7 +545,7 @@ func (c *cluster) stop(ctx context.Context, one component, number unix.Signal) e
 				return err
 			}
 		}
-		number = unix.SIGKILL // process 1 ignores all other signals
+		number = unix.SIGKILL // PID 1 ignores all other signals
 	}
 	p, alive, err := c.process(one)
 	if err != nil || !alive {

@@ -14,7 +14,7 @@ const (
 	kindControllerManager = "controller-manager"
 	kindScheduler         = "scheduler"
 	kindPolicies          = "policies" // if NetworkPolicies are enforced
-	kindNode              = "node"     // process 1 of the node's namespaces: killing it is a power cut
+	kindNode              = "node"     // PID 1 of the node's namespaces: killing it is a power cut
 	kindContainerd        = "containerd"
 	kindKubelet           = "kubelet"
 	kindProxy             = "proxy"

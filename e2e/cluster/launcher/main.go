@@ -133,7 +133,7 @@ func newCommand() *cobra.Command {
 			}),
 		},
 		&cobra.Command{
-			Use: "status", Short: "List the components with their process ids. Fails if one is not running", Args: cobra.NoArgs,
+			Use: "status", Short: "List the components with their PIDs. Fails if one is not running", Args: cobra.NoArgs,
 			RunE: with(false, func(_ context.Context, c *cluster, _ []string) error { return c.status(os.Stdout) }),
 		},
 		componentCommand("stop", "Stop a component with SIGTERM, and wait until its process has exited", with,

@@ -29,7 +29,7 @@ type nodeInitSpec struct {
 // readyDescriptor is the file descriptor to which nodeInit writes when the node is ready.
 const readyDescriptor = 3
 
-// nodeInit is process 1 of a node. It starts in new namespaces and creates the node's view of the
+// nodeInit is PID 1 of a node. It starts in new namespaces and creates the node's view of the
 // machine: a separate /, the machine's /usr read-only, separate devices and cgroups. Then it reaps
 // orphans. When it exits, the kernel kills all processes of its PID namespace.
 func nodeInit(spec nodeInitSpec) error {

@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// process identifies a process permanently: a process ID can be reused, but not with the same start
+// process identifies a process permanently: a PID can be reused, but not with the same start
 // time in the same boot.
 type process struct {
 	PID   int    `json:"pid"`
@@ -50,7 +50,7 @@ func bootID() (string, error) {
 	return strings.TrimSpace(string(id)), err
 }
 
-// identify returns the running process with this ID.
+// identify returns the running process with this id.
 func identify(pid int) (process, error) {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
@@ -78,7 +78,7 @@ func (p process) isRunning() bool {
 	return err == nil && boot == p.Boot
 }
 
-// signal sends a signal, and never to another process with the same ID.
+// signal sends a signal, and never to another process with the same id.
 func (p process) signal(number unix.Signal) error {
 	descriptor, err := p.open()
 	if err != nil || descriptor < 0 {
@@ -99,7 +99,7 @@ func (p process) open() (int, error) {
 	} else if err != nil {
 		return -1, fmt.Errorf("open process %d: %w", p.PID, err)
 	}
-	// The descriptor pins the ID, so one check is enough.
+	// The descriptor pins the id, so one check is enough.
 	if !p.isRunning() {
 		unix.Close(descriptor)
 		return -1, nil
@@ -198,7 +198,7 @@ func spawn(s spawnSpec) error {
 	if err := command.Start(); err != nil {
 		return err
 	}
-	// The ID is the machine's, because this process is still in the machine's PID namespace.
+	// The id is the machine's, because this process is still in the machine's PID namespace.
 	stat, err := readAt(machineProc, fmt.Sprintf("%d/stat", command.Process.Pid))
 	if err != nil {
 		return err

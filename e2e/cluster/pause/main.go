@@ -1,4 +1,4 @@
-// Command pause is process 1 of a pod's sandbox. It keeps the pod's namespaces, reaps orphans, and
+// Command pause is PID 1 of a pod's sandbox. It keeps the pod's namespaces, reaps orphans, and
 // exits on SIGTERM or SIGINT.
 package main
 

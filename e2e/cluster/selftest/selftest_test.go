@@ -81,7 +81,7 @@ func eventually(t *testing.T, want string, argv ...string) {
 	t.Fatalf("%s: timed out waiting for %q; last result %v\n%s\n%s", strings.Join(argv, " "), want, last.err, last.stdout, last.stderr)
 }
 
-// componentPIDs returns the process IDs of the running components.
+// componentPIDs returns the PIDs of the running components.
 func componentPIDs(t *testing.T) map[string]string {
 	t.Helper()
 	found := make(map[string]string)

@@ -1,7 +1,7 @@
 //! Checks the structure of the workspace's code: modules of a crate do not use each other in a
 //! cycle, files and functions stay short, and comments wrap at 100 columns.
 //!
-//! Everything except [`files`] is pure: sources go in as text, findings come out.
+//! Everything except [`files`] is pure: sources are passed in as text, and findings are returned.
 //!
 //! ```text
 //! files ── Sources ──► parse ──► modules ──► uses ──► cycles ──┐

@@ -290,7 +290,7 @@ impl<'ast> Visit<'ast> for ModuleVisitor<'_, '_> {
         }
     }
 
-    /// `pub(in crate::a)` is not a use of `a`.
+    /// Skips visibilities: `pub(in crate::a)` is not a use of `a`.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 }
 

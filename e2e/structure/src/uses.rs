@@ -31,7 +31,7 @@ pub fn uses_between_files(tree: &ModuleTree) -> Uses {
     };
     for import in tree.imports.iter().filter(|import| !import.glob) {
         for target in resolver.resolve_path(import.module, &import.path, &mut BTreeSet::new()) {
-            if !(import.exported && resolver.is_below(import, target)) {
+            if !(import.exported && resolver.is_in_descendant(import, target)) {
                 add(import.module, target, false, import.line);
             }
         }
@@ -54,7 +54,7 @@ struct Resolver<'a> {
 
 impl Resolver<'_> {
     /// Returns whether the import re-exports an item of a descendant of its module.
-    fn is_below(&self, import: &Import, target: ResolvedPath) -> bool {
+    fn is_in_descendant(&self, import: &Import, target: ResolvedPath) -> bool {
         let ResolvedPath::Item(mut module) = target else { return false };
         while let Some(parent) = self.tree.modules[module].parent {
             if parent == import.module {

@@ -93,7 +93,7 @@ pub struct HardwareTracker {
     /// Quiet period of a suspect GPU.
     quiet: Duration,
     driver: DriverState,
-    /// Why the driver does not answer; `None` if it does. Without the driver, no GPU can be
+    /// Why the driver does not answer; `None` if it answers. Without the driver, no GPU can be
     /// queried.
     driver_error: Option<LossCause>,
     gpus: BTreeMap<String, TrackedGpu>,
@@ -112,7 +112,7 @@ struct TrackedGpu {
     gpu: Gpu,
     observed: bool,
     processes: Vec<Process>,
-    /// Why NVML cannot query the GPU; `None` if it can.
+    /// Why NVML cannot query the GPU; `None` if NVML answers.
     lost: Option<LossCause>,
     history: HealthHistory,
 }

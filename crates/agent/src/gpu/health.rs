@@ -166,8 +166,8 @@ impl HealthHistory {
         Self { faults, uncorrected, reset_wanted, was_lost: lost, ..Self::default() }
     }
 
-    /// Returns the record for the checkpoint. `lost`: the GPU is lost now, and only a reset
-    /// restores it.
+    /// Returns the record for the checkpoint. `lost` states whether the GPU is lost now and only a
+    /// reset restores it.
     pub fn to_record(&self, lost: bool) -> HealthRecord {
         HealthRecord {
             faults: self.faults.iter().map(|fault| fault.recorded.clone()).collect(),

@@ -167,8 +167,8 @@ impl From<Layout> for TargetLayout {
 }
 
 /// Returns the layout that `spec` requests. Without a spec, the layout contains the whole GPU or
-/// its existing MIG instances. `was_mig`: an earlier spec partitioned the GPU by MIG, so its
-/// instances are removed.
+/// its existing MIG instances. If `was_mig` is true, an earlier spec partitioned the GPU by MIG, so
+/// its instances are removed.
 ///
 /// # Errors
 /// Returns a clause for the step's message if the GPU cannot have the layout.

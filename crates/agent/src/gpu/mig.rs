@@ -139,9 +139,9 @@ pub enum NextStep {
 
 /// Returns the first change that can start now.
 ///
-/// `known`: the users of all slices are known, so instances may be removed. `served`: whether the
-/// kubelet can allocate slices of a device. `gone`: `Ok` if the device's MPS daemon has exited,
-/// otherwise an error that states why not.
+/// `known` states whether the users of all slices are known, so that instances may be removed.
+/// `served` returns whether the kubelet can allocate slices of a device. `gone` returns `Ok` if the
+/// device's MPS daemon has exited, otherwise an error that states why not.
 pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,
@@ -188,7 +188,7 @@ fn profile_slices(gpu: &Gpu, profile: &str) -> u32 {
     profiles.iter().find(|known| known.name == profile).map_or(u32::MAX, |known| known.size)
 }
 
-/// Returns text like `in use by processes outside of Kubernetes (pid 12, 13)`.
+/// Returns text like `in use by processes outside of Kubernetes (PID 12, 13)`.
 pub fn in_use_message(processes: &[&Process]) -> String {
     let pids: Vec<String> = processes.iter().take(MAX_NAMED_PROCESSES).map(|process| process.pid.to_string()).collect();
     let more = if processes.len() > MAX_NAMED_PROCESSES {
@@ -196,7 +196,7 @@ pub fn in_use_message(processes: &[&Process]) -> String {
     } else {
         String::new()
     };
-    format!("in use by processes outside of Kubernetes (pid {}{more})", pids.join(", "))
+    format!("in use by processes outside of Kubernetes (PID {}{more})", pids.join(", "))
 }
 
 /// Result of a change.

@@ -166,7 +166,7 @@ impl HostLink {
                 Ok(Err(error)) => error.to_string(),
                 Err(_) => {
                     let seconds = deadline.as_secs_f64();
-                    return Err(format!("the MPS host of this node did not answer within {seconds} s"));
+                    return Err(format!("the MPS host of this node did not answer within {seconds:.1} s"));
                 }
             };
             if Instant::now() + REQUEST_RETRY_INTERVAL >= until {

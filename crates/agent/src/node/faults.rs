@@ -71,7 +71,7 @@ pub struct FaultReport {
 /// The faults of each device, with the part that was reported.
 #[derive(Debug, Default)]
 pub struct ReportedFaults {
-    /// Process id of the MPS host that assigned the numbers of the faults.
+    /// PID of the MPS host that assigned the numbers of the faults.
     host: Option<u32>,
     seen: BTreeMap<String, ReportedFault>,
 }
@@ -93,7 +93,7 @@ impl ReportedFaults {
     /// Compares the MPS host's status with earlier reports, and returns new Events.
     pub fn update(&mut self, view: &HostView, pods: &PodSources<'_>, now: Instant) -> FaultReport {
         let mut report = FaultReport::default();
-        // A stopped MPS host leaves a status without a process id, which contains nothing new.
+        // A stopped MPS host leaves a status without a PID, which contains nothing new.
         if !view.alive || view.status.pid == 0 {
             return report;
         }

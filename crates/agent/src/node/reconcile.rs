@@ -25,7 +25,8 @@ use crate::tenants::snapshot::{self, TenantSnapshot};
 /// Interval between PodResources requests while slices are in use or a change waits for pods to
 /// terminate.
 pub(super) const LIST_INTERVAL_WHILE_IN_USE: Duration = Duration::from_secs(1);
-/// Interval between PodResources requests at other times.
+/// Interval between PodResources requests while no slices are in use and no change waits for pods
+/// to terminate.
 const LIST_INTERVAL_WHILE_IDLE: Duration = Duration::from_secs(30);
 
 /// Interval between polls of NVML while processes block a change.
@@ -189,7 +190,8 @@ impl Node {
         otherwise
     }
 
-    /// Updates which daemons serve with their current settings, and which are briefly unavailable.
+    /// Records the daemons that serve with their current settings, and those that are briefly
+    /// unavailable.
     fn update_daemons(&mut self, desired: &Desired, now: Instant) {
         self.acknowledged.record_desired(desired);
         self.acknowledged.record_applied(&self.view.status.desired);

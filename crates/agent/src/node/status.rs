@@ -71,7 +71,7 @@ pub struct StatusInput<'a> {
     pub usage: Option<&'a SliceUsage>,
     /// The kubelet's PodResources list.
     pub listed: &'a [ContainerDevices],
-    /// Why the kubelet did not answer the last PodResources request; `None` if it did.
+    /// Why the kubelet did not answer the last PodResources request; `None` if it answered.
     pub pod_resources_error: Option<&'a str>,
     /// The agent's allocations.
     pub allocations: &'a Allocations,

@@ -92,8 +92,8 @@ impl TerminationWatch {
         changed || advanced
     }
 
-    /// Updates which pods terminate while the node shuts down. Returns whether `terminating`
-    /// changed.
+    /// Updates `terminating` with the pods that the node's shutdown terminates. Returns whether
+    /// `terminating` changed.
     fn advance_shutdown(&mut self, terminating: &mut TerminatingPods) -> bool {
         let (changed, next_group) = self.shutdown.update(terminating, Instant::now());
         self.next_group = next_group;

@@ -12,16 +12,16 @@ const MAX_PROC_FILE_BYTES: u64 = 64 << 10;
 /// State of a process, from `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProcessInfo {
-    /// Time from boot to the start of the process, in clock ticks. Together with the pid, it
+    /// Time from boot to the start of the process, in clock ticks. Together with the PID, it
     /// identifies the process until the node reboots.
     pub start: u64,
-    /// Pid of the parent process.
+    /// PID of the parent process.
     pub parent: u32,
     /// The pod and container of the process; `None` if the process is in no pod.
     pub owner: Option<ProcessOwner>,
 }
 
-/// Reads a process. Returns `None` if the process has ended, or if its pid was reused during the
+/// Reads a process. Returns `None` if the process has ended, or if its PID was reused during the
 /// read.
 ///
 /// # Errors
@@ -55,7 +55,7 @@ pub fn read_process(proc: &Path, pid: u32) -> io::Result<Option<ProcessInfo>> {
     Ok(Some(ProcessInfo { start, parent, owner: cgroup::parse_owner(&String::from_utf8_lossy(&cgroups)) }))
 }
 
-/// Parses the parent's pid and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat`
+/// Parses the parent's PID and the start in clock ticks: fields 4 and 22 of `/proc/PID/stat`
 /// (`proc_pid_stat(5)`). The name, field 2, may contain spaces and parentheses.
 ///
 /// Ignores the state of the process: the state is zombie once the first thread has ended, even if

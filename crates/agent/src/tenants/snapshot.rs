@@ -32,9 +32,9 @@ pub struct SharedDevice {
     pub evict: bool,
     /// Whether a process may be using the device.
     pub in_use: bool,
-    /// Pids of the device's MPS daemon and MPS server.
+    /// PIDs of the device's MPS daemon and MPS server.
     pub daemon: BTreeSet<u32>,
-    /// MPS clients by pid, each with the allocation of the door that it used; `None` if it used the
+    /// MPS clients by PID, each with the allocation of the door that it used; `None` if it used the
     /// daemon's own socket.
     pub clients: BTreeMap<u32, Option<String>>,
 }

@@ -37,16 +37,16 @@ pub struct SampledProcess {
     pub bytes: Option<u64>,
     /// Whether the process is an MPS client, if the driver reports it.
     pub mps: Option<bool>,
-    /// Pid of the parent process.
+    /// PID of the parent process.
     pub parent: u32,
     /// The pod and container of the process.
     pub owner: Option<ProcessOwner>,
 }
 
-/// Identifies a process until the node reboots, even if its pid is reused.
+/// Identifies a process until the node reboots, even if its PID is reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProcessId {
-    /// Pid on the host.
+    /// PID on the host.
     pub pid: u32,
     /// Clock ticks from boot to the start of the process.
     pub start: u64,
@@ -367,8 +367,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Returns a snapshot in which pods `ns/p` and `ns/q` have one share each. The daemon's pid is
-    /// 10, and the server's pid is 11.
+    /// Returns a snapshot in which pods `ns/p` and `ns/q` have one share each. The daemon's PID is
+    /// 10, and the server's PID is 11.
     fn snapshot(clients: &[(u32, Option<&str>)]) -> TenantSnapshot {
         let device = SharedDevice {
             gpu: DEVICE_UUID.into(),

@@ -30,14 +30,14 @@ const RECHECK_INTERVAL: Duration = Duration::from_millis(250);
 pub struct ClientKey {
     /// UUID of the GPU or MIG device.
     pub device: String,
-    /// Pid on the host.
+    /// PID on the host.
     pub pid: u32,
 }
 
 /// A client of a terminating pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Client {
-    /// Device and pid of the client.
+    /// Device and PID of the client.
     pub key: ClientKey,
     /// `namespace/name` of its pod.
     pub pod: String,
@@ -202,7 +202,7 @@ mod tests {
         pods
     }
 
-    /// Returns the pids of the clients to terminate.
+    /// Returns the PIDs of the clients to terminate.
     fn pids(decision: &TerminationDecision) -> Vec<u32> {
         decision.terminate.iter().map(|client| client.key.pid).collect()
     }
@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(attempts, [0, 100, 300, 700]);
         assert_eq!(reports, [(one.clone(), "busy".to_owned())]);
         assert_eq!(terminations.decide(Vec::new(), now), TerminationDecision::default());
-        // A new process with the same pid starts without a history.
+        // A new process with the same PID starts without a history.
         assert_eq!(pids(&terminations.decide(vec![one], now)), [1]);
     }
 

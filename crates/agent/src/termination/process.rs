@@ -19,7 +19,7 @@ pub(crate) struct LiveProcess {
 }
 
 impl LiveProcess {
-    /// Reads the process with this pid in the host's pid namespace. Returns `None` if the process
+    /// Reads the process with this PID in the host's PID namespace. Returns `None` if the process
     /// has ended.
     pub(crate) fn read(pid: u32) -> Option<Self> {
         let directory = proc_directory(pid);

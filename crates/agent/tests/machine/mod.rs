@@ -133,7 +133,7 @@ impl Machine {
         self.start_agent_as(command, &[]);
     }
 
-    /// Returns the pid of the agent under its supervisor.
+    /// Returns the PID of the agent under its supervisor.
     pub(crate) fn supervised_pid(&self) -> Option<u32> {
         let pid = self.agent.as_ref().unwrap().id();
         fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.split_whitespace().next()?.parse().ok()

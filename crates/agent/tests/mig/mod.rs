@@ -234,7 +234,7 @@ async fn a_program_outside_kubernetes_keeps_its_instance() {
         })
         .await;
     machine.set_spec("second", vec![mig_spec(&machine.uuids[0], &[("2g.20gb", 0, ServedAs::Whole)])]);
-    machine.wait_for_message(&format!("in use by processes outside of Kubernetes (pid {})", program.0.id())).await;
+    machine.wait_for_message(&format!("in use by processes outside of Kubernetes (PID {})", program.0.id())).await;
     assert_eq!(machine.instances(0), [(0, Some(uuid))]);
     drop(program);
     machine.wait_until_applied("second").await;

@@ -87,7 +87,7 @@ impl NodeWithTenants {
         Self { machine, responses, programs: Vec::new() }
     }
 
-    /// Starts a program in a pod's container. Returns its pid.
+    /// Starts a program in a pod's container. Returns its PID.
     fn start_program(&mut self, pod: usize, envs: &[(&str, &str)], arguments: &[&str]) -> u32 {
         let program = self.machine.start_client(&self.responses[pod], envs, arguments);
         let pid = program.id();

@@ -111,7 +111,7 @@ pub struct MpsDaemon {
     pub device: String,
     /// State of the daemon.
     pub state: String,
-    /// Process ID, while it runs.
+    /// PID, while it runs.
     pub pid: Option<u32>,
     /// Whether the daemon's doors enforce limits.
     pub door: String,
@@ -172,7 +172,7 @@ pub struct Allocation {
     pub usable_mib: Option<u64>,
     /// Current number of MPS clients.
     pub clients: u32,
-    /// Device IDs that the kubelet allocated.
+    /// Device ids that the kubelet allocated.
     pub ids: Vec<String>,
 }
 
@@ -290,7 +290,7 @@ impl Gpu {
     }
 }
 
-/// Adds up the slices of a GPU's devices by resource.
+/// Sums the slices of a GPU's devices by resource.
 fn count_by_resource(slices: Vec<SliceStatus>) -> Vec<SliceCounts> {
     let mut by_resource: BTreeMap<String, SliceCounts> = BTreeMap::new();
     for slice in slices {

@@ -2,7 +2,7 @@
 //! host's memory.
 //!
 //! A file beside the pipe directory records the previous mode. If this MPS host cannot restore the
-//! mode, the next one does.
+//! mode, the next MPS host restores it.
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};

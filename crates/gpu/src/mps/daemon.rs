@@ -52,7 +52,7 @@ pub(crate) struct DevicePhase {
     pub(crate) state: DaemonState,
     pub(crate) enforcement: Enforcement,
     pub(crate) multi_user: bool,
-    /// Pid of the server, if one is running.
+    /// PID of the server, if one is running.
     pub(crate) server: Option<u32>,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct ClientLimits {
 /// The right to change a server's limits and to introduce a client.
 #[derive(Debug, Default)]
 pub(crate) struct ControlLock {
-    /// The pid of a server, and the limits that were most recently set on this server and read
+    /// The PID of a server, and the limits that were most recently set on this server and read
     /// back.
     applied: Option<(u32, ClientLimits)>,
 }

@@ -7,7 +7,7 @@ pub enum LogEvent {
     ServerReady(u32),
     /// `Server 9 exited with status 1`.
     ServerExited {
-        /// Pid of the server.
+        /// PID of the server.
         server: u32,
         /// Exit status that the daemon prints.
         status: i32,
@@ -15,7 +15,7 @@ pub enum LogEvent {
     /// `Client {PID: 9, Context: 1} encountered a fatal GPU error.`, or the server's line that it
     /// handles such an error.
     Fault {
-        /// Pid of the client, if the line names one.
+        /// PID of the client, if the line names one.
         client: Option<u32>,
     },
     /// `Client {PID: 9, Context ID: 0} connected`.
@@ -42,7 +42,7 @@ pub enum LogEvent {
 pub struct LogLine<'a> {
     /// `Control`, `Server` or `Other`. The text is empty for a line without the prefix.
     pub source: &'a str,
-    /// Pid of the process that wrote the line.
+    /// PID of the process that wrote the line.
     pub pid: Option<u32>,
     /// The text after the prefix.
     pub text: &'a str,
@@ -56,7 +56,7 @@ pub fn parse_log_line(line: &str) -> LogLine<'_> {
     LogLine { source, pid, text, event: parse_event(text) }
 }
 
-/// Splits a line into its source, the source's pid, and the text.
+/// Splits a line into its source, the source's PID, and the text.
 fn split_prefix(line: &str) -> Option<(&str, Option<u32>, &str)> {
     let (inside, text) = line.trim().strip_prefix('[')?.split_once(']')?;
     let mut words = inside.split_whitespace().skip(2);

@@ -1,7 +1,7 @@
 //! Starts and reaps child processes, and refers to processes by pidfd.
 //!
 //! The MPS server is the daemon's child. If the daemon exits first, this process inherits the
-//! server as the subreaper (or pid 1). This process must therefore reap every process that exits
+//! server as the subreaper (or PID 1). This process must therefore reap every process that exits
 //! below it. A reaper also consumes the exit status of tokio's children. So the MPS host starts all
 //! processes here and none through tokio.
 use std::cell::RefCell;
@@ -126,7 +126,7 @@ impl Child {
         }
     }
 
-    /// Kills the process if it is still running. The process's pid cannot be reused before the
+    /// Kills the process if it is still running. The process's PID cannot be reused before the
     /// process is reaped.
     pub(crate) fn kill(&self) {
         if self.exit.borrow().is_some() {
@@ -138,12 +138,12 @@ impl Child {
     }
 }
 
-/// Returns a pid, if it is in the kernel's range.
+/// Returns a PID, if it is in the kernel's range.
 fn to_kernel_pid(pid: u32) -> Option<Pid> {
     Pid::from_raw(i32::try_from(pid).ok()?)
 }
 
-/// A pidfd, which refers to one process even after the pid is reused.
+/// A pidfd, which refers to one process even after the PID is reused.
 #[derive(Debug)]
 pub(crate) struct PidFd(OwnedFd);
 

@@ -51,7 +51,7 @@ async fn run_on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send 
     None
 }
 
-/// Returns the pids of all visible processes.
+/// Returns the PIDs of all visible processes.
 fn all_pids() -> impl Iterator<Item = u32> {
     let processes = std::fs::read_dir("/proc").into_iter().flatten();
     processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -97,7 +97,7 @@ fn may_environment_serve_gpu(environment: &[u8], uuid: &str) -> bool {
 fn find_processes(pipe: &Path) -> Vec<(u32, PidFd)> {
     all_pids()
         .filter(|&pid| is_process_of_pipe(pid, pipe))
-        // Check again with the pidfd open: the pid may have been reused after the first check.
+        // Check again with the pidfd open: the PID may have been reused after the first check.
         .filter_map(|pid| Some((pid, PidFd::open(pid)?)))
         .filter(|&(pid, _)| is_process_of_pipe(pid, pipe))
         .collect()

@@ -68,9 +68,9 @@ impl PeerKind {
 /// so no input can add another command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Command {
-    /// Lists the pids of the servers.
+    /// Lists the PIDs of the servers.
     ServerList,
-    /// Requests the state of the server with this pid.
+    /// Requests the state of the server with this PID.
     ServerStatus(u32),
     /// Starts a server.
     StartServer {
@@ -79,28 +79,28 @@ pub enum Command {
     },
     /// Shuts a server down.
     ShutdownServer {
-        /// Pid of the server.
+        /// PID of the server.
         server: u32,
-        /// Shut down even if it has clients.
+        /// Whether to shut the server down even if it has clients.
         force: bool,
     },
     /// Sets the active thread percentage of clients that connect from now on.
     SetThreads {
-        /// Pid of the server.
+        /// PID of the server.
         server: u32,
         /// Percentage, 1 to 100.
         percent: u8,
     },
     /// Sets the memory limit of clients that connect from now on.
     SetMemory {
-        /// Pid of the server.
+        /// PID of the server.
         server: u32,
         /// Limit in MiB. `None` removes the limit.
         mib: Option<u64>,
     },
     /// Reads the limit set by [`Command::SetMemory`].
     GetMemory {
-        /// Pid of the server.
+        /// PID of the server.
         server: u32,
     },
     /// Sets the active thread percentage of servers that start from now on.
@@ -111,13 +111,13 @@ pub enum Command {
     GetDefaultThreads,
     /// Reads the limit set by [`Command::SetDefaultMemory`].
     GetDefaultMemory,
-    /// Lists the pids of a server's clients.
+    /// Lists the PIDs of a server's clients.
     Clients(u32),
     /// Terminates a client's contexts.
     Terminate {
-        /// Pid of the server.
+        /// PID of the server.
         server: u32,
-        /// Pid of the client.
+        /// PID of the client.
         client: u32,
     },
     /// Stops the daemon.

@@ -1,7 +1,7 @@
 //! SEQPACKET Unix sockets for tokio. Packets can carry credentials or a descriptor.
 //!
 //! Descriptors go through rustix, which returns them owned. Credentials go through nix: rustix
-//! cannot represent pid 0, which the kernel attests for a sender outside this pid namespace.
+//! cannot represent PID 0, which the kernel attests for a sender outside this PID namespace.
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -27,7 +27,7 @@ const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 pub(crate) const MAX_SOCKET_PATH_BYTES: usize = 107;
 
 /// The sender of a packet or the peer of a connection, attested by the kernel and translated into
-/// this process's namespaces. Pid 0 is a process outside these namespaces.
+/// this process's namespaces. PID 0 is a process outside these namespaces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Credentials {
     pub(crate) pid: u32,
@@ -139,13 +139,13 @@ impl Socket {
         .await
     }
 
-    /// Like [`Socket::recv`], with the sender's credentials. Only for accepted sockets. The kernel
-    /// drops descriptors in the packet.
+    /// Receives a packet as [`Socket::recv`] does, with the sender's credentials. Only for accepted
+    /// sockets. The kernel drops descriptors in the packet.
     pub(crate) async fn recv_credentials(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| recv_credentials(fd, MAX_PACKET_BYTES)).await
     }
 
-    /// Like [`Socket::recv`], with the first descriptor in the packet.
+    /// Receives a packet as [`Socket::recv`] does, with its first descriptor.
     pub(crate) async fn recv_descriptor(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| recv_descriptor(fd, MAX_PACKET_BYTES)).await
     }

@@ -243,7 +243,7 @@ pub struct Allocation {
 pub struct MpsHostStatus {
     /// [`FILE_FORMAT_VERSION`] of the writer.
     pub version: u32,
-    /// Pid of the MPS host; 0 once it has stopped.
+    /// PID of the MPS host; 0 once it has stopped.
     pub pid: u32,
     /// [`Desired::hash`] of the most recently applied file. The hash is empty before the first
     /// file.
@@ -262,9 +262,9 @@ pub struct MpsHostStatus {
 pub struct DaemonStatus {
     /// Lifecycle state of the daemon.
     pub state: DaemonState,
-    /// Pid of the control daemon, in the node's pid namespace.
+    /// PID of the control daemon, in the node's PID namespace.
     pub pid: Option<u32>,
-    /// Pid of the MPS server.
+    /// PID of the MPS server.
     pub server_pid: Option<u32>,
     /// Number of restarts after failures since the MPS host started.
     pub restarts: u32,
@@ -272,7 +272,7 @@ pub struct DaemonStatus {
     pub enforcement: Enforcement,
     /// The current or last problem. The text is empty if no problem occurred.
     pub message: String,
-    /// Clients by pid as MPS lists them, each with the allocation whose door it used.
+    /// Clients by PID as MPS lists them, each with the allocation whose door it used.
     pub clients: Vec<Client>,
     /// The last fatal GPU error since the MPS host started, if any. Older MPS hosts omit it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -332,7 +332,7 @@ pub enum Enforcement {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Client {
-    /// Pid in the node's pid namespace.
+    /// PID in the node's PID namespace.
     pub pid: u32,
     /// The allocation of the door that admitted the client; `None` for a client that bypassed the
     /// doors.
@@ -367,7 +367,7 @@ pub enum Request {
     Terminate {
         /// The daemon's device.
         device: String,
-        /// The client's pid in the node's pid namespace.
+        /// The client's PID in the node's PID namespace.
         pid: u32,
     },
     /// Returns the current [`MpsHostStatus`].

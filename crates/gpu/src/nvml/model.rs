@@ -93,7 +93,7 @@ pub struct Gpu {
     pub memory: Mebibytes,
     /// Streaming multiprocessors with MIG off.
     pub sms: Sms,
-    /// PCI bus ID in the format of sysfs: `0000:3b:00.0`.
+    /// PCI bus id in the format of sysfs: `0000:3b:00.0`.
     pub pci: String,
     /// NUMA node of the GPU, if the machine reports one.
     pub numa: Option<u32>,
@@ -119,7 +119,7 @@ pub struct MigState {
 /// One MIG profile of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigProfile {
-    /// NVML's ID, for creating instances on this GPU.
+    /// NVML's id, for creating instances on this GPU.
     pub id: u32,
     /// Name without prefix: `1g.10gb`, `1g.10gb+me`.
     pub name: String,
@@ -144,9 +144,9 @@ pub struct MigInstance {
     pub profile: String,
     /// First memory slice.
     pub start: u32,
-    /// GPU instance ID.
+    /// GPU instance id.
     pub gpu_instance: u32,
-    /// ID of the first compute instance.
+    /// Id of the first compute instance.
     pub compute_instance: Option<u32>,
 }
 

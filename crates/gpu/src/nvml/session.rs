@@ -284,7 +284,7 @@ const fn cores_per_sm(capability: (u32, u32)) -> u32 {
     }
 }
 
-/// Converts a PCI bus ID from NVML's format `00000000:3B:00.0` to sysfs's `0000:3b:00.0`.
+/// Converts a PCI bus id from NVML's format `00000000:3B:00.0` to sysfs's `0000:3b:00.0`.
 fn sysfs_bus_id(id: &str) -> String {
     let id = id.to_ascii_lowercase();
     let Some((domain, rest)) = id.split_once(':') else { return id };

@@ -235,7 +235,7 @@ fn mig_devices(nvml: &Nvml, device: &Device<'_>) -> Result<Vec<MigDevice>, NvmlE
 }
 
 /// Creates a GPU instance at exactly `start`, and one compute instance that spans the GPU instance.
-/// Returns the GPU instance's ID.
+/// Returns the GPU instance's id.
 pub(super) fn create_gpu_instance(
     nvml: &Nvml,
     device: &Device<'_>,

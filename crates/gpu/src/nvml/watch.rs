@@ -103,7 +103,7 @@ fn watch_gpu(library: &Library, index: u32, events: &mpsc::Sender<GpuEvent>, sto
     }
 }
 
-/// Sleeps, but ends soon after `stop` is set.
+/// Sleeps for `duration`. Returns early, soon after `stop` is set.
 fn sleep_unless_stopped(duration: Duration, stop: &AtomicBool) {
     let until = Instant::now() + duration;
     while !stop.load(Ordering::Relaxed) && Instant::now() < until {

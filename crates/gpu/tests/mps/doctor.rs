@@ -216,7 +216,7 @@ fn nothing_is_started_on_a_gpu_in_use() {
 #[test]
 fn the_tests_stop_when_another_process_uses_the_gpu() {
     if is_in_a_namespace() {
-        eprintln!("skipped: other processes are not visible in this pid namespace");
+        eprintln!("skipped: other processes are not visible in this PID namespace");
         return;
     }
     let node = Node::without_mps_host(1);

@@ -277,7 +277,7 @@ impl Node {
         fs::read_dir(format!("/proc/{}/fd", self.host_pid())).unwrap().count()
     }
 
-    /// Pids of MPS processes with a pipe directory of this node.
+    /// Returns the PIDs of MPS processes with a pipe directory of this node.
     pub(crate) fn mps_processes(&self) -> Vec<u32> {
         let run = self.paths.mps().into_os_string().into_encoded_bytes();
         let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=".as_slice(), &run].concat();

@@ -198,7 +198,7 @@ async fn hostile_connections_do_not_affect_the_kubelet() {
         }
     }
     kubelet.allocate(MPS_RESOURCE, &["a::0"]).await.expect("allocated");
-    // Open more connections than the limit. The kubelet's own connection is not affected.
+    // Open more connections than the limit: they do not affect the kubelet's own connection.
     for _ in 0..200 {
         open.push(UnixStream::connect(&socket).await.expect("a connection"));
     }

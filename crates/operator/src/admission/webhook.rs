@@ -62,8 +62,8 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit of a whole request. The API server waits for 10 s.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(8);
-/// Time for which the webhook still answers requests after `stop` is cancelled. API servers need a
-/// moment to switch to another replica.
+/// Time for which the webhook still answers requests after `stop` is cancelled. API servers need
+/// some time to switch to another replica.
 pub(crate) const DRAIN_TIME: Duration = Duration::from_secs(3);
 /// Maximum time for open requests after [`DRAIN_TIME`].
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
@@ -244,8 +244,8 @@ pub(crate) struct Reviewer {
 }
 
 impl Reviewer {
-    /// `namespaces` contains the exempt namespaces. With `tolerate`, gated pods that request shares
-    /// get a toleration of taints whose key is [`RESOURCE_GPU`].
+    /// Creates a reviewer. `namespaces` contains the exempt namespaces. With `tolerate`, gated pods
+    /// that request shares get a toleration of taints whose key is [`RESOURCE_GPU`].
     pub(crate) fn new(namespaces: Namespaces, tolerate: bool) -> Self {
         Self { namespaces, tolerate, bodies: Arc::new(Semaphore::new(MAX_CONCURRENT_BODIES)) }
     }

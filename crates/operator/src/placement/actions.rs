@@ -19,7 +19,7 @@ pub enum ReleaseReason {
     Reserved(Placement),
     /// The pod requests nothing that Cleave serves.
     NotServed,
-    /// Cleave's nodes have no room for the pod, and nodes of another device plugin have.
+    /// Cleave's nodes have no room for the pod, and nodes of another device plugin have room.
     OtherPlugin,
     /// The pod fits no GPU of the cluster. Contains the explanation for the pod's owner.
     Unschedulable(String),
@@ -68,9 +68,9 @@ pub struct Eviction {
 /// A pod whose condition `PodScheduled` changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
-    /// `namespace/name`.
+    /// The pod, as `namespace/name`.
     pub pod: String,
-    /// Its UID.
+    /// UID of the pod.
     pub uid: String,
     /// The `resourceVersion` that the decision is based on.
     pub version: String,
@@ -117,7 +117,8 @@ impl Actions {
     }
 
     /// Returns the delay before the next reconcile, if no change wakes the gate earlier. A change
-    /// of a pod without GPUs wakes nobody, but may free CPU, or affect rules of a waiting pod.
+    /// of a pod without GPUs does not wake the gate, but may free CPU, or affect rules of a waiting
+    /// pod.
     pub(super) fn delay(&self) -> Option<Duration> {
         let recheck = (!self.waiting.is_empty()).then_some(WAITING_RECHECK_TIME);
         self.requeue.into_iter().chain(recheck).min()

@@ -121,7 +121,7 @@ pub(super) struct Evictability<'a> {
 }
 
 impl<'a> Evictability<'a> {
-    /// `now` is the number of seconds since the Unix epoch.
+    /// Indexes the budgets. `now` is the number of seconds since the Unix epoch.
     pub(super) fn new(budgets: &'a [Arc<BudgetObject>], records: &'a EvictionRecords, now: u64) -> Self {
         Self { budgets: Budgets::new(budgets), records, now }
     }

@@ -3,8 +3,9 @@
 //!
 //! Autoscalers sum the free units of a node's GPUs. To autoscalers, six free shares on two GPUs are
 //! room for five, so they add no node for a pod that requests five. Karpenter treats the effect
-//! `PreferNoSchedule` like a rule when it looks for room, so it skips tainted nodes. The scheduler
-//! may still use tainted nodes, and pods that Cleave releases to these nodes are not affected.
+//! `PreferNoSchedule` like a rule when it searches for room, so it skips tainted nodes. The
+//! scheduler may still use tainted nodes, and pods that Cleave releases to these nodes are not
+//! affected.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::FRAGMENTED_TAINT;
@@ -28,7 +29,7 @@ pub(super) struct FragmentationTaints {
 }
 
 impl FragmentationTaints {
-    /// If not `enabled`, no node is changed.
+    /// Creates the taints without decisions. If `enabled` is false, no node is changed.
     pub(super) const fn new(enabled: bool) -> Self {
         Self { enabled, decided: BTreeMap::new() }
     }

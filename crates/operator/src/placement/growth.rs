@@ -199,7 +199,7 @@ pub(super) struct ReportedPods {
 #[derive(Debug)]
 pub(super) struct AutoscalerReports {
     enabled: bool,
-    /// By UID.
+    /// Pods at the gate, by UID.
     pods: BTreeMap<String, UnplaceablePod>,
     /// The pods that are reported.
     reported: Vec<ReportedPods>,
@@ -221,7 +221,8 @@ struct UnplaceablePod {
 }
 
 impl AutoscalerReports {
-    /// If not `enabled`, no pod is reported, and earlier reports are taken back.
+    /// Creates the reports without pods. If `enabled` is false, no pod is reported, and earlier
+    /// reports are taken back.
     pub(super) const fn new(enabled: bool) -> Self {
         Self { enabled, pods: BTreeMap::new(), reported: Vec::new() }
     }
@@ -236,7 +237,8 @@ impl AutoscalerReports {
         &self.reported
     }
 
-    /// Time for which no pods are evicted for the pod, because room is made for it otherwise.
+    /// Returns the time for which no pods are evicted for the pod, because room is made for it
+    /// otherwise.
     pub(super) fn preemption_pause(
         &mut self,
         candidate: &Candidate<'_>,

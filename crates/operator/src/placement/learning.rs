@@ -1,4 +1,4 @@
-//! Passes the data by which the chooser ranks nodes: the CPU of nodes, and the pods that arrive.
+//! Passes data to the chooser, which ranks nodes: the CPU of nodes, and the pods that arrive.
 use std::collections::BTreeMap;
 
 use cleave_plan::Quantity;
@@ -10,7 +10,7 @@ use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::{PodObject, full_name};
 
-/// The resource of CPU.
+/// Name of the resource CPU.
 const CPU: &str = "cpu";
 /// Maximum number of pods that are counted after a start, the newest ones. Older pods would have
 /// little weight.

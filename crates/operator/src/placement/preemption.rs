@@ -158,7 +158,7 @@ impl<'a> PreemptionSearch<'a> {
         let scope = self.preemptors.search_scope(name, self.up);
         let key = search.key(candidate);
         // The scheduler may refuse the node, because the volume cannot be created there. The
-        // evictions would be in vain.
+        // evictions would have no effect.
         if key.has_unbound_volume() {
             return SearchResult::Impossible;
         }

@@ -45,8 +45,8 @@ pub(super) struct Preemptors {
     rounds: BTreeMap<String, Rounds>,
 }
 
-/// The evictions for one waiting pod. They are in vain if the pod's rules refuse the node
-/// afterwards. The victims return then, and the pod would evict them again and again.
+/// The evictions for one waiting pod. They have no effect if the pod's rules refuse the node
+/// afterwards. The victims then return, and the pod would evict them repeatedly.
 #[derive(Debug)]
 struct Rounds {
     count: u32,
@@ -217,7 +217,7 @@ impl Preemptors {
         }
     }
 
-    /// Returns whether no pods are evicted for a pod now, because earlier evictions were in vain.
+    /// Returns whether no pods are evicted for a pod now, because earlier evictions had no effect.
     pub(super) fn is_preemption_delayed(&self, pod: &str, up: Duration) -> bool {
         self.rounds.get(pod).is_some_and(|rounds| !rounds.is_incomplete && rounds.until > up)
     }

@@ -1,5 +1,5 @@
-//! Units that are unavailable for a moment: an agent restarts, or a GPU is being repartitioned. A
-//! pod that these units can serve needs no other node yet. Pure: callers pass in the time.
+//! Units that are briefly unavailable: an agent restarts, or a GPU is being repartitioned. A pod
+//! that these units can serve needs no other node yet. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,14 +13,14 @@ use super::nodes::{Nodes, OUTDATED_TAINTS};
 use super::preemption::Prospect;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 
-/// Time for which pods wait for the units of a node that are unavailable for a moment.
+/// Time for which pods wait for the units of a node that are briefly unavailable.
 ///
 /// An agent restarts within a second, or within a minute if its image is pulled. A GPU is
 /// repartitioned within a minute. Longer absences, such as the reboot of a server, take about as
 /// long as an autoscaler needs to add a node.
 pub(super) const RETURN_TIME: Duration = Duration::from_secs(120);
 
-/// Nodes with units that are unavailable for a moment, each with the time since when, as durations
+/// Nodes with units that are briefly unavailable, each with the start of that time, as durations
 /// since the process started.
 #[derive(Debug, Default)]
 pub(super) struct Returning(BTreeMap<String, Duration>);
@@ -56,8 +56,8 @@ pub(super) struct ReturningUnits<'a> {
     nodes: &'a Nodes,
     /// Names of the nodes.
     names: BTreeSet<&'a str>,
-    /// These nodes when their units have returned, less what was promised to pods. Built for the
-    /// first pod.
+    /// The ledger of these nodes when their units have returned, without the units that earlier
+    /// pods keep. Built for the first pod.
     ledger: Option<Ledger>,
     /// Properties of pods that do not fit.
     hopeless: BTreeSet<SearchKey<'a>>,

@@ -227,7 +227,11 @@ impl Gate {
         let request = match request {
             Ok(request) => request,
             Err(error) => {
-                tracing::error!(pod, error = &error as &dyn std::error::Error, "failed to build a request");
+                tracing::error!(
+                    pod,
+                    error = &error as &dyn std::error::Error,
+                    "failed to build the request that releases a pod"
+                );
                 return Err(Failure::Retry);
             }
         };
@@ -244,7 +248,12 @@ impl Gate {
             // A changed pod also causes one of these statuses, because the `test` operation of the
             // patch fails.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 400 | 403 | 413 | 422) => {
-                tracing::debug!(pod, code = status.code, message = status.message, "release refused");
+                tracing::debug!(
+                    pod,
+                    code = status.code,
+                    message = status.message,
+                    "the API server refused to release a pod"
+                );
                 Err(Failure::Refused(status.message.clone()))
             }
             Ok(Err(error)) => {
@@ -253,7 +262,11 @@ impl Gate {
                 Err(if refused { Failure::Retry } else { unknown(body) })
             }
             Err(_) => {
-                tracing::warn!(pod, seconds = WRITE_TIMEOUT.as_secs(), "the API server did not answer");
+                tracing::warn!(
+                    pod,
+                    seconds = WRITE_TIMEOUT.as_secs(),
+                    "failed to release a pod: the API server did not answer"
+                );
                 Err(unknown(body))
             }
         }
@@ -299,17 +312,19 @@ impl Gate {
         let node = change.node.as_str();
         let written = tokio::time::timeout(WRITE_TIMEOUT, taint::write(&self.context.client, change)).await;
         match written {
-            Ok(Ok(())) => tracing::info!(node, why = change.why, tainted = change.why.is_some(), "updated the taint"),
+            Ok(Ok(())) => {
+                tracing::info!(node, why = change.why, tainted = change.why.is_some(), "updated the node's taint");
+            }
             // The node changed after the decision. The next reconcile reads it again.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
-                tracing::debug!(node, message = status.message, "the node changed; its taint is updated later");
+                tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
             }
             Ok(Err(error)) => {
-                tracing::warn!(node, error = &error as &dyn std::error::Error, "failed to update the taint");
+                tracing::warn!(node, error = &error as &dyn std::error::Error, "failed to update the node's taint");
                 return (node, false);
             }
             Err(_) => {
-                tracing::warn!(node, "failed to update the taint: the API server did not answer");
+                tracing::warn!(node, "failed to update the node's taint: the API server did not answer");
                 return (node, false);
             }
         }
@@ -475,7 +490,12 @@ impl Gate {
                 self.keeper.rollout.record_refusal(node, up);
             }
             DeletionResult::Timeout => {
-                tracing::warn!(node, pod, seconds = WRITE_TIMEOUT.as_secs(), "the API server did not answer");
+                tracing::warn!(
+                    node,
+                    pod,
+                    seconds = WRITE_TIMEOUT.as_secs(),
+                    "failed to delete an MPS host: the API server did not answer"
+                );
                 self.keeper.rollout.record_refusal(node, up);
             }
         }
@@ -506,8 +526,8 @@ impl Gate {
 }
 
 /// Returns the condition `PodScheduled` of a pod at the gate. With a message it reports that the
-/// pod needs another node. Without, it is what the API server writes for a pod that is created with
-/// a gate.
+/// pod needs another node. Without a message, it is the condition that the API server writes for a
+/// pod that is created with a gate.
 fn scheduled_condition(message: Option<&str>) -> PodCondition {
     let (reason, message) = match message {
         Some(message) => ("Unschedulable", format!("{message}. The pod waits at Cleave's placement gate")),

@@ -100,7 +100,7 @@ impl Progress {
 pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Progress {
     let failed = |view: &NodeView| view.newest && !view.excused && matches!(view.state, State::Failed(_));
     let stopped = rules.on_failure == OnFailure::Stop && nodes.values().any(failed);
-    // A young failure also holds nodes back: a new leader does not know how old a failure is.
+    // A new failure also holds nodes back: a new leader does not know how old a failure is.
     let failing = |view: &NodeView| view.newest && !view.excused && view.failing;
     let held = stopped || rules.on_failure == OnFailure::Stop && nodes.values().any(failing);
     let proven = nodes.values().any(proves);

@@ -169,7 +169,7 @@ impl Rollout {
         self.suspended = Some(up.saturating_add(REFUSAL_BACKOFF));
     }
 
-    /// Updates which hosts do not serve, and since when.
+    /// Records the hosts that do not serve, and since when they have not served.
     fn update_outages(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration) {
         self.outages.retain(|name, _| nodes.contains_key(name));
         for (name, view) in nodes {

@@ -148,7 +148,7 @@ impl FindingTracker {
 /// A finding, and whether the policy of the finding's GPU evicts the pod.
 type PolicyFinding<'a> = (&'a FindingStatus, bool);
 
-/// Findings, by node and pod UID.
+/// Returns the findings, by node and pod UID.
 fn findings_by_pod(nodes: &[Arc<DeserializeGuard<GpuNode>>]) -> BTreeMap<(&str, &str), Vec<PolicyFinding<'_>>> {
     let mut found: BTreeMap<(&str, &str), Vec<PolicyFinding<'_>>> = BTreeMap::new();
     for node in nodes {
@@ -280,12 +280,15 @@ pub(crate) mod tests {
         assert_eq!(
             tracker.decide(&found, &pods, EVICTION_RETRY_DELAY).evictions.len(),
             1,
-            "a disruption budget may have refused"
+            "a disruption budget may have refused the eviction"
         );
         let mut terminating = (*pods[0]).clone();
         terminating.metadata.deletion_timestamp =
             Some(k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(jiff::Timestamp::UNIX_EPOCH));
-        assert!(tracker.decide(&found, &[Arc::new(terminating)], at(60)).evictions.is_empty(), "it terminates");
+        assert!(
+            tracker.decide(&found, &[Arc::new(terminating)], at(60)).evictions.is_empty(),
+            "the pod is terminating"
+        );
         let other = [node(
             "n1",
             "Evict",

@@ -96,8 +96,8 @@ impl<'a> NodeChecker<'a> {
         checker
     }
 
-    /// Checks nodes as the scheduler does after the subject's node affinity was narrowed to one
-    /// node.
+    /// Returns a checker that checks nodes as the scheduler does once the subject is narrowed to
+    /// one node.
     #[must_use]
     pub fn narrowed(mut self) -> Self {
         self.spread.narrow();

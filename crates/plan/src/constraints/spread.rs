@@ -119,9 +119,10 @@ impl<'a> SpreadCounts<'a> {
         }
     }
 
-    /// Also refuses nodes that the scheduler refuses once the subject's node affinity allows only
-    /// that node. A constraint that honors node affinity then has one domain with the pods of that
-    /// node. If that is fewer than `minDomains`, the scheduler compares with a domain without pods.
+    /// Makes later checks also refuse nodes that the scheduler refuses once the subject's node
+    /// affinity allows only that node. A constraint that honors node affinity then has one domain
+    /// with the pods of that node. If that is fewer than `minDomains`, the scheduler compares with
+    /// a domain without pods.
     pub(super) fn narrow(&mut self) {
         for count in &mut self.counts {
             count.narrowed = count.constraint.honors_affinity() && count.constraint.min_domains.unwrap_or(1) > 1;

@@ -372,7 +372,7 @@ mod tests {
     use super::*;
     use crate::placement::Tightest;
 
-    /// A node with one free device of each of these resources.
+    /// Returns a node with one free device of each of these resources.
     fn node(resources: impl Iterator<Item = usize>) -> NodeFacts {
         let device = |resource: usize| DeviceFacts {
             device: "a".to_owned(),

@@ -1,7 +1,7 @@
 //! The ledger: records which units of each device are free, used, or reserved for pods.
 //!
-//! A scheduler that adds up the units of a node's GPUs does not know which units are on one GPU. So
-//! a pod is released only when the ledger has reserved units of one device for each of the pod's
+//! A scheduler that sums the units of a node's GPUs does not know which units are on one GPU. So a
+//! pod is released only when the ledger has reserved units of one device for each of the pod's
 //! [`DeviceRequest`]s. A [`Claim`] records the requests of a released pod. A [`Reservation`]
 //! reserves units of a device. Reservations are stored by node, resource and size, not by pod. So
 //! two pods with equal requests can swap their units.
@@ -88,8 +88,8 @@ impl Ledger {
         Self::rebuild_from(facts.nodes, facts.claims.into_iter().map(|(pod, claim)| (Arc::from(pod), claim)))
     }
 
-    /// Like [`Self::rebuild`], but reads the claims one by one. All claims of a large cluster at
-    /// once would need much memory.
+    /// Builds a ledger as [`Self::rebuild`] does, but reads the claims one by one. All claims of a
+    /// large cluster at once would need much memory.
     pub fn rebuild_from(
         nodes: impl IntoIterator<Item = (String, NodeFacts)>,
         claims: impl IntoIterator<Item = (Arc<str>, Claim)>,
@@ -139,8 +139,8 @@ impl Ledger {
         self.find_fits(device_requests, (None, i32::MIN), nodes, most, score)
     }
 
-    /// Like [`Self::fit`], but units that are nominated for this pod, or for pods of lower
-    /// priority, are free.
+    /// Finds placements as [`Self::fit`] does. Units that are nominated for this pod, or for pods
+    /// of lower priority, are free.
     ///
     /// # Errors
     /// Why the pod fits nowhere.

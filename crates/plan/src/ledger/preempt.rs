@@ -1,8 +1,8 @@
 //! Decides which pods to preempt so that a pod of higher priority fits.
 //!
-//! Chooses victims as kube-scheduler does, with one difference. kube-scheduler adds up a node's
-//! GPUs, so the units that it frees may be on two GPUs and therefore useless. Here, each way to
-//! place the requests on devices is considered separately. A pod is preempted only if it frees
+//! Chooses victims as kube-scheduler does, with one difference. kube-scheduler sums the units of a
+//! node's GPUs, so the units that it frees may be on two GPUs and therefore useless. Here, each way
+//! to place the requests on devices is considered separately. A pod is preempted only if it frees
 //! units on a chosen device.
 //!
 //! The units are then [nominated](super::Ledger::nominate). Until the units are reserved for the

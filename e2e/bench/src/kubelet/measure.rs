@@ -399,7 +399,7 @@ pub(super) async fn measure_churn(
             tally[usize::from(units == 5)][0] += 1;
         }
     }
-    let used = 100.0 * churn.utilisation();
+    let used = 100.0 * churn.utilization();
     let label = format!("{shape}, churn of {arrivals} arrivals");
     report.add(
         Figure::new(CASE_NAME, format!("{label}: used"), used, "%")

@@ -1,7 +1,7 @@
 //! Free shares, and arrivals and departures of pods. Pure, with seeded random numbers.
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Returns the GPU of a share: the part of the share's ID before the number.
+/// Returns the GPU of a share: the part of the share's id before the number.
 pub(super) fn gpu_of_id(id: &str) -> &str {
     id.rsplit_once("::").map_or(id, |(gpu, _)| gpu)
 }
@@ -94,7 +94,7 @@ impl<'a> PodChurn<'a> {
     }
 
     /// Returns the mean fraction of the shares in use.
-    pub(super) fn utilisation(&self) -> f64 {
+    pub(super) fn utilization(&self) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "counts of a few million")]
         let (used, all) = (self.used as f64, (self.arrivals * self.total) as f64);
         used / all.max(1.0)
@@ -148,6 +148,6 @@ mod tests {
             assert!(!churn.allocate(&ids[..1]), "the share is in use");
         }
         assert!(placed > 40 * 10, "no share was freed");
-        assert!((0.5..0.8).contains(&churn.utilisation()), "{}", churn.utilisation());
+        assert!((0.5..0.8).contains(&churn.utilization()), "{}", churn.utilization());
     }
 }

@@ -13,7 +13,7 @@ use crate::devices::DeviceSelection;
 const CUDA_ERROR_ILLEGAL_ADDRESS: i32 = 700;
 const CUDA_ERROR_UNKNOWN: i32 = 999;
 
-/// The initialised library. The choice of MPS applies to the whole process.
+/// The initialized library. The choice of MPS applies to the whole process.
 pub(crate) struct Cuda {
     machine: Option<Machine>,
     mps: Option<MpsConnection>,
@@ -37,7 +37,7 @@ pub(crate) struct PlainContext {
 }
 
 impl Cuda {
-    /// Initialises the library. The library searches for an MPS daemon at `control` and waits for
+    /// Initializes the library. The library searches for an MPS daemon at `control` and waits for
     /// its answer without a deadline.
     ///
     /// # Errors

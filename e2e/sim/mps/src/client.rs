@@ -58,7 +58,7 @@ pub struct MpsConnection {
 }
 
 impl MpsConnection {
-    /// Searches for a daemon, as the CUDA library does when it initialises. Waits for the daemon's
+    /// Searches for a daemon, as the CUDA library does when it initializes. Waits for the daemon's
     /// answer without a deadline.
     ///
     /// `None` is not an error: the program then runs as plain CUDA without limits. This was

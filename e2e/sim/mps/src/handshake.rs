@@ -242,8 +242,8 @@ impl ClientSockets {
         self.introduce_to_server_as(subject, own_credentials())
     }
 
-    /// Like [`introduce_to_server`](Self::introduce_to_server), with the credentials of another
-    /// process. The caller must be root.
+    /// Introduces a client as [`introduce_to_server`](Self::introduce_to_server) does, with the
+    /// credentials of another process. The caller must be root.
     pub fn introduce_to_server_as(
         self,
         subject: IntroductionSubject,

@@ -48,7 +48,7 @@ enum RequestedAction {
     Invalid(String),
 }
 
-/// The program's main function.
+/// Runs the program.
 pub fn main() -> ExitCode {
     let arguments: Vec<String> =
         std::env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();

@@ -9,7 +9,7 @@ use sim_machine::{Event, EventKind, State};
 
 use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle, object};
 
-/// The event types that a recent driver supports on a data-centre GPU.
+/// The event types that a recent driver supports on a data center GPU.
 pub(crate) const SUPPORTED_EVENT_TYPES: u64 = sys::nvmlEventTypeAll as u64;
 
 /// An event set.

@@ -1,4 +1,4 @@
-//! The library's state: its initialisation count, and the objects behind its handles.
+//! The library's state: its initialization count, and the objects behind its handles.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -82,7 +82,7 @@ fn lock_library() -> MutexGuard<'static, InitializedLibrary> {
     LIBRARY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// `nvmlInit`. Each call requires an `nvmlShutdown`.
+/// Implements `nvmlInit`. Each call requires an `nvmlShutdown`.
 pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
     catch_panic(|| {
         // The first call reopens the machine, because `simgpu init` may have replaced it.
@@ -107,7 +107,7 @@ pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
     })
 }
 
-/// `nvmlShutdown`.
+/// Implements `nvmlShutdown`.
 pub(crate) fn shutdown() -> sys::nvmlReturn_t {
     catch_panic(|| {
         let mut library = lock_library();
@@ -231,7 +231,7 @@ pub(crate) fn call_on_gpu_as_root(
     })
 }
 
-/// Only root may change a GPU.
+/// Returns an error unless the caller is root: only root may change a GPU.
 pub(crate) fn require_root() -> Result<()> {
     if rustix::process::geteuid().is_root() { Ok(()) } else { Err(Code::NO_PERMISSION) }
 }

@@ -58,7 +58,7 @@ fn allocated_devices(cluster: &Cluster, scope: &Scope, name: &str) -> Result<Vec
     devices_of_pod(cluster, scope, name)
 }
 
-/// Container ID, restarts and devices, by pod.
+/// Container id, restarts and devices, by pod.
 type PodStates = BTreeMap<String, (String, u64, Vec<String>)>;
 
 fn pod_states(cluster: &Cluster, scope: &Scope, names: &[&str]) -> Result<PodStates> {

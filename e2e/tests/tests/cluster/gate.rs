@@ -71,7 +71,7 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() -> Result<()> {
         devices.insert(wait_for_shares_of_one_gpu(&cluster, &scope, &name, 7)?);
     }
     ensure!(devices.len() as u64 == GPUS_PER_NODE, "two pods of 7 of 10 shares are on one GPU: {devices:?}");
-    // Twelve shares are free, three on each GPU: a scheduler that adds them up would bind the pod.
+    // Twelve shares are free, three on each GPU: a scheduler that sums them would bind the pod.
     scope.create_pod("five", &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
     wait_for_event(&scope, "five", "no device has 5 nvidia.com/gpu-mps free: the emptiest has 3")?;
     let waiting = cluster.get(&scope.pod_path("five"))?;
@@ -373,8 +373,8 @@ fn run_storm(
         let pods = observe(scope, &mut observed)?;
         for pod in &pods {
             let ended = text(&pod["status"]["phase"]) == "Failed";
-            // Delete mostly running pods, and a few pending ones. While nobody leads, pods stay
-            // pending, and most of them must run later.
+            // Delete mostly running pods, and a few pending ones. While no operator leads, pods
+            // stay pending, and most of them must run later.
             let is_chosen =
                 if text(&pod["status"]["phase"]) == "Running" { random.below(3) == 0 } else { random.below(200) == 0 };
             if ended || is_chosen {

@@ -98,7 +98,7 @@ fn daemon_pids(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     Ok(pids)
 }
 
-/// Returns the container ID and restart count of a running pod. These values change if the pod is
+/// Returns the container id and restart count of a running pod. These values change if the pod is
 /// disturbed.
 fn container_and_restarts(cluster: &Cluster, scope: &Scope, pod: &str) -> Result<(String, u64)> {
     let pod = cluster.get(&scope.pod_path(pod))?;

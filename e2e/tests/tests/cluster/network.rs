@@ -96,7 +96,7 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     ensure!(open.is_empty(), "the MPS host listens on ports: {open:?}");
     wait_until_all_ready(&cluster)?;
     drop((stranger, reader));
-    // Pods are still allocated shares.
+    // The kubelet still allocates shares to pods.
     let scope = ten_shares(&cluster, "network")?;
     scope.create_pod("two", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     ensure!(scope.client_report("two")?["sms"] == 26, "the client reports {}", scope.client_report("two")?);

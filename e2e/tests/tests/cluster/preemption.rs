@@ -145,7 +145,7 @@ fn a_pod_preempts_on_a_node_without_free_cpu() -> Result<()> {
     wait_for_shares_of_one_gpu(&cluster, &scope, "low", 1)?;
     create_pod(&scope, &pod_with_high_priority(pod_with_cpu("high", 1, free / 2)))?;
     scope.wait_until_running("high")?;
-    // A pod whose containers have exited still exists for a moment.
+    // A pod whose containers have exited still exists briefly.
     let low = cluster.find(&scope.pod_path("low"))?;
     let is_evicted = low.is_none_or(|low| !low["metadata"]["deletionTimestamp"].is_null());
     ensure!(is_evicted, "both pods fit, so the test proves nothing");

@@ -1,9 +1,9 @@
 //! Tests a node that reboots after a power cut. State that a boot clears is lost, and the files on
 //! the node's disk remain.
 //!
-//! The test cannot change the machine's boot ID. The agent compares it with the boot ID in its
+//! The test cannot change the machine's boot id. The agent compares it with the boot id in its
 //! checkpoint, so the test changes the checkpoint while the node is down. The kubelet also reads
-//! the boot ID, but these tests do not depend on that.
+//! the boot id, but these tests do not depend on that.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write as _;
@@ -133,7 +133,7 @@ fn wait_until_deployed(scope: &Scope, before: &BTreeSet<String>) -> Result<Vec<S
     })
 }
 
-/// Returns the IDs of the containers of the namespace's pods.
+/// Returns the ids of the containers of the namespace's pods.
 fn container_ids(scope: &Scope) -> Result<BTreeSet<String>> {
     Ok(scope.pods()?.iter().map(|pod| text(&pod["status"]["containerStatuses"][0]["containerID"])).collect())
 }
@@ -267,7 +267,7 @@ fn create_bare_pods(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// Returns the IDs of a pod's shares, for each of its containers.
+/// Returns the ids of a pod's shares, for each of its containers.
 fn share_ids(scope: &Scope, name: &str) -> Result<Vec<Value>> {
     let allocated = allocations(scope.cluster, scope, name)?;
     Ok(allocated.into_iter().map(|allocation| allocation["ids"].clone()).collect())

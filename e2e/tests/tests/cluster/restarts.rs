@@ -34,7 +34,7 @@ fn start_pods(cluster: &Cluster, scope: &Scope) -> Result<RunningState> {
     Ok(RunningState { pods: container_restarts(cluster, scope)?, daemons: daemon_pids(cluster)? })
 }
 
-/// Returns the container ID and restarts of each pod.
+/// Returns the container id and restarts of each pod.
 fn container_restarts(cluster: &Cluster, scope: &Scope) -> Result<Vec<(String, u64)>> {
     POD_NAMES.iter().map(|name| container_and_restarts(cluster, scope, name)).collect()
 }

@@ -105,7 +105,7 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
         !node.gpu.lock().state.mig && node.count_healthy_slices(WHOLE_GPU_RESOURCE) == 1,
         "the GPU is not repartitioned"
     );
-    assert!(node.step_messages().contains("pid 77"), "{}", node.step_messages());
+    assert!(node.step_messages().contains("PID 77"), "{}", node.step_messages());
     assert!(node.gpu.lock().calls.is_empty());
     node.gpu.lock().processes.clear();
     node.run();
@@ -122,7 +122,7 @@ fn a_process_outside_pods_blocks_changes_of_its_instance_and_its_gpu() {
     node.perform_order();
     node.run();
     assert!(
-        node.has_exactly_instances(&[("1g.10gb", 0)]) && node.step_messages().contains("pid 78"),
+        node.has_exactly_instances(&[("1g.10gb", 0)]) && node.step_messages().contains("PID 78"),
         "{}",
         node.step_messages()
     );

@@ -19,7 +19,7 @@ pub(super) struct SimulatedGpu {
     model: &'static Model,
     /// Number of compute instances created so far.
     created: u32,
-    /// Processes by pid, each with its GPU instance; `None` outside MIG mode.
+    /// Processes by PID, each with its GPU instance; `None` outside MIG mode.
     pub(super) processes: BTreeMap<u32, Option<u32>>,
     /// Number of remaining failures of each call.
     pub(super) failures: BTreeMap<&'static str, u32>,

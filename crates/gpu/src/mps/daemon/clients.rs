@@ -20,17 +20,17 @@ struct AdmittedClient {
     exited_at: Option<Instant>,
 }
 
-/// Whether the pidfd is proven to refer to the client. The pid may be reused between the client's
-/// first packet at the door and the opening of the pidfd. The kernel attests the pid to the server
-/// only later. So if MPS first lists the pid after the pidfd was opened, the pidfd refers to the
+/// Whether the pidfd is proven to refer to the client. The PID may be reused between the client's
+/// first packet at the door and the opening of the pidfd. The kernel attests the PID to the server
+/// only later. So if MPS first lists the PID after the pidfd was opened, the pidfd refers to the
 /// client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PidFdIdentity {
-    /// MPS listed the pid before the pidfd was opened, so the list proves nothing.
+    /// MPS listed the PID before the pidfd was opened, so the list proves nothing.
     Unprovable,
-    /// MPS has not listed the pid yet.
+    /// MPS has not listed the PID yet.
     Unproven,
-    /// MPS first listed the pid after the pidfd was opened.
+    /// MPS first listed the PID after the pidfd was opened.
     Proven,
 }
 
@@ -43,7 +43,7 @@ impl AdmittedClient {
 /// A server's clients.
 #[derive(Debug, Default)]
 pub(super) struct Clients {
-    /// Pids in MPS's latest list, and pids of clients admitted since that list.
+    /// PIDs in MPS's latest list, and PIDs of clients admitted since that list.
     listed: BTreeSet<u32>,
     admitted: BTreeMap<u32, AdmittedClient>,
     /// Clients with contexts that MPS has terminated. Exits of these clients break no other client.
@@ -65,7 +65,7 @@ impl Clients {
         }
     }
 
-    /// Records the pids that MPS lists. Returns whether the list has changed.
+    /// Records the PIDs that MPS lists. Returns whether the list has changed.
     pub(super) fn set_listed_pids(&mut self, pids: BTreeSet<u32>) -> bool {
         for (pid, admitted) in &mut self.admitted {
             if admitted.identity == PidFdIdentity::Unproven && pids.contains(pid) {
@@ -137,7 +137,7 @@ impl Clients {
         self.listed_and_admitted_pids().len()
     }
 
-    /// Returns the pids of all clients that MPS lists or a door admitted.
+    /// Returns the PIDs of all clients that MPS lists or a door admitted.
     fn listed_and_admitted_pids(&self) -> BTreeSet<u32> {
         self.listed.iter().chain(self.admitted.keys()).copied().collect()
     }

@@ -60,7 +60,7 @@ impl Device {
         if !self.faults.borrow().has_recovered(clients, Instant::now()) {
             return false;
         }
-        self.end_fault("server recovered");
+        self.end_fault("the MPS server recovered");
         true
     }
 

@@ -113,7 +113,7 @@ impl Device {
         }
         procfs::kill_processes_of_pipe(&self.pipe).await;
         self.clients.borrow_mut().remove_all();
-        self.end_fault("daemon is gone");
+        self.end_fault("the MPS daemon has exited");
         self.faults.borrow_mut().mark_server_clean();
         self.report.borrow_mut().pid = None;
         self.set_server(None);

@@ -134,7 +134,7 @@ impl Device {
             self.set_state(DaemonState::Active, None);
             return Ok(None);
         }
-        tracing::warn!(device = self.name, server = was, "MPS server exited; starting a new one");
+        tracing::warn!(device = self.name, server = was, "MPS server exited; restarting it");
         self.set_state(DaemonState::Restarting, Some("the MPS server exited and was restarted"));
         self.start_server(0).await.map(Some)
     }

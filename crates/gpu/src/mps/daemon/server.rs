@@ -35,10 +35,10 @@ impl Device {
         Err(DaemonError::ServerNotReady { after: SERVER_START_DEADLINE, last })
     }
 
-    /// Clears the server's pid and its clients.
+    /// Clears the server's PID and its clients.
     pub(super) fn clear_server(&self) {
         let had_listed = self.clients.borrow_mut().remove_all();
-        self.end_fault("server is gone");
+        self.end_fault("the MPS server has exited");
         self.faults.borrow_mut().mark_server_clean();
         self.set_server(None);
         if had_listed {

@@ -313,7 +313,7 @@ fn judge_clients(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     };
     let by_mps = ExpectedBehaviour {
         name: "clients",
-        expected: "MPS lists its clients by their process IDs",
+        expected: "MPS lists its clients by their PIDs",
         impact: "clients of deleted pods are not terminated through MPS and may break their neighbours",
     };
     let by_nvml = ExpectedBehaviour {

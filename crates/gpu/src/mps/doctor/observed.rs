@@ -105,7 +105,7 @@ pub(super) struct Observations {
     /// Administrators' commands over the socket that every user can reach, with the answers.
     pub(super) unprivileged: TestOutcome<Vec<CommandExchange>>,
     pub(super) log: TestOutcome<LoggedEvents>,
-    /// Whether MPS lists a client by its pid.
+    /// Whether MPS lists a client by its PID.
     pub(super) listed_by_mps: TestOutcome<bool>,
     /// Whether NVML lists the same client as an MPS client. `None` if this driver does not
     /// distinguish clients from other processes.

@@ -26,11 +26,11 @@ const DAEMON_POLL_INTERVAL: Duration = Duration::from_millis(20);
 #[derive(Debug, Default)]
 pub(super) struct DaemonLog {
     pub(super) version: Option<u32>,
-    /// Pids of servers that became ready.
+    /// PIDs of servers that became ready.
     pub(super) ready: BTreeSet<u32>,
-    /// Pids of clients that connected.
+    /// PIDs of clients that connected.
     pub(super) connected: BTreeSet<u32>,
-    /// Pids of clients that exited.
+    /// PIDs of clients that exited.
     pub(super) disconnected: BTreeSet<u32>,
     last_line: String,
 }

@@ -7,7 +7,7 @@ use crate::mps::procfs;
 use crate::mps::wire::{Desired, Paths};
 use crate::nvml::{ComputeMode, Gpu};
 
-/// The node's initial pid namespace (`PROC_PID_INIT_INO` of the kernel). Only in this namespace are
+/// The node's initial PID namespace (`PROC_PID_INIT_INO` of the kernel). Only in this namespace are
 /// all processes visible.
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
 
@@ -20,24 +20,24 @@ pub(super) struct Preconditions {
     compute_mode: Option<ComputeMode>,
     /// Why Cleave may use the GPU. `None` if Cleave does not use the GPU.
     cleave: Option<String>,
-    /// Pids of MPS processes that may serve the GPU. `None` if the search failed.
+    /// PIDs of MPS processes that may serve the GPU. `None` if the search failed.
     mps: Option<Vec<u32>>,
     /// Number of processes on the GPU. `None` if NVML does not report it.
     processes: Option<usize>,
     pub(super) others: ForeignProcesses,
 }
 
-/// Whether processes of other pid namespaces are visible.
+/// Whether processes of other PID namespaces are visible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ForeignProcesses {
     Visible,
     Hidden,
-    /// Processes of other pid namespaces are hidden, but `--idle` asserts that none exist.
+    /// Processes of other PID namespaces are hidden, but `--idle` asserts that none exist.
     AssumedNone,
 }
 
 impl Preconditions {
-    /// Returns why the doctor may not start a daemon. Returns `None` if it may.
+    /// Returns why the doctor may not start a daemon. Returns `None` if the doctor may start one.
     pub(super) fn skip_reason(&self) -> Option<String> {
         let why = match self {
             Self { control: false, .. } => "the MPS control program was not found (--mps-control)",

@@ -33,7 +33,7 @@ const NOBODY_UID: u32 = 65_534;
 const CLIENT_REPORT_DEADLINE: Duration = Duration::from_secs(3);
 /// Poll interval for reports that a client connected or exited.
 const CLIENT_REPORT_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Time limit of `terminate_client`, which takes 3 to 10 ms.
+/// Time limit of `terminate_client`, which takes 3 to 10 ms on an H200 with driver 580.
 const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
 /// Why the doctor skips tests that need a CUDA program.
 const NO_PROGRAM: &str = "needs a CUDA program (--client)";
@@ -84,7 +84,7 @@ struct DriverTests<'a> {
     log: &'a Mutex<DaemonLog>,
     limit_mib: u64,
     server: Cell<Option<u32>>,
-    /// Pid of the first client.
+    /// PID of the first client.
     client: Cell<Option<u32>>,
     /// Why the remaining tests are skipped.
     stopped: RefCell<Option<String>>,
@@ -109,7 +109,7 @@ pub(super) async fn run_tests(setup: &DoctorSetup, daemon: &OwnDaemon, seen: &mu
     seen.listed_by_nvml = if setup.are_others_visible {
         listed.map(|listed| listed.1)
     } else {
-        TestOutcome::NotTested("needs the node's pid namespace (hostPID)".to_owned())
+        TestOutcome::NotTested("needs the node's PID namespace (hostPID)".to_owned())
     };
     seen.bound = tests.run_test(tests.view_under_two_limits()).await;
     seen.rounding = tests.run_test(tests.view_rounded_sms()).await;
@@ -190,7 +190,7 @@ impl DriverTests<'_> {
         Ok(())
     }
 
-    /// Returns the pid of the MPS server.
+    /// Returns the PID of the MPS server.
     fn server(&self) -> Result<u32, NoObservation> {
         self.server.get().ok_or_else(|| NoObservation::NotTested("no MPS server is running".to_owned()))
     }
@@ -257,7 +257,7 @@ impl DriverTests<'_> {
         Ok(exchanges)
     }
 
-    /// Waits until the server serves. Returns its pid.
+    /// Waits until the server serves. Returns its PID.
     async fn wait_for_server(&self) -> Result<u32, NoObservation> {
         let deadline = Instant::now() + SERVER_START_DEADLINE;
         while Instant::now() < deadline {
@@ -281,7 +281,7 @@ impl DriverTests<'_> {
             Command::SetDefaultMemory(self.limit_mib),
             Command::SetThreads { server, percent: USUAL_THREAD_PERCENTAGE },
             Command::SetMemory { server, mib: Some(self.limit_mib) },
-            // Use the server's pid, which does not belong to a client.
+            // Use the server's PID, which does not belong to a client.
             Command::Terminate { server, client: server },
         ] {
             let answer =

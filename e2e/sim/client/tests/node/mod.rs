@@ -157,7 +157,7 @@ impl Node {
         self.start_busy_client_with(kernel_ms, &[])
     }
 
-    /// Like [`Self::start_busy_client`], with more arguments.
+    /// Starts a program as [`Self::start_busy_client`] does, with more arguments.
     pub(crate) fn start_busy_client_with(&self, kernel_ms: &str, more: &[&str]) -> Client {
         let arguments = ["--kernel-ms", kernel_ms, "--busy-forever"];
         let mut client = self.start_running_client(&[arguments.as_slice(), more].concat());

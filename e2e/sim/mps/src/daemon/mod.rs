@@ -61,12 +61,12 @@ struct Daemon {
     wake: OwnedFd,
 }
 
-/// `-f`: runs in the foreground until `quit`.
+/// Runs the daemon in the foreground until `quit` (option `-f`).
 pub fn run_in_foreground(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     run(config, &LogSinks::Stdout, || {})
 }
 
-/// `-d`: starts the daemon in the background and returns when it listens.
+/// Starts the daemon in the background and returns when it listens (option `-d`).
 pub fn start_in_background(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     if std::env::var_os(DETACHED_DAEMON_ENV).is_some() {
         rustix::process::setsid()?;

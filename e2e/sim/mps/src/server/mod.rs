@@ -35,7 +35,7 @@ const XID_MMU_FAULT: u64 = 31;
 const CUDA_ERROR_INVALID_DEVICE: i32 = 101;
 const CUDA_ERROR_UNKNOWN: i32 = 999;
 
-/// The program's main function.
+/// Runs the program.
 pub fn main() -> ExitCode {
     let log = Log::stdout();
     match run(&log) {

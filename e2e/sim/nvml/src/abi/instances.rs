@@ -252,7 +252,8 @@ fn put_attributes(name: &str, device: Handle, out: Out<sys::nvmlDeviceAttributes
     })
 }
 
-/// Both versions of the structure begin with the version that the caller requests.
+/// Writes a profile in the version of the structure that the caller requests. Both versions begin
+/// with this number.
 fn put_profile(p: &GpuProfile, out: Out<sys::nvmlGpuInstanceProfileInfo_v2_t>) -> Result<()> {
     type V2 = sys::nvmlGpuInstanceProfileInfo_v2_t;
     type V3 = sys::nvmlGpuInstanceProfileInfo_v3_t;

@@ -266,7 +266,7 @@ exports! {
         wait_for_event(own, set, data, milliseconds);
 }
 
-/// Returns the text of a return code. Requires no initialisation.
+/// Returns the text of a return code. Requires no initialization.
 // SAFETY: the name is one of NVML's, as above.
 #[unsafe(no_mangle)]
 extern "C" fn nvmlErrorString(code: Return) -> *const c_char {

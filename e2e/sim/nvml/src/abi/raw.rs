@@ -39,7 +39,7 @@ impl<T: Copy> Out<T> {
     pub(crate) fn get(self) -> Result<T> {
         let from = self.non_null()?;
         // SAFETY: the pointer is not null. By NVML's contract the variable is valid and
-        // initialised. `T` is an integer or a C structure of integers, for which all bit patterns
+        // initialized. `T` is an integer or a C structure of integers, for which all bit patterns
         // are valid.
         Ok(unsafe { from.read_unaligned() })
     }

@@ -75,7 +75,7 @@ struct TrackedPod {
     done: bool,
     /// Whether an MPS process of its node was killed while the pod existed.
     mps_killed: bool,
-    /// ID of the pod's container, once the container has run.
+    /// Id of the pod's container, once the container has run.
     container: Option<String>,
 }
 

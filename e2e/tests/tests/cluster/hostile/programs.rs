@@ -566,7 +566,7 @@ fn read_processes(bed: &TestBed<'_>) -> Result<Processes> {
     })
 }
 
-/// Returns the ID of the neighbour's allocation: the name of its door's directory on the node.
+/// Returns the id of the neighbour's allocation: the name of its door's directory on the node.
 fn neighbour_allocation_id(bed: &TestBed<'_>) -> Result<String> {
     let mounts = run_script(bed, NEIGHBOUR_POD, "cat /proc/self/mountinfo")?;
     let mount = mounts.lines().find(|line| line.contains(&format!(" {DOOR_DIRECTORY} "))).context("no door")?;

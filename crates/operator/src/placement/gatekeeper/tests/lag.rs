@@ -17,7 +17,7 @@ enum Step {
     Create(u32),
     /// The gatekeeper reconciles. At most this many releases can be written.
     Reconcile(usize),
-    /// The same, but the API server's answers are lost, also those of the releases that it writes.
+    /// The gatekeeper reconciles, but all answers of the API server are lost.
     LoseAnswers(usize),
     /// The watch of pods reports all changes.
     ReportPods,
@@ -119,7 +119,7 @@ fn after_a_restart_shares_of_a_pod_that_was_just_deleted_are_not_reserved() {
 }
 
 /// The seed that found this: a released pod is bound, allocated, and deleted without a grace
-/// period. The watch of pods then reports only that the pod is gone.
+/// period. The watch of pods then reports only that the pod was deleted.
 #[test]
 fn shares_of_a_deleted_pod_that_was_never_seen_bound_are_not_reserved_at_once() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);

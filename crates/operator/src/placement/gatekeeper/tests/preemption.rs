@@ -94,7 +94,7 @@ fn a_pod_that_another_must_run_beside_is_not_preempted_for_it() {
 }
 
 /// The scheduler may refuse the node. The pod would then be recreated, and would preempt others
-/// again and again.
+/// repeatedly.
 #[test]
 fn a_pod_whose_volume_is_not_bound_preempts_no_pod() {
     let (mut world, _) = busy_node("2");
@@ -103,7 +103,7 @@ fn a_pod_whose_volume_is_not_bound_preempts_no_pod() {
         let world = world.clone().pod_with("high", 9, json!({"priority": 9, "volumes": mounts}));
         reconcile(&mut Gatekeeper::default(), &world, 0).evictions.len()
     };
-    assert_eq!(evicted(&world), 0, "nobody knows where the volume can be created");
+    assert_eq!(evicted(&world), 0, "no node is known on which the volume can be created");
     world.volume_claims =
         vec![json!({"metadata": {"name": "data", "namespace": "team"}, "spec": {"volumeName": "pv"}})];
     world.volumes = vec![json!({"metadata": {"name": "pv"}, "spec": {}})];
@@ -263,7 +263,7 @@ fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
     assert_eq!((released(&actions).len(), actions.releases[0].pod.as_str()), (1, "team/high"), "{actions:?}");
 }
 
-/// A rule of the pod may refuse the node when its victims are gone. The victims return then.
+/// A rule of the pod may refuse the node when its victims are gone. The victims then return.
 #[test]
 fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
     let (world, _) = busy_node("6");
@@ -276,7 +276,7 @@ fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
             rounds.push(second);
             keeper.record_eviction(eviction, &Evicted::Done, seconds(second));
         }
-        // The node refuses the pod for a moment, and then has the victim's replacement.
+        // The node refuses the pod briefly, and then has the victim's replacement.
         for cordoned in [true, false] {
             world.change(|world| &mut world.nodes, "n1", |node| node["spec"]["unschedulable"] = json!(cordoned));
             if cordoned {
@@ -386,7 +386,7 @@ fn pods_that_no_eviction_helps_do_not_block_other_preemptors() {
     );
     let (evicted, reconciles) = reconcile_until_settled(&mut Gatekeeper::default(), &world);
     assert_eq!(evicted, ["team/low"]);
-    assert!((4..12).contains(&reconciles), "work of a reconcile is bounded, and nobody is skipped: {reconciles}");
+    assert!((4..12).contains(&reconciles), "work of a reconcile is bounded, and no pod is skipped: {reconciles}");
 }
 
 #[test]
@@ -448,7 +448,7 @@ fn a_victim_that_does_not_terminate_delays_no_preemptor() {
     let (mut world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
-    // The second 1 000 000, at which the test starts.
+    // The test starts at second 1 000 000.
     let deleted = json!("1970-01-12T13:46:40Z");
     world.change(|world| &mut world.pods, &first, |pod| pod["metadata"]["deletionTimestamp"] = deleted);
     let actions = reconcile(&mut keeper, &world, 59);

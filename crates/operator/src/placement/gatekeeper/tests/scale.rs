@@ -231,7 +231,7 @@ fn measure_looks(nodes: usize, pods: usize) {
         mib(resident() - with_pods),
     );
     let mut second = 1;
-    // The first look after the change that a series starts with is printed apart.
+    // The first look after the initial change of a series is printed separately.
     let mut times = |what: &str, fleet: &mut Fleet, change: &mut dyn FnMut(&mut Fleet, usize)| {
         let mut times = Vec::new();
         let mut released = 0;

@@ -282,7 +282,7 @@ impl ActualAllocations {
         self.report_on(world, GPUS);
     }
 
-    /// The same for nodes with this number of GPUs.
+    /// Writes the allocations into the status of the nodes, each of which has this number of GPUs.
     pub(super) fn report_on(&self, world: &mut TestCluster, gpus: usize) {
         for node in world.gpu_nodes.keys().cloned().collect::<Vec<_>>() {
             let gpus: Vec<(String, u32)> = (0..gpus)

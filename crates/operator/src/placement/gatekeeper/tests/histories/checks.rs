@@ -54,7 +54,7 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
         return Err(format!("nothing states why {name} waits"));
     };
     // The operator does not know where a volume can be created. If it releases the pods of a
-    // controller in vain several times, it releases them later each time.
+    // controller several times without effect, it releases them later each time.
     if original.has_new_volume && waiting.message.contains("This pod is released later") {
         return Ok(());
     }
@@ -104,7 +104,7 @@ fn runnable_on<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a str> {
 }
 
 /// Returns the pod as a release narrows it to a node. `minDomains` of a spread constraint then
-/// refuses nodes that it would not refuse otherwise. See "Left open" in the placement chapter.
+/// refuses nodes that it would not refuse otherwise. See "Known limits" on the page Placement.
 fn narrowed(pod: &Value, node: &str) -> Value {
     let mut pod = pod.clone();
     require_node(&mut pod["spec"], json!({"key": HOSTNAME, "operator": "In", "values": [node]}));
@@ -123,7 +123,7 @@ fn fits(wanted: &[u32], free: &[u32]) -> bool {
     })
 }
 
-/// Checks that the pods of no controller are evicted again and again.
+/// Checks that the pods of no controller are evicted repeatedly.
 pub(super) fn no_controller_is_evicted_repeatedly(
     simulation: &Simulation,
     before: &BTreeMap<String, usize>,

@@ -47,7 +47,7 @@ const QUIET: u64 = 3600;
 /// Maximum number of nodes.
 const MAX_NODES: usize = 6;
 
-/// Something that happens. Numbers select an object.
+/// One step of a history. Numbers select an object.
 #[derive(Debug, Clone)]
 enum Step {
     Create(Template),
@@ -57,7 +57,7 @@ enum Step {
     ReportNode(usize),
     Schedule(usize),
     Admit(usize),
-    /// Everything reacts to everything.
+    /// All parts react until nothing changes.
     Settle,
     Wait(u64),
     Delete {
@@ -131,8 +131,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A history: the GPUs of each node at its beginning, its steps, whether pods are reported to
-/// autoscalers, and whether all faults end before the quiet time.
+/// Generates a history: the GPUs of each node at its beginning, its steps, whether pods are
+/// reported to autoscalers, and whether all faults end before the quiet time.
 fn history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
     (
         prop::collection::vec(1_usize..5, 3..=MAX_NODES),
@@ -173,7 +173,7 @@ impl World {
         checks::no_units_are_reserved_twice(&self.simulation)
     }
 
-    /// Everything reacts once.
+    /// Lets every component react once.
     fn settle(&mut self, which: usize) -> Result<(), String> {
         let Self { simulation, operator, .. } = self;
         simulation.run_kubelets();
@@ -193,7 +193,7 @@ impl World {
         nodes.iter().for_each(|node| self.simulation.report_node(node));
     }
 
-    /// Scheduler, kubelets and agents react once.
+    /// Lets scheduler, kubelets and agents react once.
     fn react(&mut self, which: usize) -> Result<(), String> {
         let simulation = &mut self.simulation;
         for (index, pod) in simulation.schedulable().into_iter().enumerate() {
@@ -353,7 +353,8 @@ impl World {
         self.quiet()
     }
 
-    /// Nothing happens any more, except what follows from what has happened.
+    /// Lets the quiet time pass: no further step follows, and components only react to earlier
+    /// steps.
     fn quiet(&mut self) -> Result<(), String> {
         let begin = self.simulation.now;
         let end = begin + QUIET;
@@ -367,7 +368,7 @@ impl World {
             self.settle(0)?;
             let changed = self.simulation.api.version != before;
             let next = [self.operator.due, self.simulation.next_end()].into_iter().flatten().min();
-            // The operator may be late, the more the longer nothing has changed. That saves time.
+            // To save time, the operator may be late, by up to a twentieth of this quiet period.
             let late = now + 1 + (now - begin) / 20;
             self.simulation.now = if changed { now + 1 } else { next.unwrap_or(end).max(late).min(end) };
         }

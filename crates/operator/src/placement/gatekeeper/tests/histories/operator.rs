@@ -188,14 +188,14 @@ impl Operator {
         }
     }
 
-    /// The operator restarts. Its watches list all objects.
+    /// Restarts the operator. Its watches list all objects.
     pub(super) fn restart(&mut self, simulation: &Simulation) {
         self.keeper.reset();
         self.report_all(simulation);
         self.due = Some(simulation.now);
     }
 
-    /// Another process acquires the lease. Its watches lag, and it waits for them.
+    /// Lets another process acquire the lease. Its watches lag, and it waits for them.
     pub(super) fn fail_over(&mut self, simulation: &Simulation) {
         self.keeper.reset();
         let version = simulation.api.version;
@@ -203,7 +203,7 @@ impl Operator {
         self.due = Some(simulation.now);
     }
 
-    /// Reconciles, and writes what the gatekeeper decides.
+    /// Reconciles, and applies the gatekeeper's decisions.
     ///
     /// # Errors
     /// A decision breaks a rule.

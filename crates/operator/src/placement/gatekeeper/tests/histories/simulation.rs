@@ -456,7 +456,7 @@ impl Simulation {
         placements.flat_map(|placement| placement.nodes.into_values().flatten()).map(|part| part.device).collect()
     }
 
-    /// The scheduler's view of the cluster.
+    /// Returns the scheduler's view of the cluster.
     pub(super) fn view(&self) -> View<'_> {
         View { api: &self.api, zones: &self.zones }
     }
