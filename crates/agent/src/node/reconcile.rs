@@ -199,8 +199,8 @@ impl Node {
         self.absences.update(daemons, &self.view, |device| self.acknowledged.has_applied_settings(device), now);
     }
 
-    /// Returns the devices whose slices are about to change, or whose daemon's settings the MPS host
-    /// has not applied yet.
+    /// Returns the devices whose slices are about to change, or whose daemon's settings the MPS
+    /// host has not applied yet.
     fn outdated_daemons(&self) -> BTreeSet<&str> {
         let changing = self.withdrawing.keys().filter_map(|(_, id)| parse_slice_id(id)).map(|(device, _)| device);
         let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys()).map(String::as_str);

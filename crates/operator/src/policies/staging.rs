@@ -137,8 +137,8 @@ impl Staging {
         }
     }
 
-    /// Applies the loss of a node or of a GPU to a view. A loss without a rollout is no failure of a
-    /// rollout, and a loss that precedes the change is excused.
+    /// Applies the loss of a node or of a GPU to a view. A loss without a rollout is no failure of
+    /// a rollout, and a loss that precedes the change is excused.
     fn update_lost(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>, rolls_out: bool) {
         match loss {
             Some(_) if !view.newest || !rolls_out => _ = self.failed_before.insert(key.clone()),
@@ -149,8 +149,8 @@ impl Staging {
         }
     }
 
-    /// Applies what is remembered to a view. Returns the time until a failure counts. A failure lasts
-    /// until the policy's GPUs serve, wait for pods, or get other partitions.
+    /// Applies what is remembered to a view. Returns the time until a failure counts. A failure
+    /// lasts until the policy's GPUs serve, wait for pods, or get other partitions.
     fn update(&mut self, key: &PolicyAndNode, view: &mut NodeView, node: &Node, now: Duration) -> Option<Duration> {
         let mut left = None;
         let partitions = || partitions(&key.0, node.object().map(|object| &object.spec));
