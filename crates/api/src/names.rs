@@ -119,7 +119,7 @@ pub mod daemon_state {
     pub const ACTIVE: &str = "Active";
     /// The server is in FAULT until the clients that it broke have exited.
     pub const FAULT: &str = "Fault";
-    /// The daemon or its server exited or hung, and restarts.
+    /// The daemon or its server exited or hung, or its settings changed. It restarts.
     pub const RESTARTING: &str = "Restarting";
     /// The daemon failed repeatedly. Delays between restarts increase up to a maximum.
     pub const BACK_OFF: &str = "BackOff";

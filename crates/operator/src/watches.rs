@@ -340,9 +340,9 @@ impl Watches<'_> {
     }
 }
 
-/// Watches objects. Existing objects arrive as a stream, so that neither side holds a whole list.
-/// If the API server refuses such a stream, or ends one early, objects are listed in pages from
-/// then on.
+/// Watches objects. At first, existing objects arrive as a stream, so that neither side holds a
+/// whole list. If the API server refuses such a stream, or ends one early, objects are listed in
+/// pages from then on. So are objects that must be listed again.
 async fn follow<K>(
     kind: &'static str,
     api: Api<K>,
@@ -356,46 +356,47 @@ async fn follow<K>(
     let start = |config| watcher(api.clone(), config).default_backoff().boxed();
     let (mut events, mut streamed) = (start(config.clone().streaming_lists()), StreamedList::default());
     while let Some(event) = events.next().await {
-        let failed = streamed.fails_at(&event);
+        let needs_pages = streamed.needs_pages(&event);
         // Without the feature, each operator would count an error for each kind.
-        if !(failed && event.is_err()) {
+        if !(needs_pages && event.is_err()) {
             handle(event);
         }
-        if failed {
-            tracing::info!(kind, "the API server does not stream this list; listing in pages");
+        if needs_pages {
+            tracing::info!(kind, "listing in pages");
             events = start(config.clone());
         }
     }
 }
 
-/// Decides whether to list in pages instead of streaming. Each list counts, not only the first one:
-/// a watch also lists again after it has started, and the connection may lead to a different API
-/// server then.
+/// Decides when to list in pages instead of streaming. Only the first list is streamed: the API
+/// server streams its cache, which may be older than what is stored. A list in pages is current.
 #[derive(Debug, Default, PartialEq, Eq)]
 enum StreamedList {
-    /// No list is being streamed.
+    /// No list has begun.
     #[default]
     Idle,
-    /// A list is being streamed.
+    /// The first list is being streamed.
     Began,
+    /// The first list is complete.
+    Done,
     /// Lists are requested in pages until the process stops.
     Paged,
 }
 
 impl StreamedList {
-    /// Returns whether this event shows that lists cannot be streamed.
-    fn fails_at<K>(&mut self, event: &watcher::Result<Event<K>>) -> bool {
+    /// Returns whether lists are requested in pages from this event on.
+    fn needs_pages<K>(&mut self, event: &watcher::Result<Event<K>>) -> bool {
         let refused = |error: &watcher::Error| match error {
             watcher::Error::WatchStartFailed(kube::Error::Api(status)) => matches!(status.code, 400 | 422),
             _ => false,
         };
         let next = match (&*self, event) {
             (Self::Idle, Ok(Event::Init)) => Self::Began,
-            (Self::Began, Ok(Event::InitDone)) => Self::Idle,
+            (Self::Began, Ok(Event::InitDone)) => Self::Done,
             // The stream ended before the list was complete, for example at `WATCH_TIMEOUT`. The
             // watcher starts the next stream without an error, and that may end early again.
-            (Self::Began, Ok(Event::Init)) => Self::Paged,
-            (Self::Idle | Self::Began, Err(error)) if refused(error) => Self::Paged,
+            (Self::Began | Self::Done, Ok(Event::Init)) => Self::Paged,
+            (Self::Idle | Self::Began | Self::Done, Err(error)) if refused(error) => Self::Paged,
             _ => return false,
         };
         *self = next;
@@ -403,10 +404,10 @@ impl StreamedList {
     }
 }
 
-/// Publishes the version that a store has reached.
+/// Publishes the version that a store has reached. A list may replace a newer store.
 fn publish_version(versions: &watch::Sender<Versions>, of_kind: VersionOfKind, reached: Option<u64>) {
     if let Some(version) = reached {
-        versions.send_modify(|versions| *of_kind(versions) = version.max(*of_kind(versions)));
+        versions.send_modify(|versions| *of_kind(versions) = version);
     }
 }
 
@@ -534,30 +535,50 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_paged_if_it_cannot_be_streamed() {
+    fn only_the_first_list_is_streamed_and_only_if_the_api_server_can() {
         let refused = |code: u16| {
             let status = kube::core::Status { code, ..kube::core::Status::default() };
             Err(watcher::Error::WatchStartFailed(kube::Error::Api(Box::new(status))))
         };
-        let fails = |events: Vec<watcher::Result<Event<NodeObject>>>| {
+        let needs = |events: Vec<watcher::Result<Event<NodeObject>>>| {
             let mut streamed = StreamedList::default();
-            events.iter().map(|event| streamed.fails_at(event)).collect::<Vec<_>>()
+            events.iter().map(|event| streamed.needs_pages(event)).collect::<Vec<_>>()
         };
         let object = || Ok(Event::InitApply(NodeObject::default()));
-        assert_eq!(fails(vec![refused(422)]), [true], "the API server does not know the option");
-        assert_eq!(fails(vec![refused(500), refused(403), Ok(Event::Init)]), [false; 3]);
+        assert_eq!(needs(vec![refused(422)]), [true], "the API server does not know the option");
+        assert_eq!(needs(vec![refused(500), refused(403), Ok(Event::Init)]), [false; 3]);
         let cut = || [Ok(Event::Init), object(), Ok(Event::Init)];
-        let fails_once = fails(cut().into_iter().chain([Ok(Event::Init), refused(422)]).collect());
-        assert_eq!(fails_once, [false, false, true, false, false], "the stream ended before the list was complete");
-        // Each later list is judged like the first one.
+        let once = needs(cut().into_iter().chain([Ok(Event::Init), refused(422)]).collect());
+        assert_eq!(once, [false, false, true, false, false], "the stream ended before the list was complete");
         let listed = || [Ok(Event::Init), object(), Ok(Event::InitDone)];
-        let relisted = fails(listed().into_iter().chain(listed()).chain(cut()).collect());
-        assert_eq!(relisted, [false, false, false, false, false, false, false, false, true], "a later stream ended");
-        let no_longer = fails(listed().into_iter().chain([refused(422), refused(422)]).collect());
+        let again = needs(listed().into_iter().chain([object(), Ok(Event::Init)]).collect());
+        assert_eq!(again, [false, false, false, false, true], "a second stream may be older than the store");
+        let no_longer = needs(listed().into_iter().chain([refused(422), refused(422)]).collect());
         assert_eq!(no_longer, [false, false, false, true, false], "an older API server answers");
-        // In pages, an incomplete list changes nothing.
-        let paged = fails([refused(400)].into_iter().chain(listed()).chain(cut()).chain([refused(422)]).collect());
+        let paged = needs([refused(400)].into_iter().chain(listed()).chain(cut()).chain([refused(422)]).collect());
         assert_eq!(paged, [true, false, false, false, false, false, false, false]);
+    }
+
+    #[test]
+    fn a_store_that_is_replaced_by_an_older_list_has_an_older_version() {
+        let node = |version: &str| {
+            let mut node = NodeObject::default();
+            node.metadata.resource_version = Some(version.to_owned());
+            node
+        };
+        let (versions, mut version) = (watch::Sender::new(Versions::default()), StoreVersion::default());
+        let mut reached = |event: Event<NodeObject>| {
+            publish_version(&versions, |versions| &mut versions.nodes, version.version_after(&event));
+            versions.borrow().nodes
+        };
+        assert_eq!(reached(Event::Apply(node("100"))), 100);
+        assert_eq!(reached(Event::Init), 100);
+        assert_eq!(
+            reached(Event::InitApply(node("90"))),
+            100,
+            "the store keeps its objects until the list is complete"
+        );
+        assert_eq!(reached(Event::InitDone), 90);
     }
 
     #[test]

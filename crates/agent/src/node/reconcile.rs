@@ -17,7 +17,7 @@ use crate::allocation::usage::{Allocations, SliceUsage};
 use crate::checkpoint::Checkpoint;
 use crate::event::NodeEvent;
 use crate::gpu::hardware::{Hardware, KnownGpu};
-use crate::gpu::layout::{Layout, Pool, PoolKind};
+use crate::gpu::layout::{Layout, Pool, PoolKind, parse_slice_id};
 use crate::gpu::mig::{MigChange, MigOrder, MigProgress, NextStep, next_step};
 use crate::mps::HostView;
 use crate::tenants::snapshot::{self, TenantSnapshot};
@@ -129,6 +129,7 @@ impl Node {
             allocations: &table.allocations,
             view: &self.view,
             absences: &self.absences,
+            outdated_daemons: &self.outdated_daemons(),
             steps: &self.steps,
             findings: &self.findings,
             boot_id: &self.boot_id,
@@ -196,6 +197,14 @@ impl Node {
         self.acknowledged.record_applied(&self.view.status.desired);
         let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys());
         self.absences.update(daemons, &self.view, |device| self.acknowledged.has_applied_settings(device), now);
+    }
+
+    /// Returns the devices whose slices are about to change, or whose daemon's settings the MPS
+    /// host has not applied yet.
+    fn outdated_daemons(&self) -> BTreeSet<&str> {
+        let changing = self.withdrawing.keys().filter_map(|(_, id)| parse_slice_id(id)).map(|(device, _)| device);
+        let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys()).map(String::as_str);
+        changing.chain(daemons.filter(|device| !self.acknowledged.has_applied_settings(device))).collect()
     }
 
     /// Orders the next change of each GPU, if the change can start now.

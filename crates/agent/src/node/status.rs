@@ -79,6 +79,9 @@ pub struct StatusInput<'a> {
     pub view: &'a HostView,
     /// Daemons with a short absence that the agent does not report.
     pub absences: &'a DaemonAbsences,
+    /// Devices whose daemon does not have its current settings and shares yet. Until then, the MPS
+    /// host's status is about the daemon with the older settings.
+    pub outdated_daemons: &'a BTreeSet<&'a str>,
     /// Steps of changes.
     pub steps: &'a [StepStatus],
     /// Findings about tenants that exceeded their limits.
@@ -141,7 +144,7 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     let devices = devices_of_gpu(gpu, layout);
     let mut health = health.clone();
     let daemons: Vec<&String> = layout.iter().flat_map(|layout| layout.daemons.keys()).collect();
-    let mps: Vec<MpsStatus> = daemons.iter().map(|device| daemon_status(input.view, device)).collect();
+    let mps: Vec<MpsStatus> = daemons.iter().map(|device| daemon_status(input, device)).collect();
     if health.healthy {
         let starting = |device: &str| {
             input.view.alive && input.view.status.daemons.get(device).is_none_or(|d| d.state == DaemonState::Starting)
@@ -149,7 +152,7 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
         let problem = daemons
             .iter()
             .filter(|device| !starting(device) && !input.absences.is_tolerated(device))
-            .find_map(|device| check_daemon(input.view, device).err());
+            .find_map(|device| check_daemon(input.view, device).and_then(|()| check_settings(input, device)).err());
         if let Some(message) = problem {
             health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };
         }
@@ -168,6 +171,14 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
         allocations: allocation_statuses(input, gpu, &devices),
         health,
         mps,
+    }
+}
+
+/// Checks that the MPS host does not refuse the current settings of a daemon.
+fn check_settings(input: &StatusInput<'_>, device: &str) -> Result<(), String> {
+    match &input.view.status.error {
+        Some(error) if input.outdated_daemons.contains(device) => Err(format!("the MPS host reports: {error}")),
+        _ => Ok(()),
     }
 }
 
@@ -295,11 +306,15 @@ fn count_clients(view: &HostView, device: &str, allocation: &Allocation) -> u32 
 }
 
 /// Returns the status of a device's MPS daemon. The state is empty while the MPS host does not run.
-fn daemon_status(view: &HostView, device: &str) -> MpsStatus {
+fn daemon_status(StatusInput { view, outdated_daemons, .. }: &StatusInput<'_>, device: &str) -> MpsStatus {
     let status = view.status.daemons.get(device).filter(|_| view.alive);
+    let state = |daemon: &DaemonStatus| match daemon.state {
+        DaemonState::Active if outdated_daemons.contains(device) => DaemonState::Restarting,
+        state => state,
+    };
     MpsStatus {
         device: device.to_owned(),
-        state: status.map(|daemon| daemon_state_name(daemon.state).to_owned()).unwrap_or_default(),
+        state: status.map(|daemon| daemon_state_name(state(daemon)).to_owned()).unwrap_or_default(),
         pid: status.and_then(|daemon| daemon.pid),
         door: match status.map(|daemon| daemon.enforcement) {
             Some(Enforcement::Hard) => "Hard".into(),

@@ -197,6 +197,34 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
 }
 
 #[test]
+fn a_daemon_is_reported_as_active_only_with_its_current_settings() {
+    let start = Instant::now();
+    let (mut node, mut table, desired) = serving_node(start);
+    node.record_pod_resources(Ok(vec![]), start + ALLOCATION_GRACE, &mut table.allocations);
+    let GpuNodeState::Present(generation, mut other) = spec_object(10) else { panic!() };
+    other.gpus[0].partition.mps.as_mut().unwrap().multi_user = false;
+    node.record_gpu_node(GpuNodeState::Present(generation + 1, other));
+    let state = |actions: &Actions| actions.status.gpus[0].mps[0].state.clone();
+    let withdrawn = node.reconcile(&mut table, start);
+    assert_eq!((withdrawn.status.observed_generation, state(&withdrawn).as_str()), (generation + 1, "Restarting"));
+    let changed = node.reconcile(&mut table, start + REMOVAL_DELAY);
+    assert_ne!(changed.desired, desired);
+    assert_eq!(state(&changed), "Restarting", "the status of the MPS host is about the older settings");
+    assert!(changed.status.gpus[0].health.healthy, "no failure");
+    let mut refused = host_view(DaemonState::Active, 0, &desired);
+    refused.status.error = Some("desired.json has version 9".to_owned());
+    node.record_mps_view(refused);
+    let actions = node.reconcile(&mut table, start + REMOVAL_DELAY);
+    let health = &actions.status.gpus[0].health;
+    assert_eq!((health.healthy, health.reason.as_str()), (false, "MpsUnavailable"));
+    assert!(health.message.contains("desired.json has version 9"), "{}", health.message);
+    node.record_mps_view(host_view(DaemonState::BackOff, 0, &changed.desired));
+    assert_eq!(state(&node.reconcile(&mut table, start + REMOVAL_DELAY)), "BackOff");
+    node.record_mps_view(host_view(DaemonState::Active, 0, &changed.desired));
+    assert_eq!(state(&node.reconcile(&mut table, start + REMOVAL_DELAY)), "Active");
+}
+
+#[test]
 fn a_new_allocation_that_the_host_has_not_read_leaves_shares_healthy() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving_node(start);

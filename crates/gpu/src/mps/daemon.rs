@@ -94,6 +94,8 @@ pub(crate) struct Device {
     pub(crate) pipe: PathBuf,
     context: Rc<HostContext>,
     desired: watch::Sender<Option<DaemonSettings>>,
+    /// Settings of the daemon that is starting or running.
+    running: RefCell<Option<DaemonSettings>>,
     phase: watch::Sender<DevicePhase>,
     control: Mutex<ControlLock>,
     /// Requests a probe before the next regular probe.
@@ -125,6 +127,7 @@ impl Device {
             pipe: context.paths.pipe(name),
             context,
             desired: watch::Sender::new(None),
+            running: RefCell::default(),
             phase: watch::Sender::new(phase),
             control: Mutex::default(),
             probe_soon: Notify::new(),
@@ -162,12 +165,18 @@ impl Device {
         self.control.lock().await
     }
 
-    /// Returns the status of the daemon.
+    /// Returns the status of the daemon. A daemon with older settings is Restarting, also while its
+    /// clients delay the restart.
     pub(crate) fn status(&self) -> DaemonStatus {
         let phase = *self.phase.borrow();
         let report = self.report.borrow();
+        let desired = self.desired.borrow();
+        let is_outdated = desired.is_some() && *desired != *self.running.borrow();
         DaemonStatus {
-            state: phase.state,
+            state: match phase.state {
+                DaemonState::Active if is_outdated => DaemonState::Restarting,
+                state => state,
+            },
             pid: report.pid,
             server_pid: phase.server,
             restarts: report.restarts,

@@ -430,9 +430,10 @@ fn new_settings_wait_for_clients_and_new_limits_apply_to_the_next_client() {
     node.desire_daemon(0, DaemonSettings { default_threads: Some(30), ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(10), Some(1024));
     node.write_desired();
-    node.wait_for_status("the restart waits for clients", |status| {
+    let waits = node.wait_for_status("the restart waits for clients", |status| {
         status.daemons[&uuid].message.contains("clients to exit: 1")
     });
+    assert_eq!(waits.daemons[&uuid].state, DaemonState::Restarting, "it has the older settings");
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (12, Some(1024)));
     assert_eq!(node.daemon_status(0).pid, before.pid);
     running.signal(Signal::KILL);

@@ -1,7 +1,7 @@
 //! Decides which nodes a changed policy reaches now. Pure.
 //!
-//! The first node to change is the canary. The others follow in waves, once a node serves the
-//! newest partition:
+//! The first node to change is the canary. The others follow in waves, once a node that changed
+//! serves the newest partition:
 //!
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
 //! - Nodes whose GPUs are in use wait for their pods after their spec is written. They count
@@ -48,6 +48,9 @@ pub struct NodeView {
     pub in_use: bool,
     /// Whether the node's agent is ready. Other nodes cannot change.
     pub agent_ready: bool,
+    /// Whether the current change affects the node. Other nodes had the newest partition before the
+    /// change, or are new.
+    pub affected: bool,
     /// Whether the node is cordoned, or failed or was lost before the change. Such a node does not
     /// stop the rollout, and does not count as unavailable.
     pub excused: bool,
@@ -105,7 +108,7 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Progre
     if !rules.paused {
         begin.extend(broken(nodes, proven, held));
         if !held {
-            begin.extend(wave(rules, nodes, proven));
+            begin.extend(wave(rules, nodes));
         }
     }
     let mut progress = Progress::default();
@@ -153,8 +156,10 @@ fn broken(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) -> impl 
     pending(nodes).filter(move |(_, view)| proven && is_broken(view)).map(|(name, _)| name)
 }
 
-/// Returns the nodes of the next wave.
-fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>, proven: bool) -> BTreeSet<&str> {
+/// Returns the nodes of the next wave. The first wave is one node, until a node that the change
+/// affects proves it: pending nodes may differ from the nodes that never changed.
+fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&str> {
+    let proven = nodes.values().any(|view| view.affected && proves(view));
     let limit = if proven { rules.max_unavailable.of(nodes.len()) } else { 1 };
     // A canary replaces an older change that never finishes, so it does not wait for that change.
     let count = |state: &State| {

@@ -59,6 +59,7 @@ impl Device {
         let mut backoff = Backoff::default();
         loop {
             let Some(settings) = desired.borrow_and_update().clone() else { return };
+            *self.running.borrow_mut() = Some(settings.clone());
             let start = Instant::now();
             match self.run_daemon_once(&settings, desired).await {
                 DaemonEndReason::NotDesired => return,

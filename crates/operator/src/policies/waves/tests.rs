@@ -10,7 +10,7 @@ const RULES: RolloutRules =
 /// No node begins to change.
 const NONE: [usize; 0] = [];
 
-/// Returns a node that serves the newest partition.
+/// Returns a node that has changed and serves the newest partition.
 fn updated() -> NodeView {
     NodeView {
         newest: true,
@@ -20,8 +20,14 @@ fn updated() -> NodeView {
         serves: true,
         in_use: false,
         agent_ready: true,
+        affected: true,
         excused: false,
     }
+}
+
+/// Returns a node that served the newest partition before the change.
+fn kept() -> NodeView {
+    NodeView { affected: false, ..updated() }
 }
 
 /// Returns an unused node that serves an older partition.
@@ -75,6 +81,14 @@ fn the_first_wave_is_one_node() {
     assert_eq!(begins(RULES, &[old(), old(), old(), old()]), [0]);
     assert_eq!(begins(RULES, &[changing(updated()), old(), old()]), NONE, "the canary has not finished");
     assert_eq!(decide_for(RULES, &[old(), old()]).phase, Phase::RollingOut);
+}
+
+#[test]
+fn nodes_that_the_change_does_not_affect_prove_only_repairs() {
+    assert_eq!(begins(RULES, &[kept(), old(), old(), old()]), [1], "the canary");
+    assert_eq!(begins(RULES, &[kept(), changing(updated()), old(), old()]), NONE);
+    assert_eq!(begins(RULES, &[kept(), updated(), old(), old()]), [2, 3]);
+    assert_eq!(begins(RULES, &[kept(), failed(old()), between(), old(), old()]), [1, 2]);
 }
 
 #[test]
