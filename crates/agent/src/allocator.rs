@@ -195,7 +195,7 @@ pub(crate) mod tests {
         let allocation = Allocation { mps, ..allocation(&["GPU-a::0"]) };
         let started = tokio::time::Instant::now();
         let list_devices = async {
-            tokio::time::sleep(START_TIMEOUT - Duration::from_secs(5)).await;
+            tokio::time::sleep(START_TIMEOUT.saturating_sub(Duration::from_secs(5))).await;
             let nodes = BTreeMap::from([("GPU-a".to_owned(), Vec::new())]);
             cdi::write_cdi_specification(&args, &nodes).unwrap();
         };

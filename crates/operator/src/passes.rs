@@ -417,16 +417,19 @@ impl Passes {
 /// Logs the result of a write. Returns whether the write succeeded.
 fn log_applied(change: &apply::Change, written: &Result<(), apply::Error>, seen: Instant) -> bool {
     match written {
-        Ok(()) => tracing::info!(
-            node = change.node,
-            plan = change.spec.plan_id,
-            gpus = change.spec.gpus.len(),
-            created = change.create,
-            milliseconds = seen.elapsed().as_millis(),
-            "applied GpuNode spec"
-        ),
+        Ok(()) => {
+            tracing::info!(
+                node = change.node,
+                plan = change.spec.plan_id,
+                gpus = change.spec.gpus.len(),
+                created = change.create,
+                milliseconds = seen.elapsed().as_millis(),
+                "applied GpuNode spec"
+            );
+        }
         Err(error) => {
-            tracing::warn!(node = change.node, error = error as &dyn std::error::Error, "failed to apply GpuNode spec")
+            let error = error as &dyn std::error::Error;
+            tracing::warn!(node = change.node, error, "failed to apply GpuNode spec");
         }
     }
     written.is_ok()
