@@ -325,9 +325,10 @@ impl Gatekeeper {
         let mut present = BTreeSet::new();
         let mut settled = Vec::new();
         let mut waiting = Vec::new();
+        self.claims.record_ended_pods(tracker.take_ended_pods(), now.up);
         for pod in unsettled {
             let name = full_name(&pod.metadata);
-            self.claims.end_predecessor_claim(ledger, &name, &pod.uid().unwrap_or_default());
+            self.claims.end_predecessor_claim(ledger, &name, &pod.uid().unwrap_or_default(), now.up);
             if pod.node().is_some() || !pod.waits_at_gate() {
                 self.unanswered.remove(&name);
             } else if self.unanswered.is_refuted_by(&name, pod) {

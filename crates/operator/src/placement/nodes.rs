@@ -333,33 +333,37 @@ impl Nodes {
     /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
     /// node still reports their allocations. Of the latter, those that `is_ending` accepts count as
     /// terminating, so that no other pod is evicted for the same units. The units of the others are
-    /// used.
+    /// used. `is_ending` gets the node and the name of the pod. A pod of the same name may run on
+    /// another node.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,
         evictability: &Evictability<'a>,
-        is_ending: impl Fn(&str) -> bool,
+        is_ending: impl Fn(&str, &str) -> bool,
     ) -> Holders<'a> {
-        let mut holders = BTreeMap::new();
-        let mut kept = BTreeSet::new();
+        let mut holders = Holders { pods: BTreeMap::new(), budgets: evictability.allowed_evictions() };
+        let mut kept: BTreeSet<(&str, String)> = BTreeSet::new();
         for pod in tracker.living().filter(|pod| pod.requests_gpus()) {
-            let Some(state) = pod.node().and_then(|node| self.0.get(node)) else { continue };
+            let Some((node, state)) = pod.node().and_then(|node| self.0.get_key_value(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
             if state.blocked.contains(&name) {
                 continue;
             }
             match evictability.holder(pod) {
-                Some(holder) => drop(holders.insert(name, holder)),
-                None => drop(kept.insert(name)),
+                Some(holder) => drop(holders.pods.entry(node.clone()).or_default().insert(name, holder)),
+                None => drop(kept.insert((node, name))),
             }
         }
         let gone = Holder { priority: 0, started: Moment(0), budget: None, ending: true, requests: None };
-        for pod in self.0.values().flat_map(|state| state.allocated.difference(&state.blocked)) {
-            if !holders.contains_key(pod) && !kept.contains(pod) && is_ending(pod) {
-                holders.insert(pod.clone(), gone);
+        for (node, state) in &self.0 {
+            for pod in state.allocated.difference(&state.blocked) {
+                let is_present = || holders.get(node, pod).is_some() || kept.contains(&(node.as_str(), pod.clone()));
+                if is_ending(node, pod) && !is_present() {
+                    holders.pods.entry(node.clone()).or_default().insert(pod.clone(), gone);
+                }
             }
         }
-        Holders { pods: holders, budgets: evictability.allowed_evictions() }
+        holders
     }
 
     /// Returns why a pod is not placeable, and whether that can change. `why` is the ledger's

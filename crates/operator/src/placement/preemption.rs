@@ -1,7 +1,7 @@
 //! Selects the pods of lower priority to evict for a waiting pod.
 use std::borrow::Cow;
 use std::cell::OnceCell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_plan::ledger::{Holders, Ledger, Nomination, Preemption};
@@ -115,7 +115,7 @@ impl<'a> PreemptionSearch<'a> {
             SearchResult::Preempt(Preemption { node, takes, victims }) => {
                 // A victim that does not terminate counts as running then.
                 actions.requeue_in(TERMINATION_TIME);
-                self.add_evictions(victims, &candidate.name, actions);
+                self.add_evictions(&node, victims, &candidate.name, actions);
                 self.preemptors.record_success(&candidate.name);
                 search.nominate(candidate, &node);
                 // The ledger refuses only nominations for pods with a claim, and waiting pods have
@@ -216,7 +216,7 @@ impl<'a> PreemptionSearch<'a> {
     }
 
     fn holders(&self) -> &Holders<'a> {
-        let is_ending = |pod: &str| self.claims.is_ending(pod, self.up);
+        let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
         self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, is_ending))
     }
 
@@ -232,7 +232,8 @@ impl<'a> PreemptionSearch<'a> {
         for other in self.tracker.living().filter(|other| other.requests_gpus()) {
             let (own, other_namespace) = (constraints::namespace(pod), constraints::namespace(other));
             if affinity.iter().all(|term| term.may_select(own, other_namespace, constraints::labels(other))) {
-                others.pods.remove(&full_name(&other.metadata));
+                let on_node = other.node().and_then(|node| others.pods.get_mut(node));
+                on_node.map(|pods| pods.remove(&full_name(&other.metadata)));
             }
         }
         Cow::Owned(others)
@@ -245,17 +246,18 @@ impl<'a> PreemptionSearch<'a> {
             return true;
         }
         // Ended pods whose node still reports their allocations have the priority 0.
-        let lowest = || self.holders().pods.values().map(|holder| holder.priority).min().unwrap_or(i32::MAX);
+        let holders = || self.holders().pods.values().flat_map(BTreeMap::values);
+        let lowest = || holders().map(|holder| holder.priority).min().unwrap_or(i32::MAX);
         priority > 0 && *self.lowest_holder.get_or_init(lowest) < priority
     }
 
-    /// Adds the evictions of these victims for the pod `preemptor`. Victims with a disruption
-    /// budget come first, because the API server may refuse them. After a refusal, the operator
-    /// does not evict the other victims.
-    fn add_evictions(&mut self, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
+    /// Adds the evictions of these victims on a node for the pod `preemptor`. Victims with a
+    /// disruption budget come first, because the API server may refuse them. After a refusal, the
+    /// operator does not evict the other victims.
+    fn add_evictions(&mut self, node: &str, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
         let Some(holders) = self.holders.get_mut() else { return };
-        victims.sort_by_key(|pod| holders.pods.get(pod).is_none_or(|holder| holder.budget.is_none()));
-        holders.evict(&victims);
+        victims.sort_by_key(|pod| holders.get(node, pod).is_none_or(|holder| holder.budget.is_none()));
+        holders.evict(node, &victims);
         actions.evictions.extend(victims.into_iter().map(|pod| {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
             Eviction { pod, uid, preemptor: preemptor.to_owned() }

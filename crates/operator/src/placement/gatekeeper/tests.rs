@@ -6,6 +6,7 @@ mod histories;
 mod lag;
 mod mps_hosts;
 mod other_nodes;
+mod predecessors;
 mod preemption;
 mod release;
 mod replicas;
