@@ -411,7 +411,7 @@ impl Gatekeeper {
                 at_other_nodes.push(Candidate::from_other_nodes(pod, nodes, agent_labels));
             }
         }
-        let parts = (&*nodes, tracker, claims.replicas());
+        let parts = (&*nodes, tracker, &*claims);
         let mut search = LazyCell::new(|| PlacementSearch::new(input, parts, ledger, chooser));
         for candidate in unschedulable.iter().filter(|candidate| !candidate.device_requests.is_empty()) {
             let possible = match search.find(ledger, candidate) {
@@ -477,7 +477,7 @@ impl Gatekeeper {
         let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
-        let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
+        let mut search = PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser);
         let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);

@@ -164,11 +164,13 @@ impl<'a> PreemptionSearch<'a> {
         }
         if nominated.is_none() {
             if scope == SearchScope::Nothing {
-                self.hopeless.insert(key);
+                if self.preemptors.is_failure_shared(name) {
+                    self.hopeless.insert(key);
+                }
                 return SearchResult::Impossible;
             }
             if self.hopeless.contains(&key) {
-                self.preemptors.record_failure(name, pod, key.has_rules(), self.up);
+                self.preemptors.record_failure(name, pod, (key.has_rules(), true), self.up);
                 return SearchResult::Impossible;
             }
         }
@@ -176,7 +178,7 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         }
         if let Some(nomination) = nominated {
-            let targets = search.preemption_nodes(candidate, |node| node == nomination.node);
+            let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
             let found = ledger.preempt(candidate.pending_pod(), targets, &self.holders_for(pod));
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return SearchResult::Preempt(found);
@@ -204,12 +206,16 @@ impl<'a> PreemptionSearch<'a> {
             _ => None,
         };
         let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_changed(node, version));
-        let targets = search.preemption_nodes(candidate, is_searched);
+        let targets = search.preemption_nodes(ledger, candidate, is_searched);
         match ledger.preempt(candidate.pending_pod(), targets, &self.holders_for(pod)) {
             Some(found) => SearchResult::Preempt(found),
             None => {
-                self.preemptors.record_failure(name, pod, key.has_rules(), self.up);
-                self.hopeless.insert(key);
+                let eligible = search.eligible_nodes(candidate).into_iter();
+                let is_shared = !search.has_lasting_predecessor(ledger, candidate, eligible);
+                self.preemptors.record_failure(name, pod, (key.has_rules(), is_shared), self.up);
+                if is_shared {
+                    self.hopeless.insert(key);
+                }
                 SearchResult::Impossible
             }
         }

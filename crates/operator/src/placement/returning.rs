@@ -92,10 +92,12 @@ impl<'a> ReturningUnits<'a> {
         // Rules between pods cost more than units, so they are evaluated last.
         let has_units: Vec<&str> = admitted.filter(|name| fits(returned, &[name]).is_some()).collect();
         let found = (!has_units.is_empty())
-            .then(|| search.with_room(candidate, has_units.into_iter()))
+            .then(|| search.with_room(ledger, candidate, has_units.into_iter()))
             .and_then(|on| fits(returned, &on));
         let Some(found) = found else {
-            hopeless.insert(key);
+            if !search.has_lasting_predecessor(ledger, candidate, names.iter().copied()) {
+                hopeless.insert(key);
+            }
             return false;
         };
         returned.reserve(&candidate.name, &found, Moment(u64::MAX)).is_ok()

@@ -75,6 +75,32 @@ fn other_pods_too_wait_for_the_shares_of_a_pod_that_was_recreated() {
     assert_eq!(victims(&reconcile(&mut keeper, &world, 101 + limit)), ["team/batch"], "the programs may still run");
 }
 
+/// A search that counts the predecessor's node as possible would nominate it for ever.
+#[test]
+fn a_recreated_pod_preempts_elsewhere_if_its_predecessor_does_not_end() {
+    let mut reality = ActualAllocations::default();
+    let world = TestCluster::default().node("n1", &[0]).node("n2", &[0]).policy(10);
+    let world = bound(world, &mut reality, "web-0", 1000, ("n1-GPU-0", 4));
+    let mut world = bound(world, &mut reality, "batch", 0, ("n2-GPU-0", 8));
+    reality.report_on(&mut world, 1);
+    let mut keeper = Gatekeeper::default();
+    reconcile(&mut keeper, &world, 0);
+    let world = recreate(world, 4, json!({"priority": 1000}));
+    let limit = LISTED_TIME.as_secs();
+    for second in [100, 99 + limit] {
+        assert_eq!(victims(&reconcile(&mut keeper, &world, second)), [""; 0], "second {second}");
+    }
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 100 + limit)), ["team/batch"]);
+
+    let mut alone = world;
+    alone.nodes.remove("n2");
+    let mut keeper = Gatekeeper::default();
+    for (second, reported) in [(0, 0), (limit, 0), (limit + 60, 1)] {
+        let actions = reconcile(&mut keeper, &alone, second);
+        assert_eq!((victims(&actions), actions.reported), (vec![], reported), "second {second}");
+    }
+}
+
 #[test]
 fn no_pod_is_evicted_for_shares_that_an_earlier_pod_of_its_name_uses_on_another_node() {
     let mut reality = ActualAllocations::default();
@@ -97,4 +123,24 @@ fn no_pod_is_evicted_for_shares_that_an_earlier_pod_of_its_name_uses_on_another_
     // The grace period of the new pod lasts until the second 300.
     let terminating = |pod: &mut Value| pod["metadata"]["deletionTimestamp"] = json!("1970-01-12T13:51:40Z");
     assert_eq!(victim(terminating), ["team/batch"], "the end of the new pod frees no share of n1");
+}
+
+#[test]
+fn a_predecessor_excludes_only_the_pod_of_its_name_from_its_node() {
+    let mut reality = ActualAllocations::default();
+    let mut world = bound(TestCluster::default().node("n1", &[0, 0]), &mut reality, "batch", 0, ("n1-GPU-1", 6));
+    reality.given.insert("team/web-0".to_owned(), ("n1-GPU-0".to_owned(), 6));
+    reality.report(&mut world);
+    let mut keeper = Gatekeeper::default();
+    reconcile(&mut keeper, &world, 0);
+    let world = world.pod_with("web-0", 6, json!({"priority": 1000}));
+    for second in [100, 101] {
+        assert_eq!(victims(&reconcile(&mut keeper, &world, second)), [""; 0], "second {second}");
+    }
+    let world = world.pod_with("web-1", 6, json!({"priority": 1000}));
+    for second in [102, 103] {
+        let actions = reconcile(&mut keeper, &world, second);
+        let evictions: Vec<&str> = actions.evictions.iter().map(|eviction| eviction.preemptor.as_str()).collect();
+        assert_eq!(evictions, ["team/web-1"], "second {second}");
+    }
 }
