@@ -74,7 +74,7 @@ fn pending_pod<'a>(pod: &'a str, priority: i32, device_requests: &'a [DeviceRequ
 
 /// Preempts for a pod of priority 100 with these requests on node `n`.
 fn preempt(ledger: &Ledger, sizes: &[u32], known: &[(&str, Holder)]) -> Option<Preemption> {
-    ledger.preempt(pending_pod("p", 100, &device_requests(sizes)), ["n"], &holders(known))
+    ledger.preempt(pending_pod("p", 100, &device_requests(sizes)), ["n"], &holders(known), &BTreeSet::new())
 }
 
 fn victims(facts: NodeFacts, sizes: &[u32], known: &[(&str, Holder)]) -> Option<Vec<String>> {
@@ -187,7 +187,8 @@ fn a_pod_of_the_same_name_on_another_node_frees_nothing() {
         Holders { pods: BTreeMap::from([("m".to_owned(), pods)]), budgets: Vec::new() }
     };
     for known in [holder(1), Holder { ending: true, ..holder(1) }] {
-        let found = ledger.preempt(pending_pod("p", 100, &device_requests(&[5])), ["n"], &elsewhere(known));
+        let found =
+            ledger.preempt(pending_pod("p", 100, &device_requests(&[5])), ["n"], &elsewhere(known), &BTreeSet::new());
         assert_eq!(found, None, "{known:?}");
     }
 }
@@ -197,6 +198,20 @@ fn the_units_of_an_earlier_pod_of_the_same_name_are_free_once_it_is_ending() {
     let facts = node(&["a"], &[("p", "a", 6)]);
     assert_eq!(victims(facts.clone(), &[5], &[("p", holder(1))]), None, "a pod never preempts its predecessor");
     assert_eq!(victims(facts, &[5], &[("p", Holder { ending: true, ..holder(1) })]), Some(owned_names(&[])));
+}
+
+#[test]
+fn a_pod_that_is_kept_is_no_victim_and_frees_its_units_if_it_is_terminating() {
+    let mut ledger = Ledger::default();
+    ledger.observe("n", node(&["a", "b"], &[("v", "a", 6), ("w", "b", 6)]));
+    let find = |v: Holder<'_>| {
+        let (known, kept) = ([("v", v), ("w", holder(2))], owned_names(&["v"]).into_iter().collect());
+        let requests = device_requests(&[6]);
+        let found = ledger.preempt(pending_pod("p", 100, &requests), ["n"], &holders(&known), &kept);
+        found.map(|found| found.victims)
+    };
+    assert_eq!(find(holder(1)), Some(owned_names(&["w"])));
+    assert_eq!(find(Holder { ending: true, ..holder(1) }), Some(owned_names(&[])));
 }
 
 #[test]
@@ -316,7 +331,8 @@ fn two_preemptors_do_not_use_the_same_room() {
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["w"]);
     assert_eq!(preempt(&ledger, &[4], &known).unwrap().victims, ["v"], "more units remain than the first pod requests");
     let higher = device_requests(&[6]);
-    let higher = ledger.preempt(pending_pod("higher", 101, &higher), ["n"], &holders(&known)).unwrap();
+    let higher =
+        ledger.preempt(pending_pod("higher", 101, &higher), ["n"], &holders(&known), &BTreeSet::new()).unwrap();
     assert_eq!(higher.victims, ["v"], "room nominated for lower ones is no obstacle");
     ledger.release("first");
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["v"], "a pod that is gone keeps nothing");
@@ -327,7 +343,8 @@ fn victims_free_the_cpu_and_the_pod_slots_that_the_node_is_missing() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a", "b"], &[("v", "a", 5), ("w", "b", 5)]));
     let find = |target: PreemptionNode<'_>, known: &[(&str, Holder<'_>)]| {
-        let found = ledger.preempt(pending_pod("p", 100, &device_requests(&[5])), [target], &holders(known));
+        let requests = device_requests(&[5]);
+        let found = ledger.preempt(pending_pod("p", 100, &requests), [target], &holders(known), &BTreeSet::new());
         found.map(|found| found.victims)
     };
     let known = [("v", holder_with_cpus(holder(1), 1)), ("w", holder_with_cpus(holder(2), 3))];
@@ -351,7 +368,9 @@ fn no_more_pods_of_a_budget_are_preempted_than_it_allows() {
         let mut ledger = Ledger::default();
         ledger.observe("n", facts.clone());
         let known = Holders { budgets: budgets.to_vec(), ..holders(known) };
-        ledger.preempt(pending_pod("p", 100, &device_requests(&[size])), ["n"], &known).map(|found| found.victims)
+        let requests = device_requests(&[size]);
+        let found = ledger.preempt(pending_pod("p", 100, &requests), ["n"], &known, &BTreeSet::new());
+        found.map(|found| found.victims)
     };
     let one = [("v", of(3, Some(0))), ("w", of(2, Some(0))), ("x", of(1, Some(0)))];
     assert_eq!(find(3, &one, &[1]), Some(owned_names(&["x"])), "the least important");
@@ -496,7 +515,7 @@ impl PreemptionCase {
             let missing = node_missing_cpus(self.missing.get(name).copied().unwrap_or(0)).missing;
             PreemptionNode { name, missing }
         });
-        ledger.preempt(pending_pod("p", self.priority, &self.device_requests), nodes, &self.holders)
+        ledger.preempt(pending_pod("p", self.priority, &self.device_requests), nodes, &self.holders, &BTreeSet::new())
     }
 
     /// Returns the free units of a node after these pods and the terminating pods have ended.

@@ -61,7 +61,7 @@ impl PodContext<'_> {
         let pods = holders.pods.iter().map(|(node, pods)| (node.clone(), lowered_all(pods))).collect();
         let lower = Holders { pods, budgets: Vec::new() };
         let waiting = PendingPod { pod: self.name, priority: i32::MAX, device_requests: self.device_requests };
-        let found = self.ledger.preempt(waiting, usable.iter().copied(), &lower)?;
+        let found = self.ledger.preempt(waiting, usable.iter().copied(), &lower, &BTreeSet::new())?;
         let gpus: BTreeSet<String> =
             found.takes.iter().map(|take| self.gpu_or_device_name(&found.node, &take.device)).collect();
         let gpus = gpus.into_iter().collect::<Vec<_>>().join(", ");

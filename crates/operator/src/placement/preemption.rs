@@ -1,6 +1,5 @@
 //! Selects the pods of lower priority to evict for a waiting pod.
-use std::borrow::Cow;
-use std::cell::OnceCell;
+use std::cell::{LazyCell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -177,9 +176,11 @@ impl<'a> PreemptionSearch<'a> {
         if !self.may_preempt(plan_pod.priority) {
             return SearchResult::Impossible;
         }
+        let tracker = self.tracker;
+        let kept = LazyCell::new(|| pods_of_affinity(tracker, pod));
         if let Some(nomination) = nominated {
             let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
-            let found = ledger.preempt(candidate.pending_pod(), targets, &self.holders_for(pod));
+            let found = ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept);
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return SearchResult::Preempt(found);
             }
@@ -207,7 +208,7 @@ impl<'a> PreemptionSearch<'a> {
         };
         let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_changed(node, version));
         let targets = search.preemption_nodes(ledger, candidate, is_searched);
-        match ledger.preempt(candidate.pending_pod(), targets, &self.holders_for(pod)) {
+        match ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept) {
             Some(found) => SearchResult::Preempt(found),
             None => {
                 let eligible = search.eligible_nodes(candidate).into_iter();
@@ -224,25 +225,6 @@ impl<'a> PreemptionSearch<'a> {
     fn holders(&self) -> &Holders<'a> {
         let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
         self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, is_ending))
-    }
-
-    /// Returns the pods that may be evicted for a pod. Excludes the pods that its required affinity
-    /// selects: without them, the pod could not run on the node.
-    fn holders_for(&self, pod: &PodObject) -> Cow<'_, Holders<'a>> {
-        let affinity = &pod.spec.rules.affinity;
-        let holders = self.holders();
-        if affinity.is_empty() {
-            return Cow::Borrowed(holders);
-        }
-        let mut others = holders.clone();
-        for other in self.tracker.living().filter(|other| other.requests_gpus()) {
-            let (own, other_namespace) = (constraints::namespace(pod), constraints::namespace(other));
-            if affinity.iter().all(|term| term.may_select(own, other_namespace, constraints::labels(other))) {
-                let on_node = other.node().and_then(|node| others.pods.get_mut(node));
-                on_node.map(|pods| pods.remove(&full_name(&other.metadata)));
-            }
-        }
-        Cow::Owned(others)
     }
 
     /// Returns whether a pod with GPUs has a lower priority than `priority`.
@@ -269,4 +251,19 @@ impl<'a> PreemptionSearch<'a> {
             Eviction { pod, uid, preemptor: preemptor.to_owned() }
         }));
     }
+}
+
+/// Returns the names of the pods with GPUs that the required affinity of a pod selects. They are
+/// not evicted for the pod, because without them it could not run on the node.
+fn pods_of_affinity(tracker: &PodTracker, pod: &PodObject) -> BTreeSet<String> {
+    let affinity = &pod.spec.rules.affinity;
+    if affinity.is_empty() {
+        return BTreeSet::new();
+    }
+    let is_selected = |other: &&PodObject| {
+        let (own, other_namespace) = (constraints::namespace(pod), constraints::namespace(other));
+        affinity.iter().all(|term| term.may_select(own, other_namespace, constraints::labels(other)))
+    };
+    let bound = tracker.living().filter(|other| other.node().is_some() && other.requests_gpus());
+    bound.filter(is_selected).map(|other| full_name(&other.metadata)).collect()
 }

@@ -137,11 +137,12 @@ pub(super) struct SearchedNode<'a> {
 }
 
 /// Returns the cheapest preemption on these nodes. Returns `None` if no preemption helps. Among
-/// equal preemptions, the preemption on the first node.
+/// equal preemptions, the preemption on the first node. The pods of the second set of `holders` are
+/// not preempted.
 pub(super) fn cheapest_preemption<'a>(
     pending: PendingPod<'_>,
     nodes: impl Iterator<Item = SearchedNode<'a>>,
-    holders: &Holders<'_>,
+    holders: (&Holders<'_>, &BTreeSet<String>),
 ) -> Option<Preemption> {
     let mut best: Option<(PreemptionCost, Preemption)> = None;
     for searched in nodes {
@@ -193,7 +194,12 @@ struct PreemptionSearch<'a> {
 }
 
 impl<'a> PreemptionSearch<'a> {
-    fn new(searched: &'a SearchedNode<'a>, pending: PendingPod<'a>, holders: &'a Holders<'a>) -> Self {
+    /// The pods in `kept` are not preempted.
+    fn new(
+        searched: &'a SearchedNode<'a>,
+        pending: PendingPod<'a>,
+        (holders, kept): (&'a Holders<'a>, &BTreeSet<String>),
+    ) -> Self {
         let SearchedNode { target, node, nominated } = searched;
         let mut device_requests: Vec<(usize, &DeviceRequest)> = pending.device_requests.iter().enumerate().collect();
         device_requests.sort_by_key(|&(index, request)| (&request.resource, Reverse(request.units), index));
@@ -220,7 +226,7 @@ impl<'a> PreemptionSearch<'a> {
             let Some(holder) = known.and_then(|known| known.get(&**pod)) else { continue };
             // The pending pod is not bound, so allocations under its name are those of an earlier
             // pod.
-            let is_victim = holder.priority < pending.priority && **pod != *pending.pod;
+            let is_victim = holder.priority < pending.priority && **pod != *pending.pod && !kept.contains(&**pod);
             if !holder.ending && !is_victim {
                 continue;
             }
