@@ -518,10 +518,11 @@ impl Gatekeeper {
                 continue;
             }
             let withheld = rollout.describe_withheld(device_requests, &search.eligible_nodes(candidate));
-            let mut circumstances = Circumstances::new(&offers, input.demand.get(name), withheld);
+            let returns = returning.serve(ledger, &search, candidate);
+            let mut circumstances = Circumstances::new(&offers, input.demand.get(name), withheld, returns);
             let pause = growth.preemption_pause(candidate, &circumstances, up);
             circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
-            circumstances.returns = returning.serve(ledger, &search, candidate, circumstances.preemption);
+            returning.end_promise(name, circumstances.preemption);
             let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_time(name, may_pass, up) {
                 Some(time) if time < unschedulable_after => actions.requeue_in(unschedulable_after.abs_diff(time)),

@@ -1,5 +1,6 @@
 //! Units that are unavailable for a moment: an agent restarts, or a GPU is being repartitioned. A
-//! pod that these units can serve needs no other node yet. Pure: callers pass in the time.
+//! pod that these units can serve needs no other node yet, and at first no other pod is evicted for
+//! it. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -64,16 +65,16 @@ pub(super) struct ReturningUnits<'a> {
 }
 
 impl<'a> ReturningUnits<'a> {
-    /// Returns whether a pod fits units that return soon, and keeps these units from later pods.
-    /// Keeps none for a pod for which a preemption makes room.
+    /// Returns whether a pod fits units that return soon, and promises these units to the pod. A
+    /// pod with a nomination needs none.
     pub(super) fn serve(
         &mut self,
         ledger: &Ledger,
         search: &PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        preemption: Prospect,
     ) -> bool {
-        if self.names.is_empty() || preemption == Prospect::Room || candidate.device_requests.is_empty() {
+        let is_nominated = || ledger.nominations().contains_key(&candidate.name);
+        if self.names.is_empty() || candidate.device_requests.is_empty() || is_nominated() {
             return false;
         }
         let key = search.key(candidate);
@@ -101,6 +102,14 @@ impl<'a> ReturningUnits<'a> {
             return false;
         };
         returned.reserve(&candidate.name, &found, Moment(u64::MAX)).is_ok()
+    }
+
+    /// Ends the promise of units to a pod if a preemption makes room for it. Other pods may wait for
+    /// the units.
+    pub(super) fn end_promise(&mut self, pod: &str, preemption: Prospect) {
+        if let Some(returned) = self.ledger.as_mut().filter(|_| preemption == Prospect::Room) {
+            returned.release(pod);
+        }
     }
 }
 

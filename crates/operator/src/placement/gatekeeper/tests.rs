@@ -11,6 +11,7 @@ mod preemption;
 mod release;
 mod replicas;
 mod reservations;
+mod returning;
 mod scale;
 mod stranded;
 mod waiting;

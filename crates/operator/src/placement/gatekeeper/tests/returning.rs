@@ -1,0 +1,63 @@
+//! Tests units that are unavailable for a moment, because an agent restarts or a GPU is
+//! repartitioned.
+use serde_json::json;
+
+use super::world::{ActualAllocations, TestCluster, reconcile, released};
+use crate::placement::actions::Actions;
+use crate::placement::gatekeeper::Gatekeeper;
+use crate::placement::growth::MAX_PREEMPTION_PAUSE;
+
+fn set_agent_ready(world: &mut TestCluster, node: &str, ready: bool) {
+    let status = if ready { "True" } else { "False" };
+    let change = |agent: &mut serde_json::Value| agent["status"]["conditions"][0]["status"] = json!(status);
+    world.change(|world| &mut world.agents, node, change);
+}
+
+fn victims(actions: &Actions) -> Vec<&str> {
+    actions.evictions.iter().map(|eviction| eviction.pod.as_str()).collect()
+}
+
+/// Returns an empty node `n1` whose agent is away, and a node `n2` with a pod of low priority. Each
+/// has one GPU. The pod `high` fits on `n1`, or on `n2` without the other pod.
+fn node_without_agent() -> TestCluster {
+    let low = json!({"nodeName": "n2", "schedulingGates": [], "priority": 0});
+    let mut world = TestCluster::default().node("n1", &[0]).node("n2", &[0]).policy(10).pod_with("low", 6, low);
+    let mut reality = ActualAllocations::default();
+    reality.given.insert("team/low".to_owned(), ("n2-GPU-0".to_owned(), 6));
+    reality.report_on(&mut world, 1);
+    set_agent_ready(&mut world, "n1", false);
+    world.pod_with("high", 6, json!({"priority": 1000}))
+}
+
+#[test]
+fn no_pod_is_evicted_while_the_agent_of_a_node_with_room_is_away_for_a_moment() {
+    let mut world = node_without_agent();
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0);
+    assert_eq!(victims(&first), [""; 0]);
+    assert!(first.requeue.is_some_and(|requeue| requeue <= MAX_PREEMPTION_PAUSE), "{:?}", first.requeue);
+    let mut returned = world.clone();
+    set_agent_ready(&mut returned, "n1", true);
+    assert_eq!(released(&reconcile(&mut keeper, &returned, 5)), [("team/high", "reserved")]);
+
+    world = world.pod_with("next", 6, json!({"priority": 10}));
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0);
+    let evictions: Vec<&str> = first.evictions.iter().map(|eviction| eviction.preemptor.as_str()).collect();
+    assert_eq!(evictions, ["team/next"], "n1 has room for one of the pods");
+}
+
+#[test]
+fn pods_are_evicted_if_the_agent_stays_away_and_the_units_of_its_node_serve_another_pod() {
+    let world = node_without_agent().pod_with("other", 6, json!({"priority": 0}));
+    let pause = MAX_PREEMPTION_PAUSE.as_secs();
+    let mut keeper = Gatekeeper::default();
+    for (second, reported) in [(0, 0), (pause - 1, 1)] {
+        let actions = reconcile(&mut keeper, &world, second);
+        assert_eq!((victims(&actions), actions.reported), (vec![], reported), "second {second}");
+    }
+    for second in [pause, pause + 1] {
+        let actions = reconcile(&mut keeper, &world, second);
+        assert_eq!((actions.evictions.len(), actions.reported), (1, 0), "n1 will have room for the other pod");
+    }
+}
