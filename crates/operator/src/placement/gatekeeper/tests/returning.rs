@@ -2,10 +2,11 @@
 //! repartitioned.
 use serde_json::json;
 
-use super::world::{ActualAllocations, TestCluster, reconcile, released};
+use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, reconcile, released, requesting, whole_gpus};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::Gatekeeper;
-use crate::placement::growth::MAX_PREEMPTION_PAUSE;
+use crate::placement::growth::{FULL_AFTER, MAX_PREEMPTION_PAUSE};
+use crate::placement::returning::RETURN_TIME;
 
 fn set_agent_ready(world: &mut TestCluster, node: &str, ready: bool) {
     let status = if ready { "True" } else { "False" };
@@ -15,6 +16,10 @@ fn set_agent_ready(world: &mut TestCluster, node: &str, ready: bool) {
 
 fn victims(actions: &Actions) -> Vec<&str> {
     actions.evictions.iter().map(|eviction| eviction.pod.as_str()).collect()
+}
+
+fn reports(actions: &Actions) -> Vec<&str> {
+    actions.reports.iter().map(|report| report.pod.as_str()).collect()
 }
 
 /// Returns an empty node `n1` whose agent is away, and a node `n2` with a pod of low priority. Each
@@ -60,4 +65,26 @@ fn pods_are_evicted_if_the_agent_stays_away_and_the_units_of_its_node_serve_anot
         let actions = reconcile(&mut keeper, &world, second);
         assert_eq!((actions.evictions.len(), actions.reported), (1, 0), "n1 will have room for the other pod");
     }
+}
+
+#[test]
+fn pods_wait_for_an_agent_although_a_gpu_of_its_node_has_waited_for_its_repartitioning_for_long() {
+    let mut world = whole_gpus(TestCluster::default(), "n1", &[0, 0]).policy(10);
+    let mps = json!({"multiUser": true, "computeMode": "ExclusiveProcess", "slices": [{"resource": MPS_RESOURCE, "count": 10}]});
+    let gpu = json!({"uuid": "n1-GPU-0", "enforcement": "Report", "partition": {"mps": mps}});
+    world.change(|world| &mut world.gpu_nodes, "n1", |node| node["spec"] = json!({"planId": "p", "gpus": [gpu]}));
+    let mut keeper = Gatekeeper::default();
+    reconcile(&mut keeper, &world, 0);
+    let away = 3600;
+    set_agent_ready(&mut world, "n1", false);
+    // The first pod fits the other GPU, and the second pod fits the GPU after its repartitioning.
+    let world = world.pod_with("whole", 0, requesting("nvidia.com/gpu", 1)).pod("shares", 5);
+    reconcile(&mut keeper, &world, away);
+    let full = FULL_AFTER.as_secs();
+    assert_eq!(reports(&reconcile(&mut keeper, &world, away + full)), ["team/shares"]);
+    let returned = away + RETURN_TIME.as_secs();
+    for second in [returned - 1, returned] {
+        assert!(!reports(&reconcile(&mut keeper, &world, second)).contains(&"team/whole"), "second {second}");
+    }
+    assert!(reports(&reconcile(&mut keeper, &world, returned + full)).contains(&"team/whole"));
 }
