@@ -75,6 +75,35 @@ fn other_pods_too_wait_for_the_shares_of_a_pod_that_was_recreated() {
     assert_eq!(victims(&reconcile(&mut keeper, &world, 101 + limit)), ["team/batch"], "the programs may still run");
 }
 
+/// The kubelet may admit a pod before the watch reports that the pod is bound.
+#[test]
+fn a_pod_that_was_deleted_before_the_watch_reported_its_node_is_waited_for_too() {
+    for is_recreated in [false, true] {
+        let mut reality = ActualAllocations::default();
+        let mut world = bound(TestCluster::default().node("n1", &[0, 0]), &mut reality, "batch", 0, ("n1-GPU-1", 6));
+        reality.report(&mut world);
+        let mut keeper = Gatekeeper::default();
+        reconcile(&mut keeper, &world, 0);
+        let mut world = world.pod_with("web-0", 6, json!({"priority": 1000}));
+        let actions = reconcile(&mut keeper, &world, 100);
+        assert!(world.apply_release(&actions.releases[0]));
+        reconcile(&mut keeper, &world, 101);
+        reality.given.insert("team/web-0".to_owned(), ("n1-GPU-0".to_owned(), 6));
+        reality.report(&mut world);
+        world.pods.remove("team/web-0");
+        if is_recreated {
+            world = world.pod_with("web-0", 6, json!({"priority": 0}));
+        }
+        let world = world.pod_with("high", 6, json!({"priority": 1000}));
+        let limit = LISTED_TIME.as_secs();
+        for second in [102, 101 + limit] {
+            let actions = reconcile(&mut keeper, &world, second);
+            assert_eq!(victims(&actions), [""; 0], "second {second}, recreated: {is_recreated}");
+        }
+        assert_eq!(victims(&reconcile(&mut keeper, &world, 110 + limit)), ["team/batch"]);
+    }
+}
+
 /// A search that counts the predecessor's node as possible would nominate it for ever.
 #[test]
 fn a_recreated_pod_preempts_elsewhere_if_its_predecessor_does_not_end() {

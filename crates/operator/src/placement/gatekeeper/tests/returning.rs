@@ -88,3 +88,25 @@ fn pods_wait_for_an_agent_although_a_gpu_of_its_node_has_waited_for_its_repartit
     }
     assert!(reports(&reconcile(&mut keeper, &world, returned + full)).contains(&"team/whole"));
 }
+
+#[test]
+fn a_pod_does_not_wait_for_the_agent_of_a_node_that_lasts_to_list_its_predecessor() {
+    let low = json!({"nodeName": "n2", "schedulingGates": [], "priority": 0});
+    let mut world = TestCluster::default().node("n1", &[0, 0]).node("n2", &[0, 0]);
+    let mut reality = ActualAllocations::default();
+    for (name, device) in [("low-0", "n2-GPU-0"), ("low-1", "n2-GPU-1")] {
+        world = world.pod_with(name, 6, low.clone());
+        reality.given.insert(format!("team/{name}"), (device.to_owned(), 6));
+    }
+    reality.given.insert("team/web-0".to_owned(), ("n1-GPU-0".to_owned(), 6));
+    reality.report(&mut world);
+    let mut keeper = Gatekeeper::default();
+    reconcile(&mut keeper, &world, 0);
+    set_agent_ready(&mut world, "n1", false);
+    for name in ["web-0", "web-1"] {
+        world = world.pod_with(name, 6, json!({"priority": 1000}));
+    }
+    let actions = reconcile(&mut keeper, &world, 100);
+    let evictions: Vec<&str> = actions.evictions.iter().map(|eviction| eviction.preemptor.as_str()).collect();
+    assert_eq!(evictions, ["team/web-0"], "the other pod waits for n1");
+}
