@@ -22,8 +22,9 @@ use super::search::{Candidate, PlacementSearch, SearchKey};
 /// long as an autoscaler needs to add a node.
 pub(super) const RETURN_TIME: Duration = Duration::from_secs(120);
 
-/// Nodes with units that are unavailable for a moment. Each has the reasons, with the time since
-/// when, as durations since the process started. One that lasts must not count for another.
+/// Nodes with units that are unavailable for a moment: when each absence began, as durations since
+/// the process started. A GPU may wait for days for its repartitioning, and must not use up the
+/// time for which pods wait for an agent that restarts.
 #[derive(Debug, Default)]
 pub(super) struct Returning(BTreeMap<String, BTreeMap<Absence, Duration>>);
 
@@ -113,8 +114,8 @@ impl<'a> ReturningUnits<'a> {
         returned.reserve(&candidate.name, &found, Moment(u64::MAX)).is_ok()
     }
 
-    /// Ends the promise of units to a pod if a preemption makes room for it. Other pods may wait for
-    /// the units.
+    /// Ends the promise of units to a pod if a preemption makes room for it. Other pods may then
+    /// wait for the units.
     pub(super) fn end_promise(&mut self, pod: &str, preemption: Prospect) {
         if let Some(returned) = self.ledger.as_mut().filter(|_| preemption == Prospect::Room) {
             returned.release(pod);
