@@ -48,8 +48,10 @@ fn holder(priority: i32) -> Holder<'static> {
     Holder { priority, started: Moment(0), budget: None, ending: false, requests: None }
 }
 
+/// Returns pods on node `n`.
 fn holders<'a>(all: &[(&str, Holder<'a>)]) -> Holders<'a> {
-    Holders { pods: all.iter().map(|(pod, holder)| ((*pod).to_owned(), *holder)).collect(), budgets: Vec::new() }
+    let pods = all.iter().map(|(pod, holder)| ((*pod).to_owned(), *holder)).collect();
+    Holders { pods: BTreeMap::from([("n".to_owned(), pods)]), budgets: Vec::new() }
 }
 
 /// Requests of pods for 0 to 3 CPUs.
@@ -72,7 +74,7 @@ fn pending_pod<'a>(pod: &'a str, priority: i32, device_requests: &'a [DeviceRequ
 
 /// Preempts for a pod of priority 100 with these requests on node `n`.
 fn preempt(ledger: &Ledger, sizes: &[u32], known: &[(&str, Holder)]) -> Option<Preemption> {
-    ledger.preempt(pending_pod("p", 100, &device_requests(sizes)), ["n"], &holders(known))
+    ledger.preempt(pending_pod("p", 100, &device_requests(sizes)), ["n"], &holders(known), &BTreeSet::new())
 }
 
 fn victims(facts: NodeFacts, sizes: &[u32], known: &[(&str, Holder)]) -> Option<Vec<String>> {
@@ -174,6 +176,42 @@ fn no_victims_for_units_that_are_free_or_becoming_free() {
         victims(facts, &[8], &[("v", Holder { ending: true, ..holder(1) }), ("w", holder(1))]),
         Some(owned_names(&["w"]))
     );
+}
+
+#[test]
+fn a_pod_of_the_same_name_on_another_node_frees_nothing() {
+    let mut ledger = Ledger::default();
+    ledger.observe("n", node(&["a"], &[("v", "a", 6)]));
+    let elsewhere = |holder| {
+        let pods = BTreeMap::from([("v".to_owned(), holder)]);
+        Holders { pods: BTreeMap::from([("m".to_owned(), pods)]), budgets: Vec::new() }
+    };
+    for known in [holder(1), Holder { ending: true, ..holder(1) }] {
+        let found =
+            ledger.preempt(pending_pod("p", 100, &device_requests(&[5])), ["n"], &elsewhere(known), &BTreeSet::new());
+        assert_eq!(found, None, "{known:?}");
+    }
+}
+
+#[test]
+fn the_units_of_an_earlier_pod_of_the_same_name_are_free_once_it_is_ending() {
+    let facts = node(&["a"], &[("p", "a", 6)]);
+    assert_eq!(victims(facts.clone(), &[5], &[("p", holder(1))]), None, "a pod never preempts its predecessor");
+    assert_eq!(victims(facts, &[5], &[("p", Holder { ending: true, ..holder(1) })]), Some(owned_names(&[])));
+}
+
+#[test]
+fn a_pod_that_is_kept_is_no_victim_and_frees_its_units_if_it_is_terminating() {
+    let mut ledger = Ledger::default();
+    ledger.observe("n", node(&["a", "b"], &[("v", "a", 6), ("w", "b", 6)]));
+    let find = |v: Holder<'_>| {
+        let (known, kept) = ([("v", v), ("w", holder(2))], owned_names(&["v"]).into_iter().collect());
+        let requests = device_requests(&[6]);
+        let found = ledger.preempt(pending_pod("p", 100, &requests), ["n"], &holders(&known), &kept);
+        found.map(|found| found.victims)
+    };
+    assert_eq!(find(holder(1)), Some(owned_names(&["w"])));
+    assert_eq!(find(Holder { ending: true, ..holder(1) }), Some(owned_names(&[])));
 }
 
 #[test]
@@ -293,7 +331,8 @@ fn two_preemptors_do_not_use_the_same_room() {
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["w"]);
     assert_eq!(preempt(&ledger, &[4], &known).unwrap().victims, ["v"], "more units remain than the first pod requests");
     let higher = device_requests(&[6]);
-    let higher = ledger.preempt(pending_pod("higher", 101, &higher), ["n"], &holders(&known)).unwrap();
+    let higher =
+        ledger.preempt(pending_pod("higher", 101, &higher), ["n"], &holders(&known), &BTreeSet::new()).unwrap();
     assert_eq!(higher.victims, ["v"], "room nominated for lower ones is no obstacle");
     ledger.release("first");
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["v"], "a pod that is gone keeps nothing");
@@ -304,7 +343,8 @@ fn victims_free_the_cpu_and_the_pod_slots_that_the_node_is_missing() {
     let mut ledger = Ledger::default();
     ledger.observe("n", node(&["a", "b"], &[("v", "a", 5), ("w", "b", 5)]));
     let find = |target: PreemptionNode<'_>, known: &[(&str, Holder<'_>)]| {
-        let found = ledger.preempt(pending_pod("p", 100, &device_requests(&[5])), [target], &holders(known));
+        let requests = device_requests(&[5]);
+        let found = ledger.preempt(pending_pod("p", 100, &requests), [target], &holders(known), &BTreeSet::new());
         found.map(|found| found.victims)
     };
     let known = [("v", holder_with_cpus(holder(1), 1)), ("w", holder_with_cpus(holder(2), 3))];
@@ -328,7 +368,9 @@ fn no_more_pods_of_a_budget_are_preempted_than_it_allows() {
         let mut ledger = Ledger::default();
         ledger.observe("n", facts.clone());
         let known = Holders { budgets: budgets.to_vec(), ..holders(known) };
-        ledger.preempt(pending_pod("p", 100, &device_requests(&[size])), ["n"], &known).map(|found| found.victims)
+        let requests = device_requests(&[size]);
+        let found = ledger.preempt(pending_pod("p", 100, &requests), ["n"], &known, &BTreeSet::new());
+        found.map(|found| found.victims)
     };
     let one = [("v", of(3, Some(0))), ("w", of(2, Some(0))), ("x", of(1, Some(0)))];
     assert_eq!(find(3, &one, &[1]), Some(owned_names(&["x"])), "the least important");
@@ -346,9 +388,11 @@ fn pods_that_are_being_evicted_use_up_their_budgets() {
     let mut known = holders(&[("v", Holder { budget: Some(0), ..holder(1) }), ("w", holder(1))]);
     known.budgets = vec![2];
     let victims = owned_names(&["v", "w", "unknown"]);
-    known.evict(&victims);
-    known.evict(&victims);
-    assert_eq!((known.pods["v"].ending, known.pods["w"].ending, known.budgets), (true, true, vec![1]));
+    for node in ["m", "n", "n"] {
+        known.evict(node, &victims);
+    }
+    let is_ending = |pod: &str| known.get("n", pod).map(|holder| holder.ending);
+    assert_eq!((is_ending("v"), is_ending("w"), known.budgets.as_slice()), (Some(true), Some(true), &[1][..]));
 }
 
 // Property tests follow.
@@ -418,7 +462,7 @@ fn preemption_case() -> impl Strategy<Value = PreemptionCase> {
     let budgets = prop_oneof![Just(vec![9, 9]), prop::collection::vec(0_u32..3, 2)];
     let missing = prop_oneof![Just((0, 0)), (0_u32..4, 0_u32..4)];
     (facts(), facts(), holders, reserved, device_requests, 0_i32..5, budgets, missing).prop_map(
-        |(m, n, mut holders, reserved, device_requests, priority, budgets, missing)| {
+        |(m, n, holders, reserved, device_requests, priority, budgets, missing)| {
             // A pod is on only one node.
             let (mut m, mut n) = (m, n);
             for held in &mut m.allocations {
@@ -427,13 +471,9 @@ fn preemption_case() -> impl Strategy<Value = PreemptionCase> {
             for held in &mut n.allocations {
                 held.pod.push_str("@n");
             }
-            for pod in holders.keys().cloned().collect::<Vec<_>>() {
-                let holder = holders.remove(&pod).unwrap();
-                for node in NODES {
-                    holders.insert(format!("{pod}@{node}"), holder);
-                }
-            }
-            let holders = Holders { pods: holders, budgets };
+            let on = |node: &str| holders.iter().map(|(pod, holder)| (format!("{pod}@{node}"), *holder)).collect();
+            let pods = NODES.map(|node| (node.to_owned(), on(node)));
+            let holders = Holders { pods: pods.into(), budgets };
             let missing = BTreeMap::from([("m", missing.0), ("n", missing.1)]);
             let nodes = BTreeMap::from([("m", m), ("n", n)]);
             PreemptionCase { nodes, missing, holders, reserved, device_requests, priority }
@@ -448,6 +488,11 @@ const CPU_SLOT: [&str; 2] = ["cpu", ""];
 type FreeUnits = BTreeMap<(String, String), i64>;
 
 impl PreemptionCase {
+    /// Returns a pod with allocations. Its name ends with that of its node.
+    fn holder(&self, pod: &str) -> Option<&Holder<'static>> {
+        self.holders.get(pod.rsplit_once('@')?.1, pod)
+    }
+
     fn ledger(&self) -> Ledger {
         let mut ledger = Ledger::default();
         for (name, facts) in &self.nodes {
@@ -470,14 +515,14 @@ impl PreemptionCase {
             let missing = node_missing_cpus(self.missing.get(name).copied().unwrap_or(0)).missing;
             PreemptionNode { name, missing }
         });
-        ledger.preempt(pending_pod("p", self.priority, &self.device_requests), nodes, &self.holders)
+        ledger.preempt(pending_pod("p", self.priority, &self.device_requests), nodes, &self.holders, &BTreeSet::new())
     }
 
     /// Returns the free units of a node after these pods and the terminating pods have ended.
     fn free_units(&self, ledger: &Ledger, node: &str, gone: &BTreeSet<&str>) -> FreeUnits {
         let facts = &self.nodes[node];
         let leaves = |held: &&Allocation| {
-            gone.contains(held.pod.as_str()) || self.holders.pods.get(&held.pod).is_some_and(|holder| holder.ending)
+            gone.contains(held.pod.as_str()) || self.holder(&held.pod).is_some_and(|holder| holder.ending)
         };
         let freed: Vec<Allocation> = facts.allocations.iter().filter(leaves).cloned().collect();
         let reservations = ledger.reservations(node);
@@ -491,7 +536,7 @@ impl PreemptionCase {
         let mut units: FreeUnits =
             facts.devices.iter().map(|facts| ((facts.resource.clone(), facts.device.clone()), room(facts))).collect();
         let pods: BTreeSet<&str> = facts.allocations.iter().filter(leaves).map(|held| held.pod.as_str()).collect();
-        let requests = pods.into_iter().filter_map(|pod| self.holders.pods.get(pod)?.requests);
+        let requests = pods.into_iter().filter_map(|pod| self.holder(pod)?.requests);
         let cpus: u64 = requests.filter_map(|requests| requests["cpu"].count()).sum();
         units.insert(CPU_SLOT.map(str::to_owned).into(), i64::try_from(cpus).unwrap() - i64::from(self.missing[node]));
         units
@@ -500,7 +545,7 @@ impl PreemptionCase {
     /// Returns whether the budgets allow these evictions.
     fn within_budgets(&self, victims: &[&str]) -> bool {
         (0_u32..).zip(&self.holders.budgets).all(|(index, allowed)| {
-            let of = |victim: &&&str| self.holders.pods[**victim].budget == usize::try_from(index).ok();
+            let of = |victim: &&&str| self.holder(victim).unwrap().budget == usize::try_from(index).ok();
             victims.iter().filter(of).count() <= usize::try_from(*allowed).unwrap()
         })
     }
@@ -508,19 +553,18 @@ impl PreemptionCase {
     /// Returns the possible victims on a node, in the order in which they are kept.
     fn possible_victims(&self, node: &str) -> Vec<&str> {
         let pods: BTreeSet<&str> = self.nodes[node].allocations.iter().map(|held| held.pod.as_str()).collect();
-        let lower = |pod: &&str| {
-            self.holders.pods.get(*pod).is_some_and(|holder| holder.priority < self.priority && !holder.ending)
-        };
+        let lower =
+            |pod: &&str| self.holder(pod).is_some_and(|holder| holder.priority < self.priority && !holder.ending);
         let mut pods: Vec<&str> = pods.into_iter().filter(lower).collect();
         pods.sort_by_key(|&pod| {
-            let holder = self.holders.pods[pod];
+            let holder = self.holder(pod).unwrap();
             (Reverse(holder.priority), holder.started, pod)
         });
         pods
     }
 
     fn victims_cost(&self, victims: &[&str]) -> (Option<i32>, i64, usize, Reverse<Option<Moment>>) {
-        let of = || victims.iter().map(|victim| self.holders.pods[*victim]);
+        let of = || victims.iter().map(|victim| self.holder(victim).unwrap());
         let highest = of().map(|holder| holder.priority).max();
         (
             highest,
@@ -639,7 +683,7 @@ proptest! {
         prop_assert_eq!(&turned.preempt_on(&other, nodes), &found);
         let Some(found) = found else { return Ok(()) };
         let mut updated = case.clone();
-        updated.holders.evict(&found.victims);
+        updated.holders.evict(&found.node, &found.victims);
         let again = updated.preempt(&ledger);
         prop_assert!(again.as_ref().is_some_and(|again| again.victims.is_empty()), "{:?}, then {:?}", found, again);
     }
@@ -655,7 +699,7 @@ proptest! {
         let Some(found) = case.preempt(&ledger) else { return Ok(()) };
         ledger.nominate("p", nomination(case.priority, &found)).unwrap();
         let facts = &case.nodes[found.node.as_str()];
-        let leaves = |pod: &String| found.victims.contains(pod) || case.holders.pods.get(pod).is_some_and(|holder| holder.ending);
+        let leaves = |pod: &String| found.victims.contains(pod) || case.holder(pod).is_some_and(|holder| holder.ending);
         let mut leaving: BTreeSet<String> = facts.allocations.iter().map(|held| held.pod.clone()).filter(leaves).collect();
         let mut facts = facts.clone();
         let mut newcomers = newcomers.into_iter();

@@ -55,22 +55,20 @@ impl PodContext<'_> {
     fn suggest_removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.removable_pods();
         let lowered = |holder: &Holder<'static>| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };
-        let pods = holders.iter().map(|(name, holder)| (name.clone(), lowered(holder))).collect();
+        let lowered_all = |pods: &BTreeMap<String, Holder<'static>>| {
+            pods.iter().map(|(name, holder)| (name.clone(), lowered(holder))).collect()
+        };
+        let pods = holders.pods.iter().map(|(node, pods)| (node.clone(), lowered_all(pods))).collect();
         let lower = Holders { pods, budgets: Vec::new() };
         let waiting = PendingPod { pod: self.name, priority: i32::MAX, device_requests: self.device_requests };
-        let found = self.ledger.preempt(waiting, usable.iter().copied(), &lower)?;
+        let found = self.ledger.preempt(waiting, usable.iter().copied(), &lower, &BTreeSet::new())?;
         let gpus: BTreeSet<String> =
             found.takes.iter().map(|take| self.gpu_or_device_name(&found.node, &take.device)).collect();
         let gpus = gpus.into_iter().collect::<Vec<_>>().join(", ");
         Some(self.removal_suggestion(&found, &gpus, &holders))
     }
 
-    fn removal_suggestion(
-        &self,
-        found: &Preemption,
-        gpus: &str,
-        holders: &BTreeMap<String, Holder<'static>>,
-    ) -> String {
+    fn removal_suggestion(&self, found: &Preemption, gpus: &str, holders: &Holders<'static>) -> String {
         let node = &found.node;
         if found.victims.is_empty() {
             let fits = self.ledger.fit(self.device_requests, [node.as_str()], 1, &Tightest).is_ok();
@@ -79,7 +77,7 @@ impl PodContext<'_> {
         }
         let priority = self.pod.spec.priority.unwrap_or(0);
         let describe = |victim: &String| {
-            let of = holders.get(victim).map_or(0, |holder| holder.priority);
+            let of = holders.get(node, victim).map_or(0, |holder| holder.priority);
             let order = match of.cmp(&priority) {
                 Ordering::Less => "lower",
                 Ordering::Equal => "same",
@@ -93,7 +91,7 @@ impl PodContext<'_> {
 
     /// Returns the bound pods that can be removed to free slices. Excludes pods on cordoned or
     /// unhealthy GPUs, because their slices remain unavailable.
-    fn removable_pods(&self) -> BTreeMap<String, Holder<'static>> {
+    fn removable_pods(&self) -> Holders<'static> {
         let is_unavailable = |node: &str, gpu: &GpuStatus| {
             let cordons = self.live.observed.nodes.get(node).map(Node::cordons);
             unavailable_reason(gpu, &cordons.unwrap_or_default()).is_some()
@@ -103,7 +101,7 @@ impl PodContext<'_> {
             .filter(|(node, gpu)| is_unavailable(node, gpu))
             .flat_map(|(node, gpu)| gpu.allocations.iter().map(move |allocation| (node, allocation.pod.as_str())))
             .collect();
-        let mut holders = BTreeMap::new();
+        let mut holders = Holders::default();
         for pod in &self.live.cluster.pods {
             let Some(node) = pod.node() else { continue };
             let name = full_name(&pod.metadata);
@@ -114,12 +112,11 @@ impl PodContext<'_> {
             let holder = Holder {
                 priority: pod.spec.priority.unwrap_or(0),
                 started: Moment(u64::try_from(started).unwrap_or(0)),
-
                 budget: None,
                 requests: None,
                 ending: pod.metadata.deletion_timestamp.is_some(),
             };
-            holders.insert(name, holder);
+            holders.pods.entry(node.to_owned()).or_default().insert(name, holder);
         }
         holders
     }

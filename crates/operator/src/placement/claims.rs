@@ -42,8 +42,9 @@ pub(super) struct PodClaims {
     renewals: BTreeMap<String, u32>,
     /// Ended or deleted pods that may still use shares, each with the time at which its claim ends.
     lingering: BTreeMap<String, Duration>,
-    /// Pods that ended or were deleted less than [`LISTED_TIME`] ago, each with the time.
-    ended: BTreeMap<String, Duration>,
+    /// Pods that ended or were deleted less than [`LISTED_TIME`] ago, by name and node, each with
+    /// the time. A new pod may have the name of such a pod.
+    ended: BTreeMap<String, BTreeMap<String, Duration>>,
     /// When the ledger was built. The time at which other pods ended is unknown.
     built: Duration,
     /// Nodes on which reservations have ended.
@@ -97,8 +98,9 @@ impl PodClaims {
     }
 
     /// Ends the claim of an earlier pod of the same name.
-    pub(super) fn end_predecessor_claim(&mut self, ledger: &mut Ledger, name: &str, uid: &str) {
+    pub(super) fn end_predecessor_claim(&mut self, ledger: &mut Ledger, name: &str, uid: &str, up: Duration) {
         if self.uids.get(name).is_some_and(|known| **known != *uid) {
+            self.record_end_of_claim(ledger, name, up);
             self.end_claim(Some(ledger), name);
             self.allocated.remove(name);
         }
@@ -163,6 +165,7 @@ impl PodClaims {
         maybe_deleted.retain(|name| !present.contains(name));
         for name in &maybe_deleted {
             let Some(claim) = ledger.claim(name) else { continue };
+            self.record_end_of_claim(ledger, name, up);
             // A released pod may have been bound since the watch last reported it.
             let is_bound = matches!(claim.place, Place::Bound(_));
             let is_reported = self.allocated.contains(name.as_str()) || is_bound && !ledger.awaits_allocation(name);
@@ -172,18 +175,37 @@ impl PodClaims {
                 self.lingering.remove(name);
             }
         }
-        self.ended.retain(|name, ended| up < ended.saturating_add(LISTED_TIME) && !present.contains(name));
         for name in maybe_deleted {
             self.allocated.remove(name.as_str());
             self.expired.remove(&name);
-            self.ended.entry(name).or_insert(up);
+        }
+    }
+
+    /// Records pods that ended or were deleted, each with its name and its node. Forgets those that
+    /// ended [`LISTED_TIME`] ago.
+    pub(super) fn record_ended_pods(&mut self, ended: impl IntoIterator<Item = (String, String)>, up: Duration) {
+        self.ended.retain(|_, nodes| {
+            nodes.retain(|_, ended| up < ended.saturating_add(LISTED_TIME));
+            !nodes.is_empty()
+        });
+        for (name, node) in ended {
+            self.ended.entry(name).or_default().insert(node, up);
+        }
+    }
+
+    /// Records that a pod with a claim ended or was deleted. The pod may have been bound to a node
+    /// of its reservation since the watch last reported it.
+    fn record_end_of_claim(&mut self, ledger: &Ledger, name: &str, up: Duration) {
+        let nodes = ledger.claim(name).into_iter().flat_map(|claim| claim_nodes(&claim.place));
+        for node in nodes {
+            self.ended.entry(name.to_owned()).or_default().entry(node).or_insert(up);
         }
     }
 
     /// Returns whether units that a node lists for a pod that ended or was deleted count as about
     /// to be free.
-    pub(super) fn is_ending(&self, name: &str, up: Duration) -> bool {
-        let ended = self.ended.get(name).copied().unwrap_or(self.built);
+    pub(super) fn is_ending(&self, node: &str, name: &str, up: Duration) -> bool {
+        let ended = self.ended.get(name).and_then(|nodes| nodes.get(node)).copied().unwrap_or(self.built);
         up < ended.saturating_add(LISTED_TIME)
     }
 

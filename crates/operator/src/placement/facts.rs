@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cleave_api::GpuNode;
 use cleave_api::cordon::Cordons;
-use cleave_api::gpunode::GpuStatus;
+use cleave_api::gpunode::{GpuStatus, Partition};
 use cleave_api::names::CORDON_ANNOTATION;
 use cleave_api::placement::ReservedUnits;
 use cleave_plan::ledger::{Allocation, DeviceFacts, NodeFacts, Reservation, Units};
@@ -13,15 +13,38 @@ use crate::pods::PodObject;
 use crate::policies::partition;
 use crate::rollout::MpsState;
 
+/// Why units of a node are unavailable for a moment.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Absence {
+    /// The node's agent is not ready.
+    Agent,
+    /// The GPU with this UUID does not have the partition of its spec.
+    Partition(String),
+}
+
 /// What decides which units of a node are available, besides the `GpuNode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Availability {
+pub(super) struct Availability<'a> {
     /// Whether the node's agent is ready. A pod that starts on a node without an agent fails.
     pub(super) ready: bool,
     /// Whether shares under MPS are withheld, because the operator replaces the node's MPS host.
     pub(super) withheld: bool,
-    /// Whether each GPU counts as if it had the partition of its spec.
-    pub(super) repartitioned: bool,
+    /// Absences that count as if they had ended.
+    pub(super) over: &'a BTreeSet<Absence>,
+}
+
+/// Returns why units of a node are unavailable for a moment.
+pub(super) fn absences(object: &GpuNode, ready: bool) -> BTreeSet<Absence> {
+    let gpus = object.status.iter().flat_map(|status| &status.gpus);
+    let is_due = |gpu: &&GpuStatus| planned_partition(object, gpu).is_some();
+    let partitions = gpus.filter(is_due).map(|gpu| Absence::Partition(gpu.uuid.clone()));
+    partitions.chain((!ready).then_some(Absence::Agent)).collect()
+}
+
+/// Returns the partition that the spec states for a GPU, if the GPU has another partition.
+fn planned_partition<'o>(object: &'o GpuNode, gpu: &GpuStatus) -> Option<&'o Partition> {
+    let spec = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid)?;
+    (!partition::has_partition(&spec.partition, gpu)).then_some(&spec.partition)
 }
 
 /// Returns the node's devices for the ledger, and the pods on devices that serve no new pods.
@@ -34,20 +57,20 @@ pub(super) struct Availability {
 /// - units that are not available by `availability`
 pub(super) fn node_facts(
     object: &GpuNode,
-    availability: Availability,
+    availability: Availability<'_>,
     mps: &MpsState,
 ) -> (NodeFacts, BTreeSet<String>) {
-    let Availability { ready, withheld, .. } = availability;
+    let Availability { ready, withheld, over } = availability;
+    let ready = ready || over.contains(&Absence::Agent);
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
     let annotations = object.metadata.annotations.as_ref();
     let cordons = Cordons::read(annotations.and_then(|annotations| annotations.get(CORDON_ANNOTATION)));
     let (mut facts, mut blocked) = (NodeFacts::default(), BTreeSet::new());
     for gpu in gpus {
         facts.model.clone_from(&gpu.model);
-        let spec = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
-        let repartitioned = spec.filter(|spec| !partition::has_partition(&spec.partition, gpu));
+        let planned = planned_partition(object, gpu);
         let usable = ready && gpu.health.healthy && !cordons.0.contains_key(&gpu.uuid);
-        let available = usable && repartitioned.is_none();
+        let available = usable && planned.is_none();
         let is_available = |resource: &str| available && !(withheld && mps.serves(resource));
         for slice in &gpu.slices {
             let used = if is_available(&slice.resource) {
@@ -62,8 +85,9 @@ pub(super) fn node_facts(
                 used,
             });
         }
-        if let Some(spec) = repartitioned {
-            facts.devices.extend(planned_devices(gpu, &spec.partition, usable && availability.repartitioned));
+        if let Some(partition) = planned {
+            let repartitioned = usable && over.contains(&Absence::Partition(gpu.uuid.clone()));
+            facts.devices.extend(planned_devices(gpu, partition, repartitioned));
         }
         for allocation in &gpu.allocations {
             let units = u32::try_from(allocation.ids.len()).ok().and_then(Units::new);
@@ -96,11 +120,7 @@ pub(super) fn policies_by_device(object: &GpuNode) -> BTreeMap<String, Arc<str>>
 
 /// Returns the devices of a GPU after its repartitioning. Unless `repartitioned`, all of their
 /// units count as used.
-fn planned_devices(
-    gpu: &GpuStatus,
-    partition: &cleave_api::gpunode::Partition,
-    repartitioned: bool,
-) -> Vec<DeviceFacts> {
+fn planned_devices(gpu: &GpuStatus, partition: &Partition, repartitioned: bool) -> Vec<DeviceFacts> {
     let mut sums: BTreeMap<(Option<u32>, String), (u32, u32)> = BTreeMap::new();
     for slice in partition::desired(partition, gpu) {
         let (capacity, used) = sums.entry((slice.placement, slice.resource)).or_default();

@@ -325,9 +325,10 @@ impl Gatekeeper {
         let mut present = BTreeSet::new();
         let mut settled = Vec::new();
         let mut waiting = Vec::new();
+        self.claims.record_ended_pods(tracker.take_ended_pods(), now.up);
         for pod in unsettled {
             let name = full_name(&pod.metadata);
-            self.claims.end_predecessor_claim(ledger, &name, &pod.uid().unwrap_or_default());
+            self.claims.end_predecessor_claim(ledger, &name, &pod.uid().unwrap_or_default(), now.up);
             if pod.node().is_some() || !pod.waits_at_gate() {
                 self.unanswered.remove(&name);
             } else if self.unanswered.is_refuted_by(&name, pod) {
@@ -410,7 +411,7 @@ impl Gatekeeper {
                 at_other_nodes.push(Candidate::from_other_nodes(pod, nodes, agent_labels));
             }
         }
-        let parts = (&*nodes, tracker, claims.replicas());
+        let parts = (&*nodes, tracker, &*claims);
         let mut search = LazyCell::new(|| PlacementSearch::new(input, parts, ledger, chooser));
         for candidate in unschedulable.iter().filter(|candidate| !candidate.device_requests.is_empty()) {
             let possible = match search.find(ledger, candidate) {
@@ -476,7 +477,7 @@ impl Gatekeeper {
         let waiting = queue.remove_delayed(ledger, waiting, up, actions).into_iter();
         let candidate = |(name, pod)| Candidate::new(name, pod, nodes, stranded.avoided_nodes(pod));
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
-        let mut search = PlacementSearch::new(input, (nodes, tracker, claims.replicas()), ledger, chooser);
+        let mut search = PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser);
         let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
@@ -517,10 +518,11 @@ impl Gatekeeper {
                 continue;
             }
             let withheld = rollout.describe_withheld(device_requests, &search.eligible_nodes(candidate));
-            let mut circumstances = Circumstances::new(&offers, input.demand.get(name), withheld);
+            let returns = returning.serve(ledger, &search, candidate);
+            let mut circumstances = Circumstances::new(&offers, input.demand.get(name), withheld, returns);
             let pause = growth.preemption_pause(candidate, &circumstances, up);
             circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
-            circumstances.returns = returning.serve(ledger, &search, candidate, circumstances.preemption);
+            returning.end_promise(name, circumstances.preemption);
             let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_time(name, may_pass, up) {
                 Some(time) if time < unschedulable_after => actions.requeue_in(unschedulable_after.abs_diff(time)),

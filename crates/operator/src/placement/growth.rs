@@ -155,8 +155,13 @@ pub(super) struct Circumstances<'a> {
 
 impl<'a> Circumstances<'a> {
     /// Returns the circumstances before the search for a preemption.
-    pub(super) const fn new(offers: &'a Offers, demand: Option<&'a WaitingPod>, withheld: String) -> Self {
-        Self { offers, demand, preemption: Prospect::Unknown, withheld, returns: false }
+    pub(super) const fn new(
+        offers: &'a Offers,
+        demand: Option<&'a WaitingPod>,
+        withheld: String,
+        returns: bool,
+    ) -> Self {
+        Self { offers, demand, preemption: Prospect::Unknown, withheld, returns }
     }
 
     /// Returns whether room is being made for the pod without evictions.
@@ -164,7 +169,7 @@ impl<'a> Circumstances<'a> {
         let planned = |waiting: &WaitingPod| {
             matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
         };
-        !self.withheld.is_empty() || candidate.planned_wait(self.demand).is_some_and(planned)
+        self.returns || !self.withheld.is_empty() || candidate.planned_wait(self.demand).is_some_and(planned)
     }
 }
 
@@ -265,8 +270,8 @@ impl AutoscalerReports {
         circumstances: &Circumstances<'_>,
         up: Duration,
     ) -> Outlook {
-        let Circumstances { offers, demand, preemption, withheld, returns } = circumstances;
-        let gets_room = *preemption == Prospect::Room || circumstances.is_making_room(candidate) || *returns;
+        let Circumstances { offers, demand, preemption, withheld, .. } = circumstances;
+        let gets_room = *preemption == Prospect::Room || circumstances.is_making_room(candidate);
         let need = if gets_room || candidate.awaits_agent() {
             Need::Nothing
         } else {

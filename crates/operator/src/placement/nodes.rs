@@ -17,7 +17,7 @@ use kube::core::DeserializeGuard;
 use super::amounts::{self, Free};
 use super::cluster::Cluster;
 use super::evictions::Evictability;
-use super::facts::{self, Availability};
+use super::facts::{self, Absence, Availability};
 use super::pod_tracker::PodTracker;
 use super::verdict::{Exclusion, PermanentObstacle, Verdict};
 use crate::read::NodeObject;
@@ -55,10 +55,15 @@ pub(super) struct NodeState {
     allocated: BTreeSet<String>,
     /// Pods on devices that serve no new pods. Evicting these pods makes no units available.
     blocked: BTreeSet<String>,
-    /// The node's devices when its agent is ready and its GPUs are repartitioned. `None` if that is
-    /// so now, or changes nothing.
-    returning: Option<NodeFacts>,
+    /// Why units of the node are unavailable for a moment. Empty if their end makes no units
+    /// available.
+    absences: BTreeSet<Absence>,
+    /// The `GpuNode`, if there are absences.
+    gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
 }
+
+/// No absences.
+static NO_ABSENCES: BTreeSet<Absence> = BTreeSet::new();
 
 /// The inputs of a [`NodeState`]. The state is computed again only if one of these inputs changes.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -88,7 +93,7 @@ impl Versions<&str> {
 }
 
 impl NodeState {
-    fn new(object: &NodeObject, gpu_node: Option<&DeserializeGuard<GpuNode>>, versions: Versions) -> Self {
+    fn new(object: &NodeObject, gpu_node: Option<&Arc<DeserializeGuard<GpuNode>>>, versions: Versions) -> Self {
         Self {
             node: PlanNode {
                 name: object.metadata.name.clone().unwrap_or_default(),
@@ -113,11 +118,11 @@ impl NodeState {
     fn update_from(&mut self, object: &GpuNode) -> NodeFacts {
         let is_ready = self.versions.agent.unwrap_or_default();
         self.mps = MpsState::of(object, is_ready);
-        let now = Availability { ready: is_ready, withheld: self.versions.withheld, repartitioned: false };
-        let (facts, blocked) = facts::node_facts(object, now, &self.mps);
-        let (returning, _) =
-            facts::node_facts(object, Availability { ready: true, repartitioned: true, ..now }, &self.mps);
-        self.returning = (returning != facts).then_some(returning);
+        let (facts, blocked) = facts::node_facts(object, self.availability(&NO_ABSENCES), &self.mps);
+        let absences = facts::absences(object, is_ready);
+        if facts::node_facts(object, self.availability(&absences), &self.mps).0 != facts {
+            self.absences = absences;
+        }
         self.model.clone_from(&facts.model);
         self.policies = facts::policies_by_device(object);
         self.blocked = blocked;
@@ -128,10 +133,19 @@ impl NodeState {
         facts
     }
 
-    /// Returns the node's devices when its agent is ready and its GPUs are repartitioned. Returns
-    /// `None` if that is so now, or changes nothing.
-    pub(super) const fn returning(&self) -> Option<&NodeFacts> {
-        self.returning.as_ref()
+    fn availability<'a>(&self, over: &'a BTreeSet<Absence>) -> Availability<'a> {
+        Availability { ready: self.versions.agent.unwrap_or_default(), withheld: self.versions.withheld, over }
+    }
+
+    /// Returns why units of the node are unavailable for a moment.
+    pub(super) const fn absences(&self) -> &BTreeSet<Absence> {
+        &self.absences
+    }
+
+    /// Returns the node's devices after the end of these absences.
+    pub(super) fn returned_facts(&self, over: &BTreeSet<Absence>) -> Option<NodeFacts> {
+        let object = self.gpu_node.as_ref()?.0.as_ref().ok()?;
+        Some(facts::node_facts(object, self.availability(over), &self.mps).0)
     }
 
     /// Returns the `resourceVersion` of the node.
@@ -258,10 +272,10 @@ impl Nodes {
                 *agents.entry(node).or_default() |= crate::read::is_ready(pod);
             }
         }
-        let gpu_nodes: BTreeMap<&str, &DeserializeGuard<GpuNode>> = cluster
+        let gpu_nodes: BTreeMap<&str, &Arc<DeserializeGuard<GpuNode>>> = cluster
             .gpu_nodes
             .iter()
-            .map(|object| (Resource::meta(&**object).name.as_deref().unwrap_or_default(), &**object))
+            .map(|object| (Resource::meta(&**object).name.as_deref().unwrap_or_default(), object))
             .collect();
         let mut changed = Vec::new();
         let mut present = BTreeSet::new();
@@ -271,7 +285,7 @@ impl Nodes {
             let gpu_node = gpu_nodes.get(name).copied();
             let versions = Versions {
                 node: object.metadata.resource_version.as_deref(),
-                gpu_node: gpu_node.and_then(|object| Resource::meta(object).resource_version.as_deref()),
+                gpu_node: gpu_node.and_then(|object| Resource::meta(&**object).resource_version.as_deref()),
                 agent: agents.get(name).copied(),
                 withheld: rollout.withholds(name),
             };
@@ -280,6 +294,7 @@ impl Nodes {
             }
             let mut state = NodeState::new(object, gpu_node, versions.into_owned());
             let facts = gpu_node.and_then(|object| object.0.as_ref().ok()).map(|object| state.update_from(object));
+            state.gpu_node = gpu_node.filter(|_| !state.absences.is_empty()).cloned();
             let before = self.0.get(name);
             state.missing = state.still_reported_resources(before);
             state.was_of_cleave =
@@ -333,33 +348,37 @@ impl Nodes {
     /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
     /// node still reports their allocations. Of the latter, those that `is_ending` accepts count as
     /// terminating, so that no other pod is evicted for the same units. The units of the others are
-    /// used.
+    /// used. `is_ending` gets the node and the name of the pod. A pod of the same name may run on
+    /// another node.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,
         evictability: &Evictability<'a>,
-        is_ending: impl Fn(&str) -> bool,
+        is_ending: impl Fn(&str, &str) -> bool,
     ) -> Holders<'a> {
-        let mut holders = BTreeMap::new();
-        let mut kept = BTreeSet::new();
+        let mut holders = Holders { pods: BTreeMap::new(), budgets: evictability.allowed_evictions() };
+        let mut kept: BTreeSet<(&str, String)> = BTreeSet::new();
         for pod in tracker.living().filter(|pod| pod.requests_gpus()) {
-            let Some(state) = pod.node().and_then(|node| self.0.get(node)) else { continue };
+            let Some((node, state)) = pod.node().and_then(|node| self.0.get_key_value(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
             if state.blocked.contains(&name) {
                 continue;
             }
             match evictability.holder(pod) {
-                Some(holder) => drop(holders.insert(name, holder)),
-                None => drop(kept.insert(name)),
+                Some(holder) => drop(holders.pods.entry(node.clone()).or_default().insert(name, holder)),
+                None => drop(kept.insert((node, name))),
             }
         }
         let gone = Holder { priority: 0, started: Moment(0), budget: None, ending: true, requests: None };
-        for pod in self.0.values().flat_map(|state| state.allocated.difference(&state.blocked)) {
-            if !holders.contains_key(pod) && !kept.contains(pod) && is_ending(pod) {
-                holders.insert(pod.clone(), gone);
+        for (node, state) in &self.0 {
+            for pod in state.allocated.difference(&state.blocked) {
+                let is_present = || holders.get(node, pod).is_some() || kept.contains(&(node.as_str(), pod.clone()));
+                if is_ending(node, pod) && !is_present() {
+                    holders.pods.entry(node.clone()).or_default().insert(pod.clone(), gone);
+                }
             }
         }
-        Holders { pods: holders, budgets: evictability.allowed_evictions() }
+        holders
     }
 
     /// Returns why a pod is not placeable, and whether that can change. `why` is the ledger's

@@ -29,6 +29,8 @@ pub(super) struct PodTracker {
     unsettled_names: BTreeSet<String>,
     /// Nodes on which pods have changed.
     changed_nodes: BTreeSet<String>,
+    /// Bound pods with GPUs that have ended or were deleted, each with its name and its node.
+    ended: Vec<(String, String)>,
 }
 
 impl PodTracker {
@@ -39,21 +41,49 @@ impl PodTracker {
     /// settled before, and settled pods whose object was replaced or deleted.
     pub(super) fn update(&mut self, changes: PodChanges) -> BTreeSet<String> {
         let mut maybe_deleted = std::mem::take(&mut self.unsettled_names);
+        let mut removed = Vec::new();
         match changes {
             PodChanges::Since(changes) => {
                 for change in changes {
-                    change.before.iter().for_each(|pod| maybe_deleted.extend(self.remove(address(pod))));
+                    for pod in change.before.iter().map(address) {
+                        removed.extend(self.bound_pod(pod));
+                        maybe_deleted.extend(self.remove(pod));
+                    }
                     change.now.into_iter().for_each(|pod| self.add(pod));
                 }
             }
             PodChanges::All(pods) => {
                 let present: HashSet<usize> = pods.iter().map(address).collect();
                 let gone: Vec<usize> = self.pods.keys().filter(|pod| !present.contains(pod)).copied().collect();
-                gone.into_iter().for_each(|pod| maybe_deleted.extend(self.remove(pod)));
+                for pod in gone {
+                    removed.extend(self.bound_pod(pod));
+                    maybe_deleted.extend(self.remove(pod));
+                }
                 pods.into_iter().for_each(|pod| self.add(pod));
             }
         }
+        let ended: Vec<_> = removed.iter().filter_map(|pod| self.ended_pod(pod)).collect();
+        self.ended.extend(ended);
         maybe_deleted
+    }
+
+    /// Returns the living pod at this address if it is bound and requests GPUs.
+    fn bound_pod(&self, address: usize) -> Option<Arc<PodObject>> {
+        self.pods.get(&address).filter(|pod| pod.node().is_some() && pod.requests_gpus() && is_living(pod)).cloned()
+    }
+
+    /// Returns the name and the node of a removed pod if it has ended or was deleted. A pod that
+    /// changed is not settled, so its new object is among those.
+    fn ended_pod(&self, pod: &PodObject) -> Option<(String, String)> {
+        let name = full_name(&pod.metadata);
+        let is_same = |now: &Arc<PodObject>| now.metadata.uid == pod.metadata.uid;
+        (!self.unsettled.get(&name).is_some_and(is_same)).then_some((name, pod.node()?.to_owned()))
+    }
+
+    /// Takes the bound pods with GPUs that have ended or were deleted since the last call, each
+    /// with its name and its node.
+    pub(super) fn take_ended_pods(&mut self) -> Vec<(String, String)> {
+        std::mem::take(&mut self.ended)
     }
 
     /// Adds a pod, unless it is tracked.
@@ -252,6 +282,26 @@ mod tests {
         };
         assert_eq!(state(&some), state(&all));
         assert_eq!(some.take_changed_nodes(), BTreeSet::from(["m".to_owned(), "n".to_owned()]));
+    }
+
+    #[test]
+    fn a_pod_has_ended_if_it_is_gone_or_another_pod_has_its_name() {
+        let with_uid = |uid: &str, node: &str| {
+            let mut pod = PodObject::clone(&pod("a", node, "1"));
+            pod.metadata.uid = Some(uid.into());
+            Arc::new(pod)
+        };
+        let mut tracker = PodTracker::default();
+        let mut ended = |pods: &[Arc<PodObject>]| {
+            update(&mut tracker, pods);
+            tracker.mark_settled("default/a");
+            tracker.take_ended_pods()
+        };
+        let of = |node: &str| vec![("default/a".to_owned(), node.to_owned())];
+        assert_eq!(ended(&[with_uid("1", "n")]), []);
+        assert_eq!(ended(&[with_uid("1", "n")]), [], "the pod has changed");
+        assert_eq!(ended(&[with_uid("2", "m")]), of("n"));
+        assert_eq!((ended(&[]), ended(&[])), (of("m"), vec![]));
     }
 
     #[test]

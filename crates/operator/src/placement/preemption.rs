@@ -1,7 +1,6 @@
 //! Selects the pods of lower priority to evict for a waiting pod.
-use std::borrow::Cow;
-use std::cell::OnceCell;
-use std::collections::BTreeSet;
+use std::cell::{LazyCell, OnceCell};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_plan::ledger::{Holders, Ledger, Nomination, Preemption};
@@ -115,7 +114,7 @@ impl<'a> PreemptionSearch<'a> {
             SearchResult::Preempt(Preemption { node, takes, victims }) => {
                 // A victim that does not terminate counts as running then.
                 actions.requeue_in(TERMINATION_TIME);
-                self.add_evictions(victims, &candidate.name, actions);
+                self.add_evictions(&node, victims, &candidate.name, actions);
                 self.preemptors.record_success(&candidate.name);
                 search.nominate(candidate, &node);
                 // The ledger refuses only nominations for pods with a claim, and waiting pods have
@@ -164,20 +163,24 @@ impl<'a> PreemptionSearch<'a> {
         }
         if nominated.is_none() {
             if scope == SearchScope::Nothing {
-                self.hopeless.insert(key);
+                if self.preemptors.is_failure_shared(name) {
+                    self.hopeless.insert(key);
+                }
                 return SearchResult::Impossible;
             }
             if self.hopeless.contains(&key) {
-                self.preemptors.record_failure(name, pod, key.has_rules(), self.up);
+                self.preemptors.record_failure(name, pod, (key.has_rules(), true), self.up);
                 return SearchResult::Impossible;
             }
         }
         if !self.may_preempt(plan_pod.priority) {
             return SearchResult::Impossible;
         }
+        let tracker = self.tracker;
+        let kept = LazyCell::new(|| pods_of_affinity(tracker, pod));
         if let Some(nomination) = nominated {
-            let targets = search.preemption_nodes(candidate, |node| node == nomination.node);
-            let found = ledger.preempt(candidate.pending_pod(), targets, &self.holders_for(pod));
+            let targets = search.preemption_nodes(ledger, candidate, |node| node == nomination.node);
+            let found = ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept);
             if let Some(found) = found.filter(|found| found.victims.is_empty()) {
                 return SearchResult::Preempt(found);
             }
@@ -204,38 +207,24 @@ impl<'a> PreemptionSearch<'a> {
             _ => None,
         };
         let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_changed(node, version));
-        let targets = search.preemption_nodes(candidate, is_searched);
-        match ledger.preempt(candidate.pending_pod(), targets, &self.holders_for(pod)) {
+        let targets = search.preemption_nodes(ledger, candidate, is_searched);
+        match ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept) {
             Some(found) => SearchResult::Preempt(found),
             None => {
-                self.preemptors.record_failure(name, pod, key.has_rules(), self.up);
-                self.hopeless.insert(key);
+                let eligible = search.eligible_nodes(candidate).into_iter();
+                let is_shared = !search.has_lasting_predecessor(ledger, candidate, eligible);
+                self.preemptors.record_failure(name, pod, (key.has_rules(), is_shared), self.up);
+                if is_shared {
+                    self.hopeless.insert(key);
+                }
                 SearchResult::Impossible
             }
         }
     }
 
     fn holders(&self) -> &Holders<'a> {
-        let is_ending = |pod: &str| self.claims.is_ending(pod, self.up);
+        let is_ending = |node: &str, pod: &str| self.claims.is_ending(node, pod, self.up);
         self.holders.get_or_init(|| self.nodes.holders(self.tracker, &self.evictability, is_ending))
-    }
-
-    /// Returns the pods that may be evicted for a pod. Excludes the pods that its required affinity
-    /// selects: without them, the pod could not run on the node.
-    fn holders_for(&self, pod: &PodObject) -> Cow<'_, Holders<'a>> {
-        let affinity = &pod.spec.rules.affinity;
-        let holders = self.holders();
-        if affinity.is_empty() {
-            return Cow::Borrowed(holders);
-        }
-        let mut others = holders.clone();
-        for other in self.tracker.living().filter(|other| other.requests_gpus()) {
-            let (own, other_namespace) = (constraints::namespace(pod), constraints::namespace(other));
-            if affinity.iter().all(|term| term.may_select(own, other_namespace, constraints::labels(other))) {
-                others.pods.remove(&full_name(&other.metadata));
-            }
-        }
-        Cow::Owned(others)
     }
 
     /// Returns whether a pod with GPUs has a lower priority than `priority`.
@@ -245,20 +234,36 @@ impl<'a> PreemptionSearch<'a> {
             return true;
         }
         // Ended pods whose node still reports their allocations have the priority 0.
-        let lowest = || self.holders().pods.values().map(|holder| holder.priority).min().unwrap_or(i32::MAX);
+        let holders = || self.holders().pods.values().flat_map(BTreeMap::values);
+        let lowest = || holders().map(|holder| holder.priority).min().unwrap_or(i32::MAX);
         priority > 0 && *self.lowest_holder.get_or_init(lowest) < priority
     }
 
-    /// Adds the evictions of these victims for the pod `preemptor`. Victims with a disruption
-    /// budget come first, because the API server may refuse them. After a refusal, the operator
-    /// does not evict the other victims.
-    fn add_evictions(&mut self, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
+    /// Adds the evictions of these victims on a node for the pod `preemptor`. Victims with a
+    /// disruption budget come first, because the API server may refuse them. After a refusal, the
+    /// operator does not evict the other victims.
+    fn add_evictions(&mut self, node: &str, mut victims: Vec<String>, preemptor: &str, actions: &mut Actions) {
         let Some(holders) = self.holders.get_mut() else { return };
-        victims.sort_by_key(|pod| holders.pods.get(pod).is_none_or(|holder| holder.budget.is_none()));
-        holders.evict(&victims);
+        victims.sort_by_key(|pod| holders.get(node, pod).is_none_or(|holder| holder.budget.is_none()));
+        holders.evict(node, &victims);
         actions.evictions.extend(victims.into_iter().map(|pod| {
             let uid = self.claims.uid(&pod).unwrap_or_default().to_owned();
             Eviction { pod, uid, preemptor: preemptor.to_owned() }
         }));
     }
+}
+
+/// Returns the names of the pods with GPUs that the required affinity of a pod selects. They are
+/// not evicted for the pod, because without them it could not run on the node.
+fn pods_of_affinity(tracker: &PodTracker, pod: &PodObject) -> BTreeSet<String> {
+    let affinity = &pod.spec.rules.affinity;
+    if affinity.is_empty() {
+        return BTreeSet::new();
+    }
+    let is_selected = |other: &&PodObject| {
+        let (own, other_namespace) = (constraints::namespace(pod), constraints::namespace(other));
+        affinity.iter().all(|term| term.may_select(own, other_namespace, constraints::labels(other)))
+    };
+    let bound = tracker.living().filter(|other| other.node().is_some() && other.requests_gpus());
+    bound.filter(is_selected).map(|other| full_name(&other.metadata)).collect()
 }

@@ -74,6 +74,8 @@ struct Preemptor {
 struct FutileSearch {
     version: u64,
     until: Duration,
+    /// Whether the result also applies to equal pods.
+    is_shared: bool,
 }
 
 /// The nodes on which a preemption may help a pod.
@@ -172,11 +174,16 @@ impl Preemptors {
 
     fn scope_of(&self, one: &Preemptor, up: Duration) -> SearchScope {
         match one.hopeless {
-            Some(FutileSearch { version, until }) if until > up && self.everywhere <= version => {
+            Some(FutileSearch { version, until, .. }) if until > up && self.everywhere <= version => {
                 if self.version > version { SearchScope::ChangedSince(version) } else { SearchScope::Nothing }
             }
             _ => SearchScope::Everything,
         }
+    }
+
+    /// Returns whether no preemption helps the pod, and none helps equal pods either.
+    pub(super) fn is_failure_shared(&self, pod: &str) -> bool {
+        self.waiting.get(pod).and_then(|one| one.hopeless).is_some_and(|hopeless| hopeless.is_shared)
     }
 
     /// Returns whether a node has changed since this version.
@@ -190,10 +197,16 @@ impl Preemptors {
     }
 
     /// Records that no preemption helps the pod. `has_rules` states whether the pod has rules about
-    /// other pods or volumes.
-    pub(super) fn record_failure(&mut self, name: &str, pod: &PodObject, has_rules: bool, up: Duration) {
+    /// other pods or volumes, and `is_shared` whether the result also applies to equal pods.
+    pub(super) fn record_failure(
+        &mut self,
+        name: &str,
+        pod: &PodObject,
+        (has_rules, is_shared): (bool, bool),
+        up: Duration,
+    ) {
         let time = if has_rules { RULES_RECHECK_TIME } else { RECHECK_TIME };
-        let hopeless = Some(FutileSearch { version: self.version, until: up.saturating_add(time) });
+        let hopeless = Some(FutileSearch { version: self.version, until: up.saturating_add(time), is_shared });
         self.waiting.insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, hopeless });
     }
 

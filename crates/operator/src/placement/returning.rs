@@ -1,5 +1,6 @@
 //! Units that are briefly unavailable: an agent restarts, or a GPU is being repartitioned. A pod
-//! that these units can serve needs no other node yet. Pure: callers pass in the time.
+//! that these units can serve needs no other node yet, and at first no other pod is evicted for it.
+//! Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +10,8 @@ use cleave_plan::ledger::{Ledger, Moment, Place, Tightest};
 use cleave_plan::snapshot::Toleration;
 
 use super::actions::Actions;
-use super::nodes::{Nodes, OUTDATED_TAINTS};
+use super::facts::Absence;
+use super::nodes::{NodeState, Nodes, OUTDATED_TAINTS};
 use super::preemption::Prospect;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 
@@ -20,98 +22,119 @@ use super::search::{Candidate, PlacementSearch, SearchKey};
 /// long as an autoscaler needs to add a node.
 pub(super) const RETURN_TIME: Duration = Duration::from_secs(120);
 
-/// Nodes with units that are briefly unavailable, each with the start of that time, as durations
-/// since the process started.
+/// Nodes with units that are briefly unavailable: when each absence began, as durations since the
+/// process started. A GPU may wait for days for its repartitioning, and must not use up the time
+/// for which pods wait for an agent that restarts.
 #[derive(Debug, Default)]
-pub(super) struct Returning(BTreeMap<String, Duration>);
+pub(super) struct Returning(BTreeMap<String, BTreeMap<Absence, Duration>>);
 
 impl Returning {
     /// Examines the nodes that have changed.
     pub(super) fn update<'n>(&mut self, nodes: &Nodes, changed: impl Iterator<Item = &'n str>, up: Duration) {
         for node in changed {
-            if nodes.0.get(node).is_some_and(|state| state.returning().is_some()) {
-                self.0.entry(node.to_owned()).or_insert(up);
-            } else {
+            let absences = nodes.0.get(node).map(NodeState::absences).filter(|absences| !absences.is_empty());
+            let Some(absences) = absences else {
                 self.0.remove(node);
+                continue;
+            };
+            let known = self.0.entry(node.to_owned()).or_default();
+            known.retain(|absence, _| absences.contains(absence));
+            for absence in absences {
+                known.entry(absence.clone()).or_insert(up);
             }
         }
     }
 
     /// Returns the units that pods may wait for now.
     pub(super) fn units<'a>(&self, nodes: &'a Nodes, up: Duration, actions: &mut Actions) -> ReturningUnits<'a> {
-        let mut names = BTreeSet::new();
-        for (name, since) in &self.0 {
-            let left = since.saturating_add(RETURN_TIME).saturating_sub(up);
-            if let Some((name, _)) = nodes.0.get_key_value(name).filter(|_| !left.is_zero()) {
+        let mut returning = BTreeMap::new();
+        for (name, absences) in &self.0 {
+            let Some((name, _)) = nodes.0.get_key_value(name) else { continue };
+            let left = |since: &Duration| since.saturating_add(RETURN_TIME).saturating_sub(up);
+            let short = || absences.iter().filter(|(_, since)| !left(since).is_zero());
+            if let Some(left) = short().map(|(_, since)| left(since)).min() {
                 actions.requeue_in(left);
-                names.insert(name.as_str());
+                let over: BTreeSet<Absence> = short().map(|(absence, _)| absence.clone()).collect();
+                returning.insert(name.as_str(), over);
             }
         }
-        ReturningUnits { nodes, names, ledger: None, hopeless: BTreeSet::new() }
+        ReturningUnits { nodes, returning, ledger: None, hopeless: BTreeSet::new() }
     }
 }
 
 /// The units that return soon, within one reconcile. Each unit serves one pod.
 pub(super) struct ReturningUnits<'a> {
     nodes: &'a Nodes,
-    /// Names of the nodes.
-    names: BTreeSet<&'a str>,
-    /// The ledger of these nodes when their units have returned, without the units that earlier
-    /// pods keep. Built for the first pod.
+    /// The absences that end soon, by node.
+    returning: BTreeMap<&'a str, BTreeSet<Absence>>,
+    /// These nodes when their units have returned, less what was promised to pods. Built for the
+    /// first pod.
     ledger: Option<Ledger>,
     /// Properties of pods that do not fit.
     hopeless: BTreeSet<SearchKey<'a>>,
 }
 
 impl<'a> ReturningUnits<'a> {
-    /// Returns whether a pod fits units that return soon, and keeps these units from later pods.
-    /// Keeps none for a pod for which a preemption makes room.
+    /// Returns whether a pod fits units that return soon, and promises these units to the pod. A
+    /// pod with a nomination needs none.
     pub(super) fn serve(
         &mut self,
         ledger: &Ledger,
         search: &PlacementSearch<'a>,
         candidate: &'a Candidate<'a>,
-        preemption: Prospect,
     ) -> bool {
-        if self.names.is_empty() || preemption == Prospect::Room || candidate.device_requests.is_empty() {
+        let is_nominated = || ledger.nominations().contains_key(&candidate.name);
+        if self.returning.is_empty() || candidate.device_requests.is_empty() || is_nominated() {
             return false;
         }
         let key = search.key(candidate);
         if self.hopeless.contains(&key) {
             return false;
         }
-        let Self { nodes, names, ledger: known, hopeless } = self;
-        let returned = known.get_or_insert_with(|| returned(ledger, nodes, names));
+        let Self { nodes, returning, ledger: known, hopeless } = self;
+        let returned = known.get_or_insert_with(|| returned(ledger, nodes, returning));
         // The taints of a node whose agent is away end when the agent is ready.
         let mut pod = candidate.plan_pod.clone();
         pod.tolerations.extend(OUTDATED_TAINTS.iter().chain(&[UNHEALTHY_TAINT]).map(|key| tolerate(key)));
-        let admitted = names.iter().copied().filter(|name| nodes.admits(name, &pod));
+        let admitted = returning.keys().copied().filter(|name| nodes.admits(name, &pod));
         let fits = |returned: &Ledger, on: &[&str]| {
             returned.fit_for(candidate.pending_pod(), on.iter().copied(), 1, &Tightest).ok()
         };
         // Rules between pods cost more than units, so they are evaluated last.
         let has_units: Vec<&str> = admitted.filter(|name| fits(returned, &[name]).is_some()).collect();
         let found = (!has_units.is_empty())
-            .then(|| search.with_room(candidate, has_units.into_iter()))
+            .then(|| search.with_room(ledger, candidate, has_units.into_iter()))
             .and_then(|on| fits(returned, &on));
         let Some(found) = found else {
-            hopeless.insert(key);
+            if !search.has_lasting_predecessor(ledger, candidate, returning.keys().copied()) {
+                hopeless.insert(key);
+            }
             return false;
         };
         returned.reserve(&candidate.name, &found, Moment(u64::MAX)).is_ok()
     }
+
+    /// Ends the promise of units to a pod if a preemption makes room for it. Other pods may then
+    /// wait for the units.
+    pub(super) fn end_promise(&mut self, pod: &str, preemption: Prospect) {
+        if let Some(returned) = self.ledger.as_mut().filter(|_| preemption == Prospect::Room) {
+            returned.release(pod);
+        }
+    }
 }
 
 /// Returns a ledger of these nodes when their units have returned.
-fn returned(ledger: &Ledger, nodes: &Nodes, names: &BTreeSet<&str>) -> Ledger {
+fn returned(ledger: &Ledger, nodes: &Nodes, returning: &BTreeMap<&str, BTreeSet<Absence>>) -> Ledger {
     let is_here = |place: &Place| match place {
-        Place::OneOf { nodes, .. } => nodes.iter().any(|node| names.contains(node.as_str())),
-        Place::Bound(node) => names.contains(node.as_str()),
+        Place::OneOf { nodes, .. } => nodes.iter().any(|node| returning.contains_key(node.as_str())),
+        Place::Bound(node) => returning.contains_key(node.as_str()),
     };
     let claims = ledger.claims().filter(|(_, claim)| is_here(&claim.place));
-    let facts = |name: &&str| Some(((*name).to_owned(), nodes.0.get(*name)?.returning()?.clone()));
+    let facts = |(name, over): (&&str, &BTreeSet<Absence>)| {
+        Some(((*name).to_owned(), nodes.0.get(*name)?.returned_facts(over)?))
+    };
     let claims = claims.map(|(pod, claim)| (Arc::from(pod), claim.clone()));
-    Ledger::rebuild_from(names.iter().filter_map(facts), claims)
+    Ledger::rebuild_from(returning.iter().filter_map(facts), claims)
 }
 
 fn tolerate(key: &str) -> Toleration {

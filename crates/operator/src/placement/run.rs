@@ -52,13 +52,45 @@ pub(crate) struct ControllerInputs {
 }
 
 /// Why a pod was not released.
+#[derive(Debug)]
 enum Failure {
+    /// The pod changed or was deleted. The next reconcile handles its new state.
+    Changed,
     /// The pod was not released. A retry may succeed.
     Retry,
     /// The pod may have been released. Contains the release with the patch that was sent.
     Unknown(Box<Release>),
     /// The API server refused the patch. Contains its message.
     Refused(String),
+}
+
+/// The results of the writes of one reconcile.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Writes {
+    /// Whether a write is repeated, although nothing may change.
+    is_incomplete: bool,
+    /// Whether the API server limited the rate of writes, did not answer, or failed.
+    is_impaired: bool,
+}
+
+impl Writes {
+    /// Records why a pod was not released.
+    fn record(&mut self, failure: &Failure) {
+        self.is_incomplete = true;
+        self.is_impaired |= matches!(failure, Failure::Retry | Failure::Unknown(_));
+    }
+}
+
+/// Returns the delay before the next reconcile if no change wakes the gate earlier. If the API
+/// server did not accept writes, the next reconcile does not follow at once, even if it could write
+/// more: it would repeat the same writes.
+fn next_delay(actions: &Actions, writes: Writes, events: Option<Duration>) -> Option<Duration> {
+    if writes.is_impaired {
+        return Some(RETRY_DELAY);
+    }
+    let retry = writes.is_incomplete.then_some(RETRY_DELAY);
+    let more = actions.more.then_some(BATCH_WINDOW);
+    actions.delay().into_iter().chain(retry).chain(more).chain(events).min()
 }
 
 /// The time of day, read once and then advanced by a monotonic clock. Reservations end at a time of
@@ -124,23 +156,20 @@ impl Controller for Gate {
         self.context.metrics.placement_seconds.observe(began.elapsed().as_secs_f64());
         self.set_gauges(&actions);
         self.context.metrics.preemption_searches.inc_by(actions.preemption_searches);
-        let released = self.release_all(&actions.releases).await;
-        let evicted = self.evict_all(&actions.evictions).await;
+        let mut writes = self.release_all(&actions.releases).await;
+        writes.is_incomplete |= !self.evict_all(&actions.evictions).await;
         self.wakes.set_awaits_budgets(actions.awaits_budgets);
         self.handle_stranded(&actions.rescue).await;
-        let reported = self.report_all(&actions.reports).await & self.taint_all(&actions.taints).await;
-        let none_stranded = actions.rescue.recreate.is_empty() && actions.rescue.advise.is_empty();
+        writes.is_impaired |= !self.report_all(&actions.reports).await;
+        writes.is_impaired |= !self.taint_all(&actions.taints).await;
+        writes.is_incomplete |= !actions.rescue.recreate.is_empty() || !actions.rescue.advise.is_empty();
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
         }
         drop(cluster);
         self.report(&actions, &demand, up).await;
-        if actions.more {
-            self.wakes.gate.notify_one();
-        }
-        let retry = (!released || !evicted || !reported || !none_stranded).then_some(RETRY_DELAY);
         let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
-        actions.delay().into_iter().chain(retry).chain(events).min()
+        next_delay(&actions, writes, events)
     }
 }
 
@@ -180,18 +209,20 @@ impl Gate {
         }
     }
 
-    /// Releases pods. Returns false if a release failed.
-    async fn release_all(&mut self, releases: &[Release]) -> bool {
+    /// Releases pods.
+    async fn release_all(&mut self, releases: &[Release]) -> Writes {
         let writes: Vec<_> = releases.iter().map(|release| self.release(release)).collect();
         let results: Vec<(&str, Result<(), Failure>)> =
             futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-        let mut all = true;
+        let mut all = Writes::default();
         for (pod, result) in results {
-            all &= result.is_ok();
+            if let Err(failure) = &result {
+                all.record(failure);
+            }
             match result {
                 Ok(()) => self.keeper.record_release(pod),
                 Err(Failure::Unknown(release)) => self.keeper.record_unanswered_release(*release),
-                Err(Failure::Retry) => self.keeper.record_failed_release(pod),
+                Err(Failure::Changed | Failure::Retry) => self.keeper.record_failed_release(pod),
                 Err(Failure::Refused(message)) => {
                     self.keeper.record_refused_release(pod, &message, self.started.elapsed());
                 }
@@ -240,10 +271,9 @@ impl Gate {
                 tracing::debug!(pod, reason = release.reason.as_str(), "released a pod");
                 Ok(())
             }
-            // The pod changed or was deleted. The next reconcile handles its new state.
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {
                 tracing::debug!(pod, code = status.code, message = status.message, "failed to release a changed pod");
-                Err(Failure::Retry)
+                Err(Failure::Changed)
             }
             // A changed pod also causes one of these statuses, because the `test` operation of the
             // patch fails.
@@ -279,7 +309,8 @@ impl Gate {
         let target = Target { pod: &release.pod, uid: &release.uid, version };
         match pod_condition::write_to(&self.context.client, target, &scheduled_condition(None), false).await {
             WriteResult::Done(version) => Ok(patch::with_resource_version(&release.patch, version)),
-            WriteResult::Obsolete | WriteResult::Failed => Err(Failure::Retry),
+            WriteResult::Obsolete => Err(Failure::Changed),
+            WriteResult::Failed => Err(Failure::Retry),
         }
     }
 
@@ -539,6 +570,25 @@ fn scheduled_condition(message: Option<&str>) -> PodCondition {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn further_writes_wait_while_the_api_server_accepts_none() {
+        let mut actions = Actions { more: true, ..Actions::default() };
+        actions.requeue_in(Duration::from_millis(50));
+        let delay = |actions: &Actions, failures: &[Failure]| {
+            let mut writes = Writes::default();
+            failures.iter().for_each(|failure| writes.record(failure));
+            next_delay(actions, writes, None)
+        };
+        assert_eq!(delay(&actions, &[]), Some(BATCH_WINDOW));
+        for failure in [Failure::Changed, Failure::Refused("no".to_owned())] {
+            assert_eq!(delay(&actions, &[failure]), Some(BATCH_WINDOW), "other pods can be released");
+        }
+        assert_eq!(delay(&actions, &[Failure::Changed, Failure::Retry]), Some(RETRY_DELAY));
+        let idle = Actions::default();
+        assert_eq!((delay(&idle, &[]), delay(&idle, &[Failure::Changed])), (None, Some(RETRY_DELAY)));
+        assert_eq!(next_delay(&idle, Writes::default(), Some(RETRY_DELAY * 2)), Some(RETRY_DELAY * 2));
+    }
 
     #[test]
     fn the_clock_of_reservations_advances_steadily_from_one_reading() {

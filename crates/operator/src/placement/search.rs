@@ -11,6 +11,7 @@ use cleave_plan::ledger::{ChoiceCriteria, Chooser, DeviceRequest, Fits, Ledger, 
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod, Requirement, Toleration};
 
 use super::actions::{Destination, Release, ReleaseReason};
+use super::claims::PodClaims;
 use super::cluster::{Input, plan_pod};
 use super::constraints::{ConstraintKey, Constraints, check_rules};
 use super::free_resources::{FreeResources, Requester};
@@ -19,7 +20,7 @@ use super::nodes::{NodeChecks, Nodes, Provider};
 use super::other_nodes::{AgentLabels, without_requirement};
 use super::patch;
 use super::pod_tracker::PodTracker;
-use super::replicas::{ReplicaIndex, ReplicaSearch};
+use super::replicas::ReplicaSearch;
 use super::verdict::{Need, Verdict};
 use crate::pods::PodObject;
 use crate::policies::demand::WaitingPod;
@@ -194,18 +195,20 @@ impl SearchKey<'_> {
 /// because replicas of a workload have the same result.
 pub(super) struct PlacementSearch<'a> {
     nodes: &'a Nodes,
+    claims: &'a PodClaims,
     free: RefCell<FreeResources<'a>>,
     constraints: Constraints<'a>,
     chooser: RefCell<&'a mut Chooser>,
     replicas: RefCell<ReplicaSearch<'a>>,
     eligible: RefCell<BTreeMap<NodeKey<'a>, Vec<&'a str>>>,
     without_place: BTreeMap<SearchKey<'a>, Verdict>,
+    up: Duration,
 }
 
 impl<'a> PlacementSearch<'a> {
     pub(super) fn new(
         input: &Input<'a>,
-        (nodes, tracker, replicas): (&'a Nodes, &'a PodTracker, &'a ReplicaIndex),
+        (nodes, tracker, claims): (&'a Nodes, &'a PodTracker, &'a PodClaims),
         ledger: &Ledger,
         chooser: &'a mut Chooser,
     ) -> Self {
@@ -213,12 +216,14 @@ impl<'a> PlacementSearch<'a> {
         learning::update_score(chooser, input.unsettled);
         Self {
             chooser: RefCell::new(chooser),
-            replicas: RefCell::new(ReplicaSearch::new(replicas, nodes, &input.cluster.policies)),
+            replicas: RefCell::new(ReplicaSearch::new(claims.replicas(), nodes, &input.cluster.policies)),
             nodes,
+            claims,
             free: RefCell::new(FreeResources::new(nodes, tracker, ledger, input.unsettled)),
             constraints: Constraints::new(input.cluster, nodes, (tracker, input.unsettled), ledger),
             eligible: RefCell::default(),
             without_place: BTreeMap::new(),
+            up: input.now.up,
         }
     }
 
@@ -315,6 +320,7 @@ impl<'a> PlacementSearch<'a> {
     /// that `is_searched` accepts.
     pub(super) fn preemption_nodes(
         &self,
+        ledger: &Ledger,
         candidate: &'a Candidate<'a>,
         is_searched: impl Fn(&str) -> bool,
     ) -> Vec<PreemptionNode<'a>> {
@@ -323,6 +329,7 @@ impl<'a> PlacementSearch<'a> {
         let mut free = self.free.borrow_mut();
         let nodes = self.eligible_nodes(candidate).into_iter();
         let nodes = nodes.filter(|node| is_searched(node) && self.allows(node, checker.as_ref()));
+        let nodes = nodes.filter(|node| self.will_be_free_of_predecessor(ledger, node, &candidate.name));
         nodes
             .filter_map(|name| {
                 let missing = free.missing_resources(name, candidate.requester())?;
@@ -335,12 +342,14 @@ impl<'a> PlacementSearch<'a> {
     /// enough CPU, memory and other resources for the pod.
     pub(super) fn with_room<'n>(
         &self,
+        ledger: &Ledger,
         candidate: &'a Candidate<'a>,
         nodes: impl Iterator<Item = &'n str>,
     ) -> Vec<&'n str> {
         let key = self.constraints.key(candidate.pod);
         let checker = key.as_ref().and_then(|key| self.constraints.evaluate_rules(key, &candidate.plan_pod));
-        nodes.filter(|node| self.has_room(node, candidate) && self.allows(node, checker.as_ref())).collect()
+        let nodes = nodes.filter(|node| self.has_room(node, candidate) && self.allows(node, checker.as_ref()));
+        nodes.filter(|node| self.will_be_free_of_predecessor(ledger, node, &candidate.name)).collect()
     }
 
     /// Keeps CPU, memory and other resources of a node for a pod. The search for later pods of this
@@ -365,6 +374,23 @@ impl<'a> PlacementSearch<'a> {
             nodes: candidate.node_key(),
             rules: self.constraints.key(candidate.pod),
         }
+    }
+
+    /// Returns whether a node lists no allocations of an earlier pod with this name, or soon lists
+    /// none. Until then, [`Self::find`] does not place the pod there.
+    fn will_be_free_of_predecessor(&self, ledger: &Ledger, node: &str, pod: &str) -> bool {
+        !ledger.has_allocations(node, pod) || self.claims.is_ending(node, pod, self.up)
+    }
+
+    /// Returns whether an earlier pod with the pod's name keeps it off one of these nodes. What is
+    /// true for this pod may then be false for pods that are otherwise equal.
+    pub(super) fn has_lasting_predecessor<'n>(
+        &self,
+        ledger: &Ledger,
+        candidate: &Candidate<'_>,
+        mut nodes: impl Iterator<Item = &'n str>,
+    ) -> bool {
+        nodes.any(|node| !self.will_be_free_of_predecessor(ledger, node, &candidate.name))
     }
 
     fn has_room(&self, node: &str, candidate: &Candidate<'_>) -> bool {

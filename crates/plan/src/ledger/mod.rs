@@ -426,12 +426,14 @@ impl Ledger {
     ///
     /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods that
     /// cannot be evicted, and pods on devices that cannot serve, from `holders`. A preemption on
-    /// such a device frees no usable units.
+    /// such a device frees no usable units. The pods in `kept` are not evicted for this pod, but
+    /// their units become free if they are terminating.
     pub fn preempt<'a>(
         &self,
         pending: PendingPod<'_>,
         nodes: impl IntoIterator<Item = impl Into<PreemptionNode<'a>>>,
         holders: &Holders<'_>,
+        kept: &BTreeSet<String>,
     ) -> Option<Preemption> {
         let nominated = self.nominated_units(Some(pending.pod), pending.priority);
         let nodes = nodes.into_iter().map(Into::into).map(|target: PreemptionNode<'a>| (target.name, target));
@@ -439,7 +441,7 @@ impl Ledger {
         let nodes = nodes.into_iter().filter_map(|(name, target)| {
             Some(SearchedNode { target, node: self.nodes.get(name)?, nominated: nominated.get(name) })
         });
-        preempt::cheapest_preemption(pending, nodes, holders)
+        preempt::cheapest_preemption(pending, nodes, (holders, kept))
     }
 
     /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces

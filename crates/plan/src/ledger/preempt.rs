@@ -57,18 +57,25 @@ pub struct Holder<'a> {
 /// Pods with allocations, and the disruption budgets that limit their eviction.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Holders<'a> {
-    /// Pods by name. Excludes pods that must not be evicted now.
-    pub pods: BTreeMap<String, Holder<'a>>,
+    /// Pods by node and name. Excludes pods that must not be evicted now. A node may list an
+    /// allocation of a deleted pod whose name a new pod on another node has.
+    pub pods: BTreeMap<String, BTreeMap<String, Holder<'a>>>,
     /// Number of evictions that each disruption budget allows now.
     pub budgets: Vec<u32>,
 }
 
-impl Holders<'_> {
-    /// Records that these pods are being evicted. The pods count as terminating, and the pods'
-    /// budgets allow fewer evictions.
-    pub fn evict<'v>(&mut self, victims: impl IntoIterator<Item = &'v String>) {
+impl<'a> Holders<'a> {
+    /// Returns a pod on a node.
+    pub fn get(&self, node: &str, pod: &str) -> Option<&Holder<'a>> {
+        self.pods.get(node)?.get(pod)
+    }
+
+    /// Records that these pods on a node are being evicted. The pods count as terminating, and the
+    /// pods' budgets allow fewer evictions.
+    pub fn evict<'v>(&mut self, node: &str, victims: impl IntoIterator<Item = &'v String>) {
+        let Some(pods) = self.pods.get_mut(node) else { return };
         for victim in victims {
-            let Some(holder) = self.pods.get_mut(victim).filter(|holder| !holder.ending) else { continue };
+            let Some(holder) = pods.get_mut(victim).filter(|holder| !holder.ending) else { continue };
             holder.ending = true;
             if let Some(allowed) = holder.budget.and_then(|budget| self.budgets.get_mut(budget)) {
                 *allowed = allowed.saturating_sub(1);
@@ -130,11 +137,12 @@ pub(super) struct SearchedNode<'a> {
 }
 
 /// Returns the cheapest preemption on these nodes. Returns `None` if no preemption helps. Among
-/// equal preemptions, the preemption on the first node.
+/// equal preemptions, the preemption on the first node. The pods of the second set of `holders` are
+/// not preempted.
 pub(super) fn cheapest_preemption<'a>(
     pending: PendingPod<'_>,
     nodes: impl Iterator<Item = SearchedNode<'a>>,
-    holders: &Holders<'_>,
+    holders: (&Holders<'_>, &BTreeSet<String>),
 ) -> Option<Preemption> {
     let mut best: Option<(PreemptionCost, Preemption)> = None;
     for searched in nodes {
@@ -186,7 +194,12 @@ struct PreemptionSearch<'a> {
 }
 
 impl<'a> PreemptionSearch<'a> {
-    fn new(searched: &'a SearchedNode<'a>, pending: PendingPod<'a>, holders: &'a Holders<'a>) -> Self {
+    /// The pods in `kept` are not preempted.
+    fn new(
+        searched: &'a SearchedNode<'a>,
+        pending: PendingPod<'a>,
+        (holders, kept): (&'a Holders<'a>, &BTreeSet<String>),
+    ) -> Self {
         let SearchedNode { target, node, nominated } = searched;
         let mut device_requests: Vec<(usize, &DeviceRequest)> = pending.device_requests.iter().enumerate().collect();
         device_requests.sort_by_key(|&(index, request)| (&request.resource, Reverse(request.units), index));
@@ -208,9 +221,13 @@ impl<'a> PreemptionSearch<'a> {
         });
         slots.extend(missing);
         let mut candidates = Vec::new();
+        let known = holders.pods.get(target.name);
         for (pod, allocations) in &node.allocations {
-            let Some(holder) = holders.pods.get(&**pod).filter(|_| **pod != *pending.pod) else { continue };
-            if !holder.ending && holder.priority >= pending.priority {
+            let Some(holder) = known.and_then(|known| known.get(&**pod)) else { continue };
+            // The pending pod is not bound, so allocations under its name are those of an earlier
+            // pod.
+            let is_victim = holder.priority < pending.priority && **pod != *pending.pod && !kept.contains(&**pod);
+            if !holder.ending && !is_victim {
                 continue;
             }
             let mut frees: BTreeMap<usize, i128> = BTreeMap::new();

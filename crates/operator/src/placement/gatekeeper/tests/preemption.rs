@@ -93,6 +93,40 @@ fn a_pod_that_another_must_run_beside_is_not_preempted_for_it() {
     assert_eq!(evictions("own"), 1, "the pod is the first of its group");
 }
 
+/// The labels of a `Deployment` whose pods must run in the same zone: a replacement waits for the
+/// pod that it replaces.
+#[test]
+fn a_pod_waits_for_a_terminating_pod_that_its_affinity_selects() {
+    let mut world = TestCluster::default().node("n1", &[0, 0]).node("n2", &[0, 0]);
+    let mut reality = ActualAllocations::default();
+    for (name, shares, device, priority) in [
+        ("old", 6, "n1-GPU-0", 1000),
+        ("batch", 6, "n1-GPU-1", 0),
+        ("sibling", 10, "n2-GPU-0", 1000),
+        ("full", 10, "n2-GPU-1", 1000),
+    ] {
+        let node = &device[..2];
+        world = world.pod_with(name, shares, json!({"nodeName": node, "schedulingGates": [], "priority": priority}));
+        reality.given.insert(format!("team/{name}"), (device.to_owned(), shares));
+    }
+    reality.report(&mut world);
+    for node in ["n1", "n2"] {
+        world.change(|world| &mut world.nodes, node, |node| node["metadata"]["labels"]["zone"] = json!("a"));
+    }
+    let term = json!({"labelSelector": {"matchLabels": {"app": "x"}}, "topologyKey": "zone"});
+    let affinity = json!({"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}});
+    world = world.pod_with("new", 6, json!({"priority": 1000, "affinity": affinity}));
+    for pod in ["team/old", "team/sibling", "team/new"] {
+        label_pod(&mut world, pod, "x");
+    }
+    // The second 1 000 060, and the test starts at 1 000 000.
+    let deleted = json!("1970-01-12T13:47:40Z");
+    world.change(|world| &mut world.pods, "team/old", |pod| pod["metadata"]["deletionTimestamp"] = deleted);
+    let mut keeper = Gatekeeper::default();
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 0)), [""; 0]);
+    assert!(keeper.ledger().unwrap().nominations().contains_key("team/new"), "it waits for the shares");
+}
+
 /// The scheduler may refuse the node. The pod would then be recreated, and would preempt others
 /// repeatedly.
 #[test]
