@@ -11,6 +11,7 @@ mod release;
 mod replicas;
 mod reservations;
 mod scale;
+mod scheduler_sum;
 mod stranded;
 mod waiting;
 mod whole_gpus;
