@@ -2,9 +2,7 @@
 //! pods on a faulted GPU still count, although their units are no longer allocatable.
 use serde_json::{Value, json};
 
-use super::world::{
-    ActualAllocations, MPS_RESOURCE, TestCluster, nodes_of, reconcile, refuse, released, reservation, whole_gpus,
-};
+use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, nodes_of, reconcile, refuse, released, reservation};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::growth::FULL_AFTER;
 use crate::placement::returning::RETURN_TIME;
@@ -174,17 +172,6 @@ fn a_nomination_on_a_node_with_a_faulted_gpu_keeps_its_part_of_the_sum() {
     let actions = reconcile(&mut keeper, &with(2), 11);
     assert_eq!((released(&actions), actions.evictions.len()), (vec![], 0), "three shares are free for both");
     assert_eq!(released(&reconcile(&mut keeper, &with(10), 12)), [("team/three", "reserved")], "a higher priority");
-}
-
-#[test]
-fn the_sum_excludes_no_resource_that_a_gpu_does_not_offer_yet() {
-    let mut world = whole_gpus(TestCluster::default(), "n1", &[0]).pod("a", 6).policy(10);
-    let mps = json!({"multiUser": true, "computeMode": "ExclusiveProcess", "slices": [{"resource": MPS_RESOURCE, "count": 10}]});
-    let gpu = json!({"uuid": "n1-GPU-0", "enforcement": "Report", "partition": {"mps": mps}});
-    world.change(|world| &mut world.gpu_nodes, "n1", |node| node["spec"] = json!({"planId": "p", "gpus": [gpu]}));
-    let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
-    let message = &actions.waiting["team/a"].message;
-    assert!(message.contains("free") && !message.contains("No eligible GPU node"), "{message}");
 }
 
 #[test]
