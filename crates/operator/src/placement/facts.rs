@@ -90,8 +90,9 @@ pub(super) struct UnitCounts {
     pub(super) healthy: u64,
 }
 
-/// Returns the numbers of units that the node's GPUs offer, by resource. A GPU that is unhealthy
-/// may have healthy units: a fault makes units unhealthy only when it is permanent.
+/// Returns the numbers of units that the node's GPUs offer, by resource. The health of a GPU does
+/// not decide which units are healthy: the units stay healthy while an MPS daemon is away for a
+/// moment, and those in use stay healthy on a cordoned GPU.
 pub(super) fn unit_counts(object: &GpuNode) -> BTreeMap<String, UnitCounts> {
     let mut counts: BTreeMap<String, UnitCounts> = BTreeMap::new();
     let slices = object.status.iter().flat_map(|status| &status.gpus).flat_map(|gpu| &gpu.slices);
