@@ -24,6 +24,8 @@ pub(super) struct FreeResources<'a> {
     /// Waiting pods for which room on each node is nominated, by name. Pods of the same or lower
     /// priority do not see the resources that these pods request as free.
     nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
+    /// Requests of terminating pods that their node lists with no units any more, by node.
+    ending: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
     computed: BTreeMap<&'a str, Free<'a>>,
 }
 
@@ -45,9 +47,16 @@ pub(super) struct Requester<'r> {
 impl<'a> FreeResources<'a> {
     pub(super) fn new(nodes: &'a Nodes, tracker: &'a PodTracker, ledger: &Ledger, unsettled: &[&'a PodObject]) -> Self {
         let (released, nominated, computed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        let mut resources = Self { nodes, tracker, released, nominated, computed };
-        for pod in unsettled.iter().filter(|pod| pod.node().is_none()) {
+        let mut resources = Self { nodes, tracker, released, nominated, ending: BTreeMap::new(), computed };
+        let terminates = |pod: &PodObject| pod.metadata.deletion_timestamp.is_some();
+        for pod in unsettled.iter().filter(|pod| pod.node().is_none() || terminates(pod)) {
             let name = crate::pods::full_name(&pod.metadata);
+            if let Some(node) = pod.node() {
+                if !ledger.has_allocations(node, &name) {
+                    resources.ending.entry(node).or_default().push(&pod.spec.requests);
+                }
+                continue;
+            }
             if let Some(Claim { place: Place::OneOf { nodes: to, .. }, .. }) = ledger.claim(&name) {
                 for (name, _) in to.iter().filter_map(|node| nodes.0.get_key_value(node)) {
                     resources.released.entry(name).or_default().push(&pod.spec.requests);
@@ -117,12 +126,19 @@ impl<'a> FreeResources<'a> {
     }
 
     /// Returns the units that a node with a faulted GPU is missing for a pod in the scheduler's
-    /// sum, by resource, in thousandths. A sound node is missing none: if the ledger has units
-    /// there, the sum has them too as soon as terminating pods have ended.
+    /// sum, by resource, in thousandths. Terminating pods without units do not count: they are
+    /// about to end. A sound node is missing none: if the ledger has units there, the sum has them
+    /// too as soon as terminating pods have ended.
     pub(super) fn units_missing_by_faults<'r>(&mut self, node: &str, pod: Requester<'r>) -> BTreeMap<&'r str, u128> {
-        let nodes = self.nodes;
+        let (nodes, ending) = (self.nodes, self.ending.get(node).cloned().unwrap_or_default());
         let missing = self.missing_units(node, pod);
-        missing.filter(|(resource, _)| has_unhealthy_units(nodes, node, resource)).collect()
+        let missing = missing.filter(|(resource, _)| has_unhealthy_units(nodes, node, resource));
+        let left = missing.filter_map(|(resource, missing)| {
+            let amounts = ending.iter().map(|requests| amounts::amount(requests, resource).unsigned_abs());
+            let missing = missing.saturating_sub(amounts.fold(0, u128::saturating_add));
+            (missing > 0).then_some((resource, missing))
+        });
+        left.collect()
     }
 
     /// Returns the units that a node is missing for a pod in the scheduler's sum, by resource, in

@@ -174,6 +174,30 @@ fn a_nomination_on_a_node_with_a_faulted_gpu_keeps_its_part_of_the_sum() {
     assert_eq!(released(&reconcile(&mut keeper, &with(10), 12)), [("team/three", "reserved")], "a higher priority");
 }
 
+/// Its node lists a victim no longer, but the scheduler counts the victim until its object is gone.
+#[test]
+fn no_further_pod_is_evicted_while_a_victim_without_units_still_terminates() {
+    let pods = [("a", 0, 0, 8), ("victim", 1, 1, 10), ("other", 2, 2, 10)];
+    let mut world = TestCluster::default().node("n1", &[0, 0, 0]).policy(10);
+    for (name, priority, gpu, shares) in pods {
+        world = bound(world, (name, priority), (gpu, shares));
+    }
+    let mut keeper = Gatekeeper::default();
+    reconcile(&mut keeper, &world, 0);
+    set_health(&mut world, false);
+    let mut world = world.pod_with("high", 2, json!({"priority": 9}));
+    let actions = reconcile(&mut keeper, &world, 10);
+    assert_eq!(actions.evictions.len(), 1);
+    let terminating = json!("2026-01-01T00:00:00Z");
+    world.change(|world| &mut world.pods, "team/victim", |pod| pod["metadata"]["deletionTimestamp"] = terminating);
+    let end = |gpu: &mut Value| (gpu["allocations"], gpu["slices"][0]["inUse"]) = (json!([]), json!(0));
+    world.change(|world| &mut world.gpu_nodes, "n1", |node| end(&mut node["status"]["gpus"][1]));
+    let actions = reconcile(&mut keeper, &world, 11);
+    assert_eq!((released(&actions), actions.evictions.as_slice()), (vec![], [].as_slice()));
+    world.pods.remove("team/victim");
+    assert_eq!(released(&reconcile(&mut keeper, &world, 12)), [("team/high", "reserved")]);
+}
+
 #[test]
 fn the_sum_of_today_does_not_count_for_units_that_return() {
     let mut world = two_gpus();
