@@ -8,6 +8,15 @@ use cleave_plan::scheduling::PODS_RESOURCE;
 /// Free amounts by resource. Negative if pods request more than the node has.
 pub(super) type Free<'a> = BTreeMap<&'a str, i128>;
 
+/// What a node does not have enough of for a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Shortage {
+    /// CPU, memory, pod slots or another resource that Cleave does not serve.
+    Resources,
+    /// Units in the scheduler's sum.
+    Units,
+}
+
 /// Requests of a pod by resource.
 type Requests = BTreeMap<String, Quantity>;
 
@@ -15,6 +24,11 @@ type Requests = BTreeMap<String, Quantity>;
 /// and resources that Cleave can serve.
 pub(super) fn requested(requests: &Requests) -> impl Iterator<Item = (&str, i128)> {
     requested_with_gpus(requests).filter(|(name, _)| !is_served(name))
+}
+
+/// Returns the amounts above 0 that a pod requests of resources that Cleave can serve.
+pub(super) fn requested_units(requests: &Requests) -> impl Iterator<Item = (&str, i128)> {
+    requested_with_gpus(requests).filter(|(name, _)| is_served(name))
 }
 
 /// Returns the amounts above 0 that a pod requests of a node's resources. Excludes the pod's slot.

@@ -105,6 +105,29 @@ pub(super) fn node_facts(
     (facts, blocked)
 }
 
+/// Numbers of units of one resource on a node.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct UnitCounts {
+    pub(super) total: u64,
+    /// Units that the agent reports to the kubelet as healthy. They are the node's allocatable
+    /// units as soon as the kubelet has reported them.
+    pub(super) healthy: u64,
+}
+
+/// Returns the numbers of units that the node's GPUs offer, by resource. The health of a GPU does
+/// not decide which units are healthy: the units stay healthy while an MPS daemon is away for a
+/// moment, and those in use stay healthy on a cordoned GPU.
+pub(super) fn unit_counts(object: &GpuNode) -> BTreeMap<String, UnitCounts> {
+    let mut counts: BTreeMap<String, UnitCounts> = BTreeMap::new();
+    let slices = object.status.iter().flat_map(|status| &status.gpus).flat_map(|gpu| &gpu.slices);
+    for slice in slices {
+        let counts = counts.entry(slice.resource.clone()).or_default();
+        counts.total = counts.total.saturating_add(slice.total.into());
+        counts.healthy = counts.healthy.saturating_add(slice.total.saturating_sub(slice.unhealthy).into());
+    }
+    counts
+}
+
 /// Returns the names of the policies of a node's devices, by device.
 pub(super) fn policies_by_device(object: &GpuNode) -> BTreeMap<String, Arc<str>> {
     let mut names: BTreeMap<&str, Arc<str>> = BTreeMap::new();

@@ -9,10 +9,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::FRAGMENTED_TAINT;
-use cleave_plan::ledger::Ledger;
+use cleave_plan::ledger::{Ledger, Place};
 
 use super::growth::ReportedPods;
 use super::nodes::{NodeState, Nodes};
+use super::pod_tracker::PodTracker;
 use crate::policies::taint::{Change, add_patch, remove_patch};
 
 /// Key and effect of the taint.
@@ -46,14 +47,21 @@ impl FragmentationTaints {
 
     /// Returns the nodes whose taint changes. `reported` are the pods that are reported to
     /// autoscalers. None of these requests fits on any node.
-    pub(super) fn update(&mut self, nodes: &Nodes, ledger: &Ledger, reported: &[ReportedPods]) -> Vec<Change> {
+    pub(super) fn update(
+        &mut self,
+        (nodes, tracker): (&Nodes, &PodTracker),
+        ledger: &Ledger,
+        reported: &[ReportedPods],
+    ) -> Vec<Change> {
         if !self.enabled {
             return Vec::new();
         }
         let mut changes = Vec::new();
         let mut differing = BTreeSet::new();
+        let released = released_units(ledger);
         for (name, state) in &nodes.0 {
-            let Some(change) = taint_change(name, state, looks_free(ledger, state, reported)) else { continue };
+            let wanted = looks_free((ledger, &released), (state, tracker), reported);
+            let Some(change) = taint_change(name, state, wanted) else { continue };
             differing.insert(name.as_str());
             let version = state.resource_version().to_owned();
             if changes.len() < MAX_CHANGES && self.decided.get(name) != Some(&version) {
@@ -66,15 +74,44 @@ impl FragmentationTaints {
     }
 }
 
+/// Units of pods that are released to nodes but not bound, by node and resource.
+type ReleasedUnits<'a> = BTreeMap<(&'a str, &'a str), u64>;
+
+/// Returns the units of the pods that are released but not bound.
+fn released_units(ledger: &Ledger) -> ReleasedUnits<'_> {
+    let mut released = ReleasedUnits::new();
+    for (_, claim) in ledger.unbound_claims() {
+        let Place::OneOf { nodes, .. } = &claim.place else { continue };
+        for (node, request) in nodes.iter().flat_map(|node| claim.device_requests.iter().map(move |one| (node, one))) {
+            *released.entry((node, &request.resource)).or_default() += u64::from(request.units.get());
+        }
+    }
+    released
+}
+
 /// Returns whether the sum of a node's free units suffices for one of the pods that may use the
 /// node. A node that no reported pod may use delays no new node.
-fn looks_free(ledger: &Ledger, node: &NodeState, reported: &[ReportedPods]) -> bool {
+///
+/// The sum is the larger of two: that of the ledger, and that of an autoscaler, which counts as the
+/// scheduler. To an autoscaler, units that only a deleted pod still uses are free.
+fn looks_free(
+    (ledger, released): (&Ledger, &ReleasedUnits<'_>),
+    (node, tracker): (&NodeState, &PodTracker),
+    reported: &[ReportedPods],
+) -> bool {
     if reported.is_empty() {
         return false;
     }
     let mut free: BTreeMap<String, u64> = BTreeMap::new();
     for usage in ledger.devices(&node.node.name) {
         *free.entry(usage.resource).or_default() += u64::from(usage.free);
+    }
+    // Without an agent, the kubelet offers no units.
+    for (resource, milli) in node.units_free_for_scheduler(tracker).into_iter().filter(|_| node.has_ready_agent()) {
+        let released = released.get(&(node.node.name.as_str(), resource)).copied().unwrap_or(0);
+        let units = u64::try_from(milli / 1000).unwrap_or(0).saturating_sub(released);
+        let most = free.entry(resource.to_owned()).or_default();
+        *most = units.max(*most);
     }
     let suffices = |(resource, units): (&String, &u64)| free.get(resource).is_some_and(|free| free >= units);
     reported.iter().any(|pods| pods.smallest.iter().any(suffices) && node.may_admit_later(&pods.pod))

@@ -5,13 +5,17 @@ use cleave_plan::Quantity;
 use cleave_plan::ledger::{Claim, Ledger, Place};
 use cleave_plan::scheduling::PODS_RESOURCE;
 
-use super::amounts::{self, Free};
+use super::amounts::{self, Free, Shortage};
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::PodObject;
 
 /// Free resources by node, in thousandths. Pods that are released to a node count as if they were
 /// bound to it. A node's free resources are computed when they are first needed.
+///
+/// The units of GPUs are those that the scheduler counts as free. The ledger decides whether a GPU
+/// has room. The sum can only be smaller than the ledger's while a GPU is faulted, or while a pod
+/// terminates that uses no units any more.
 pub(super) struct FreeResources<'a> {
     nodes: &'a Nodes,
     tracker: &'a PodTracker,
@@ -20,6 +24,8 @@ pub(super) struct FreeResources<'a> {
     /// Waiting pods for which room on each node is nominated, by name. Pods of the same or lower
     /// priority do not see the resources that these pods request as free.
     nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
+    /// Requests of terminating pods that their node lists with no units any more, by node.
+    ending: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
     computed: BTreeMap<&'a str, Free<'a>>,
 }
 
@@ -41,9 +47,16 @@ pub(super) struct Requester<'r> {
 impl<'a> FreeResources<'a> {
     pub(super) fn new(nodes: &'a Nodes, tracker: &'a PodTracker, ledger: &Ledger, unsettled: &[&'a PodObject]) -> Self {
         let (released, nominated, computed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        let mut resources = Self { nodes, tracker, released, nominated, computed };
-        for pod in unsettled.iter().filter(|pod| pod.node().is_none()) {
+        let mut resources = Self { nodes, tracker, released, nominated, ending: BTreeMap::new(), computed };
+        let terminates = |pod: &PodObject| pod.metadata.deletion_timestamp.is_some();
+        for pod in unsettled.iter().filter(|pod| pod.node().is_none() || terminates(pod)) {
             let name = crate::pods::full_name(&pod.metadata);
+            if let Some(node) = pod.node() {
+                if !ledger.has_allocations(node, &name) {
+                    resources.ending.entry(node).or_default().push(&pod.spec.requests);
+                }
+                continue;
+            }
             if let Some(Claim { place: Place::OneOf { nodes: to, .. }, .. }) = ledger.claim(&name) {
                 for (name, _) in to.iter().filter_map(|node| nodes.0.get_key_value(node)) {
                     resources.released.entry(name).or_default().push(&pod.spec.requests);
@@ -73,9 +86,18 @@ impl<'a> FreeResources<'a> {
         }
     }
 
-    /// Returns whether a node has room for a pod.
+    /// Returns whether a node has room for a pod, regardless of its GPUs.
     pub(super) fn has_room(&mut self, node: &str, pod: Requester<'_>) -> bool {
         self.missing_resources(node, pod).is_some_and(|missing| missing.is_empty())
+    }
+
+    /// Returns what a node does not have enough of for a pod. Returns `None` if the node has enough
+    /// of everything, or if only the ledger knows that its GPUs have no room.
+    pub(super) fn shortage(&mut self, node: &str, pod: Requester<'_>) -> Option<Shortage> {
+        if !self.has_room(node, pod) {
+            return Some(Shortage::Resources);
+        }
+        self.missing_units(node, pod).next().map(|_| Shortage::Units)
     }
 
     /// Returns the amount of each resource that a node is missing for a pod. Returns `None` if the
@@ -103,6 +125,44 @@ impl<'a> FreeResources<'a> {
         Some(missing)
     }
 
+    /// Returns the units that a node with a faulted GPU is missing for a pod in the scheduler's
+    /// sum, by resource, in thousandths. Terminating pods without units do not count: they are
+    /// about to end. A sound node is missing none: if the ledger has units there, the sum has them
+    /// too as soon as terminating pods have ended.
+    pub(super) fn units_missing_by_faults<'r>(&mut self, node: &str, pod: Requester<'r>) -> BTreeMap<&'r str, u128> {
+        let (nodes, ending) = (self.nodes, self.ending.get(node).cloned().unwrap_or_default());
+        let missing = self.missing_units(node, pod);
+        let missing = missing.filter(|(resource, _)| has_unhealthy_units(nodes, node, resource));
+        let left = missing.filter_map(|(resource, missing)| {
+            let amounts = ending.iter().map(|requests| amounts::amount(requests, resource).unsigned_abs());
+            let missing = missing.saturating_sub(amounts.fold(0, u128::saturating_add));
+            (missing > 0).then_some((resource, missing))
+        });
+        left.collect()
+    }
+
+    /// Returns the units that a node is missing for a pod in the scheduler's sum, by resource, in
+    /// thousandths. A resource that the node does not offer now is not missing: the ledger decides
+    /// about planned partitions.
+    fn missing_units<'r>(&mut self, node: &str, pod: Requester<'r>) -> impl Iterator<Item = (&'r str, u128)> {
+        self.compute_free(node);
+        let free = self.computed.get(node);
+        let nominated = self.nominated.get(node);
+        let nodes = self.nodes;
+        amounts::requested_units(pod.requests).filter_map(move |(resource, wanted)| {
+            let free = *free?.get(resource)?;
+            // On a sound node the ledger keeps the nominated units. Their victims still count in
+            // the sum, so the units must not be subtracted twice.
+            let nominees = nominated.into_iter().flatten().filter(|_| has_unhealthy_units(nodes, node, resource));
+            let kept: i128 = nominees
+                .filter(|(name, nominee)| *name != pod.name && nominee.priority >= pod.priority)
+                .map(|(_, nominee)| amounts::amount(nominee.requests, resource))
+                .fold(0, i128::saturating_add);
+            let short = wanted.saturating_add(kept).saturating_sub(free);
+            (short > 0).then(|| (resource, short.unsigned_abs()))
+        })
+    }
+
     /// Subtracts the requests of a pod that is released to the node.
     pub(super) fn subtract(&mut self, node: &str, requests: &BTreeMap<String, Quantity>) {
         self.compute_free(node);
@@ -116,6 +176,7 @@ impl<'a> FreeResources<'a> {
         let (name, state) = self.nodes.0.get_key_value(node).filter(|(_, state)| state.managed)?;
         if !self.computed.contains_key(name.as_str()) {
             let mut free = state.free_resources(self.tracker);
+            free.extend(state.units_free_for_scheduler(self.tracker));
             for requests in self.released.get(name.as_str()).into_iter().flatten() {
                 amounts::subtract(&mut free, requests);
             }
@@ -123,4 +184,10 @@ impl<'a> FreeResources<'a> {
         }
         Some(())
     }
+}
+
+/// Returns whether some of a node's units of a resource are unhealthy.
+fn has_unhealthy_units(nodes: &Nodes, node: &str, resource: &str) -> bool {
+    let counts = nodes.0.get(node).and_then(|state| state.unit_counts.get(resource));
+    counts.is_some_and(|counts| counts.healthy < counts.total)
 }

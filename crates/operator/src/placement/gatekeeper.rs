@@ -304,7 +304,7 @@ impl Gatekeeper {
             }
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
             actions.releases.extend(self.unanswered.releases_to_retry(&ledger, now).take(room));
-            actions.taints = self.fragments.update(&self.nodes, &ledger, self.growth.reported());
+            actions.taints = self.fragments.update((&self.nodes, tracker), &ledger, self.growth.reported());
         } else {
             actions.requeue_in(settling);
         }

@@ -14,12 +14,12 @@ use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
 use kube::core::DeserializeGuard;
 
-use super::amounts::{self, Free};
+use super::amounts::{self, Free, Shortage};
 use super::cluster::Cluster;
 use super::evictions::Evictability;
-use super::facts::{self, Absence, Availability};
+use super::facts::{self, Absence, Availability, UnitCounts};
 use super::pod_tracker::PodTracker;
-use super::verdict::{Exclusion, PermanentObstacle, Verdict};
+use super::verdict::{Exclusion, PermanentObstacle, TOO_FEW_UNITS_IN_SUM, Verdict};
 use crate::read::NodeObject;
 use crate::rollout::{MpsState, Rollout};
 
@@ -40,6 +40,8 @@ pub(super) struct NodeState {
     policies: BTreeMap<String, Arc<str>>,
     /// Resources that the node's GPUs offer now or after a repartitioning.
     offers: BTreeSet<String>,
+    /// Numbers of units that the node's GPUs offer now, by resource.
+    pub(super) unit_counts: BTreeMap<String, UnitCounts>,
     /// Resources that Cleave served on the node before its `GpuNode` disappeared, and that the
     /// kubelet still reports.
     missing: BTreeSet<String>,
@@ -128,6 +130,7 @@ impl NodeState {
         self.blocked = blocked;
         self.allocated = facts.allocations.iter().map(|allocation| allocation.pod.clone()).collect();
         self.offers = facts.devices.iter().map(|device| device.resource.clone()).collect();
+        self.unit_counts = facts::unit_counts(object);
         self.has_status = object.status.is_some();
         self.gpus = object.status.as_ref().map_or(0, |status| status.gpus.len());
         facts
@@ -176,6 +179,27 @@ impl NodeState {
         let mut free = self.free_resources_with_gpus(tracker);
         free.retain(|resource, _| !is_served(resource));
         free
+    }
+
+    /// Returns the units that the scheduler counts as free, by resource, in thousandths: the units
+    /// that are healthy, less the requests of all bound pods. The result is negative if pods
+    /// request more.
+    ///
+    /// The scheduler also counts pods on a faulted GPU, whose units are no longer allocatable, and
+    /// terminating pods that use no units any more. The result does not depend on the kubelet's
+    /// report of allocatable units, which is some seconds late.
+    pub(super) fn units_free_for_scheduler(&self, tracker: &PodTracker) -> Free<'_> {
+        let requested = tracker.requested(&self.node.name);
+        let free = |(resource, counts): (&'_ String, &UnitCounts)| {
+            let requested = requested.and_then(|requested| requested.get(resource)).copied().unwrap_or(0);
+            i128::from(counts.healthy) * 1000 - i128::try_from(requested).unwrap_or(i128::MAX)
+        };
+        self.unit_counts.iter().map(|counts| (counts.0.as_str(), free(counts))).collect()
+    }
+
+    /// Returns whether the node's agent is ready.
+    pub(super) fn has_ready_agent(&self) -> bool {
+        self.versions.agent.unwrap_or_default()
     }
 
     /// Returns all of the node's resources that no bound pod requests, in thousandths. The result
@@ -254,10 +278,11 @@ impl NodeState {
             })
         } else if let Err(conflict) = (checks.conflict)(&self.node) {
             Some(Exclusion::Conflict(conflict.to_string()))
-        } else if !(checks.has_room)(&self.node.name) {
-            Some(Exclusion::Full)
         } else {
-            None
+            (checks.shortage)(&self.node.name).map(|shortage| match shortage {
+                Shortage::Resources => Exclusion::Full,
+                Shortage::Units => Exclusion::TooFewUnitsInSum,
+            })
         }
     }
 }
@@ -342,7 +367,14 @@ impl Nodes {
         }
         let refused = scheduling::admit(pod, &state.node).err().map(|refused| refused.to_string());
         let full = || !amounts::cover(&state.free_resources(tracker), amounts::requested(&pod.requests));
-        refused.or_else(|| full().then(|| "not enough CPU, memory or another resource".to_owned()))
+        let lacks_units = || {
+            let free = state.units_free_for_scheduler(tracker);
+            let mut wanted = amounts::requested_units(&pod.requests);
+            wanted.any(|(resource, wanted)| free.get(resource).is_some_and(|free| *free < wanted))
+        };
+        refused
+            .or_else(|| full().then(|| "not enough CPU, memory or another resource".to_owned()))
+            .or_else(|| lacks_units().then(|| TOO_FEW_UNITS_IN_SUM.to_owned()))
     }
 
     /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
@@ -458,8 +490,9 @@ impl Nodes {
 pub(super) struct NodeChecks<'a> {
     /// Returns the conflict between a node and the rules of this pod or other pods.
     pub(super) conflict: &'a dyn Fn(&PlanNode) -> Result<(), Conflict>,
-    /// Whether a node has enough CPU, memory and pod slots.
-    pub(super) has_room: &'a dyn Fn(&str) -> bool,
+    /// Returns what a node does not have enough of: CPU, memory and pod slots, or units in the
+    /// scheduler's sum.
+    pub(super) shortage: &'a dyn Fn(&str) -> Option<Shortage>,
 }
 
 /// Taints of nodes whose kubelet may have stopped reporting.

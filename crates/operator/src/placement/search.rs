@@ -241,7 +241,8 @@ impl<'a> PlacementSearch<'a> {
             key.rules.as_ref().and_then(|constraint_key| self.constraints.evaluate_rules(constraint_key, plan_pod));
         let is_evaluated = !pod.spec.particular && !pod.spec.rules.are_too_many() && !key.has_unbound_volume();
         let most = if is_evaluated { 1 } else { MAX_RELEASE_NODES };
-        let has_room = |node: &str| self.has_room(node, candidate);
+        let shortage = |node: &str| self.free.borrow_mut().shortage(node, candidate.requester());
+        let has_room = |node: &str| shortage(node).is_none();
         // A pod without a node has no allocations. Those of an earlier pod with its name would
         // count as its own, and would end its reservation.
         let waits_for_predecessor = Cell::new(false);
@@ -284,7 +285,7 @@ impl<'a> PlacementSearch<'a> {
                     check_rules(checker.as_ref(), node)?;
                     if is_free_of_predecessor(&node.name) { Ok(()) } else { Err(Conflict::Predecessor) }
                 };
-                let checks = NodeChecks { conflict: &conflict, has_room: &has_room };
+                let checks = NodeChecks { conflict: &conflict, shortage: &shortage };
                 self.nodes.diagnose(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
             }
         };
@@ -316,7 +317,8 @@ impl<'a> PlacementSearch<'a> {
     }
 
     /// Returns the nodes on which preemption may make room for the pod, each with the CPU, memory
-    /// and other resources that it is missing. These are eligible nodes that other rules allow and
+    /// and other resources that it is missing, and with the units that it is missing in the
+    /// scheduler's sum because of faulted GPUs. These are eligible nodes that other rules allow and
     /// that `is_searched` accepts.
     pub(super) fn preemption_nodes(
         &self,
@@ -332,7 +334,8 @@ impl<'a> PlacementSearch<'a> {
         let nodes = nodes.filter(|node| self.will_be_free_of_predecessor(ledger, node, &candidate.name));
         nodes
             .filter_map(|name| {
-                let missing = free.missing_resources(name, candidate.requester())?;
+                let mut missing = free.missing_resources(name, candidate.requester())?;
+                missing.extend(free.units_missing_by_faults(name, candidate.requester()));
                 Some(PreemptionNode { name, missing })
             })
             .collect()

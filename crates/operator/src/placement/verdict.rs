@@ -11,6 +11,10 @@ use crate::policies::demand::{Reason, WaitingPod};
 /// Maximum number of nodes that a message names for each reason.
 const MAX_NAMED_NODES: usize = 3;
 
+/// Why the scheduler may refuse a node although one of its GPUs has enough free units.
+pub(super) const TOO_FEW_UNITS_IN_SUM: &str =
+    "too few free units in the scheduler's sum, which includes pods on faulted GPUs and pods that terminate";
+
 /// Why a pod is not placeable.
 #[derive(Debug, Clone)]
 pub(super) enum Verdict {
@@ -90,6 +94,8 @@ pub(super) enum Exclusion {
     Conflict(String),
     /// The node does not have enough CPU, memory, pod slots or another resource.
     Full,
+    /// The scheduler would count too few free units on the node.
+    TooFewUnitsInSum,
 }
 
 impl Exclusion {
@@ -109,6 +115,7 @@ impl Exclusion {
             Self::Taint(key) => format!("{subject} {have} the taint {key}, which the pod does not tolerate"),
             Self::Conflict(why) => format!("{subject} {are} excluded: {why}"),
             Self::Full => format!("{subject} {do_not} have enough CPU, memory or another resource"),
+            Self::TooFewUnitsInSum => format!("{subject} {have} {TOO_FEW_UNITS_IN_SUM}"),
         }
     }
 }

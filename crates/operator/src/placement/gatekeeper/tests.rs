@@ -13,6 +13,7 @@ mod replicas;
 mod reservations;
 mod returning;
 mod scale;
+mod scheduler_sum;
 mod stranded;
 mod waiting;
 mod whole_gpus;

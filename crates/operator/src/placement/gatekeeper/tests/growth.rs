@@ -400,6 +400,9 @@ fn reports_are_bounded_and_repeated_after_a_failure() {
 #[test]
 fn a_node_whose_free_shares_are_on_several_gpus_is_tainted_for_the_autoscaler() {
     let mut world = TestCluster::default().node("n1", &[6, 6]).node("n2", &[9, 9]).pod("five", 5).policy(10);
+    for name in ["a", "b"] {
+        world = world.pod_with(name, 9, json!({"nodeName": "n2", "schedulingGates": []}));
+    }
     let mut keeper = Gatekeeper::default().with_taints(true);
     assert_eq!(reconcile(&mut keeper, &world, 0).taints, [], "the pod is not reported yet");
     let actions = reconcile(&mut keeper, &world, FULL_SECONDS);
@@ -450,6 +453,9 @@ fn only_nodes_that_a_reported_pod_may_use_are_tainted_as_fragmented() {
         );
     }
     // The second pod may use the other pool, and is too large even for the sum of a node.
+    for name in ["x", "y"] {
+        world = world.pod_with(name, 6, json!({"nodeName": "other-pool", "schedulingGates": []}));
+    }
     let world = world.pod_with("a", 5, json!({"nodeSelector": {"pool": "a"}})).pod_with(
         "b",
         9,

@@ -34,7 +34,7 @@ use proptest::test_runner::RngSeed;
 use serde_json::json;
 
 use self::operator::{Answers, KINDS, Kind, Operator};
-use self::pods::{App, DEDICATED, Template, template};
+use self::pods::{App, DEDICATED, Owner, Template, template};
 use self::scheduler::list;
 use self::simulation::Simulation;
 
@@ -139,6 +139,29 @@ fn history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
         prop::collection::vec(step(), 1..60),
         any::<bool>(),
         any::<bool>(),
+    )
+}
+
+/// Generates a history in which another process leads, or the operator restarts, just after bound
+/// pods were deleted by force. No node has reported their allocations, and their containers still
+/// run. Pods that request shares wait at the gate.
+fn handover() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
+    let leader = prop_oneof![Just(Step::Restart), Just(Step::FailOver)];
+    let begin = (prop::collection::vec(1_usize..3, 1..3), prop::collection::vec(4_u32..=10, 1..4));
+    (begin, (4_u32..=10, 1_usize..4), leader, any::<bool>()).prop_map(
+        |((gpus, deleted), (shares, replicas), leader, reports)| {
+            let create = |shares: u32| Step::Create(Template { shares: vec![shares], ..Template::plain() });
+            let waiting = Template { shares: vec![shares], owner: Owner::ReplicaSet, replicas, ..Template::plain() };
+            let count = deleted.len();
+            let mut steps = vec![Step::Reconcile(Answers::Good), Step::Wait(10)];
+            steps.extend(deleted.into_iter().map(create));
+            steps.extend([Step::Report(Kind::Pods), Step::Reconcile(Answers::Good)]);
+            steps.extend((0..count).map(|_| Step::Schedule(0)).chain((0..gpus.len()).map(Step::Admit)));
+            // The containers run for some more seconds.
+            steps.extend((0..count).map(|_| Step::Delete { pod: 0, force: true, seconds: 3 }));
+            steps.extend([leader, Step::Create(waiting), Step::Settle]);
+            (gpus, steps, reports, true)
+        },
     )
 }
 
@@ -472,6 +495,13 @@ proptest! {
     /// reserved twice.
     #[test]
     fn every_pod_that_can_run_runs(history in history()) {
+        run(&history).map_err(TestCaseError::fail)?;
+    }
+
+    /// A new leader does not know of allocations that no node has reported, so it waits before it
+    /// reserves units.
+    #[test]
+    fn a_new_leader_reserves_no_units_of_pods_that_were_just_deleted(history in handover()) {
         run(&history).map_err(TestCaseError::fail)?;
     }
 }

@@ -146,6 +146,19 @@ pub(super) fn template() -> impl Strategy<Value = Template> {
 }
 
 impl Template {
+    /// A pod without a controller and without rules.
+    pub(super) fn plain() -> Self {
+        Self {
+            owner: Owner::Nothing,
+            replicas: 1,
+            app: App(0),
+            priority: 0,
+            shares: Vec::new(),
+            cpu: 0,
+            rules: Vec::new(),
+        }
+    }
+
     /// Returns a pod at the gate. `controller` is the UID of the pod's controller, and `claim`
     /// names the pod's claims of volumes that do not exist yet.
     pub(super) fn pod(&self, name: &str, uid: &str, controller: Option<&str>, claim: &str) -> Value {

@@ -442,7 +442,9 @@ impl Simulation {
                 json!({"pod": pod, "container": format!("c{index}"), "resource": MPS_RESOURCE, "device": device, "ids": ids, "clients": 0})
             })
             .collect();
-        let slice = json!({"device": device, "resource": MPS_RESOURCE, "total": SHARES, "inUse": used, "unhealthy": 0});
+        let unhealthy = if gpu.healthy { 0 } else { SHARES };
+        let slice =
+            json!({"device": device, "resource": MPS_RESOURCE, "total": SHARES, "inUse": used, "unhealthy": unhealthy});
         let slices = if gpu.shared { vec![slice] } else { Vec::new() };
         json!({"uuid": device, "index": 0, "model": "H100", "memoryMib": 81559, "sms": 132, "mode": "Mps",
             "health": {"healthy": gpu.healthy}, "allocations": allocations, "slices": slices})
