@@ -10,6 +10,7 @@ use futures::future::BoxFuture;
 use tokio::sync::watch;
 
 use crate::allocation::allocate::{ChoiceRequest, DenialReason, ResourceView, choose_preferred};
+use crate::allocation::whole_gpus::choose_linked_gpus;
 use crate::allocator::Allocator;
 use crate::container_edits::ContainerEdits;
 use crate::gpu::layout::{Pool, PoolKind, parse_slice_id};
@@ -113,7 +114,10 @@ impl Resource for ServedResource {
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource).map(Vec::as_slice).unwrap_or_default();
         let reserved = table.pending.open_reservations(&self.resource);
-        Ok(choose_preferred(&ResourceView { resource: &self.resource, pools, reserved: &reserved }, &request.into()))
+        let view = ResourceView { resource: &self.resource, pools, reserved: &reserved };
+        let request = request.into();
+        let linked = choose_linked_gpus(&view, &request, &table.topology);
+        Ok(linked.unwrap_or_else(|| choose_preferred(&view, &request)))
     }
 
     fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {

@@ -10,10 +10,11 @@ mod termination;
 
 use std::fs;
 use std::os::unix::fs::symlink;
+use std::time::{Duration, Instant};
 
 use machine::{
-    MPS_RESOURCE, Machine, TIMESLICE_RESOURCE, WHOLE_GPU_RESOURCE, container_devices, kill_pid, mps_spec, pod,
-    share_ids, timeslice_spec,
+    MPS_RESOURCE, Machine, TEST_TIMEOUT, TIMESLICE_RESOURCE, WHOLE_GPU_RESOURCE, container_devices, kill_pid, mps_spec,
+    pod, share_ids, timeslice_spec,
 };
 
 #[tokio::test]
@@ -80,6 +81,32 @@ async fn an_invalid_allocation_is_refused_with_a_reason_and_blocks_no_others() {
     }
     machine.kubelet.allocate(MPS_RESOURCE, &[&a]).await.unwrap();
     machine.wait_until("the Event is published", || (machine.events() == ["SharesSplit"]).then_some(())).await;
+}
+
+#[tokio::test]
+async fn whole_gpus_are_chosen_by_the_links_that_nvml_reports() {
+    let mut machine = Machine::new(&["8xH100-80"]);
+    machine.simgpu(&["init", "--gpus", "8xH100-80", "--topology", "hybrid-cube-mesh"]);
+    machine.set_spec("first", Vec::new());
+    machine.start_host();
+    machine.start_agent(&[]);
+    machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 8).await;
+    let id = |gpu: usize| format!("{}::0", machine.uuids[gpu]);
+    // Each pair has two NVLinks. In the order of UUIDs another pair comes first for some GPUs.
+    for (available, expected) in [([0, 1, 4], [0, 4]), ([0, 1, 3], [0, 3]), ([5, 6, 7], [6, 7]), ([1, 5, 7], [1, 5])] {
+        let available = available.map(id);
+        let available = available.each_ref().map(String::as_str);
+        let deadline = Instant::now() + TEST_TIMEOUT;
+        // The agent reads the links after the GPUs.
+        loop {
+            let chosen = machine.kubelet.preferred_allocation(WHOLE_GPU_RESOURCE, &available, &[], 2).await.unwrap();
+            if chosen == expected.map(id) {
+                break;
+            }
+            assert!(Instant::now() < deadline, "{chosen:?} of {available:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
 }
 
 #[tokio::test]

@@ -26,6 +26,7 @@ mod search;
 pub mod shared;
 pub mod snapshot;
 mod states;
+pub mod topology;
 pub mod units;
 
 pub use check::{Violation, check};

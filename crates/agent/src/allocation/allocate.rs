@@ -25,7 +25,7 @@ pub struct ResourceView<'a> {
 
 impl<'a> ResourceView<'a> {
     /// Returns the pool of this resource that contains a slice.
-    fn pool(&self, id: &str) -> Option<&'a Pool> {
+    pub(super) fn pool(&self, id: &str) -> Option<&'a Pool> {
         let (device, number) = parse_slice_id(id)?;
         self.pools.iter().find(|pool| pool.resource == self.resource && pool.contains(device, number))
     }

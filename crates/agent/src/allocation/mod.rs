@@ -7,6 +7,7 @@ pub mod allocate;
 pub mod pending;
 pub mod table;
 pub mod usage;
+pub mod whole_gpus;
 
 use std::fmt::Write as _;
 

@@ -1,6 +1,8 @@
 //! The state from which front ends answer requests. Pure.
 use std::collections::BTreeMap;
 
+use cleave_plan::topology::Topology;
+
 use super::pending::PendingAllocations;
 use super::usage::Allocations;
 use crate::event::NodeEvent;
@@ -18,6 +20,8 @@ pub struct AllocationTable {
     pub allocations: Allocations,
     /// Paths of device nodes, by device.
     pub nodes: BTreeMap<String, Vec<String>>,
+    /// Links between the GPUs, as NVML last reported them.
+    pub topology: Topology,
     /// Events about denied requests that the main loop has not published yet.
     pub events: Vec<NodeEvent>,
 }

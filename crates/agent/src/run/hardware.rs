@@ -3,19 +3,21 @@
 //! Each GPU has its own worker thread: its answers are published as they arrive, and a GPU that
 //! hangs delays no other GPU. The query of the driver, which calls no GPU, has its own worker too.
 //! If that query fails, all GPUs are unavailable. At most one thread is blocked for each GPU and
-//! purpose.
+//! purpose. One more worker reads the links between the GPUs. It is blocked if any GPU hangs, and
+//! the agent then keeps the links that it knows.
 //!
 //! ```text
 //!  driver ─┐
 //!  GPU 0 ──┼─▶ batch: answers that arrive close together are one input ──▶ main loop
 //!  GPU 1 ──┘                                                                  ▲
-//!  events of each GPU ────────────────────────────────────────────────────────┘
+//!  events of each GPU ────────────────────────────────────────────────────────┤
+//!  links between GPUs ────────────────────────────────────────────────────────┘
 //! ```
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use cleave_gpu::nvml::{EventWatch, Library, Worker};
+use cleave_gpu::nvml::{EventWatch, Library, NvmlError, Worker};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
@@ -28,6 +30,10 @@ const MIN_GPU_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum time that an NVML call for a GPU may take. A call may have to initialize the GPU first.
 /// A driver that hangs takes minutes, or never answers.
 const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(20);
+/// Interval between reads of the links between GPUs. The links change only if hardware fails.
+const LINKS_POLL_INTERVAL: Duration = Duration::from_secs(3600);
+/// Interval between reads of the links while a read fails or omits a GPU.
+const LINKS_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// Answers that arrive within this time of the first form one input. A poll of eight GPUs then
 /// causes one reconciliation instead of eight.
 const BATCH_WINDOW: Duration = Duration::from_millis(50);
@@ -46,6 +52,8 @@ pub(crate) async fn watch_hardware(
 ) -> anyhow::Result<()> {
     let node = Worker::start(&library, "nvml-node").context("failed to start the NVML thread")?;
     let (mut events, mut received_events) = EventWatch::new(library.clone());
+    let links = Worker::start(&library, "nvml-links").context("failed to start the NVML thread for links")?;
+    let (counted, count) = watch::channel(0);
     let (driver_back, driver_returned) = watch::channel(());
     let (answers, to_batch) = mpsc::channel(64);
     let forward = async {
@@ -58,6 +66,7 @@ pub(crate) async fn watch_hardware(
     };
     let driver = async {
         let (mut watched, mut gpus) = (0, JoinSet::new());
+        gpus.spawn(watch_links(links, inputs.clone(), count));
         let mut answered = false;
         loop {
             let requested_at = Instant::now();
@@ -72,6 +81,7 @@ pub(crate) async fn watch_hardware(
             if answered && !before {
                 driver_back.send_replace(());
             }
+            counted.send_if_modified(|known| std::mem::replace(known, count) != count);
             events.watch(count).context("failed to start an NVML event thread")?;
             while watched < count {
                 let worker = Worker::start(&library, format!("nvml-gpu-{watched}"));
@@ -172,11 +182,114 @@ async fn watch_gpu(
     }
 }
 
+/// Reads the links between the GPUs each time that the driver's number of GPUs changes, which
+/// includes that the driver returns, and at long intervals.
+async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: watch::Receiver<u32>) {
+    loop {
+        let expected = *count.borrow_and_update();
+        let mut complete = expected == 0;
+        if expected > 0 {
+            match worker.call(GPU_CALL_TIMEOUT, |gpus| gpus.topology()).await {
+                Ok(topology) => {
+                    complete = u32::try_from(topology.gpus().len()) == Ok(expected);
+                    tracing::debug!(complete, "read the links between GPUs");
+                    if inputs.send(Input::Topology(topology)).await.is_err() {
+                        return;
+                    }
+                }
+                Err(NvmlError::NotSupported { .. }) => complete = true,
+                Err(error) => {
+                    tracing::warn!(
+                        error = &error as &dyn std::error::Error,
+                        "failed to read the links between GPUs; keeping the known ones"
+                    );
+                }
+            }
+        }
+        let pause = if complete { LINKS_POLL_INTERVAL } else { LINKS_RETRY_INTERVAL };
+        tokio::select! {
+            // Cancel-safe: the next call returns a missed change.
+            changed = count.changed() => if changed.is_err() { return },
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use cleave_gpu::nvml::{DriverInfo, NvmlError};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use cleave_gpu::nvml::{ComputeMode, DriverInfo, Gpu, Gpus, MigActivation, MigInstance, NvmlError, Process};
+    use cleave_plan::topology::{GpuLink, Topology};
 
     use super::*;
+
+    /// NVML whose first read of links fails. Each later read lists one GPU more.
+    #[derive(Default)]
+    struct FakeNvml {
+        reads: AtomicUsize,
+    }
+
+    const UNSUPPORTED: NvmlError = NvmlError::NotSupported { call: "test" };
+
+    impl Gpus for FakeNvml {
+        fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
+            Err(UNSUPPORTED)
+        }
+        fn gpu_at(&self, _: u32) -> Result<Gpu, NvmlError> {
+            Err(UNSUPPORTED)
+        }
+        fn topology(&self) -> Result<Topology, NvmlError> {
+            match self.reads.fetch_add(1, Ordering::SeqCst) {
+                0 => Err(NvmlError::Lost { call: "test" }),
+                count => Ok(Topology::new(vec!["GPU".into(); count], |_, _| GpuLink::default())),
+            }
+        }
+        fn gpu(&self, _: &str) -> Result<Gpu, NvmlError> {
+            Err(UNSUPPORTED)
+        }
+        fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
+            Err(UNSUPPORTED)
+        }
+        fn set_compute_mode(&self, _: &str, _: ComputeMode) -> Result<ComputeMode, NvmlError> {
+            Err(UNSUPPORTED)
+        }
+        fn set_mig_mode(&self, _: &str, _: bool) -> Result<MigActivation, NvmlError> {
+            Err(UNSUPPORTED)
+        }
+        fn create_mig_instance(&self, _: &str, _: &str, _: u32) -> Result<MigInstance, NvmlError> {
+            Err(UNSUPPORTED)
+        }
+        fn destroy_mig_instance(&self, _: &str, _: u32) -> Result<(), NvmlError> {
+            Err(UNSUPPORTED)
+        }
+    }
+
+    #[tokio::test]
+    async fn links_are_read_when_the_number_of_gpus_changes_and_a_failed_read_reports_nothing() {
+        let nvml = Arc::new(FakeNvml::default());
+        let gpus = Arc::clone(&nvml);
+        let library = Library::new(move || Ok(Arc::clone(&gpus) as Arc<dyn Gpus>));
+        let (inputs, mut received) = mpsc::channel(64);
+        let (counted, count) = watch::channel(0);
+        let watching = tokio::spawn(watch_links(Worker::start(&library, "test").unwrap(), inputs, count));
+        for number in [1, 2] {
+            counted.send_replace(number);
+            let reads = usize::try_from(number).unwrap();
+            while nvml.reads.load(Ordering::SeqCst) < reads {
+                tokio::task::yield_now().await;
+            }
+        }
+        // The first read has failed, so the first topology is that of the second read.
+        let Some(Input::Topology(topology)) = received.recv().await else { panic!("no topology") };
+        assert_eq!(topology.gpus().len(), 1);
+        counted.send_replace(3);
+        let Some(Input::Topology(topology)) = received.recv().await else { panic!("no topology") };
+        assert_eq!(topology.gpus().len(), 2);
+        drop(counted);
+        watching.await.unwrap();
+    }
 
     fn driver_info_input(count: u32) -> Input {
         Input::DriverInfo(Ok(DriverInfo { driver: "1".into(), count }), Instant::now())

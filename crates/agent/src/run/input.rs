@@ -5,6 +5,7 @@ use std::time::Instant;
 use cleave_api::gpunode::FindingStatus;
 use cleave_gpu::nvml::{DriverInfo, GpuEvent, GpuObservation, GpuVitals, NvmlError};
 use cleave_kubelet::{AllocatedDevices, ContainerDevices};
+use cleave_plan::topology::Topology;
 
 use crate::gpu::mig::MigOrderResult;
 use crate::mps;
@@ -20,6 +21,8 @@ pub(super) enum Input {
     Gpu(u32, Result<GpuObservation, NvmlError>, Instant),
     /// A GPU's error counters and recovery action, and when they were requested.
     Vitals(String, GpuVitals, Instant),
+    /// The links between the GPUs.
+    Topology(Topology),
     MigOrderResult(MigOrderResult),
     Event(GpuEvent),
     Object(GpuNodeState),

@@ -128,6 +128,7 @@ impl MainLoop {
                 self.poll.send_replace(());
             }
             Input::Vitals(uuid, vitals, requested_at) => self.node.record_vitals(&uuid, vitals, requested_at),
+            Input::Topology(topology) => self.pods.allocator.table().topology = topology,
             Input::Event(GpuEvent::Rescan) => self.poll.send_replace(()),
             Input::Object(object) => self.node.record_gpu_node(object),
             Input::Mps(view) => self.node.record_mps_view(view),

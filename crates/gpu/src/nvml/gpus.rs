@@ -1,6 +1,8 @@
 //! The NVML calls that the rest of Cleave makes.
 use std::ops::ControlFlow;
 
+use cleave_plan::topology::Topology;
+
 use super::error::NvmlError;
 use super::model::{
     ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuObservation, GpuVitals, MigActivation, MigInstance,
@@ -21,6 +23,12 @@ pub trait Gpus: Send + Sync {
         let gpu = self.gpu_at(index)?;
         let processes = self.processes(&gpu.uuid).unwrap_or_default();
         Ok(GpuObservation { gpu, processes })
+    }
+
+    /// Returns the links between the GPUs. Accesses all GPUs, and omits those that fail. A GPU that
+    /// hangs blocks the call, so use a worker of its own.
+    fn topology(&self) -> Result<Topology, NvmlError> {
+        Err(NvmlError::NotSupported { call: "nvmlDeviceGetTopologyCommonAncestor" })
     }
 
     /// Blocks this thread and passes each event of the GPU at an index to `report`, until `report`

@@ -6,6 +6,7 @@
 //! | `model`, `error` | types that the calls return |
 //! | `gpus` | [`Gpus`], the calls that the rest of Cleave makes |
 //! | `find` | [`LibrarySearch`], where the library file may be |
+//! | `links` | combines NVLinks and PCIe paths to the node's topology |
 //! | `sys` | the calls that nvml-wrapper lacks; the only unsafe code of the product |
 //! | `xid` | reads XID events of one GPU |
 //! | `session` | [`Nvml`] implements [`Gpus`] with the loaded library |
@@ -13,12 +14,14 @@
 //! | `worker`, `watch` | threads for calls that may hang: [`Worker`] and [`EventWatch`] |
 //!
 //! GPUs fail independently, and a call may hang in the driver until the node reboots. So each call
-//! concerns one GPU, except [`Gpus::driver_info`] and [`Gpus::cuda_version`]. A program that must
-//! not block runs the calls for each GPU on a separate [`Worker`].
+//! concerns one GPU, except [`Gpus::driver_info`], [`Gpus::cuda_version`] and [`Gpus::topology`]. A
+//! program that must not block runs the calls for each GPU on a separate [`Worker`], and `topology`
+//! on one more.
 mod error;
 mod find;
 mod gpus;
 mod library;
+mod links;
 mod model;
 mod session;
 mod sys;

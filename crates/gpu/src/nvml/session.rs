@@ -5,6 +5,7 @@ use std::fs;
 use std::ops::ControlFlow;
 use std::sync::{Mutex, PoisonError};
 
+use cleave_plan::topology::{PciePath, Topology};
 use cleave_plan::units::{Mebibytes, Sms};
 use nvml_wrapper::Device;
 use nvml_wrapper::bitmasks::InitFlags;
@@ -18,6 +19,7 @@ use nvml_wrapper_sys::bindings::field_id;
 use super::error::{NvmlError, if_known, if_supported};
 use super::find::{self, LibrarySearch};
 use super::gpus::Gpus;
+use super::links::{self, GpuPorts};
 use super::model::{
     ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuVitals, MigActivation, MigInstance, MigState, Process,
     RecoveryAction,
@@ -109,6 +111,38 @@ impl Nvml {
     }
 }
 
+impl Nvml {
+    /// Returns the properties of a GPU that determine its links.
+    fn read_ports(&self, index: u32) -> Result<GpuPorts, NvmlError> {
+        let device = self.device_at(index)?;
+        let pci = device.pci_info().map_err(|code| NvmlError::of("nvmlDeviceGetPciInfo", code))?;
+        let pci = sysfs_bus_id(&pci.bus_id);
+        Ok(GpuPorts {
+            uuid: device.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?,
+            numa: numa_node(&pci).or_else(|| device.numa_node_id().ok()),
+            pci,
+            nvlinks: links::read_nvlinks(&self.inner, &device, sysfs_bus_id)?,
+        })
+    }
+
+    /// Returns the PCIe path between the GPUs at two indices, or `None` if NVML does not report it.
+    fn read_path(&self, one: u32, other: u32) -> Result<Option<PciePath>, NvmlError> {
+        links::read_pcie_path(&self.device_at(one)?, self.device_at(other)?)
+    }
+}
+
+/// Returns `None` for an error that concerns one GPU only.
+fn unless_driver_lost<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if error.requires_reload() => Err(error),
+        Err(error) => {
+            tracing::debug!(error = &error as &dyn std::error::Error, "failed to read a GPU's links");
+            Ok(None)
+        }
+    }
+}
+
 impl Gpus for Nvml {
     fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
         let driver =
@@ -121,6 +155,25 @@ impl Gpus for Nvml {
         let gpu = self.describe_gpu(&self.device_at(index)?, index)?;
         self.indices.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu.uuid.clone(), index);
         Ok(gpu)
+    }
+
+    fn topology(&self) -> Result<Topology, NvmlError> {
+        let count = self.driver_info()?.count;
+        let (mut indices, mut gpus) = (Vec::new(), Vec::new());
+        for index in 0..count {
+            if let Some(ports) = unless_driver_lost(self.read_ports(index))? {
+                indices.push(index);
+                gpus.push(ports);
+            }
+        }
+        let mut paths = BTreeMap::new();
+        for one in 0..indices.len() {
+            for other in one + 1..indices.len() {
+                let path = unless_driver_lost(self.read_path(indices[one], indices[other]))?;
+                paths.insert((one, other), path.flatten());
+            }
+        }
+        Ok(links::build_topology(&gpus, |one, other| paths.get(&(one, other)).copied().flatten()))
     }
 
     fn listen(&self, index: u32, report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>) -> Result<(), NvmlError> {

@@ -1,5 +1,5 @@
 //! The calls that nvml-wrapper does not wrap: MIG instances, events with their GPU instance, the
-//! first version of the memory call, and remapped rows.
+//! first version of the memory call, remapped rows, and the device at the end of an NVLink.
 //!
 //! The product has no other unsafe code. Each function passes NVML pointers only to its own
 //! live, zeroed values and buffers, with their true lengths. Every handle comes from the same
@@ -68,6 +68,16 @@ pub(super) fn remapped_rows(nvml: &Nvml, device: &Device<'_>) -> Result<Option<R
     };
     let answered = if_known(CALL, nvml_try(status))?;
     Ok(answered.map(|()| RemappedRows { pending: pending != 0, failed: failed != 0 }))
+}
+
+/// Returns the kind of device at the other end of an NVLink (`nvmlIntNvLinkDeviceType_t`).
+/// nvml-wrapper's `remote_device_type` discards NVML's answer.
+pub(super) fn nvlink_remote_type(nvml: &Nvml, device: &Device<'_>, link: u32) -> Result<c_uint, Code> {
+    let call = nvml_sym(nvml.lib().nvmlDeviceGetNvLinkRemoteDeviceType.as_ref())?;
+    let mut kind = 0;
+    // SAFETY: see the module documentation.
+    nvml_try(unsafe { call(device_handle(device), link, &raw mut kind) })?;
+    Ok(kind)
 }
 
 /// Returns the MIG profiles of a GPU and their placements, in NVML's order.

@@ -83,6 +83,7 @@ impl SimulatedHardware {
             name: "bench".to_owned(),
             driver: Driver::default(),
             gpus: vec![gpu],
+            topology: None,
             models: Vec::new(),
         };
         let machine = Machine::init(Self::machine_directory(directory), &description).context("a simulated machine")?;

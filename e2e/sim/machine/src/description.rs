@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::Error;
 use crate::model::{Model, find_model};
 use crate::state::{ComputeMode, Driver, Gpu, PciAddress, State};
+use crate::topology::MachineTopology;
 
 /// A machine as a file describes it. Omitted values are derived from the name and the index, so
 /// equal files describe equal machines.
@@ -19,6 +20,9 @@ pub struct MachineDescription {
     /// The GPUs, in the order of their indices.
     #[serde(default)]
     pub gpus: Vec<GpuDescription>,
+    /// How the GPUs are linked. By default each GPU has a host bridge of its own and no NVLinks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub topology: Option<MachineTopology>,
     /// Models that this description adds to the built-in ones.
     #[serde(default)]
     pub models: Vec<Model>,
@@ -61,8 +65,8 @@ impl MachineDescription {
     /// Returns the initial state of a machine with this description.
     ///
     /// # Errors
-    /// A model is unknown or does not support MIG, or two GPUs have the same UUID, minor number or
-    /// PCI address.
+    /// A model is unknown or does not support MIG, two GPUs have the same UUID, minor number or PCI
+    /// address, or the topology has another number of GPUs.
     pub fn state(&self) -> Result<State, Error> {
         let mut gpus: Vec<Gpu> = Vec::new();
         for entry in &self.gpus {
@@ -82,6 +86,11 @@ impl MachineDescription {
                 let index = u32::try_from(gpus.len()).unwrap_or(u32::MAX);
                 gpus.push(self.gpu(entry, model, index));
             }
+        }
+        if let Some(topology) = self.topology {
+            let is_ampere =
+                |gpu: &Gpu| find_model(&self.models, &gpu.model).is_some_and(|model| model.architecture == "Ampere");
+            topology.link(&mut gpus, |gpu| if is_ampere(gpu) { 12 } else { 18 })?;
         }
         for (i, a) in gpus.iter().enumerate() {
             for b in &gpus[i + 1..] {
@@ -115,6 +124,8 @@ impl MachineDescription {
             serial: entry.serial.clone().unwrap_or_else(serial),
             pci: entry.pci.unwrap_or_else(pci),
             numa_node: entry.numa_node,
+            pcie_path: Vec::new(),
+            nvlinks: Vec::new(),
             cpus: entry.cpus.clone().unwrap_or_default(),
             compute_mode: ComputeMode::Default,
             persistence: true,

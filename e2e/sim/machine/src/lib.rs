@@ -44,6 +44,7 @@ mod model;
 mod process;
 mod state;
 mod store;
+mod topology;
 
 pub use context::{Context, ContextKind, MemoryInfo};
 pub use description::{GpuDescription, MachineDescription};
@@ -52,10 +53,11 @@ pub use mig::{MigError, gpu_instance_id};
 pub use model::{ComputeProfile, GpuProfile, Model, Placement, builtin_models, find_model};
 pub use process::{PidRef, PidResolver, Process, ProcessKind};
 pub use state::{
-    ComputeInstance, ComputeMode, DeviceRef, Driver, Event, EventKind, Fault, FaultEffect, Gpu, GpuInstance,
+    ComputeInstance, ComputeMode, DeviceRef, Driver, Event, EventKind, Fault, FaultEffect, Gpu, GpuInstance, NvLinkEnd,
     PciAddress, State,
 };
 pub use store::{DEFAULT_STATE_DIRECTORY, Machine, STATE_DIRECTORY_ENV};
+pub use topology::{CommonAncestor, MachineTopology};
 
 /// Returns the number of SMs that an MPS client sees for a thread percentage of a device with
 /// `total` SMs. The result is rounded down to an even number, and is at least 8 and at most

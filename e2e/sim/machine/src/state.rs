@@ -75,6 +75,13 @@ pub struct Gpu {
     pub pci: PciAddress,
     /// The nearest NUMA node, if the machine has more than one.
     pub numa_node: Option<u32>,
+    /// The host bridge and the PCIe switches between the CPU and the GPU, in this order. GPUs share
+    /// those that their paths begin with.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pcie_path: Vec<u32>,
+    /// The other ends of the GPU's NVLinks, by link number.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub nvlinks: Vec<NvLinkEnd>,
     /// CPUs near the GPU, as a list such as `0-15,32-47`. An empty string means all CPUs.
     #[serde(default)]
     pub cpus: String,
@@ -114,6 +121,16 @@ pub struct Gpu {
     /// The percentage of time in which a kernel ran. `None` derives it from the processes.
     #[serde(default)]
     pub utilization: Option<u32>,
+}
+
+/// The device at the other end of an NVLink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum NvLinkEnd {
+    /// The GPU with this index.
+    Gpu(u32),
+    /// The NVSwitch with this number.
+    Switch(u32),
 }
 
 /// A PCI address.

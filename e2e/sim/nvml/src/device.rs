@@ -1,7 +1,9 @@
 //! Properties of a device, and the processes that use it.
 
 use nvml_wrapper_sys::bindings as sys;
-use sim_machine::{ComputeMode, DeviceRef, Machine, Process, ProcessKind, State};
+use sim_machine::{
+    CommonAncestor, ComputeMode, DeviceRef, Gpu, Machine, NvLinkEnd, PciAddress, Process, ProcessKind, State,
+};
 
 use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle};
 
@@ -61,6 +63,42 @@ pub(crate) fn parse_compute_mode(mode: sys::nvmlComputeMode_t) -> Result<Compute
         sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_EXCLUSIVE_PROCESS => Ok(ComputeMode::ExclusiveProcess),
         sys::nvmlComputeMode_enum_NVML_COMPUTEMODE_EXCLUSIVE_THREAD => Err(Code::NOT_SUPPORTED),
         _ => Err(Code::INVALID_ARGUMENT),
+    }
+}
+
+/// Returns the `NVML_TOPOLOGY_…` of two GPUs.
+pub(crate) fn topology_level(ancestor: CommonAncestor) -> sys::nvmlGpuTopologyLevel_t {
+    match ancestor {
+        CommonAncestor::OneSwitch => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_SINGLE,
+        CommonAncestor::SeveralSwitches => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_MULTIPLE,
+        CommonAncestor::HostBridge => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_HOSTBRIDGE,
+        CommonAncestor::NumaNode => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_NODE,
+        CommonAncestor::Machine => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_SYSTEM,
+    }
+}
+
+/// Returns the other end of an NVLink, or `None` if the link is inactive because the GPU at that
+/// end is lost. A GPU without NVLinks supports no query of any link.
+pub(crate) fn nvlink_peer(view: &MachineView, gpu: &Gpu, link: u32) -> Result<Option<NvLinkEnd>> {
+    if gpu.nvlinks.is_empty() {
+        return Err(Code::NOT_SUPPORTED);
+    }
+    let end = gpu.nvlinks.get(link as usize).ok_or(Code::INVALID_ARGUMENT)?;
+    Ok(match *end {
+        NvLinkEnd::Gpu(index) if view.state.gpus.iter().any(|other| other.index == index && other.lost) => None,
+        end => Some(end),
+    })
+}
+
+/// Returns the PCI address of the device at the other end of an NVLink.
+pub(crate) fn nvlink_peer_pci(view: &MachineView, end: NvLinkEnd) -> Result<PciAddress> {
+    match end {
+        NvLinkEnd::Gpu(index) => {
+            let gpu = view.state.gpus.iter().find(|gpu| gpu.index == index).ok_or(Code::NOT_FOUND)?;
+            Ok(gpu.pci)
+        }
+        // Beyond the buses of the GPUs.
+        NvLinkEnd::Switch(number) => Ok(PciAddress { domain: 0, bus: 0xf0 + number, device: 0 }),
     }
 }
 

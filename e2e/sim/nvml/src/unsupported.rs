@@ -106,10 +106,7 @@ unsupported! {
     nvmlDeviceGetNvLinkCapability
     nvmlDeviceGetNvLinkErrorCounter
     nvmlDeviceGetNvLinkInfo
-    nvmlDeviceGetNvLinkRemoteDeviceType
     nvmlDeviceGetNvLinkRemotePciInfo
-    nvmlDeviceGetNvLinkRemotePciInfo_v2
-    nvmlDeviceGetNvLinkState
     nvmlDeviceGetNvLinkUtilizationControl
     nvmlDeviceGetNvLinkUtilizationCounter
     nvmlDeviceGetNvLinkVersion

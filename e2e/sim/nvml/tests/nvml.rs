@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nvml_wrapper::bitmasks::event::EventTypes;
-use nvml_wrapper::enum_wrappers::device::{ComputeMode, EccCounter, MemoryError, TemperatureSensor};
+use nvml_wrapper::enum_wrappers::device::{ComputeMode, EccCounter, MemoryError, TemperatureSensor, TopologyLevel};
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
@@ -22,19 +22,27 @@ use nvml_wrapper::structs::device::MigMode;
 use nvml_wrapper::{Device, EventSet, Nvml};
 use nvml_wrapper_sys::bindings as sys;
 use sim_machine::{
-    ContextKind, EventKind, Fault, FaultEffect, GpuDescription, Machine, MachineDescription, STATE_DIRECTORY_ENV, State,
+    ContextKind, EventKind, Fault, FaultEffect, GpuDescription, Machine, MachineDescription, MachineTopology,
+    STATE_DIRECTORY_ENV, State,
 };
 
 /// Runs a test's body in a separate process, on a machine with these GPUs.
 fn run_in_separate_process(name: &str, gpus: &[&str], body: impl FnOnce(&Machine)) {
+    run_on_linked_gpus(name, gpus, None, body);
+}
+
+/// Runs a test's body in a separate process, on a machine with these GPUs and this topology.
+fn run_on_linked_gpus(name: &str, gpus: &[&str], topology: Option<MachineTopology>, body: impl FnOnce(&Machine)) {
     if std::env::var_os(STATE_DIRECTORY_ENV).is_some() {
         return body(&Machine::open_default().unwrap());
     }
     let dir = tempfile::tempdir().unwrap();
-    let gpu = |m: &&str| GpuDescription { model: (*m).to_owned(), numa_node: Some(1), ..GpuDescription::default() };
+    let numa_node = if topology.is_some() { None } else { Some(1) };
+    let gpu = |m: &&str| GpuDescription { model: (*m).to_owned(), numa_node, ..GpuDescription::default() };
     let gpus = gpus.iter().map(gpu).collect();
-    Machine::init(dir.path(), &MachineDescription { name: "test".to_owned(), gpus, ..MachineDescription::default() })
-        .unwrap();
+    let name_of_machine = "test".to_owned();
+    let description = MachineDescription { name: name_of_machine, gpus, topology, ..MachineDescription::default() };
+    Machine::init(dir.path(), &description).unwrap();
     let output = test_command(name).env(STATE_DIRECTORY_ENV, dir.path()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
@@ -201,6 +209,41 @@ fn all_gpus_are_listed_with_their_properties() {
         assert!(matches!(h200.numa_node_id(), Err(NvmlError::NotSupported)));
         assert!(matches!(nvml.device_by_index(4), Err(NvmlError::InvalidArg)));
         assert!(matches!(nvml.device_by_uuid("GPU-x"), Err(NvmlError::NotFound)));
+    });
+}
+
+#[test]
+fn gpus_report_nvlinks_and_paths_of_a_cube_mesh() {
+    const NAME: &str = "gpus_report_nvlinks_and_paths_of_a_cube_mesh";
+    run_on_linked_gpus(NAME, &["H100-80"; 8], Some(MachineTopology::HybridCubeMesh), |machine| {
+        let nvml = nvml();
+        let gpu = |index| nvml.device_by_index(index).unwrap();
+        let level = |one, other| gpu(one).topology_common_ancestor(gpu(other)).unwrap();
+        assert_eq!(level(0, 1), TopologyLevel::Single);
+        assert_eq!(level(0, 2), TopologyLevel::HostBridge);
+        assert_eq!(level(0, 4), TopologyLevel::System);
+        assert!(matches!(gpu(0).topology_common_ancestor(gpu(0)), Err(NvmlError::NotSupported)));
+        let peers = |index: u32| {
+            let device = gpu(index);
+            let active = (0..6).filter(|&link| device.link_wrapper_for(link).is_active().unwrap());
+            active.map(|link| device.link_wrapper_for(link).remote_pci_info().unwrap().bus_id).collect::<Vec<_>>()
+        };
+        let expected = [1, 2, 3, 3, 4, 4].map(|other| gpu(other).pci_info().unwrap().bus_id);
+        assert_eq!(peers(0), expected);
+        assert!(matches!(gpu(0).link_wrapper_for(6).is_active(), Err(NvmlError::InvalidArg)));
+        change_state(machine, |state| state.gpus[3].lost = true);
+        assert_eq!(peers(0).len(), 4, "the links to a lost GPU are inactive");
+    });
+}
+
+#[test]
+fn gpus_without_nvlinks_support_no_query_of_a_link() {
+    run_in_separate_process("gpus_without_nvlinks_support_no_query_of_a_link", &["H200-141", "T4"], |_| {
+        let nvml = nvml();
+        let h200 = nvml.device_by_index(0).unwrap();
+        assert!(matches!(h200.link_wrapper_for(0).is_active(), Err(NvmlError::NotSupported)));
+        let t4 = nvml.device_by_index(1).unwrap();
+        assert_eq!(h200.topology_common_ancestor(t4).unwrap(), TopologyLevel::Node);
     });
 }
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use sim_machine::{DEFAULT_STATE_DIRECTORY, STATE_DIRECTORY_ENV};
+use sim_machine::{DEFAULT_STATE_DIRECTORY, MachineTopology, STATE_DIRECTORY_ENV};
 
 /// Creates, shows and changes the GPUs that the simulated NVML, MPS and CUDA programs see.
 ///
@@ -40,6 +40,9 @@ pub(crate) enum Command {
         /// addresses and additional models.
         #[arg(long, value_name = "FILE", conflicts_with_all = ["gpus", "machine"])]
         file: Option<PathBuf>,
+        /// How the GPUs are linked: hybrid-cube-mesh, nv-switch or two-sockets.
+        #[arg(long, value_name = "TOPOLOGY", conflicts_with = "file")]
+        topology: Option<MachineTopology>,
         /// The machine's name, from which UUIDs are derived.
         #[arg(long, default_value = "simulated", value_name = "NAME")]
         machine: String,

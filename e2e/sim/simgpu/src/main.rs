@@ -28,8 +28,9 @@ fn run(arguments: Arguments) -> Result<()> {
         print!("{}", show::models_table()?);
         return Ok(());
     }
-    if let Command::Init { gpus, file, machine } = &arguments.command {
-        let description = build_description(gpus, file.as_ref(), machine)?;
+    if let Command::Init { gpus, file, topology, machine } = &arguments.command {
+        let mut description = build_description(gpus, file.as_ref(), machine)?;
+        description.topology = topology.or(description.topology);
         let machine = Machine::init(&arguments.state, &description)?;
         print!("{}", show::machine_table(&machine)?);
         return Ok(());

@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_int, c_uint, c_ulong, c_ulonglong};
 use std::time::Duration;
 
 use nvml_wrapper_sys::bindings as sys;
-use sim_machine::{EventKind, Gpu};
+use sim_machine::{EventKind, Gpu, NvLinkEnd, PciAddress};
 
 use self::raw::{Out, Text, to_c_chars};
 use crate::device::{self, NO_INSTANCE, ProcessList};
@@ -98,15 +98,7 @@ exports! {
     nvmlDeviceGetMemoryBusWidth(device: Handle, width: Out<c_uint>) |own|
         call_on_gpu(own, device, |_, _, model| width.put(model.memory_bus_width));
     nvmlDeviceGetPciInfo_v3(device: Handle, info: Out<sys::nvmlPciInfo_t>) |own| call_on_gpu(own, device, |_, gpu, model| {
-        info.put(sys::nvmlPciInfo_t {
-            busIdLegacy: to_c_chars(&gpu.pci.short_bus_id()),
-            domain: gpu.pci.domain,
-            bus: gpu.pci.bus,
-            device: gpu.pci.device,
-            pciDeviceId: model.pci_device_id,
-            pciSubSystemId: model.pci_subsystem_id,
-            busId: to_c_chars(&gpu.pci.bus_id()),
-        })
+        info.put(pci_info(gpu.pci, (model.pci_device_id, model.pci_subsystem_id)))
     });
     // The GPU's memory is not a NUMA node, as on most machines. The nearest node is in the memory
     // affinity.
@@ -121,11 +113,24 @@ exports! {
         call_on_gpu(own, one, |view, gpu, _| {
             let HandleTarget::Device(other) = object(other)? else { return Err(Code::INVALID_ARGUMENT) };
             let (other, _) = view.gpu(&other)?;
-            level.put(match gpu.numa_node == other.numa_node {
-                _ if gpu.uuid == other.uuid => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_INTERNAL,
-                true => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_NODE,
-                false => sys::nvmlGpuLevel_enum_NVML_TOPOLOGY_SYSTEM,
-            })
+            if gpu.uuid == other.uuid {
+                // An H200 with driver 580.159.03 answers this.
+                return Err(Code::NOT_SUPPORTED);
+            }
+            level.put(device::topology_level(gpu.common_ancestor(other)))
+        });
+    nvmlDeviceGetNvLinkState(device: Handle, link: c_uint, active: Out<sys::nvmlEnableState_t>) |own|
+        call_on_gpu(own, device, |view, gpu, _| active.put(device::nvlink_peer(view, gpu, link)?.is_some().into()));
+    nvmlDeviceGetNvLinkRemoteDeviceType(device: Handle, link: c_uint, kind: Out<c_uint>) |own|
+        call_on_gpu(own, device, |view, gpu, _| match device::nvlink_peer(view, gpu, link)? {
+            Some(NvLinkEnd::Gpu(_)) => kind.put(sys::nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_GPU),
+            Some(NvLinkEnd::Switch(_)) => kind.put(sys::nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_SWITCH),
+            None => Err(Code::NOT_SUPPORTED),
+        });
+    nvmlDeviceGetNvLinkRemotePciInfo_v2(device: Handle, link: c_uint, info: Out<sys::nvmlPciInfo_t>) |own|
+        call_on_gpu(own, device, |view, gpu, _| {
+            let peer = device::nvlink_peer(view, gpu, link)?.ok_or(Code::NOT_SUPPORTED)?;
+            info.put(pci_info(device::nvlink_peer_pci(view, peer)?, (0, 0)))
         });
     nvmlDeviceGetVirtualizationMode(device: Handle, mode: Out<c_uint>) |own| call_on_gpu(own, device, |_, _, _| {
         mode.put(sys::nvmlGpuVirtualizationMode_NVML_GPU_VIRTUALIZATION_MODE_NONE)
@@ -299,6 +304,19 @@ extern "C" fn nvmlErrorString(code: Return) -> *const c_char {
         _ => c"Unknown Error",
     };
     text.as_ptr()
+}
+
+/// Returns the PCI information of a device with these device and subsystem ids.
+fn pci_info(pci: PciAddress, (device_id, subsystem_id): (u32, u32)) -> sys::nvmlPciInfo_t {
+    sys::nvmlPciInfo_t {
+        busIdLegacy: to_c_chars(&pci.short_bus_id()),
+        domain: pci.domain,
+        bus: pci.bus,
+        device: pci.device,
+        pciDeviceId: device_id,
+        pciSubSystemId: subsystem_id,
+        busId: to_c_chars(&pci.bus_id()),
+    }
 }
 
 fn to_u32(n: usize) -> u32 {

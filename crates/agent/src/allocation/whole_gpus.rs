@@ -1,0 +1,103 @@
+//! Chooses whole GPUs by the links between them. Pure.
+use std::collections::BTreeMap;
+
+use cleave_plan::topology::Topology;
+
+use super::allocate::{ChoiceRequest, ResourceView};
+use crate::gpu::layout::{PoolKind, parse_slice_id};
+
+/// Chooses the whole GPUs for a request, so that the container has the best links, and good groups
+/// of GPUs stay free ([`Topology::choose`]). The answer always contains `must_include`.
+///
+/// Returns `None` if links cannot decide: the resource has other slices than whole GPUs, or the
+/// topology does not contain two of the available devices. It contains no MIG instance.
+pub fn choose_linked_gpus(
+    view: &ResourceView<'_>,
+    request: &ChoiceRequest<'_>,
+    topology: &Topology,
+) -> Option<Vec<String>> {
+    let mut ids: BTreeMap<&str, &String> = BTreeMap::new();
+    for id in request.available {
+        // Ids of other programs' devices are ignored.
+        let Some(pool) = view.pool(id) else { continue };
+        if pool.kind != PoolKind::Whole {
+            return None;
+        }
+        ids.insert(&pool.device, id);
+    }
+    if topology.gpus().iter().filter(|gpu| ids.contains_key(gpu.as_str())).count() < 2 {
+        return None;
+    }
+    let required = request.must_include.iter().map(|id| parse_slice_id(id).map(|(device, _)| device));
+    let required: Vec<&str> = required.collect::<Option<_>>()?;
+    if required.iter().any(|device| !ids.contains_key(device)) {
+        return None;
+    }
+    let available: Vec<&str> = ids.keys().copied().collect();
+    let chosen = topology.choose(&available, &required, request.size);
+    Some(chosen.into_iter().filter_map(|device| ids.get(device).map(|id| (*id).clone())).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use cleave_plan::topology::{GpuLink, PciePath};
+
+    use super::*;
+    use crate::allocation::allocate::choose_preferred;
+    use crate::gpu::layout::Pool;
+
+    const RESOURCE: &str = "nvidia.com/gpu";
+
+    fn pool(device: &str, kind: PoolKind) -> Pool {
+        Pool { device: device.into(), resource: RESOURCE.into(), first: 0, count: 1, kind }
+    }
+
+    /// Four GPUs: A and D, and B and C, have NVLinks.
+    fn topology() -> Topology {
+        let nvlinks = |one: usize, other: usize| if one + other == 3 { 2 } else { 0 };
+        Topology::new(["A", "B", "C", "D"].map(String::from).to_vec(), |one, other| GpuLink {
+            pcie: PciePath::SameNumaNode,
+            nvlinks: nvlinks(one, other),
+        })
+    }
+
+    fn ids(text: &str) -> Vec<String> {
+        text.split_whitespace().map(|device| format!("{device}::0")).collect()
+    }
+
+    /// Returns the choice as device names, or `None` if links cannot decide.
+    fn choose(pools: &[Pool], available: &str, must: &str, size: usize) -> Option<String> {
+        let (available, must) = (ids(available), ids(must));
+        let view = ResourceView { resource: RESOURCE, pools, reserved: &[] };
+        let request = ChoiceRequest { available: &available, must_include: &must, size };
+        let chosen = choose_linked_gpus(&view, &request, &topology())?;
+        Some(chosen.iter().map(|id| id.trim_end_matches("::0")).collect::<Vec<_>>().join(" "))
+    }
+
+    #[test]
+    fn the_gpus_with_the_best_links_are_chosen() {
+        let pools = ["A", "B", "C", "D"].map(|device| pool(device, PoolKind::Whole));
+        let by_uuid = choose_preferred(
+            &ResourceView { resource: RESOURCE, pools: &pools, reserved: &[] },
+            &ChoiceRequest { available: &ids("A B C"), must_include: &[], size: 2 },
+        );
+        assert_eq!(by_uuid, ids("A B"), "without links");
+        assert_eq!(choose(&pools, "C B A", "", 2).as_deref(), Some("B C"));
+        assert_eq!(choose(&pools, "A B C D", "D", 2).as_deref(), Some("A D"));
+        assert_eq!(choose(&pools, "A B C D", "A B", 2).as_deref(), Some("A B"), "required");
+        assert_eq!(choose(&pools, "A B C", "", 1).as_deref(), Some("A"), "B and C stay together");
+        assert_eq!(choose(&pools, "A x C", "", 2).as_deref(), Some("A C"), "an unknown id is ignored");
+    }
+
+    #[test]
+    fn links_do_not_decide_about_other_devices() {
+        let whole = || PoolKind::Whole;
+        let pools = [pool("A", whole()), pool("B", PoolKind::TimeSliced), pool("C", whole())];
+        assert_eq!(choose(&pools, "A B C", "", 2), None, "replicas");
+        assert_eq!(choose(&pools, "A C", "", 1).as_deref(), Some("A"));
+        let pools = [pool("MIG-1", whole()), pool("MIG-2", whole()), pool("C", whole())];
+        assert_eq!(choose(&pools, "MIG-1 MIG-2 C", "", 2), None, "fewer than two GPUs with links");
+        let pools = [pool("A", whole()), pool("B", whole())];
+        assert_eq!(choose(&pools, "A B", "C", 1), None, "a required GPU that is not available");
+    }
+}

@@ -1,0 +1,200 @@
+//! Chooses whole GPUs for a container by the links between them.
+//!
+//! A set of GPUs has the sum of the scores of its pairs. The pairs have the scores of NVIDIA's
+//! device plugin. Among the sets with the highest score, [`Topology::choose`] prefers the set whose
+//! removal leaves the other free GPUs with the highest score. So a small request uses the remains
+//! of a group, and complete groups stay free for larger requests.
+
+/// Number of free GPUs up to which [`Topology::choose`] compares all sets. The time doubles with
+/// each GPU, and few machines have more than 16 GPUs.
+const MAX_EXHAUSTIVE: usize = 16;
+
+/// The path between two GPUs over PCIe, slowest first.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PciePath {
+    /// The path is unknown.
+    #[default]
+    Unknown,
+    /// The GPUs are on different NUMA nodes.
+    AcrossNumaNodes,
+    /// The GPUs are at different host bridges of one NUMA node.
+    SameNumaNode,
+    /// The GPUs are at the same host bridge.
+    SameHostBridge,
+    /// The path crosses several PCIe switches and no host bridge.
+    SeveralSwitches,
+    /// The path crosses one PCIe switch.
+    OneSwitch,
+    /// The GPUs are on the same board.
+    SameBoard,
+}
+
+/// The links between two GPUs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GpuLink {
+    /// Path over PCIe.
+    pub pcie: PciePath,
+    /// Number of active NVLinks, directly or through NVSwitches.
+    pub nvlinks: u8,
+}
+
+impl GpuLink {
+    /// Returns the score of the link. NVIDIA's device plugin uses the same values. It ignores
+    /// NVSwitches.
+    pub fn score(self) -> u32 {
+        let pcie = match self.pcie {
+            PciePath::Unknown => 0,
+            PciePath::AcrossNumaNodes => 10,
+            PciePath::SameNumaNode => 20,
+            PciePath::SameHostBridge => 30,
+            PciePath::SeveralSwitches => 40,
+            PciePath::OneSwitch => 50,
+            PciePath::SameBoard => 60,
+        };
+        pcie + 100 * u32::from(self.nvlinks)
+    }
+}
+
+/// The GPUs of a node and the links between them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Topology {
+    /// UUIDs in NVML's order.
+    gpus: Vec<String>,
+    /// Score of each pair, row by row.
+    scores: Vec<u32>,
+}
+
+impl Topology {
+    /// Creates the topology of GPUs in NVML's order. `link` returns the link between two of them,
+    /// by index.
+    pub fn new(gpus: Vec<String>, link: impl Fn(usize, usize) -> GpuLink) -> Self {
+        let pair = |one: usize, other: usize| {
+            if one == other { 0 } else { link(one.min(other), one.max(other)).score() }
+        };
+        let scores = (0..gpus.len()).flat_map(|one| (0..gpus.len()).map(move |other| (one, other)));
+        let scores = scores.map(|(one, other)| pair(one, other)).collect();
+        Self { gpus, scores }
+    }
+
+    /// Returns the UUIDs of the GPUs.
+    pub fn gpus(&self) -> &[String] {
+        &self.gpus
+    }
+
+    /// Returns the score of a set of GPUs: the sum over its pairs.
+    pub fn score(&self, gpus: &[&str]) -> u32 {
+        let pairs = gpus.iter().enumerate().flat_map(|(at, one)| gpus[at + 1..].iter().map(move |other| (one, other)));
+        pairs.map(|(one, other)| self.pair_score(self.position(one), self.position(other))).sum()
+    }
+
+    /// Chooses `size` of the available GPUs, including `required`. GPUs that the topology does not
+    /// contain have no links. The result does not depend on the order of `available`.
+    ///
+    /// Returns all available GPUs if they are at most `size`. With at most 16 available GPUs, no
+    /// set has a higher score. With more, the choice adds one GPU at a time.
+    pub fn choose<'a>(&self, available: &[&'a str], required: &[&str], size: usize) -> Vec<&'a str> {
+        let mut free: Vec<&str> = available.to_vec();
+        free.sort_by_key(|gpu| (self.position(gpu).unwrap_or(usize::MAX), *gpu));
+        free.dedup();
+        if free.len() <= size {
+            return free;
+        }
+        let required: Vec<usize> = (0..free.len()).filter(|&at| required.contains(&free[at])).take(size).collect();
+        let positions: Vec<Option<usize>> = free.iter().map(|gpu| self.position(gpu)).collect();
+        let pair = |one: usize, other: usize| self.pair_score(positions[one], positions[other]);
+        let candidates = Candidates::new(free.len(), pair);
+        let chosen = if free.len() <= MAX_EXHAUSTIVE {
+            candidates.best_set(&required, size)
+        } else {
+            candidates.grow_set(&required, size)
+        };
+        chosen.into_iter().map(|at| free[at]).collect()
+    }
+
+    fn position(&self, gpu: &str) -> Option<usize> {
+        self.gpus.iter().position(|known| known == gpu)
+    }
+
+    fn pair_score(&self, one: Option<usize>, other: Option<usize>) -> u32 {
+        match (one, other) {
+            (Some(one), Some(other)) => self.scores[one * self.gpus.len() + other],
+            _ => 0,
+        }
+    }
+}
+
+/// The free GPUs of one choice, by number.
+struct Candidates {
+    /// Score of each pair.
+    scores: Vec<Vec<u32>>,
+}
+
+impl Candidates {
+    fn new(count: usize, pair: impl Fn(usize, usize) -> u32) -> Self {
+        Self { scores: (0..count).map(|one| (0..count).map(|other| pair(one, other)).collect()).collect() }
+    }
+
+    /// Compares all sets of `size` candidates that contain `required`. Of equally good sets,
+    /// returns the first one.
+    fn best_set(&self, required: &[usize], size: usize) -> Vec<usize> {
+        let count = self.scores.len();
+        let (all, required) = ((1_usize << count) - 1, required.iter().fold(0, |set, at| set | 1 << at));
+        let scores = self.scores_of_sets();
+        let (mut best, mut best_quality) = (0, None);
+        for set in sets_of(size, count).filter(|set| set & required == required) {
+            let quality = Some((scores[set], scores[all & !set]));
+            if quality > best_quality {
+                (best, best_quality) = (set, quality);
+            }
+        }
+        (0..count).filter(|at| best >> at & 1 == 1).collect()
+    }
+
+    /// Returns the score of each set of candidates. Bit `n` of a set's index stands for candidate
+    /// `n`.
+    fn scores_of_sets(&self) -> Vec<u32> {
+        let mut scores = vec![0_u32; 1 << self.scores.len()];
+        for set in 1..scores.len() {
+            let first = set.trailing_zeros() as usize;
+            let without_first = set & (set - 1);
+            if without_first != 0 {
+                let last = without_first.ilog2() as usize;
+                let between = without_first & !(1 << last);
+                // Both sets contain the pairs in between.
+                let separate = scores[without_first] + scores[set & !(1 << last)] - scores[between];
+                scores[set] = separate + self.scores[first][last];
+            }
+        }
+        scores
+    }
+
+    /// Adds the candidate with the best links to the set until the set has `size` members. Of
+    /// several such candidates, adds the one with the best links to all candidates, because further
+    /// members are among these.
+    fn grow_set(&self, required: &[usize], size: usize) -> Vec<usize> {
+        let mut set = required.to_vec();
+        while set.len() < size {
+            let to_set = |at: usize| set.iter().map(|&member| self.scores[at][member]).sum::<u32>();
+            let to_all = |at: usize| self.scores[at].iter().sum::<u32>();
+            // `max_by_key` returns the last of several maxima.
+            let others = (0..self.scores.len()).rev().filter(|at| !set.contains(at));
+            let Some(next) = others.max_by_key(|&at| (to_set(at), to_all(at))) else { break };
+            set.push(next);
+        }
+        set.sort_unstable();
+        set
+    }
+}
+
+/// Returns all sets of `size` of `count` numbers as bits, in ascending order.
+fn sets_of(size: usize, count: usize) -> impl Iterator<Item = usize> {
+    let first = (1_usize << size) - 1;
+    let next = move |&set: &usize| {
+        // Moves the lowest group of bits: its highest bit up by one, and the others to the bottom.
+        let lowest = set & set.wrapping_neg();
+        let moved = set + lowest;
+        let next = moved | ((set ^ moved) >> 2).checked_div(lowest)?;
+        (next < 1 << count).then_some(next)
+    };
+    std::iter::successors(Some(first), next)
+}
