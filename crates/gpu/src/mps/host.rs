@@ -63,7 +63,7 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let reconciler = Rc::new(Reconciler::new(Rc::clone(&context)));
     // Start the watch before the first read, so that no write in between is missed.
-    let mut desired = DesiredWatch::new(&context.paths.mps())?;
+    let mut desired = DesiredWatch::new(context.paths.desired());
     let listener = socket::listen(&context.paths.socket())?;
     tokio::task::spawn_local(socket::serve(Rc::clone(&reconciler), listener));
     let reporter = tokio::task::spawn_local(Rc::clone(&reconciler).write_status_changes());
@@ -75,10 +75,7 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
             () = sleep(RECONCILER_MAINTENANCE_INTERVAL) => reconciler.restore_sockets_and_drop_unused_devices(),
-            written = desired.wait_until_written() => {
-                written?;
-                reconciler.apply_desired_file();
-            }
+            () = desired.wait_until_written() => reconciler.apply_desired_file(),
         }
     }
     tracing::info!("stopping");
