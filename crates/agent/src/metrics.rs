@@ -47,6 +47,12 @@ struct DeviceLabels {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DoorLabels {
+    device: String,
+    door: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct XidLabels {
     device: String,
     xid: u64,
@@ -121,6 +127,7 @@ pub struct Metrics {
     unhealthy: Family<SliceLabels, Gauge>,
     gpu_healthy: Family<GpuLabels, Gauge>,
     restarts: Family<DeviceLabels, Gauge>,
+    doors: Family<DoorLabels, Gauge>,
     clients: Family<DeviceLabels, Gauge>,
     unhealthy_devices: Family<UnhealthyLabels, Gauge>,
     xids: Family<XidLabels, Counter>,
@@ -181,6 +188,8 @@ impl Metrics {
         registry.register("slices_unhealthy", "Slices reported to the kubelet as Unhealthy", metrics.unhealthy.clone());
         registry.register("gpu_healthy", "Whether a GPU can serve", metrics.gpu_healthy.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
+        let doors = "1 for each MPS daemon, by whether its doors enforce limits: Hard, Advisory or Unknown";
+        registry.register("mps_door", doors, metrics.doors.clone());
         registry.register("mps_clients", "MPS clients of a device's allocations", metrics.clients.clone());
         let help = "1 for each GPU and MIG device that cannot serve or should be reset, by class and reason";
         registry.register("gpu_problem", help, metrics.unhealthy_devices.clone());
@@ -302,6 +311,7 @@ impl Metrics {
         self.gpu_healthy.clear();
         self.unhealthy_devices.clear();
         self.restarts.clear();
+        self.doors.clear();
         self.clients.clear();
         for gpu in &status.gpus {
             let of_gpu = GpuLabels { gpu: gpu.uuid.clone(), model: gpu.model.clone() };
@@ -324,6 +334,10 @@ impl Metrics {
                 self.restarts
                     .get_or_create(&DeviceLabels { device: daemon.device.clone() })
                     .set(i64::from(daemon.restarts));
+                if !daemon.door.is_empty() {
+                    let (device, door) = (daemon.device.clone(), daemon.door.clone());
+                    self.doors.get_or_create(&DoorLabels { device, door }).set(1);
+                }
             }
             for allocation in &gpu.allocations {
                 self.clients
