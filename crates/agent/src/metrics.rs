@@ -3,6 +3,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cleave_api::gpunode::GpuNodeStatus;
+use cleave_serve::descriptors::{self, Usage};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
@@ -128,6 +129,7 @@ pub struct Metrics {
     gpu_healthy: Family<GpuLabels, Gauge>,
     restarts: Family<DeviceLabels, Gauge>,
     doors: Family<DoorLabels, Gauge>,
+    descriptors: DescriptorMetrics,
     clients: Family<DeviceLabels, Gauge>,
     unhealthy_devices: Family<UnhealthyLabels, Gauge>,
     xids: Family<XidLabels, Counter>,
@@ -137,6 +139,28 @@ pub struct Metrics {
     terminations: Family<TerminationLabels, Counter>,
     tenants: TenantMetrics,
     registry: Arc<Mutex<Registry>>,
+}
+
+/// Open files of the agent's process.
+#[derive(Debug, Clone, Default)]
+struct DescriptorMetrics {
+    open: Gauge,
+    limit: Gauge,
+}
+
+impl DescriptorMetrics {
+    fn register(&self, registry: &mut Registry) {
+        registry.register("process_open_fds", "Open files", self.open.clone());
+        registry.register("process_max_fds", "Maximum number of open files", self.limit.clone());
+    }
+
+    /// Sets the metrics to the present values.
+    fn refresh(&self) {
+        if let Ok(Usage { open, limit }) = descriptors::usage() {
+            self.open.set(i64::try_from(open).unwrap_or(i64::MAX));
+            self.limit.set(limit.and_then(|limit| i64::try_from(limit).ok()).unwrap_or(i64::MAX));
+        }
+    }
 }
 
 /// Metrics of containers that use shared devices.
@@ -164,11 +188,12 @@ impl TenantMetrics {
 }
 
 impl Metrics {
-    /// Registers all metrics. Metrics of tenants have the prefix `cleave_tenant`, and all others
-    /// have `cleave_agent`.
+    /// Registers all metrics. Metrics of tenants have the prefix `cleave_tenant`, and those of open
+    /// files `process`. All others have `cleave_agent`.
     pub fn new() -> Self {
         let metrics = Self::default();
         let mut all = Registry::default();
+        metrics.descriptors.register(&mut all);
         metrics.tenants.register(all.sub_registry_with_prefix("cleave_tenant"));
         let registry = all.sub_registry_with_prefix("cleave_agent");
         registry.register(
@@ -349,6 +374,7 @@ impl Metrics {
 
     /// Returns the text of `/metrics`.
     pub fn encode(&self) -> Result<String, std::fmt::Error> {
+        self.descriptors.refresh();
         let mut text = String::new();
         encode(&mut text, &self.registry.lock().unwrap_or_else(PoisonError::into_inner))?;
         Ok(text)
