@@ -535,8 +535,8 @@ pub struct MpsStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// Whether doors enforce the limits of each allocation. Hard: they do. Advisory: the driver's
-    /// MPS handshake is unknown, and the policy accepts that. Unknown: the handshake is unknown, and
-    /// the daemon does not serve.
+    /// MPS handshake is unknown, and the policy accepts that. Unknown: the handshake is unknown,
+    /// and the daemon does not serve.
     #[serde(default)]
     pub door: String,
     /// Number of restarts since the MPS host started.
