@@ -8,17 +8,19 @@ use futures::StreamExt;
 use inotify::{EventMask, EventStream, Inotify, WatchMask};
 use tokio::time::sleep;
 
-/// Calls `on_change` now and after every change in the directory, forever. If inotify fails, calls
-/// `on_error` with the error, and then calls `on_change` once per `interval`.
+/// Calls `on_change` now and after every change in the directory, forever. While inotify fails,
+/// calls `on_change` once per `interval`, and `on_error` only with the first error.
 pub(crate) async fn watch_directory(
     directory: &Path,
     interval: Duration,
     mut on_change: impl FnMut(),
     on_error: impl Fn(io::Error),
 ) {
+    let mut failed = false;
     loop {
         match open_watch(directory) {
             Ok(mut events) => {
+                failed = false;
                 on_change();
                 // A removed directory sends no more events. Watch its replacement.
                 while let Some(Ok(event)) = events.next().await {
@@ -28,7 +30,11 @@ pub(crate) async fn watch_directory(
                     }
                 }
             }
-            Err(error) => on_error(error),
+            Err(error) => {
+                if !std::mem::replace(&mut failed, true) {
+                    on_error(error);
+                }
+            }
         }
         on_change();
         sleep(interval).await;

@@ -3,6 +3,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cleave_api::gpunode::GpuNodeStatus;
+use cleave_serve::descriptors::{self, Usage};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
@@ -44,6 +45,12 @@ struct GpuLabels {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DeviceLabels {
     device: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DoorLabels {
+    device: String,
+    door: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -121,6 +128,8 @@ pub struct Metrics {
     unhealthy: Family<SliceLabels, Gauge>,
     gpu_healthy: Family<GpuLabels, Gauge>,
     restarts: Family<DeviceLabels, Gauge>,
+    doors: Family<DoorLabels, Gauge>,
+    descriptors: DescriptorMetrics,
     clients: Family<DeviceLabels, Gauge>,
     unhealthy_devices: Family<UnhealthyLabels, Gauge>,
     xids: Family<XidLabels, Counter>,
@@ -130,6 +139,28 @@ pub struct Metrics {
     terminations: Family<TerminationLabels, Counter>,
     tenants: TenantMetrics,
     registry: Arc<Mutex<Registry>>,
+}
+
+/// Open files of the agent's process.
+#[derive(Debug, Clone, Default)]
+struct DescriptorMetrics {
+    open: Gauge,
+    limit: Gauge,
+}
+
+impl DescriptorMetrics {
+    fn register(&self, registry: &mut Registry) {
+        registry.register("process_open_fds", "Open files", self.open.clone());
+        registry.register("process_max_fds", "Maximum number of open files", self.limit.clone());
+    }
+
+    /// Sets the metrics to the present values.
+    fn refresh(&self) {
+        if let Ok(Usage { open, limit }) = descriptors::usage() {
+            self.open.set(i64::try_from(open).unwrap_or(i64::MAX));
+            self.limit.set(limit.and_then(|limit| i64::try_from(limit).ok()).unwrap_or(i64::MAX));
+        }
+    }
 }
 
 /// Metrics of containers that use shared devices.
@@ -157,11 +188,12 @@ impl TenantMetrics {
 }
 
 impl Metrics {
-    /// Registers all metrics. Metrics of tenants have the prefix `cleave_tenant`, and all others
-    /// have `cleave_agent`.
+    /// Registers all metrics. Metrics of tenants have the prefix `cleave_tenant`, and those of open
+    /// files `process`. All others have `cleave_agent`.
     pub fn new() -> Self {
         let metrics = Self::default();
         let mut all = Registry::default();
+        metrics.descriptors.register(&mut all);
         metrics.tenants.register(all.sub_registry_with_prefix("cleave_tenant"));
         let registry = all.sub_registry_with_prefix("cleave_agent");
         registry.register(
@@ -181,6 +213,8 @@ impl Metrics {
         registry.register("slices_unhealthy", "Slices reported to the kubelet as Unhealthy", metrics.unhealthy.clone());
         registry.register("gpu_healthy", "Whether a GPU can serve", metrics.gpu_healthy.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
+        let doors = "1 for each MPS daemon, by whether its doors enforce limits: Hard, Advisory or Unknown";
+        registry.register("mps_door", doors, metrics.doors.clone());
         registry.register("mps_clients", "MPS clients of a device's allocations", metrics.clients.clone());
         let help = "1 for each GPU and MIG device that cannot serve or should be reset, by class and reason";
         registry.register("gpu_problem", help, metrics.unhealthy_devices.clone());
@@ -302,6 +336,7 @@ impl Metrics {
         self.gpu_healthy.clear();
         self.unhealthy_devices.clear();
         self.restarts.clear();
+        self.doors.clear();
         self.clients.clear();
         for gpu in &status.gpus {
             let of_gpu = GpuLabels { gpu: gpu.uuid.clone(), model: gpu.model.clone() };
@@ -324,6 +359,10 @@ impl Metrics {
                 self.restarts
                     .get_or_create(&DeviceLabels { device: daemon.device.clone() })
                     .set(i64::from(daemon.restarts));
+                if !daemon.door.is_empty() {
+                    let (device, door) = (daemon.device.clone(), daemon.door.clone());
+                    self.doors.get_or_create(&DoorLabels { device, door }).set(1);
+                }
             }
             for allocation in &gpu.allocations {
                 self.clients
@@ -335,6 +374,7 @@ impl Metrics {
 
     /// Returns the text of `/metrics`.
     pub fn encode(&self) -> Result<String, std::fmt::Error> {
+        self.descriptors.refresh();
         let mut text = String::new();
         encode(&mut text, &self.registry.lock().unwrap_or_else(PoisonError::into_inner))?;
         Ok(text)

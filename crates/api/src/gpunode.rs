@@ -10,7 +10,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::sharingpolicy::{ComputeMode, Enforcement, Interval};
+use crate::sharingpolicy::{ComputeMode, Enforcement, Interval, MpsEnforcement};
 
 /// Desired state of the GPUs of the node with the same name. The spec is complete: the agent
 /// applies it without further decisions.
@@ -136,6 +136,9 @@ pub struct MpsPartition {
     pub multi_user: bool,
     /// Compute mode of the GPU while the daemon runs.
     pub compute_mode: ComputeMode,
+    /// Whether the slices are served on a driver whose MPS handshake Cleave does not know.
+    #[serde(default, skip_serializing_if = "MpsEnforcement::is_hard")]
+    pub enforcement: MpsEnforcement,
     /// Slices that the daemon serves.
     pub slices: Vec<MpsSlices>,
 }
@@ -531,7 +534,9 @@ pub struct MpsStatus {
     /// PID of the control daemon on the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// Hard if doors can set the limits of each allocation with this driver, otherwise Advisory.
+    /// Whether doors enforce the limits of each allocation. Hard: they do. Advisory: the driver's
+    /// MPS handshake is unknown, and the policy accepts that. Unknown: the handshake is unknown,
+    /// and the daemon does not serve.
     #[serde(default)]
     pub door: String,
     /// Number of restarts since the MPS host started.

@@ -48,6 +48,8 @@ pub const CONDITION_APPLIED: &str = "Applied";
 pub const CONDITION_READY: &str = "Ready";
 /// Condition of a `GpuNode`: every GPU can serve slices.
 pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
+/// Condition of a `GpuNode` with MPS daemons: doors enforce the limits of all shares.
+pub const CONDITION_LIMITS_ENFORCED: &str = "LimitsEnforced";
 /// Annotation of a `GpuNode` with its cordoned GPUs; see [`crate::cordon::Cordons`].
 pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
 /// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared; see
@@ -109,6 +111,16 @@ pub const LEADING_SINCE_ANNOTATION: &str = "cleave.dev/leading-since";
 /// releases it with a requirement on this label. An autoscaler then adds only nodes on which the
 /// pod fits.
 pub const LARGEST_GPU_LABEL_PREFIX: &str = "largest.cleave.dev/";
+
+/// How the doors of an MPS daemon work: values of `status.gpus[].mps[].door`.
+pub mod door {
+    /// The doors enforce the limits of each allocation.
+    pub const HARD: &str = "Hard";
+    /// The handshake of the driver is unknown, and the policy accepts advisory limits.
+    pub const ADVISORY: &str = "Advisory";
+    /// The handshake of the driver is unknown, and the daemon does not serve.
+    pub const UNKNOWN: &str = "Unknown";
+}
 
 /// States of MPS daemons: values of [`crate::gpunode::MpsStatus::state`]. An empty state means that
 /// the agent has no status of the daemon.

@@ -175,6 +175,17 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("Serving", "`Ready` is True: every GPU and MPS daemon serves.", ""),
     reason("Applied", "`Applied` is True: the node matches its spec.", ""),
     reason("Healthy", "`GpusHealthy` is True: every GPU can serve.", ""),
+    reason("DoorsEnforce", "`LimitsEnforced` is True: doors enforce the limits of all shares.", ""),
+    reason(
+        "UnknownHandshake",
+        "The driver's MPS handshake is unknown, so limits cannot be enforced. The shares are Unhealthy.",
+        "Run `cleave doctor`. Install a measured driver, or set `mps.enforcement: Advisory`.",
+    ),
+    reason(
+        "AdvisoryLimits",
+        "The driver's MPS handshake is unknown. The policy accepts limits that pods can change.",
+        "Install a measured driver.",
+    ),
     reason("Starting", "NVML has not answered yet.", "Wait."),
     reason("NoDriver", "The driver is missing or does not answer.", "Set `driver.nvmlLibrary` or `driver.path`."),
     reason("NoGpu", "The driver reports no GPU.", ""),

@@ -243,6 +243,9 @@ pub struct Mps {
     /// Compute mode of the GPU while its daemon runs. The previous mode is restored afterwards.
     #[serde(default)]
     pub compute_mode: ComputeMode,
+    /// Whether shares are served on a driver whose MPS handshake Cleave does not know.
+    #[serde(default)]
+    pub enforcement: MpsEnforcement,
     /// Whether sized slices (`nvidia.com/gpu-10gb`) are created when pods request them.
     #[serde(default)]
     pub sizes: MpsSizes,
@@ -297,6 +300,26 @@ pub enum ComputeMode {
     ExclusiveProcess,
     /// `DEFAULT`: the mode is not changed.
     Default,
+}
+
+/// Whether shares are served on a driver whose MPS handshake Cleave does not know. Cleave cannot
+/// enforce the limits of shares on such a driver.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum MpsEnforcement {
+    /// The shares are not served: they are reported to the kubelet as Unhealthy.
+    #[default]
+    Hard,
+    /// The shares are served with advisory limits. The limits are in the environment of a pod's
+    /// programs, which a pod can change. A pod can also send administrators' commands to the MPS
+    /// daemon.
+    Advisory,
+}
+
+impl MpsEnforcement {
+    /// Returns whether this is the default, which is not written.
+    pub fn is_hard(&self) -> bool {
+        *self == Self::Hard
+    }
 }
 
 /// Whether sized slices are created when pods request them.

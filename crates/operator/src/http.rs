@@ -7,6 +7,7 @@ use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use cleave_serve::http::Limits;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
@@ -32,7 +33,7 @@ pub(crate) struct Health {
 }
 
 /// Serves requests until `stop` is cancelled.
-pub(crate) async fn serve(listener: TcpListener, health: Health, stop: CancellationToken) -> std::io::Result<()> {
+pub(crate) async fn serve(listener: TcpListener, health: Health, stop: CancellationToken) {
     let router = Router::new()
         .route("/metrics", get(metrics))
         // The threads that run the passes also answer requests, and the process exits when any of
@@ -40,7 +41,7 @@ pub(crate) async fn serve(listener: TcpListener, health: Health, stop: Cancellat
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
         .with_state(health);
-    axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned()).await
+    cleave_serve::http::serve(listener, router, Limits::default(), stop).await;
 }
 
 async fn readyz(State(health): State<Health>) -> Response {

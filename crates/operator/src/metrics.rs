@@ -1,6 +1,7 @@
 //! The operator's metrics.
 use std::sync::atomic::AtomicU64;
 
+use cleave_serve::descriptors;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -69,6 +70,8 @@ pub(crate) struct Metrics {
     /// 1 while this process holds the lease.
     pub(crate) leader: Gauge,
     resident: Gauge,
+    open_files: Gauge,
+    max_open_files: Gauge,
 }
 
 impl Default for Metrics {
@@ -105,6 +108,8 @@ impl Default for Metrics {
             nodes_excluded: Gauge::default(),
             leader: Gauge::default(),
             resident: Gauge::default(),
+            open_files: Gauge::default(),
+            max_open_files: Gauge::default(),
         }
     }
 }
@@ -142,6 +147,8 @@ impl Metrics {
     /// Registers all metrics.
     pub(crate) fn register(&self, registry: &mut Registry) {
         registry.register("process_resident_memory_bytes", "Resident memory", self.resident.clone());
+        registry.register("process_open_fds", "Open files", self.open_files.clone());
+        registry.register("process_max_fds", "Maximum number of open files", self.max_open_files.clone());
         let registry = registry.sub_registry_with_prefix("cleave_operator");
         registry.register("passes", "Passes over the whole cluster, by result", self.passes.clone());
         registry.register("writes", "Objects written, by kind and result", self.writes.clone());
@@ -259,6 +266,10 @@ impl Metrics {
         self.leader.set(i64::from(leads));
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         self.resident.set(resident_bytes(&status).unwrap_or(0));
+        if let Ok(descriptors::Usage { open, limit }) = descriptors::usage() {
+            self.open_files.set(i64::try_from(open).unwrap_or(i64::MAX));
+            self.max_open_files.set(limit.and_then(|limit| i64::try_from(limit).ok()).unwrap_or(i64::MAX));
+        }
     }
 }
 

@@ -59,6 +59,7 @@ fn with_read_timeout(mut config: kube::Config) -> kube::Config {
 /// A task failed, or the API server cannot be found.
 pub async fn run(args: OperatorArgs) -> Result<()> {
     let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr, .. } = args;
+    cleave_serve::descriptors::raise_limit();
     // Two crypto providers may be linked. An error means that one of them is already installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let listener = listen(metrics_addr).await?;
@@ -97,7 +98,10 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let (registry, all) = (Arc::new(registry), Arc::clone(&listed));
     let health = Health { listed: all, claim: lease, metrics: metrics.clone(), registry, certified };
     let until = stop.clone();
-    tasks.spawn(async move { ("http", serve(listener, health, until).await.map_err(Into::into)) });
+    tasks.spawn(async move {
+        serve(listener, health, until).await;
+        ("http", Ok(()))
+    });
     let recorder =
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
     let (demand, gated) = watch::channel(Arc::default());

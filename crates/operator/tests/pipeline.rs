@@ -231,6 +231,20 @@ fn each_process_gets_a_part_of_the_memory_if_clients_are_split() {
 }
 
 #[test]
+fn only_the_policys_consent_to_advisory_limits_is_written() {
+    let partition = |field: &str| {
+        let spec = format!("mode: Mps\nmps:\n  units: 10{field}");
+        let plan = TestCluster::default().node_with_four_gpus("n1").policy("split", &spec).plan();
+        serde_json::to_value(&plan.nodes["n1"].gpus[0].partition.mps).unwrap()
+    };
+    assert_eq!(partition("\n  enforcement: Advisory")["enforcement"], "Advisory");
+    // The default changes no plan of an earlier operator.
+    for default in ["", "\n  enforcement: Hard"] {
+        assert_eq!(partition(default).get("enforcement"), None);
+    }
+}
+
+#[test]
 fn gpus_have_separate_modes_and_gpus_without_a_policy_are_whole() {
     let world = TestCluster::default()
         .node_with_four_gpus("n1")

@@ -6,7 +6,7 @@ use cleave_api::gpunode::{
     GpuSpec, MigInstanceSpec, MigPartition, MpsPartition, Partition, TimeSlicedPartition, Whole,
 };
 use cleave_api::names::{MODE_MIG, MODE_MPS, MODE_TIMESLICING, MODE_WHOLE, RESOURCE_GPU, mig_resource};
-use cleave_api::sharingpolicy::{ComputeMode, Interval};
+use cleave_api::sharingpolicy::{ComputeMode, Interval, MpsEnforcement};
 use cleave_gpu::mps::wire;
 use cleave_gpu::nvml::{Gpu, MigInstance, MigState};
 use cleave_kubelet::ResourceName;
@@ -287,7 +287,7 @@ fn add_instance(layout: &mut Layout, instance: &MigInstance, partition: &MigPart
 }
 
 fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<Pool>, wire::DaemonSettings), String> {
-    let MpsPartition { multi_user, compute_mode, slices } = partition;
+    let MpsPartition { multi_user, compute_mode, enforcement, slices } = partition;
     let total: u64 = slices.iter().map(|slices| u64::from(slices.count)).sum();
     if total == 0 || total > u64::from(MAX_CLIENTS) {
         return Err(format!("{total} MPS shares: one GPU can have 1 to {MAX_CLIENTS}"));
@@ -332,6 +332,7 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
         // them.
         default_threads: most_threads.filter(|_| !unlimited(|slices| slices.threads.is_empty())),
         default_memory_mib: most_memory.filter(|_| !unlimited(|slices| slices.memory_mib.is_empty())),
+        accept_advisory: *enforcement == MpsEnforcement::Advisory,
     };
     Ok((pools, daemon))
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use cleave_gpu::mps::wire::{Desired, Paths, Reply, Request};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::{HostView, parse_status};
@@ -89,26 +89,34 @@ impl HostLink {
     /// reading a file return at once.
     pub fn read_view(&self) -> HostView {
         let alive = std::os::unix::net::UnixStream::connect(self.paths.socket()).is_ok();
-        self.read_status(alive)
+        let unread =
+            |error: io::Error| HostView { alive, error: Some(self.describe_read_error(&error)), ..HostView::default() };
+        self.read_status(alive).unwrap_or_else(unread)
     }
 
-    fn read_status(&self, alive: bool) -> HostView {
+    fn describe_read_error(&self, error: &io::Error) -> String {
+        format!("{}: {error}", self.paths.status().display())
+    }
+
+    /// Returns the state in the status file. Fails only if the file exists and cannot be read, so
+    /// that its content is unknown.
+    fn read_status(&self, alive: bool) -> io::Result<HostView> {
         let path = self.paths.status();
         let bytes = match fs::metadata(&path)
             .and_then(|meta| if meta.len() > MAX_MESSAGE_BYTES { Ok(Vec::new()) } else { fs::read(&path) })
         {
             Ok(bytes) => bytes,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return HostView { alive, ..HostView::default() },
-            Err(error) => {
-                return HostView { alive, error: Some(format!("{}: {error}", path.display())), ..HostView::default() };
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Ok(HostView { alive, ..HostView::default() });
             }
+            Err(error) => return Err(error),
         };
-        match parse_status(&bytes) {
+        Ok(match parse_status(&bytes) {
             Ok(status) => HostView { alive, error: status.error.clone(), status },
             Err(error) => {
                 HostView { alive, error: Some(format!("{}: {error}", path.display())), ..HostView::default() }
             }
-        }
+        })
     }
 
     /// Follows the MPS host forever: the status file through inotify, and the process through an
@@ -117,18 +125,41 @@ impl HostLink {
         if let Err(error) = fs::create_dir_all(self.paths.mps()) {
             tracing::error!(%error, path = %self.paths.mps().display(), "failed to create the MPS host's directory");
         }
-        tokio::join!(self.follow_status(view), self.follow_process(view));
+        let unread = Notify::new();
+        tokio::join!(self.follow_status(view, &unread), self.retry_reads(view, &unread), self.follow_process(view));
     }
 
-    async fn follow_status(&self, view: &watch::Sender<HostView>) {
+    async fn follow_status(&self, view: &watch::Sender<HostView>, unread: &Notify) {
         let unwatched = |error| tracing::warn!(%error, "failed to watch the MPS host's status; polling it instead");
         // Any change in the directory causes a read. `refresh` sends no unchanged view.
-        watch_directory(&self.paths.mps(), STATUS_POLL_INTERVAL, || self.refresh_view(view), unwatched).await;
+        let refresh = || self.refresh_view(view, unread);
+        watch_directory(&self.paths.mps(), STATUS_POLL_INTERVAL, refresh, unwatched).await;
     }
 
-    /// Reads the MPS host's status file, and publishes a change.
-    fn refresh_view(&self, view: &watch::Sender<HostView>) {
-        let next = self.read_status(view.borrow().alive);
+    /// Repeats failed reads of the status file: the file may not change again.
+    async fn retry_reads(&self, view: &watch::Sender<HostView>, unread: &Notify) {
+        loop {
+            unread.notified().await;
+            sleep(STATUS_POLL_INTERVAL).await;
+            self.refresh_view(view, unread);
+        }
+    }
+
+    /// Reads the MPS host's status file, and publishes a change. Keeps the last status if the file
+    /// cannot be read, for example because the agent has no free descriptor.
+    fn refresh_view(&self, view: &watch::Sender<HostView>, unread: &Notify) {
+        let before = view.borrow().clone();
+        let next = match self.read_status(before.alive) {
+            Ok(next) => next,
+            Err(error) => {
+                unread.notify_one();
+                let error = Some(self.describe_read_error(&error));
+                if error != before.error {
+                    tracing::warn!(error, "failed to read the MPS host's status; the last status applies");
+                }
+                HostView { error, ..before }
+            }
+        };
         view.send_if_modified(|view| std::mem::replace(view, next.clone()) != next);
     }
 
@@ -143,9 +174,14 @@ impl HostLink {
                     // The MPS host sends nothing without a request. The read returns when its
                     // process ends or when it closes an idle connection.
                     let _ = stream.read(&mut [0; 1]).await;
-                    if UnixStream::connect(self.paths.socket()).await.is_err() {
+                    drop(stream);
+                    if UnixStream::connect(self.paths.socket()).await.is_err_and(|error| !is_exhaustion(&error)) {
                         set(false);
                     }
+                }
+                // A shortage in the agent's own process proves nothing about the MPS host.
+                Err(error) if is_exhaustion(&error) => {
+                    tracing::warn!(%error, "failed to connect to the MPS host; its last state applies");
                 }
                 Err(_) => set(false),
             }
@@ -190,11 +226,20 @@ impl HostLink {
     }
 }
 
+/// Returns whether a call failed because this process or the node has no free descriptors, memory
+/// or buffers.
+fn is_exhaustion(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let resources = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
+    resources.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
 
     use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, FILE_FORMAT_VERSION, MpsHostStatus};
+    use rustix::fs::{CWD, RenameFlags};
     use tokio::net::UnixListener;
     use tokio::time::timeout;
 
@@ -243,6 +288,33 @@ mod tests {
             assert!(view.status.daemons.is_empty());
             assert!(view.error.as_ref().is_some_and(|error| error.contains(expected)), "{view:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_status_that_cannot_be_read_keeps_the_last_one_until_it_can() {
+        let (_directory, link) = test_link();
+        let (sender, mut view) = watch::channel(HostView::default());
+        let follower = link.clone();
+        let task = tokio::spawn(async move { follower.follow_host(&sender).await });
+        write_status(&link, &serde_json::to_vec(&host_status("GPU-a", DaemonState::Active)).unwrap());
+        let mut until = async |what: &str, condition: fn(&HostView) -> bool| {
+            timeout(TEST_TIMEOUT, view.wait_for(condition)).await.expect(what).expect(what).clone()
+        };
+        until("active", |view| view.status.daemons.contains_key("GPU-a")).await;
+        // A directory cannot be read as a file, not even by root.
+        let directory = link.paths.mps().join("directory");
+        fs::create_dir(&directory).unwrap();
+        let exchange = || {
+            let (from, to, flags) = (&directory, link.paths.status(), RenameFlags::EXCHANGE);
+            rustix::fs::renameat_with(CWD, from, CWD, &to, flags).unwrap();
+        };
+        exchange();
+        let unread = until("an error", |view| view.error.is_some()).await;
+        assert!(unread.status.daemons.contains_key("GPU-a"), "the last status applies: {unread:?}");
+        exchange();
+        let read = until("no error", |view| view.error.is_none()).await;
+        assert!(read.status.daemons.contains_key("GPU-a"));
+        task.abort();
     }
 
     #[tokio::test]

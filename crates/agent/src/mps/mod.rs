@@ -1,7 +1,7 @@
 //! The agent's side of the communication with the MPS host.
 pub mod link;
 
-use cleave_gpu::mps::wire::{FILE_FORMAT_VERSION, MpsHostStatus};
+use cleave_gpu::mps::wire::{DaemonSettings, DaemonStatus, Enforcement, FILE_FORMAT_VERSION, MpsHostStatus};
 
 /// Maximum length of a parse error in characters. The error quotes the status file, and the agent
 /// writes the error to the status of the `GpuNode`.
@@ -16,6 +16,15 @@ pub struct HostView {
     pub status: MpsHostStatus,
     /// Why the status is unusable; `None` if it is usable.
     pub error: Option<String>,
+}
+
+impl HostView {
+    /// Returns whether the handshake of a device's daemon is unknown, and its settings do not
+    /// accept that. The state of the daemon does not matter: MPS hosts of earlier versions serve.
+    pub fn has_unknown_handshake(&self, device: &str, settings: &DaemonSettings) -> bool {
+        let advisory = |daemon: &DaemonStatus| daemon.enforcement == Enforcement::Advisory;
+        !settings.accept_advisory && self.status.daemons.get(device).is_some_and(advisory)
+    }
 }
 
 /// Parses the status file of the MPS host.

@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use cleave_gpu::mps::wire::{DaemonState, DaemonStatus};
+use cleave_gpu::mps::wire::{DaemonSettings, DaemonState, DaemonStatus};
 
 use crate::gpu::layout::{Layout, Pool};
 use crate::mps::HostView;
@@ -47,14 +47,14 @@ impl DaemonAbsences {
     /// latest settings of a device.
     pub fn update<'a>(
         &mut self,
-        devices: impl Iterator<Item = &'a String>,
+        daemons: impl Iterator<Item = (&'a String, &'a DaemonSettings)>,
         view: &HostView,
         knows: impl Fn(&str) -> bool,
         now: Instant,
     ) {
         let before = std::mem::take(&mut self.since);
-        for device in devices.filter(|device| knows(device)) {
-            let away = match (daemon_presence(view, device), before.get(device)) {
+        for (device, settings) in daemons.filter(|(device, _)| knows(device)) {
+            let away = match (daemon_presence(view, device, settings), before.get(device)) {
                 (DaemonPresence::Serves, _) => None,
                 (DaemonPresence::Away, Some(since)) => {
                     let since = since.unwrap_or(now);
@@ -85,7 +85,10 @@ impl DaemonAbsences {
 }
 
 /// Returns whether a device's MPS daemon serves, is briefly unavailable, or fails.
-fn daemon_presence(view: &HostView, device: &str) -> DaemonPresence {
+fn daemon_presence(view: &HostView, device: &str, settings: &DaemonSettings) -> DaemonPresence {
+    if view.has_unknown_handshake(device, settings) {
+        return DaemonPresence::Fails;
+    }
     match view.status.daemons.get(device).map(|DaemonStatus { state, .. }| state) {
         Some(DaemonState::Active) if view.alive => DaemonPresence::Serves,
         Some(DaemonState::Active | DaemonState::Starting | DaemonState::Restarting) | None => DaemonPresence::Away,
@@ -97,7 +100,7 @@ fn daemon_presence(view: &HostView, device: &str) -> DaemonPresence {
 fn settings_and_pools<'a>(
     layouts: &'a BTreeMap<String, Layout>,
     device: &str,
-) -> Option<(&'a cleave_gpu::mps::wire::DaemonSettings, Vec<&'a Pool>)> {
+) -> Option<(&'a DaemonSettings, Vec<&'a Pool>)> {
     layouts.values().find_map(|Layout { mode: _, pools, daemons }| {
         Some((daemons.get(device)?, pools.iter().filter(|pool| pool.device == device).collect()))
     })

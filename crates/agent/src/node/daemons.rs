@@ -1,8 +1,8 @@
 //! State of MPS daemons beyond the MPS host's status: the settings that the MPS host has applied,
 //! and the events that the agent has reported. Pure.
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
-use cleave_gpu::mps::wire::{DaemonState, Desired};
+use cleave_gpu::mps::wire::{DaemonSettings, DaemonState, Desired};
 
 use super::status::check_daemon;
 use crate::event::{NodeEvent, node_recovery, node_warning};
@@ -80,21 +80,22 @@ enum ReportedState {
 }
 
 impl ReportedDaemons {
-    /// Updates the states and returns the events to report. `devices` are the devices with a
-    /// daemon.
-    pub(super) fn update(&mut self, devices: BTreeSet<String>, view: &HostView) -> Vec<NodeEvent> {
+    /// Updates the states and returns the events to report. `daemons` are the daemons of the node
+    /// by device.
+    pub(super) fn update(&mut self, daemons: &BTreeMap<&String, &DaemonSettings>, view: &HostView) -> Vec<NodeEvent> {
         let mut events = Vec::new();
-        self.0.retain(|device, _| devices.contains(device));
-        for device in devices {
-            let daemon = view.status.daemons.get(&device);
+        self.0.retain(|device, _| daemons.contains_key(device));
+        for (&device, &settings) in daemons {
+            let daemon = view.status.daemons.get(device);
             let restarts = daemon.map_or(0, |daemon| daemon.restarts);
             // A daemon that is Stopping belongs to the previous layout.
             let expected = |state| matches!(state, DaemonState::Starting | DaemonState::Active | DaemonState::Stopping);
-            let failing = daemon.is_some_and(|daemon| !expected(daemon.state));
+            let failing =
+                daemon.is_some_and(|daemon| !expected(daemon.state)) || view.has_unknown_handshake(device, settings);
             let unavailable = |why: &str| node_warning("MpsUnavailable", format!("shares of {device}: {why}"));
             let recovery = || node_recovery(format!("shares of {device}: the MPS daemon serves again with all limits"));
-            let reported = self.0.get(&device).copied().unwrap_or_default();
-            let next = match (reported, check_daemon(view, &device)) {
+            let reported = self.0.get(device).copied().unwrap_or_default();
+            let next = match (reported, check_daemon(view, device, settings)) {
                 (ReportedState::Serving(before), Ok(())) if restarts > before => {
                     // The daemon exited and recovered between two updates.
                     events.extend([unavailable("the MPS daemon exited"), recovery()]);
@@ -116,7 +117,7 @@ impl ReportedDaemons {
                 // A normal start causes no event. A failure causes only one event.
                 (reported @ (ReportedState::Nothing | ReportedState::Unavailable), Err(_)) => reported,
             };
-            self.0.insert(device, next);
+            self.0.insert(device.clone(), next);
         }
         events
     }

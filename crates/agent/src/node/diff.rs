@@ -3,6 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::gpunode::{GpuNodeSpec, GpuSpec, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_IN_USE, STEP_REFUSED, STEP_WAITING};
+use cleave_gpu::mps::wire::DaemonSettings;
 use cleave_gpu::nvml::{Gpu, Process};
 
 use crate::allocation::usage::SliceUsage;
@@ -254,7 +255,10 @@ pub fn is_unchanged(before: Option<&Layout>, after: &Layout, resource: &str, id:
     let Some((device, number)) = parse_slice_id(id) else { return true };
     let find = |layout: &Layout| {
         let pool = layout.pools.iter().find(|pool| pool.resource == resource && pool.contains(device, number))?;
-        Some((pool.kind.clone(), layout.daemons.get(device).cloned()))
+        // Consent to advisory limits applies at once. It changes no limit of a slice, and the MPS
+        // host restarts the daemon only when it has no clients.
+        let daemon = layout.daemons.get(device).cloned();
+        Some((pool.kind.clone(), daemon.map(|daemon| DaemonSettings { accept_advisory: false, ..daemon })))
     };
     match (before.and_then(find), find(after)) {
         (Some(before), Some(after)) => before == after,

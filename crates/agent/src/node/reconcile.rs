@@ -175,8 +175,8 @@ impl Node {
     fn events(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
         let mut events = std::mem::take(&mut self.pending_events);
         events.extend(self.reported_health.update(hardware));
-        let devices = self.layouts.values().flat_map(|layout| layout.daemons.keys().cloned()).collect();
-        events.extend(self.reported_daemons.update(devices, &self.view));
+        let daemons = self.layouts.values().flat_map(|layout| &layout.daemons).collect();
+        events.extend(self.reported_daemons.update(&daemons, &self.view));
         events
     }
 
@@ -195,7 +195,7 @@ impl Node {
     fn update_daemons(&mut self, desired: &Desired, now: Instant) {
         self.acknowledged.record_desired(desired);
         self.acknowledged.record_applied(&self.view.status.desired);
-        let daemons = self.layouts.values().flat_map(|layout| layout.daemons.keys());
+        let daemons = self.layouts.values().flat_map(|layout| &layout.daemons);
         self.absences.update(daemons, &self.view, |device| self.acknowledged.has_applied_settings(device), now);
     }
 
@@ -361,7 +361,7 @@ impl Node {
             let Some(known) = hardware.gpus.get(uuid) else { continue };
             for pool in &layout.pools {
                 let Ok(name) = ResourceName::parse(&pool.resource) else { continue };
-                let serves = self.check_can_serve(known, pool).is_ok();
+                let serves = self.check_can_serve(known, layout, pool).is_ok();
                 let device = |id: String| {
                     let slice = (pool.resource.clone(), id.clone());
                     let healthy = serves && !self.withdrawing.contains_key(&slice) && !withheld.contains(&slice);
@@ -374,7 +374,7 @@ impl Node {
     }
 
     /// Checks that slices of this pool can be allocated now. The error states why not.
-    fn check_can_serve(&self, known: &KnownGpu, pool: &Pool) -> Result<(), String> {
+    fn check_can_serve(&self, known: &KnownGpu, layout: &Layout, pool: &Pool) -> Result<(), String> {
         if !known.health.healthy {
             return Err(known.health.message.clone());
         }
@@ -387,13 +387,15 @@ impl Node {
         }
         match pool.kind {
             PoolKind::Mps { .. } if self.absences.is_tolerated(&pool.device) => Ok(()),
-            PoolKind::Mps { .. } => status::check_daemon(&self.view, &pool.device).and_then(|()| {
+            PoolKind::Mps { .. } => {
+                let settings = layout.daemons.get(&pool.device).ok_or("the device has no MPS daemon")?;
+                status::check_daemon(&self.view, &pool.device, settings)?;
                 if self.acknowledged.has_applied_settings(&pool.device) {
                     Ok(())
                 } else {
                     Err("the MPS host has not read the latest settings yet".into())
                 }
-            }),
+            }
             PoolKind::Whole | PoolKind::TimeSliced => match self.view.status.daemons.get(&pool.device) {
                 // The compute mode is restored only when the daemon exits.
                 Some(_) if self.view.alive => Err("the MPS daemon has not exited yet".into()),

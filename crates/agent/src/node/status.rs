@@ -6,8 +6,12 @@ use cleave_api::gpunode::{
     AllocationStatus, FindingStatus, GpuNodeStatus, GpuStatus, Health, MigInstanceStatus, MigProfileStatus, MigStatus,
     MpsStatus, SliceStatus, StepStatus, Summary,
 };
-use cleave_api::names::{CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_READY, STEP_DONE, daemon_state};
-use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement};
+use cleave_api::names::{
+    CONDITION_APPLIED, CONDITION_GPUS_HEALTHY, CONDITION_LIMITS_ENFORCED, CONDITION_READY, STEP_DONE, daemon_state,
+    door,
+};
+use cleave_gpu::mps::drivers::DriverEvidence;
+use cleave_gpu::mps::wire::{DaemonSettings, DaemonState, DaemonStatus, Enforcement};
 use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState};
 use cleave_kubelet::{ContainerDevices, DeviceList, ResourceName};
 use cleave_plan::mps::{context_memory, usable_sms};
@@ -48,6 +52,12 @@ pub mod reason {
     pub const MALFORMED: &str = "Malformed";
     /// `GpusHealthy`: all GPUs are healthy.
     pub const HEALTHY: &str = "Healthy";
+    /// `LimitsEnforced`: doors enforce the limits of all shares.
+    pub const DOORS_ENFORCE: &str = "DoorsEnforce";
+    /// Not `LimitsEnforced`: the MPS handshake of the driver is unknown. Shares are Unhealthy.
+    pub const UNKNOWN_HANDSHAKE: &str = "UnknownHandshake";
+    /// Not `LimitsEnforced`: the handshake is unknown, and the policy accepts advisory limits.
+    pub const ADVISORY_LIMITS: &str = "AdvisoryLimits";
 }
 
 /// The inputs of a status.
@@ -90,10 +100,16 @@ pub struct StatusInput<'a> {
     pub boot_id: &'a str,
 }
 
-/// Checks that the daemon of a device serves. The error states why it does not.
-pub fn check_daemon(view: &HostView, device: &str) -> Result<(), String> {
+/// Problem of a daemon whose handshake is unknown.
+const UNKNOWN_HANDSHAKE: &str = "the driver's MPS handshake is unknown, so doors cannot enforce the limits of shares. Run `cleave doctor` on the node. To serve shares whose limits pods can change, set `mps.enforcement: Advisory` in the SharingPolicy";
+
+/// Checks that the daemon of a device serves with its settings. The error states why it does not.
+pub fn check_daemon(view: &HostView, device: &str, settings: &DaemonSettings) -> Result<(), String> {
     if !view.alive {
         return Err("the MPS host does not answer".into());
+    }
+    if view.has_unknown_handshake(device, settings) {
+        return Err(UNKNOWN_HANDSHAKE.into());
     }
     match view.status.daemons.get(device) {
         Some(DaemonStatus { state: DaemonState::Active, .. }) => Ok(()),
@@ -123,11 +139,16 @@ pub fn build_status(input: &StatusInput<'_>) -> GpuNodeStatus {
         agent_version: env!("CARGO_PKG_VERSION").into(),
         driver: hardware.driver.version().unwrap_or_default().to_owned(),
         boot_id: boot_id.to_owned(),
-        conditions: vec![
-            condition(CONDITION_READY, generation, ready_condition(input, &gpus)),
-            condition(CONDITION_APPLIED, generation, applied_condition(input)),
-            condition(CONDITION_GPUS_HEALTHY, generation, gpus_healthy_condition(input)),
-        ],
+        conditions: [
+            Some((CONDITION_READY, ready_condition(input, &gpus))),
+            Some((CONDITION_APPLIED, applied_condition(input))),
+            Some((CONDITION_GPUS_HEALTHY, gpus_healthy_condition(input))),
+            limits_enforced_condition(input, &gpus).map(|content| (CONDITION_LIMITS_ENFORCED, content)),
+        ]
+        .into_iter()
+        .flatten()
+        .map(|(type_, content)| condition(type_, generation, content))
+        .collect(),
         summary: Some(Summary::of(&gpus)),
         models: Vec::new(),
         gpus,
@@ -143,16 +164,18 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     let layout = input.layouts.get(&gpu.uuid);
     let devices = devices_of_gpu(gpu, layout);
     let mut health = health.clone();
-    let daemons: Vec<&String> = layout.iter().flat_map(|layout| layout.daemons.keys()).collect();
-    let mps: Vec<MpsStatus> = daemons.iter().map(|device| daemon_status(input, device)).collect();
+    let daemons: Vec<(&String, &DaemonSettings)> = layout.iter().flat_map(|layout| &layout.daemons).collect();
+    let mps: Vec<MpsStatus> = daemons.iter().map(|(device, settings)| daemon_status(input, device, settings)).collect();
     if health.healthy {
         let starting = |device: &str| {
             input.view.alive && input.view.status.daemons.get(device).is_none_or(|d| d.state == DaemonState::Starting)
         };
         let problem = daemons
             .iter()
-            .filter(|device| !starting(device) && !input.absences.is_tolerated(device))
-            .find_map(|device| check_daemon(input.view, device).and_then(|()| check_settings(input, device)).err());
+            .filter(|(device, _)| !starting(device) && !input.absences.is_tolerated(device))
+            .find_map(|(device, settings)| {
+                check_daemon(input.view, device, settings).and_then(|()| check_settings(input, device)).err()
+            });
         if let Some(message) = problem {
             health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };
         }
@@ -306,7 +329,8 @@ fn count_clients(view: &HostView, device: &str, allocation: &Allocation) -> u32 
 }
 
 /// Returns the status of a device's MPS daemon. The state is empty while the MPS host does not run.
-fn daemon_status(StatusInput { view, outdated_daemons, .. }: &StatusInput<'_>, device: &str) -> MpsStatus {
+fn daemon_status(input: &StatusInput<'_>, device: &str, settings: &DaemonSettings) -> MpsStatus {
+    let StatusInput { view, outdated_daemons, .. } = input;
     let status = view.status.daemons.get(device).filter(|_| view.alive);
     let state = |daemon: &DaemonStatus| match daemon.state {
         DaemonState::Active if outdated_daemons.contains(device) => DaemonState::Restarting,
@@ -317,14 +341,15 @@ fn daemon_status(StatusInput { view, outdated_daemons, .. }: &StatusInput<'_>, d
         state: status.map(|daemon| daemon_state_name(state(daemon)).to_owned()).unwrap_or_default(),
         pid: status.and_then(|daemon| daemon.pid),
         door: match status.map(|daemon| daemon.enforcement) {
-            Some(Enforcement::Hard) => "Hard".into(),
-            Some(Enforcement::Advisory) => "Advisory".into(),
+            Some(Enforcement::Hard) => door::HARD.into(),
+            Some(Enforcement::Advisory) if settings.accept_advisory => door::ADVISORY.into(),
+            Some(Enforcement::Advisory) => door::UNKNOWN.into(),
             None => String::new(),
         },
         restarts: status.map_or(0, |daemon| daemon.restarts),
         message: match status {
             Some(daemon) => daemon.message.clone(),
-            None => check_daemon(view, device).err().unwrap_or_default(),
+            None => check_daemon(view, device, settings).err().unwrap_or_default(),
         },
     }
 }
@@ -412,6 +437,38 @@ fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
         (true, false) => condition_content(true, crate::gpu::health::reason::RESET_PENDING, pending.join("; ")),
         (true, true) => condition_content(true, reason::HEALTHY, ""),
     }
+}
+
+/// Returns the condition `LimitsEnforced`, or `None` if no MPS daemon has reported its handshake.
+fn limits_enforced_condition(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Option<ConditionContent> {
+    let doors = || gpus.iter().flat_map(|gpu| gpu.mps.iter().map(move |daemon| (gpu, daemon)));
+    let devices_with = |kind: &str| {
+        let of_kind = doors().filter(|(_, daemon)| daemon.door == kind);
+        of_kind.map(|(gpu, daemon)| format!("{} (GPU {})", daemon.device, gpu.index)).collect::<Vec<_>>().join(", ")
+    };
+    let (unknown, advisory) = (devices_with(door::UNKNOWN), devices_with(door::ADVISORY));
+    let version = input.hardware.driver.version().unwrap_or_default();
+    if !unknown.is_empty() {
+        return Some(condition_content(
+            false,
+            reason::UNKNOWN_HANDSHAKE,
+            format!("{unknown}, driver {version}: {UNKNOWN_HANDSHAKE}"),
+        ));
+    }
+    if !advisory.is_empty() {
+        let message = format!(
+            "{advisory}, driver {version}: the MPS handshake is unknown, and the SharingPolicy accepts advisory limits. Pods can change their limits and send commands to the MPS daemon"
+        );
+        return Some(condition_content(false, reason::ADVISORY_LIMITS, message));
+    }
+    doors().any(|(_, daemon)| daemon.door == door::HARD).then(|| match DriverEvidence::of_version(version) {
+        DriverEvidence::Measured => condition_content(true, reason::DOORS_ENFORCE, ""),
+        DriverEvidence::Assumed => condition_content(
+            true,
+            reason::DOORS_ENFORCE,
+            format!("driver {version} uses the known MPS handshake, but its MPS was not measured. Run `cleave doctor`"),
+        ),
+    })
 }
 
 /// Returns the condition `Applied`.

@@ -1,4 +1,6 @@
 //! Tests of [`Node`] as a whole.
+use cleave_api::names::{CONDITION_LIMITS_ENFORCED, CONDITION_READY};
+use cleave_api::sharingpolicy::MpsEnforcement;
 use cleave_gpu::mps::wire::{DaemonState, DaemonStatus, Enforcement, MpsHostStatus};
 
 use super::reconcile::LIST_INTERVAL_WHILE_IN_USE;
@@ -275,6 +277,74 @@ fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
         reported(mps::HostView { alive: false, ..host_view(DaemonState::Active, 2, &desired) }),
         ["MpsUnavailable"]
     );
+}
+
+/// Returns the view of an MPS host whose daemon has an unknown handshake.
+fn advisory_view(state: DaemonState, desired: &Desired) -> mps::HostView {
+    let mut view = host_view(state, 0, desired);
+    view.status.daemons.values_mut().for_each(|daemon| daemon.enforcement = Enforcement::Advisory);
+    view
+}
+
+/// Returns the status and reason of a condition.
+fn condition(actions: &Actions, type_: &str) -> Option<(String, String)> {
+    let found = actions.status.conditions.iter().find(|condition| condition.type_ == type_)?;
+    Some((found.status.clone(), found.reason.clone()))
+}
+
+/// Returns the spec of ten shares that are served with advisory limits.
+fn advisory_spec() -> GpuNodeState {
+    let mut gpu = mps_spec("GPU-a", 10);
+    gpu.partition.mps.iter_mut().for_each(|mps| mps.enforcement = MpsEnforcement::Advisory);
+    GpuNodeState::Present(4, GpuNodeSpec { plan_id: "advisory".into(), gpus: vec![gpu] })
+}
+
+#[test]
+fn shares_with_an_unknown_handshake_are_unhealthy_at_once() {
+    let start = Instant::now();
+    // An MPS host of an earlier version serves such a daemon.
+    for state in [DaemonState::Active, DaemonState::Restarting, DaemonState::BackOff] {
+        let (mut node, mut table, desired) = serving_node(start);
+        let before = node.reconcile(&mut table, start);
+        assert_eq!(condition(&before, CONDITION_LIMITS_ENFORCED), Some(("True".into(), "DoorsEnforce".into())));
+        node.record_mps_view(advisory_view(state, &desired));
+        let actions = node.reconcile(&mut table, start);
+        assert_eq!(count_healthy(&actions), 0, "{state:?}");
+        let gpu = &actions.status.gpus[0];
+        assert!(!gpu.health.healthy && gpu.health.message.contains("mps.enforcement: Advisory"), "{gpu:?}");
+        assert_eq!(gpu.mps[0].door, "Unknown");
+        let unknown = Some(("False".into(), "UnknownHandshake".into()));
+        assert_eq!(condition(&actions, CONDITION_LIMITS_ENFORCED), unknown);
+        assert_eq!(condition(&actions, CONDITION_READY), Some(("False".into(), "MpsUnavailable".into())));
+        assert_eq!(event_reasons(&actions), ["MpsUnavailable"]);
+        let metrics = crate::metrics::Metrics::new();
+        metrics.set_node(&actions.status);
+        let text = metrics.encode().unwrap();
+        assert!(text.contains(r#"cleave_agent_mps_door{device="GPU-a",door="Unknown"} 1"#), "{text}");
+    }
+}
+
+#[test]
+fn consent_to_advisory_limits_applies_while_shares_are_in_use() {
+    let start = Instant::now();
+    let later = start + 2 * ALLOCATION_GRACE;
+    let (mut node, mut table, desired) = serving_node(start);
+    table.allocations.insert(allocation(&["GPU-a::1"]), start);
+    node.record_pod_resources(Ok(vec![container_devices("p", &["GPU-a::1"])]), later, &mut table.allocations);
+    node.record_mps_view(advisory_view(DaemonState::BackOff, &desired));
+    assert_eq!(count_healthy(&node.reconcile(&mut table, later)), 0);
+    node.record_gpu_node(advisory_spec());
+    let desired = node.reconcile(&mut table, later).desired;
+    assert!(desired.daemons["GPU-a"].accept_advisory);
+    node.record_mps_view(advisory_view(DaemonState::Active, &desired));
+    let actions = node.reconcile(&mut table, later);
+    assert_eq!((count_healthy(&actions), actions.status.gpus[0].mps[0].door.as_str()), (10, "Advisory"));
+    let advisory = Some(("False".into(), "AdvisoryLimits".into()));
+    assert_eq!(condition(&actions, CONDITION_LIMITS_ENFORCED), advisory);
+    assert_eq!(condition(&actions, CONDITION_READY), Some(("True".into(), "Serving".into())));
+    // Withdrawn consent applies at once, too, although the pod still uses its share.
+    node.record_gpu_node(spec_object(10));
+    assert_eq!(count_healthy(&node.reconcile(&mut table, later)), 0);
 }
 
 #[test]

@@ -11,8 +11,10 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use axum::routing::get;
 use cleave_kubelet::PluginsState;
+use cleave_serve::http::Limits;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
 
@@ -50,7 +52,8 @@ pub(super) async fn serve_endpoints(
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
         .with_state(Arc::new(ProbeState { metrics, heartbeat, plugins }));
-    axum::serve(listener, router).await.context("the metrics server has stopped")
+    cleave_serve::http::serve(listener, router, Limits::default(), CancellationToken::new()).await;
+    Ok(())
 }
 
 async fn metrics_text(State(probes): State<Arc<ProbeState>>) -> impl IntoResponse {

@@ -57,6 +57,7 @@ const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     // The caller may have installed a provider. The first provider remains installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
+    cleave_serve::descriptors::raise_limit();
     let args = Arc::new(args);
     let store = CheckpointStore::new(&args.state_dir);
     let _only = wait_for_lock(&store).await;

@@ -424,6 +424,7 @@ pub(crate) fn mps_spec(uuid: &str, units: u32) -> GpuSpec {
     let partition = MpsPartition {
         multi_user: true,
         compute_mode: cleave_api::sharingpolicy::ComputeMode::ExclusiveProcess,
+        enforcement: cleave_api::sharingpolicy::MpsEnforcement::Hard,
         slices: vec![slices],
     };
     spec(uuid, Partition { mps: Some(partition), ..Partition::default() })

@@ -7,7 +7,7 @@ use cleave_agent::allocation::Allocation;
 use cleave_agent::node::Node;
 use cleave_api::gpunode::{GpuSpec, MigInstanceSpec, MigPartition, MpsPartition, MpsSlices, Partition, Whole};
 use cleave_api::names::mig_resource;
-use cleave_api::sharingpolicy::ComputeMode;
+use cleave_api::sharingpolicy::{ComputeMode, MpsEnforcement};
 use cleave_gpu::nvml::{DriverInfo, Gpu, GpuObservation, NvmlError, Process};
 use cleave_kubelet::ContainerDevices;
 use cleave_plan::mps::{Threads, memory_limit, thread_percentage};
@@ -57,6 +57,7 @@ pub(crate) fn mps_partition(units: u32) -> MpsPartition {
     MpsPartition {
         multi_user: true,
         compute_mode: ComputeMode::ExclusiveProcess,
+        enforcement: MpsEnforcement::Hard,
         slices: vec![MpsSlices {
             resource: "nvidia.com/gpu-mps".into(),
             count: units,

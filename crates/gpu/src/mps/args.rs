@@ -36,6 +36,16 @@ pub(crate) struct PathArgs {
     /// The NVML library. Default: search the usual driver directories.
     #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
     pub(crate) nvml_library: Option<PathBuf>,
+
+    /// File that contains the version of the driver.
+    #[arg(
+        long,
+        env = "CLEAVE_DRIVER_VERSION_FILE",
+        value_name = "PATH",
+        default_value = "/sys/module/nvidia/version",
+        hide = true
+    )]
+    pub(crate) driver_version_file: PathBuf,
 }
 
 #[derive(Debug, Clone, clap::Subcommand)]

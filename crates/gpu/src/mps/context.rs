@@ -7,6 +7,7 @@ use std::sync::Arc;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
+use super::drivers::DriverEvidence;
 use super::process::Children;
 use super::wire::Paths;
 
@@ -19,6 +20,8 @@ pub(crate) struct HostOptions {
     pub(crate) library_path: Option<OsString>,
     /// Program and first arguments of the process that sets a compute mode.
     pub(crate) compute_mode: Vec<OsString>,
+    /// What is known about the driver's MPS.
+    pub(crate) driver: DriverEvidence,
 }
 
 /// State that all parts of the MPS host share.

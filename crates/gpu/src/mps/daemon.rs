@@ -46,6 +46,10 @@ pub(super) const DAEMON_START_DEADLINE: Duration = Duration::from_secs(15);
 /// the GPU first.
 pub(super) const SERVER_START_DEADLINE: Duration = Duration::from_secs(60);
 
+/// Number of connections to a daemon in a row that must have an unexpected end before the MPS host
+/// draws a conclusion about the daemon. One unexpected packet concerns one connection only.
+pub(super) const MIN_UNEXPECTED_ENDS: u32 = 3;
+
 /// The state of a device that doors depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DevicePhase {
@@ -86,6 +90,18 @@ struct DaemonReport {
     message: String,
 }
 
+/// What clients' handshakes have shown about the protocol of the running daemon.
+#[derive(Debug, Default)]
+struct HandshakeRecord {
+    /// Whether a handshake has succeeded. If so, no later packet makes the protocol unknown.
+    succeeded: Cell<bool>,
+    /// Number of unexpected replies since the daemon started.
+    unexpected_replies: Cell<u32>,
+    /// Whether the driver's protocol is unknown: the driver was not measured, and a daemon sent at
+    /// least [`MIN_UNEXPECTED_ENDS`] replies, all unexpected. No client is connected then.
+    unknown: Cell<bool>,
+}
+
 /// A device whose daemon this MPS host supervises.
 #[derive(Debug)]
 pub(crate) struct Device {
@@ -107,8 +123,9 @@ pub(crate) struct Device {
     terminating_since: Cell<Option<Instant>>,
     /// Whether a door's request to the daemon timed out. If so, the next probe does not retry.
     unanswered: Cell<bool>,
-    /// Whether a client's handshake has succeeded at least once.
-    handshake_known: Cell<bool>,
+    handshake: HandshakeRecord,
+    /// Number of consecutive probes that had an unexpected end.
+    unexpected_probes: Cell<u32>,
     /// Whether a daemon is starting, running or stopping.
     present: Cell<bool>,
 }
@@ -136,7 +153,8 @@ impl Device {
             faults: RefCell::default(),
             terminating_since: Cell::default(),
             unanswered: Cell::default(),
-            handshake_known: Cell::default(),
+            handshake: HandshakeRecord::default(),
+            unexpected_probes: Cell::default(),
             present: Cell::default(),
         })
     }

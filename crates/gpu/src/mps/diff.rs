@@ -54,6 +54,7 @@ mod tests {
             exclusive: false,
             default_threads: Some(threads),
             default_memory_mib: None,
+            accept_advisory: false,
         };
         let allocation = |device: &str, threads| Allocation {
             device: device.into(),

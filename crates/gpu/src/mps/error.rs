@@ -69,6 +69,10 @@ pub(crate) enum DaemonError {
     StuckInFault(ChildExit),
     #[error("{0}")]
     Control(#[from] ControlError),
+    #[error(
+        "the driver's MPS handshake is unknown, so doors cannot enforce limits, and the SharingPolicy does not accept advisory limits"
+    )]
+    UnknownHandshake,
     #[error("the MPS daemon did not accept {setting}: the daemon reports {actual:?}")]
     NotAccepted { setting: String, actual: String },
     #[error("the MPS server was not ready within {} s: {last}", .after.as_secs())]
@@ -81,6 +85,23 @@ pub(crate) enum DaemonError {
     ComputeMode(#[from] ComputeModeError),
     #[error("the MPS host is stopping")]
     HostStopping,
+}
+
+impl DaemonError {
+    /// Returns whether the error concerns one connection to the daemon, so that the next
+    /// connection may succeed.
+    pub(crate) fn is_of_one_connection(&self) -> bool {
+        use ControlError::{Closed, Io, UnexpectedAnswer, UnknownProtocol};
+        matches!(self, Self::Control(Closed | Io(_) | UnexpectedAnswer(_) | UnknownProtocol))
+    }
+
+    /// Returns whether this process or the node has no free descriptor. Nothing is known about the
+    /// daemon then.
+    pub(crate) fn is_descriptor_exhaustion(&self) -> bool {
+        let Self::Control(ControlError::Io(error)) = self else { return false };
+        let exhausted = [rustix::io::Errno::MFILE, rustix::io::Errno::NFILE];
+        exhausted.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
+    }
 }
 
 impl From<UnexpectedAnswer> for DaemonError {

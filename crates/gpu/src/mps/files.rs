@@ -2,11 +2,13 @@
 use std::io::{self, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
-use std::path::Path;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use rustix::fs::inotify;
 use tokio::io::unix::AsyncFd;
+use tokio::time::sleep;
 
 use super::error::HostError;
 use super::seqpacket::{MAX_SOCKET_PATH_BYTES, async_fd};
@@ -43,38 +45,140 @@ pub(crate) fn replace_file(path: &Path, text: &[u8]) -> io::Result<()> {
     std::fs::rename(&building, path)
 }
 
-/// Watches the desired file by inotify.
-pub(crate) struct DesiredWatch(AsyncFd<OwnedFd>);
+/// Interval between checks of the desired file while inotify does not work.
+const DESIRED_POLL_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Watches the desired file by inotify. While inotify does not work, for example because the node
+/// has no free instance, polls the file.
+pub(crate) struct DesiredWatch {
+    path: PathBuf,
+    open: fn(&Path) -> io::Result<AsyncFd<OwnedFd>>,
+    events: Option<AsyncFd<OwnedFd>>,
+    /// The file at the last check without inotify.
+    seen: Option<FileVersion>,
+}
+
+/// Identifies one version of a file: its device, inode and time of modification. A replaced file
+/// has another inode.
+#[derive(Debug, PartialEq, Eq)]
+struct FileVersion(u64, u64, Option<SystemTime>);
 
 impl DesiredWatch {
-    /// Watches the directory that contains the desired file.
-    pub(crate) fn new(directory: &Path) -> io::Result<Self> {
-        let fd = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
-        inotify::add_watch(&fd, directory, inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE)?;
-        async_fd(fd).map(Self)
+    /// Watches the desired file.
+    pub(crate) fn new(path: PathBuf) -> Self {
+        Self::with_opener(path, open_events)
     }
 
-    /// Returns once the desired file was written, or the kernel has dropped events.
-    pub(crate) async fn wait_until_written(&mut self) -> io::Result<()> {
-        loop {
-            let mut ready = self.0.readable().await?;
-            let mut space = [MaybeUninit::uninit(); 4096];
-            let mut events = inotify::Reader::new(self.0.get_ref(), &mut space);
-            let mut written = false;
-            loop {
-                match events.next() {
-                    Ok(event) => {
-                        let dropped = event.events().contains(inotify::ReadFlags::QUEUE_OVERFLOW);
-                        written |= dropped || event.file_name().is_some_and(|name| name.to_bytes() == b"desired.json");
-                    }
-                    Err(rustix::io::Errno::AGAIN) => break ready.clear_ready(),
-                    Err(rustix::io::Errno::INTR) => {}
-                    Err(error) => return Err(error.into()),
-                }
+    fn with_opener(path: PathBuf, open: fn(&Path) -> io::Result<AsyncFd<OwnedFd>>) -> Self {
+        let mut watch = Self { path, open, events: None, seen: None };
+        match watch.open_events() {
+            Ok(events) => watch.events = Some(events),
+            Err(error) => watch.report_failure(&error),
+        }
+        watch
+    }
+
+    fn open_events(&self) -> io::Result<AsyncFd<OwnedFd>> {
+        (self.open)(self.path.parent().unwrap_or(Path::new(".")))
+    }
+
+    fn report_failure(&self, error: &io::Error) {
+        tracing::warn!(path = %self.path.display(), %error, "failed to watch the desired file with inotify; polling it");
+    }
+
+    /// Returns once the desired file was written, or may have been written. Cancel-safe.
+    pub(crate) async fn wait_until_written(&mut self) {
+        if let Some(events) = &self.events {
+            match wait_for_event(events).await {
+                Ok(()) => return,
+                Err(error) => self.report_failure(&error),
             }
-            if written {
-                return Ok(());
+            self.events = None;
+        }
+        loop {
+            let found = find_version(&self.path);
+            if found != self.seen {
+                self.seen = found;
+                return;
+            }
+            sleep(DESIRED_POLL_INTERVAL).await;
+            if let Ok(events) = self.open_events() {
+                tracing::info!(path = %self.path.display(), "watching the desired file with inotify again");
+                self.events = Some(events);
+                // The file may have been written just before the watch began.
+                return;
             }
         }
+    }
+}
+
+fn find_version(path: &Path) -> Option<FileVersion> {
+    let found = std::fs::metadata(path).ok()?;
+    Some(FileVersion(found.dev(), found.ino(), found.modified().ok()))
+}
+
+fn open_events(directory: &Path) -> io::Result<AsyncFd<OwnedFd>> {
+    let fd = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
+    inotify::add_watch(&fd, directory, inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE)?;
+    async_fd(fd)
+}
+
+/// Returns once the desired file was written, or the kernel has dropped events.
+async fn wait_for_event(events: &AsyncFd<OwnedFd>) -> io::Result<()> {
+    loop {
+        let mut ready = events.readable().await?;
+        let mut space = [MaybeUninit::uninit(); 4096];
+        let mut events = inotify::Reader::new(events.get_ref(), &mut space);
+        let mut written = false;
+        loop {
+            match events.next() {
+                Ok(event) => {
+                    let dropped = event.events().contains(inotify::ReadFlags::QUEUE_OVERFLOW);
+                    written |= dropped || event.file_name().is_some_and(|name| name.to_bytes() == b"desired.json");
+                }
+                Err(rustix::io::Errno::AGAIN) => break ready.clear_ready(),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if written {
+            return Ok(());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use tokio::time::timeout;
+
+    use super::*;
+
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
+
+    thread_local! {
+        static INSTANCES_EXHAUSTED: Cell<bool> = const { Cell::new(true) };
+    }
+
+    fn open_unless_exhausted(directory: &Path) -> io::Result<AsyncFd<OwnedFd>> {
+        if INSTANCES_EXHAUSTED.get() { Err(rustix::io::Errno::MFILE.into()) } else { open_events(directory) }
+    }
+
+    #[tokio::test]
+    async fn the_desired_file_is_polled_while_no_inotify_instance_is_free() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("desired.json");
+        let mut watch = DesiredWatch::with_opener(path.clone(), open_unless_exhausted);
+        for text in ["first", "second"] {
+            replace_file(&path, text.as_bytes()).unwrap();
+            timeout(TEST_TIMEOUT, watch.wait_until_written()).await.unwrap();
+            assert!(watch.events.is_none());
+        }
+        INSTANCES_EXHAUSTED.set(false);
+        timeout(TEST_TIMEOUT, watch.wait_until_written()).await.unwrap();
+        assert!(watch.events.is_some(), "inotify is used again");
+        replace_file(&path, b"third").unwrap();
+        timeout(TEST_TIMEOUT, watch.wait_until_written()).await.unwrap();
     }
 }

@@ -14,6 +14,7 @@ pub use super::args::HostArgs;
 use super::args::{HostCommand, PathArgs};
 use super::compute_mode::SettableComputeMode;
 use super::context::{HostContext, HostOptions};
+use super::drivers::DriverEvidence;
 pub use super::error::HostError;
 use super::files::{self, DesiredWatch};
 use super::process::Children;
@@ -63,7 +64,7 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let reconciler = Rc::new(Reconciler::new(Rc::clone(&context)));
     // Start the watch before the first read, so that no write in between is missed.
-    let mut desired = DesiredWatch::new(&context.paths.mps())?;
+    let mut desired = DesiredWatch::new(context.paths.desired());
     let listener = socket::listen(&context.paths.socket())?;
     tokio::task::spawn_local(socket::serve(Rc::clone(&reconciler), listener));
     let reporter = tokio::task::spawn_local(Rc::clone(&reconciler).write_status_changes());
@@ -75,10 +76,7 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
             () = sleep(RECONCILER_MAINTENANCE_INTERVAL) => reconciler.restore_sockets_and_drop_unused_devices(),
-            written = desired.wait_until_written() => {
-                written?;
-                reconciler.apply_desired_file();
-            }
+            () = desired.wait_until_written() => reconciler.apply_desired_file(),
         }
     }
     tracing::info!("stopping");
@@ -94,14 +92,26 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
 
 /// Returns the options of daemons. Compute modes are set by a child process of this program.
 fn build_host_options(args: PathArgs, subcommand: Option<&str>) -> Result<HostOptions, HostError> {
-    let PathArgs { run_dir: _, mps_control, mps_library_path, nvml_library } = args;
+    let PathArgs { run_dir: _, mps_control, mps_library_path, nvml_library, driver_version_file } = args;
     let mut compute_mode = vec![std::env::current_exe()?.into_os_string()];
     compute_mode.extend(subcommand.map(OsString::from));
     compute_mode.push("compute-mode".into());
     if let Some(library) = nvml_library {
         compute_mode.extend(["--nvml-library".into(), library.into_os_string()]);
     }
-    Ok(HostOptions { mps_control, library_path: mps_library_path, compute_mode })
+    let driver = read_driver_evidence(&driver_version_file);
+    Ok(HostOptions { mps_control, library_path: mps_library_path, compute_mode, driver })
+}
+
+/// Returns what is known about the MPS of the loaded driver.
+fn read_driver_evidence(version_file: &Path) -> DriverEvidence {
+    match std::fs::read_to_string(version_file) {
+        Ok(version) => DriverEvidence::of_version(version.trim()),
+        Err(error) => {
+            tracing::warn!(path = %version_file.display(), %error, "failed to read the driver's version");
+            DriverEvidence::Assumed
+        }
+    }
 }
 
 /// Raises the limit on open files as far as allowed. Returns the limit in force.

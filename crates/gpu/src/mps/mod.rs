@@ -12,7 +12,7 @@
 //! | module | purpose |
 //! |---|---|
 //! | [`wire`] | the contract with the agent: files and requests |
-//! | [`protocol`], [`log`], `diff`, `text` | pure: MPS packets, log lines, changes of the desired state |
+//! | [`protocol`], [`log`], [`drivers`], `diff`, `text` | pure: MPS packets, log lines, driver branches, changes of the desired state |
 //! | `seqpacket`, `process`, `procfs`, `files` | the operating system |
 //! | `control` | one exchange with a daemon |
 //! | `context`, `error`, `compute_mode`, `args` | state, errors and options for all tasks |
@@ -30,6 +30,7 @@ mod daemon;
 mod diff;
 pub mod doctor;
 mod door;
+pub mod drivers;
 mod error;
 mod files;
 pub mod host;

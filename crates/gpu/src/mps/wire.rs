@@ -221,6 +221,11 @@ pub struct DaemonSettings {
     pub default_threads: Option<u8>,
     /// `set_default_device_pinned_mem_limit`, in MiB.
     pub default_memory_mib: Option<u64>,
+    /// Whether the daemon serves even if its handshake is unknown, so that doors cannot enforce
+    /// limits. The file omits false, because the hash of the file must be the same in older MPS
+    /// hosts, which do not know the field.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub accept_advisory: bool,
 }
 
 /// Limits of one allocation. The allocation's door sets the limits for each client that connects.
@@ -323,8 +328,9 @@ pub enum DaemonState {
 pub enum Enforcement {
     /// The daemon speaks the known handshake: the door sets each allocation's limits at connect.
     Hard,
-    /// The handshake is unknown: doors relay it unchanged. Limits come from the client's
-    /// environment, which a tenant can change.
+    /// The handshake is unknown, so doors cannot set limits. The daemon does not serve unless
+    /// [`DaemonSettings::accept_advisory`] is set. Doors then relay the handshake unchanged, and
+    /// limits come from the client's environment, which a tenant can change.
     Advisory,
 }
 
@@ -398,7 +404,13 @@ mod tests {
     const GPU_UUID: &str = "GPU-3da61522-b946-8b5e-d0da-5debfa49f742";
 
     fn sample_daemon() -> DaemonSettings {
-        DaemonSettings { multi_user: true, exclusive: true, default_threads: Some(50), default_memory_mib: None }
+        DaemonSettings {
+            multi_user: true,
+            exclusive: true,
+            default_threads: Some(50),
+            default_memory_mib: None,
+            accept_advisory: false,
+        }
     }
 
     fn sample_allocation() -> Allocation {
@@ -492,6 +504,17 @@ mod tests {
         status.fault = Some(serde_json::from_str(newer).unwrap());
         let culprit = Some(Client { pid: 5, allocation: Some("aa".into()) });
         assert_eq!(status.fault, Some(Fault { number: 3, culprit, ..Fault::default() }));
+    }
+
+    #[test]
+    fn settings_without_advisory_limits_are_written_as_by_older_agents() {
+        let older = r#"{"multiUser":true,"exclusive":true,"defaultThreads":50,"defaultMemoryMib":null}"#;
+        assert_eq!(serde_json::to_string(&sample_daemon()).unwrap(), older);
+        assert_eq!(serde_json::from_str::<DaemonSettings>(older).unwrap(), sample_daemon());
+        let accepts = DaemonSettings { accept_advisory: true, ..sample_daemon() };
+        let text = serde_json::to_string(&accepts).unwrap();
+        assert!(text.contains(r#""acceptAdvisory":true"#), "{text}");
+        assert_eq!(serde_json::from_str::<DaemonSettings>(&text).unwrap(), accepts);
     }
 
     #[test]

@@ -140,7 +140,7 @@ fn an_unknown_handshake_differs_and_stops_the_tests() {
     assert!(observation_of(&report, "limits").contains("unknown"), "{report:#}");
     let text = doctor_command(&node, &[]).output().unwrap();
     let text = String::from_utf8(text.stdout).unwrap();
-    assert!(text.contains("door        DIFFERS") && text.contains("- door: limits are advisory"), "{text}");
+    assert!(text.contains("door        DIFFERS") && text.contains("- door: MPS shares are Unhealthy"), "{text}");
     assert_eq!(remaining_processes_and_files(&node), [] as [&str; 0]);
 }
 

@@ -2,6 +2,7 @@
 //! doors.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test helpers may panic as tests do")]
 mod doctor;
+mod drivers;
 mod faults;
 mod handshake;
 mod node;
@@ -11,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Command;
 use std::time::Instant;
 
-use cleave_gpu::mps::wire::{Allocation, DaemonSettings, DaemonState, Enforcement, Reply, Request};
+use cleave_gpu::mps::wire::{Allocation, DaemonSettings, DaemonState, Reply, Request};
 use rustix::process::Signal;
 use sim_machine::{ComputeMode, FaultEffect};
 use sim_mps::handshake as mps;
@@ -491,30 +492,6 @@ fn a_removed_door_socket_is_restored() {
     fs::remove_dir_all(node.paths.allocation(ALLOCATION_A)).unwrap();
     wait_until("the door exists again", || node.paths.door(ALLOCATION_A).exists());
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
-}
-
-#[test]
-fn an_unknown_handshake_is_relayed_unchanged() {
-    let mut node = Node::without_mps_host(1);
-    node.desire_daemon(0, DaemonSettings { default_threads: Some(40), ..default_daemon() });
-    node.desire_allocation(ALLOCATION_A, 0, Some(20), None);
-    node.inject_fault("mps:handshake", None, FaultEffect::Code(1), None);
-    node.write_desired();
-    node.start_host();
-    let active = node.wait_for_state(0, DaemonState::Active);
-    assert_eq!(active.enforcement, Enforcement::Advisory);
-    // Defaults are set with that driver's own tool. Doors set no limits.
-    assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "40.0");
-    let through = Connection::connect(&node.paths.door(ALLOCATION_A)).unwrap();
-    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::HELLO_OF_OTHER_DRIVER);
-    // Credentials and descriptors are relayed too.
-    through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
-    through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
-    let packet = through.recv_fd(64).unwrap().unwrap();
-    assert_eq!(packet.data, mps::DESCRIPTOR);
-    let sockets = mps::ClientSockets { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
-    let _client = sockets.introduce_to_server(mps::IntroductionSubject::Process).unwrap();
-    node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
 }
 
 #[test]

@@ -23,6 +23,9 @@ use sim_mps::handshake;
 /// Time limit of each wait. Longer than any step takes on a busy machine.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// File with the driver's version, below a node's directory.
+const DRIVER_VERSION_FILE: &str = "driver-version";
+
 pub(crate) struct Node {
     dir: tempfile::TempDir,
     pub(crate) machine: Machine,
@@ -54,7 +57,14 @@ impl Node {
         let machine = Machine::init(dir.path().join("machine"), &description).unwrap();
         let paths = Paths::new(dir.path().join("run"));
         let desired = Desired { version: FILE_FORMAT_VERSION, ..Desired::default() };
-        Self { dir, machine, paths, desired, host: None, env: Vec::new() }
+        let node = Self { dir, machine, paths, desired, host: None, env: Vec::new() };
+        node.set_driver_version("580.159.04");
+        node
+    }
+
+    /// Sets the driver's version for MPS hosts started from now on.
+    pub(crate) fn set_driver_version(&self, version: &str) {
+        fs::write(self.path(DRIVER_VERSION_FILE), format!("{version}\n")).unwrap();
     }
 
     /// Returns a machine with an MPS host and one running daemon per GPU.
@@ -103,6 +113,7 @@ impl Node {
             .arg("--nvml-library")
             .arg(self.path("libnvidia_ml.so"))
             .env("SIMGPU_STATE", self.machine.dir())
+            .env("CLEAVE_DRIVER_VERSION_FILE", self.path(DRIVER_VERSION_FILE))
             .env("SIM_MPS_SERVER_START_MS", "0")
             .envs(self.env.iter().map(|(name, value)| (name, value)));
         command
@@ -314,7 +325,13 @@ impl Drop for Node {
 
 /// Returns the settings of a daemon that serves all users and does not change the compute mode.
 pub(crate) fn default_daemon() -> DaemonSettings {
-    DaemonSettings { multi_user: true, exclusive: false, default_threads: None, default_memory_mib: None }
+    DaemonSettings {
+        multi_user: true,
+        exclusive: false,
+        default_threads: None,
+        default_memory_mib: None,
+        accept_advisory: false,
+    }
 }
 
 /// Reads the SMs and the memory limit from a line that a program printed.

@@ -217,6 +217,7 @@ fn mps_partition(
     Ok(MpsPartition {
         multi_user: kept.map_or(demand.mps.multi_user, |kept| kept.multi_user),
         compute_mode: kept.map_or(demand.mps.compute_mode, |kept| kept.compute_mode),
+        enforcement: demand.mps.enforcement,
         slices: all,
     })
 }

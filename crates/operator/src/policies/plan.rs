@@ -347,6 +347,7 @@ fn mps_partition(
     Ok(MpsPartition {
         multi_user: share.rules.multi_user,
         compute_mode,
+        enforcement: share.rules.enforcement,
         slices: vec![MpsSlices {
             resource: resource.to_owned(),
             count,

@@ -10,8 +10,8 @@ use cleave_api::names::{
 };
 use cleave_api::sharingpolicy::{
     ClientLimits, ComputeMode, DEFAULT_MAX_UNAVAILABLE_PERCENT, DynamicPartitioning, Enforcement, GpuSelector,
-    Interval, MAX_REPLICAS, MemoryPolicy, Mig, Mode, Mps, MpsSizes, OnFailure, Rollout, SharingPolicySpec,
-    ThreadPolicy, TimeSlicing,
+    Interval, MAX_REPLICAS, MemoryPolicy, Mig, Mode, Mps, MpsEnforcement, MpsSizes, OnFailure, Rollout,
+    SharingPolicySpec, ThreadPolicy, TimeSlicing,
 };
 use cleave_plan::device::Mode as PlannerMode;
 use cleave_plan::mps::{MAX_CLIENTS, Threads};
@@ -91,6 +91,8 @@ pub struct MpsRules {
     pub multi_user: bool,
     /// The compute mode of the GPU while it serves MPS.
     pub compute_mode: ComputeMode,
+    /// Whether shares are served on a driver with an unknown MPS handshake.
+    pub enforcement: MpsEnforcement,
     /// Maximum number of processes per allocation.
     pub max_clients: Option<u32>,
     /// Number of parts into which an allocation's memory limit is divided. Each process receives
@@ -106,6 +108,7 @@ impl Default for MpsRules {
             limited: true,
             multi_user: true,
             compute_mode: ComputeMode::default(),
+            enforcement: MpsEnforcement::default(),
             max_clients: None,
             memory_parts: 1,
         }
@@ -370,7 +373,7 @@ fn mps_share(mps: Option<&Mps>, resource: Option<&str>) -> Result<SharingMode, E
 
 /// Returns the shares that `units` or `unitMemory` describe, or `None` if neither is set.
 fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, Error> {
-    let Mps { units, unit_memory, sizes, threads: _, memory: _, multi_user: _, compute_mode: _, clients: _ } = mps;
+    let Mps { units, unit_memory, sizes, .. } = mps;
     let rules = mps_rules(mps)?;
     if *sizes == MpsSizes::Dynamic && (units.is_some() || unit_memory.is_some()) {
         return Err(Error::Shape("sizes: Dynamic creates slices as pods request them: omit units and unitMemory"));
@@ -385,13 +388,15 @@ fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, E
 }
 
 fn mps_rules(mps: &Mps) -> Result<MpsRules, Error> {
-    let Mps { units: _, unit_memory: _, sizes: _, threads, memory, multi_user, compute_mode, clients } = mps;
+    let Mps { units: _, unit_memory: _, sizes: _, threads, memory, multi_user, compute_mode, enforcement, clients } =
+        mps;
     let (max_clients, memory_parts) = clients.as_ref().map_or(Ok((None, 1)), client_rule)?;
     Ok(MpsRules {
         threads: (*threads).into(),
         limited: *memory == MemoryPolicy::Limited,
         multi_user: *multi_user,
         compute_mode: *compute_mode,
+        enforcement: *enforcement,
         max_clients,
         memory_parts,
     })

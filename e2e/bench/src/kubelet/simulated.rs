@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use cleave_api::GpuNodeSpec;
 use cleave_api::gpunode::{GpuSpec, MpsPartition, MpsSlices, Partition, TimeSlicedPartition};
-use cleave_api::sharingpolicy::{ComputeMode, Interval};
+use cleave_api::sharingpolicy::{ComputeMode, Interval, MpsEnforcement};
 use cleave_plan::mps::{Threads, memory_limit, thread_percentage};
 use cleave_plan::units::Mebibytes;
 use sim_machine::{Driver, GpuDescription, Machine, MachineDescription, STATE_DIRECTORY_ENV};
@@ -126,6 +126,7 @@ impl SimulatedHardware {
                 let mps = MpsPartition {
                     multi_user: true,
                     compute_mode: ComputeMode::ExclusiveProcess,
+                    enforcement: MpsEnforcement::Hard,
                     slices: vec![slices],
                 };
                 Partition { mps: Some(mps), ..Partition::default() }

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `mps:start` | the daemon exits with the code before it listens | it never listens |
 //! | `mps:handshake` | the daemon greets like another driver's daemon | it sends no greeting |
+//! | `mps:reply` | the daemon replies to a client like another driver's daemon | it sends no reply |
 //! | `mps:client` | the daemon refuses clients after the handshake | they get no server's socket |
 //! | `mps:command:<name>` | the command answers with the code as text | it does not answer |
 //! | `mps:server` | the server exits with the code at its start | it remains INITIALIZING |

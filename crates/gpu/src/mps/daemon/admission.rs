@@ -3,13 +3,14 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::{ClientLimits, ControlLock, Device};
+use super::{ClientLimits, ControlLock, Device, HandshakeRecord, MIN_UNEXPECTED_ENDS};
 use crate::mps::control::ControlError;
+use crate::mps::drivers::DriverEvidence;
 use crate::mps::error::DaemonError;
 use crate::mps::process::PidFd;
 use crate::mps::procfs;
 use crate::mps::protocol::{self, Command, UnexpectedAnswer};
-use crate::mps::wire::{DaemonState, Enforcement};
+use crate::mps::wire::DaemonState;
 
 /// Interval of checks for exited clients.
 const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -69,7 +70,7 @@ impl Device {
     /// list, so no extra probe is needed.
     pub(crate) fn register_client(&self, client: u32, allocation: &str, pidfd: Option<PidFd>) {
         self.clients.borrow_mut().admit(client, allocation, pidfd);
-        self.handshake_known.set(true);
+        self.handshake.succeeded.set(true);
         self.context.notify_status_change();
     }
 
@@ -92,15 +93,20 @@ impl Device {
         }
     }
 
-    /// Handles an unknown reply to a client's handshake. If no handshake has succeeded before, the
-    /// driver uses an unknown protocol, and limits are advisory.
-    pub(crate) fn handle_unknown_handshake(&self) {
-        if self.handshake_known.get() {
-            tracing::error!(device = self.name, "unexpected reply to a client's handshake");
-        } else {
-            tracing::warn!(device = self.name, "unknown MPS handshake; limits are advisory");
-            self.phase.send_modify(|phase| phase.enforcement = Enforcement::Advisory);
-            self.context.notify_status_change();
+    /// Handles an unexpected reply to a client's handshake. The reply ends one connection to the
+    /// daemon, and the client waits. A driver that was not measured uses an unknown protocol if
+    /// several replies are unexpected before any handshake has succeeded. The next probe handles
+    /// that.
+    pub(crate) fn handle_unexpected_reply(&self) {
+        tracing::error!(device = self.name, "unexpected reply to a client's handshake; the client waits");
+        let HandshakeRecord { succeeded, unexpected_replies, unknown } = &self.handshake;
+        if succeeded.get() || self.context.options.driver == DriverEvidence::Measured {
+            return;
+        }
+        unexpected_replies.set(unexpected_replies.get().saturating_add(1));
+        if unexpected_replies.get() >= MIN_UNEXPECTED_ENDS {
+            unknown.set(true);
+            self.probe_soon();
         }
     }
 

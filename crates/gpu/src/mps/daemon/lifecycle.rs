@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::backoff::Backoff;
 use super::probe::DaemonEndReason;
-use super::{ControlLock, DAEMON_START_DEADLINE, Device};
+use super::{ControlLock, DAEMON_START_DEADLINE, Device, MIN_UNEXPECTED_ENDS};
 use crate::mps::compute_mode;
 use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT_COMMAND, QUIT_DEADLINE};
 use crate::mps::error::DaemonError;
@@ -211,7 +211,7 @@ impl Device {
 
     async fn set_up_started_daemon(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
         let mut control = self.control.lock().await;
-        self.wait_for_first_answer().await?;
+        self.wait_for_first_answer(settings).await?;
         self.set_default_limits(settings).await?;
         if settings.multi_user {
             let server = self.start_server(0).await?;
@@ -225,23 +225,43 @@ impl Device {
 
     /// Waits for the daemon's first answer. The daemon's greeting shows whether doors can enforce
     /// limits.
-    async fn wait_for_first_answer(&self) -> Result<(), DaemonError> {
+    async fn wait_for_first_answer(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
         let deadline = Instant::now() + DAEMON_START_DEADLINE;
-        loop {
+        let mut unknown_greetings = 0;
+        let known_greeting = loop {
             match control::has_known_greeting(&self.pipe).await {
-                Ok(known) => {
-                    if !known {
-                        tracing::warn!(device = self.name, "unknown MPS handshake; limits are advisory");
+                Ok(true) => break true,
+                Ok(false) => {
+                    unknown_greetings += 1;
+                    if unknown_greetings >= MIN_UNEXPECTED_ENDS {
+                        break false;
                     }
-                    let enforcement = if known { Enforcement::Hard } else { Enforcement::Advisory };
-                    self.phase.send_modify(|phase| phase.enforcement = enforcement);
-                    return Ok(());
                 }
-                Err(ControlError::Io(_) | ControlError::Closed) if Instant::now() < deadline => {
-                    sleep(DAEMON_START_POLL_INTERVAL).await;
-                }
+                Err(ControlError::Io(_) | ControlError::Closed) if Instant::now() < deadline => {}
                 Err(error) => return Err(error.into()),
             }
+            sleep(DAEMON_START_POLL_INTERVAL).await;
+        };
+        self.handshake.succeeded.set(false);
+        self.handshake.unexpected_replies.set(0);
+        self.set_enforcement(known_greeting && !self.handshake.unknown.get(), settings)
+    }
+
+    /// Sets whether doors enforce limits.
+    ///
+    /// # Errors
+    /// [`DaemonError::UnknownHandshake`] if they cannot, and the settings do not accept that.
+    pub(super) fn set_enforcement(&self, known: bool, settings: &DaemonSettings) -> Result<(), DaemonError> {
+        let enforcement = if known { Enforcement::Hard } else { Enforcement::Advisory };
+        self.phase.send_modify(|phase| phase.enforcement = enforcement);
+        self.context.notify_status_change();
+        match enforcement {
+            Enforcement::Hard => Ok(()),
+            Enforcement::Advisory if settings.accept_advisory => {
+                tracing::warn!(device = self.name, "unknown MPS handshake; limits are advisory");
+                Ok(())
+            }
+            Enforcement::Advisory => Err(DaemonError::UnknownHandshake),
         }
     }
 

@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-use super::Device;
+use super::{Device, MIN_UNEXPECTED_ENDS};
 use crate::mps::control::ControlError;
 use crate::mps::error::DaemonError;
 use crate::mps::process::Child;
 use crate::mps::protocol::{self, Command, ServerState};
-use crate::mps::wire::{DaemonSettings, DaemonState};
+use crate::mps::wire::{DaemonSettings, DaemonState, Enforcement};
 
 /// Time for which a daemon that does not answer `terminate_client` is not treated as hung. A
 /// stopped client delays the answer.
@@ -48,9 +48,22 @@ impl Device {
             other => other,
         };
         self.unanswered.set(false);
-        examined?;
-        self.perform_due_step(child).await;
-        self.replace_unclean_server().await?;
+        if self.handshake.unknown.get() && self.phase.borrow().enforcement == Enforcement::Hard {
+            self.set_enforcement(false, settings)?;
+        }
+        let recovered = match examined {
+            Ok(()) => {
+                self.perform_due_step(child).await;
+                self.replace_unclean_server().await
+            }
+            failed => failed,
+        };
+        if let Err(error) = recovered {
+            return self.tolerate_unexpected_end(error).map(|()| None);
+        }
+        if self.unexpected_probes.replace(0) > 0 {
+            tracing::info!(device = self.name, "the MPS daemon answers probes again");
+        }
         let desired = desired.borrow().clone();
         let end = self.compare_settings(settings, desired.as_ref());
         if end.is_some() {
@@ -58,6 +71,24 @@ impl Device {
             self.set_state(DaemonState::Restarting, None);
         }
         Ok(end)
+    }
+
+    /// Accepts the failure of a probe if it concerns one connection only. An unexpected packet must
+    /// not end the daemon, because its clients would end too. If several probes in a row fail, the
+    /// error concerns the daemon.
+    fn tolerate_unexpected_end(&self, error: DaemonError) -> Result<(), DaemonError> {
+        if error.is_descriptor_exhaustion() {
+            tracing::warn!(device = self.name, %error, "failed to probe the MPS daemon: no free descriptors");
+            return Ok(());
+        }
+        let failures = self.unexpected_probes.get().saturating_add(1);
+        if !error.is_of_one_connection() || failures >= MIN_UNEXPECTED_ENDS {
+            self.unexpected_probes.set(0);
+            return Err(error);
+        }
+        self.unexpected_probes.set(failures);
+        tracing::warn!(device = self.name, %error, failures, "a probe of the MPS daemon had an unexpected end");
+        Ok(())
     }
 
     /// Returns the reason to stop or replace this daemon: new settings, or a daemon that is no

@@ -84,7 +84,7 @@ fn judge_daemon(seen: &Observations) -> Vec<CheckResult> {
     let greeting = ExpectedBehaviour {
         name: "door",
         expected: "the daemon speaks the handshake of driver 580, so Cleave can put its door in front of it",
-        impact: "limits are advisory (see the GpuNode): a pod can remove them from its environment",
+        impact: "MPS shares are Unhealthy, unless the SharingPolicy sets mps.enforcement: Advisory: a pod can then remove its limits from its environment",
     };
     let commands = ExpectedBehaviour {
         name: "commands",

@@ -193,7 +193,7 @@ mod tests {
         seen.greeting = TestOutcome::Observed(false);
         let text = format_report(&report(&seen, None));
         assert!(text.contains("1 as expected, 1 differs, 17 not tested."), "{text}");
-        assert!(text.contains("\n- door: limits are advisory"), "{text}");
+        assert!(text.contains("\n- door: MPS shares are Unhealthy"), "{text}");
         assert!(!text.contains("- start:"), "{text}");
     }
 

@@ -125,11 +125,13 @@ impl Door {
     pub(super) async fn serve_connection(self: Rc<Self>, client: Socket) {
         let Ok(peer) = client.peer() else { return };
         if self.device.phase().borrow().enforcement == Enforcement::Advisory {
-            tokio::select! {
-                () = self.closed.cancelled() => {}
-                () = self.relay_to_daemon(&client) => {}
+            let relayed = tokio::select! {
+                () = self.closed.cancelled() => return,
+                relayed = self.relay_to_advisory_daemon(&client) => relayed,
+            };
+            if relayed {
+                return;
             }
-            return;
         }
         let introduction = tokio::select! {
             () = self.closed.cancelled() => return,
@@ -204,8 +206,13 @@ impl Door {
             self.device.probe_soon();
             return AdmissionResult::Held;
         }
-        if !self.device.phase().borrow().is_open() {
+        let phase = *self.device.phase().borrow();
+        if !phase.is_open() {
             return AdmissionResult::Held;
+        }
+        if phase.enforcement == Enforcement::Advisory {
+            // The client has already received the known greeting.
+            return AdmissionResult::Refused(Refusal::UnknownHandshake);
         }
         let max_clients = self.allocation.borrow().max_clients;
         if let Some(max) = max_clients.filter(|&max| self.device.is_allocation_full(&self.id, max, who.pid)) {
@@ -230,8 +237,8 @@ impl Door {
             Ok(introduced) => introduced,
             Err(ControlError::ClientGone) => return AdmissionResult::Left,
             Err(ControlError::UnknownProtocol) => {
-                self.device.handle_unknown_handshake();
-                return AdmissionResult::Refused(Refusal::UnknownReply);
+                self.device.handle_unexpected_reply();
+                return AdmissionResult::Held;
             }
             Err(error) => {
                 tracing::warn!(allocation = self.id, %error, "failed to introduce a client to the daemon; the client waits");

@@ -27,8 +27,8 @@ pub(super) enum Refusal {
     TooManyClients(u32),
     #[error("the allocation already has its maximum of {0} connections to the server")]
     TooManyConnections(usize),
-    #[error("the MPS daemon sent an unknown reply to the client's handshake")]
-    UnknownReply,
+    #[error("the MPS daemon uses an unknown handshake, so its limits are advisory; the client has to connect again")]
+    UnknownHandshake,
     #[error("the client did not complete the handshake with the MPS server")]
     Stalled,
 }

@@ -7,6 +7,7 @@ use tokio::time::sleep;
 use super::{CountedConnection, Door};
 use crate::mps::daemon::DevicePhase;
 use crate::mps::seqpacket::{Packet, Socket};
+use crate::mps::wire::Enforcement;
 
 /// Time without a packet after which a relayed connection to a daemon with an unknown protocol is
 /// closed.
@@ -45,17 +46,32 @@ pub(super) async fn relay(client: &Socket, server: &Socket) {
 }
 
 impl Door {
-    /// Relays everything unchanged between a client and a daemon with an unknown handshake.
-    pub(super) async fn relay_to_daemon(&self, client: &Socket) {
+    /// Relays everything unchanged between a client and a daemon with an unknown handshake, once
+    /// the daemon serves. Returns false without a relay if the serving daemon's handshake is known:
+    /// the door can then enforce limits. Returns true once the client has disconnected.
+    pub(super) async fn relay_to_advisory_daemon(&self, client: &Socket) -> bool {
         let waiting = CountedConnection::new(self);
         let mut phase = self.device.phase();
         if !phase.borrow().is_open() {
             waiting.begin_connection();
         }
-        if phase.wait_for(DevicePhase::is_open).await.is_err() {
-            return;
+        let enforcement = tokio::select! {
+            open = phase.wait_for(DevicePhase::is_open) => match open {
+                Ok(open) => open.enforcement,
+                Err(_) => return true,
+            },
+            () = client.wait_until_closed() => return true,
+        };
+        if enforcement == Enforcement::Hard {
+            return false;
         }
         drop(waiting);
+        self.relay_to_daemon(client).await;
+        true
+    }
+
+    /// Relays everything unchanged between a client and its daemon until one of them closes.
+    async fn relay_to_daemon(&self, client: &Socket) {
         let Ok(daemon) = Socket::connect(&self.device.pipe.join("control")).await else { return };
         loop {
             let sent = tokio::select! {

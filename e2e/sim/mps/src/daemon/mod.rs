@@ -204,7 +204,9 @@ impl Daemon {
         };
         match handshake::read_peer_kind(&connection, hello) {
             Ok(IntroducedPeer::Client(credentials)) => {
-                if self.faults.apply_faults("mps:client").is_none() {
+                if self.faults.apply_faults("mps:reply").is_some() {
+                    let _ = connection.send(handshake::REPLY_OF_OTHER_DRIVER);
+                } else if self.faults.apply_faults("mps:client").is_none() {
                     let failed_before = self.lock().failed_starts;
                     return self.serve_client(PendingClient::new(connection, credentials, failed_before));
                 }

@@ -1,0 +1,130 @@
+//! Tests drivers with an unknown handshake, and single unexpected packets of known drivers.
+use cleave_gpu::mps::wire::{DaemonSettings, DaemonState, DaemonStatus, Enforcement};
+use sim_machine::FaultEffect;
+use sim_mps::handshake as mps;
+use sim_mps::seqpacket::Connection;
+
+use crate::node::{Node, default_daemon, parse_limits, wait_until};
+use crate::{ALLOCATION_A, ALLOCATION_B, node_with_two_tenants};
+
+const UNKNOWN_GREETING: &str = "mps:handshake";
+const UNKNOWN_REPLY: &str = "mps:reply";
+
+/// Returns a node with a running MPS host and a daemon that has this fault.
+fn start_node_with_fault(fault: &str, driver: &str, accept_advisory: bool) -> Node {
+    let mut node = Node::without_mps_host(1);
+    node.set_driver_version(driver);
+    node.desire_daemon(0, DaemonSettings { default_threads: Some(40), accept_advisory, ..default_daemon() });
+    node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
+    node.inject_fault(fault, None, FaultEffect::Code(1), None);
+    node.write_desired();
+    node.start_host();
+    node
+}
+
+/// Waits until the MPS host has refused to serve because of the handshake.
+fn wait_until_refused(node: &Node) -> DaemonStatus {
+    let uuid = node.uuid(0);
+    let refused = node.wait_for_status("the handshake is refused", |status| {
+        let daemon = status.daemons.get(&uuid);
+        daemon.is_some_and(|daemon| {
+            daemon.enforcement == Enforcement::Advisory
+                && matches!(daemon.state, DaemonState::Restarting | DaemonState::BackOff)
+                && !daemon.message.is_empty()
+        })
+    });
+    refused.daemons[&uuid].clone()
+}
+
+/// Connects to a door and checks that the daemon's own packets arrive unchanged.
+fn check_relay(node: &Node) {
+    let through = Connection::connect(&node.paths.door(ALLOCATION_A)).unwrap();
+    assert_eq!(through.recv(64).unwrap().unwrap().data, mps::HELLO_OF_OTHER_DRIVER);
+    // Credentials and descriptors are relayed too.
+    through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
+    through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
+    let packet = through.recv_fd(64).unwrap().unwrap();
+    assert_eq!(packet.data, mps::DESCRIPTOR);
+    let sockets = mps::ClientSockets { daemon: through, server: Connection::from_fd(packet.fd.unwrap()) };
+    let _client = sockets.introduce_to_server(mps::IntroductionSubject::Process).unwrap();
+    node.wait_for_status("the client is counted", |status| status.allocations[ALLOCATION_A].admitted == 1);
+}
+
+#[test]
+fn an_unknown_handshake_is_relayed_only_with_consent() {
+    let mut node = start_node_with_fault(UNKNOWN_GREETING, "999.1", false);
+    let refused = wait_until_refused(&node);
+    assert!(refused.message.contains("handshake is unknown"), "{}", refused.message);
+    node.desire_daemon(0, DaemonSettings { default_threads: Some(40), accept_advisory: true, ..default_daemon() });
+    node.write_desired();
+    let active = node.wait_for_state(0, DaemonState::Active);
+    assert_eq!(active.enforcement, Enforcement::Advisory);
+    // Defaults are set with that driver's own tool. Doors set no limits.
+    assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "40.0");
+    check_relay(&node);
+}
+
+#[test]
+fn a_client_that_waited_while_the_handshake_was_unknown_is_limited_once_it_is_known() {
+    let node = start_node_with_fault(UNKNOWN_GREETING, "999.1", false);
+    wait_until_refused(&node);
+    let mut waits = node.start_client(ALLOCATION_A, &[]);
+    node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
+    assert!(waits.has_no_output(), "no client is admitted without limits");
+    node.clear_faults();
+    assert_eq!(parse_limits(&waits.read_line()), (26, Some(8192)));
+    assert_eq!(node.daemon_status(0).enforcement, Enforcement::Hard);
+}
+
+#[test]
+fn unknown_replies_of_a_driver_that_was_not_measured_close_its_doors() {
+    let mut node = start_node_with_fault(UNKNOWN_REPLY, "570.124.06", false);
+    node.wait_for_state(0, DaemonState::Active);
+    let mut waits = node.start_client(ALLOCATION_A, &[]);
+    let refused = wait_until_refused(&node);
+    assert!(refused.message.contains("handshake is unknown"), "{}", refused.message);
+    node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
+    assert!(waits.has_no_output(), "no client is admitted without limits");
+    let uuid = node.uuid(0);
+    node.wait_for_status("the daemon is not served again", |status| {
+        status.daemons[&uuid].state == DaemonState::BackOff
+    });
+    node.clear_faults();
+    node.desire_daemon(0, DaemonSettings { default_threads: Some(40), accept_advisory: true, ..default_daemon() });
+    node.write_desired();
+    assert_eq!(node.wait_for_state(0, DaemonState::Active).enforcement, Enforcement::Advisory);
+}
+
+#[test]
+fn unexpected_replies_of_a_measured_driver_end_only_their_connections() {
+    let node = node_with_two_tenants();
+    let before = node.daemon_status(0);
+    node.inject_fault(UNKNOWN_REPLY, None, FaultEffect::Code(1), Some(5));
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)), "the client waits, and is admitted");
+    assert!(node.machine.snapshot().unwrap().faults.is_empty(), "all five replies were sent");
+    let after = node.daemon_status(0);
+    assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0));
+    assert_eq!(after.enforcement, Enforcement::Hard);
+}
+
+#[test]
+fn an_unexpected_packet_to_a_probe_ends_no_daemon_but_persistent_ones_do() {
+    let node = node_with_two_tenants();
+    let mut holds = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
+    assert_eq!(parse_limits(&holds.read_line()), (26, Some(8192)));
+    let before = node.daemon_status(0);
+    let recoveries = || node.read_host_log().matches("answers probes again").count();
+    for (call, count, recovery) in [("mps:command:get_server_status", 2, 1), (UNKNOWN_GREETING, 2, 2)] {
+        node.inject_fault(call, None, FaultEffect::Code(7), Some(count));
+        wait_until("two probes failed and one succeeded", || recoveries() == recovery);
+        assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
+        let after = node.daemon_status(0);
+        assert_eq!((after.pid, after.server_pid, after.restarts), (before.pid, before.server_pid, 0), "{call}");
+        assert_eq!(after.enforcement, Enforcement::Hard);
+    }
+    node.inject_fault("mps:command:get_server_status", None, FaultEffect::Code(7), None);
+    let uuid = node.uuid(0);
+    node.wait_for_status("the daemon is replaced", |status| status.daemons[&uuid].restarts > 0);
+    node.clear_faults();
+    node.wait_for_state(0, DaemonState::Active);
+}

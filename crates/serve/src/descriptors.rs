@@ -1,0 +1,40 @@
+//! The open files of this process and their limit.
+use std::io;
+
+use rustix::process::{Resource, Rlimit};
+
+/// Limit of open files that a program requests. Container runtimes often set a soft limit of 1024.
+const WANTED_LIMIT: u64 = 65_536;
+
+/// Open files of this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Usage {
+    /// Number of open files.
+    pub open: u64,
+    /// Maximum number of open files. `None` means unlimited.
+    pub limit: Option<u64>,
+}
+
+/// Raises the limit of open files as far as allowed. A failure is logged: the program works with
+/// the present limit.
+pub fn raise_limit() {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let Some(current) = limit.current else { return };
+    let wanted = limit.maximum.unwrap_or(u64::MAX).min(WANTED_LIMIT);
+    if current >= wanted {
+        return;
+    }
+    let raised = Rlimit { current: Some(wanted), maximum: limit.maximum };
+    match rustix::process::setrlimit(Resource::Nofile, raised) {
+        Ok(()) => tracing::debug!(from = current, to = wanted, "raised the limit of open files"),
+        Err(error) => tracing::warn!(%error, current, "failed to raise the limit of open files"),
+    }
+}
+
+/// Returns the number of open files and their limit.
+pub fn usage() -> io::Result<Usage> {
+    // The listing itself opens one descriptor.
+    let open = std::fs::read_dir("/proc/self/fd")?.count().saturating_sub(1);
+    let limit = rustix::process::getrlimit(Resource::Nofile).current;
+    Ok(Usage { open: u64::try_from(open).unwrap_or(u64::MAX), limit })
+}

@@ -1,0 +1,88 @@
+//! Serves HTTP/1 on a TCP port with bounded resources.
+//!
+//! A peer may connect and send nothing, or send a request slowly. Each connection therefore has a
+//! deadline for the headers of each request, and the number of connections is limited. If all are
+//! in use, a new connection replaces the oldest one: probes of the kubelet are answered although
+//! thousands of silent peers connect. Each request is answered within milliseconds, so the oldest
+//! connection is idle or slow.
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+/// Time for requests in progress to end after the server was stopped.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
+/// Delay after a failure to accept a connection.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
+
+/// What the peers of one port can occupy.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Maximum number of connections.
+    pub connections: usize,
+    /// Time limit for the headers of a request. The time before a further request on a connection
+    /// counts too.
+    pub headers: Duration,
+}
+
+impl Default for Limits {
+    /// Returns limits for a port with metrics and probes, which has a few peers.
+    fn default() -> Self {
+        Self { connections: 64, headers: Duration::from_secs(10) }
+    }
+}
+
+/// Serves requests until `stop` is cancelled, and then ends requests in progress.
+pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stop: CancellationToken) {
+    let ending = GracefulShutdown::new();
+    let mut connections: VecDeque<AbortOnDropHandle<()>> = VecDeque::new();
+    let mut has_failed = false;
+    loop {
+        // Cancel-safe: a connection that was not returned remains in the kernel's queue.
+        let accepted = tokio::select! {
+            () = stop.cancelled() => break,
+            accepted = listener.accept() => accepted,
+        };
+        connections.retain(|connection| !connection.is_finished());
+        match accepted {
+            Ok((stream, _)) => {
+                has_failed = false;
+                while connections.len() >= limits.connections.max(1) {
+                    connections.pop_front();
+                }
+                let served = serve_connection(stream, router.clone(), limits.headers, ending.watcher());
+                connections.push_back(AbortOnDropHandle::new(tokio::spawn(served)));
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut has_failed, true) {
+                    tracing::warn!(error = &error as &dyn std::error::Error, "failed to accept a connection");
+                }
+                // The usual cause is too many open files.
+                connections.pop_front();
+                sleep(ACCEPT_RETRY_DELAY).await;
+            }
+        }
+    }
+    drop(listener);
+    if timeout(SHUTDOWN_TIMEOUT, ending.shutdown()).await.is_err() {
+        tracing::debug!("closed connections with unanswered requests");
+    }
+}
+
+/// Serves one connection until it closes.
+async fn serve_connection(stream: TcpStream, router: Router, headers: Duration, watcher: Watcher) {
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(headers);
+    let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    if let Err(error) = watcher.watch(connection).await {
+        tracing::debug!(error = &error as &dyn std::error::Error, "connection failed");
+    }
+}

@@ -1,0 +1,114 @@
+//! Tests that peers which send nothing cannot occupy a port or the descriptors of its process.
+//!
+//! The server runs in a child process: this test program starts itself with [`SERVER`] as the only
+//! test.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use axum::Router;
+use axum::routing::get;
+use cleave_serve::{descriptors, http};
+use rustix::process::{Resource, Rlimit};
+use tokio_util::sync::CancellationToken;
+
+/// Name of the test that is the server.
+const SERVER: &str = "the_server_of_the_other_tests";
+/// Variable that makes [`SERVER`] serve. Its value is the header timeout in milliseconds.
+const SERVE: &str = "TEST_SERVE_HEADER_TIMEOUT_MS";
+/// Time limit of each read and write. Longer than any step takes on a busy machine.
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
+/// Limit of open files of the server: as low as in some container runtimes.
+const DESCRIPTORS: u64 = 256;
+
+struct Server {
+    process: Child,
+    address: SocketAddr,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn start_server(headers: Duration) -> Server {
+    let mut process = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", SERVER, "--nocapture", "--quiet"])
+        .env(SERVE, headers.as_millis().to_string())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(process.stdout.take().unwrap()).lines();
+    let address = lines.map_while(Result::ok).find_map(|line| line.split_once("serving ")?.1.trim().parse().ok());
+    Server { process, address: address.unwrap() }
+}
+
+#[test]
+fn the_server_of_the_other_tests() {
+    let Ok(headers) = std::env::var(SERVE) else { return };
+    let limit = Rlimit { current: Some(DESCRIPTORS), maximum: Some(DESCRIPTORS) };
+    rustix::process::setrlimit(Resource::Nofile, limit).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        println!("serving {}", listener.local_addr().unwrap());
+        let open = || async { descriptors::usage().unwrap().open.to_string() };
+        let limits = http::Limits { headers: Duration::from_millis(headers.parse().unwrap()), ..Default::default() };
+        let router = Router::new().route("/open", get(open));
+        http::serve(listener, router, limits, CancellationToken::new()).await;
+    });
+}
+
+fn connect(server: &Server) -> TcpStream {
+    let stream = TcpStream::connect(server.address).unwrap();
+    stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
+    stream.set_write_timeout(Some(TEST_TIMEOUT)).unwrap();
+    stream
+}
+
+/// Requests the number of open files of the server.
+fn request_open_files(server: &Server) -> u64 {
+    let mut stream = connect(server);
+    stream.write_all(b"GET /open HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    answer.lines().last().unwrap().parse().unwrap()
+}
+
+/// Returns whether the server closes a connection.
+fn is_closed(mut stream: &TcpStream) -> bool {
+    match stream.read_to_end(&mut Vec::new()) {
+        Ok(_) => true,
+        Err(error) => error.kind() == ErrorKind::ConnectionReset,
+    }
+}
+
+#[test]
+fn thousands_of_silent_connections_delay_no_request_with_256_descriptors() {
+    descriptors::raise_limit();
+    // No header timeout can close the connections during the test.
+    let server = start_server(Duration::from_secs(3600));
+    let mut silent = Vec::new();
+    for round in 0..5 {
+        silent.extend((0..500).map(|_| connect(&server)));
+        let open = request_open_files(&server);
+        assert!(open < DESCRIPTORS / 2, "round {round}: {open} open files");
+    }
+    assert!(is_closed(&silent[0]), "the oldest connection");
+}
+
+#[test]
+fn a_connection_that_sends_no_complete_header_is_closed() {
+    let server = start_server(Duration::from_millis(200));
+    let nothing = connect(&server);
+    let mut half = connect(&server);
+    half.write_all(b"GET /open HT").unwrap();
+    assert!(is_closed(&nothing) && is_closed(&half));
+    request_open_files(&server);
+}
