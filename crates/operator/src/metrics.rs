@@ -307,6 +307,8 @@ mod tests {
             // Gauges about this process.
             leader: _,
             resident: _,
+            open_files: _,
+            max_open_files: _,
             // Counters and histograms.
             passes: _,
             writes: _,
@@ -338,7 +340,8 @@ mod tests {
     /// Returns the names of the registered gauges about the cluster, and those that are not 0. A
     /// family without series is not registered.
     fn cluster_gauges(registry: &Registry) -> (BTreeSet<String>, BTreeSet<String>) {
-        const PROCESS_GAUGES: [&str; 2] = ["cleave_operator_leader", "process_resident_memory_bytes"];
+        const PROCESS_GAUGES: [&str; 4] =
+            ["cleave_operator_leader", "process_resident_memory_bytes", "process_open_fds", "process_max_fds"];
         let mut text = String::new();
         encode(&mut text, registry).unwrap();
         let gauge = |line: &str| Some(line.strip_prefix("# TYPE ")?.strip_suffix(" gauge")?.to_owned());
