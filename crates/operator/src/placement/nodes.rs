@@ -426,6 +426,15 @@ impl Nodes {
         if why.is_temporary() {
             return Verdict::Waits(why.to_string());
         }
+        // If the GPUs of nodes with too few units in the sum have no room either, name them.
+        let in_sum =
+            |state: &&NodeState| state.managed && state.exclusion(pod, checks) == Some(Exclusion::TooFewUnitsInSum);
+        let names = self.0.values().filter(in_sum).map(|state| state.node.name.as_str());
+        if let Err(why) = ledger.fit_for(pending, names, 1, &Tightest)
+            && why.is_temporary()
+        {
+            return Verdict::Waits(why.to_string());
+        }
         // The pod may only have to wait. Search again, also among nodes that only temporary
         // obstacles exclude.
         let is_possible = |state: &&NodeState| {
