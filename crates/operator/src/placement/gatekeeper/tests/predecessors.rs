@@ -173,3 +173,30 @@ fn a_predecessor_excludes_only_the_pod_of_its_name_from_its_node() {
         assert_eq!(evictions, ["team/web-1"], "second {second}");
     }
 }
+
+/// The kubelet may have admitted the pod, so that its programs use the units.
+#[test]
+fn the_units_of_a_pod_that_its_node_has_not_reported_are_not_reserved_for_a_pod_of_its_name() {
+    for is_reported_later in [false, true] {
+        let mut keeper = Gatekeeper::default();
+        let world = TestCluster::default().node("n1", &[0]);
+        reconcile(&mut keeper, &world, 0);
+        let mut world = world.pod_with("web-0", 6, json!({}));
+        let actions = reconcile(&mut keeper, &world, 100);
+        assert!(world.apply_release(&actions.releases[0]));
+        let mut world = recreate(world, 6, json!({}));
+        assert_eq!(released(&reconcile(&mut keeper, &world, 101)), []);
+        if is_reported_later {
+            let mut reality = ActualAllocations::default();
+            reality.given.insert("team/web-0".to_owned(), ("n1-GPU-0".to_owned(), 6));
+            reality.report_on(&mut world, 1);
+            assert_eq!(released(&reconcile(&mut keeper, &world, 102)), []);
+            assert_eq!(released(&reconcile(&mut keeper, &world, 120)), [], "the node still lists them");
+            reality.given.clear();
+            reality.report_on(&mut world, 1);
+        } else {
+            assert_eq!(released(&reconcile(&mut keeper, &world, 105)), []);
+        }
+        assert_eq!(released(&reconcile(&mut keeper, &world, 121)), [("team/web-0", "reserved")]);
+    }
+}
