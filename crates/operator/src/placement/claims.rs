@@ -40,8 +40,8 @@ pub(super) struct PodClaims {
     expired: BTreeMap<String, String>,
     /// Number of renewals of each reservation, by the pod's UID.
     renewals: BTreeMap<String, u32>,
-    /// Ended or deleted pods that may still use shares, by the name of their claim.
-    lingering: BTreeMap<String, Lingering>,
+    /// Ended or deleted pods that may still use shares, each with the time at which its claim ends.
+    lingering: BTreeMap<String, Duration>,
     /// Pods that ended or were deleted less than [`LISTED_TIME`] ago, by name and node, each with
     /// the time. A new pod may have the name of such a pod.
     ended: BTreeMap<String, BTreeMap<String, Duration>>,
@@ -49,16 +49,6 @@ pub(super) struct PodClaims {
     built: Duration,
     /// Nodes on which reservations have ended.
     freed: BTreeSet<String>,
-}
-
-/// A pod that ended or was deleted, and may still use shares that its node has not reported.
-#[derive(Debug)]
-struct Lingering {
-    /// When its claim ends.
-    until: Duration,
-    /// The name under which a node reports the pod's allocations. The claim has another name if a
-    /// new pod has this name.
-    reported_as: String,
 }
 
 impl PodClaims {
@@ -107,32 +97,36 @@ impl PodClaims {
         std::mem::take(&mut self.freed)
     }
 
-    /// Ends the claim of an earlier pod of the same name. If its node has not reported its
-    /// allocations, its claim lasts for [`UNREPORTED_CLAIM_TIME`] under another name.
-    pub(super) fn end_predecessor_claim(&mut self, ledger: &mut Ledger, name: &str, uid: &str, up: Duration) {
-        let Some(known) = self.uids.get(name).filter(|known| ***known != *uid).cloned() else { return };
+    /// Ends the claim of an earlier pod of the same name. Returns false if the earlier pod may still
+    /// use shares that its node has not reported. Then its claim lasts for up to
+    /// [`UNREPORTED_CLAIM_TIME`], and the new pod stays at the gate.
+    pub(super) fn end_predecessor_claim(
+        &mut self,
+        ledger: &mut Ledger,
+        name: &str,
+        pod: &PodObject,
+        up: Duration,
+    ) -> bool {
+        let uid = pod.metadata.uid.as_deref().unwrap_or_default();
+        if self.uids.get(name).is_none_or(|known| **known == *uid) {
+            return true;
+        }
         self.record_end_of_claim(ledger, name, up);
-        let is_reported = self.is_reported(ledger, name, name);
-        let unreported = ledger.claim(name).filter(|_| !is_reported).cloned();
+        let until = self.lingering.remove(name).unwrap_or(up.saturating_add(UNREPORTED_CLAIM_TIME));
+        let is_unreported = ledger.claim(name).is_some() && !self.is_reported(ledger, name);
+        if pod.node().is_none() && pod.waits_at_gate() && is_unreported && up < until {
+            self.lingering.insert(name.to_owned(), until);
+            return false;
+        }
         self.end_claim(Some(ledger), name);
         self.allocated.remove(name);
-        if let Some(claim) = unreported {
-            // No pod has a name with a space.
-            let renamed = format!("{name} {known}");
-            ledger.adopt(renamed.as_str(), claim);
-            let until = up.saturating_add(UNREPORTED_CLAIM_TIME);
-            self.lingering.insert(renamed, Lingering { until, reported_as: name.to_owned() });
-        }
+        true
     }
 
-    /// Returns whether a node has reported the allocations of a pod that ended or was deleted.
-    fn is_reported(&self, ledger: &Ledger, name: &str, reported_as: &str) -> bool {
-        let Some(claim) = ledger.claim(name) else { return false };
-        if name != reported_as {
-            return claim_nodes(&claim.place).iter().any(|node| ledger.has_allocations(node, reported_as));
-        }
+    /// Returns whether the node of a pod with a claim has reported all allocations of the pod.
+    fn is_reported(&self, ledger: &Ledger, name: &str) -> bool {
         // A released pod may have been bound since the watch last reported it.
-        let is_bound = matches!(claim.place, Place::Bound(_));
+        let is_bound = ledger.claim(name).is_some_and(|claim| matches!(claim.place, Place::Bound(_)));
         self.allocated.contains(name) || is_bound && !ledger.awaits_allocation(name)
     }
 
@@ -199,12 +193,10 @@ impl PodClaims {
                 continue;
             }
             self.record_end_of_claim(ledger, name, up);
-            let new = || Lingering { until: up.saturating_add(UNREPORTED_CLAIM_TIME), reported_as: name.clone() };
-            let Lingering { until, reported_as } = self.lingering.remove(name).unwrap_or_else(new);
-            if self.is_reported(ledger, name, &reported_as) || until <= up {
+            let until = *self.lingering.entry(name.clone()).or_insert(up.saturating_add(UNREPORTED_CLAIM_TIME));
+            if self.is_reported(ledger, name) || until <= up {
                 self.end_claim(Some(ledger), name);
-            } else {
-                self.lingering.insert(name.clone(), Lingering { until, reported_as });
+                self.lingering.remove(name);
             }
         }
         for name in maybe_deleted {
@@ -279,7 +271,7 @@ impl PodClaims {
 
     /// Returns the time until each lingering claim ends.
     pub(super) fn lingering_claim_expiries(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
-        self.lingering.values().map(move |one| one.until.saturating_sub(up).max(Duration::from_millis(1)))
+        self.lingering.values().map(move |until| until.saturating_sub(up).max(Duration::from_millis(1)))
     }
 }
 

@@ -139,18 +139,17 @@ impl<'a> Evictability<'a> {
     /// Returns the properties of a bound pod that decide whether it is preempted. Returns `None` if
     /// the pod cannot be evicted now, or does not terminate after an eviction.
     pub(super) fn holder(&self, pod: &'a PodObject) -> Option<Holder<'a>> {
-        let seconds = |time: &Time| u64::try_from(time.0.as_second()).unwrap_or(0);
-        let deleted = pod.metadata.deletion_timestamp.as_ref().map(seconds);
-        if deleted.is_some_and(|at| at.saturating_add(TERMINATION_TIME.as_secs()) <= self.now) {
+        let is_terminating = is_terminating(pod);
+        if is_terminating && !ends_soon(pod, self.now) {
             return None;
         }
         let uid = pod.metadata.uid.as_deref().unwrap_or_default();
-        let created = pod.metadata.creation_timestamp.as_ref().map_or(0, seconds);
+        let created = pod.metadata.creation_timestamp.as_ref().map_or(0, epoch_seconds);
         let holder = Holder {
             priority: pod.spec.priority.unwrap_or(0),
             started: Moment(created),
             budget: None,
-            ending: deleted.is_some() || self.records.accepted.contains_key(uid),
+            ending: is_terminating || self.records.accepted.contains_key(uid),
             requests: Some(&pod.spec.requests),
         };
         if holder.ending {
@@ -166,6 +165,21 @@ impl<'a> Evictability<'a> {
             Protection::Protected => None,
         }
     }
+}
+
+fn is_terminating(pod: &PodObject) -> bool {
+    pod.metadata.deletion_timestamp.is_some()
+}
+
+/// Returns whether a pod terminates and is about to end: [`TERMINATION_TIME`] has not passed since
+/// the end of its grace period. `now` is in seconds since 1970.
+pub(super) fn ends_soon(pod: &PodObject, now: u64) -> bool {
+    let deadline = pod.metadata.deletion_timestamp.as_ref().map(epoch_seconds);
+    deadline.is_some_and(|at| now < at.saturating_add(TERMINATION_TIME.as_secs()))
+}
+
+fn epoch_seconds(time: &Time) -> u64 {
+    u64::try_from(time.0.as_second()).unwrap_or(0)
 }
 
 #[cfg(test)]

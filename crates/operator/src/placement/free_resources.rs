@@ -6,6 +6,7 @@ use cleave_plan::ledger::{Claim, Ledger, Place};
 use cleave_plan::scheduling::PODS_RESOURCE;
 
 use super::amounts::{self, Free, Shortage};
+use super::evictions::ends_soon;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::PodObject;
@@ -24,7 +25,8 @@ pub(super) struct FreeResources<'a> {
     /// Waiting pods for which room on each node is nominated, by name. Pods of the same or lower
     /// priority do not see the resources that these pods request as free.
     nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
-    /// Requests of terminating pods that their node lists with no units any more, by node.
+    /// Requests of terminating pods without units of sound GPUs, by node. They count only in the
+    /// scheduler's sum, and are about to end.
     ending: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
     computed: BTreeMap<&'a str, Free<'a>>,
 }
@@ -45,14 +47,19 @@ pub(super) struct Requester<'r> {
 }
 
 impl<'a> FreeResources<'a> {
-    pub(super) fn new(nodes: &'a Nodes, tracker: &'a PodTracker, ledger: &Ledger, unsettled: &[&'a PodObject]) -> Self {
+    /// `now` is in seconds since 1970.
+    pub(super) fn new(
+        (nodes, tracker): (&'a Nodes, &'a PodTracker),
+        ledger: &Ledger,
+        unsettled: &[&'a PodObject],
+        now: u64,
+    ) -> Self {
         let (released, nominated, computed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         let mut resources = Self { nodes, tracker, released, nominated, ending: BTreeMap::new(), computed };
-        let terminates = |pod: &PodObject| pod.metadata.deletion_timestamp.is_some();
-        for pod in unsettled.iter().filter(|pod| pod.node().is_none() || terminates(pod)) {
+        for pod in unsettled.iter().filter(|pod| pod.node().is_none() || ends_soon(pod, now)) {
             let name = crate::pods::full_name(&pod.metadata);
             if let Some(node) = pod.node() {
-                if !ledger.has_allocations(node, &name) {
+                if !ledger.has_allocations(node, &name) || nodes.is_blocked(node, &name) {
                     resources.ending.entry(node).or_default().push(&pod.spec.requests);
                 }
                 continue;

@@ -322,13 +322,18 @@ impl Gatekeeper {
         (tracker, maybe_deleted): (&mut PodTracker, BTreeSet<String>),
         now: Now,
     ) -> Vec<(String, &'a PodObject)> {
+        // Pods that wait until the shares of an earlier pod of their name are free.
+        let mut successors = BTreeSet::new();
         let mut present = BTreeSet::new();
         let mut settled = Vec::new();
         let mut waiting = Vec::new();
         self.claims.record_ended_pods(tracker.take_ended_pods(), now.up);
         for pod in unsettled {
             let name = full_name(&pod.metadata);
-            self.claims.end_predecessor_claim(ledger, &name, &pod.uid().unwrap_or_default(), now.up);
+            if !self.claims.end_predecessor_claim(ledger, &name, pod, now.up) {
+                successors.insert(name);
+                continue;
+            }
             if pod.node().is_some() || !pod.waits_at_gate() {
                 self.unanswered.remove(&name);
             } else if self.unanswered.is_refuted_by(&name, pod) {
@@ -352,6 +357,7 @@ impl Gatekeeper {
         }
         self.unanswered.retain(&present);
         self.claims.remove_ended_pods(ledger, &present, maybe_deleted, now.up);
+        present.append(&mut successors);
         let arrived = self.queue.update(&present, &waiting, now.up);
         ledger.synchronize(&mut self.chooser);
         learning::count_arrived_pods(&mut self.chooser, &self.nodes, &arrived);

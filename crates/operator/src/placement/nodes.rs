@@ -353,6 +353,11 @@ impl Nodes {
         self.0.contains_key(node)
     }
 
+    /// Returns whether a pod uses units of a faulted GPU on a node.
+    pub(super) fn is_blocked(&self, node: &str, pod: &str) -> bool {
+        self.0.get(node).is_some_and(|state| state.blocked.contains(pod))
+    }
+
     /// Returns the value of a node's hostname label.
     pub(super) fn hostname(&self, node: &str) -> Option<&str> {
         self.0.get(node)?.node.labels.get(HOSTNAME).map(String::as_str)

@@ -219,7 +219,7 @@ impl<'a> PlacementSearch<'a> {
             replicas: RefCell::new(ReplicaSearch::new(claims.replicas(), nodes, &input.cluster.policies)),
             nodes,
             claims,
-            free: RefCell::new(FreeResources::new(nodes, tracker, ledger, input.unsettled)),
+            free: RefCell::new(FreeResources::new((nodes, tracker), ledger, input.unsettled, input.now.epoch)),
             constraints: Constraints::new(input.cluster, nodes, (tracker, input.unsettled), ledger),
             eligible: RefCell::default(),
             without_place: BTreeMap::new(),

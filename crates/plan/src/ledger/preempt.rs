@@ -331,12 +331,11 @@ impl<'a> PreemptionSearch<'a> {
             let of = |slot: &LimitedResource<'_>| {
                 device_requests.first().is_some_and(|(_, request)| request.resource == slot.resource)
             };
-            let first = self.slots.iter().position(of)?;
-            let free = self
-                .slots
-                .iter()
-                .filter(|slot| of(slot))
-                .map(|slot| u32::try_from(slot.most.max(0)).unwrap_or(u32::MAX));
+            // The other slots are missing amounts, not devices.
+            let devices = || self.slots.iter().take(self.device_slots);
+            let first = devices().position(of)?;
+            let free =
+                devices().filter(|slot| of(slot)).map(|slot| u32::try_from(slot.most.max(0)).unwrap_or(u32::MAX));
             let sizes: Vec<u32> = device_requests.iter().map(|(_, request)| request.units.get()).collect();
             let devices = assign_to_devices(&sizes, &free.collect::<Vec<u32>>(), &mut tightest_devices)?;
             chosen.extend(devices.into_iter().map(|device| first + device));

@@ -198,6 +198,29 @@ fn no_further_pod_is_evicted_while_a_victim_without_units_still_terminates() {
     assert_eq!(released(&reconcile(&mut keeper, &world, 12)), [("team/high", "reserved")]);
 }
 
+/// The units of the faulted GPU count in the sum until the object of its pod is gone.
+#[test]
+fn no_pod_is_evicted_while_a_pod_on_a_faulted_gpu_terminates() {
+    let world = bound(two_gpus(), ("low", 1), (1, 4));
+    let mut keeper = Gatekeeper::default();
+    reconcile(&mut keeper, &world, 0);
+    let mut world = world;
+    set_health(&mut world, false);
+    // At second 30.
+    let ends = json!("1970-01-12T13:47:10Z");
+    world.change(|world| &mut world.pods, "team/a", |pod| pod["metadata"]["deletionTimestamp"] = ends);
+    let mut world = world.pod_with("high", 2, json!({"priority": 9}));
+    for second in [1, 89] {
+        let actions = reconcile(&mut keeper, &world, second);
+        assert_eq!((released(&actions), actions.evictions.len()), (vec![], 0), "second {second}");
+    }
+    let mut overdue = Gatekeeper::default();
+    reconcile(&mut overdue, &world, 80);
+    assert_eq!(reconcile(&mut overdue, &world, 91).evictions.len(), 1, "it does not end");
+    world.pods.remove("team/a");
+    assert_eq!(released(&reconcile(&mut keeper, &world, 90)), [("team/high", "reserved")]);
+}
+
 #[test]
 fn the_sum_of_today_does_not_count_for_units_that_return() {
     let mut world = two_gpus();
