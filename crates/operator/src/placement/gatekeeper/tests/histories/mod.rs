@@ -169,8 +169,9 @@ fn handover() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
 struct World {
     simulation: Simulation,
     operator: Operator,
-    /// The version of the cluster to which scheduler, kubelets and agents have reacted.
-    reacted: u64,
+    /// The version of the cluster, and the number of pods whose containers have ended, to which
+    /// scheduler, kubelets and agents have reacted.
+    reacted: (u64, u64),
 }
 
 /// Returns the name of an object that a number selects.
@@ -203,11 +204,11 @@ impl World {
         simulation.run_controllers();
         operator.report_all(simulation);
         self.reconcile(Answers::Good)?;
-        if self.reacted == self.simulation.api.version {
+        if self.reacted == (self.simulation.api.version, self.simulation.ended) {
             return Ok(());
         }
         self.react(which)?;
-        self.reacted = self.simulation.api.version;
+        self.reacted = (self.simulation.api.version, self.simulation.ended);
         Ok(())
     }
 
@@ -473,7 +474,7 @@ impl Simulation {
 fn run((gpus, steps, reports, heals): &(Vec<usize>, Vec<Step>, bool, bool)) -> Result<(), String> {
     let simulation = Simulation::new(gpus);
     let operator = Operator::new(&simulation, *reports);
-    let mut world = World { simulation, operator, reacted: 0 };
+    let mut world = World { simulation, operator, reacted: (0, 0) };
     world.run(steps, *heals).map_err(|error| {
         let last = world.simulation.log.len().saturating_sub(60);
         format!("second {}: {error}\n{}", world.simulation.now, world.simulation.log[last..].join("\n"))

@@ -65,6 +65,8 @@ pub(super) struct Simulation {
     pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
     /// Deleted pods: when their containers end, by UID.
     ending: BTreeMap<String, u64>,
+    /// Number of deleted pods whose containers have ended.
+    pub(super) ended: u64,
     pub(super) gpus: BTreeMap<String, Gpu>,
     /// Nodes whose kubelet and agent do not run.
     pub(super) down: BTreeSet<String>,
@@ -104,6 +106,7 @@ impl Simulation {
             originals: BTreeMap::new(),
             allocations: BTreeMap::new(),
             ending: BTreeMap::new(),
+            ended: 0,
             gpus: BTreeMap::new(),
             down: BTreeSet::new(),
             away: BTreeSet::new(),
@@ -290,7 +293,9 @@ impl Simulation {
                 self.drop_pod(&name);
             }
             self.ending.remove(&uid);
-            self.allocations.remove(&uid);
+            if self.allocations.remove(&uid).is_some() {
+                self.ended += 1;
+            }
         }
         let intolerant = |(_, pod): &(&String, &Value)| {
             let node = node_of(pod).and_then(|node| self.api.nodes.get(node));
