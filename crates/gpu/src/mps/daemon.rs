@@ -183,13 +183,22 @@ impl Device {
         self.control.lock().await
     }
 
+    /// Returns whether a daemon that runs with some settings has the desired ones. Consent to
+    /// advisory limits changes nothing while doors enforce the limits.
+    fn has_settings(&self, running: &DaemonSettings, desired: &DaemonSettings) -> bool {
+        let same_consent = DaemonSettings { accept_advisory: desired.accept_advisory, ..running.clone() };
+        running == desired || self.phase.borrow().enforcement == Enforcement::Hard && same_consent == *desired
+    }
+
     /// Returns the status of the daemon. A daemon with older settings is Restarting, also while its
     /// clients delay the restart.
     pub(crate) fn status(&self) -> DaemonStatus {
         let phase = *self.phase.borrow();
         let report = self.report.borrow();
         let desired = self.desired.borrow();
-        let is_outdated = desired.is_some() && *desired != *self.running.borrow();
+        let running = self.running.borrow();
+        let is_outdated =
+            desired.as_ref().is_some_and(|desired| running.as_ref().is_none_or(|one| !self.has_settings(one, desired)));
         DaemonStatus {
             state: match phase.state {
                 DaemonState::Active if is_outdated => DaemonState::Restarting,

@@ -119,11 +119,15 @@ impl Desired {
         Ok(())
     }
 
-    /// Returns 32 hexadecimal digits that identify the content. [`MpsHostStatus::desired`] repeats
-    /// them once the MPS host has applied the file.
+    /// Returns 32 hexadecimal digits that identify the content, except for
+    /// [`DaemonSettings::accept_advisory`]. [`MpsHostStatus::desired`] repeats them once the MPS
+    /// host has applied the file. An older MPS host does not know that field, and would never
+    /// repeat a hash that depends on it.
     pub fn hash(&self) -> String {
+        let mut content = self.clone();
+        content.daemons.values_mut().for_each(|daemon| daemon.accept_advisory = false);
         // Maps are ordered, so equal content has equal text. These types always serialize.
-        let text = serde_json::to_vec(self).unwrap_or_default();
+        let text = serde_json::to_vec(&content).unwrap_or_default();
         Sha256::digest(text).iter().take(16).fold(String::new(), |mut digits, byte| {
             let _ = write!(digits, "{byte:02x}");
             digits
@@ -222,8 +226,7 @@ pub struct DaemonSettings {
     /// `set_default_device_pinned_mem_limit`, in MiB.
     pub default_memory_mib: Option<u64>,
     /// Whether the daemon serves even if its handshake is unknown, so that doors cannot enforce
-    /// limits. The file omits false, because the hash of the file must be the same in older MPS
-    /// hosts, which do not know the field.
+    /// limits. The file omits false, as older agents do.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub accept_advisory: bool,
 }
@@ -522,6 +525,8 @@ mod tests {
         let mut other = sample_desired();
         assert_eq!(other.hash(), sample_desired().hash());
         assert_eq!(other.hash().len(), 32);
+        other.daemons.values_mut().for_each(|daemon| daemon.accept_advisory = true);
+        assert_eq!(other.hash(), sample_desired().hash(), "an older MPS host does not know this field");
         other.allocations.insert("01".into(), sample_allocation());
         assert_ne!(other.hash(), sample_desired().hash());
     }

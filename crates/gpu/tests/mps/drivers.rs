@@ -1,5 +1,6 @@
 //! Tests drivers with an unknown handshake, and single unexpected packets of known drivers.
 use cleave_gpu::mps::wire::{DaemonSettings, DaemonState, DaemonStatus, Enforcement};
+use rustix::process::Signal;
 use sim_machine::FaultEffect;
 use sim_mps::handshake as mps;
 use sim_mps::seqpacket::Connection;
@@ -62,6 +63,28 @@ fn an_unknown_handshake_is_relayed_only_with_consent() {
     // Defaults are set with that driver's own tool. Doors set no limits.
     assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "40.0");
     check_relay(&node);
+}
+
+#[test]
+fn consent_to_advisory_limits_does_not_restart_a_daemon_whose_doors_enforce_limits() {
+    let mut node = node_with_two_tenants();
+    let mut client = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
+    client.read_line();
+    let before = node.daemon_status(0);
+    for accept_advisory in [true, false] {
+        let settings = DaemonSettings { accept_advisory, ..node.desired.daemons[&node.uuid(0)].clone() };
+        node.desire_daemon(0, settings);
+        // The MPS host acknowledges other limits, so it has read the consent too.
+        let threads = if accept_advisory { 30 } else { 40 };
+        node.desire_allocation(ALLOCATION_B, 0, Some(threads), None);
+        node.apply_desired();
+        let now = node.daemon_status(0);
+        assert_eq!((now.state, now.pid, now.enforcement), (DaemonState::Active, before.pid, Enforcement::Hard));
+    }
+    client.signal(Signal::KILL);
+    client.wait();
+    node.run_and_read_limits(ALLOCATION_A);
+    assert_eq!(node.daemon_status(0).pid, before.pid, "the daemon was not replaced after the last client");
 }
 
 #[test]

@@ -96,7 +96,7 @@ impl Device {
     fn compare_settings(&self, settings: &DaemonSettings, desired: Option<&DaemonSettings>) -> Option<DaemonEndReason> {
         let clients = self.clients.borrow().count_clients();
         match desired {
-            Some(desired) if desired == settings => {
+            Some(desired) if self.has_settings(settings, desired) => {
                 if self.phase.borrow().state == DaemonState::Stopping {
                     // The daemon was waiting for its clients to exit, and is desired again.
                     self.set_state(DaemonState::Active, Some(""));
