@@ -1,4 +1,4 @@
-//! Simulates a machine with an MPS host and programs. Dropping it removes everything.
+//! Simulates a node with an MPS host and programs. Dropping the [`Node`] removes everything.
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -36,7 +36,7 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// Returns a machine with this number of H200s and no MPS host.
+    /// Returns a node with this number of H200s and no MPS host.
     pub(crate) fn without_mps_host(gpus: usize) -> Self {
         assert!(
             rustix::process::geteuid().is_root(),
@@ -67,7 +67,7 @@ impl Node {
         fs::write(self.path(DRIVER_VERSION_FILE), format!("{version}\n")).unwrap();
     }
 
-    /// Returns a machine with an MPS host and one running daemon per GPU.
+    /// Returns a node with an MPS host and one running MPS daemon per GPU.
     pub(crate) fn with_mps_host(gpus: usize) -> Self {
         let mut node = Self::without_mps_host(gpus);
         for gpu in 0..gpus {

@@ -1,4 +1,4 @@
-//! The gate controller: applies the gatekeeper's decisions and reports them. The controller is
+//! The placement controller: applies the gatekeeper's decisions and reports them. The controller is
 //! separate from the passes, so that a release does not wait for writes to nodes.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -81,9 +81,9 @@ impl Writes {
     }
 }
 
-/// Returns the delay before the next reconcile if no change wakes the gate earlier. If the API
-/// server did not accept writes, the next reconcile does not follow at once, even if it could write
-/// more: it would repeat the same writes.
+/// Returns the delay before the next reconcile if no change wakes the placement controller earlier.
+/// If the API server did not accept writes, the next reconcile does not follow at once, even if it
+/// could write more: it would repeat the same writes.
 fn next_delay(actions: &Actions, writes: Writes, events: Option<Duration>) -> Option<Duration> {
     if writes.is_impaired {
         return Some(RETRY_DELAY);
@@ -120,8 +120,8 @@ impl SteadyClock {
     }
 }
 
-/// The gate controller.
-pub(crate) struct Gate {
+/// The placement controller.
+pub(crate) struct PlacementController {
     context: Context,
     wakes: Wakers,
     demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
@@ -132,7 +132,7 @@ pub(crate) struct Gate {
     clock: SteadyClock,
 }
 
-impl Controller for Gate {
+impl Controller for PlacementController {
     fn gather_time(&mut self) -> Duration {
         BATCH_WINDOW
     }
@@ -173,7 +173,7 @@ impl Controller for Gate {
     }
 }
 
-impl Gate {
+impl PlacementController {
     pub(crate) fn new(parts: ControllerInputs) -> Self {
         let ControllerInputs { context, wakes, demand, hosts, unschedulable_after, agent_labels, .. } = parts;
         Self {
@@ -489,7 +489,7 @@ impl Gate {
             }
             events.extend(self.replace_host(replacement).await);
             // Reconcile again: the node's shares are now withheld, or no longer withheld.
-            self.wakes.gate.notify_one();
+            self.wakes.placement.notify_one();
         }
         for (regarding, event) in events {
             publish(&self.context.recorder, &event, &regarding).await;

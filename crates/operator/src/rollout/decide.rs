@@ -18,7 +18,8 @@ pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time for which a host must serve before other hosts are replaced. A crash-looping host serves
 /// only briefly.
 pub(crate) const STEADY_TIME: Duration = Duration::from_secs(10);
-/// Minimum time between two updates. The gate reconciles more often, on each change of a pod.
+/// Minimum time between two updates. The placement controller reconciles more often, on each change
+/// of a pod.
 pub(crate) const UPDATE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for which replacement is suspended after the API server refused to delete a pod.
 const REFUSAL_BACKOFF: Duration = Duration::from_secs(60);

@@ -47,7 +47,7 @@ pub(crate) struct HostStores {
 
 impl HostStores {
     /// Returns the stored objects. Returns `None` until both watches have listed their objects. The
-    /// gate does not wait for these lists.
+    /// placement controller does not wait for these lists.
     pub(crate) fn state(&self) -> Option<Hosts> {
         let listed = matches!(self.pods.wait_until_ready().now_or_never(), Some(Ok(())))
             && matches!(self.revisions.wait_until_ready().now_or_never(), Some(Ok(())));

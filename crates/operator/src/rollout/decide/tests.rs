@@ -427,7 +427,7 @@ proptest! {
             let withheld = world.rollout.withholds(&name);
             let view = world.nodes.get_mut(&name).unwrap();
             match what {
-                // The gate reserves no shares on a withheld node.
+                // The gatekeeper reserves no shares on a withheld node.
                 0 if !withheld && view.host.as_ref().is_some_and(|host| host.ready && !host.terminating) => view.busy = Some("a pod".into()),
                 1 => view.busy = None,
                 2 => world.rollout = Rollout::default(),

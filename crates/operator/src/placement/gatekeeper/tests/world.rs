@@ -229,7 +229,7 @@ pub(super) fn revision(hash: &str, number: i64) -> Value {
 }
 
 /// Returns the names of the nodes whose MPS hosts are replaced.
-pub(super) fn nodes_of_replaced_hosts(actions: &Actions) -> Vec<&str> {
+pub(super) fn nodes_of_replaced_mps_hosts(actions: &Actions) -> Vec<&str> {
     actions.rollout.iter().flat_map(|step| &step.replace).map(|one| one.node.as_str()).collect()
 }
 
