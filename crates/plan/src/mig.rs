@@ -114,6 +114,10 @@ const MAX_ARRANGEMENT_STEPS: u32 = 20_000;
 
 impl ProfileTable {
     /// Validates the profiles that NVML reported, in any order.
+    ///
+    /// # Errors
+    /// Returns [`TableError`] if a placement is invalid, two profiles have the same resource, or
+    /// the table has more than 32 profiles.
     pub fn new(profiles: &[Profile]) -> Result<Self, TableError> {
         let mut entries = Vec::with_capacity(profiles.len());
         for profile in profiles {

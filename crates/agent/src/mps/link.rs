@@ -53,6 +53,9 @@ impl HostLink {
     }
 
     /// Writes the desired file.
+    ///
+    /// # Errors
+    /// Returns an error if the directory or the file cannot be written.
     pub fn write_desired(&self, desired: &Desired) -> io::Result<()> {
         fs::create_dir_all(self.paths.mps())?;
         write_atomically(&self.paths.desired(), &serde_json::to_vec(desired)?)
@@ -60,6 +63,9 @@ impl HostLink {
 
     /// Creates the directory of an allocation. The directory already exists if the same slices were
     /// allocated before.
+    ///
+    /// # Errors
+    /// Returns an error if the directory cannot be created.
     pub fn create_allocation_directory(&self, id: &str) -> io::Result<()> {
         let directory = self.paths.allocation(id);
         match fs::create_dir(&directory) {

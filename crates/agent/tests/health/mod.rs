@@ -175,7 +175,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     };
     set_cordoned(&machine, "open", false);
     machine.set_pods(&[]);
-    machine.start_host();
+    machine.start_mps_host();
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
     let used = share_ids(&first, [2]);
@@ -264,7 +264,7 @@ async fn a_gpu_that_hangs_before_the_first_answer_does_not_block_other_gpus() {
     let mut machine = Machine::new(&["4xH200"]);
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
     machine.set_spec("first", ten_share_specs(&machine.uuids));
-    machine.start_host();
+    machine.start_mps_host();
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 30).await;
     let reported = |status: &GpuNodeStatus| condition(status, "GpusHealthy") == ("False", "GpuUnhealthy");

@@ -60,7 +60,7 @@ impl NodeWithTenants {
         machine.set_pods(&pods);
         let proc = machine.path("proc");
         fs::create_dir(&proc).unwrap();
-        machine.start_host();
+        machine.start_mps_host();
         machine.start_agent(&["--proc", proc.to_str().unwrap()]);
         machine.wait_for_healthy(MPS_RESOURCE, 10 * gpus).await;
         for gpu in &machine.uuids {

@@ -53,7 +53,7 @@ impl NodeWithPrograms {
         let partitions: Vec<_> = machine.uuids.iter().map(|uuid| mps_spec(uuid, 10)).collect();
         machine.set_spec("first", partitions);
         machine.set_pods(&[]);
-        machine.start_host();
+        machine.start_mps_host();
         machine.start_agent(&[]);
         machine.wait_for_healthy(MPS_RESOURCE, 10 * machine.uuids.len()).await;
         Self { machine, pods: Vec::new(), rows: Vec::new() }

@@ -21,7 +21,7 @@ pub(super) fn host_views(
             *agents.entry(node).or_default() |= newest.is_outdated_pod(pod);
         }
     }
-    let mut hosts = rollout::hosts_by_node(hosts, &newest);
+    let mut hosts = rollout::mps_hosts_by_node(hosts, &newest);
     let outdated = hosts.values().any(|host| host.outdated);
     let serves = |node: &str, resource: &str| nodes.0.get(node).is_some_and(|state| state.mps.serves(resource));
     let mut pending = if outdated { rollout::pending_users(ledger, serves) } else { BTreeMap::new() };

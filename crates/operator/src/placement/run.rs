@@ -487,7 +487,7 @@ impl PlacementController {
             if !self.context.claim.is_current() {
                 return;
             }
-            events.extend(self.replace_host(replacement).await);
+            events.extend(self.replace_mps_host(replacement).await);
             // Reconcile again: the node's shares are now withheld, or no longer withheld.
             self.wakes.placement.notify_one();
         }
@@ -497,7 +497,7 @@ impl PlacementController {
     }
 
     /// Deletes the pod of one MPS host. Returns the Event to publish.
-    async fn replace_host(
+    async fn replace_mps_host(
         &mut self,
         replacement: &Replacement,
     ) -> Option<(ObjectReference, kube::runtime::events::Event)> {
@@ -512,7 +512,7 @@ impl PlacementController {
                 self.keeper.rollout.record_replacement(replacement, up);
                 return Some((
                     replacement.daemon_set_reference(),
-                    events::host_replaced_event(node, pod, &replacement.host.uid),
+                    events::mps_host_replaced_event(node, pod, &replacement.host.uid),
                 ));
             }
             DeletionResult::Skipped => self.keeper.rollout.record_no_deletion(node),

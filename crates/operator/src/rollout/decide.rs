@@ -10,36 +10,36 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use super::hosts::{Host, daemon_set_reference};
 use super::view::HostView;
 
-/// Time for which MPS must be unused on a closed node before its host is replaced. During this
+/// Time for which MPS must be unused on a closed node before its MPS host is replaced. During this
 /// time, the watches report pods that bypass the gate.
 pub(crate) const IDLE_TIME: Duration = Duration::from_secs(2);
-/// Maximum time from the deletion of a host until its successor serves.
+/// Maximum time from the deletion of an MPS host until its successor serves.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
-/// Time for which a host must serve before other hosts are replaced. A crash-looping host serves
-/// only briefly.
+/// Time for which an MPS host must serve before other MPS hosts are replaced. A crash-looping MPS
+/// host serves only briefly.
 pub(crate) const STEADY_TIME: Duration = Duration::from_secs(10);
 /// Minimum time between two updates. The placement controller reconciles more often, on each change
 /// of a pod.
 pub(crate) const UPDATE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for which replacement is suspended after the API server refused to delete a pod.
 const REFUSAL_BACKOFF: Duration = Duration::from_secs(60);
-/// At most one in this many hosts is replaced at a time, once a host of the newest revision has
-/// served.
+/// At most one in this many MPS hosts is replaced at a time, once an MPS host of the newest
+/// revision has served.
 const BATCH_DIVISOR: usize = 10;
 /// Maximum number of nodes that a message names.
 const MAX_NAMED_NODES: usize = 4;
 
-/// A host whose pod the operator deletes.
+/// An MPS host whose pod the operator deletes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Replacement {
     /// Name of the node.
     pub node: String,
-    /// The host on the node.
+    /// The MPS host on the node.
     pub host: Host,
 }
 
 impl Replacement {
-    /// Returns the host's `DaemonSet`, for Events.
+    /// Returns the MPS host's `DaemonSet`, for Events.
     pub(crate) fn daemon_set_reference(&self) -> ObjectReference {
         daemon_set_reference(&self.host)
     }
@@ -48,41 +48,41 @@ impl Replacement {
 /// The actions to take now, and the state of the rollout.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Step {
-    /// Hosts whose pods the operator deletes.
+    /// MPS hosts whose pods the operator deletes.
     pub replace: Vec<Replacement>,
     /// Why replacement stopped and which `DaemonSet` is affected. `None` if this was already
     /// reported.
     pub news: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
     pub stopped: bool,
-    /// Nodes whose outdated host is not replaced yet, each with the reason.
+    /// Nodes whose outdated MPS host is not replaced yet, each with the reason.
     pub waiting: BTreeMap<String, String>,
-    /// Number of outdated hosts.
+    /// Number of outdated MPS hosts.
     pub outdated: usize,
     /// Time until the next update, even if nothing changes.
     pub next: Option<Duration>,
 }
 
-/// A node whose host does not serve.
+/// A node whose MPS host does not serve.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Outage {
     since: Duration,
     why: String,
-    /// Whether the host itself is down, and not only one of its daemons.
+    /// Whether the MPS host itself is down, and not only one of its daemons.
     down: bool,
-    /// Whether the host has been down for longer than [`START_TIMEOUT`].
+    /// Whether the MPS host has been down for longer than [`START_TIMEOUT`].
     late: bool,
-    /// When the host began to serve again. The outage ends after [`STEADY_TIME`] of service.
+    /// When the MPS host began to serve again. The outage ends after [`STEADY_TIME`] of service.
     serving: Option<Duration>,
 }
 
 /// The state of the rollout between updates. Times are durations since the process started.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rollout {
-    /// Closed nodes, on which no MPS shares are reserved. Each value is the UID of the host to
+    /// Closed nodes, on which no MPS shares are reserved. Each value is the UID of the MPS host to
     /// replace and the time of closing.
     closed: BTreeMap<String, (String, Duration)>,
-    /// The UIDs of deleted hosts, by node, until a successor serves.
+    /// The UIDs of deleted MPS hosts, by node, until a successor serves.
     deleted: BTreeMap<String, String>,
     outages: BTreeMap<String, Outage>,
     /// When the suspension ends that began when the API server refused a deletion.
@@ -143,7 +143,7 @@ impl Rollout {
             step.schedule_check(until, up);
         }
         for (name, view) in nodes.iter().filter(|(name, view)| is_outdated(view) && !self.closed.contains_key(*name)) {
-            let why = view.busy.clone().unwrap_or_else(|| "other hosts are replaced first".to_owned());
+            let why = view.busy.clone().unwrap_or_else(|| "other MPS hosts are replaced first".to_owned());
             step.waiting.insert(name.clone(), why);
         }
         step
@@ -158,7 +158,7 @@ impl Rollout {
         self.outages.insert(node.clone(), Outage { since: up, why, down: true, late: false, serving: None });
     }
 
-    /// Records that the pod of a host was not deleted, or no longer exists. Reopens the node.
+    /// Records that the pod of an MPS host was not deleted, or no longer exists. Reopens the node.
     pub(crate) fn record_no_deletion(&mut self, node: &str) {
         self.closed.remove(node);
     }
@@ -170,7 +170,7 @@ impl Rollout {
         self.suspended = Some(up.saturating_add(REFUSAL_BACKOFF));
     }
 
-    /// Records the hosts that do not serve, and since when they have not served.
+    /// Records the MPS hosts that do not serve, and since when they have not served.
     fn update_outages(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration) {
         self.outages.retain(|name, _| nodes.contains_key(name));
         for (name, view) in nodes {
@@ -206,13 +206,13 @@ impl Rollout {
         let seconds = START_TIMEOUT.as_secs();
         (!named.is_empty()).then(|| {
             format!(
-                "stopped replacing MPS hosts, because replaced hosts have not served for {seconds} s: {}{more}. Replacement continues when they serve or their DaemonSet changes",
+                "stopped replacing MPS hosts, because replaced MPS hosts have not served for {seconds} s: {}{more}. Replacement continues when they serve or their DaemonSet changes",
                 named.join("; ")
             )
         })
     }
 
-    /// Selects nodes to close, up to the number of hosts that may be replaced at a time.
+    /// Selects nodes to close, up to the number of MPS hosts that may be replaced at a time.
     fn close_nodes(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration, stopped: bool) {
         if stopped || self.suspended.is_some() {
             self.closed.clear();
@@ -223,8 +223,8 @@ impl Rollout {
         let at_once = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
         let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
-        // Hosts may have stopped serving since nodes were closed, so too many nodes may be closed
-        // now.
+        // MPS hosts may have stopped serving since nodes were closed, so too many nodes may be
+        // closed now.
         while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > at_once {
             self.closed.pop_last();
         }
@@ -233,8 +233,8 @@ impl Rollout {
                 host.outdated && !host.terminating && view.busy.is_none() && !self.closed.contains_key(*name)
             })
             .filter(|(name, _, _)| !self.outages.contains_key(*name))
-            // Hosts that do not serve come last. A failure of the successor of such a host would
-            // reveal little about the release.
+            // MPS hosts that do not serve come last. A failure of the successor of such an MPS host
+            // would reveal little about the release.
             .map(|(name, view, host)| (!host.ready || view.trouble.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();

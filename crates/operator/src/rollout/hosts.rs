@@ -98,15 +98,15 @@ fn revision_hash(metadata: &ObjectMeta) -> Option<&str> {
 /// A node's MPS host.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Host {
-    /// The host's pod, as `namespace/name`.
+    /// The MPS host's pod, as `namespace/name`.
     pub pod: String,
     /// The pod's UID.
     pub uid: String,
     /// Hash that names the revision of the pod.
     pub hash: String,
-    /// Name and UID of the host's `DaemonSet`.
+    /// Name and UID of the MPS host's `DaemonSet`.
     pub set: (String, String),
-    /// Whether the host's `DaemonSet` has a newer revision.
+    /// Whether the MPS host's `DaemonSet` has a newer revision.
     pub outdated: bool,
     /// Whether the pod is ready.
     pub ready: bool,
@@ -130,9 +130,9 @@ impl Host {
     }
 }
 
-/// Returns the MPS hosts by node. If a node has two hosts and one is being deleted, the map
+/// Returns the MPS hosts by node. If a node has two MPS hosts and one is being deleted, the map
 /// contains the other.
-pub(crate) fn hosts_by_node<'a>(hosts: &'a Hosts, newest: &NewestRevisions) -> BTreeMap<&'a str, Host> {
+pub(crate) fn mps_hosts_by_node<'a>(hosts: &'a Hosts, newest: &NewestRevisions) -> BTreeMap<&'a str, Host> {
     let mut found: BTreeMap<&str, Host> = BTreeMap::new();
     for pod in &hosts.pods {
         let Some(node) = pod.spec.node_name.as_deref() else { continue };

@@ -31,7 +31,7 @@ impl DeletionResult {
     }
 }
 
-/// Deletes the pod of a host if the pod's UID is unchanged and the pod is outdated.
+/// Deletes the pod of an MPS host if the pod's UID is unchanged and the pod is outdated.
 pub(crate) async fn replace(client: &Client, watched: &HostStores, replacement: &Replacement) -> DeletionResult {
     match tokio::time::timeout(WRITE_TIMEOUT, delete(client, watched, &replacement.host)).await {
         Ok(Ok(true)) => DeletionResult::Done,

@@ -101,8 +101,9 @@ pub(crate) struct HostView {
 }
 
 impl HostView {
-    /// Returns why the host does not serve, and whether the host itself is down. An outdated host
-    /// need not serve, so it counts only if `deleted` is its UID.
+    /// Returns why the MPS host or one of its daemons does not serve, and whether the MPS host
+    /// itself is down. An outdated MPS host need not serve, so it counts only if `deleted` is its
+    /// UID.
     pub(super) fn outage(&self, deleted: Option<&str>) -> Option<(String, bool)> {
         let Some(host) = &self.host else { return Some(("the node has no MPS host".to_owned(), true)) };
         let pod = &host.pod;

@@ -75,7 +75,7 @@ impl TestCluster {
     }
 
     /// Adds a node's MPS host of the revision with this hash, `old` or `new`.
-    pub(super) fn host(mut self, node: &str, hash: &str) -> Self {
+    pub(super) fn mps_host(mut self, node: &str, hash: &str) -> Self {
         let mut host = revision(hash, 0);
         let named = json!({"name": format!("host-{node}"), "namespace": "system", "uid": format!("{hash}-{node}")});
         host["metadata"].as_object_mut().unwrap().extend(named.as_object().unwrap().clone());
