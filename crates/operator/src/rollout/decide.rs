@@ -220,12 +220,12 @@ impl Rollout {
         }
         let hosts = || nodes.iter().filter_map(|(name, view)| Some((name, view, view.host.as_ref()?)));
         let proven = hosts().any(|(name, _, host)| !host.outdated && !self.outages.contains_key(name));
-        let at_once = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
+        let max_replacing = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
         let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
         // MPS hosts may have stopped serving since nodes were closed, so too many nodes may be
         // closed now.
-        while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > at_once {
+        while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > max_replacing {
             self.closed.pop_last();
         }
         let mut next: Vec<_> = hosts()
@@ -238,7 +238,7 @@ impl Rollout {
             .map(|(name, view, host)| (!host.ready || view.trouble.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();
-        let room = at_once.saturating_sub(replacing.saturating_add(self.closed.len()));
+        let room = max_replacing.saturating_sub(replacing.saturating_add(self.closed.len()));
         self.closed.extend(next.into_iter().take(room).map(|(_, name, uid)| (name, (uid, up))));
     }
 }

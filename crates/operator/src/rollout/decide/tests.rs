@@ -386,7 +386,7 @@ fn unreachable_and_cordoned_nodes_do_not_stop_replacement() {
 }
 
 #[test]
-fn several_of_many_mps_hosts_are_replaced_at_once_after_one_has_served() {
+fn several_of_many_mps_hosts_are_replaced_at_a_time_after_one_has_served() {
     let mut world = TestCluster::with_nodes(25);
     assert_eq!(world.replace_next_mps_host(), ["n00"]);
     world.view_of("n00").host = Some(mps_host("n00", "2", false, true));

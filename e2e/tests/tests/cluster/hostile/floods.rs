@@ -69,7 +69,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: create_forged_events,
     },
     Attempt {
-        name: "sixty pods at once, each with all shares of a GPU",
+        name: "sixty pods at the same time, each with all shares of a GPU",
         expected: Expected::NoEffect,
         run: create_too_many_pods,
     },
