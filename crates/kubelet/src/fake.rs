@@ -299,7 +299,7 @@ impl FakeKubelet {
         let mut responses = answer.into_inner().container_responses;
         match (responses.pop(), responses.is_empty()) {
             (Some(response), true) => Ok(response),
-            _ => Err(Status::internal("the request was for one container, but the response is not")),
+            _ => Err(Status::internal("the request was for one container, but the response is not for exactly one")),
         }
     }
 
@@ -325,7 +325,7 @@ impl FakeKubelet {
         let mut responses = client.get_preferred_allocation(request).await?.into_inner().container_responses;
         match (responses.pop(), responses.is_empty()) {
             (Some(response), true) => Ok(response.device_i_ds),
-            _ => Err(Status::internal("the request was for one container, but the response is not")),
+            _ => Err(Status::internal("the request was for one container, but the response is not for exactly one")),
         }
     }
 

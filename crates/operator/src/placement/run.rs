@@ -67,7 +67,7 @@ enum Failure {
 /// The results of the writes of one reconcile.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Writes {
-    /// Whether a write is repeated, although nothing may change.
+    /// Whether a write must be repeated, even if no change wakes the controller.
     is_incomplete: bool,
     /// Whether the API server limited the rate of writes, did not answer, or failed.
     is_impaired: bool,
