@@ -73,6 +73,9 @@ pub(crate) struct Door {
 
 impl Door {
     /// Opens the door of an allocation.
+    ///
+    /// # Errors
+    /// Returns an error if the door cannot listen at its socket.
     pub(crate) fn open(
         id: &str,
         allocation: &Allocation,
