@@ -166,7 +166,7 @@ async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_
             seen.endpoints.get(MPS_RESOURCE).is_none_or(|endpoint| !endpoint.connected)
         })
         .await;
-    machine.wait_until("the daemons exit", || machine.host_status()?.daemons.is_empty().then_some(())).await;
+    machine.wait_until("the daemons exit", || machine.mps_host_status()?.daemons.is_empty().then_some(())).await;
     let show = machine.simgpu(&["show"]);
     assert!(!show.contains("Exclusive"), "the compute mode was restored: {show}");
 }
@@ -181,7 +181,7 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
     machine.kubelet.allocate(MPS_RESOURCE, &wanted).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &wanted).await.unwrap();
     machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &used)]);
-    let daemon = machine.host_status().unwrap().daemons[&uuid].pid;
+    let daemon = machine.mps_host_status().unwrap().daemons[&uuid].pid;
     let desired = machine.read_desired_file().unwrap();
     machine
         .wait_until("the checkpoint is written", || {
@@ -220,7 +220,7 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
             .await;
         assert_eq!(machine.read_desired_file().unwrap(), desired, "{checkpoint_state}");
         assert_eq!(
-            machine.host_status().unwrap().daemons[&uuid].pid,
+            machine.mps_host_status().unwrap().daemons[&uuid].pid,
             daemon,
             "{checkpoint_state}: the daemon was not restarted"
         );
@@ -325,7 +325,7 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealt
     let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 4), mps_spec(&gpus[1], 4)]);
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
     let uuid = machine.uuids[0].clone();
-    let pid = machine.host_status().unwrap().daemons[&uuid].pid.unwrap();
+    let pid = machine.mps_host_status().unwrap().daemons[&uuid].pid.unwrap();
     let lists = machine.kubelet.state().borrow().endpoints[MPS_RESOURCE].lists;
     // The next daemon starts slowly.
     machine.simgpu(&["hang", "mps:start", "--gpu", &uuid, "--seconds", "1"]);
@@ -338,7 +338,7 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealt
     machine.kubelet.allocate(MPS_RESOURCE, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &[&share[0]]).await.unwrap();
     machine
-        .wait_until("a new daemon starts", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(()))
+        .wait_until("a new daemon starts", || (machine.mps_host_status()?.daemons[&uuid].pid? != pid).then_some(()))
         .await;
     machine
         .wait_until("the Events are published", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(()))

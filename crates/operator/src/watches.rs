@@ -26,7 +26,7 @@ use crate::pods::RawPod;
 use crate::read::{
     AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
 };
-use crate::rollout::{HostStores, Revision};
+use crate::rollout::{MpsHostStores, Revision};
 
 /// Seconds after which a watch ends and continues at the last version that it received. A watch on
 /// which nothing arrives, because its connection is lost without notice, ends 5 s later.
@@ -235,10 +235,10 @@ impl Watches<'_> {
 
     /// Watches the objects that decide which MPS hosts to replace. Only the placement controller
     /// reads them.
-    pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> HostStores {
+    pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> MpsHostStores {
         let pods = (Api::<AgentPod>::namespaced(client.clone(), namespace), config().labels(selector));
         let revisions = (Api::<Revision>::namespaced(client.clone(), namespace), config());
-        HostStores {
+        MpsHostStores {
             pods: self.store_objects(
                 "MpsHostPod",
                 pods,

@@ -181,7 +181,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     let used = share_ids(&first, [2]);
     machine.kubelet.allocate(MPS_RESOURCE, &[&used[0]]).await.unwrap();
     machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &used)]);
-    let daemon = machine.host_status().unwrap().daemons[&first].pid;
+    let daemon = machine.mps_host_status().unwrap().daemons[&first].pid;
 
     set_cordoned(&machine, "cordoned", true);
     let seen = machine.wait_for_healthy(MPS_RESOURCE, 5).await;
@@ -207,7 +207,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     machine.wait_for_healthy(MPS_RESOURCE, 5).await;
     machine.pods.set_devices(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 4).await;
-    assert_eq!(machine.host_status().unwrap().daemons[&first].pid, daemon, "the MPS daemon was not restarted");
+    assert_eq!(machine.mps_host_status().unwrap().daemons[&first].pid, daemon, "the MPS daemon was not restarted");
     set_cordoned(&machine, "the door is open again", false);
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
 }

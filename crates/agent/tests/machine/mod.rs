@@ -263,7 +263,7 @@ impl Machine {
     }
 
     /// Reads the status file of the MPS host.
-    pub(crate) fn host_status(&self) -> Option<wire::MpsHostStatus> {
+    pub(crate) fn mps_host_status(&self) -> Option<wire::MpsHostStatus> {
         serde_json::from_slice(&fs::read(self.path("run/mps/status.json")).ok()?).ok()
     }
 

@@ -151,7 +151,7 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
         lists(&before, WHOLE_GPU_RESOURCE),
         "the other GPU's stream sent no list"
     );
-    machine.wait_until("the daemon exits", || machine.host_status()?.daemons.is_empty().then_some(())).await;
+    machine.wait_until("the daemon exits", || machine.mps_host_status()?.daemons.is_empty().then_some(())).await;
 
     // The change that would destroy the instance waits for the pod, and the step names the pod.
     machine.set_spec("whole", vec![]);

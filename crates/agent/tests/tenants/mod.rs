@@ -65,7 +65,7 @@ impl NodeWithTenants {
         machine.wait_for_healthy(MPS_RESOURCE, 10 * gpus).await;
         for gpu in &machine.uuids {
             let daemon = machine.wait_until("the MPS server runs", || {
-                let daemon = machine.host_status()?.daemons.remove(gpu)?;
+                let daemon = machine.mps_host_status()?.daemons.remove(gpu)?;
                 Some([daemon.pid?, daemon.server_pid?])
             });
             for pid in daemon.await {

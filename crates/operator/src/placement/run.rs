@@ -22,7 +22,7 @@ use crate::pod_condition::{self, Target, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::{self, Change};
-use crate::rollout::{self, DeletionResult, HostStores, Replacement, Step};
+use crate::rollout::{self, DeletionResult, MpsHostStores, Replacement, Step};
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
@@ -40,7 +40,7 @@ pub(crate) struct ControllerInputs {
     /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     /// MPS hosts. `None` if the operator does not replace MPS hosts.
-    pub(crate) hosts: Option<HostStores>,
+    pub(crate) hosts: Option<MpsHostStores>,
     /// Time for which a pod must be unplaceable before it is released as unschedulable.
     pub(crate) unschedulable_after: Duration,
     /// Labels that every node with an agent has.
@@ -125,7 +125,7 @@ pub(crate) struct PlacementController {
     context: Context,
     wakes: Wakers,
     demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
-    hosts: Option<HostStores>,
+    hosts: Option<MpsHostStores>,
     keeper: Gatekeeper,
     publisher: EventPublisher,
     started: Instant,
@@ -201,7 +201,7 @@ impl PlacementController {
             gpu_nodes: stores.gpu_nodes.state(),
             policies: stores.policies.state(),
             agents: stores.agents.state(),
-            hosts: self.hosts.as_ref().and_then(HostStores::state),
+            hosts: self.hosts.as_ref().and_then(MpsHostStores::state),
             volume_claims: stores.volume_claims.state(),
             volumes: stores.volumes.state(),
             budgets: stores.budgets.state(),

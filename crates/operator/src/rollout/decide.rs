@@ -7,8 +7,8 @@ use cleave_api::names::is_mps;
 use cleave_plan::ledger::DeviceRequest;
 use k8s_openapi::api::core::v1::ObjectReference;
 
-use super::hosts::{Host, daemon_set_reference};
-use super::view::HostView;
+use super::hosts::{MpsHost, daemon_set_reference};
+use super::view::MpsHostView;
 
 /// Time for which MPS must be unused on a closed node before its MPS host is replaced. During this
 /// time, the watches report pods that bypass the gate.
@@ -35,7 +35,7 @@ pub struct Replacement {
     /// Name of the node.
     pub node: String,
     /// The MPS host on the node.
-    pub host: Host,
+    pub host: MpsHost,
 }
 
 impl Replacement {
@@ -111,7 +111,7 @@ impl Rollout {
     }
 
     /// Updates the state from the nodes. Returns the actions to take now.
-    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration) -> Step {
+    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration) -> Step {
         self.update_outages(nodes, up);
         let mut step = Step::default();
         let stopped = self.stop_reason(nodes);
@@ -137,7 +137,8 @@ impl Rollout {
                 None => step.schedule_check(outage.since.saturating_add(START_TIMEOUT), up),
             }
         }
-        let is_outdated = |view: &&HostView| view.host.as_ref().is_some_and(|host| host.outdated && !host.terminating);
+        let is_outdated =
+            |view: &&MpsHostView| view.host.as_ref().is_some_and(|host| host.outdated && !host.terminating);
         step.outdated = nodes.values().filter(is_outdated).count();
         if let Some(until) = self.suspended.filter(|until| step.outdated > 0 && *until > up) {
             step.schedule_check(until, up);
@@ -171,7 +172,7 @@ impl Rollout {
     }
 
     /// Records the MPS hosts that do not serve, and since when they have not served.
-    fn update_outages(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration) {
+    fn update_outages(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration) {
         self.outages.retain(|name, _| nodes.contains_key(name));
         for (name, view) in nodes {
             let since = self.outages.get(name).map_or(up, |outage| outage.since);
@@ -196,7 +197,7 @@ impl Rollout {
     }
 
     /// Returns why replacement is stopped. Returns `None` if replacement is not stopped.
-    fn stop_reason(&self, nodes: &BTreeMap<String, HostView>) -> Option<String> {
+    fn stop_reason(&self, nodes: &BTreeMap<String, MpsHostView>) -> Option<String> {
         let counts = |name: &str| nodes.get(name).is_some_and(|view| !view.excused);
         let late: Vec<_> = self.outages.iter().filter(|(name, outage)| outage.late && counts(name)).collect();
         let named: Vec<String> =
@@ -213,7 +214,7 @@ impl Rollout {
     }
 
     /// Selects nodes to close, up to the number of MPS hosts that may be replaced at a time.
-    fn close_nodes(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration, stopped: bool) {
+    fn close_nodes(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration, stopped: bool) {
         if stopped || self.suspended.is_some() {
             self.closed.clear();
             return;

@@ -33,7 +33,7 @@ mod view;
 
 pub(crate) use decide::{Replacement, Step};
 pub(crate) use decide::{Rollout, UPDATE_INTERVAL};
-pub(crate) use hosts::{HostStores, NewestRevisions, mps_hosts_by_node};
-pub(crate) use hosts::{Hosts, Revision};
+pub(crate) use hosts::{MpsHostStores, NewestRevisions, mps_hosts_by_node};
+pub(crate) use hosts::{MpsHosts, Revision};
 pub(crate) use replace::{DeletionResult, replace};
-pub(crate) use view::{HostView, MpsState, may_be_down, pending_users};
+pub(crate) use view::{MpsHostView, MpsState, may_be_down, pending_users};

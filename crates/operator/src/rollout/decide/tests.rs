@@ -10,7 +10,9 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::read::AgentPod;
-use crate::rollout::hosts::{HostStores, Hosts, NewestRevisions, REVISION_HASH_LABEL, Revision, mps_hosts_by_node};
+use crate::rollout::hosts::{
+    MpsHostStores, MpsHosts, NewestRevisions, REVISION_HASH_LABEL, Revision, mps_hosts_by_node,
+};
 use crate::rollout::replace::replace;
 use crate::rollout::view::MpsState;
 
@@ -54,7 +56,7 @@ fn the_newest_revision_is_the_one_with_the_highest_number() {
 
 #[test]
 fn the_mps_host_of_a_node_is_the_one_that_is_not_terminating() {
-    let hosts = Hosts {
+    let hosts = MpsHosts {
         pods: vec![pod("z", "n", NEW_HASH, false), pod("a", "n", OLD_HASH, true), pod("b", "m", OLD_HASH, true)],
         revisions: vec![Arc::new(revision("s", OLD_HASH, 1)), Arc::new(revision("s", NEW_HASH, 2))],
     };
@@ -144,7 +146,7 @@ fn a_daemon_that_does_not_serve_is_reported_unless_the_gpu_is_the_cause() {
 /// A small cluster in which all MPS hosts are outdated.
 #[derive(Debug, Default)]
 struct TestCluster {
-    nodes: BTreeMap<String, HostView>,
+    nodes: BTreeMap<String, MpsHostView>,
     rollout: Rollout,
     up: Duration,
 }
@@ -153,13 +155,14 @@ impl TestCluster {
     fn with_nodes(count: usize) -> Self {
         let mut world = Self { up: secs(100), ..Self::default() };
         for at in 0..count {
-            let view = HostView { host: Some(mps_host(&format!("n{at:02}"), "1", true, true)), ..HostView::default() };
+            let view =
+                MpsHostView { host: Some(mps_host(&format!("n{at:02}"), "1", true, true)), ..MpsHostView::default() };
             world.nodes.insert(format!("n{at:02}"), view);
         }
         world
     }
 
-    fn view_of(&mut self, name: &str) -> &mut HostView {
+    fn view_of(&mut self, name: &str) -> &mut MpsHostView {
         self.nodes.get_mut(name).unwrap()
     }
 
@@ -194,8 +197,8 @@ impl TestCluster {
     }
 }
 
-fn mps_host(node: &str, generation: &str, outdated: bool, ready: bool) -> Host {
-    Host {
+fn mps_host(node: &str, generation: &str, outdated: bool, ready: bool) -> MpsHost {
+    MpsHost {
         pod: format!("system/{node}-{generation}"),
         uid: format!("{node}-{generation}"),
         hash: if outdated { OLD_HASH } else { NEW_HASH }.into(),
@@ -440,7 +443,7 @@ proptest! {
                     let next = match view.host.take() {
                         None => Some(mps_host(&name, "2", false, false)),
                         Some(host) if host.terminating => None,
-                        Some(host) if !host.outdated => Some(Host { ready: true, ..host }),
+                        Some(host) if !host.outdated => Some(MpsHost { ready: true, ..host }),
                         other => other,
                     };
                     view.host = next;
@@ -458,7 +461,7 @@ proptest! {
             let down = world.nodes.values().filter(|view| view.host.as_ref().is_none_or(|host| !host.ready)).count();
             prop_assert!(down <= 1, "{:?}", world.nodes);
         }
-        let is_replaced = |view: &HostView| view.host.as_ref().is_some_and(|host| !host.outdated && host.ready);
+        let is_replaced = |view: &MpsHostView| view.host.as_ref().is_some_and(|host| !host.outdated && host.ready);
         prop_assert!(world.nodes.values().all(is_replaced), "{:?}", world.nodes);
     }
 }
@@ -468,7 +471,7 @@ proptest! {
 async fn replace_with_answers(answers: &[(StatusCode, Value)]) -> (Vec<String>, &'static str) {
     let (service, mut server) = tower_test::mock::pair::<Request<Body>, Response<Body>>();
     let client = Client::new(service, "default");
-    let watched = HostStores {
+    let watched = MpsHostStores {
         pods: kube::runtime::reflector::store().0,
         revisions: kube::runtime::reflector::store().0,
         namespace: "system".into(),

@@ -12,7 +12,7 @@ use crate::placement::actions::{Actions, Release, ReleaseReason};
 use crate::placement::cluster::{Cluster, Now};
 use crate::placement::gatekeeper::Gatekeeper;
 use crate::pods::PodObject;
-use crate::rollout::Hosts;
+use crate::rollout::MpsHosts;
 
 pub(super) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
@@ -138,7 +138,7 @@ impl TestCluster {
             gpu_nodes: self.gpu_nodes.values().map(|object| Arc::new(from_json(object.clone()))).collect(),
             policies: self.policies.values().map(|policy| Arc::new(from_json(policy.clone()))).collect(),
             agents: self.agents.values().map(|agent| Arc::new(from_json(agent.clone()))).collect(),
-            hosts: self.hosts.as_ref().map(|hosts| Hosts {
+            hosts: self.hosts.as_ref().map(|hosts| MpsHosts {
                 pods: hosts.values().map(|host| Arc::new(from_json(host.clone()))).collect(),
                 revisions: [("old", 1), ("new", 2)]
                     .map(|(hash, number)| Arc::new(from_json(revision(hash, number))))
