@@ -80,6 +80,9 @@ fn instance_capabilities<'a>(
 
 /// Creates missing device nodes of MIG instances. The driver does not create these nodes, and
 /// NVIDIA's tools create them only when they run.
+///
+/// # Errors
+/// Returns an error if the kernel lists no `nvidia-caps` devices, or a node cannot be created.
 pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()> {
     let instances =
         gpus.iter().flat_map(|gpu| gpu.mig.iter().flat_map(|mig| &mig.instances).map(move |one| (gpu, one)));
@@ -126,8 +129,8 @@ pub fn specification_lists_devices(directory: &Path, devices: &[String]) -> bool
 
 /// Builds the CDI specification. `driver` is the driver's directory on the host, and its path in
 /// containers.
-pub fn cdi_specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Path, &Path)>) -> Value {
-    let devices: Vec<Value> = nodes
+pub fn cdi_specification(device_nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Path, &Path)>) -> Value {
+    let devices: Vec<Value> = device_nodes
         .iter()
         .map(|(uuid, paths)| {
             let paths: Vec<Value> = paths.iter().map(|path| json!({ "path": path })).collect();
@@ -149,10 +152,14 @@ pub fn cdi_specification(nodes: &BTreeMap<String, Vec<String>>, driver: Option<(
     spec
 }
 
-/// Writes the specification of these devices, unless it is up to date.
-pub fn write_cdi_specification(args: &AgentArgs, nodes: &BTreeMap<String, Vec<String>>) -> io::Result<()> {
+/// Writes the specification of the devices, unless it is up to date. `device_nodes` contains the
+/// paths of their device nodes, by UUID of the GPU or MIG device.
+///
+/// # Errors
+/// Returns an error if the directory or the file cannot be written.
+pub fn write_cdi_specification(args: &AgentArgs, device_nodes: &BTreeMap<String, Vec<String>>) -> io::Result<()> {
     let driver = args.driver_root.as_deref().map(|host| (host, args.container_driver_root.as_path()));
-    let text = cdi_specification(nodes, driver).to_string();
+    let text = cdi_specification(device_nodes, driver).to_string();
     let path: PathBuf = args.cdi_dir.join(CDI_SPECIFICATION_FILE);
     if fs::read_to_string(&path).is_ok_and(|before| before == text) {
         return Ok(());

@@ -175,6 +175,9 @@ impl CheckpointStore {
     }
 
     /// Reads the checkpoint. Returns `None` if the file does not exist.
+    ///
+    /// # Errors
+    /// Returns [`CheckpointError`] if the file cannot be read or decoded.
     pub fn load(&self) -> Result<Option<Checkpoint>, CheckpointError> {
         let path = || self.path.clone();
         let bytes = match fs::read(&self.path) {
@@ -186,6 +189,10 @@ impl CheckpointStore {
     }
 
     /// Renames an unusable checkpoint, so that an administrator or another version can read it.
+    /// Returns the new path.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be renamed.
     pub fn move_aside(&self) -> io::Result<PathBuf> {
         let aside = self.path.with_extension("json.unread");
         fs::rename(&self.path, &aside)?;
@@ -193,6 +200,9 @@ impl CheckpointStore {
     }
 
     /// Writes the checkpoint atomically.
+    ///
+    /// # Errors
+    /// Returns an error if the directory or the file cannot be written.
     pub fn save(&self, content: &[u8]) -> io::Result<()> {
         if let Some(directory) = self.path.parent() {
             fs::create_dir_all(directory)?;

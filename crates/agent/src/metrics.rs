@@ -373,6 +373,9 @@ impl Metrics {
     }
 
     /// Returns the text of `/metrics`.
+    ///
+    /// # Errors
+    /// Returns an error if a metric cannot be formatted.
     pub fn encode(&self) -> Result<String, std::fmt::Error> {
         self.descriptors.refresh();
         let mut text = String::new();

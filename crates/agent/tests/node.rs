@@ -88,7 +88,7 @@ async fn whole_gpus_are_chosen_by_the_links_that_nvml_reports() {
     let mut machine = Machine::new(&["8xH100-80"]);
     machine.simgpu(&["init", "--gpus", "8xH100-80", "--topology", "hybrid-cube-mesh"]);
     machine.set_spec("first", Vec::new());
-    machine.start_host();
+    machine.start_mps_host();
     machine.start_agent(&[]);
     machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 8).await;
     let id = |gpu: usize| format!("{}::0", machine.uuids[gpu]);
@@ -115,7 +115,7 @@ async fn the_preferred_allocation_is_on_the_reserved_gpu_even_if_the_agent_sees_
     let [first, second] = [0, 1].map(|gpu| machine.uuids[gpu].clone());
     machine.set_spec("first", vec![mps_spec(&first, 10), mps_spec(&second, 10)]);
     machine.set_pods(&[]);
-    machine.start_host();
+    machine.start_mps_host();
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 20).await;
     let all = [share_ids(&first, 0..10), share_ids(&second, 0..10)].concat();
@@ -166,7 +166,7 @@ async fn an_idle_gpu_is_repartitioned_without_a_new_registration_and_one_in_use_
             seen.endpoints.get(MPS_RESOURCE).is_none_or(|endpoint| !endpoint.connected)
         })
         .await;
-    machine.wait_until("the daemons exit", || machine.host_status()?.daemons.is_empty().then_some(())).await;
+    machine.wait_until("the daemons exit", || machine.mps_host_status()?.daemons.is_empty().then_some(())).await;
     let show = machine.simgpu(&["show"]);
     assert!(!show.contains("Exclusive"), "the compute mode was restored: {show}");
 }
@@ -181,7 +181,7 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
     machine.kubelet.allocate(MPS_RESOURCE, &wanted).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &wanted).await.unwrap();
     machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &used)]);
-    let daemon = machine.host_status().unwrap().daemons[&uuid].pid;
+    let daemon = machine.mps_host_status().unwrap().daemons[&uuid].pid;
     let desired = machine.read_desired_file().unwrap();
     machine
         .wait_until("the checkpoint is written", || {
@@ -220,7 +220,7 @@ async fn a_restarted_agent_keeps_ids_allocations_and_daemons() {
             .await;
         assert_eq!(machine.read_desired_file().unwrap(), desired, "{checkpoint_state}");
         assert_eq!(
-            machine.host_status().unwrap().daemons[&uuid].pid,
+            machine.mps_host_status().unwrap().daemons[&uuid].pid,
             daemon,
             "{checkpoint_state}: the daemon was not restarted"
         );
@@ -253,7 +253,7 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
         endpoint.connected && endpoint.devices.len() == 20
     };
     machine.wait_for_view("the allocated shares are the same", all).await;
-    machine.start_host();
+    machine.start_mps_host();
     // The reboot has cleared the fault.
     machine.wait_for_healthy(MPS_RESOURCE, 20).await;
     assert_eq!(machine.read_desired_file().unwrap(), desired, "the daemons and doors are the same");
@@ -304,7 +304,7 @@ async fn a_second_agent_waits_until_the_first_has_ended() {
 async fn the_supervisor_restarts_a_killed_agent() {
     let mut machine = Machine::new(&["H200"]);
     machine.set_spec("first", vec![mps_spec(&machine.uuids[0], 10)]);
-    machine.start_host();
+    machine.start_mps_host();
     machine.start_supervised_agent();
     for _ in 0..3 {
         let before = machine.wait_for_healthy(MPS_RESOURCE, 10).await.registrations.len();
@@ -325,7 +325,7 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealt
     let mut machine = Machine::start(&["2xH200"], |gpus| vec![mps_spec(&gpus[0], 4), mps_spec(&gpus[1], 4)]);
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
     let uuid = machine.uuids[0].clone();
-    let pid = machine.host_status().unwrap().daemons[&uuid].pid.unwrap();
+    let pid = machine.mps_host_status().unwrap().daemons[&uuid].pid.unwrap();
     let lists = machine.kubelet.state().borrow().endpoints[MPS_RESOURCE].lists;
     // The next daemon starts slowly.
     machine.simgpu(&["hang", "mps:start", "--gpu", &uuid, "--seconds", "1"]);
@@ -338,18 +338,18 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealt
     machine.kubelet.allocate(MPS_RESOURCE, &[&share[0]]).await.unwrap();
     machine.kubelet.pre_start(MPS_RESOURCE, &[&share[0]]).await.unwrap();
     machine
-        .wait_until("a new daemon starts", || (machine.host_status()?.daemons[&uuid].pid? != pid).then_some(()))
+        .wait_until("a new daemon starts", || (machine.mps_host_status()?.daemons[&uuid].pid? != pid).then_some(()))
         .await;
     machine
         .wait_until("the Events are published", || (machine.events() == ["MpsUnavailable", "Recovered"]).then_some(()))
         .await;
     assert_eq!(machine.kubelet.state().borrow().endpoints[MPS_RESOURCE].lists, lists, "the kubelet got no new list");
 
-    machine.kill_host();
+    machine.kill_mps_host();
     machine.wait_for_healthy(MPS_RESOURCE, 0).await;
     let status = machine.wait_for_status("unhealthy", |status| !status.gpus[0].health.healthy).await;
     assert_eq!(status.gpus[0].health.reason, "MpsUnavailable");
-    machine.start_host();
+    machine.start_mps_host();
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
 }
 
@@ -357,7 +357,7 @@ async fn a_short_absence_of_a_daemon_causes_only_events_and_a_longer_one_unhealt
 async fn a_container_starts_only_after_its_door_is_open() {
     let mut machine = Machine::start(&["H200"], |gpus| vec![mps_spec(&gpus[0], 4)]);
     machine.wait_for_healthy(MPS_RESOURCE, 4).await;
-    machine.kill_host();
+    machine.kill_mps_host();
     let id = format!("{}::0", machine.uuids[0]);
     machine.kubelet.allocate(MPS_RESOURCE, &[&id]).await.unwrap();
     let allocation = machine
@@ -371,7 +371,7 @@ async fn a_container_starts_only_after_its_door_is_open() {
         () = machine.wait_until("the directory exists", || door.parent()?.is_dir().then_some(())) => {}
     }
     drop(start);
-    machine.start_host();
+    machine.start_mps_host();
     machine.kubelet.pre_start(MPS_RESOURCE, &[&id]).await.unwrap();
     assert!(door.exists());
 }

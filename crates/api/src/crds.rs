@@ -17,6 +17,9 @@ pub enum Error {
 }
 
 /// Returns the file name and text of each CRD, in the order in which `cleave crds` prints them.
+///
+/// # Errors
+/// Returns [`Error`] if a CRD cannot be serialized.
 pub fn crd_files() -> Result<[(&'static str, String); 2], Error> {
     Ok([
         ("gpunodes.yaml", crd_yaml("GpuNode", &GpuNode::crd())?),

@@ -79,7 +79,7 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
 /// Events that agents publish on their Node and its `GpuNode`.
 pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
     reason("GpuUnhealthy", "A GPU cannot serve slices.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
-    reason("GpuResetPending", "A GPU works, but needs a reset.", "Drain and reset it when convenient."),
+    reason("GpuResetPending", "A GPU works, but needs a reset.", "Drain the GPU and reset it when convenient."),
     reason("Recovered", "A GPU or its MPS daemon serves slices again.", ""),
     reason("MpsUnavailable", "An MPS daemon does not serve.", "Read the logs of the node's MPS host."),
     reason(
@@ -190,7 +190,7 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("NoDriver", "The driver is missing or does not answer.", "Set `driver.nvmlLibrary` or `driver.path`."),
     reason("NoGpu", "The driver reports no GPU.", ""),
     reason("GpuUnhealthy", "GPUs cannot serve slices.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
-    reason("ResetPending", "`GpusHealthy` is True. A GPU works, but needs a reset.", "Reset it when convenient."),
+    reason("ResetPending", "`GpusHealthy` is True. A GPU works, but needs a reset.", "Reset the GPU when convenient."),
     reason("MpsUnavailable", "MPS daemons cannot serve.", "Read the logs of the node's MPS host."),
     reason("Waiting", "Pods use slices that would change.", "Wait, or drain the GPU."),
     reason("Refused", "The spec cannot be applied.", "Read the message."),

@@ -44,6 +44,9 @@ impl std::fmt::Display for NodeGpu {
 }
 
 /// Reads the `GpuNode` of a node.
+///
+/// # Errors
+/// Returns an error if the `GpuNode` cannot be read, does not exist or is malformed.
 pub(crate) async fn read_gpu_node(client: &Client, node: &str) -> Result<GpuNode> {
     let found = Api::<DeserializeGuard<GpuNode>>::all(client.clone()).get_opt(node).await;
     let Some(found) = found.with_context(|| format!("failed to read GpuNode {node}"))? else {
@@ -63,6 +66,9 @@ pub(crate) fn reported_gpus(object: &GpuNode) -> &[GpuStatus] {
 }
 
 /// Finds a GPU of a node by its index or UUID.
+///
+/// # Errors
+/// Returns an error if the node has no such GPU, or `name` names a MIG instance.
 pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeGpu> {
     let gpus = reported_gpus(object);
     if let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == name || gpu.index.to_string() == name) {

@@ -46,7 +46,7 @@ pub enum Command {
     /// Explain why a pod waits, or show which GPU it has.
     ///
     /// Runs the operator's code for one pod and writes nothing. The result can differ from the
-    /// operator's if the cluster changed in between.
+    /// operator's if the cluster has changed since the operator's last decision.
     Explain(explain::ExplainArgs),
 
     /// Show what the operator would do now, and why.

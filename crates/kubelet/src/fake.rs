@@ -134,6 +134,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl FakeKubelet {
     /// Cleans the directory as a starting kubelet does, and serves in it.
+    ///
+    /// # Errors
+    /// Returns an error if the directory cannot be cleaned or the socket cannot be bound.
     pub fn start(directory: &Path) -> io::Result<Self> {
         let shared = Arc::new(SharedState {
             directory: directory.to_owned(),
@@ -148,6 +151,9 @@ impl FakeKubelet {
 
     /// Starts the kubelet after [`stop`](Self::stop). Returns the time at which its socket was
     /// created.
+    ///
+    /// # Errors
+    /// Returns an error if the directory cannot be cleaned or the socket cannot be bound.
     pub fn run(&mut self) -> io::Result<Instant> {
         self.clean_directory()?;
         let bound = bind_socket(&self.directory.join(KUBELET_SOCKET))?;
@@ -158,6 +164,9 @@ impl FakeKubelet {
 
     /// Starts the kubelet like [`run`](Self::run), but waits between binding `kubelet.sock` and
     /// listening, as on a slow machine.
+    ///
+    /// # Errors
+    /// The errors of [`run`](Self::run).
     pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
         self.clean_directory()?;
         let bound = bind_socket(&self.directory.join(KUBELET_SOCKET))?;
@@ -181,7 +190,10 @@ impl FakeKubelet {
         });
     }
 
-    /// Stops and starts the kubelet.
+    /// Stops and starts the kubelet. Returns the time at which its socket was created.
+    ///
+    /// # Errors
+    /// The errors of [`run`](Self::run).
     pub fn restart(&mut self) -> io::Result<Instant> {
         self.stop();
         self.run()
@@ -276,6 +288,10 @@ impl FakeKubelet {
     }
 
     /// Calls `Allocate` for one container, as the kubelet does.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if no plugin is connected for the resource, the plugin's status if it
+    /// refuses, and `Internal` if it does not answer for exactly one container.
     pub async fn allocate(&self, resource: &str, ids: &[&str]) -> Result<wire::ContainerAllocateResponse, Status> {
         let mut client = self.client(resource).ok_or_else(|| Status::not_found("endpoint stopped"))?;
         let container = wire::ContainerAllocateRequest { devices_ids: ids.iter().map(ToString::to_string).collect() };
@@ -283,11 +299,14 @@ impl FakeKubelet {
         let mut responses = answer.into_inner().container_responses;
         match (responses.pop(), responses.is_empty()) {
             (Some(response), true) => Ok(response),
-            _ => Err(Status::internal("one container asked, but not one answer")),
+            _ => Err(Status::internal("the request was for one container, but the response is not for exactly one")),
         }
     }
 
     /// Calls `GetPreferredAllocation` for one container, as the kubelet does.
+    ///
+    /// # Errors
+    /// The errors of [`allocate`](Self::allocate).
     pub async fn preferred_allocation(
         &self,
         resource: &str,
@@ -306,11 +325,15 @@ impl FakeKubelet {
         let mut responses = client.get_preferred_allocation(request).await?.into_inner().container_responses;
         match (responses.pop(), responses.is_empty()) {
             (Some(response), true) => Ok(response.device_i_ds),
-            _ => Err(Status::internal("one container asked, but not one answer")),
+            _ => Err(Status::internal("the request was for one container, but the response is not for exactly one")),
         }
     }
 
     /// Calls `PreStartContainer`, as the kubelet does.
+    ///
+    /// # Errors
+    /// Returns `NotFound` if no plugin is connected for the resource, and the plugin's status if it
+    /// refuses.
     pub async fn pre_start(&self, resource: &str, ids: &[&str]) -> Result<(), Status> {
         let mut client = self.client(resource).ok_or_else(|| Status::not_found("endpoint stopped"))?;
         let devices_ids = ids.iter().map(ToString::to_string).collect();
@@ -456,6 +479,9 @@ struct SharedLists {
 
 impl FakePodResources {
     /// Removes an existing socket at this path, and serves there.
+    ///
+    /// # Errors
+    /// Returns an error if the existing socket cannot be removed or the new one cannot be bound.
     pub fn start(socket: &Path) -> io::Result<Self> {
         if std::fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket()) {
             std::fs::remove_file(socket)?;

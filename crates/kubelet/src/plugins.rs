@@ -195,7 +195,10 @@ impl Plugins {
     /// time.
     ///
     /// The state reports temporary problems, for example another process that serves or a missing
-    /// directory. The plugins then retry. Only an invalid path is an error.
+    /// directory. The plugins then retry.
+    ///
+    /// # Errors
+    /// Returns [`DirectoryError`] if the path of the directory is invalid.
     pub fn start(config: &PluginsConfig) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
         let (wanted, wants) = watch::channel(DesiredResources::new());

@@ -70,6 +70,9 @@ pub struct PodResources {
 impl PodResources {
     /// Creates a client for the socket at this absolute path. Each call ends within the deadline.
     /// Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// Returns [`PodResourcesError::Path`] if the path is not absolute or not valid UTF-8.
     pub fn new(socket: &Path, deadline: Duration) -> Result<Self, PodResourcesError> {
         let bad = || PodResourcesError::Path(socket.to_owned());
         let path = socket.to_str().filter(|_| socket.is_absolute()).ok_or_else(bad)?;
@@ -79,12 +82,18 @@ impl PodResources {
     }
 
     /// Lists all device plugin devices that are allocated to containers, in the kubelet's order.
+    ///
+    /// # Errors
+    /// Returns [`PodResourcesError`] if the call fails or does not end within the deadline.
     pub async fn list(&self) -> Result<Vec<ContainerDevices>, PodResourcesError> {
         let list = async |mut client: Client| client.list(wire::ListPodResourcesRequest {}).await;
         Ok(container_devices(self.call_kubelet(list).await?))
     }
 
     /// Lists all device plugin devices that the kubelet can allocate.
+    ///
+    /// # Errors
+    /// Returns [`PodResourcesError`] if the call fails or does not end within the deadline.
     pub async fn list_allocatable(&self) -> Result<Vec<AllocatableDevices>, PodResourcesError> {
         let call_kubelet =
             async |mut client: Client| client.get_allocatable_resources(wire::AllocatableResourcesRequest {}).await;

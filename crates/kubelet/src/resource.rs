@@ -85,6 +85,9 @@ impl ResourceName {
     const MAX_NAME_BYTES: usize = 63;
 
     /// Parses a name. Accepts the names that the kubelet's `IsExtendedResourceName` accepts.
+    ///
+    /// # Errors
+    /// Returns [`InvalidResourceName`] with the reason for any other name.
     pub fn parse(name: &str) -> Result<Self, InvalidResourceName> {
         let refuse = |why| Err(InvalidResourceName { name: truncate(name), why });
         let Some((domain, short)) = name.split_once('/') else {
@@ -162,6 +165,9 @@ pub struct InvalidDeviceId(String);
 
 impl DeviceId {
     /// Parses an id. Checks only the length, because the API has no other requirement.
+    ///
+    /// # Errors
+    /// Returns [`InvalidDeviceId`] if the id is empty or longer than 63 bytes.
     pub fn parse(id: &str) -> Result<Self, InvalidDeviceId> {
         if id.is_empty() || id.len() > 63 {
             return Err(InvalidDeviceId(truncate(id)));

@@ -167,8 +167,8 @@ pub(crate) fn protected_event(message: &str) -> Event {
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
 }
 
-/// Creates the Event of an MPS host that a host of its `DaemonSet`'s newest revision replaces.
-pub(crate) fn host_replaced_event(node: &str, pod: &str, uid: &str) -> Event {
+/// Creates the Event of an MPS host that an MPS host of its `DaemonSet`'s newest revision replaces.
+pub(crate) fn mps_host_replaced_event(node: &str, pod: &str, uid: &str) -> Event {
     let note = format!("replacing {pod} with a pod of the newest revision, because nothing uses MPS on node {node}");
     // The recorder merges Events that differ only in their note. A different `secondary` prevents
     // that.
@@ -261,7 +261,8 @@ mod tests {
 
     #[test]
     fn each_replaced_mps_host_gets_its_own_event() {
-        let [first, second] = ["a", "b"].map(|name| host_replaced_event("n1", &format!("ns/{name}"), name).secondary);
+        let [first, second] =
+            ["a", "b"].map(|name| mps_host_replaced_event("n1", &format!("ns/{name}"), name).secondary);
         assert!(first.is_some() && first != second, "{first:?}, {second:?}");
     }
 

@@ -379,7 +379,7 @@ impl Elector {
                 let mut lease = lease.unwrap_or_default();
                 lease.spec = Some(acquired_lease(lease.spec.as_ref(), &self.me, Timestamp::now()));
                 // The request includes the `resourceVersion` that was read. If two processes try to
-                // acquire the lease at once, one of them receives a conflict.
+                // acquire the lease at the same time, one of them receives a conflict.
                 with_timeout(self.api.replace(&self.name, &PostParams::default(), &lease)).await
             }
         };

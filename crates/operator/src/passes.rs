@@ -44,7 +44,7 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
     pub(crate) wakes: Wakers,
-    /// Sends what each waiting pod waits for to the gate.
+    /// Sends the placement controller what each waiting pod waits for.
     pub(crate) demand: watch::Sender<Arc<BTreeMap<String, WaitingPod>>>,
     /// Whether to taint nodes that cannot serve any pod.
     pub(crate) taint: bool,
@@ -170,7 +170,7 @@ impl Passes {
         if all { Ok(()) } else { Err(PassFailed) }
     }
 
-    /// Sends what each pod waits for to the gate, if it has changed.
+    /// Sends the placement controller what each pod waits for, if it has changed.
     fn send_waiting(&self, waiting: &BTreeMap<String, WaitingPod>) {
         let modified = self.demand.send_if_modified(|sent| {
             let modified = **sent != *waiting;
@@ -180,7 +180,7 @@ impl Passes {
             modified
         });
         if modified {
-            self.wakes.gate.notify_one();
+            self.wakes.placement.notify_one();
         }
     }
 
@@ -496,11 +496,11 @@ mod tests {
         metrics.nodes_excluded.set(3);
         metrics.fragmentation.set(0.5);
         passes.pass(Instant::now()).await.unwrap();
-        assert!(gated.borrow().is_empty(), "the gate would act on the plan of a deleted policy");
-        assert!(passes.wakes.gate.notified().now_or_never().is_some(), "the gate decides again");
+        assert!(gated.borrow().is_empty(), "the gatekeeper would act on the plan of a deleted policy");
+        assert!(passes.wakes.placement.notified().now_or_never().is_some(), "the placement controller is woken");
         assert_eq!((metrics.nodes_excluded.get(), metrics.fragmentation.get()), (0, 0.0));
         passes.pass(Instant::now()).await.unwrap();
-        assert!(passes.wakes.gate.notified().now_or_never().is_none(), "nothing has changed");
+        assert!(passes.wakes.placement.notified().now_or_never().is_none(), "nothing has changed");
     }
     /// An API server that answers only when all these writes have arrived would let writes one
     /// after the other time out.

@@ -6,7 +6,8 @@
 //! - Pods of one controller share labels, requests, constraints and conditions.
 //! - A pod is replaced only if something changed that the operator reads. Other changes wake
 //!   nothing.
-//! - The gate reads only the pods that have changed since it last read, see [`PodStore::changes`].
+//! - The placement controller reads only the pods that have changed since it last read, see
+//!   [`PodStore::changes`].
 use std::collections::{BTreeMap, HashSet};
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,7 +19,7 @@ use tokio::sync::watch;
 
 use crate::pods::{PodObject, PodSpec, PodStatus, RawPod};
 
-/// Number of recorded changes beyond which the gate reads all pods instead.
+/// Number of recorded changes beyond which the placement controller reads all pods instead.
 const MAX_CHANGES: usize = 100_000;
 
 /// The watch of pods has stopped.
@@ -86,7 +87,7 @@ pub(crate) struct PodWriter {
 #[derive(Default)]
 struct State {
     pods: HashSet<Named>,
-    /// Changes that the gate has not read. `None` if it reads all pods next.
+    /// Changes that the placement controller has not read. `None` if it reads all pods next.
     changes: Option<Vec<PodChange>>,
     interners: Interners,
 }

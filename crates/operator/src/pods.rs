@@ -452,9 +452,9 @@ pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
     let mut sidecars = Sum::default();
     let mut first = Sum::default();
     for container in &spec.init_containers {
-        let mut at_once = sidecars.clone();
-        at_once.add(&container.resources);
-        first.raise_to(&at_once);
+        let mut concurrent = sidecars.clone();
+        concurrent.add(&container.resources);
+        first.raise_to(&concurrent);
         if container.restart_policy.as_deref() == Some("Always") {
             sidecars.add(&container.resources);
         }

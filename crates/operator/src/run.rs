@@ -22,7 +22,7 @@ use crate::http::{Health, serve};
 use crate::leader::{self, LeaseGuard};
 use crate::metrics::Metrics;
 use crate::passes::{self, Passes};
-use crate::placement::{self, Gate};
+use crate::placement::{self, PlacementController};
 use crate::task::{self, Context};
 use crate::tenants::TenantController;
 use crate::watches::{WATCH_TIMEOUT, Wakers, Watches};
@@ -106,9 +106,9 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         Recorder::new(client.clone(), Reporter { controller: "cleave-operator".to_owned(), instance: Some(identity) });
     let (demand, gated) = watch::channel(Arc::default());
     let context = Context { client, stores, claim, metrics, recorder, listed, stop: stop.clone() };
-    let (passes_wake, gate_wake, tenants_wake) =
-        (Arc::clone(&wakes.passes), Arc::clone(&wakes.gate), Arc::clone(&wakes.tenants));
-    let gate = Gate::new(placement::ControllerInputs {
+    let (passes_wake, placement_wake, tenants_wake) =
+        (Arc::clone(&wakes.passes), Arc::clone(&wakes.placement), Arc::clone(&wakes.tenants));
+    let placement = PlacementController::new(placement::ControllerInputs {
         context: context.clone(),
         wakes: wakes.clone(),
         demand: gated,
@@ -122,14 +122,14 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     let passes =
         Passes::new(passes::ControllerInputs { context: context.clone(), wakes, demand, taint: args.taint_unhealthy });
     tasks.spawn(async move {
-        let (passes, gate, tenants) = tokio::join!(
+        let (passes, placement, tenants) = tokio::join!(
             task::run(passes, context.clone(), passes_wake),
-            task::run(gate, context.clone(), gate_wake),
+            task::run(placement, context.clone(), placement_wake),
             task::run(tenants, context, tenants_wake),
         );
         // All writers have stopped, so the lease may be released.
         released.cancel();
-        ("passes", passes.and(gate).and(tenants))
+        ("passes", passes.and(placement).and(tenants))
     });
     wait_until_stopped(tasks, stop).await
 }

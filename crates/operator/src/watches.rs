@@ -26,7 +26,7 @@ use crate::pods::RawPod;
 use crate::read::{
     AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
 };
-use crate::rollout::{HostStores, Revision};
+use crate::rollout::{MpsHostStores, Revision};
 
 /// Seconds after which a watch ends and continues at the last version that it received. A watch on
 /// which nothing arrives, because its connection is lost without notice, ends 5 s later.
@@ -52,7 +52,7 @@ struct WatchRules<K> {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Wakers {
     pub(crate) passes: Arc<Notify>,
-    pub(crate) gate: Arc<Notify>,
+    pub(crate) placement: Arc<Notify>,
     pub(crate) tenants: Arc<Notify>,
     /// Whether the last pass found that no GPU is partitioned on demand. If so, pods do not wake
     /// passes.
@@ -60,37 +60,39 @@ pub(crate) struct Wakers {
     /// Whether no agent reports a pod that uses a GPU outside its share, and no pod has the
     /// condition about it. If so, pods without the condition do not wake the tenants.
     ignore_tenants: Arc<AtomicBool>,
-    /// Whether no waiting pod may preempt others. If so, disruption budgets do not wake the gate.
+    /// Whether no waiting pod may preempt others. If so, disruption budgets do not wake the
+    /// placement controller.
     ignore_budgets: Arc<AtomicBool>,
 }
 
 impl Wakers {
-    /// Wakes the gate if a waiting pod may preempt others. Budgets change with each pod that
-    /// becomes ready.
+    /// Wakes the placement controller if a waiting pod may preempt others. Budgets change with each
+    /// pod that becomes ready.
     fn budget(&self) {
         if !self.ignore_budgets.load(Ordering::Acquire) {
-            self.gate.notify_one();
+            self.placement.notify_one();
         }
     }
 
-    /// Records whether a waiting pod may preempt others. If there was none before, wakes the gate
-    /// again, because a budget that changed during the current reconcile did not wake it.
+    /// Records whether a waiting pod may preempt others. If there was none before, wakes the
+    /// placement controller again, because a budget that changed during the current reconcile did
+    /// not wake it.
     pub(crate) fn set_awaits_budgets(&self, awaits: bool) {
         let before = self.ignore_budgets.swap(!awaits, Ordering::AcqRel);
         if awaits && before {
-            self.gate.notify_one();
+            self.placement.notify_one();
         }
     }
 
-    /// Wakes the gate.
-    fn gate(&self) {
-        self.gate.notify_one();
+    /// Wakes the placement controller.
+    fn placement(&self) {
+        self.placement.notify_one();
     }
 
     /// Wakes the controllers that plan and place. The tenants read only `GpuNode`s and pods.
     fn planners(&self) {
         self.passes.notify_one();
-        self.gate.notify_one();
+        self.placement.notify_one();
     }
 
     /// Wakes the controllers that a changed `GpuNode` affects. Findings concern the tenants.
@@ -111,7 +113,7 @@ impl Wakers {
             if !self.ignore_pods.load(Ordering::Acquire) {
                 self.passes.notify_one();
             }
-            self.gate.notify_one();
+            self.placement.notify_one();
         }
         if effect.of_tenants || effect.of_gpus && !self.ignore_tenants.load(Ordering::Acquire) {
             self.tenants.notify_one();
@@ -183,17 +185,21 @@ impl Watches<'_> {
                 WatchRules { trim: trim_metadata, same: AgentPod::is_same, wake: |wakes, _| wakes.planners() },
             ),
             pods: self.store_pods(Api::<RawPod>::all(client.clone()), config().fields(LIVING_PODS)),
-            // The scheduler also reads volumes and namespaces' labels. Only the gate needs these
-            // objects.
+            // The scheduler also reads volumes and namespaces' labels. Only the placement
+            // controller needs these objects.
             volume_claims: self.store_objects(
                 "PersistentVolumeClaim",
                 (Api::<VolumeClaimObject>::all(client.clone()), config()),
-                WatchRules { trim: trim_metadata, same: VolumeClaimObject::is_same, wake: |wakes, _| wakes.gate() },
+                WatchRules {
+                    trim: trim_metadata,
+                    same: VolumeClaimObject::is_same,
+                    wake: |wakes, _| wakes.placement(),
+                },
             ),
             volumes: self.store_objects(
                 "PersistentVolume",
                 (Api::<VolumeObject>::all(client.clone()), config()),
-                WatchRules { trim: trim_metadata, same: VolumeObject::is_same, wake: |wakes, _| wakes.gate() },
+                WatchRules { trim: trim_metadata, same: VolumeObject::is_same, wake: |wakes, _| wakes.placement() },
             ),
             budgets: self.store_objects(
                 "PodDisruptionBudget",
@@ -208,7 +214,7 @@ impl Watches<'_> {
                     same: |_, _| true,
                     wake: |wakes, namespace| {
                         if namespace.is_none() {
-                            wakes.gate();
+                            wakes.placement();
                         }
                     },
                 },
@@ -227,20 +233,21 @@ impl Watches<'_> {
         )
     }
 
-    /// Watches the objects that decide which MPS hosts to replace. Only the gate reads them.
-    pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> HostStores {
+    /// Watches the objects that decide which MPS hosts to replace. Only the placement controller
+    /// reads them.
+    pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> MpsHostStores {
         let pods = (Api::<AgentPod>::namespaced(client.clone(), namespace), config().labels(selector));
         let revisions = (Api::<Revision>::namespaced(client.clone(), namespace), config());
-        HostStores {
+        MpsHostStores {
             pods: self.store_objects(
                 "MpsHostPod",
                 pods,
-                WatchRules { trim: trim_metadata, same: AgentPod::is_same, wake: |wakes, _| wakes.gate() },
+                WatchRules { trim: trim_metadata, same: AgentPod::is_same, wake: |wakes, _| wakes.placement() },
             ),
             revisions: self.store_objects(
                 "ControllerRevision",
                 revisions,
-                WatchRules { trim: trim_metadata, same: |_, _| false, wake: |wakes, _| wakes.gate() },
+                WatchRules { trim: trim_metadata, same: |_, _| false, wake: |wakes, _| wakes.placement() },
             ),
             namespace: namespace.to_owned(),
         }
@@ -450,13 +457,13 @@ mod tests {
     #[test]
     fn budgets_wake_the_gate_only_while_a_pod_may_preempt_and_no_change_is_missed() {
         let wakes = Wakers::default();
-        let woken = || wakes.gate.notified().now_or_never().is_some();
+        let woken = || wakes.placement.notified().now_or_never().is_some();
         wakes.budget();
         assert!(woken(), "before the first reconcile");
         wakes.set_awaits_budgets(false);
         wakes.budget();
         assert!(!woken());
-        // This budget changes after the gate has read the budgets.
+        // This budget changes after the placement controller has read the budgets.
         wakes.budget();
         wakes.set_awaits_budgets(true);
         assert!(woken());
@@ -474,14 +481,14 @@ mod tests {
         let woken = |of: &Arc<Notify>| of.notified().now_or_never().is_some();
         wakes.pods(OF_GPUS);
         assert!(
-            woken(&wakes.passes) && woken(&wakes.gate),
+            woken(&wakes.passes) && woken(&wakes.placement),
             "before the first pass it is not known whether pods decide"
         );
         wakes.set_partitions_on_demand(false);
         wakes.pods(OF_GPUS);
-        assert!(!woken(&wakes.passes) && woken(&wakes.gate));
+        assert!(!woken(&wakes.passes) && woken(&wakes.placement));
         wakes.planners();
-        assert!(woken(&wakes.passes) && woken(&wakes.gate));
+        assert!(woken(&wakes.passes) && woken(&wakes.placement));
         // This pod changes after the pass has read the pods and before the pass reports that GPUs
         // are partitioned on demand.
         wakes.pods(OF_GPUS);
@@ -491,9 +498,9 @@ mod tests {
         assert!(!woken(&wakes.passes), "a repeated report wakes nothing");
         wakes.pods(OF_GPUS);
         assert!(woken(&wakes.passes));
-        woken(&wakes.gate);
+        woken(&wakes.placement);
         wakes.pods(Effect::default());
-        assert!(!woken(&wakes.passes) && !woken(&wakes.gate), "a pod without GPUs");
+        assert!(!woken(&wakes.passes) && !woken(&wakes.placement), "a pod without GPUs");
     }
 
     fn gpu_node(findings: &serde_json::Value) -> DeserializeGuard<GpuNode> {

@@ -105,7 +105,7 @@ impl World {
     /// Runs one pass of the operator. Returns the nodes whose spec it writes.
     fn pass(&mut self) -> Vec<String> {
         let written = self.write();
-        assert!(changes(&self.staged_plan().0, &self.observed).is_empty(), "a pass writes everything at once");
+        assert!(changes(&self.staged_plan().0, &self.observed).is_empty(), "one pass writes everything");
         written
     }
 

@@ -96,6 +96,9 @@ pub fn hostname_requirement<'a>(hostnames: impl IntoIterator<Item = &'a str>) ->
 
 /// Returns the additions that restrict the pod to the nodes that match both its affinity and the
 /// requirement. The list is empty if the pod already has the requirement.
+///
+/// # Errors
+/// Returns [`MatchesNoNode`] if no term of the pod's affinity has requirements.
 pub fn narrow(present: ExistingAffinity<'_>, requirement: &Requirement) -> Result<Vec<PatchOperation>, MatchesNoNode> {
     let required = || Terms { node_selector_terms: vec![term_with(requirement)] };
     let terms = match present {
@@ -128,6 +131,9 @@ pub fn narrow(present: ExistingAffinity<'_>, requirement: &Requirement) -> Resul
 
 /// Returns the pod's required terms after [`narrow`], for callers that send the whole list. A pod
 /// without required terms receives one term.
+///
+/// # Errors
+/// Returns [`MatchesNoNode`] if no term of the pod's affinity has requirements.
 pub fn narrowed_terms(
     present: ExistingAffinity<'_>,
     requirement: &Requirement,

@@ -147,7 +147,7 @@ impl Checker {
             }
         }
         if [&mig, &mps, &replica_slices].iter().filter(|slices| !slices.is_empty()).count() > 1 {
-            self.report(at, "the GPU has two kinds of partition at once");
+            self.report(at, "the GPU has two kinds of partition at the same time");
         }
         for (slices, mode) in [(&mig, Mode::Mig), (&mps, Mode::Mps), (&replica_slices, Mode::TimeSlicing)] {
             if !slices.is_empty() && gpu.mode != mode && gpu.mode != Mode::Auto {

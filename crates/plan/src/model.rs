@@ -338,7 +338,10 @@ impl<'a> Model<'a> {
         snapshot.pods.iter().map(node).collect()
     }
 
-    /// Returns the requests of a pod.
+    /// Returns a pod's requests: units of Cleave's resources, and thousandths of other resources.
+    ///
+    /// # Errors
+    /// Returns a clause that states which amount is not a valid quantity or is too large.
     fn pod_requests(&self, pod: &Pod, names: &ResourceNames<'_>) -> Result<PodRequests, String> {
         let mut units = Vec::new();
         let mut needs = Vec::new();

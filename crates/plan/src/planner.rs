@@ -103,10 +103,11 @@ pub struct Planned {
 const MAX_EXACT_PODS: usize = 24;
 const MAX_EXACT_GPUS: usize = 32;
 
-/// Maximum number of look-ups for moving pods in a whole plan: a fixed number, and a number for
-/// each pod.
-const MAX_MOVE_LOOKUPS: u64 = 200_000;
-const MAX_MOVE_LOOKUPS_PER_POD: u64 = 300;
+/// Fixed part of the maximum number of look-ups for moving pods in a whole plan. Each pod adds
+/// [`MOVE_LOOKUPS_PER_POD`].
+const BASE_MOVE_LOOKUPS: u64 = 200_000;
+/// Number of look-ups that each pod adds to [`BASE_MOVE_LOOKUPS`].
+const MOVE_LOOKUPS_PER_POD: u64 = 300;
 /// Maximum number of look-ups for moving pods in one attempt at a part that is searched exactly
 /// afterwards.
 const MAX_LOOKUPS_BEFORE_EXACT_SEARCH: u64 = 10_000;
@@ -122,7 +123,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
     let mut costs = CostCache::default();
     find_candidate_nodes(&mut model, &mut states, &mut costs, &empty);
     let mut assignment = empty.clone();
-    let moving = MAX_MOVE_LOOKUPS.saturating_add(MAX_MOVE_LOOKUPS_PER_POD.saturating_mul(snapshot.pods.len() as u64));
+    let moving = BASE_MOVE_LOOKUPS.saturating_add(MOVE_LOOKUPS_PER_POD.saturating_mul(snapshot.pods.len() as u64));
     let mut budget = WorkBudget { moving, steps: policy.search_steps.saturating_mul(16), each: policy.search_steps };
     for part in divide_into_parts(&model) {
         plan_part(&model, &mut states, &mut costs, &mut assignment, &part, &mut budget);

@@ -160,7 +160,7 @@ impl Candidates {
             if without_first != 0 {
                 let last = without_first.ilog2() as usize;
                 let between = without_first & !(1 << last);
-                // Both sets contain the pairs in between.
+                // Both sets contain the pairs without `first` and `last`.
                 let separate = scores[without_first] + scores[set & !(1 << last)] - scores[between];
                 scores[set] = separate + self.scores[first][last];
             }

@@ -32,6 +32,9 @@ pub fn raise_limit() {
 }
 
 /// Returns the number of open files and their limit.
+///
+/// # Errors
+/// Returns an error if `/proc/self/fd` cannot be read.
 pub fn usage() -> io::Result<Usage> {
     // The listing itself opens one descriptor.
     let open = std::fs::read_dir("/proc/self/fd")?.count().saturating_sub(1);

@@ -296,7 +296,7 @@ func (a *api) readPolicyInputs(ctx context.Context) (policyInputs, error) {
 	return world, nil
 }
 
-// enforce runs the component until ctx ends.
+// enforce applies IPv4 NetworkPolicies to the packet filter of each node until ctx is done.
 func (c *cluster) enforce(ctx context.Context) error {
 	api, err := newAPI(c.layout)
 	if err != nil {

@@ -69,7 +69,7 @@ func TestPoliciesBecomeChains(t *testing.T) {
 		first := chains[policiesChain]
 		delete(chains, policiesChain)
 		if len(chains) != len(c.want) || len(first) != 1+len(c.want) {
-			t.Errorf("%s: %v, by way of %v", what, chains, first)
+			t.Errorf("%s: %v, through %v", what, chains, first)
 		}
 		for name, rules := range c.want {
 			if !slices.Equal(chains[name], rules) {

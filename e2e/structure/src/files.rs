@@ -19,6 +19,9 @@ const IGNORED_DIRECTORIES: [&str; 3] = [".git", ".gpu", "target"];
 
 /// Reads the Rust files of every member of the workspace at `root`, finds the members' libraries
 /// and programs, and reads all other files with comments.
+///
+/// # Errors
+/// Returns an error if a file cannot be read or a manifest names no package.
 pub fn read_sources(root: &Path) -> Result<Sources> {
     let mut sources = Sources::default();
     let mut members = workspace_members(&read_text(&root.join("Cargo.toml"))?);

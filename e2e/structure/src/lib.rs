@@ -32,6 +32,9 @@ pub use model::{Crate, Finding, Sources};
 
 /// Returns all findings about `sources`: cycles by crate, then long files, long functions and wide
 /// comments.
+///
+/// # Errors
+/// Returns an error if a file has a syntax error or the file of a module does not exist.
 pub fn check(sources: &Sources) -> Result<Vec<Finding>, parse::Error> {
     let parsed = parse::parse(sources)?;
     let mut findings = Vec::new();

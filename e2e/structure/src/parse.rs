@@ -38,6 +38,9 @@ pub enum Error {
 pub type Parsed = BTreeMap<String, File>;
 
 /// Parses every file of `sources`.
+///
+/// # Errors
+/// Returns the position and message of the first syntax error.
 pub fn parse(sources: &Sources) -> Result<Parsed, Error> {
     let file = |(path, text): (&String, &String)| match syn::parse_file(text) {
         Ok(file) => Ok((path.clone(), file)),

@@ -53,6 +53,9 @@ impl HostLink {
     }
 
     /// Writes the desired file.
+    ///
+    /// # Errors
+    /// Returns an error if the directory or the file cannot be written.
     pub fn write_desired(&self, desired: &Desired) -> io::Result<()> {
         fs::create_dir_all(self.paths.mps())?;
         write_atomically(&self.paths.desired(), &serde_json::to_vec(desired)?)
@@ -60,6 +63,9 @@ impl HostLink {
 
     /// Creates the directory of an allocation. The directory already exists if the same slices were
     /// allocated before.
+    ///
+    /// # Errors
+    /// Returns an error if the directory cannot be created.
     pub fn create_allocation_directory(&self, id: &str) -> io::Result<()> {
         let directory = self.paths.allocation(id);
         match fs::create_dir(&directory) {
@@ -121,7 +127,7 @@ impl HostLink {
 
     /// Follows the MPS host forever: the status file through inotify, and the process through an
     /// open connection.
-    pub async fn follow_host(&self, view: &watch::Sender<HostView>) {
+    pub async fn follow_mps_host(&self, view: &watch::Sender<HostView>) {
         if let Err(error) = fs::create_dir_all(self.paths.mps()) {
             tracing::error!(%error, path = %self.paths.mps().display(), "failed to create the MPS host's directory");
         }
@@ -247,7 +253,7 @@ mod tests {
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-    fn host_status(device: &str, state: DaemonState) -> MpsHostStatus {
+    fn mps_host_status(device: &str, state: DaemonState) -> MpsHostStatus {
         let daemon = DaemonStatus {
             state,
             pid: Some(7),
@@ -295,8 +301,8 @@ mod tests {
         let (_directory, link) = test_link();
         let (sender, mut view) = watch::channel(HostView::default());
         let follower = link.clone();
-        let task = tokio::spawn(async move { follower.follow_host(&sender).await });
-        write_status(&link, &serde_json::to_vec(&host_status("GPU-a", DaemonState::Active)).unwrap());
+        let task = tokio::spawn(async move { follower.follow_mps_host(&sender).await });
+        write_status(&link, &serde_json::to_vec(&mps_host_status("GPU-a", DaemonState::Active)).unwrap());
         let mut until = async |what: &str, condition: fn(&HostView) -> bool| {
             timeout(TEST_TIMEOUT, view.wait_for(condition)).await.expect(what).expect(what).clone()
         };
@@ -322,7 +328,7 @@ mod tests {
         let (_directory, link) = test_link();
         let (sender, mut view) = watch::channel(HostView::default());
         let follower = link.clone();
-        let task = tokio::spawn(async move { follower.follow_host(&sender).await });
+        let task = tokio::spawn(async move { follower.follow_mps_host(&sender).await });
         let mut until = async |what: &str, condition: fn(&HostView) -> bool| {
             timeout(TEST_TIMEOUT, view.wait_for(condition)).await.expect(what).expect(what).clone()
         };
@@ -330,7 +336,7 @@ mod tests {
         let listener = UnixListener::bind(link.paths.socket()).unwrap();
         let connection = listener.accept().await.unwrap();
         until("alive", |view| view.alive).await;
-        write_status(&link, &serde_json::to_vec(&host_status("GPU-a", DaemonState::Active)).unwrap());
+        write_status(&link, &serde_json::to_vec(&mps_host_status("GPU-a", DaemonState::Active)).unwrap());
         until("active", |view| view.status.daemons.contains_key("GPU-a")).await;
         drop((listener, connection));
         let gone = until("gone", |view| !view.alive).await;
@@ -339,7 +345,7 @@ mod tests {
         let _listener = UnixListener::bind(link.paths.socket()).unwrap();
         until("alive again", |view| view.alive).await;
         fs::remove_dir_all(link.paths.mps()).unwrap();
-        write_status(&link, &serde_json::to_vec(&host_status("GPU-b", DaemonState::Active)).unwrap());
+        write_status(&link, &serde_json::to_vec(&mps_host_status("GPU-b", DaemonState::Active)).unwrap());
         until("a new directory", |view| view.status.daemons.contains_key("GPU-b")).await;
         task.abort();
     }

@@ -329,7 +329,7 @@ mod tests {
         Client { pid: 100 + u32::try_from(number).unwrap(), allocation: Some(nth_allocation_id(number)) }
     }
 
-    fn host_view(host: u32, fault: Option<Fault>) -> HostView {
+    fn mps_host_view(host: u32, fault: Option<Fault>) -> HostView {
         let daemon = DaemonStatus {
             state: DaemonState::Fault,
             pid: None,
@@ -367,7 +367,7 @@ mod tests {
                 faults: ReportedFaults::default(),
                 now,
             };
-            assert_eq!(test.update(&host_view(7, None)), FaultReport::default());
+            assert_eq!(test.update(&mps_host_view(7, None)), FaultReport::default());
             test
         }
 
@@ -415,7 +415,7 @@ mod tests {
     #[test]
     fn each_pod_gets_one_event_that_names_no_pod_of_another_namespace() {
         let mut test = FaultTest::new(&[("ns", "bad"), ("ns", "near"), ("other", "far")], &[]);
-        let report = test.update_after_log_delay(&host_view(7, Some(fault(1, Some(0), 3))));
+        let report = test.update_after_log_delay(&mps_host_view(7, Some(fault(1, Some(0), 3))));
         let events = events(&report);
         assert_eq!(
             events.iter().map(|(to, reason, _)| (*to, *reason)).collect::<Vec<_>>(),
@@ -442,11 +442,11 @@ mod tests {
         let pod = report.events[3].regarding.clone().unwrap();
         assert_eq!(pod, PodRef { namespace: "other".into(), name: "far".into(), uid: "uid-far".into() });
         assert_eq!(
-            test.update(&host_view(7, Some(Fault { over: true, ..fault(1, Some(0), 3) }))),
+            test.update(&mps_host_view(7, Some(Fault { over: true, ..fault(1, Some(0), 3) }))),
             FaultReport::default()
         );
         assert_eq!(
-            test.update(&host_view(7, Some(fault(2, None, 3)))).faults,
+            test.update(&mps_host_view(7, Some(fault(2, None, 3)))).faults,
             BTreeMap::from([("GPU-a".to_owned(), 1)])
         );
     }
@@ -454,11 +454,11 @@ mod tests {
     #[test]
     fn no_event_names_a_cause_if_the_log_names_several_clients() {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
-        assert_eq!(test.update(&host_view(7, Some(fault(1, Some(0), 2)))).events, []);
+        assert_eq!(test.update(&mps_host_view(7, Some(fault(1, Some(0), 2)))).events, []);
         test.now += MAX_LOG_DELAY / 2;
         // The MPS host reports no culprit if the log names two.
-        assert_eq!(test.update(&host_view(7, Some(fault(1, None, 2)))).events, []);
-        let report = test.update(&host_view(7, Some(Fault { over: true, ..fault(1, None, 2) })));
+        assert_eq!(test.update(&mps_host_view(7, Some(fault(1, None, 2)))).events, []);
+        let report = test.update(&mps_host_view(7, Some(Fault { over: true, ..fault(1, None, 2) })));
         let reasons: Vec<&str> = events(&report).iter().map(|event| event.1).collect();
         assert_eq!(
             reasons,
@@ -470,11 +470,11 @@ mod tests {
     #[test]
     fn events_wait_for_unknown_pods_for_a_limited_time() {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &["b"]);
-        let report = test.update(&host_view(7, Some(fault(1, None, 2))));
+        let report = test.update(&mps_host_view(7, Some(fault(1, None, 2))));
         assert_eq!((report.events.len(), report.wake_after, report.faults.len()), (0, Some(MAX_OWNER_DELAY), 1));
         test.pending.update_pod(bound_pod("ns", "b"), test.now);
         test.now += MAX_LOG_DELAY / 2;
-        let report = test.update(&host_view(7, Some(fault(1, None, 2))));
+        let report = test.update(&mps_host_view(7, Some(fault(1, None, 2))));
         assert_eq!(
             (report.events.len(), report.wake_after),
             (0, Some(MAX_LOG_DELAY / 2)),
@@ -483,14 +483,14 @@ mod tests {
         // No list contains the pod any more, but the fault keeps its record of the pod.
         test.listed.clear();
         test.now += MAX_LOG_DELAY / 2;
-        let report = test.update(&host_view(7, Some(fault(1, None, 2))));
+        let report = test.update(&mps_host_view(7, Some(fault(1, None, 2))));
         assert_eq!(events(&report).len(), 3);
         assert!(events(&report)[1].2.contains("possibly the pod's own"));
         assert_eq!(report.wake_after, None);
         // No source ever reports these pods.
-        test.update(&host_view(7, Some(fault(2, Some(0), 2))));
+        test.update(&mps_host_view(7, Some(fault(2, Some(0), 2))));
         test.now += MAX_OWNER_DELAY;
-        let report = test.update(&host_view(7, Some(fault(2, Some(0), 2))));
+        let report = test.update(&mps_host_view(7, Some(fault(2, Some(0), 2))));
         assert_eq!(events(&report).len(), 1);
         assert!(events(&report)[0].2.contains(
             "process 100 of no known pod, but it often names a neighbour. The fault broke 2 programs of unknown pods"
@@ -500,8 +500,9 @@ mod tests {
     #[test]
     fn pods_of_terminated_programs_get_an_event() {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
-        test.update_after_log_delay(&host_view(7, Some(fault(1, Some(0), 2))));
-        let terminated = |clients: Vec<Client>| host_view(7, Some(Fault { ended: clients, ..fault(1, Some(0), 2) }));
+        test.update_after_log_delay(&mps_host_view(7, Some(fault(1, Some(0), 2))));
+        let terminated =
+            |clients: Vec<Client>| mps_host_view(7, Some(Fault { ended: clients, ..fault(1, Some(0), 2) }));
         let report = test.update(&terminated(vec![client(1)]));
         assert_eq!(
             events(&report).iter().map(|event| (event.0, event.1)).collect::<Vec<_>>(),
@@ -517,7 +518,8 @@ mod tests {
     #[test]
     fn a_program_killed_while_its_kernels_ran_is_the_known_cause() {
         let mut test = FaultTest::new(&[("ns", "a"), ("ns", "b")], &[]);
-        let report = test.update_after_log_delay(&host_view(7, Some(Fault { killed: true, ..fault(1, Some(0), 2) })));
+        let report =
+            test.update_after_log_delay(&mps_host_view(7, Some(Fault { killed: true, ..fault(1, Some(0), 2) })));
         let events = events(&report);
         assert_eq!(events[1].1, "CausedGpuFault");
         assert!(events[0].2.contains("was killed while its kernels ran"), "{}", events[0].2);
@@ -526,19 +528,23 @@ mod tests {
     }
 
     #[test]
-    fn a_new_agent_reports_only_ongoing_faults_and_a_new_host_restarts_the_fault_numbers() {
+    fn a_new_agent_reports_only_ongoing_faults_and_a_new_mps_host_restarts_the_fault_numbers() {
         let mut test = FaultTest::new(&[("ns", "a")], &[]);
         test.faults = ReportedFaults::default();
         let over = |number| Fault { over: true, ended: vec![client(0)], ..fault(number, Some(0), 1) };
-        assert_eq!(test.update(&host_view(7, Some(over(3)))), FaultReport::default(), "an earlier agent reported it");
-        assert_eq!(test.update(&host_view(7, Some(over(3)))), FaultReport::default());
-        assert_eq!(test.update(&host_view(7, Some(over(5)))).faults["GPU-a"], 2, "one was missed");
-        assert_eq!(test.update(&HostView { alive: false, ..host_view(8, Some(over(1))) }), FaultReport::default());
-        assert_eq!(test.update(&host_view(0, Some(over(1)))), FaultReport::default(), "the host has stopped");
-        assert_eq!(events(&test.update(&host_view(8, Some(over(1))))).len(), 3);
+        assert_eq!(
+            test.update(&mps_host_view(7, Some(over(3)))),
+            FaultReport::default(),
+            "an earlier agent reported it"
+        );
+        assert_eq!(test.update(&mps_host_view(7, Some(over(3)))), FaultReport::default());
+        assert_eq!(test.update(&mps_host_view(7, Some(over(5)))).faults["GPU-a"], 2, "one was missed");
+        assert_eq!(test.update(&HostView { alive: false, ..mps_host_view(8, Some(over(1))) }), FaultReport::default());
+        assert_eq!(test.update(&mps_host_view(0, Some(over(1)))), FaultReport::default(), "the MPS host has stopped");
+        assert_eq!(events(&test.update(&mps_host_view(8, Some(over(1))))).len(), 3);
         test.faults = ReportedFaults::default();
         assert_eq!(
-            events(&test.update_after_log_delay(&host_view(8, Some(fault(1, Some(0), 1))))).len(),
+            events(&test.update_after_log_delay(&mps_host_view(8, Some(fault(1, Some(0), 1))))).len(),
             2,
             "the fault is ongoing"
         );
@@ -547,8 +553,8 @@ mod tests {
     #[test]
     fn a_second_fault_does_not_suppress_the_report_of_the_first() {
         let mut test = FaultTest::new(&[("ns", "a")], &["a"]);
-        assert_eq!(events(&test.update(&host_view(7, Some(fault(1, Some(0), 1))))).len(), 0);
-        let report = test.update(&host_view(7, Some(fault(2, Some(0), 1))));
+        assert_eq!(events(&test.update(&mps_host_view(7, Some(fault(1, Some(0), 1))))).len(), 0);
+        let report = test.update(&mps_host_view(7, Some(fault(2, Some(0), 1))));
         assert_eq!(events(&report).iter().map(|event| event.1).collect::<Vec<_>>(), ["GpuFault", "NamedInGpuFault"]);
         assert_eq!(report.wake_after, Some(MAX_OWNER_DELAY));
     }
@@ -561,6 +567,6 @@ mod tests {
         let client = Client { pid: 1, allocation: Some(first.id()) };
         test.allocations.insert(first, test.now);
         let fault = Fault { number: 1, culprit: Some(client.clone()), affected: vec![client], ..Fault::default() };
-        assert_eq!(events(&test.update_after_log_delay(&host_view(7, Some(fault))))[1].0, Some("a"));
+        assert_eq!(events(&test.update_after_log_delay(&mps_host_view(7, Some(fault))))[1].0, Some("a"));
     }
 }

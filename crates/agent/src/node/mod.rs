@@ -283,7 +283,7 @@ impl Node {
     pub fn record_gpu_node(&mut self, object: GpuNodeState) {
         match &object {
             // The spec is empty because the operator has not seen the GPUs yet. Keep the current
-            // layouts, so that no GPU is served whole in between.
+            // layouts, so that no GPU is served whole until the operator writes the spec.
             GpuNodeState::Present(_, spec) if spec.plan_id.is_empty() && spec.gpus.is_empty() => {}
             GpuNodeState::Present(generation, spec) => {
                 for gpu in &spec.gpus {

@@ -103,7 +103,10 @@ pub struct StatusInput<'a> {
 /// Problem of a daemon whose handshake is unknown.
 const UNKNOWN_HANDSHAKE: &str = "the driver's MPS handshake is unknown, so doors cannot enforce the limits of shares. Run `cleave doctor` on the node. To serve shares whose limits pods can change, set `mps.enforcement: Advisory` in the SharingPolicy";
 
-/// Checks that the daemon of a device serves with its settings. The error states why it does not.
+/// Checks that the MPS daemon of a device serves with its settings.
+///
+/// # Errors
+/// Returns a clause that states why the daemon does not serve.
 pub fn check_daemon(view: &HostView, device: &str, settings: &DaemonSettings) -> Result<(), String> {
     if !view.alive {
         return Err("the MPS host does not answer".into());

@@ -30,7 +30,7 @@ fn start_node(checkpoint: Option<Checkpoint>, last: Option<Desired>, start: Inst
     (node, AllocationTable { allocations, ..AllocationTable::default() })
 }
 
-fn host_view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::HostView {
+fn mps_host_view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::HostView {
     let daemon = DaemonStatus {
         state,
         pid: Some(1),
@@ -60,7 +60,7 @@ fn serving_node(start: Instant) -> (Node, AllocationTable, Desired) {
     node.record_inventory(inventory(), start);
     node.record_gpu_node(spec_object(10));
     let desired = node.reconcile(&mut table, start).desired;
-    node.record_mps_view(host_view(DaemonState::Active, 0, &desired));
+    node.record_mps_view(mps_host_view(DaemonState::Active, 0, &desired));
     assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 10);
     (node, table, desired)
 }
@@ -71,11 +71,14 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
     let nothing = mps::HostView { alive: true, ..mps::HostView::default() };
     let desired = serving_node(start).2;
     let views = [
-        ("the daemon starts", host_view(DaemonState::Starting, 0, &desired)),
-        ("the daemon restarts", host_view(DaemonState::Restarting, 0, &desired)),
-        ("the host is away", mps::HostView { alive: false, ..host_view(DaemonState::Active, 0, &desired) }),
-        ("a new host has not started the daemon yet", nothing),
-        ("the host left no status", mps::HostView::default()),
+        ("the daemon starts", mps_host_view(DaemonState::Starting, 0, &desired)),
+        ("the daemon restarts", mps_host_view(DaemonState::Restarting, 0, &desired)),
+        (
+            "the MPS host does not answer",
+            mps::HostView { alive: false, ..mps_host_view(DaemonState::Active, 0, &desired) },
+        ),
+        ("a new MPS host has not started the daemon yet", nothing),
+        ("the MPS host left no status", mps::HostView::default()),
     ];
     for (what, away) in views {
         let (mut node, mut table, desired) = serving_node(start);
@@ -92,7 +95,7 @@ fn a_short_absence_of_a_daemon_makes_no_share_unhealthy() {
         for gone in [start + MAX_TOLERATED_ABSENCE, start + 5 * MAX_TOLERATED_ABSENCE] {
             // The daemon serves for some time before its absence. Only the duration of the absence
             // counts.
-            node.record_mps_view(host_view(DaemonState::Active, 0, &desired));
+            node.record_mps_view(mps_host_view(DaemonState::Active, 0, &desired));
             assert_eq!(served(&node.reconcile(&mut table, gone)), (10, 0, true, true, None), "{what}");
             let gone = gone + MAX_TOLERATED_ABSENCE;
             node.record_mps_view(away.clone());
@@ -133,16 +136,16 @@ fn failures_make_shares_unhealthy_at_once() {
             (DaemonState::Starting, 0),
             (DaemonState::Active, 10),
         ] {
-            node.record_mps_view(host_view(state, 0, &desired));
+            node.record_mps_view(mps_host_view(state, 0, &desired));
             let actions = node.reconcile(&mut table, start);
             assert_eq!(count_healthy(&actions), shares, "{state:?}");
             assert_eq!(actions.status.gpus[0].slices[0].unhealthy, 10 - u32::try_from(shares).unwrap());
         }
-        node.record_mps_view(mps::HostView { alive: false, ..host_view(state, 0, &desired) });
-        assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 0, "{state:?} was the host's last status");
+        node.record_mps_view(mps::HostView { alive: false, ..mps_host_view(state, 0, &desired) });
+        assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 0, "{state:?} was the MPS host's last status");
     }
     let (mut node, mut table, desired) = serving_node(start);
-    node.record_mps_view(host_view(DaemonState::Restarting, 0, &desired));
+    node.record_mps_view(mps_host_view(DaemonState::Restarting, 0, &desired));
     node.record_xid("GPU-a", 79, None, &[], start);
     let actions = node.reconcile(&mut table, start);
     assert_eq!(
@@ -160,14 +163,14 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
         node.record_inventory(inventory(), start);
         node.record_gpu_node(spec_object(10));
         let desired = node.reconcile(&mut table, start).desired;
-        node.record_mps_view(host_view(state, 0, &desired));
+        node.record_mps_view(mps_host_view(state, 0, &desired));
         assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 0, "{state:?}, not served before");
     }
 
     let (mut first, mut table, desired) = serving_node(start);
     let checkpoint = first.reconcile(&mut table, start).checkpoint;
     let (mut next, mut table) = start_node(Some(checkpoint), None, start);
-    next.record_mps_view(host_view(DaemonState::Restarting, 0, &desired));
+    next.record_mps_view(mps_host_view(DaemonState::Restarting, 0, &desired));
     assert_eq!(count_healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
     // The new layout has other limits. The daemon's default limits stay the same only with
@@ -183,17 +186,17 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
             partition.multi_user = false;
         }
         node.record_gpu_node(GpuNodeState::Present(generation, other));
-        node.record_mps_view(host_view(DaemonState::Restarting, 0, &desired));
+        node.record_mps_view(mps_host_view(DaemonState::Restarting, 0, &desired));
         node.reconcile(&mut table, start);
         let actions = node.reconcile(&mut table, start + REMOVAL_DELAY);
         assert_eq!(actions.desired == desired, same_daemon);
         assert_eq!((count_healthy(&actions), actions.wake_after), (0, None), "the layout changed");
         for state in [DaemonState::Active, DaemonState::Restarting] {
-            node.record_mps_view(host_view(state, 0, &desired));
+            node.record_mps_view(mps_host_view(state, 0, &desired));
             let shares = count_healthy(&node.reconcile(&mut table, start));
             assert_eq!(shares, if same_daemon { 10 } else { 0 }, "{state:?}, with its last settings?");
         }
-        node.record_mps_view(host_view(DaemonState::Active, 0, &actions.desired));
+        node.record_mps_view(mps_host_view(DaemonState::Active, 0, &actions.desired));
         assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 10);
     }
 }
@@ -213,21 +216,21 @@ fn a_daemon_is_reported_as_active_only_with_its_current_settings() {
     assert_ne!(changed.desired, desired);
     assert_eq!(state(&changed), "Restarting", "the status of the MPS host is about the older settings");
     assert!(changed.status.gpus[0].health.healthy, "no failure");
-    let mut refused = host_view(DaemonState::Active, 0, &desired);
+    let mut refused = mps_host_view(DaemonState::Active, 0, &desired);
     refused.status.error = Some("desired.json has version 9".to_owned());
     node.record_mps_view(refused);
     let actions = node.reconcile(&mut table, start + REMOVAL_DELAY);
     let health = &actions.status.gpus[0].health;
     assert_eq!((health.healthy, health.reason.as_str()), (false, "MpsUnavailable"));
     assert!(health.message.contains("desired.json has version 9"), "{}", health.message);
-    node.record_mps_view(host_view(DaemonState::BackOff, 0, &changed.desired));
+    node.record_mps_view(mps_host_view(DaemonState::BackOff, 0, &changed.desired));
     assert_eq!(state(&node.reconcile(&mut table, start + REMOVAL_DELAY)), "BackOff");
-    node.record_mps_view(host_view(DaemonState::Active, 0, &changed.desired));
+    node.record_mps_view(mps_host_view(DaemonState::Active, 0, &changed.desired));
     assert_eq!(state(&node.reconcile(&mut table, start + REMOVAL_DELAY)), "Active");
 }
 
 #[test]
-fn a_new_allocation_that_the_host_has_not_read_leaves_shares_healthy() {
+fn a_new_allocation_that_the_mps_host_has_not_read_leaves_shares_healthy() {
     let start = Instant::now();
     let (mut node, mut table, _) = serving_node(start);
     let given = Allocation {
@@ -249,7 +252,7 @@ fn a_whole_gpu_waits_until_its_daemon_has_exited() {
     let actions = node.reconcile(&mut table, start + REMOVAL_DELAY);
     assert!(actions.desired.daemons.is_empty());
     assert_eq!((actions.lists.values().flatten().count(), count_healthy(&actions)), (1, 0));
-    let mut gone = host_view(DaemonState::Active, 0, &desired);
+    let mut gone = mps_host_view(DaemonState::Active, 0, &desired);
     gone.status.daemons.clear();
     node.record_mps_view(gone);
     assert_eq!(count_healthy(&node.reconcile(&mut table, start)), 1);
@@ -263,25 +266,25 @@ fn each_exit_of_a_daemon_and_each_recovery_is_reported_once() {
         node.record_mps_view(view);
         event_reasons(&node.reconcile(&mut table, start))
     };
-    assert!(reported(host_view(DaemonState::Active, 0, &desired)).is_empty());
-    assert_eq!(reported(host_view(DaemonState::Restarting, 0, &desired)), ["MpsUnavailable"]);
-    assert!(reported(host_view(DaemonState::BackOff, 0, &desired)).is_empty());
-    assert!(reported(host_view(DaemonState::Starting, 1, &desired)).is_empty());
-    assert_eq!(reported(host_view(DaemonState::Active, 1, &desired)), ["Recovered"]);
+    assert!(reported(mps_host_view(DaemonState::Active, 0, &desired)).is_empty());
+    assert_eq!(reported(mps_host_view(DaemonState::Restarting, 0, &desired)), ["MpsUnavailable"]);
+    assert!(reported(mps_host_view(DaemonState::BackOff, 0, &desired)).is_empty());
+    assert!(reported(mps_host_view(DaemonState::Starting, 1, &desired)).is_empty());
+    assert_eq!(reported(mps_host_view(DaemonState::Active, 1, &desired)), ["Recovered"]);
     assert_eq!(
-        reported(host_view(DaemonState::Active, 2, &desired)),
+        reported(mps_host_view(DaemonState::Active, 2, &desired)),
         ["MpsUnavailable", "Recovered"],
         "both between two updates"
     );
     assert_eq!(
-        reported(mps::HostView { alive: false, ..host_view(DaemonState::Active, 2, &desired) }),
+        reported(mps::HostView { alive: false, ..mps_host_view(DaemonState::Active, 2, &desired) }),
         ["MpsUnavailable"]
     );
 }
 
 /// Returns the view of an MPS host whose daemon has an unknown handshake.
 fn advisory_view(state: DaemonState, desired: &Desired) -> mps::HostView {
-    let mut view = host_view(state, 0, desired);
+    let mut view = mps_host_view(state, 0, desired);
     view.status.daemons.values_mut().for_each(|daemon| daemon.enforcement = Enforcement::Advisory);
     view
 }
@@ -355,12 +358,12 @@ fn a_failed_start_causes_an_event_and_a_normal_start_does_not() {
     node.record_gpu_node(spec_object(10));
     let desired = node.reconcile(&mut table, start).desired;
     for state in [DaemonState::Stopping, DaemonState::Starting] {
-        node.record_mps_view(host_view(state, 0, &desired));
+        node.record_mps_view(mps_host_view(state, 0, &desired));
         assert!(event_reasons(&node.reconcile(&mut table, start)).is_empty());
     }
-    node.record_mps_view(host_view(DaemonState::BackOff, 0, &desired));
+    node.record_mps_view(mps_host_view(DaemonState::BackOff, 0, &desired));
     assert_eq!(event_reasons(&node.reconcile(&mut table, start)), ["MpsUnavailable"]);
-    node.record_mps_view(host_view(DaemonState::Active, 3, &desired));
+    node.record_mps_view(mps_host_view(DaemonState::Active, 3, &desired));
     assert_eq!(event_reasons(&node.reconcile(&mut table, start)), ["Recovered"]);
 }
 
@@ -489,7 +492,7 @@ fn slices_of_the_checkpoint_are_served_before_other_inputs_answer() {
     table.allocations.insert(allocation(&["GPU-a::1"]), start);
     let left = first.reconcile(&mut table, start).checkpoint;
     let (mut second, mut table) = start_node(Some(left.clone()), None, start);
-    second.record_mps_view(host_view(DaemonState::Active, 0, &desired));
+    second.record_mps_view(mps_host_view(DaemonState::Active, 0, &desired));
     let actions = second.reconcile(&mut table, start);
     assert_eq!(count_healthy(&actions), 10);
     assert_eq!(actions.checkpoint, left);

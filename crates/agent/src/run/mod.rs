@@ -112,7 +112,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let view = watch::Sender::new(link.read_view());
     let terminating = (pods.terminating.subscribe(), view.subscribe());
     tasks.spawn(termination::run(link.clone(), terminating, termination_events, metrics.clone()));
-    tasks.spawn(mps::watch_host(link.clone(), view, inputs.clone()));
+    tasks.spawn(mps::watch_mps_host(link.clone(), view, inputs.clone()));
     let tenant_handles = (link.clone(), pods.names.clone(), metrics.clone());
     let process_sources = (library, args.proc.clone());
     tasks.spawn(tenants::watch_tenants(process_sources, tenant_handles, snapshots, pod_events, inputs.clone()));

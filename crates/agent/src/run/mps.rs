@@ -6,7 +6,7 @@ use crate::mps::HostView;
 use crate::mps::link::HostLink;
 
 /// Watches the MPS host, forever.
-pub(super) async fn watch_host(
+pub(super) async fn watch_mps_host(
     link: HostLink,
     sender: watch::Sender<HostView>,
     inputs: mpsc::Sender<Input>,
@@ -22,7 +22,7 @@ pub(super) async fn watch_host(
     };
     tokio::select! {
         // Both branches run until the agent ends.
-        () = link.follow_host(&sender) => {}
+        () = link.follow_mps_host(&sender) => {}
         () = forward => {}
     }
     Ok(())

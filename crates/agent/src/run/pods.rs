@@ -48,7 +48,7 @@ fn pod_uid(DeserializeGuard(object): &DeserializeGuard<PodObject>) -> Option<&St
     }
 }
 
-/// Detects pods of the node that terminate.
+/// Detects terminating pods on the node.
 #[derive(Debug, Default)]
 struct TerminationWatch {
     shutdown: Shutdown,

@@ -70,7 +70,7 @@ impl ProcessObserver {
         let mut queried = BTreeSet::new();
         for (gpu, devices) in group_by_gpu(snapshot, devices) {
             if !self.in_progress.contains_key(&gpu) {
-                self.query_gpu(gpu.clone(), devices, Arc::clone(snapshot))?;
+                self.start_query(gpu.clone(), devices, Arc::clone(snapshot))?;
                 queried.insert(gpu);
             }
         }
@@ -92,7 +92,7 @@ impl ProcessObserver {
     }
 
     /// Requests the processes of a GPU from its worker thread, and starts the thread on first use.
-    fn query_gpu(&mut self, gpu: String, devices: Vec<String>, snapshot: Arc<TenantSnapshot>) -> std::io::Result<()> {
+    fn start_query(&mut self, gpu: String, devices: Vec<String>, snapshot: Arc<TenantSnapshot>) -> std::io::Result<()> {
         let worker = match self.workers.get(&gpu) {
             Some(worker) => worker.clone(),
             None => {

@@ -121,7 +121,7 @@ pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names:
     for (uuid, processes) in &sample.devices {
         let Some(device) = snapshot.devices.get(uuid) else { continue };
         let mut by_owner: BTreeMap<Option<&ProcessOwner>, Vec<(&SampledProcess, ProcessRole<'_>)>> = BTreeMap::new();
-        for process in processes.iter().filter(|process| !is_daemon(process, device, sample)) {
+        for process in processes.iter().filter(|process| !belongs_to_daemon(process, device, sample)) {
             by_owner.entry(process.owner.as_ref()).or_default().push((process, role(process, device)));
         }
         for (owner, processes) in by_owner {
@@ -135,7 +135,7 @@ pub fn find_violations(snapshot: &TenantSnapshot, sample: &ProcessSample, names:
 
 /// Returns whether a process is part of an MPS daemon. The snapshot may not contain a new MPS
 /// server yet. Therefore this also checks the parent and the pod of the process.
-fn is_daemon(process: &SampledProcess, device: &SharedDevice, sample: &ProcessSample) -> bool {
+fn belongs_to_daemon(process: &SampledProcess, device: &SharedDevice, sample: &ProcessSample) -> bool {
     let in_daemon_pod = process.owner.as_ref().is_some_and(|owner| sample.daemon_pods.contains(&owner.pod));
     in_daemon_pod || device.daemon.contains(&process.id.pid) || device.daemon.contains(&process.parent)
 }

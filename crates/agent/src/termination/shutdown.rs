@@ -276,7 +276,7 @@ pub(crate) mod tests {
 
     /// Returns the end of each pod's termination in seconds after `start`, or `None` if it does not
     /// terminate.
-    fn ends_in_seconds(terminating: &TerminatingPods, uids: [&str; 3], start: Instant) -> [Option<u64>; 3] {
+    fn seconds_until_end(terminating: &TerminatingPods, uids: [&str; 3], start: Instant) -> [Option<u64>; 3] {
         uids.map(|uid| Some((terminating.find_terminating(&[uid.to_owned()], None)?.1.end - start).as_secs()))
     }
 
@@ -333,7 +333,7 @@ pub(crate) mod tests {
         shutdown.set_start(Some(start));
         assert_eq!(shutdown.update(&mut terminating, start), (true, Some(start + secs(60))));
         assert_eq!(
-            ends_in_seconds(&terminating, uids, start),
+            seconds_until_end(&terminating, uids, start),
             [Some(30), None, None],
             "the pod's grace period is shorter"
         );
@@ -348,14 +348,18 @@ pub(crate) mod tests {
         assert_eq!(shutdown.update(&mut terminating, start + secs(2)), (false, Some(start + secs(60))));
         shutdown.remove("other");
         assert_eq!(shutdown.update(&mut terminating, start + secs(5)), (true, Some(start + secs(25))));
-        assert_eq!(ends_in_seconds(&terminating, uids, start), [None, Some(25), None], "the group's period is shorter");
+        assert_eq!(
+            seconds_until_end(&terminating, uids, start),
+            [None, Some(25), None],
+            "the group's period is shorter"
+        );
         // A change of the pod's status does not restart its grace period.
         let observation = shutdown.observe("usual", pod("usual", 0, 30, true), start + secs(9)).unwrap();
         assert!(!terminating.observe(observation, start + secs(9)));
-        assert_eq!(ends_in_seconds(&terminating, uids, start), [None, Some(25), None]);
+        assert_eq!(seconds_until_end(&terminating, uids, start), [None, Some(25), None]);
         // A pod that does not end in time does not delay the next group.
         assert_eq!(shutdown.update(&mut terminating, start + secs(25)), (true, None));
-        assert_eq!(ends_in_seconds(&terminating, uids, start), [None, Some(25), Some(28)]);
+        assert_eq!(seconds_until_end(&terminating, uids, start), [None, Some(25), Some(28)]);
     }
 
     #[test]
@@ -370,7 +374,7 @@ pub(crate) mod tests {
         assert!(!terminating.has_terminating());
         shutdown.retain_listed(&BTreeSet::from(["usual".to_owned()]));
         assert_eq!(shutdown.update(&mut terminating, start), (true, Some(start + secs(20))));
-        assert_eq!(ends_in_seconds(&terminating, ["usual", "", ""], start), [Some(20), None, None]);
+        assert_eq!(seconds_until_end(&terminating, ["usual", "", ""], start), [Some(20), None, None]);
         let deleted = ShutdownPod { observation: Some(observation("usual", Some((5, 4)))), ..usual() };
         let observation = shutdown.observe("usual", deleted, start + secs(1)).unwrap();
         assert_eq!(observation.deletion, Some(Deletion { grace: secs(5), left: secs(4) }), "the shorter one counts");

@@ -38,7 +38,7 @@ async fn a_fault_is_reported_on_each_affected_pod_and_shares_recover_when_the_la
     let gpu = machine.uuids[0].clone();
     machine.set_spec("first", vec![mps_spec(&gpu, 10)]);
     machine.set_pods(&[pod("bad", 1, &gpu), pod("near", 2, &gpu)]);
-    machine.start_host();
+    machine.start_mps_host();
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 10).await;
     let (bad, near) = (share_ids(&gpu, [0]), share_ids(&gpu, [1, 2]));

@@ -175,13 +175,13 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     };
     set_cordoned(&machine, "open", false);
     machine.set_pods(&[]);
-    machine.start_host();
+    machine.start_mps_host();
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
     let used = share_ids(&first, [2]);
     machine.kubelet.allocate(MPS_RESOURCE, &[&used[0]]).await.unwrap();
     machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &used)]);
-    let daemon = machine.host_status().unwrap().daemons[&first].pid;
+    let daemon = machine.mps_host_status().unwrap().daemons[&first].pid;
 
     set_cordoned(&machine, "cordoned", true);
     let seen = machine.wait_for_healthy(MPS_RESOURCE, 5).await;
@@ -207,7 +207,7 @@ async fn a_cordoned_gpu_serves_only_shares_in_use_and_pods_released_before() {
     machine.wait_for_healthy(MPS_RESOURCE, 5).await;
     machine.pods.set_devices(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 4).await;
-    assert_eq!(machine.host_status().unwrap().daemons[&first].pid, daemon, "the MPS daemon was not restarted");
+    assert_eq!(machine.mps_host_status().unwrap().daemons[&first].pid, daemon, "the MPS daemon was not restarted");
     set_cordoned(&machine, "the door is open again", false);
     machine.wait_for_healthy(MPS_RESOURCE, 8).await;
 }
@@ -264,7 +264,7 @@ async fn a_gpu_that_hangs_before_the_first_answer_does_not_block_other_gpus() {
     let mut machine = Machine::new(&["4xH200"]);
     machine.simgpu(&["hang", "nvmlDeviceGetMemoryInfo*", "--gpu", "3"]);
     machine.set_spec("first", ten_share_specs(&machine.uuids));
-    machine.start_host();
+    machine.start_mps_host();
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, 30).await;
     let reported = |status: &GpuNodeStatus| condition(status, "GpusHealthy") == ("False", "GpuUnhealthy");

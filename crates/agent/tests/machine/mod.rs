@@ -74,7 +74,7 @@ impl Machine {
         let mut machine = Self::new(gpus);
         let spec = spec(&machine.uuids);
         machine.set_spec("first", spec);
-        machine.start_host();
+        machine.start_mps_host();
         machine.start_agent(&[]);
         machine
     }
@@ -179,7 +179,7 @@ impl Machine {
     }
 
     /// Starts the MPS host.
-    pub(crate) fn start_host(&mut self) {
+    pub(crate) fn start_mps_host(&mut self) {
         let mut command = self.command("cleave");
         command.args(["mps-host", "--mps-control"]).arg(build_programs().join("nvidia-cuda-mps-control"));
         command.arg("--nvml-library").arg(&self.library).arg("--run-dir").arg(self.path("run"));
@@ -192,7 +192,7 @@ impl Machine {
     }
 
     /// Kills the MPS host (SIGKILL).
-    pub(crate) fn kill_host(&mut self) {
+    pub(crate) fn kill_mps_host(&mut self) {
         kill_if_running(&mut self.host);
     }
 
@@ -200,7 +200,7 @@ impl Machine {
     /// checkpoint the boot id of an earlier boot.
     pub(crate) fn reboot(&mut self) {
         self.kill_agent();
-        self.stop_host();
+        self.stop_mps_host();
         fs::remove_dir_all(self.path("run")).unwrap();
         self.simgpu(&["reboot"]);
         let checkpoint = self.path("state/agent.json");
@@ -211,7 +211,7 @@ impl Machine {
     }
 
     /// Stops the MPS host (SIGTERM), which ends its daemons too.
-    fn stop_host(&mut self) {
+    fn stop_mps_host(&mut self) {
         if let Some(mut host) = self.host.take() {
             let pid = rustix::process::Pid::from_child(&host);
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
@@ -263,7 +263,7 @@ impl Machine {
     }
 
     /// Reads the status file of the MPS host.
-    pub(crate) fn host_status(&self) -> Option<wire::MpsHostStatus> {
+    pub(crate) fn mps_host_status(&self) -> Option<wire::MpsHostStatus> {
         serde_json::from_slice(&fs::read(self.path("run/mps/status.json")).ok()?).ok()
     }
 
@@ -364,7 +364,7 @@ impl Drop for Machine {
     fn drop(&mut self) {
         self.kill_agent();
         self.kill_first_agent();
-        self.stop_host();
+        self.stop_mps_host();
     }
 }
 

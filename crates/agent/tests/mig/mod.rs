@@ -151,7 +151,7 @@ async fn a_gpu_is_partitioned_with_shares_repartitioned_around_a_pod_and_made_wh
         lists(&before, WHOLE_GPU_RESOURCE),
         "the other GPU's stream sent no list"
     );
-    machine.wait_until("the daemon exits", || machine.host_status()?.daemons.is_empty().then_some(())).await;
+    machine.wait_until("the daemon exits", || machine.mps_host_status()?.daemons.is_empty().then_some(())).await;
 
     // The change that would destroy the instance waits for the pod, and the step names the pod.
     machine.set_spec("whole", vec![]);
@@ -245,7 +245,7 @@ async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
     let mut machine = Machine::new(&["A100-80"]);
     machine.simgpu(&["set", "0", "mig-needs-reset=on"]);
     machine.set_spec("first", vec![mig_spec(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
-    machine.start_host();
+    machine.start_mps_host();
     machine.start_agent(&[]);
     let status = machine.wait_for_message("reset the GPU (nvidia-smi --gpu-reset), or reboot the node").await;
     assert_eq!(status.steps.iter().find(|step| step.action == "turn MIG mode on").unwrap().result, "Waiting");
@@ -318,7 +318,7 @@ async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes
     touch("proc/driver/nvidia/capabilities/gpu0/mig/gi2/access", "DeviceFileMinor: 21\nDeviceFileMode: 292\n");
     touch("proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0/access", "DeviceFileMinor: 22\nDeviceFileMode: 292\n");
     machine.set_spec("first", vec![mig_spec(&machine.uuids[0], &[("3g.40gb", 4, ServedAs::Whole)])]);
-    machine.start_host();
+    machine.start_mps_host();
     let expected = [
         "/dev/nvidia-caps/nvidia-cap21",
         "/dev/nvidia-caps/nvidia-cap22",

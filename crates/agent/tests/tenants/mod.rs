@@ -60,12 +60,12 @@ impl NodeWithTenants {
         machine.set_pods(&pods);
         let proc = machine.path("proc");
         fs::create_dir(&proc).unwrap();
-        machine.start_host();
+        machine.start_mps_host();
         machine.start_agent(&["--proc", proc.to_str().unwrap()]);
         machine.wait_for_healthy(MPS_RESOURCE, 10 * gpus).await;
         for gpu in &machine.uuids {
             let daemon = machine.wait_until("the MPS server runs", || {
-                let daemon = machine.host_status()?.daemons.remove(gpu)?;
+                let daemon = machine.mps_host_status()?.daemons.remove(gpu)?;
                 Some([daemon.pid?, daemon.server_pid?])
             });
             for pid in daemon.await {

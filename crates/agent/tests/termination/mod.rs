@@ -53,7 +53,7 @@ impl NodeWithPrograms {
         let partitions: Vec<_> = machine.uuids.iter().map(|uuid| mps_spec(uuid, 10)).collect();
         machine.set_spec("first", partitions);
         machine.set_pods(&[]);
-        machine.start_host();
+        machine.start_mps_host();
         machine.start_agent(&[]);
         machine.wait_for_healthy(MPS_RESOURCE, 10 * machine.uuids.len()).await;
         Self { machine, pods: Vec::new(), rows: Vec::new() }
@@ -75,7 +75,7 @@ impl NodeWithPrograms {
         let program = Program { child, name };
         self.machine.wait_until("the first kernel runs", || self.last_output(name, "launched")).await;
         let listed = || {
-            let status = self.machine.host_status()?;
+            let status = self.machine.mps_host_status()?;
             let client = status.daemons[&device].clients.iter().find(|client| client.pid == program.pid())?;
             client.allocation.clone()
         };
@@ -123,7 +123,7 @@ impl NodeWithPrograms {
     /// Waits until the MPS host no longer lists a client.
     async fn wait_until_client_removed(&self, pid: u32) {
         let removed = || {
-            let status = self.machine.host_status()?;
+            let status = self.machine.mps_host_status()?;
             let mut clients = status.daemons.values().flat_map(|daemon| &daemon.clients);
             clients.all(|client| client.pid != pid).then_some(())
         };
@@ -135,7 +135,7 @@ impl NodeWithPrograms {
         assert_eq!(self.last_output(program.name, "error"), None, "{} fails", program.name);
         assert!(program.child.try_wait().unwrap().is_none(), "{} has ended", program.name);
         let states: Vec<DaemonState> =
-            self.machine.host_status().unwrap().daemons.values().map(|daemon| daemon.state).collect();
+            self.machine.mps_host_status().unwrap().daemons.values().map(|daemon| daemon.state).collect();
         assert!(states.iter().all(|state| *state == DaemonState::Active), "{states:?}");
     }
 }

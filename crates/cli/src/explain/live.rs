@@ -56,8 +56,8 @@ impl LiveCluster {
             gpu_nodes: objects.gpu_nodes.into_iter().map(Arc::new).collect(),
             policies: objects.policies.into_iter().map(Arc::new).collect(),
             agents: objects.agents.into_iter().map(Arc::new).collect(),
-            // Only the operator knows which MPS hosts it replaces. The operator reports replaced
-            // hosts in Events of the pods that wait for such a host.
+            // Only the operator knows which MPS hosts it replaces. The operator reports
+            // replaced MPS hosts in Events of the pods that wait for such an MPS host.
             hosts: None,
             volume_claims: objects.volume_claims.into_iter().map(Arc::new).collect(),
             volumes: objects.volumes.into_iter().map(Arc::new).collect(),

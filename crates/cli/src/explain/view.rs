@@ -95,7 +95,7 @@ impl PodContext<'_> {
         let mut decide = |up| run_placement_gate(&mut keeper, &self.live.cluster, &demand, up, self.live.now);
         let mut decisions = decide(Duration::ZERO);
         if !decisions.released.contains_key(self.name) {
-            // The gate delays the release of a pod that fits nowhere: a policy may have been
+            // The gatekeeper delays the release of a pod that fits nowhere: a policy may have been
             // applied only recently.
             decisions = decide(UNSCHEDULABLE_AFTER);
         }

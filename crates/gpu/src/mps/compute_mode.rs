@@ -113,6 +113,9 @@ impl ComputeModeRecord {
 
 /// Sets a device to `EXCLUSIVE_PROCESS` and records the previous mode. Afterwards, only the MPS
 /// server can use the device.
+///
+/// # Errors
+/// Returns [`ComputeModeError`] if the mode cannot be set or recorded.
 pub(crate) async fn set_exclusive_compute_mode(context: &HostContext, device: &str) -> Result<(), ComputeModeError> {
     let record = ComputeModeRecord::of(context, device);
     // A record from an earlier MPS host contains the mode to restore.
@@ -135,6 +138,9 @@ pub(crate) async fn set_exclusive_compute_mode(context: &HostContext, device: &s
 }
 
 /// Restores the compute mode that this or an earlier MPS host changed.
+///
+/// # Errors
+/// Returns [`ComputeModeError`] if the record cannot be read or removed, or the mode cannot be set.
 pub(crate) async fn restore_compute_mode(context: &HostContext, device: &str) -> Result<(), ComputeModeError> {
     let record = ComputeModeRecord::of(context, device);
     let Some(previous) = record.read()? else { return Ok(()) };

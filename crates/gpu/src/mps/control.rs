@@ -46,11 +46,17 @@ pub(crate) enum ControlError {
 }
 
 /// Sends one command over the privileged socket. Returns its output, one line per packet.
+///
+/// # Errors
+/// Returns [`ControlError`] if the daemon does not answer within `deadline` or the socket fails.
 pub(crate) async fn send_command(pipe: &Path, command: &Command, deadline: Duration) -> Result<String, ControlError> {
     send_command_to_socket(&pipe.join("control_privileged"), command, deadline).await
 }
 
 /// Sends one command over any control socket.
+///
+/// # Errors
+/// The errors of [`send_command`].
 pub(crate) async fn send_command_to_socket(
     socket: &Path,
     command: &Command,
@@ -98,6 +104,9 @@ pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError
 
 /// Sends one command through the driver's own command-line tool, which speaks every protocol of its
 /// daemon.
+///
+/// # Errors
+/// Returns [`ControlError`] if the tool does not start, fails or does not exit within `deadline`.
 pub(crate) async fn send_command_by_tool(
     children: &Children,
     mut tool: std::process::Command,
@@ -141,6 +150,9 @@ impl PendingHandshake {
 }
 
 /// Introduces a client to the daemon with the credentials `who`.
+///
+/// # Errors
+/// Returns [`ControlError`] if the client has exited, or the daemon does not accept it in time.
 pub(crate) async fn introduce_client(pipe: &Path, who: Credentials) -> Result<AcceptedClient, ControlError> {
     with_deadline(ANSWER_DEADLINE, "a client's handshake", async {
         let daemon = Socket::connect(&pipe.join("control")).await?;

@@ -36,8 +36,9 @@ use super::error::NotReady;
 use super::seqpacket::Listener;
 use super::wire::{Allocation, AllocationStatus};
 
-/// Maximum number of connections that a door serves at once. An allocation can have slightly fewer
-/// clients. Further connections wait in the kernel's queue, where their `connect` blocks.
+/// Maximum number of connections that a door serves at the same time. An allocation can have
+/// slightly fewer clients. Further connections wait in the kernel's queue, where their `connect`
+/// blocks.
 const MAX_DOOR_CONNECTIONS: usize = 64;
 /// Maximum number of connections of one allocation to its server. A client has two or three, and a
 /// GPU has at most 48 contexts.
@@ -72,6 +73,9 @@ pub(crate) struct Door {
 
 impl Door {
     /// Opens the door of an allocation.
+    ///
+    /// # Errors
+    /// Returns an error if the door cannot listen at its socket.
     pub(crate) fn open(
         id: &str,
         allocation: &Allocation,

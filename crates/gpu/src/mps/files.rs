@@ -15,6 +15,10 @@ use super::seqpacket::{MAX_SOCKET_PATH_BYTES, async_fd};
 use super::wire::Paths;
 
 /// Creates the run directory. Returns the lock, which only one MPS host can acquire.
+///
+/// # Errors
+/// Returns [`HostError`] if the path is too long, another MPS host has the lock, or a directory
+/// cannot be created.
 pub(crate) fn prepare_run_directory(paths: &Paths) -> Result<OwnedFd, HostError> {
     let longest = paths.door(&"f".repeat(32)).with_extension("new");
     let length = longest.as_os_str().len();

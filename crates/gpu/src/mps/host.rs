@@ -63,7 +63,7 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
     let context = Rc::new(HostContext::new(paths, options, Children::start()?, max_descriptors));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let reconciler = Rc::new(Reconciler::new(Rc::clone(&context)));
-    // Start the watch before the first read, so that no write in between is missed.
+    // Start the watch before the first read, so that no write after this read is missed.
     let mut desired = DesiredWatch::new(context.paths.desired());
     let listener = socket::listen(&context.paths.socket())?;
     tokio::task::spawn_local(socket::serve(Rc::clone(&reconciler), listener));

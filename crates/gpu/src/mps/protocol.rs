@@ -194,6 +194,9 @@ impl UnexpectedAnswer {
 }
 
 /// Parses the list of servers, or of a server's clients.
+///
+/// # Errors
+/// Returns [`UnexpectedAnswer`] if a word is not a PID.
 pub fn parse_pids(output: &str) -> Result<Vec<u32>, UnexpectedAnswer> {
     let pids: Result<Vec<u32>, _> = output.split_whitespace().map(str::parse).collect();
     pids.map_err(|_| UnexpectedAnswer::new(output))
@@ -213,6 +216,9 @@ pub enum ServerState {
 }
 
 /// Parses the answer to `get_server_status`.
+///
+/// # Errors
+/// Returns [`UnexpectedAnswer`] if the answer is not a known state.
 pub fn parse_server_state(output: &str) -> Result<ServerState, UnexpectedAnswer> {
     match output.trim() {
         "INITIALIZING" => Ok(ServerState::Initializing),
@@ -258,6 +264,9 @@ pub enum TerminateResult {
 }
 
 /// Parses the answer to `terminate_client`.
+///
+/// # Errors
+/// Returns [`UnexpectedAnswer`] if the last line is neither 0 nor 201.
 pub fn parse_terminate_result(output: &str) -> Result<TerminateResult, UnexpectedAnswer> {
     match output.lines().last().map(str::trim) {
         Some("0") => Ok(TerminateResult::Done),

@@ -16,7 +16,7 @@ use super::protocol::TerminateResult;
 use super::reconciler::Reconciler;
 use super::wire::{Reply, Request};
 
-/// Maximum number of connections served at once.
+/// Maximum number of connections served at the same time.
 const MAX_AGENT_CONNECTIONS: usize = 64;
 /// Maximum size of a request in bytes. A request is one line.
 const MAX_REQUEST_BYTES: u64 = 64 * 1024;

@@ -241,7 +241,7 @@ pub struct Allocation {
     pub threads: Option<u8>,
     /// Pinned device memory of each process, in MiB. `None` means unlimited.
     pub memory_mib: Option<u64>,
-    /// Maximum number of clients at once. `None` means that only MPS's own limit applies.
+    /// Maximum number of clients at the same time. `None` means that only MPS's own limit applies.
     pub max_clients: Option<u32>,
 }
 

@@ -46,6 +46,9 @@ pub use worker::Worker;
 /// Sets the compute mode of a GPU and returns the previous one.
 ///
 /// For a short-lived process: loads the library for this one call.
+///
+/// # Errors
+/// Returns [`NvmlError`] if the library cannot be loaded, or NVML refuses the call.
 pub fn set_compute_mode(library: Option<&Path>, uuid: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
     let search = LibrarySearch { library: library.map(Path::to_owned), ..LibrarySearch::default() };
     Nvml::open(&search)?.set_compute_mode(uuid, mode)

@@ -36,6 +36,10 @@ pub struct Nvml {
 
 impl Nvml {
     /// Loads the library and initializes it. A driver without a GPU is not an error.
+    ///
+    /// # Errors
+    /// Returns [`NvmlError::NoLibrary`] if no library is found, and the error of NVML if it cannot
+    /// be initialized.
     pub fn open(search: &LibrarySearch) -> Result<Self, NvmlError> {
         let candidates = search.candidate_files();
         let found = candidates.iter().find(|path| path.exists()).map(|path| path.as_os_str());

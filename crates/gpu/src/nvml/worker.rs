@@ -39,6 +39,9 @@ struct QueueState {
 impl Worker {
     /// Starts a thread with this name. The kernel truncates the name to 15 bytes. The first call
     /// loads the library.
+    ///
+    /// # Errors
+    /// Returns an error if the thread cannot be started.
     pub fn start(library: &Library, name: impl Into<String>) -> std::io::Result<Self> {
         let (jobs, queue) = channel();
         // NVML needs a large stack. Keep the default size: untouched pages cost nothing.

@@ -9,14 +9,14 @@ use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use sim_machine::FaultEffect;
 
-use super::node::{Node, default_daemon, host_program, wait_until};
+use super::node::{Node, default_daemon, mps_host_program, wait_until};
 
 /// Returns the command that runs a doctor on a node. The doctor's temporary files are in the node's
 /// directory.
 fn doctor_command(node: &Node, arguments: &[&str]) -> Command {
     fs::create_dir_all(temporary_directory(node)).unwrap();
     fs::set_permissions(temporary_directory(node), fs::Permissions::from_mode(0o755)).unwrap();
-    let mut command = Command::new(host_program());
+    let mut command = Command::new(mps_host_program());
     command
         .args(["doctor", "--idle", "--run-dir"])
         .arg(node.paths.run())

@@ -19,7 +19,7 @@ fn start_node_with_fault(fault: &str, driver: &str, accept_advisory: bool) -> No
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.inject_fault(fault, None, FaultEffect::Code(1), None);
     node.write_desired();
-    node.start_host();
+    node.start_mps_host();
     node
 }
 
@@ -136,7 +136,7 @@ fn an_unexpected_packet_to_a_probe_ends_no_daemon_but_persistent_ones_do() {
     let mut holds = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     assert_eq!(parse_limits(&holds.read_line()), (26, Some(8192)));
     let before = node.daemon_status(0);
-    let recoveries = || node.read_host_log().matches("answers probes again").count();
+    let recoveries = || node.read_mps_host_log().matches("answers probes again").count();
     for (call, count, recovery) in [("mps:command:get_server_status", 2, 1), (UNKNOWN_GREETING, 2, 2)] {
         node.inject_fault(call, None, FaultEffect::Code(7), Some(count));
         wait_until("two probes failed and one succeeded", || recoveries() == recovery);

@@ -129,7 +129,7 @@ fn a_server_that_does_not_recover_is_replaced() {
         (still.pid, still.server_pid, still.restarts, still.fault),
         (other.pid, other.server_pid, 0, None),
         "{}",
-        node.read_host_log()
+        node.read_mps_host_log()
     );
 }
 
@@ -173,7 +173,7 @@ fn a_server_that_hangs_in_fault_is_replaced_while_the_other_gpu_serves() {
 
 /// Returns the number of times that a server was replaced after an unclean exit.
 fn count_replacements(node: &Node) -> usize {
-    node.read_host_log().matches("replacing the MPS server").count()
+    node.read_mps_host_log().matches("replacing the MPS server").count()
 }
 
 #[test]
@@ -197,7 +197,12 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
     ended.wait();
     has_clients(0);
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
-    assert_eq!((node.daemon_status(0).server_pid, count_replacements(&node)), (before, 0), "{}", node.read_host_log());
+    assert_eq!(
+        (node.daemon_status(0).server_pid, count_replacements(&node)),
+        (before, 0),
+        "{}",
+        node.read_mps_host_log()
+    );
     // One client is killed while another runs.
     let mut stays = start_running_client(&node, ALLOCATION_B, &["--hold", "forever", "--handle-sigterm"]);
     let mut killed = start_running_client(&node, ALLOCATION_A, &["--hold", "forever"]);
@@ -217,7 +222,11 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
     assert_eq!((after.daemons[&uuid].restarts, &after.daemons[&uuid].fault), (0, &None));
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     assert_eq!(count_replacements(&node), 1);
-    assert!(!node.read_host_log().contains("to=Restarting"), "the device stayed Active: {}", node.read_host_log());
+    assert!(
+        !node.read_mps_host_log().contains("to=Restarting"),
+        "the device stayed Active: {}",
+        node.read_mps_host_log()
+    );
 }
 
 #[test]

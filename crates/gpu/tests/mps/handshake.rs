@@ -24,7 +24,7 @@ fn assert_other_clients_unharmed(node: &Node, before: Option<u32>) {
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     let daemon = node.daemon_status(0);
-    assert_eq!((daemon.server_pid, daemon.restarts), (before, 0), "{}", node.read_host_log());
+    assert_eq!((daemon.server_pid, daemon.restarts), (before, 0), "{}", node.read_mps_host_log());
     node.wait_for_state(0, DaemonState::Active);
 }
 
@@ -140,7 +140,7 @@ fn a_client_that_shuts_its_socket_down_and_claims_to_be_connected_is_detected() 
 fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     let node = node_with_two_tenants();
     let server = node.daemon_status(0).server_pid;
-    let before = node.count_host_descriptors();
+    let before = node.count_mps_host_descriptors();
     let (channel, socket) =
         client_with_socket(&node, ALLOCATION_A).introduce_to_server(IntroductionSubject::Process).unwrap();
     let full = |socket: &Connection| {
@@ -151,7 +151,7 @@ fn unread_packets_do_not_keep_the_connection_of_a_client_that_has_closed() {
     };
     wait_until("the connection is full", || full(&socket));
     drop(socket);
-    wait_until("the client's connection is closed", || node.count_host_descriptors() <= before);
+    wait_until("the client's connection is closed", || node.count_mps_host_descriptors() <= before);
     assert!(channel.recv(64).unwrap().is_none());
     assert_other_clients_unharmed(&node, server);
 }
@@ -165,11 +165,11 @@ fn connections_are_limited_per_allocation() {
             .and_then(|sockets| sockets.introduce_to_server(IntroductionSubject::Process))
     };
     let held: Vec<_> = (0..256).map(|_| enter().unwrap()).collect();
-    let descriptors = node.count_host_descriptors();
+    let descriptors = node.count_mps_host_descriptors();
     assert!(matches!(enter(), Err(ConnectError::ByDaemon)));
     assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
     drop(held);
-    wait_until("the clients' descriptors are closed", || node.count_host_descriptors() + 512 <= descriptors);
+    wait_until("the clients' descriptors are closed", || node.count_mps_host_descriptors() + 512 <= descriptors);
     assert_other_clients_unharmed(&node, server);
 }
 

@@ -83,7 +83,7 @@ fn defaults_are_set_before_clients_are_admitted_and_after_a_restart() {
     let defaults = DaemonSettings { default_threads: Some(40), default_memory_mib: Some(1536), ..default_daemon() };
     node.desire_daemon(0, defaults);
     node.write_desired();
-    node.start_host();
+    node.start_mps_host();
     let before = node.wait_for_state(0, DaemonState::Active);
     let check = |node: &Node, server: u32| {
         assert_eq!(node.send_admin_command(0, "get_default_active_thread_percentage"), "40.0");
@@ -109,7 +109,7 @@ fn no_client_is_admitted_if_defaults_are_not_accepted() {
     node.desire_allocation(ALLOCATION_A, 0, None, None);
     node.inject_fault("mps:command:get_default_active_thread_percentage", None, FaultEffect::Code(7), None);
     node.write_desired();
-    node.start_host();
+    node.start_mps_host();
     let backing_off = node.wait_for_state(0, DaemonState::BackOff);
     assert!(backing_off.message.contains("did not accept"), "{backing_off:#?}");
     let mut client = node.start_client(ALLOCATION_A, &[]);
@@ -138,7 +138,7 @@ fn a_client_that_connects_without_a_daemon_waits_and_runs_under_its_limits() {
     node.desire_daemon(0, default_daemon());
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.write_desired();
-    node.start_host();
+    node.start_mps_host();
     // This client connects before the first daemon runs.
     let mut first = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("the first client waits", |status| {
@@ -257,7 +257,7 @@ fn connections_leak_no_descriptors() {
         node.wait_for_status("no client is connected", |status| {
             status.daemons.values().all(|daemon| daemon.clients.is_empty())
         });
-        node.count_host_descriptors()
+        node.count_mps_host_descriptors()
     };
     let before = settled(&node);
     let door = node.paths.door(ALLOCATION_A);
@@ -334,8 +334,8 @@ fn clients_wait_while_the_server_is_in_fault() {
 fn an_mps_host_cleans_up_after_a_killed_mps_host() {
     let mut node = node_with_two_tenants();
     let before = node.daemon_status(0);
-    node.stop_host(Signal::KILL);
-    node.start_host();
+    node.stop_mps_host(Signal::KILL);
+    node.start_mps_host();
     let uuid = node.uuid(0);
     node.wait_for_status("a new daemon serves", |status| {
         let daemon = status.daemons.get(&uuid);
@@ -347,7 +347,7 @@ fn an_mps_host_cleans_up_after_a_killed_mps_host() {
     let now = node.daemon_status(0);
     let mut expected = vec![now.pid.unwrap(), now.server_pid.unwrap()];
     expected.sort_unstable();
-    assert_eq!(processes, expected, "no process of the earlier host is left");
+    assert_eq!(processes, expected, "no process of the earlier MPS host is left");
 }
 
 #[test]
@@ -355,7 +355,7 @@ fn an_mps_host_that_stops_removes_its_processes_and_files() {
     let mut node = node_with_two_tenants();
     let mut running = node.start_client(ALLOCATION_A, &["--hold", "forever"]);
     running.read_line();
-    assert!(node.stop_host(Signal::TERM).success());
+    assert!(node.stop_mps_host(Signal::TERM).success());
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
     for gone in [node.paths.door(ALLOCATION_A), node.paths.door(ALLOCATION_B), node.paths.socket()] {
         assert!(!gone.exists(), "{}", gone.display());
@@ -373,25 +373,25 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
     let mode = |node: &Node| node.machine.snapshot().unwrap().gpus[0].compute_mode;
     assert_eq!(mode(&node), ComputeMode::Default);
     node.write_desired();
-    node.start_host();
+    node.start_mps_host();
     node.wait_for_state(0, DaemonState::Active);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
     assert_eq!(node.run_and_read_limits(ALLOCATION_A).0, 26);
     // A killed MPS host cannot restore the compute mode. The next MPS host does.
-    node.stop_host(Signal::KILL);
+    node.stop_mps_host(Signal::KILL);
     assert_eq!(mode(&node), ComputeMode::ExclusiveProcess);
-    node.start_host();
+    node.start_mps_host();
     node.wait_for_state(0, DaemonState::Active);
-    node.stop_host(Signal::TERM);
+    node.stop_mps_host(Signal::TERM);
     assert_eq!(mode(&node), ComputeMode::Default);
     // An MPS host that no longer has a daemon for the GPU restores the mode too.
-    node.start_host();
+    node.start_mps_host();
     node.wait_for_state(0, DaemonState::Active);
-    node.stop_host(Signal::KILL);
+    node.stop_mps_host(Signal::KILL);
     node.desired.daemons.clear();
     node.desired.allocations.clear();
     node.write_desired();
-    node.start_host();
+    node.start_mps_host();
     wait_until("the compute mode is restored", || mode(&node) == ComputeMode::Default);
 }
 
@@ -471,7 +471,7 @@ fn an_invalid_desired_file_changes_nothing() {
 fn a_run_directory_that_is_too_long_for_sockets_is_an_error() {
     let node = Node::without_mps_host(1);
     let long = node.path(&"x".repeat(90));
-    let output = Command::new(node::host_program()).args(["mps-host", "--run-dir"]).arg(&long).output().unwrap();
+    let output = Command::new(node::mps_host_program()).args(["mps-host", "--run-dir"]).arg(&long).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success());
     assert!(errors.contains("too long") && errors.contains("--run-dir"), "{errors}");
@@ -480,10 +480,10 @@ fn a_run_directory_that_is_too_long_for_sockets_is_an_error() {
 #[test]
 fn a_second_mps_host_in_the_same_directory_does_not_start() {
     let node = Node::with_mps_host(1);
-    let output = node.host_command().output().unwrap();
+    let output = node.mps_host_command().output().unwrap();
     assert!(!output.status.success());
     assert!(String::from_utf8_lossy(&output.stderr).contains("another MPS host"));
-    assert_eq!(node.status().unwrap().pid, node.host_pid());
+    assert_eq!(node.status().unwrap().pid, node.mps_host_pid());
 }
 
 #[test]
@@ -498,26 +498,26 @@ fn a_removed_door_socket_is_restored() {
 fn the_readiness_probe_succeeds_only_while_the_mps_host_answers() {
     let mut node = Node::with_mps_host(1);
     let ready = |node: &Node| {
-        let mut probe = Command::new(node::host_program());
+        let mut probe = Command::new(node::mps_host_program());
         probe.args(["mps-host", "ready", "--run-dir"]).arg(node.paths.run()).output().unwrap()
     };
     let first = ready(&node);
     assert!(first.status.success(), "{}", String::from_utf8_lossy(&first.stderr));
-    let pid = rustix::process::Pid::from_raw(i32::try_from(node.host_pid()).unwrap()).unwrap();
+    let pid = rustix::process::Pid::from_raw(i32::try_from(node.mps_host_pid()).unwrap()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
     let hung = ready(&node);
     rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
     assert!(!hung.status.success());
     assert!(String::from_utf8_lossy(&hung.stderr).contains("does not answer"), "{hung:?}");
     assert!(ready(&node).status.success());
-    node.stop_host(rustix::process::Signal::TERM);
+    node.stop_mps_host(rustix::process::Signal::TERM);
     assert!(!ready(&node).status.success());
 }
 
 #[test]
 fn valid_and_invalid_requests_are_answered() {
     let node = node_with_two_tenants();
-    assert!(matches!(node.send_request(&Request::Status), Reply::Status(status) if status.pid == node.host_pid()));
+    assert!(matches!(node.send_request(&Request::Status), Reply::Status(status) if status.pid == node.mps_host_pid()));
     for bad in ["{}\n", "\n", "nonsense\n", "{\"op\":\"explode\"}\n", &format!("{}\n", "[".repeat(100_000))] {
         assert!(matches!(node.send_line(bad), Reply::Error { .. }), "{bad:.20}");
     }
@@ -558,7 +558,7 @@ fn without_multi_user_users_take_turns() {
     node.desire_daemon(0, DaemonSettings { multi_user: false, ..default_daemon() });
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.write_desired();
-    node.start_host();
+    node.start_mps_host();
     node.wait_for_state(0, DaemonState::Active);
     let as_1000 = |arguments: &[&str]| {
         let mut command = node.client_command(ALLOCATION_A, arguments);
@@ -585,7 +585,7 @@ fn orphans_are_reaped() {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid
     });
-    let host = node.host_pid().to_string();
+    let host = node.mps_host_pid().to_string();
     let zombies = || {
         let processes = fs::read_dir("/proc").unwrap().flatten();
         let stats = processes.filter_map(|entry| fs::read_to_string(entry.path().join("stat")).ok());
@@ -605,7 +605,7 @@ fn the_mps_host_uses_less_than_4_mib_of_anonymous_memory() {
     for _ in 0..20 {
         assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     }
-    let status = fs::read_to_string(format!("/proc/{}/status", node.host_pid())).unwrap();
+    let status = fs::read_to_string(format!("/proc/{}/status", node.mps_host_pid())).unwrap();
     let line = |name: &str| status.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();
     println!("{} {} ({:?} for 20 clients)", line("VmRSS"), line("RssAnon"), start.elapsed());
     let anonymous: u64 = line("RssAnon").split_whitespace().nth(1).unwrap().parse().unwrap();

@@ -1,4 +1,4 @@
-//! Simulates a machine with an MPS host and programs. Dropping it removes everything.
+//! Simulates a node with an MPS host and programs. Dropping the [`Node`] removes everything.
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -36,7 +36,7 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// Returns a machine with this number of H200s and no MPS host.
+    /// Returns a node with this number of H200s and no MPS host.
     pub(crate) fn without_mps_host(gpus: usize) -> Self {
         assert!(
             rustix::process::geteuid().is_root(),
@@ -67,14 +67,14 @@ impl Node {
         fs::write(self.path(DRIVER_VERSION_FILE), format!("{version}\n")).unwrap();
     }
 
-    /// Returns a machine with an MPS host and one running daemon per GPU.
+    /// Returns a node with an MPS host and one running MPS daemon per GPU.
     pub(crate) fn with_mps_host(gpus: usize) -> Self {
         let mut node = Self::without_mps_host(gpus);
         for gpu in 0..gpus {
             node.desire_daemon(gpu, default_daemon());
         }
         node.write_desired();
-        node.start_host();
+        node.start_mps_host();
         for gpu in 0..gpus {
             node.wait_for_state(gpu, DaemonState::Active);
         }
@@ -95,16 +95,16 @@ impl Node {
     }
 
     /// Starts the MPS host.
-    pub(crate) fn start_host(&mut self) {
+    pub(crate) fn start_mps_host(&mut self) {
         let log = File::options().create(true).append(true).open(self.path("log.txt")).unwrap();
-        let mut command = self.host_command();
+        let mut command = self.mps_host_command();
         self.host = Some(command.stdout(Stdio::null()).stderr(log).stdin(Stdio::null()).spawn().unwrap());
-        let pid = self.host_pid();
+        let pid = self.mps_host_pid();
         self.wait_for_status("the MPS host writes its status", |status| status.pid == pid);
     }
 
-    pub(crate) fn host_command(&self) -> Command {
-        let mut command = Command::new(host_program());
+    pub(crate) fn mps_host_command(&self) -> Command {
+        let mut command = Command::new(mps_host_program());
         command
             .args(["mps-host", "--run-dir"])
             .arg(self.paths.run())
@@ -119,12 +119,12 @@ impl Node {
         command
     }
 
-    pub(crate) fn host_pid(&self) -> u32 {
+    pub(crate) fn mps_host_pid(&self) -> u32 {
         self.host.as_ref().unwrap().id()
     }
 
     /// Signals the MPS host and waits until it has exited.
-    pub(crate) fn stop_host(&mut self, with: Signal) -> ExitStatus {
+    pub(crate) fn stop_mps_host(&mut self, with: Signal) -> ExitStatus {
         let mut host = self.host.take().unwrap();
         rustix::process::kill_process(Pid::from_child(&host), with).unwrap();
         wait_until("the MPS host exits", || host.try_wait().unwrap().is_some());
@@ -197,7 +197,11 @@ impl Node {
             if let Some(status) = status.as_ref().filter(|status| condition(status)) {
                 return status.clone();
             }
-            assert!(Instant::now() < deadline, "timed out waiting until {what}: {status:#?}\n{}", self.read_host_log());
+            assert!(
+                Instant::now() < deadline,
+                "timed out waiting until {what}: {status:#?}\n{}",
+                self.read_mps_host_log()
+            );
             thread::sleep(Duration::from_millis(5));
         }
     }
@@ -213,7 +217,7 @@ impl Node {
     }
 
     /// Returns the log of the MPS host.
-    pub(crate) fn read_host_log(&self) -> String {
+    pub(crate) fn read_mps_host_log(&self) -> String {
         fs::read_to_string(self.path("log.txt")).unwrap_or_default()
     }
 
@@ -284,8 +288,8 @@ impl Node {
     }
 
     /// Returns the number of descriptors that the MPS host has open.
-    pub(crate) fn count_host_descriptors(&self) -> usize {
-        fs::read_dir(format!("/proc/{}/fd", self.host_pid())).unwrap().count()
+    pub(crate) fn count_mps_host_descriptors(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/fd", self.mps_host_pid())).unwrap().count()
     }
 
     /// Returns the PIDs of MPS processes with a pipe directory of this node.
@@ -318,7 +322,7 @@ impl Drop for Node {
             let _ = rustix::process::kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::KILL);
         }
         if thread::panicking() {
-            eprintln!("{}", self.read_host_log());
+            eprintln!("{}", self.read_mps_host_log());
         }
     }
 }
@@ -411,7 +415,7 @@ pub(crate) fn set_user(command: &mut Command, uid: u32) {
 }
 
 /// Returns the path of the MPS host's program.
-pub(crate) fn host_program() -> PathBuf {
+pub(crate) fn mps_host_program() -> PathBuf {
     build_programs().join("examples/mps-host")
 }
 

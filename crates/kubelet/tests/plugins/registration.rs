@@ -345,7 +345,7 @@ async fn adding_or_removing_a_resource_does_not_disturb_others() {
 }
 
 #[tokio::test]
-async fn a_resource_that_is_removed_and_added_at_once_is_served() {
+async fn a_resource_that_is_added_again_while_it_ends_is_served() {
     let fixture = Fixture::new();
     let kubelet = fixture.start_kubelet();
     let shares = TestResource::new(&["a::0"]);

@@ -50,8 +50,8 @@ const DEFAULT_GRACE_SECONDS: i64 = 30;
 /// Maximum size of a request body in bytes. The API server accepts objects of up to 3 MiB. A review
 /// contains one object and the identity of its requester.
 const MAX_BODY_BYTES: usize = 4 << 20;
-/// Maximum number of bodies that are read at once. Together with [`MAX_BODY_BYTES`], this limits
-/// the memory that unknown clients can use.
+/// Maximum number of bodies that are read at the same time. Together with [`MAX_BODY_BYTES`], this
+/// limits the memory that unknown clients can use.
 const MAX_CONCURRENT_BODIES: usize = 16;
 /// Maximum number of open connections. Bounds the memory that unknown clients can use.
 const MAX_CONNECTIONS: usize = 256;

@@ -1,4 +1,5 @@
-//! What one reconcile of the gate decides: pods to release, pods to evict, and why other pods wait.
+//! What the gatekeeper decides in one reconcile: pods to release, pods to evict, and why other pods
+//! wait.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -78,7 +79,7 @@ pub struct Report {
     pub message: Option<String>,
 }
 
-/// Time after which waiting pods are examined again although nothing has woken the gate.
+/// Maximum time until waiting pods are rechecked, even if no change wakes the placement controller.
 const WAITING_RECHECK_TIME: Duration = Duration::from_secs(5);
 
 /// What one reconcile decides.
@@ -116,9 +117,9 @@ impl Actions {
         self.requeue = Some(self.requeue.map_or(time, |requeue| requeue.min(time)));
     }
 
-    /// Returns the delay before the next reconcile, if no change wakes the gate earlier. A change
-    /// of a pod without GPUs does not wake the gate, but may free CPU, or affect rules of a waiting
-    /// pod.
+    /// Returns the delay before the next reconcile, if no change wakes the placement controller
+    /// earlier. A change of a pod without GPUs does not wake the controller, but may free CPU, or
+    /// affect rules of a waiting pod.
     pub(super) fn delay(&self) -> Option<Duration> {
         let recheck = (!self.waiting.is_empty()).then_some(WAITING_RECHECK_TIME);
         self.requeue.into_iter().chain(recheck).min()

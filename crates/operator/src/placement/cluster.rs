@@ -11,7 +11,7 @@ use super::pod_tracker::PodTracker;
 use crate::pods::{PodObject, claimant};
 use crate::policies::demand::WaitingPod;
 use crate::read::{AgentPod, BudgetObject, NamespaceObject, NodeObject, VolumeClaimObject, VolumeObject};
-use crate::rollout::Hosts;
+use crate::rollout::MpsHosts;
 
 /// The cluster's objects, as the watches last reported them.
 #[derive(Debug, Clone, Default)]
@@ -29,7 +29,7 @@ pub struct Cluster {
     /// Pods of the agents.
     pub agents: Vec<Arc<AgentPod>>,
     /// MPS hosts. `None` if the operator does not replace them, or has not listed them yet.
-    pub hosts: Option<Hosts>,
+    pub hosts: Option<MpsHosts>,
     /// `PersistentVolumeClaim`s that pods refer to.
     pub volume_claims: Vec<Arc<VolumeClaimObject>>,
     /// `PersistentVolume`s that claims are bound to.

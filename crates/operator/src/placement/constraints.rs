@@ -7,7 +7,7 @@
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
 
-use cleave_plan::constraints::{Conflict, Neighbour, NodeChecker, PodAffinityTerm, Rules, Subject};
+use cleave_plan::constraints::{Conflict, NodeChecker, PlacedPod, PodAffinityTerm, Rules, Subject};
 use cleave_plan::ledger::{Ledger, Place};
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Pod as PlanPod};
 use kube::Resource;
@@ -159,9 +159,9 @@ impl<'a> Constraints<'a> {
         let subject = Subject { namespace, labels, rules, pod: plan_pod, volumes: &volumes.terms };
         let all_nodes = self.nodes.0.values().map(|state| &state.node);
         let namespaces = self.namespaces();
-        let reserved = || self.reserved.iter().flat_map(Reserved::neighbours);
-        let bound = self.tracker.living().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
-        let repelling = self.repelling.iter().filter_map(|pod| Some(neighbour(pod, pod.node()?)));
+        let reserved = || self.reserved.iter().flat_map(Reserved::placed_pods);
+        let bound = self.tracker.living().filter_map(|pod| Some(placed_pod(pod, pod.node()?)));
+        let repelling = self.repelling.iter().filter_map(|pod| Some(placed_pod(pod, pod.node()?)));
         let (all, repelling) = (bound.chain(reserved()), repelling.chain(reserved()));
         let checker = NodeChecker::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied());
         // A release narrows the pod to a node.
@@ -180,13 +180,13 @@ impl<'a> Constraints<'a> {
 }
 
 impl Reserved<'_> {
-    fn neighbours(&self) -> impl Iterator<Item = Neighbour<'_>> {
-        self.nodes.iter().map(|node| neighbour(self.pod, node))
+    fn placed_pods(&self) -> impl Iterator<Item = PlacedPod<'_>> {
+        self.nodes.iter().map(|node| placed_pod(self.pod, node))
     }
 }
 
-fn neighbour<'p>(pod: &'p PodObject, node: &'p str) -> Neighbour<'p> {
-    Neighbour {
+fn placed_pod<'p>(pod: &'p PodObject, node: &'p str) -> PlacedPod<'p> {
+    PlacedPod {
         namespace: namespace(pod),
         labels: labels(pod),
         node,

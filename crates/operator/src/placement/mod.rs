@@ -66,5 +66,5 @@ mod verdict;
 pub use actions::{Actions, Eviction, Release, ReleaseReason, Report};
 pub use cluster::{Cluster, Now};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
-pub(crate) use run::{ControllerInputs, Gate};
+pub(crate) use run::{ControllerInputs, PlacementController};
 pub use stranded::{Advice, Recreation, Rescue};

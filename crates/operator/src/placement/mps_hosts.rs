@@ -5,15 +5,15 @@ use cleave_plan::ledger::Ledger;
 
 use super::cluster::Cluster;
 use super::nodes::Nodes;
-use crate::rollout::{self, HostView, Hosts};
+use crate::rollout::{self, MpsHostView, MpsHosts};
 
 /// Returns the nodes that have, or should have, an MPS host.
 pub(super) fn host_views(
     cluster: &Cluster,
-    hosts: &Hosts,
+    hosts: &MpsHosts,
     nodes: &Nodes,
     ledger: &Ledger,
-) -> BTreeMap<String, HostView> {
+) -> BTreeMap<String, MpsHostView> {
     let newest = rollout::NewestRevisions::of(hosts.revisions.iter().map(AsRef::as_ref));
     let mut agents: BTreeMap<&str, bool> = BTreeMap::new();
     for pod in &cluster.agents {
@@ -21,7 +21,7 @@ pub(super) fn host_views(
             *agents.entry(node).or_default() |= newest.is_outdated_pod(pod);
         }
     }
-    let mut hosts = rollout::hosts_by_node(hosts, &newest);
+    let mut hosts = rollout::mps_hosts_by_node(hosts, &newest);
     let outdated = hosts.values().any(|host| host.outdated);
     let serves = |node: &str, resource: &str| nodes.0.get(node).is_some_and(|state| state.mps.serves(resource));
     let mut pending = if outdated { rollout::pending_users(ledger, serves) } else { BTreeMap::new() };
@@ -36,7 +36,7 @@ pub(super) fn host_views(
             let agent_first = || (agent == Some(&true)).then(|| "the agent is upgraded first".to_owned());
             let busy = user.or_else(agent_first);
             let excused = rollout::may_be_down(&state.node);
-            views.insert(name.clone(), HostView { host, trouble: state.mps.trouble.clone(), busy, excused });
+            views.insert(name.clone(), MpsHostView { host, trouble: state.mps.trouble.clone(), busy, excused });
         }
     }
     views

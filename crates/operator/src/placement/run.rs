@@ -1,4 +1,4 @@
-//! The gate controller: applies the gatekeeper's decisions and reports them. The controller is
+//! The placement controller: applies the gatekeeper's decisions and reports them. The controller is
 //! separate from the passes, so that a release does not wait for writes to nodes.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::pod_condition::{self, Target, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::{self, Change};
-use crate::rollout::{self, DeletionResult, HostStores, Replacement, Step};
+use crate::rollout::{self, DeletionResult, MpsHostStores, Replacement, Step};
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
@@ -40,7 +40,7 @@ pub(crate) struct ControllerInputs {
     /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     /// MPS hosts. `None` if the operator does not replace MPS hosts.
-    pub(crate) hosts: Option<HostStores>,
+    pub(crate) hosts: Option<MpsHostStores>,
     /// Time for which a pod must be unplaceable before it is released as unschedulable.
     pub(crate) unschedulable_after: Duration,
     /// Labels that every node with an agent has.
@@ -67,7 +67,7 @@ enum Failure {
 /// The results of the writes of one reconcile.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Writes {
-    /// Whether a write is repeated, although nothing may change.
+    /// Whether a write must be repeated, even if no change wakes the controller.
     is_incomplete: bool,
     /// Whether the API server limited the rate of writes, did not answer, or failed.
     is_impaired: bool,
@@ -81,9 +81,9 @@ impl Writes {
     }
 }
 
-/// Returns the delay before the next reconcile if no change wakes the gate earlier. If the API
-/// server did not accept writes, the next reconcile does not follow at once, even if it could write
-/// more: it would repeat the same writes.
+/// Returns the delay before the next reconcile if no change wakes the placement controller earlier.
+/// If the API server did not accept writes, the next reconcile does not follow at once, even if it
+/// could write more: it would repeat the same writes.
 fn next_delay(actions: &Actions, writes: Writes, events: Option<Duration>) -> Option<Duration> {
     if writes.is_impaired {
         return Some(RETRY_DELAY);
@@ -120,19 +120,19 @@ impl SteadyClock {
     }
 }
 
-/// The gate controller.
-pub(crate) struct Gate {
+/// The placement controller.
+pub(crate) struct PlacementController {
     context: Context,
     wakes: Wakers,
     demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
-    hosts: Option<HostStores>,
+    hosts: Option<MpsHostStores>,
     keeper: Gatekeeper,
     publisher: EventPublisher,
     started: Instant,
     clock: SteadyClock,
 }
 
-impl Controller for Gate {
+impl Controller for PlacementController {
     fn gather_time(&mut self) -> Duration {
         BATCH_WINDOW
     }
@@ -173,7 +173,7 @@ impl Controller for Gate {
     }
 }
 
-impl Gate {
+impl PlacementController {
     pub(crate) fn new(parts: ControllerInputs) -> Self {
         let ControllerInputs { context, wakes, demand, hosts, unschedulable_after, agent_labels, .. } = parts;
         Self {
@@ -201,7 +201,7 @@ impl Gate {
             gpu_nodes: stores.gpu_nodes.state(),
             policies: stores.policies.state(),
             agents: stores.agents.state(),
-            hosts: self.hosts.as_ref().and_then(HostStores::state),
+            hosts: self.hosts.as_ref().and_then(MpsHostStores::state),
             volume_claims: stores.volume_claims.state(),
             volumes: stores.volumes.state(),
             budgets: stores.budgets.state(),
@@ -487,9 +487,9 @@ impl Gate {
             if !self.context.claim.is_current() {
                 return;
             }
-            events.extend(self.replace_host(replacement).await);
+            events.extend(self.replace_mps_host(replacement).await);
             // Reconcile again: the node's shares are now withheld, or no longer withheld.
-            self.wakes.gate.notify_one();
+            self.wakes.placement.notify_one();
         }
         for (regarding, event) in events {
             publish(&self.context.recorder, &event, &regarding).await;
@@ -497,7 +497,7 @@ impl Gate {
     }
 
     /// Deletes the pod of one MPS host. Returns the Event to publish.
-    async fn replace_host(
+    async fn replace_mps_host(
         &mut self,
         replacement: &Replacement,
     ) -> Option<(ObjectReference, kube::runtime::events::Event)> {
@@ -512,7 +512,7 @@ impl Gate {
                 self.keeper.rollout.record_replacement(replacement, up);
                 return Some((
                     replacement.daemon_set_reference(),
-                    events::host_replaced_event(node, pod, &replacement.host.uid),
+                    events::mps_host_replaced_event(node, pod, &replacement.host.uid),
                 ));
             }
             DeletionResult::Skipped => self.keeper.rollout.record_no_deletion(node),

@@ -280,7 +280,7 @@ impl StrandedPods {
         self.advised.remove(uid);
     }
 
-    /// Returns the time for which the gate delays a pod because pods of its controller were
+    /// Returns the time for which the gatekeeper delays a pod because pods of its controller were
     /// recreated repeatedly.
     pub(super) fn gate_delay(&self, pod: &PodObject, up: Duration) -> Option<Duration> {
         let backoff = self.owners.get(&pod.controller.as_ref()?.uid)?;

@@ -15,7 +15,7 @@ pub enum Error {
         /// The profiles that the GPU supports.
         has: Vec<String>,
     },
-    /// The GPU supports all profiles, but not all instances at once. Contains the layout.
+    /// The GPU supports all profiles, but not all instances at the same time. Contains the layout.
     #[error("the MIG profiles {} do not fit on the GPU at the same time", .0.join(", "))]
     DoesNotFit(Vec<String>),
 }

@@ -185,8 +185,8 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
         return;
     };
     if gpus.is_empty() && !current.gpus.is_empty() {
-        // If all GPUs disappear at once, the driver has failed and the GPUs are still installed.
-        // Keep the spec.
+        // If all GPUs disappear at the same time, the driver has failed and the GPUs are still
+        // installed. Keep the spec.
         return;
     }
     let mut desired: Vec<GpuSpec> = Vec::with_capacity(gpus.len());

@@ -47,8 +47,8 @@ struct Failure {
 /// What the operator remembers about failures. Times are durations since the process started.
 ///
 /// A new leader starts with an empty memory. It reports failures after [`FAILURE_TIME`] again, and
-/// a node that failed before the change then stops the rollout. In between, no node changes. The
-/// next wave of a new leader is one node, because it does not know which nodes have changed.
+/// a node that failed before the change then stops the rollout. During this time, no node changes.
+/// The next wave of a new leader is one node, because it does not know which nodes have changed.
 #[derive(Debug, Clone, Default)]
 pub struct Staging {
     /// Nodes that failed and have not served since.
@@ -295,8 +295,8 @@ fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus, has_read: bool) -> Op
 }
 
 /// Returns whether an MPS daemon serves. The agent lists all slices of a device as Unhealthy before
-/// it changes them, and until the MPS host has applied their daemon's settings. In between, the
-/// daemon's state may still be that of the daemon with the older settings.
+/// it changes them, and until the MPS host has applied their daemon's settings. While the slices
+/// are Unhealthy, the daemon's state may still be that of the daemon with the older settings.
 fn daemon_serves(daemon: &MpsStatus, gpu: &GpuStatus) -> bool {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances);
     let is_faulted =

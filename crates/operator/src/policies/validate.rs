@@ -264,7 +264,7 @@ fn beginning(text: &str) -> String {
 /// The first rule that the policy violates.
 pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec) -> Result<Policy, Error> {
     // No `..`, so that the compiler points here when a field is added.
-    // The gate reads `replica_placement`. All its values are valid.
+    // The gatekeeper reads `replica_placement`. All its values are valid.
     let SharingPolicySpec {
         node_selector,
         gpus,

@@ -7,38 +7,39 @@ use cleave_api::names::is_mps;
 use cleave_plan::ledger::DeviceRequest;
 use k8s_openapi::api::core::v1::ObjectReference;
 
-use super::hosts::{Host, daemon_set_reference};
-use super::view::HostView;
+use super::hosts::{MpsHost, daemon_set_reference};
+use super::view::MpsHostView;
 
-/// Time for which MPS must be unused on a closed node before its host is replaced. During this
+/// Time for which MPS must be unused on a closed node before its MPS host is replaced. During this
 /// time, the watches report pods that bypass the gate.
 pub(crate) const IDLE_TIME: Duration = Duration::from_secs(2);
-/// Maximum time from the deletion of a host until its successor serves.
+/// Maximum time from the deletion of an MPS host until its successor serves.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
-/// Time for which a host must serve before other hosts are replaced. A crash-looping host serves
-/// only briefly.
+/// Time for which an MPS host must serve before other MPS hosts are replaced. A crash-looping MPS
+/// host serves only briefly.
 pub(crate) const STEADY_TIME: Duration = Duration::from_secs(10);
-/// Minimum time between two updates. The gate reconciles more often, on each change of a pod.
+/// Minimum time between two updates. The placement controller reconciles more often, on each change
+/// of a pod.
 pub(crate) const UPDATE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for which replacement is suspended after the API server refused to delete a pod.
 const REFUSAL_BACKOFF: Duration = Duration::from_secs(60);
-/// At most one in this many hosts is replaced at a time, once a host of the newest revision has
-/// served.
+/// At most one in this many MPS hosts is replaced at a time, once an MPS host of the newest
+/// revision has served.
 const BATCH_DIVISOR: usize = 10;
 /// Maximum number of nodes that a message names.
 const MAX_NAMED_NODES: usize = 4;
 
-/// A host whose pod the operator deletes.
+/// An MPS host whose pod the operator deletes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Replacement {
     /// Name of the node.
     pub node: String,
-    /// The host on the node.
-    pub host: Host,
+    /// The MPS host on the node.
+    pub host: MpsHost,
 }
 
 impl Replacement {
-    /// Returns the host's `DaemonSet`, for Events.
+    /// Returns the MPS host's `DaemonSet`, for Events.
     pub(crate) fn daemon_set_reference(&self) -> ObjectReference {
         daemon_set_reference(&self.host)
     }
@@ -47,41 +48,41 @@ impl Replacement {
 /// The actions to take now, and the state of the rollout.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Step {
-    /// Hosts whose pods the operator deletes.
+    /// MPS hosts whose pods the operator deletes.
     pub replace: Vec<Replacement>,
     /// Why replacement stopped and which `DaemonSet` is affected. `None` if this was already
     /// reported.
     pub news: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
     pub stopped: bool,
-    /// Nodes whose outdated host is not replaced yet, each with the reason.
+    /// Nodes whose outdated MPS host is not replaced yet, each with the reason.
     pub waiting: BTreeMap<String, String>,
-    /// Number of outdated hosts.
+    /// Number of outdated MPS hosts.
     pub outdated: usize,
     /// Time until the next update, even if nothing changes.
     pub next: Option<Duration>,
 }
 
-/// A node whose host does not serve.
+/// A node whose MPS host does not serve.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Outage {
     since: Duration,
     why: String,
-    /// Whether the host itself is down, and not only one of its daemons.
+    /// Whether the MPS host itself is down, and not only one of its daemons.
     down: bool,
-    /// Whether the host has been down for longer than [`START_TIMEOUT`].
+    /// Whether the MPS host has been down for longer than [`START_TIMEOUT`].
     late: bool,
-    /// When the host began to serve again. The outage ends after [`STEADY_TIME`] of service.
+    /// When the MPS host began to serve again. The outage ends after [`STEADY_TIME`] of service.
     serving: Option<Duration>,
 }
 
 /// The state of the rollout between updates. Times are durations since the process started.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rollout {
-    /// Closed nodes, on which no MPS shares are reserved. Each value is the UID of the host to
+    /// Closed nodes, on which no MPS shares are reserved. Each value is the UID of the MPS host to
     /// replace and the time of closing.
     closed: BTreeMap<String, (String, Duration)>,
-    /// The UIDs of deleted hosts, by node, until a successor serves.
+    /// The UIDs of deleted MPS hosts, by node, until a successor serves.
     deleted: BTreeMap<String, String>,
     outages: BTreeMap<String, Outage>,
     /// When the suspension ends that began when the API server refused a deletion.
@@ -110,7 +111,7 @@ impl Rollout {
     }
 
     /// Updates the state from the nodes. Returns the actions to take now.
-    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration) -> Step {
+    pub(crate) fn update(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration) -> Step {
         self.update_outages(nodes, up);
         let mut step = Step::default();
         let stopped = self.stop_reason(nodes);
@@ -136,13 +137,14 @@ impl Rollout {
                 None => step.schedule_check(outage.since.saturating_add(START_TIMEOUT), up),
             }
         }
-        let is_outdated = |view: &&HostView| view.host.as_ref().is_some_and(|host| host.outdated && !host.terminating);
+        let is_outdated =
+            |view: &&MpsHostView| view.host.as_ref().is_some_and(|host| host.outdated && !host.terminating);
         step.outdated = nodes.values().filter(is_outdated).count();
         if let Some(until) = self.suspended.filter(|until| step.outdated > 0 && *until > up) {
             step.schedule_check(until, up);
         }
         for (name, view) in nodes.iter().filter(|(name, view)| is_outdated(view) && !self.closed.contains_key(*name)) {
-            let why = view.busy.clone().unwrap_or_else(|| "other hosts are replaced first".to_owned());
+            let why = view.busy.clone().unwrap_or_else(|| "other MPS hosts are replaced first".to_owned());
             step.waiting.insert(name.clone(), why);
         }
         step
@@ -157,7 +159,7 @@ impl Rollout {
         self.outages.insert(node.clone(), Outage { since: up, why, down: true, late: false, serving: None });
     }
 
-    /// Records that the pod of a host was not deleted, or no longer exists. Reopens the node.
+    /// Records that the pod of an MPS host was not deleted, or no longer exists. Reopens the node.
     pub(crate) fn record_no_deletion(&mut self, node: &str) {
         self.closed.remove(node);
     }
@@ -169,8 +171,8 @@ impl Rollout {
         self.suspended = Some(up.saturating_add(REFUSAL_BACKOFF));
     }
 
-    /// Records the hosts that do not serve, and since when they have not served.
-    fn update_outages(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration) {
+    /// Records the MPS hosts that do not serve, and since when they have not served.
+    fn update_outages(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration) {
         self.outages.retain(|name, _| nodes.contains_key(name));
         for (name, view) in nodes {
             let since = self.outages.get(name).map_or(up, |outage| outage.since);
@@ -195,7 +197,7 @@ impl Rollout {
     }
 
     /// Returns why replacement is stopped. Returns `None` if replacement is not stopped.
-    fn stop_reason(&self, nodes: &BTreeMap<String, HostView>) -> Option<String> {
+    fn stop_reason(&self, nodes: &BTreeMap<String, MpsHostView>) -> Option<String> {
         let counts = |name: &str| nodes.get(name).is_some_and(|view| !view.excused);
         let late: Vec<_> = self.outages.iter().filter(|(name, outage)| outage.late && counts(name)).collect();
         let named: Vec<String> =
@@ -205,26 +207,26 @@ impl Rollout {
         let seconds = START_TIMEOUT.as_secs();
         (!named.is_empty()).then(|| {
             format!(
-                "stopped replacing MPS hosts, because replaced hosts have not served for {seconds} s: {}{more}. Replacement continues when they serve or their DaemonSet changes",
+                "stopped replacing MPS hosts, because replaced MPS hosts have not served for {seconds} s: {}{more}. Replacement continues when they serve or their DaemonSet changes",
                 named.join("; ")
             )
         })
     }
 
-    /// Selects nodes to close, up to the number of hosts that may be replaced at a time.
-    fn close_nodes(&mut self, nodes: &BTreeMap<String, HostView>, up: Duration, stopped: bool) {
+    /// Selects nodes to close, up to the number of MPS hosts that may be replaced at a time.
+    fn close_nodes(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration, stopped: bool) {
         if stopped || self.suspended.is_some() {
             self.closed.clear();
             return;
         }
         let hosts = || nodes.iter().filter_map(|(name, view)| Some((name, view, view.host.as_ref()?)));
         let proven = hosts().any(|(name, _, host)| !host.outdated && !self.outages.contains_key(name));
-        let at_once = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
+        let max_replacing = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
         let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
-        // Hosts may have stopped serving since nodes were closed, so too many nodes may be closed
-        // now.
-        while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > at_once {
+        // MPS hosts may have stopped serving since nodes were closed, so too many nodes may be
+        // closed now.
+        while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > max_replacing {
             self.closed.pop_last();
         }
         let mut next: Vec<_> = hosts()
@@ -232,12 +234,12 @@ impl Rollout {
                 host.outdated && !host.terminating && view.busy.is_none() && !self.closed.contains_key(*name)
             })
             .filter(|(name, _, _)| !self.outages.contains_key(*name))
-            // Hosts that do not serve come last. A failure of the successor of such a host would
-            // reveal little about the release.
+            // MPS hosts that do not serve come last. A failure of the successor of such an MPS host
+            // would reveal little about the release.
             .map(|(name, view, host)| (!host.ready || view.trouble.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();
-        let room = at_once.saturating_sub(replacing.saturating_add(self.closed.len()));
+        let room = max_replacing.saturating_sub(replacing.saturating_add(self.closed.len()));
         self.closed.extend(next.into_iter().take(room).map(|(_, name, uid)| (name, (uid, up))));
     }
 }

@@ -29,29 +29,29 @@ pub struct Revision {
 
 /// MPS hosts and revisions, as the watches last reported them.
 #[derive(Debug, Clone, Default)]
-pub struct Hosts {
+pub struct MpsHosts {
     /// The pods of MPS hosts.
     pub pods: Vec<Arc<AgentPod>>,
     /// Revisions of the MPS hosts' `DaemonSet` and of the agents' `DaemonSet`.
     pub revisions: Vec<Arc<Revision>>,
 }
 
-/// The stores that [`Hosts`] are read from.
+/// The stores that [`MpsHosts`] are read from.
 #[derive(Clone)]
-pub(crate) struct HostStores {
+pub(crate) struct MpsHostStores {
     pub(crate) pods: AgentStore,
     pub(crate) revisions: Store<Revision>,
     /// The namespace of the pods and revisions.
     pub(crate) namespace: String,
 }
 
-impl HostStores {
+impl MpsHostStores {
     /// Returns the stored objects. Returns `None` until both watches have listed their objects. The
-    /// gate does not wait for these lists.
-    pub(crate) fn state(&self) -> Option<Hosts> {
+    /// placement controller does not wait for these lists.
+    pub(crate) fn state(&self) -> Option<MpsHosts> {
         let listed = matches!(self.pods.wait_until_ready().now_or_never(), Some(Ok(())))
             && matches!(self.revisions.wait_until_ready().now_or_never(), Some(Ok(())));
-        listed.then(|| Hosts { pods: self.pods.state(), revisions: self.revisions.state() })
+        listed.then(|| MpsHosts { pods: self.pods.state(), revisions: self.revisions.state() })
     }
 }
 
@@ -97,16 +97,16 @@ fn revision_hash(metadata: &ObjectMeta) -> Option<&str> {
 
 /// A node's MPS host.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Host {
-    /// The host's pod, as `namespace/name`.
+pub struct MpsHost {
+    /// The MPS host's pod, as `namespace/name`.
     pub pod: String,
     /// The pod's UID.
     pub uid: String,
     /// Hash that names the revision of the pod.
     pub hash: String,
-    /// Name and UID of the host's `DaemonSet`.
+    /// Name and UID of the MPS host's `DaemonSet`.
     pub set: (String, String),
-    /// Whether the host's `DaemonSet` has a newer revision.
+    /// Whether the MPS host's `DaemonSet` has a newer revision.
     pub outdated: bool,
     /// Whether the pod is ready.
     pub ready: bool,
@@ -114,7 +114,7 @@ pub struct Host {
     pub terminating: bool,
 }
 
-impl Host {
+impl MpsHost {
     fn of(pod: &AgentPod, newest: &NewestRevisions) -> Self {
         let set = controller(&pod.metadata).map(|owner| (owner.name.clone(), owner.uid.clone())).unwrap_or_default();
         let hash = revision_hash(&pod.metadata).unwrap_or_default().to_owned();
@@ -130,13 +130,13 @@ impl Host {
     }
 }
 
-/// Returns the MPS hosts by node. If a node has two hosts and one is being deleted, the map
+/// Returns the MPS hosts by node. If a node has two MPS hosts and one is being deleted, the map
 /// contains the other.
-pub(crate) fn hosts_by_node<'a>(hosts: &'a Hosts, newest: &NewestRevisions) -> BTreeMap<&'a str, Host> {
-    let mut found: BTreeMap<&str, Host> = BTreeMap::new();
+pub(crate) fn mps_hosts_by_node<'a>(hosts: &'a MpsHosts, newest: &NewestRevisions) -> BTreeMap<&'a str, MpsHost> {
+    let mut found: BTreeMap<&str, MpsHost> = BTreeMap::new();
     for pod in &hosts.pods {
         let Some(node) = pod.spec.node_name.as_deref() else { continue };
-        let host = Host::of(pod, newest);
+        let host = MpsHost::of(pod, newest);
         if found.get(node).is_none_or(|known| (known.terminating, &known.pod) > (host.terminating, &host.pod)) {
             found.insert(node, host);
         }
@@ -144,7 +144,7 @@ pub(crate) fn hosts_by_node<'a>(hosts: &'a Hosts, newest: &NewestRevisions) -> B
     found
 }
 
-pub(super) fn daemon_set_reference(host: &Host) -> ObjectReference {
+pub(super) fn daemon_set_reference(host: &MpsHost) -> ObjectReference {
     ObjectReference {
         api_version: Some("apps/v1".to_owned()),
         kind: Some("DaemonSet".to_owned()),

@@ -4,7 +4,7 @@ use kube::api::ListParams;
 use kube::{Api, Client};
 
 use super::decide::Replacement;
-use super::hosts::{Host, HostStores, NewestRevisions, Revision};
+use super::hosts::{MpsHost, MpsHostStores, NewestRevisions, Revision};
 use crate::write::WRITE_TIMEOUT;
 
 /// The result of a deletion.
@@ -31,8 +31,8 @@ impl DeletionResult {
     }
 }
 
-/// Deletes the pod of a host if the pod's UID is unchanged and the pod is outdated.
-pub(crate) async fn replace(client: &Client, watched: &HostStores, replacement: &Replacement) -> DeletionResult {
+/// Deletes the pod of an MPS host if the pod's UID is unchanged and the pod is outdated.
+pub(crate) async fn replace(client: &Client, watched: &MpsHostStores, replacement: &Replacement) -> DeletionResult {
     match tokio::time::timeout(WRITE_TIMEOUT, delete(client, watched, &replacement.host)).await {
         Ok(Ok(true)) => DeletionResult::Done,
         Ok(Ok(false)) => DeletionResult::Skipped,
@@ -42,7 +42,7 @@ pub(crate) async fn replace(client: &Client, watched: &HostStores, replacement: 
     }
 }
 
-async fn delete(client: &Client, watched: &HostStores, host: &Host) -> Result<bool, kube::Error> {
+async fn delete(client: &Client, watched: &MpsHostStores, host: &MpsHost) -> Result<bool, kube::Error> {
     // The watch of revisions may lag behind the watch of pods, so a pod of an unreported revision
     // would seem outdated. List the revisions instead: a list is at least as new as the objects
     // that the watches returned.

@@ -5,7 +5,7 @@ use cleave_api::GpuNode;
 use cleave_api::names::{daemon_state, is_mps};
 use cleave_plan::ledger::{Ledger, Place};
 
-use super::hosts::Host;
+use super::hosts::MpsHost;
 
 /// Taints of a node whose kubelet does not report.
 const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
@@ -88,9 +88,9 @@ fn time_sliced_resources(object: &GpuNode) -> BTreeSet<String> {
 
 /// A node's MPS host and MPS users.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct HostView {
+pub(crate) struct MpsHostView {
     /// The node's MPS host. `None` if the node has no MPS host.
-    pub host: Option<Host>,
+    pub host: Option<MpsHost>,
     /// Why a daemon does not serve.
     pub trouble: Option<String>,
     /// What uses MPS on the node, or has a reservation for MPS shares.
@@ -100,18 +100,19 @@ pub(crate) struct HostView {
     pub excused: bool,
 }
 
-impl HostView {
-    /// Returns why the host does not serve, and whether the host itself is down. An outdated host
-    /// need not serve, so it counts only if `deleted` is its UID.
+impl MpsHostView {
+    /// Returns why the MPS host or one of its daemons does not serve, and whether the MPS host
+    /// itself is down. An outdated MPS host need not serve, so it counts only if `deleted` is its
+    /// UID.
     pub(super) fn outage(&self, deleted: Option<&str>) -> Option<(String, bool)> {
         let Some(host) = &self.host else { return Some(("the node has no MPS host".to_owned(), true)) };
         let pod = &host.pod;
         match host {
-            Host { terminating: true, .. } => Some((format!("{pod} is terminating"), true)),
-            Host { outdated: true, uid, .. } => {
+            MpsHost { terminating: true, .. } => Some((format!("{pod} is terminating"), true)),
+            MpsHost { outdated: true, uid, .. } => {
                 (deleted == Some(uid)).then(|| (format!("{pod} is being deleted"), true))
             }
-            Host { ready: false, .. } => Some((format!("{pod} is not ready"), true)),
+            MpsHost { ready: false, .. } => Some((format!("{pod} is not ready"), true)),
             _ => self.trouble.clone().map(|trouble| (trouble, false)),
         }
     }

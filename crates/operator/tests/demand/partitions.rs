@@ -145,7 +145,8 @@ fn an_edited_policy_applies_to_idle_gpus_only() {
 #[test]
 fn planned_slices_of_another_policy_count() {
     let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]\nmps:\n  units: 4").node("n1", 2);
-    // Both policies were created at once. The spec of the second policy's GPU is not written yet.
+    // Both policies were created at the same time. The spec of the second policy's GPU is not
+    // written yet.
     world = world.policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4");
     world.pod("shares", "nvidia.com/gpu-mps", 2);
     let (_, outcome) = world.run_pass();

@@ -2,7 +2,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::conflict::Conflict;
-use super::pods::{Neighbour, Subject};
+use super::pods::{PlacedPod, Subject};
 use super::rules::{PodAffinityTerm, TermMatch};
 use super::selector::{Labels, MAX_REQUIREMENTS};
 use crate::snapshot::Node;
@@ -15,7 +15,7 @@ fn contains_domain(domains: &Domains<'_>, key: &str, value: &str) -> bool {
 }
 
 /// The topology domains that affinity rules require or exclude. The rules are the subject's
-/// affinity and anti-affinity, and its neighbours' anti-affinity.
+/// affinity and anti-affinity, and the placed pods' anti-affinity.
 #[derive(Debug)]
 pub(super) struct RequiredDomains<'a> {
     /// The subject's affinity.
@@ -43,16 +43,16 @@ impl<'a> RequiredDomains<'a> {
         Self { affinity, anti_affinity, attracting, first, avoided, repelling }
     }
 
-    /// Records the domain of a neighbour that the subject's affinity or anti-affinity selects.
-    pub(super) fn count_neighbour(
+    /// Records the domain of a placed pod that the subject's affinity or anti-affinity selects.
+    pub(super) fn count_pod(
         &mut self,
         subject: &Subject<'a>,
-        neighbour: &Neighbour<'a>,
+        placed: &PlacedPod<'a>,
         namespaces: &impl Fn(&str) -> Option<&'a Labels>,
         node: &impl Fn(&str) -> Option<&'a Node>,
     ) {
         let selects =
-            |term: &PodAffinityTerm| term.selects(subject.namespace, neighbour.labels, neighbour.namespace, namespaces);
+            |term: &PodAffinityTerm| term.selects(subject.namespace, placed.labels, placed.namespace, namespaces);
         if !self.affinity.is_empty() {
             let mut least = TermMatch::Yes;
             for term in self.affinity {
@@ -61,7 +61,7 @@ impl<'a> RequiredDomains<'a> {
                     break;
                 }
             }
-            if let Some(node) = node(neighbour.node).filter(|_| least != TermMatch::No) {
+            if let Some(node) = node(placed.node).filter(|_| least != TermMatch::No) {
                 for (key, value) in self.affinity.iter().filter_map(|term| domain(term, node)) {
                     self.first = false;
                     if least == TermMatch::Yes {
@@ -71,28 +71,28 @@ impl<'a> RequiredDomains<'a> {
             }
         }
         for term in self.anti_affinity.iter().filter(|term| selects(term) != TermMatch::No) {
-            if let Some((key, value)) = node(neighbour.node).and_then(|node| domain(term, node)) {
+            if let Some((key, value)) = node(placed.node).and_then(|node| domain(term, node)) {
                 self.avoided.entry(key).or_default().insert(value);
             }
         }
     }
 
-    /// Records the domain of a neighbour whose own anti-affinity selects the subject.
-    pub(super) fn count_repelling_neighbour(
+    /// Records the domain of a placed pod whose own anti-affinity selects the subject.
+    pub(super) fn count_repelling_pod(
         &mut self,
         subject: &Subject<'a>,
-        neighbour: &Neighbour<'a>,
+        placed: &PlacedPod<'a>,
         namespaces: &impl Fn(&str) -> Option<&'a Labels>,
         node: &impl Fn(&str) -> Option<&'a Node>,
     ) {
         let mut left = MAX_REQUIREMENTS;
-        for term in &neighbour.rules.anti_affinity {
+        for term in &placed.rules.anti_affinity {
             let Some(rest) = left.checked_sub(term.max_comparisons()) else { break };
             left = rest;
-            if term.selects(neighbour.namespace, subject.labels, subject.namespace, namespaces) == TermMatch::No {
+            if term.selects(placed.namespace, subject.labels, subject.namespace, namespaces) == TermMatch::No {
                 continue;
             }
-            if let Some((key, value)) = node(neighbour.node).and_then(|node| domain(term, node)) {
+            if let Some((key, value)) = node(placed.node).and_then(|node| domain(term, node)) {
                 self.repelling.entry(key).or_default().insert(value);
             }
         }

@@ -10,10 +10,10 @@
 //! # Cost
 //!
 //! [`NodeChecker::new`] makes at most [`MAX_REQUIREMENTS`] comparisons for each node, and twice as
-//! many for each neighbour. A subject with more rules is refused on every node
-//! ([`Conflict::TooManyRules`]). A neighbour's anti-affinity terms and host ports beyond the limit
+//! many for each placed pod. A subject with more rules is refused on every node
+//! ([`Conflict::TooManyRules`]). A placed pod's anti-affinity terms and host ports beyond the limit
 //! are ignored. Nodes and pods are read only if a rule needs them. If a pod has no rules, only
-//! neighbours with anti-affinity or host ports are read. [`NodeChecker::check_node`] looks up each
+//! placed pods with anti-affinity or host ports are read. [`NodeChecker::check_node`] looks up each
 //! of the subject's rules once.
 mod affinity;
 mod conflict;
@@ -27,7 +27,7 @@ use std::cell::LazyCell;
 use std::collections::BTreeMap;
 
 pub use conflict::Conflict;
-pub use pods::{Neighbour, Subject};
+pub use pods::{PlacedPod, Subject};
 pub use rules::{HostPort, NodePolicy, PodAffinityTerm, Rules, SpreadConstraint, WhenUnsatisfiable};
 pub use selector::{LabelSelector, Labels, MAX_REQUIREMENTS};
 
@@ -58,8 +58,8 @@ impl<'a> NodeChecker<'a> {
     pub fn new(
         subject: Subject<'a>,
         nodes: impl IntoIterator<Item = &'a Node>,
-        all: impl IntoIterator<Item = Neighbour<'a>>,
-        repelling: impl IntoIterator<Item = Neighbour<'a>>,
+        all: impl IntoIterator<Item = PlacedPod<'a>>,
+        repelling: impl IntoIterator<Item = PlacedPod<'a>>,
         namespaces: impl Fn(&str) -> Option<&'a Labels>,
     ) -> Self {
         let too_many = subject.rules.are_too_many();
@@ -76,9 +76,9 @@ impl<'a> NodeChecker<'a> {
         let index: LazyCell<BTreeMap<&str, &'a Node>, _> =
             LazyCell::new(|| nodes.into_iter().map(|node| (node.name.as_str(), node)).collect());
         let find = |name: &str| index.get(name).copied();
-        for neighbour in repelling {
-            checker.affinity.count_repelling_neighbour(&subject, &neighbour, &namespaces, &find);
-            checker.ports.count_neighbour(&neighbour);
+        for placed in repelling {
+            checker.affinity.count_repelling_pod(&subject, &placed, &namespaces, &find);
+            checker.ports.count_pod(&placed);
         }
         let apart = !subject.rules.affinity.is_empty() || !subject.rules.anti_affinity.is_empty();
         if apart || !checker.spread.is_empty() {
@@ -87,9 +87,9 @@ impl<'a> NodeChecker<'a> {
             } else {
                 checker.spread.find_domains(&subject, index.values().copied())
             };
-            for neighbour in all {
-                checker.affinity.count_neighbour(&subject, &neighbour, &namespaces, &find);
-                checker.spread.count_neighbour(&subject, &neighbour, &eligible);
+            for placed in all {
+                checker.affinity.count_pod(&subject, &placed, &namespaces, &find);
+                checker.spread.count_pod(&subject, &placed, &eligible);
             }
             checker.spread.find_lowest_counts();
         }

@@ -1,18 +1,18 @@
-//! The subject of the rules, and its neighbours.
+//! The subject of the rules, and the pods that are already placed.
 use super::rules::Rules;
 use super::selector::Labels;
 use crate::snapshot::{NodeSelectorTerm, Pod};
 
 /// A pod that runs on a node or has a reservation on the node. A pod with reservations on several
-/// nodes is a neighbour on each of them.
+/// nodes counts on each of them.
 #[derive(Debug, Clone, Copy)]
-pub struct Neighbour<'a> {
+pub struct PlacedPod<'a> {
     /// Namespace of the pod.
     pub namespace: &'a str,
     /// Labels of the pod.
     pub labels: &'a Labels,
     /// Name of the node. If [`NodeChecker::new`](super::NodeChecker::new) does not receive the
-    /// node, only the neighbour's ports count.
+    /// node, only the pod's ports count.
     pub node: &'a str,
     /// Rules of the pod. Only anti-affinity and ports are read.
     pub rules: &'a Rules,

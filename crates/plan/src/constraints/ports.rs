@@ -1,7 +1,7 @@
 //! Tracks the host ports that pods use.
 use std::collections::BTreeMap;
 
-use super::pods::Neighbour;
+use super::pods::PlacedPod;
 use super::rules::HostPort;
 use super::selector::MAX_REQUIREMENTS;
 
@@ -21,14 +21,14 @@ impl<'a> PortConflicts<'a> {
         Self { wanted, nodes: BTreeMap::new() }
     }
 
-    pub(super) fn count_neighbour(&mut self, neighbour: &Neighbour<'a>) {
+    pub(super) fn count_pod(&mut self, placed: &PlacedPod<'a>) {
         if self.wanted.is_empty() {
             return;
         }
-        for port in neighbour.rules.ports.iter().take(MAX_REQUIREMENTS) {
+        for port in placed.rules.ports.iter().take(MAX_REQUIREMENTS) {
             let wanted = self.wanted.get(&port.socket());
             if wanted.into_iter().flatten().any(|one| one.shares_address_with(port)) {
-                self.nodes.insert(neighbour.node, port.port);
+                self.nodes.insert(placed.node, port.port);
             }
         }
     }

@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 
 use super::conflict::Conflict;
-use super::pods::{Neighbour, Subject};
+use super::pods::{PlacedPod, Subject};
 use super::rules::SpreadConstraint;
 use super::selector::{LabelSelector, Labels};
 use crate::scheduling;
@@ -46,7 +46,7 @@ pub(super) struct SpreadCounts<'a> {
 }
 
 impl<'a> SpreadCounts<'a> {
-    /// Creates the counts of the constraints that can refuse a node.
+    /// Creates the counts for the subject's hard constraints.
     pub(super) fn new(subject: &Subject<'a>) -> Self {
         let count = |constraint: &'a SpreadConstraint| {
             let keys = constraint.match_label_keys.iter();
@@ -90,27 +90,27 @@ impl<'a> SpreadCounts<'a> {
         eligible
     }
 
-    /// Counts a neighbour in its domains, for each constraint that selects it.
-    pub(super) fn count_neighbour(
+    /// Counts a placed pod in its domains, for each constraint that selects the pod.
+    pub(super) fn count_pod(
         &mut self,
         subject: &Subject<'a>,
-        neighbour: &Neighbour<'a>,
+        placed: &PlacedPod<'a>,
         eligible: &BTreeMap<&'a str, EligibleNode<'a>>,
     ) {
-        if neighbour.terminating || neighbour.namespace != subject.namespace {
+        if placed.terminating || placed.namespace != subject.namespace {
             return;
         }
-        let Some(node) = eligible.get(neighbour.node) else { return };
-        for count in self.counts.iter_mut().filter(|count| !count.counts_nothing() && count.selects(neighbour.labels)) {
+        let Some(node) = eligible.get(placed.node) else { return };
+        for count in self.counts.iter_mut().filter(|count| !count.counts_nothing() && count.selects(placed.labels)) {
             if let Some(value) = node.domain(count.constraint) {
                 *count.domains.entry(value).or_default() += 1;
-                *count.nodes.entry(neighbour.node).or_default() += 1;
+                *count.nodes.entry(placed.node).or_default() += 1;
             }
         }
     }
 
     /// Finds the lowest number of pods for each constraint. Call this after counting all
-    /// neighbours.
+    /// placed pods.
     pub(super) fn find_lowest_counts(&mut self) {
         for count in &mut self.counts {
             let domains = i64::try_from(count.domains.len()).unwrap_or(i64::MAX);

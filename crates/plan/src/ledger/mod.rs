@@ -88,8 +88,8 @@ impl Ledger {
         Self::rebuild_from(facts.nodes, facts.claims.into_iter().map(|(pod, claim)| (Arc::from(pod), claim)))
     }
 
-    /// Builds a ledger as [`Self::rebuild`] does, but reads the claims one by one. All claims of a
-    /// large cluster at once would need much memory.
+    /// Builds a ledger as [`Self::rebuild`] does, but reads the claims one by one. A list of all
+    /// claims of a large cluster would need much memory.
     pub fn rebuild_from(
         nodes: impl IntoIterator<Item = (String, NodeFacts)>,
         claims: impl IntoIterator<Item = (Arc<str>, Claim)>,

@@ -102,7 +102,8 @@ pub trait Score {
     /// Computes [`Self::NodeValues`] for the node without the pod.
     fn precompute(&self, node: &Node) -> Self::NodeValues;
 
-    /// Ranks one way to place the pod. The node has enough CPU, and the GPUs have enough capacity.
+    /// Ranks one way to place the pod. The caller ensures that the node has enough CPU, and that
+    /// the GPUs have enough capacity.
     fn rank(&self, node: &Node, before: &Self::NodeValues, demand: &Demand, way: Way) -> Rank;
 }
 

@@ -1,7 +1,7 @@
 //! Tests examples from the Kubernetes documentation, and edge cases of each rule.
 use std::cell::Cell;
 
-use cleave_plan::constraints::{Conflict, Labels, MAX_REQUIREMENTS, Neighbour, NodeChecker, Rules, Subject};
+use cleave_plan::constraints::{Conflict, Labels, MAX_REQUIREMENTS, NodeChecker, PlacedPod, Rules, Subject};
 use cleave_plan::snapshot::{Node, Pod};
 
 use super::{Cluster, TestPod, cluster, labels, node, pod, taint};
@@ -395,7 +395,7 @@ fn permanent_conflicts_are_reported_first() {
 fn a_pod_without_rules_reads_no_nodes_and_only_repelling_pods() {
     let subject = pod(FOO_LABELS, "{}");
     let other = pod(&[], &anti_affinity_rules(&[affinity_term("somebody", "zone", "")]));
-    let repelling = Neighbour {
+    let repelling = PlacedPod {
         namespace: &other.namespace,
         labels: &other.labels,
         node: "n1",
@@ -403,7 +403,7 @@ fn a_pod_without_rules_reads_no_nodes_and_only_repelling_pods() {
         terminating: false,
     };
     let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
-    let all = std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("all pods are read") });
+    let all = std::iter::from_fn(|| -> Option<PlacedPod<'_>> { panic!("all pods are read") });
     let checker = NodeChecker::new(subject.as_subject(), nodes, all, [repelling], |_| panic!("namespaces are read"));
     assert_eq!(checker.check_node(&node("n1", "a")), Ok(()));
 }
@@ -420,7 +420,7 @@ fn the_limit_bounds_the_cost_of_too_many_rules() {
         assert!(subject.rules.are_too_many());
         assert!(cluster.refusals_by_node(subject).iter().all(|verdict| *verdict == Err(Conflict::TooManyRules)));
         // The checker refuses a pod with too many rules before it reads any pod or node.
-        let all = || std::iter::from_fn(|| -> Option<Neighbour<'_>> { panic!("pods are read") });
+        let all = || std::iter::from_fn(|| -> Option<PlacedPod<'_>> { panic!("pods are read") });
         let nodes = std::iter::from_fn(|| -> Option<&Node> { panic!("nodes are read") });
         let _ = NodeChecker::new(subject.as_subject(), nodes, all(), all(), |_| None);
     }
@@ -429,9 +429,9 @@ fn the_limit_bounds_the_cost_of_too_many_rules() {
     let requested = Cell::new(0);
     let (rules, labels) = (Rules::default(), labels(&[("app", "x")]));
     let subject = Subject { namespace: "default", labels: &labels, rules: &rules, pod: &Pod::default(), volumes: &[] };
-    let neighbour =
-        Neighbour { namespace: "default", labels: &labels, node: "node1", rules: &large.rules, terminating: false };
-    let checker = NodeChecker::new(subject, &cluster.nodes, [], [neighbour], |_| {
+    let placed_pod =
+        PlacedPod { namespace: "default", labels: &labels, node: "node1", rules: &large.rules, terminating: false };
+    let checker = NodeChecker::new(subject, &cluster.nodes, [], [placed_pod], |_| {
         requested.set(requested.get() + 1);
         None
     });

@@ -6,7 +6,7 @@ mod random;
 
 use std::collections::BTreeMap;
 
-use cleave_plan::constraints::{Conflict, Labels, Neighbour, NodeChecker, Rules, Subject};
+use cleave_plan::constraints::{Conflict, Labels, NodeChecker, PlacedPod, Rules, Subject};
 use cleave_plan::snapshot::{Node, NodeSelectorTerm, Pod, Taint};
 
 /// A test pod.
@@ -33,15 +33,15 @@ pub(crate) struct Cluster {
 
 impl Cluster {
     fn checker<'a>(&'a self, subject: &'a TestPod) -> NodeChecker<'a> {
-        let neighbour = |pod: &'a TestPod| Neighbour {
+        let placed_pod = |pod: &'a TestPod| PlacedPod {
             namespace: &pod.namespace,
             labels: &pod.labels,
             node: &pod.node,
             rules: &pod.rules,
             terminating: pod.terminating,
         };
-        let all = self.pods.iter().map(neighbour);
-        let repelling = self.pods.iter().filter(|pod| pod.rules.repels()).map(neighbour);
+        let all = self.pods.iter().map(placed_pod);
+        let repelling = self.pods.iter().filter(|pod| pod.rules.repels()).map(placed_pod);
         NodeChecker::new(subject.as_subject(), &self.nodes, all, repelling, |name| self.namespaces.get(name))
     }
 

@@ -426,7 +426,7 @@ pub(super) async fn measure_churn(
                 .with_goal(0.0),
         );
         report.add(
-            Figure::new(CASE_NAME, format!("{label} granted over two GPUs"), count_to_f64(granted), "").with_goal(0.0),
+            Figure::new(CASE_NAME, format!("{label} split across two GPUs"), count_to_f64(granted), "").with_goal(0.0),
         );
     }
     Ok(())

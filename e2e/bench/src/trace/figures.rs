@@ -1,4 +1,4 @@
-//! Arithmetic for the reported figures.
+//! Ratio and percentile for the benchmark's reported figures.
 
 /// Returns `part` divided by `whole`.
 #[allow(clippy::cast_precision_loss, reason = "sums of thousandths of some thousand GPUs are far below 2^52")]

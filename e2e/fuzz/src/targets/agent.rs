@@ -205,7 +205,7 @@ pub(super) const MPS_STATUS: Target = Target {
         "version", "daemons", "state", "Active", "Fault", "BackOff", "Stopping", "Hard", "Advisory", "clients",
         "culprit", "fault",
     ],
-    samples: || vec![fixtures::encode_sample(&fixtures::host_status(&sample_actions().desired))],
+    samples: || vec![fixtures::encode_sample(&fixtures::mps_host_status(&sample_actions().desired))],
     inputs: 700,
     run: |bytes| match parse_status(bytes) {
         Err(error) => {

@@ -85,7 +85,7 @@ pub(super) fn gpus() -> Vec<Gpu> {
 }
 
 /// Returns the status of an MPS host that has applied all of `desired`.
-pub(super) fn host_status(desired: &Desired) -> MpsHostStatus {
+pub(super) fn mps_host_status(desired: &Desired) -> MpsHostStatus {
     let client = Client { pid: 579, allocation: desired.allocations.keys().next().cloned() };
     let daemon = |device: &String| {
         let status = DaemonStatus {

@@ -243,7 +243,7 @@ pub(super) const HOST_MESSAGE: Target = Target {
         "message",
     ],
     samples: || {
-        let status = fixtures::host_status(&agent::sample_actions().desired);
+        let status = fixtures::mps_host_status(&agent::sample_actions().desired);
         let requests = [
             Request::Await { allocation: "00ff".into(), timeout_ms: 25_000 },
             Request::Terminate { device: fixtures::gpu_uuid(0), pid: 579 },

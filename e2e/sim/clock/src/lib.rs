@@ -61,8 +61,8 @@ fn time_of_day() -> (time_t, c_long) {
 /// `clock_gettime(2)` with the offset applied to the time of day.
 ///
 /// # Safety
-/// As for `clock_gettime(2)`, `time` points to a `timespec` or is invalid, which the kernel
-/// detects.
+/// `time` must point to a writable `timespec`, or to an address that the kernel cannot write. In the
+/// latter case the kernel returns EFAULT, as `clock_gettime(2)` describes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn clock_gettime(clock: clockid_t, time: *mut timespec) -> c_int {
     let result = query_kernel_clock(clock, time);
@@ -77,7 +77,7 @@ pub unsafe extern "C" fn clock_gettime(clock: clockid_t, time: *mut timespec) ->
 /// zone.
 ///
 /// # Safety
-/// As for `gettimeofday(2)`, `time` points to a `timeval` or is null.
+/// `time` must be null or point to a writable `timeval`, as `gettimeofday(2)` requires.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gettimeofday(time: *mut timeval, _zone: *mut c_void) -> c_int {
     let (seconds, nanoseconds) = time_of_day();
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn gettimeofday(time: *mut timeval, _zone: *mut c_void) ->
 /// `time(2)` with the offset applied.
 ///
 /// # Safety
-/// As for `time(2)`, `time` points to a `time_t` or is null.
+/// `time` must be null or point to a writable `time_t`, as `time(2)` requires.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn time(time: *mut time_t) -> time_t {
     let (seconds, _) = time_of_day();

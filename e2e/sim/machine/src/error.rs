@@ -61,7 +61,8 @@ pub enum ContextError {
     /// The GPU fell off the bus.
     #[error("GPU {0} is lost")]
     Lost(String),
-    /// The context no longer exists: the machine rebooted, or its MIG instance was destroyed.
+    /// The context no longer exists: the machine rebooted, or the context's MIG instance was
+    /// destroyed.
     #[error("the context was destroyed")]
     Destroyed,
     /// The state directory is unusable.

@@ -99,8 +99,8 @@ impl Machine {
     /// # Errors
     /// The directory no longer exists, or its state is malformed.
     pub fn snapshot(&self) -> Result<Arc<State>, Error> {
-        // A writer increases the number before it replaces the file. A reader in between reads the
-        // old file again, and never caches the old state under the new number.
+        // A writer increases the number before it replaces the file. A reader between these steps
+        // reads the old file again, and never caches the old state under the new number.
         let generation = self.generation()?;
         let mut cache = self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(state) = cache.as_ref().filter(|s| s.generation == generation) {

@@ -102,6 +102,9 @@ quit [-t TIMEOUT]
 
 impl Command {
     /// Parses a line that an administrator sent.
+    ///
+    /// # Errors
+    /// Returns [`CommandError`] if the command is unknown or has the wrong arguments.
     pub fn parse(line: &str) -> Result<Self, CommandError> {
         let words: Vec<&str> = line.split_whitespace().collect();
         let (name, arguments) = words.split_first().ok_or_else(|| CommandError::Unknown(String::new()))?;

@@ -102,6 +102,9 @@ impl From<io::Error> for HandshakeFailure {
 }
 
 /// Performs the daemon's side up to the kind: greets and reads the peer's kind.
+///
+/// # Errors
+/// Returns [`HandshakeFailure`] if the peer closes the connection or violates the protocol.
 pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<IntroducedPeer, HandshakeFailure> {
     connection.send(hello).map_err(|_| HandshakeFailure::Closed)?;
     let first = connection.recv_credentials(64)?.ok_or(HandshakeFailure::Closed)?;
@@ -120,6 +123,9 @@ pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<Introduce
 
 /// Performs the daemon's side: reads an administrator's next command. `None` means that no command
 /// follows.
+///
+/// # Errors
+/// Returns [`HandshakeFailure`] if the peer closes the connection or violates the protocol.
 pub fn next_command(connection: &Connection) -> Result<Option<String>, HandshakeFailure> {
     let length = connection.recv(64)?.ok_or(HandshakeFailure::Closed)?;
     let length = <[u8; 8]>::try_from(length.data.as_slice())
@@ -140,6 +146,9 @@ pub fn next_command(connection: &Connection) -> Result<Option<String>, Handshake
 }
 
 /// Performs the daemon's side: sends one line of an answer.
+///
+/// # Errors
+/// Returns an error if the packet cannot be sent.
 pub fn send_answer_line(connection: &Connection, line: &str) -> io::Result<()> {
     connection.send(&[&[0; 4], line.as_bytes()].concat())
 }
@@ -149,6 +158,9 @@ pub fn send_answer_line(connection: &Connection, line: &str) -> io::Result<()> {
 ///
 /// The server reads the three packets of the introduction before it checks the packets, like the
 /// real server.
+///
+/// # Errors
+/// Returns [`HandshakeFailure`] if the client closes the connection or violates the protocol.
 pub fn receive_introduction(
     connection: &Connection,
     channel: &Connection,
@@ -172,12 +184,18 @@ pub fn receive_introduction(
 }
 
 /// Checks for a daemon: connects and closes immediately, as the CUDA library does first.
+///
+/// # Errors
+/// Returns an error if no daemon listens at the socket.
 pub fn probe_daemon(control: &Path) -> io::Result<()> {
     Connection::connect(control).map(drop)
 }
 
 /// Performs the client's side up to the kind. `None` means that the daemon closed the
 /// connection, or speaks another protocol.
+///
+/// # Errors
+/// Returns an error if no daemon listens at the socket, or the socket fails.
 pub fn introduce_to_daemon(control: &Path, kind: u32) -> io::Result<Option<Connection>> {
     let connection = Connection::connect(control)?;
     match connection.recv(64)? {
@@ -215,6 +233,9 @@ pub enum ConnectError {
 }
 
 /// Performs the client's side up to the socket to the server. The client waits without a deadline.
+///
+/// # Errors
+/// Returns [`ConnectError::ByDaemon`] if no daemon exists or the daemon refuses the client.
 pub fn connect_to_server(control: &Path) -> Result<ClientSockets, ConnectError> {
     let daemon = introduce_to_daemon(control, KIND_CLIENT).ok().flatten().ok_or(ConnectError::ByDaemon)?;
     let packet = daemon.recv_fd(64).ok().flatten().filter(|packet| packet.data == DESCRIPTOR);
@@ -224,6 +245,9 @@ pub fn connect_to_server(control: &Path) -> Result<ClientSockets, ConnectError> 
 
 impl ClientSockets {
     /// Receives the server's descriptors. The first one is the channel between client and server.
+    ///
+    /// # Errors
+    /// Returns [`ConnectError::ByServer`] if the server exits before it has sent all descriptors.
     pub fn receive_channel(&self) -> Result<Connection, ConnectError> {
         // Turns off attestation: credentials would use the space of the descriptors.
         rustix::net::sockopt::set_socket_passcred(&self.server, false).map_err(|_| ConnectError::ByServer)?;
@@ -240,12 +264,18 @@ impl ClientSockets {
     /// Performs the rest of the client's side: introduces `subject` to the server, reads the
     /// answer, and sends the same answer to the daemon as the last packet. Returns the channel to
     /// the server and the socket of the handshake.
+    ///
+    /// # Errors
+    /// Returns [`ConnectError`] if the server exits or refuses the client.
     pub fn introduce_to_server(self, subject: IntroductionSubject) -> Result<(Connection, Connection), ConnectError> {
         self.introduce_to_server_as(subject, own_credentials())
     }
 
     /// Introduces a client as [`introduce_to_server`](Self::introduce_to_server) does, with the
     /// credentials of another process. The caller must be root.
+    ///
+    /// # Errors
+    /// The errors of [`introduce_to_server`](Self::introduce_to_server).
     pub fn introduce_to_server_as(
         self,
         subject: IntroductionSubject,
@@ -271,6 +301,9 @@ impl ClientSockets {
 
 /// Performs the administrator's side: sends one command and returns the lines of the answer. `None`
 /// means that the daemon closed the connection without an answer.
+///
+/// # Errors
+/// Returns an error if no daemon listens at the socket, or the socket fails.
 pub fn send_command(control: &Path, command: &str) -> io::Result<Option<String>> {
     let Some(connection) = introduce_to_daemon(control, KIND_ADMINISTRATOR)? else { return Ok(None) };
     let text = format!("{}\n\0", command.trim());

@@ -25,6 +25,9 @@ impl Log {
     }
 
     /// Appends to a log file.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be opened.
     pub fn append(path: &Path) -> io::Result<Self> {
         Ok(Self(Mutex::new(LogDestination::File(OpenOptions::new().create(true).append(true).open(path)?))))
     }

@@ -56,6 +56,9 @@ enum AncillaryData {
 
 impl Connection {
     /// Connects to the socket at `path`.
+    ///
+    /// # Errors
+    /// Returns an error if nothing listens at the socket.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let socket = new_socket()?;
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
@@ -63,6 +66,9 @@ impl Connection {
     }
 
     /// Creates two connected ends.
+    ///
+    /// # Errors
+    /// Returns an error if the sockets cannot be created.
     pub fn pair() -> io::Result<(Self, Self)> {
         let (a, b) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         Ok((Self(a), Self(b)))
@@ -74,6 +80,9 @@ impl Connection {
     }
 
     /// Makes the kernel attest the sender of every received message.
+    ///
+    /// # Errors
+    /// Returns an error if the option of the socket cannot be set.
     pub fn enable_credentials(&self) -> io::Result<()> {
         Ok(rustix::net::sockopt::set_socket_passcred(&self.0, true)?)
     }
@@ -91,6 +100,9 @@ impl Connection {
     }
 
     /// Sends one packet with a file descriptor.
+    ///
+    /// # Errors
+    /// Returns an error if the packet cannot be sent.
     pub fn send_fd(&self, data: &[u8], fd: BorrowedFd<'_>) -> io::Result<()> {
         let fds = [fd];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -103,6 +115,9 @@ impl Connection {
     }
 
     /// Sends one packet with credentials. Credentials of another process require `CAP_SYS_ADMIN`.
+    ///
+    /// # Errors
+    /// Returns an error if the packet cannot be sent, or the kernel refuses the credentials.
     pub fn send_credentials(&self, data: &[u8], credentials: Credentials) -> io::Result<()> {
         let ucred = UnixCredentials::from(nix::libc::ucred {
             pid: credentials.pid,
@@ -120,6 +135,9 @@ impl Connection {
     }
 
     /// Waits for one packet of at most `most` bytes. `None` means that the peer has closed.
+    ///
+    /// # Errors
+    /// Returns an error if the socket fails.
     pub fn recv(&self, most: usize) -> io::Result<Option<Packet>> {
         let mut data = vec![0; most];
         loop {
@@ -152,12 +170,18 @@ impl Connection {
 
     /// Waits for one packet with the sender's credentials. A packet with descriptors has no
     /// credentials.
+    ///
+    /// # Errors
+    /// Returns an error if the socket fails.
     pub fn recv_credentials(&self, most: usize) -> io::Result<Option<Packet>> {
         self.recv_with(most, &AncillaryData::Credentials)
     }
 
     /// Waits for one packet with a descriptor. Do not call this method after
     /// [`Self::enable_credentials`]: the buffer has no space for both.
+    ///
+    /// # Errors
+    /// Returns an error if the socket fails.
     pub fn recv_fd(&self, most: usize) -> io::Result<Option<Packet>> {
         self.recv_with(most, &AncillaryData::Descriptor)
     }
@@ -281,6 +305,9 @@ pub struct Listener(OwnedFd);
 
 impl Listener {
     /// Listens at `path` with this file mode, and replaces the socket of a daemon that has exited.
+    ///
+    /// # Errors
+    /// Returns an error if the existing file cannot be removed or the socket cannot be bound.
     pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -296,6 +323,9 @@ impl Listener {
     }
 
     /// Waits for the next connection.
+    ///
+    /// # Errors
+    /// Returns an error if the socket fails.
     pub fn accept(&self) -> io::Result<Connection> {
         loop {
             match rustix::net::accept_with(&self.0, SocketFlags::CLOEXEC) {

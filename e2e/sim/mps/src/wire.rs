@@ -187,6 +187,9 @@ pub enum FromContext {
 }
 
 /// Sends a message.
+///
+/// # Errors
+/// Returns an error if the packet cannot be sent.
 pub fn send<T: Serialize>(connection: &Connection, message: &T) -> io::Result<()> {
     connection.send(&serde_json::to_vec(message)?)
 }
@@ -197,6 +200,9 @@ pub fn try_send<T: Serialize>(connection: &Connection, message: &T) -> io::Resul
 }
 
 /// Waits for a message. `None` means that the peer has closed.
+///
+/// # Errors
+/// Returns an error if the socket fails or the packet is not a valid message.
 pub fn recv<T: DeserializeOwned>(connection: &Connection) -> io::Result<Option<T>> {
     connection
         .recv(MAX_PACKET_BYTES)?

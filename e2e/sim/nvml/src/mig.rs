@@ -127,7 +127,7 @@ pub(crate) fn create_compute_instance(
 
 /// Destroys a compute instance that no process uses.
 pub(crate) fn destroy_compute_instance(view: &MachineView, uuid: &str, gi: u32, id: u32) -> Result<()> {
-    // Processes register under the same lock, so none can appear in between.
+    // Processes register under the same lock, so none can appear before the instance is destroyed.
     view.machine.update(|state| {
         let processes = view.machine.live_processes(state);
         let (gpu, _) = gpu_to_change(state, uuid)?;

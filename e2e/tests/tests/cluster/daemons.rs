@@ -48,18 +48,18 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
 
 /// Returns whether a client waits at a door.
 fn is_client_waiting() -> Result<bool> {
-    let status = host_status()?;
+    let status = mps_host_status()?;
     Ok(status["allocations"].as_object().is_some_and(|all| all.values().any(|door| door["waiting"].as_u64() > Some(0))))
 }
 
 /// Returns the status file of the MPS host of [`NODE`].
-fn host_status() -> Result<Value> {
+fn mps_host_status() -> Result<Value> {
     Ok(serde_json::from_str(&on_node(NODE, &["cat", "/run/cleave/mps/status.json"])?)?)
 }
 
 /// Reads one field of each daemon of [`NODE`], by device.
 fn read_daemon_fields(field: &str) -> Result<Vec<(String, Value)>> {
-    let daemons = host_status()?["daemons"].as_object().cloned().unwrap_or_default();
+    let daemons = mps_host_status()?["daemons"].as_object().cloned().unwrap_or_default();
     Ok(daemons.into_iter().map(|(device, daemon)| (device, daemon[field].clone())).collect())
 }
 

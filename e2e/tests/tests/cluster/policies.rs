@@ -72,7 +72,7 @@ fn units_do_not_change_under_a_running_pod_and_the_policy_names_the_pod() -> Res
 }
 
 #[test]
-fn one_node_serves_whole_gpus_shares_and_replicas_at_once() -> Result<()> {
+fn one_node_serves_whole_gpus_shares_and_replicas_at_the_same_time() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "modes")?;
     let on = |indices: Value, rest: Value| {

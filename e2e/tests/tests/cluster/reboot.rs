@@ -315,8 +315,8 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
         REPLICAS - restarted,
         BARE_POD_SHARES.len() - bare,
     )?;
-    // The gate keeps replacement pods off the node until the node's agent serves, so rejections are
-    // few.
+    // The operator releases no replacement pods to the node until the node's agent serves, so
+    // rejections are few.
     ensure!(rejected <= 3 * REPLICAS, "the kubelet rejected {rejected} pods for {REPLICAS} replicas");
     Ok(())
 }

@@ -51,7 +51,8 @@ impl<'a> Template<'a> {
         self.cluster.patch(&self.path, &change).map(drop)
     }
 
-    /// Returns whether all hosts match the template and are ready. An error contains the status.
+    /// Returns whether all MPS hosts match the template and are ready. An error contains the
+    /// status.
     fn is_rolled_out(&self) -> Result<bool> {
         let set = self.cluster.get(&self.path)?;
         let status = &set["status"];
@@ -65,7 +66,7 @@ impl<'a> Template<'a> {
         Ok(true)
     }
 
-    /// Waits until all hosts match the template and are ready.
+    /// Waits until all MPS hosts match the template and are ready.
     fn wait_until_rolled_out(&self) -> Result<()> {
         wait_until("all MPS hosts are of the newest revision", || self.is_rolled_out())
     }
@@ -84,7 +85,7 @@ impl Drop for Template<'_> {
 }
 
 /// Returns the MPS host pods by node, without terminating ones.
-fn host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
+fn mps_host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
     let selector = "labelSelector=app.kubernetes.io/component=mps-host";
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?{selector}"))?;
     let remaining = pods.into_iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
@@ -92,14 +93,14 @@ fn host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
 }
 
 /// Returns the UIDs of the MPS host pods, by node.
-fn host_uids(cluster: &Cluster) -> Result<BTreeMap<String, String>> {
-    Ok(host_pods(cluster)?.into_iter().map(|(node, pod)| (node, text(&pod["metadata"]["uid"]))).collect())
+fn mps_host_uids(cluster: &Cluster) -> Result<BTreeMap<String, String>> {
+    Ok(mps_host_pods(cluster)?.into_iter().map(|(node, pod)| (node, text(&pod["metadata"]["uid"]))).collect())
 }
 
 /// Returns a check that reports a violation if more than one node has no ready MPS host.
 fn more_than_one_down(cluster: &Cluster, nodes: usize) -> impl FnMut() -> Result<Option<String>> + '_ {
     move || {
-        let hosts = host_pods(cluster)?;
+        let hosts = mps_host_pods(cluster)?;
         let up = hosts.values().filter(|pod| is_ready(pod)).count();
         Ok((up + 1 < nodes).then(|| format!("only {up} of {nodes} MPS hosts are ready")))
     }
@@ -114,14 +115,14 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
     scope.wait_until_running("holder")?;
     scope.client_report("holder")?;
     let (before, daemons, old) =
-        (container_and_restarts(&cluster, &scope, "holder")?, daemon_pids(&cluster)?, host_uids(&cluster)?);
+        (container_and_restarts(&cluster, &scope, "holder")?, daemon_pids(&cluster)?, mps_host_uids(&cluster)?);
     let name = text(&component_pod(&cluster, "mps-host")?["metadata"]["name"]);
     template.set_release(&json!("next"))?;
     // No pod uses MPS on the other nodes.
     wait_without_violation(
-        "the hosts of all other nodes are replaced",
+        "the MPS hosts of all other nodes are replaced",
         || {
-            let hosts = host_pods(&cluster)?;
+            let hosts = mps_host_pods(&cluster)?;
             let is_new = |(node, uid): (&String, &String)| {
                 node == NODE
                     || hosts.get(node).is_some_and(|pod| text(&pod["metadata"]["uid"]) != *uid && is_ready(pod))
@@ -129,9 +130,9 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
             Ok(old.iter().all(is_new))
         },
         || {
-            let uid = host_uids(&cluster)?.remove(NODE);
+            let uid = mps_host_uids(&cluster)?.remove(NODE);
             Ok((uid.as_ref() != old.get(NODE))
-                .then(|| format!("the host of {NODE} was replaced while it had a client")))
+                .then(|| format!("the MPS host of {NODE} was replaced while it had a client")))
         },
     )?;
     // The node accepts new pods while the replacement is pending.
@@ -142,8 +143,8 @@ fn an_mps_host_is_replaced_only_after_the_last_pod_with_shares_on_its_node_ends(
     ensure!(daemons == daemon_pids(&cluster)?, "an MPS daemon was restarted");
 
     scope.delete_pod("holder", 0)?;
-    wait_until("the host is replaced", || {
-        Ok(host_uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
+    wait_until("the MPS host is replaced", || {
+        Ok(mps_host_uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
     })?;
     // The new pod waits at the gate or for its MPS daemon, but does not fail.
     scope.create_pod_on_node(NODE, "next", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
@@ -172,7 +173,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
     let scope = ten_shares(&cluster, "drained-upgrade")?;
     scope.create_pod_on_node(NODE, "holder", &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
     scope.wait_until_running("holder")?;
-    let old = host_uids(&cluster)?;
+    let old = mps_host_uids(&cluster)?;
     template.set_release(&json!("drained"))?;
     let uncordon = || {
         (0..GPUS_PER_NODE)
@@ -185,8 +186,8 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
                 &["drain", NODE, &gpu.to_string(), "--force", "--grace", "1", "--timeout", "80"],
             )?;
         }
-        wait_until("the host is replaced", || {
-            Ok(host_uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
+        wait_until("the MPS host is replaced", || {
+            Ok(mps_host_uids(&cluster)?.get(NODE).is_some_and(|uid| Some(uid) != old.get(NODE)))
         })?;
         template.wait_until_rolled_out()
     };
@@ -203,31 +204,34 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_all_drained() -> Result<()> 
 fn an_image_that_cannot_be_pulled_affects_one_node_until_the_next_change() -> Result<()> {
     let cluster = Cluster::connect()?;
     let template = Template::read(&cluster)?;
-    let old = host_uids(&cluster)?;
+    let old = mps_host_uids(&cluster)?;
     template.set_image("localhost/cleave:none")?;
     let cannot_start = |pod: &Value| {
         let waiting = &pod["status"]["containerStatuses"][0]["state"]["waiting"];
         text(&waiting["reason"]).starts_with("ErrImage") || waiting["reason"] == "ImagePullBackOff"
     };
     wait_without_violation(
-        "one host cannot start",
-        || Ok(host_pods(&cluster)?.values().any(cannot_start)),
+        "one MPS host cannot start",
+        || Ok(mps_host_pods(&cluster)?.values().any(cannot_start)),
         more_than_one_down(&cluster, old.len()),
     )?;
-    // With the old image the unaffected hosts are up to date, and the affected one is replaced
+    // With the old image the unaffected MPS hosts are up to date, and the affected one is replaced
     // again.
     let affected: Vec<String> =
-        host_pods(&cluster)?.into_iter().filter(|(_, pod)| cannot_start(pod)).map(|(node, _)| node).collect();
+        mps_host_pods(&cluster)?.into_iter().filter(|(_, pod)| cannot_start(pod)).map(|(node, _)| node).collect();
     template.set_image(&template.image)?;
     wait_without_violation(
-        "all hosts are ready",
+        "all MPS hosts are ready",
         || template.is_rolled_out().or(Ok(false)),
         more_than_one_down(&cluster, old.len()),
     )?;
-    let now = host_uids(&cluster)?;
+    let now = mps_host_uids(&cluster)?;
     for (node, uid) in &old {
         let now = now.get(node).with_context(|| format!("{node} has no MPS host"))?;
-        ensure!((now == uid) != affected.contains(node), "the host of {node} was replaced without need, or not at all");
+        ensure!(
+            (now == uid) != affected.contains(node),
+            "the MPS host of {node} was replaced without need, or not at all"
+        );
     }
     Ok(())
 }

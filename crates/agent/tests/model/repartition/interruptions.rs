@@ -84,7 +84,7 @@ fn an_instance_stays_while_a_new_mps_host_may_start_its_daemon() {
     node.set_spec(vec![mig_spec(GPU_UUID, &[("2g.20gb", 0, 4)])]);
     node.run();
     node.host = Desired::default();
-    node.report_host_status(String::new());
+    node.report_mps_host_status(String::new());
     node.set_spec(vec![mig_spec(GPU_UUID, &[])]);
     node.reconcile();
     node.now += REMOVAL_DELAY;

@@ -82,7 +82,7 @@ impl TestNode {
         next.agent.record_gpu_node(object);
         *self = next;
         self.list_allocations();
-        self.report_host_status(self.host.hash());
+        self.report_mps_host_status(self.host.hash());
     }
 
     /// Passes NVML's description of the GPU and its processes to the agent.
@@ -99,18 +99,18 @@ impl TestNode {
     /// Applies the desired file as the MPS host does, and reports the result to the agent.
     pub(super) fn apply_desired_file(&mut self) {
         self.host = self.last.desired.clone();
-        self.report_host_status(self.host.hash());
+        self.report_mps_host_status(self.host.hash());
     }
 
     /// Reports to the agent that the MPS host has read the desired file. Daemons that the file
     /// omits still run.
     pub(super) fn read_desired_file(&mut self) {
-        self.report_host_status(self.last.desired.hash());
+        self.report_mps_host_status(self.last.desired.hash());
     }
 
     /// Reports to the agent the MPS host's daemons and the hash of the desired file that the host
     /// has read.
-    pub(super) fn report_host_status(&mut self, desired: String) {
+    pub(super) fn report_mps_host_status(&mut self, desired: String) {
         let status = DaemonStatus {
             state: DaemonState::Active,
             pid: Some(1),

@@ -17,6 +17,9 @@ const EXIT_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 impl Device {
     /// Sets the limits of the clients that connect next, and reads them back.
+    ///
+    /// # Errors
+    /// Returns [`ControlError`] if a command fails or the daemon reads back other limits.
     pub(crate) async fn set_limits(
         &self,
         control: &mut ControlLock,
@@ -47,6 +50,9 @@ impl Device {
     }
 
     /// Returns the server for a user's clients, or `None` if the clients have to wait.
+    ///
+    /// # Errors
+    /// Returns [`DaemonError`] if a command fails or a new server does not become ready.
     pub(crate) async fn server_for_user(&self, uid: u32) -> Result<Option<u32>, DaemonError> {
         let phase = *self.phase.borrow();
         if phase.multi_user {

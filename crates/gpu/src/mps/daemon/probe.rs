@@ -95,6 +95,7 @@ impl Device {
     /// longer desired.
     fn compare_settings(&self, settings: &DaemonSettings, desired: Option<&DaemonSettings>) -> Option<DaemonEndReason> {
         let clients = self.clients.borrow().count_clients();
+        let count = || if clients == 1 { "1 client".to_owned() } else { format!("{clients} clients") };
         match desired {
             Some(desired) if self.has_settings(settings, desired) => {
                 if self.phase.borrow().state == DaemonState::Stopping {
@@ -107,13 +108,13 @@ impl Device {
             None => {
                 // The doors are closed, so clients can no longer connect. Running clients may
                 // finish.
-                let message = format!("the daemon is no longer desired; waiting for clients to exit: {clients}");
+                let message = format!("the daemon is no longer desired; waiting for {} to exit", count());
                 self.set_state(DaemonState::Stopping, Some(&message));
                 None
             }
             Some(_) if clients == 0 => Some(DaemonEndReason::NewSettings),
             Some(_) => {
-                self.set_message(&format!("new settings are waiting for clients to exit: {clients}"));
+                self.set_message(&format!("waiting for {} to exit before the new settings apply", count()));
                 None
             }
         }

@@ -14,6 +14,10 @@ const TERMINATE_DEADLINE: Duration = ANSWER_DEADLINE.saturating_mul(2);
 
 impl Device {
     /// Terminates a client's contexts through MPS.
+    ///
+    /// # Errors
+    /// Returns [`TerminateError`] if the client is stopped, the device has no server or the command
+    /// fails.
     pub(crate) async fn terminate(&self, client: u32) -> Result<TerminateResult, TerminateError> {
         if procfs::is_process_stopped(client) {
             // A stopped client would block the daemon, and therefore all other clients, until the

@@ -130,7 +130,7 @@ pub(super) struct Observations {
 }
 
 impl Observations {
-    /// Creates the observations of a run that tested nothing, for this reason.
+    /// Creates the observations of a run in which no check ran, for this reason.
     pub(super) fn for_skipped_tests(why: &str) -> Self {
         Self {
             start: not_run(why),

@@ -111,7 +111,10 @@ impl OwnDaemon {
         self.directory.join("pipe")
     }
 
-    /// Waits for the daemon's first answer.
+    /// Waits until the daemon sends a greeting, known or unknown.
+    ///
+    /// # Errors
+    /// Returns an error if the daemon exits, or sends no greeting within [`DAEMON_START_DEADLINE`].
     pub(super) async fn wait_for_first_answer(&mut self) -> Result<FirstAnswer, OwnDaemonError> {
         let begun = Instant::now();
         loop {

@@ -82,6 +82,9 @@ pub(super) struct RunningProgram {
 
 impl Program {
     /// Starts the program and waits until it has a context.
+    ///
+    /// # Errors
+    /// Returns [`ProgramError`] if the program does not start, fails or prints no view of the GPU.
     pub(super) async fn start(&self, start: &ProgramRunOptions) -> Result<RunningProgram, ProgramError> {
         let broken = |what: &str| ProgramError::Broken(what.to_owned());
         let (program, arguments) = self.words.split_first().ok_or_else(|| broken("is not named"))?;
@@ -127,6 +130,9 @@ impl Program {
     }
 
     /// Runs the program until it exits. Returns its view of the GPU.
+    ///
+    /// # Errors
+    /// The errors of [`start`](Self::start).
     pub(super) async fn run_and_view(&self, start: &ProgramRunOptions) -> Result<GpuView, ProgramError> {
         let running = self.start(start).await?;
         let view = running.view;
@@ -135,6 +141,9 @@ impl Program {
     }
 
     /// Runs the program with an allocation. Returns the result of the allocation.
+    ///
+    /// # Errors
+    /// The errors of [`start`](Self::start). A refused allocation is a result and no error.
     pub(super) async fn allocate(&self, pipe: &Path, mib: u64) -> Result<AllocationResult, ProgramError> {
         let start =
             ProgramRunOptions { pipe: pipe.to_owned(), allocate_mib: Some(mib), ..ProgramRunOptions::default() };
@@ -161,7 +170,8 @@ impl RunningProgram {
         }
     }
 
-    /// Reads the result of the allocation.
+    /// Reads the line that the program prints after the allocation. A refused allocation is a
+    /// result and no error.
     async fn read_allocation_result(&mut self) -> Result<AllocationResult, ProgramError> {
         match self.read_line().await {
             Ok(_) => Ok(Ok(())),

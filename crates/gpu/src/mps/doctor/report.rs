@@ -32,7 +32,7 @@ pub(super) fn format_report(report: &Report) -> String {
     if let Some(why) = &report.skip_reason {
         write_paragraph(
             &mut text,
-            &format!("The doctor started nothing on the GPU: {why}. It tested none of the checks below."),
+            &format!("The doctor started nothing on the GPU: {why}. It ran none of the checks below."),
         );
     }
     text.push('\n');

@@ -160,7 +160,8 @@ fn a_paused_policy_changes_no_node() {
 #[test]
 fn a_policy_that_is_changed_back_repairs_nodes_at_once() {
     let one = RolloutRules { max_unavailable: MaxUnavailable::Nodes(1), ..RULES };
-    // n0 never left the partition that is now the newest again. The others had begun to leave it.
+    // n0 kept the partition to which the policy was changed back. The other nodes were already
+    // being repartitioned.
     let views = [updated(), failed(old()), failed(old()), between(), between()];
     assert_eq!(begins(one, &views), [1, 2, 3, 4]);
     let also_served = [updated(), failed(old()), old(), old()];

@@ -10,7 +10,9 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::read::AgentPod;
-use crate::rollout::hosts::{HostStores, Hosts, NewestRevisions, REVISION_HASH_LABEL, Revision, hosts_by_node};
+use crate::rollout::hosts::{
+    MpsHostStores, MpsHosts, NewestRevisions, REVISION_HASH_LABEL, Revision, mps_hosts_by_node,
+};
 use crate::rollout::replace::replace;
 use crate::rollout::view::MpsState;
 
@@ -53,12 +55,12 @@ fn the_newest_revision_is_the_one_with_the_highest_number() {
 }
 
 #[test]
-fn the_host_of_a_node_is_the_one_that_is_not_terminating() {
-    let hosts = Hosts {
+fn the_mps_host_of_a_node_is_the_one_that_is_not_terminating() {
+    let hosts = MpsHosts {
         pods: vec![pod("z", "n", NEW_HASH, false), pod("a", "n", OLD_HASH, true), pod("b", "m", OLD_HASH, true)],
         revisions: vec![Arc::new(revision("s", OLD_HASH, 1)), Arc::new(revision("s", NEW_HASH, 2))],
     };
-    let found = hosts_by_node(&hosts, &NewestRevisions::of(hosts.revisions.iter().map(AsRef::as_ref)));
+    let found = mps_hosts_by_node(&hosts, &NewestRevisions::of(hosts.revisions.iter().map(AsRef::as_ref)));
     let n = &found["n"];
     assert_eq!(
         (n.pod.as_str(), n.uid.as_str(), n.outdated, n.ready, n.terminating),
@@ -141,10 +143,10 @@ fn a_daemon_that_does_not_serve_is_reported_unless_the_gpu_is_the_cause() {
     assert_eq!(trouble(lost), None);
 }
 
-/// A small cluster in which all hosts are outdated.
+/// A small cluster in which all MPS hosts are outdated.
 #[derive(Debug, Default)]
 struct TestCluster {
-    nodes: BTreeMap<String, HostView>,
+    nodes: BTreeMap<String, MpsHostView>,
     rollout: Rollout,
     up: Duration,
 }
@@ -153,13 +155,14 @@ impl TestCluster {
     fn with_nodes(count: usize) -> Self {
         let mut world = Self { up: secs(100), ..Self::default() };
         for at in 0..count {
-            let view = HostView { host: Some(host(&format!("n{at:02}"), "1", true, true)), ..HostView::default() };
+            let view =
+                MpsHostView { host: Some(mps_host(&format!("n{at:02}"), "1", true, true)), ..MpsHostView::default() };
             world.nodes.insert(format!("n{at:02}"), view);
         }
         world
     }
 
-    fn view_of(&mut self, name: &str) -> &mut HostView {
+    fn view_of(&mut self, name: &str) -> &mut MpsHostView {
         self.nodes.get_mut(name).unwrap()
     }
 
@@ -167,14 +170,14 @@ impl TestCluster {
         self.rollout.update(&self.nodes, self.up)
     }
 
-    /// Advances the time and returns the nodes whose hosts the operator deletes.
+    /// Advances the time and returns the nodes whose MPS hosts the operator deletes.
     fn nodes_to_replace_after(&mut self, time: Duration) -> Vec<String> {
         self.up += time;
         self.update().replace.into_iter().map(|one| one.node).collect()
     }
 
-    /// Deletes the hosts that the operator selects. The watch reports the deletions.
-    fn delete_selected_hosts(&mut self) -> Vec<String> {
+    /// Deletes the MPS hosts that the operator selects. The watch reports the deletions.
+    fn delete_selected_mps_hosts(&mut self) -> Vec<String> {
         let step = self.update();
         for one in &step.replace {
             self.rollout.record_replacement(one, self.up);
@@ -183,19 +186,19 @@ impl TestCluster {
         step.replace.into_iter().map(|one| one.node).collect()
     }
 
-    /// Waits until the serving hosts count as steady and a node is closed and settled, and deletes
-    /// the host of that node.
-    fn replace_next_host(&mut self) -> Vec<String> {
+    /// Waits until the serving MPS hosts count as steady and a node is closed and settled, and
+    /// deletes the MPS host of that node.
+    fn replace_next_mps_host(&mut self) -> Vec<String> {
         self.update();
         self.up += STEADY_TIME;
         self.update();
         self.up += IDLE_TIME;
-        self.delete_selected_hosts()
+        self.delete_selected_mps_hosts()
     }
 }
 
-fn host(node: &str, generation: &str, outdated: bool, ready: bool) -> Host {
-    Host {
+fn mps_host(node: &str, generation: &str, outdated: bool, ready: bool) -> MpsHost {
+    MpsHost {
         pod: format!("system/{node}-{generation}"),
         uid: format!("{node}-{generation}"),
         hash: if outdated { OLD_HASH } else { NEW_HASH }.into(),
@@ -207,19 +210,19 @@ fn host(node: &str, generation: &str, outdated: bool, ready: bool) -> Host {
 }
 
 #[test]
-fn shares_of_idle_nodes_are_withheld_and_their_hosts_replaced_one_by_one() {
+fn shares_of_idle_nodes_are_withheld_and_their_mps_hosts_replaced_one_by_one() {
     let mut world = TestCluster::with_nodes(2);
     let step = world.update();
     assert_eq!((step.replace.len(), step.outdated, step.next), (0, 2, Some(IDLE_TIME)));
     assert!(world.rollout.withholds("n00") && !world.rollout.withholds("n01"));
     assert!(world.nodes_to_replace_after(secs(IDLE_TIME.as_secs() - 1)).is_empty(), "not before the node has settled");
     world.up += secs(1);
-    assert_eq!(world.delete_selected_hosts(), ["n00"]);
+    assert_eq!(world.delete_selected_mps_hosts(), ["n00"]);
     for (state, withheld) in [
         (None, true),
-        (Some(host("n00", "2", false, false)), true),
+        (Some(mps_host("n00", "2", false, false)), true),
         // The agent reports daemons that do not serve.
-        (Some(host("n00", "2", false, true)), false),
+        (Some(mps_host("n00", "2", false, true)), false),
     ] {
         world.view_of("n00").host = state;
         world.view_of("n00").trouble = Some("its daemon is Starting".into());
@@ -228,8 +231,8 @@ fn shares_of_idle_nodes_are_withheld_and_their_hosts_replaced_one_by_one() {
         assert_eq!(world.rollout.withholds("n00"), withheld);
     }
     world.view_of("n00").trouble = None;
-    assert_eq!(world.replace_next_host(), ["n01"]);
-    world.view_of("n01").host = Some(host("n01", "2", false, true));
+    assert_eq!(world.replace_next_mps_host(), ["n01"]);
+    world.view_of("n01").host = Some(mps_host("n01", "2", false, true));
     assert_eq!(world.update().next, Some(STEADY_TIME));
     world.up += STEADY_TIME;
     let step = world.update();
@@ -237,7 +240,7 @@ fn shares_of_idle_nodes_are_withheld_and_their_hosts_replaced_one_by_one() {
 }
 
 #[test]
-fn a_host_in_use_stays_even_if_its_use_starts_while_shares_are_withheld() {
+fn an_mps_host_in_use_stays_even_if_its_use_starts_while_shares_are_withheld() {
     let mut world = TestCluster::with_nodes(1);
     world.view_of("n00").busy = Some("team/p has 2 nvidia.com/gpu-mps".into());
     let step = world.update();
@@ -254,7 +257,7 @@ fn a_host_in_use_stays_even_if_its_use_starts_while_shares_are_withheld() {
 }
 
 #[test]
-fn no_host_is_deleted_twice_and_its_successor_stays() {
+fn no_mps_host_is_deleted_twice_and_its_successor_stays() {
     let mut world = TestCluster::with_nodes(1);
     world.update();
     world.up += IDLE_TIME;
@@ -264,20 +267,20 @@ fn no_host_is_deleted_twice_and_its_successor_stays() {
     assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.withholds("n00"));
     world.view_of("n00").host.as_mut().unwrap().terminating = true;
     assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.withholds("n00"));
-    world.view_of("n00").host = Some(host("n00", "2", false, true));
+    world.view_of("n00").host = Some(mps_host("n00", "2", false, true));
     assert!(world.nodes_to_replace_after(secs(10)).is_empty() && !world.rollout.withholds("n00"));
-    // Another host replaces the first host while the node is closed.
+    // Another MPS host replaces the first MPS host while the node is closed.
     let mut world = TestCluster::with_nodes(1);
     world.update();
-    world.view_of("n00").host = Some(host("n00", "2", true, true));
-    assert!(world.nodes_to_replace_after(IDLE_TIME).is_empty(), "the wait restarts for the new host");
+    world.view_of("n00").host = Some(mps_host("n00", "2", true, true));
+    assert!(world.nodes_to_replace_after(IDLE_TIME).is_empty(), "the wait restarts for the new MPS host");
 }
 
 #[test]
-fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_set_changes() {
+fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_set_changes() {
     let mut world = TestCluster::with_nodes(3);
-    assert_eq!(world.replace_next_host(), ["n00"]);
-    world.view_of("n00").host = Some(host("n00", "2", false, false));
+    assert_eq!(world.replace_next_mps_host(), ["n00"]);
+    world.view_of("n00").host = Some(mps_host("n00", "2", false, false));
     assert!(
         world.nodes_to_replace_after(secs(START_TIMEOUT.as_secs() - 1)).is_empty() && world.rollout.withholds("n00")
     );
@@ -294,49 +297,50 @@ fn a_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_its_s
     let again = world.update();
     assert!(again.stopped && again.news.is_none() && again.replace.is_empty(), "it is reported once");
     assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.withholds("n01"));
-    // The host eventually serves.
+    // The MPS host eventually serves.
     let mut served = TestCluster { nodes: world.nodes.clone(), rollout: world.rollout.clone(), up: world.up };
     served.view_of("n00").host.as_mut().unwrap().ready = true;
-    assert_eq!(served.replace_next_host(), ["n01"]);
-    // Alternatively, another release follows the bad one. Hosts that serve are replaced first.
-    world.view_of("n00").host = Some(host("n00", "2", true, false));
-    assert_eq!(world.replace_next_host(), ["n01"]);
-    world.view_of("n01").host = Some(host("n01", "3", false, true));
-    assert_eq!(world.replace_next_host(), ["n02"]);
-    world.view_of("n02").host = Some(host("n02", "3", false, true));
-    assert_eq!(world.replace_next_host(), ["n00"]);
+    assert_eq!(served.replace_next_mps_host(), ["n01"]);
+    // Alternatively, another release follows the bad one. MPS hosts that serve are replaced first.
+    world.view_of("n00").host = Some(mps_host("n00", "2", true, false));
+    assert_eq!(world.replace_next_mps_host(), ["n01"]);
+    world.view_of("n01").host = Some(mps_host("n01", "3", false, true));
+    assert_eq!(world.replace_next_mps_host(), ["n02"]);
+    world.view_of("n02").host = Some(mps_host("n02", "3", false, true));
+    assert_eq!(world.replace_next_mps_host(), ["n00"]);
 }
 
 #[test]
-fn a_host_that_crashes_in_a_loop_does_not_count_as_serving() {
+fn an_mps_host_that_crashes_in_a_loop_does_not_count_as_serving() {
     let mut world = TestCluster::with_nodes(3);
-    assert_eq!(world.replace_next_host(), ["n00"]);
+    assert_eq!(world.replace_next_mps_host(), ["n00"]);
     world.up += secs(1);
     let began = world.up;
     let mut second = 0;
     while !world.update().stopped {
         world.up += secs(1);
         second += 1;
-        world.view_of("n00").host = Some(host("n00", "2", false, second % 20 < STEADY_TIME.as_secs()));
+        world.view_of("n00").host = Some(mps_host("n00", "2", false, second % 20 < STEADY_TIME.as_secs()));
         assert!(world.update().replace.is_empty() && !world.rollout.withholds("n01"), "{second}");
         assert!(world.up < began + START_TIMEOUT + secs(20));
     }
     // In a larger cluster, another node may already be closed. The operator reopens it.
     let mut world = TestCluster::with_nodes(20);
-    world.view_of("n00").host = Some(host("n00", "2", false, true));
+    world.view_of("n00").host = Some(mps_host("n00", "2", false, true));
     world.update();
     assert!(world.rollout.withholds("n01") && world.rollout.withholds("n02"));
     world.view_of("n00").host = None;
     world.update();
-    assert!(!world.rollout.withholds("n01"), "no host of the new release has served yet");
+    assert!(!world.rollout.withholds("n01"), "no MPS host of the new release has served yet");
 }
 
 #[test]
 fn daemons_that_do_not_start_stop_replacement_and_withhold_nothing() {
     let mut world = TestCluster::with_nodes(2);
-    assert_eq!(world.replace_next_host(), ["n00"]);
+    assert_eq!(world.replace_next_mps_host(), ["n00"]);
     let view = world.view_of("n00");
-    (view.host, view.trouble) = (Some(host("n00", "2", false, true)), Some("the MPS daemon of G is BackOff".into()));
+    (view.host, view.trouble) =
+        (Some(mps_host("n00", "2", false, true)), Some("the MPS daemon of G is BackOff".into()));
     assert!(world.nodes_to_replace_after(secs(1)).is_empty() && !world.rollout.withholds("n00"));
     assert!(world.nodes_to_replace_after(START_TIMEOUT).is_empty() && world.update().stopped);
 }
@@ -344,10 +348,10 @@ fn daemons_that_do_not_start_stop_replacement_and_withhold_nothing() {
 #[test]
 fn the_next_leader_continues_from_the_state_of_the_cluster() {
     let mut world = TestCluster::with_nodes(3);
-    assert_eq!(world.replace_next_host(), ["n00"]);
-    let mut terminating = host("n00", "1", true, false);
+    assert_eq!(world.replace_next_mps_host(), ["n00"]);
+    let mut terminating = mps_host("n00", "1", true, false);
     terminating.terminating = true;
-    for state in [Some(terminating), None, Some(host("n00", "2", false, false))] {
+    for state in [Some(terminating), None, Some(mps_host("n00", "2", false, false))] {
         world.view_of("n00").host = state;
         world.rollout = Rollout::default();
         assert!(
@@ -355,9 +359,9 @@ fn the_next_leader_continues_from_the_state_of_the_cluster() {
         );
         assert!(world.rollout.withholds("n00") && !world.rollout.withholds("n01"));
     }
-    world.view_of("n00").host = Some(host("n00", "2", false, true));
+    world.view_of("n00").host = Some(mps_host("n00", "2", false, true));
     world.rollout = Rollout::default();
-    assert_eq!(world.replace_next_host(), ["n01"]);
+    assert_eq!(world.replace_next_mps_host(), ["n01"]);
 }
 
 #[test]
@@ -371,30 +375,34 @@ fn unreachable_and_cordoned_nodes_do_not_stop_replacement() {
     assert!(!world.update().stopped);
     world.view_of("n00").excused = true;
     assert_eq!(world.nodes_to_replace_after(IDLE_TIME), ["n00"]);
-    assert_eq!(world.delete_selected_hosts(), ["n00"]);
+    assert_eq!(world.delete_selected_mps_hosts(), ["n00"]);
     assert!(
         world.nodes_to_replace_after(IDLE_TIME).is_empty() && world.nodes_to_replace_after(IDLE_TIME).is_empty(),
         "an excused node that is being replaced still counts"
     );
     world.up += START_TIMEOUT;
-    assert_eq!(world.replace_next_host(), ["n01"], "an excused node that does not come back does not stop the others");
+    assert_eq!(
+        world.replace_next_mps_host(),
+        ["n01"],
+        "an excused node that does not come back does not stop the others"
+    );
 }
 
 #[test]
-fn several_of_many_hosts_are_replaced_at_once_after_one_has_served() {
+fn several_of_many_mps_hosts_are_replaced_at_a_time_after_one_has_served() {
     let mut world = TestCluster::with_nodes(25);
-    assert_eq!(world.replace_next_host(), ["n00"]);
-    world.view_of("n00").host = Some(host("n00", "2", false, true));
-    assert_eq!(world.replace_next_host(), ["n01", "n02"]);
-    world.view_of("n01").host = Some(host("n01", "2", false, true));
-    assert_eq!(world.replace_next_host(), ["n03"]);
-    // One of two replaced hosts serves, and the other does not.
-    world.view_of("n02").host = Some(host("n02", "2", false, false));
-    world.view_of("n03").host = Some(host("n03", "2", false, true));
+    assert_eq!(world.replace_next_mps_host(), ["n00"]);
+    world.view_of("n00").host = Some(mps_host("n00", "2", false, true));
+    assert_eq!(world.replace_next_mps_host(), ["n01", "n02"]);
+    world.view_of("n01").host = Some(mps_host("n01", "2", false, true));
+    assert_eq!(world.replace_next_mps_host(), ["n03"]);
+    // One of two replaced MPS hosts serves, and the other does not.
+    world.view_of("n02").host = Some(mps_host("n02", "2", false, false));
+    world.view_of("n03").host = Some(mps_host("n03", "2", false, true));
     world.up += START_TIMEOUT;
     assert!(world.update().stopped);
     assert!(
-        world.replace_next_host().is_empty() && !world.rollout.withholds("n04"),
+        world.replace_next_mps_host().is_empty() && !world.rollout.withholds("n04"),
         "although one more could be replaced"
     );
 }
@@ -409,15 +417,15 @@ fn a_refused_deletion_withholds_nothing_and_is_retried_later() {
     let step = world.update();
     assert_eq!((step.replace.len(), step.next, world.rollout.withholds("n00")), (0, Some(REFUSAL_BACKOFF), false));
     world.up += REFUSAL_BACKOFF;
-    assert_eq!(world.replace_next_host(), ["n00"]);
+    assert_eq!(world.replace_next_mps_host(), ["n00"]);
 }
 
 proptest! {
-    /// Pods are created and deleted, hosts start slowly, and the operator restarts. No host is
-    /// deleted while MPS is used on its node. At most one host is down, and all hosts are
-    /// eventually replaced.
+    /// Pods are created and deleted, MPS hosts start slowly, and the operator restarts. No MPS host
+    /// is deleted while MPS is used on its node. At most one MPS host is down, and all MPS hosts
+    /// are eventually replaced.
     #[test]
-    fn all_hosts_are_replaced_without_disturbing_pods(count in 1_usize..5, moves in proptest::collection::vec((0_usize..5, 0_u8..8), 0..200)) {
+    fn all_mps_hosts_are_replaced_without_disturbing_pods(count in 1_usize..5, moves in proptest::collection::vec((0_usize..5, 0_u8..8), 0..200)) {
         let mut world = TestCluster::with_nodes(count);
         let names: Vec<String> = world.nodes.keys().cloned().collect();
         let calm = (0..count * 100).map(|at| (at, 6 + u8::from(at % 2 == 0)));
@@ -427,15 +435,15 @@ proptest! {
             let withheld = world.rollout.withholds(&name);
             let view = world.nodes.get_mut(&name).unwrap();
             match what {
-                // The gate reserves no shares on a withheld node.
+                // The gatekeeper reserves no shares on a withheld node.
                 0 if !withheld && view.host.as_ref().is_some_and(|host| host.ready && !host.terminating) => view.busy = Some("a pod".into()),
                 1 => view.busy = None,
                 2 => world.rollout = Rollout::default(),
                 _ => {
                     let next = match view.host.take() {
-                        None => Some(host(&name, "2", false, false)),
+                        None => Some(mps_host(&name, "2", false, false)),
                         Some(host) if host.terminating => None,
-                        Some(host) if !host.outdated => Some(Host { ready: true, ..host }),
+                        Some(host) if !host.outdated => Some(MpsHost { ready: true, ..host }),
                         other => other,
                     };
                     view.host = next;
@@ -453,21 +461,22 @@ proptest! {
             let down = world.nodes.values().filter(|view| view.host.as_ref().is_none_or(|host| !host.ready)).count();
             prop_assert!(down <= 1, "{:?}", world.nodes);
         }
-        let is_replaced = |view: &HostView| view.host.as_ref().is_some_and(|host| !host.outdated && host.ready);
+        let is_replaced = |view: &MpsHostView| view.host.as_ref().is_some_and(|host| !host.outdated && host.ready);
         prop_assert!(world.nodes.values().all(is_replaced), "{:?}", world.nodes);
     }
 }
 
-/// Replaces a host while the API server returns these answers. Returns the requests and the result.
+/// Replaces an MPS host while the API server returns these answers. Returns the requests and the
+/// result.
 async fn replace_with_answers(answers: &[(StatusCode, Value)]) -> (Vec<String>, &'static str) {
     let (service, mut server) = tower_test::mock::pair::<Request<Body>, Response<Body>>();
     let client = Client::new(service, "default");
-    let watched = HostStores {
+    let watched = MpsHostStores {
         pods: kube::runtime::reflector::store().0,
         revisions: kube::runtime::reflector::store().0,
         namespace: "system".into(),
     };
-    let replacement = Replacement { node: "n00".into(), host: host("n00", "1", true, true) };
+    let replacement = Replacement { node: "n00".into(), host: mps_host("n00", "1", true, true) };
     let serve = async {
         let mut requests = Vec::new();
         for (status, answer) in answers {
@@ -486,7 +495,7 @@ async fn replace_with_answers(answers: &[(StatusCode, Value)]) -> (Vec<String>, 
 }
 
 #[tokio::test]
-async fn a_host_is_deleted_by_uid_and_only_if_the_api_server_confirms_that_it_is_outdated() {
+async fn an_mps_host_is_deleted_by_uid_and_only_if_the_api_server_confirms_that_it_is_outdated() {
     let owner = json!({"apiVersion": "apps/v1", "kind": "DaemonSet", "name": "hosts", "uid": "s", "controller": true});
     let listed = |numbers: [i64; 2]| {
         let item = |(hash, number): (&str, i64)| json!({"metadata": {"name": hash, "labels": {REVISION_HASH_LABEL: hash}, "ownerReferences": [owner]}, "revision": number});

@@ -1,5 +1,5 @@
-//! Simulates a machine with one H200, its MPS daemon and its programs. Dropping the [`Node`] kills
-//! the daemon and removes the machine.
+//! Simulates a node with one H200, its MPS daemon and its programs. Dropping the [`Node`] kills the
+//! MPS daemon and removes the simulated machine.
 #![allow(dead_code, reason = "each test file uses its own part")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
@@ -30,7 +30,7 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// Creates a machine without a daemon.
+    /// Creates a node without an MPS daemon.
     pub(crate) fn without_daemon() -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -46,7 +46,7 @@ impl Node {
         Self { dir, machine, daemon: None, env: Vec::new() }
     }
 
-    /// Creates a machine with a daemon started with `-f` and these arguments.
+    /// Creates a node with an MPS daemon that is started with `-f` and these arguments.
     pub(crate) fn with_daemon(arguments: &[&str]) -> Self {
         let mut node = Self::without_daemon();
         node.start_daemon(arguments);

@@ -62,11 +62,17 @@ struct Daemon {
 }
 
 /// Runs the daemon in the foreground until `quit` (option `-f`).
+///
+/// # Errors
+/// Returns an error if the daemon cannot be started.
 pub fn run_in_foreground(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     run(config, &LogSinks::Stdout, || {})
 }
 
 /// Starts the daemon in the background and returns when it listens (option `-d`).
+///
+/// # Errors
+/// Returns an error with the daemon's message if the daemon cannot be started.
 pub fn start_in_background(config: DaemonConfig) -> anyhow::Result<ExitCode> {
     if std::env::var_os(DETACHED_DAEMON_ENV).is_some() {
         rustix::process::setsid()?;

@@ -272,7 +272,7 @@ exports! {
 }
 
 /// Returns the text of a return code. Requires no initialization.
-// SAFETY: the name is one of NVML's, as above.
+// SAFETY: the name is one of NVML's. A program loads either NVML or this library.
 #[unsafe(no_mangle)]
 extern "C" fn nvmlErrorString(code: Return) -> *const c_char {
     let text = match code {

@@ -47,7 +47,8 @@ impl<T: Copy> Out<T> {
     /// Reads an element of the caller's array.
     pub(crate) fn get_at(self, index: usize) -> Result<T> {
         let from = self.non_null()?;
-        // SAFETY: as for `get`. The caller's count, which was checked, covers the element.
+        // SAFETY: the same reason as in `get` applies. The caller's count, which was checked,
+        // covers the element.
         Ok(unsafe { from.add(index).read_unaligned() })
     }
 

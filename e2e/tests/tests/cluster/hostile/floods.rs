@@ -69,25 +69,25 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: create_forged_events,
     },
     Attempt {
-        name: "sixty pods at once, each with all shares of a GPU",
+        name: "sixty pods at the same time, each with all shares of a GPU",
         expected: Expected::NoEffect,
         run: create_too_many_pods,
     },
 ];
 
-/// Checks that another pod of one share starts and has its limits. `besides` precedes the
+/// Checks that another pod of one share starts and has its limits. `outcome_prefix` precedes the
 /// description of the outcome.
-fn check_new_pod(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
+fn check_that_new_pod_runs(bed: &TestBed<'_>, name: &str, outcome_prefix: &str) -> Result<Outcome> {
     bed.scope.create_pod(name, &json!({SHARES_RESOURCE: 1}), RUN_ONCE_SCRIPT)?;
-    check_runs(bed, name, besides)
+    check_that_pod_runs(bed, name, outcome_prefix)
 }
 
 /// Checks that a pod of one share succeeds and has its limits.
-fn check_runs(bed: &TestBed<'_>, name: &str, besides: &str) -> Result<Outcome> {
+fn check_that_pod_runs(bed: &TestBed<'_>, name: &str, outcome_prefix: &str) -> Result<Outcome> {
     let (phase, log) = bed.scope.wait_until_finished(name)?;
     ensure!(phase == "Succeeded", "{name} is {phase}: {log}");
     match check_limits(bed, 1, &log, 1)? {
-        Outcome::NoEffect(limits) => Ok(Outcome::NoEffect(format!("{besides}; {name} runs: {limits}"))),
+        Outcome::NoEffect(limits) => Ok(Outcome::NoEffect(format!("{outcome_prefix}; {name} runs: {limits}"))),
         other => Ok(other),
     }
 }
@@ -120,7 +120,7 @@ fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
     })?;
     let answer = run_script(bed, FLOODING_POD, &request)?;
     ensure!(answer.contains("200 OK"), "the agent does not answer another request: {answer}");
-    let outcome = check_new_pod(bed, "after-connections", "the agent answers")?;
+    let outcome = check_that_new_pod_runs(bed, "after-connections", "the agent answers")?;
     ensure!(is_ready(&component_pod(bed.scope.cluster, "agent")?), "the agent is not ready");
     Ok(outcome)
 }
@@ -133,7 +133,7 @@ fn create_pod_with_forged_placement(bed: &TestBed<'_>, name: &str, value: &str) 
     set_exceptions(&bed.scope, "annotations")?;
     // The API server applies the label with a short delay.
     wait_until("the namespace has the exception", || bed.tenant.create(&bed.pods_path(), &object).map(|_| true))?;
-    let outcome = check_runs(bed, name, "the operator wrote the pod's annotation")?;
+    let outcome = check_that_pod_runs(bed, name, "the operator wrote the pod's annotation")?;
     let now = text(&bed.scope.cluster.get(&bed.scope.pod_path(name))?["metadata"]["annotations"][PLACEMENT_ANNOTATION]);
     ensure!(now != value && now.contains("\"device\":\"GPU-"), "the pod's annotation is {now:.200}");
     set_exceptions(&bed.scope, "")?;
@@ -152,7 +152,7 @@ fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
     object["spec"]["affinity"] =
         json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}});
     bed.tenant.create(&bed.pods_path(), &object)?;
-    check_runs(bed, "terms", "it is released")
+    check_that_pod_runs(bed, "terms", "it is released")
 }
 
 /// Creates a pod with the longest name, and waits until it is bound. The kubelet may fail to run
@@ -164,7 +164,7 @@ fn create_pod_with_longest_name(bed: &TestBed<'_>) -> Result<Outcome> {
     wait_until("the pod is released and bound", || {
         Ok(text(&bed.scope.cluster.get(&path)?["spec"]["nodeName"]) == NODE)
     })?;
-    let outcome = check_new_pod(bed, "after-longest", "it is released")?;
+    let outcome = check_that_new_pod_runs(bed, "after-longest", "it is released")?;
     bed.scope.delete_pod(&name, 0)?;
     Ok(outcome)
 }
@@ -181,7 +181,7 @@ fn create_forged_events(bed: &TestBed<'_>) -> Result<Outcome> {
     for _ in 0..FLOOD_EVENTS {
         bed.tenant.create(&format!("/api/v1/namespaces/{ns}/events"), &event)?;
     }
-    check_new_pod(bed, "after-events", "the neighbour stays")
+    check_that_new_pod_runs(bed, "after-events", "the neighbour stays")
 }
 
 /// Creates more pods than the GPUs can serve, and then a pod that fits.
@@ -191,7 +191,7 @@ fn create_too_many_pods(bed: &TestBed<'_>) -> Result<Outcome> {
         bed.tenant
             .create(&bed.pods_path(), &pod(&name(index), &json!({SHARES_RESOURCE: 10}), "exec sleep infinity"))?;
     }
-    let outcome = check_new_pod(bed, "after-pods", "the kubelet rejected no pod")?;
+    let outcome = check_that_new_pod_runs(bed, "after-pods", "the kubelet rejected no pod")?;
     let flood: BTreeSet<String> = (0..FLOOD_PODS).map(name).collect();
     let (mut there, mut bound) = (0, 0);
     for pod in bed.scope.pods()?.iter().filter(|pod| flood.contains(&text(&pod["metadata"]["name"]))) {

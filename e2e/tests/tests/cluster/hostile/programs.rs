@@ -18,7 +18,8 @@ const HOSTILE_SHARES: u32 = 3;
 /// A pod that computes on the same GPU, and its shares.
 pub(super) const NEIGHBOUR_POD: &str = "neighbour";
 const NEIGHBOUR_SHARES: u32 = 2;
-/// A pod that violates the protocol of the door in several connections at once, from its start.
+/// A pod that violates the protocol of the door in several simultaneous connections, from its
+/// start.
 const LIAR_POD: &str = "liar";
 /// Maximum number of GPU processes of a pod, by the policy.
 const MAX_CLIENTS: usize = 8;
@@ -382,7 +383,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: shut_down_during_handshake,
     },
     Attempt {
-        name: "two hundred connections at once that send nothing",
+        name: "two hundred simultaneous connections that send nothing",
         expected: REFUSED_AS_CLOSED,
         run: |bed| {
             check_neighbour_starts(bed)?;

@@ -90,12 +90,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         run: |bed| refusals([bed.tenant.patch(&path_of_waits(bed), &forged_annotation_patch())]),
     },
     Attempt {
-        name: "a forged placement by way of the pod's status",
+        name: "a forged placement through the pod's status",
         expected: ANNOTATION_REFUSED,
         run: |bed| refusals([bed.tenant.patch(&format!("{}/status", path_of_waits(bed)), &forged_annotation_patch())]),
     },
     Attempt {
-        name: "a forged placement by way of a binding",
+        name: "a forged placement through a binding",
         expected: ANNOTATION_REFUSED,
         run: |bed| bind_waits(bed, &json!({PLACEMENT_ANNOTATION: FORGED_PLACEMENT})),
     },
@@ -269,7 +269,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
         },
     },
     Attempt {
-        name: "the spec, labels, owners and finalizers of its own GpuNode by way of the status, by an agent's token",
+        name: "the spec, labels, owners and finalizers of its own GpuNode through the status, by an agent's token",
         expected: Expected::NoEffect,
         run: change_own_metadata,
     },

@@ -203,7 +203,7 @@ fn a_pod_is_reported_once_a_search_shows_that_no_preemption_helps() {
         world = world.pod_with(&format!("high-{shares}"), shares, json!({"priority": 1000}));
     }
     let mut keeper = Gatekeeper::default();
-    assert!(reconcile(&mut keeper, &world, 0).more, "not every pod has its turn at once");
+    assert!(reconcile(&mut keeper, &world, 0).more, "not every pod has its turn in one reconcile");
     for (seconds, expected) in [(FULL_SECONDS, 4), (2 * FULL_SECONDS - 1, 4), (2 * FULL_SECONDS, 6)] {
         assert_eq!(reconcile(&mut keeper, &world, seconds).reported, expected, "second {seconds}");
     }

@@ -4,33 +4,33 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::world::{MPS_RESOURCE, TestCluster, at, nodes_of_replaced_hosts, reconcile, released, revision};
+use super::world::{MPS_RESOURCE, TestCluster, at, nodes_of_replaced_mps_hosts, reconcile, released, revision};
 use crate::placement::cluster::Now;
 use crate::placement::gatekeeper::Gatekeeper;
 
 #[test]
 fn no_share_is_reserved_on_a_node_from_the_reconcile_that_finds_its_outdated_host_idle() {
-    let mut world = TestCluster::default().node("n1", &[0, 0]).host("n1", "old").pod("a", 2);
+    let mut world = TestCluster::default().node("n1", &[0, 0]).mps_host("n1", "old").pod("a", 2);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
-    assert_eq!((released(&actions), nodes_of_replaced_hosts(&actions)), (vec![], vec![]));
+    assert_eq!((released(&actions), nodes_of_replaced_mps_hosts(&actions)), (vec![], vec![]));
     let message = &actions.waiting["team/a"].message;
     assert!(message.ends_with("; nodes whose MPS host is being replaced or is not ready: n1"), "{message}");
     assert_eq!(actions.requeue, Some(Duration::from_secs(2)));
     let actions = reconcile(&mut keeper, &world, 2);
-    assert_eq!((released(&actions), nodes_of_replaced_hosts(&actions)), (vec![], vec!["n1"]));
+    assert_eq!((released(&actions), nodes_of_replaced_mps_hosts(&actions)), (vec![], vec!["n1"]));
     let step = actions.rollout.unwrap();
     keeper.rollout.record_replacement(&step.replace[0], at(2).up);
     world.hosts = Some(BTreeMap::new());
-    assert_eq!(released(&reconcile(&mut keeper, &world, 10)), [], "the host is gone");
+    assert_eq!(released(&reconcile(&mut keeper, &world, 10)), [], "the MPS host is gone");
     // A new leader makes the same decision.
     assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &world, 11)), []);
-    world = world.host("n1", "new");
+    world = world.mps_host("n1", "new");
     let actions = reconcile(&mut keeper, &world, 12);
     assert_eq!(
-        (released(&actions), nodes_of_replaced_hosts(&actions)),
+        (released(&actions), nodes_of_replaced_mps_hosts(&actions)),
         (vec![("team/a", "reserved")], vec![]),
-        "the new host serves"
+        "the new MPS host serves"
     );
 }
 
@@ -40,10 +40,10 @@ fn an_outdated_mps_host_stays_while_a_pod_has_shares_or_a_reservation_and_serves
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert!(world.apply_release(&actions.releases[0]));
-    world = world.host("n1", "old");
+    world = world.mps_host("n1", "old");
     let stays = |keeper: &mut Gatekeeper, world: &TestCluster, second: u64| {
         let actions = reconcile(keeper, world, second);
-        assert_eq!(nodes_of_replaced_hosts(&actions), [""; 0]);
+        assert_eq!(nodes_of_replaced_mps_hosts(&actions), [""; 0]);
         assert!(!keeper.rollout.withholds("n1"), "{actions:?}");
         actions.rollout.unwrap().waiting["n1"].clone()
     };
@@ -79,21 +79,25 @@ fn an_outdated_mps_host_stays_while_a_pod_has_shares_or_a_reservation_and_serves
     );
     reconcile(&mut keeper, &world, 40);
     reconcile(&mut keeper, &world, 50);
-    assert_eq!(nodes_of_replaced_hosts(&reconcile(&mut keeper, &world, 60)), ["n1"]);
+    assert_eq!(nodes_of_replaced_mps_hosts(&reconcile(&mut keeper, &world, 60)), ["n1"]);
 }
 
 #[test]
 fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_cordoned_or_time_sliced() {
     let cordoned = json!({"cleave.dev/cordon": "n1-GPU-0,n1-GPU-1=until its MPS host is upgraded"});
-    let mut world =
-        TestCluster::default().node("n1", &[0, 0]).node("n2", &[0]).host("n1", "old").host("n2", "new").pod("a", 2);
+    let mut world = TestCluster::default()
+        .node("n1", &[0, 0])
+        .node("n2", &[0])
+        .mps_host("n1", "old")
+        .mps_host("n2", "new")
+        .pod("a", 2);
     world.change(|world| &mut world.gpu_nodes, "n1", |node| node["metadata"]["annotations"] = cordoned);
     let mut keeper = Gatekeeper::default();
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "reserved")], "the other node has room");
-    assert_eq!(nodes_of_replaced_hosts(&reconcile(&mut keeper, &world, 2)), ["n1"]);
+    assert_eq!(nodes_of_replaced_mps_hosts(&reconcile(&mut keeper, &world, 2)), ["n1"]);
     // Time-slicing needs no MPS host.
     let replicas = "nvidia.com/gpu-timeslice";
-    let mut world = TestCluster::default().node("n1", &[0]).host("n1", "old");
+    let mut world = TestCluster::default().node("n1", &[0]).mps_host("n1", "old");
     world.change(
         |world| &mut world.gpu_nodes,
         "n1",
@@ -111,16 +115,16 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_cordoned_or_time_sliced() {
         [("team/t", "reserved")],
         "only shares under MPS are withheld"
     );
-    assert_eq!(nodes_of_replaced_hosts(&reconcile(&mut keeper, &world, 2)), ["n1"]);
+    assert_eq!(nodes_of_replaced_mps_hosts(&reconcile(&mut keeper, &world, 2)), ["n1"]);
 }
 
 #[test]
 fn mps_hosts_are_examined_once_per_period_and_no_change_is_missed() {
-    let mut world = TestCluster::default().node("n1", &[0]).host("n1", "new");
+    let mut world = TestCluster::default().node("n1", &[0]).mps_host("n1", "new");
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!((actions.rollout.is_some(), actions.requeue), (true, None));
-    world = world.host("n1", "old");
+    world = world.mps_host("n1", "old");
     let half = Now { up: Duration::from_millis(500), epoch: 1_000_000 };
     let actions = keeper.reconcile(&world.cluster(), &BTreeMap::new(), half);
     assert_eq!((actions.rollout.is_some(), actions.requeue), (false, Some(Duration::from_millis(500))));
@@ -129,7 +133,7 @@ fn mps_hosts_are_examined_once_per_period_and_no_change_is_missed() {
 
 #[test]
 fn a_nodes_agent_is_upgraded_before_its_mps_host() {
-    let mut world = TestCluster::default().node("n1", &[0]).host("n1", "old");
+    let mut world = TestCluster::default().node("n1", &[0]).mps_host("n1", "old");
     let of_revision = |hash: &str| {
         let metadata = revision(hash, 0)["metadata"].clone();
         move |agent: &mut Value| {
@@ -144,5 +148,5 @@ fn a_nodes_agent_is_upgraded_before_its_mps_host() {
     }
     world.change(|world| &mut world.agents, "n1", of_revision("new"));
     reconcile(&mut keeper, &world, 20);
-    assert_eq!(nodes_of_replaced_hosts(&reconcile(&mut keeper, &world, 22)), ["n1"]);
+    assert_eq!(nodes_of_replaced_mps_hosts(&reconcile(&mut keeper, &world, 22)), ["n1"]);
 }

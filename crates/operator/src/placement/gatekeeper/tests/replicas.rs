@@ -1,4 +1,4 @@
-//! Tests where replicas of one controller are placed, and what the gate learns from pods.
+//! Tests where replicas of one controller are placed, and what the gatekeeper learns from pods.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::REPLICA_PLACEMENT_ANNOTATION;

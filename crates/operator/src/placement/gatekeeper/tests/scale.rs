@@ -169,8 +169,8 @@ impl Fleet {
         self.writer.apply(Event::InitDone);
     }
 
-    /// Reads the stores and decides, as the gate does. Returns the CPU time, and the number of
-    /// released pods.
+    /// Reads the stores and decides, as the placement controller does. Returns the CPU time, and
+    /// the number of released pods.
     fn look(&self, keeper: &mut Gatekeeper, second: u64) -> (Duration, usize) {
         let now = Now { up: Duration::from_secs(second), epoch: 1_700_000_000 + second };
         let began = cpu_time();

@@ -12,7 +12,7 @@ use crate::placement::actions::{Actions, Release, ReleaseReason};
 use crate::placement::cluster::{Cluster, Now};
 use crate::placement::gatekeeper::Gatekeeper;
 use crate::pods::PodObject;
-use crate::rollout::Hosts;
+use crate::rollout::MpsHosts;
 
 pub(super) const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 
@@ -75,7 +75,7 @@ impl TestCluster {
     }
 
     /// Adds a node's MPS host of the revision with this hash, `old` or `new`.
-    pub(super) fn host(mut self, node: &str, hash: &str) -> Self {
+    pub(super) fn mps_host(mut self, node: &str, hash: &str) -> Self {
         let mut host = revision(hash, 0);
         let named = json!({"name": format!("host-{node}"), "namespace": "system", "uid": format!("{hash}-{node}")});
         host["metadata"].as_object_mut().unwrap().extend(named.as_object().unwrap().clone());
@@ -138,7 +138,7 @@ impl TestCluster {
             gpu_nodes: self.gpu_nodes.values().map(|object| Arc::new(from_json(object.clone()))).collect(),
             policies: self.policies.values().map(|policy| Arc::new(from_json(policy.clone()))).collect(),
             agents: self.agents.values().map(|agent| Arc::new(from_json(agent.clone()))).collect(),
-            hosts: self.hosts.as_ref().map(|hosts| Hosts {
+            hosts: self.hosts.as_ref().map(|hosts| MpsHosts {
                 pods: hosts.values().map(|host| Arc::new(from_json(host.clone()))).collect(),
                 revisions: [("old", 1), ("new", 2)]
                     .map(|(hash, number)| Arc::new(from_json(revision(hash, number))))
@@ -229,7 +229,7 @@ pub(super) fn revision(hash: &str, number: i64) -> Value {
 }
 
 /// Returns the names of the nodes whose MPS hosts are replaced.
-pub(super) fn nodes_of_replaced_hosts(actions: &Actions) -> Vec<&str> {
+pub(super) fn nodes_of_replaced_mps_hosts(actions: &Actions) -> Vec<&str> {
     actions.rollout.iter().flat_map(|step| &step.replace).map(|one| one.node.as_str()).collect()
 }
 

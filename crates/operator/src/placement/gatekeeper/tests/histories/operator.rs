@@ -61,7 +61,7 @@ pub(super) enum Kind {
     Others,
 }
 
-/// All kinds.
+/// All kinds of watched objects.
 pub(super) const KINDS: [Kind; 4] = [Kind::Pods, Kind::Nodes, Kind::GpuNodes, Kind::Others];
 
 /// How the API server answers the writes of one reconcile.
@@ -98,7 +98,7 @@ impl Answers {
     }
 }
 
-/// The operator.
+/// One replica of the operator: the real gatekeeper, with stores that lag behind the API server.
 pub(super) struct Operator {
     keeper: Gatekeeper,
     cluster: Cluster,

@@ -22,7 +22,7 @@ pub(super) struct Allocation {
     pub(super) units: u32,
 }
 
-/// A GPU.
+/// A GPU with its health and its partition.
 #[derive(Debug, Clone)]
 pub(super) struct Gpu {
     pub(super) node: String,
