@@ -97,8 +97,8 @@ impl PodClaims {
         std::mem::take(&mut self.freed)
     }
 
-    /// Ends the claim of an earlier pod of the same name. Returns false if the earlier pod may still
-    /// use shares that its node has not reported. Then its claim lasts for up to
+    /// Ends the claim of an earlier pod of the same name. Returns false if the earlier pod may
+    /// still use shares that its node has not reported. Then its claim lasts for up to
     /// [`UNREPORTED_CLAIM_TIME`], and the new pod stays at the gate.
     pub(super) fn end_predecessor_claim(
         &mut self,

@@ -61,8 +61,8 @@ fn time_of_day() -> (time_t, c_long) {
 /// `clock_gettime(2)` with the offset applied to the time of day.
 ///
 /// # Safety
-/// `time` must point to a writable `timespec`, or to an address that the kernel cannot write. In the
-/// latter case the kernel returns EFAULT, as `clock_gettime(2)` describes.
+/// `time` must point to a writable `timespec`, or to an address that the kernel cannot write. In
+/// the latter case the kernel returns EFAULT, as `clock_gettime(2)` describes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn clock_gettime(clock: clockid_t, time: *mut timespec) -> c_int {
     let result = query_kernel_clock(clock, time);
