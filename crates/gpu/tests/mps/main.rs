@@ -407,7 +407,7 @@ fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     node.write_desired();
     let stopping = node.wait_for_state(0, DaemonState::Stopping);
     assert_eq!(stopping.pid, before.pid);
-    assert!(stopping.message.contains("clients to exit: 1"), "{}", stopping.message);
+    assert!(stopping.message.contains("waiting for 1 client to exit"), "{}", stopping.message);
     assert!(!node.paths.door(ALLOCATION_A).exists());
     assert!(running.has_no_output());
     running.signal(Signal::KILL);
@@ -432,7 +432,7 @@ fn new_settings_wait_for_clients_and_new_limits_apply_to_the_next_client() {
     node.desire_allocation(ALLOCATION_A, 0, Some(10), Some(1024));
     node.write_desired();
     let waits = node.wait_for_status("the restart waits for clients", |status| {
-        status.daemons[&uuid].message.contains("clients to exit: 1")
+        status.daemons[&uuid].message.contains("waiting for 1 client to exit")
     });
     assert_eq!(waits.daemons[&uuid].state, DaemonState::Restarting, "it has the older settings");
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (12, Some(1024)));
