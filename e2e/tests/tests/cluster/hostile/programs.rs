@@ -123,6 +123,9 @@ fn other_pods() -> Vec<Value> {
         json!([{"name": "over", "mountPath": DOOR_DIRECTORY}]),
     );
     over["spec"]["volumes"] = json!([{"name": "over", "emptyDir": {}}]);
+    // Another node's kubelet may remember the resource without devices, and would reject the pod.
+    let mut none = pod("none", &json!({SHARES_RESOURCE: 0}), SLEEP_FOREVER_SCRIPT);
+    none["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": NODE});
     vec![
         pod(LIAR_POD, &one, &lies),
         with("user", &one, &user, "securityContext", json!({"runAsUser": 1000, "runAsGroup": 1000})),
@@ -130,7 +133,7 @@ fn other_pods() -> Vec<Value> {
         with("more", &json!({SHARES_RESOURCE: 2}), SLEEP_FOREVER_SCRIPT, "envFrom", from("more")),
         with("away", &one, SLEEP_FOREVER_SCRIPT, "envFrom", from("away")),
         over,
-        pod("none", &json!({SHARES_RESOURCE: 0}), SLEEP_FOREVER_SCRIPT),
+        none,
         pod("junk", &one, junk),
         pod("several", &one, several),
     ]
