@@ -296,7 +296,7 @@ impl Passes {
                     &change.node,
                     object.and_then(|object| object.metadata.generation),
                     &change.spec,
-                    self.started.elapsed(),
+                    self.now(),
                 );
                 written_any = true;
             }

@@ -3,26 +3,7 @@
 #![allow(clippy::expect_used, reason = "helpers of tests")]
 
 use cleave_plan::topology::{GpuLink, PciePath, Topology};
-
-/// NVLinks of a DGX-1 with V100: a hybrid cube mesh.
-const CUBE_MESH_NVLINKS: [(usize, usize, u8); 16] = [
-    (0, 1, 1),
-    (0, 2, 1),
-    (0, 3, 2),
-    (0, 4, 2),
-    (1, 2, 2),
-    (1, 3, 1),
-    (1, 5, 2),
-    (2, 3, 2),
-    (2, 6, 1),
-    (3, 7, 1),
-    (4, 5, 1),
-    (4, 6, 1),
-    (4, 7, 2),
-    (5, 6, 2),
-    (5, 7, 1),
-    (6, 7, 2),
-];
+use sim_machine::cube_mesh_nvlinks;
 
 type Link = fn(usize, usize) -> GpuLink;
 
@@ -38,10 +19,10 @@ fn pcie_path(one: usize, other: usize, same_node: PciePath) -> PciePath {
 
 /// A DGX-1 with V100.
 fn dgx_v100(one: usize, other: usize) -> GpuLink {
-    let nvlinks = CUBE_MESH_NVLINKS.iter().find(|&&(from, to, _)| (from, to) == (one.min(other), one.max(other)));
+    let index = |gpu: usize| u32::try_from(gpu).expect("a small index");
     GpuLink {
         pcie: pcie_path(one, other, PciePath::SameHostBridge),
-        nvlinks: nvlinks.map_or(0, |&(_, _, count)| count),
+        nvlinks: cube_mesh_nvlinks(index(one), index(other)),
     }
 }
 

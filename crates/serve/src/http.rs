@@ -13,7 +13,8 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpListener;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -77,8 +78,14 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stop: 
     }
 }
 
-/// Serves one connection until it closes.
-async fn serve_connection(stream: TcpStream, router: Router, headers: Duration, watcher: Watcher) {
+/// Serves HTTP/1 on one connection until it closes. `headers` limits the time for the headers of a
+/// request; see [`Limits::headers`].
+pub async fn serve_connection(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    router: Router,
+    headers: Duration,
+    watcher: Watcher,
+) {
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(headers);
     let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));

@@ -11,6 +11,7 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 use cleave_plan::topology::{GpuLink, PciePath, Topology};
 use serde::Serialize;
+use sim_machine::cube_mesh_nvlinks;
 
 /// Measures the choice of whole GPUs.
 #[derive(Debug, clap::Args)]
@@ -49,30 +50,10 @@ struct Machine {
     best: [u32; 9],
 }
 
-/// NVLinks of a DGX-1 with V100, as two GPUs and the number of links between them.
-const CUBE_MESH: [(u32, u32, u8); 16] = [
-    (0, 1, 1),
-    (0, 2, 1),
-    (0, 3, 2),
-    (0, 4, 2),
-    (1, 2, 2),
-    (1, 3, 1),
-    (1, 5, 2),
-    (2, 3, 2),
-    (2, 6, 1),
-    (3, 7, 1),
-    (4, 5, 1),
-    (4, 6, 1),
-    (4, 7, 2),
-    (5, 6, 2),
-    (5, 7, 1),
-    (6, 7, 2),
-];
-
 const MACHINES: [(&str, usize, Link); 5] = [
-    ("DGX-1 V100", 8, |one, other| {
-        let nvlinks = CUBE_MESH.iter().find(|&&(from, to, _)| (from, to) == (one, other)).map_or(0, |link| link.2);
-        GpuLink { pcie: pcie_path(one, other, PciePath::OneSwitch, PciePath::SameHostBridge), nvlinks }
+    ("DGX-1 V100", 8, |one, other| GpuLink {
+        pcie: pcie_path(one, other, PciePath::OneSwitch, PciePath::SameHostBridge),
+        nvlinks: cube_mesh_nvlinks(one, other),
     }),
     ("DGX A100", 8, |one, other| GpuLink {
         pcie: pcie_path(one, other, PciePath::OneSwitch, PciePath::SameNumaNode),

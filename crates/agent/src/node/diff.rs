@@ -257,8 +257,7 @@ pub fn is_unchanged(before: Option<&Layout>, after: &Layout, resource: &str, id:
         let pool = layout.pools.iter().find(|pool| pool.resource == resource && pool.contains(device, number))?;
         // Consent to advisory limits applies at once. It changes no limit of a slice, and the MPS
         // host restarts the daemon only when it has no clients.
-        let daemon = layout.daemons.get(device).cloned();
-        Some((pool.kind.clone(), daemon.map(|daemon| DaemonSettings { accept_advisory: false, ..daemon })))
+        Some((pool.kind.clone(), layout.daemons.get(device).map(DaemonSettings::without_consent)))
     };
     match (before.and_then(find), find(after)) {
         (Some(before), Some(after)) => before == after,

@@ -186,8 +186,8 @@ impl Device {
     /// Returns whether a daemon that runs with some settings has the desired ones. Consent to
     /// advisory limits changes nothing while doors enforce the limits.
     fn has_settings(&self, running: &DaemonSettings, desired: &DaemonSettings) -> bool {
-        let same_consent = DaemonSettings { accept_advisory: desired.accept_advisory, ..running.clone() };
-        running == desired || self.phase.borrow().enforcement == Enforcement::Hard && same_consent == *desired
+        let enforces = self.phase.borrow().enforcement == Enforcement::Hard;
+        running == desired || enforces && running.without_consent() == desired.without_consent()
     }
 
     /// Returns the status of the daemon. A daemon with older settings is Restarting, also while its

@@ -125,7 +125,7 @@ impl Desired {
     /// repeat a hash that depends on it.
     pub fn hash(&self) -> String {
         let mut content = self.clone();
-        content.daemons.values_mut().for_each(|daemon| daemon.accept_advisory = false);
+        content.daemons.values_mut().for_each(|daemon| *daemon = daemon.without_consent());
         // Maps are ordered, so equal content has equal text. These types always serialize.
         let text = serde_json::to_vec(&content).unwrap_or_default();
         Sha256::digest(text).iter().take(16).fold(String::new(), |mut digits, byte| {
@@ -229,6 +229,14 @@ pub struct DaemonSettings {
     /// limits. The file omits false, as older agents do.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub accept_advisory: bool,
+}
+
+impl DaemonSettings {
+    /// Returns the settings without the consent to advisory limits.
+    #[must_use]
+    pub fn without_consent(&self) -> Self {
+        Self { accept_advisory: false, ..self.clone() }
+    }
 }
 
 /// Limits of one allocation. The allocation's door sets the limits for each client that connects.

@@ -20,10 +20,7 @@ use cleave_api::names::{
     is_mps, is_served, is_shared,
 };
 use cleave_plan::snapshot::Toleration;
-use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
-use hyper_util::service::TowerToHyperService;
 use json_patch::jsonptr::PointerBuf;
 use json_patch::{AddOperation, Patch, PatchOperation};
 use k8s_openapi::api::core::v1::Namespace;
@@ -353,12 +350,7 @@ async fn serve_connection(
         Ok(Err(error)) => return tracing::debug!(error = &error as &dyn std::error::Error, "TLS handshake failed"),
         Err(_) => return tracing::debug!("TLS handshake timed out"),
     };
-    let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(IDLE_TIMEOUT);
-    let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
-    if let Err(error) = watcher.watch(connection).await {
-        tracing::debug!(error = &error as &dyn std::error::Error, "connection failed");
-    }
+    cleave_serve::http::serve_connection(stream, router, IDLE_TIMEOUT, watcher).await;
 }
 
 #[cfg(test)]

@@ -57,7 +57,7 @@ pub use state::{
     PciAddress, State,
 };
 pub use store::{DEFAULT_STATE_DIRECTORY, Machine, STATE_DIRECTORY_ENV};
-pub use topology::{CommonAncestor, MachineTopology};
+pub use topology::{CommonAncestor, MachineTopology, cube_mesh_nvlinks};
 
 /// Returns the number of SMs that an MPS client sees for a thread percentage of a device with
 /// `total` SMs. The result is rounded down to an even number, and is at least 8 and at most

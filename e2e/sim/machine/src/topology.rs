@@ -21,7 +21,7 @@ pub enum MachineTopology {
 }
 
 /// NVLinks of a hybrid cube mesh: two GPUs, and the number of NVLinks between them.
-const CUBE_MESH: [(u32, u32, usize); 16] = [
+const CUBE_MESH: [(u32, u32, u8); 16] = [
     (0, 1, 1),
     (0, 2, 1),
     (0, 3, 2),
@@ -79,13 +79,14 @@ impl MachineTopology {
     }
 }
 
+/// Returns the number of NVLinks between two GPUs of a hybrid cube mesh, by their indices.
+pub fn cube_mesh_nvlinks(one: u32, other: u32) -> u8 {
+    let pair = (one.min(other), one.max(other));
+    CUBE_MESH.iter().find(|&&(from, to, _)| (from, to) == pair).map_or(0, |&(_, _, count)| count)
+}
+
 fn cube_mesh_links(gpu: u32) -> Vec<NvLinkEnd> {
-    let ends = CUBE_MESH.iter().filter_map(|&(one, other, count)| match gpu {
-        gpu if gpu == one => Some((other, count)),
-        gpu if gpu == other => Some((one, count)),
-        _ => None,
-    });
-    ends.flat_map(|(other, count)| vec![NvLinkEnd::Gpu(other); count]).collect()
+    (0..8).flat_map(|other| vec![NvLinkEnd::Gpu(other); cube_mesh_nvlinks(gpu, other).into()]).collect()
 }
 
 /// The lowest common part of two GPUs' paths to the CPU.
