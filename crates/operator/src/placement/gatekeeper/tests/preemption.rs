@@ -33,11 +33,7 @@ fn a_pod_preempts_one_of_lower_priority_and_gets_its_shares() {
     );
     let uid = world.pods["team/low"]["metadata"]["uid"].as_str().unwrap();
     assert_eq!(actions.evictions[0].uid, uid);
-    world.change(
-        |world| &mut world.pods,
-        "team/low",
-        |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"),
-    );
+    world.terminate("team/low", "2026-01-01T00:00:00Z");
     assert_eq!(reconcile(&mut keeper, &world, 1).evictions, [], "the victim terminates");
     world.pods.remove("team/low");
     reality.given.remove("team/low");
@@ -120,8 +116,7 @@ fn a_pod_waits_for_a_terminating_pod_that_its_affinity_selects() {
         label_pod(&mut world, pod, "x");
     }
     // The second 1 000 060, and the test starts at 1 000 000.
-    let deleted = json!("1970-01-12T13:47:40Z");
-    world.change(|world| &mut world.pods, "team/old", |pod| pod["metadata"]["deletionTimestamp"] = deleted);
+    world.terminate("team/old", "1970-01-12T13:47:40Z");
     let mut keeper = Gatekeeper::default();
     assert_eq!(victims(&reconcile(&mut keeper, &world, 0)), [""; 0]);
     assert!(keeper.ledger().unwrap().nominations().contains_key("team/new"), "it waits for the shares");
@@ -282,11 +277,7 @@ fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!((victims(&actions), released(&actions)), (vec!["team/low"], vec![]));
-    world.change(
-        |world| &mut world.pods,
-        "team/low",
-        |pod| pod["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z"),
-    );
+    world.terminate("team/low", "2026-01-01T00:00:00Z");
     assert_eq!(reconcile(&mut keeper, &world, 1).evictions, [], "the victim terminates");
     world.pods.remove("team/low");
     reality.given.remove("team/low");
@@ -338,8 +329,7 @@ fn a_round_of_many_evictions_counts_once_and_is_completed_after_throttling() {
     assert_eq!(accepted.len(), 4);
     for (index, eviction) in (1..).zip(accepted) {
         keeper.record_eviction(eviction, &Evicted::Done, Duration::from_millis(index));
-        let deleted = json!("2026-01-01T00:00:00Z");
-        world.change(|world| &mut world.pods, &eviction.pod, |pod| pod["metadata"]["deletionTimestamp"] = deleted);
+        world.terminate(&eviction.pod, "2026-01-01T00:00:00Z");
     }
     keeper.record_eviction(throttled, &Evicted::Throttled(seconds(1)), Duration::from_millis(5));
     assert_eq!(victims(&reconcile(&mut keeper, &world, 2)), [throttled.pod.as_str()]);
@@ -448,8 +438,7 @@ fn a_nomination_is_kept_while_victims_terminate_and_many_pods_wait() {
     label_pod(&mut world, "team/first", "kept");
     label_pod(&mut world, "team/second", "kept");
     let mut world = with_budget(world, "x", Some("kept"), 0);
-    let deleted = json!("2026-01-01T00:00:00Z");
-    world.change(|world| &mut world.pods, &victim.pod, |pod| pod["metadata"]["deletionTimestamp"] = deleted);
+    world.terminate(&victim.pod, "2026-01-01T00:00:00Z");
     for second in 1..5 {
         reconcile(&mut keeper, &world, second);
         let nominated = keeper.ledger().unwrap().nominations().contains_key("team/high");
@@ -483,8 +472,7 @@ fn a_victim_that_does_not_terminate_delays_no_preemptor() {
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
     // The test starts at second 1 000 000.
-    let deleted = json!("1970-01-12T13:46:40Z");
-    world.change(|world| &mut world.pods, &first, |pod| pod["metadata"]["deletionTimestamp"] = deleted);
+    world.terminate(&first, "1970-01-12T13:46:40Z");
     let actions = reconcile(&mut keeper, &world, 59);
     assert_eq!((victims(&actions), actions.requeue.is_some()), (vec![], true));
     let actions = reconcile(&mut keeper, &world, 60);

@@ -33,7 +33,7 @@ fn bound(mut world: TestCluster, (name, priority): (&str, i32), (gpu, shares): (
 
 /// A node with two GPUs of ten shares. The pod `a` has eight shares of the first GPU.
 fn two_gpus() -> TestCluster {
-    bound(TestCluster::default().node("n1", &[0, 0]).policy(10), ("a", 0), (0, 8))
+    node_with_pods(2, &[("a", 0, 0, 8)])
 }
 
 /// Changes the health of the first GPU of `n1`.
@@ -49,13 +49,23 @@ fn set_health(world: &mut TestCluster, healthy: bool) {
     );
 }
 
-/// The same node after the first GPU has failed, and a gatekeeper that has seen the node before.
-fn faulted() -> (TestCluster, Gatekeeper) {
-    let mut world = two_gpus();
+/// A node with GPUs of ten shares. Each pod has a priority, and shares of one GPU.
+fn node_with_pods(gpus: usize, pods: &[(&str, i32, usize, u32)]) -> TestCluster {
+    let empty = TestCluster::default().node("n1", &vec![0; gpus]).policy(10);
+    let add = |world, &(name, priority, gpu, shares): &(_, _, _, _)| bound(world, (name, priority), (gpu, shares));
+    pods.iter().fold(empty, add)
+}
+
+/// The cluster after the first GPU of `n1` has failed, and a gatekeeper that has seen it before.
+fn after_fault(mut world: TestCluster) -> (TestCluster, Gatekeeper) {
     let mut keeper = Gatekeeper::default();
     reconcile(&mut keeper, &world, 0);
     set_health(&mut world, false);
     (world, keeper)
+}
+
+fn faulted() -> (TestCluster, Gatekeeper) {
+    after_fault(two_gpus())
 }
 
 fn set_allocatable(world: &mut TestCluster, shares: u32) {
@@ -130,10 +140,7 @@ fn a_released_pod_whose_node_lost_units_is_stranded_with_the_reason() {
 #[test]
 fn pods_are_preempted_only_if_the_scheduler_then_counts_enough_units() {
     let evictions = |shares: u32, wanted: u32| {
-        let mut world = bound(two_gpus(), ("low", 1), (1, shares));
-        let mut keeper = Gatekeeper::default();
-        reconcile(&mut keeper, &world, 0);
-        set_health(&mut world, false);
+        let (world, mut keeper) = after_fault(bound(two_gpus(), ("low", 1), (1, shares)));
         let actions = reconcile(&mut keeper, &world.pod_with("high", wanted, json!({"priority": 9})), 10);
         actions.evictions.len()
     };
@@ -145,19 +152,12 @@ fn pods_are_preempted_only_if_the_scheduler_then_counts_enough_units() {
 #[test]
 fn a_nomination_on_a_node_with_a_faulted_gpu_keeps_its_part_of_the_sum() {
     let pods = [("a", 0, 0, 10), ("v1", 1, 1, 3), ("v2", 1, 1, 2), ("w", 9, 1, 5), ("x", 9, 2, 10)];
-    let mut world = TestCluster::default().node("n1", &[0, 0, 0, 0]).policy(10);
-    for (name, priority, gpu, shares) in pods {
-        world = bound(world, (name, priority), (gpu, shares));
-    }
-    let mut keeper = Gatekeeper::default();
-    reconcile(&mut keeper, &world, 0);
-    set_health(&mut world, false);
+    let (world, mut keeper) = after_fault(node_with_pods(4, &pods));
     let mut world = world.pod_with("high", 5, json!({"priority": 9}));
     let actions = reconcile(&mut keeper, &world, 10);
     let victims: Vec<&str> = actions.evictions.iter().map(|eviction| eviction.pod.as_str()).collect();
     assert_eq!(victims, ["team/v1", "team/v2"], "thirty shares are allocatable, and pods request all of them");
-    let terminating = json!("2026-01-01T00:00:00Z");
-    world.change(|world| &mut world.pods, "team/v2", |pod| pod["metadata"]["deletionTimestamp"] = terminating);
+    world.terminate("team/v2", "2026-01-01T00:00:00Z");
     world.pods.remove("team/v1");
     world.change(
         |world| &mut world.gpu_nodes,
@@ -178,18 +178,11 @@ fn a_nomination_on_a_node_with_a_faulted_gpu_keeps_its_part_of_the_sum() {
 #[test]
 fn no_further_pod_is_evicted_while_a_victim_without_units_still_terminates() {
     let pods = [("a", 0, 0, 8), ("victim", 1, 1, 10), ("other", 2, 2, 10)];
-    let mut world = TestCluster::default().node("n1", &[0, 0, 0]).policy(10);
-    for (name, priority, gpu, shares) in pods {
-        world = bound(world, (name, priority), (gpu, shares));
-    }
-    let mut keeper = Gatekeeper::default();
-    reconcile(&mut keeper, &world, 0);
-    set_health(&mut world, false);
+    let (world, mut keeper) = after_fault(node_with_pods(3, &pods));
     let mut world = world.pod_with("high", 2, json!({"priority": 9}));
     let actions = reconcile(&mut keeper, &world, 10);
     assert_eq!(actions.evictions.len(), 1);
-    let terminating = json!("2026-01-01T00:00:00Z");
-    world.change(|world| &mut world.pods, "team/victim", |pod| pod["metadata"]["deletionTimestamp"] = terminating);
+    world.terminate("team/victim", "2026-01-01T00:00:00Z");
     let end = |gpu: &mut Value| (gpu["allocations"], gpu["slices"][0]["inUse"]) = (json!([]), json!(0));
     world.change(|world| &mut world.gpu_nodes, "n1", |node| end(&mut node["status"]["gpus"][1]));
     let actions = reconcile(&mut keeper, &world, 11);
@@ -201,14 +194,9 @@ fn no_further_pod_is_evicted_while_a_victim_without_units_still_terminates() {
 /// The units of the faulted GPU count in the sum until the object of its pod is gone.
 #[test]
 fn no_pod_is_evicted_while_a_pod_on_a_faulted_gpu_terminates() {
-    let world = bound(two_gpus(), ("low", 1), (1, 4));
-    let mut keeper = Gatekeeper::default();
-    reconcile(&mut keeper, &world, 0);
-    let mut world = world;
-    set_health(&mut world, false);
+    let (mut world, mut keeper) = after_fault(bound(two_gpus(), ("low", 1), (1, 4)));
     // At second 30.
-    let ends = json!("1970-01-12T13:47:10Z");
-    world.change(|world| &mut world.pods, "team/a", |pod| pod["metadata"]["deletionTimestamp"] = ends);
+    world.terminate("team/a", "1970-01-12T13:47:10Z");
     let mut world = world.pod_with("high", 2, json!({"priority": 9}));
     for second in [1, 89] {
         let actions = reconcile(&mut keeper, &world, second);

@@ -125,6 +125,11 @@ impl TestCluster {
         objects(self).insert(name.into(), object);
     }
 
+    /// Deletes a bound pod. Its grace period lasts until a time of day.
+    pub(super) fn terminate(&mut self, pod: &str, until: &str) {
+        self.change(|world| &mut world.pods, pod, |pod| pod["metadata"]["deletionTimestamp"] = json!(until));
+    }
+
     /// Returns the cluster as watches without lag report it.
     pub(super) fn cluster(&self) -> Cluster {
         let pod = |value: &Value| {
