@@ -1,9 +1,9 @@
 // Package platforms tests the chart's values files for platforms.
 //
-// Each directory describes a small cluster of one platform, as `kubectl get KIND -o json` prints it.
-// The tests render the chart with the platform's values file, and check the objects with Kubernetes'
-// own code: strict decoding, the scheduler's node affinity and tolerations, and the Pod Security
-// Standards. They need Helm on the PATH or from `e2e/cluster/cluster build`.
+// Each directory describes a small cluster of one platform, as `kubectl get KIND -o json` prints
+// it. The tests render the chart with the platform's values file, and check the objects with
+// Kubernetes' own code: strict decoding, the scheduler's node affinity and tolerations, and the Pod
+// Security Standards. They need Helm on the PATH or from `e2e/cluster/cluster build`.
 package platforms
 
 import (
@@ -345,8 +345,8 @@ func TestRuntimeClassesExist(t *testing.T) {
 	}
 }
 
-// The operator, which is also the webhook, needs no exception from Pod Security. The other pods need
-// the namespace's label.
+// The operator, which is also the webhook, needs no exception from Pod Security. The other pods
+// need the namespace's label.
 func TestOnlyTheOperatorSatisfiesThePodSecurityStandardRestricted(t *testing.T) {
 	check := func(t *testing.T, objects release) {
 		for name, template := range pods(objects) {
