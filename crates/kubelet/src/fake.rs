@@ -199,12 +199,18 @@ impl FakeKubelet {
         self.run()
     }
 
-    /// Removes every socket in the directory, as the kubelet's `CleanupPluginDirectory` does.
+    /// Removes every socket in the directory, as the kubelet's `CleanupPluginDirectory` does. A
+    /// plugin that replaces its socket can remove an entry at the same time.
     fn clean_directory(&self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.directory)? {
             let entry = entry?;
-            if entry.file_type()?.is_socket() {
-                std::fs::remove_file(entry.path())?;
+            let removed = match entry.file_type() {
+                Ok(kind) if kind.is_socket() => std::fs::remove_file(entry.path()),
+                found => found.map(drop),
+            };
+            match removed {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                other => other?,
             }
         }
         Ok(())
