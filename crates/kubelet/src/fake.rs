@@ -166,7 +166,7 @@ impl FakeKubelet {
     /// listening, as on a slow machine.
     ///
     /// # Errors
-    /// The errors of [`run`](Self::run).
+    /// Returns the errors of [`run`](Self::run).
     pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
         self.clean_directory()?;
         let bound = bind_socket(&self.directory.join(KUBELET_SOCKET))?;
@@ -193,7 +193,7 @@ impl FakeKubelet {
     /// Stops and starts the kubelet. Returns the time at which its socket was created.
     ///
     /// # Errors
-    /// The errors of [`run`](Self::run).
+    /// Returns the errors of [`run`](Self::run).
     pub fn restart(&mut self) -> io::Result<Instant> {
         self.stop();
         self.run()
@@ -312,7 +312,7 @@ impl FakeKubelet {
     /// Calls `GetPreferredAllocation` for one container, as the kubelet does.
     ///
     /// # Errors
-    /// The errors of [`allocate`](Self::allocate).
+    /// Returns the errors of [`allocate`](Self::allocate).
     pub async fn preferred_allocation(
         &self,
         resource: &str,
