@@ -382,7 +382,7 @@ writes managedFields, generation and resourceVersion.
     .map(k, 'metadata.annotations[' + k + ']')
 {{- end }}
 
-{{/* The binding with which an admission policy denies requests: (list . NAME). */}}
+{{/* The binding that makes an admission policy deny requests: (list . NAME). */}}
 {{- define "cleave.denies" -}}
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicyBinding

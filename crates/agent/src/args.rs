@@ -41,9 +41,9 @@ pub struct AgentArgs {
     )]
     pub pod_resources_socket: PathBuf,
 
-    /// The NVML library. The default is libnvidia-ml.so.1 below the driver root, in the usual
-    /// locations of NVIDIA's driver container, GKE and Linux distributions, and then in the dynamic
-    /// loader's path.
+    /// Path of the NVML library. The default is libnvidia-ml.so.1 below the driver root, in the
+    /// usual locations of NVIDIA's driver container, GKE and Linux distributions, and then in the
+    /// dynamic loader's path.
     #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
     pub nvml_library: Option<PathBuf>,
 

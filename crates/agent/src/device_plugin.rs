@@ -73,7 +73,7 @@ impl ServedResource {
         Self { resource, metrics, allocator, devices: watch::Sender::new(Arc::new(devices)) }
     }
 
-    /// Replaces the device list if `devices` differs. Open streams send the new list to the
+    /// Replaces the device list if `devices` is another list. Open streams send the new list to the
     /// kubelet.
     pub fn update(&self, devices: DeviceList) {
         self.devices.send_if_modified(|list| {

@@ -1,5 +1,5 @@
-//! Annotations of a `GpuNode` with which an administrator cordons individual GPUs and clears their
-//! faults. The command line writes them and the operator reads them.
+//! Annotations of a `GpuNode` that cordon individual GPUs and clear their faults. The command line
+//! writes them for an administrator, and the operator reads them.
 //!
 //! GPUs are named by UUID, because indices can change. Invalid entries are ignored: administrators
 //! can write annotations by hand, and one bad entry must not hide the others.
@@ -35,7 +35,7 @@ pub enum InvalidCordonReason {
 /// Checks whether a reason can be written into the annotation.
 ///
 /// # Errors
-/// The reason has a comma or a control character, or is too long.
+/// Returns an error if the reason has a comma or a control character, or is too long.
 pub fn check_reason(reason: &str) -> Result<(), InvalidCordonReason> {
     if reason.contains(|character: char| character == ',' || character.is_control()) {
         return Err(InvalidCordonReason::Separator);

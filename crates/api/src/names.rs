@@ -26,13 +26,13 @@ pub const ALLOW_LABEL: &str = "cleave.dev/allow";
 pub const ALLOW_PLACEMENT: &str = "placement";
 /// Word of [`ALLOW_LABEL`]: containers with shares receive no `preStop` hook.
 pub const ALLOW_PRE_STOP: &str = "pre-stop";
-/// Annotation with which a pod declines a `preStop` hook. The annotation's value is
+/// Annotation of a pod that declines a `preStop` hook. The annotation's value is
 /// [`PRE_STOP_NONE`].
 pub const PRE_STOP_ANNOTATION: &str = "cleave.dev/pre-stop";
 /// Value of [`PRE_STOP_ANNOTATION`].
 pub const PRE_STOP_NONE: &str = "none";
-/// Annotation with which a pod overrides `replicaPlacement` of the GPUs' policies: `Spread` or
-/// `Pack`. Other values have no effect.
+/// Annotation of a pod that overrides `replicaPlacement` of the GPUs' policies: `Spread` or `Pack`.
+/// Other values have no effect.
 pub const REPLICA_PLACEMENT_ANNOTATION: &str = "cleave.dev/replica-placement";
 /// Word of [`ALLOW_LABEL`] that must be its only word: no admission rule applies.
 pub const ALLOW_ALL: &str = "all";

@@ -39,7 +39,7 @@ impl Placement {
     /// Reads a pod's annotation.
     ///
     /// # Errors
-    /// The text is not a [`Placement`]. The pod then has no reservation.
+    /// Returns an error if the text is not a [`Placement`]. The pod then has no reservation.
     pub fn parse(text: &str) -> Result<Self, serde_json::Error> {
         serde_json::from_str(text)
     }
@@ -47,7 +47,7 @@ impl Placement {
     /// Formats the annotation as text.
     ///
     /// # Errors
-    /// Serialization failed, which cannot happen for values of this type.
+    /// Returns an error if serialization fails, which cannot happen for values of this type.
     pub fn text(&self) -> Result<String, serde_json::Error> {
         serde_json::to_string(self)
     }

@@ -37,9 +37,9 @@ impl ClusterArgs {
     /// Finds the API server and the credentials, from the kubeconfig or the pod's service account.
     ///
     /// # Errors
-    /// The kubeconfig cannot be read, or does not have the context.
+    /// Returns an error if the kubeconfig cannot be read, or does not have the context.
     pub(crate) async fn kube_config(&self) -> Result<Config> {
-        // TLS needs one provider per process. An error means that a provider is already installed.
+        // TLS needs one provider per process. Ignore errors: a provider may be installed already.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let options = KubeConfigOptions { context: self.context.clone(), ..KubeConfigOptions::default() };
         let config = match &self.kubeconfig {

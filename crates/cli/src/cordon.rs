@@ -66,7 +66,8 @@ pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
 /// Cordons a GPU and prints the change.
 ///
 /// # Errors
-/// The reason is not valid, the GPU does not exist, or the API server refused the write.
+/// Returns an error if the reason is not valid, the GPU does not exist, or the API server refuses
+/// the write.
 pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<NodeGpu> {
     check_reason(reason).with_context(|| format!("invalid reason {reason:?}"))?;
     let (target, changed) =
@@ -137,7 +138,7 @@ fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annotations {
     annotations
 }
 
-/// Returns the time of the latest fault because of which a GPU or one of its MIG devices is
+/// Returns the time of the latest fault of a GPU and its MIG devices, among those that are
 /// unhealthy.
 fn last_fault_time(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());

@@ -25,7 +25,7 @@ pub struct CrdsArgs {
 /// Runs `cleave crds`.
 ///
 /// # Errors
-/// A file cannot be read or written, or differs from the CRDs.
+/// Returns an error if a file cannot be read or written, or differs from the CRDs.
 pub(crate) fn run(args: &CrdsArgs) -> Result<()> {
     let files = crd_files()?;
     if let Some(dir) = &args.write {

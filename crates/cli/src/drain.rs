@@ -21,7 +21,7 @@ const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// Time limit of one eviction. Admission webhooks may take 30 s each.
 const EVICTION_TIMEOUT: Duration = Duration::from_secs(60);
 /// The exit status of a timeout.
-const TIMEOUT_EXIT_CODE: u8 = 3;
+const TIMEOUT_EXIT_STATUS: u8 = 3;
 
 /// Examples in the help of `cleave drain`.
 pub(crate) const HELP_EXAMPLES: &str = "\
@@ -69,15 +69,15 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
     let evictor = Client::try_from(no_retry).context("failed to create the Kubernetes client")?;
     Ok(match drain(&client, &evictor, &args).await? {
         DrainOutcome::Free => ExitCode::SUCCESS,
-        DrainOutcome::TimedOut => ExitCode::from(TIMEOUT_EXIT_CODE),
+        DrainOutcome::TimedOut => ExitCode::from(TIMEOUT_EXIT_STATUS),
     })
 }
 
 /// Drains a GPU and prints the progress. `evictor` is a client that does not retry requests.
 ///
 /// # Errors
-/// The GPU does not exist, a pod needs `--force`, or the API server refused a request. The GPU
-/// remains cordoned.
+/// Returns an error if the GPU does not exist, a pod needs `--force`, or the API server refuses a
+/// request. The GPU remains cordoned.
 pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<DrainOutcome> {
     let started = Instant::now();
     let target = cordon(client, &args.gpu, &args.reason).await?;

@@ -99,7 +99,7 @@ impl Command {
     /// Runs the command. The exit status is part of the result; see the help of each command.
     ///
     /// # Errors
-    /// The command failed.
+    /// Returns an error if the command fails.
     pub async fn run(self) -> anyhow::Result<ExitCode> {
         let done = match self {
             Self::Status(args) => status::run(args).await,

@@ -63,7 +63,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
 /// Simulates the objects of a YAML stream and renders the result.
 ///
 /// # Errors
-/// The text is not valid YAML, or an object is malformed.
+/// Returns an error if the text is not valid YAML, or an object is malformed.
 pub fn simulate(text: &str, output: OutputFormat) -> Result<String> {
     let mut input = SimulationInput::default();
     input.add_documents(text)?;

@@ -166,7 +166,7 @@ impl FakeKubelet {
     /// listening, as on a slow machine.
     ///
     /// # Errors
-    /// The errors of [`run`](Self::run).
+    /// Returns the errors of [`run`](Self::run).
     pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
         self.clean_directory()?;
         let bound = bind_socket(&self.directory.join(KUBELET_SOCKET))?;
@@ -193,18 +193,24 @@ impl FakeKubelet {
     /// Stops and starts the kubelet. Returns the time at which its socket was created.
     ///
     /// # Errors
-    /// The errors of [`run`](Self::run).
+    /// Returns the errors of [`run`](Self::run).
     pub fn restart(&mut self) -> io::Result<Instant> {
         self.stop();
         self.run()
     }
 
-    /// Removes every socket in the directory, as the kubelet's `CleanupPluginDirectory` does.
+    /// Removes every socket in the directory, as the kubelet's `CleanupPluginDirectory` does. A
+    /// plugin that replaces its socket can remove an entry at the same time.
     fn clean_directory(&self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.directory)? {
             let entry = entry?;
-            if entry.file_type()?.is_socket() {
-                std::fs::remove_file(entry.path())?;
+            let removed = match entry.file_type() {
+                Ok(kind) if kind.is_socket() => std::fs::remove_file(entry.path()),
+                found => found.map(drop),
+            };
+            match removed {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                other => other?,
             }
         }
         Ok(())
@@ -306,7 +312,7 @@ impl FakeKubelet {
     /// Calls `GetPreferredAllocation` for one container, as the kubelet does.
     ///
     /// # Errors
-    /// The errors of [`allocate`](Self::allocate).
+    /// Returns the errors of [`allocate`](Self::allocate).
     pub async fn preferred_allocation(
         &self,
         resource: &str,

@@ -140,7 +140,7 @@ impl CatchUp {
 
     /// Returns whether the process has led for too long without writing, and reports that. `before`
     /// is the number of consecutive late terms before this one.
-    fn is_late(&self, before: u32, late: &Counter) -> bool {
+    fn is_term_late(&self, before: u32, late: &Counter) -> bool {
         if self.began.elapsed() < late_after(before) {
             return false;
         }
@@ -184,7 +184,7 @@ pub(crate) async fn run(
                 tracing::info!(term, "the watches are as new as the lease");
                 ready.send_replace(term);
                 late_terms = 0;
-            } else if current.is_late(late_terms, &late) {
+            } else if current.is_term_late(late_terms, &late) {
                 lease.give_up(term);
                 (given_up, late_terms) = (term, late_terms.saturating_add(1));
             } else {

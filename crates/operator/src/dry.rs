@@ -35,7 +35,7 @@ pub struct DryRun {
 /// Computes the decisions of one pass. Pure.
 ///
 /// # Errors
-/// The plan violates a rule, so the operator would not apply it.
+/// Returns an error if the plan violates a rule, so that the operator would not apply it.
 pub fn dry_run(observed: &Observed) -> Result<DryRun> {
     let mut plan = plan::plan(observed);
     let outcome = demand::decide_partitions(&mut plan, observed, &mut History::default(), Duration::ZERO);
@@ -78,7 +78,7 @@ impl Objects {
     /// namespace.
     ///
     /// # Errors
-    /// The API server refused a list request.
+    /// Returns an error if the API server refuses a list request.
     pub async fn list(client: &Client, namespace: &str, agent_selector: &str) -> Result<Self> {
         let all = ListParams::default();
         let nodes = list(&Api::all(client.clone()), all.clone()).await.context("failed to list Nodes")?;
@@ -97,7 +97,7 @@ impl Objects {
     /// namespaces.
     ///
     /// # Errors
-    /// A list request failed, other than by a lack of rights.
+    /// Returns an error if a list request fails for another reason than missing rights.
     pub async fn list_for_placement(self, client: &Client) -> Result<Self> {
         let all = ListParams::default();
         Ok(Self {
@@ -156,7 +156,7 @@ fn objects_if_allowed<K>(kind: &str, listed: kube::Result<Vec<K>>) -> Result<Vec
 /// Lists a cluster's objects and converts them to the operator's view; see [`Objects::list`].
 ///
 /// # Errors
-/// The API server refused a list request.
+/// Returns an error if the API server refuses a list request.
 pub async fn observe(client: &Client, namespace: &str, agent_selector: &str) -> Result<Observed> {
     Ok(Objects::list(client, namespace, agent_selector).await?.to_observed())
 }

@@ -99,7 +99,7 @@ async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, ti
     }
 }
 
-/// Translates the status with which the API server answered an eviction that it did not accept.
+/// Translates the status of the API server's answer to an eviction that it did not accept.
 fn result_of_status(status: &Status) -> Evicted {
     let causes = status.details.iter().flat_map(|details| &details.causes);
     match status.code {

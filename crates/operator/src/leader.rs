@@ -227,8 +227,8 @@ impl LeaseGuard {
 /// `connect` runs on that thread: a client's tasks belong to the runtime that creates the client.
 ///
 /// # Errors
-/// The thread could not be started. The future fails if the client could not be created, or the
-/// elector panicked.
+/// Returns an error if the thread cannot be started. The future fails if the client cannot be
+/// created, or the elector panics.
 pub(crate) fn start(
     connect: impl FnOnce() -> anyhow::Result<Client> + Send + 'static,
     (namespace, name, me): (String, String, String),

@@ -270,7 +270,7 @@ impl Passes {
         }
     }
 
-    /// Writes the `GpuNode` specs that differ, several at a time. Returns false if a write failed.
+    /// Writes the changed `GpuNode` specs, several at a time. Returns false if a write failed.
     async fn apply(&mut self, plan: &plan::Plan, observed: &Observed, seen: Instant) -> bool {
         let api: Api<DeserializeGuard<GpuNode>> = Api::all(self.context.client.clone());
         let changes = apply::changes(plan, observed);
@@ -308,7 +308,7 @@ impl Passes {
         all
     }
 
-    /// Writes the policy statuses that differ, and publishes Events about conditions that changed.
+    /// Writes the changed policy statuses, and publishes Events about changed conditions.
     /// Returns false if a write failed.
     async fn report_policies(&mut self, plan: &plan::Plan, observed: &Observed) -> bool {
         let api: Api<DeserializeGuard<SharingPolicy>> = Api::all(self.context.client.clone());

@@ -14,7 +14,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::sums::Resources;
 
-/// A field of which only the presence matters.
+/// A field whose value does not matter, only its presence.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Present;
 

@@ -185,7 +185,8 @@ impl State {
 }
 
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    // A panic aborts the process. In tests, a panic while the state is locked fails the test.
+    // Ignore poisoning: a panic aborts the process. In tests, a panic under the lock fails the
+    // test.
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -200,7 +201,7 @@ impl PodStore {
     /// Waits until the pods have been listed once.
     ///
     /// # Errors
-    /// The watch stopped before.
+    /// Returns an error if the watch stops before that.
     pub async fn wait_until_ready(&self) -> Result<(), Stopped> {
         self.ready.clone().wait_for(|ready| *ready).await.map(drop).map_err(|_| Stopped)
     }

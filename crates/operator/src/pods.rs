@@ -311,7 +311,7 @@ impl PodSpec {
     fn sum_up(&mut self, pod: &str) {
         self.requests = requests(self);
         self.device_requests = device_requests(self);
-        self.rules = rules(self);
+        self.rules = take_rules(self);
         self.volume_claims = volume_claims(self, pod);
         let too_many_claims = self.volume_claims.len() > MAX_VOLUME_CLAIMS;
         if too_many_claims {
@@ -354,7 +354,7 @@ fn mps_limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)
 }
 
 /// Removes the constraints that depend on other pods from a spec and returns them.
-fn rules(spec: &mut PodSpec) -> Rules {
+fn take_rules(spec: &mut PodSpec) -> Rules {
     let required = |terms: Option<PodTerms>| {
         terms.map(|terms| terms.required_during_scheduling_ignored_during_execution).unwrap_or_default()
     };

@@ -344,7 +344,7 @@ impl Node {
     /// Returns the desired state in the node's `GpuNode`. The default if no `GpuNode` exists.
     ///
     /// # Errors
-    /// The object is malformed.
+    /// Returns an error if the object is malformed.
     pub fn spec(&self) -> Result<GpuNodeSpec, &InvalidObject> {
         match self.gpu_node.as_ref().map(|object| &object.0) {
             None => Ok(GpuNodeSpec::default()),
@@ -392,7 +392,7 @@ impl Stores {
     /// Waits until each watch has listed its objects once.
     ///
     /// # Errors
-    /// A watch stopped.
+    /// Returns an error if a watch stops.
     pub async fn wait_until_ready(&self) -> Result<(), ListError> {
         let Self { policies, gpu_nodes, nodes, agents, pods, volume_claims, volumes, budgets, namespaces } = self;
         policies.wait_until_ready().await?;

@@ -56,11 +56,11 @@ fn with_read_timeout(mut config: kube::Config) -> kube::Config {
 /// Runs the operator until SIGTERM or SIGINT, or until one of its tasks ends unexpectedly.
 ///
 /// # Errors
-/// A task failed, or the API server cannot be found.
+/// Returns an error if a task fails, or the API server cannot be found.
 pub async fn run(args: OperatorArgs) -> Result<()> {
     let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr, .. } = args;
     cleave_serve::descriptors::raise_limit();
-    // Two crypto providers may be linked. An error means that one of them is already installed.
+    // Two crypto providers may be linked. Ignore errors: one of them may be installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let listener = listen(metrics_addr)?;
     let webhook = match webhook {

@@ -53,7 +53,7 @@ pub(crate) trait Controller {
 /// A reconcile is never interrupted. The controller must check the lease guard before each write.
 ///
 /// # Errors
-/// A watch stopped before all objects were listed.
+/// Returns an error if a watch stops before all objects are listed.
 pub(crate) async fn run(mut controller: impl Controller, context: Context, wake: Arc<Notify>) -> Result<()> {
     let Context { stores, mut claim, listed, stop, .. } = context;
     tokio::select! {

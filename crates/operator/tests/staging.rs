@@ -109,7 +109,7 @@ impl World {
         written
     }
 
-    /// Writes the specs that differ, and does not plan again afterwards. Returns the nodes.
+    /// Writes the changed specs, and does not plan again afterwards. Returns the nodes.
     fn write(&mut self) -> Vec<String> {
         let (plan, _) = self.staged_plan();
         let mut written = Vec::new();

@@ -121,7 +121,7 @@ impl Checker {
             self.report(at, "`changed` does not match the slices");
         }
         if count_slices(&gpu.slices, |slice| slice.in_use) != count_slices(&plan.slices, |slice| slice.in_use) {
-            self.report(at, "the slices in use differ");
+            self.report(at, "the slices in use are not those of the GPU");
         }
         if !changed {
             return;

@@ -72,7 +72,7 @@ impl Families {
 }
 
 impl Mode {
-    /// Families that the mode allows. An unused GPU can always serve as a whole GPU.
+    /// Returns the families that the mode allows. An unused GPU can always serve as a whole GPU.
     pub const fn families(self) -> Families {
         let whole = Families::NONE.with(Family::Whole);
         match self {

@@ -161,8 +161,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         offered && self.assignment.place(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// Places a pod by moving a second pod, which may move a third. Either all of these pods are
-    /// placed afterwards, or nothing changes.
+    /// Places a pod by moving a second pod, which may move a third. Returns whether the pod is
+    /// placed. Otherwise nothing changes.
     fn make_room(&mut self, pod: u32, id: u32, rule: ChangeRule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -206,8 +206,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         false
     }
 
-    /// Places a pod by moving two other pods from one GPU. Either all three pods are placed
-    /// afterwards, or nothing changes.
+    /// Places a pod by moving two other pods from one GPU. Returns whether all three pods are
+    /// placed. Otherwise nothing changes.
     fn move_two_pods(&mut self, pod: u32, id: u32, rule: ChangeRule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -313,8 +313,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         self.states.with_demand(less, unit).is_some_and(|then| change_cost(self.states, less, then, rule).is_some())
     }
 
-    /// Places a pod that was moved from `from`, on a node with room or in the remaining room of
-    /// `from`.
+    /// Places a pod that was moved from `from`: on another node with room, or in what remains free
+    /// on `from`. Returns whether the pod is placed.
     fn relocate(&mut self, pod: u32, id: u32, from: u32, rule: ChangeRule) -> bool {
         let known = self.alternatives.get(&id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {

@@ -586,7 +586,7 @@ mod tests {
         let table = a100();
         let free = [instance(&table, "3g.20gb", 0), instance(&table, "2g.10gb", 4), instance(&table, "1g.5gb", 6)];
         let found = table.arrange(&[], &free, &wanted(&table, &["1g.5gb", "1g.5gb", "2g.10gb"])).expect("fits");
-        // The existing 2g and 1g are reused. The second 1g needs the room of the 3g.
+        // The existing 2g and 1g are reused. The second 1g takes the place of the 3g.
         assert!(found.placed.contains(&free[1]) && found.placed.contains(&free[2]));
         assert_eq!(found.kept, []);
         let found = table.arrange(&[], &free[..1], &wanted(&table, &["1g.5gb"])).expect("fits");

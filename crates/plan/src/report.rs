@@ -229,7 +229,7 @@ fn placement_obstacle(
     competing_pods(cluster, group, index)
 }
 
-/// Names the pods that use the node's room. Without these pods, a pod of the group would fit.
+/// Names the pods that leave no room on the node. Without these pods, a pod of the group would fit.
 fn competing_pods(cluster: &PlanContext<'_, '_>, group: &PodGroup<'_>, node: u32) -> String {
     let on = cluster.assignment.pods.get(node as usize).map_or(&[][..], Vec::as_slice);
     let mut higher: Vec<u32> = on.iter().copied().filter(|&pod| cluster.priority(pod) > group.priority).collect();

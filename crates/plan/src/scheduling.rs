@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::snapshot::{Node, NodeSelectorTerm, Operator, Pod, Requirement, Taint, Toleration};
 
-/// The resource with which the scheduler counts pods.
+/// The resource that the scheduler counts pods with.
 pub const PODS_RESOURCE: &str = "pods";
 /// Resources that are unlimited on a node that does not list them.
 pub(crate) const UNLIMITED_BY_DEFAULT: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS_RESOURCE];
@@ -82,7 +82,7 @@ impl std::fmt::Display for NodeRefusal {
 /// Checks whether a pod may run on a node, regardless of other pods.
 ///
 /// # Errors
-/// Why the pod cannot run on the node.
+/// Returns why the pod cannot run on the node.
 pub fn admit(pod: &Pod, node: &Node) -> Result<(), NodeRefusal> {
     NodeConstraints::of(pod).admit(node)
 }

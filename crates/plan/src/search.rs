@@ -152,8 +152,8 @@ pub(crate) fn search(
     SearchResult { better: search.found.map(|found| (score, found)), steps: search.steps }
 }
 
-/// Assigns equal numbers to interchangeable nodes. Such nodes have equal GPU states, equal free
-/// resources, and the same candidate pods.
+/// Returns a number for each node of the part. Interchangeable nodes have equal numbers: they have
+/// equal GPU states, equal free resources, and the same candidate pods.
 fn equivalence_classes(model: &Model<'_>, assignment: &Assignment, part: &ClusterPart) -> Vec<u32> {
     let mut kinds = BTreeMap::new();
     let mut numbers = Vec::with_capacity(part.nodes.len());

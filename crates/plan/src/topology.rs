@@ -5,8 +5,8 @@
 //! removal leaves the other free GPUs with the highest score. So a small request uses the remains
 //! of a group, and complete groups stay free for larger requests.
 
-/// Number of free GPUs up to which [`Topology::choose`] compares all sets. The time doubles with
-/// each GPU, and few machines have more than 16 GPUs.
+/// Maximum number of free GPUs for which [`Topology::choose`] compares all sets. The time doubles
+/// with each GPU, and few machines have more than 16 GPUs.
 const MAX_EXHAUSTIVE: usize = 16;
 
 /// The path between two GPUs over PCIe, slowest first.
@@ -134,8 +134,8 @@ impl Candidates {
         Self { scores: (0..count).map(|one| (0..count).map(|other| pair(one, other)).collect()).collect() }
     }
 
-    /// Compares all sets of `size` candidates that contain `required`. Of equally good sets,
-    /// returns the first one.
+    /// Returns the best of all sets of `size` candidates that contain `required`. Of equally good
+    /// sets, returns the first one.
     fn best_set(&self, required: &[usize], size: usize) -> Vec<usize> {
         let count = self.scores.len();
         let (all, required) = ((1_usize << count) - 1, required.iter().fold(0, |set, at| set | 1 << at));
@@ -168,9 +168,9 @@ impl Candidates {
         scores
     }
 
-    /// Adds the candidate with the best links to the set until the set has `size` members. Of
-    /// several such candidates, adds the one with the best links to all candidates, because further
-    /// members are among these.
+    /// Returns `required`, extended to `size` members. Each step adds the candidate that has the
+    /// best links to the set. Of several such candidates, it adds the one with the best links to
+    /// all candidates, because further members are among these.
     fn grow_set(&self, required: &[usize], size: usize) -> Vec<usize> {
         let mut set = required.to_vec();
         while set.len() < size {

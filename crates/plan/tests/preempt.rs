@@ -333,7 +333,7 @@ fn two_preemptors_do_not_use_the_same_room() {
     let higher = device_requests(&[6]);
     let higher =
         ledger.preempt(pending_pod("higher", 101, &higher), ["n"], &holders(&known), &BTreeSet::new()).unwrap();
-    assert_eq!(higher.victims, ["v"], "room nominated for lower ones is no obstacle");
+    assert_eq!(higher.victims, ["v"], "a nomination of lower priority is no obstacle");
     ledger.release("first");
     assert_eq!(preempt(&ledger, &[6], &known).unwrap().victims, ["v"], "a pod that is gone keeps nothing");
 }

@@ -17,7 +17,7 @@ fn pcie_path(one: usize, other: usize, same_node: PciePath) -> PciePath {
     }
 }
 
-/// A DGX-1 with V100.
+/// Returns the link between two GPUs of a DGX-1 with V100.
 fn dgx_v100(one: usize, other: usize) -> GpuLink {
     let index = |gpu: usize| u32::try_from(gpu).expect("a small index");
     GpuLink {
@@ -26,18 +26,20 @@ fn dgx_v100(one: usize, other: usize) -> GpuLink {
     }
 }
 
-/// A DGX A100: NVSwitches connect all GPUs.
+/// Returns the link between two GPUs of a DGX A100: NVSwitches connect all GPUs.
 fn dgx_a100(one: usize, other: usize) -> GpuLink {
     GpuLink { pcie: pcie_path(one, other, PciePath::SameNumaNode), nvlinks: 12 }
 }
 
-/// Two sockets with four GPUs each, and no other links.
+/// Returns the link between two GPUs of a machine with two sockets of four GPUs each, without
+/// NVLink.
 fn pcie_only(one: usize, other: usize) -> GpuLink {
     let same = one / 4 == other / 4;
     GpuLink { pcie: if same { PciePath::SameNumaNode } else { PciePath::AcrossNumaNodes }, nvlinks: 0 }
 }
 
-/// Pairs of GPUs with NVLink bridges, as on PCIe boards of the A100 and H100.
+/// Returns the link between two GPUs of a machine with NVLink bridges between pairs of GPUs, as on
+/// PCIe boards of the A100 and H100.
 fn bridged_pairs(one: usize, other: usize) -> GpuLink {
     GpuLink { nvlinks: if one / 2 == other / 2 { 12 } else { 0 }, ..pcie_only(one, other) }
 }
@@ -221,8 +223,8 @@ fn unhealthy_and_unknown_gpus_do_not_affect_the_choice_of_the_others() {
     assert_eq!(choose(&Topology::default(), &[2, 1, 3], &[], 2), [1, 2], "without a topology");
 }
 
-/// Groups of four GPUs. Two groups share a NUMA node. The first two GPUs of a group have a
-/// bridge to the first two GPUs of the next group.
+/// Returns the link between two of sixteen GPUs in groups of four. Two groups share a NUMA node.
+/// The first two GPUs of a group have a bridge to the first two GPUs of the next group.
 fn sixteen(one: usize, other: usize) -> GpuLink {
     let (low, high) = (one.min(other), one.max(other));
     let pcie = match (low / 4 == high / 4, low / 8 == high / 8) {
@@ -234,7 +236,7 @@ fn sixteen(one: usize, other: usize) -> GpuLink {
     GpuLink { pcie, nvlinks: if bridged { 4 } else { 0 } }
 }
 
-/// Sixteen GPUs in two cube meshes.
+/// Returns the link between two of sixteen GPUs in two cube meshes.
 fn two_cube_meshes(one: usize, other: usize) -> GpuLink {
     if one / 8 == other / 8 {
         dgx_v100(one % 8, other % 8)

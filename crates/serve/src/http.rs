@@ -66,7 +66,7 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stop: 
                 if !std::mem::replace(&mut has_failed, true) {
                     tracing::warn!(error = &error as &dyn std::error::Error, "failed to accept a connection");
                 }
-                // The usual cause is too many open files.
+                // Close the oldest connection: the usual cause is too many open files.
                 connections.pop_front();
                 sleep(ACCEPT_RETRY_DELAY).await;
             }

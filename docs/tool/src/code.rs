@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Directories with which references start.
+/// Directories that a reference can start with.
 const REFERENCE_DIRECTORIES: [&str; 8] = ["charts/", "crates/", "deploy/", "docs/", "e2e/", "proto/", "src/", "tests/"];
 /// Keywords that declare an item.
 const KEYWORDS: [&str; 8] = ["fn", "struct", "enum", "trait", "mod", "const", "static", "type"];

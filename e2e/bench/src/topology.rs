@@ -164,7 +164,7 @@ fn cleave(machine: &Machine, free: GpuSet, size: u32) -> GpuSet {
     gpus.fold(0, |set, (gpu, _)| set | 1 << gpu)
 }
 
-/// UUIDs are random, so their order is unrelated to the links.
+/// Returns the first free GPUs by UUID. UUIDs are random, so their order is unrelated to the links.
 fn first_by_uuid(_: &Machine, free: GpuSet, size: u32) -> GpuSet {
     let order = [5, 0, 3, 6, 1, 7, 2, 4_u32].into_iter().filter(|gpu| free >> gpu & 1 == 1);
     order.take(size as usize).fold(0, |set, gpu| set | 1 << gpu)

@@ -47,7 +47,7 @@ impl Progress {
 /// sorted by name. Returns none if the target has no directory.
 ///
 /// # Errors
-/// If a file cannot be read.
+/// Returns an error if a file cannot be read.
 pub fn read_corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target.name);
     let entries = match fs::read_dir(&directory) {
@@ -62,7 +62,7 @@ pub fn read_corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
 /// Runs a target, and calls `report` every second.
 ///
 /// # Errors
-/// If the corpus cannot be read.
+/// Returns an error if the corpus cannot be read.
 ///
 /// # Panics
 /// If an input fails, after it was printed and kept.

@@ -59,7 +59,7 @@ pub fn failures_directory() -> PathBuf {
 /// Writes an input to a file, and returns its path. The name depends only on target and input.
 ///
 /// # Errors
-/// If the file cannot be written.
+/// Returns an error if the file cannot be written.
 pub fn save_input(directory: &Path, target: &str, input: &[u8]) -> io::Result<PathBuf> {
     let mut hash = DefaultHasher::new();
     input.hash(&mut hash);

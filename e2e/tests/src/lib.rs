@@ -201,13 +201,18 @@ pub fn wait_without_violation(
 ) -> Result<()> {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     loop {
-        if let Some(violation) = violation()? {
-            bail!("violation while waiting for: {what}: {violation}");
+        let mut last = "not yet".to_owned();
+        match violation() {
+            Ok(Some(violation)) => bail!("violation while waiting for: {what}: {violation}"),
+            Ok(None) => {}
+            Err(error) => last = format!("{error:#}"),
         }
-        if done()? {
-            return Ok(());
+        match done() {
+            Ok(true) => return Ok(()),
+            Ok(false) => {}
+            Err(error) => last = format!("{error:#}"),
         }
-        ensure!(Instant::now() < deadline, "timed out after {WAIT_TIMEOUT:?} waiting for: {what}");
+        ensure!(Instant::now() < deadline, "timed out after {WAIT_TIMEOUT:?} waiting for: {what}; last: {last}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
@@ -274,9 +279,15 @@ pub fn find_pid(node: &str, program: &str) -> Result<String> {
     Ok(found[0].to_owned())
 }
 
+/// Waits until one process of one of Cleave's programs runs on a node, and returns its PID. A child
+/// that has not executed its own program yet looks like a second process.
+pub fn wait_for_pid(node: &str, program: &str) -> Result<String> {
+    wait_for(&format!("one {program} runs on {node}"), WAIT_TIMEOUT, || find_pid(node, program).map(Some))
+}
+
 /// Sends a signal, such as `STOP`, `CONT` or `KILL`, to one of Cleave's programs on a node.
 pub fn signal_program(node: &str, program: &str, signal: &str) -> Result<()> {
-    on_node(node, &["kill", &format!("-{signal}"), &find_pid(node, program)?]).map(drop)
+    on_node(node, &["kill", &format!("-{signal}"), &wait_for_pid(node, program)?]).map(drop)
 }
 
 /// Injects faults into a node's simulated hardware. Dropping the value clears them.

@@ -1,4 +1,4 @@
-//! Decides which slices a request receives, and with which limits. Pure.
+//! Decides which slices and limits a request receives. Pure.
 //!
 //! All MPS shares of one request are on one GPU, and so are its replicas if possible. `Allocate`
 //! does not depend on the state of MPS daemons: if a daemon is briefly unavailable, the container's

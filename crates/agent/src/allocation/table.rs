@@ -1,4 +1,4 @@
-//! The state from which front ends answer requests. Pure.
+//! The state that front ends use to answer requests. Pure.
 use std::collections::BTreeMap;
 
 use cleave_plan::topology::Topology;

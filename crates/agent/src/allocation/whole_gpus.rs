@@ -52,7 +52,7 @@ mod tests {
         Pool { device: device.into(), resource: RESOURCE.into(), first: 0, count: 1, kind }
     }
 
-    /// Four GPUs: A and D, and B and C, have NVLinks.
+    /// Returns the topology of four GPUs: A and D, and B and C, have NVLinks.
     fn topology() -> Topology {
         let nvlinks = |one: usize, other: usize| if one + other == 3 { 2 } else { 0 };
         Topology::new(["A", "B", "C", "D"].map(String::from).to_vec(), |one, other| GpuLink {

@@ -82,7 +82,8 @@ impl HostLink {
         for entry in entries.flatten() {
             let name = entry.file_name();
             if name.to_str().is_some_and(|id| !keep(id)) {
-                // A socket in the directory is left over from a closed door.
+                // Remove the content too: a socket in the directory is left over from a closed
+                // door.
                 let path = entry.path();
                 if let Err(error) = fs::remove_dir_all(&path) {
                     tracing::warn!(%error, path = %path.display(), "failed to remove the directory of an ended allocation");
@@ -181,12 +182,15 @@ impl HostLink {
                     // process ends or when it closes an idle connection.
                     let _ = stream.read(&mut [0; 1]).await;
                     drop(stream);
-                    if UnixStream::connect(self.paths.socket()).await.is_err_and(|error| !is_exhaustion(&error)) {
+                    if UnixStream::connect(self.paths.socket())
+                        .await
+                        .is_err_and(|error| !is_resource_exhaustion(&error))
+                    {
                         set(false);
                     }
                 }
                 // A shortage in the agent's own process proves nothing about the MPS host.
-                Err(error) if is_exhaustion(&error) => {
+                Err(error) if is_resource_exhaustion(&error) => {
                     tracing::warn!(%error, "failed to connect to the MPS host; its last state applies");
                 }
                 Err(_) => set(false),
@@ -234,7 +238,7 @@ impl HostLink {
 
 /// Returns whether a call failed because this process or the node has no free descriptors, memory
 /// or buffers.
-fn is_exhaustion(error: &io::Error) -> bool {
+fn is_resource_exhaustion(error: &io::Error) -> bool {
     use rustix::io::Errno;
     let resources = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
     resources.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))

@@ -72,7 +72,7 @@ impl DaemonAbsences {
     }
 
     /// Returns whether a device's daemon is unavailable, but its shares still count as Healthy.
-    pub fn is_tolerated(&self, device: &str) -> bool {
+    pub fn is_absence_tolerated(&self, device: &str) -> bool {
         self.since.get(device).is_some_and(Option::is_some)
     }
 

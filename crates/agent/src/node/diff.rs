@@ -203,7 +203,7 @@ fn devices_blocked_by_pods(
         let one = BTreeSet::from([device]);
         let mut pods: BTreeSet<&str> = BTreeSet::new();
         for (resource, id, users) in usage.slices_of_devices(&one) {
-            if ends(device) || !is_unchanged(before, after, resource, id) {
+            if ends(device) || !is_slice_unchanged(before, after, resource, id) {
                 pods.extend(users.iter().map(String::as_str));
             }
         }
@@ -251,7 +251,7 @@ fn devices_blocked_by_processes(
 
 /// Returns whether a slice remains unchanged: both layouts contain it with the same limits, and its
 /// daemon need not restart.
-pub fn is_unchanged(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
+pub fn is_slice_unchanged(before: Option<&Layout>, after: &Layout, resource: &str, id: &str) -> bool {
     let Some((device, number)) = parse_slice_id(id) else { return true };
     let find = |layout: &Layout| {
         let pool = layout.pools.iter().find(|pool| pool.resource == resource && pool.contains(device, number))?;

@@ -8,7 +8,7 @@ use cleave_gpu::mps::wire::{self, Desired};
 use cleave_gpu::nvml::Process;
 use cleave_kubelet::{Device, DeviceId, DeviceList, ResourceName};
 
-use super::diff::{ChangeRules, LayoutDecision, decide_layouts, is_unchanged};
+use super::diff::{ChangeRules, LayoutDecision, decide_layouts, is_slice_unchanged};
 use super::status::{self, StatusInput};
 use super::{Actions, Node, REMOVAL_DELAY, cordon, faults};
 use crate::allocation::pending::PendingAllocations;
@@ -136,7 +136,7 @@ impl Node {
         })
     }
 
-    /// Returns the data with which the tenants' processes are compared.
+    /// Returns the data that the tenants' processes are compared with.
     fn tenant_snapshot(&self, hardware: &Hardware, table: &AllocationTable, rules: &ChangeRules) -> TenantSnapshot {
         TenantSnapshot::new(&snapshot::SnapshotInputs {
             hardware,
@@ -207,7 +207,7 @@ impl Node {
         changing.chain(daemons.filter(|device| !self.acknowledged.has_applied_settings(device))).collect()
     }
 
-    /// Orders the next change of each GPU, if the change can start now.
+    /// Returns an order for the next change of each GPU, if the change can start now.
     fn order_changes(
         &mut self,
         hardware: &Hardware,
@@ -276,7 +276,8 @@ impl Node {
         }
     }
 
-    /// Excludes the slices that a change in progress removes, even if the spec includes them again.
+    /// Returns the decision without the slices that a change in progress removes, even if the spec
+    /// includes them again.
     fn exclude_slices_being_removed(&self, mut decided: LayoutDecision) -> LayoutDecision {
         for (uuid, progress) in self.mig_progress.iter().filter(|(_, progress)| progress.is_in_progress()) {
             decided.applied = false;
@@ -386,7 +387,7 @@ impl Node {
             return Err("the MIG instance no longer exists".into());
         }
         match pool.kind {
-            PoolKind::Mps { .. } if self.absences.is_tolerated(&pool.device) => Ok(()),
+            PoolKind::Mps { .. } if self.absences.is_absence_tolerated(&pool.device) => Ok(()),
             PoolKind::Mps { .. } => {
                 let settings = layout.daemons.get(&pool.device).ok_or("the device has no MPS daemon")?;
                 status::check_daemon(&self.view, &pool.device, settings)?;
@@ -408,7 +409,7 @@ impl Node {
         if !self.inventoried {
             return Some("NVML has not answered yet".into());
         }
-        if !self.view.alive && !desired.daemons.keys().all(|device| self.absences.is_tolerated(device)) {
+        if !self.view.alive && !desired.daemons.keys().all(|device| self.absences.is_absence_tolerated(device)) {
             return Some("the MPS host does not answer".into());
         }
         None
@@ -418,7 +419,7 @@ impl Node {
 /// Returns the served slices that the new layout removes or changes, each as resource and id.
 fn removed_or_changed_slices(before: &Layout, after: &Layout) -> Vec<(String, String)> {
     let slices = before.pools.iter().flat_map(|pool| pool.ids().map(|id| (pool.resource.clone(), id)));
-    slices.filter(|(resource, id)| !is_unchanged(Some(before), after, resource, id)).collect()
+    slices.filter(|(resource, id)| !is_slice_unchanged(Some(before), after, resource, id)).collect()
 }
 
 /// Returns the GPUs that a spec has partitioned by MIG and that are not whole again. A GPU remains

@@ -26,7 +26,7 @@ use crate::mps::HostView;
 use crate::node::absence::DaemonAbsences;
 use crate::object::GpuNodeState;
 
-/// Reasons of the conditions of a `GpuNode`.
+/// Reasons for the conditions of a `GpuNode`.
 pub mod reason {
     /// Ready: every GPU and MPS daemon serves.
     pub const SERVING: &str = "Serving";
@@ -175,7 +175,7 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
         };
         let problem = daemons
             .iter()
-            .filter(|(device, _)| !starting(device) && !input.absences.is_tolerated(device))
+            .filter(|(device, _)| !starting(device) && !input.absences.is_absence_tolerated(device))
             .find_map(|(device, settings)| {
                 check_daemon(input.view, device, settings).and_then(|()| check_settings(input, device)).err()
             });

@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_status_is_written_if_it_differs_and_retried_after_an_error() {
+    async fn a_changed_status_is_written_and_retried_after_an_error() {
         let (client, mut api) = mock_client();
         let (wanted, wants) = watch::channel(Some(gpu_node_status("1")));
         let (server, seen) = watch::channel(super::ServerState::default());

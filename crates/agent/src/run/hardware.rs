@@ -1,7 +1,7 @@
 //! Polls NVML for the GPUs and their state.
 //!
 //! Each GPU has its own worker thread: its answers are published as they arrive, and a GPU that
-//! hangs delays no other GPU. The query of the driver, which calls no GPU, has its own worker too.
+//! hangs delays no other GPU. The driver query, which calls no GPU, has its own worker too.
 //! If that query fails, all GPUs are unavailable. At most one thread is blocked for each GPU and
 //! purpose. One more worker reads the links between the GPUs. It is blocked if any GPU hangs, and
 //! the agent then keeps the links that it knows.

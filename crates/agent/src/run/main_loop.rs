@@ -69,8 +69,8 @@ impl MainLoop {
                 },
                 // Cancel-safe: an unreceived notification remains pending.
                 () = allocator.allocated.notified() => {
-                    // Send the kubelet its response first, and handle a burst of allocations
-                    // together. The start of a container ends the delay.
+                    // Wait briefly, so that the kubelet gets its response first and a burst of
+                    // allocations is handled together. The start of a container ends the wait.
                     let _ = tokio::time::timeout(MAX_ALLOCATION_DELAY, allocator.starting.notified()).await;
                     self.listing.send_modify(|listing| listing.allocated += 1);
                 }
@@ -251,7 +251,7 @@ impl MainLoop {
         let inputs = self.inputs.clone();
         let send_result = async move |ended| {
             if let Some(inputs) = inputs.upgrade() {
-                // The channel is closed only when the agent ends.
+                // Ignore errors: the channel is closed only when the agent ends.
                 let _ = inputs.send(Input::MigOrderResult(ended)).await;
             }
         };

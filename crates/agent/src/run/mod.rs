@@ -55,7 +55,7 @@ const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// # Errors
 /// Returns an error if a path is not usable, or if a task that should run forever has ended.
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
-    // The caller may have installed a provider. The first provider remains installed.
+    // Ignore errors: the caller may have installed a provider. The first one remains installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     cleave_serve::descriptors::raise_limit();
     let args = Arc::new(args);

@@ -106,7 +106,7 @@ impl ProcessObserver {
         tokio::spawn(async move {
             let sample =
                 worker.call(GPU_CALL_TIMEOUT, move |gpus| sample_processes(gpus, &proc, &snapshot, &devices)).await;
-            // The channel is closed only when the agent ends.
+            // Ignore errors: the channel is closed only when the agent ends.
             let _ = sender.send(GpuAnswer { gpu, sample });
         });
         Ok(())

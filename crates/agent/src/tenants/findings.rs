@@ -184,7 +184,7 @@ impl Findings {
             // still evict the pod.
             let awaits_eviction = finding.evict && evicts(&key.device) && !finding.status.uid.is_empty();
             now.saturating_duration_since(finding.last_seen) < retention
-                || awaits_eviction && !names.is_gone(&finding.status.uid)
+                || awaits_eviction && !names.is_pod_gone(&finding.status.uid)
         });
     }
 

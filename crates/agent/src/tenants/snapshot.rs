@@ -1,4 +1,4 @@
-//! The limits and allocations with which the tenant watch compares samples. Pure.
+//! The limits and allocations that the tenant watch compares samples with. Pure.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNodeSpec;

@@ -40,7 +40,7 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // Most programs have already ended.
+        // Ignore errors: most programs have already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -29,7 +29,7 @@ impl LiveCluster {
     /// Lists the objects of a cluster, and the pod `namespace/name` even if the pod has ended.
     ///
     /// # Errors
-    /// The API server refused a request.
+    /// Returns an error if the API server refuses a request.
     pub(super) async fn observe(client: &Client, install: &InstallationArgs, pod: &str) -> Result<Self> {
         let objects = Objects::list(client, &install.cleave_namespace, &install.agent_selector).await?;
         let mut objects = objects.list_for_placement(client).await?;

@@ -37,13 +37,13 @@ impl PodContext<'_> {
 
     fn gpu_views(&self, name: &str, node: &Node, assignments: &[Assignment], state: PodState) -> Vec<GpuView> {
         let cordons = node.cordons();
-        let rooms = self.ledger.devices(name);
+        let usages = self.ledger.devices(name);
         let specs = node.object().map(|object| object.spec.gpus.as_slice()).unwrap_or_default();
         let view = |gpu: &GpuStatus| {
             let unavailable = unavailable_reason(gpu, &cordons);
             let here = || assignments.iter().filter(|assignment| assignment.node == name);
-            let device = |room| self.device_view(room, unavailable.as_deref(), here(), state);
-            let devices = rooms.iter().filter(|room| is_device_of(room, gpu)).map(device).collect();
+            let device = |usage| self.device_view(usage, unavailable.as_deref(), here(), state);
+            let devices = usages.iter().filter(|usage| is_device_of(usage, gpu)).map(device).collect();
             let spec = specs.iter().find(|spec| spec.uuid == gpu.uuid);
             GpuView {
                 index: gpu.index,
@@ -60,7 +60,7 @@ impl PodContext<'_> {
 
     fn device_view<'h>(
         &self,
-        room: &DeviceUsage,
+        usage: &DeviceUsage,
         unavailable: Option<&str>,
         assignments: impl Iterator<Item = &'h Assignment>,
         state: PodState,
@@ -68,27 +68,27 @@ impl PodContext<'_> {
         let largest = self
             .device_requests
             .iter()
-            .filter(|request| request.resource == room.resource)
+            .filter(|request| request.resource == usage.resource)
             .map(|request| request.units.get())
             .max();
-        let own = assignments.filter(|own| own.device == room.device && own.resource == room.resource);
+        let own = assignments.filter(|own| own.device == usage.device && own.resource == usage.resource);
         let own: u32 = own.map(|own| own.units).sum();
         let note = match (largest, unavailable) {
             (Some(_), _) if own > 0 => format!("{own} for this pod"),
             (_, Some(unavailable)) => unavailable.to_owned(),
             (None, _) => "not requested".to_owned(),
             _ if !state.needs_room() => String::new(),
-            (Some(most), _) if most > room.capacity => format!("too small for {most}"),
-            (Some(most), _) if most > room.free => format!("{} short of {most}", most - room.free),
+            (Some(most), _) if most > usage.capacity => format!("too small for {most}"),
+            (Some(most), _) if most > usage.free => format!("{} short of {most}", most - usage.free),
             (Some(_), _) => "has room".to_owned(),
         };
         DeviceView {
-            device: room.device.clone(),
-            resource: room.resource.clone(),
-            total: room.capacity,
-            used: room.used,
-            reserved: room.reserved,
-            free: room.free,
+            device: usage.device.clone(),
+            resource: usage.resource.clone(),
+            total: usage.capacity,
+            used: usage.used,
+            reserved: usage.reserved,
+            free: usage.free,
             note,
         }
     }
@@ -162,6 +162,6 @@ fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Optio
 
 /// Returns whether a device is the GPU, a part of it, or a part that the GPU will be partitioned
 /// into.
-fn is_device_of(room: &DeviceUsage, gpu: &GpuStatus) -> bool {
-    room.device.starts_with(&gpu.uuid) || gpu.slices.iter().any(|slice| slice.device == room.device)
+fn is_device_of(usage: &DeviceUsage, gpu: &GpuStatus) -> bool {
+    usage.device.starts_with(&gpu.uuid) || gpu.slices.iter().any(|slice| slice.device == usage.device)
 }

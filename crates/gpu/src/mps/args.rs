@@ -33,7 +33,7 @@ pub(crate) struct PathArgs {
     #[arg(long, env = "CLEAVE_MPS_LIBRARY_PATH", value_name = "DIR[:DIR]")]
     pub(crate) mps_library_path: Option<OsString>,
 
-    /// The NVML library. Default: search the usual driver directories.
+    /// Path of the NVML library. Default: search the usual driver directories.
     #[arg(long, env = "CLEAVE_NVML_LIBRARY", value_name = "PATH")]
     pub(crate) nvml_library: Option<PathBuf>,
 

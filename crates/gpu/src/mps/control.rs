@@ -56,7 +56,7 @@ pub(crate) async fn send_command(pipe: &Path, command: &Command, deadline: Durat
 /// Sends one command over any control socket.
 ///
 /// # Errors
-/// The errors of [`send_command`].
+/// Returns the errors of [`send_command`].
 pub(crate) async fn send_command_to_socket(
     socket: &Path,
     command: &Command,

@@ -70,19 +70,19 @@ struct FileVersion(u64, u64, Option<SystemTime>);
 impl DesiredWatch {
     /// Watches the desired file.
     pub(crate) fn new(path: PathBuf) -> Self {
-        Self::with_opener(path, open_events)
+        Self::with_opener(path, watch_directory)
     }
 
     fn with_opener(path: PathBuf, open: fn(&Path) -> io::Result<AsyncFd<OwnedFd>>) -> Self {
         let mut watch = Self { path, open, events: None, seen: None };
-        match watch.open_events() {
+        match watch.start_watch() {
             Ok(events) => watch.events = Some(events),
             Err(error) => watch.report_failure(&error),
         }
         watch
     }
 
-    fn open_events(&self) -> io::Result<AsyncFd<OwnedFd>> {
+    fn start_watch(&self) -> io::Result<AsyncFd<OwnedFd>> {
         (self.open)(self.path.parent().unwrap_or(Path::new(".")))
     }
 
@@ -106,7 +106,7 @@ impl DesiredWatch {
                 return;
             }
             sleep(DESIRED_POLL_INTERVAL).await;
-            if let Ok(events) = self.open_events() {
+            if let Ok(events) = self.start_watch() {
                 tracing::info!(path = %self.path.display(), "watching the desired file with inotify again");
                 self.events = Some(events);
                 // The file may have been written just before the watch began.
@@ -121,7 +121,7 @@ fn find_version(path: &Path) -> Option<FileVersion> {
     Some(FileVersion(found.dev(), found.ino(), found.modified().ok()))
 }
 
-fn open_events(directory: &Path) -> io::Result<AsyncFd<OwnedFd>> {
+fn watch_directory(directory: &Path) -> io::Result<AsyncFd<OwnedFd>> {
     let fd = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
     inotify::add_watch(&fd, directory, inotify::WatchFlags::MOVED_TO | inotify::WatchFlags::CLOSE_WRITE)?;
     async_fd(fd)
@@ -166,7 +166,7 @@ mod tests {
     }
 
     fn open_unless_exhausted(directory: &Path) -> io::Result<AsyncFd<OwnedFd>> {
-        if INSTANCES_EXHAUSTED.get() { Err(rustix::io::Errno::MFILE.into()) } else { open_events(directory) }
+        if INSTANCES_EXHAUSTED.get() { Err(rustix::io::Errno::MFILE.into()) } else { watch_directory(directory) }
     }
 
     #[tokio::test]

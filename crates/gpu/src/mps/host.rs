@@ -37,7 +37,7 @@ const WANTED_DESCRIPTOR_LIMIT: u64 = 65_536;
 /// of the process, so other code must not start child processes.
 ///
 /// # Errors
-/// [`HostError`] if the MPS host cannot start. Later errors are part of the status.
+/// Returns [`HostError`] if the MPS host cannot start. Later errors are part of the status.
 pub async fn run(args: HostArgs, subcommand: Option<&str>) -> Result<(), HostError> {
     match &args.command {
         Some(HostCommand::ComputeMode { device, mode, nvml_library }) => {

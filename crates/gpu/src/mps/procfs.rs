@@ -39,7 +39,7 @@ pub(crate) async fn processes_of_gpu(uuid: &str) -> Option<Vec<u32>> {
 async fn run_on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (found, answer) = oneshot::channel();
     let search = move || {
-        // The send fails if the search has timed out.
+        // Ignore errors: the search may have timed out.
         let _ = found.send(search());
     };
     let started = std::thread::Builder::new().stack_size(SEARCH_THREAD_STACK_BYTES).spawn(search);

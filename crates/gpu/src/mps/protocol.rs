@@ -24,8 +24,8 @@ pub(crate) const CLIENT_CONNECTED: [u8; 4] = 0_u32.to_le_bytes();
 /// Maximum size of a packet of the protocol, in bytes.
 pub(crate) const MAX_PACKET_BYTES: usize = 8 * 1024;
 
-/// The packets with which a new client introduces itself to the server, on the socket that came
-/// with [`DESCRIPTOR`]. The first packet carries credentials.
+/// The packets that introduce a new client to the server, on the socket that came with
+/// [`DESCRIPTOR`]. The first packet carries credentials.
 ///
 /// The server accepts one client at a time and waits for these packets without a deadline. If the
 /// client exits before it has sent them, driver 580's server never accepts a client again. Sending
@@ -357,7 +357,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_input_never_panics_a_parser(bytes: Vec<u8>, text: String) {
+        fn parsers_never_panic(bytes: Vec<u8>, text: String) {
             let _ = ReplyPacket::parse(&bytes);
             let _ = PeerKind::parse(&bytes);
             let _ = (parse_pids(&text), parse_server_state(&text), parse_terminate_result(&text));

@@ -97,7 +97,7 @@ impl Socket {
         }
     }
 
-    /// Credentials of the process that connected.
+    /// Returns the credentials of the process that connected.
     pub(crate) fn peer(&self) -> io::Result<Credentials> {
         let peer = nix::sys::socket::getsockopt(&self.0, nix::sys::socket::sockopt::PeerCredentials)?;
         Ok(Credentials { pid: u32::try_from(peer.pid()).unwrap_or(0), uid: peer.uid(), gid: peer.gid() })

@@ -74,7 +74,7 @@ impl Desired {
     /// Parses and checks the content of the desired file.
     ///
     /// # Errors
-    /// [`InvalidDesired`] with the first problem. The text of the problem becomes
+    /// Returns [`InvalidDesired`] with the first problem. The text of the problem becomes
     /// [`MpsHostStatus::error`].
     pub fn parse(bytes: &[u8]) -> Result<Self, InvalidDesired> {
         #[derive(Deserialize)]
@@ -96,7 +96,7 @@ impl Desired {
     /// Checks names and limits.
     ///
     /// # Errors
-    /// [`InvalidDesired`] with the first problem.
+    /// Returns [`InvalidDesired`] with the first problem.
     pub fn check(&self) -> Result<(), InvalidDesired> {
         for (device, daemon) in &self.daemons {
             check_device(device)?;

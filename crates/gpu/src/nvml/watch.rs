@@ -44,7 +44,7 @@ impl EventWatch {
     /// return.
     ///
     /// # Errors
-    /// A thread could not be started. Call this function again to retry.
+    /// Returns an error if a thread cannot be started. Call this function again to retry.
     pub fn watch(&mut self, count: u32) -> std::io::Result<()> {
         while self.watched < count {
             let (index, library) = (self.watched, self.library.clone());

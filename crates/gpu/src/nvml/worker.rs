@@ -52,8 +52,8 @@ impl Worker {
     /// Runs `call` on the thread.
     ///
     /// # Errors
-    /// Errors of the call; [`NvmlError::Hung`] after `deadline`, or at once while an earlier call
-    /// hangs.
+    /// Returns the errors of the call. Returns [`NvmlError::Hung`] after `deadline`, or at once
+    /// while an earlier call hangs.
     pub async fn call<T: Send + 'static>(
         &self,
         deadline: Duration,
@@ -76,7 +76,7 @@ impl Worker {
             progress.returned = number;
             progress.missed = None;
             drop(progress);
-            // The send fails if the caller no longer waits.
+            // Ignore errors: the caller may no longer wait.
             let _ = answer.send(result);
         });
         if self.jobs.send(job).is_err() {

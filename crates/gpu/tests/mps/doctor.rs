@@ -57,7 +57,7 @@ fn run_doctor_with_client(node: &Node) -> (Option<i32>, Value) {
     run_doctor(node, &["--client", &client_path(node)])
 }
 
-/// Verdicts by name of the check.
+/// Returns the verdicts by name of the check.
 fn verdicts(report: &Value) -> BTreeMap<&str, &str> {
     let findings = report["findings"].as_array().unwrap().iter();
     findings.map(|finding| (finding["check"].as_str().unwrap(), finding["verdict"].as_str().unwrap())).collect()
@@ -132,7 +132,7 @@ fn without_a_cuda_program_the_checks_that_need_one_are_not_tested() {
 }
 
 #[test]
-fn an_unknown_handshake_differs_and_stops_the_tests() {
+fn an_unknown_handshake_is_not_as_expected_and_stops_the_tests() {
     let node = Node::without_mps_host(1);
     inject_error_code(&node, "mps:handshake", 1);
     let (status, report) = run_doctor_with_client(&node);
@@ -145,7 +145,7 @@ fn an_unknown_handshake_differs_and_stops_the_tests() {
 }
 
 #[test]
-fn commands_that_fail_differ() {
+fn commands_that_fail_are_not_as_expected() {
     let node = Node::without_mps_host(1);
     inject_error_code(&node, "mps:command:terminate_client", 201);
     let (status, report) = run_doctor_with_client(&node);
@@ -178,7 +178,7 @@ fn write_client_script(node: &Node, script: &str) -> String {
 }
 
 #[test]
-fn a_driver_that_ignores_the_environment_differs() {
+fn a_driver_that_ignores_the_environment_is_not_as_expected() {
     let node = Node::without_mps_host(1);
     let script = write_client_script(&node, "unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
     let (status, report) = run_doctor(&node, &["--client", &script]);

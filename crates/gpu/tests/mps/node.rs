@@ -392,7 +392,7 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // The kill fails if the program has exited already.
+        // Ignore errors: the program may have exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

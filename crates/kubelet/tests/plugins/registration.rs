@@ -3,6 +3,7 @@
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use cleave_kubelet::fake::{FakeKubelet, FakeKubeletState};
@@ -466,4 +467,27 @@ async fn the_longest_resource_name_is_served() {
     let kubelet = fixture.start_kubelet();
     let _plugins = fixture.plugins(&[(&name, &TestResource::new(&["a::0"]))]);
     wait_until_served(&kubelet, &name, &["a::0"]).await;
+}
+
+/// Plugins replace their sockets at any time, also while the kubelet removes all sockets.
+#[tokio::test]
+async fn the_fake_kubelet_restarts_while_a_plugin_replaces_its_socket() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let (temporary, socket) = (directory.path().join("plugin.sock.new"), directory.path().join("plugin.sock"));
+    let mut kubelet = FakeKubelet::start(directory.path()).expect("a kubelet");
+    let stopped = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&stopped);
+    let plugin = std::thread::spawn(move || {
+        while !seen.load(Ordering::Relaxed) {
+            // The kubelet may remove the socket before each of these calls.
+            let _ = UnixListener::bind(&temporary);
+            let _ = std::fs::rename(&temporary, &socket);
+            let _ = std::fs::remove_file(&socket);
+        }
+    });
+    for _ in 0..2000 {
+        kubelet.restart().expect("a restart");
+    }
+    stopped.store(true, Ordering::Relaxed);
+    plugin.join().expect("the plugin's thread");
 }

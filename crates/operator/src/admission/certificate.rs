@@ -37,7 +37,7 @@ use crate::leader::LeaseGuard;
 pub(crate) const VALIDITY: Duration = Duration::from_secs(90 * 24 * 3600);
 /// Time before expiry at which a certificate is renewed.
 pub(crate) const RENEW_BEFORE: Duration = Duration::from_secs(30 * 24 * 3600);
-/// Maximum time by which an API server's clock may be behind the operator's clock.
+/// Maximum time that an API server's clock may be behind the operator's clock.
 const MAX_CLOCK_SKEW: Duration = Duration::from_secs(3600);
 /// Delay between publishing a new CA and serving a certificate that the CA signed. During the
 /// delay, API servers receive the CA through their watch of the webhook configuration.
@@ -241,7 +241,7 @@ impl ResolvesServerCert for CurrentCertificate {
 /// Returns the TLS configuration of the webhook.
 ///
 /// # Errors
-/// The TLS library does not support the configuration.
+/// Returns an error if the TLS library does not support the configuration.
 pub(crate) fn tls_config(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
     let mut config = ServerConfig::builder_with_provider(crypto_provider())
         .with_safe_default_protocol_versions()?

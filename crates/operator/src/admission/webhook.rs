@@ -38,7 +38,7 @@ use crate::pods::{Container, RawPod};
 
 /// Path of reviews that add the placement gate. The chart uses the same path. It must stay the same
 /// in all versions: during an upgrade, API servers send reviews to operators of the old version.
-pub const PATH: &str = "/gate";
+pub const GATE_PATH: &str = "/gate";
 /// Path of reviews that add a preStop hook, which sleeps for `seconds`. The chart uses the same
 /// path.
 pub const PRE_STOP_PATH: &str = "/pre-stop/{seconds}";
@@ -123,7 +123,7 @@ fn shorten_error(error: &serde_json::Error) -> String {
 /// namespace is exempt.
 ///
 /// # Errors
-/// The body is not a review of a pod.
+/// Returns an error if the body is not a review of a pod.
 pub fn review(
     change: Change,
     body: &[u8],
@@ -294,8 +294,10 @@ pub(crate) async fn serve(
     stop: CancellationToken,
     linger: Duration,
 ) -> Result<(), Infallible> {
-    let router =
-        Router::new().route(PATH, post(review_gate)).route(PRE_STOP_PATH, post(review_pre_stop)).with_state(reviewer);
+    let router = Router::new()
+        .route(GATE_PATH, post(review_gate))
+        .route(PRE_STOP_PATH, post(review_pre_stop))
+        .with_state(reviewer);
     let acceptor = TlsAcceptor::from(tls);
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let open = GracefulShutdown::new();
@@ -311,7 +313,7 @@ pub(crate) async fn serve(
                 Ok(accepted) => accepted,
                 Err(error) => {
                     tracing::warn!(error = &error as &dyn std::error::Error, "failed to accept a connection");
-                    // The usual cause is too many open files. An immediate retry would fail again.
+                    // Retry later: the usual cause is too many open files.
                     tokio::time::sleep(Duration::from_secs(1)).await;
                     continue;
                 }
@@ -672,7 +674,7 @@ mod tests {
                     body.len()
                 );
                 stream.write_all(head.as_bytes()).await.unwrap();
-                // The server may refuse a body by its length, without reading it.
+                // Ignore errors: the server may refuse a body by its length, without reading it.
                 let _ = stream.write_all(body).await;
                 let _ = stream.flush().await;
                 let mut answer = Vec::new();

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
-/// Value of `unhealthyPodEvictionPolicy` with which pods that are not ready can always be evicted.
+/// Value of `unhealthyPodEvictionPolicy`: pods that are not ready can always be evicted.
 const ALWAYS_ALLOW: &str = "AlwaysAllow";
 
 /// The cluster's disruption budgets.
-pub(super) struct Budgets<'a> {
+pub(super) struct DisruptionBudgets<'a> {
     all: Vec<&'a BudgetObject>,
     /// Indices in `all` of the budgets of each namespace.
     of_namespace: BTreeMap<&'a str, Vec<usize>>,
@@ -28,7 +28,7 @@ pub(super) enum Protection {
     Evicted,
 }
 
-impl<'a> Budgets<'a> {
+impl<'a> DisruptionBudgets<'a> {
     pub(super) fn new(budgets: &'a [Arc<BudgetObject>]) -> Self {
         let all: Vec<&BudgetObject> = budgets.iter().map(AsRef::as_ref).collect();
         let mut of_namespace: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
@@ -183,15 +183,16 @@ mod tests {
                 "an earlier pod of this name was evicted",
             ),
         ] {
-            assert_eq!(Budgets::new(&budgets).protection(&running_pod()), expected, "{why}");
+            assert_eq!(DisruptionBudgets::new(&budgets).protection(&running_pod()), expected, "{why}");
         }
     }
 
     #[test]
     fn budgets_spare_only_pods_that_are_ready_or_needed() {
         let selector = json!({"matchLabels": {"app": "web"}});
-        let protection =
-            |budget: &Arc<BudgetObject>, pod: &PodObject| Budgets::new(std::slice::from_ref(budget)).protection(pod);
+        let protection = |budget: &Arc<BudgetObject>, pod: &PodObject| {
+            DisruptionBudgets::new(std::slice::from_ref(budget)).protection(pod)
+        };
         let unready = pod(json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]}));
         let too_few = budget("a", selector.clone(), budget_status(0));
         assert_eq!(protection(&too_few, &unready), Protection::Protected);
@@ -214,6 +215,6 @@ mod tests {
     fn a_budget_of_another_namespace_selects_no_pod() {
         let mut other = (*budget("a", json!({}), budget_status(0))).clone();
         other.metadata.namespace = Some("other".to_owned());
-        assert_eq!(Budgets::new(&[Arc::new(other)]).protection(&running_pod()), Protection::None);
+        assert_eq!(DisruptionBudgets::new(&[Arc::new(other)]).protection(&running_pod()), Protection::None);
     }
 }

@@ -198,7 +198,7 @@ fn placed_pod<'p>(pod: &'p PodObject, node: &'p str) -> PlacedPod<'p> {
 /// Checks a node against the rules of a pod. A pod without rules has no conflict.
 ///
 /// # Errors
-/// The rule that excludes the node.
+/// Returns the rule that excludes the node.
 pub(super) fn check_rules(checker: Option<&NodeChecker<'_>>, node: &PlanNode) -> Result<(), Conflict> {
     checker.map_or(Ok(()), |checker| checker.check_node(node))
 }

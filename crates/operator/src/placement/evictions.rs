@@ -7,7 +7,7 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holder, Moment};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::budgets::{Budgets, Protection};
+use super::budgets::{DisruptionBudgets, Protection};
 use crate::evict::Evicted;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
@@ -104,7 +104,7 @@ impl EvictionRecords {
         self.paused_until > up
     }
 
-    /// Returns the remaining times after each of which more pods may be evictable.
+    /// Returns the remaining times until more pods may become evictable.
     pub(super) fn deadlines(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         let avoided = self.failures.values().filter_map(|failures| failures.avoided_until);
         let paused = Some(self.paused_until).filter(|until| *until > up);
@@ -114,7 +114,7 @@ impl EvictionRecords {
 
 /// Decides which pods can be evicted now.
 pub(super) struct Evictability<'a> {
-    budgets: Budgets<'a>,
+    budgets: DisruptionBudgets<'a>,
     records: &'a EvictionRecords,
     /// Seconds since the Unix epoch.
     now: u64,
@@ -123,7 +123,7 @@ pub(super) struct Evictability<'a> {
 impl<'a> Evictability<'a> {
     /// Indexes the budgets. `now` is the number of seconds since the Unix epoch.
     pub(super) fn new(budgets: &'a [Arc<BudgetObject>], records: &'a EvictionRecords, now: u64) -> Self {
-        Self { budgets: Budgets::new(budgets), records, now }
+        Self { budgets: DisruptionBudgets::new(budgets), records, now }
     }
 
     /// Returns whether evictions are paused, because the API server limits requests.

@@ -145,7 +145,7 @@ pub(super) fn policies_by_device(object: &GpuNode) -> BTreeMap<String, Arc<str>>
 /// units count as used.
 fn planned_devices(gpu: &GpuStatus, partition: &Partition, repartitioned: bool) -> Vec<DeviceFacts> {
     let mut sums: BTreeMap<(Option<u32>, String), (u32, u32)> = BTreeMap::new();
-    for slice in partition::desired(partition, gpu) {
+    for slice in partition::desired_slices(partition, gpu) {
         let (capacity, used) = sums.entry((slice.placement, slice.resource)).or_default();
         *capacity = capacity.saturating_add(slice.count);
         if slice.in_use || !repartitioned {

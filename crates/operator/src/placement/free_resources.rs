@@ -22,7 +22,7 @@ pub(super) struct FreeResources<'a> {
     tracker: &'a PodTracker,
     /// Requests of the pods that are released to each node but not bound.
     released: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
-    /// Waiting pods for which room on each node is nominated, by name. Pods of the same or lower
+    /// Waiting pods with a nomination on each node, by name. Pods of the same or lower
     /// priority do not see the resources that these pods request as free.
     nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
     /// Requests of terminating pods without units of sound GPUs, by node. They count only in the

@@ -65,7 +65,7 @@ pub struct Gatekeeper {
     queue: Queue,
     /// Results of evictions for pods of higher priority.
     evictions: EvictionRecords,
-    /// Pods for which preemption was searched for.
+    /// Pods that preemption was searched for.
     preemptors: Preemptors,
     stranded: StrandedPods,
     growth: AutoscalerReports,

@@ -271,15 +271,15 @@ impl AutoscalerReports {
         up: Duration,
     ) -> Outlook {
         let Circumstances { offers, demand, preemption, withheld, .. } = circumstances;
-        let gets_room = *preemption == Prospect::Room || circumstances.is_making_room(candidate);
+        let gets_room = *preemption == Prospect::Nominated || circumstances.is_making_room(candidate);
         let need = if gets_room || candidate.awaits_agent() {
             Need::Nothing
         } else {
             offers.need(&candidate.device_requests, verdict.permanent_obstacle())
         };
         let reported = candidate.pod.is_reported_unschedulable();
-        // A search for a preemption may show that the pod needs no node. A report that exists is
-        // not taken back while the pod waits for another search.
+        // A search for a preemption may show that the pod needs no new node. An existing report is
+        // not withdrawn while the pod waits for another search.
         let is_decided = *preemption != Prospect::Unknown || reported;
         let uid = candidate.pod.uid().unwrap_or_default();
         self.record(&uid, need, is_decided, up);
@@ -332,7 +332,7 @@ impl AutoscalerReports {
             let uid = candidate.pod.uid().unwrap_or_default();
             let Some(mut waiter) = before.remove(&uid).filter(|_| !released.contains(&uid)) else { continue };
             let reported = candidate.pod.is_reported_unschedulable();
-            let wanted = self.enabled && waiter.is_due(reported, up);
+            let wanted = self.enabled && waiter.is_report_due(reported, up);
             if wanted {
                 actions.reported += 1;
                 let new = || ReportedPods { pod: candidate.plan_pod.clone(), smallest: BTreeMap::new() };
@@ -379,7 +379,7 @@ impl ReportedPods {
 impl UnplaceablePod {
     /// Returns whether the pod is to be reported. After a change of the leader a report stays,
     /// although the new leader has not waited yet.
-    fn is_due(&self, reported: bool, up: Duration) -> bool {
+    fn is_report_due(&self, reported: bool, up: Duration) -> bool {
         let futile = self.too_large.is_some_and(|at| up < at.saturating_add(TOO_LARGE_BACKOFF));
         !futile && self.due.is_some_and(|due| due <= up || reported)
     }

@@ -481,7 +481,7 @@ impl Nodes {
     }
 
     /// Returns what serves a resource, for a pod that may run on any node. If several providers
-    /// serve it, the result is the one with which the pod waits the longest. Nodes that are not
+    /// serve it, the result is the one that the pod waits for the longest. Nodes that are not
     /// ready and show no sign of Cleave count only if no other node reports the resource.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report

@@ -49,9 +49,9 @@ pub(super) struct PreemptionSearch<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Prospect {
     /// The pod is nominated: its victims are evicted or terminate.
-    Room,
+    Nominated,
     /// No preemption helps, or the pod may not preempt others.
-    NoRoom,
+    Impossible,
     /// It is not this pod's turn, or room is being made for it without evictions. The result of the
     /// last search applies.
     Unknown,
@@ -94,8 +94,9 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// Evicts pods for a pod at the gate if that makes room for it, and nominates the room. Keeps
-    /// an earlier nomination while its victims terminate. Returns whether the pod gets room.
+    /// If evictions make room for a pod at the placement gate, evicts the victims and nominates
+    /// the pod. Keeps an earlier nomination while its victims terminate. Returns whether the pod is
+    /// nominated.
     ///
     /// `pause` is the time for which no other pod is evicted, because room is being made for this
     /// pod without evictions.
@@ -117,17 +118,17 @@ impl<'a> PreemptionSearch<'a> {
                 self.add_evictions(&node, victims, &candidate.name, actions);
                 self.preemptors.record_success(&candidate.name);
                 search.nominate(candidate, &node);
-                // The ledger refuses only nominations for pods with a claim, and waiting pods have
-                // none.
+                // Ignore errors: the ledger refuses only nominations for pods with a claim, and
+                // waiting pods have none.
                 let nomination = Nomination { priority: candidate.plan_pod.priority, node, takes };
                 let _ = ledger.nominate(&candidate.name, nomination);
-                Prospect::Room
+                Prospect::Nominated
             }
             SearchResult::Impossible => {
                 self.withdraw_nomination(ledger, search, &candidate.name);
-                Prospect::NoRoom
+                Prospect::Impossible
             }
-            SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => Prospect::Room,
+            SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => Prospect::Nominated,
             SearchResult::Later => Prospect::Unknown,
         };
         actions.preemption_searches = self.searches;
@@ -206,7 +207,7 @@ impl<'a> PreemptionSearch<'a> {
             SearchScope::ChangedSince(version) if !key.has_rules() && nominated.is_none() => Some(version),
             _ => None,
         };
-        let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_changed(node, version));
+        let is_searched = |node: &str| since.is_none_or(|version| self.preemptors.has_node_changed(node, version));
         let targets = search.preemption_nodes(ledger, candidate, is_searched);
         match ledger.preempt(candidate.pending_pod(), targets, self.holders(), &kept) {
             Some(found) => SearchResult::Preempt(found),

@@ -1,4 +1,4 @@
-//! Records the waiting pods for which preemption was searched for, so that each pod has its turn. A
+//! Records which waiting pods preemption was searched for, so that each pod has its turn. A
 //! search without result is repeated only on nodes that have changed. Pure: callers pass in the
 //! time.
 use std::collections::{BTreeMap, BTreeSet};
@@ -187,7 +187,7 @@ impl Preemptors {
     }
 
     /// Returns whether a node has changed since this version.
-    pub(super) fn has_changed(&self, node: &str, version: u64) -> bool {
+    pub(super) fn has_node_changed(&self, node: &str, version: u64) -> bool {
         self.changed.get(node).is_some_and(|changed| *changed > version)
     }
 

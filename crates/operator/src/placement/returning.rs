@@ -117,7 +117,7 @@ impl<'a> ReturningUnits<'a> {
     /// Ends the promise of units to a pod if a preemption makes room for it. Other pods may then
     /// wait for the units.
     pub(super) fn end_promise(&mut self, pod: &str, preemption: Prospect) {
-        if let Some(returned) = self.ledger.as_mut().filter(|_| preemption == Prospect::Room) {
+        if let Some(returned) = self.ledger.as_mut().filter(|_| preemption == Prospect::Nominated) {
             returned.release(pod);
         }
     }

@@ -230,7 +230,7 @@ impl<'a> PlacementSearch<'a> {
     /// Finds a placement for a pod.
     ///
     /// # Errors
-    /// Why the pod is not placeable.
+    /// Returns why the pod is not placeable.
     pub(super) fn find(&mut self, ledger: &Ledger, candidate: &'a Candidate<'a>) -> Result<Fits, Verdict> {
         let Candidate { name, pod, plan_pod, .. } = candidate;
         let key = self.key(candidate);

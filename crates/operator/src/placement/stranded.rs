@@ -33,7 +33,7 @@ const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
 /// Time for which a controller must have no stranded pod before its delay is reset.
 const BACKOFF_RESET_DELAY: Duration = Duration::from_secs(1800);
-/// The delay from which replacements also wait at the gate. Otherwise, pods that the scheduler
+/// Minimum delay after which replacements also wait at the gate. Otherwise, pods that the scheduler
 /// repeatedly refuses would reserve GPUs all the time.
 const MIN_GATE_DELAY: Duration = Duration::from_secs(40);
 /// Delay before the operator retries a failed eviction.
@@ -221,8 +221,8 @@ impl StrandedPods {
         let (name, uid) = (full_name(&pod.metadata), uid.to_owned());
         let owner = pod.controller.as_ref().filter(|owner| match owner.replacement() {
             Replacement::Free => true,
-            // A Job counts the eviction as a failure, as when a node fails. So evict only a pod
-            // that can no longer run.
+            // A Job counts the eviction as a failure, as it counts a node failure. So evict only
+            // a pod that can no longer run.
             Replacement::CountsAsFailure => matches!(reason, Reason::Gone(_) | Reason::Refused(_)),
             Replacement::Unknown => false,
         });

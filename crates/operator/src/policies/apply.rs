@@ -1,5 +1,5 @@
-//! Writes the desired state of nodes to `GpuNode.spec` by server-side apply. Writes only the nodes
-//! that differ.
+//! Writes the desired state of nodes to `GpuNode.spec` by server-side apply. Writes only specs that
+//! have changed.
 use cleave_api::names::OPERATOR_FIELD_MANAGER;
 use cleave_api::{GpuNode, GpuNodeSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
@@ -53,7 +53,7 @@ pub fn changes(plan: &Plan, observed: &Observed) -> Vec<Change> {
 /// Writes one change. Writes are idempotent. The returned object may be malformed and is ignored.
 ///
 /// # Errors
-/// The API server refused the write or could not be reached.
+/// Returns an error if the API server refuses the write or cannot be reached.
 pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &Change) -> Result<(), Error> {
     let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
     let written = api.patch(&change.node, &params, &Patch::Apply(body(change))).await;

@@ -11,7 +11,7 @@
 //! | decide | `select`, [`plan`], `layout` | the policy of each GPU, and fixed partitions |
 //! | decide | [`staging`], [`waves`] | which nodes a changed policy reaches now |
 //! | decide | [`demand`], [`snapshot`], `partition` | on-demand partitions, and why pods wait |
-//! | apply | [`apply`] | `GpuNode.spec` of the nodes that differ, by server-side apply |
+//! | apply | [`apply`] | changed `GpuNode.spec` of nodes, by server-side apply |
 //! | report | [`status`] | `SharingPolicy.status`, and an Event for each condition that changes |
 //! | report | `taint` | the taint on nodes that can serve no pod, if enabled |
 //!

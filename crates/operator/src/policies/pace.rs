@@ -56,7 +56,7 @@ impl QuietPeriod {
     /// Checks whether to plan for these pods now.
     ///
     /// # Errors
-    /// It is too early to plan. The error is the remaining time to wait.
+    /// Returns the remaining time to wait if it is too early to plan.
     pub(crate) fn check_due<'a>(
         &mut self,
         pods: impl Iterator<Item = &'a str>,

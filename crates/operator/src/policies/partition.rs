@@ -31,7 +31,7 @@ pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
 
 /// Returns the slices of a GPU that the kubelet lists. An empty list means that the whole GPU is
 /// free.
-pub(crate) fn served(gpu: &GpuStatus) -> Vec<Slice> {
+pub(crate) fn served_slices(gpu: &GpuStatus) -> Vec<Slice> {
     let mut slices = Vec::new();
     for status in &gpu.slices {
         let instance = gpu.mig.iter().flat_map(|mig| &mig.instances).find(|instance| instance.uuid == status.device);
@@ -52,8 +52,8 @@ pub(crate) fn served(gpu: &GpuStatus) -> Vec<Slice> {
 
 /// Returns the slices of a GPU that the kubelet lists, and MIG instances that exist but are not
 /// served.
-pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Slice> {
-    let mut slices = served(gpu);
+pub(crate) fn observed_slices(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Slice> {
+    let mut slices = served_slices(gpu);
     for instance in gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances) {
         if slices.iter().any(|slice| slice.placement == Some(instance.start)) {
             continue;
@@ -75,7 +75,7 @@ pub(crate) fn observed(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Sli
 }
 
 /// Returns the slices of a GPU once it has this partition. Slices in use remain in use.
-pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
+pub(crate) fn desired_slices(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
     let mut all: Vec<Slice> = Vec::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
     let mut add = |placement,
@@ -95,7 +95,7 @@ pub(crate) fn desired(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
         let MigPartition { whole, mps, time_slicing } = &instance.partition;
         add(Some(instance.start), Some(&instance.profile), whole.as_ref(), mps.as_ref(), time_slicing.as_ref());
     }
-    let mut slices: Vec<Slice> = served(gpu).into_iter().filter(|slice| slice.in_use).collect();
+    let mut slices: Vec<Slice> = served_slices(gpu).into_iter().filter(|slice| slice.in_use).collect();
     for used in &slices {
         let mut left = used.count;
         for slice in &mut all {
@@ -131,7 +131,7 @@ pub(crate) fn has_partition(partition: &Partition, gpu: &GpuStatus) -> bool {
         return gpu.slices.iter().all(|status| status.resource == whole.resource && status.device == gpu.uuid)
             && gpu.slices.iter().any(|status| status.total > 0);
     }
-    slice_counts(&desired(partition, gpu)) == slice_counts(&served(gpu))
+    slice_counts(&desired_slices(partition, gpu)) == slice_counts(&served_slices(gpu))
 }
 
 fn slice_counts(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
@@ -153,7 +153,7 @@ pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
 /// Builds the partition that has these slices.
 ///
 /// # Errors
-/// The policy does not allow these slices. The error is a message for users.
+/// Returns a message for users if the policy does not allow these slices.
 pub(crate) fn partition(
     slices: &[Slice],
     family: Family,
@@ -290,7 +290,7 @@ fn numbers_in_use(gpu: &GpuStatus, resource: &str) -> BTreeSet<u32> {
     allocations.flat_map(|allocation| &allocation.ids).filter_map(number).collect()
 }
 
-/// Groups numbers into ranges of (first, count).
+/// Returns the numbers as ranges of (first, count).
 fn number_ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for &number in numbers {
@@ -462,7 +462,7 @@ mod tests {
         gpu.slices = vec![slice_status(SLICE_10GB_RESOURCE, 4, 1)];
         assert!(!has_partition(&spec, &gpu));
         assert_eq!(
-            desired(&spec, &gpu),
+            desired_slices(&spec, &gpu),
             [
                 used_slices(SLICE_10GB_RESOURCE, 1),
                 free_slices(SLICE_10GB_RESOURCE, 1),
@@ -475,7 +475,7 @@ mod tests {
         let whole = Partition { whole: Some(Whole { resource: RESOURCE_GPU.into() }), ..Partition::default() };
         assert!(!has_partition(&whole, &gpu));
         gpu.slices = vec![slice_status(RESOURCE_GPU, 1, 0)];
-        assert!(has_partition(&whole, &gpu) && served(&gpu).is_empty());
+        assert!(has_partition(&whole, &gpu) && served_slices(&gpu).is_empty());
         gpu.slices.clear();
         assert!(!has_partition(&whole, &gpu), "a GPU in MIG mode without instances is not whole");
     }

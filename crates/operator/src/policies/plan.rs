@@ -193,7 +193,7 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     for gpu in gpus {
         let current = current.gpus.iter().find(|spec| spec.uuid == gpu.uuid);
         let spec = plan_gpu((name, node), gpu, current, policies, plan);
-        desired.push(spec.unwrap_or_else(|| whole(&gpu.uuid)));
+        desired.push(spec.unwrap_or_else(|| whole_gpu_spec(&gpu.uuid)));
     }
     apply_annotations(node, &mut desired);
     desired.sort_by_key(|spec| gpus.iter().find(|gpu| gpu.uuid == spec.uuid).map(|gpu| gpu.index));
@@ -251,7 +251,7 @@ fn plan_gpu(
                     ByDemand { policy: winner.name.clone(), demand: demand.clone(), gathering: winner.dynamic };
                 plan.demand.entry(name.to_owned()).or_default().insert(gpu.uuid.clone(), by_demand);
             }
-            current.map_or_else(|| whole(&gpu.uuid).partition, |current| current.partition.clone())
+            current.map_or_else(|| whole_gpu_spec(&gpu.uuid).partition, |current| current.partition.clone())
         }
         Err(unsupported) => {
             report.unsupported.push((at, unsupported));
@@ -284,7 +284,7 @@ fn find_unknown(policy: &Policy, observed: &Observed, report: &mut Report) {
         .gpus
         .models
         .iter()
-        .filter(|model| !gpus.iter().any(|gpu| select::is_model(model, &gpu.model)))
+        .filter(|model| !gpus.iter().any(|gpu| select::matches_model(model, &gpu.model)))
         .cloned()
         .collect();
     report.unknown_uuids =
@@ -292,7 +292,7 @@ fn find_unknown(policy: &Policy, observed: &Observed, report: &mut Report) {
 }
 
 /// Returns the desired state of a GPU that is not shared.
-fn whole(uuid: &str) -> GpuSpec {
+fn whole_gpu_spec(uuid: &str) -> GpuSpec {
     GpuSpec {
         uuid: uuid.to_owned(),
         partition: Partition { whole: Some(Whole { resource: RESOURCE_GPU.to_owned() }), ..Partition::default() },

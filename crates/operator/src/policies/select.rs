@@ -62,14 +62,14 @@ pub(super) fn selects_node(policy: &Policy, labels: &BTreeMap<String, String>) -
 /// Returns whether a GPU is in each non-empty list of the selector.
 pub(super) fn selects_gpu(selector: &GpuSelector, gpu: &GpuStatus) -> bool {
     let GpuSelector { models, uuids, indices } = selector;
-    (models.is_empty() || models.iter().any(|model| is_model(model, &gpu.model)))
+    (models.is_empty() || models.iter().any(|model| matches_model(model, &gpu.model)))
         && (uuids.is_empty() || uuids.contains(&gpu.uuid))
         && (indices.is_empty() || indices.contains(&gpu.index))
 }
 
 /// Returns whether `wanted` is the product name, or a part of it between word boundaries, ignoring
 /// case. `A100` matches `NVIDIA A100-SXM4-40GB`; `A10` does not.
-pub(super) fn is_model(wanted: &str, product: &str) -> bool {
+pub(super) fn matches_model(wanted: &str, product: &str) -> bool {
     let wanted = wanted.trim().to_ascii_lowercase();
     let product = product.to_ascii_lowercase();
     let boundary = |character: Option<char>| character.is_none_or(|character| !character.is_ascii_alphanumeric());
@@ -108,13 +108,13 @@ mod tests {
     fn a_model_is_a_part_between_word_boundaries() {
         let product = "NVIDIA A100-SXM4-40GB";
         for part in ["A100", "NVIDIA A100", "a100-sxm4", "40GB", product] {
-            assert!(is_model(part, product), "{part}");
+            assert!(matches_model(part, product), "{part}");
         }
         for part in ["A10", "100", "40G", "H100", "", " ", "A100 SXM4"] {
-            assert!(!is_model(part, product), "{part}");
+            assert!(!matches_model(part, product), "{part}");
         }
-        assert!(!is_model("L4", "NVIDIA L40S"));
-        assert!(is_model("L4", "NVIDIA L4"));
+        assert!(!matches_model("L4", "NVIDIA L40S"));
+        assert!(matches_model("L4", "NVIDIA L4"));
     }
 
     #[test]
@@ -175,7 +175,7 @@ mod tests {
 
         #[test]
         fn any_model_can_be_searched_for(wanted in ".{0,12}", product in ".{0,24}") {
-            is_model(&wanted, &product);
+            matches_model(&wanted, &product);
         }
     }
 }

@@ -39,7 +39,7 @@ const MIN_APPLY_DEADLINE: Duration = Duration::from_secs(5);
 /// maximum backoff.
 const FAILURE_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
 
-/// Maximum time by which a watch may lag behind a write. If the spec differs later, another writer
+/// Maximum time that a watch may lag behind a write. If the spec differs later, another writer
 /// changed it.
 const MAX_WATCH_LAG: Duration = Duration::from_secs(10);
 
@@ -126,7 +126,7 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
 }
 
 /// Returns the maximum time for a node to reach its desired state.
-fn deadline(plan: &Plan, node: &str) -> Duration {
+fn apply_deadline(plan: &Plan, node: &str) -> Duration {
     let timeout = plan.demand.get(node).into_iter().flatten().find_map(|(_, by_demand)| by_demand.gathering.timeout);
     timeout.unwrap_or(DEFAULT_APPLY_DEADLINE).max(MIN_APPLY_DEADLINE)
 }
@@ -149,10 +149,10 @@ fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
         }
         counts
     };
-    // Without slices in use, `desired` returns the slices of the partition alone.
+    // Without slices in use, `desired_slices` returns the slices of the partition alone.
     let idle = GpuStatus { slices: Vec::new(), ..gpu.clone() };
-    let wanted = all(&partition::desired(partition, &idle));
-    let in_use: Vec<Slice> = partition::served(gpu).into_iter().filter(|slice| slice.in_use).collect();
+    let wanted = all(&partition::desired_slices(partition, &idle));
+    let in_use: Vec<Slice> = partition::served_slices(gpu).into_iter().filter(|slice| slice.in_use).collect();
     all(&in_use).iter().all(|(key, count)| wanted.get(key).is_some_and(|wanted| wanted >= count))
 }
 
@@ -213,7 +213,7 @@ impl History {
                         self.changing.insert(at.clone(), (spec.partition.clone(), now));
                     }
                     let since = self.changing.get(&at).map_or(now, |(_, since)| *since);
-                    let deadline = deadline(plan, name);
+                    let deadline = apply_deadline(plan, name);
                     if agent_has_read_spec(node) && now.saturating_sub(since) >= deadline {
                         let why = waits_for(node, gpu);
                         progress =
@@ -306,7 +306,7 @@ struct NodeBuilder<'a> {
 impl NodeBuilder<'_> {
     fn add(&self, gpus: &[GpuStatus], pods: &[&Claimant], input: &mut PlannerInput) {
         let demand = self.plan.demand.get(self.name);
-        let deadline = deadline(self.plan, self.name);
+        let deadline = apply_deadline(self.plan, self.name);
         let exclusion = self.exclusion(deadline, input);
         if let Some(reason) = &exclusion {
             input.excluded_nodes.insert(self.name.to_owned(), reason.clone());
@@ -435,8 +435,8 @@ impl NodeBuilder<'_> {
         };
         let changing = self.progress.get(&(self.name.to_owned(), gpu.uuid.clone())) == Some(&Progress::Changing);
         planned.slices = match spec.filter(|_| changing) {
-            Some(spec) => partition::desired(&spec.partition, gpu),
-            None => partition::observed(gpu, Some(&demand.each)),
+            Some(spec) => partition::desired_slices(&spec.partition, gpu),
+            None => partition::observed_slices(gpu, Some(&demand.each)),
         };
         planned
     }
@@ -447,11 +447,11 @@ impl NodeBuilder<'_> {
         let wanted =
             self.plan.nodes.get(self.name).and_then(|spec| spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid));
         planned.slices = match wanted {
-            Some(spec) if self.is_changing_to(spec) => partition::desired(&spec.partition, gpu),
-            _ => partition::observed(gpu, None),
+            Some(spec) if self.is_changing_to(spec) => partition::desired_slices(&spec.partition, gpu),
+            _ => partition::observed_slices(gpu, None),
         };
         let named = planned.slices.iter().map(|slice| slice.resource.as_str());
-        let shares: BTreeSet<&str> = named.filter(|name| is_shares(name)).collect();
+        let shares: BTreeSet<&str> = named.filter(|name| names_shares(name)).collect();
         // The planner has the default names. Only a name that a policy sets must be passed to the
         // planner.
         planned.resource_name = shares.first().map(|&name| name.to_owned());
@@ -486,9 +486,9 @@ impl NodeBuilder<'_> {
                 if missing == 0 {
                     continue;
                 }
-                let together = is_shares(resource) || resource.ends_with(SHARED_SUFFIX);
+                let together = names_shares(resource) || resource.ends_with(SHARED_SUFFIX);
                 let mut offers = false;
-                for gpu in all.iter_mut().filter(|gpu| has(gpu, resource)) {
+                for gpu in all.iter_mut().filter(|gpu| has_free_unit(gpu, resource)) {
                     offers = true;
                     fix_slices(gpu);
                     input.repartitionable.remove(&(self.name.to_owned(), gpu.uuid.clone()));
@@ -520,12 +520,12 @@ fn fix_slices(gpu: &mut Gpu) {
 }
 
 /// Returns whether a resource names shares or replicas of whole GPUs.
-fn is_shares(resource: &str) -> bool {
+fn names_shares(resource: &str) -> bool {
     resource != RESOURCE_GPU && !resource.starts_with(MIG_PREFIX) && sized_slice_gib(resource).is_none()
 }
 
 /// Returns whether a GPU has a free unit of the resource, or is a free whole GPU.
-fn has(gpu: &Gpu, resource: &str) -> bool {
+fn has_free_unit(gpu: &Gpu, resource: &str) -> bool {
     if resource == RESOURCE_GPU {
         return gpu.slices.is_empty();
     }
@@ -536,7 +536,7 @@ fn has(gpu: &Gpu, resource: &str) -> bool {
 /// free units that suffice.
 fn mark_free_in_use(gpus: &mut [Gpu], resource: &str, count: u32) {
     if resource == RESOURCE_GPU {
-        if let Some(gpu) = gpus.iter_mut().filter(|gpu| has(gpu, resource)).min_by_key(|gpu| gpu.index) {
+        if let Some(gpu) = gpus.iter_mut().filter(|gpu| has_free_unit(gpu, resource)).min_by_key(|gpu| gpu.index) {
             gpu.slices.push(Slice {
                 placement: None,
                 resource: resource.to_owned(),

@@ -93,7 +93,7 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
 /// Writes a status. The returned object may be malformed and is ignored.
 ///
 /// # Errors
-/// The API server refused the write or could not be reached.
+/// Returns an error if the API server refuses the write or cannot be reached.
 pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) -> Result<(), Error> {
     let body = json!({
         "apiVersion": "cleave.dev/v1alpha1",
@@ -155,10 +155,10 @@ fn evaluate(
     }
     let nodes: BTreeSet<&str> = report.following.iter().map(|at| at.node.as_str()).collect();
     let verdicts = [
-        (CONDITION_ACCEPTED, accepted(report)),
-        (CONDITION_READY, ready(report, observed, plan)),
-        (CONDITION_CONFLICT, conflict(report)),
-        (CONDITION_ROLLED_OUT, rolled_out(report)),
+        (CONDITION_ACCEPTED, accepted_verdict(report)),
+        (CONDITION_READY, ready_verdict(report, observed, plan)),
+        (CONDITION_CONFLICT, conflict_verdict(report)),
+        (CONDITION_ROLLED_OUT, rolled_out_verdict(report)),
     ];
     let condition = |(type_, verdict): (&str, Verdict)| {
         let before = old.and_then(|old| old.conditions.iter().find(|condition| condition.type_ == type_));
@@ -178,8 +178,8 @@ fn evaluate(
     };
     SharingPolicyStatus {
         observed_generation: generation,
-        gpus: count(report.following.len()),
-        nodes: count(nodes.len()),
+        gpus: saturating_u32(report.following.len()),
+        nodes: saturating_u32(nodes.len()),
         total,
         in_use,
         wanted: report.wanted,
@@ -207,7 +207,7 @@ impl Verdict {
 }
 
 /// Returns whether the policy is valid and applies to the GPUs that it selects.
-fn accepted(report: &Report) -> Verdict {
+fn accepted_verdict(report: &Report) -> Verdict {
     match &report.invalid {
         Some(Invalid::Malformed(error)) => {
             return Verdict::false_with(
@@ -232,14 +232,14 @@ fn accepted(report: &Report) -> Verdict {
                 reason::UNKNOWN_MODEL,
                 format!(
                     "no GPU of the selected nodes is {}; the nodes have {known}",
-                    alternatives(&report.unknown_models)
+                    join_alternatives(&report.unknown_models)
                 ),
             );
         }
         if !report.unknown_uuids.is_empty() {
             return Verdict::false_with(
                 reason::UNKNOWN_GPU,
-                format!("no selected node has {}; the nodes have {known}", alternatives(&report.unknown_uuids)),
+                format!("no selected node has {}; the nodes have {known}", join_alternatives(&report.unknown_uuids)),
             );
         }
         return Verdict::false_with(
@@ -261,7 +261,7 @@ fn matches_nothing(report: &Report) -> bool {
 }
 
 /// Returns whether GPUs that this policy selects follow another policy.
-fn conflict(report: &Report) -> Verdict {
+fn conflict_verdict(report: &Report) -> Verdict {
     if report.overridden.is_empty() {
         return Verdict::false_with(reason::NO_CONFLICT, "");
     }
@@ -276,7 +276,7 @@ fn conflict(report: &Report) -> Verdict {
 }
 
 /// Returns whether the newest partition has reached all nodes.
-fn rolled_out(report: &Report) -> Verdict {
+fn rolled_out_verdict(report: &Report) -> Verdict {
     if report.invalid.is_some() {
         return Verdict::false_with(reason::INVALID, "the policy is invalid; see the condition Accepted");
     }
@@ -318,15 +318,15 @@ fn rollout_sentence(progress: &Progress) -> String {
 fn rollout_status(progress: &Progress) -> RolloutStatus {
     let Progress { phase: _, updated, changing, waiting, failed, pending } = progress;
     RolloutStatus {
-        updated: count(*updated),
-        changing: count(changing.len() + waiting.len()),
-        failed: count(failed.len()),
-        pending: count(pending.len()),
+        updated: saturating_u32(*updated),
+        changing: saturating_u32(changing.len() + waiting.len()),
+        failed: saturating_u32(failed.len()),
+        pending: saturating_u32(pending.len()),
     }
 }
 
 /// Returns whether the GPUs are partitioned as the policy specifies.
-fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
+fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     match &report.invalid {
         Some(Invalid::Malformed(_)) => return Verdict::false_with(reason::MALFORMED, "the policy is malformed"),
         Some(Invalid::Refused(_)) => {
@@ -345,7 +345,7 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         problems.entry(Problem::Unsupported).or_default().push(unsupported(report));
     }
     if !report.unknown_uuids.is_empty() && report.unreported.is_empty() {
-        let message = format!("no selected node has {}", alternatives(&report.unknown_uuids));
+        let message = format!("no selected node has {}", join_alternatives(&report.unknown_uuids));
         problems.entry(Problem::UnknownGpu).or_default().push(message);
     }
     if !report.unreported.is_empty() {
@@ -368,7 +368,7 @@ fn ready(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     let Some(first) = problems.keys().next().copied() else {
         let how =
             if report.demand.is_some() { "partitioned as pods request it" } else { "shared as the policy specifies" };
-        return Verdict::true_with(reason::READY, format!("{} {how}", subject(&report.following)));
+        return Verdict::true_with(reason::READY, format!("{} {how}", subject_and_verb(&report.following)));
     };
     let reason = match (first, report.unsupported.first()) {
         (Problem::Unsupported, Some((_, cannot))) => cannot.reason(),
@@ -444,7 +444,7 @@ impl Problem {
     }
 }
 
-/// Sentences about the GPUs of a policy that are not ready.
+/// Returns sentences about the GPUs of a policy that are not ready.
 fn problems(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<Problem, Vec<String>> {
     let mut problems: BTreeMap<Problem, Vec<String>> = BTreeMap::new();
     for at in &report.following {
@@ -571,7 +571,7 @@ fn gpu_list(gpus: &[GpuRef]) -> String {
     }
 }
 
-fn subject(gpus: &[GpuRef]) -> String {
+fn subject_and_verb(gpus: &[GpuRef]) -> String {
     format!("{} {}", gpu_list(gpus), if gpus.len() == 1 { "is" } else { "are" })
 }
 
@@ -586,7 +586,7 @@ fn join_names_with(mut names: Vec<String>, between: &str) -> String {
     if more == 0 { shown } else { format!("{shown} and {more} more") }
 }
 
-fn alternatives(names: &[String]) -> String {
+fn join_alternatives(names: &[String]) -> String {
     join_names_with(names.to_vec(), " or ")
 }
 
@@ -603,6 +603,6 @@ fn gpu_status<'a>(observed: &'a Observed, at: &GpuRef) -> Option<&'a GpuStatus> 
     observed.nodes.get(&at.node)?.reported()?.iter().find(|gpu| gpu.uuid == at.uuid)
 }
 
-fn count(length: usize) -> u32 {
+fn saturating_u32(length: usize) -> u32 {
     u32::try_from(length).unwrap_or(u32::MAX)
 }

@@ -125,7 +125,7 @@ pub(crate) fn remove_patch((key, effect): &(&str, &str), index: usize) -> Value 
 /// the next pass reads the node again.
 ///
 /// # Errors
-/// The request failed.
+/// Returns an error if the request fails.
 pub(crate) async fn write(client: &Client, change: &Change) -> Result<(), kube::Error> {
     let request = Request::patch(format!("/api/v1/nodes/{}?fieldManager=cleave-operator", change.node))
         .header(http::header::CONTENT_TYPE, "application/json-patch+json")

@@ -238,7 +238,7 @@ pub enum Error {
         most: u32,
     },
     /// A text does not have the form that the field requires.
-    #[error("{field} is {:?}; it must be {expected}", beginning(value))]
+    #[error("{field} is {:?}; it must be {expected}", quoted_part(value))]
     Text {
         /// Name of the field.
         field: &'static str,
@@ -254,14 +254,14 @@ pub enum Error {
 
 /// Returns the part of a text that an error quotes. A stored text may have any length if the CRD
 /// lacked the rules.
-fn beginning(text: &str) -> String {
+fn quoted_part(text: &str) -> String {
     text.chars().take(100).collect()
 }
 
 /// Checks and parses a policy.
 ///
 /// # Errors
-/// The first rule that the policy violates.
+/// Returns the first rule that the policy violates.
 pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec) -> Result<Policy, Error> {
     // No `..`, so that the compiler points here when a field is added.
     // The gatekeeper reads `replica_placement`. All its values are valid.

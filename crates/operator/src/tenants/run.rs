@@ -29,8 +29,8 @@ impl TenantController {
         Self { context, wakes, tracker: FindingTracker::default(), protected: BTreeSet::new(), started: Instant::now() }
     }
 
-    /// Evicts a pod and reports the eviction. If a disruption budget protects the pod, reports the
-    /// protection once.
+    /// Evicts a pod and reports the eviction. If a disruption budget prevents the eviction, reports
+    /// that once.
     async fn evict(&mut self, eviction: &Eviction) {
         let Eviction { pod, uid, node, message } = eviction;
         let evicted = evict(&self.context.client, pod, uid).await;

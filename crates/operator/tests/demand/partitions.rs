@@ -52,7 +52,11 @@ fn sized_slices_follow_demand_and_an_idle_gpu_changes_its_mode() {
         world.remove_pod(pod);
     }
     world.settle();
-    assert_eq!(world.count("n1", 0, SLICE_10GB_RESOURCE), 2, "free slices stay until their room is needed");
+    assert_eq!(
+        world.count("n1", 0, SLICE_10GB_RESOURCE),
+        2,
+        "free slices stay until a pod needs a slice in their place"
+    );
     world.pod("mig", MIG_1G_RESOURCE, 1);
     world.settle();
     assert!(world.is_bound("mig"), "an idle GPU changes from MPS to MIG");

@@ -108,7 +108,7 @@ impl<'a> NodeChecker<'a> {
     ///
     /// # Errors
     ///
-    /// The first rule that excludes the node.
+    /// Returns the first rule that excludes the node.
     pub fn check_node(&self, node: &Node) -> Result<(), Conflict> {
         if self.too_many {
             return Err(Conflict::TooManyRules);

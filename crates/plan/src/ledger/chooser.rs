@@ -65,7 +65,7 @@ impl Siblings {
     }
 }
 
-/// Properties of a pod, other than its requests for devices, by which the ledger chooses devices.
+/// Properties of a pod, other than its requests, that decide which devices the ledger chooses.
 #[derive(Debug, Clone, Copy)]
 pub struct ChoiceCriteria<'a> {
     /// CPU that the pod requests, in thousandths of a core.
@@ -270,7 +270,7 @@ impl Chooser<Learned> {
     ///
     /// `waiting` are the requests of pods that wait, with their CPU.
     pub fn learn(&mut self, waiting: impl Iterator<Item = (Vec<DeviceRequest>, u64)>) {
-        for (resource, learner) in self.learners.iter_mut().filter(|(_, learner)| learner.is_due()) {
+        for (resource, learner) in self.learners.iter_mut().filter(|(_, learner)| learner.is_update_due()) {
             learner.record_update();
             let tables = self.tables.get_mut(resource).into_iter().flat_map(BTreeMap::values_mut);
             tables.for_each(|table| table.is_learned = false);

@@ -38,10 +38,10 @@ pub(super) fn claims_on_node<'a>(
 }
 
 fn matches_device(note: &Reservation, part: &Allocated) -> bool {
-    is_as_large(note, part) && *note.device == *part.device
+    matches_units(note, part) && *note.device == *part.device
 }
 
-fn is_as_large(note: &Reservation, part: &Allocated) -> bool {
+fn matches_units(note: &Reservation, part: &Allocated) -> bool {
     note.units == part.units && *note.resource == *part.resource
 }
 
@@ -73,7 +73,7 @@ pub(super) fn follow_swaps(claims: &mut Claims, pods: &BTreeSet<Arc<str>>, node:
         for part in parts {
             // A swap with an earlier pod may already have moved the reservation to this device.
             let own = left[pod].iter().position(|note| matches_device(&notes[pod][*note], part));
-            let own = own.or_else(|| left[pod].iter().position(|note| is_as_large(&notes[pod][*note], part)));
+            let own = own.or_else(|| left[pod].iter().position(|note| matches_units(&notes[pod][*note], part)));
             let Some(own) = own.map(|own| left[pod].remove(own)) else { continue };
             let other = left.iter().enumerate().filter(|(other, _)| *other != pod).find_map(|(other, left)| {
                 Some((other, *left.iter().find(|note| matches_device(&notes[other][**note], part))?))

@@ -128,7 +128,7 @@ impl Ledger {
     /// priority or a nomination.
     ///
     /// # Errors
-    /// Why the pod fits nowhere.
+    /// Returns why the pod fits nowhere.
     pub fn fit<'a, S: Score>(
         &self,
         device_requests: &[DeviceRequest],
@@ -143,7 +143,7 @@ impl Ledger {
     /// of lower priority, are free.
     ///
     /// # Errors
-    /// Why the pod fits nowhere.
+    /// Returns why the pod fits nowhere.
     pub fn fit_for<'a, S: Score>(
         &self,
         waiting: PendingPod<'_>,
@@ -261,7 +261,8 @@ impl Ledger {
     /// Reserves the units of the fits for a pod, which may then be released to these nodes.
     ///
     /// # Errors
-    /// The pod already has a claim, or units of the fits are no longer free. Nothing is reserved.
+    /// Returns an error if the pod already has a claim, or units of the fits are no longer free.
+    /// Nothing is then reserved.
     pub fn reserve(&mut self, pod: &str, fits: &Fits, expires: Moment) -> Result<(), ReserveError> {
         if self.claims.contains(pod) {
             return Err(ReserveError::Claimed);
@@ -451,7 +452,7 @@ impl Ledger {
     /// use the units. Released pods take precedence.
     ///
     /// # Errors
-    /// The pod has a claim: it is already released and needs no nomination.
+    /// Returns an error if the pod has a claim: it is already released and needs no nomination.
     pub fn nominate(&mut self, pod: &str, nomination: Nomination) -> Result<(), ReserveError> {
         if self.claims.contains(pod) {
             return Err(ReserveError::Claimed);

@@ -134,7 +134,7 @@ impl Node {
             if let Some(device_units) = device_units
                 && let Some(units) = Units::new(units.min(device_units.free()))
             {
-                // Only free units are reserved, so this always succeeds.
+                // Ignore errors: only free units are reserved, so this always succeeds.
                 let _ = device_units.reserve(units);
             }
         }

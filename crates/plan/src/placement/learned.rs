@@ -71,7 +71,7 @@ impl Learner {
     }
 
     /// Returns whether enough pods arrived since the last update of the score.
-    pub fn is_due(&self) -> bool {
+    pub fn is_update_due(&self) -> bool {
         let interval = (self.learned_at / 8).clamp(MIN_PODS_TO_LEARN, MAX_ARRIVALS_BETWEEN_UPDATES);
         self.has_enough_pods() && self.pods - self.learned_at >= interval
     }
@@ -133,10 +133,10 @@ mod tests {
     fn the_score_is_the_tightest_fit_until_fifty_pods_arrived() {
         let mut learner = Learner::default();
         (0..49).for_each(|_| learner.add(&units(6)));
-        assert!(!learner.is_due());
+        assert!(!learner.is_update_due());
         assert_eq!(learner.score(10, &nodes(), [].iter()), Learned::Tightest);
         learner.add(&units(4));
-        assert!(learner.is_due());
+        assert!(learner.is_update_due());
         assert!(matches!(learner.score(10, &nodes(), [].iter()), Learned::Value(_)));
         assert_eq!(learner.score(3, &nodes(), [].iter()), Learned::Tightest, "no such pod fits these GPUs");
     }
@@ -147,7 +147,7 @@ mod tests {
         let mut updates = Vec::new();
         for pod in 1..=20_000 {
             learner.add(&units(3));
-            if learner.is_due() {
+            if learner.is_update_due() {
                 learner.record_update();
                 updates.push(pod);
             }

@@ -72,8 +72,8 @@ impl BestWay {
     }
 }
 
-/// Cached results for one kind of pod, and the position in the log of changes up to which they are
-/// valid.
+/// Cached results for one kind of pod. They include the changes before a position in the log of
+/// changes.
 #[derive(Debug, Clone)]
 struct CachedRanks {
     best: Vec<BestWay>,

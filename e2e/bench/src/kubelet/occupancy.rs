@@ -44,7 +44,7 @@ const POD_SIZES_IN_SHARES: [usize; 4] = [1, 1, 2, 5];
 pub(super) struct PodChurn<'a> {
     free: BTreeSet<&'a str>,
     total: usize,
-    /// Allocated shares, by the number of the arrival before which they are freed.
+    /// Allocated shares. The key is the number of the arrival that they are freed before.
     leaving: BTreeMap<usize, Vec<&'a str>>,
     longest: usize,
     arrivals: usize,

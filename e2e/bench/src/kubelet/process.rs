@@ -15,7 +15,7 @@ use super::simulated::{Sharing, SimulatedHardware};
 /// Time limit for any reaction of the plugin. NVIDIA's plugin retries after 30 s.
 pub(super) const PLUGIN_REACTION_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The settings with which the benchmark starts a plugin.
+/// The settings that the benchmark starts a plugin with.
 pub(super) struct Launcher {
     resource: String,
     program: PathBuf,

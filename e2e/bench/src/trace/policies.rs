@@ -1,4 +1,4 @@
-//! The placement policies with which Cleave's policy is compared.
+//! The placement policies that Cleave's policy is compared with.
 use std::cell::RefCell;
 
 use cleave_plan::placement::demand::TypicalPod;

@@ -32,7 +32,7 @@ pub(super) const PLACEMENT: Target = Target {
 
 pub(super) const ANNOTATIONS: Target = Target {
     name: "annotations",
-    what: "annotations by which administrators cordon GPUs and clear faults",
+    what: "annotations that cordon GPUs and clear faults",
     shape: InputShape::Bytes,
     words: &[
         ",",

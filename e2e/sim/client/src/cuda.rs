@@ -41,7 +41,7 @@ impl Cuda {
     /// its answer without a deadline.
     ///
     /// # Errors
-    /// A `CUresult`: there is no device, or the MPS server refuses clients.
+    /// Returns a `CUresult` if there is no device, or the MPS server refuses clients.
     pub(crate) fn init(control: &Path, given: &DeviceSelection) -> Result<Self, i32> {
         let machine = Machine::open_default().ok();
         let mps = MpsConnection::attach(control)?;
@@ -56,7 +56,7 @@ impl Cuda {
     /// Creates a context on the first device.
     ///
     /// # Errors
-    /// The `CUresult` of the failure.
+    /// Returns the `CUresult` of the failure.
     pub(crate) fn create_context(&self) -> Result<Context, i32> {
         if let Some(mps) = &self.mps {
             return mps.create_context(&LimitEnvironment::of_this_process(), &self.devices, 0).map(Context::Mps);

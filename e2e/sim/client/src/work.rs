@@ -85,7 +85,7 @@ impl ProgramRun<'_> {
             "limitMiB": first.memory_limit().map(mib),
         }));
         if self.arguments.read_line {
-            // The end of input counts as a line.
+            // Ignore the result: the end of input counts as a line.
             let _ = io::stdin().lock().read_line(&mut String::new());
         }
         for mib in &self.arguments.allocate {

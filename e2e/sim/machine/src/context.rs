@@ -50,8 +50,8 @@ impl Machine {
     /// none. A GPU in MIG mode cannot be used directly.
     ///
     /// # Errors
-    /// The device does not exist, is lost, does not allow a context in its compute mode, or has too
-    /// little free memory.
+    /// Returns an error if the device does not exist, is lost, does not allow a context in its
+    /// compute mode, or has too little free memory.
     pub fn open_context(&self, device: &str, kind: ContextKind, overhead: u64) -> Result<Context, ContextError> {
         let kind = match kind {
             ContextKind::Compute => ProcessKind::Compute,
@@ -66,7 +66,7 @@ impl Machine {
     /// apply, because the client uses the server's context.
     ///
     /// # Errors
-    /// The device does not exist, is lost, or has too little free memory.
+    /// Returns an error if the device does not exist, is lost, or has too little free memory.
     pub fn register_client(&self, device: &str, pid: u32, used: u64) -> Result<Context, ContextError> {
         self.register_context(device, ProcessKind::MpsClient, PidRef::of(pid), process::process_name(pid), used)
     }
@@ -106,7 +106,8 @@ impl Context {
     /// Allocates `bytes` bytes of device memory.
     ///
     /// # Errors
-    /// Too little memory is free, or the device or the context no longer exists.
+    /// Returns an error if too little memory is free, or the device or the context no longer
+    /// exists.
     pub fn allocate(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
             check_memory_fits(state, &usable_device(state, &state.processes[entry].device)?, bytes)?;
@@ -118,7 +119,7 @@ impl Context {
     /// Frees memory, at most the amount that this context uses.
     ///
     /// # Errors
-    /// The device or the context no longer exists.
+    /// Returns an error if the device or the context no longer exists.
     pub fn free(&self, bytes: u64) -> Result<(), ContextError> {
         self.change(|state, entry| {
             let used = &mut state.processes[entry].used;
@@ -130,7 +131,7 @@ impl Context {
     /// Returns the bytes that this context uses, including its overhead.
     ///
     /// # Errors
-    /// The device or the context no longer exists.
+    /// Returns an error if the device or the context no longer exists.
     pub fn used_bytes(&self) -> Result<u64, ContextError> {
         let state = self.machine.snapshot()?;
         Ok(state.processes[self.process_index(&state)?].used)
@@ -139,7 +140,7 @@ impl Context {
     /// Returns the device's current memory.
     ///
     /// # Errors
-    /// The device or the context no longer exists.
+    /// Returns an error if the device or the context no longer exists.
     pub fn memory(&self) -> Result<MemoryInfo, ContextError> {
         let state = self.machine.snapshot()?;
         self.process_index(&state)?;
@@ -151,7 +152,8 @@ impl Context {
     /// Checks that the context and its device still exist.
     ///
     /// # Errors
-    /// The context or its device no longer exists. The program's next CUDA call returns this error.
+    /// Returns an error if the context or its device no longer exists. The program's next CUDA call
+    /// returns this error.
     pub fn check_exists(&self) -> Result<(), ContextError> {
         let state = self.machine.snapshot()?;
         self.process_index(&state)?;
@@ -177,7 +179,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         // A forked child inherits the lock, so closing the file is not enough. Unlock it.
         let _ = flock(&self.lock, FlockOperation::Unlock);
-        // A failure here is harmless: other processes ignore a context whose lease is not locked.
+        // Ignore errors: other processes ignore a context whose lease is not locked.
         let _ = self.machine.update::<_, Error>(|state| {
             if state.boot == self.boot {
                 state.processes.retain(|p| p.id != self.id);

@@ -65,8 +65,8 @@ impl MachineDescription {
     /// Returns the initial state of a machine with this description.
     ///
     /// # Errors
-    /// A model is unknown or does not support MIG, two GPUs have the same UUID, minor number or PCI
-    /// address, or the topology has another number of GPUs.
+    /// Returns an error if a model is unknown or does not support MIG, two GPUs have the same UUID,
+    /// minor number or PCI address, or the topology has another number of GPUs.
     pub fn state(&self) -> Result<State, Error> {
         let mut gpus: Vec<Gpu> = Vec::new();
         for entry in &self.gpus {

@@ -46,8 +46,8 @@ impl Gpu {
     /// reason.
     ///
     /// # Errors
-    /// The model does not support MIG, a process or an instance uses the GPU, or a reset is
-    /// required.
+    /// Returns an error if the model does not support MIG, a process or an instance uses the GPU,
+    /// or a reset is required.
     pub fn set_mig_mode(&mut self, model: &Model, on: bool, busy: bool) -> Result<(), MigError> {
         if !model.is_mig_capable() {
             return Err(MigError::NotSupported);
@@ -114,7 +114,8 @@ impl Gpu {
     /// of other profiles. Returns its id.
     ///
     /// # Errors
-    /// MIG is off, the profile or placement does not exist, or not enough slices are free.
+    /// Returns an error if MIG is off, the profile or placement does not exist, or not enough
+    /// slices are free.
     pub fn create_gpu_instance(&mut self, model: &Model, id: u32, at: Option<Placement>) -> Result<u32, MigError> {
         self.require_mig_mode(model)?;
         let profile = model.gpu_profile(id).ok_or(MigError::InvalidArgument)?;
@@ -144,7 +145,7 @@ impl Gpu {
     /// Destroys a GPU instance.
     ///
     /// # Errors
-    /// The instance does not exist, or has compute instances.
+    /// Returns an error if the instance does not exist, or has compute instances.
     pub fn destroy_gpu_instance(&mut self, id: u32) -> Result<(), MigError> {
         let at = self.instances.iter().position(|i| i.id == id).ok_or(MigError::NotFound)?;
         if !self.instances[at].compute.is_empty() {
@@ -167,8 +168,8 @@ impl Gpu {
     /// Creates a compute instance at the requested or the lowest free placement. Returns its id.
     ///
     /// # Errors
-    /// MIG is off, the instance, profile or placement does not exist, or not enough slices are
-    /// free.
+    /// Returns an error if MIG is off, the instance, profile or placement does not exist, or not
+    /// enough slices are free.
     pub fn create_compute_instance(
         &mut self,
         model: &Model,
@@ -201,7 +202,7 @@ impl Gpu {
     /// Destroys a compute instance. `busy` reports whether a process uses the device with a UUID.
     ///
     /// # Errors
-    /// The instance does not exist, or a process uses it.
+    /// Returns an error if the instance does not exist, or a process uses it.
     pub fn destroy_compute_instance(
         &mut self,
         gpu_instance: u32,

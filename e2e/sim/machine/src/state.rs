@@ -310,7 +310,7 @@ impl State {
     /// Returns a GPU by its UUID or index.
     ///
     /// # Errors
-    /// The machine has no such GPU.
+    /// Returns an error if the machine has no such GPU.
     pub fn gpu(&self, name: &str) -> Result<&Gpu, Error> {
         self.gpus
             .iter()
@@ -321,7 +321,7 @@ impl State {
     /// Returns a GPU by its UUID or index, for changes.
     ///
     /// # Errors
-    /// The machine has no such GPU.
+    /// Returns an error if the machine has no such GPU.
     pub fn gpu_mut(&mut self, name: &str) -> Result<&mut Gpu, Error> {
         let none = Error::Invalid(format!("machine {} has no GPU {name}", self.machine));
         self.gpus.iter_mut().find(|g| g.uuid == name || g.index.to_string() == name).ok_or(none)
@@ -330,7 +330,7 @@ impl State {
     /// Returns a GPU's model.
     ///
     /// # Errors
-    /// No description defines the GPU's model.
+    /// Returns an error if no description defines the GPU's model.
     pub fn model(&self, gpu: &Gpu) -> Result<&Model, Error> {
         find_model(&self.models, &gpu.model).ok_or_else(|| Error::Invalid(format!("unknown GPU model {:?}", gpu.model)))
     }
@@ -377,9 +377,9 @@ impl State {
                     let found = if let Ok(index) = entry.parse::<usize>() {
                         whole.get(index).copied()
                     } else if entry.starts_with("MIG-") {
-                        find_by_prefix(whole.iter().flat_map(migs), entry)
+                        find_by_uuid_prefix(whole.iter().flat_map(migs), entry)
                     } else if entry.starts_with("GPU-") {
-                        find_by_prefix(whole.iter().copied(), entry)
+                        find_by_uuid_prefix(whole.iter().copied(), entry)
                     } else {
                         None
                     };
@@ -453,7 +453,7 @@ impl State {
 }
 
 /// Returns the device whose UUID has this prefix, if exactly one does.
-fn find_by_prefix<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str) -> Option<DeviceRef<'a>> {
+fn find_by_uuid_prefix<'a>(devices: impl Iterator<Item = DeviceRef<'a>>, prefix: &str) -> Option<DeviceRef<'a>> {
     let mut found = devices.filter(|d| d.uuid().starts_with(prefix));
     let first = found.next()?;
     found.next().is_none().then_some(first)

@@ -43,7 +43,8 @@ impl Machine {
     /// Opens the machine in `$SIMGPU_STATE`, or in `/var/lib/simgpu`.
     ///
     /// # Errors
-    /// The directory contains no machine (`simgpu init` creates one), or it cannot be read.
+    /// Returns an error if the directory contains no machine (`simgpu init` creates one) or cannot
+    /// be read.
     pub fn open_default() -> Result<Self, Error> {
         let dir = std::env::var_os(STATE_DIRECTORY_ENV).filter(|d| !d.is_empty());
         Self::open(dir.map_or_else(|| PathBuf::from(DEFAULT_STATE_DIRECTORY), PathBuf::from))
@@ -52,7 +53,7 @@ impl Machine {
     /// Opens the machine in a directory.
     ///
     /// # Errors
-    /// The directory contains no machine, or it cannot be read.
+    /// Returns an error if the directory contains no machine or cannot be read.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, Error> {
         let machine = Self::new_handle(dir.into());
         machine.snapshot()?;
@@ -63,7 +64,7 @@ impl Machine {
     /// files.
     ///
     /// # Errors
-    /// The description is invalid, or the directory cannot be written.
+    /// Returns an error if the description is invalid, or the directory cannot be written.
     pub fn init(dir: impl Into<PathBuf>, description: &MachineDescription) -> Result<Self, Error> {
         let machine = Self::new_handle(dir.into());
         let mut fresh = description.state()?;
@@ -97,7 +98,7 @@ impl Machine {
     /// only if the number increased since this handle's last call.
     ///
     /// # Errors
-    /// The directory no longer exists, or its state is malformed.
+    /// Returns an error if the directory no longer exists, or its state is malformed.
     pub fn snapshot(&self) -> Result<Arc<State>, Error> {
         // A writer increases the number before it replaces the file. A reader between these steps
         // reads the old file again, and never caches the old state under the new number.
@@ -122,7 +123,7 @@ impl Machine {
     /// Changes the state atomically under the lock. If `change` fails, the state does not change.
     ///
     /// # Errors
-    /// The error of `change`, or the directory cannot be read or written.
+    /// Returns the error of `change`, or an error if the directory cannot be read or written.
     pub fn update<T, E: From<Error>>(&self, change: impl FnOnce(&mut State) -> Result<T, E>) -> Result<T, E> {
         let _lock = self.lock()?;
         let mut state = State::clone(&*self.snapshot()?);
@@ -134,7 +135,7 @@ impl Machine {
     /// Changes the state atomically under the lock, with a change that cannot fail.
     ///
     /// # Errors
-    /// The directory cannot be read or written.
+    /// Returns an error if the directory cannot be read or written.
     pub fn change<T>(&self, change: impl FnOnce(&mut State) -> T) -> Result<T, Error> {
         self.update(|state| Ok(change(state)))
     }
@@ -143,7 +144,7 @@ impl Machine {
     /// generation.
     ///
     /// # Errors
-    /// The directory no longer exists, or its changes cannot be watched.
+    /// Returns an error if the directory no longer exists, or its changes cannot be watched.
     pub fn wait_for_change(&self, since: u64, timeout: Duration) -> Result<u64, Error> {
         let deadline = Instant::now() + timeout;
         let now = self.snapshot()?.generation;
@@ -175,7 +176,7 @@ impl Machine {
     /// Returns the contexts whose processes are alive.
     ///
     /// # Errors
-    /// The directory no longer exists, or its state is malformed.
+    /// Returns an error if the directory no longer exists, or its state is malformed.
     pub fn processes(&self) -> Result<Vec<Process>, Error> {
         Ok(self.live_processes(&*self.snapshot()?))
     }
@@ -221,7 +222,7 @@ impl Machine {
     /// applies to its MIG devices.
     ///
     /// # Errors
-    /// The directory no longer exists, or its state is malformed.
+    /// Returns an error if the directory no longer exists, or its state is malformed.
     pub fn apply_faults(&self, call: &str, device: Option<&str>) -> Result<Option<i32>, Error> {
         let mut done = Vec::new();
         loop {

@@ -67,8 +67,8 @@ impl MpsConnection {
     /// handshake, which is the worst case.
     ///
     /// # Errors
-    /// A `CUresult` from the server, or [`CUDA_ERROR_MPS_CONNECTION_FAILED`] if every server exited
-    /// during the handshake.
+    /// Returns a `CUresult` from the server, or [`CUDA_ERROR_MPS_CONNECTION_FAILED`] if every
+    /// server exits during the handshake.
     pub fn attach(control: &Path) -> Result<Option<Self>, i32> {
         if handshake::probe_daemon(control).is_err() {
             return Ok(None);
@@ -91,7 +91,7 @@ impl MpsConnection {
     /// Creates a context on device `ordinal` of `visible`, the devices that the program sees.
     ///
     /// # Errors
-    /// The `CUresult` of the failure.
+    /// Returns the `CUresult` of the failure.
     pub fn create_context(
         &self,
         environment: &LimitEnvironment,
@@ -200,7 +200,7 @@ impl MpsContext {
     /// Returns the free memory in bytes, as `cudaMemGetInfo` returns it.
     ///
     /// # Errors
-    /// The `CUresult` of the failure.
+    /// Returns the `CUresult` of the failure.
     pub fn free_memory(&self) -> Result<u64, i32> {
         let free = self.request_free_memory(&ToContext::Query)?;
         Ok(self.remaining_memory_limit().map_or(free, |left| left.min(free)))
@@ -209,7 +209,7 @@ impl MpsContext {
     /// Allocates `bytes` bytes of device memory.
     ///
     /// # Errors
-    /// The `CUresult` of the failure.
+    /// Returns the `CUresult` of the failure.
     pub fn allocate(&self, bytes: u64) -> Result<(), i32> {
         // The library enforces the limit. The server only checks the device's memory.
         if self.remaining_memory_limit().is_some_and(|left| bytes > left) {
@@ -224,7 +224,7 @@ impl MpsContext {
     /// [`synchronize`](Self::synchronize).
     ///
     /// # Errors
-    /// The `CUresult` of the failure.
+    /// Returns the `CUresult` of the failure.
     pub fn launch_kernels(&self, kernel_ms: f64) -> Result<(), i32> {
         self.notify(&ToContext::Busy(kernel_ms))
     }
@@ -232,7 +232,7 @@ impl MpsContext {
     /// Waits until all kernels have finished.
     ///
     /// # Errors
-    /// The `CUresult` of the failure.
+    /// Returns the `CUresult` of the failure.
     pub fn synchronize(&self) -> Result<(), i32> {
         self.notify(&ToContext::Idle)
     }
@@ -240,7 +240,7 @@ impl MpsContext {
     /// Runs a kernel with an illegal memory access.
     ///
     /// # Errors
-    /// A `CUresult` of an earlier error. The access's own error arrives later.
+    /// Returns the `CUresult` of an earlier error. The access's own error arrives later.
     pub fn access_illegally(&self) -> Result<(), i32> {
         self.notify(&ToContext::IllegalAccess)
     }
@@ -327,7 +327,7 @@ fn read_messages(socket: &Connection, state: &FirstError, answers: &Sender<FromC
                 }
             }
             Ok(Some(answer)) => {
-                // The context may have been dropped.
+                // Ignore errors: the context may have been dropped.
                 let _ = answers.send(answer);
             }
             Ok(None) | Err(_) => break CUDA_ERROR_MPS_RPC_FAILURE,

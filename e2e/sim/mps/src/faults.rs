@@ -42,7 +42,7 @@ impl InjectedFaults {
 
     fn machine(&self) -> Option<&Machine> {
         if self.machine.get().is_none() {
-            // Another thread may have stored a handle of this machine first.
+            // Ignore errors: another thread may have stored a handle of this machine first.
             let _ = self.machine.set(Machine::open_default().ok()?);
         }
         self.machine.get()

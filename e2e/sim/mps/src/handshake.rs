@@ -275,7 +275,7 @@ impl ClientSockets {
     /// credentials of another process. The caller must be root.
     ///
     /// # Errors
-    /// The errors of [`introduce_to_server`](Self::introduce_to_server).
+    /// Returns the errors of [`introduce_to_server`](Self::introduce_to_server).
     pub fn introduce_to_server_as(
         self,
         subject: IntroductionSubject,
@@ -292,8 +292,8 @@ impl ClientSockets {
         let answer = self.server.recv(64).ok().flatten().ok_or(ConnectError::ByServer)?;
         let result =
             packet_to_u32(&answer).and_then(|result| i32::try_from(result).ok()).ok_or(ConnectError::ByServer)?;
-        // The server has already decided, so it does not matter if the daemon has closed its
-        // connection.
+        // Ignore errors: the daemon may have closed its connection, but the server has already
+        // decided.
         let _ = self.daemon.send(&answer.data);
         if result == 0 { Ok((channel, self.server)) } else { Err(ConnectError::Refused(result)) }
     }

@@ -203,8 +203,8 @@ impl Connection {
         }
     }
 
-    /// Uses nix, because rustix's credentials cannot represent PID 0 (a sender outside the PID
-    /// namespace).
+    /// Receives a packet with its sender's credentials. Uses nix, because rustix's credentials
+    /// cannot represent PID 0 (a sender outside the PID namespace).
     fn recvmsg_credentials(&self, data: &mut [u8]) -> io::Result<(usize, Option<Credentials>, Option<OwnedFd>)> {
         let mut space = nix::cmsg_space!(nix::libc::ucred);
         let mut iov = [IoSliceMut::new(data)];
@@ -350,7 +350,7 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Treats a peer that exited like one that closed.
+/// Returns `None` if the peer has exited, as for a closed connection, and other errors unchanged.
 fn end_or_error(error: io::Error) -> io::Result<Option<Packet>> {
     if error.kind() == io::ErrorKind::ConnectionReset { Ok(None) } else { Err(error) }
 }

@@ -71,6 +71,11 @@ fn five_hundred_pods_that_can_never_run_delay_no_pod_that_can() -> Result<()> {
     // The operator releases them all as unschedulable. A patch does not grow with the cluster.
     let last = format!("many-{}", MANY_PODS - 1);
     wait_until("the last of them is released", || Ok(!is_gated(&cluster.get(&scope.pod_path(&last))?)))?;
+    wait_until("the scheduler has examined the last of them", || {
+        let pod = cluster.get(&scope.pod_path(&last))?;
+        let conditions = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
+        Ok(conditions.iter().any(|condition| condition["reason"] == "Unschedulable"))
+    })?;
     check_another_pod(&scope, "second")?;
     let released = cluster.get(&scope.pod_path(&last))?;
     let affinity = released["spec"]["affinity"].to_string();

@@ -64,9 +64,15 @@ impl<'a> Clocks<'a> {
             let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
             let is_settled = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod);
             let settled = pods.len() == 2 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_settled);
+            // The DaemonSet's controller may have recreated a pod from the former template.
+            let hosts =
+                self.cluster.get(&format!("/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/daemonsets/cleave-mps-host"))?;
+            let (status, nodes) = (&hosts["status"], self.cluster.nodes()?.len());
+            let is_current = status["observedGeneration"] == hosts["metadata"]["generation"]
+                && status["updatedNumberScheduled"].as_u64() == u64::try_from(nodes).ok();
             // An operator that does not lead is ready too. It acquires the lease at most 2 s after
             // the former operator has released it, or 17 s after that operator was killed.
-            Ok(settled && component_pod(self.cluster, "operator").map(|_| true)?)
+            Ok(settled && is_current && component_pod(self.cluster, "operator").map(|_| true)?)
         })
     }
 

@@ -100,7 +100,7 @@ fn pods_created_while_daemons_or_servers_restart_wait_and_are_not_refused() -> R
             Ok((pids.len() as u64 == GPUS_PER_NODE && pids.iter().all(|(_, pid)| pid.is_u64())).then_some(pids))
         })?;
         let faults = Faults::on(NODE);
-        faults.simgpu(&["hang", late, "--seconds", "2"])?;
+        faults.simgpu(&["hang", late, "--seconds", "1"])?;
         let pids: Vec<String> = before.iter().map(|(_, pid)| pid.to_string()).collect();
         let mut kill = vec!["sh", "-c", "kill -9 \"$@\"; true", "sh"];
         kill.extend(pids.iter().map(String::as_str));

@@ -309,8 +309,9 @@ fn kill_component(cluster: &Cluster, victim: Victim) -> Result<()> {
 }
 
 /// Waits until the repartitioning of [`NODE`] that follows the plan in `before` reaches a step or
-/// finishes.
-fn wait_for_step(cluster: &Cluster, step: Step, before: &Value) -> Result<()> {
+/// finishes, or until `pod` is bound without one.
+fn wait_for_step(scope: &Scope, pod: &str, step: Step, before: &Value) -> Result<()> {
+    let cluster = scope.cluster;
     let plan = |node: &Value| text(&node["spec"]["planId"]);
     wait_until(&format!("the repartitioning is {step:?}"), || {
         let node = cluster.gpunode(NODE)?;
@@ -318,8 +319,10 @@ fn wait_for_step(cluster: &Cluster, step: Step, before: &Value) -> Result<()> {
         let applied = planned && node["status"]["planId"] == node["spec"]["planId"];
         let started =
             node["status"]["steps"] != before["status"]["steps"] || node["status"]["gpus"] != before["status"]["gpus"];
+        let bound = cluster.find(&scope.pod_path(pod))?.is_some_and(|pod| pod["spec"]["nodeName"].is_string());
         Ok(match step {
             Step::Requested => true,
+            _ if bound => true,
             Step::Planned => planned,
             Step::Started => planned && started || applied,
             Step::Applied => applied,
@@ -343,7 +346,7 @@ fn agent_or_operator_killed_at_any_step_of_a_repartitioning_loses_no_allocation(
             println!("killing the {victim:?} when the repartitioning for {resource} is {step:?}");
             let node = cluster.gpunode(NODE)?;
             create_pod(&scope, "next", resource, 1)?;
-            wait_for_step(&cluster, step, &node)?;
+            wait_for_step(&scope, "next", step, &node)?;
             kill_component(&cluster, victim)?;
             scope
                 .wait_until_running("next")
@@ -353,6 +356,9 @@ fn agent_or_operator_killed_at_any_step_of_a_repartitioning_loses_no_allocation(
                 "{victim:?} killed at {step:?}: a running pod was disturbed"
             );
             scope.delete_pod("next", 0)?;
+            wait_until("the node reports no allocation of the pod", || {
+                Ok(devices_of_pod(&cluster, &scope, "next")?.is_empty())
+            })?;
         }
     }
     wait_until("the node has applied its plan", || {

@@ -132,7 +132,9 @@ fn start_demo(cluster: &Cluster) -> Result<()> {
     let policy = std::fs::read_to_string(repository_root().join("e2e/demo.yaml"))?;
     apply_manifest(&format!("{}\n  nodeSelector: {{kubernetes.io/hostname: {NODE}}}\n", policy.trim_end()))?;
     wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
-    kubectl(&["apply", "-f", &repository_root().join("e2e/demo-pods.yaml").to_string_lossy()])?;
+    let pods = repository_root().join("e2e/demo-pods.yaml");
+    // Pods can be created only when the new namespace has its service account.
+    wait_until("the demo's pods are created", || kubectl(&["apply", "-f", &pods.to_string_lossy()]).map(|_| true))?;
     kubectl(&["-n", DEMO_NAMESPACE, "wait", "--for=condition=Ready", "pod", "--all", "--timeout=90s"]).map(drop)
 }
 

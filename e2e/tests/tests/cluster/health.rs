@@ -10,6 +10,7 @@ use cleave_e2e::{
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
+use crate::restarts::query_agent;
 use crate::{
     GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, container_and_restarts, daemon_pids,
     gpus_without_ten_shares, ten_shares, wait_until_offered,
@@ -133,7 +134,8 @@ fn a_restart_of_the_agent_clears_no_fault_and_uncordon_does() -> Result<()> {
     let old = find_pid(NODE, "cleave-agent")?;
     signal_program(NODE, "cleave-agent", "KILL")?;
     wait_until("another agent runs", || Ok(find_pid(NODE, "cleave-agent").is_ok_and(|pid| pid != old)))?;
-    // Only the new agent can report this XID.
+    // The agent registers for events before it is ready. NVML reports no earlier XIDs.
+    wait_until("the new agent is ready", || query_agent(&cluster, "readyz").map(|_| true))?;
     repair.faults.simgpu(&["xid", "1", "48"])?;
     wait_for_health(&cluster, 1, "NeedsReset")?;
     wait_for_health(&cluster, 3, "NeedsReset")?;
@@ -154,6 +156,8 @@ fn one_lost_gpu_fails_no_pod_on_another_gpu_and_recovers_by_itself() -> Result<(
     let repair = RepairGuard::new(&cluster);
     repair.faults.simgpu(&["lose", "1"])?;
     repair.faults.simgpu(&["xid", "1", "79"])?;
+    wait_for_health(&cluster, 1, "Lost")?;
+    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * (GPUS_PER_NODE - 1))?;
     for (at, shares) in [10, 1, 5, 3].into_iter().enumerate() {
         let name = format!("p{at}");
         scope.create_pod_on_node(NODE, &name, &json!({SHARES_RESOURCE: shares}), HOLD_CLIENT_SCRIPT)?;

@@ -11,7 +11,7 @@ mod requests;
 use std::io::Write as _;
 
 use anyhow::{Result, bail, ensure};
-use cleave_e2e::{Cluster, Refused, Scope, find_pid, wait_until};
+use cleave_e2e::{Cluster, Refused, Scope, wait_for_pid, wait_until};
 use serde_json::{Value, json};
 
 use crate::policies::cleave_pods;
@@ -127,7 +127,7 @@ impl<'a> TestBed<'a> {
     fn run(&self, attempts: &[Attempt]) -> Result<()> {
         let mut out = std::io::stderr();
         // The state does not show a restart of the agent by its supervisor, so compare PIDs too.
-        let programs = || ["cleave-agent", "cleave-mps-host"].map(|program| find_pid(NODE, program));
+        let programs = || ["cleave-agent", "cleave-mps-host"].map(|program| wait_for_pid(NODE, program));
         let own = programs().into_iter().collect::<Result<Vec<_>>>()?;
         let mut before = self.read_state()?;
         let mut failed = Vec::new();

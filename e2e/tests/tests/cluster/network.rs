@@ -1,7 +1,7 @@
 //! Tests the chart's network policies on a network that enforces them: who can read metrics, and
 //! which addresses Cleave can connect to. Cleave must work with the policies.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, SYSTEM_NAMESPACE, Scope, find_pid, on_node, text, wait_until};
+use cleave_e2e::{Cluster, SYSTEM_NAMESPACE, Scope, on_node, text, wait_for_pid, wait_until};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
@@ -35,7 +35,7 @@ fn can_connect(scope: &Scope, pod: &str, address: &str, port: &str) -> Result<bo
 /// Returns whether a program of Cleave on [`NODE`] can connect to an address, from the network of
 /// its pod.
 fn can_program_connect(program: &str, address: &str, port: &str) -> Result<bool> {
-    let pid = find_pid(NODE, program)?;
+    let pid = wait_for_pid(NODE, program)?;
     let printed =
         on_node(NODE, &["nsenter", &format!("--net=/proc/{pid}/ns/net"), "sh", "-c", &connect_command(address, port)])?;
     Ok(printed.trim() == "yes")
@@ -84,12 +84,12 @@ fn only_labelled_namespaces_can_read_metrics_and_cleave_connects_only_to_the_api
     let service = cluster.get("/api/v1/namespaces/default/services/kubernetes")?;
     let api = text(&service["spec"]["clusterIP"]);
     ensure!(!api.is_empty(), "the API server has no address: {}", service["spec"]);
-    ensure!(can_program_connect("cleave-agent", &api, "443")?, "the agent failed to reach the API server");
+    wait_until("the agent reaches the API server", || can_program_connect("cleave-agent", &api, "443"))?;
     ensure!(!can_program_connect("cleave-mps-host", &api, "443")?, "the MPS host can reach the API server");
     for program in ["cleave-agent", "cleave-mps-host"] {
         ensure!(!can_program_connect(program, &listener, "8081")?, "{program} can reach a pod");
     }
-    let host = find_pid(NODE, "cleave-mps-host")?;
+    let host = wait_for_pid(NODE, "cleave-mps-host")?;
     let listens = on_node(NODE, &["cat", &format!("/proc/{host}/net/tcp"), &format!("/proc/{host}/net/tcp6")])?;
     // State 0A is LISTEN.
     let open: Vec<&str> = listens.lines().filter(|line| line.split_whitespace().nth(3) == Some("0A")).collect();

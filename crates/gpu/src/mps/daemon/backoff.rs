@@ -10,7 +10,7 @@ const FIRST_RESTART_DELAY: Duration = Duration::from_millis(250);
 /// Maximum delay before a restart. The delay is short because the GPU may be repaired during the
 /// delay.
 const MAX_RESTART_DELAY: Duration = Duration::from_secs(30);
-/// Number of consecutive failures from which the state is [`DaemonState::BackOff`].
+/// Minimum number of consecutive failures for the state [`DaemonState::BackOff`].
 const MIN_FAILURES_FOR_BACK_OFF: u32 = 4;
 
 /// Counts a daemon's consecutive failures and sets the delay before each restart.

@@ -56,7 +56,7 @@ impl Clients {
     pub(super) fn admit(&mut self, pid: u32, allocation: &str, pidfd: Option<PidFd>) {
         let is_new = self.listed.insert(pid);
         if let Some(admitted) = self.admitted.get_mut(&pid).filter(|admitted| !admitted.has_exited()) {
-            // Keep the pidfd of the program's first connection.
+            // Change only the allocation, and keep the pidfd of the program's first connection.
             allocation.clone_into(&mut admitted.allocation);
         } else {
             let identity = if is_new { PidFdIdentity::Unproven } else { PidFdIdentity::Unprovable };

@@ -125,7 +125,7 @@ impl Device {
     /// caller kills that daemon.
     async fn quit_daemon(&self, child: &Child) {
         if let Err(error) = self.send_command_within(&QUIT_COMMAND, QUIT_DEADLINE).await {
-            tracing::warn!(device = self.name, %error, "MPS daemon refused the command to quit");
+            tracing::warn!(device = self.name, %error, "failed to send the MPS daemon the command to quit");
         }
         if let Ok(exit) = timeout(ANSWER_DEADLINE, child.wait_for_exit()).await {
             tracing::info!(device = self.name, %exit, "MPS daemon quit");
@@ -185,7 +185,7 @@ impl Device {
         if !procfs::processes_of_pipe(&self.pipe).await.is_empty() {
             tracing::warn!(device = self.name, "stopping the daemon of an earlier MPS host");
             if let Err(error) = control::send_command(&self.pipe, &QUIT_COMMAND, QUIT_DEADLINE).await {
-                tracing::warn!(device = self.name, %error, "daemon of an earlier MPS host refused the command to quit");
+                tracing::warn!(device = self.name, %error, "failed to stop the daemon of an earlier MPS host");
             }
             procfs::kill_processes_of_pipe(&self.pipe).await;
         }
@@ -250,7 +250,8 @@ impl Device {
     /// Sets whether doors enforce limits.
     ///
     /// # Errors
-    /// [`DaemonError::UnknownHandshake`] if they cannot, and the settings do not accept that.
+    /// Returns [`DaemonError::UnknownHandshake`] if they cannot, and the settings do not accept
+    /// that.
     pub(super) fn set_enforcement(&self, known: bool, settings: &DaemonSettings) -> Result<(), DaemonError> {
         let enforcement = if known { Enforcement::Hard } else { Enforcement::Advisory };
         self.phase.send_modify(|phase| phase.enforcement = enforcement);

@@ -387,8 +387,8 @@ mod tests {
         CommandExchange { command, answer: answer.to_owned(), set }
     }
 
-    /// Observations of an H200 under driver 580. The commands over `control` are excluded: this
-    /// driver obeys them, but Cleave expects a refusal.
+    /// Returns the observations of an H200 under driver 580. The commands over `control` are
+    /// excluded: this driver obeys them, but Cleave expects a refusal.
     fn measured_observations() -> Observations {
         let commands = vec![
             exchange(Command::SetDefaultThreads(50), "50.0", None),
@@ -440,13 +440,14 @@ mod tests {
         }
     }
 
-    /// Returns the names of the checks that differ.
+    /// Returns the names of the checks with verdict [`CheckVerdict::Differs`].
     fn names_of_differing_checks(seen: &Observations, gpu: TestedGpu) -> Vec<&'static str> {
         let differs = |finding: &CheckResult| (finding.verdict == CheckVerdict::Differs).then_some(finding.check);
         findings(seen, gpu).iter().filter_map(differs).collect()
     }
 
-    /// Returns the names of the checks that differ after a change of [`measured_observations`].
+    /// Returns the names of the checks with this verdict after a change of
+    /// [`measured_observations`].
     fn differing_checks_after(change: impl FnOnce(&mut Observations)) -> Vec<&'static str> {
         let mut seen = measured_observations();
         change(&mut seen);
@@ -463,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn skipped_tests_are_not_tested_and_failed_ones_differ() {
+    fn a_skipped_test_is_not_tested_and_a_failed_one_is_not_as_expected() {
         let left = findings(&Observations::for_skipped_tests("no GPU is free"), H200);
         assert!(left.iter().all(|finding| finding.verdict == CheckVerdict::NotTested));
         assert_eq!(left[0].observed, "no GPU is free");
@@ -472,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_handshake_and_unknown_answers_differ() {
+    fn an_unknown_handshake_or_answer_is_not_as_expected() {
         assert_eq!(differing_checks_after(|seen| seen.greeting = TestOutcome::Observed(false)), ["door"]);
         for (command, answer, set) in [
             (Command::ServerList, "Unknown command \"get_server_list\"", None),
@@ -498,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn an_incomplete_log_differs() {
+    fn an_incomplete_log_is_not_as_expected() {
         let log = LoggedEvents {
             version: Some(13000),
             server_ready: true,
@@ -521,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_that_do_not_apply_differ() {
+    fn limits_that_do_not_apply_are_not_as_expected() {
         let more_sms = LimitedView { view: GpuView { sms: 132, ..HALF_LIMIT.view }, ..HALF_LIMIT };
         let more_memory = LimitedView { view: GpuView { free_mib: 100_000, ..HALF_LIMIT.view }, ..HALF_LIMIT };
         let no_memory = LimitedView { view: GpuView { free_mib: 100, ..HALF_LIMIT.view }, ..HALF_LIMIT };
@@ -557,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_that_programs_can_no_longer_exceed_differs() {
+    fn a_limit_that_programs_can_no_longer_exceed_is_not_as_expected() {
         assert_eq!(differing_checks_after(|seen| seen.escape = TestOutcome::Observed(HALF_LIMIT)), ["escape"]);
         assert_eq!(differing_checks_after(|seen| seen.no_control = TestOutcome::Observed(Err(805))), ["no control"]);
         assert_eq!(
@@ -575,7 +576,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_that_are_not_listed_or_not_terminated_alone_differ() {
+    fn clients_that_are_not_listed_or_not_terminated_alone_are_not_as_expected() {
         assert_eq!(differing_checks_after(|seen| seen.listed_by_mps = TestOutcome::Observed(false)), ["clients"]);
         assert_eq!(differing_checks_after(|seen| seen.listed_by_nvml = TestOutcome::Observed(Some(false))), ["nvml"]);
         assert_eq!(differing_checks_after(|seen| seen.listed_by_nvml = TestOutcome::Observed(None)), ["nvml"]);

@@ -93,7 +93,7 @@ pub enum DoctorError {
 /// Runs the checks and prints the report. Returns whether all tested checks are as expected.
 ///
 /// # Errors
-/// [`DoctorError`] if there is no result.
+/// Returns [`DoctorError`] if there is no result.
 pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let search = LibrarySearch { library: args.paths.nvml_library.clone(), ..LibrarySearch::default() };
     let library = Library::find(search);

@@ -132,7 +132,7 @@ impl Program {
     /// Runs the program until it exits. Returns its view of the GPU.
     ///
     /// # Errors
-    /// The errors of [`start`](Self::start).
+    /// Returns the errors of [`start`](Self::start).
     pub(super) async fn run_and_view(&self, start: &ProgramRunOptions) -> Result<GpuView, ProgramError> {
         let running = self.start(start).await?;
         let view = running.view;
@@ -143,7 +143,7 @@ impl Program {
     /// Runs the program with an allocation. Returns the result of the allocation.
     ///
     /// # Errors
-    /// The errors of [`start`](Self::start). A refused allocation is a result and no error.
+    /// Returns the errors of [`start`](Self::start). A refused allocation is a result and no error.
     pub(super) async fn allocate(&self, pipe: &Path, mib: u64) -> Result<AllocationResult, ProgramError> {
         let start =
             ProgramRunOptions { pipe: pipe.to_owned(), allocate_mib: Some(mib), ..ProgramRunOptions::default() };
@@ -183,7 +183,7 @@ impl RunningProgram {
     /// Sends a waiting program its line, so that the program allocates. Returns the result.
     pub(super) async fn resume(&mut self) -> Result<AllocationResult, ProgramError> {
         if let Some(mut input) = self.input.take() {
-            // The write fails if the program has exited. The missing line then shows the exit.
+            // Ignore errors: if the program has exited, the missing answer shows the exit.
             let _ = input.write_all(b"\n").await;
         }
         self.read_allocation_result().await

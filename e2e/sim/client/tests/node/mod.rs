@@ -128,7 +128,7 @@ impl Node {
         let (socket, command) = (self.socket_path("control_privileged"), command.to_owned());
         thread::spawn(move || {
             if let Ok(Some(text)) = handshake::send_command(&socket, &command) {
-                // The test may have dropped the receiver.
+                // Ignore errors: the test may have dropped the receiver.
                 let _ = sender.send(text);
             }
         });
@@ -348,7 +348,7 @@ impl Client {
         self.wait();
     }
 
-    /// Sends the line for which a program with `--read-line` waits.
+    /// Sends the line that a program with `--read-line` waits for.
     pub(crate) fn send_line(&mut self) {
         self.child.stdin.take().unwrap().write_all(b"\n").unwrap();
     }
@@ -362,7 +362,7 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
-        // The program has usually exited already.
+        // Ignore errors: the program has usually exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -242,7 +242,7 @@ impl Daemon {
             let _ = fs::remove_file(directory.join(name));
         }
         self.log("Exit");
-        // The servers' last log lines may still be in the pipe.
+        // Wait: the servers' last log lines may still be in the pipe.
         thread::sleep(Duration::from_millis(10));
         process::exit(0);
     }

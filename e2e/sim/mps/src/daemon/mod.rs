@@ -191,8 +191,8 @@ impl Daemon {
                         pending.extend(self.serve_connection(connection, *privileged));
                     }
                     Err(error) => {
-                        // The process probably has no free descriptors. Some become free when
-                        // connected peers disconnect.
+                        // Retry later: the process probably has no free descriptors. Some become
+                        // free when connected peers disconnect.
                         self.log(&format!("failed to accept a connection: {error}"));
                         thread::sleep(Duration::from_millis(10));
                     }
@@ -232,7 +232,8 @@ impl Daemon {
     /// Signals a change of the state.
     fn notify(&self) {
         self.changed.notify_all();
-        // The write fails only if the counter is full, and then the reader wakes as well.
+        // Ignore errors: the write fails only if the counter is full, and then the reader wakes
+        // too.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 

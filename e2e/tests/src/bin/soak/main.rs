@@ -95,7 +95,7 @@ fn main() -> Result<()> {
     }
     wait_until("no pod exists", || Ok(scope.pods()?.is_empty()))?;
     wait_until_settled(&scope).context("slices were lost")?;
-    // The kubelet needs a minute or two to clean up after a killed container runtime.
+    // Wait: the kubelet needs a minute or two to clean up after a killed container runtime.
     let mut left = Vec::new();
     let _ = wait_for("nothing remains", 2 * WAIT_TIMEOUT, || {
         left = resources::remaining_objects(&before, &ObjectCounts::count_on_nodes()?);

@@ -410,7 +410,8 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
 ];
 
-/// Runs a script in a pod's container, and returns its standard output and errors.
+/// Runs a script in a pod's container. Returns the script's standard output, followed by its
+/// standard error.
 pub(super) fn run_script(bed: &TestBed<'_>, pod: &str, script: &str) -> Result<String> {
     let output = program_output("kubectl", &["-n", &bed.scope.namespace, "exec", pod, "--", "sh", "-c", script])?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr))

@@ -1,13 +1,15 @@
 //! Lists attempts by requests to the API server, by the owner of a namespace and with an agent's
 //! token.
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, GPU_NODES_PATH, POLICIES_PATH, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, pod, text, wait_for};
+use cleave_e2e::{
+    Cluster, GPU_NODES_PATH, POLICIES_PATH, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, pod, text, wait_for, wait_until,
+};
 use serde_json::{Value, json};
 
 use super::{Attempt, Expected, Outcome, TestBed, create_owner, refusals};
 use crate::admission::{env_for_all_gpus, extra_container, pod_with, pod_with_env};
 use crate::gate_admission::{GATE_NAME, OTHER_GATE_NAME, REGISTRATIONS_PATH};
-use crate::{NODE, SHARES_RESOURCE};
+use crate::{NODE, SHARES_RESOURCE, daemon_pids};
 
 /// Another node that has an agent.
 const OTHER_NODE: &str = "node2";
@@ -32,6 +34,8 @@ const GPU_NODES_REFUSED: Expected = Expected::Refused(&["cannot patch resource \
 /// Creates a namespace with a gated pod `waits`. The operator does not release the pod, because the
 /// pod also has another gate.
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
+    // The status still names the daemons of the previous test for a moment.
+    wait_until("the node reports no MPS daemons", || Ok(daemon_pids(cluster)?.is_empty()))?;
     let bed = TestBed::new(Scope::new(cluster, "hostile-requests")?)?;
     let mut waits = pod("waits", &json!({SHARES_RESOURCE: 1}), "true");
     waits["spec"]["schedulingGates"] = json!([{"name": OTHER_GATE_NAME}, {"name": GATE_NAME}]);

@@ -13,7 +13,7 @@ fn victims(actions: &Actions) -> Vec<&str> {
 }
 
 /// Adds a bound pod with this many shares of a GPU.
-fn bound(
+fn with_bound_pod(
     world: TestCluster,
     reality: &mut ActualAllocations,
     name: &str,
@@ -30,8 +30,9 @@ fn bound(
 /// priority uses the other.
 fn two_pods() -> (TestCluster, ActualAllocations) {
     let mut reality = ActualAllocations::default();
-    let world = bound(TestCluster::default().node("n1", &[0, 0]), &mut reality, "web-0", 1000, ("n1-GPU-0", 6));
-    let mut world = bound(world, &mut reality, "batch", 0, ("n1-GPU-1", 6));
+    let world =
+        with_bound_pod(TestCluster::default().node("n1", &[0, 0]), &mut reality, "web-0", 1000, ("n1-GPU-0", 6));
+    let mut world = with_bound_pod(world, &mut reality, "batch", 0, ("n1-GPU-1", 6));
     reality.report(&mut world);
     (world, reality)
 }
@@ -80,7 +81,8 @@ fn other_pods_too_wait_for_the_shares_of_a_pod_that_was_recreated() {
 fn a_pod_that_was_deleted_before_the_watch_reported_its_node_is_waited_for_too() {
     for is_recreated in [false, true] {
         let mut reality = ActualAllocations::default();
-        let mut world = bound(TestCluster::default().node("n1", &[0, 0]), &mut reality, "batch", 0, ("n1-GPU-1", 6));
+        let mut world =
+            with_bound_pod(TestCluster::default().node("n1", &[0, 0]), &mut reality, "batch", 0, ("n1-GPU-1", 6));
         reality.report(&mut world);
         let mut keeper = Gatekeeper::default();
         reconcile(&mut keeper, &world, 0);
@@ -109,8 +111,8 @@ fn a_pod_that_was_deleted_before_the_watch_reported_its_node_is_waited_for_too()
 fn a_recreated_pod_preempts_elsewhere_if_its_predecessor_does_not_end() {
     let mut reality = ActualAllocations::default();
     let world = TestCluster::default().node("n1", &[0]).node("n2", &[0]).policy(10);
-    let world = bound(world, &mut reality, "web-0", 1000, ("n1-GPU-0", 4));
-    let mut world = bound(world, &mut reality, "batch", 0, ("n2-GPU-0", 8));
+    let world = with_bound_pod(world, &mut reality, "web-0", 1000, ("n1-GPU-0", 4));
+    let mut world = with_bound_pod(world, &mut reality, "batch", 0, ("n2-GPU-0", 8));
     reality.report_on(&mut world, 1);
     let mut keeper = Gatekeeper::default();
     reconcile(&mut keeper, &world, 0);
@@ -134,8 +136,8 @@ fn a_recreated_pod_preempts_elsewhere_if_its_predecessor_does_not_end() {
 fn no_pod_is_evicted_for_shares_that_an_earlier_pod_of_its_name_uses_on_another_node() {
     let mut reality = ActualAllocations::default();
     let mut world = TestCluster::default().node("n1", &[0, 0]).node("n2", &[0, 0]);
-    world = bound(world, &mut reality, "web-0", 100, ("n1-GPU-0", 6));
-    world = bound(world, &mut reality, "batch", 500, ("n1-GPU-1", 6));
+    world = with_bound_pod(world, &mut reality, "web-0", 100, ("n1-GPU-0", 6));
+    world = with_bound_pod(world, &mut reality, "batch", 500, ("n1-GPU-1", 6));
     reality.report(&mut world);
     let (begin, later) = (0, 200);
     let victim = |change: fn(&mut Value)| {
@@ -157,7 +159,8 @@ fn no_pod_is_evicted_for_shares_that_an_earlier_pod_of_its_name_uses_on_another_
 #[test]
 fn a_predecessor_excludes_only_the_pod_of_its_name_from_its_node() {
     let mut reality = ActualAllocations::default();
-    let mut world = bound(TestCluster::default().node("n1", &[0, 0]), &mut reality, "batch", 0, ("n1-GPU-1", 6));
+    let mut world =
+        with_bound_pod(TestCluster::default().node("n1", &[0, 0]), &mut reality, "batch", 0, ("n1-GPU-1", 6));
     reality.given.insert("team/web-0".to_owned(), ("n1-GPU-0".to_owned(), 6));
     reality.report(&mut world);
     let mut keeper = Gatekeeper::default();
@@ -182,7 +185,8 @@ fn a_recreated_pod_waits_until_the_units_of_its_unreported_predecessor_are_repor
     for is_reported_later in [false, true] {
         let mut keeper = Gatekeeper::default();
         let mut reality = ActualAllocations::default();
-        let mut world = bound(TestCluster::default().node("n1", &[0, 0]), &mut reality, "batch", 0, ("n1-GPU-1", 2));
+        let mut world =
+            with_bound_pod(TestCluster::default().node("n1", &[0, 0]), &mut reality, "batch", 0, ("n1-GPU-1", 2));
         reality.report(&mut world);
         reconcile(&mut keeper, &world, 0);
         let mut world = world.pod_with("web-0", 9, json!({"priority": 1000}));

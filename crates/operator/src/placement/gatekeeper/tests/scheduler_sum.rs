@@ -11,7 +11,7 @@ const TOO_FEW: &str =
     "too few free units in the scheduler's sum, which includes pods on faulted GPUs and pods that terminate";
 
 /// Adds a pod that is bound to `n1` and has shares of one of its GPUs.
-fn bound(mut world: TestCluster, (name, priority): (&str, i32), (gpu, shares): (usize, u32)) -> TestCluster {
+fn with_bound_pod(mut world: TestCluster, (name, priority): (&str, i32), (gpu, shares): (usize, u32)) -> TestCluster {
     let spec = json!({"nodeName": "n1", "schedulingGates": [], "priority": priority});
     world = world.pod_with(name, shares, spec);
     world.change(
@@ -31,7 +31,7 @@ fn bound(mut world: TestCluster, (name, priority): (&str, i32), (gpu, shares): (
     world
 }
 
-/// A node with two GPUs of ten shares. The pod `a` has eight shares of the first GPU.
+/// Returns a node with two GPUs of ten shares. The pod `a` has eight shares of the first GPU.
 fn two_gpus() -> TestCluster {
     node_with_pods(2, &[("a", 0, 0, 8)])
 }
@@ -49,14 +49,16 @@ fn set_health(world: &mut TestCluster, healthy: bool) {
     );
 }
 
-/// A node with GPUs of ten shares. Each pod has a priority, and shares of one GPU.
+/// Returns a node with GPUs of ten shares. Each pod has a priority, and shares of one GPU.
 fn node_with_pods(gpus: usize, pods: &[(&str, i32, usize, u32)]) -> TestCluster {
     let empty = TestCluster::default().node("n1", &vec![0; gpus]).policy(10);
-    let add = |world, &(name, priority, gpu, shares): &(_, _, _, _)| bound(world, (name, priority), (gpu, shares));
+    let add =
+        |world, &(name, priority, gpu, shares): &(_, _, _, _)| with_bound_pod(world, (name, priority), (gpu, shares));
     pods.iter().fold(empty, add)
 }
 
-/// The cluster after the first GPU of `n1` has failed, and a gatekeeper that has seen it before.
+/// Returns the cluster after the first GPU of `n1` has failed, and a gatekeeper that has seen the
+/// cluster before.
 fn after_fault(mut world: TestCluster) -> (TestCluster, Gatekeeper) {
     let mut keeper = Gatekeeper::default();
     reconcile(&mut keeper, &world, 0);
@@ -140,7 +142,7 @@ fn a_released_pod_whose_node_lost_units_is_stranded_with_the_reason() {
 #[test]
 fn pods_are_preempted_only_if_the_scheduler_then_counts_enough_units() {
     let evictions = |shares: u32, wanted: u32| {
-        let (world, mut keeper) = after_fault(bound(two_gpus(), ("low", 1), (1, shares)));
+        let (world, mut keeper) = after_fault(with_bound_pod(two_gpus(), ("low", 1), (1, shares)));
         let actions = reconcile(&mut keeper, &world.pod_with("high", wanted, json!({"priority": 9})), 10);
         actions.evictions.len()
     };
@@ -194,7 +196,7 @@ fn no_further_pod_is_evicted_while_a_victim_without_units_still_terminates() {
 /// The units of the faulted GPU count in the sum until the object of its pod is gone.
 #[test]
 fn no_pod_is_evicted_while_a_pod_on_a_faulted_gpu_terminates() {
-    let (mut world, mut keeper) = after_fault(bound(two_gpus(), ("low", 1), (1, 4)));
+    let (mut world, mut keeper) = after_fault(with_bound_pod(two_gpus(), ("low", 1), (1, 4)));
     // At second 30.
     world.terminate("team/a", "1970-01-12T13:47:10Z");
     let mut world = world.pod_with("high", 2, json!({"priority": 9}));

@@ -206,7 +206,7 @@ impl Operator {
     /// Reconciles, and applies the gatekeeper's decisions.
     ///
     /// # Errors
-    /// A decision breaks a rule.
+    /// Returns an error if a decision breaks a rule.
     pub(super) fn reconcile(&mut self, simulation: &mut Simulation, mut answers: Answers) -> Result<(), String> {
         if !self.stored.has_reached(self.required) {
             return Ok(());

@@ -146,7 +146,7 @@ pub(super) fn template() -> impl Strategy<Value = Template> {
 }
 
 impl Template {
-    /// A pod without a controller and without rules.
+    /// Returns a pod without a controller and without rules.
     pub(super) fn plain() -> Self {
         Self {
             owner: Owner::Nothing,

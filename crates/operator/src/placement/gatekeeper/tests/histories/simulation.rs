@@ -345,7 +345,7 @@ impl Simulation {
     /// are not free.
     ///
     /// # Errors
-    /// A pod was rejected, and nothing documented explains it.
+    /// Returns an error if a pod is rejected and nothing documented explains the rejection.
     pub(super) fn admit(&mut self, node: &str) -> Result<(), String> {
         if self.down.contains(node) {
             return Ok(());
@@ -502,7 +502,7 @@ impl Simulation {
         self.set_condition(name, "PodScheduled", "True", "");
     }
 
-    /// Sets a condition of a pod, if it differs.
+    /// Sets a condition of a pod, unless the pod already has it.
     pub(super) fn set_condition(&mut self, name: &str, kind: &str, status: &str, reason: &str) {
         let condition = json!({"type": kind, "status": status, "reason": reason});
         let mut conditions = list(&self.api.pods[name], "/status/conditions").to_vec();
