@@ -302,7 +302,13 @@ func TestPrivilegedPodsRunOnGpuNodesOnly(t *testing.T) {
 }
 
 func TestEachLabelOfTheValuesSelectsANode(t *testing.T) {
-	objects := render(t, "1.36.0")
+	checkLabels(t, render(t, "1.36.0"))
+	checkLabels(t, renderPlatform(t, "talos"))
+}
+
+// checkLabels checks that each label that the DaemonSets require selects a node on its own.
+func checkLabels(t *testing.T, objects release) {
+	t.Helper()
 	terms := all[*appsv1.DaemonSet](objects)[0].Spec.Template.Spec.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms
 	if len(terms) < 8 {
 		t.Fatalf("%d terms", len(terms))
