@@ -161,21 +161,47 @@ nodeSelector:
 {{- if .Values.nodes.affinity }}
 affinity:
   {{- toYaml .Values.nodes.affinity | nindent 2 }}
-{{- else if .Values.nodes.labelledOnly }}
+{{- else if and .Values.nodes.labelledOnly .Values.nodes.gpuLabels }}
 affinity:
   nodeAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:
-      # One of these labels: the first is from GPU feature discovery, the others are from node
-      # feature discovery, depending on its settings.
+      # A GPU node has at least one of these labels (nodes.gpuLabels).
       nodeSelectorTerms:
-        {{- range list "nvidia.com/gpu.present" "feature.node.kubernetes.io/pci-10de.present" "feature.node.kubernetes.io/pci-0302_10de.present" "feature.node.kubernetes.io/pci-0300_10de.present" }}
+        {{- range .Values.nodes.gpuLabels }}
+        {{- $label := splitn "=" 2 . }}
         - matchExpressions:
-            - {key: {{ . }}, operator: In, values: ["true"]}
+            {{- if contains "=" . }}
+            - {key: {{ $label._0 }}, operator: In, values: [{{ $label._1 | quote }}]}
+            {{- else }}
+            - {key: {{ . }}, operator: Exists}
+            {{- end }}
         {{- end }}
 {{- end }}
 {{- with include "cleave.tolerations" (list . .Values.nodes.tolerations) }}
 {{ . }}
 {{- end }}
+{{- end }}
+
+{{/* Security context of the agent's and the MPS host's containers. */}}
+{{- define "cleave.privileged" -}}
+privileged: true
+readOnlyRootFilesystem: true
+runAsUser: 0
+{{- with .Values.nodes.seLinuxOptions }}
+seLinuxOptions:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* Priority classes of Cleave's pods that clusters may reserve for system pods, as a list in JSON. */}}
+{{- define "cleave.systemClasses" -}}
+{{- $classes := list -}}
+{{- range list .Values.nodes.priorityClassName .Values.operator.priorityClassName -}}
+{{- if hasPrefix "system-" (toString .) -}}
+{{- $classes = append $classes . -}}
+{{- end -}}
+{{- end -}}
+{{ $classes | uniq | toJson }}
 {{- end }}
 
 {{/*

@@ -122,8 +122,8 @@ pub struct AgentArgs {
     #[arg(long, value_name = "DIR", default_value = "/proc", hide = true)]
     pub proc: PathBuf,
 
-    /// Address that serves /metrics, /healthz and /readyz.
-    #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
+    /// Address that serves /metrics, /healthz and /readyz. `[::]` includes IPv4.
+    #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "[::]:8080")]
     pub metrics_addr: SocketAddr,
 }
 
@@ -219,6 +219,11 @@ pub(crate) mod tests {
 
     pub(crate) fn parse_args(extra: &[&str]) -> Result<AgentArgs, clap::Error> {
         Cli::try_parse_from(["agent", "--node-name", "n"].into_iter().chain(extra.iter().copied())).map(|cli| cli.args)
+    }
+
+    #[test]
+    fn the_default_port_is_on_every_address_of_both_families() {
+        assert_eq!(parse_args(&[]).unwrap().metrics_addr, "[::]:8080".parse().unwrap());
     }
 
     #[test]

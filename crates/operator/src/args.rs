@@ -46,8 +46,8 @@ pub struct OperatorArgs {
     #[arg(long, env = "POD_NAME", value_name = "NAME")]
     pub identity: String,
 
-    /// Address that serves /metrics, /healthz and /readyz.
-    #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "0.0.0.0:8080")]
+    /// Address that serves /metrics, /healthz and /readyz. `[::]` includes IPv4.
+    #[arg(long, env = "CLEAVE_METRICS_ADDR", value_name = "ADDR", default_value = "[::]:8080")]
     pub metrics_addr: SocketAddr,
 
     /// Enable the admission webhook. The value is the name of the webhook's Service, Secret and
@@ -96,7 +96,28 @@ pub struct OperatorArgs {
     )]
     pub report_unschedulable: bool,
 
-    /// Address that the admission webhook listens on.
-    #[arg(long, env = "CLEAVE_WEBHOOK_ADDR", value_name = "ADDR", default_value = "0.0.0.0:9443")]
+    /// Address that the admission webhook listens on. `[::]` includes IPv4.
+    #[arg(long, env = "CLEAVE_WEBHOOK_ADDR", value_name = "ADDR", default_value = "[::]:9443")]
     pub webhook_addr: SocketAddr,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: OperatorArgs,
+    }
+
+    #[test]
+    fn the_default_ports_are_on_every_address_of_both_families() {
+        let OperatorArgs { metrics_addr, webhook_addr, .. } =
+            Cli::try_parse_from(["operator", "--identity", "a"]).unwrap().args;
+        assert_eq!(metrics_addr, "[::]:8080".parse().unwrap());
+        assert_eq!(webhook_addr, "[::]:9443".parse().unwrap());
+    }
 }

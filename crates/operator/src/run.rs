@@ -62,10 +62,10 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
     cleave_serve::descriptors::raise_limit();
     // Two crypto providers may be linked. Ignore errors: one of them may be installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let listener = listen(metrics_addr).await?;
+    let listener = listen(metrics_addr)?;
     let webhook = match webhook {
         None => None,
-        Some(name) => Some((name, listen(webhook_addr).await?)),
+        Some(name) => Some((name, listen(webhook_addr)?)),
     };
     let config = find_api_server().await?;
     let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
@@ -188,8 +188,8 @@ fn spawn_webhook(
     Ok(())
 }
 
-async fn listen(address: SocketAddr) -> Result<TcpListener> {
-    TcpListener::bind(address).await.with_context(|| format!("failed to listen on {address}"))
+fn listen(address: SocketAddr) -> Result<TcpListener> {
+    cleave_serve::tcp::listen(address).with_context(|| format!("failed to listen on {address}"))
 }
 
 /// Waits for a signal or the end of a task, then stops all tasks and waits for them.
@@ -230,7 +230,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_watch_request_on_a_dead_connection_fails() {
-        let silent = listen(SocketAddr::from(([127, 0, 0, 1], 0))).await.unwrap();
+        let silent = listen(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
         let url = format!("http://{}", silent.local_addr().unwrap()).parse().unwrap();
         let client = Client::try_from(with_read_timeout(kube::Config::new(url))).unwrap();
         let pods = Api::<Pod>::all(client);

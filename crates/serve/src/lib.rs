@@ -1,8 +1,9 @@
-//! What the agent and the operator share to serve HTTP: ports with bounded resources, and the limit
-//! of open files.
+//! What the agent and the operator share to serve HTTP: ports with bounded resources, addresses of
+//! both IP families, and the limit of open files.
 //!
 //! Any peer in the cluster can connect to these ports. [`http`] bounds what a peer can occupy, so
 //! that silent or slow peers cannot stop a program. This crate must not depend on Kubernetes or
 //! GPUs.
 pub mod descriptors;
 pub mod http;
+pub mod tcp;

@@ -209,7 +209,8 @@ mod tests {
 
     fn tls_acceptor(ca: &CertifiedIssuer<'static, KeyPair>) -> TlsAcceptor {
         let key = KeyPair::generate().unwrap();
-        let certificate = CertificateParams::new(["127.0.0.1".to_owned()]).unwrap().signed_by(&key, ca).unwrap();
+        let certificate =
+            CertificateParams::new(["127.0.0.1", "::1"].map(str::to_owned)).unwrap().signed_by(&key, ca).unwrap();
         let config = rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .with_safe_default_protocol_versions()
             .unwrap()
@@ -266,6 +267,22 @@ mod tests {
         std::fs::write(&ca, "no certificate").unwrap();
         let (version, _) = tokio::join!(client.apiserver_version(), answer_connection(&listener, &of_second));
         assert!(version.is_err(), "no server is trusted without a CA");
+    }
+
+    #[tokio::test]
+    async fn an_api_server_with_an_ipv6_address_is_verified() {
+        let account = tempfile::tempdir().unwrap();
+        let ca = new_ca();
+        std::fs::write(account.path().join("ca.crt"), ca.pem()).unwrap();
+        std::fs::write(account.path().join("token"), "one").unwrap();
+        // Machines without IPv6 cannot run this test.
+        let Ok(listener) = TcpListener::bind("[::1]:0").await else { return };
+        let port = listener.local_addr().unwrap().port().to_string();
+        let client = build_client(&authority("::1", &port), account.path()).unwrap();
+        let acceptor = tls_acceptor(&ca);
+        let (version, head) = tokio::join!(client.apiserver_version(), answer_connection(&listener, &acceptor));
+        assert_eq!(version.unwrap().minor, "36");
+        assert!(head.unwrap().starts_with("GET /version "));
     }
 
     #[test]

@@ -12,7 +12,6 @@ use axum::response::IntoResponse;
 use axum::routing::get;
 use cleave_kubelet::PluginsState;
 use cleave_serve::http::Limits;
-use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -46,7 +45,7 @@ pub(super) async fn serve_endpoints(
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginsState>,
 ) -> anyhow::Result<()> {
-    let listener = TcpListener::bind(addr).await.with_context(|| format!("failed to serve metrics at {addr}"))?;
+    let listener = cleave_serve::tcp::listen(addr).with_context(|| format!("failed to serve metrics at {addr}"))?;
     let router = Router::new()
         .route("/metrics", get(metrics_text))
         .route("/healthz", get(healthz))

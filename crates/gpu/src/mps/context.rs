@@ -9,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::drivers::DriverEvidence;
 use super::process::Children;
+use super::selinux::ContainerLabel;
 use super::wire::Paths;
 
 /// Paths of the driver's programs and libraries.
@@ -36,6 +37,8 @@ pub(crate) struct HostContext {
     pub(crate) connections: Arc<Semaphore>,
     /// Limits the connections from all doors to servers. Each connection uses two descriptors.
     pub(crate) server_connections: Arc<Semaphore>,
+    /// Labels what containers use, on nodes with SELinux.
+    pub(crate) label: ContainerLabel,
     status_changes: watch::Sender<u64>,
 }
 
@@ -50,6 +53,7 @@ impl HostContext {
             stopping: CancellationToken::new(),
             connections: Arc::new(Semaphore::new(max_descriptors / 6)),
             server_connections: Arc::new(Semaphore::new(max_descriptors / 6)),
+            label: ContainerLabel::detect(),
             status_changes: watch::Sender::new(0),
         }
     }

@@ -155,8 +155,10 @@ impl Door {
     fn start_listening(self: &Rc<Self>) -> io::Result<()> {
         if let Some(directory) = self.path.parent() {
             std::fs::create_dir_all(directory)?;
+            self.context.label.apply(directory);
         }
         let listener = Listener::bind(&self.path)?;
+        self.context.label.apply(&self.path);
         self.inode.set(self.find_socket_inode());
         let replaced = CancellationToken::new();
         self.replaced.replace(replaced.clone()).cancel();

@@ -39,6 +39,7 @@ mod process;
 mod procfs;
 pub mod protocol;
 mod reconciler;
+mod selinux;
 mod seqpacket;
 mod socket;
 mod text;

@@ -1,0 +1,96 @@
+//! SELinux labels of doors.
+//!
+//! Where SELinux is enforced, a container can use a directory of the host and connect to a socket
+//! in it only if both have the type of containers' files. Without the labels no client would reach
+//! its door.
+use std::io;
+use std::path::Path;
+
+use rustix::fs::{XattrFlags, setxattr};
+
+/// The extended attribute that contains a file's label.
+const ATTRIBUTE: &str = "security.selinux";
+/// A label that all containers may use, by the policy `container-selinux`. Like labels that other
+/// programs write, it ends with a NUL.
+const CONTAINER_FILE: &[u8] = b"system_u:object_r:container_file_t:s0\0";
+
+/// Labels files for containers, if SELinux is enabled on the node.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ContainerLabel {
+    enabled: bool,
+}
+
+impl ContainerLabel {
+    /// Detects whether SELinux is enabled. The kernel registers `selinuxfs` only if it is.
+    pub(crate) fn detect() -> Self {
+        let filesystems = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
+        Self { enabled: lists_selinux(&filesystems) }
+    }
+
+    /// Labels a file or directory. A failure is only logged: the policy of the node may also allow
+    /// containers to use files with another label, or may not know this one.
+    pub(crate) fn apply(self, path: &Path) {
+        if let Err(error) = self.try_apply(path) {
+            tracing::warn!(%error, path = %path.display(), "failed to set SELinux label for containers");
+        }
+    }
+
+    fn try_apply(self, path: &Path) -> io::Result<()> {
+        if self.enabled {
+            setxattr(path, ATTRIBUTE, CONTAINER_FILE, XattrFlags::empty())?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns whether the text of `/proc/filesystems` lists `selinuxfs`.
+fn lists_selinux(filesystems: &str) -> bool {
+    filesystems.lines().any(|line| line.split_whitespace().next_back() == Some("selinuxfs"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use rustix::fs::getxattr;
+    use rustix::io::Errno;
+
+    use super::*;
+
+    #[test]
+    fn selinux_is_enabled_if_its_file_system_is_registered() {
+        assert!(lists_selinux("nodev\tsysfs\nnodev\tselinuxfs\n\text4\n"));
+        assert!(!lists_selinux("nodev\tsysfs\nnodev\tsecurityfs\n\text4\n"));
+        assert!(!lists_selinux(""));
+    }
+
+    #[test]
+    fn directories_and_sockets_are_labelled_for_containers_only_with_selinux() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("control");
+        let _listener = UnixListener::bind(&socket).unwrap();
+        let label = |path: &Path| {
+            let mut label = vec![0; 256];
+            getxattr(path, ATTRIBUTE, &mut label).map(|length| label[..length].to_vec())
+        };
+        let before = (label(directory.path()), label(&socket));
+        let disabled = ContainerLabel { enabled: false };
+        disabled.try_apply(directory.path()).unwrap();
+        disabled.try_apply(&socket).unwrap();
+        assert_eq!((label(directory.path()), label(&socket)), before);
+        let enabled = ContainerLabel { enabled: true };
+        for path in [directory.path(), &socket] {
+            match enabled.try_apply(path) {
+                Ok(()) => assert_eq!(label(path).unwrap(), CONTAINER_FILE),
+                // Only root may write labels, and not every file system has them.
+                Err(error) => assert!(
+                    matches!(
+                        Errno::from_io_error(&error),
+                        Some(Errno::PERM | Errno::ACCESS | Errno::NOTSUP | Errno::INVAL)
+                    ),
+                    "{error}"
+                ),
+            }
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! TCP ports that peers reach over IPv4 and over IPv6.
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+
+use rustix::io::Errno;
+use rustix::net::sockopt::set_ipv6_v6only;
+use tokio::net::{TcpListener, TcpSocket};
+
+/// Maximum number of connections that wait to be accepted. The kernel may lower it.
+const BACKLOG: u32 = 1024;
+
+/// Listens on an address. A listener on `[::]` also accepts IPv4, whatever the node's
+/// `net.ipv6.bindv6only` is. If the node's kernel has no IPv6, it listens on `0.0.0.0` instead.
+///
+/// # Errors
+/// The address cannot be used: for example, its port is in use.
+///
+/// # Panics
+/// Outside of a Tokio runtime.
+pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    listen_by(address, open)
+}
+
+/// Listens on an address by `open`, or on its IPv4 substitute.
+fn listen_by<T>(address: SocketAddr, open: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
+    match open(address) {
+        Err(error) => match ipv4_substitute(address, &error) {
+            Some(substitute) => open(substitute),
+            None => Err(error),
+        },
+        listener => listener,
+    }
+}
+
+/// Returns `0.0.0.0` for `[::]` if `error` means that the kernel has no IPv6.
+fn ipv4_substitute(address: SocketAddr, error: &io::Error) -> Option<SocketAddr> {
+    // Without IPv6 in the kernel no socket can be created. Where a setting disables it, binding may
+    // fail.
+    let disabled = matches!(Errno::from_io_error(error), Some(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL));
+    let every_address = address.is_ipv6() && address.ip().is_unspecified();
+    (disabled && every_address).then(|| SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port())))
+}
+
+fn open(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv6() {
+        let socket = TcpSocket::new_v6()?;
+        set_ipv6_v6only(&socket, false)?;
+        socket
+    } else {
+        TcpSocket::new_v4()?
+    };
+    // A restarted program can use its port while old connections remain in TIME_WAIT.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn on(address: &str) -> SocketAddr {
+        address.parse().unwrap()
+    }
+
+    /// Listens where creating or binding an IPv6 socket fails with `errno`. Returns the address
+    /// that the listener uses.
+    fn listen_without_ipv6(address: &str, errno: Errno) -> io::Result<SocketAddr> {
+        listen_by(on(address), |address| if address.is_ipv6() { Err(errno.into()) } else { Ok(address) })
+    }
+
+    #[test]
+    fn without_ipv6_every_address_means_every_ipv4_address() {
+        for errno in [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL] {
+            assert_eq!(listen_without_ipv6("[::]:8080", errno).unwrap(), on("0.0.0.0:8080"));
+            assert!(listen_without_ipv6("[::1]:8080", errno).is_err(), "a chosen address is not replaced");
+        }
+        let busy = listen_without_ipv6("[::]:8080", Errno::ADDRINUSE).unwrap_err();
+        assert_eq!(busy.kind(), io::ErrorKind::AddrInUse, "a busy port is reported");
+        assert_eq!(listen_without_ipv6("10.0.0.1:80", Errno::AFNOSUPPORT).unwrap(), on("10.0.0.1:80"));
+    }
+}
