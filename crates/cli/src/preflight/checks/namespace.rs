@@ -121,20 +121,17 @@ fn check_quotas(view: &View<'_>, report: &mut Report) {
     let covers = |class: &str| quotas.iter().any(|quota| selects_priority_class(quota, class));
     let is_gke = view.platforms.contains(&Platform::Gke);
     if is_gke && name != "kube-system" && !SYSTEM_PRIORITY_CLASSES.into_iter().all(covers) {
-        report.add(
-            PRIORITY_QUOTA_LEVEL,
+        report.set("priorityClass.quota", true);
+        report.info(
             Reason::PriorityQuotaMissing,
             format!(
-                "GKE refuses pods with the priority classes of Cleave's pods in the namespace {name}, because no \
-                 ResourceQuota there selects these classes."
+                "GKE admits the priority classes of Cleave's pods only in namespaces with a ResourceQuota that \
+                 selects them. The namespace {name} has none. The chart creates one if priorityClass.quota is true."
             ),
-            "Create the ResourceQuota of docs/how-to/install.md.",
+            "",
         );
     }
 }
-
-/// The level of a missing quota for priority classes.
-const PRIORITY_QUOTA_LEVEL: Level = Level::Error;
 
 /// Returns whether a quota applies to Cleave's pods of a priority class. They run until they are
 /// deleted, and have requests.

@@ -11,8 +11,10 @@ use super::super::platform::Platform;
 use super::super::report::{Reason, Report, counted, join_names};
 use super::{View, can_run};
 
-/// Labels that platforms set on nodes with NVIDIA GPUs. `None` stands for any value.
-pub(in super::super) const GPU_LABELS: [(&str, Option<&str>); 9] = [
+/// The chart's `nodes.gpuLabels`: Cleave's pods run on nodes with one of them. `None` stands for any
+/// value.
+pub(in super::super) const GPU_LABELS: [(&str, Option<&str>); 10] = [
+    ("cleave.dev/gpu", Some("true")),
     ("nvidia.com/gpu.present", Some("true")),
     ("feature.node.kubernetes.io/pci-10de.present", Some("true")),
     ("feature.node.kubernetes.io/pci-0302_10de.present", Some("true")),
@@ -20,9 +22,18 @@ pub(in super::super) const GPU_LABELS: [(&str, Option<&str>); 9] = [
     ("cloud.google.com/gke-accelerator", None),
     ("kubernetes.azure.com/accelerator", Some("nvidia")),
     ("k8s.amazonaws.com/accelerator", None),
-    ("karpenter.k8s.aws/instance-gpu-name", None),
-    ("eks.amazonaws.com/instance-gpu-name", None),
+    ("karpenter.k8s.aws/instance-gpu-manufacturer", Some("nvidia")),
+    ("karpenter.azure.com/sku-gpu-manufacturer", Some("nvidia")),
 ];
+/// Labels that show GPUs, but are not in `nodes.gpuLabels`.
+const OTHER_GPU_LABELS: [(&str, Option<&str>); 4] = [
+    ("accelerator", Some("nvidia")),
+    ("eks.amazonaws.com/instance-gpu-manufacturer", Some("nvidia")),
+    ("nvidia.com/gpu.count", None),
+    ("nvidia.com/gpu.product", None),
+];
+/// Start of the labels that Talos sets for NVIDIA's system extensions.
+const TALOS_EXTENSIONS: &str = "extensions.talos.dev/nvidia";
 /// Start of the names of NVIDIA's resources.
 const NVIDIA_RESOURCES: &str = "nvidia.com/";
 /// Keys of taints that the operator tolerates by default.
@@ -36,14 +47,28 @@ const CONTAINERD_WITH_CDI: MajorMinor = MajorMinor(1, 7);
 /// has ended, is in Linux 5.3.
 const OLDEST_KERNEL: MajorMinor = MajorMinor(5, 4);
 
-/// Returns whether a label or a resource shows that the node has NVIDIA GPUs.
+/// Returns whether the node has NVIDIA GPUs, by its labels, its resources or its operating system.
 pub(super) fn has_gpus(node: &Node) -> bool {
-    gpu_labels(node).next().is_some() || node.status.capacity.keys().any(|name| name.starts_with(NVIDIA_RESOURCES))
+    let labels = &node.metadata.labels;
+    matching(node, &GPU_LABELS).next().is_some()
+        || matching(node, &OTHER_GPU_LABELS).next().is_some()
+        || labels.keys().any(|label| label.starts_with(TALOS_EXTENSIONS))
+        || node.status.capacity.keys().any(|name| name.starts_with(NVIDIA_RESOURCES))
+        || is_bottlerocket_for_gpus(&node.status.node_info.os_image)
 }
 
-/// Returns the labels that show that the node has NVIDIA GPUs.
-fn gpu_labels(node: &Node) -> impl Iterator<Item = &'static str> + '_ {
-    GPU_LABELS.into_iter().filter_map(|(label, expected)| {
+/// Returns whether an operating system is a variant of Bottlerocket for NVIDIA GPUs, such as
+/// `Bottlerocket OS 1.53.0 (aws-k8s-1.34-nvidia)`.
+fn is_bottlerocket_for_gpus(os_image: &str) -> bool {
+    os_image.starts_with("Bottlerocket") && os_image.to_ascii_lowercase().contains("nvidia")
+}
+
+/// Returns those of the labels that the node has.
+fn matching<'a>(
+    node: &'a Node,
+    labels: &'a [(&'static str, Option<&'static str>)],
+) -> impl Iterator<Item = &'static str> + 'a {
+    labels.iter().filter_map(|&(label, expected)| {
         let value = node.metadata.labels.get(label)?;
         expected.is_none_or(|expected| value == expected).then_some(label)
     })
@@ -77,8 +102,8 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
 
 fn check_gpus(view: &View<'_>, report: &mut Report) {
     if view.gpu_nodes.is_empty() {
-        let action = "If the GPU nodes exist, label them nvidia.com/gpu.present=true. \
-                      If they are scaled to zero, run preflight again when one exists.";
+        let action = "Label the GPU nodes: `kubectl label node NODE cleave.dev/gpu=true`. If they are scaled to zero, \
+                      run preflight again when one exists.";
         report.warning(
             Reason::NoGpuNodes,
             "No node has a label of a GPU or a resource of NVIDIA, so nothing about GPU nodes was checked.",
@@ -88,7 +113,7 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
     }
     let mut found_by: BTreeMap<&str, usize> = BTreeMap::new();
     for node in &view.gpu_nodes {
-        for label in gpu_labels(node) {
+        for label in matching(node, &GPU_LABELS) {
             *found_by.entry(label).or_default() += 1;
         }
     }
@@ -101,12 +126,15 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
     );
     report.info(Reason::GpuNodesFound, message, "");
     let unlabelled: Vec<&Node> =
-        view.gpu_nodes.iter().filter(|node| gpu_labels(node).next().is_none()).copied().collect();
+        view.gpu_nodes.iter().filter(|node| matching(node, &GPU_LABELS).next().is_none()).copied().collect();
     if !unlabelled.is_empty() {
         report.warning(
             Reason::GpuLabelMissing,
-            format!("Nodes have resources of NVIDIA, but no label of a GPU: {}.", names(unlabelled)),
-            "Label them nvidia.com/gpu.present=true, or set nodes.nodeSelector to a label that they have.",
+            format!(
+                "Cleave's agents will not run on nodes that have GPUs, but none of the labels in nodes.gpuLabels: {}.",
+                names(unlabelled)
+            ),
+            "Run `kubectl label node NODE cleave.dev/gpu=true` for each of them.",
         );
     }
 }

@@ -30,6 +30,22 @@ struct Product {
 
 /// The name of NVIDIA's RuntimeClass.
 const RUNTIME_CLASS: &str = "nvidia";
+/// Start of the labels by which DaemonSets of the GPU Operator select their nodes.
+const GPU_OPERATOR_LABELS: &str = "nvidia.com/gpu.deploy.";
+/// Custom resource definitions of software that manages GPUs.
+const DEFINITIONS: [(&str, &str, &str); 3] = [
+    (
+        "clusterpolicies.nvidia.com",
+        "NVIDIA's GPU Operator",
+        "Set devicePlugin.enabled and migManager.enabled to false in the GPU Operator's chart or ClusterPolicy.",
+    ),
+    ("elasticquotas.nos.nebuly.com", "Nos", "Let Nos partition no node that Cleave will manage."),
+    (
+        "computedomains.resource.nvidia.com",
+        "NVIDIA's DRA driver",
+        "Install it with resources.gpus.enabled=false. It may still provide ComputeDomains.",
+    ),
+];
 /// The container of NVIDIA's DRA driver that allocates GPUs. The other one allocates
 /// `ComputeDomain`s.
 const DRA_GPU_CONTAINER: &str = "gpus";
@@ -157,6 +173,7 @@ struct Found<'a> {
 pub(super) fn check(view: &View<'_>, report: &mut Report) {
     let found: Vec<Found<'_>> = view.daemon_sets.iter().filter_map(|set| recognize(view, set)).collect();
     check_plugins(view, &found, report);
+    check_definitions(view, &found, report);
     check_dra(&found, report);
     check_mig_manager(&found, report);
     check_driver(view, &found, report);
@@ -229,6 +246,24 @@ fn check_plugins(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
     }
 }
 
+/// Reports software that is installed, but runs no device plugin on the GPU nodes. It may do so
+/// later.
+fn check_definitions(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
+    let runs_plugins = found.iter().any(|found| {
+        matches!(found.product.role, Role::Plugin | Role::Dra | Role::MigManager) && !found.nodes.is_empty()
+    });
+    let exists = |name: &str| items(&view.facts.definitions).iter().any(|one| one.metadata.name == name);
+    for (definition, software, action) in DEFINITIONS {
+        if !runs_plugins && exists(definition) {
+            report.info(
+                Reason::OtherSoftwareInstalled,
+                format!("{software} is installed: the custom resource definition {definition} exists."),
+                action,
+            );
+        }
+    }
+}
+
 /// Reports NVIDIA's DRA driver, if it allocates GPUs.
 fn check_dra(found: &[Found<'_>], report: &mut Report) {
     let allocates = |found: &&Found<'_>| {
@@ -273,22 +308,23 @@ fn check_driver(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
     let in_container = of_role(found, Role::Driver).any(|driver| !driver.nodes.is_empty());
     let layout = DriverLayout::of(view.platform(), in_container);
     report.info(Reason::DriverLayout, layout.describe(), "");
-    let operator = of_role(found, Role::Plugin).chain(of_role(found, Role::MigManager)).any(|found| {
-        ["device-plugin", "mig-manager"].iter().any(|part| selects(found.set, &format!("nvidia.com/gpu.deploy.{part}")))
+    let has_operator = view.daemon_sets.iter().any(|set| {
+        let selector = &set.spec.template.spec.node_selector;
+        selector.keys().any(|label| label.starts_with(GPU_OPERATOR_LABELS))
+            && view.gpu_nodes.iter().any(|node| can_run(&set.spec.template.spec, node))
     });
-    let definition = items(&view.facts.definitions).iter().any(|one| one.metadata.name == "clusterpolicies.nvidia.com");
-    if in_container || operator || definition {
+    if has_operator || in_container {
         report.values_files.push("platforms/gpu-operator.yaml".to_owned());
     }
-    check_runtime_class(view, in_container, layout, report);
+    check_runtime_class(view, has_operator || in_container, layout, report);
 }
 
-fn check_runtime_class(view: &View<'_>, in_container: bool, layout: DriverLayout, report: &mut Report) {
+fn check_runtime_class(view: &View<'_>, has_operator: bool, layout: DriverLayout, report: &mut Report) {
     if view.facts.runtime_classes.is_err() || layout == DriverLayout::GkeDirectory {
         return;
     }
     let exists = items(&view.facts.runtime_classes).iter().any(|class| class.metadata.name == RUNTIME_CLASS);
-    let needed = in_container || view.platforms.iter().any(|platform| platform.needs_runtime_class());
+    let needed = has_operator || view.platforms.iter().any(|platform| platform.needs_runtime_class());
     if exists {
         report.set("driver.runtimeClassName", RUNTIME_CLASS);
         report.info(
