@@ -107,10 +107,10 @@ fn json_names_levels_and_reasons() {
 #[test]
 fn labels_are_parsed() {
     let labels = parse_labels("gpu=cleave, zone=a").unwrap();
-    assert_eq!(labels.into_iter().collect::<Vec<_>>(), [
-        ("gpu".to_owned(), "cleave".to_owned()),
-        ("zone".to_owned(), "a".to_owned())
-    ]);
+    assert_eq!(
+        labels.into_iter().collect::<Vec<_>>(),
+        [("gpu".to_owned(), "cleave".to_owned()), ("zone".to_owned(), "a".to_owned())]
+    );
     assert!(parse_labels("").unwrap().is_empty());
     assert!(parse_labels("gpu").unwrap_err().contains("LABEL=VALUE"));
 }

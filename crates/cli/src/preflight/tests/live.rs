@@ -32,8 +32,8 @@ fn healthy(path: &str) -> (u16, Value) {
     let items = match path {
         "/version" => return (200, json!({"gitVersion": "v1.36.4"})),
         "/apis/admissionregistration.k8s.io/v1" => {
-            let resources = [{"name": "validatingadmissionpolicies"}, {"name": "mutatingadmissionpolicies"}];
-            return (200, json!({"resources": resources}));
+            let names = ["validatingadmissionpolicies", "mutatingadmissionpolicies"];
+            return (200, json!({"resources": names.map(|name| json!({"name": name})).to_vec()}));
         }
         "/api/v1/nodes" => json!([gpu_node("a"), gpu_node("b")]),
         "/apis/scheduling.k8s.io/v1/priorityclasses" => {
@@ -57,7 +57,10 @@ async fn a_list_that_is_forbidden_is_unknown_and_the_others_are_read() {
     let facts = read(|path, _| match path {
         "/apis/apps/v1/daemonsets" => {
             let message = "daemonsets.apps is forbidden";
-            (403, json!({"kind": "Status", "status": "Failure", "code": 403, "message": message, "reason": "Forbidden"}))
+            (
+                403,
+                json!({"kind": "Status", "status": "Failure", "code": 403, "message": message, "reason": "Forbidden"}),
+            )
         }
         path => healthy(path),
     })

@@ -198,8 +198,7 @@ fn old_and_new_versions_of_kubernetes_are_reported() {
 #[test]
 fn the_version_that_kubectl_writes_is_the_servers() {
     let mut facts = facts(&json!({"nodes": healthy_nodes()}));
-    let version =
-        json!({"clientVersion": {"gitVersion": "v1.36.0"}, "serverVersion": {"gitVersion": "v1.31.2-eks-1"}});
+    let version = json!({"clientVersion": {"gitVersion": "v1.36.0"}, "serverVersion": {"gitVersion": "v1.31.2-eks-1"}});
     facts.server = Ok(serde_json::from_value(version).unwrap());
     let report = report_with(&facts, &[]);
     assert_eq!(report.kubernetes.as_deref(), Some("v1.31.2-eks-1"));

@@ -35,9 +35,7 @@ fn a_missing_namespace_is_a_fact() {
 fn talos_needs_the_label() {
     let talos = with(gpu_node("a"), &json!({"status": {"nodeInfo": {"osImage": "Talos (v1.12.2)"}}}));
     let nodes = json!([talos, with(talos.clone(), &json!({"metadata": {"name": "b"}}))]);
-    let objects = |namespaces: Value| {
-        json!({"nodes": nodes.clone(), "namespaces": namespaces, "runtimeclasses": [super::named("nvidia")]})
-    };
+    let objects = |namespaces: Value| json!({"nodes": nodes.clone(), "namespaces": namespaces, "runtimeclasses": [super::named("nvidia")]});
     for namespaces in [json!([]), json!([namespace(&json!({}))])] {
         assert_eq!(problems(&report_of(&objects(namespaces))), [Reason::PodSecurityTooStrict]);
     }
@@ -94,9 +92,7 @@ fn quotas_must_have_room_for_the_pods() {
 
 #[test]
 fn quotas_apply_by_their_scopes() {
-    let class = |operator: &str, values: &[&str]| {
-        json!({"matchExpressions": [{"scopeName": "PriorityClass", "operator": operator, "values": values}]})
-    };
+    let class = |operator: &str, values: &[&str]| json!({"matchExpressions": [{"scopeName": "PriorityClass", "operator": operator, "values": values}]});
     let refused = vec![Reason::QuotaRefusesPods];
     for (scopes, selector, expected) in [
         (json!([]), json!({}), refused.clone()),

@@ -88,10 +88,7 @@ fn platforms_are_told_apart_by_labels_systems_and_kubelets() {
     for (changes, expected) in [
         (kubelet("v1.34.1-gke.1829001"), Some(Platform::Gke)),
         (label("cloud.google.com/gke-nodepool"), Some(Platform::Gke)),
-        (
-            with(kubelet("v1.34.1-eks-113cf36"), &os("Amazon Linux 2023.9.20250929")),
-            Some(Platform::EksAl2023),
-        ),
+        (with(kubelet("v1.34.1-eks-113cf36"), &os("Amazon Linux 2023.9.20250929")), Some(Platform::EksAl2023)),
         (
             with(kubelet("v1.34.1-eks-113cf36"), &os("Bottlerocket OS 1.63.0 (aws-k8s-1.34-nvidia)")),
             Some(Platform::EksBottlerocket),
@@ -139,9 +136,7 @@ fn an_unknown_platform_and_several_platforms_are_reported() {
 
 #[test]
 fn gke_autopilot_is_an_error() {
-    let node = |name: &str| {
-        with(gpu_node(name), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1-gke.1"}}}))
-    };
+    let node = |name: &str| with(gpu_node(name), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1-gke.1"}}}));
     let autopilot = report_of(&json!({"nodes": [node("gk3-pool-1"), node("gk3-pool-2")]}));
     assert_eq!(finding(&autopilot, Reason::PrivilegedPodsRefused).level, Level::Error);
     assert_eq!(problems(&report_of(&json!({"nodes": [node("gke-pool-1"), node("gke-pool-2")]}))), []);
