@@ -88,7 +88,7 @@ pub enum Command {
     #[command(after_long_help = crds::HELP_EXAMPLES)]
     Crds(crds::CrdsArgs),
 
-    /// Check a cluster before Cleave is installed, and print the values for the chart.
+    /// Check a cluster before installation, and print values for the chart.
     ///
     /// Detects the platform, container runtimes, the driver's location, other device plugins,
     /// quotas, Pod Security and webhooks. Reads lists of objects and writes nothing. A list that

@@ -46,7 +46,7 @@ fn check_completeness(view: &View<'_>, report: &mut Report) {
     error(failure(&facts.limit_ranges), "limitranges", "default limits of the namespace", report);
     error(failure(&facts.namespaces), "namespaces", "Pod Security and service meshes", report);
     error(failure(&facts.priority_classes), "priorityclasses", "the priority classes of Cleave's pods", report);
-    error(failure(&facts.definitions), "customresourcedefinitions", "NVIDIA's GPU Operator", report);
+    error(failure(&facts.definitions), "customresourcedefinitions", "installed software that manages GPUs", report);
     error(failure(&facts.mutating_webhooks), "mutatingwebhookconfigurations", "mutating webhooks", report);
     error(failure(&facts.validating_webhooks), "validatingwebhookconfigurations", "validating webhooks", report);
 }

@@ -46,8 +46,8 @@ fn described_platforms_have_only_the_problems_of_their_platform() {
         ("gke", vec![]),
         ("eks-al2023", vec![]),
         ("eks-bottlerocket", vec![]),
-        // The node pool has the taint sku=gpu.
-        ("aks", vec![Reason::TaintNotTolerated]),
+        // The GPU node has the taint sku=gpu, and there is one other node.
+        ("aks", vec![Reason::TaintNotTolerated, Reason::OneOperatorNode]),
         ("openshift", vec![]),
         // The namespace does not exist, and Talos enforces `baseline`.
         ("talos", vec![Reason::PodSecurityTooStrict]),
