@@ -11,8 +11,8 @@ use super::super::platform::Platform;
 use super::super::report::{Reason, Report, counted, join_names};
 use super::{View, can_run};
 
-/// The chart's `nodes.gpuLabels`: Cleave's pods run on nodes with one of them. `None` stands for any
-/// value.
+/// The chart's `nodes.gpuLabels`: Cleave's pods run on nodes with one of them. `None` stands for
+/// any value.
 pub(in super::super) const GPU_LABELS: [(&str, Option<&str>); 10] = [
     ("cleave.dev/gpu", Some("true")),
     ("nvidia.com/gpu.present", Some("true")),
