@@ -2,7 +2,7 @@
 use super::super::facts::{Known, MajorMinor, Node};
 use super::super::platform::Platform;
 use super::super::report::{Reason, Report, join_names};
-use super::{View, items};
+use super::view::{View, items};
 
 /// The oldest Kubernetes that the chart accepts.
 pub(in super::super) const OLDEST_SUPPORTED: MajorMinor = MajorMinor(1, 34);

@@ -5,7 +5,7 @@ use super::super::facts::{LimitRange, Named, ResourceQuota};
 use super::super::platform::Platform;
 use super::super::report::{Level, Reason, Report, counted};
 use super::cluster::SYSTEM_PRIORITY_CLASSES;
-use super::{View, items};
+use super::view::{View, items};
 
 /// The label with which a namespace chooses its Pod Security Standard.
 const POD_SECURITY_LABEL: &str = "pod-security.kubernetes.io/enforce";

@@ -9,33 +9,8 @@ use serde_json::{Value, json};
 use super::super::facts::{MajorMinor, Node, PodSpec};
 use super::super::platform::Platform;
 use super::super::report::{Reason, Report, counted, join_names};
-use super::{View, can_run};
+use super::view::{GPU_LABELS, NVIDIA_RESOURCES, View, can_run, matching};
 
-/// The chart's `nodes.gpuLabels`: Cleave's pods run on nodes with one of them. `None` stands for
-/// any value.
-pub(in super::super) const GPU_LABELS: [(&str, Option<&str>); 10] = [
-    ("cleave.dev/gpu", Some("true")),
-    ("nvidia.com/gpu.present", Some("true")),
-    ("feature.node.kubernetes.io/pci-10de.present", Some("true")),
-    ("feature.node.kubernetes.io/pci-0302_10de.present", Some("true")),
-    ("feature.node.kubernetes.io/pci-0300_10de.present", Some("true")),
-    ("cloud.google.com/gke-accelerator", None),
-    ("kubernetes.azure.com/accelerator", Some("nvidia")),
-    ("k8s.amazonaws.com/accelerator", None),
-    ("karpenter.k8s.aws/instance-gpu-manufacturer", Some("nvidia")),
-    ("karpenter.azure.com/sku-gpu-manufacturer", Some("nvidia")),
-];
-/// Labels that show GPUs, but are not in `nodes.gpuLabels`.
-const OTHER_GPU_LABELS: [(&str, Option<&str>); 4] = [
-    ("accelerator", Some("nvidia")),
-    ("eks.amazonaws.com/instance-gpu-manufacturer", Some("nvidia")),
-    ("nvidia.com/gpu.count", None),
-    ("nvidia.com/gpu.product", None),
-];
-/// Start of the labels that Talos sets for NVIDIA's system extensions.
-const TALOS_EXTENSIONS: &str = "extensions.talos.dev/nvidia";
-/// Start of the names of NVIDIA's resources.
-const NVIDIA_RESOURCES: &str = "nvidia.com/";
 /// Keys of taints that the operator tolerates by default.
 pub(in super::super) const OPERATOR_TOLERATIONS: [&str; 2] =
     ["node-role.kubernetes.io/control-plane", "nvidia.com/gpu"];
@@ -46,33 +21,6 @@ const CONTAINERD_WITH_CDI: MajorMinor = MajorMinor(1, 7);
 /// The oldest kernel that Cleave supports. `pidfd_open`, with which the MPS host sees that a client
 /// has ended, is in Linux 5.3.
 const OLDEST_KERNEL: MajorMinor = MajorMinor(5, 4);
-
-/// Returns whether the node has NVIDIA GPUs, by its labels, its resources or its operating system.
-pub(super) fn has_gpus(node: &Node) -> bool {
-    let labels = &node.metadata.labels;
-    matching(node, &GPU_LABELS).next().is_some()
-        || matching(node, &OTHER_GPU_LABELS).next().is_some()
-        || labels.keys().any(|label| label.starts_with(TALOS_EXTENSIONS))
-        || node.status.capacity.keys().any(|name| name.starts_with(NVIDIA_RESOURCES))
-        || is_bottlerocket_for_gpus(&node.status.node_info.os_image)
-}
-
-/// Returns whether an operating system is a variant of Bottlerocket for NVIDIA GPUs, such as
-/// `Bottlerocket OS 1.53.0 (aws-k8s-1.34-nvidia)`.
-fn is_bottlerocket_for_gpus(os_image: &str) -> bool {
-    os_image.starts_with("Bottlerocket") && os_image.to_ascii_lowercase().contains("nvidia")
-}
-
-/// Returns those of the labels that the node has.
-fn matching<'a>(
-    node: &'a Node,
-    labels: &'a [(&'static str, Option<&'static str>)],
-) -> impl Iterator<Item = &'static str> + 'a {
-    labels.iter().filter_map(|&(label, expected)| {
-        let value = node.metadata.labels.get(label)?;
-        expected.is_none_or(|expected| value == expected).then_some(label)
-    })
-}
 
 /// Returns whether a device plugin serves GPUs on the node now.
 pub(super) fn serves_gpus(node: &Node) -> bool {

@@ -3,7 +3,7 @@ use super::super::facts::{DaemonSet, Node};
 use super::super::platform::{DriverLayout, Platform};
 use super::super::report::{Reason, Report};
 use super::nodes::{is_eks_auto, names, serves_gpus};
-use super::{View, can_run, items};
+use super::view::{View, can_run, is_cleave, items};
 
 /// What a DaemonSet does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -153,12 +153,6 @@ fn discovers_features(set: &DaemonSet) -> bool {
     let command = |command: &String| command.contains("feature-discovery");
     named(set, "feature-discovery")
         || set.spec.template.spec.containers.iter().any(|container| container.command.iter().any(command))
-}
-
-/// Returns whether the DaemonSet runs Cleave's agents.
-pub(super) fn is_cleave(set: &DaemonSet) -> bool {
-    let command = |command: &String| command.ends_with("/cleave-agent");
-    set.spec.template.spec.containers.iter().any(|container| container.command.iter().any(command))
 }
 
 /// A DaemonSet that was recognized.

@@ -4,7 +4,8 @@ use cleave_plan::constraints::Labels;
 
 use super::super::facts::{Webhook, WebhookConfiguration, WebhookRule};
 use super::super::report::{Reason, Report, join_names};
-use super::{View, items, namespace};
+use super::namespace;
+use super::view::{View, items};
 
 /// The label that the API server adds to each namespace.
 const NAMESPACE_NAME_LABEL: &str = "kubernetes.io/metadata.name";
