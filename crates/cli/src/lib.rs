@@ -9,7 +9,7 @@
 //! | [`cordon`] | `cordon`, `uncordon` | one `GpuNode` | its annotations |
 //! | [`drain`] | `drain` | one `GpuNode`, its pods | its annotations, evictions |
 //! | [`crds`] | `crds` | | files |
-//! | [`preflight`] | `preflight` | nodes, DaemonSets, quotas, webhooks, or files | |
+//! | [`preflight`] | `preflight` | nodes, `DaemonSets`, quotas, webhooks, or files | |
 //!
 //! `doctor` is in `cleave_gpu`. `client` connects to a cluster, `gpu` finds one GPU of a node,
 //! `output` and `table` print.

@@ -27,23 +27,23 @@ pub(super) struct Facts {
     pub(super) admission: Known<ApiResources>,
     /// All nodes.
     pub(super) nodes: Known<Vec<Node>>,
-    /// The DaemonSets of all namespaces.
+    /// The `DaemonSets` of all namespaces.
     pub(super) daemon_sets: Known<Vec<DaemonSet>>,
-    /// All RuntimeClasses.
+    /// All `RuntimeClasses`.
     pub(super) runtime_classes: Known<Vec<Named>>,
-    /// The ResourceQuotas of the target namespace. May include quotas of other namespaces.
+    /// The `ResourceQuotas` of the target namespace. May include quotas of other namespaces.
     pub(super) quotas: Known<Vec<ResourceQuota>>,
-    /// The LimitRanges of the target namespace. May include those of other namespaces.
+    /// The `LimitRanges` of the target namespace. May include those of other namespaces.
     pub(super) limit_ranges: Known<Vec<LimitRange>>,
     /// The target namespace, if it exists. May include other namespaces.
     pub(super) namespaces: Known<Vec<Named>>,
-    /// All PriorityClasses.
+    /// All `PriorityClasses`.
     pub(super) priority_classes: Known<Vec<Named>>,
     /// The names of all custom resource definitions.
     pub(super) definitions: Known<Vec<Named>>,
-    /// All MutatingWebhookConfigurations.
+    /// All `MutatingWebhookConfigurations`.
     pub(super) mutating_webhooks: Known<Vec<WebhookConfiguration>>,
-    /// All ValidatingWebhookConfigurations.
+    /// All `ValidatingWebhookConfigurations`.
     pub(super) validating_webhooks: Known<Vec<WebhookConfiguration>>,
 }
 
@@ -144,7 +144,7 @@ pub(super) struct NodeInfo {
     pub(super) os_image: String,
 }
 
-/// A DaemonSet.
+/// A `DaemonSet`.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct DaemonSet {
@@ -206,7 +206,7 @@ pub(super) struct NodeSelector {
     pub(super) node_selector_terms: Vec<NodeSelectorTerm>,
 }
 
-/// A ResourceQuota.
+/// A `ResourceQuota`.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct ResourceQuota {
@@ -243,7 +243,7 @@ pub(super) struct ScopeRequirement {
     pub(super) values: Vec<String>,
 }
 
-/// A LimitRange.
+/// A `LimitRange`.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct LimitRange {
@@ -264,7 +264,7 @@ pub(super) struct LimitRangeItem {
     pub(super) default: BTreeMap<String, Quantity>,
 }
 
-/// A MutatingWebhookConfiguration or a ValidatingWebhookConfiguration.
+/// A `MutatingWebhookConfiguration` or a `ValidatingWebhookConfiguration`.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct WebhookConfiguration {

@@ -78,7 +78,7 @@ impl Platform {
     }
 
     /// Returns whether NVIDIA's runtime is never the default runtime, so that Cleave's pods need
-    /// its RuntimeClass.
+    /// its `RuntimeClass`.
     pub(super) const fn needs_runtime_class(self) -> bool {
         matches!(self, Self::OpenShift | Self::Talos | Self::K3s | Self::Rke2)
     }

@@ -27,7 +27,7 @@ pub(super) struct Source {
     metadata_only: bool,
 }
 
-/// All lists. The ClusterRole of `deploy/preflight.yaml` allows them.
+/// All lists. The `ClusterRole` of `deploy/preflight.yaml` allows them.
 #[cfg(test)]
 pub(super) const SOURCES: [&Source; 10] = [
     &NODES,

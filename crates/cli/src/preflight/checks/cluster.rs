@@ -8,9 +8,9 @@ use super::view::{View, items};
 pub(in super::super) const OLDEST_SUPPORTED: MajorMinor = MajorMinor(1, 34);
 /// The newest Kubernetes on which the cluster tests ran.
 pub(in super::super) const NEWEST_TESTED: MajorMinor = MajorMinor(1, 36);
-/// The first Kubernetes in which MutatingAdmissionPolicies are on by default.
+/// The first Kubernetes in which `MutatingAdmissionPolicies` are on by default.
 const MUTATING_POLICIES_SINCE: MajorMinor = MajorMinor(1, 36);
-/// The priority classes of Cleave's pods: of the DaemonSets, and of the operator.
+/// The priority classes of Cleave's pods: of the `DaemonSets`, and of the operator.
 pub(in super::super) const SYSTEM_PRIORITY_CLASSES: [&str; 2] = ["system-node-critical", "system-cluster-critical"];
 
 /// Adds the findings about the cluster as a whole.

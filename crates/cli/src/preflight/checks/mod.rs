@@ -17,7 +17,7 @@ pub(super) use cluster::{NEWEST_TESTED, OLDEST_SUPPORTED, SYSTEM_PRIORITY_CLASSE
 #[cfg(test)]
 pub(super) use nodes::OPERATOR_TOLERATIONS;
 #[cfg(test)]
-pub(super) use view::GPU_LABELS;
+pub(super) use view::{GPU_LABELS, TALOS_GPU_LABELS};
 
 /// Checks a cluster.
 pub(super) fn check(facts: &Facts, target: &Target) -> Report {

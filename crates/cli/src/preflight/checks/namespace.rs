@@ -11,7 +11,7 @@ use super::view::{View, items};
 const POD_SECURITY_LABEL: &str = "pod-security.kubernetes.io/enforce";
 /// The scope of a quota that selects pods by their priority class.
 const PRIORITY_SCOPE: &str = "PriorityClass";
-/// DaemonSets of Cleave: the agents and the MPS hosts.
+/// `DaemonSets` of Cleave: the agents and the MPS hosts.
 const DAEMON_SETS: u64 = 2;
 /// Replicas of the operator, by default.
 const OPERATORS: u64 = 2;
@@ -81,9 +81,9 @@ fn check_mesh(view: &View<'_>, report: &mut Report) {
     let is = |values: &std::collections::BTreeMap<String, String>, key: &str, expected: &str| {
         values.get(key).is_some_and(|value| value == expected)
     };
-    let mesh = if is(labels, "istio-injection", "enabled") {
-        Some(("Istio", "istio-injection=disabled"))
-    } else if labels.contains_key("istio.io/rev") && !is(labels, "istio-injection", "disabled") {
+    let istio = is(labels, "istio-injection", "enabled")
+        || labels.contains_key("istio.io/rev") && !is(labels, "istio-injection", "disabled");
+    let mesh = if istio {
         Some(("Istio", "istio-injection=disabled"))
     } else if is(annotations, "linkerd.io/inject", "enabled") {
         Some(("Linkerd", "linkerd.io/inject=disabled (an annotation)"))
@@ -157,7 +157,7 @@ fn selects_priority_class(quota: &ResourceQuota, class: &str) -> bool {
 }
 
 /// Reports a quota of limits that Cleave's containers do not have. The API server then refuses the
-/// pods, unless a LimitRange sets the limits.
+/// pods, unless a `LimitRange` sets the limits.
 fn check_required_limits(quota: &ResourceQuota, limit_ranges: &[&LimitRange], report: &mut Report) {
     if !SYSTEM_PRIORITY_CLASSES.into_iter().any(|class| applies(quota, class)) {
         return;

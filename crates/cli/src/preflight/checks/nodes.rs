@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::super::facts::{MajorMinor, Node, PodSpec};
 use super::super::platform::Platform;
 use super::super::report::{Reason, Report, counted, join_names};
-use super::view::{GPU_LABELS, NVIDIA_RESOURCES, View, can_run, matching};
+use super::view::{NVIDIA_RESOURCES, View, can_run, chart_labels};
 
 /// Keys of taints that the operator tolerates by default.
 pub(in super::super) const OPERATOR_TOLERATIONS: [&str; 2] =
@@ -61,7 +61,7 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
     }
     let mut found_by: BTreeMap<&str, usize> = BTreeMap::new();
     for node in &view.gpu_nodes {
-        for label in matching(node, &GPU_LABELS) {
+        for label in chart_labels(node) {
             *found_by.entry(label).or_default() += 1;
         }
     }
@@ -74,7 +74,7 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
     );
     report.info(Reason::GpuNodesFound, message, "");
     let unlabelled: Vec<&Node> =
-        view.gpu_nodes.iter().filter(|node| matching(node, &GPU_LABELS).next().is_none()).copied().collect();
+        view.gpu_nodes.iter().filter(|node| chart_labels(node).next().is_none()).copied().collect();
     if !unlabelled.is_empty() {
         report.warning(
             Reason::GpuLabelMissing,
@@ -160,7 +160,7 @@ fn check_architectures(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Reports taints of GPU nodes that pods with shares do not tolerate. Cleave's own DaemonSets
+/// Reports taints of GPU nodes that pods with shares do not tolerate. Cleave's own `DaemonSets`
 /// tolerate every taint, and admission adds a toleration of `nvidia.com/gpu` to pods.
 fn check_taints(view: &View<'_>, report: &mut Report) {
     let mut tainted: BTreeMap<String, Vec<&Node>> = BTreeMap::new();

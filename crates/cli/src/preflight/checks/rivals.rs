@@ -5,7 +5,7 @@ use super::super::report::{Reason, Report};
 use super::nodes::{is_eks_auto, names, serves_gpus};
 use super::view::{View, can_run, is_cleave, items};
 
-/// What a DaemonSet does.
+/// What a `DaemonSet` does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
     /// It offers GPUs to the kubelet.
@@ -18,19 +18,19 @@ enum Role {
     Driver,
 }
 
-/// Software that a DaemonSet can be recognized as.
+/// Software that a `DaemonSet` can be recognized as.
 struct Product {
     role: Role,
     name: &'static str,
     /// How to keep the software off a node.
     action: &'static str,
-    /// Whether a DaemonSet belongs to the software.
+    /// Whether a `DaemonSet` belongs to the software.
     is: fn(&DaemonSet) -> bool,
 }
 
-/// The name of NVIDIA's RuntimeClass.
+/// The name of NVIDIA's `RuntimeClass`.
 const RUNTIME_CLASS: &str = "nvidia";
-/// Start of the labels by which DaemonSets of the GPU Operator select their nodes.
+/// Start of the labels by which `DaemonSets` of the GPU Operator select their nodes.
 const GPU_OPERATOR_LABELS: &str = "nvidia.com/gpu.deploy.";
 /// Custom resource definitions of software that manages GPUs.
 const DEFINITIONS: [(&str, &str, &str); 3] = [
@@ -148,14 +148,14 @@ fn selects(set: &DaemonSet, label: &str) -> bool {
     set.spec.template.spec.node_selector.contains_key(label)
 }
 
-/// Returns whether the DaemonSet is GPU feature discovery, which is in the device plugin's image.
+/// Returns whether the `DaemonSet` is GPU feature discovery, which is in the device plugin's image.
 fn discovers_features(set: &DaemonSet) -> bool {
     let command = |command: &String| command.contains("feature-discovery");
     named(set, "feature-discovery")
         || set.spec.template.spec.containers.iter().any(|container| container.command.iter().any(command))
 }
 
-/// A DaemonSet that was recognized.
+/// A `DaemonSet` that was recognized.
 struct Found<'a> {
     set: &'a DaemonSet,
     product: &'static Product,
@@ -173,7 +173,7 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
     check_driver(view, &found, report);
 }
 
-/// Recognizes a DaemonSet, and computes on which GPU nodes it runs.
+/// Recognizes a `DaemonSet`, and computes on which GPU nodes it runs.
 fn recognize<'a>(view: &View<'a>, set: &'a DaemonSet) -> Option<Found<'a>> {
     if is_cleave(set) {
         return None;
@@ -294,7 +294,7 @@ fn check_mig_manager(found: &[Found<'_>], report: &mut Report) {
     }
 }
 
-/// Reports the driver's location, and the RuntimeClass with which Cleave's pods get the driver.
+/// Reports the driver's location, and the `RuntimeClass` with which Cleave's pods get the driver.
 fn check_driver(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
     if view.gpu_nodes.is_empty() {
         return;

@@ -21,6 +21,13 @@ pub(in super::super) const GPU_LABELS: [(&str, Option<&str>); 10] = [
     ("karpenter.k8s.aws/instance-gpu-manufacturer", Some("nvidia")),
     ("karpenter.azure.com/sku-gpu-manufacturer", Some("nvidia")),
 ];
+/// The labels that the values file of Talos adds to `nodes.gpuLabels`.
+pub(in super::super) const TALOS_GPU_LABELS: [&str; 4] = [
+    "extensions.talos.dev/nvidia-open-gpu-kernel-modules-production",
+    "extensions.talos.dev/nvidia-open-gpu-kernel-modules-lts",
+    "extensions.talos.dev/nonfree-kmod-nvidia-production",
+    "extensions.talos.dev/nonfree-kmod-nvidia-lts",
+];
 /// Labels that show GPUs, but are not in `nodes.gpuLabels`.
 const OTHER_GPU_LABELS: [(&str, Option<&str>); 4] = [
     ("accelerator", Some("nvidia")),
@@ -97,12 +104,18 @@ pub(super) fn can_run(pod: &PodSpec, node: &Node) -> bool {
 
 /// Returns whether the node has NVIDIA GPUs, by its labels, its resources or its operating system.
 fn has_gpus(node: &Node) -> bool {
-    let labels = &node.metadata.labels;
-    matching(node, &GPU_LABELS).next().is_some()
+    chart_labels(node).next().is_some()
         || matching(node, &OTHER_GPU_LABELS).next().is_some()
-        || labels.keys().any(|label| label.starts_with(TALOS_EXTENSIONS))
+        || node.metadata.labels.keys().any(|label| label.starts_with(TALOS_EXTENSIONS))
         || node.status.capacity.keys().any(|name| name.starts_with(NVIDIA_RESOURCES))
         || is_bottlerocket_for_gpus(&node.status.node_info.os_image)
+}
+
+/// Returns the labels of a node by which the chart, with the values file of the node's platform,
+/// selects the node.
+pub(super) fn chart_labels(node: &Node) -> impl Iterator<Item = &'static str> {
+    let talos = |label: &&str| node.metadata.labels.contains_key(*label);
+    matching(node, &GPU_LABELS).chain(TALOS_GPU_LABELS.into_iter().filter(talos))
 }
 
 /// Returns whether an operating system is a variant of Bottlerocket for NVIDIA GPUs, such as
@@ -112,7 +125,7 @@ fn is_bottlerocket_for_gpus(os_image: &str) -> bool {
 }
 
 /// Returns those of the labels that the node has.
-pub(super) fn matching<'a>(
+fn matching<'a>(
     node: &'a Node,
     labels: &'a [(&'static str, Option<&'static str>)],
 ) -> impl Iterator<Item = &'static str> + 'a {
@@ -122,7 +135,7 @@ pub(super) fn matching<'a>(
     })
 }
 
-/// Returns whether the DaemonSet runs Cleave's agents.
+/// Returns whether the `DaemonSet` runs Cleave's agents.
 pub(super) fn is_cleave(set: &DaemonSet) -> bool {
     let command = |command: &String| command.ends_with("/cleave-agent");
     set.spec.template.spec.containers.iter().any(|container| container.command.iter().any(command))

@@ -37,6 +37,10 @@ fn gpus_without_a_label_of_the_chart_are_reported() {
         let found = finding(&report, Reason::GpuLabelMissing);
         assert!(found.message.contains("gpu-1") && !found.message.contains("gpu-2"), "{sign}: {found:?}");
     }
+    // The values file of Talos selects the node by this label.
+    let talos = json!({"metadata": {"labels": {"extensions.talos.dev/nonfree-kmod-nvidia-lts": "1"}}});
+    let report = report_of_node(&with(unlabelled.clone(), &talos));
+    assert_eq!((report.gpu_nodes, problems(&report)), (2, vec![]));
     // GPUs of another manufacturer.
     let amd = json!({"metadata": {"labels": {"karpenter.k8s.aws/instance-gpu-manufacturer": "amd"}}});
     assert_eq!(report_of_node(&with(unlabelled, &amd)).gpu_nodes, 1);

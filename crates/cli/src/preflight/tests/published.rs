@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{gpu_node, healthy_nodes, named, report_of, with};
 use crate::preflight::checks::{
-    GPU_LABELS, NEWEST_TESTED, OLDEST_SUPPORTED, OPERATOR_TOLERATIONS, SYSTEM_PRIORITY_CLASSES,
+    GPU_LABELS, NEWEST_TESTED, OLDEST_SUPPORTED, OPERATOR_TOLERATIONS, SYSTEM_PRIORITY_CLASSES, TALOS_GPU_LABELS,
 };
 use crate::preflight::platform::Platform;
 use crate::preflight::read::SOURCES;
@@ -45,6 +45,14 @@ fn facts_about_the_chart_are_those_of_its_values() {
     assert_eq!(values["operator"]["replicas"], 2);
     // Taints of GPU nodes keep no agent away.
     assert_eq!(values["nodes"]["tolerations"], json!([{"operator": "Exists"}]));
+}
+
+#[test]
+fn talos_has_the_labels_of_its_values_file() {
+    let file = yaml("charts/cleave/platforms/talos.yaml");
+    let labels: Vec<&str> = file["nodes"]["gpuLabels"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    let own = labels.into_iter().filter(|label| label.starts_with("extensions.talos.dev/"));
+    assert_eq!(own.collect::<Vec<_>>(), TALOS_GPU_LABELS);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use super::{Level, Reason, finding, gpu_node, healthy_nodes, named, problems, report_of, report_with, with};
 use crate::preflight::report::Report;
 
-/// A DaemonSet with one container, on all nodes.
+/// A `DaemonSet` with one container, on all nodes.
 fn daemon_set(name: &str, image: &str) -> Value {
     json!({
         "metadata": {"name": name, "namespace": "gpu-tools"},
@@ -15,7 +15,7 @@ fn daemon_set(name: &str, image: &str) -> Value {
     })
 }
 
-/// A DaemonSet on nodes with a label.
+/// A `DaemonSet` on nodes with a label.
 fn on_nodes_with(set: Value, label: &str) -> Value {
     with(set, &json!({"spec": {"template": {"spec": {"nodeSelector": {label: "true"}}}}}))
 }
