@@ -9,6 +9,7 @@
 //! | [`cordon`] | `cordon`, `uncordon` | one `GpuNode` | its annotations |
 //! | [`drain`] | `drain` | one `GpuNode`, its pods | its annotations, evictions |
 //! | [`crds`] | `crds` | | files |
+//! | [`preflight`] | `preflight` | nodes, `DaemonSets`, quotas, webhooks, or files | |
 //!
 //! `doctor` is in `cleave_gpu`. `client` connects to a cluster, `gpu` finds one GPU of a node,
 //! `output` and `table` print.
@@ -23,6 +24,7 @@ pub mod explain;
 mod gpu;
 mod output;
 pub mod plan;
+pub mod preflight;
 pub mod simulate;
 pub mod status;
 mod table;
@@ -86,6 +88,16 @@ pub enum Command {
     #[command(after_long_help = crds::HELP_EXAMPLES)]
     Crds(crds::CrdsArgs),
 
+    /// Check a cluster before installation, and print values for the chart.
+    ///
+    /// Detects the platform, container runtimes, the driver's location, other device plugins,
+    /// quotas, Pod Security and webhooks. Reads lists of objects and writes nothing. A list that
+    /// may not be read is reported as not checked.
+    ///
+    /// Exit status: 0 if no finding is an error, 1 otherwise.
+    #[command(after_long_help = preflight::HELP_EXAMPLES)]
+    Preflight(preflight::PreflightArgs),
+
     /// Check that this node's GPU driver enforces limits as Cleave expects.
     ///
     /// Run the doctor on the node as root, in the host's PID namespace. The doctor starts its own
@@ -110,6 +122,7 @@ impl Command {
             Self::Uncordon(args) => cordon::run_uncordon(args).await,
             Self::Drain(args) => return drain::run(args).await,
             Self::Crds(args) => crds::run(&args),
+            Self::Preflight(args) => return preflight::run(args).await,
             Self::Doctor(args) => return Ok(run_doctor(args).await),
         };
         done.map(|()| ExitCode::SUCCESS)

@@ -1,0 +1,230 @@
+//! Checks the nodes: GPUs, container runtimes, kernels, architectures and taints.
+use std::collections::{BTreeMap, BTreeSet};
+
+use cleave_api::names::RESOURCE_GPU;
+use cleave_plan::scheduling::NodeRefusal;
+use cleave_plan::snapshot::{Taint, Toleration};
+use serde_json::{Value, json};
+
+use super::super::facts::{MajorMinor, Node, PodSpec};
+use super::super::platform::Platform;
+use super::super::report::{Reason, Report, counted, join_names};
+use super::view::{NVIDIA_RESOURCES, View, can_run, chart_labels};
+
+/// Keys of taints that the operator tolerates by default.
+pub(in super::super) const OPERATOR_TOLERATIONS: [&str; 2] =
+    ["node-role.kubernetes.io/control-plane", "nvidia.com/gpu"];
+/// The architectures of Cleave's image.
+const ARCHITECTURES: [&str; 2] = ["amd64", "arm64"];
+/// The first containerd that supports CDI.
+const CONTAINERD_WITH_CDI: MajorMinor = MajorMinor(1, 7);
+/// The oldest kernel that Cleave supports. `pidfd_open`, with which the MPS host sees that a client
+/// has ended, is in Linux 5.3.
+const OLDEST_KERNEL: MajorMinor = MajorMinor(5, 4);
+
+/// Returns whether a device plugin serves GPUs on the node now.
+pub(super) fn serves_gpus(node: &Node) -> bool {
+    let served = |(name, amount): (&String, &cleave_plan::Quantity)| {
+        name.starts_with(NVIDIA_RESOURCES) && amount.milli().is_some_and(|milli| milli > 0)
+    };
+    node.status.allocatable.iter().any(served)
+}
+
+/// Returns the names of nodes.
+pub(super) fn names<'a>(nodes: impl IntoIterator<Item = &'a Node>) -> String {
+    join_names(nodes.into_iter().map(|node| node.metadata.name.as_str()))
+}
+
+/// Adds the findings about nodes.
+pub(super) fn check(view: &View<'_>, report: &mut Report) {
+    if view.facts.nodes.is_err() {
+        return;
+    }
+    check_gpus(view, report);
+    check_runtimes(view, report);
+    check_kernels(view, report);
+    check_architectures(view, report);
+    check_taints(view, report);
+    check_operator(view, report);
+}
+
+fn check_gpus(view: &View<'_>, report: &mut Report) {
+    if view.gpu_nodes.is_empty() {
+        let action = "Label the GPU nodes: `kubectl label node NODE cleave.dev/gpu=true`. If they are scaled to zero, \
+                      run preflight again when one exists.";
+        report.warning(
+            Reason::NoGpuNodes,
+            "No node has a label of a GPU or a resource of NVIDIA, so nothing about GPU nodes was checked.",
+            action,
+        );
+        return;
+    }
+    let mut found_by: BTreeMap<&str, usize> = BTreeMap::new();
+    for node in &view.gpu_nodes {
+        for label in chart_labels(node) {
+            *found_by.entry(label).or_default() += 1;
+        }
+    }
+    let found_by: Vec<String> = found_by.iter().map(|(label, count)| format!("{label} ({count})")).collect();
+    let labels = if found_by.is_empty() { "none".to_owned() } else { found_by.join(", ") };
+    let message = format!(
+        "{} with GPUs: {}. Labels that show GPUs: {labels}.",
+        counted(view.gpu_nodes.len(), "node"),
+        names(view.gpu_nodes.iter().copied())
+    );
+    report.info(Reason::GpuNodesFound, message, "");
+    let unlabelled: Vec<&Node> =
+        view.gpu_nodes.iter().filter(|node| chart_labels(node).next().is_none()).copied().collect();
+    if !unlabelled.is_empty() {
+        report.warning(
+            Reason::GpuLabelMissing,
+            format!(
+                "Cleave's agents will not run on nodes that have GPUs, but none of the labels in nodes.gpuLabels: {}.",
+                names(unlabelled)
+            ),
+            "Run `kubectl label node NODE cleave.dev/gpu=true` for each of them.",
+        );
+    }
+}
+
+fn check_runtimes(view: &View<'_>, report: &mut Report) {
+    let mut unsupported: BTreeMap<&str, Vec<&Node>> = BTreeMap::new();
+    let mut without_cdi: BTreeMap<&str, Vec<&Node>> = BTreeMap::new();
+    for node in &view.gpu_nodes {
+        let runtime = node.status.node_info.container_runtime_version.as_str();
+        let Some((name, version)) = runtime.split_once("://") else { continue };
+        if name == "containerd" {
+            if MajorMinor::parse(version).is_some_and(|version| version < CONTAINERD_WITH_CDI) {
+                without_cdi.entry(version).or_default().push(node);
+            }
+        } else if name != "cri-o" {
+            unsupported.entry(runtime).or_default().push(node);
+        }
+    }
+    for (runtime, nodes) in unsupported {
+        report.error(
+            Reason::ContainerRuntimeUnsupported,
+            format!("The container runtime is {runtime} on {}. Cleave supports containerd and CRI-O.", names(nodes)),
+            "Use nodes with containerd or CRI-O.",
+        );
+    }
+    for (version, nodes) in without_cdi {
+        report.warning(
+            Reason::ContainerRuntimeWithoutCdi,
+            format!("containerd {version} on {} does not support CDI. 1.7 is the first that does.", names(nodes)),
+            "Upgrade containerd, or use agent.deviceListStrategy Envvar or DeviceNodes.",
+        );
+    }
+}
+
+fn check_kernels(view: &View<'_>, report: &mut Report) {
+    let mut old: BTreeMap<&str, Vec<&Node>> = BTreeMap::new();
+    for node in &view.gpu_nodes {
+        let kernel = node.status.node_info.kernel_version.as_str();
+        if MajorMinor::parse(kernel).is_some_and(|version| version < OLDEST_KERNEL) {
+            old.entry(kernel).or_default().push(node);
+        }
+    }
+    for (kernel, nodes) in old {
+        report.error(
+            Reason::KernelTooOld,
+            format!(
+                "The kernel is {kernel} on {}. Cleave needs {OLDEST_KERNEL} or newer: \
+                 without pidfd_open the MPS host cannot see that a client has ended.",
+                names(nodes)
+            ),
+            format!("Use nodes with Linux {OLDEST_KERNEL} or newer."),
+        );
+    }
+}
+
+fn check_architectures(view: &View<'_>, report: &mut Report) {
+    let mut nodes_of: BTreeMap<&str, Vec<&Node>> = BTreeMap::new();
+    for node in &view.gpu_nodes {
+        nodes_of.entry(node.status.node_info.architecture.as_str()).or_default().push(node);
+    }
+    for (architecture, nodes) in nodes_of {
+        if !architecture.is_empty() && !ARCHITECTURES.contains(&architecture) {
+            report.error(
+                Reason::ArchitectureUnsupported,
+                format!("The architecture is {architecture} on {}. Cleave supports amd64 and arm64.", names(nodes)),
+                "Use nodes of a supported architecture.",
+            );
+        } else if architecture == "arm64" {
+            report.info(
+                Reason::Arm64,
+                format!("The architecture is arm64 on {}.", names(nodes)),
+                "Build the image for arm64 too. `make release` builds both architectures.",
+            );
+        }
+    }
+}
+
+/// Reports taints of GPU nodes that pods with shares do not tolerate. Cleave's own `DaemonSets`
+/// tolerate every taint, and admission adds a toleration of `nvidia.com/gpu` to pods.
+fn check_taints(view: &View<'_>, report: &mut Report) {
+    let mut tainted: BTreeMap<String, Vec<&Node>> = BTreeMap::new();
+    for node in &view.gpu_nodes {
+        for taint in lasting_taints(node).filter(|taint| taint.key != RESOURCE_GPU) {
+            let value = if taint.value.is_empty() { String::new() } else { format!("={}", taint.value) };
+            tainted.entry(format!("{}{value}:{}", taint.key, taint.effect)).or_default().push(node);
+        }
+    }
+    for (taint, nodes) in tainted {
+        report.warning(
+            Reason::TaintNotTolerated,
+            format!("Pods with shares do not tolerate the taint {taint} of {}.", names(nodes)),
+            "Add a toleration to the pods that request GPUs. Cleave adds one for the key nvidia.com/gpu only.",
+        );
+    }
+}
+
+/// Returns the taints of a node that keep pods away, and that no controller removes.
+fn lasting_taints(node: &Node) -> impl Iterator<Item = &Taint> {
+    node.spec.taints.iter().filter(|taint| {
+        let refusal = NodeRefusal::Taint { key: taint.key.clone(), value: taint.value.clone() };
+        taint.effect != "PreferNoSchedule" && !refusal.is_temporary()
+    })
+}
+
+/// Checks how many nodes can run the operator.
+fn check_operator(view: &View<'_>, report: &mut Report) {
+    if view.nodes.is_empty() {
+        return;
+    }
+    let exists = |key: &str| Toleration { key: key.to_owned(), operator: "Exists".to_owned(), ..Toleration::default() };
+    let operator = PodSpec { tolerations: OPERATOR_TOLERATIONS.map(exists).to_vec(), ..PodSpec::default() };
+    let usable: Vec<&Node> = view.nodes.iter().filter(|node| can_run(&operator, node)).copied().collect();
+    match usable.as_slice() {
+        [] => {
+            let keys: BTreeSet<&str> =
+                view.nodes.iter().flat_map(|node| lasting_taints(node)).map(|taint| taint.key.as_str()).collect();
+            let all: BTreeSet<&str> = keys.iter().copied().chain(OPERATOR_TOLERATIONS).collect();
+            let values: Vec<Value> = all.iter().map(|key| json!({"key": key, "operator": "Exists"})).collect();
+            report.set("operator.tolerations", values);
+            report.error(
+                Reason::OperatorUnschedulable,
+                format!("Every node has a taint that the operator does not tolerate: {}.", join_names(keys)),
+                "Add a node without taints, or set operator.tolerations.",
+            );
+        }
+        [only] => {
+            report.set("operator.replicas", 1);
+            report.warning(
+                Reason::OneOperatorNode,
+                format!(
+                    "Only node {} can run the operator. With two operators the PodDisruptionBudget \
+                     blocks the drain of that node.",
+                    only.metadata.name
+                ),
+                "Set operator.replicas to 1, or add nodes.",
+            );
+        }
+        _ => {}
+    }
+}
+
+/// Returns whether the node is one of EKS Auto Mode.
+pub(super) fn is_eks_auto(node: &Node) -> bool {
+    Platform::of(node) == Some(Platform::EksBottlerocket) && node.status.node_info.os_image.contains("EKS Auto")
+}

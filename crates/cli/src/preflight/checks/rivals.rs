@@ -1,0 +1,337 @@
+//! Checks for other software that manages the same GPUs, and for the driver's location.
+use super::super::facts::{DaemonSet, Node};
+use super::super::platform::{DriverLayout, Platform};
+use super::super::report::{Reason, Report};
+use super::nodes::{is_eks_auto, names, serves_gpus};
+use super::view::{View, can_run, is_cleave, items};
+
+/// What a `DaemonSet` does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// It offers GPUs to the kubelet.
+    Plugin,
+    /// It allocates GPUs through dynamic resource allocation.
+    Dra,
+    /// It changes MIG modes.
+    MigManager,
+    /// It runs the driver.
+    Driver,
+}
+
+/// Software that a `DaemonSet` can be recognized as.
+struct Product {
+    role: Role,
+    name: &'static str,
+    /// How to keep the software off a node.
+    action: &'static str,
+    /// Whether a `DaemonSet` belongs to the software.
+    is: fn(&DaemonSet) -> bool,
+}
+
+/// The name of NVIDIA's `RuntimeClass`.
+const RUNTIME_CLASS: &str = "nvidia";
+/// Start of the labels by which `DaemonSets` of the GPU Operator select their nodes.
+const GPU_OPERATOR_LABELS: &str = "nvidia.com/gpu.deploy.";
+/// Custom resource definitions of software that manages GPUs.
+const DEFINITIONS: [(&str, &str, &str); 3] = [
+    (
+        "clusterpolicies.nvidia.com",
+        "NVIDIA's GPU Operator",
+        "Set devicePlugin.enabled and migManager.enabled to false in the GPU Operator's chart or ClusterPolicy.",
+    ),
+    ("elasticquotas.nos.nebuly.com", "Nos", "Let Nos partition no node that Cleave will manage."),
+    (
+        "computedomains.resource.nvidia.com",
+        "NVIDIA's DRA driver",
+        "Install it with resources.gpus.enabled=false. It may still provide ComputeDomains.",
+    ),
+];
+/// The container of NVIDIA's DRA driver that allocates GPUs. The other one allocates
+/// `ComputeDomain`s.
+const DRA_GPU_CONTAINER: &str = "gpus";
+
+/// The software that is recognized, special cases first. Operators of GPUs select their nodes by
+/// labels of their own, which identify them better than names.
+static PRODUCTS: [Product; 12] = [
+    Product {
+        role: Role::Driver,
+        name: "NVIDIA's driver container",
+        action: "",
+        is: |set| {
+            selects(set, "nvidia.com/gpu.deploy.driver")
+                || named(set, "nvidia-driver-daemonset")
+                || runs(set, "nvidia/driver:")
+        },
+    },
+    Product {
+        role: Role::MigManager,
+        name: "NVIDIA's MIG manager",
+        action: "Label the nodes nvidia.com/gpu.deploy.mig-manager=false, or set agent.migMode to Never.",
+        is: |set| {
+            selects(set, "nvidia.com/gpu.deploy.mig-manager")
+                || named(set, "nvidia-mig-manager")
+                || runs(set, "k8s-mig-manager")
+        },
+    },
+    Product {
+        role: Role::Dra,
+        name: "NVIDIA's DRA driver",
+        action: "Keep its kubelet plugin off the nodes, or install it with resources.gpus.enabled=false.",
+        is: |set| named(set, "nvidia-dra-driver") || runs(set, "k8s-dra-driver-gpu"),
+    },
+    Product {
+        role: Role::Plugin,
+        name: "the device plugin of HAMi",
+        action: "Remove the label gpu=on from the nodes, or uninstall HAMi.",
+        is: |set| named(set, "hami-device-plugin") || runs(set, "projecthami/"),
+    },
+    Product {
+        role: Role::Plugin,
+        name: "Nos",
+        action: "Remove the label nos.nebuly.com/gpu-partitioning from the nodes, or uninstall Nos.",
+        is: |set| runs(set, "nebuly") || named(set, "nos-mig-agent") || named(set, "nos-gpu-agent"),
+    },
+    Product {
+        role: Role::Plugin,
+        name: "the device plugin of Volcano",
+        action: "Keep its DaemonSet off the nodes by a node selector.",
+        is: |set| named(set, "volcano-device-plugin") || runs(set, "volcano-vgpu-device-plugin"),
+    },
+    Product {
+        role: Role::Plugin,
+        name: "the GPU share plugin of Alibaba Cloud",
+        action: "Remove the label gpushare=true from the nodes.",
+        is: |set| named(set, "gpushare-device-plugin") || runs(set, "gpushare-plugin"),
+    },
+    Product {
+        role: Role::Plugin,
+        name: "GKE's device plugin",
+        action: "Create the node pool with the label gke-no-default-nvidia-gpu-device-plugin=true.",
+        is: |set| set.metadata.namespace == "kube-system" && named(set, "nvidia-gpu-device-plugin"),
+    },
+    Product {
+        role: Role::Plugin,
+        name: "the device plugin of NVIDIA's GPU Operator",
+        action: "Label the nodes nvidia.com/gpu.deploy.device-plugin=false. To disable it on all nodes, set \
+                 devicePlugin.enabled=false in the GPU Operator's chart.",
+        is: |set| selects(set, "nvidia.com/gpu.deploy.device-plugin"),
+    },
+    Product {
+        role: Role::Plugin,
+        name: "the MPS control daemon of NVIDIA's device plugin",
+        action: "Remove MPS from the configuration of NVIDIA's device plugin.",
+        is: |set| named(set, "mps-control-daemon"),
+    },
+    Product {
+        role: Role::Plugin,
+        name: "NVIDIA's device plugin",
+        action: "Delete its DaemonSet, or keep it off the nodes by a node affinity.",
+        is: |set| (named(set, "nvidia-device-plugin") || runs(set, "k8s-device-plugin")) && !discovers_features(set),
+    },
+    Product {
+        role: Role::Plugin,
+        name: "a device plugin for NVIDIA GPUs",
+        action: "Delete its DaemonSet, or keep it off the nodes by a node affinity.",
+        is: |set| named(set, "nvidia-gpu-device-plugin") || named(set, "gpu-device-plugin-nvidia"),
+    },
+];
+
+fn named(set: &DaemonSet, part: &str) -> bool {
+    set.metadata.name.contains(part)
+}
+
+fn runs(set: &DaemonSet, image: &str) -> bool {
+    set.spec.template.spec.containers.iter().any(|container| container.image.contains(image))
+}
+
+fn selects(set: &DaemonSet, label: &str) -> bool {
+    set.spec.template.spec.node_selector.contains_key(label)
+}
+
+/// Returns whether the `DaemonSet` is GPU feature discovery, which is in the device plugin's image.
+fn discovers_features(set: &DaemonSet) -> bool {
+    let command = |command: &String| command.contains("feature-discovery");
+    named(set, "feature-discovery")
+        || set.spec.template.spec.containers.iter().any(|container| container.command.iter().any(command))
+}
+
+/// A `DaemonSet` that was recognized.
+struct Found<'a> {
+    set: &'a DaemonSet,
+    product: &'static Product,
+    /// The GPU nodes on which it runs.
+    nodes: Vec<&'a Node>,
+}
+
+/// Adds the findings about other software.
+pub(super) fn check(view: &View<'_>, report: &mut Report) {
+    let found: Vec<Found<'_>> = view.daemon_sets.iter().filter_map(|set| recognize(view, set)).collect();
+    check_plugins(view, &found, report);
+    check_definitions(view, &found, report);
+    check_dra(&found, report);
+    check_mig_manager(&found, report);
+    check_driver(view, &found, report);
+}
+
+/// Recognizes a `DaemonSet`, and computes on which GPU nodes it runs.
+fn recognize<'a>(view: &View<'a>, set: &'a DaemonSet) -> Option<Found<'a>> {
+    if is_cleave(set) {
+        return None;
+    }
+    let product = PRODUCTS.iter().find(|product| (product.is)(set))?;
+    let nodes = view.gpu_nodes.iter().filter(|node| can_run(&set.spec.template.spec, node)).copied().collect();
+    Some(Found { set, product, nodes })
+}
+
+fn of_role<'f, 'a>(found: &'f [Found<'a>], role: Role) -> impl Iterator<Item = &'f Found<'a>> {
+    found.iter().filter(move |found| found.product.role == role)
+}
+
+/// Reports other device plugins. Two plugins on a node must not serve the same GPUs.
+fn check_plugins(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
+    for plugin in of_role(found, Role::Plugin) {
+        let (set, name) = (plugin.set.metadata.full_name(), plugin.product.name);
+        if plugin.nodes.is_empty() {
+            report.info(
+                Reason::RivalPluginElsewhere,
+                format!("DaemonSet {set} is {name}. It runs on no GPU node that Cleave will manage."),
+                "",
+            );
+        } else {
+            report.error(
+                Reason::RivalPlugin,
+                format!(
+                    "DaemonSet {set} is {name}, and runs on {}. Two plugins must not serve the same GPUs.",
+                    names(plugin.nodes.iter().copied())
+                ),
+                format!(
+                    "{} To move one node at a time, choose the nodes for Cleave with --node-selector.",
+                    plugin.product.action
+                ),
+            );
+        }
+    }
+    let explained = |node: &Node| {
+        let plugins = of_role(found, Role::Plugin).chain(of_role(found, Role::Dra));
+        plugins.flat_map(|plugin| &plugin.nodes).any(|other| other.metadata.name == node.metadata.name)
+    };
+    if view.facts.daemon_sets.is_err() || view.installed {
+        return;
+    }
+    let served: Vec<&Node> =
+        view.gpu_nodes.iter().filter(|node| serves_gpus(node) && !explained(node)).copied().collect();
+    if !served.is_empty() {
+        let auto = served.iter().any(|node| is_eks_auto(node));
+        let bottlerocket = served.iter().any(|node| Platform::of(node) == Some(Platform::EksBottlerocket));
+        let action = if auto {
+            "EKS Auto Mode runs its own device plugin. Use nodes that EKS Auto Mode does not manage."
+        } else if bottlerocket {
+            "Set settings.kubelet-device-plugins.nvidia.enabled to false in the user data. Bottlerocket 1.63 is the \
+             first version with this setting."
+        } else {
+            "Find the program that registered with the kubelet, and stop it. If a plugin was removed just now, wait \
+             until the resources are gone."
+        };
+        report.error(
+            Reason::GpusServedByOthers,
+            format!("A device plugin that is not a known DaemonSet serves GPUs on {}.", names(served)),
+            action,
+        );
+    }
+}
+
+/// Reports software that is installed, but runs no device plugin on the GPU nodes. It may do so
+/// later.
+fn check_definitions(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
+    let runs_plugins = found.iter().any(|found| {
+        matches!(found.product.role, Role::Plugin | Role::Dra | Role::MigManager) && !found.nodes.is_empty()
+    });
+    let exists = |name: &str| items(&view.facts.definitions).iter().any(|one| one.metadata.name == name);
+    for (definition, software, action) in DEFINITIONS {
+        if !runs_plugins && exists(definition) {
+            report.info(
+                Reason::OtherSoftwareInstalled,
+                format!("{software} is installed: the custom resource definition {definition} exists."),
+                action,
+            );
+        }
+    }
+}
+
+/// Reports NVIDIA's DRA driver, if it allocates GPUs.
+fn check_dra(found: &[Found<'_>], report: &mut Report) {
+    let allocates = |found: &&Found<'_>| {
+        found.set.spec.template.spec.containers.iter().any(|container| container.name == DRA_GPU_CONTAINER)
+    };
+    for driver in of_role(found, Role::Dra).filter(allocates).filter(|driver| !driver.nodes.is_empty()) {
+        report.error(
+            Reason::DraDriver,
+            format!(
+                "DaemonSet {} is NVIDIA's DRA driver, and allocates GPUs on {}. It does not know which GPUs Cleave \
+                 allocates.",
+                driver.set.metadata.full_name(),
+                names(driver.nodes.iter().copied())
+            ),
+            driver.product.action,
+        );
+    }
+}
+
+/// Reports NVIDIA's MIG manager. The values leave MIG mode to it.
+fn check_mig_manager(found: &[Found<'_>], report: &mut Report) {
+    for manager in of_role(found, Role::MigManager).filter(|manager| !manager.nodes.is_empty()) {
+        report.set("agent.migMode", "Never");
+        report.warning(
+            Reason::MigManager,
+            format!(
+                "DaemonSet {} is NVIDIA's MIG manager, and runs on {}. It and Cleave's agents would both change MIG \
+                 mode.",
+                manager.set.metadata.full_name(),
+                names(manager.nodes.iter().copied())
+            ),
+            manager.product.action,
+        );
+    }
+}
+
+/// Reports the driver's location, and the `RuntimeClass` with which Cleave's pods get the driver.
+fn check_driver(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
+    if view.gpu_nodes.is_empty() {
+        return;
+    }
+    let in_container = of_role(found, Role::Driver).any(|driver| !driver.nodes.is_empty());
+    let layout = DriverLayout::of(view.platform(), in_container);
+    report.info(Reason::DriverLayout, layout.describe(), "");
+    let has_operator = view.daemon_sets.iter().any(|set| {
+        let selector = &set.spec.template.spec.node_selector;
+        selector.keys().any(|label| label.starts_with(GPU_OPERATOR_LABELS))
+            && view.gpu_nodes.iter().any(|node| can_run(&set.spec.template.spec, node))
+    });
+    if has_operator || in_container {
+        report.values_files.push("platforms/gpu-operator.yaml".to_owned());
+    }
+    check_runtime_class(view, has_operator || in_container, layout, report);
+}
+
+fn check_runtime_class(view: &View<'_>, has_operator: bool, layout: DriverLayout, report: &mut Report) {
+    if view.facts.runtime_classes.is_err() || layout == DriverLayout::GkeDirectory {
+        return;
+    }
+    let exists = items(&view.facts.runtime_classes).iter().any(|class| class.metadata.name == RUNTIME_CLASS);
+    let needed = has_operator || view.platforms.iter().any(|platform| platform.needs_runtime_class());
+    if exists {
+        report.set("driver.runtimeClassName", RUNTIME_CLASS);
+        report.info(
+            Reason::RuntimeClassFound,
+            "The RuntimeClass nvidia exists. Cleave's pods will use it to get the driver.",
+            "With agent.deviceListStrategy Envvar, add runtimeClassName: nvidia to pods that request GPUs, unless \
+             NVIDIA's runtime is the default runtime.",
+        );
+    } else if needed {
+        report.error(
+            Reason::RuntimeClassMissing,
+            "The RuntimeClass nvidia does not exist. On this platform Cleave's pods get the driver through it.",
+            "Install NVIDIA's container toolkit on the nodes, and create a RuntimeClass nvidia with handler nvidia.",
+        );
+    }
+}

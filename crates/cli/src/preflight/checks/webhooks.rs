@@ -1,0 +1,68 @@
+//! Checks the webhooks that must answer before Cleave's pods can be created.
+use cleave_api::names::COMPONENT_LABEL;
+use cleave_plan::constraints::Labels;
+
+use super::super::facts::{Webhook, WebhookConfiguration, WebhookRule};
+use super::super::report::{Reason, Report, join_names};
+use super::namespace;
+use super::view::{View, items};
+
+/// The label that the API server adds to each namespace.
+const NAMESPACE_NAME_LABEL: &str = "kubernetes.io/metadata.name";
+/// The components of Cleave with pods.
+const COMPONENTS: [&str; 3] = ["agent", "mps-host", "operator"];
+
+/// Adds a finding for each configuration with a webhook that can block Cleave's pods.
+pub(super) fn check(view: &View<'_>, report: &mut Report) {
+    let mut labels = namespace::namespace(view).map(|found| found.metadata.labels.clone()).unwrap_or_default();
+    labels.insert(NAMESPACE_NAME_LABEL.to_owned(), view.target.namespace.clone());
+    let mutating = items(&view.facts.mutating_webhooks).iter().map(|one| ("MutatingWebhookConfiguration", one));
+    let validating = items(&view.facts.validating_webhooks).iter().map(|one| ("ValidatingWebhookConfiguration", one));
+    for (kind, configuration) in mutating.chain(validating).filter(|(_, one)| !is_cleave(one)) {
+        let blocking: Vec<&str> = configuration
+            .webhooks
+            .iter()
+            .filter(|webhook| blocks_pods(webhook, &labels))
+            .map(|webhook| webhook.name.as_str())
+            .collect();
+        if blocking.is_empty() {
+            continue;
+        }
+        report.warning(
+            Reason::WebhookMatchesNamespace,
+            format!(
+                "{kind} {} applies to pods in the namespace {} with failurePolicy Fail: {}. While its service is \
+                 down, Cleave's pods cannot be created, and it may refuse privileged pods.",
+                configuration.metadata.name,
+                view.target.namespace,
+                join_names(blocking)
+            ),
+            format!("Exclude the namespace {} from the webhook, or make an exception there.", view.target.namespace),
+        );
+    }
+}
+
+fn is_cleave(configuration: &WebhookConfiguration) -> bool {
+    configuration.metadata.labels.get("app.kubernetes.io/name").is_some_and(|name| name == "cleave")
+}
+
+/// Returns whether Cleave's pods cannot be created without an answer of the webhook. Match
+/// conditions are not evaluated.
+fn blocks_pods(webhook: &Webhook, namespace: &Labels) -> bool {
+    let pod = |component: &str| -> Labels {
+        [("app.kubernetes.io/name", "cleave"), ("app.kubernetes.io/instance", "cleave"), (COMPONENT_LABEL, component)]
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .into()
+    };
+    webhook.failure_policy != "Ignore"
+        && webhook.rules.iter().any(creates_pods)
+        && webhook.namespace_selector.matches(namespace)
+        && COMPONENTS.iter().any(|component| webhook.object_selector.matches(&pod(component)))
+}
+
+fn creates_pods(rule: &WebhookRule) -> bool {
+    let any = |values: &[String], expected: &[&str]| values.iter().any(|value| expected.contains(&value.as_str()));
+    any(&rule.operations, &["*", "CREATE"])
+        && any(&rule.api_groups, &["*", ""])
+        && any(&rule.resources, &["*", "*/*", "pods"])
+}

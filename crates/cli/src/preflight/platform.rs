@@ -1,0 +1,169 @@
+//! Detects the platform of a node, and where its driver is.
+use super::facts::Node;
+
+/// A distribution of Kubernetes with its operating system, as far as Cleave's values depend on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Platform {
+    Gke,
+    EksAl2023,
+    EksBottlerocket,
+    Aks,
+    OpenShift,
+    Talos,
+    K3s,
+    Rke2,
+    K0s,
+    MicroK8s,
+    /// Kubernetes' own kubelet, as kubeadm installs it.
+    Kubeadm,
+}
+
+impl Platform {
+    /// All platforms.
+    #[cfg(test)]
+    pub(super) const ALL: [Self; 11] = [
+        Self::Gke,
+        Self::EksAl2023,
+        Self::EksBottlerocket,
+        Self::Aks,
+        Self::OpenShift,
+        Self::Talos,
+        Self::K3s,
+        Self::Rke2,
+        Self::K0s,
+        Self::MicroK8s,
+        Self::Kubeadm,
+    ];
+
+    /// Returns the name in reports.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Gke => "GKE",
+            Self::EksAl2023 => "EKS with Amazon Linux 2023",
+            Self::EksBottlerocket => "EKS with Bottlerocket",
+            Self::Aks => "AKS",
+            Self::OpenShift => "OpenShift",
+            Self::Talos => "Talos",
+            Self::K3s => "k3s",
+            Self::Rke2 => "RKE2",
+            Self::K0s => "k0s",
+            Self::MicroK8s => "MicroK8s",
+            Self::Kubeadm => "kubeadm",
+        }
+    }
+
+    /// Returns the name of the chart's values file for the platform, without its extension.
+    pub(super) const fn values_file(self) -> Option<&'static str> {
+        match self {
+            Self::Gke => Some("gke"),
+            Self::EksAl2023 => Some("eks-al2023"),
+            Self::EksBottlerocket => Some("eks-bottlerocket"),
+            Self::Aks => Some("aks"),
+            Self::OpenShift => Some("openshift"),
+            Self::Talos => Some("talos"),
+            Self::K3s => Some("k3s"),
+            Self::Rke2 => Some("rke2"),
+            Self::Kubeadm => Some("kubeadm"),
+            Self::K0s | Self::MicroK8s => None,
+        }
+    }
+
+    /// Returns the kubelet's directory, if it is not the usual one.
+    pub(super) const fn kubelet_directory(self) -> Option<&'static str> {
+        match self {
+            Self::K0s => Some("/var/lib/k0s/kubelet"),
+            Self::MicroK8s => Some("/var/snap/microk8s/common/var/lib/kubelet"),
+            _ => None,
+        }
+    }
+
+    /// Returns whether NVIDIA's runtime is never the default runtime, so that Cleave's pods need
+    /// its `RuntimeClass`.
+    pub(super) const fn needs_runtime_class(self) -> bool {
+        matches!(self, Self::OpenShift | Self::Talos | Self::K3s | Self::Rke2)
+    }
+
+    /// Detects the platform of a node. The operating system decides first, because OpenShift and
+    /// Talos run on every cloud. Returns `None` if nothing identifies a platform.
+    pub(super) fn of(node: &Node) -> Option<Self> {
+        let info = &node.status.node_info;
+        let (os, kubelet) = (info.os_image.as_str(), info.kubelet_version.as_str());
+        let has_label = |name: &str| node.metadata.labels.contains_key(name);
+        let is_eks = kubelet.contains("-eks-") || has_label("eks.amazonaws.com/nodegroup");
+        if has_label("node.openshift.io/os_id") || os.starts_with("Red Hat Enterprise Linux CoreOS") {
+            Some(Self::OpenShift)
+        } else if os.starts_with("Talos") {
+            Some(Self::Talos)
+        } else if kubelet.contains("-gke.") || has_label("cloud.google.com/gke-nodepool") {
+            Some(Self::Gke)
+        } else if os.starts_with("Bottlerocket") && is_eks {
+            Some(Self::EksBottlerocket)
+        } else if os.starts_with("Amazon Linux 2023") && is_eks {
+            Some(Self::EksAl2023)
+        } else if has_label("kubernetes.azure.com/cluster") || has_label("kubernetes.azure.com/agentpool") {
+            Some(Self::Aks)
+        } else if kubelet.contains("+rke2") {
+            Some(Self::Rke2)
+        } else if kubelet.contains("+k3s") {
+            Some(Self::K3s)
+        } else if kubelet.contains("+k0s") {
+            Some(Self::K0s)
+        } else if has_label("microk8s.io/cluster") {
+            Some(Self::MicroK8s)
+        } else {
+            let upstream = kubelet.strip_prefix('v').is_some_and(|version| {
+                version.split('.').count() == 3 && version.chars().all(|sign| sign.is_ascii_digit() || sign == '.')
+            });
+            upstream.then_some(Self::Kubeadm)
+        }
+    }
+}
+
+/// Where the NVIDIA driver is on a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum DriverLayout {
+    /// NVIDIA's GPU Operator runs the driver in a container.
+    OperatorContainer,
+    /// GKE installs the driver in a host directory.
+    GkeDirectory,
+    /// System extensions of Talos contain the driver.
+    TalosExtension,
+    /// The image of Bottlerocket contains the driver.
+    BottlerocketImage,
+    /// The driver is installed in the host's usual directories, as far as is known.
+    Host,
+}
+
+impl DriverLayout {
+    /// Returns the layout of a platform. `in_container` states whether the GPU Operator's driver
+    /// container runs on the GPU nodes.
+    pub(super) const fn of(platform: Option<Platform>, in_container: bool) -> Self {
+        match platform {
+            _ if in_container => Self::OperatorContainer,
+            Some(Platform::Gke) => Self::GkeDirectory,
+            Some(Platform::Talos) => Self::TalosExtension,
+            Some(Platform::EksBottlerocket) => Self::BottlerocketImage,
+            _ => Self::Host,
+        }
+    }
+
+    /// Describes the layout.
+    pub(super) const fn describe(self) -> &'static str {
+        match self {
+            Self::OperatorContainer => {
+                "NVIDIA's GPU Operator runs the driver in a container. On the host it is at /run/nvidia/driver."
+            }
+            Self::GkeDirectory => "GKE installs the driver in the host directory /home/kubernetes/bin/nvidia.",
+            Self::TalosExtension => {
+                "System extensions of Talos install the driver below /usr/local. \
+                 The image of the node must contain them."
+            }
+            Self::BottlerocketImage => {
+                "The driver is in the image of Bottlerocket's NVIDIA variants. Their default runtime provides it."
+            }
+            Self::Host => {
+                "Nothing indicates a special location of the driver, so it should be in the host's usual directories."
+            }
+        }
+    }
+}

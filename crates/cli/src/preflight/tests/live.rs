@@ -1,0 +1,107 @@
+//! Tests that lists are read from an API server.
+use http::{Request, Response};
+use kube::Client;
+use kube::client::Body;
+use serde_json::{Value, json};
+use tower_test::mock;
+
+use super::{Reason, gpu_node, problems, report_with};
+use crate::preflight::facts::Facts;
+use crate::preflight::read::from_cluster;
+
+/// Reads the facts from a server that answers each request by its path and query.
+async fn read(answer: impl Fn(&str, &str) -> (u16, Value)) -> anyhow::Result<Facts> {
+    let (service, mut server) = mock::pair::<Request<Body>, Response<Body>>();
+    let reading = from_cluster_with(Client::new(service, "default"));
+    let serving = async move {
+        while let Some((request, reply)) = server.next_request().await {
+            let (status, body) = answer(request.uri().path(), request.uri().query().unwrap_or_default());
+            let body = Body::from(body.to_string().into_bytes());
+            reply.send_response(Response::builder().status(status).body(body).unwrap());
+        }
+    };
+    tokio::join!(reading, serving).0
+}
+
+/// Drops the client when everything is read, so that the server ends.
+async fn from_cluster_with(client: Client) -> anyhow::Result<Facts> {
+    from_cluster(&client, super::NAMESPACE).await
+}
+
+fn healthy(path: &str) -> (u16, Value) {
+    let items = match path {
+        "/version" => return (200, json!({"gitVersion": "v1.36.4"})),
+        "/apis/admissionregistration.k8s.io/v1" => {
+            let names = ["validatingadmissionpolicies", "mutatingadmissionpolicies"];
+            return (200, json!({"resources": names.map(|name| json!({"name": name})).to_vec()}));
+        }
+        "/api/v1/nodes" => json!([gpu_node("a"), gpu_node("b")]),
+        "/apis/scheduling.k8s.io/v1/priorityclasses" => {
+            json!([super::named("system-node-critical"), super::named("system-cluster-critical")])
+        }
+        "/api/v1/namespaces" => json!([super::namespace(&json!({}))]),
+        _ => json!([]),
+    };
+    (200, json!({"metadata": {}, "items": items}))
+}
+
+#[tokio::test]
+async fn a_healthy_cluster_is_read_without_findings() {
+    let facts = read(|path, _| healthy(path)).await.unwrap();
+    assert_eq!(problems(&report_with(&facts, &[])), []);
+    assert_eq!(facts.nodes.unwrap().len(), 2);
+}
+
+#[tokio::test]
+async fn a_list_that_is_forbidden_is_unknown_and_the_others_are_read() {
+    let facts = read(|path, _| match path {
+        "/apis/apps/v1/daemonsets" => {
+            let message = "daemonsets.apps is forbidden";
+            (
+                403,
+                json!({"kind": "Status", "status": "Failure", "code": 403, "message": message, "reason": "Forbidden"}),
+            )
+        }
+        path => healthy(path),
+    })
+    .await
+    .unwrap();
+    assert_eq!(facts.daemon_sets.as_ref().unwrap_err(), "daemonsets.apps is forbidden");
+    assert_eq!(problems(&report_with(&facts, &[])), [Reason::NotChecked]);
+}
+
+#[tokio::test]
+async fn all_pages_of_a_list_are_read() {
+    let facts = read(|path, query| match path {
+        "/api/v1/nodes" if query.contains("continue=second") => {
+            (200, json!({"metadata": {}, "items": [gpu_node("b"), gpu_node("c")]}))
+        }
+        "/api/v1/nodes" => (200, json!({"metadata": {"continue": "second"}, "items": [gpu_node("a")]})),
+        path => healthy(path),
+    })
+    .await
+    .unwrap();
+    let names: Vec<String> = facts.nodes.unwrap().into_iter().map(|node| node.metadata.name).collect();
+    assert_eq!(names, ["a", "b", "c"]);
+}
+
+#[tokio::test]
+async fn lists_of_the_namespace_are_limited_to_it() {
+    let facts = read(|path, _| match path {
+        "/api/v1/namespaces/cleave-system/resourcequotas" => {
+            (200, json!({"metadata": {}, "items": [super::named("quota")]}))
+        }
+        path => healthy(path),
+    })
+    .await
+    .unwrap();
+    assert_eq!(facts.quotas.unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn an_unreachable_api_server_is_an_error() {
+    let (service, server) = mock::pair::<Request<Body>, Response<Body>>();
+    drop(server);
+    let error = from_cluster(&Client::new(service, "default"), super::NAMESPACE).await.unwrap_err();
+    assert_eq!(error.to_string(), "failed to reach the API server");
+}

@@ -1,0 +1,234 @@
+//! Tests of preflight. Clusters are described in JSON, as the API server returns them.
+mod files;
+mod live;
+mod namespace;
+mod nodes;
+mod platforms;
+mod published;
+mod rivals;
+
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+use super::checks::{SYSTEM_PRIORITY_CLASSES, check};
+use super::facts::{Facts, Target};
+use super::report::{Finding, Level, Reason, Report};
+
+/// The namespace of the release in tests.
+const NAMESPACE: &str = "cleave-system";
+
+/// Objects of a cluster, by resource. Missing resources are empty lists.
+fn facts(objects: &Value) -> Facts {
+    fn list<T: DeserializeOwned>(objects: &Value, resource: &str) -> Result<Vec<T>, String> {
+        match &objects[resource] {
+            Value::Null => Ok(Vec::new()),
+            items => Ok(serde_json::from_value(items.clone()).unwrap()),
+        }
+    }
+    fn parsed<T: DeserializeOwned>(value: Value) -> T {
+        serde_json::from_value(value).unwrap()
+    }
+    Facts {
+        server: Ok(parsed(json!({"gitVersion": "v1.36.4"}))),
+        admission: Ok(parsed(json!({"resources": [
+            {"name": "validatingadmissionpolicies"}, {"name": "mutatingadmissionpolicies"}
+        ]}))),
+        nodes: list(objects, "nodes"),
+        daemon_sets: list(objects, "daemonsets"),
+        runtime_classes: list(objects, "runtimeclasses"),
+        quotas: list(objects, "resourcequotas"),
+        limit_ranges: list(objects, "limitranges"),
+        namespaces: Ok(match &objects["namespaces"] {
+            Value::Null => parsed(json!([namespace(&json!({"pod-security.kubernetes.io/enforce": "privileged"}))])),
+            items => parsed(items.clone()),
+        }),
+        priority_classes: Ok(parsed(Value::Array(SYSTEM_PRIORITY_CLASSES.map(named).to_vec()))),
+        definitions: list(objects, "customresourcedefinitions"),
+        mutating_webhooks: list(objects, "mutatingwebhookconfigurations"),
+        validating_webhooks: list(objects, "validatingwebhookconfigurations"),
+    }
+}
+
+/// An object with a name.
+fn named(name: &str) -> Value {
+    json!({"metadata": {"name": name}})
+}
+
+/// The release's namespace with these labels.
+fn namespace(labels: &Value) -> Value {
+    json!({"metadata": {"name": NAMESPACE, "labels": labels}})
+}
+
+/// Two healthy GPU nodes of a cluster of kubeadm, without a device plugin.
+fn healthy_nodes() -> Value {
+    json!([gpu_node("gpu-1"), gpu_node("gpu-2")])
+}
+
+/// A healthy GPU node of a cluster of kubeadm.
+fn gpu_node(name: &str) -> Value {
+    json!({
+        "metadata": {"name": name, "labels": {"nvidia.com/gpu.present": "true"}},
+        "status": {"nodeInfo": {
+            "architecture": "amd64",
+            "containerRuntimeVersion": "containerd://2.1.4",
+            "kernelVersion": "6.8.0-88-generic",
+            "kubeletVersion": "v1.36.4",
+            "operatingSystem": "linux",
+            "osImage": "Ubuntu 24.04.3 LTS"
+        }}
+    })
+}
+
+/// Replaces fields of an object. `null` removes a field.
+fn with(mut object: Value, changes: &Value) -> Value {
+    merge(&mut object, changes);
+    object
+}
+
+fn merge(object: &mut Value, changes: &Value) {
+    let (Value::Object(fields), Value::Object(changes)) = (&mut *object, changes) else {
+        *object = changes.clone();
+        return;
+    };
+    for (name, change) in changes {
+        if change.is_null() {
+            fields.remove(name);
+        } else {
+            merge(fields.entry(name).or_insert(Value::Null), change);
+        }
+    }
+}
+
+/// Checks a cluster without a node selector.
+fn report_of(objects: &Value) -> Report {
+    report_with(&facts(objects), &[])
+}
+
+fn report_with(facts: &Facts, node_selector: &[(&str, &str)]) -> Report {
+    let node_selector = node_selector.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+    check(facts, &Target { namespace: NAMESPACE.to_owned(), node_selector })
+}
+
+/// Checks a cluster with one GPU node that differs from a healthy one.
+fn report_of_node(changes: &Value) -> Report {
+    report_of(&json!({"nodes": [with(gpu_node("gpu-1"), changes), gpu_node("gpu-2")]}))
+}
+
+/// Returns the finding with a reason. Fails if there is none, or several.
+#[track_caller]
+fn finding(report: &Report, reason: Reason) -> &Finding {
+    let found: Vec<&Finding> = report.findings.iter().filter(|finding| finding.reason == reason).collect();
+    assert_eq!(found.len(), 1, "{reason:?} in {:#?}", report.findings);
+    found[0]
+}
+
+/// Returns the reasons of all errors and warnings.
+fn problems(report: &Report) -> Vec<Reason> {
+    report.findings.iter().filter(|finding| finding.level != Level::Info).map(|finding| finding.reason).collect()
+}
+
+#[test]
+fn a_healthy_cluster_has_no_problem() {
+    let report = report_of(&json!({"nodes": healthy_nodes()}));
+    assert_eq!(problems(&report), []);
+    assert_eq!((report.nodes, report.gpu_nodes), (2, 2));
+    assert_eq!(report.values_files, ["platforms/kubeadm.yaml"]);
+    assert!(report.values.is_empty(), "{:?}", report.values);
+}
+
+#[test]
+fn errors_are_reported_first() {
+    let report = report_of_node(&json!({"status": {"nodeInfo": {"kernelVersion": "4.18.0", "architecture": "arm64"}}}));
+    let levels: Vec<Level> = report.findings.iter().map(|finding| finding.level).collect();
+    assert!(levels.is_sorted() && levels[0] == Level::Error, "{levels:?}");
+}
+
+#[test]
+fn a_list_that_cannot_be_read_is_reported_and_skips_only_its_checks() {
+    let mut facts = facts(&json!({"nodes": [with(
+        gpu_node("gpu-1"),
+        &json!({"status": {"allocatable": {"nvidia.com/gpu": "8"}}})
+    ), gpu_node("gpu-2")]}));
+    facts.daemon_sets = Err("daemonsets.apps is forbidden".to_owned());
+    let report = report_with(&facts, &[]);
+    let unread = finding(&report, Reason::NotChecked);
+    assert_eq!(unread.level, Level::Warning);
+    assert!(unread.message.starts_with("Not checked: ") && unread.message.contains("is forbidden"), "{unread:?}");
+    // Only DaemonSets show whether a known plugin serves the GPUs.
+    assert_eq!(problems(&report), [Reason::NotChecked]);
+    assert_eq!(report.gpu_nodes, 2);
+}
+
+#[test]
+fn nothing_is_concluded_from_lists_that_cannot_be_read() {
+    let facts = Facts {
+        server: Err("no".to_owned()),
+        admission: Err("no".to_owned()),
+        nodes: Err("no".to_owned()),
+        daemon_sets: Err("no".to_owned()),
+        runtime_classes: Err("no".to_owned()),
+        quotas: Err("no".to_owned()),
+        limit_ranges: Err("no".to_owned()),
+        namespaces: Err("no".to_owned()),
+        priority_classes: Err("no".to_owned()),
+        definitions: Err("no".to_owned()),
+        mutating_webhooks: Err("no".to_owned()),
+        validating_webhooks: Err("no".to_owned()),
+    };
+    let report = report_with(&facts, &[]);
+    assert_eq!(report.findings.len(), 12);
+    assert!(report.findings.iter().all(|finding| finding.reason == Reason::NotChecked), "{:#?}", report.findings);
+}
+
+#[test]
+fn old_and_new_versions_of_kubernetes_are_reported() {
+    for (version, expected) in [
+        ("v1.33.9", vec![Reason::KubernetesTooOld]),
+        ("v1.34.0-rc.1+k3s1", vec![]),
+        ("v1.36.9", vec![]),
+        ("v1.37.0", vec![Reason::KubernetesUntested]),
+        ("latest", vec![Reason::NotChecked]),
+    ] {
+        let mut facts = facts(&json!({"nodes": healthy_nodes()}));
+        facts.server = Ok(serde_json::from_value(json!({"gitVersion": version})).unwrap());
+        assert_eq!(problems(&report_with(&facts, &[])), expected, "{version}");
+    }
+}
+
+#[test]
+fn the_version_that_kubectl_writes_is_the_servers() {
+    let mut facts = facts(&json!({"nodes": healthy_nodes()}));
+    let version = json!({"clientVersion": {"gitVersion": "v1.36.0"}, "serverVersion": {"gitVersion": "v1.31.2-eks-1"}});
+    facts.server = Ok(serde_json::from_value(version).unwrap());
+    let report = report_with(&facts, &[]);
+    assert_eq!(report.kubernetes.as_deref(), Some("v1.31.2-eks-1"));
+    finding(&report, Reason::KubernetesTooOld);
+}
+
+#[test]
+fn missing_admission_policies_are_reported() {
+    let mut facts = facts(&json!({"nodes": healthy_nodes()}));
+    let resources = |names: &[&str]| {
+        let resources: Vec<Value> = names.iter().map(|name| json!({"name": name})).collect();
+        Ok(serde_json::from_value(json!({"resources": resources})).unwrap())
+    };
+    facts.admission = resources(&["validatingadmissionpolicies"]);
+    let report = report_with(&facts, &[]);
+    assert_eq!(finding(&report, Reason::MutatingPoliciesMissing).level, Level::Warning);
+    assert_eq!(report.values["admission.gate"], "webhook");
+
+    // Before 1.36 the chart uses the webhook anyway.
+    facts.server = Ok(serde_json::from_value(json!({"gitVersion": "v1.35.1"})).unwrap());
+    assert_eq!(problems(&report_with(&facts, &[])), []);
+
+    facts.admission = resources(&["mutatingadmissionpolicies"]);
+    assert_eq!(finding(&report_with(&facts, &[]), Reason::AdmissionPoliciesMissing).level, Level::Error);
+}
+
+#[test]
+fn a_missing_priority_class_is_reported() {
+    let mut facts = facts(&json!({"nodes": healthy_nodes()}));
+    facts.priority_classes = Ok(serde_json::from_value(json!([named("system-node-critical")])).unwrap());
+    let report = report_with(&facts, &[]);
+    assert!(finding(&report, Reason::PriorityClassMissing).message.contains("system-cluster-critical"));
+}

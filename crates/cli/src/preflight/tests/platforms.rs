@@ -1,0 +1,143 @@
+//! Tests that each platform is detected, from descriptions of clusters in `e2e/platforms`.
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+
+use super::{Level, Reason, finding, gpu_node, healthy_nodes, problems, report_of, report_with, with};
+use crate::preflight::facts::Node;
+use crate::preflight::platform::Platform;
+use crate::preflight::read::from_directory;
+use crate::preflight::report::Report;
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../e2e/platforms").join(name)
+}
+
+fn report_of_fixture(name: &str) -> Report {
+    report_with(&from_directory(&fixture(name)), &[])
+}
+
+#[test]
+fn each_described_platform_is_detected_with_its_values_file() {
+    for (name, platform, files) in [
+        ("gke", Platform::Gke, vec!["gke"]),
+        ("eks-al2023", Platform::EksAl2023, vec!["eks-al2023"]),
+        ("eks-bottlerocket", Platform::EksBottlerocket, vec!["eks-bottlerocket"]),
+        ("aks", Platform::Aks, vec!["aks"]),
+        ("openshift", Platform::OpenShift, vec!["openshift", "gpu-operator"]),
+        ("talos", Platform::Talos, vec!["talos"]),
+        ("k3s", Platform::K3s, vec!["k3s"]),
+        ("rke2", Platform::Rke2, vec!["rke2"]),
+        ("kubeadm", Platform::Kubeadm, vec!["kubeadm"]),
+        ("gpu-operator", Platform::Kubeadm, vec!["kubeadm", "gpu-operator"]),
+    ] {
+        let report = report_of_fixture(name);
+        assert_eq!(report.platforms, [platform.name()], "{name}");
+        assert_eq!(finding(&report, Reason::PlatformDetected).level, Level::Info);
+        let files: Vec<String> = files.iter().map(|file| format!("platforms/{file}.yaml")).collect();
+        assert_eq!(report.values_files, files, "{name}");
+        assert!(report.gpu_nodes > 0, "{name}");
+    }
+}
+
+#[test]
+fn described_platforms_have_only_the_problems_of_their_platform() {
+    for (name, expected) in [
+        ("gke", vec![]),
+        ("eks-al2023", vec![]),
+        ("eks-bottlerocket", vec![]),
+        // The GPU node has the taint sku=gpu, and there is one other node.
+        ("aks", vec![Reason::TaintNotTolerated, Reason::OneOperatorNode]),
+        ("openshift", vec![]),
+        // The namespace does not exist, and Talos enforces `baseline`.
+        ("talos", vec![Reason::PodSecurityTooStrict]),
+        ("k3s", vec![]),
+        ("rke2", vec![]),
+        ("kubeadm", vec![]),
+        ("gpu-operator", vec![]),
+    ] {
+        let mut found = problems(&report_of_fixture(name));
+        // The descriptions have no files for some lists.
+        found.retain(|reason| *reason != Reason::NotChecked);
+        assert_eq!(found, expected, "{name}");
+    }
+}
+
+#[test]
+fn the_drivers_location_and_runtime_class_depend_on_the_platform() {
+    for (name, location, runtime_class) in [
+        ("gke", "/home/kubernetes/bin/nvidia", None),
+        ("eks-al2023", "usual directories", None),
+        ("eks-bottlerocket", "Bottlerocket", None),
+        ("talos", "/usr/local", Some("nvidia")),
+        ("k3s", "usual directories", Some("nvidia")),
+        ("openshift", "/run/nvidia/driver", Some("nvidia")),
+        ("gpu-operator", "/run/nvidia/driver", Some("nvidia")),
+    ] {
+        let report = report_of_fixture(name);
+        assert!(finding(&report, Reason::DriverLayout).message.contains(location), "{name}");
+        assert_eq!(report.values.get("driver.runtimeClassName").and_then(Value::as_str), runtime_class, "{name}");
+    }
+}
+
+#[test]
+fn platforms_are_told_apart_by_labels_systems_and_kubelets() {
+    let kubelet = |version: &str| json!({"status": {"nodeInfo": {"kubeletVersion": version}}});
+    let os = |image: &str| json!({"status": {"nodeInfo": {"osImage": image}}});
+    let label = |name: &str| json!({"metadata": {"labels": {name: "x"}}});
+    for (changes, expected) in [
+        (kubelet("v1.34.1-gke.1829001"), Some(Platform::Gke)),
+        (label("cloud.google.com/gke-nodepool"), Some(Platform::Gke)),
+        (with(kubelet("v1.34.1-eks-113cf36"), &os("Amazon Linux 2023.9.20250929")), Some(Platform::EksAl2023)),
+        (
+            with(kubelet("v1.34.1-eks-113cf36"), &os("Bottlerocket OS 1.63.0 (aws-k8s-1.34-nvidia)")),
+            Some(Platform::EksBottlerocket),
+        ),
+        (with(kubelet("v1.34.1-eks-113cf36"), &os("Ubuntu 22.04.5 LTS")), None),
+        (label("kubernetes.azure.com/cluster"), Some(Platform::Aks)),
+        (os("Red Hat Enterprise Linux CoreOS 9.6.20251212-0 (Plow)"), Some(Platform::OpenShift)),
+        (label("node.openshift.io/os_id"), Some(Platform::OpenShift)),
+        // OpenShift and Talos run on every cloud.
+        (with(os("Talos (v1.11.2)"), &label("kubernetes.azure.com/cluster")), Some(Platform::Talos)),
+        (kubelet("v1.34.1+k3s1"), Some(Platform::K3s)),
+        (kubelet("v1.34.1+rke2r1"), Some(Platform::Rke2)),
+        (kubelet("v1.34.1+k0s"), Some(Platform::K0s)),
+        (label("microk8s.io/cluster"), Some(Platform::MicroK8s)),
+        (kubelet("v1.34.1"), Some(Platform::Kubeadm)),
+        (kubelet("v1.34.1+vendor.2"), None),
+        (kubelet(""), None),
+    ] {
+        let node: Node = serde_json::from_value(with(gpu_node("n"), &changes)).unwrap();
+        assert_eq!(Platform::of(&node), expected, "{changes}");
+    }
+}
+
+#[test]
+fn a_platform_with_another_kubelet_directory_sets_the_value() {
+    let node = with(gpu_node("n"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+k0s"}}}));
+    let report = report_of(&json!({"nodes": [node]}));
+    assert_eq!(report.values["paths.kubelet"], "/var/lib/k0s/kubelet");
+    assert!(report.values_files.is_empty());
+}
+
+#[test]
+fn an_unknown_platform_and_several_platforms_are_reported() {
+    let other = with(gpu_node("n"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+vendor"}}}));
+    assert_eq!(problems(&report_of(&json!({"nodes": [other.clone(), other]}))), [Reason::PlatformUnknown]);
+
+    let k3s = with(gpu_node("edge"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+k3s1"}}}));
+    let mut nodes = healthy_nodes();
+    nodes.as_array_mut().unwrap().push(k3s);
+    let report = report_of(&json!({"nodes": nodes, "runtimeclasses": [super::named("nvidia")]}));
+    let mixed = finding(&report, Reason::PlatformsMixed);
+    assert!(mixed.message.contains("k3s, kubeadm"), "{mixed:?}");
+    assert!(report.values_files.is_empty(), "no file fits both platforms");
+}
+
+#[test]
+fn gke_autopilot_is_an_error() {
+    let node = |name: &str| with(gpu_node(name), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1-gke.1"}}}));
+    let autopilot = report_of(&json!({"nodes": [node("gk3-pool-1"), node("gk3-pool-2")]}));
+    assert_eq!(finding(&autopilot, Reason::PrivilegedPodsRefused).level, Level::Error);
+    assert_eq!(problems(&report_of(&json!({"nodes": [node("gke-pool-1"), node("gke-pool-2")]}))), []);
+}

@@ -1,0 +1,204 @@
+//! Tests of the checks for other software that manages GPUs.
+use serde_json::{Value, json};
+
+use super::{Level, Reason, finding, gpu_node, healthy_nodes, named, problems, report_of, report_with, with};
+use crate::preflight::report::Report;
+
+/// A `DaemonSet` with one container, on all nodes.
+fn daemon_set(name: &str, image: &str) -> Value {
+    json!({
+        "metadata": {"name": name, "namespace": "gpu-tools"},
+        "spec": {"template": {"spec": {
+            "containers": [{"name": "main", "image": image}],
+            "tolerations": [{"operator": "Exists"}]
+        }}}
+    })
+}
+
+/// A `DaemonSet` on nodes with a label.
+fn on_nodes_with(set: Value, label: &str) -> Value {
+    with(set, &json!({"spec": {"template": {"spec": {"nodeSelector": {label: "true"}}}}}))
+}
+
+fn report_of_sets(sets: &[Value]) -> Report {
+    report_of(&json!({"nodes": healthy_nodes(), "daemonsets": sets}))
+}
+
+#[test]
+fn other_device_plugins_are_errors() {
+    for (name, image, software) in [
+        ("nvidia-device-plugin-daemonset", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1", "NVIDIA's device plugin"),
+        ("gpu-plugin", "mirror.example/nvidia/k8s-device-plugin@sha256:00", "NVIDIA's device plugin"),
+        ("nvidia-gpu-device-plugin", "example/plugin:1", "a device plugin for NVIDIA GPUs"),
+        ("hami-device-plugin", "projecthami/hami:v2.7.0", "HAMi"),
+        ("nos-gpu-agent", "ghcr.io/nebuly-ai/nos-gpu-agent:0.1.2", "Nos"),
+        ("plugin", "ghcr.io/nebuly-ai/k8s-device-plugin:0.13.0", "Nos"),
+        ("volcano-device-plugin", "docker.io/volcanosh/volcano-vgpu-device-plugin:v1.11", "Volcano"),
+        ("gpushare-device-plugin-ds", "registry.example/acs/k8s-gpushare-plugin:v2", "Alibaba Cloud"),
+        ("nvidia-device-plugin-mps-control-daemon", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1", "MPS control daemon"),
+    ] {
+        let report = report_of_sets(&[daemon_set(name, image)]);
+        let found = finding(&report, Reason::RivalPlugin);
+        assert_eq!(found.level, Level::Error);
+        assert!(found.message.contains(software) && found.message.contains("gpu-1, gpu-2"), "{name}: {found:?}");
+        assert!(found.message.contains(&format!("gpu-tools/{name}")), "{found:?}");
+        assert_eq!(problems(&report), [Reason::RivalPlugin], "{name}");
+    }
+}
+
+#[test]
+fn plugins_of_gke_and_of_the_gpu_operator_are_disabled_by_a_label() {
+    let gke = with(
+        daemon_set("nvidia-gpu-device-plugin-large-cos", "gke.gcr.io/nvidia-gpu-device-plugin:1"),
+        &json!({"metadata": {"namespace": "kube-system"}}),
+    );
+    let report = report_of_sets(&[gke]);
+    assert!(finding(&report, Reason::RivalPlugin).action.contains("gke-no-default-nvidia-gpu-device-plugin=true"));
+
+    let label = "nvidia.com/gpu.deploy.device-plugin";
+    let plugin = daemon_set("nvidia-device-plugin-daemonset", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1");
+    let plugin = on_nodes_with(plugin, label);
+    let labelled = with(gpu_node("gpu-3"), &json!({"metadata": {"labels": {label: "true"}}}));
+    let nodes = json!([gpu_node("gpu-1"), gpu_node("gpu-2"), labelled]);
+    let report = report_of(&json!({"nodes": nodes, "daemonsets": [plugin], "runtimeclasses": [named("nvidia")]}));
+    let found = finding(&report, Reason::RivalPlugin);
+    assert!(found.action.contains("nvidia.com/gpu.deploy.device-plugin=false"), "{found:?}");
+    assert!(found.message.contains("runs on gpu-3."), "{found:?}");
+    assert_eq!(report.values_files, ["platforms/kubeadm.yaml", "platforms/gpu-operator.yaml"]);
+}
+
+#[test]
+fn a_plugin_on_other_nodes_is_only_a_fact() {
+    let plugin = daemon_set("nvidia-device-plugin-daemonset", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1");
+    let elsewhere = on_nodes_with(plugin.clone(), "legacy");
+    let report = report_of_sets(&[elsewhere]);
+    assert_eq!(problems(&report), []);
+    assert_eq!(finding(&report, Reason::RivalPluginElsewhere).level, Level::Info);
+
+    // A node affinity that excludes the nodes for Cleave, as docs/how-to/enable-nodes.md describes.
+    let requirement = json!({"key": "gpu", "operator": "NotIn", "values": ["cleave"]});
+    let terms = json!({"nodeSelectorTerms": [{"matchExpressions": [requirement]}]});
+    let affinity = json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}});
+    let plugin = with(plugin, &json!({"spec": {"template": {"spec": {"affinity": affinity}}}}));
+    let mut nodes = healthy_nodes();
+    nodes[1] = with(nodes[1].clone(), &json!({"metadata": {"labels": {"gpu": "cleave"}}}));
+    let facts = super::facts(&json!({"nodes": nodes, "daemonsets": [plugin]}));
+    assert_eq!(problems(&report_with(&facts, &[("gpu", "cleave")])), []);
+    assert!(finding(&report_with(&facts, &[]), Reason::RivalPlugin).message.contains("runs on gpu-1."));
+}
+
+#[test]
+fn software_that_serves_no_gpus_is_not_a_rival() {
+    let discovery = with(
+        daemon_set("gpu-feature-discovery", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1"),
+        &json!({"spec": {"template": {"spec": {"containers": [
+            {"name": "main", "image": "nvcr.io/nvidia/k8s-device-plugin:v0.18.1", "command": ["gpu-feature-discovery"]}
+        ]}}}}),
+    );
+    let exporter = daemon_set("dcgm-exporter", "nvcr.io/nvidia/k8s/dcgm-exporter:4.4.1");
+    let toolkit = daemon_set("nvidia-container-toolkit-daemonset", "nvcr.io/nvidia/k8s/container-toolkit:v1.18.1");
+    assert_eq!(problems(&report_of_sets(&[discovery, exporter, toolkit])), []);
+}
+
+#[test]
+fn gpus_that_no_known_daemon_set_serves_are_errors() {
+    let served = json!({"status": {"capacity": {"nvidia.com/gpu": "8"}, "allocatable": {"nvidia.com/gpu": "8"}}});
+    let serving = |changes: &Value| {
+        let node = with(with(gpu_node("gpu-1"), &served), changes);
+        report_of(&json!({"nodes": [node, gpu_node("gpu-2")]}))
+    };
+    let found = serving(&json!({}));
+    let found = finding(&found, Reason::GpusServedByOthers);
+    assert!(found.level == Level::Error && found.message.contains("gpu-1"), "{found:?}");
+
+    let os = |image: &str| json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.0-eks-1", "osImage": image}}});
+    let bottlerocket = serving(&os("Bottlerocket OS 1.63.0 (aws-k8s-1.35-nvidia)"));
+    let action = &finding(&bottlerocket, Reason::GpusServedByOthers).action;
+    assert!(action.contains("settings.kubelet-device-plugins.nvidia.enabled"), "{action}");
+    let auto = serving(&os("Bottlerocket (EKS Auto, Nvidia) 2026.1.1 (aws-k8s-1.35-nvidia)"));
+    let action = &finding(&auto, Reason::GpusServedByOthers).action;
+    assert!(action.contains("EKS Auto Mode"), "{action}");
+}
+
+#[test]
+fn resources_of_a_removed_plugin_are_not_served() {
+    // The kubelet keeps the capacity after the plugin has ended, but nothing is allocatable.
+    let left = json!({"status": {"capacity": {"nvidia.com/gpu": "8"}, "allocatable": {"nvidia.com/gpu": "0"}}});
+    assert_eq!(problems(&report_of(&json!({"nodes": [with(gpu_node("a"), &left), gpu_node("b")]}))), []);
+}
+
+#[test]
+fn resources_of_an_installed_cleave_are_its_own() {
+    let served = json!({"status": {"allocatable": {"nvidia.com/gpu-mps": "10"}}});
+    let agent = with(
+        daemon_set("cleave-agent", "localhost/cleave:0.1.0"),
+        &json!({"spec": {"template": {"spec": {"containers": [
+            {"name": "agent", "command": ["/usr/bin/cleave-supervise", "/usr/bin/cleave-agent"]}
+        ]}}}}),
+    );
+    let nodes = json!([with(gpu_node("a"), &served), gpu_node("b")]);
+    let report = report_of(&json!({"nodes": nodes, "daemonsets": [agent]}));
+    assert_eq!(problems(&report), []);
+    finding(&report, Reason::AlreadyInstalled);
+}
+
+#[test]
+fn the_dra_driver_is_an_error_only_if_it_allocates_gpus() {
+    let driver = |containers: &[&str]| {
+        let containers: Vec<Value> = containers
+            .iter()
+            .map(|name| json!({"name": name, "image": "nvcr.io/nvidia/k8s-dra-driver-gpu:v25.8.0"}))
+            .collect();
+        with(
+            daemon_set("nvidia-dra-driver-gpu-kubelet-plugin", ""),
+            &json!({"spec": {"template": {"spec": {"containers": containers}}}}),
+        )
+    };
+    let report = report_of_sets(&[driver(&["compute-domains", "gpus"])]);
+    assert_eq!(finding(&report, Reason::DraDriver).level, Level::Error);
+    assert_eq!(problems(&report_of_sets(&[driver(&["compute-domains"])])), []);
+}
+
+#[test]
+fn the_mig_manager_keeps_mig_mode() {
+    let manager = daemon_set("nvidia-mig-manager", "nvcr.io/nvidia/cloud-native/k8s-mig-manager:v0.13.0");
+    let report = report_of_sets(&[manager.clone()]);
+    assert_eq!(finding(&report, Reason::MigManager).level, Level::Warning);
+    assert_eq!(report.values["agent.migMode"], "Never");
+    let report = report_of_sets(&[on_nodes_with(manager, "other")]);
+    assert_eq!(problems(&report), []);
+    assert!(report.values.is_empty());
+}
+
+#[test]
+fn installed_operators_without_plugins_are_facts() {
+    let objects = json!({
+        "nodes": healthy_nodes(),
+        "customresourcedefinitions": [named("clusterpolicies.nvidia.com"), named("widgets.example.com")]
+    });
+    let report = report_of(&objects);
+    let found = finding(&report, Reason::OtherSoftwareInstalled);
+    assert!(found.level == Level::Info && found.message.contains("GPU Operator"), "{found:?}");
+}
+
+#[test]
+fn the_driver_container_needs_the_runtime_class() {
+    let driver = daemon_set("nvidia-driver-daemonset", "nvcr.io/nvidia/driver:580.105.08-ubuntu24.04");
+    let report = report_of_sets(std::slice::from_ref(&driver));
+    assert_eq!(problems(&report), [Reason::RuntimeClassMissing]);
+    assert!(finding(&report, Reason::DriverLayout).message.contains("/run/nvidia/driver"));
+
+    let objects = json!({"nodes": healthy_nodes(), "daemonsets": [driver], "runtimeclasses": [named("nvidia")]});
+    let report = report_of(&objects);
+    assert_eq!(problems(&report), []);
+    finding(&report, Reason::RuntimeClassFound);
+    assert_eq!(report.values["driver.runtimeClassName"], "nvidia");
+}
+
+#[test]
+fn a_platform_whose_runtime_is_not_the_default_needs_the_runtime_class() {
+    let k3s = with(gpu_node("a"), &json!({"status": {"nodeInfo": {"kubeletVersion": "v1.35.1+k3s1"}}}));
+    let other = with(k3s.clone(), &json!({"metadata": {"name": "b"}}));
+    let report = report_of(&json!({"nodes": [k3s, other], "runtimeclasses": [named("crun")]}));
+    assert_eq!(finding(&report, Reason::RuntimeClassMissing).level, Level::Error);
+}
