@@ -37,6 +37,7 @@ fn mps_host_view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::H
         server_pid: None,
         restarts,
         enforcement: Enforcement::Hard,
+        holds_clients: false,
         message: String::new(),
         clients: Vec::new(),
         fault: None,

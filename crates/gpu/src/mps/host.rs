@@ -14,7 +14,6 @@ pub use super::args::HostArgs;
 use super::args::{HostCommand, PathArgs};
 use super::compute_mode::SettableComputeMode;
 use super::context::{HostContext, HostOptions};
-use super::drivers::DriverEvidence;
 pub use super::error::HostError;
 use super::files::{self, DesiredWatch};
 use super::process::Children;
@@ -99,19 +98,7 @@ fn build_host_options(args: PathArgs, subcommand: Option<&str>) -> Result<HostOp
     if let Some(library) = nvml_library {
         compute_mode.extend(["--nvml-library".into(), library.into_os_string()]);
     }
-    let driver = read_driver_evidence(&driver_version_file);
-    Ok(HostOptions { mps_control, library_path: mps_library_path, compute_mode, driver })
-}
-
-/// Returns what is known about the MPS of the loaded driver.
-fn read_driver_evidence(version_file: &Path) -> DriverEvidence {
-    match std::fs::read_to_string(version_file) {
-        Ok(version) => DriverEvidence::of_version(version.trim()),
-        Err(error) => {
-            tracing::warn!(path = %version_file.display(), %error, "failed to read the driver's version");
-            DriverEvidence::Assumed
-        }
-    }
+    Ok(HostOptions { mps_control, library_path: mps_library_path, compute_mode, driver_version_file })
 }
 
 /// Raises the limit on open files as far as allowed. Returns the limit in force.

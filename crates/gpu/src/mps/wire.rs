@@ -286,6 +286,10 @@ pub struct DaemonStatus {
     pub restarts: u32,
     /// Whether doors can enforce limits per allocation on this driver.
     pub enforcement: Enforcement,
+    /// Whether doors hold all clients, because the daemon sent several unexpected replies to
+    /// clients in a row. Clients that are connected still run. Older MPS hosts omit it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub holds_clients: bool,
     /// The current or last problem. The text is empty if no problem occurred.
     pub message: String,
     /// Clients by PID as MPS lists them, each with the allocation whose door it used.
@@ -505,7 +509,7 @@ mod tests {
         let older =
             r#"{"state":"Active","pid":7,"serverPid":8,"restarts":0,"enforcement":"Hard","message":"","clients":[]}"#;
         let mut status: DaemonStatus = serde_json::from_str(older).unwrap();
-        assert_eq!(status.fault, None);
+        assert_eq!((&status.fault, status.holds_clients), (&None, false));
         assert_eq!(
             serde_json::to_string(&status).unwrap(),
             older,
