@@ -22,7 +22,7 @@ use super::socket;
 use super::wire::Paths;
 use crate::nvml;
 
-/// Interval of checks whether door sockets were removed.
+/// Interval of checks whether door sockets were removed, and of retries.
 const RECONCILER_MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Limit on open files that this process requests. MPS servers inherit the limit and need 16,384.
 /// Doors need several descriptors per client.
@@ -74,7 +74,10 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
             // Cancel-safe: signals and events remain queued.
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
-            () = sleep(RECONCILER_MAINTENANCE_INTERVAL) => reconciler.restore_sockets_and_drop_unused_devices(),
+            () = sleep(RECONCILER_MAINTENANCE_INTERVAL) => {
+                reconciler.restore_sockets_and_drop_unused_devices();
+                reconciler.retry_failed_operations();
+            }
             () = desired.wait_until_written() => reconciler.apply_desired_file(),
         }
     }

@@ -268,8 +268,11 @@ pub struct MpsHostStatus {
     pub daemons: BTreeMap<String, DaemonStatus>,
     /// Allocations with an open door, by id.
     pub allocations: BTreeMap<String, AllocationStatus>,
-    /// Why the desired file could not be applied, wholly or in part.
+    /// Why the desired file could not be applied. Older MPS hosts add the errors of doors.
     pub error: Option<String>,
+    /// Why doors could not be opened, by device. Older MPS hosts omit it.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub door_errors: BTreeMap<String, String>,
 }
 
 /// Status of one daemon.
