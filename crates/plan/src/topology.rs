@@ -62,18 +62,58 @@ pub struct Topology {
     gpus: Vec<String>,
     /// Score of each pair, row by row.
     scores: Vec<u32>,
+    /// Whether the link of each pair is known, row by row.
+    known: Vec<bool>,
 }
 
 impl Topology {
     /// Creates the topology of GPUs in NVML's order. `link` returns the link between two of them,
     /// by index.
     pub fn new(gpus: Vec<String>, link: impl Fn(usize, usize) -> GpuLink) -> Self {
-        let pair = |one: usize, other: usize| {
-            if one == other { 0 } else { link(one.min(other), one.max(other)).score() }
+        Self::from_pairs(gpus, |one, other| (link(one, other).score(), true))
+    }
+
+    /// Creates the topology of GPUs as [`Topology::new`] does. `is_known` returns whether the link
+    /// between two GPUs is known. If it is not, `link` returns the known part of the link.
+    pub fn with_unknown_links(
+        gpus: Vec<String>,
+        link: impl Fn(usize, usize) -> GpuLink,
+        is_known: impl Fn(usize, usize) -> bool,
+    ) -> Self {
+        Self::from_pairs(gpus, |one, other| (link(one, other).score(), is_known(one, other)))
+    }
+
+    /// Creates a topology. `pair` returns the score of two GPUs and whether their link is known.
+    fn from_pairs(gpus: Vec<String>, pair: impl Fn(usize, usize) -> (u32, bool)) -> Self {
+        let symmetric = |one: usize, other: usize| {
+            if one == other { (0, true) } else { pair(one.min(other), one.max(other)) }
         };
-        let scores = (0..gpus.len()).flat_map(|one| (0..gpus.len()).map(move |other| (one, other)));
-        let scores = scores.map(|(one, other)| pair(one, other)).collect();
-        Self { gpus, scores }
+        let pairs = (0..gpus.len()).flat_map(|one| (0..gpus.len()).map(move |other| (one, other)));
+        let (scores, known) = pairs.map(|(one, other)| symmetric(one, other)).unzip();
+        Self { gpus, scores, known }
+    }
+
+    /// Returns whether all links are known.
+    pub fn has_all_links(&self) -> bool {
+        self.known.iter().all(|known| *known)
+    }
+
+    /// Returns this topology with the GPUs and links of `earlier` that are not known now. A GPU of
+    /// this topology keeps an earlier link to another GPU if the present link is unknown.
+    #[must_use]
+    pub fn with_earlier_links(&self, earlier: &Self) -> Self {
+        let added = self.gpus.iter().filter(|gpu| earlier.position(gpu).is_none());
+        let gpus: Vec<String> = earlier.gpus.iter().chain(added).cloned().collect();
+        let positions: Vec<_> = gpus.iter().map(|gpu| (self.position(gpu), earlier.position(gpu))).collect();
+        Self::from_pairs(gpus, |one, other| {
+            let present = self.known_pair(positions[one].0, positions[other].0);
+            let before = earlier.known_pair(positions[one].1, positions[other].1);
+            match (present, before) {
+                (Some((score, true)), _) | (_, Some((score, true))) => (score, true),
+                (Some(unknown), _) | (None, Some(unknown)) => unknown,
+                (None, None) => (0, false),
+            }
+        })
     }
 
     /// Returns the UUIDs of the GPUs.
@@ -116,10 +156,14 @@ impl Topology {
     }
 
     fn pair_score(&self, one: Option<usize>, other: Option<usize>) -> u32 {
-        match (one, other) {
-            (Some(one), Some(other)) => self.scores[one * self.gpus.len() + other],
-            _ => 0,
-        }
+        self.known_pair(one, other).map_or(0, |(score, _)| score)
+    }
+
+    /// Returns the score of two GPUs and whether their link is known. `None` if the topology does
+    /// not contain both.
+    fn known_pair(&self, one: Option<usize>, other: Option<usize>) -> Option<(u32, bool)> {
+        let at = one? * self.gpus.len() + other?;
+        Some((self.scores[at], self.known[at]))
     }
 }
 

@@ -277,3 +277,24 @@ fn a_choice_among_more_gpus_uses_one_group_if_possible() {
     assert_eq!(choose(&topology, &all, &[3, 9], 2), [3, 9], "required");
     assert_eq!(choose(&topology, &all, &[], 24), all);
 }
+
+#[test]
+fn unknown_links_keep_their_earlier_score_and_known_ones_replace_it() {
+    let nvlinks = |nvlinks: u8| move |_: usize, _: usize| GpuLink { nvlinks, ..GpuLink::default() };
+    let names = |names: &str| names.split(' ').map(String::from).collect::<Vec<_>>();
+    let pair_scores = |topology: &Topology| {
+        ["A B", "A C", "B C", "A D"].map(|pair| topology.score(&pair.split(' ').collect::<Vec<_>>()))
+    };
+    let before = Topology::new(names("A B C"), nvlinks(3));
+    assert!(before.has_all_links());
+    // GPU C is not listed, D is new, and the link between A and B is unknown.
+    let read = Topology::with_unknown_links(names("B A D"), nvlinks(1), |one, other| one + other != 1);
+    assert!(!read.has_all_links());
+    let both = read.with_earlier_links(&before);
+    assert_eq!(both.gpus(), names("A B C D"));
+    assert_eq!(pair_scores(&both), [300, 300, 300, 100]);
+    assert!(!both.has_all_links(), "nobody knows the link between C and D");
+    let again = Topology::new(names("A B"), nvlinks(2)).with_earlier_links(&both);
+    assert_eq!(pair_scores(&again), [200, 300, 300, 100], "the newer link of A and B");
+    assert_eq!(read.with_earlier_links(&Topology::default()), read, "nothing is known yet");
+}

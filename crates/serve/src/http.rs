@@ -4,7 +4,9 @@
 //! deadline for the headers of each request, and the number of connections is limited. If all are
 //! in use, a new connection replaces the oldest one: probes of the kubelet are answered although
 //! thousands of silent peers connect. Each request is answered within milliseconds, so the oldest
-//! connection is idle or slow.
+//! connection is idle or slow. Peers may also connect faster than their connections are served. So
+//! the connections run after each new one, and one that has sent its request is answered before
+//! another one replaces it.
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -15,6 +17,7 @@ use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
+use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -61,6 +64,8 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stop: 
                 }
                 let served = serve_connection(stream, router.clone(), limits.headers, ending.watcher());
                 connections.push_back(AbortOnDropHandle::new(tokio::spawn(served)));
+                // The runtime runs the connections and reads the state of their sockets first.
+                yield_now().await;
             }
             Err(error) => {
                 if !std::mem::replace(&mut has_failed, true) {

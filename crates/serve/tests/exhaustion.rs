@@ -12,7 +12,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::routing::get;
 use cleave_serve::{descriptors, http};
-use rustix::process::{Resource, Rlimit};
+use rustix::process::{Pid, Resource, Rlimit, Signal, WaitOptions, kill_process, waitpid};
 use tokio_util::sync::CancellationToken;
 
 /// Name of the test that is the server.
@@ -21,8 +21,13 @@ const SERVER: &str = "the_server_of_the_other_tests";
 const SERVE: &str = "TEST_SERVE_HEADER_TIMEOUT_MS";
 /// Time limit of each read and write. Longer than any step takes on a busy machine.
 const TEST_TIMEOUT: Duration = Duration::from_secs(60);
+/// Number of connections that the kernel queues for the server.
+const BACKLOG: u32 = 1024;
 /// Limit of open files of the server: as low as in some container runtimes.
 const DESCRIPTORS: u64 = 256;
+
+/// Requests the number of open files of the server.
+const REQUEST: &[u8] = b"GET /open HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n";
 
 struct Server {
     process: Child,
@@ -55,7 +60,9 @@ fn the_server_of_the_other_tests() {
     rustix::process::setrlimit(Resource::Nofile, limit).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        let listener = socket.listen(BACKLOG).unwrap();
         println!("serving {}", listener.local_addr().unwrap());
         let open = || async { descriptors::usage().unwrap().open.to_string() };
         let limits = http::Limits { headers: Duration::from_millis(headers.parse().unwrap()), ..Default::default() };
@@ -74,7 +81,12 @@ fn connect(server: &Server) -> TcpStream {
 /// Requests the number of open files of the server.
 fn request_open_files(server: &Server) -> u64 {
     let mut stream = connect(server);
-    stream.write_all(b"GET /open HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n").unwrap();
+    stream.write_all(REQUEST).unwrap();
+    read_open_files(stream)
+}
+
+/// Reads the answer to [`REQUEST`].
+fn read_open_files(mut stream: TcpStream) -> u64 {
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
@@ -101,6 +113,21 @@ fn thousands_of_silent_connections_delay_no_request_with_256_descriptors() {
         assert!(open < DESCRIPTORS / 2, "round {round}: {open} open files");
     }
     assert!(is_closed(&silent[0]), "the oldest connection");
+}
+
+#[test]
+fn of_200_connections_at_once_the_one_with_a_request_is_answered() {
+    let server = start_server(Duration::from_secs(3600));
+    let pid = Pid::from_child(&server.process);
+    for position in [0, 70, 135, 199] {
+        // While the server is stopped, the kernel queues connections and requests.
+        kill_process(pid, Signal::STOP).unwrap();
+        waitpid(Some(pid), WaitOptions::UNTRACED).unwrap();
+        let mut burst: Vec<TcpStream> = (0..200).map(|_| connect(&server)).collect();
+        burst[position].write_all(REQUEST).unwrap();
+        kill_process(pid, Signal::CONT).unwrap();
+        read_open_files(burst.swap_remove(position));
+    }
 }
 
 #[test]

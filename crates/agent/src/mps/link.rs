@@ -264,6 +264,7 @@ mod tests {
             server_pid: None,
             restarts: 0,
             enforcement: Enforcement::Hard,
+            holds_clients: false,
             message: String::new(),
             clients: Vec::new(),
             fault: None,

@@ -19,11 +19,19 @@ pub struct HostView {
 }
 
 impl HostView {
-    /// Returns whether the handshake of a device's daemon is unknown, and its settings do not
-    /// accept that. The state of the daemon does not matter: MPS hosts of earlier versions serve.
+    /// Returns whether no program can start on a device because of its daemon's handshake: the
+    /// handshake is unknown and the settings do not accept that, or doors hold clients. The state of
+    /// the daemon does not matter: MPS hosts of earlier versions serve.
     pub fn has_unknown_handshake(&self, device: &str, settings: &DaemonSettings) -> bool {
         let advisory = |daemon: &DaemonStatus| daemon.enforcement == Enforcement::Advisory;
-        !settings.accept_advisory && self.status.daemons.get(device).is_some_and(advisory)
+        let unaccepted = !settings.accept_advisory && self.status.daemons.get(device).is_some_and(advisory);
+        unaccepted || self.holds_clients(device)
+    }
+
+    /// Returns whether the doors of a device hold all clients, because the daemon's replies to
+    /// clients are unexpected.
+    pub fn holds_clients(&self, device: &str) -> bool {
+        self.status.daemons.get(device).is_some_and(|daemon| daemon.holds_clients)
     }
 }
 

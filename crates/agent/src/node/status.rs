@@ -54,7 +54,8 @@ pub mod reason {
     pub const HEALTHY: &str = "Healthy";
     /// `LimitsEnforced`: doors enforce the limits of all shares.
     pub const DOORS_ENFORCE: &str = "DoorsEnforce";
-    /// Not `LimitsEnforced`: the MPS handshake of the driver is unknown. Shares are Unhealthy.
+    /// Not `LimitsEnforced`: the MPS handshake of the driver is unknown, or the daemon's replies to
+    /// clients are unexpected. Shares are Unhealthy.
     pub const UNKNOWN_HANDSHAKE: &str = "UnknownHandshake";
     /// Not `LimitsEnforced`: the handshake is unknown, and the policy accepts advisory limits.
     pub const ADVISORY_LIMITS: &str = "AdvisoryLimits";
@@ -103,6 +104,9 @@ pub struct StatusInput<'a> {
 /// Problem of a daemon whose handshake is unknown.
 const UNKNOWN_HANDSHAKE: &str = "the driver's MPS handshake is unknown, so doors cannot enforce the limits of shares. Run `cleave doctor` on the node. To serve shares whose limits pods can change, set `mps.enforcement: Advisory` in the SharingPolicy";
 
+/// Problem of a daemon whose doors hold clients.
+const HELD_CLIENTS: &str = "the MPS daemon sends unexpected replies to programs that start. They wait at their doors, and none starts without limits. Programs that already use the GPU still run. Run `cleave doctor` on the node";
+
 /// Checks that the MPS daemon of a device serves with its settings.
 ///
 /// # Errors
@@ -112,7 +116,7 @@ pub fn check_daemon(view: &HostView, device: &str, settings: &DaemonSettings) ->
         return Err("the MPS host does not answer".into());
     }
     if view.has_unknown_handshake(device, settings) {
-        return Err(UNKNOWN_HANDSHAKE.into());
+        return Err(if view.holds_clients(device) { HELD_CLIENTS } else { UNKNOWN_HANDSHAKE }.into());
     }
     match view.status.daemons.get(device) {
         Some(DaemonStatus { state: DaemonState::Active, .. }) => Ok(()),
@@ -200,9 +204,10 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     }
 }
 
-/// Checks that the MPS host does not refuse the current settings of a daemon.
+/// Checks that the MPS host does not refuse the current settings of a daemon, or of its doors.
 fn check_settings(input: &StatusInput<'_>, device: &str) -> Result<(), String> {
-    match &input.view.status.error {
+    let status = &input.view.status;
+    match status.error.as_ref().or_else(|| status.door_errors.get(device)) {
         Some(error) if input.outdated_daemons.contains(device) => Err(format!("the MPS host reports: {error}")),
         _ => Ok(()),
     }
@@ -344,6 +349,7 @@ fn daemon_status(input: &StatusInput<'_>, device: &str, settings: &DaemonSetting
         state: status.map(|daemon| daemon_state_name(state(daemon)).to_owned()).unwrap_or_default(),
         pid: status.and_then(|daemon| daemon.pid),
         door: match status.map(|daemon| daemon.enforcement) {
+            Some(_) if view.holds_clients(device) => door::UNKNOWN.into(),
             Some(Enforcement::Hard) => door::HARD.into(),
             Some(Enforcement::Advisory) if settings.accept_advisory => door::ADVISORY.into(),
             Some(Enforcement::Advisory) => door::UNKNOWN.into(),
@@ -445,19 +451,22 @@ fn gpus_healthy_condition(input: &StatusInput<'_>) -> ConditionContent {
 /// Returns the condition `LimitsEnforced`, or `None` if no MPS daemon has reported its handshake.
 fn limits_enforced_condition(input: &StatusInput<'_>, gpus: &[GpuStatus]) -> Option<ConditionContent> {
     let doors = || gpus.iter().flat_map(|gpu| gpu.mps.iter().map(move |daemon| (gpu, daemon)));
-    let devices_with = |kind: &str| {
-        let of_kind = doors().filter(|(_, daemon)| daemon.door == kind);
+    let devices_with = |kind: &str, held: bool| {
+        let of_kind =
+            doors().filter(|(_, daemon)| daemon.door == kind && input.view.holds_clients(&daemon.device) == held);
         of_kind.map(|(gpu, daemon)| format!("{} (GPU {})", daemon.device, gpu.index)).collect::<Vec<_>>().join(", ")
     };
-    let (unknown, advisory) = (devices_with(door::UNKNOWN), devices_with(door::ADVISORY));
     let version = input.hardware.driver.version().unwrap_or_default();
+    let unknown: Vec<String> = [(false, UNKNOWN_HANDSHAKE), (true, HELD_CLIENTS)]
+        .into_iter()
+        .map(|(held, problem)| (devices_with(door::UNKNOWN, held), problem))
+        .filter(|(devices, _)| !devices.is_empty())
+        .map(|(devices, problem)| format!("{devices}, driver {version}: {problem}"))
+        .collect();
     if !unknown.is_empty() {
-        return Some(condition_content(
-            false,
-            reason::UNKNOWN_HANDSHAKE,
-            format!("{unknown}, driver {version}: {UNKNOWN_HANDSHAKE}"),
-        ));
+        return Some(condition_content(false, reason::UNKNOWN_HANDSHAKE, unknown.join("; ")));
     }
+    let advisory = devices_with(door::ADVISORY, false);
     if !advisory.is_empty() {
         let message = format!(
             "{advisory}, driver {version}: the MPS handshake is unknown, and the SharingPolicy accepts advisory limits. Pods can change their limits and send commands to the MPS daemon"

@@ -37,6 +37,7 @@ fn mps_host_view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::H
         server_pid: None,
         restarts,
         enforcement: Enforcement::Hard,
+        holds_clients: false,
         message: String::new(),
         clients: Vec::new(),
         fault: None,
@@ -223,6 +224,13 @@ fn a_daemon_is_reported_as_active_only_with_its_current_settings() {
     let health = &actions.status.gpus[0].health;
     assert_eq!((health.healthy, health.reason.as_str()), (false, "MpsUnavailable"));
     assert!(health.message.contains("desired.json has version 9"), "{}", health.message);
+    for (device, healthy) in [("GPU-b", true), ("GPU-a", false)] {
+        let mut failed = mps_host_view(DaemonState::Active, 0, &desired);
+        failed.status.door_errors = BTreeMap::from([(device.to_owned(), "no free descriptor".to_owned())]);
+        node.record_mps_view(failed);
+        let health = node.reconcile(&mut table, start + REMOVAL_DELAY).status.gpus[0].health.clone();
+        assert_eq!(health.healthy, healthy, "a door of {device}: {}", health.message);
+    }
     node.record_mps_view(mps_host_view(DaemonState::BackOff, 0, &changed.desired));
     assert_eq!(state(&node.reconcile(&mut table, start + REMOVAL_DELAY)), "BackOff");
     node.record_mps_view(mps_host_view(DaemonState::Active, 0, &changed.desired));
@@ -324,6 +332,33 @@ fn shares_with_an_unknown_handshake_are_unhealthy_at_once() {
         metrics.set_node(&actions.status);
         let text = metrics.encode().unwrap();
         assert!(text.contains(r#"cleave_agent_mps_door{device="GPU-a",door="Unknown"} 1"#), "{text}");
+    }
+}
+
+#[test]
+fn shares_whose_doors_hold_clients_are_unhealthy_until_the_daemons_replies_are_expected() {
+    let start = Instant::now();
+    for object in [spec_object(10), advisory_spec()] {
+        let (mut node, mut table, _) = serving_node(start);
+        node.record_gpu_node(object);
+        let desired = node.reconcile(&mut table, start).desired;
+        let mut view = mps_host_view(DaemonState::Active, 0, &desired);
+        view.status.daemons.values_mut().for_each(|daemon| daemon.holds_clients = true);
+        node.record_mps_view(view);
+        let held = node.reconcile(&mut table, start);
+        let gpu = &held.status.gpus[0];
+        assert_eq!((count_healthy(&held), gpu.mps[0].door.as_str()), (0, "Unknown"));
+        assert!(gpu.health.message.contains("unexpected replies"), "{}", gpu.health.message);
+        assert!(!gpu.health.message.contains("Advisory"), "consent changes nothing: {}", gpu.health.message);
+        assert_eq!(condition(&held, CONDITION_LIMITS_ENFORCED), Some(("False".into(), "UnknownHandshake".into())));
+        let metrics = crate::metrics::Metrics::new();
+        metrics.set_node(&held.status);
+        let text = metrics.encode().unwrap();
+        assert!(text.contains(r#"cleave_agent_mps_door{device="GPU-a",door="Unknown"} 1"#), "{text}");
+        node.record_mps_view(mps_host_view(DaemonState::Active, 0, &desired));
+        let served = node.reconcile(&mut table, start);
+        assert_eq!((count_healthy(&served), served.status.gpus[0].mps[0].door.as_str()), (10, "Hard"));
+        assert_eq!([event_reasons(&held), event_reasons(&served)].concat(), ["MpsUnavailable", "Recovered"]);
     }
 }
 

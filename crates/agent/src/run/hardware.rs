@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use cleave_gpu::nvml::{EventWatch, Library, NvmlError, Worker};
+use cleave_plan::topology::Topology;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
@@ -32,7 +33,7 @@ const MIN_GPU_POLL_INTERVAL: Duration = Duration::from_millis(100);
 const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Interval between reads of the links between GPUs. The links change only if hardware fails.
 const LINKS_POLL_INTERVAL: Duration = Duration::from_secs(3600);
-/// Interval between reads of the links while a read fails or omits a GPU.
+/// Interval between reads of the links while a read fails, omits a GPU or does not know a link.
 const LINKS_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// Answers that arrive within this time of the first form one input. A poll of eight GPUs then
 /// causes one reconciliation instead of eight.
@@ -183,17 +184,20 @@ async fn watch_gpu(
 }
 
 /// Reads the links between the GPUs each time that the driver's number of GPUs changes, which
-/// includes that the driver returns, and at long intervals.
+/// includes that the driver returns, and at long intervals. A read that is not complete replaces
+/// only the links that it knows.
 async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: watch::Receiver<u32>) {
+    let mut known = Topology::default();
     loop {
         let expected = *count.borrow_and_update();
         let mut complete = expected == 0;
         if expected > 0 {
             match worker.call(GPU_CALL_TIMEOUT, |gpus| gpus.topology()).await {
                 Ok(topology) => {
-                    complete = u32::try_from(topology.gpus().len()) == Ok(expected);
+                    complete = u32::try_from(topology.gpus().len()) == Ok(expected) && topology.has_all_links();
                     tracing::debug!(complete, "read the links between GPUs");
-                    if inputs.send(Input::Topology(topology)).await.is_err() {
+                    known = if complete { topology } else { topology.with_earlier_links(&known) };
+                    if inputs.send(Input::Topology(known.clone())).await.is_err() {
                         return;
                     }
                 }
@@ -221,14 +225,14 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use cleave_gpu::nvml::{ComputeMode, DriverInfo, Gpu, Gpus, MigActivation, MigInstance, NvmlError, Process};
-    use cleave_plan::topology::{GpuLink, Topology};
+    use cleave_plan::topology::GpuLink;
 
     use super::*;
 
-    /// NVML whose first read of links fails. Each later read lists one GPU more.
-    #[derive(Default)]
+    /// NVML that counts the reads of links and passes their number, from 0, to `read`.
     struct FakeNvml {
         reads: AtomicUsize,
+        read: fn(usize) -> Result<Topology, NvmlError>,
     }
 
     const UNSUPPORTED: NvmlError = NvmlError::NotSupported { call: "test" };
@@ -241,10 +245,7 @@ mod tests {
             Err(UNSUPPORTED)
         }
         fn topology(&self) -> Result<Topology, NvmlError> {
-            match self.reads.fetch_add(1, Ordering::SeqCst) {
-                0 => Err(NvmlError::Lost { call: "test" }),
-                count => Ok(Topology::new(vec!["GPU".into(); count], |_, _| GpuLink::default())),
-            }
+            (self.read)(self.reads.fetch_add(1, Ordering::SeqCst))
         }
         fn gpu(&self, _: &str) -> Result<Gpu, NvmlError> {
             Err(UNSUPPORTED)
@@ -268,12 +269,11 @@ mod tests {
 
     #[tokio::test]
     async fn links_are_read_when_the_number_of_gpus_changes_and_a_failed_read_reports_nothing() {
-        let nvml = Arc::new(FakeNvml::default());
-        let gpus = Arc::clone(&nvml);
-        let library = Library::new(move || Ok(Arc::clone(&gpus) as Arc<dyn Gpus>));
-        let (inputs, mut received) = mpsc::channel(64);
-        let (counted, count) = watch::channel(0);
-        let watching = tokio::spawn(watch_links(Worker::start(&library, "test").unwrap(), inputs, count));
+        // Each read after the first one lists one GPU more.
+        let (nvml, counted, mut received, watching) = start_watching_links(|number| match number {
+            0 => Err(NvmlError::Lost { call: "test" }),
+            count => Ok(topology(count, |_, _| true)),
+        });
         for number in [1, 2] {
             counted.send_replace(number);
             let reads = usize::try_from(number).unwrap();
@@ -282,13 +282,58 @@ mod tests {
             }
         }
         // The first read has failed, so the first topology is that of the second read.
-        let Some(Input::Topology(topology)) = received.recv().await else { panic!("no topology") };
-        assert_eq!(topology.gpus().len(), 1);
+        assert_eq!(receive_topology(&mut received).await.gpus().len(), 1);
         counted.send_replace(3);
-        let Some(Input::Topology(topology)) = received.recv().await else { panic!("no topology") };
-        assert_eq!(topology.gpus().len(), 2);
+        assert_eq!(receive_topology(&mut received).await.gpus().len(), 2);
         drop(counted);
         watching.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_read_that_is_not_complete_replaces_only_the_links_that_it_knows() {
+        let (_nvml, counted, mut received, watching) = start_watching_links(|number| {
+            Ok(match number {
+                0 => topology(3, |_, _| true),
+                // Omits the last GPU, and fails for a link between the others.
+                1 => topology(2, |_, _| false),
+                _ => topology(2, |_, _| true),
+            })
+        });
+        counted.send_replace(3);
+        let complete = receive_topology(&mut received).await;
+        assert_eq!(complete.score(&["GPU-0", "GPU-1", "GPU-2"]), 3 * 100);
+        // A change of the number causes the next read.
+        counted.send_replace(4);
+        assert_eq!(receive_topology(&mut received).await, complete);
+        counted.send_replace(2);
+        assert_eq!(receive_topology(&mut received).await, topology(2, |_, _| true), "a GPU was removed");
+        drop(counted);
+        watching.await.unwrap();
+    }
+
+    type Watching = (Arc<FakeNvml>, watch::Sender<u32>, mpsc::Receiver<Input>, tokio::task::JoinHandle<()>);
+
+    /// Starts to watch links that `read` returns.
+    fn start_watching_links(read: fn(usize) -> Result<Topology, NvmlError>) -> Watching {
+        let nvml = Arc::new(FakeNvml { reads: AtomicUsize::new(0), read });
+        let gpus = Arc::clone(&nvml);
+        let library = Library::new(move || Ok(Arc::clone(&gpus) as Arc<dyn Gpus>));
+        let (inputs, received) = mpsc::channel(64);
+        let (counted, count) = watch::channel(0);
+        let watching = tokio::spawn(watch_links(Worker::start(&library, "test").unwrap(), inputs, count));
+        (nvml, counted, received, watching)
+    }
+
+    /// Returns a topology in which each two GPUs have one NVLink, or none if it is unknown.
+    fn topology(count: usize, is_known: fn(usize, usize) -> bool) -> Topology {
+        let gpus = (0..count).map(|gpu| format!("GPU-{gpu}")).collect();
+        let link = |one, other| GpuLink { nvlinks: u8::from(is_known(one, other)), ..GpuLink::default() };
+        Topology::with_unknown_links(gpus, link, is_known)
+    }
+
+    async fn receive_topology(received: &mut mpsc::Receiver<Input>) -> Topology {
+        let Some(Input::Topology(topology)) = received.recv().await else { panic!("no topology") };
+        topology
     }
 
     fn driver_info_input(count: u32) -> Input {

@@ -21,8 +21,8 @@ pub(crate) struct HostOptions {
     pub(crate) library_path: Option<OsString>,
     /// Program and first arguments of the process that sets a compute mode.
     pub(crate) compute_mode: Vec<OsString>,
-    /// What is known about the driver's MPS.
-    pub(crate) driver: DriverEvidence,
+    /// File with the version of the loaded driver.
+    pub(crate) driver_version_file: PathBuf,
 }
 
 /// State that all parts of the MPS host share.
@@ -55,6 +55,19 @@ impl HostContext {
             server_connections: Arc::new(Semaphore::new(max_descriptors / 6)),
             label: ContainerLabel::detect(),
             status_changes: watch::Sender::new(0),
+        }
+    }
+
+    /// Returns what is known about the MPS of the driver that is loaded now. A driver can be replaced
+    /// while the MPS host runs, but not while a daemon uses it.
+    pub(crate) fn read_driver_evidence(&self) -> DriverEvidence {
+        let path = &self.options.driver_version_file;
+        match std::fs::read_to_string(path) {
+            Ok(version) => DriverEvidence::of_version(version.trim()),
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "failed to read the driver's version");
+                DriverEvidence::Assumed
+            }
         }
     }
 

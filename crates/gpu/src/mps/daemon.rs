@@ -8,6 +8,7 @@
 //! lifecycle ─▶ probe ─▶ recovery ─▶ server ─▶ Device ─▶ clients, fault ─▶ escalation
 //!     └─▶ log ─▶ fault_events ─────────────────▲
 //! doors ─▶ admission ─▶ server ────────────────┘
+//!              └─▶ handshake
 //! ```
 mod admission;
 mod backoff;
@@ -15,6 +16,7 @@ mod clients;
 mod escalation;
 mod fault;
 mod fault_events;
+mod handshake;
 mod lifecycle;
 mod log;
 mod probe;
@@ -34,6 +36,7 @@ use tokio::time::Instant;
 
 use self::clients::Clients;
 use self::fault::FaultTracker;
+use self::handshake::HandshakeRecord;
 use super::context::HostContext;
 use super::control::{self, ANSWER_DEADLINE, ControlError};
 use super::protocol::Command;
@@ -90,18 +93,6 @@ struct DaemonReport {
     message: String,
 }
 
-/// What clients' handshakes have shown about the protocol of the running daemon.
-#[derive(Debug, Default)]
-struct HandshakeRecord {
-    /// Whether a handshake has succeeded. If so, no later packet makes the protocol unknown.
-    succeeded: Cell<bool>,
-    /// Number of unexpected replies since the daemon started.
-    unexpected_replies: Cell<u32>,
-    /// Whether the driver's protocol is unknown: the driver was not measured, and a daemon sent at
-    /// least [`MIN_UNEXPECTED_ENDS`] replies, all unexpected. No client is connected then.
-    unknown: Cell<bool>,
-}
-
 /// A device whose daemon this MPS host supervises.
 #[derive(Debug)]
 pub(crate) struct Device {
@@ -123,7 +114,7 @@ pub(crate) struct Device {
     terminating_since: Cell<Option<Instant>>,
     /// Whether a door's request to the daemon timed out. If so, the next probe does not retry.
     unanswered: Cell<bool>,
-    handshake: HandshakeRecord,
+    handshake: RefCell<HandshakeRecord>,
     /// Number of consecutive probes that had an unexpected end.
     unexpected_probes: Cell<u32>,
     /// Whether a daemon is starting, running or stopping.
@@ -153,7 +144,7 @@ impl Device {
             faults: RefCell::default(),
             terminating_since: Cell::default(),
             unanswered: Cell::default(),
-            handshake: HandshakeRecord::default(),
+            handshake: RefCell::default(),
             unexpected_probes: Cell::default(),
             present: Cell::default(),
         })
@@ -208,6 +199,8 @@ impl Device {
             server_pid: phase.server,
             restarts: report.restarts,
             enforcement: phase.enforcement,
+            // Doors of a daemon with advisory limits relay all clients.
+            holds_clients: phase.enforcement == Enforcement::Hard && self.handshake.borrow().are_clients_held(),
             message: report.message.clone(),
             clients: self.clients.borrow().listed_clients(),
             fault: self.faults.borrow().last_fault().cloned(),

@@ -14,7 +14,6 @@ pub use super::args::HostArgs;
 use super::args::{HostCommand, PathArgs};
 use super::compute_mode::SettableComputeMode;
 use super::context::{HostContext, HostOptions};
-use super::drivers::DriverEvidence;
 pub use super::error::HostError;
 use super::files::{self, DesiredWatch};
 use super::process::Children;
@@ -23,7 +22,7 @@ use super::socket;
 use super::wire::Paths;
 use crate::nvml;
 
-/// Interval of checks whether door sockets were removed.
+/// Interval of checks whether door sockets were removed, and of retries.
 const RECONCILER_MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Limit on open files that this process requests. MPS servers inherit the limit and need 16,384.
 /// Doors need several descriptors per client.
@@ -75,7 +74,10 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
             // Cancel-safe: signals and events remain queued.
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
-            () = sleep(RECONCILER_MAINTENANCE_INTERVAL) => reconciler.restore_sockets_and_drop_unused_devices(),
+            () = sleep(RECONCILER_MAINTENANCE_INTERVAL) => {
+                reconciler.restore_sockets_and_drop_unused_devices();
+                reconciler.retry_failed_operations();
+            }
             () = desired.wait_until_written() => reconciler.apply_desired_file(),
         }
     }
@@ -99,19 +101,7 @@ fn build_host_options(args: PathArgs, subcommand: Option<&str>) -> Result<HostOp
     if let Some(library) = nvml_library {
         compute_mode.extend(["--nvml-library".into(), library.into_os_string()]);
     }
-    let driver = read_driver_evidence(&driver_version_file);
-    Ok(HostOptions { mps_control, library_path: mps_library_path, compute_mode, driver })
-}
-
-/// Returns what is known about the MPS of the loaded driver.
-fn read_driver_evidence(version_file: &Path) -> DriverEvidence {
-    match std::fs::read_to_string(version_file) {
-        Ok(version) => DriverEvidence::of_version(version.trim()),
-        Err(error) => {
-            tracing::warn!(path = %version_file.display(), %error, "failed to read the driver's version");
-            DriverEvidence::Assumed
-        }
-    }
+    Ok(HostOptions { mps_control, library_path: mps_library_path, compute_mode, driver_version_file })
 }
 
 /// Raises the limit on open files as far as allowed. Returns the limit in force.

@@ -68,13 +68,30 @@ impl Reconciler {
                 self.apply_desired(desired);
                 None
             }
-            Err(error) => {
-                tracing::error!(%error, "failed to apply the desired file");
-                Some(error)
-            }
+            Err(error) => Some(error),
         };
-        *self.desired_error.borrow_mut() = error;
+        let text = error.as_ref().map(ToString::to_string);
+        let before = std::mem::replace(&mut *self.desired_error.borrow_mut(), error);
+        if let Some(error) = text.filter(|text| before.is_none_or(|before| before.to_string() != *text)) {
+            tracing::error!(error, "failed to apply the desired file");
+        }
         self.context.notify_status_change();
+    }
+
+    /// Reads the desired file again if it could not be read, for example because this process had no
+    /// free descriptor: the file may not change again. Also opens the doors that could not be opened.
+    pub(crate) fn retry_failed_operations(&self) {
+        if matches!(*self.desired_error.borrow(), Some(DesiredError::Read { .. })) {
+            self.apply_desired_file();
+        }
+        let failed: Vec<String> = self.door_errors.borrow().keys().cloned().collect();
+        for id in failed {
+            let allocation = self.desired.borrow().allocations.get(&id).cloned();
+            if let Some(allocation) = allocation {
+                self.open_door_or_set_limits(&id, &allocation);
+                self.context.notify_status_change();
+            }
+        }
     }
 
     /// Starts, stops and changes daemons and doors as the new desired file requires.
@@ -121,8 +138,11 @@ impl Reconciler {
                 self.doors.borrow_mut().insert(id.to_owned(), door);
             }
             Err(error) => {
-                tracing::error!(allocation = id, %error, "failed to open door");
-                self.door_errors.borrow_mut().insert(id.to_owned(), error);
+                let text = error.to_string();
+                let before = self.door_errors.borrow_mut().insert(id.to_owned(), error);
+                if before.is_none_or(|before| before.to_string() != text) {
+                    tracing::error!(allocation = id, error = text, "failed to open door");
+                }
             }
         }
     }
@@ -198,10 +218,6 @@ impl Reconciler {
 
     /// Returns the current status. An MPS host that is stopping reports no daemons.
     pub(crate) fn status(&self) -> MpsHostStatus {
-        let desired_error = self.desired_error.borrow();
-        let door_errors = self.door_errors.borrow();
-        let door_errors = door_errors.iter().map(|(id, error)| open_door_error(id, error).to_string());
-        let errors: Vec<String> = desired_error.iter().map(ToString::to_string).chain(door_errors).collect();
         let is_stopping = self.context.stopping.is_cancelled();
         MpsHostStatus {
             version: FILE_FORMAT_VERSION,
@@ -215,8 +231,22 @@ impl Reconciler {
                 .map(|(name, supervised)| (name.clone(), supervised.device.status()))
                 .collect(),
             allocations: self.doors.borrow().iter().map(|(id, door)| (id.clone(), door.status())).collect(),
-            error: (!errors.is_empty()).then(|| errors.join("; ")),
+            error: self.desired_error.borrow().as_ref().map(ToString::to_string),
+            door_errors: self.door_errors_by_device(),
         }
+    }
+
+    /// Returns why doors could not be opened, by device.
+    fn door_errors_by_device(&self) -> BTreeMap<String, String> {
+        let desired = self.desired.borrow();
+        let mut by_device: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for (id, error) in &*self.door_errors.borrow() {
+            if let Some(allocation) = desired.allocations.get(id) {
+                let error = open_door_error(id, error).to_string();
+                by_device.entry(allocation.device.clone()).or_default().push(error);
+            }
+        }
+        by_device.into_iter().map(|(device, errors)| (device, errors.join("; "))).collect()
     }
 
     /// Writes the status whenever it changes, forever.

@@ -268,8 +268,11 @@ pub struct MpsHostStatus {
     pub daemons: BTreeMap<String, DaemonStatus>,
     /// Allocations with an open door, by id.
     pub allocations: BTreeMap<String, AllocationStatus>,
-    /// Why the desired file could not be applied, wholly or in part.
+    /// Why the desired file could not be applied. Older MPS hosts add the errors of doors.
     pub error: Option<String>,
+    /// Why doors could not be opened, by device. Older MPS hosts omit it.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub door_errors: BTreeMap<String, String>,
 }
 
 /// Status of one daemon.
@@ -286,6 +289,10 @@ pub struct DaemonStatus {
     pub restarts: u32,
     /// Whether doors can enforce limits per allocation on this driver.
     pub enforcement: Enforcement,
+    /// Whether doors hold all clients, because the daemon sent several unexpected replies to
+    /// clients in a row. Clients that are connected still run. Older MPS hosts omit it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub holds_clients: bool,
     /// The current or last problem. The text is empty if no problem occurred.
     pub message: String,
     /// Clients by PID as MPS lists them, each with the allocation whose door it used.
@@ -505,7 +512,7 @@ mod tests {
         let older =
             r#"{"state":"Active","pid":7,"serverPid":8,"restarts":0,"enforcement":"Hard","message":"","clients":[]}"#;
         let mut status: DaemonStatus = serde_json::from_str(older).unwrap();
-        assert_eq!(status.fault, None);
+        assert_eq!((&status.fault, status.holds_clients), (&None, false));
         assert_eq!(
             serde_json::to_string(&status).unwrap(),
             older,

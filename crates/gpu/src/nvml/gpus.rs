@@ -25,8 +25,8 @@ pub trait Gpus: Send + Sync {
         Ok(GpuObservation { gpu, processes })
     }
 
-    /// Returns the links between the GPUs. Accesses all GPUs, and omits those that fail. A GPU that
-    /// hangs blocks the call, so use a worker of its own.
+    /// Returns the links between the GPUs. Accesses all GPUs, and omits those that fail. Links that
+    /// could not be read are unknown. A GPU that hangs blocks the call, so use a worker of its own.
     fn topology(&self) -> Result<Topology, NvmlError> {
         Err(NvmlError::NotSupported { call: "nvmlDeviceGetTopologyCommonAncestor" })
     }

@@ -9,7 +9,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_UNKNOWN as REMOTE_UNKNOWN,
 };
 
-use super::error::{NvmlError, if_known, if_supported};
+use super::error::{NvmlError, if_supported};
 use super::sys;
 
 /// The properties of one GPU that determine its links.
@@ -22,7 +22,16 @@ pub(super) struct GpuPorts {
     /// NUMA node, if known.
     pub(super) numa: Option<u32>,
     /// The other ends of the active NVLinks.
-    pub(super) nvlinks: Vec<NvLinkEnd>,
+    pub(super) nvlinks: NvLinks,
+}
+
+/// The other ends of a GPU's active NVLinks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct NvLinks {
+    /// The ends that are known.
+    pub(super) ends: Vec<NvLinkEnd>,
+    /// Whether NVML failed for at least one link, so that ends may be missing.
+    pub(super) is_incomplete: bool,
 }
 
 /// The device at the other end of an NVLink.
@@ -34,34 +43,65 @@ pub(super) enum NvLinkEnd {
     Switch,
 }
 
-/// Returns the other ends of a GPU's active NVLinks. `bus_id` converts a bus ID to the format of
-/// sysfs.
+/// Returns the other ends of a GPU's active NVLinks. A link that fails is unknown, and the others
+/// remain known. `bus_id` converts a bus ID to the format of sysfs.
+///
+/// # Errors
+/// Returns an error only if the driver is lost.
 pub(super) fn read_nvlinks(
     nvml: &nvml_wrapper::Nvml,
     device: &Device<'_>,
     bus_id: impl Fn(&str) -> String,
-) -> Result<Vec<NvLinkEnd>, NvmlError> {
-    let mut ends = Vec::new();
+) -> Result<NvLinks, NvmlError> {
+    let mut links = NvLinks::default();
     for number in 0..NVML_NVLINK_MAX_LINKS {
-        let link = device.link_wrapper_for(number);
-        match link.is_active() {
-            Ok(true) => {}
-            // GPUs of one generation have different numbers of links.
-            Ok(false) | Err(Code::InvalidArg | Code::NotSupported) => continue,
-            Err(code) => return Err(NvmlError::of("nvmlDeviceGetNvLinkState", code)),
-        }
-        // Drivers before 470 lack this call.
-        let kind = if_known("nvmlDeviceGetNvLinkRemoteDeviceType", sys::nvlink_remote_type(nvml, device, number))?;
-        match kind.unwrap_or(REMOTE_UNKNOWN) {
-            REMOTE_SWITCH => ends.push(NvLinkEnd::Switch),
-            REMOTE_GPU | REMOTE_UNKNOWN => {
-                let remote = if_known("nvmlDeviceGetNvLinkRemotePciInfo", link.remote_pci_info())?;
-                ends.extend(remote.map(|pci| NvLinkEnd::Gpu(bus_id(&pci.bus_id))));
-            }
-            _ => {}
+        if unless_driver_lost(read_nvlink(nvml, device, number, &bus_id, &mut links))?.is_none() {
+            links.is_incomplete = true;
         }
     }
-    Ok(ends)
+    Ok(links)
+}
+
+/// Adds the other end of one NVLink to `links` if the link is active.
+fn read_nvlink(
+    nvml: &nvml_wrapper::Nvml,
+    device: &Device<'_>,
+    number: u32,
+    bus_id: impl Fn(&str) -> String,
+    links: &mut NvLinks,
+) -> Result<(), NvmlError> {
+    let link = device.link_wrapper_for(number);
+    match link.is_active() {
+        Ok(true) => {}
+        // GPUs of one generation have different numbers of links.
+        Ok(false) | Err(Code::InvalidArg | Code::NotSupported) => return Ok(()),
+        Err(code) => return Err(NvmlError::of("nvmlDeviceGetNvLinkState", code)),
+    }
+    // Drivers before 470 lack this call.
+    let kind = sys::nvlink_remote_type(nvml, device, number);
+    let kind = unless_driver_lost(if_supported("nvmlDeviceGetNvLinkRemoteDeviceType", kind))?;
+    links.is_incomplete |= kind.is_none();
+    match kind.flatten().unwrap_or(REMOTE_UNKNOWN) {
+        REMOTE_SWITCH => links.ends.push(NvLinkEnd::Switch),
+        REMOTE_GPU | REMOTE_UNKNOWN => {
+            let remote = if_supported("nvmlDeviceGetNvLinkRemotePciInfo", link.remote_pci_info())?;
+            links.ends.extend(remote.map(|pci| NvLinkEnd::Gpu(bus_id(&pci.bus_id))));
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// Returns `None` for an error that concerns one GPU only.
+pub(super) fn unless_driver_lost<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if error.requires_reload() => Err(error),
+        Err(error) => {
+            tracing::debug!(error = &error as &dyn std::error::Error, "failed to read a GPU's links");
+            Ok(None)
+        }
+    }
 }
 
 /// Returns the path between two GPUs as NVML reports it. Returns `None` if NVML cannot determine
@@ -78,9 +118,20 @@ pub(super) fn read_pcie_path(one: &Device<'_>, other: Device<'_>) -> Result<Opti
     }))
 }
 
-/// Combines the GPUs and the PCIe path of each pair. A path that NVML cannot determine is derived
-/// from the NUMA nodes.
-pub(super) fn build_topology(gpus: &[GpuPorts], path: impl Fn(usize, usize) -> Option<PciePath>) -> Topology {
+/// The path between two GPUs over PCIe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ReadPath {
+    /// NVML reports this path.
+    Known(PciePath),
+    /// NVML cannot determine the path on this machine.
+    Undetermined,
+    /// The call failed.
+    Failed,
+}
+
+/// Combines the GPUs and the PCIe path of each pair. A path that NVML does not report is derived
+/// from the NUMA nodes. The link of a pair is unknown if the path or an NVLink could not be read.
+pub(super) fn build_topology(gpus: &[GpuPorts], path: impl Fn(usize, usize) -> ReadPath) -> Topology {
     let link = |one: usize, other: usize| {
         let (first, second) = (&gpus[one], &gpus[other]);
         let by_numa = || match (first.numa, second.numa) {
@@ -88,18 +139,26 @@ pub(super) fn build_topology(gpus: &[GpuPorts], path: impl Fn(usize, usize) -> O
             (Some(_), Some(_)) => PciePath::AcrossNumaNodes,
             _ => PciePath::Unknown,
         };
-        GpuLink { pcie: path(one, other).unwrap_or_else(by_numa), nvlinks: count_nvlinks(first, second) }
+        let pcie = match path(one, other) {
+            ReadPath::Known(path) => path,
+            ReadPath::Undetermined | ReadPath::Failed => by_numa(),
+        };
+        GpuLink { pcie, nvlinks: count_nvlinks(first, second) }
     };
-    Topology::new(gpus.iter().map(|gpu| gpu.uuid.clone()).collect(), link)
+    let is_known = |one: usize, other: usize| {
+        let is_incomplete = [one, other].iter().any(|&at| gpus[at].nvlinks.is_incomplete);
+        !is_incomplete && path(one, other) != ReadPath::Failed
+    };
+    Topology::with_unknown_links(gpus.iter().map(|gpu| gpu.uuid.clone()).collect(), link, is_known)
 }
 
 /// Returns the number of NVLinks between two GPUs: direct ones, and those through NVSwitches, which
 /// connect each GPU to every other one. If the GPUs report different numbers, the lower one counts.
 fn count_nvlinks(one: &GpuPorts, other: &GpuPorts) -> u8 {
     let to_gpu = |from: &GpuPorts, to: &GpuPorts| {
-        from.nvlinks.iter().filter(|end| matches!(end, NvLinkEnd::Gpu(pci) if *pci == to.pci)).count()
+        from.nvlinks.ends.iter().filter(|end| matches!(end, NvLinkEnd::Gpu(pci) if *pci == to.pci)).count()
     };
-    let to_switch = |from: &GpuPorts| from.nvlinks.iter().filter(|&end| *end == NvLinkEnd::Switch).count();
+    let to_switch = |from: &GpuPorts| from.nvlinks.ends.iter().filter(|&end| *end == NvLinkEnd::Switch).count();
     let direct = to_gpu(one, other).min(to_gpu(other, one));
     u8::try_from(direct + to_switch(one).min(to_switch(other))).unwrap_or(u8::MAX)
 }
@@ -108,7 +167,8 @@ fn count_nvlinks(one: &GpuPorts, other: &GpuPorts) -> u8 {
 mod tests {
     use super::*;
 
-    fn ports(number: u32, nvlinks: Vec<NvLinkEnd>) -> GpuPorts {
+    fn ports(number: u32, ends: Vec<NvLinkEnd>) -> GpuPorts {
+        let nvlinks = NvLinks { ends, is_incomplete: false };
         GpuPorts { uuid: format!("GPU-{number}"), pci: pci(number), numa: Some(number / 2), nvlinks }
     }
 
@@ -134,10 +194,31 @@ mod tests {
     fn numa_nodes_replace_paths_that_nvml_cannot_determine() {
         let mut gpus: Vec<GpuPorts> = (0..4).map(|number| ports(number, Vec::new())).collect();
         gpus[3].numa = None;
-        let score = |path: Option<PciePath>, pair: [&str; 2]| build_topology(&gpus, |_, _| path).score(&pair);
-        assert_eq!(score(None, ["GPU-0", "GPU-1"]), 20);
-        assert_eq!(score(None, ["GPU-0", "GPU-2"]), 10);
-        assert_eq!(score(None, ["GPU-2", "GPU-3"]), 0, "unknown");
-        assert_eq!(score(Some(PciePath::OneSwitch), ["GPU-0", "GPU-2"]), 50, "NVML's answer has precedence");
+        let score = |path: ReadPath, pair: [&str; 2]| build_topology(&gpus, |_, _| path).score(&pair);
+        let undetermined = ReadPath::Undetermined;
+        assert_eq!(score(undetermined, ["GPU-0", "GPU-1"]), 20);
+        assert_eq!(score(undetermined, ["GPU-0", "GPU-2"]), 10);
+        assert_eq!(score(undetermined, ["GPU-2", "GPU-3"]), 0, "unknown");
+        let known = ReadPath::Known(PciePath::OneSwitch);
+        assert_eq!(score(known, ["GPU-0", "GPU-2"]), 50, "NVML's answer has precedence");
+        assert!([undetermined, known].iter().all(|&path| build_topology(&gpus, |_, _| path).has_all_links()));
+    }
+
+    #[test]
+    fn a_link_that_could_not_be_read_is_unknown_and_the_others_are_known() {
+        let pairs = |failed: usize| {
+            let mut gpus: Vec<GpuPorts> = (0..3).map(|number| ports(number, vec![NvLinkEnd::Switch; 2])).collect();
+            gpus[failed].nvlinks = NvLinks { ends: vec![NvLinkEnd::Switch], is_incomplete: true };
+            build_topology(&gpus, |_, _| ReadPath::Known(PciePath::OneSwitch))
+        };
+        let complete = pairs(0).with_earlier_links(&pairs(2));
+        assert!(!pairs(0).has_all_links() && !complete.has_all_links(), "both reads lack the links of 0 and 2");
+        assert_eq!((pairs(0).gpus().len(), pairs(0).score(&["GPU-0", "GPU-1"])), (3, 150), "the known part counts");
+        assert_eq!(complete.score(&["GPU-0", "GPU-1"]), 250);
+        assert_eq!(complete.score(&["GPU-1", "GPU-2"]), 250);
+        let gpus: Vec<GpuPorts> = (0..3).map(|number| ports(number, Vec::new())).collect();
+        let failed =
+            |one: usize, other: usize| if one + other == 1 { ReadPath::Failed } else { ReadPath::Undetermined };
+        assert!(!build_topology(&gpus, failed).has_all_links());
     }
 }

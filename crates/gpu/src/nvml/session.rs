@@ -19,7 +19,7 @@ use nvml_wrapper_sys::bindings::field_id;
 use super::error::{NvmlError, if_known, if_supported};
 use super::find::{self, LibrarySearch};
 use super::gpus::Gpus;
-use super::links::{self, GpuPorts};
+use super::links::{self, GpuPorts, ReadPath};
 use super::model::{
     ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuVitals, MigActivation, MigInstance, MigState, Process,
     RecoveryAction,
@@ -135,18 +135,6 @@ impl Nvml {
     }
 }
 
-/// Returns `None` for an error that concerns one GPU only.
-fn unless_driver_lost<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
-    match result {
-        Ok(value) => Ok(Some(value)),
-        Err(error) if error.requires_reload() => Err(error),
-        Err(error) => {
-            tracing::debug!(error = &error as &dyn std::error::Error, "failed to read a GPU's links");
-            Ok(None)
-        }
-    }
-}
-
 impl Gpus for Nvml {
     fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
         let driver =
@@ -165,7 +153,7 @@ impl Gpus for Nvml {
         let count = self.driver_info()?.count;
         let (mut indices, mut gpus) = (Vec::new(), Vec::new());
         for index in 0..count {
-            if let Some(ports) = unless_driver_lost(self.read_ports(index))? {
+            if let Some(ports) = links::unless_driver_lost(self.read_ports(index))? {
                 indices.push(index);
                 gpus.push(ports);
             }
@@ -173,11 +161,15 @@ impl Gpus for Nvml {
         let mut paths = BTreeMap::new();
         for one in 0..indices.len() {
             for other in one + 1..indices.len() {
-                let path = unless_driver_lost(self.read_path(indices[one], indices[other]))?;
-                paths.insert((one, other), path.flatten());
+                let path = match links::unless_driver_lost(self.read_path(indices[one], indices[other]))? {
+                    Some(Some(path)) => ReadPath::Known(path),
+                    Some(None) => ReadPath::Undetermined,
+                    None => ReadPath::Failed,
+                };
+                paths.insert((one, other), path);
             }
         }
-        Ok(links::build_topology(&gpus, |one, other| paths.get(&(one, other)).copied().flatten()))
+        Ok(links::build_topology(&gpus, |one, other| paths.get(&(one, other)).copied().unwrap_or(ReadPath::Failed)))
     }
 
     fn listen(&self, index: u32, report: &mut dyn FnMut(Option<GpuEvent>) -> ControlFlow<()>) -> Result<(), NvmlError> {

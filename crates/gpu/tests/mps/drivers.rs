@@ -5,7 +5,7 @@ use sim_machine::FaultEffect;
 use sim_mps::handshake as mps;
 use sim_mps::seqpacket::Connection;
 
-use crate::node::{Node, default_daemon, parse_limits, wait_until};
+use crate::node::{Node, default_daemon, parse_limits, send_signal, wait_until};
 use crate::{ALLOCATION_A, ALLOCATION_B, node_with_two_tenants};
 
 const UNKNOWN_GREETING: &str = "mps:handshake";
@@ -101,7 +101,7 @@ fn a_client_that_waited_while_the_handshake_was_unknown_is_limited_once_it_is_kn
 
 #[test]
 fn unknown_replies_of_a_driver_that_was_not_measured_close_its_doors() {
-    let mut node = start_node_with_fault(UNKNOWN_REPLY, "570.124.06", false);
+    let node = start_node_with_fault(UNKNOWN_REPLY, "570.124.06", false);
     node.wait_for_state(0, DaemonState::Active);
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     let refused = wait_until_refused(&node);
@@ -113,9 +113,61 @@ fn unknown_replies_of_a_driver_that_was_not_measured_close_its_doors() {
         status.daemons[&uuid].state == DaemonState::BackOff
     });
     node.clear_faults();
-    node.desire_daemon(0, DaemonSettings { default_threads: Some(40), accept_advisory: true, ..default_daemon() });
-    node.write_desired();
-    assert_eq!(node.wait_for_state(0, DaemonState::Active).enforcement, Enforcement::Advisory);
+    // A restarted daemon proves its handshake anew.
+    assert_eq!(parse_limits(&waits.read_line()), (26, Some(8192)));
+    let served = node.wait_for_state(0, DaemonState::Active);
+    assert_eq!((served.enforcement, served.holds_clients), (Enforcement::Hard, false));
+}
+
+#[test]
+fn accepted_unknown_replies_make_limits_advisory_until_the_daemon_restarts() {
+    let node = start_node_with_fault(UNKNOWN_REPLY, "570.124.06", true);
+    let before = node.wait_for_state(0, DaemonState::Active);
+    let uuid = node.uuid(0);
+    let _waits = node.start_client(ALLOCATION_A, &[]);
+    let advisory = node
+        .wait_for_status("limits are advisory", |status| status.daemons[&uuid].enforcement == Enforcement::Advisory);
+    let advisory = &advisory.daemons[&uuid];
+    assert_eq!((advisory.state, advisory.pid, advisory.holds_clients), (DaemonState::Active, before.pid, false));
+    node.clear_faults();
+    send_signal(before.pid.unwrap(), Signal::KILL);
+    node.wait_for_status("a new daemon enforces limits", |status| {
+        let daemon = &status.daemons[&uuid];
+        daemon.state == DaemonState::Active && daemon.pid != before.pid && daemon.enforcement == Enforcement::Hard
+    });
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
+}
+
+#[test]
+fn the_drivers_version_is_read_again_for_each_daemon() {
+    let node = start_node_with_fault(UNKNOWN_REPLY, "580.159.04", false);
+    let before = node.wait_for_state(0, DaemonState::Active);
+    node.set_driver_version("570.124.06");
+    send_signal(before.pid.unwrap(), Signal::KILL);
+    let _waits = node.start_client(ALLOCATION_A, &[]);
+    let refused = wait_until_refused(&node);
+    assert!(refused.message.contains("handshake is unknown"), "{}", refused.message);
+}
+
+#[test]
+fn clients_that_a_measured_driver_holds_are_reported_and_running_ones_are_unharmed() {
+    let node = node_with_two_tenants();
+    let mut running = node.start_client(ALLOCATION_B, &["--hold", "forever"]);
+    assert_eq!(parse_limits(&running.read_line()), (66, Some(20480)));
+    let before = node.daemon_status(0);
+    assert!(!before.holds_clients);
+    node.inject_fault(UNKNOWN_REPLY, None, FaultEffect::Code(1), None);
+    let mut waits = node.start_client(ALLOCATION_A, &[]);
+    let uuid = node.uuid(0);
+    let held = node.wait_for_status("held clients are reported", |status| status.daemons[&uuid].holds_clients);
+    let held = &held.daemons[&uuid];
+    assert_eq!((held.state, held.pid, held.restarts), (DaemonState::Active, before.pid, 0));
+    assert_eq!(held.enforcement, Enforcement::Hard, "no client runs without limits");
+    assert!(waits.has_no_output() && running.has_no_output());
+    node.clear_faults();
+    assert_eq!(parse_limits(&waits.read_line()), (26, Some(8192)));
+    let after = node.wait_for_status("clients are no longer held", |status| !status.daemons[&uuid].holds_clients);
+    assert_eq!((after.daemons[&uuid].pid, after.daemons[&uuid].restarts), (before.pid, 0));
 }
 
 #[test]
@@ -150,4 +202,23 @@ fn an_unexpected_packet_to_a_probe_ends_no_daemon_but_persistent_ones_do() {
     node.wait_for_status("the daemon is replaced", |status| status.daemons[&uuid].restarts > 0);
     node.clear_faults();
     node.wait_for_state(0, DaemonState::Active);
+}
+
+#[test]
+fn failed_probes_of_an_earlier_daemon_do_not_count() {
+    let node = node_with_two_tenants();
+    let uuid = node.uuid(0);
+    let before = node.daemon_status(0);
+    let failures = || node.read_mps_host_log().matches("had an unexpected end").count();
+    node.inject_fault("mps:command:get_server_status", None, FaultEffect::Code(7), Some(2));
+    wait_until("two probes failed", || failures() == 2);
+    send_signal(before.pid.unwrap(), Signal::KILL);
+    let restarted = node.wait_for_status("a new daemon serves", |status| {
+        let daemon = &status.daemons[&uuid];
+        daemon.state == DaemonState::Active && daemon.pid != before.pid
+    });
+    node.inject_fault("mps:command:get_server_status", None, FaultEffect::Code(7), Some(2));
+    wait_until("two more probes failed", || failures() == 4);
+    wait_until("a probe succeeded", || node.read_mps_host_log().contains("answers probes again"));
+    assert_eq!(node.daemon_status(0).pid, restarted.daemons[&uuid].pid, "{}", node.read_mps_host_log());
 }

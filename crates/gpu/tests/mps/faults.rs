@@ -230,6 +230,26 @@ fn after_an_unclean_exit_the_server_is_replaced_once_it_has_no_clients() {
 }
 
 #[test]
+fn an_unclean_server_that_did_not_shut_down_is_replaced_by_the_next_probe() {
+    let node = node_with_two_tenants();
+    let uuid = node.uuid(0);
+    let before = node.daemon_status(0);
+    node.inject_fault("mps:close:shutdown_server", None, FaultEffect::Code(1), Some(1));
+    let mut killed = start_running_client(&node, ALLOCATION_A, &["--hold", "forever"]);
+    killed.signal(Signal::KILL);
+    killed.wait();
+    node.wait_for_status("a new server serves", |status| {
+        let server = status.daemons[&uuid].server_pid;
+        server.is_some() && server != before.server_pid
+    });
+    assert!(node.machine.snapshot().unwrap().faults.is_empty(), "the first command was not executed");
+    let after = node.daemon_status(0);
+    assert_eq!((after.pid, after.restarts), (before.pid, 0), "only the server was replaced");
+    assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));
+    assert_eq!(count_replacements(&node), 2, "one failed");
+}
+
+#[test]
 fn a_server_in_which_a_busy_client_was_killed_breaks_no_later_client() {
     let node = node_with_two_tenants();
     for round in 1..=3 {

@@ -13,7 +13,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use cleave_gpu::mps::wire::{Allocation, DaemonSettings, DaemonState, Reply, Request};
-use rustix::process::Signal;
+use rustix::process::{Resource, Rlimit, Signal};
 use sim_machine::{ComputeMode, FaultEffect};
 use sim_mps::handshake as mps;
 use sim_mps::seqpacket::Connection;
@@ -465,6 +465,42 @@ fn an_invalid_desired_file_changes_nothing() {
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
     node.write_desired();
     node.wait_for_status("the error is cleared", |status| status.error.is_none());
+}
+
+#[test]
+fn a_desired_file_that_could_not_be_read_is_read_again() {
+    let mut node = node_with_two_tenants();
+    let pid = rustix::process::Pid::from_raw(i32::try_from(node.mps_host_pid()).unwrap());
+    let maximum = rustix::process::getrlimit(Resource::Nofile).maximum;
+    let set_limit =
+        |current| rustix::process::prlimit(pid, Resource::Nofile, Rlimit { current, maximum }).unwrap().current;
+    let before = set_limit(Some(3));
+    node.desire_allocation(ALLOCATION_A, 0, Some(50), None);
+    node.write_desired();
+    let failed = "failed to apply the desired file";
+    wait_until("the MPS host has no free descriptor", || node.read_mps_host_log().contains(failed));
+    set_limit(before);
+    let hash = node.desired.hash();
+    node.wait_for_status("the desired file is applied", |status| status.desired == hash && status.error.is_none());
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (66, None));
+    assert_eq!(node.read_mps_host_log().matches(failed).count(), 1, "{}", node.read_mps_host_log());
+}
+
+#[test]
+fn a_door_that_could_not_be_opened_is_reported_for_its_device_and_opened_later() {
+    let mut node = Node::with_mps_host(2);
+    let directory = node.paths.allocation(ALLOCATION_A);
+    // A file instead of the door's directory.
+    fs::write(&directory, "").unwrap();
+    node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
+    node.write_desired();
+    let (uuid, hash) = (node.uuid(0), node.desired.hash());
+    let failed = node.wait_for_status("the door's error is reported", |status| !status.door_errors.is_empty());
+    assert_eq!((failed.desired, failed.error, failed.door_errors.len()), (hash, None, 1));
+    assert!(failed.door_errors[&uuid].contains(ALLOCATION_A), "{:?}", failed.door_errors);
+    fs::remove_file(&directory).unwrap();
+    node.wait_for_status("the door is open", |status| status.door_errors.is_empty());
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
 #[test]

@@ -62,7 +62,7 @@ impl Node {
         node
     }
 
-    /// Sets the driver's version for MPS hosts started from now on.
+    /// Sets the driver's version for daemons that start from now on.
     pub(crate) fn set_driver_version(&self, version: &str) {
         fs::write(self.path(DRIVER_VERSION_FILE), format!("{version}\n")).unwrap();
     }

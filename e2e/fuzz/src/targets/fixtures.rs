@@ -94,6 +94,7 @@ pub(super) fn mps_host_status(desired: &Desired) -> MpsHostStatus {
             server_pid: Some(402),
             restarts: 1,
             enforcement: Enforcement::Hard,
+            holds_clients: false,
             message: String::new(),
             clients: vec![client.clone()],
             fault: Some(Fault { number: 1, culprit: Some(client.clone()), over: true, ..Fault::default() }),
@@ -108,6 +109,7 @@ pub(super) fn mps_host_status(desired: &Desired) -> MpsHostStatus {
         daemons: desired.daemons.keys().map(daemon).collect(),
         allocations: desired.allocations.keys().map(door).collect(),
         error: None,
+        door_errors: std::collections::BTreeMap::new(),
     }
 }
 

@@ -7,6 +7,7 @@
 //! | `mps:reply` | the daemon replies to a client like another driver's daemon | it sends no reply |
 //! | `mps:client` | the daemon refuses clients after the handshake | they get no server's socket |
 //! | `mps:command:<name>` | the command answers with the code as text | it does not answer |
+//! | `mps:close:<name>` | the daemon closes the connection and does not execute the command | it does not answer |
 //! | `mps:server` | the server exits with the code at its start | it remains INITIALIZING |
 //! | `mps:heal` | the server remains in FAULT after its last broken client | it hangs then |
 //!

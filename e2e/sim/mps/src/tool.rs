@@ -35,7 +35,7 @@ Environment of the daemon:
   SIM_MPS_SEED                       which of twelve exits with kernels of 1 to 100 ms breaks the neighbours
 
 Tests inject faults through the simulated machine: `simgpu fail` and `simgpu hang` with mps:start, mps:handshake,
-mps:reply, mps:client, mps:server or mps:command:<name>.
+mps:reply, mps:client, mps:server, mps:command:<name> or mps:close:<name>.
 ";
 
 /// The action that the arguments request.

@@ -117,6 +117,7 @@ impl TestNode {
             server_pid: None,
             restarts: 0,
             enforcement: Enforcement::Hard,
+            holds_clients: false,
             message: String::new(),
             clients: Vec::new(),
             fault: None,

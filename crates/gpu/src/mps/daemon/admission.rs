@@ -3,9 +3,8 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::{ClientLimits, ControlLock, Device, HandshakeRecord, MIN_UNEXPECTED_ENDS};
+use super::{ClientLimits, ControlLock, Device};
 use crate::mps::control::ControlError;
-use crate::mps::drivers::DriverEvidence;
 use crate::mps::error::DaemonError;
 use crate::mps::process::PidFd;
 use crate::mps::procfs;
@@ -76,7 +75,7 @@ impl Device {
     /// list, so no extra probe is needed.
     pub(crate) fn register_client(&self, client: u32, allocation: &str, pidfd: Option<PidFd>) {
         self.clients.borrow_mut().admit(client, allocation, pidfd);
-        self.handshake.succeeded.set(true);
+        self.handshake.borrow_mut().record_connected_client();
         self.context.notify_status_change();
     }
 
@@ -99,19 +98,25 @@ impl Device {
         }
     }
 
+    /// Handles an expected reply to a client's handshake. Clients are no longer held.
+    pub(crate) fn handle_expected_reply(&self) {
+        if self.handshake.borrow_mut().record_expected_reply() {
+            tracing::info!(device = self.name, "the MPS daemon sends expected replies to clients again");
+            self.context.notify_status_change();
+        }
+    }
+
     /// Handles an unexpected reply to a client's handshake. The reply ends one connection to the
-    /// daemon, and the client waits. A driver that was not measured uses an unknown protocol if
-    /// several replies are unexpected before any handshake has succeeded. The next probe handles
-    /// that.
+    /// daemon, and the client waits. After several such replies in a row, the status reports that
+    /// clients are held. A driver that was not measured uses an unknown protocol if several replies
+    /// are unexpected before any handshake has succeeded. The next probe handles that.
     pub(crate) fn handle_unexpected_reply(&self) {
         tracing::error!(device = self.name, "unexpected reply to a client's handshake; the client waits");
-        let HandshakeRecord { succeeded, unexpected_replies, unknown } = &self.handshake;
-        if succeeded.get() || self.context.options.driver == DriverEvidence::Measured {
-            return;
+        if self.handshake.borrow_mut().record_unexpected_reply(Instant::now()) {
+            tracing::error!(device = self.name, "the MPS daemon sends only unexpected replies; clients are held");
+            self.context.notify_status_change();
         }
-        unexpected_replies.set(unexpected_replies.get().saturating_add(1));
-        if unexpected_replies.get() >= MIN_UNEXPECTED_ENDS {
-            unknown.set(true);
+        if self.handshake.borrow().is_unknown() {
             self.probe_soon();
         }
     }

@@ -141,6 +141,7 @@ impl Device {
         settings: &DaemonSettings,
         started: &mut Option<Child>,
     ) -> Result<(), DaemonError> {
+        self.forget_earlier_daemon();
         let is_first = self.report.borrow().restarts == 0;
         let state = if is_first { DaemonState::Starting } else { self.phase.borrow().state };
         self.phase.send_modify(|phase| phase.multi_user = settings.multi_user);
@@ -168,6 +169,14 @@ impl Device {
             () = self.context.stopping.cancelled() => Err(DaemonError::HostStopping),
             result = self.set_up_started_daemon(settings) => result,
         }
+    }
+
+    /// Forgets what is known about an earlier daemon of this device.
+    fn forget_earlier_daemon(&self) {
+        self.handshake.borrow_mut().start_daemon(self.context.read_driver_evidence());
+        self.unexpected_probes.set(0);
+        self.unanswered.set(false);
+        self.terminating_since.set(None);
     }
 
     /// Prepares the pipe directory and stops the MPS processes that an earlier MPS host started
@@ -242,9 +251,7 @@ impl Device {
             }
             sleep(DAEMON_START_POLL_INTERVAL).await;
         };
-        self.handshake.succeeded.set(false);
-        self.handshake.unexpected_replies.set(0);
-        self.set_enforcement(known_greeting && !self.handshake.unknown.get(), settings)
+        self.set_enforcement(known_greeting, settings)
     }
 
     /// Sets whether doors enforce limits.

@@ -3,6 +3,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use super::{Device, MIN_UNEXPECTED_ENDS};
 use crate::mps::control::ControlError;
@@ -48,7 +49,10 @@ impl Device {
             other => other,
         };
         self.unanswered.set(false);
-        if self.handshake.unknown.get() && self.phase.borrow().enforcement == Enforcement::Hard {
+        if self.handshake.borrow_mut().expire_report(Instant::now()) {
+            self.context.notify_status_change();
+        }
+        if self.handshake.borrow().is_unknown() && self.phase.borrow().enforcement == Enforcement::Hard {
             self.set_enforcement(false, settings)?;
         }
         let recovered = match examined {
@@ -122,7 +126,7 @@ impl Device {
 
     /// Reads the server, its state and its clients.
     async fn read_server_and_clients(&self, settings: &DaemonSettings) -> Result<(), DaemonError> {
-        self.clients.borrow_mut().forget_exited(tokio::time::Instant::now());
+        self.clients.borrow_mut().forget_exited(Instant::now());
         let servers = protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?;
         let known = self.phase.borrow().server;
         let Some(server) = self.find_or_start_server(servers.first().copied(), settings).await? else { return Ok(()) };

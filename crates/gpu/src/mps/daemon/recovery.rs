@@ -86,8 +86,9 @@ impl Device {
             server,
             "replacing the MPS server after a client exited with an open context"
         );
-        // The server's exit is expected from here on.
-        self.clear_server();
+        // The server's exit is expected from here on. The server remains unclean until it has
+        // exited, so the next probe retries if a command fails.
+        self.forget_server("the MPS server is being replaced");
         self.send_command_within(&Command::ShutdownServer { server, force: false }, SERVER_SHUTDOWN_DEADLINE).await?;
         let deadline = Instant::now() + SERVER_SHUTDOWN_DEADLINE;
         while protocol::parse_pids(&self.send_command(&Command::ServerList).await?)?.contains(&server) {
@@ -96,6 +97,7 @@ impl Device {
             }
             sleep(SERVER_SHUTDOWN_POLL_INTERVAL).await;
         }
+        self.faults.borrow_mut().mark_server_clean();
         if phase.multi_user {
             let server = self.start_server(0).await?;
             self.set_server(Some(server));

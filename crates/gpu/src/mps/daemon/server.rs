@@ -35,11 +35,17 @@ impl Device {
         Err(DaemonError::ServerNotReady { after: SERVER_START_DEADLINE, last })
     }
 
-    /// Clears the server's PID and its clients.
+    /// Clears the state of a server that has exited.
     pub(super) fn clear_server(&self) {
-        let had_listed = self.clients.borrow_mut().remove_all();
-        self.end_fault("the MPS server has exited");
+        self.forget_server("the MPS server has exited");
         self.faults.borrow_mut().mark_server_clean();
+    }
+
+    /// Clears the server's PID and its clients, and ends a fault. A server that still runs is found
+    /// again by the next probe.
+    pub(super) fn forget_server(&self, why: &'static str) {
+        let had_listed = self.clients.borrow_mut().remove_all();
+        self.end_fault(why);
         self.set_server(None);
         if had_listed {
             self.context.notify_status_change();

@@ -234,7 +234,10 @@ impl Door {
             }
         };
         let introduced = match control::introduce_client(&self.device.pipe, who).await {
-            Ok(introduced) => introduced,
+            Ok(introduced) => {
+                self.device.handle_expected_reply();
+                introduced
+            }
             Err(ControlError::ClientGone) => return AdmissionResult::Left,
             Err(ControlError::UnknownProtocol) => {
                 self.device.handle_unexpected_reply();

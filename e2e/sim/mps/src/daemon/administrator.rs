@@ -37,6 +37,9 @@ impl Daemon {
                 Err(_) => return,
             };
             self.log(&format!("Cmd:{line}"));
+            if self.faults.apply_faults(&format!("mps:close:{}", command_name(&line))).is_some() {
+                return;
+            }
             let lines = match Command::parse(&line) {
                 Err(mistake) => vec![mistake.to_string()],
                 Ok(command) if command.is_privileged() && !privileged => vec![privilege_error(&line)],

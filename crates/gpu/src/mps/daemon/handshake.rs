@@ -1,0 +1,162 @@
+//! What clients' handshakes show about the protocol of a daemon. Pure: the time is an argument.
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::MIN_UNEXPECTED_ENDS;
+use crate::mps::drivers::DriverEvidence;
+
+/// Time after the last unexpected reply at which the MPS host no longer reports that clients are
+/// held: no client waits any more, so nothing is known about the next reply. While a client waits,
+/// a reply arrives several times per second, or after each restart of the daemon. Restarts have a
+/// delay of at most 30 s.
+const MAX_REPORT_TIME: Duration = Duration::from_secs(60);
+
+/// The replies of a daemon to clients' handshakes.
+#[derive(Debug)]
+pub(super) struct HandshakeRecord {
+    /// What is known about the driver of the running daemon.
+    driver: DriverEvidence,
+    /// Whether the running daemon has connected a client. If so, no later reply makes the protocol
+    /// unknown.
+    succeeded: bool,
+    /// Number of unexpected replies of the running daemon since its last expected one.
+    unexpected_replies: u32,
+    /// Whether the running daemon's protocol is unknown: the driver was not measured, and the
+    /// daemon sent at least [`MIN_UNEXPECTED_ENDS`] unexpected replies before any handshake
+    /// succeeded. No client is connected then.
+    unknown: bool,
+    /// Time of the latest unexpected reply since the MPS host reports that clients are held. `None`
+    /// if they are not. A restart of the daemon does not end the report: an expected reply does.
+    held_at: Option<Instant>,
+}
+
+impl Default for HandshakeRecord {
+    fn default() -> Self {
+        let driver = DriverEvidence::Assumed;
+        Self { driver, succeeded: false, unexpected_replies: 0, unknown: false, held_at: None }
+    }
+}
+
+impl HandshakeRecord {
+    /// Records the start of a daemon. Its handshakes prove its protocol anew.
+    pub(super) fn start_daemon(&mut self, driver: DriverEvidence) {
+        *self = Self { driver, held_at: self.held_at, ..Self::default() };
+    }
+
+    /// Records that a client was connected.
+    pub(super) fn record_connected_client(&mut self) {
+        self.succeeded = true;
+    }
+
+    /// Records an expected reply to a client. Returns whether clients were reported as held until
+    /// now.
+    pub(super) fn record_expected_reply(&mut self) -> bool {
+        self.unexpected_replies = 0;
+        self.held_at.take().is_some()
+    }
+
+    /// Records an unexpected reply to a client. Returns whether clients are reported as held from
+    /// now on.
+    pub(super) fn record_unexpected_reply(&mut self, now: Instant) -> bool {
+        self.unexpected_replies = self.unexpected_replies.saturating_add(1);
+        let is_persistent = self.unexpected_replies >= MIN_UNEXPECTED_ENDS;
+        self.unknown |= is_persistent && !self.succeeded && self.driver == DriverEvidence::Assumed;
+        let were_held = self.held_at.is_some();
+        if is_persistent || were_held {
+            self.held_at = Some(now);
+        }
+        is_persistent && !were_held
+    }
+
+    /// Ends the report about held clients if no reply has arrived for [`MAX_REPORT_TIME`]. Returns
+    /// whether the report ends.
+    pub(super) fn expire_report(&mut self, now: Instant) -> bool {
+        let is_over = |at: Instant| now.saturating_duration_since(at) >= MAX_REPORT_TIME;
+        if self.held_at.is_some_and(is_over) {
+            self.unexpected_replies = 0;
+            self.held_at = None;
+            return true;
+        }
+        false
+    }
+
+    /// Returns whether the running daemon's protocol is unknown.
+    pub(super) fn is_unknown(&self) -> bool {
+        self.unknown
+    }
+
+    /// Returns whether the daemon sent only unexpected replies lately, so that doors hold clients.
+    pub(super) fn are_clients_held(&self) -> bool {
+        self.held_at.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the record of a daemon that sent this number of unexpected replies.
+    fn record_after(driver: DriverEvidence, unexpected: u32, now: Instant) -> HandshakeRecord {
+        let mut record = HandshakeRecord::default();
+        record.start_daemon(driver);
+        for _ in 0..unexpected {
+            record.record_unexpected_reply(now);
+        }
+        record
+    }
+
+    #[test]
+    fn three_unexpected_replies_make_only_a_driver_that_was_not_measured_unknown() {
+        let now = Instant::now();
+        for (driver, unexpected, expected) in [
+            (DriverEvidence::Assumed, 2, (false, false)),
+            (DriverEvidence::Assumed, 3, (true, true)),
+            (DriverEvidence::Measured, 2, (false, false)),
+            (DriverEvidence::Measured, 3, (false, true)),
+        ] {
+            let record = record_after(driver, unexpected, now);
+            assert_eq!((record.is_unknown(), record.are_clients_held()), expected, "{driver:?} {unexpected}");
+        }
+        let mut served = record_after(DriverEvidence::Assumed, 0, now);
+        served.record_connected_client();
+        let changes: Vec<bool> = (0..4).map(|_| served.record_unexpected_reply(now)).collect();
+        assert_eq!((served.is_unknown(), changes), (false, vec![false, false, true, false]));
+    }
+
+    #[test]
+    fn only_replies_in_a_row_count() {
+        let now = Instant::now();
+        let mut record = record_after(DriverEvidence::Assumed, 2, now);
+        assert!(!record.record_expected_reply());
+        record.record_unexpected_reply(now);
+        record.record_unexpected_reply(now);
+        assert!(!record.is_unknown() && !record.are_clients_held());
+        record.record_unexpected_reply(now);
+        assert!(record.record_expected_reply() && !record.are_clients_held());
+    }
+
+    #[test]
+    fn a_restarted_daemon_is_not_unknown_and_clients_are_held_until_an_expected_reply() {
+        let now = Instant::now();
+        let mut record = record_after(DriverEvidence::Assumed, 3, now);
+        record.start_daemon(DriverEvidence::Assumed);
+        assert_eq!((record.is_unknown(), record.are_clients_held()), (false, true));
+        record.record_unexpected_reply(now);
+        assert!(!record.is_unknown(), "one reply of this daemon");
+        assert!(record.record_expected_reply() && !record.are_clients_held());
+    }
+
+    #[test]
+    fn the_report_ends_once_no_client_waits_any_more() {
+        let now = Instant::now();
+        let mut record = record_after(DriverEvidence::Measured, 3, now);
+        let later = now + MAX_REPORT_TIME / 2;
+        assert!(!record.expire_report(later));
+        record.start_daemon(DriverEvidence::Measured);
+        assert!(!record.record_unexpected_reply(later), "it was reported before");
+        assert!(!record.expire_report(now + MAX_REPORT_TIME), "the latest reply is newer");
+        assert!(record.expire_report(later + MAX_REPORT_TIME) && !record.are_clients_held());
+        assert!(!record.record_unexpected_reply(later + MAX_REPORT_TIME), "earlier replies no longer count");
+    }
+}
