@@ -83,8 +83,8 @@ impl Platform {
         matches!(self, Self::OpenShift | Self::Talos | Self::K3s | Self::Rke2)
     }
 
-    /// Detects the platform of a node. The operating system decides first, because OpenShift and
-    /// Talos run on every cloud. Returns `None` if nothing identifies a platform.
+    /// Detects the platform of a node. Labels and the operating system of platforms that run on
+    /// every cloud decide first. Returns `None` if nothing identifies a platform.
     pub(super) fn of(node: &Node) -> Option<Self> {
         let info = &node.status.node_info;
         let (os, kubelet) = (info.os_image.as_str(), info.kubelet_version.as_str());

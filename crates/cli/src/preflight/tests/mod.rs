@@ -19,10 +19,10 @@ const NAMESPACE: &str = "cleave-system";
 
 /// Objects of a cluster, by resource. Missing resources are empty lists.
 fn facts(objects: &Value) -> Facts {
-    fn list<T: DeserializeOwned>(objects: &Value, resource: &str) -> Result<Vec<T>, String> {
+    fn list<T: DeserializeOwned>(objects: &Value, resource: &str) -> Vec<T> {
         match &objects[resource] {
-            Value::Null => Ok(Vec::new()),
-            items => Ok(serde_json::from_value(items.clone()).unwrap()),
+            Value::Null => Vec::new(),
+            items => serde_json::from_value(items.clone()).unwrap(),
         }
     }
     fn parsed<T: DeserializeOwned>(value: Value) -> T {
@@ -33,19 +33,19 @@ fn facts(objects: &Value) -> Facts {
         admission: Ok(parsed(json!({"resources": [
             {"name": "validatingadmissionpolicies"}, {"name": "mutatingadmissionpolicies"}
         ]}))),
-        nodes: list(objects, "nodes"),
-        daemon_sets: list(objects, "daemonsets"),
-        runtime_classes: list(objects, "runtimeclasses"),
-        quotas: list(objects, "resourcequotas"),
-        limit_ranges: list(objects, "limitranges"),
+        nodes: Ok(list(objects, "nodes")),
+        daemon_sets: Ok(list(objects, "daemonsets")),
+        runtime_classes: Ok(list(objects, "runtimeclasses")),
+        quotas: Ok(list(objects, "resourcequotas")),
+        limit_ranges: Ok(list(objects, "limitranges")),
         namespaces: Ok(match &objects["namespaces"] {
             Value::Null => parsed(json!([namespace(&json!({"pod-security.kubernetes.io/enforce": "privileged"}))])),
             items => parsed(items.clone()),
         }),
         priority_classes: Ok(parsed(Value::Array(SYSTEM_PRIORITY_CLASSES.map(named).to_vec()))),
-        definitions: list(objects, "customresourcedefinitions"),
-        mutating_webhooks: list(objects, "mutatingwebhookconfigurations"),
-        validating_webhooks: list(objects, "validatingwebhookconfigurations"),
+        definitions: Ok(list(objects, "customresourcedefinitions")),
+        mutating_webhooks: Ok(list(objects, "mutatingwebhookconfigurations")),
+        validating_webhooks: Ok(list(objects, "validatingwebhookconfigurations")),
     }
 }
 

@@ -162,7 +162,7 @@ fn the_dra_driver_is_an_error_only_if_it_allocates_gpus() {
 #[test]
 fn the_mig_manager_keeps_mig_mode() {
     let manager = daemon_set("nvidia-mig-manager", "nvcr.io/nvidia/cloud-native/k8s-mig-manager:v0.13.0");
-    let report = report_of_sets(&[manager.clone()]);
+    let report = report_of_sets(std::slice::from_ref(&manager));
     assert_eq!(finding(&report, Reason::MigManager).level, Level::Warning);
     assert_eq!(report.values["agent.migMode"], "Never");
     let report = report_of_sets(&[on_nodes_with(manager, "other")]);
