@@ -143,7 +143,7 @@ fn a_pod_whose_release_had_no_answer_keeps_its_reservation_if_it_no_longer_exist
     let first = reconcile(&mut keeper, &world, 0).releases.remove(0);
     keeper.record_unanswered_release(first.clone());
     let world = world.pod("p2", 6);
-    assert_eq!(reconcile(&mut keeper, &world, 1).releases, [first.clone()]);
+    assert_eq!(reconcile(&mut keeper, &world, 1).releases, std::slice::from_ref(&first));
     keeper.record_missing_pod(&first.pod, &first.uid, at(1).up);
     assert_eq!(reconcile(&mut keeper, &world, 2).releases, [], "p1 may have been bound, and may still use its shares");
 }
