@@ -340,13 +340,13 @@ impl Passes {
         all
     }
 
-    /// Taints the nodes that can serve no pod, if that is enabled. Returns false if a write failed.
+    /// Taints the nodes that can serve no pod, if that is enabled. Each node has its own retries,
+    /// so a write that fails does not fail the pass. Returns false if this process no longer leads.
     async fn update_taints(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };
         let (changes, next) = taints.update(observed, now);
         self.next = self.next.into_iter().chain(next).min();
-        let mut all = true;
         for change in changes {
             if !self.context.claim.is_current() {
                 return false;
@@ -358,7 +358,7 @@ impl Passes {
                     true
                 }
                 // The node changed after this pass read it.
-                Some(Err(kube::Error::Api(status))) if matches!(status.code, 409 | 422) => {
+                Some(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
                     tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
                     false
                 }
@@ -373,9 +373,12 @@ impl Passes {
                 }
                 None => false,
             };
-            self.count_write("Node", done, &mut all);
+            self.count_write("Node", done, &mut true);
+            let now = self.now();
+            let retry = self.taints.as_mut().and_then(|taints| taints.record(node, done, now));
+            self.next = self.next.into_iter().chain(retry).min();
         }
-        all
+        true
     }
 
     /// Publishes Events about a policy's conditions that changed. Does not retry failed Events.
@@ -440,6 +443,8 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use cleave_api::GpuNodeSpec;
+    use cleave_api::gpunode::{GpuNodeStatus, GpuStatus, Health};
+    use cleave_api::names::HEALTH_LOST;
     use futures::FutureExt as _;
     use kube::Client;
     use kube::client::Body;
@@ -451,7 +456,7 @@ mod tests {
     use super::*;
     use crate::leader::LeaseGuard;
     use crate::metrics::Metrics;
-    use crate::read::{Node, Stores};
+    use crate::read::{Agent, Node, Stores};
 
     fn mock_client() -> (Client, Handle<http::Request<Body>, http::Response<Body>>) {
         let (service, server) = tower_test::mock::pair();
@@ -502,6 +507,31 @@ mod tests {
         passes.pass(Instant::now()).await.unwrap();
         assert!(passes.wakes.placement.notified().now_or_never().is_none(), "nothing has changed");
     }
+
+    #[tokio::test]
+    async fn a_refused_taint_delays_no_pass() {
+        let (client, mut server) = mock_client();
+        let (mut passes, _gated) = passes(client);
+        passes.taints = Some(Taints::default());
+        let health = Health { class: HEALTH_LOST.to_owned(), ..Health::default() };
+        let gpus = vec![GpuStatus { health, ..GpuStatus::default() }];
+        let status = GpuNodeStatus { agent_version: "1".to_owned(), gpus, ..GpuNodeStatus::default() };
+        let object = GpuNode { status: Some(status), ..GpuNode::new("n", GpuNodeSpec::default()) };
+        let gpu_node = Some(Arc::new(DeserializeGuard(Ok(object))));
+        let node = Node { agent: Some(Agent { ready: true }), gpu_node, ..Node::default() };
+        let nodes = BTreeMap::from([("n".to_owned(), node)]);
+        let observed = Observed { policies: BTreeMap::new(), nodes, pods: Vec::new() };
+        let refuse = async {
+            let (_, reply) = server.next_request().await.unwrap();
+            let body = serde_json::json!({"kind": "Status", "status": "Failure", "message": "no", "code": 403});
+            let response = http::Response::builder().status(403);
+            reply.send_response(response.body(Body::from(body.to_string().into_bytes())).unwrap());
+        };
+        let (leads, ()) = tokio::join!(passes.update_taints(&observed), refuse);
+        assert!(leads && passes.next.is_some_and(|next| next <= Duration::from_secs(1)), "{:?}", passes.next);
+        assert!(passes.update_taints(&observed).now_or_never().is_some(), "nothing is written before the delay ends");
+    }
+
     /// An API server that answers only when all these writes have arrived would let writes one
     /// after the other time out.
     #[tokio::test(start_paused = true)]

@@ -23,8 +23,10 @@ pub(crate) struct Target<'a> {
 pub(crate) enum WriteResult {
     /// The condition was written. Contains the pod's new `resourceVersion`.
     Done(String),
-    /// The pod has changed, was deleted or was replaced. Nothing was written.
+    /// The pod has changed or was replaced. Nothing was written.
     Obsolete,
+    /// The pod no longer exists.
+    Missing,
     /// The write failed. A retry may succeed.
     Failed,
 }
@@ -88,13 +90,17 @@ pub(crate) async fn write_to(
             );
             WriteResult::Done(resource_version(&answer))
         }
-        // The pod was deleted, or a new pod has the same name.
-        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
+        Ok(Err(kube::Error::Api(status))) if status.code == 404 => {
+            tracing::debug!(pod, message = status.message, "skipped a pod condition: the pod no longer exists");
+            WriteResult::Missing
+        }
+        // The pod has changed, or a new pod has the same name.
+        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 409 | 422) => {
             tracing::debug!(
                 pod,
                 code = status.code,
                 message = status.message,
-                "skipped a pod condition: the pod changed or no longer exists"
+                "skipped a pod condition: the pod changed"
             );
             WriteResult::Obsolete
         }

@@ -269,6 +269,11 @@ impl PodClaims {
         self.renewals.retain(|uid, _| unbound.contains(uid.as_str()));
     }
 
+    /// Returns the ended or deleted pods whose claims end within [`UNREPORTED_CLAIM_TIME`].
+    pub(super) fn lingering(&self) -> impl Iterator<Item = &str> {
+        self.lingering.keys().map(String::as_str)
+    }
+
     /// Returns the time until each lingering claim ends.
     pub(super) fn lingering_claim_expiries(&self, up: Duration) -> impl Iterator<Item = Duration> + '_ {
         self.lingering.values().map(move |until| until.saturating_sub(up).max(Duration::from_millis(1)))
@@ -281,7 +286,7 @@ fn claim(pod: &PodObject, place: Place) -> Claim {
 }
 
 /// Returns the nodes of a claim.
-fn claim_nodes(place: &Place) -> Vec<String> {
+pub(super) fn claim_nodes(place: &Place) -> Vec<String> {
     match place {
         Place::OneOf { nodes, .. } => nodes.iter().cloned().collect(),
         Place::Bound(node) => vec![node.clone()],

@@ -7,6 +7,7 @@
 //! scheduler may still use tainted nodes, and pods that Cleave releases to these nodes are not
 //! affected.
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use cleave_api::names::FRAGMENTED_TAINT;
 use cleave_plan::ledger::{Ledger, Place};
@@ -14,7 +15,7 @@ use cleave_plan::ledger::{Ledger, Place};
 use super::growth::ReportedPods;
 use super::nodes::{NodeState, Nodes};
 use super::pod_tracker::PodTracker;
-use crate::policies::taint::{Change, add_patch, remove_patch};
+use crate::policies::taint::{Change, TaintBackoff, add_patch, remove_patch};
 
 /// Key and effect of the taint.
 const FRAGMENTED: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
@@ -27,12 +28,13 @@ pub(super) struct FragmentationTaints {
     enabled: bool,
     /// The `resourceVersion` for which each change was decided, by node. The watch may lag.
     decided: BTreeMap<String, String>,
+    backoff: TaintBackoff,
 }
 
 impl FragmentationTaints {
     /// Creates the taints without decisions. If `enabled` is false, no node is changed.
-    pub(super) const fn new(enabled: bool) -> Self {
-        Self { enabled, decided: BTreeMap::new() }
+    pub(super) fn new(enabled: bool) -> Self {
+        Self { enabled, decided: BTreeMap::new(), backoff: TaintBackoff::default() }
     }
 
     /// Returns whether nodes may be tainted.
@@ -40,9 +42,17 @@ impl FragmentationTaints {
         self.enabled
     }
 
-    /// Records that a node's taint could not be written. A later reconcile writes it.
-    pub(super) fn record_failed_write(&mut self, node: &str) {
-        self.decided.remove(node);
+    /// Records whether a node's taint was written. If not, a later reconcile writes it.
+    pub(super) fn record_write(&mut self, node: &str, written: bool, up: Duration) {
+        self.backoff.record(node, written, up);
+        if !written {
+            self.decided.remove(node);
+        }
+    }
+
+    /// Returns the time until a failed write is retried.
+    pub(super) fn next_retry(&self, up: Duration) -> Option<Duration> {
+        self.backoff.next(up)
     }
 
     /// Returns the nodes whose taint changes. `reported` are the pods that are reported to
@@ -52,6 +62,7 @@ impl FragmentationTaints {
         (nodes, tracker): (&Nodes, &PodTracker),
         ledger: &Ledger,
         reported: &[ReportedPods],
+        up: Duration,
     ) -> Vec<Change> {
         if !self.enabled {
             return Vec::new();
@@ -64,12 +75,14 @@ impl FragmentationTaints {
             let Some(change) = taint_change(name, state, wanted) else { continue };
             differing.insert(name.as_str());
             let version = state.resource_version().to_owned();
-            if changes.len() < MAX_CHANGES && self.decided.get(name) != Some(&version) {
+            let is_due = self.decided.get(name) != Some(&version) && !self.backoff.is_delayed(name, up);
+            if changes.len() < MAX_CHANGES && is_due {
                 self.decided.insert(name.clone(), version);
                 changes.push(change);
             }
         }
         self.decided.retain(|name, _| differing.contains(name.as_str()));
+        self.backoff.retain(&differing);
         changes
     }
 }

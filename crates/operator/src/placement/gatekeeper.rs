@@ -181,6 +181,13 @@ impl Gatekeeper {
         }
     }
 
+    /// Records that a pod could not be released because it no longer exists. The pod is not
+    /// released again, although the watch still has it.
+    pub fn record_missing_pod(&mut self, pod: &str, uid: &str, up: Duration) {
+        self.record_failed_release(pod);
+        self.queue.record_missing(pod, uid, up);
+    }
+
     /// Records the result of an eviction for a pod of higher priority.
     pub fn record_eviction(&mut self, eviction: &Eviction, result: &Evicted, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
@@ -195,9 +202,14 @@ impl Gatekeeper {
         self.growth.record_failed_write(uid);
     }
 
-    /// Records that the taint of a node could not be written.
-    pub(crate) fn record_failed_taint(&mut self, node: &str) {
-        self.fragments.record_failed_write(node);
+    /// Records whether the taint of a node was written.
+    pub(crate) fn record_taint(&mut self, node: &str, written: bool, up: Duration) {
+        self.fragments.record_write(node, written, up);
+    }
+
+    /// Returns the time until the taint of a node that could not be written is due again.
+    pub(crate) fn next_taint_retry(&self, up: Duration) -> Option<Duration> {
+        self.fragments.next_retry(up)
     }
 
     /// Records that the condition of a stranded pod could not be written.
@@ -303,8 +315,12 @@ impl Gatekeeper {
                 self.reserve_or_explain(&mut ledger, waiting, &input, &mut actions);
             }
             let room = MAX_RELEASES.saturating_sub(actions.releases.len());
-            actions.releases.extend(self.unanswered.releases_to_retry(&ledger, now).take(room));
-            actions.taints = self.fragments.update((&self.nodes, tracker), &ledger, self.growth.reported());
+            let queue = &self.queue;
+            let retried = self.unanswered.releases_to_retry(&ledger, now);
+            let retried = retried.filter(|release| queue.missing_time(&release.pod, now.up).is_none());
+            actions.releases.extend(retried.take(room));
+            let reported = self.growth.reported();
+            actions.taints = self.fragments.update((&self.nodes, tracker), &ledger, reported, now.up);
         } else {
             actions.requeue_in(settling);
         }
@@ -487,7 +503,7 @@ impl Gatekeeper {
         let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);
-        let mut returning = returning.units(nodes, up, actions);
+        let mut returning = returning.units(nodes, (ledger, claims), up, actions);
         let (mut reserved, mut unplaceable_releases) = (Vec::<(String, &PodObject)>::new(), 0);
         for candidate in &candidates {
             if actions.releases.len() >= MAX_RELEASES {

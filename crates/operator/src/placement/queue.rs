@@ -17,6 +17,9 @@ pub(super) const MAX_REFUSALS: u32 = 3;
 pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum delay of a refused release.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
+/// Time for which a pod that no longer exists is not released again, if the watch still has it. A
+/// watch is stale for at most 35 s.
+pub(super) const MISSING_TIME: Duration = Duration::from_secs(60);
 /// Maximum length of a reported message of the API server, in characters.
 const MAX_MESSAGE_CHARS: usize = 300;
 
@@ -33,6 +36,9 @@ struct GatedPod {
     /// temporary.
     unplaceable_since: Option<Duration>,
     refused: Option<Refusals>,
+    /// The API server does not have the pod, according to its answer to a release. Until this time,
+    /// the pod is not released again.
+    missing_until: Option<Duration>,
 }
 
 /// The API server's refusals to release a pod.
@@ -59,7 +65,13 @@ impl Queue {
         self.0.retain(|name, _| present.contains(name));
         for (name, pod) in waiting {
             let uid = pod.uid().unwrap_or_default();
-            let new = || GatedPod { uid: uid.clone(), since: up, unplaceable_since: None, refused: None };
+            let new = || GatedPod {
+                uid: uid.clone(),
+                since: up,
+                unplaceable_since: None,
+                refused: None,
+                missing_until: None,
+            };
             if self.0.get(name).is_none_or(|gated| gated.uid != uid) {
                 self.0.insert(name.clone(), new());
                 arrived.push(*pod);
@@ -96,7 +108,21 @@ impl Queue {
         gated.refused = Some(Refusals { times, until: up.saturating_add(delay), message });
     }
 
-    /// Removes from `waiting` the pods whose release is delayed, and reports why they wait.
+    /// Records that the API server does not have a pod.
+    pub(super) fn record_missing(&mut self, name: &str, uid: &str, up: Duration) {
+        if let Some(gated) = self.0.get_mut(name).filter(|gated| gated.uid == uid) {
+            gated.missing_until = Some(up.saturating_add(MISSING_TIME));
+        }
+    }
+
+    /// Returns the time for which a pod that no longer exists is not released again.
+    pub(super) fn missing_time(&self, name: &str, up: Duration) -> Option<Duration> {
+        let until = self.0.get(name)?.missing_until?;
+        Some(until.saturating_sub(up)).filter(|left| !left.is_zero())
+    }
+
+    /// Removes from `waiting` the pods that no longer exist, and the pods whose release is delayed.
+    /// Reports why the latter wait.
     pub(super) fn remove_delayed<'a>(
         &self,
         ledger: &mut Ledger,
@@ -105,6 +131,11 @@ impl Queue {
         actions: &mut Actions,
     ) -> Vec<(String, &'a PodObject)> {
         waiting.retain(|(name, _)| {
+            if let Some(left) = self.missing_time(name, up) {
+                actions.requeue_in(left);
+                drop(ledger.withdraw(name));
+                return false;
+            }
             let refused = self.0.get(name).and_then(|gated| gated.refused.as_ref());
             let Some(Refusals { until, message, .. }) = refused.filter(|refused| refused.until > up) else {
                 return true;

@@ -1,15 +1,16 @@
-//! Units that are briefly unavailable: an agent restarts, or a GPU is being repartitioned. A pod
-//! that these units can serve needs no other node yet, and at first no other pod is evicted for it.
-//! Pure: callers pass in the time.
+//! Units that are briefly unavailable: an agent restarts, a GPU is being repartitioned, or a pod
+//! was deleted before its node reported it. A pod that these units can serve needs no other node
+//! yet, and at first no other pod is evicted for it. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use cleave_api::names::UNHEALTHY_TAINT;
-use cleave_plan::ledger::{Ledger, Moment, Place, Tightest};
+use cleave_plan::ledger::{Ledger, Moment, Nomination, Tightest};
 use cleave_plan::snapshot::Toleration;
 
 use super::actions::Actions;
+use super::claims::{PodClaims, claim_nodes};
 use super::facts::Absence;
 use super::nodes::{NodeState, Nodes, OUTDATED_TAINTS};
 use super::preemption::Prospect;
@@ -46,7 +47,13 @@ impl Returning {
     }
 
     /// Returns the units that pods may wait for now.
-    pub(super) fn units<'a>(&self, nodes: &'a Nodes, up: Duration, actions: &mut Actions) -> ReturningUnits<'a> {
+    pub(super) fn units<'a>(
+        &self,
+        nodes: &'a Nodes,
+        (ledger, claims): (&Ledger, &'a PodClaims),
+        up: Duration,
+        actions: &mut Actions,
+    ) -> ReturningUnits<'a> {
         let mut returning = BTreeMap::new();
         for (name, absences) in &self.0 {
             let Some((name, _)) = nodes.0.get_key_value(name) else { continue };
@@ -58,15 +65,23 @@ impl Returning {
                 returning.insert(name.as_str(), over);
             }
         }
-        ReturningUnits { nodes, returning, ledger: None, hopeless: BTreeSet::new() }
+        let deleted: BTreeSet<&str> = claims.lingering().collect();
+        for claim in deleted.iter().filter_map(|pod| ledger.claim(pod)) {
+            for (name, _) in claim_nodes(&claim.place).iter().filter_map(|name| nodes.0.get_key_value(name)) {
+                returning.entry(name.as_str()).or_default();
+            }
+        }
+        ReturningUnits { nodes, returning, deleted, ledger: None, hopeless: BTreeSet::new() }
     }
 }
 
 /// The units that return soon, within one reconcile. Each unit serves one pod.
 pub(super) struct ReturningUnits<'a> {
     nodes: &'a Nodes,
-    /// The absences that end soon, by node.
+    /// The absences that end soon, by node. Includes the nodes of `deleted`.
     returning: BTreeMap<&'a str, BTreeSet<Absence>>,
+    /// Deleted pods whose claims end soon.
+    deleted: BTreeSet<&'a str>,
     /// These nodes when their units have returned, less what was promised to pods. Built for the
     /// first pod.
     ledger: Option<Ledger>,
@@ -91,12 +106,16 @@ impl<'a> ReturningUnits<'a> {
         if self.hopeless.contains(&key) {
             return false;
         }
-        let Self { nodes, returning, ledger: known, hopeless } = self;
-        let returned = known.get_or_insert_with(|| returned(ledger, nodes, returning));
+        let Self { nodes, returning, deleted, ledger: known, hopeless } = self;
+        let returned = known.get_or_insert_with(|| returned(ledger, nodes, (returning, deleted)));
         // The taints of a node whose agent is away end when the agent is ready.
-        let mut pod = candidate.plan_pod.clone();
-        pod.tolerations.extend(OUTDATED_TAINTS.iter().chain(&[UNHEALTHY_TAINT]).map(|key| tolerate(key)));
-        let admitted = returning.keys().copied().filter(|name| nodes.admits(name, &pod));
+        let mut tolerant = candidate.plan_pod.clone();
+        tolerant.tolerations.extend(OUTDATED_TAINTS.iter().chain(&[UNHEALTHY_TAINT]).map(|key| tolerate(key)));
+        let admitted = returning.iter().filter(|(name, over)| {
+            let pod = if over.is_empty() { &candidate.plan_pod } else { &tolerant };
+            nodes.admits(name, pod)
+        });
+        let admitted = admitted.map(|(name, _)| *name);
         let fits = |returned: &Ledger, on: &[&str]| {
             returned.fit_for(candidate.pending_pod(), on.iter().copied(), 1, &Tightest).ok()
         };
@@ -123,18 +142,26 @@ impl<'a> ReturningUnits<'a> {
     }
 }
 
-/// Returns a ledger of these nodes when their units have returned.
-fn returned(ledger: &Ledger, nodes: &Nodes, returning: &BTreeMap<&str, BTreeSet<Absence>>) -> Ledger {
-    let is_here = |place: &Place| match place {
-        Place::OneOf { nodes, .. } => nodes.iter().any(|node| returning.contains_key(node.as_str())),
-        Place::Bound(node) => returning.contains_key(node.as_str()),
-    };
-    let claims = ledger.claims().filter(|(_, claim)| is_here(&claim.place));
+/// Returns a ledger of these nodes when their units have returned and the claims of deleted pods
+/// have ended.
+fn returned(
+    ledger: &Ledger,
+    nodes: &Nodes,
+    (returning, deleted): (&BTreeMap<&str, BTreeSet<Absence>>, &BTreeSet<&str>),
+) -> Ledger {
     let facts = |(name, over): (&&str, &BTreeSet<Absence>)| {
-        Some(((*name).to_owned(), nodes.0.get(*name)?.returned_facts(over)?))
+        let facts = if over.is_empty() { ledger.facts(name) } else { nodes.0.get(*name)?.returned_facts(over) };
+        Some(((*name).to_owned(), facts?))
     };
-    let claims = claims.map(|(pod, claim)| (Arc::from(pod), claim.clone()));
-    Ledger::rebuild_from(returning.iter().filter_map(facts), claims)
+    let pods: BTreeSet<&str> = returning.keys().flat_map(|name| ledger.pods_with_claims(name)).collect();
+    let claims = pods.difference(deleted).filter_map(|pod| Some((Arc::from(*pod), ledger.claim(pod)?.clone())));
+    let mut returned = Ledger::rebuild_from(returning.iter().filter_map(facts), claims);
+    let is_here = |nomination: &Nomination| returning.contains_key(nomination.node.as_str());
+    for (pod, nomination) in ledger.nominations().iter().filter(|(_, nomination)| is_here(nomination)) {
+        // The ledger refuses only nominations for pods with a claim.
+        let _ = returned.nominate(pod, nomination.clone());
+    }
+    returned
 }
 
 fn tolerate(key: &str) -> Toleration {

@@ -54,8 +54,10 @@ pub(crate) struct ControllerInputs {
 /// Why a pod was not released.
 #[derive(Debug)]
 enum Failure {
-    /// The pod changed or was deleted. The next reconcile handles its new state.
+    /// The pod changed. The next reconcile handles its new state.
     Changed,
+    /// The pod no longer exists. The watch will report that.
+    Missing,
     /// The pod was not released. A retry may succeed.
     Retry,
     /// The pod may have been released. Contains the release with the patch that was sent.
@@ -76,21 +78,22 @@ struct Writes {
 impl Writes {
     /// Records why a pod was not released.
     fn record(&mut self, failure: &Failure) {
-        self.is_incomplete = true;
+        self.is_incomplete |= !matches!(failure, Failure::Missing);
         self.is_impaired |= matches!(failure, Failure::Retry | Failure::Unknown(_));
     }
 }
 
 /// Returns the delay before the next reconcile if no change wakes the placement controller earlier.
 /// If the API server did not accept writes, the next reconcile does not follow at once, even if it
-/// could write more: it would repeat the same writes.
-fn next_delay(actions: &Actions, writes: Writes, events: Option<Duration>) -> Option<Duration> {
+/// could write more: it would repeat the same writes. `later` is when Events, or taints that could
+/// not be written, are due.
+fn next_delay(actions: &Actions, writes: Writes, later: Option<Duration>) -> Option<Duration> {
     if writes.is_impaired {
         return Some(RETRY_DELAY);
     }
     let retry = writes.is_incomplete.then_some(RETRY_DELAY);
     let more = actions.more.then_some(BATCH_WINDOW);
-    actions.delay().into_iter().chain(retry).chain(more).chain(events).min()
+    actions.delay().into_iter().chain(retry).chain(more).chain(later).min()
 }
 
 /// The time of day, read once and then advanced by a monotonic clock. Reservations end at a time of
@@ -161,7 +164,7 @@ impl Controller for PlacementController {
         self.wakes.set_awaits_budgets(actions.awaits_budgets);
         self.handle_stranded(&actions.rescue).await;
         writes.is_impaired |= !self.report_all(&actions.reports).await;
-        writes.is_impaired |= !self.taint_all(&actions.taints).await;
+        self.taint_all(&actions.taints).await;
         writes.is_incomplete |= !actions.rescue.recreate.is_empty() || !actions.rescue.advise.is_empty();
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
@@ -169,7 +172,8 @@ impl Controller for PlacementController {
         drop(cluster);
         self.report(&actions, &demand, up).await;
         let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
-        next_delay(&actions, writes, events)
+        let taints = self.keeper.next_taint_retry(self.started.elapsed());
+        next_delay(&actions, writes, events.into_iter().chain(taints).min())
     }
 }
 
@@ -212,10 +216,10 @@ impl PlacementController {
     /// Releases pods.
     async fn release_all(&mut self, releases: &[Release]) -> Writes {
         let writes: Vec<_> = releases.iter().map(|release| self.release(release)).collect();
-        let results: Vec<(&str, Result<(), Failure>)> =
+        let results: Vec<(&Release, Result<(), Failure>)> =
             futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
         let mut all = Writes::default();
-        for (pod, result) in results {
+        for (Release { pod, uid, .. }, result) in results {
             if let Err(failure) = &result {
                 all.record(failure);
             }
@@ -223,6 +227,7 @@ impl PlacementController {
                 Ok(()) => self.keeper.record_release(pod),
                 Err(Failure::Unknown(release)) => self.keeper.record_unanswered_release(*release),
                 Err(Failure::Changed | Failure::Retry) => self.keeper.record_failed_release(pod),
+                Err(Failure::Missing) => self.keeper.record_missing_pod(pod, uid, self.started.elapsed()),
                 Err(Failure::Refused(message)) => {
                     self.keeper.record_refused_release(pod, &message, self.started.elapsed());
                 }
@@ -232,14 +237,14 @@ impl PlacementController {
     }
 
     /// Releases one pod, and counts the result.
-    async fn release<'r>(&self, release: &'r Release) -> (&'r str, Result<(), Failure>) {
+    async fn release<'r>(&self, release: &'r Release) -> (&'r Release, Result<(), Failure>) {
         let result = self.patch(release).await;
         let label = if result.is_ok() { release.reason.as_str() } else { "failed" };
         self.context.metrics.pods_released.get_or_create(&Outcome { result: label }).inc();
         if result.is_ok() {
             self.context.metrics.gate_wait_seconds.observe(release.waited.as_secs_f64());
         }
-        (&release.pod, result)
+        (release, result)
     }
 
     /// Writes the patch that releases a pod.
@@ -271,8 +276,12 @@ impl PlacementController {
                 tracing::debug!(pod, reason = release.reason.as_str(), "released a pod");
                 Ok(())
             }
-            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {
-                tracing::debug!(pod, code = status.code, message = status.message, "failed to release a changed pod");
+            Ok(Err(kube::Error::Api(status))) if status.code == 404 => {
+                tracing::debug!(pod, message = status.message, "failed to release a pod: it no longer exists");
+                Err(Failure::Missing)
+            }
+            Ok(Err(kube::Error::Api(status))) if status.code == 409 => {
+                tracing::debug!(pod, message = status.message, "failed to release a changed pod");
                 Err(Failure::Changed)
             }
             // A changed pod also causes one of these statuses, because the `test` operation of the
@@ -310,6 +319,7 @@ impl PlacementController {
         match pod_condition::write_to(&self.context.client, target, &scheduled_condition(None), false).await {
             WriteResult::Done(version) => Ok(patch::with_resource_version(&release.patch, version)),
             WriteResult::Obsolete => Err(Failure::Changed),
+            WriteResult::Missing => Err(Failure::Missing),
             WriteResult::Failed => Err(Failure::Retry),
         }
     }
@@ -327,15 +337,16 @@ impl PlacementController {
         failed.map(|(uid, _)| self.keeper.record_failed_report(uid)).count() == 0
     }
 
-    /// Taints nodes, or removes taints. Returns false if a write failed.
-    async fn taint_all(&mut self, changes: &[Change]) -> bool {
+    /// Taints nodes, or removes taints. Each node has its own retries.
+    async fn taint_all(&mut self, changes: &[Change]) {
         if !self.context.claim.is_current() {
-            return true;
+            return;
         }
         let writes: Vec<_> = changes.iter().map(|change| self.taint(change)).collect();
         let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-        let failed = results.into_iter().filter(|(_, written)| !written);
-        failed.map(|(node, _)| self.keeper.record_failed_taint(node)).count() == 0
+        for (node, written) in results {
+            self.keeper.record_taint(node, written, self.started.elapsed());
+        }
     }
 
     /// Writes the taint of one node. Returns false if a retry is necessary.
@@ -581,12 +592,13 @@ mod tests {
             next_delay(actions, writes, None)
         };
         assert_eq!(delay(&actions, &[]), Some(BATCH_WINDOW));
-        for failure in [Failure::Changed, Failure::Refused("no".to_owned())] {
+        for failure in [Failure::Changed, Failure::Missing, Failure::Refused("no".to_owned())] {
             assert_eq!(delay(&actions, &[failure]), Some(BATCH_WINDOW), "other pods can be released");
         }
         assert_eq!(delay(&actions, &[Failure::Changed, Failure::Retry]), Some(RETRY_DELAY));
         let idle = Actions::default();
         assert_eq!((delay(&idle, &[]), delay(&idle, &[Failure::Changed])), (None, Some(RETRY_DELAY)));
+        assert_eq!(delay(&idle, &[Failure::Missing]), None, "the watch reports the deletion");
         assert_eq!(next_delay(&idle, Writes::default(), Some(RETRY_DELAY * 2)), Some(RETRY_DELAY * 2));
     }
 

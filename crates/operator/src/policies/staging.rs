@@ -17,12 +17,16 @@ use crate::policies::partition::has_partition;
 use crate::policies::plan::{Plan, plan_id};
 use crate::policies::snapshot::{DEFAULT_APPLY_DEADLINE, agent_has_read_spec};
 use crate::policies::validate::RolloutRules;
-use crate::policies::waves::{self, NodeView, Phase, State};
+use crate::policies::waves::{self, NodeView, Phase, Progress, State};
 use crate::read::{Node, Observed};
 
 /// Time for which a failure must last before it is reported. Agents retry failed steps, and an MPS
 /// daemon is briefly unavailable while its settings change. Until then, no further node changes.
 pub const FAILURE_TIME: Duration = Duration::from_secs(10);
+
+/// Time for which a node must serve the newest partition before it proves the change. A daemon that
+/// exits soon after its start is Active for a moment.
+pub const PROOF_TIME: Duration = Duration::from_secs(10);
 
 /// Taints of a node whose kubelet does not report.
 const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
@@ -44,7 +48,54 @@ struct Failure {
     why: String,
 }
 
-/// What the operator remembers about failures. Times are durations since the process started.
+/// How long a node serves the partitions in its spec.
+#[derive(Debug, Clone)]
+struct Service {
+    /// The partitions in the spec.
+    partitions: Partitions,
+    /// The MPS daemons of these GPUs, each with its device, its PID, and the number of restarts. A
+    /// daemon may restart between two passes.
+    daemons: Vec<(String, Option<u32>, u32)>,
+    /// Since when the node serves without interruption. `None` while it does not serve.
+    since: Option<Duration>,
+    /// Whether the node served for [`PROOF_TIME`] before the current change began. The change does
+    /// not cause later failures of this node.
+    precedes: bool,
+}
+
+/// A change of a policy's partitions. It begins when a GPU of the policy gets another newest
+/// partition, and ends when all nodes serve or another change begins.
+#[derive(Debug, Clone, Default)]
+struct Change {
+    /// The newest partitions, by node, until all nodes serve.
+    partitions: BTreeMap<String, Partitions>,
+    /// Nodes that the change affects, until all nodes serve. Other nodes may have the newest
+    /// partition, but do not prove the change.
+    affected: BTreeSet<String>,
+    /// Whether a former leader may have begun the change.
+    is_inherited: bool,
+}
+
+impl Change {
+    /// Returns whether a node's newest partitions belong to a later change.
+    fn is_followed(
+        &self,
+        policy: &str,
+        paused: bool,
+        name: &str,
+        current: &GpuNodeSpec,
+        desired: &GpuNodeSpec,
+    ) -> bool {
+        let known = self.partitions.get(name);
+        gpus_of(policy, Some(desired)).any(|gpu| match known.and_then(|known| known.get(&gpu.uuid)) {
+            Some(known) => *known != gpu.partition,
+            None => current.gpus.iter().any(|current| current.uuid == gpu.uuid && is_staged(current, gpu, paused)),
+        })
+    }
+}
+
+/// What the operator remembers about changes and failures. Times are durations since the process
+/// started.
 ///
 /// A new leader starts with an empty memory. It reports failures after [`FAILURE_TIME`] again, and
 /// a node that failed before the change then stops the rollout. During this time, no node changes.
@@ -57,9 +108,10 @@ pub struct Staging {
     silent: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
-    /// Nodes that the current change of their policy affects, with the newest partitions, until the
-    /// change is complete. Other nodes may have the newest partition, but do not prove the change.
-    affected: BTreeMap<PolicyAndNode, Partitions>,
+    /// How long nodes serve the partitions in their specs.
+    services: BTreeMap<PolicyAndNode, Service>,
+    /// The last change of each policy.
+    changes: BTreeMap<String, Change>,
 }
 
 impl Staging {
@@ -79,24 +131,37 @@ impl Staging {
                 let Some(view) = view(policy, report.rollout, node, desired) else { continue };
                 views.insert(name.to_owned(), view);
             }
+            let nodes = |name: &String| Some((observed.nodes.get(name)?, plan.nodes.get(name)?));
+            let present =
+                views.keys().filter_map(|name| nodes(name).map(|(node, desired)| (name.as_str(), node, desired)));
+            self.begin_change(policy, report.rollout.paused, present, now);
             let rolls_out = views.values().any(|view| !view.newest) || self.is_rolling_out(policy);
+            if !rolls_out {
+                self.record_preceding(policy, now);
+            }
             for (name, view) in &mut views {
-                let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
+                let Some((node, desired)) = nodes(name) else { continue };
                 let key = (policy.clone(), name.clone());
-                self.update_affected(&key, view, desired);
-                self.update_lost(&key, view, loss(policy, node, desired), rolls_out);
+                self.update_affected(&key, view);
+                let loss = loss(policy, node, desired);
+                let proof = self.update_service(&key, view, (node, desired), loss.is_none(), now);
+                self.update_lost(&key, view, loss, rolls_out);
+                let precedes = self.services.get(&key).is_some_and(|service| service.precedes);
+                if precedes && !rolls_out {
+                    self.hide_outage(&key, view);
+                }
                 let failure = self.update(&key, view, node, now);
                 let deadline = self.update_silent(&key, view, node, now);
-                next = [next, failure, deadline].into_iter().flatten().min();
+                view.excused |= precedes && view.newest && view.failing;
+                next = [next, proof, failure, deadline].into_iter().flatten().min();
                 seen.insert(key);
             }
             let progress = waves::decide(report.rollout, &views);
-            if progress.phase == Phase::Complete {
-                self.affected.retain(|(of, _), _| of != policy);
-            }
+            self.record_change(policy, &progress, plan, observed);
             held.extend(progress.pending.iter().map(|node| (node.clone(), policy.clone(), report.rollout.paused)));
             all_progress.insert(policy.clone(), progress);
         }
+        self.changes.retain(|policy, _| all_progress.contains_key(policy));
         for (policy, progress) in all_progress {
             if let Some(report) = plan.policies.get_mut(&policy) {
                 report.progress = progress;
@@ -111,29 +176,122 @@ impl Staging {
         self.failing.retain(|key, _| seen.contains(key));
         self.silent.retain(|key, _| seen.contains(key));
         self.failed_before.retain(|key| seen.contains(key));
-        self.affected.retain(|key, _| seen.contains(key));
+        self.services.retain(|key, _| seen.contains(key));
         next
+    }
+
+    /// Begins a new change if the newest partitions of a policy's nodes belong to one.
+    fn begin_change<'a>(
+        &mut self,
+        policy: &str,
+        paused: bool,
+        mut nodes: impl Iterator<Item = (&'a str, &'a Node, &'a GpuNodeSpec)>,
+        now: Duration,
+    ) {
+        let Some(change) = self.changes.get_mut(policy) else {
+            self.changes.insert(policy.to_owned(), Change { is_inherited: true, ..Change::default() });
+            return;
+        };
+        let is_followed = nodes.any(|(name, node, desired)| {
+            node.object().is_some_and(|object| change.is_followed(policy, paused, name, &object.spec, desired))
+        });
+        if is_followed {
+            *change = Change::default();
+            self.record_preceding(policy, now);
+        }
+    }
+
+    /// Records the newest partitions of a change, until all nodes serve them.
+    fn record_change(&mut self, policy: &str, progress: &Progress, plan: &Plan, observed: &Observed) {
+        let Some(change) = self.changes.get_mut(policy) else { return };
+        if progress.phase == Phase::Complete {
+            *change = Change::default();
+            return;
+        }
+        change.partitions.retain(|name, _| observed.nodes.contains_key(name));
+        change.affected.retain(|name| observed.nodes.contains_key(name));
+        for (name, desired) in plan.nodes.iter().filter(|(name, _)| observed.nodes.contains_key(*name)) {
+            for gpu in gpus_of(policy, Some(desired)) {
+                if change.partitions.get(name).is_none_or(|known| !known.contains_key(&gpu.uuid)) {
+                    let known = change.partitions.entry(name.clone()).or_default();
+                    known.insert(gpu.uuid.clone(), gpu.partition.clone());
+                }
+            }
+        }
+    }
+
+    /// Records which nodes of a policy served before the next change.
+    fn record_preceding(&mut self, policy: &str, now: Duration) {
+        let of_policy = self.services.range_mut((policy.to_owned(), String::new())..);
+        for (_, service) in of_policy.take_while(|((of, _), _)| of == policy) {
+            service.precedes |= service.since.is_some_and(|since| now.saturating_sub(since) >= PROOF_TIME);
+        }
     }
 
     /// Returns whether a change of a policy was incomplete at the last decision.
     fn is_rolling_out(&self, policy: &str) -> bool {
-        let first = self.affected.range((policy.to_owned(), String::new())..).next();
-        first.is_some_and(|((of, _), _)| of == policy)
+        self.changes.get(policy).is_some_and(|change| !change.affected.is_empty())
     }
 
     /// Updates whether the current change affects a node. A node that waits for pods is affected
-    /// too: the former leader began it.
-    fn update_affected(&mut self, key: &PolicyAndNode, view: &mut NodeView, desired: &GpuNodeSpec) {
-        let is_same = |known: &Partitions| {
-            let mut gpus = desired.gpus.iter().filter(|gpu| gpu.policy.as_ref() == Some(&key.0));
-            gpus.clone().count() == known.len() && gpus.all(|gpu| known.get(&gpu.uuid) == Some(&gpu.partition))
+    /// too if a former leader may have begun it.
+    fn update_affected(&mut self, (policy, name): &PolicyAndNode, view: &mut NodeView) {
+        let Some(change) = self.changes.get_mut(policy) else { return };
+        if !view.newest || change.is_inherited && view.state == State::WaitingForPods {
+            change.affected.insert(name.clone());
+        }
+        view.affected = change.affected.contains(name);
+    }
+
+    /// Updates since when a node serves the partitions in its spec without interruption. Returns
+    /// the time until it has served for [`PROOF_TIME`].
+    fn update_service(
+        &mut self,
+        key: &PolicyAndNode,
+        view: &mut NodeView,
+        (node, desired): (&Node, &GpuNodeSpec),
+        is_present: bool,
+        now: Duration,
+    ) -> Option<Duration> {
+        let current = || present_entries(&key.0, node, desired);
+        let is_same =
+            |service: &Service| current().all(|entry| service.partitions.get(&entry.uuid) == Some(&entry.partition));
+        if !self.services.get(key).is_some_and(is_same) {
+            self.services.remove(key);
+        }
+        if !is_present || !waves::is_serving(view) {
+            if let Some(service) = self.services.get_mut(key) {
+                service.since = None;
+            }
+            return None;
+        }
+        let new = || Service {
+            partitions: current().map(|entry| (entry.uuid.clone(), entry.partition.clone())).collect(),
+            daemons: Vec::new(),
+            since: None,
+            precedes: false,
         };
-        let is_known = self.affected.get(key).is_some_and(is_same);
-        view.affected = is_known || !view.newest || view.state == State::WaitingForPods;
-        if !view.affected {
-            self.affected.remove(key);
-        } else if !is_known {
-            self.affected.insert(key.clone(), partitions(&key.0, Some(desired)));
+        let service = self.services.entry(key.clone()).or_insert_with(new);
+        let known = service.daemons.iter().map(|(device, pid, restarts)| (device.as_str(), *pid, *restarts));
+        if !known.eq(daemons(&service.partitions, node)) {
+            let daemons = daemons(&service.partitions, node);
+            let daemons = daemons.map(|(device, pid, restarts)| (device.to_owned(), pid, restarts)).collect();
+            (service.daemons, service.since) = (daemons, None);
+        }
+        let since = *service.since.get_or_insert(now);
+        let left = PROOF_TIME.saturating_sub(now.saturating_sub(since));
+        view.steady = left.is_zero();
+        Some(left).filter(|left| !left.is_zero())
+    }
+
+    /// Hides that a node does not serve at the moment. The node has served the newest partition,
+    /// and no change is in progress, so the outage is no failure of a change.
+    fn hide_outage(&mut self, key: &PolicyAndNode, view: &mut NodeView) {
+        if matches!(view.state, State::Failed(_)) {
+            self.failed_before.insert(key.clone());
+        }
+        if matches!(view.state, State::Failed(_) | State::Changing) {
+            view.state = State::Serving;
         }
     }
 
@@ -205,10 +363,26 @@ impl Staging {
     }
 }
 
+/// Returns a policy's GPUs in the spec of a node.
+fn gpus_of<'a>(policy: &str, spec: Option<&'a GpuNodeSpec>) -> impl Iterator<Item = &'a GpuSpec> {
+    spec.into_iter().flat_map(|spec| &spec.gpus).filter(move |gpu| gpu.policy.as_deref() == Some(policy))
+}
+
 /// Returns the partitions of a policy's GPUs in the spec of a node.
 fn partitions(policy: &str, spec: Option<&GpuNodeSpec>) -> Partitions {
-    let gpus = spec.iter().flat_map(|spec| &spec.gpus).filter(|gpu| gpu.policy.as_deref() == Some(policy));
-    gpus.map(|gpu| (gpu.uuid.clone(), gpu.partition.clone())).collect()
+    gpus_of(policy, spec).map(|gpu| (gpu.uuid.clone(), gpu.partition.clone())).collect()
+}
+
+/// Returns the entries in a node's spec of the GPUs that are to follow a policy.
+fn present_entries<'a>(policy: &str, node: &'a Node, desired: &'a GpuNodeSpec) -> impl Iterator<Item = &'a GpuSpec> {
+    let present = node.object().map_or(&[][..], |object| &object.spec.gpus);
+    gpus_of(policy, Some(desired)).filter_map(|desired| present.iter().find(|present| present.uuid == desired.uuid))
+}
+
+/// Returns the MPS daemons of these GPUs, each as its device, its PID, and the number of restarts.
+fn daemons<'a>(partitions: &Partitions, node: &'a Node) -> impl Iterator<Item = (&'a str, Option<u32>, u32)> {
+    let gpus = node.reported().unwrap_or_default().iter().filter(|gpu| partitions.contains_key(&gpu.uuid));
+    gpus.flat_map(|gpu| &gpu.mps).map(|daemon| (daemon.device.as_str(), daemon.pid, daemon.restarts))
 }
 
 /// Returns whether a GPU's change belongs to a wave.
@@ -225,6 +399,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         failing: false,
         between: false,
         serves: false,
+        steady: false,
         in_use: false,
         agent_ready: node.agent.is_some_and(|agent| agent.ready),
         affected: false,

@@ -2,8 +2,8 @@
 //! because their agent is not ready. Off by default.
 //!
 //! [`Taints`] decides and is pure. [`write`] changes only Cleave's taint of a node, with a JSON
-//! patch.
-use std::collections::BTreeMap;
+//! patch. [`TaintBackoff`] delays the nodes whose taint could not be written.
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_api::names::{HEALTH_LOST, HEALTH_NEEDS_RESET, UNHEALTHY_TAINT};
@@ -17,6 +17,10 @@ use crate::read::{Node, Observed};
 /// Time for which an agent may be not ready before its node is tainted. An upgrade of the agent
 /// needs a second. The start of a node needs more.
 pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
+/// First delay after the taint of a node could not be written. Each further failure doubles it.
+const FIRST_BACKOFF: Duration = Duration::from_secs(1);
+/// Maximum delay after the taint of a node could not be written.
+const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Effect of the taint. The effect keeps new pods away, and running pods continue.
 const EFFECT: &str = "NoSchedule";
 
@@ -45,10 +49,55 @@ enum Verdict {
     NotReady(Duration),
 }
 
-/// Nodes whose agent is not ready, each with the time at which the agent became not ready.
+/// The nodes whose taint could not be written. Each node has its own delay, so that a node whose
+/// taint is refused does not delay the writes for other objects. Times are durations since the
+/// process started.
+#[derive(Debug, Default)]
+pub(crate) struct TaintBackoff(BTreeMap<String, Failures>);
+
+/// Consecutive failures to write the taint of a node.
+#[derive(Debug, Default)]
+struct Failures {
+    times: u32,
+    /// The end of the delay.
+    until: Duration,
+}
+
+impl TaintBackoff {
+    /// Records whether the taint of a node was written.
+    pub(crate) fn record(&mut self, node: &str, written: bool, now: Duration) {
+        if written {
+            self.0.remove(node);
+            return;
+        }
+        let failures = self.0.entry(node.to_owned()).or_default();
+        let delay = FIRST_BACKOFF.saturating_mul(2_u32.saturating_pow(failures.times)).min(MAX_BACKOFF);
+        failures.times = failures.times.saturating_add(1);
+        failures.until = now.saturating_add(delay);
+    }
+
+    /// Returns whether the taint of a node is not written now.
+    pub(crate) fn is_delayed(&self, node: &str, now: Duration) -> bool {
+        self.0.get(node).is_some_and(|failures| failures.until > now)
+    }
+
+    /// Returns the time until the first delay ends.
+    pub(crate) fn next(&self, now: Duration) -> Option<Duration> {
+        self.0.values().map(|failures| failures.until.saturating_sub(now)).filter(|left| !left.is_zero()).min()
+    }
+
+    /// Forgets the failures of all nodes except these.
+    pub(crate) fn retain(&mut self, nodes: &BTreeSet<&str>) {
+        self.0.retain(|node, _| nodes.contains(node.as_str()));
+    }
+}
+
+/// The nodes that may need a taint.
 #[derive(Debug, Default)]
 pub(crate) struct Taints {
+    /// Nodes whose agent is not ready, each with the time at which the agent became not ready.
     away: BTreeMap<String, Duration>,
+    backoff: TaintBackoff,
 }
 
 impl Taints {
@@ -58,6 +107,7 @@ impl Taints {
         self.away.retain(|name, _| observed.nodes.contains_key(name));
         let mut next: Option<Duration> = None;
         let mut changes = Vec::new();
+        let mut differing = BTreeSet::new();
         for (name, node) in &observed.nodes {
             let verdict = self.verdict(name, node, now);
             let tainted = node.taints.iter().position(|taint| taint.key == UNHEALTHY_TAINT && taint.effect == EFFECT);
@@ -74,9 +124,19 @@ impl Taints {
                 (Verdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY, index)),
                 _ => continue,
             };
-            changes.push(Change { node: name.clone(), why, patch });
+            differing.insert(name.as_str());
+            if !self.backoff.is_delayed(name, now) {
+                changes.push(Change { node: name.clone(), why, patch });
+            }
         }
-        (changes, next)
+        self.backoff.retain(&differing);
+        (changes, next.into_iter().chain(self.backoff.next(now)).min())
+    }
+
+    /// Records whether the taint of a node was written. Returns the time until the next retry.
+    pub(crate) fn record(&mut self, node: &str, written: bool, now: Duration) -> Option<Duration> {
+        self.backoff.record(node, written, now);
+        self.backoff.next(now)
     }
 
     fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> Verdict {
@@ -230,6 +290,30 @@ mod tests {
         assert_eq!(update(&mut taints, tainted(away()), 121), (None, None));
         assert_eq!(update(&mut taints, tainted(node(&[""])), 122), (Some(false), None));
         assert_eq!(update(&mut taints, tainted(away()), 123), (None, Some(60)), "the taint stays meanwhile");
+    }
+
+    #[test]
+    fn a_node_whose_taint_is_refused_delays_no_other_node() {
+        let mut taints = Taints::default();
+        let lost = || BTreeMap::from(["n", "m"].map(|name| (name.to_owned(), node(&["Lost"]))));
+        let mut observed = Observed { nodes: lost(), ..Observed::default() };
+        let changed = |taints: &mut Taints, observed: &Observed, now: u64| {
+            let (changes, next) = taints.update(observed, secs(now));
+            (changes.into_iter().map(|change| change.node).collect::<Vec<_>>(), next.map(|next| next.as_secs()))
+        };
+        let mut now = 9;
+        for delay in [1, 2, 4, 8, 16, 32, 60, 60] {
+            assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned(), "n".to_owned()], None));
+            assert_eq!(taints.record("m", true, secs(now)), None);
+            assert_eq!(taints.record("n", false, secs(now)), Some(secs(delay)));
+            assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned()], Some(delay)));
+            now += delay;
+        }
+        taints.record("n", false, secs(now));
+        observed.nodes.insert("n".to_owned(), node(&[""]));
+        assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned()], None), "n needs no taint");
+        observed.nodes = lost();
+        assert_eq!(changed(&mut taints, &observed, now).0, ["m", "n"], "the delays begin again");
     }
 
     #[test]

@@ -1,16 +1,16 @@
 //! Decides which nodes a changed policy reaches now. Pure.
 //!
-//! The first node to change is the canary. The others follow in waves, once a node that changed
-//! serves the newest partition:
+//! The first node to change is the canary. The others follow in waves, once a node that changed has
+//! served the newest partition for some time:
 //!
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
 //! - Nodes whose GPUs are in use wait for their pods after their spec is written. They count
 //!   separately, so they do not keep unused nodes from changing.
 //! - If a node fails, no further node changes, unless `onFailure: Continue` is set. The failure is
 //!   reported only if it lasts.
-//! - If a node serves the newest partition, nodes that are still between older partitions, or that
-//!   failed to reach one, change at once. They serve nothing that the change could end. So a policy
-//!   that is changed back first repairs the nodes that it broke.
+//! - If a node has served the newest partition for some time, nodes that are still between older
+//!   partitions, or that failed to reach one, change at once. They serve nothing that the change
+//!   could end. So a policy that is changed back first repairs the nodes that it broke.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::sharingpolicy::OnFailure;
@@ -44,6 +44,8 @@ pub struct NodeView {
     pub between: bool,
     /// Whether at least one GPU serves the partition in the spec.
     pub serves: bool,
+    /// Whether the node has served the partition in its spec for a minimum time.
+    pub steady: bool,
     /// Whether pods use a GPU that changes.
     pub in_use: bool,
     /// Whether the node's agent is ready. Other nodes cannot change.
@@ -133,9 +135,14 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Progre
     progress
 }
 
+/// Returns whether a node serves the partition in its spec now.
+pub fn is_serving(view: &NodeView) -> bool {
+    view.serves && matches!(view.state, State::Serving | State::WaitingForPods)
+}
+
 /// Returns whether a node shows that the newest partition works.
 fn proves(view: &NodeView) -> bool {
-    view.newest && view.serves && matches!(view.state, State::Serving | State::WaitingForPods)
+    view.newest && view.steady && is_serving(view)
 }
 
 fn pending(nodes: &BTreeMap<String, NodeView>) -> impl Iterator<Item = (&str, &NodeView)> {
@@ -167,6 +174,11 @@ fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&st
         nodes.values().filter(counts).count()
     };
     let (mut changing, mut waiting) = (count(&State::Changing), count(&State::WaitingForPods));
+    if !proven {
+        // A canary that serves must do so for some time before another node follows.
+        let is_canary = |view: &&NodeView| view.affected && view.newest && !view.excused && is_serving(view);
+        changing += nodes.values().filter(is_canary).count();
+    }
     let mut candidates: Vec<(&str, &NodeView)> =
         pending(nodes).filter(|(_, view)| !proven || view.state == State::Serving).collect();
     // A node that failed before the change would reveal little about the change.

@@ -384,6 +384,16 @@ impl Ledger {
         self.nodes.get(node).into_iter().flat_map(|node| node.allocations.keys().map(AsRef::as_ref))
     }
 
+    /// Returns the pods with a claim on a node.
+    pub fn pods_with_claims(&self, node: &str) -> impl Iterator<Item = &str> {
+        self.pods.get(node).into_iter().flatten().map(AsRef::as_ref)
+    }
+
+    /// Returns a node as it was last observed.
+    pub fn facts(&self, node: &str) -> Option<NodeFacts> {
+        self.nodes.get(node).map(Node::facts)
+    }
+
     /// Returns the names of the known nodes.
     pub fn nodes(&self) -> impl Iterator<Item = &str> {
         self.nodes.keys().map(String::as_str)

@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::device_units::DeviceUnits;
-use super::facts::{DeviceFacts, NodeFacts, Reservation};
+use super::facts::{Allocation, DeviceFacts, NodeFacts, Reservation};
 use super::request::{DeviceRequest, Units};
 
 /// Capacity, use and reservations of one resource on one device, for reports.
@@ -96,6 +96,23 @@ impl Node {
             units_by_device.entry(key.0).or_default().insert(key.1, DeviceUnits::new(capacity, used));
         }
         Self { model: facts.model, units_by_device, allocations, short: Vec::new() }
+    }
+
+    /// Returns the facts that the node was created from.
+    pub(super) fn facts(&self) -> NodeFacts {
+        let devices = self.devices().map(|usage| {
+            let DeviceUsage { resource, device, capacity, used, .. } = usage;
+            DeviceFacts { device, resource, capacity, used }
+        });
+        let allocations = self.allocations.iter().flat_map(|(pod, parts)| {
+            parts.iter().map(|part| Allocation {
+                pod: pod.to_string(),
+                resource: part.resource.to_string(),
+                device: part.device.to_string(),
+                units: part.units,
+            })
+        });
+        NodeFacts { model: self.model.clone(), devices: devices.collect(), allocations: allocations.collect() }
     }
 
     pub(super) fn reservations(&self) -> impl Iterator<Item = Reservation> {

@@ -68,6 +68,17 @@ fn units_on(device: &str, size: u32) -> (String, u32) {
 }
 
 #[test]
+fn a_node_keeps_the_facts_of_its_last_observation_beside_claims() {
+    let facts = node(&[7, 3], &[("p", "a", 3), ("p", "b", 2), ("q", "a", 4)]);
+    let mut ledger = Ledger::default();
+    ledger.observe("n", node(&[0], &[]));
+    ledger.observe("n", facts.clone());
+    reserve(&mut ledger, "r", &[2], 100);
+    assert_eq!((ledger.facts("n"), ledger.facts("m")), (Some(facts), None));
+    assert_eq!(ledger.pods_with_claims("n").collect::<Vec<_>>(), ["r"]);
+}
+
+#[test]
 fn the_tightest_device_is_chosen_until_it_is_full() {
     let mut ledger = ledger(&[3, 5, 0]);
     reserve(&mut ledger, "p", &[5], 1);

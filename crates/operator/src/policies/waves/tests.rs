@@ -18,6 +18,7 @@ fn updated() -> NodeView {
         failing: false,
         between: false,
         serves: true,
+        steady: true,
         in_use: false,
         agent_ready: true,
         affected: true,
@@ -81,6 +82,16 @@ fn the_first_wave_is_one_node() {
     assert_eq!(begins(RULES, &[old(), old(), old(), old()]), [0]);
     assert_eq!(begins(RULES, &[changing(updated()), old(), old()]), NONE, "the canary has not finished");
     assert_eq!(decide_for(RULES, &[old(), old()]).phase, Phase::RollingOut);
+}
+
+#[test]
+fn a_node_that_has_served_only_for_a_moment_proves_nothing() {
+    let young = || NodeView { steady: false, ..updated() };
+    assert_eq!(begins(RULES, &[young(), old(), old(), failed(old())]), NONE, "the canary may still fail");
+    assert_eq!(begins(RULES, &[young(), updated(), old(), old()]), [2, 3]);
+    let kept = NodeView { affected: false, ..young() };
+    assert_eq!(begins(RULES, &[kept, old(), old()]), [1], "it is no canary");
+    assert_eq!(begins(RULES, &[excused(young()), old(), old()]), [1], "a person has cordoned the canary");
 }
 
 #[test]

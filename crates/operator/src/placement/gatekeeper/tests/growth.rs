@@ -1,5 +1,6 @@
 //! Tests which pods at the gate are reported to cluster autoscalers.
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
@@ -410,8 +411,10 @@ fn a_node_whose_free_shares_are_on_several_gpus_is_tainted_for_the_autoscaler() 
     assert_eq!(nodes, ["n1"], "n2 has two free shares in all");
     assert!(actions.taints[0].patch.to_string().contains("PreferNoSchedule"), "{actions:?}");
     assert_eq!(reconcile(&mut keeper, &world, FULL_SECONDS).taints, [], "the watch lags");
-    keeper.record_failed_taint("n1");
-    assert_eq!(reconcile(&mut keeper, &world, FULL_SECONDS).taints.len(), 1, "the write failed");
+    keeper.record_taint("n1", false, at(FULL_SECONDS).up);
+    assert_eq!(keeper.next_taint_retry(at(FULL_SECONDS).up), Some(Duration::from_secs(1)));
+    assert_eq!(reconcile(&mut keeper, &world, FULL_SECONDS).taints, [], "the node has a delay of its own");
+    assert_eq!(reconcile(&mut keeper, &world, FULL_SECONDS + 1).taints.len(), 1, "the write failed");
     let taint = json!([{"key": "other", "effect": "NoExecute"}, {"key": "cleave.dev/fragmented", "effect": "PreferNoSchedule"}]);
     world.change(|world| &mut world.nodes, "n1", |node| node["spec"]["taints"] = taint);
     world.change(

@@ -1,6 +1,7 @@
 //! Tests properties of the gatekeeper that must hold however much the watches lag.
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use serde_json::json;
@@ -9,6 +10,7 @@ use super::world::{ActualAllocations, GPUS, NODES, TestCluster, at, reconcile, r
 use crate::catch_up::Versions;
 use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
+use crate::placement::queue::MISSING_TIME;
 
 /// One event in the life of a cluster.
 #[derive(Debug, Clone)]
@@ -100,6 +102,50 @@ fn a_pod_whose_release_had_no_answer_keeps_its_reservation_until_the_watch_shows
     assert_eq!(reconcile(&mut keeper, &world, 252).releases.len(), 0, "too late for a retry");
     reconcile(&mut keeper, &world, 311);
     assert_eq!(reconcile(&mut keeper, &world, 312).releases.len(), 1, "the reservation expired");
+}
+
+/// Many pods may be deleted while the watch lags.
+#[test]
+fn a_pod_that_no_longer_exists_is_released_once() {
+    let names = || (0..40).map(|index| format!("p{index}"));
+    let world = names().fold(TestCluster::default().node("n1", &[0]), |world, name| world.pod(&name, 6));
+    let mut keeper = Gatekeeper::default();
+    let mut sent = Vec::new();
+    for _ in 0..names().count() {
+        for release in reconcile(&mut keeper, &world, 0).releases {
+            keeper.record_missing_pod(&release.pod, &release.uid, at(0).up);
+            sent.push(release.pod);
+        }
+    }
+    sent.sort();
+    let mut expected: Vec<String> = names().map(|name| format!("team/{name}")).collect();
+    expected.sort();
+    assert_eq!(sent, expected, "each pod once, although the watch still has all of them");
+    let limit = MISSING_TIME.as_secs();
+    let actions = reconcile(&mut keeper, &world, limit - 1);
+    assert_eq!((actions.releases.len(), actions.more, actions.waiting.len()), (0, false, 0));
+    assert_eq!(actions.requeue, Some(Duration::from_secs(1)));
+    let mut recreated = world.clone();
+    recreated.pods.clear();
+    let releases = reconcile(&mut keeper, &recreated.pod("p7", 6), limit - 1).releases;
+    assert_eq!(releases.len(), 1, "a new pod has the name");
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0).releases.remove(0);
+    keeper.record_missing_pod(&first.pod, &first.uid, at(0).up);
+    let again = reconcile(&mut keeper, &world, limit).releases;
+    assert_eq!(again[0].pod, first.pod, "the watch reports every deletion earlier, so the answer was wrong");
+}
+
+#[test]
+fn a_pod_whose_release_had_no_answer_keeps_its_reservation_if_it_no_longer_exists() {
+    let world = TestCluster::default().node("n1", &[0]).pod("p1", 6);
+    let mut keeper = Gatekeeper::default();
+    let first = reconcile(&mut keeper, &world, 0).releases.remove(0);
+    keeper.record_unanswered_release(first.clone());
+    let world = world.pod("p2", 6);
+    assert_eq!(reconcile(&mut keeper, &world, 1).releases, std::slice::from_ref(&first));
+    keeper.record_missing_pod(&first.pod, &first.uid, at(1).up);
+    assert_eq!(reconcile(&mut keeper, &world, 2).releases, [], "p1 may have been bound, and may still use its shares");
 }
 
 /// The seed that found this: a pod of 3 shares is allocated, and deleted without a grace period.

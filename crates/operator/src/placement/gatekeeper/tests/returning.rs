@@ -1,5 +1,5 @@
-//! Tests units that are unavailable for a moment, because an agent restarts or a GPU is
-//! repartitioned.
+//! Tests units that are unavailable for a moment, because an agent restarts, a GPU is repartitioned
+//! or a pod was deleted before its node reported it.
 use serde_json::json;
 
 use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, reconcile, released, requesting, whole_gpus};
@@ -109,4 +109,66 @@ fn a_pod_does_not_wait_for_the_agent_of_a_node_that_lasts_to_list_its_predecesso
     let actions = reconcile(&mut keeper, &world, 100);
     let evictions: Vec<&str> = actions.evictions.iter().map(|eviction| eviction.preemptor.as_str()).collect();
     assert_eq!(evictions, ["team/web-0"], "the other pod waits for n1");
+}
+
+/// Returns a node with two GPUs and the gatekeeper that has seen it. The pod `batch` of low
+/// priority uses 6 shares of one GPU, and the pod `kept` of high priority uses a share of the
+/// other. There the pod `gone` has 6 shares, and its node has not reported that.
+fn unreported_pod(is_bound: bool) -> (TestCluster, Gatekeeper) {
+    let on_n1 = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0});
+    let kept = json!({"nodeName": "n1", "schedulingGates": [], "priority": 2000});
+    let world = TestCluster::default().node("n1", &[0, 0]).policy(10);
+    let mut world = world.pod_with("batch", 6, on_n1.clone()).pod_with("kept", 1, kept);
+    let mut reality = ActualAllocations::default();
+    for (name, device, shares) in [("batch", "n1-GPU-1", 6), ("kept", "n1-GPU-0", 1)] {
+        reality.given.insert(format!("team/{name}"), (device.to_owned(), shares));
+    }
+    reality.report(&mut world);
+    let mut keeper = Gatekeeper::default();
+    reconcile(&mut keeper, &world, 0);
+    if is_bound {
+        world = world.pod_with("gone", 6, on_n1);
+    } else {
+        world = world.pod_with("gone", 6, json!({"priority": 2000}));
+        let release = reconcile(&mut keeper, &world, 1).releases.remove(0);
+        assert!(world.apply_release(&release));
+    }
+    reconcile(&mut keeper, &world, 99);
+    (world, keeper)
+}
+
+/// The shares count as used for 5 s, because the pod may still use them.
+#[test]
+fn no_pod_is_evicted_for_shares_of_a_deleted_pod_that_its_node_has_not_reported() {
+    for (is_bound, is_recreated) in [(true, false), (false, false), (true, true), (false, true)] {
+        let (mut world, mut keeper) = unreported_pod(is_bound);
+        world.pods.remove("team/gone");
+        if is_recreated {
+            world = world.pod_with("gone", 6, json!({"priority": 0}));
+        }
+        let world = world.pod_with("high", 6, json!({"priority": 1000}));
+        for second in [100, 104] {
+            let actions = reconcile(&mut keeper, &world, second);
+            assert_eq!((victims(&actions), released(&actions)), (vec![], vec![]), "second {second}, bound: {is_bound}");
+            assert!(actions.requeue.is_some_and(|requeue| requeue.as_secs() <= 105 - second), "{:?}", actions.requeue);
+        }
+        assert_eq!(released(&reconcile(&mut keeper, &world, 105)), [("team/high", "reserved")]);
+    }
+}
+
+#[test]
+fn pods_are_evicted_at_once_if_the_shares_of_a_deleted_pod_do_not_suffice() {
+    // The shares of the deleted pod serve one of two pods.
+    let (mut world, mut keeper) = unreported_pod(true);
+    world.pods.remove("team/gone");
+    let two = world.pod_with("high", 6, json!({"priority": 1000})).pod_with("next", 6, json!({"priority": 10}));
+    let actions = reconcile(&mut keeper, &two, 100);
+    let evictions: Vec<(&str, &str)> =
+        actions.evictions.iter().map(|eviction| (eviction.preemptor.as_str(), eviction.pod.as_str())).collect();
+    assert_eq!(evictions, [("team/next", "team/batch")]);
+    // Another pod uses a share of the same GPU.
+    let (mut world, mut keeper) = unreported_pod(true);
+    world.pods.remove("team/gone");
+    let world = world.pod_with("high", 10, json!({"priority": 1000}));
+    assert_eq!(victims(&reconcile(&mut keeper, &world, 100)), ["team/batch"]);
 }

@@ -286,7 +286,11 @@ impl Operator {
                     Duration::from_secs(simulation.now),
                 );
             }
-            Answer::Done | Answer::Failed => self.keeper.record_failed_release(&release.pod),
+            Answer::Done => {
+                self.keeper.record_missing_pod(&release.pod, &release.uid, Duration::from_secs(simulation.now));
+                return true;
+            }
+            Answer::Failed => self.keeper.record_failed_release(&release.pod),
             Answer::Lost | Answer::LostRequest => {
                 self.unanswered.insert(release.uid.clone());
                 self.keeper.record_unanswered_release(release);

@@ -1,213 +1,15 @@
-//! Tests how a changed policy reaches nodes: policies and nodes in, specs and statuses out, without
-//! a cluster.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "a test, its helpers included")]
-
+//! Tests which nodes change in which order, and what stops a change.
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::time::Duration;
 
-use cleave_api::gpunode::{GpuNode, GpuNodeSpec, GpuNodeStatus, GpuStatus, Health, MpsStatus, SliceStatus, StepStatus};
-use cleave_api::sharingpolicy::{Enforcement, RolloutStatus, SharingPolicy};
+use cleave_api::gpunode::{Health, MpsStatus};
+use cleave_api::sharingpolicy::{Enforcement, RolloutStatus};
 use cleave_operator::policies::apply::changes;
-use cleave_operator::policies::plan::{Plan, plan};
 use cleave_operator::policies::snapshot::DEFAULT_APPLY_DEADLINE;
-use cleave_operator::policies::staging::{FAILURE_TIME, Staging};
-use cleave_operator::policies::status::{Update, WrittenStatuses, event, updates};
-use cleave_operator::read::{Agent, Node, Observed};
-use cleave_plan::snapshot::Taint;
-use jiff::Timestamp;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::core::DeserializeGuard;
+use cleave_operator::policies::staging::{FAILURE_TIME, PROOF_TIME, Staging};
+use cleave_operator::policies::status::event;
+use cleave_operator::read::Agent;
 
-const FIVE: &str = "mode: Mps\nmps: {units: 5}";
-const TEN: &str = "mode: Mps\nmps: {units: 10}";
-const TEN_BY_TWO: &str = "mode: Mps\nmps: {units: 10}\nrollout: {maxUnavailable: 2}";
-
-/// A cluster of nodes with one GPU each, named n0, n1 and so on.
-#[derive(Clone)]
-struct World {
-    observed: Observed,
-    staging: Staging,
-    now: Duration,
-}
-
-impl World {
-    /// Returns a cluster whose nodes serve whole GPUs under no policy.
-    fn new(nodes: usize) -> Self {
-        let mut world = Self { observed: Observed::default(), staging: Staging::default(), now: Duration::ZERO };
-        (0..nodes).for_each(|at| world.add_node(at));
-        world.pass();
-        world.serve_all();
-        world
-    }
-
-    /// Returns a cluster whose nodes serve the partition of policy `p`.
-    fn with_policy(nodes: usize, spec: &str) -> Self {
-        let mut world = Self::new(nodes);
-        world.set_policy("p", spec);
-        world.pass();
-        world.serve_all();
-        world
-    }
-
-    fn add_node(&mut self, at: usize) {
-        let name = format!("n{at}");
-        let gpu = GpuStatus {
-            uuid: format!("GPU-{at:08}-0000-0000-0000-000000000000"),
-            model: "NVIDIA H100 80GB HBM3".to_owned(),
-            memory_mib: 81_559,
-            health: Health { healthy: true, ..Health::default() },
-            ..GpuStatus::default()
-        };
-        let status = GpuNodeStatus { agent_version: "0.1.0".to_owned(), gpus: vec![gpu], ..GpuNodeStatus::default() };
-        let object = GpuNode {
-            metadata: ObjectMeta { name: Some(name.clone()), generation: Some(1), ..ObjectMeta::default() },
-            spec: GpuNodeSpec::default(),
-            status: Some(status),
-        };
-        let node = Node {
-            agent: Some(Agent { ready: true }),
-            gpu_node: Some(Arc::new(DeserializeGuard(Ok(object)))),
-            ..Node::default()
-        };
-        self.observed.nodes.insert(name, node);
-    }
-
-    fn set_policy(&mut self, name: &str, spec: &str) {
-        let indented: String = spec.lines().map(|line| format!("  {line}\n")).collect();
-        let text = format!(
-            "apiVersion: cleave.dev/v1alpha1\nkind: SharingPolicy\nmetadata: {{name: {name}}}\nspec:\n{indented}"
-        );
-        let mut policy: SharingPolicy = serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
-        if let Some(Ok(before)) = self.observed.policies.get(name) {
-            policy.status.clone_from(&before.status);
-        }
-        self.observed.policies.insert(name.to_owned(), Ok(policy));
-    }
-
-    fn object(&mut self, node: &str) -> &mut GpuNode {
-        match self.observed.nodes.get_mut(node).and_then(|node| node.gpu_node.as_mut()).map(Arc::make_mut) {
-            Some(DeserializeGuard(Ok(object))) => object,
-            _ => panic!("{node} has no GpuNode"),
-        }
-    }
-
-    fn gpu(&mut self, node: &str) -> &mut GpuStatus {
-        &mut self.object(node).status.as_mut().unwrap().gpus[0]
-    }
-
-    fn staged_plan(&mut self) -> (Plan, Option<Duration>) {
-        let mut plan = plan(&self.observed);
-        let next = self.staging.hold_back(&mut plan, &self.observed, self.now);
-        (plan, next)
-    }
-
-    /// Runs one pass of the operator. Returns the nodes whose spec it writes.
-    fn pass(&mut self) -> Vec<String> {
-        let written = self.write();
-        assert!(changes(&self.staged_plan().0, &self.observed).is_empty(), "one pass writes everything");
-        written
-    }
-
-    /// Writes the changed specs, and does not plan again afterwards. Returns the nodes.
-    fn write(&mut self) -> Vec<String> {
-        let (plan, _) = self.staged_plan();
-        let mut written = Vec::new();
-        for change in changes(&plan, &self.observed) {
-            let object = self.object(&change.node);
-            object.spec = change.spec;
-            object.metadata.generation = object.metadata.generation.map(|generation| generation + 1);
-            written.push(change.node);
-        }
-        written
-    }
-
-    /// Runs the agent of a node until it serves its spec.
-    fn serve(&mut self, node: &str) {
-        let object = self.object(node);
-        let GpuNode { metadata, spec, status } = object;
-        let status = status.as_mut().unwrap();
-        (status.observed_generation, status.plan_id) = (metadata.generation.unwrap(), spec.plan_id.clone());
-        status.steps.clear();
-        for gpu in &mut status.gpus {
-            let Some(desired) = spec.gpus.iter().find(|desired| desired.uuid == gpu.uuid) else { continue };
-            let (resource, total) = match &desired.partition.mps {
-                Some(mps) => (mps.slices[0].resource.clone(), mps.slices[0].count),
-                None => ("nvidia.com/gpu".to_owned(), 1),
-            };
-            gpu.slices = vec![SliceStatus { device: gpu.uuid.clone(), resource, total, ..SliceStatus::default() }];
-            gpu.health = Health { healthy: true, ..Health::default() };
-        }
-    }
-
-    fn serve_all(&mut self) {
-        let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
-        names.iter().for_each(|name| self.serve(name));
-    }
-
-    /// Lets the agent of a node read its spec and report one step.
-    fn report_step(&mut self, node: &str, result: &str, reason: &str) {
-        let object = self.object(node);
-        let status = object.status.as_mut().unwrap();
-        status.observed_generation = object.metadata.generation.unwrap();
-        status.steps = vec![StepStatus {
-            gpu: status.gpus[0].uuid.clone(),
-            result: result.to_owned(),
-            reason: reason.to_owned(),
-            message: "NVML: In use by another client".to_owned(),
-            ..StepStatus::default()
-        }];
-    }
-
-    /// Lets a pod use a slice of a node.
-    fn use_slice(&mut self, node: &str) {
-        self.gpu(node).slices[0].in_use = 1;
-    }
-
-    fn taint(&mut self, node: &str, key: &str) {
-        let taint = Taint { key: key.to_owned(), effect: "NoExecute".to_owned(), ..Taint::default() };
-        self.observed.nodes.get_mut(node).unwrap().taints = vec![taint];
-    }
-
-    /// Returns the number of shares in the spec of each node. 0 for a whole GPU.
-    fn shares(&mut self) -> Vec<u32> {
-        let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
-        let shares = |object: &GpuNode| object.spec.gpus[0].partition.mps.as_ref().map_or(0, |mps| mps.slices[0].count);
-        names.iter().map(|name| shares(self.object(name))).collect()
-    }
-
-    /// Writes the status of policy `p`. Returns the update, if the status changed.
-    fn report(&mut self) -> Option<Update> {
-        let (plan, _) = self.staged_plan();
-        let all = updates(&plan, &self.observed, &WrittenStatuses::new(), Timestamp::UNIX_EPOCH);
-        let update = all.into_iter().find(|update| update.policy == "p")?;
-        if let Some(Ok(policy)) = self.observed.policies.get_mut("p") {
-            policy.status = Some(update.status.clone());
-        }
-        Some(update)
-    }
-
-    /// Returns the status, reason and message of a condition of policy `p`.
-    fn condition(&mut self, type_: &str) -> (String, String, String) {
-        self.report();
-        let Some(Ok(policy)) = self.observed.policies.get("p") else { panic!("no policy") };
-        let conditions = &policy.status.as_ref().unwrap().conditions;
-        let found = conditions.iter().find(|condition| condition.type_ == type_).unwrap();
-        (found.status.clone(), found.reason.clone(), found.message.clone())
-    }
-
-    fn counts(&mut self) -> RolloutStatus {
-        self.report();
-        self.observed.policies["p"].as_ref().unwrap().status.as_ref().unwrap().rollout
-    }
-
-    /// Lets a failure last long enough to count.
-    fn wait_for_failure(&mut self) {
-        let (_, next) = self.staged_plan();
-        assert_eq!(next, Some(FAILURE_TIME), "the operator looks again when the failure counts");
-        self.now += FAILURE_TIME;
-    }
-}
+use crate::world::{FIVE, TEN, TEN_BY_TWO, World};
 
 #[test]
 fn a_change_reaches_one_node_then_waves() {
@@ -274,6 +76,7 @@ fn a_node_serves_the_change_once_its_agent_and_its_daemon_do() {
     world.gpu("n0").mps = vec![MpsStatus { state: "Starting".to_owned(), ..MpsStatus::default() }];
     assert!(world.pass().is_empty(), "the daemon is starting");
     world.gpu("n0").mps[0].state = "Active".to_owned();
+    world.wait_for_proof();
     let mut beside = world.clone();
     assert_eq!(world.pass(), ["n1"]);
     // A GPU of another policy is still being repartitioned, so the node does not match its plan.
@@ -285,7 +88,107 @@ fn a_node_serves_the_change_once_its_agent_and_its_daemon_do() {
     // The agent's report decides.
     let plan_id = unfinished.object("n0").spec.plan_id.clone();
     unfinished.object("n0").status.as_mut().unwrap().plan_id = plan_id;
+    unfinished.wait_for_proof();
     assert_eq!(unfinished.pass(), ["n1"]);
+}
+
+#[test]
+fn a_canary_proves_the_change_after_it_has_served_for_some_time() {
+    let mut world = World::with_policy(3, FIVE);
+    let device = world.gpu("n0").uuid.clone();
+    let daemon = |state: &str, restarts: u32| {
+        let state = state.to_owned();
+        vec![MpsStatus { device: device.clone(), state, restarts, ..MpsStatus::default() }]
+    };
+    world.set_policy("p", TEN);
+    assert_eq!(world.pass(), ["n0"]);
+    world.apply("n0");
+    world.gpu("n0").mps = daemon("Active", 0);
+    assert!(world.pass().is_empty(), "the canary may still fail");
+    assert_eq!(world.staged_plan().1, Some(PROOF_TIME), "the operator looks again when the canary proves the change");
+    world.now += PROOF_TIME / 2;
+    world.gpu("n0").mps = daemon("Restarting", 1);
+    assert!(world.pass().is_empty());
+    world.gpu("n0").mps = daemon("Active", 1);
+    assert!(world.pass().is_empty());
+    world.now += PROOF_TIME / 2;
+    assert!(world.pass().is_empty(), "the daemon has restarted");
+    // The daemon restarts between two passes.
+    world.gpu("n0").mps = daemon("Active", 2);
+    assert!(world.pass().is_empty());
+    world.now += PROOF_TIME / 2;
+    assert!(world.pass().is_empty());
+    world.now += PROOF_TIME / 2;
+    assert_eq!(world.pass(), ["n1"]);
+}
+
+#[test]
+fn an_older_incomplete_change_neither_proves_nor_stops_a_new_one() {
+    let mut world = World::new(10);
+    for at in 0..10 {
+        let pool = if at < 4 { "old" } else { "new" };
+        let labels = [("zone", "a"), ("pool", pool)].map(|(key, value)| (key.to_owned(), value.to_owned()));
+        world.observed.nodes.get_mut(&format!("n{at}")).unwrap().labels = BTreeMap::from(labels);
+    }
+    let spec = |selector: &str, units: u32| {
+        format!("nodeSelector: {{{selector}}}\nmode: Mps\nmps: {{units: {units}}}\nrollout: {{maxUnavailable: 3}}")
+    };
+    world.set_policy("p", &spec("pool: old", 5));
+    world.set_policy("q", &spec("pool: new", 5));
+    world.pass();
+    world.serve_all();
+    world.set_policy("p", &spec("pool: old", 10));
+    assert_eq!(world.pass(), ["n0"]);
+    world.serve("n0");
+    assert_eq!(world.pass(), ["n1", "n2", "n3"]);
+    world.serve("n1");
+    world.serve("n2");
+    assert!(world.pass().is_empty(), "n3 has not finished the first change");
+    // The nodes of `q` follow `p`, whose partition the first change has brought to other nodes.
+    world.set_policy("q", &spec("pool: none", 5));
+    world.set_policy("p", &spec("zone: a", 10));
+    assert!(world.pass().is_empty(), "the canary waits for n3");
+    world.serve("n3");
+    assert_eq!(world.pass(), ["n4"], "the canary");
+    world.gpu("n0").health.class = "NeedsReset".to_owned();
+    world.gpu("n1").health = Health { reason: "MpsUnavailable".to_owned(), ..Health::default() };
+    world.serve("n4");
+    assert_eq!(world.pass(), ["n5", "n6", "n7"], "the second change did not cause the faults");
+    world.gpu("n4").health.class = "NeedsReset".to_owned();
+    world.wait_for_failure();
+    let (_, reason, message) = world.condition("RolledOut");
+    assert_eq!(reason, "RolloutStopped");
+    assert!(message.contains("n4 failed"), "{message}");
+}
+
+#[test]
+fn an_outage_of_a_daemon_without_a_rollout_is_no_failed_rollout() {
+    let unavailable = || Health { reason: "MpsUnavailable".to_owned(), ..Health::default() };
+    let daemon = |state: &str| vec![MpsStatus { state: state.to_owned(), restarts: 3, ..MpsStatus::default() }];
+    let mut world = World::with_policy(3, FIVE);
+    assert_eq!(world.condition("RolledOut").0, "True");
+    // An MPS host restarts, and later its daemon fails repeatedly.
+    world.gpu("n1").mps = daemon("");
+    assert_eq!(world.condition("RolledOut").0, "True");
+    world.gpu("n1").mps = daemon("BackOff");
+    world.gpu("n1").health = unavailable();
+    world.staged_plan();
+    world.now += FAILURE_TIME;
+    assert_eq!(world.condition("RolledOut").0, "True");
+    assert_eq!(world.condition("Ready").1, "GpuUnhealthy");
+    let expected = RolloutStatus { updated: 3, ..RolloutStatus::default() };
+    assert_eq!(world.counts(), expected);
+    // A node whose daemon fails just after its change has not served the partition.
+    let mut world = World::new(2);
+    world.set_policy("p", FIVE);
+    world.pass();
+    ["n0", "n1"].into_iter().for_each(|node| world.apply(node));
+    assert_eq!(world.condition("RolledOut").0, "True");
+    world.now += PROOF_TIME / 2;
+    world.gpu("n1").health = unavailable();
+    world.staged_plan();
+    world.now += FAILURE_TIME;
+    assert_eq!(world.condition("RolledOut").0, "False");
 }
 
 #[test]
@@ -304,6 +207,7 @@ fn the_status_of_a_daemon_with_older_settings_proves_nothing() {
     world.object("n0").status.as_mut().unwrap().plan_id = plan_id;
     assert!(world.pass().is_empty(), "the MPS host has not applied the new settings");
     world.gpu("n0").slices[0].unhealthy = 0;
+    world.wait_for_proof();
     assert_eq!(world.pass(), ["n1"]);
 }
 
@@ -314,15 +218,16 @@ fn the_time_of_a_failure_counts_from_the_newest_spec() {
     world.pass();
     world.report_step("n0", "Failed", "");
     world.staged_plan();
-    world.now = FAILURE_TIME * 6 / 10;
+    let start = world.now;
+    world.now = start + FAILURE_TIME * 6 / 10;
     world.set_policy("p", "mode: Mps\nmps: {units: 7}");
     assert_eq!(world.write(), ["n0"], "the canary is the node that serves nothing");
     // The agent has read the spec, and still reports the old failure.
     world.report_step("n0", "Failed", "");
     world.staged_plan();
-    world.now = FAILURE_TIME * 12 / 10;
+    world.now = start + FAILURE_TIME * 12 / 10;
     assert_eq!(world.condition("RolledOut").1, "RollingOut");
-    world.now = FAILURE_TIME * 16 / 10;
+    world.now = start + FAILURE_TIME * 16 / 10;
     assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
 }
 
@@ -339,11 +244,12 @@ fn a_failure_lasts_while_only_other_gpus_of_the_node_change() {
     world.pass();
     world.report_step("n0", "Failed", "");
     world.staged_plan();
-    world.now = FAILURE_TIME * 6 / 10;
+    let start = world.now;
+    world.now = start + FAILURE_TIME * 6 / 10;
     write_for_another_gpu(&mut world);
     assert_eq!(world.condition("RolledOut").1, "RollingOut", "the agent has not read the spec");
     world.report_step("n0", "Failed", "");
-    world.now = FAILURE_TIME * 12 / 10;
+    world.now = start + FAILURE_TIME * 12 / 10;
     assert_eq!(world.condition("RolledOut").1, "RolloutStopped");
     write_for_another_gpu(&mut world);
     let (_, reason, message) = world.condition("RolledOut");
@@ -599,7 +505,7 @@ fn a_gpu_that_was_faulted_before_the_change_does_not_stop_it() {
     assert_eq!(world.pass(), ["n1"], "a faulted GPU would reveal little");
     world.serve("n1");
     assert_eq!(world.pass(), ["n0"]);
-    world.serve("n0");
+    world.apply("n0");
     world.gpu("n0").health.class = "NeedsReset".to_owned();
     world.wait_for_failure();
     world.observed.nodes.get_mut("n2").unwrap().agent = Some(Agent { ready: true });
@@ -684,18 +590,16 @@ fn a_node_that_failed_before_the_change_does_not_stop_it() {
     let mut world = World::with_policy(4, FIVE);
     let health = Health { reason: "MpsUnavailable".to_owned(), ..Health::default() };
     world.gpu("n1").health = health.clone();
-    world.wait_for_failure();
     world.pass();
     world.set_policy("p", TEN);
     assert_eq!(world.pass(), ["n0"]);
     world.serve("n0");
     assert_eq!(world.pass(), ["n1", "n2"], "n1 has nothing to lose");
-    world.serve_all();
+    ["n1", "n2"].into_iter().for_each(|node| world.apply(node));
     world.gpu("n1").health = health.clone();
-    world.wait_for_failure();
+    world.wait_for_proof();
     assert_eq!(world.pass(), ["n3"]);
     // Once it has served, its next failure counts.
-    let mut world = World { now: Duration::ZERO, ..world };
     world.serve_all();
     world.pass();
     world.set_policy("p", FIVE);
