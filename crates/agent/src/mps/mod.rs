@@ -20,8 +20,8 @@ pub struct HostView {
 
 impl HostView {
     /// Returns whether no program can start on a device because of its daemon's handshake: the
-    /// handshake is unknown and the settings do not accept that, or doors hold clients. The state of
-    /// the daemon does not matter: MPS hosts of earlier versions serve.
+    /// handshake is unknown and the settings do not accept that, or doors hold clients. The state
+    /// of the daemon does not matter: MPS hosts of earlier versions serve.
     pub fn has_unknown_handshake(&self, device: &str, settings: &DaemonSettings) -> bool {
         let advisory = |daemon: &DaemonStatus| daemon.enforcement == Enforcement::Advisory;
         let unaccepted = !settings.accept_advisory && self.status.daemons.get(device).is_some_and(advisory);

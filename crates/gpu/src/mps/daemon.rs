@@ -49,10 +49,6 @@ pub(super) const DAEMON_START_DEADLINE: Duration = Duration::from_secs(15);
 /// the GPU first.
 pub(super) const SERVER_START_DEADLINE: Duration = Duration::from_secs(60);
 
-/// Number of connections to a daemon in a row that must have an unexpected end before the MPS host
-/// draws a conclusion about the daemon. One unexpected packet concerns one connection only.
-pub(super) const MIN_UNEXPECTED_ENDS: u32 = 3;
-
 /// The state of a device that doors depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DevicePhase {

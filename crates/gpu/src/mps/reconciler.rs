@@ -78,8 +78,9 @@ impl Reconciler {
         self.context.notify_status_change();
     }
 
-    /// Reads the desired file again if it could not be read, for example because this process had no
-    /// free descriptor: the file may not change again. Also opens the doors that could not be opened.
+    /// Reads the desired file again if it could not be read, for example because this process had
+    /// no free descriptor: the file may not change again. Also opens the doors that could not be
+    /// opened.
     pub(crate) fn retry_failed_operations(&self) {
         if matches!(*self.desired_error.borrow(), Some(DesiredError::Read { .. })) {
             self.apply_desired_file();

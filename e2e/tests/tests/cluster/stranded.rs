@@ -12,8 +12,8 @@ use crate::gate::{is_gated, wait_for_event};
 use crate::{NODE, SHARES_RESOURCE, ten_shares};
 
 const SLEEP_FOREVER_SCRIPT: &str = "exec sleep 1000000";
-/// Maximum time from a node's acceptance of a pod until the operator releases the pod. A probe of an
-/// MPS host that fails on a busy machine delays it by 10 s.
+/// Maximum time from a node's acceptance of a pod until the operator releases the pod. A failed
+/// probe of an MPS host delays it by 10 s.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Cordons a node until the value is dropped.

@@ -3,7 +3,6 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::MIN_UNEXPECTED_ENDS;
 use crate::mps::drivers::DriverEvidence;
 
 /// Time after the last unexpected reply at which the MPS host no longer reports that clients are
@@ -11,6 +10,10 @@ use crate::mps::drivers::DriverEvidence;
 /// a reply arrives several times per second, or after each restart of the daemon. Restarts have a
 /// delay of at most 30 s.
 const MAX_REPORT_TIME: Duration = Duration::from_secs(60);
+
+/// Number of connections to a daemon in a row that must have an unexpected end before the MPS host
+/// draws a conclusion about the daemon. One unexpected packet concerns one connection only.
+pub(super) const MIN_UNEXPECTED_ENDS: u32 = 3;
 
 /// The replies of a daemon to clients' handshakes.
 #[derive(Debug)]

@@ -10,8 +10,9 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::backoff::Backoff;
+use super::handshake::MIN_UNEXPECTED_ENDS;
 use super::probe::DaemonEndReason;
-use super::{ControlLock, DAEMON_START_DEADLINE, Device, MIN_UNEXPECTED_ENDS};
+use super::{ControlLock, DAEMON_START_DEADLINE, Device};
 use crate::mps::compute_mode;
 use crate::mps::control::{self, ANSWER_DEADLINE, ControlError, QUIT_COMMAND, QUIT_DEADLINE};
 use crate::mps::error::DaemonError;

@@ -5,7 +5,8 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::{Device, MIN_UNEXPECTED_ENDS};
+use super::Device;
+use super::handshake::MIN_UNEXPECTED_ENDS;
 use crate::mps::control::ControlError;
 use crate::mps::error::DaemonError;
 use crate::mps::process::Child;
