@@ -6,19 +6,18 @@ use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::GpuNodeStatus;
 use tokio::sync::{mpsc, watch};
-use tokio::time::sleep;
 
 use super::api::forward_objects;
 use super::input::Input;
 use super::pods::NodePods;
 use crate::event::{NodeEvent, PodEvent};
-use crate::files::write_atomically;
+use crate::files::{watch_directory, write_atomically};
 use crate::object::GpuNodeState;
 use crate::pods::PodObject;
 use crate::termination::shutdown::Shutdown;
 
-/// Interval between reads of the spec and the pods.
-const SPEC_POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Interval between reads of the spec and the pods while inotify does not work.
+const FILE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A directory with a spec, a status, pods and events.
 #[derive(Debug, Clone)]
@@ -52,8 +51,17 @@ impl OfflineDirectory {
         self.0.join("pods.json")
     }
 
-    /// Reads the list of pod objects whenever it changes, forever.
-    pub(super) async fn follow_pods(&self, node: &str, to: &NodePods) {
+    /// Notifies `changes` of each change of a file in the directory, forever.
+    async fn watch_files(&self, changes: &watch::Sender<()>) {
+        let unwatched = |error| {
+            tracing::warn!(%error, directory = %self.0.display(), "failed to watch the offline directory; polling it");
+        };
+        watch_directory(&self.0, FILE_POLL_INTERVAL, || changes.send_replace(()), unwatched).await;
+    }
+
+    /// Reads the list of pod objects now and after each change of a file, until `changes` is
+    /// closed.
+    pub(super) async fn follow_pods(&self, node: &str, to: &NodePods, mut changes: watch::Receiver<()>) {
         let mut last = Vec::new();
         // Without an API server, the agent does not follow shutdowns.
         let mut shutdown = Shutdown::default();
@@ -84,15 +92,21 @@ impl OfflineDirectory {
                 }
                 last = text;
             }
-            sleep(SPEC_POLL_INTERVAL).await;
+            if changes.changed().await.is_err() {
+                return;
+            }
         }
     }
 
-    /// Reads the spec whenever it changes, forever.
-    pub(super) async fn follow_spec(&self, first: GpuNodeState, objects: mpsc::Sender<GpuNodeState>) {
+    /// Reads the spec after each change of a file, until `changes` is closed.
+    pub(super) async fn follow_spec(
+        &self,
+        first: GpuNodeState,
+        objects: mpsc::Sender<GpuNodeState>,
+        mut changes: watch::Receiver<()>,
+    ) {
         let (mut last, mut generation) = (first, 1);
-        loop {
-            sleep(SPEC_POLL_INTERVAL).await;
+        while changes.changed().await.is_ok() {
             let next = match (self.read_spec(generation), &last) {
                 (GpuNodeState::Present(_, spec), GpuNodeState::Present(_, before)) if spec != *before => {
                     GpuNodeState::Present(generation + 1, spec)
@@ -167,9 +181,12 @@ pub(super) async fn run(
     (events, pod_events): (mpsc::Receiver<NodeEvent>, mpsc::Receiver<PodEvent>),
 ) -> anyhow::Result<()> {
     let (objects, read) = mpsc::channel(4);
+    let (changes, pod_changes) = watch::channel(());
+    let spec_changes = changes.subscribe();
     tokio::join!(
-        directory.follow_spec(spec, objects),
-        directory.follow_pods(&node, &pods),
+        directory.watch_files(&changes),
+        directory.follow_spec(spec, objects, spec_changes),
+        directory.follow_pods(&node, &pods, pod_changes),
         directory.write_status_and_events(statuses, events),
         directory.write_pod_events(pod_events),
         forward_objects(read, inputs),
