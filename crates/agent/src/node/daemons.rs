@@ -15,8 +15,12 @@ const MAX_REMEMBERED_HASHES: usize = 64;
 /// Tracks which desired files the MPS host has applied.
 #[derive(Debug, Default)]
 pub(super) struct DesiredFileTracker {
-    last: Desired,
+    /// Daemons of the last desired file.
+    daemons: BTreeMap<String, DaemonSettings>,
+    /// Number of the last change of the daemons. 0 before the first desired file.
     sequence: u64,
+    /// Hashes of desired files, each with the number of the last change of daemons that the file
+    /// contains. Only files that were written while a change was not applied.
     hashes: VecDeque<(u64, String)>,
     changed: BTreeMap<String, u64>,
     removed: BTreeMap<String, u64>,
@@ -26,23 +30,34 @@ pub(super) struct DesiredFileTracker {
 impl DesiredFileTracker {
     /// Records the daemons and doors that should run.
     pub(super) fn record_desired(&mut self, desired: &Desired) {
-        if *desired != self.last || self.sequence == 0 {
+        if desired.daemons != self.daemons || self.sequence == 0 {
             self.sequence += 1;
             for (device, daemon) in &desired.daemons {
-                if self.last.daemons.get(device) != Some(daemon) {
+                if self.daemons.get(device) != Some(daemon) {
                     self.changed.insert(device.clone(), self.sequence);
                 }
             }
             self.changed.retain(|device, _| desired.daemons.contains_key(device));
-            let gone = self.last.daemons.keys().filter(|device| !desired.daemons.contains_key(*device));
+            let gone = self.daemons.keys().filter(|device| !desired.daemons.contains_key(*device));
             self.removed.extend(gone.map(|device| (device.clone(), self.sequence)));
             self.removed.retain(|device, sequence| *sequence > self.applied && !desired.daemons.contains_key(device));
-            self.hashes.push_back((self.sequence, desired.hash()));
+            self.daemons.clone_from(&desired.daemons);
+        }
+        // A hash reads every door, and only determines whether changes of daemons are applied.
+        if self.awaits_changes() {
+            let file = (self.sequence, desired.hash());
+            if self.hashes.back() != Some(&file) {
+                self.hashes.push_back(file);
+            }
             if self.hashes.len() > MAX_REMEMBERED_HASHES {
                 self.hashes.pop_front();
             }
-            self.last = desired.clone();
         }
+    }
+
+    /// Returns whether the MPS host has not applied a change of daemons yet.
+    fn awaits_changes(&self) -> bool {
+        self.changed.values().chain(self.removed.values()).any(|sequence| *sequence > self.applied)
     }
 
     /// Records the hash of the desired file that the MPS host last applied.
