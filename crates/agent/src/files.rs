@@ -65,14 +65,24 @@ pub(crate) fn write_json_atomically(path: &Path, content: &impl Serialize) -> io
     })
 }
 
+/// Replaces a file as [`write_atomically`] does, but does not sync it to disk. A crash of the node
+/// may lose the content.
+pub(crate) fn replace_without_sync(path: &Path, content: &[u8]) -> io::Result<()> {
+    replace_file(path, |file| file.write_all(content))
+}
+
 fn write_atomically_with(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+    replace_file(path, |file| {
+        write(file)?;
+        file.sync_all()
+    })
+}
+
+fn replace_file(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
     let mut name = path.as_os_str().to_owned();
     name.push(".tmp");
     let beside = Path::new(&name);
-    let written = File::create(beside).and_then(|mut file| {
-        write(&mut file)?;
-        file.sync_all()
-    });
+    let written = File::create(beside).and_then(|mut file| write(&mut file));
     written.and_then(|()| fs::rename(beside, path)).inspect_err(|_| {
         // Remove the partial file, but return the first error.
         let _ = fs::remove_file(beside);

@@ -11,7 +11,7 @@ use super::api::forward_objects;
 use super::input::Input;
 use super::pods::NodePods;
 use crate::event::{NodeEvent, PodEvent};
-use crate::files::{watch_directory, write_atomically};
+use crate::files::{replace_without_sync, watch_directory};
 use crate::object::GpuNodeState;
 use crate::pods::PodObject;
 use crate::termination::shutdown::Shutdown;
@@ -151,7 +151,8 @@ impl OfflineDirectory {
                         return;
                     }
                     let text = serde_json::to_vec_pretty(&*statuses.borrow_and_update()).unwrap_or_default();
-                    write_atomically(&self.0.join("status.json"), &text)
+                    // This task shares its thread with the kubelet's calls, so it never waits for a disk.
+                    replace_without_sync(&self.0.join("status.json"), &text)
                 }
                 // Cancel-safe: an unreceived message remains in the channel.
                 event = events.recv() => match event {
