@@ -376,4 +376,27 @@ pub(crate) mod tests {
         let set = |user: &str| BTreeSet::from([user.to_owned()]);
         assert_eq!(found, [("GPU-a::0".to_owned(), set(UNLISTED_USER)), ("GPU-a::1".to_owned(), set("ns/p"))]);
     }
+
+    /// Several allocations may have the same slice: those that have ended, and the last one.
+    #[test]
+    fn a_slice_is_in_use_until_all_of_its_allocations_have_ended() {
+        let start = Instant::now();
+        let mut allocations = Allocations::default();
+        for ids in [["GPU-a::0", "GPU-a::1"], ["GPU-a::1", "GPU-a::2"], ["GPU-a::0", "GPU-a::1"]] {
+            allocations.insert(allocation(&ids), start);
+        }
+        let slices = |allocations: &Allocations| -> Vec<String> {
+            let all: BTreeSet<&String> = allocations.iter().flat_map(|(_, allocation)| &allocation.ids).collect();
+            let slices: Vec<String> = allocations.slices().map(|(_, id)| id.clone()).collect();
+            assert!(slices.iter().eq(all), "{slices:?}");
+            slices
+        };
+        assert_eq!(slices(&allocations), ["GPU-a::0", "GPU-a::1", "GPU-a::2"]);
+        let first = allocation(&["GPU-a::0", "GPU-a::1"]).id();
+        let is_first = |id: &str| id == first;
+        allocations.remove_ended(&[], start, Duration::ZERO, is_first, &no_allocated_devices());
+        assert_eq!(slices(&allocations), ["GPU-a::0", "GPU-a::1"]);
+        allocations.remove_ended(&[], start, Duration::ZERO, has_no_clients, &no_allocated_devices());
+        assert_eq!(allocations, Allocations::default());
+    }
 }

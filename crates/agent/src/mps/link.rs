@@ -254,6 +254,7 @@ mod tests {
     use tokio::time::timeout;
 
     use super::*;
+    use crate::files::write_atomically;
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 

@@ -137,3 +137,52 @@ impl ReportedDaemons {
         events
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use cleave_gpu::mps::wire;
+
+    use super::*;
+
+    fn desired(daemons: &[(&str, u8)], doors: usize) -> Desired {
+        let settings = |threads| DaemonSettings {
+            multi_user: false,
+            exclusive: false,
+            default_threads: Some(threads),
+            default_memory_mib: None,
+            accept_advisory: false,
+        };
+        let door = |number: usize| {
+            let device = "GPU-a".to_owned();
+            (format!("{number:032x}"), wire::Allocation { device, threads: None, memory_mib: None, max_clients: None })
+        };
+        Desired {
+            version: wire::FILE_FORMAT_VERSION,
+            daemons: daemons.iter().map(|(device, threads)| ((*device).to_owned(), settings(*threads))).collect(),
+            allocations: (0..doors).map(door).collect(),
+        }
+    }
+
+    #[test]
+    fn a_later_file_with_more_doors_applies_a_change_and_an_earlier_file_does_not() {
+        let mut tracker = DesiredFileTracker::default();
+        let first = desired(&[("GPU-a", 10), ("GPU-b", 10)], 0);
+        tracker.record_desired(&first);
+        assert!(!tracker.has_applied_settings("GPU-a"));
+        tracker.record_applied(&first.hash());
+        assert!(tracker.has_applied_settings("GPU-a") && tracker.has_applied_removal("GPU-b"));
+        for doors in 1..4 {
+            tracker.record_desired(&desired(&[("GPU-a", 10), ("GPU-b", 10)], doors));
+            assert!(tracker.has_applied_settings("GPU-a"), "doors change no daemon");
+        }
+        assert_eq!(tracker.hashes.len(), 1, "no hash is needed while all daemons are applied");
+        for doors in 3..6 {
+            tracker.record_desired(&desired(&[("GPU-a", 20)], doors));
+        }
+        tracker.record_applied(&desired(&[("GPU-a", 10), ("GPU-b", 10)], 3).hash());
+        tracker.record_applied(&first.hash());
+        assert!(!tracker.has_applied_settings("GPU-a") && !tracker.has_applied_removal("GPU-b"));
+        tracker.record_applied(&desired(&[("GPU-a", 20)], 4).hash());
+        assert!(tracker.has_applied_settings("GPU-a") && tracker.has_applied_removal("GPU-b"));
+    }
+}

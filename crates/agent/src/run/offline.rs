@@ -194,3 +194,40 @@ pub(super) async fn run(
     );
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEST_TIMEOUT: Duration = Duration::from_secs(60);
+
+    #[tokio::test]
+    async fn the_spec_is_read_after_each_change_of_the_directory() {
+        let files = tempfile::tempdir().unwrap();
+        let directory = OfflineDirectory::new(files.path().to_owned());
+        let spec = |plan: &str| fs::write(files.path().join("spec.json"), format!(r#"{{"planId":"{plan}"}}"#)).unwrap();
+        spec("a");
+        let first = directory.read_spec(1);
+        // A change before the watch is not missed.
+        spec("b");
+        let (objects, mut read) = mpsc::channel(4);
+        let (changes, spec_changes) = watch::channel(());
+        let follower = directory.clone();
+        let task = tokio::spawn(async move {
+            tokio::join!(follower.watch_files(&changes), follower.follow_spec(first, objects, spec_changes))
+        });
+        let mut until = async |condition: &dyn Fn(&GpuNodeState) -> bool| {
+            let reading = async { while !condition(&read.recv().await.unwrap()) {} };
+            tokio::time::timeout(TEST_TIMEOUT, reading).await.unwrap();
+        };
+        let has_plan = |plan: &'static str| move |object: &GpuNodeState| matches!(object, GpuNodeState::Present(_, spec) if spec.plan_id == plan);
+        until(&has_plan("b")).await;
+        spec("c");
+        until(&has_plan("c")).await;
+        fs::write(files.path().join("spec.json"), "{").unwrap();
+        until(&|object| matches!(object, GpuNodeState::Malformed(_))).await;
+        fs::remove_file(files.path().join("spec.json")).unwrap();
+        until(&|object| matches!(object, GpuNodeState::Missing)).await;
+        task.abort();
+    }
+}

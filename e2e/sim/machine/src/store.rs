@@ -502,7 +502,7 @@ mod tests {
         let (dir, machine) = machine();
         let id = machine.change(|s| add_fault(s, "nvmlInit", FaultEffect::Hang(Some(60.0)), Some(1))).unwrap();
         thread::scope(|scope| {
-            let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().apply_faults("nvmlInit_v2", None));
+            let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().begin_call("nvmlInit_v2", None));
             // The call hangs once it has consumed the fault's one call.
             let mut state = machine.snapshot().unwrap();
             let deadline = Instant::now() + Duration::from_secs(60);
@@ -514,8 +514,14 @@ mod tests {
             }
             assert!(!hanging.is_finished());
             assert_eq!(machine.apply_faults("nvmlInit_v2", None).unwrap(), None);
-            machine.change(|s| s.faults.retain(|f| f.id != id)).unwrap();
-            assert_eq!(hanging.join().unwrap().unwrap(), None);
+            let clear = |s: &mut State| {
+                s.faults.retain(|f| f.id != id);
+                s.gpus[0].lost = true;
+            };
+            machine.change(clear).unwrap();
+            let begun = hanging.join().unwrap().unwrap();
+            assert_eq!(begun.code, None);
+            assert!(begun.state.gpus[0].lost, "the call uses the state after it hung");
         });
     }
 }
