@@ -3,7 +3,7 @@
 //! The allocator answers requests from memory. One lock protects the [`AllocationTable`]. Hold the
 //! lock only briefly: never across an await, and never during file I/O. When a container starts,
 //! the allocator waits until the allocation's door and devices are ready.
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use cleave_gpu::mps::wire::{Reply, Request};
@@ -90,13 +90,13 @@ impl Allocator {
     ///
     /// # Errors
     /// Returns [`DenialReason`] if the slices cannot be allocated together.
-    pub fn allocate(&self, resource: &str, ids: &[String]) -> Result<(Allocation, ContainerEdits), DenialReason> {
+    pub fn allocate(&self, resource: &str, ids: &[String]) -> Result<(Arc<Allocation>, ContainerEdits), DenialReason> {
         let mut table = self.table();
         let pools = table.pools.get(resource).map(Vec::as_slice).unwrap_or_default();
         let granted = grant_allocation(&ResourceView { resource, pools, reserved: &[] }, ids);
-        let allocation = granted.inspect_err(|denied| self.report_denied(&mut table, resource, denied))?;
+        let allocation = Arc::new(granted.inspect_err(|denied| self.report_denied(&mut table, resource, denied))?);
         let edits = self.settings.edits(&allocation, &table.nodes);
-        table.allocations.insert(allocation.clone(), Instant::now());
+        table.allocations.insert(Arc::clone(&allocation), Instant::now());
         drop(table);
         if allocation.mps.is_some()
             && let Err(error) = self.link.create_allocation_directory(&allocation.id())
@@ -125,7 +125,7 @@ impl Allocator {
     ///
     /// # Errors
     /// Returns [`DenialReason`] if the slices cannot be allocated together.
-    pub fn get_or_allocate(&self, resource: &str, ids: &[String]) -> Result<Allocation, DenialReason> {
+    pub fn get_or_allocate(&self, resource: &str, ids: &[String]) -> Result<Arc<Allocation>, DenialReason> {
         let known = self.table().allocations.get(&allocation_id(resource, ids)).cloned();
         match known {
             Some(allocation) => Ok(allocation),

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use cleave_api::GpuNodeSpec;
 use cleave_gpu::mps::wire::{self, Desired};
@@ -12,7 +13,7 @@ use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
 use crate::allocation::Allocation;
-use crate::files::write_atomically;
+use crate::files::write_json_atomically;
 use crate::gpu::health::HealthRecord;
 use crate::gpu::layout::{Layout, Pool};
 
@@ -36,7 +37,8 @@ pub struct Checkpoint {
     /// Layouts by UUID of the GPU. A layout may differ from the spec while a change waits for pods.
     pub layouts: BTreeMap<String, Layout>,
     /// Allocations that have not ended.
-    pub allocations: Vec<Allocation>,
+    #[serde(with = "shared")]
+    pub allocations: Vec<Arc<Allocation>>,
     /// GPUs that a spec has partitioned by MIG. A GPU becomes whole again when the spec no longer
     /// lists it.
     #[serde(default, rename = "cut")]
@@ -44,6 +46,31 @@ pub struct Checkpoint {
     /// Recorded faults of GPUs in this boot, by UUID.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub health: BTreeMap<String, HealthRecord>,
+}
+
+/// Reads and writes a list of shared values as a list of the values.
+mod shared {
+    use std::sync::Arc;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<T: Serialize, S: Serializer>(values: &[Arc<T>], to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(values.iter().map(Arc::as_ref))
+    }
+
+    pub(super) fn deserialize<'de, T: Deserialize<'de>, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Vec<Arc<T>>, D::Error> {
+        Ok(Vec::<T>::deserialize(from)?.into_iter().map(Arc::new).collect())
+    }
+}
+
+/// A checkpoint with this agent's version, as the file contains it.
+#[derive(Serialize)]
+struct VersionedCheckpoint<'a> {
+    version: u32,
+    #[serde(flatten)]
+    checkpoint: &'a Checkpoint,
 }
 
 /// Why a checkpoint cannot be used.
@@ -123,20 +150,18 @@ impl Checkpoint {
         if let Some((twice, _)) = pools.iter().zip(pools.iter().skip(1)).find(|(one, next)| overlap(one, next)) {
             return Err(format!("{:.80}: slices of {:.80} are listed twice", twice.resource, twice.device));
         }
-        desired.allocations.extend(self.allocations.iter().filter_map(Allocation::door));
+        desired.allocations.extend(self.allocations.iter().filter_map(|allocation| allocation.door()));
         desired.check().map_err(|wrong| wrong.to_string())
     }
 
     /// Serializes the checkpoint, with this agent's version.
     pub fn encode(&self) -> Vec<u8> {
-        #[derive(Serialize)]
-        struct Versioned<'a> {
-            version: u32,
-            #[serde(flatten)]
-            checkpoint: &'a Checkpoint,
-        }
         // Cannot fail: all map keys are strings, and there are no floats.
-        serde_json::to_vec(&Versioned { version: FORMAT_VERSION, checkpoint: self }).unwrap_or_default()
+        serde_json::to_vec(&self.versioned()).unwrap_or_default()
+    }
+
+    fn versioned(&self) -> VersionedCheckpoint<'_> {
+        VersionedCheckpoint { version: FORMAT_VERSION, checkpoint: self }
     }
 }
 
@@ -203,11 +228,11 @@ impl CheckpointStore {
     ///
     /// # Errors
     /// Returns an error if the directory or the file cannot be written.
-    pub fn save(&self, content: &[u8]) -> io::Result<()> {
+    pub fn save(&self, checkpoint: &Checkpoint) -> io::Result<()> {
         if let Some(directory) = self.path.parent() {
             fs::create_dir_all(directory)?;
         }
-        write_atomically(&self.path, content)
+        write_json_atomically(&self.path, &checkpoint.versioned())
     }
 }
 
@@ -229,7 +254,7 @@ mod tests {
             spec: Some(GpuNodeSpec { plan_id: "p".into(), gpus: vec![spec] }),
             gpus: vec![gpu("GPU-a", 0)],
             layouts: BTreeMap::from([("GPU-a".into(), layout)]),
-            allocations: vec![allocation(&["GPU-a::0"])],
+            allocations: vec![Arc::new(allocation(&["GPU-a::0"]))],
             boot_id: "boot".into(),
             mig_partitioned: BTreeSet::from(["GPU-b".to_owned()]),
             health: BTreeMap::from([(
@@ -244,9 +269,9 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let store = CheckpointStore::new(&directory.path().join("not/there/yet"));
         assert!(store.load().unwrap().is_none());
-        store.save(&sample_checkpoint().encode()).unwrap();
+        store.save(&sample_checkpoint()).unwrap();
         assert_eq!(store.load().unwrap(), Some(sample_checkpoint()));
-        store.save(&Checkpoint::default().encode()).unwrap();
+        store.save(&Checkpoint::default()).unwrap();
         assert_eq!(store.load().unwrap(), Some(Checkpoint::default()));
     }
 
@@ -254,7 +279,7 @@ mod tests {
     fn a_checkpoint_of_another_version_is_refused_and_kept() {
         let directory = tempfile::tempdir().unwrap();
         let store = CheckpointStore::new(directory.path());
-        store.save(br#"{"version": 2, "layouts": "of another shape"}"#).unwrap();
+        fs::write(&store.path, br#"{"version": 2, "layouts": "of another shape"}"#).unwrap();
         let error = store.load().unwrap_err();
         assert!(error.to_string().ends_with("has version 2; this agent reads version 1"), "{error}");
         let aside = store.move_aside().unwrap();
@@ -300,10 +325,10 @@ mod tests {
     fn a_failed_write_keeps_the_last_checkpoint() {
         let directory = tempfile::tempdir().unwrap();
         let store = CheckpointStore::new(directory.path());
-        store.save(&sample_checkpoint().encode()).unwrap();
+        store.save(&sample_checkpoint()).unwrap();
         // A directory with the name of the temporary file makes the write fail.
         fs::create_dir(directory.path().join("agent.json.tmp")).unwrap();
-        assert!(store.save(b"{}").is_err());
+        assert!(store.save(&Checkpoint::default()).is_err());
         assert_eq!(store.load().unwrap(), Some(sample_checkpoint()));
     }
 
@@ -315,11 +340,11 @@ mod tests {
             let mut bytes = sample_checkpoint().encode();
             let cut = cut % bytes.len();
             bytes.truncate(cut);
-            store.save(&bytes).unwrap();
+            fs::write(&store.path, &bytes).unwrap();
             prop_assert!(store.load().is_err());
             let mut bytes = sample_checkpoint().encode();
             bytes[cut] = byte;
-            store.save(&bytes).unwrap();
+            fs::write(&store.path, &bytes).unwrap();
             let _ = store.load();
         }
     }

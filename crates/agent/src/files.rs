@@ -1,11 +1,12 @@
 //! Atomic writes of files, and notification of changes in directories.
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::time::Duration;
 
 use futures::StreamExt;
 use inotify::{EventMask, EventStream, Inotify, WatchMask};
+use serde::Serialize;
 use tokio::time::sleep;
 
 /// Calls `on_change` now and after every change in the directory, forever. While inotify fails,
@@ -52,13 +53,36 @@ fn open_watch(directory: &Path) -> io::Result<EventStream<[u8; 1024]>> {
 /// Writes a temporary file next to `path`, syncs it to disk, and renames it. Readers of the
 /// directory ignore files with the suffix of a temporary file.
 pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
+    write_atomically_with(path, |file| file.write_all(content))
+}
+
+/// Writes JSON as [`write_atomically`] does. Never has the whole text in memory.
+pub(crate) fn write_json_atomically(path: &Path, content: &impl Serialize) -> io::Result<()> {
+    write_atomically_with(path, |file| {
+        let mut buffered = BufWriter::new(file);
+        serde_json::to_writer(&mut buffered, content)?;
+        buffered.flush()
+    })
+}
+
+/// Replaces a file as [`write_atomically`] does, but does not sync it to disk. A crash of the node
+/// may lose the content.
+pub(crate) fn replace_without_sync(path: &Path, content: &[u8]) -> io::Result<()> {
+    replace_file(path, |file| file.write_all(content))
+}
+
+fn write_atomically_with(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
+    replace_file(path, |file| {
+        write(file)?;
+        file.sync_all()
+    })
+}
+
+fn replace_file(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
     let mut name = path.as_os_str().to_owned();
     name.push(".tmp");
     let beside = Path::new(&name);
-    let written = File::create(beside).and_then(|mut file| {
-        file.write_all(content)?;
-        file.sync_all()
-    });
+    let written = File::create(beside).and_then(|mut file| write(&mut file));
     written.and_then(|()| fs::rename(beside, path)).inspect_err(|_| {
         // Remove the partial file, but return the first error.
         let _ = fs::remove_file(beside);

@@ -48,9 +48,15 @@ impl Allocation {
     /// Returns the id and settings of the allocation's door, for the MPS host. Returns `None` if
     /// the allocation is not under MPS.
     pub fn door(&self) -> Option<(String, wire::Allocation)> {
+        self.door_settings().map(|settings| (self.id(), settings))
+    }
+
+    /// Returns the settings of the allocation's door, for the MPS host. Returns `None` if the
+    /// allocation is not under MPS.
+    pub fn door_settings(&self) -> Option<wire::Allocation> {
         let MpsLimits { threads, memory_mib, max_clients } = self.mps?;
         let device = self.devices.first()?.clone();
-        Some((self.id(), wire::Allocation { device, threads, memory_mib, max_clients }))
+        Some(wire::Allocation { device, threads, memory_mib, max_clients })
     }
 }
 

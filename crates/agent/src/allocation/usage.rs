@@ -1,6 +1,7 @@
 //! The slices in use and the pods that use them, from the kubelet's PodResources list and from the
 //! allocations that it does not list yet. Pure.
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cleave_kubelet::{AllocatedDevices, ContainerDevices};
@@ -14,12 +15,48 @@ const UNLISTED_USER: &str = "a pod that is being admitted";
 /// Allocations by id. The kubelet does not announce the end of an allocation. The agent infers the
 /// end from the PodResources list, after a grace period.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Allocations(BTreeMap<String, TrackedAllocation>);
+pub struct Allocations {
+    by_id: BTreeMap<String, TrackedAllocation>,
+    slices: SliceCounts,
+}
+
+/// Number of allocations of each slice, by resource and id. Only slices with an allocation have an
+/// entry. Several allocations can have the same slice until the agent knows which of them have
+/// ended.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct SliceCounts(BTreeMap<String, BTreeMap<String, usize>>);
+
+impl SliceCounts {
+    /// Counts the slices of a new allocation.
+    fn add(&mut self, allocation: &Allocation) {
+        let of_resource = self.0.entry(allocation.resource.clone()).or_default();
+        for id in &allocation.ids {
+            match of_resource.get_mut(id) {
+                Some(count) => *count += 1,
+                None => drop(of_resource.insert(id.clone(), 1)),
+            }
+        }
+    }
+
+    /// Removes the slices of an ended allocation, which was added before.
+    fn remove(&mut self, allocation: &Allocation) {
+        let Some(of_resource) = self.0.get_mut(&allocation.resource) else { return };
+        for id in &allocation.ids {
+            match of_resource.get_mut(id) {
+                Some(count) if *count > 1 => *count -= 1,
+                _ => drop(of_resource.remove(id)),
+            }
+        }
+        if of_resource.is_empty() {
+            self.0.remove(&allocation.resource);
+        }
+    }
+}
 
 /// An allocation that has not ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct TrackedAllocation {
-    allocation: Allocation,
+    allocation: Arc<Allocation>,
     /// When the slices were last allocated.
     at: Instant,
     /// Whether the kubelet has listed the allocation. If it has, the allocation ends when the
@@ -30,28 +67,38 @@ struct TrackedAllocation {
 impl Allocations {
     /// Restores the allocations of a checkpoint. The grace period of each allocation restarts,
     /// because the agent's downtime is unknown.
-    pub fn restore(allocations: impl IntoIterator<Item = Allocation>, now: Instant) -> Self {
-        Self(
-            allocations
-                .into_iter()
-                .map(|allocation| (allocation.id(), TrackedAllocation { allocation, at: now, seen: false }))
-                .collect(),
-        )
+    pub fn restore(allocations: impl IntoIterator<Item = impl Into<Arc<Allocation>>>, now: Instant) -> Self {
+        let mut restored = Self::default();
+        for allocation in allocations {
+            restored.insert(allocation, now);
+        }
+        restored
     }
 
     /// Adds an allocation. If the allocation already exists, its grace period restarts.
-    pub fn insert(&mut self, allocation: Allocation, now: Instant) {
-        self.0.insert(allocation.id(), TrackedAllocation { allocation, at: now, seen: false });
+    pub fn insert(&mut self, allocation: impl Into<Arc<Allocation>>, now: Instant) {
+        let allocation = allocation.into();
+        let entry = TrackedAllocation { allocation: Arc::clone(&allocation), at: now, seen: false };
+        if let Some(replaced) = self.by_id.insert(allocation.id(), entry) {
+            self.slices.remove(&replaced.allocation);
+        }
+        self.slices.add(&allocation);
     }
 
     /// Returns the allocation with this id.
-    pub fn get(&self, id: &str) -> Option<&Allocation> {
-        self.0.get(id).map(|entry| &entry.allocation)
+    pub fn get(&self, id: &str) -> Option<&Arc<Allocation>> {
+        self.by_id.get(id).map(|entry| &entry.allocation)
     }
 
     /// Returns all allocations, by id.
-    pub fn iter(&self) -> impl Iterator<Item = (&String, &Allocation)> {
-        self.0.iter().map(|(id, entry)| (id, &entry.allocation))
+    pub fn iter(&self) -> impl Iterator<Item = (&String, &Arc<Allocation>)> {
+        self.by_id.iter().map(|(id, entry)| (id, &entry.allocation))
+    }
+
+    /// Returns the slices of all allocations, each once, as resource and id. Takes time in
+    /// proportion to the number of slices, not of allocations.
+    pub fn slices(&self) -> impl Iterator<Item = (&String, &String)> {
+        self.slices.0.iter().flat_map(|(resource, ids)| ids.keys().map(move |id| (resource, id)))
     }
 
     /// Removes the allocations that have ended according to a PodResources list requested at
@@ -76,7 +123,8 @@ impl Allocations {
         self.mark_listed(listed);
         let used = listed_slices(listed);
         let mut removed = RemovalResult::default();
-        self.0.retain(|id, TrackedAllocation { allocation, at, seen }| {
+        let Self { by_id, slices } = self;
+        by_id.retain(|id, TrackedAllocation { allocation, at, seen }| {
             let young = !*seen && requested_at.saturating_duration_since(*at) < grace;
             if is_listed(allocation, &used) || *at > requested_at || young || busy(id) {
                 return true;
@@ -86,7 +134,8 @@ impl Allocations {
             if keep {
                 removed.in_kubelet_checkpoint.insert(allocation.resource.clone());
             } else {
-                removed.ended.push(allocation.clone());
+                slices.remove(allocation);
+                removed.ended.push(Allocation::clone(allocation));
             }
             keep
         });
@@ -96,7 +145,7 @@ impl Allocations {
     /// Marks the listed allocations. Removes no allocation, because the list may be incomplete.
     pub fn mark_listed(&mut self, listed: &[ContainerDevices]) {
         let used = listed_slices(listed);
-        for entry in self.0.values_mut() {
+        for entry in self.by_id.values_mut() {
             entry.seen |= is_listed(&entry.allocation, &used);
         }
     }
@@ -134,12 +183,10 @@ impl SliceUsage {
                 usage.entry((row.resource.clone(), id.clone())).or_default().insert(user);
             }
         }
-        for (_, allocation) in allocations.iter() {
-            for id in &allocation.ids {
-                let users = usage.entry((allocation.resource.clone(), id.clone())).or_default();
-                if users.is_empty() {
-                    users.insert(UNLISTED_USER.into());
-                }
+        for (resource, id) in allocations.slices() {
+            let users = usage.entry((resource.clone(), id.clone())).or_default();
+            if users.is_empty() {
+                users.insert(UNLISTED_USER.into());
             }
         }
         Self(usage)
@@ -328,5 +375,28 @@ pub(crate) mod tests {
             .collect();
         let set = |user: &str| BTreeSet::from([user.to_owned()]);
         assert_eq!(found, [("GPU-a::0".to_owned(), set(UNLISTED_USER)), ("GPU-a::1".to_owned(), set("ns/p"))]);
+    }
+
+    /// Several allocations may have the same slice: those that have ended, and the last one.
+    #[test]
+    fn a_slice_is_in_use_until_all_of_its_allocations_have_ended() {
+        let start = Instant::now();
+        let mut allocations = Allocations::default();
+        for ids in [["GPU-a::0", "GPU-a::1"], ["GPU-a::1", "GPU-a::2"], ["GPU-a::0", "GPU-a::1"]] {
+            allocations.insert(allocation(&ids), start);
+        }
+        let slices = |allocations: &Allocations| -> Vec<String> {
+            let all: BTreeSet<&String> = allocations.iter().flat_map(|(_, allocation)| &allocation.ids).collect();
+            let slices: Vec<String> = allocations.slices().map(|(_, id)| id.clone()).collect();
+            assert!(slices.iter().eq(all), "{slices:?}");
+            slices
+        };
+        assert_eq!(slices(&allocations), ["GPU-a::0", "GPU-a::1", "GPU-a::2"]);
+        let first = allocation(&["GPU-a::0", "GPU-a::1"]).id();
+        let is_first = |id: &str| id == first;
+        allocations.remove_ended(&[], start, Duration::ZERO, is_first, &no_allocated_devices());
+        assert_eq!(slices(&allocations), ["GPU-a::0", "GPU-a::1"]);
+        allocations.remove_ended(&[], start, Duration::ZERO, has_no_clients, &no_allocated_devices());
+        assert_eq!(allocations, Allocations::default());
     }
 }

@@ -11,7 +11,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::{HostView, parse_status};
-use crate::files::{watch_directory, write_atomically};
+use crate::files::{watch_directory, write_json_atomically};
 
 /// Interval between attempts to connect to the MPS host.
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(250);
@@ -58,7 +58,7 @@ impl HostLink {
     /// Returns an error if the directory or the file cannot be written.
     pub fn write_desired(&self, desired: &Desired) -> io::Result<()> {
         fs::create_dir_all(self.paths.mps())?;
-        write_atomically(&self.paths.desired(), &serde_json::to_vec(desired)?)
+        write_json_atomically(&self.paths.desired(), desired)
     }
 
     /// Creates the directory of an allocation. The directory already exists if the same slices were
@@ -254,6 +254,7 @@ mod tests {
     use tokio::time::timeout;
 
     use super::*;
+    use crate::files::write_atomically;
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 

@@ -15,8 +15,12 @@ const MAX_REMEMBERED_HASHES: usize = 64;
 /// Tracks which desired files the MPS host has applied.
 #[derive(Debug, Default)]
 pub(super) struct DesiredFileTracker {
-    last: Desired,
+    /// Daemons of the last desired file.
+    daemons: BTreeMap<String, DaemonSettings>,
+    /// Number of the last change of the daemons. 0 before the first desired file.
     sequence: u64,
+    /// Hashes of desired files, each with the number of the last change of daemons that the file
+    /// contains. Only files that were written while a change was not applied.
     hashes: VecDeque<(u64, String)>,
     changed: BTreeMap<String, u64>,
     removed: BTreeMap<String, u64>,
@@ -26,23 +30,34 @@ pub(super) struct DesiredFileTracker {
 impl DesiredFileTracker {
     /// Records the daemons and doors that should run.
     pub(super) fn record_desired(&mut self, desired: &Desired) {
-        if *desired != self.last || self.sequence == 0 {
+        if desired.daemons != self.daemons || self.sequence == 0 {
             self.sequence += 1;
             for (device, daemon) in &desired.daemons {
-                if self.last.daemons.get(device) != Some(daemon) {
+                if self.daemons.get(device) != Some(daemon) {
                     self.changed.insert(device.clone(), self.sequence);
                 }
             }
             self.changed.retain(|device, _| desired.daemons.contains_key(device));
-            let gone = self.last.daemons.keys().filter(|device| !desired.daemons.contains_key(*device));
+            let gone = self.daemons.keys().filter(|device| !desired.daemons.contains_key(*device));
             self.removed.extend(gone.map(|device| (device.clone(), self.sequence)));
             self.removed.retain(|device, sequence| *sequence > self.applied && !desired.daemons.contains_key(device));
-            self.hashes.push_back((self.sequence, desired.hash()));
+            self.daemons.clone_from(&desired.daemons);
+        }
+        // A hash reads every door, and only determines whether changes of daemons are applied.
+        if self.awaits_changes() {
+            let file = (self.sequence, desired.hash());
+            if self.hashes.back() != Some(&file) {
+                self.hashes.push_back(file);
+            }
             if self.hashes.len() > MAX_REMEMBERED_HASHES {
                 self.hashes.pop_front();
             }
-            self.last = desired.clone();
         }
+    }
+
+    /// Returns whether the MPS host has not applied a change of daemons yet.
+    fn awaits_changes(&self) -> bool {
+        self.changed.values().chain(self.removed.values()).any(|sequence| *sequence > self.applied)
     }
 
     /// Records the hash of the desired file that the MPS host last applied.
@@ -120,5 +135,54 @@ impl ReportedDaemons {
             self.0.insert(device.clone(), next);
         }
         events
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cleave_gpu::mps::wire;
+
+    use super::*;
+
+    fn desired(daemons: &[(&str, u8)], doors: usize) -> Desired {
+        let settings = |threads| DaemonSettings {
+            multi_user: false,
+            exclusive: false,
+            default_threads: Some(threads),
+            default_memory_mib: None,
+            accept_advisory: false,
+        };
+        let door = |number: usize| {
+            let device = "GPU-a".to_owned();
+            (format!("{number:032x}"), wire::Allocation { device, threads: None, memory_mib: None, max_clients: None })
+        };
+        Desired {
+            version: wire::FILE_FORMAT_VERSION,
+            daemons: daemons.iter().map(|(device, threads)| ((*device).to_owned(), settings(*threads))).collect(),
+            allocations: (0..doors).map(door).collect(),
+        }
+    }
+
+    #[test]
+    fn a_later_file_with_more_doors_applies_a_change_and_an_earlier_file_does_not() {
+        let mut tracker = DesiredFileTracker::default();
+        let first = desired(&[("GPU-a", 10), ("GPU-b", 10)], 0);
+        tracker.record_desired(&first);
+        assert!(!tracker.has_applied_settings("GPU-a"));
+        tracker.record_applied(&first.hash());
+        assert!(tracker.has_applied_settings("GPU-a") && tracker.has_applied_removal("GPU-b"));
+        for doors in 1..4 {
+            tracker.record_desired(&desired(&[("GPU-a", 10), ("GPU-b", 10)], doors));
+            assert!(tracker.has_applied_settings("GPU-a"), "doors change no daemon");
+        }
+        assert_eq!(tracker.hashes.len(), 1, "no hash is needed while all daemons are applied");
+        for doors in 3..6 {
+            tracker.record_desired(&desired(&[("GPU-a", 20)], doors));
+        }
+        tracker.record_applied(&desired(&[("GPU-a", 10), ("GPU-b", 10)], 3).hash());
+        tracker.record_applied(&first.hash());
+        assert!(!tracker.has_applied_settings("GPU-a") && !tracker.has_applied_removal("GPU-b"));
+        tracker.record_applied(&desired(&[("GPU-a", 20)], 4).hash());
+        assert!(tracker.has_applied_settings("GPU-a") && tracker.has_applied_removal("GPU-b"));
     }
 }

@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use crate::args::{AgentArgs, DeviceListStrategy};
 use crate::cdi;
-use crate::checkpoint::CheckpointStore;
+use crate::checkpoint::{Checkpoint, CheckpointStore};
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 
@@ -17,10 +17,10 @@ use crate::mps::link::HostLink;
 const WRITE_RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Contents of the files.
-#[derive(Clone, Default)]
+#[derive(Default, PartialEq)]
 pub(super) struct FileContents {
     pub(super) desired: Desired,
-    pub(super) checkpoint: Vec<u8>,
+    pub(super) checkpoint: Checkpoint,
     pub(super) nodes: BTreeMap<String, Vec<String>>,
     /// Whether to remove the directories of allocations that no longer exist. False until the
     /// allocations are known.
@@ -33,13 +33,13 @@ pub(super) async fn write_files(
     args: Arc<AgentArgs>,
     store: CheckpointStore,
     link: HostLink,
-    mut wanted: watch::Receiver<FileContents>,
+    mut wanted: watch::Receiver<Arc<FileContents>>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
-    let mut done = FileContents::default();
+    let mut done = Arc::<FileContents>::default();
     loop {
-        let next = wanted.borrow_and_update().clone();
-        let (args, store, link, before) = (Arc::clone(&args), store.clone(), link.clone(), done.clone());
+        let next = Arc::clone(&wanted.borrow_and_update());
+        let (args, store, link, before) = (Arc::clone(&args), store.clone(), link.clone(), Arc::clone(&done));
         let written =
             tokio::task::spawn_blocking(move || write_once(&args, &store, &link, &before, &next).map(|()| next));
         match written.await.context("the writer failed")? {
@@ -95,7 +95,7 @@ mod tests {
         let args = parse_args(&[]).unwrap();
         let next = FileContents {
             desired: Desired { version: cleave_gpu::mps::wire::FILE_FORMAT_VERSION, ..Desired::default() },
-            checkpoint: b"{}".to_vec(),
+            checkpoint: Checkpoint { generation: 1, ..Checkpoint::default() },
             ..FileContents::default()
         };
         // A file with the name of the directory makes writes to the directory fail.

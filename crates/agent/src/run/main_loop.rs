@@ -40,7 +40,7 @@ pub(super) struct MainLoop {
     pub(super) args: Arc<AgentArgs>,
     pub(super) metrics: Metrics,
     pub(super) heartbeat: watch::Sender<Heartbeat>,
-    pub(super) written: watch::Sender<FileContents>,
+    pub(super) written: watch::Sender<Arc<FileContents>>,
     pub(super) status: watch::Sender<Option<cleave_api::GpuNodeStatus>>,
     pub(super) events: mpsc::Sender<NodeEvent>,
     pub(super) listing: watch::Sender<ListSchedule>,
@@ -180,12 +180,7 @@ impl MainLoop {
         if resent.map(|served| served.resend_list()).count() > 0 {
             self.listing.send_modify(|listing| listing.resent += 1);
         }
-        self.queue_files(FileContents {
-            desired,
-            checkpoint: checkpoint.encode(),
-            nodes,
-            sweep: actions.sweep_directories,
-        });
+        self.queue_files(FileContents { desired, checkpoint, nodes, sweep: actions.sweep_directories });
         for (device, faults) in &faults {
             self.metrics.count_faults(device, *faults);
         }
@@ -286,13 +281,9 @@ impl MainLoop {
     /// Passes the files' new content to the task that writes them, if the content changed.
     fn queue_files(&self, next: FileContents) {
         self.written.send_if_modified(|last| {
-            let FileContents { desired, checkpoint, nodes, sweep } = &next;
-            let changed = last.desired != *desired
-                || last.checkpoint != *checkpoint
-                || last.nodes != *nodes
-                || last.sweep != *sweep;
+            let changed = **last != next;
             if changed {
-                *last = next;
+                *last = Arc::new(next);
             }
             changed
         });

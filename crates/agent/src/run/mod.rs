@@ -73,7 +73,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
 
     let (inputs, received) = mpsc::channel(64);
     let (heartbeat, heartbeats) = watch::channel(Heartbeat { reconciled: now, not_ready: Some("starting".into()) });
-    let (written, to_write) = watch::channel(FileContents::default());
+    let (written, to_write) = watch::channel(Arc::<FileContents>::default());
     let (status, statuses) = watch::channel(None);
     let (events, to_publish) = mpsc::channel(64);
     let termination_events = events.clone();

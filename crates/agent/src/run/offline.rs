@@ -6,19 +6,18 @@ use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::GpuNodeStatus;
 use tokio::sync::{mpsc, watch};
-use tokio::time::sleep;
 
 use super::api::forward_objects;
 use super::input::Input;
 use super::pods::NodePods;
 use crate::event::{NodeEvent, PodEvent};
-use crate::files::write_atomically;
+use crate::files::{replace_without_sync, watch_directory};
 use crate::object::GpuNodeState;
 use crate::pods::PodObject;
 use crate::termination::shutdown::Shutdown;
 
-/// Interval between reads of the spec and the pods.
-const SPEC_POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Interval between reads of the spec and the pods while inotify does not work.
+const FILE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A directory with a spec, a status, pods and events.
 #[derive(Debug, Clone)]
@@ -52,8 +51,17 @@ impl OfflineDirectory {
         self.0.join("pods.json")
     }
 
-    /// Reads the list of pod objects whenever it changes, forever.
-    pub(super) async fn follow_pods(&self, node: &str, to: &NodePods) {
+    /// Notifies `changes` of each change of a file in the directory, forever.
+    async fn watch_files(&self, changes: &watch::Sender<()>) {
+        let unwatched = |error| {
+            tracing::warn!(%error, directory = %self.0.display(), "failed to watch the offline directory; polling it");
+        };
+        watch_directory(&self.0, FILE_POLL_INTERVAL, || changes.send_replace(()), unwatched).await;
+    }
+
+    /// Reads the list of pod objects now and after each change of a file, until `changes` is
+    /// closed.
+    pub(super) async fn follow_pods(&self, node: &str, to: &NodePods, mut changes: watch::Receiver<()>) {
         let mut last = Vec::new();
         // Without an API server, the agent does not follow shutdowns.
         let mut shutdown = Shutdown::default();
@@ -84,15 +92,21 @@ impl OfflineDirectory {
                 }
                 last = text;
             }
-            sleep(SPEC_POLL_INTERVAL).await;
+            if changes.changed().await.is_err() {
+                return;
+            }
         }
     }
 
-    /// Reads the spec whenever it changes, forever.
-    pub(super) async fn follow_spec(&self, first: GpuNodeState, objects: mpsc::Sender<GpuNodeState>) {
+    /// Reads the spec after each change of a file, until `changes` is closed.
+    pub(super) async fn follow_spec(
+        &self,
+        first: GpuNodeState,
+        objects: mpsc::Sender<GpuNodeState>,
+        mut changes: watch::Receiver<()>,
+    ) {
         let (mut last, mut generation) = (first, 1);
-        loop {
-            sleep(SPEC_POLL_INTERVAL).await;
+        while changes.changed().await.is_ok() {
             let next = match (self.read_spec(generation), &last) {
                 (GpuNodeState::Present(_, spec), GpuNodeState::Present(_, before)) if spec != *before => {
                     GpuNodeState::Present(generation + 1, spec)
@@ -137,7 +151,8 @@ impl OfflineDirectory {
                         return;
                     }
                     let text = serde_json::to_vec_pretty(&*statuses.borrow_and_update()).unwrap_or_default();
-                    write_atomically(&self.0.join("status.json"), &text)
+                    // This task shares its thread with the kubelet's calls, so it never waits for a disk.
+                    replace_without_sync(&self.0.join("status.json"), &text)
                 }
                 // Cancel-safe: an unreceived message remains in the channel.
                 event = events.recv() => match event {
@@ -167,12 +182,52 @@ pub(super) async fn run(
     (events, pod_events): (mpsc::Receiver<NodeEvent>, mpsc::Receiver<PodEvent>),
 ) -> anyhow::Result<()> {
     let (objects, read) = mpsc::channel(4);
+    let (changes, pod_changes) = watch::channel(());
+    let spec_changes = changes.subscribe();
     tokio::join!(
-        directory.follow_spec(spec, objects),
-        directory.follow_pods(&node, &pods),
+        directory.watch_files(&changes),
+        directory.follow_spec(spec, objects, spec_changes),
+        directory.follow_pods(&node, &pods, pod_changes),
         directory.write_status_and_events(statuses, events),
         directory.write_pod_events(pod_events),
         forward_objects(read, inputs),
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEST_TIMEOUT: Duration = Duration::from_secs(60);
+
+    #[tokio::test]
+    async fn the_spec_is_read_after_each_change_of_the_directory() {
+        let files = tempfile::tempdir().unwrap();
+        let directory = OfflineDirectory::new(files.path().to_owned());
+        let spec = |plan: &str| fs::write(files.path().join("spec.json"), format!(r#"{{"planId":"{plan}"}}"#)).unwrap();
+        spec("a");
+        let first = directory.read_spec(1);
+        // A change before the watch is not missed.
+        spec("b");
+        let (objects, mut read) = mpsc::channel(4);
+        let (changes, spec_changes) = watch::channel(());
+        let follower = directory.clone();
+        let task = tokio::spawn(async move {
+            tokio::join!(follower.watch_files(&changes), follower.follow_spec(first, objects, spec_changes))
+        });
+        let mut until = async |condition: &dyn Fn(&GpuNodeState) -> bool| {
+            let reading = async { while !condition(&read.recv().await.unwrap()) {} };
+            tokio::time::timeout(TEST_TIMEOUT, reading).await.unwrap();
+        };
+        let has_plan = |plan: &'static str| move |object: &GpuNodeState| matches!(object, GpuNodeState::Present(_, spec) if spec.plan_id == plan);
+        until(&has_plan("b")).await;
+        spec("c");
+        until(&has_plan("c")).await;
+        fs::write(files.path().join("spec.json"), "{").unwrap();
+        until(&|object| matches!(object, GpuNodeState::Malformed(_))).await;
+        fs::remove_file(files.path().join("spec.json")).unwrap();
+        until(&|object| matches!(object, GpuNodeState::Missing)).await;
+        task.abort();
+    }
 }

@@ -19,7 +19,8 @@ pub struct TenantSnapshot {
     pub devices: BTreeMap<String, SharedDevice>,
     /// Shares that are allocated to containers; `None` while the kubelet does not list them.
     pub shares: Option<Vec<Share>>,
-    /// Memory limits in MiB by allocation id; `None` means unlimited.
+    /// Memory limits in MiB of the allocations in `shares` and of `devices`' clients, by allocation
+    /// id; `None` means unlimited.
     pub limits: BTreeMap<String, Option<u64>>,
 }
 
@@ -99,11 +100,11 @@ impl TenantSnapshot {
         if snapshot.devices.is_empty() {
             return snapshot;
         }
-        for (id, allocation) in allocations.iter() {
-            let Some(limits) = allocation.mps else { continue };
-            snapshot.limits.insert(id.clone(), limits.memory_mib);
+        for (_, allocation) in allocations.iter().filter(|(_, allocation)| allocation.mps.is_some()) {
             for uuid in &allocation.devices {
-                snapshot.devices.entry(uuid.clone()).and_modify(|device| device.in_use = true);
+                if let Some(device) = snapshot.devices.get_mut(uuid) {
+                    device.in_use = true;
+                }
             }
         }
         snapshot.shares = rows.map(|rows| rows.iter().flat_map(shares).collect());
@@ -113,6 +114,10 @@ impl TenantSnapshot {
         for device in snapshot.devices.values_mut() {
             device.in_use |= !device.clients.is_empty();
         }
+        let of_clients = snapshot.devices.values().flat_map(|device| device.clients.values().flatten());
+        let of_shares = snapshot.shares.iter().flatten().map(|share| &share.allocation);
+        let limit = |id: &String| Some((id.clone(), allocations.get(id)?.mps?.memory_mib));
+        snapshot.limits = of_clients.chain(of_shares).filter_map(limit).collect();
         snapshot
     }
 

@@ -37,7 +37,14 @@ pub(super) struct Plugin {
     log: PathBuf,
     _pods: FakePodResources,
     _directory: tempfile::TempDir,
+    _run_directory: tempfile::TempDir,
 }
+
+/// A file system in memory, if the machine has one here. On a node, `/run` is one.
+const MEMORY_FILE_SYSTEM: &str = "/dev/shm";
+
+/// Prefix of the threads of Cleave's agent that call NVML.
+const NVML_THREAD_PREFIX: &str = "nvml-";
 
 impl Launcher {
     /// Returns a launcher of this program, which serves synthetic GPUs.
@@ -80,8 +87,13 @@ impl Launcher {
     pub(super) async fn start(&self) -> Result<Plugin> {
         let directory = tempfile::Builder::new().prefix("cleave-bench").tempdir().context("a directory")?;
         let at = |name: &str| directory.path().join(name);
+        let memory = Some(Path::new(MEMORY_FILE_SYSTEM)).filter(|path| path.is_dir());
+        let run_directory = tempfile::Builder::new()
+            .prefix("cleave-bench-run")
+            .tempdir_in(memory.unwrap_or(directory.path()))
+            .context("a directory")?;
         let (plugins, pods) = (at("device-plugins"), at("pod-resources/kubelet.sock"));
-        for name in ["device-plugins", "pod-resources", "run", "state", "cdi", "offline"] {
+        for name in ["device-plugins", "pod-resources", "state", "cdi", "offline"] {
             std::fs::DirBuilder::new().mode(0o750).create(at(name)).context("a directory")?;
         }
         let kubelet = FakeKubelet::start(&plugins).context("a fake kubelet")?;
@@ -95,7 +107,7 @@ impl Launcher {
                 .args(args)
                 .env("CLEAVE_DEVICE_PLUGIN_DIR", &plugins)
                 .env("CLEAVE_POD_RESOURCES_SOCKET", &pods)
-                .env("CLEAVE_RUN_DIR", at("run"))
+                .env("CLEAVE_RUN_DIR", run_directory.path())
                 .env("CLEAVE_STATE_DIR", at("state"))
                 .env("CLEAVE_CDI_DIR", at("cdi"))
                 .env("NODE_NAME", "bench")
@@ -132,6 +144,7 @@ impl Launcher {
             log,
             _pods: pod_resources,
             _directory: directory,
+            _run_directory: run_directory,
         };
         plugin.wait_until_served().await?;
         Ok(plugin)
@@ -256,18 +269,23 @@ pub(super) fn read_memory(pid: u32) -> Result<ProcessMemory> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ProcessLoad {
     pub(super) time: Duration,
+    /// Part of `time` in the threads that call NVML. A simulated NVML uses most of it.
+    pub(super) nvml_time: Duration,
     pub(super) switches: u64,
     pub(super) threads: usize,
 }
 
 /// Reads the processor time and context switches of all threads of a process.
 pub(super) fn read_load(pid: u32) -> Result<ProcessLoad> {
-    let mut work = ProcessLoad { time: Duration::ZERO, switches: 0, threads: 0 };
+    let mut work = ProcessLoad { time: Duration::ZERO, nvml_time: Duration::ZERO, switches: 0, threads: 0 };
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).context("threads")? {
         let path = task?.path();
         let schedstat = std::fs::read_to_string(path.join("schedstat")).context("schedstat")?;
         let run: u64 = schedstat.split_whitespace().next().and_then(|ns| ns.parse().ok()).context("schedstat")?;
         work.time += Duration::from_nanos(run);
+        if std::fs::read_to_string(path.join("comm")).context("comm")?.starts_with(NVML_THREAD_PREFIX) {
+            work.nvml_time += Duration::from_nanos(run);
+        }
         let status = std::fs::read_to_string(path.join("status")).context("status")?;
         let switches = status.lines().filter(|line| line.contains("voluntary_ctxt_switches:"));
         work.switches += switches.filter_map(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok()).sum::<u64>();

@@ -1,6 +1,7 @@
 //! Input of the agent: its checkpoint, its node's spec, the status of the MPS host, pods and
 //! `/proc`.
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cleave_agent::allocation::pending::PendingAllocations;
@@ -45,9 +46,9 @@ pub(super) fn sample_actions() -> Actions {
     };
     let first = run_agent(None, GpuNodeState::Present(3, sample_spec()), HostView::default());
     let mut checkpoint = first.checkpoint;
-    checkpoint.allocations.push(allocation("nvidia.com/gpu.shared", 2));
+    checkpoint.allocations.push(Arc::new(allocation("nvidia.com/gpu.shared", 2)));
     let mps = Some(MpsLimits { threads: Some(20), memory_mib: Some(16_000), max_clients: Some(4) });
-    checkpoint.allocations.push(Allocation { mps, ..allocation("nvidia.com/gpu-mps", 0) });
+    checkpoint.allocations.push(Arc::new(Allocation { mps, ..allocation("nvidia.com/gpu-mps", 0) }));
     run_agent(Some(checkpoint), GpuNodeState::Present(3, sample_spec()), HostView::default())
 }
 

@@ -56,7 +56,7 @@ pub use state::{
     ComputeInstance, ComputeMode, DeviceRef, Driver, Event, EventKind, Fault, FaultEffect, Gpu, GpuInstance, NvLinkEnd,
     PciAddress, State,
 };
-pub use store::{DEFAULT_STATE_DIRECTORY, Machine, STATE_DIRECTORY_ENV};
+pub use store::{BegunCall, DEFAULT_STATE_DIRECTORY, Machine, STATE_DIRECTORY_ENV};
 pub use topology::{CommonAncestor, MachineTopology, cube_mesh_nvlinks};
 
 /// Returns the number of SMs that an MPS client sees for a thread percentage of a device with

@@ -32,6 +32,15 @@ pub struct Machine {
     inner: Arc<MachineHandle>,
 }
 
+/// The start of a simulated call: the effect of injected faults, and the state that the call uses.
+#[derive(Clone, Debug)]
+pub struct BegunCall {
+    /// The code with which the call must fail, if a fault injects one.
+    pub code: Option<i32>,
+    /// The state after all hangs.
+    pub state: Arc<State>,
+}
+
 #[derive(Debug)]
 struct MachineHandle {
     dir: PathBuf,
@@ -185,7 +194,14 @@ impl Machine {
     /// other process can add one.
     #[must_use]
     pub fn live_processes(&self, state: &State) -> Vec<Process> {
-        state.processes.iter().filter(|p| self.is_alive(p)).cloned().collect()
+        self.live_processes_where(state, |_| true)
+    }
+
+    /// Returns the contexts of a state that `wanted` selects and whose processes are alive. Reads
+    /// the leases of the selected contexts only.
+    #[must_use]
+    pub fn live_processes_where(&self, state: &State, wanted: impl Fn(&Process) -> bool) -> Vec<Process> {
+        state.processes.iter().filter(|p| wanted(p) && self.is_alive(p)).cloned().collect()
     }
 
     /// Returns the PID of a context's owner in this process's namespace, or `None` if the owner is
@@ -224,18 +240,27 @@ impl Machine {
     /// # Errors
     /// Returns an error if the directory no longer exists, or its state is malformed.
     pub fn apply_faults(&self, call: &str, device: Option<&str>) -> Result<Option<i32>, Error> {
+        self.begin_call(call, device).map(|begun| begun.code)
+    }
+
+    /// Applies faults as [`Machine::apply_faults`] does. Also returns the state after the last
+    /// hang, so that a call without a fault reads the state once.
+    ///
+    /// # Errors
+    /// Returns an error if the directory no longer exists, or its state is malformed.
+    pub fn begin_call(&self, call: &str, device: Option<&str>) -> Result<BegunCall, Error> {
         let mut done = Vec::new();
         loop {
             let state = self.snapshot()?;
             let matches =
                 |f: &&Fault| !done.contains(&f.id) && f.remaining != Some(0) && f.applies_to(&state, call, device);
-            let Some(fault) = state.faults.iter().find(matches) else { return Ok(None) };
+            let Some(fault) = state.faults.iter().find(matches) else { return Ok(BegunCall { code: None, state }) };
             done.push(fault.id);
             if fault.remaining.is_some() && !self.consume_fault(fault.id)? {
                 continue;
             }
             match fault.effect {
-                FaultEffect::Code(code) => return Ok(Some(code)),
+                FaultEffect::Code(code) => return Ok(BegunCall { code: Some(code), state }),
                 FaultEffect::Hang(seconds) => self.hang_call(fault.id, seconds)?,
             }
         }
@@ -477,7 +502,7 @@ mod tests {
         let (dir, machine) = machine();
         let id = machine.change(|s| add_fault(s, "nvmlInit", FaultEffect::Hang(Some(60.0)), Some(1))).unwrap();
         thread::scope(|scope| {
-            let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().apply_faults("nvmlInit_v2", None));
+            let hanging = scope.spawn(|| Machine::open(dir.path()).unwrap().begin_call("nvmlInit_v2", None));
             // The call hangs once it has consumed the fault's one call.
             let mut state = machine.snapshot().unwrap();
             let deadline = Instant::now() + Duration::from_secs(60);
@@ -489,8 +514,14 @@ mod tests {
             }
             assert!(!hanging.is_finished());
             assert_eq!(machine.apply_faults("nvmlInit_v2", None).unwrap(), None);
-            machine.change(|s| s.faults.retain(|f| f.id != id)).unwrap();
-            assert_eq!(hanging.join().unwrap().unwrap(), None);
+            let clear = |s: &mut State| {
+                s.faults.retain(|f| f.id != id);
+                s.gpus[0].lost = true;
+            };
+            machine.change(clear).unwrap();
+            let begun = hanging.join().unwrap().unwrap();
+            assert_eq!(begun.code, None);
+            assert!(begun.state.gpus[0].lost, "the call uses the state after it hung");
         });
     }
 }

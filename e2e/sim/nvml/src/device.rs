@@ -20,10 +20,11 @@ pub(crate) struct DeviceMemory {
 }
 
 /// Returns the device's current memory use.
-pub(crate) fn memory(view: &MachineView, device: &DeviceRef<'_>) -> Result<DeviceMemory> {
+pub(crate) fn memory(view: &MachineView, device: &DeviceRef<'_>) -> DeviceMemory {
     let (total, usable) = (device.nvml_memory_bytes(), device.cuda_memory_bytes());
-    let used = view.state.used_bytes(&view.machine.processes()?, device.uuid()).min(usable);
-    Ok(DeviceMemory { total, reserved: total.saturating_sub(usable), used, free: usable - used })
+    let processes = processes_on_gpu(&view.machine, &view.state, &device.gpu.uuid);
+    let used = view.state.used_bytes(&processes, device.uuid()).min(usable);
+    DeviceMemory { total, reserved: total.saturating_sub(usable), used, free: usable - used }
 }
 
 /// Returns the product name, with the profile for a MIG device.
@@ -143,9 +144,9 @@ pub(crate) struct ListedProcess {
 
 /// Lists the processes on a device, each once with all of its memory there. A GPU's list includes
 /// the processes of its MIG devices. Processes outside this process's PID namespace are omitted.
-pub(crate) fn processes(view: &MachineView, device: &DeviceRef<'_>, list: ProcessList) -> Result<Vec<ListedProcess>> {
+pub(crate) fn processes(view: &MachineView, device: &DeviceRef<'_>, list: ProcessList) -> Vec<ListedProcess> {
     let mut listed: Vec<ListedProcess> = Vec::new();
-    for process in view.machine.processes()? {
+    for process in processes_on_gpu(&view.machine, &view.state, &device.gpu.uuid) {
         let wanted = match list {
             ProcessList::Compute => process.kind != ProcessKind::Graphics,
             ProcessList::Mps => process.kind == ProcessKind::MpsClient,
@@ -166,30 +167,30 @@ pub(crate) fn processes(view: &MachineView, device: &DeviceRef<'_>, list: Proces
             None => listed.push(ListedProcess { pid, used: process.used, gpu_instance, compute_instance }),
         }
     }
-    Ok(listed)
+    listed
 }
 
 /// Returns the processes on a GPU and in its MIG devices.
-pub(crate) fn processes_on_gpu(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<Process>> {
+pub(crate) fn processes_on_gpu(machine: &Machine, state: &State, gpu: &str) -> Vec<Process> {
     let here = |p: &Process| state.device(&p.device).is_some_and(|d| d.gpu.uuid == gpu);
-    Ok(machine.processes()?.into_iter().filter(here).collect())
+    machine.live_processes_where(state, here)
 }
 
 /// Returns the percentage of time in which kernels run: the configured value, or one that grows
 /// with each process that may launch kernels.
-pub(crate) fn utilization_percent(view: &MachineView, device: &DeviceRef<'_>) -> Result<u32> {
+pub(crate) fn utilization_percent(view: &MachineView, device: &DeviceRef<'_>) -> u32 {
     if let Some(percent) = device.gpu.utilization {
-        return Ok(percent.min(100));
+        return percent.min(100);
     }
-    let programs = processes_on_gpu(&view.machine, &view.state, &device.gpu.uuid)?;
+    let programs = processes_on_gpu(&view.machine, &view.state, &device.gpu.uuid);
     let programs = programs.iter().filter(|p| p.kind != ProcessKind::MpsServer).count();
-    Ok(u32::try_from(programs * 20).unwrap_or(100).min(100))
+    u32::try_from(programs * 20).unwrap_or(100).min(100)
 }
 
 /// Returns the power in milliwatts, between idle and limit in proportion to the utilization.
-pub(crate) fn power_milliwatts(view: &MachineView, device: &DeviceRef<'_>) -> Result<u32> {
+pub(crate) fn power_milliwatts(view: &MachineView, device: &DeviceRef<'_>) -> u32 {
     let (limit, idle) = device.model.power_watts;
-    Ok((idle + limit.saturating_sub(idle) * utilization_percent(view, device)? / 100) * 1000)
+    (idle + limit.saturating_sub(idle) * utilization_percent(view, device) / 100) * 1000
 }
 
 /// Converts a list such as `0-3,8` to words of bits, the least significant first. An empty list

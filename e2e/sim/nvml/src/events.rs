@@ -1,7 +1,7 @@
 //! NVML's event sets.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use nvml_wrapper_sys::bindings as sys;
@@ -60,8 +60,8 @@ pub(crate) fn register_gpu(view: &MachineView, gpu: &str, types: u64, set: Handl
 /// Waits for the set's next event.
 pub(crate) fn wait_for_event(view: &MachineView, set: Handle, timeout: Duration) -> Result<Event> {
     let deadline = Instant::now() + timeout;
+    let mut state = Arc::clone(&view.state);
     loop {
-        let state = view.machine.snapshot()?;
         let next = with_set(set, |set| {
             let next = next_event(set, &state);
             if let Some(event) = &next {
@@ -78,6 +78,7 @@ pub(crate) fn wait_for_event(view: &MachineView, set: Handle, timeout: Duration)
             return Err(Code::TIMEOUT);
         }
         view.machine.wait_for_change(state.generation, left)?;
+        state = view.machine.snapshot()?;
     }
 }
 

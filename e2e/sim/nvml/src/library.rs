@@ -96,8 +96,7 @@ pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
                 _ => Code::UNKNOWN,
             })?,
         };
-        apply_injected_faults(&machine, name, None)?;
-        if !machine.snapshot()?.driver.present {
+        if !begin_call(&machine, name, None)?.driver.present {
             return Err(Code::DRIVER_NOT_LOADED);
         }
         let mut library = lock_library();
@@ -145,8 +144,7 @@ pub(crate) struct MachineView {
 impl MachineView {
     fn new(name: &str, device: Option<&str>) -> Result<Self> {
         let machine = lock_library().machine.clone().ok_or(Code::UNINITIALIZED)?;
-        apply_injected_faults(&machine, name, device)?;
-        let state = machine.snapshot()?;
+        let state = begin_call(&machine, name, device)?;
         if !state.driver.present {
             return Err(Code::UNKNOWN);
         }
@@ -163,11 +161,13 @@ impl MachineView {
     }
 }
 
-fn apply_injected_faults(machine: &Machine, name: &str, device: Option<&str>) -> Result<()> {
-    match machine.apply_faults(name, device)? {
+/// Applies the injected faults to a call. Returns the state that the call uses.
+fn begin_call(machine: &Machine, name: &str, device: Option<&str>) -> Result<Arc<State>> {
+    let begun = machine.begin_call(name, device)?;
+    match begun.code {
         // A fault may inject a code that NVML does not define. Callers must handle such a code.
         Some(code) => Err(Code(code.unsigned_abs())),
-        None => Ok(()),
+        None => Ok(begun.state),
     }
 }
 

@@ -85,7 +85,7 @@ pub(crate) fn find_gpu_instance<'v>(
 /// the mode is already active.
 pub(crate) fn set_mig_mode(view: &MachineView, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {
-        let busy = !device::processes_on_gpu(&view.machine, state, uuid)?.is_empty();
+        let busy = !device::processes_on_gpu(&view.machine, state, uuid).is_empty();
         let (gpu, model) = gpu_to_change(state, uuid)?;
         let activation = match gpu.set_mig_mode(&model, on, busy) {
             Ok(()) => sys::nvmlReturn_enum_NVML_SUCCESS,

@@ -68,7 +68,7 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
 fn processes_on(machine: &Machine, state: &State, gpu: &str) -> Result<Vec<u64>> {
     let uuid = &state.gpu(gpu)?.uuid;
     let here = |device: &str| state.device(device).is_some_and(|d| d.gpu.uuid == *uuid);
-    Ok(machine.live_processes(state).into_iter().filter(|p| here(&p.device)).map(|p| p.id).collect())
+    Ok(machine.live_processes_where(state, |p| here(&p.device)).into_iter().map(|p| p.id).collect())
 }
 
 fn change_gpu(state: &mut State, gpu: &str, change: impl FnOnce(&mut Gpu, &Model) -> Result<()>) -> Result<()> {

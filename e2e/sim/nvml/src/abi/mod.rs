@@ -137,7 +137,7 @@ exports! {
     });
 
     nvmlDeviceGetMemoryInfo(device: Handle, out: Out<sys::nvmlMemory_t>) |own| call_on_device(own, device, |view, d| {
-        let m = device::memory(view, &d)?;
+        let m = device::memory(view, &d);
         // This call's first version counts the driver's reserve as used.
         out.put(sys::nvmlMemory_t { total: m.total, free: m.free, used: m.used + m.reserved })
     });
@@ -146,7 +146,7 @@ exports! {
         if version != self::struct_version::<sys::nvmlMemory_v2_t>(2) {
             return Err(Code::FUNCTION_NOT_FOUND);
         }
-        let m = device::memory(view, &d)?;
+        let m = device::memory(view, &d);
         out.put(sys::nvmlMemory_v2_t { version, total: m.total, reserved: m.reserved, free: m.free, used: m.used })
     });
     nvmlDeviceGetBAR1MemoryInfo(device: Handle, out: Out<sys::nvmlBAR1Memory_t>) |own| call_on_gpu(own, device, |_, _, model| {
@@ -191,11 +191,11 @@ exports! {
         if d.mig.is_some() || d.gpu.mig {
             return Err(Code::NOT_SUPPORTED);
         }
-        let gpu = device::utilization_percent(view, &d)?;
+        let gpu = device::utilization_percent(view, &d);
         out.put(sys::nvmlUtilization_t { gpu, memory: gpu / 2 })
     });
     nvmlDeviceGetPowerUsage(device: Handle, milliwatts: Out<c_uint>) |own| call_on_device(own, device, |view, d| match d.mig {
-        None => milliwatts.put(device::power_milliwatts(view, &d)?),
+        None => milliwatts.put(device::power_milliwatts(view, &d)),
         Some(_) => Err(Code::NOT_SUPPORTED),
     });
     nvmlDeviceGetEnforcedPowerLimit(device: Handle, milliwatts: Out<c_uint>) |own|
@@ -388,7 +388,7 @@ fn put_processes(
     out: Out<sys::nvmlProcessInfo_v2_t>,
 ) -> Return {
     call_on_device(name, device, |view, d| {
-        let listed = device::processes(view, &d, list)?;
+        let listed = device::processes(view, &d, list);
         check_buffer(count, out, listed.len())?;
         listed.iter().enumerate().try_for_each(|(at, p)| {
             let entry = sys::nvmlProcessInfo_v2_t {
@@ -410,7 +410,7 @@ fn put_processes_v1(
     out: Out<sys::nvmlProcessInfo_v1_t>,
 ) -> Return {
     call_on_device(name, device, |view, d| {
-        let listed = device::processes(view, &d, list)?;
+        let listed = device::processes(view, &d, list);
         check_buffer(count, out, listed.len())?;
         listed
             .iter()
