@@ -22,7 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// containerdVersion is the version that containerd reports. A test compares it with the go.mod file.
+// containerdVersion is the version that containerd reports. A test compares it with go.mod.
 const containerdVersion = "v2.4.2"
 
 // unit is a set of programs that one go build produces, kept in one directory of the cache.
