@@ -1,6 +1,6 @@
 # Targets for contributors. CONTRIBUTING.md describes them.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster soak fuzz histories check image crds render sbom release docs msrv bench bench-placement bench-scale test-karpenter
+.PHONY: help demo demo-down test test-rust test-go test-cluster test-versions soak fuzz histories check image crds render sbom release docs msrv bench bench-placement bench-scale test-karpenter
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -25,6 +25,9 @@ test-go: ## run the tests of the cluster launcher
 
 test-cluster: ## run the tests on the local cluster; TEST=NAME runs those with NAME in their name
 	@e2e/test cluster
+
+test-versions: ## run chosen cluster tests on Kubernetes 1.34 to 1.37: VERSIONS="1.34.4 1.37.2"
+	@VERSIONS="$(VERSIONS)" e2e/test versions
 
 soak: ## run pod churn and component failures on two nodes: MINUTES=30 SEED=1
 	@e2e/test soak

@@ -14,6 +14,7 @@ mod metrics;
 mod pages;
 mod text;
 mod values;
+mod versions;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -28,7 +29,7 @@ use crate::file::read;
 /// Generates reference pages and checks the documentation site.
 #[derive(Debug, clap::Parser)]
 enum Command {
-    /// Write the generated reference pages and diagrams.
+    /// Write the generated reference pages, parts of pages and diagrams.
     Generate {
         /// Root of the repository.
         #[arg(long, default_value = ".")]
@@ -88,6 +89,9 @@ fn generate(root: &Path, check: bool) -> Result<()> {
     ];
     let mut outputs: Vec<(PathBuf, String)> =
         pages.into_iter().map(|(name, page)| (root.join("docs/reference").join(name), page)).collect();
+    let install = root.join("docs/how-to/install.md");
+    let page = versions::render_page(root, &read(&install)?)?;
+    outputs.push((install, page));
     let directory = root.join("docs/diagrams");
     for entry in std::fs::read_dir(&directory).with_context(|| format!("failed to list {}", directory.display()))? {
         let text = entry?.path();

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -21,31 +22,30 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The versions that the programs report. A test compares them with the go.mod files.
-const (
-	kubernetesVersion = "v1.36.4"
-	containerdVersion = "v2.4.2"
-)
+// containerdVersion is the version that containerd reports. A test compares it with go.mod.
+const containerdVersion = "v2.4.2"
 
 // unit is a set of programs that one go build produces, kept in one directory of the cache.
 type unit struct {
 	name     string
 	dir      string // directory of the Go module, relative to e2e/cluster
+	modfile  string // go.mod to build with, relative to dir; "" for dir's own
 	packages []string
 	links    map[string]string // additional name → program
 	ldflags  string
 }
 
-func units() []unit {
+// units returns all units, with Kubernetes of this version.
+func units(kube kubernetes) []unit {
 	const version = "k8s.io/component-base/version"
 	return []unit{
 		{
-			name: "kube", dir: "kube", packages: []string{"."},
+			name: "kube", dir: "kube", modfile: kube.modfile(), packages: []string{"."},
 			links: map[string]string{
 				"etcd": "kube", "kube-apiserver": "kube", "kube-controller-manager": "kube", "kube-proxy": "kube",
 				"kube-scheduler": "kube", "kubectl": "kube", "kubelet": "kube",
 			},
-			ldflags: fmt.Sprintf("-s -w -X %[1]s.gitVersion=%[2]s -X %[1]s.gitMajor=1 -X %[1]s.gitMinor=36 -X %[1]s.gitTreeState=clean", version, kubernetesVersion),
+			ldflags: fmt.Sprintf("-s -w -X %[1]s.gitVersion=v%[2]s -X %[1]s.gitMajor=1 -X %[1]s.gitMinor=%[3]d -X %[1]s.gitTreeState=clean", version, kube, kube.minor),
 		},
 		{
 			name: "containerd", dir: "containerd", packages: []string{"./containerd", "./containerd-shim-runc-v2"},
@@ -102,7 +102,8 @@ func cacheKey(u unit, source, goVersion string) (string, error) {
 	hash := sha256.New()
 	fmt.Fprintf(hash, "%s\n%s\n%s\n%q\n%v\n", goVersion, runtime.GOARCH, u.ldflags, u.packages, u.links)
 	module := filepath.Join(source, u.dir)
-	files := []string{filepath.Join(module, "go.mod"), filepath.Join(module, "go.sum")}
+	modfile := filepath.Join(module, cmp.Or(u.modfile, "go.mod"))
+	files := []string{modfile, filepath.Join(filepath.Dir(modfile), "go.sum")}
 	for _, pkg := range u.packages {
 		sources, err := filepath.Glob(filepath.Join(module, pkg, "*.go"))
 		if err != nil {
@@ -139,7 +140,7 @@ func programsIn(dir string) (binaries, error) {
 		return nil, err
 	}
 	given := make(binaries)
-	for _, u := range units() {
+	for _, u := range units(defaultKubernetes) { // all versions have the same names
 		given[u.name] = filepath.Join(dir, u.name)
 		for link := range u.links {
 			if _, err := os.Stat(filepath.Join(given[u.name], link)); err != nil {
@@ -152,10 +153,22 @@ func programsIn(dir string) (binaries, error) {
 
 // buildAll returns the directories of all programs and builds those that the cache lacks.
 func buildAll(ctx context.Context, progress *progress) (binaries, error) {
+	wanted := os.Getenv(versionVariable)
 	if dir := os.Getenv(programsVariable); dir != "" {
+		if wanted != "" {
+			return nil, fmt.Errorf("%s and %s are both set: prebuilt programs have one version", versionVariable, programsVariable)
+		}
 		return programsIn(dir)
 	}
 	source, err := sourceDir()
+	if err != nil {
+		return nil, err
+	}
+	available, err := kubernetesVersions(source)
+	if err != nil {
+		return nil, err
+	}
+	kube, err := selectKubernetes(wanted, available)
 	if err != nil {
 		return nil, err
 	}
@@ -168,7 +181,7 @@ func buildAll(ctx context.Context, progress *progress) (binaries, error) {
 		return nil, fmt.Errorf("go env GOVERSION: %w", err)
 	}
 	built := make(binaries)
-	for _, u := range units() {
+	for _, u := range units(kube) {
 		key, err := cacheKey(u, source, strings.TrimSpace(string(version)))
 		if err != nil {
 			return nil, err
@@ -235,7 +248,11 @@ func (u unit) ensure(ctx context.Context, source, dir string, progress *progress
 func (u unit) compile(ctx context.Context, module, output string, progress *progress) error {
 	start := time.Now()
 	progress.printf("building %s (the result will be in %s)", u.name, filepath.Dir(output))
-	arguments := append([]string{"build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", u.ldflags, "-o", output + "/"}, u.packages...)
+	arguments := []string{"build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", u.ldflags, "-o", output + "/"}
+	if u.modfile != "" {
+		arguments = append(arguments, "-modfile="+u.modfile)
+	}
+	arguments = append(arguments, u.packages...)
 	command := exec.CommandContext(ctx, "go", arguments...)
 	command.Dir = module
 	command.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=")

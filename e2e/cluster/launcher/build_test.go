@@ -66,27 +66,42 @@ func TestCacheKeyDependsOnAllInputs(t *testing.T) {
 	write(t, source+"/m/go.sum", "example.org/x v1.0.0 h1:x=\n")
 	check("another go.sum", testCacheKey(t, u, source, "go1"))
 	write(t, source+"/m/second.go", "package main\n")
-	check("another source", testCacheKey(t, u, source, "go1"))
+	last := testCacheKey(t, u, source, "go1")
+	check("another source", last)
+	write(t, source+"/m/versions/1/go.mod", "module example.org/m\n\ngo 1.25\n")
+	write(t, source+"/m/versions/1/go.sum", "")
+	if again := testCacheKey(t, u, source, "go1"); again != last {
+		t.Error("the go.mod of another version changes the key")
+	}
+	version := u
+	version.modfile = "versions/1/go.mod"
+	check("another go.mod", testCacheKey(t, version, source, "go1"))
+	write(t, source+"/m/versions/1/go.sum", "example.org/y v1.0.0 h1:y=\n")
+	check("another go.sum beside another go.mod", testCacheKey(t, version, source, "go1"))
 }
 
-func TestUnitsKeysUseExistingFiles(t *testing.T) {
-	for _, u := range units() {
-		testCacheKey(t, u, "..", "go1")
+func TestContainerdsVersionMatchesTheModule(t *testing.T) {
+	content, err := os.ReadFile("../containerd/go.mod")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if line := "github.com/containerd/containerd/v2 " + containerdVersion; !strings.Contains(string(content), line+"\n") {
+		t.Errorf("containerd/go.mod has no %q", line)
 	}
 }
 
-func TestVersionsMatchTheModules(t *testing.T) {
-	for file, line := range map[string]string{
-		"../kube/go.mod":       "k8s.io/kubernetes " + kubernetesVersion,
-		"../containerd/go.mod": "github.com/containerd/containerd/v2 " + containerdVersion,
-	} {
-		content, err := os.ReadFile(file)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if !strings.Contains(string(content), line+"\n") {
-			t.Errorf("%s has no %q", file, line)
-		}
+func TestUnitIsBuiltWithItsModfile(t *testing.T) {
+	source, u := smallModule(t)
+	// Go names the program after the module.
+	write(t, source+"/m/versions/1/go.mod", "module example.org/other\n\ngo 1.26\n")
+	write(t, source+"/m/versions/1/go.sum", "")
+	u.modfile, u.links = "versions/1/go.mod", nil
+	dir := filepath.Join(t.TempDir(), "small-1")
+	if err := u.ensure(context.Background(), source, dir, newProgress(io.Discard)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(filepath.Join(dir, "other")); err != nil {
+		t.Errorf("the unit was built with another go.mod: %v", err)
 	}
 }
 

@@ -224,7 +224,7 @@ func (c *cluster) makePrograms() error {
 	quoted := []string{shellQuote(launcher), "--name", c.layout.name, "--state", shellQuote(c.layout.dir)}
 	this := strings.Join(quoted, " ")
 	var environment strings.Builder
-	for _, name := range []string{sourceVariable, programsVariable} {
+	for _, name := range []string{sourceVariable, programsVariable, versionVariable} {
 		if value := os.Getenv(name); value != "" {
 			fmt.Fprintf(&environment, "export %s=%s\n", name, shellQuote(value))
 		}

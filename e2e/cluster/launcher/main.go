@@ -58,8 +58,12 @@ func main() {
 func newCommand() *cobra.Command {
 	var name, state string
 	root := &cobra.Command{
-		Use:           "cluster",
-		Short:         "A real Kubernetes on this machine, for Cleave's demo and tests",
+		Use:   "cluster",
+		Short: "A real Kubernetes on this machine, for Cleave's demo and tests",
+		Long: fmt.Sprintf(`A real Kubernetes on this machine, for Cleave's demo and tests.
+
+%s=VERSION selects the version of Kubernetes that build and up use, by default %s.
+The command versions lists the versions.`, versionVariable, defaultKubernetes),
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Args:          cobra.NoArgs,
@@ -100,6 +104,7 @@ func newCommand() *cobra.Command {
 
 	root.AddCommand(
 		buildCommand(),
+		versionsCommand(),
 		upCommand(with),
 		&cobra.Command{
 			Use: "down", Short: "Remove the cluster and everything that it created", Args: cobra.NoArgs,
@@ -176,6 +181,26 @@ func buildCommand() *cobra.Command {
 			}
 			for _, dir := range built.dirs() {
 				fmt.Println(dir)
+			}
+			return nil
+		},
+	}
+}
+
+func versionsCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "versions", Short: "List the versions of Kubernetes that can be built, oldest first", Args: cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			source, err := sourceDir()
+			if err != nil {
+				return err
+			}
+			available, err := kubernetesVersions(source)
+			if err != nil {
+				return err
+			}
+			for _, k := range available {
+				fmt.Println(k)
 			}
 			return nil
 		},

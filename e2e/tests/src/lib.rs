@@ -4,6 +4,8 @@
 //! All functions are synchronous, so a test reads like a list of manual steps. Objects are JSON, as
 //! a user of the API sees them. `e2e/test cluster` starts the cluster, installs Cleave and sets
 //! `KUBECONFIG` and `PATH`.
+mod versions;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -12,6 +14,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Value, json};
+
+pub use versions::{KubernetesVersion, SKIP_FILE_VARIABLE, report_skipped};
 
 /// Namespace in which the chart is installed.
 pub const SYSTEM_NAMESPACE: &str = "cleave-system";

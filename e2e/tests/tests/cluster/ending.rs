@@ -9,7 +9,9 @@ use cleave_e2e::{Cluster, Refused, Scope, WAIT_TIMEOUT, on_node, pod, signal_pro
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
-use crate::gate_admission::{GATE_VALUE, REGISTRATIONS_PATH, admit_in_dry_run, set_exceptions};
+use crate::gate_admission::{
+    GATE_VALUE, REGISTRATIONS_PATH, admit_in_dry_run, set_exceptions, skips_without_mutating_policies,
+};
 use crate::{NODE, SHARES_RESOURCE, allocations, gpus_without_ten_shares, ten_shares, wait_until_offered};
 
 /// Number of pods deleted for each combination of grace period and program.
@@ -137,6 +139,9 @@ fn check_which_pods_get_no_sleeps(scope: &Scope) -> Result<()> {
 #[test]
 fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
+    if skips_without_mutating_policies(&cluster)? {
+        return Ok(());
+    }
     let scope = Scope::new(&cluster, "ending-policy")?;
     let gating = Setting::change(GATE_VALUE, "policy")?;
     let policy = cluster.get(&format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-pre-stop"))?;

@@ -5,7 +5,10 @@
 //! release it.
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Refused, SYSTEM_NAMESPACE, Scope, kubectl, pod, text, wait_until, wait_without_violation};
+use cleave_e2e::{
+    Cluster, KubernetesVersion, Refused, SYSTEM_NAMESPACE, Scope, kubectl, pod, report_skipped, text, wait_until,
+    wait_without_violation,
+};
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
@@ -23,6 +26,17 @@ const AS_OPERATOR_ARGUMENTS: [&str; 2] =
 
 /// Chart value that selects the mechanism that gates pods.
 pub(crate) const GATE_VALUE: &str = "admission.gate";
+
+/// Returns whether the cluster lacks `MutatingAdmissionPolicy`, and if so, reports that the running
+/// test is skipped.
+pub(crate) fn skips_without_mutating_policies(cluster: &Cluster) -> Result<bool> {
+    let skipped = !cluster.version()?.has_mutating_policies();
+    if skipped {
+        let first = KubernetesVersion::MUTATING_POLICIES;
+        report_skipped(&format!("MutatingAdmissionPolicy needs Kubernetes {first}; another test covers the webhook"))?;
+    }
+    Ok(skipped)
+}
 
 /// Returns a pod as the API server admits it in a dry run.
 pub(crate) fn admit_in_dry_run(scope: &Scope, pod: &Value) -> Result<Value> {
@@ -239,6 +253,9 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
 #[test]
 fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
     let cluster = Cluster::connect()?;
+    if skips_without_mutating_policies(&cluster)? {
+        return Ok(());
+    }
     let scope = Scope::new(&cluster, "gate-policy")?;
     let gating = Setting::change(GATE_VALUE, "policy")?;
     let path = format!("{REGISTRATIONS_PATH}/mutatingwebhookconfigurations/cleave-webhook");
@@ -254,7 +271,9 @@ fn the_admission_policy_gates_pods_that_request_shares() -> Result<()> {
 #[test]
 fn the_policy_that_protects_gates_has_no_type_errors() -> Result<()> {
     let cluster = Cluster::connect()?;
-    let _gating = Setting::change(GATE_VALUE, "policy")?;
+    // Both mechanisms need the same protection.
+    let mechanism = if cluster.version()?.has_mutating_policies() { "policy" } else { "webhook" };
+    let _gating = Setting::change(GATE_VALUE, mechanism)?;
     let path = format!("{REGISTRATIONS_PATH}/validatingadmissionpolicies/cleave-gate");
     wait_until("the policy was type-checked", || {
         let policy = cluster.get(&path)?;

@@ -1,0 +1,82 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// versionVariable selects the version of Kubernetes, such as 1.34.4.
+const versionVariable = "CLEAVE_KUBERNETES"
+
+// kubernetes is a version of Kubernetes 1 that the launcher can build.
+type kubernetes struct{ minor, patch int }
+
+// defaultKubernetes is the version of kube/go.mod.
+var defaultKubernetes = kubernetes{minor: 36, patch: 4}
+
+func (k kubernetes) String() string { return fmt.Sprintf("1.%d.%d", k.minor, k.patch) }
+
+// compare orders versions from the oldest to the newest.
+func (k kubernetes) compare(other kubernetes) int {
+	return slices.Compare([]int{k.minor, k.patch}, []int{other.minor, other.patch})
+}
+
+// modfile is the go.mod of the version, relative to the module kube. It is empty for the default
+// version, which has the module's own go.mod.
+func (k kubernetes) modfile() string {
+	if k == defaultKubernetes {
+		return ""
+	}
+	return filepath.Join("versions", k.String(), "go.mod")
+}
+
+// parseKubernetes parses a version such as 1.34.4.
+func parseKubernetes(text string) (kubernetes, error) {
+	var k kubernetes
+	if _, err := fmt.Sscanf(text, "1.%d.%d", &k.minor, &k.patch); err != nil || k.String() != text {
+		return kubernetes{}, fmt.Errorf("%q is not a version of Kubernetes, such as %s", text, defaultKubernetes)
+	}
+	return k, nil
+}
+
+// kubernetesVersions returns the versions that the launcher can build, from the oldest to the
+// newest: the default version and those with a directory in kube/versions.
+func kubernetesVersions(source string) ([]kubernetes, error) {
+	entries, err := os.ReadDir(filepath.Join(source, "kube", "versions"))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	found := []kubernetes{defaultKubernetes}
+	for _, entry := range entries {
+		k, err := parseKubernetes(entry.Name())
+		if err != nil {
+			return nil, fmt.Errorf("kube/versions: %w", err)
+		}
+		if k == defaultKubernetes {
+			return nil, fmt.Errorf("kube/versions/%s: this is the default version, which kube/go.mod builds: remove the directory", k)
+		}
+		found = append(found, k)
+	}
+	slices.SortFunc(found, kubernetes.compare)
+	return found, nil
+}
+
+// selectKubernetes returns the available version with this name, and the default version for "".
+func selectKubernetes(name string, available []kubernetes) (kubernetes, error) {
+	if name == "" {
+		return defaultKubernetes, nil
+	}
+	names := make([]string, len(available))
+	for i, k := range available {
+		names[i] = k.String()
+	}
+	if i := slices.Index(names, name); i >= 0 {
+		return available[i], nil
+	}
+	return kubernetes{}, fmt.Errorf("%s: there is no version %q: use one of %s", versionVariable, name, strings.Join(names, ", "))
+}
