@@ -151,7 +151,7 @@ impl OfflineDirectory {
                         return;
                     }
                     let text = serde_json::to_vec_pretty(&*statuses.borrow_and_update()).unwrap_or_default();
-                    // This task shares its thread with the kubelet's calls, so it never waits for a disk.
+                    // The kubelet's calls use the same thread, so never wait for a disk here.
                     replace_without_sync(&self.0.join("status.json"), &text)
                 }
                 // Cancel-safe: an unreceived message remains in the channel.
