@@ -27,6 +27,21 @@ pub(super) struct FileContents {
     pub(super) sweep: bool,
 }
 
+/// The contents that each file was last written with. `None` if the last write failed, so that the
+/// file's content is unknown.
+struct Written {
+    checkpoint: Option<Arc<FileContents>>,
+    desired: Option<Arc<FileContents>>,
+    nodes: Option<Arc<FileContents>>,
+}
+
+impl Default for Written {
+    fn default() -> Self {
+        let none = Some(Arc::<FileContents>::default());
+        Self { checkpoint: none.clone(), desired: none.clone(), nodes: none }
+    }
+}
+
 /// Writes the files on a separate thread, because a disk may be slow. Retries failed
 /// writes.
 pub(super) async fn write_files(
@@ -36,20 +51,21 @@ pub(super) async fn write_files(
     mut wanted: watch::Receiver<Arc<FileContents>>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
-    let mut done = Arc::<FileContents>::default();
+    let mut written = Written::default();
     loop {
         let next = Arc::clone(&wanted.borrow_and_update());
-        let (args, store, link, before) = (Arc::clone(&args), store.clone(), link.clone(), Arc::clone(&done));
-        let written =
-            tokio::task::spawn_blocking(move || write_once(&args, &store, &link, &before, &next).map(|()| next));
-        match written.await.context("the writer failed")? {
-            Ok(written) => done = written,
-            Err(error) => {
-                metrics.count_error("files");
-                tracing::error!(%error, "failed to write files; retrying");
-                tokio::time::sleep(WRITE_RETRY_DELAY).await;
-                continue;
-            }
+        let (args, store, link) = (Arc::clone(&args), store.clone(), link.clone());
+        let writer = tokio::task::spawn_blocking(move || {
+            let result = write_once(&args, &store, &link, &mut written, &next);
+            (written, result)
+        });
+        let result;
+        (written, result) = writer.await.context("the writer failed")?;
+        if let Err(error) = result {
+            metrics.count_error("files");
+            tracing::error!(%error, "failed to write files; retrying");
+            tokio::time::sleep(WRITE_RETRY_DELAY).await;
+            continue;
         }
         if wanted.changed().await.is_err() {
             return Ok(());
@@ -61,29 +77,44 @@ fn write_once(
     args: &AgentArgs,
     store: &CheckpointStore,
     link: &HostLink,
-    before: &FileContents,
-    next: &FileContents,
+    written: &mut Written,
+    next: &Arc<FileContents>,
 ) -> std::io::Result<()> {
     // Write the checkpoint first. Otherwise, if this agent is killed between the writes, the next
     // agent closes the door of a new allocation. A failed write must not prevent the second write:
     // a full disk must not keep a door closed.
-    let saved = if next.checkpoint == before.checkpoint { Ok(()) } else { store.save(&next.checkpoint) };
-    if next.desired != before.desired {
-        link.write_desired(&next.desired)?;
-    }
+    let is_saved = |before: &FileContents| next.checkpoint == before.checkpoint;
+    let saved = write_if_changed(&mut written.checkpoint, next, is_saved, || store.save(&next.checkpoint));
+    let is_desired = |before: &FileContents| next.desired == before.desired;
+    write_if_changed(&mut written.desired, next, is_desired, || link.write_desired(&next.desired))?;
     saved?;
     if next.sweep {
         link.remove_allocation_directories_except(|id| next.desired.allocations.contains_key(id));
     }
-    if args.device_list_strategy == DeviceListStrategy::Cdi && next.nodes != before.nodes {
-        cdi::write_cdi_specification(args, &next.nodes)?;
+    if args.device_list_strategy == DeviceListStrategy::Cdi {
+        let are_written = |before: &FileContents| next.nodes == before.nodes;
+        write_if_changed(&mut written.nodes, next, are_written, || cdi::write_cdi_specification(args, &next.nodes))?;
     }
+    Ok(())
+}
+
+/// Writes a file unless its last content is the same.
+fn write_if_changed(
+    written: &mut Option<Arc<FileContents>>,
+    next: &Arc<FileContents>,
+    is_same: impl Fn(&FileContents) -> bool,
+    write: impl FnOnce() -> std::io::Result<()>,
+) -> std::io::Result<()> {
+    if !written.take().is_some_and(|before| is_same(&before)) {
+        write()?;
+    }
+    *written = Some(Arc::clone(next));
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use cleave_gpu::mps::wire::Paths;
+    use cleave_gpu::mps::wire::{DaemonSettings, Paths};
 
     use super::*;
     use crate::args::tests::parse_args;
@@ -93,20 +124,56 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         let args = parse_args(&[]).unwrap();
-        let next = FileContents {
+        let next = Arc::new(FileContents {
             desired: Desired { version: cleave_gpu::mps::wire::FILE_FORMAT_VERSION, ..Desired::default() },
             checkpoint: Checkpoint { generation: 1, ..Checkpoint::default() },
             ..FileContents::default()
-        };
+        });
         // A file with the name of the directory makes writes to the directory fail.
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
             let (store, link) = (CheckpointStore::new(&path(state)), HostLink::new(Paths::new(path(run))));
-            let done = write_once(&args, &store, &link, &FileContents::default(), &next);
+            let done = write_once(&args, &store, &link, &mut Written::default(), &next);
             (done.is_ok(), path(state).join("agent.json").exists(), link.last_desired().is_some())
         };
         assert_eq!(write("state", "broken"), (false, true, false));
         assert_eq!(write("broken", "run"), (false, false, true));
         assert_eq!(write("state", "run"), (true, true, true));
+    }
+
+    #[test]
+    fn after_a_partly_failed_write_each_file_gets_the_next_content() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let args = parse_args(&[]).unwrap();
+        let settings = DaemonSettings {
+            multi_user: false,
+            exclusive: false,
+            default_threads: None,
+            default_memory_mib: None,
+            accept_advisory: false,
+        };
+        let contents = |generation: i64| {
+            let desired = Desired {
+                version: cleave_gpu::mps::wire::FILE_FORMAT_VERSION,
+                daemons: [(format!("GPU-{generation}"), settings.clone())].into(),
+                ..Desired::default()
+            };
+            let checkpoint = Checkpoint { generation, ..Checkpoint::default() };
+            Arc::new(FileContents { desired, checkpoint, ..FileContents::default() })
+        };
+        let (store, link) = (CheckpointStore::new(&path("state")), HostLink::new(Paths::new(path("run"))));
+        let mut written = Written::default();
+        let first = contents(1);
+        write_once(&args, &store, &link, &mut written, &first).unwrap();
+        // A file with the name of the directory makes writes to the directory fail.
+        std::fs::rename(path("state"), path("moved")).unwrap();
+        std::fs::write(path("state"), "").unwrap();
+        write_once(&args, &store, &link, &mut written, &contents(2)).unwrap_err();
+        assert_eq!(link.last_desired(), Some(contents(2).desired.clone()));
+        std::fs::remove_file(path("state")).unwrap();
+        std::fs::rename(path("moved"), path("state")).unwrap();
+        write_once(&args, &store, &link, &mut written, &first).unwrap();
+        assert_eq!(link.last_desired(), Some(first.desired.clone()), "the earlier content is wanted again");
     }
 }

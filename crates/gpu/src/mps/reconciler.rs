@@ -1,6 +1,7 @@
 //! Runs the daemons and doors that the agent desires, and reports their state.
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::future::pending;
 use std::io;
 use std::rc::Rc;
 use std::time::Duration;
@@ -18,6 +19,8 @@ use super::files::replace_file;
 use super::protocol::TerminateResult;
 use super::wire::{Allocation, Desired, FILE_FORMAT_VERSION, MpsHostStatus};
 
+/// Delay before a failed write of the status is repeated.
+const STATUS_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time within which changes are combined into one status.
 const STATUS_WRITE_DELAY: Duration = Duration::from_millis(5);
 
@@ -259,8 +262,19 @@ impl Reconciler {
             if written.as_ref() != Some(&status) {
                 written = self.write_status(&status).then_some(status);
             }
-            if changes.changed().await.is_err() {
-                return;
+            let retry = async {
+                // The agent reads only the file, and the status may not change again.
+                match &written {
+                    Some(_) => pending().await,
+                    None => sleep(STATUS_RETRY_DELAY).await,
+                }
+            };
+            tokio::select! {
+                // Cancel-safe: a change that was not received remains marked as new.
+                changed = changes.changed() => if changed.is_err() {
+                    return;
+                },
+                () = retry => {}
             }
             sleep(STATUS_WRITE_DELAY).await;
             changes.mark_unchanged();
@@ -273,8 +287,7 @@ impl Reconciler {
         self.write_status(&MpsHostStatus { pid: 0, error, ..self.status() });
     }
 
-    /// Replaces the status file. Returns whether the write succeeded. After a failed write, the
-    /// next change retries.
+    /// Replaces the status file. Returns whether the write succeeded.
     fn write_status(&self, status: &MpsHostStatus) -> bool {
         let path = self.context.paths.status();
         let written = serde_json::to_vec(status).map_err(io::Error::other).and_then(|text| replace_file(&path, &text));

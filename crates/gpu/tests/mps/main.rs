@@ -487,6 +487,21 @@ fn a_desired_file_that_could_not_be_read_is_read_again() {
 }
 
 #[test]
+fn a_status_that_could_not_be_written_is_written_again() {
+    let mut node = node_with_two_tenants();
+    let path = node.paths.status();
+    // A directory instead of the file.
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    node.desire_allocation(ALLOCATION_A, 0, Some(50), None);
+    node.write_desired();
+    wait_until("the status cannot be written", || node.read_mps_host_log().contains("failed to write status"));
+    fs::remove_dir(&path).unwrap();
+    let hash = node.desired.hash();
+    node.wait_for_status("the status is written", |status| status.desired == hash && status.error.is_none());
+}
+
+#[test]
 fn a_door_that_could_not_be_opened_is_reported_for_its_device_and_opened_later() {
     let mut node = Node::with_mps_host(2);
     let directory = node.paths.allocation(ALLOCATION_A);
