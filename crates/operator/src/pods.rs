@@ -87,7 +87,8 @@ pub struct PodMeta {
     pub namespace: Option<Arc<str>>,
     /// UID of the pod.
     pub uid: Option<Arc<str>>,
-    /// Version of the object. The watch drops it if no write of the operator can depend on it.
+    /// Resource version of the object. The watch drops it if no write of the operator can depend on
+    /// it.
     pub resource_version: Option<String>,
     /// Time at which the pod was created.
     pub creation_timestamp: Option<Time>,
@@ -272,7 +273,7 @@ impl PodObject {
         self.metadata.uid.as_deref().map(str::to_owned)
     }
 
-    /// Returns the version of the object.
+    /// Returns the resource version of the object.
     pub fn resource_version(&self) -> Option<String> {
         self.metadata.resource_version.clone()
     }

@@ -32,7 +32,7 @@ pub struct Profile {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
     /// The GPU has more profiles than the planner supports.
-    #[error("the GPU reports {0} MIG profiles, more than 32")]
+    #[error("the GPU reports {0} MIG profiles, more than the maximum of 32")]
     TooManyProfiles(usize),
     /// A placement is outside the GPU.
     #[error(

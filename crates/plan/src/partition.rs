@@ -385,8 +385,9 @@ impl GpuClass {
         Some(stay.into_iter().chain(cells).collect())
     }
 
-    /// Returns the slices of an instance that no pod uses: the existing slices, or the slices that
-    /// will be created.
+    /// Returns the slices of an instance that has no slice in use: the existing slices, or the
+    /// slices that will be created. Returns `None` if no slices exist and `named` has no resource
+    /// for the profile.
     fn free_cell(
         &self,
         instance: Instance,

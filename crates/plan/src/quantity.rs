@@ -103,7 +103,7 @@ fn parse_milli(text: &str) -> Option<u64> {
     Some(u64::try_from(milli).unwrap_or(u64::MAX))
 }
 
-/// Returns the multiplier and divisor of a suffix.
+/// Returns the multiplier and divisor of a suffix. Returns `None` if the suffix is unknown.
 fn suffix_factor(suffix: &str) -> Option<(u128, u128)> {
     Some(match suffix {
         "n" => (1, 1_000_000_000),

@@ -258,7 +258,8 @@ async fn review_pre_stop(State(reviewer): State<Reviewer>, Path(seconds): Path<u
 
 async fn answer_review(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, body: Body) -> Response {
     if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
-        return refusal_response(StatusCode::PAYLOAD_TOO_LARGE, "the request body is too large");
+        let message = format!("the request body is larger than the maximum of {MAX_BODY_BYTES} bytes");
+        return refusal_response(StatusCode::PAYLOAD_TOO_LARGE, &message);
     }
     // The timeout drops a body that arrives too slowly, together with its permit.
     let read = tokio::time::timeout(REQUEST_TIMEOUT, async {
