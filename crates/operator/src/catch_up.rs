@@ -125,7 +125,7 @@ impl CatchUp {
         pod: &(String, String),
         stored: &mut watch::Receiver<Versions>,
     ) -> bool {
-        match required_versions(client, pod).await {
+        match read_required_versions(client, pod).await {
             Ok(read) => {
                 let required = self.required.map_or(read, |before| before.older_of_each(read));
                 self.required = Some(required);
@@ -230,15 +230,15 @@ enum Error {
 
 /// Returns the resource versions that the stores must contain: nothing that was written before this
 /// call is newer.
-async fn required_versions(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
+async fn read_required_versions(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
     let all = ListParams::default().limit(PAGE_SIZE);
     let pods = match annotate_own_pod(client, pod).await {
         Some(version) => version,
         // List only living pods: the watch does not deliver pods that have ended.
-        None => newest_version::<Pod>(client, all.clone().fields(LIVING_PODS)).await?,
+        None => read_newest_version::<Pod>(client, all.clone().fields(LIVING_PODS)).await?,
     };
-    let nodes = newest_version::<Node>(client, all.clone()).await?;
-    Ok(Versions { pods, nodes, gpu_nodes: newest_version::<GpuNode>(client, all).await? })
+    let nodes = read_newest_version::<Node>(client, all.clone()).await?;
+    Ok(Versions { pods, nodes, gpu_nodes: read_newest_version::<GpuNode>(client, all).await? })
 }
 
 /// Writes an annotation to this process's pod. Returns the resource version of the write. Returns
@@ -258,7 +258,7 @@ async fn annotate_own_pod(client: &Client, (namespace, name): &(String, String))
 }
 
 /// Returns the resource version of the newest listed object, read from etcd.
-async fn newest_version<K>(client: &Client, mut page: ListParams) -> Result<u64, Error>
+async fn read_newest_version<K>(client: &Client, mut page: ListParams) -> Result<u64, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
@@ -429,11 +429,11 @@ mod tests {
         let own = ("ns".to_owned(), "me".to_owned());
         for refused in [400, 403, 404, 409, 422, 429, 500] {
             let (client, requests) = mock_server(refused);
-            assert_eq!(required_versions(&client, &own).await.unwrap(), versions(48, 40, 45), "{refused}");
+            assert_eq!(read_required_versions(&client, &own).await.unwrap(), versions(48, 40, 45), "{refused}");
             let lines = requests.lock().unwrap().clone();
             assert!(lines[1].contains("fieldSelector=status.phase"), "the watch has this selector: {lines:?}");
         }
         let (client, _) = mock_server(200);
-        assert_eq!(required_versions(&client, &own).await.unwrap(), versions(50, 40, 45));
+        assert_eq!(read_required_versions(&client, &own).await.unwrap(), versions(50, 40, 45));
     }
 }

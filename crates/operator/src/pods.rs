@@ -346,8 +346,8 @@ fn device_requests(spec: &PodSpec) -> Vec<DeviceRequest> {
     ledger::device_requests(&init.chain(main).map(container).collect::<Vec<_>>())
 }
 
-/// Returns a limit whose units must be on one device. The API server refuses quantities that are
-/// not numbers.
+/// Returns a limit whose units must be on one device. Returns `None` for other limits. The API
+/// server refuses quantities that are not numbers.
 fn mps_limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)> {
     let placed = is_served(resource) && !is_interchangeable(resource);
     let units = quantity.count().filter(|_| placed)?;

@@ -235,7 +235,7 @@ impl Watches<'_> {
 
     /// Watches the objects that decide which MPS hosts to replace. Only the placement controller
     /// reads them.
-    pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> MpsHostStores {
+    pub(crate) fn start_host_stores(&mut self, client: &Client, namespace: &str, selector: &str) -> MpsHostStores {
         let pods = (Api::<AgentPod>::namespaced(client.clone(), namespace), config().labels(selector));
         let revisions = (Api::<Revision>::namespaced(client.clone(), namespace), config());
         MpsHostStores {

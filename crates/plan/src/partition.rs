@@ -526,7 +526,7 @@ impl GpuClass {
 }
 
 /// Allocates a demand from the cell that then has the fewest remaining slices. `rest` contains each
-/// cell's number of remaining slices. Returns the index of the cell.
+/// cell's number of remaining slices. Returns the index of the cell, or `None` if none has enough.
 fn allocate_from_fullest(rest: &mut [(SliceCell, u32)], demand: &GpuDemand) -> Option<usize> {
     let fits = |(cell, left): &(SliceCell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));

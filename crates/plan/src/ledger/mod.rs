@@ -471,7 +471,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Removes the pod's nomination. A claim or a release of the pod also removes it.
+    /// Removes the pod's nomination, and returns the nomination if there was one. A claim or a
+    /// release of the pod also removes it.
     pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
         self.nominations.remove(pod)
     }

@@ -173,7 +173,8 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
     check_driver(view, &found, report);
 }
 
-/// Recognizes a `DaemonSet`, and computes on which GPU nodes it runs.
+/// Recognizes a `DaemonSet`, and computes on which GPU nodes it runs. Returns `None` for a
+/// `DaemonSet` of Cleave or of an unknown product.
 fn recognize<'a>(view: &View<'a>, set: &'a DaemonSet) -> Option<Found<'a>> {
     if is_cleave(set) {
         return None;
