@@ -148,7 +148,11 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("GpuTooSmall", "One share does not fit on the GPU.", "Use smaller or fewer shares."),
     reason("MigNotSupported", "The GPU does not support MIG.", "Set a different mode, or select other GPUs."),
     reason("LayoutNotPossible", "The MIG layout does not fit on the GPU.", "Change `mig.layout`."),
-    reason("Overridden", "More specific or older policies apply to its GPUs.", "Change one of the policies."),
+    reason(
+        "Overridden",
+        "More specific or older policies apply to GPUs that the policy selects.",
+        "Change one of the policies.",
+    ),
     reason("AgentNotReporting", "No agent has reported the node's GPUs.", "Check the agent's pod on the node."),
     reason("Applying", "The node's GPUs are being repartitioned.", "Wait."),
     reason(

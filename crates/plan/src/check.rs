@@ -121,7 +121,7 @@ impl Checker {
             self.report(at, "`changed` does not match the slices");
         }
         if count_slices(&gpu.slices, |slice| slice.in_use) != count_slices(&plan.slices, |slice| slice.in_use) {
-            self.report(at, "the slices in use are not those of the GPU");
+            self.report(at, "the slices in use differ from those that the GPU has now");
         }
         if !changed {
             return;

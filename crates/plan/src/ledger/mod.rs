@@ -118,7 +118,7 @@ impl Ledger {
         self.changes.0.insert(name.to_owned());
     }
 
-    /// Finds at most `most` placements for a pod on these nodes, best first.
+    /// Finds up to `most` placements for a pod on these nodes, best first.
     ///
     /// On each node, every request is placed on the device with the best score, unless another
     /// request would then not fit. If a placement exists, it is found. Nothing is reserved. A pod
