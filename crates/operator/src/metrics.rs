@@ -45,7 +45,7 @@ pub(crate) struct Metrics {
     pub(crate) gate_wait_seconds: Histogram,
     /// Pods evicted for pods of higher priority, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
-    /// Searches for pods to evict for pods of higher priority.
+    /// Searches for preemption victims.
     pub(crate) preemption_searches: Counter,
     /// Stranded pods evicted so that their controllers recreate them.
     pub(crate) stranded_pods_recreated: Family<Outcome, Counter>,
@@ -189,11 +189,7 @@ impl Metrics {
             self.gate_wait_seconds.clone(),
         );
         registry.register("evictions", "Pods evicted for pods of higher priority, by result", self.evictions.clone());
-        registry.register(
-            "preemption_searches",
-            "Searches for pods to evict for pods of higher priority",
-            self.preemption_searches.clone(),
-        );
+        registry.register("preemption_searches", "Searches for preemption victims", self.preemption_searches.clone());
         registry.register(
             "stranded_pods_recreated",
             "Stranded pods evicted so that their controllers recreate them, by result",
