@@ -70,7 +70,8 @@ fn owners_in_path(path: &str) -> Vec<ProcessOwner> {
 }
 
 /// Returns the pod's UID from systemd's name of the pod's cgroup:
-/// `kubepods-burstable-pod<uid>.slice`. Nested kubelets prepend the name of another slice.
+/// `kubepods-burstable-pod<uid>.slice`. Nested kubelets prepend the name of another slice. Returns
+/// `None` for other names.
 fn pod_in_slice_name(component: &str) -> Option<&str> {
     let (of, pod) = component.strip_suffix(".slice")?.rsplit_once("-pod")?;
     let of = of.strip_suffix("-burstable").or_else(|| of.strip_suffix("-besteffort")).unwrap_or(of);

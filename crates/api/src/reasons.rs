@@ -55,7 +55,7 @@ pub const POD_EVENTS_OF_AGENT: &[Reason] = &[
     reason(
         "OutsideMps",
         "A process of the pod uses a shared GPU outside MPS.",
-        "Do not set or unset `CUDA_MPS_PIPE_DIRECTORY` in the pod.",
+        "Do not change or remove `CUDA_MPS_PIPE_DIRECTORY` in the pod.",
     ),
     reason("NoShare", "A process of the pod uses a GPU without shares.", "Request shares."),
     reason(
@@ -103,13 +103,17 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
         "A change of MIG instances failed.",
         "Read the message. The agent attempts the change five times.",
     ),
-    reason("MemoryExceeded", "The agent reported a finding about a pod of the node. The pod has the same Event.", ""),
+    reason(
+        "MemoryExceeded",
+        "A container of a pod on the node uses more GPU memory than its shares allow. The pod has the same Event.",
+        "",
+    ),
     reason(
         "OutsideMps",
-        "The agent reported a finding about a pod of the node, or about a process without a pod.",
+        "A process on the node uses a shared GPU outside MPS. If the process belongs to a pod, the pod has the same Event.",
         "End the process.",
     ),
-    reason("NoShare", "The agent reported a finding about a pod of the node. The pod has the same Event.", ""),
+    reason("NoShare", "A process of a pod on the node uses a GPU without shares. The pod has the same Event.", ""),
 ];
 
 /// Events that the operator publishes on nodes.
@@ -144,7 +148,11 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
     reason("GpuTooSmall", "One share does not fit on the GPU.", "Use smaller or fewer shares."),
     reason("MigNotSupported", "The GPU does not support MIG.", "Set a different mode, or select other GPUs."),
     reason("LayoutNotPossible", "The MIG layout does not fit on the GPU.", "Change `mig.layout`."),
-    reason("Overridden", "More specific or older policies apply to its GPUs.", "Change one of the policies."),
+    reason(
+        "Overridden",
+        "More specific or older policies apply to GPUs that the policy selects.",
+        "Change one of the policies.",
+    ),
     reason("AgentNotReporting", "No agent has reported the node's GPUs.", "Check the agent's pod on the node."),
     reason("Applying", "The node's GPUs are being repartitioned.", "Wait."),
     reason(
@@ -212,7 +220,7 @@ pub const POD_CONDITIONS: &[Reason] = &[
     reason(
         "OutsideMps",
         "`cleave.dev/WithinShare` is False: a process computes on a shared GPU and is not an MPS client.",
-        "Do not set or unset `CUDA_MPS_PIPE_DIRECTORY` in the pod.",
+        "Do not change or remove `CUDA_MPS_PIPE_DIRECTORY` in the pod.",
     ),
     reason(
         "NoShare",

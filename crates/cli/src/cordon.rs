@@ -139,7 +139,7 @@ fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annotations {
 }
 
 /// Returns the time of the latest fault of a GPU and its MIG devices, among those that are
-/// unhealthy.
+/// unhealthy. Returns `None` if all are healthy.
 fn last_fault_time(gpu: &GpuStatus) -> Option<Time> {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).filter_map(|instance| instance.health.as_ref());
     let last = |health: &Health| health.last.clone().filter(|_| !health.healthy);

@@ -177,7 +177,7 @@ async fn evict_due_pods(
 ) -> Result<()> {
     let mut metas = BTreeMap::new();
     for pod in pods_due_for_eviction(usage, evictions, Instant::now()) {
-        metas.extend(pod_metadata(client, pod).await?.map(|meta| (pod, meta)));
+        metas.extend(read_pod_metadata(client, pod).await?.map(|meta| (pod, meta)));
     }
     let bare = pods_without_controller(metas.iter().map(|(pod, meta)| (*pod, meta)));
     ensure!(
@@ -203,7 +203,7 @@ async fn evict_due_pods(
 }
 
 /// Returns a pod's metadata, or `None` if the pod no longer exists.
-async fn pod_metadata(client: &Client, pod: &str) -> Result<Option<PartialObjectMeta<Pod>>> {
+async fn read_pod_metadata(client: &Client, pod: &str) -> Result<Option<PartialObjectMeta<Pod>>> {
     let (namespace, name) = pod.split_once('/').with_context(|| format!("{pod:?} is not a pod name"))?;
     let api = Api::<Pod>::namespaced(client.clone(), namespace);
     api.get_metadata_opt(name).await.with_context(|| format!("failed to read pod {pod}"))

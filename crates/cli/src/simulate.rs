@@ -150,7 +150,7 @@ impl SimulationInput {
                 let items = object.get("items").and_then(Value::as_array).cloned().unwrap_or_default();
                 items.into_iter().try_for_each(|item| self.add_object(item))?;
             }
-            "" => bail!("an object has no kind"),
+            "" => bail!("an object in the input has no kind"),
             // Objects of other kinds do not affect where a pod runs.
             _ => {}
         }
@@ -161,7 +161,7 @@ impl SimulationInput {
     fn add_workload(&mut self, object: &Value, name: &str, count: &str) -> Result<()> {
         let count = object.pointer(count).and_then(Value::as_u64).unwrap_or(1);
         ensure!(count <= MAX_PODS_PER_WORKLOAD, "{count} pods exceed the limit of {MAX_PODS_PER_WORKLOAD}");
-        let template = object.pointer("/spec/template").cloned().context("no spec.template")?;
+        let template = object.pointer("/spec/template").cloned().context("the workload has no spec.template")?;
         for index in 0..count {
             let mut pod = template.clone();
             let meta = json!({"name": format!("{name}-{index}"), "namespace": object.pointer("/metadata/namespace")});
@@ -236,7 +236,7 @@ fn reported_gpus(node: &str, gpus: &[DescribedGpus]) -> Result<Vec<GpuStatus>> {
             .map(|known| MigStatus { profiles: known.into_iter().map(profile).collect(), ..MigStatus::default() });
         for _ in 0..*count {
             let index = u32::try_from(all.len()).unwrap_or(u32::MAX);
-            ensure!(index < MAX_GPUS_PER_NODE, "more than {MAX_GPUS_PER_NODE} GPUs");
+            ensure!(index < MAX_GPUS_PER_NODE, "more than {MAX_GPUS_PER_NODE} GPUs, the maximum for one node");
             let uuid = format!("GPU-{node}-{index}");
             let slice = SliceStatus {
                 device: uuid.clone(),

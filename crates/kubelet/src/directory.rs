@@ -47,7 +47,7 @@ pub enum DirectoryError {
         length: usize,
     },
     /// The path is relative or not UTF-8.
-    #[error("{0:?} is not an absolute path in UTF-8")]
+    #[error("the path {0:?} of the device plugin directory is not absolute, or not UTF-8")]
     Path(PathBuf),
     /// The directory could not be opened.
     #[error("failed to open the device plugin directory {directory}")]

@@ -47,7 +47,7 @@ pub struct AllocatableDevices {
 #[derive(Debug, thiserror::Error)]
 pub enum PodResourcesError {
     /// The socket's path is relative or not UTF-8.
-    #[error("{0:?} is not an absolute path in UTF-8")]
+    #[error("the path {0:?} of the kubelet's PodResources socket is not absolute, or not UTF-8")]
     Path(std::path::PathBuf),
     /// The kubelet did not answer within the deadline.
     #[error("the kubelet's PodResources did not answer within {} s", .0.as_secs_f64())]

@@ -36,7 +36,7 @@ pub(crate) enum RegisterError {
     #[error("the kubelet did not answer within {} s", .0.as_secs_f64())]
     Deadline(Duration),
     /// The path is not valid for a socket.
-    #[error("{0:?} cannot be used as a socket address")]
+    #[error("the path {0:?} of our device plugin socket cannot be used as a socket address")]
     Path(std::path::PathBuf),
 }
 
@@ -71,13 +71,13 @@ pub(crate) async fn register(
 /// Why our own socket does not answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum OwnSocketError {
-    #[error("failed to connect to our own socket")]
+    #[error("failed to connect to our own device plugin socket")]
     Connect(#[source] tonic::transport::Error),
-    #[error("our own socket does not answer: {}", .0.message())]
+    #[error("our own device plugin socket does not answer: {}", .0.message())]
     Call(#[source] Box<tonic::Status>),
-    #[error("our own socket did not answer within {} s", .0.as_secs_f64())]
+    #[error("our own device plugin socket did not answer within {} s", .0.as_secs_f64())]
     Deadline(Duration),
-    #[error("our own socket's path cannot be used as an address")]
+    #[error("the path of our own device plugin socket cannot be used as a socket address")]
     Path,
 }
 

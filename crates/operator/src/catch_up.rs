@@ -38,8 +38,8 @@ const PAGE_SIZE: u32 = 500;
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Delay after a failed request.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Time after which the process logs that the stores still lag, and reads the required versions
-/// again. The newest object of a list may have ended or been deleted.
+/// Time after which the process logs that the stores still lag, and reads the required resource
+/// versions again. The newest object of a list may have ended or been deleted.
 const WARN_AFTER: Duration = Duration::from_secs(10);
 /// Time in one term after which the process gives up the lease if it still writes nothing. Another
 /// process may have newer stores. Each consecutive late term doubles the time, so that a single
@@ -60,13 +60,14 @@ pub(crate) struct Versions {
 pub(crate) type VersionOfKind = fn(&mut Versions) -> &mut u64;
 
 impl Versions {
-    /// Returns whether stores of these versions contain everything up to the `required` versions.
+    /// Returns whether stores of these resource versions contain everything up to the `required`
+    /// ones.
     pub(crate) const fn has_reached(self, required: Self) -> bool {
         self.pods >= required.pods && self.nodes >= required.nodes && self.gpu_nodes >= required.gpu_nodes
     }
 
-    /// Returns the older version of each kind. Each version that was read in a term suffices for
-    /// its kind.
+    /// Returns the older resource version of each kind. Each resource version that was read in a
+    /// term suffices for its kind.
     fn older_of_each(self, other: Self) -> Self {
         Self {
             pods: self.pods.min(other.pods),
@@ -76,7 +77,7 @@ impl Versions {
     }
 }
 
-/// Computes the version that a store has reached from the events of its watch.
+/// Computes the resource version that a store has reached, from the events of the store's watch.
 #[derive(Debug, Default)]
 pub(crate) struct StoreVersion {
     /// The newest object of a list that is not complete yet.
@@ -84,23 +85,23 @@ pub(crate) struct StoreVersion {
 }
 
 impl StoreVersion {
-    /// Returns the version that the store contains after this event. Returns `None` if the event
-    /// does not show the version.
+    /// Returns the resource version that the store contains after this event. Returns `None` if the
+    /// event does not show the resource version.
     pub(crate) fn version_after<K: Resource>(&mut self, event: &Event<K>) -> Option<u64> {
         match event {
             Event::Init => self.listed = 0,
-            Event::InitApply(object) => self.listed = self.listed.max(version(object)),
+            Event::InitApply(object) => self.listed = self.listed.max(resource_version_number(object)),
             Event::InitDone => return Some(self.listed),
-            // The event of a deletion has the version of the deletion.
-            Event::Apply(object) | Event::Delete(object) => return Some(version(object)),
+            // The event of a deletion has the resource version of the deletion.
+            Event::Apply(object) | Event::Delete(object) => return Some(resource_version_number(object)),
         }
         None
     }
 }
 
-/// Returns the version of an object. Returns 0 if the version is absent or not a number. Then the
-/// process does not wait for the object.
-fn version(object: &impl Resource) -> u64 {
+/// Returns the resource version of an object as a number. Returns 0 if the resource version is
+/// absent or not a number. Then the process does not wait for the object.
+fn resource_version_number(object: &impl Resource) -> u64 {
     object.meta().resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
 }
 
@@ -108,7 +109,7 @@ fn version(object: &impl Resource) -> u64 {
 struct CatchUp {
     term: u64,
     began: Instant,
-    /// The versions that the stores must contain. `None` until the process has read them.
+    /// The resource versions that the stores must contain. `None` until the process has read them.
     required: Option<Versions>,
 }
 
@@ -124,14 +125,14 @@ impl CatchUp {
         pod: &(String, String),
         stored: &mut watch::Receiver<Versions>,
     ) -> bool {
-        match required_versions(client, pod).await {
+        match read_required_versions(client, pod).await {
             Ok(read) => {
                 let required = self.required.map_or(read, |before| before.older_of_each(read));
                 self.required = Some(required);
                 wait_until_stored(stored, required).await
             }
             Err(error) => {
-                tracing::warn!(error = &error as &dyn std::error::Error, "failed to read the cluster's versions");
+                tracing::warn!(error = &error as &dyn std::error::Error, "failed to read resource versions");
                 tokio::time::sleep(RETRY_DELAY).await;
                 false
             }
@@ -199,9 +200,9 @@ pub(crate) async fn run(
     }
 }
 
-/// Waits until the stores contain the required versions. Returns false after [`WARN_AFTER`]. A
-/// watch that lags for long may have lost its connection. Such a watch connects again within
-/// [`crate::watches::WATCH_TIMEOUT`].
+/// Waits until the stores contain the required resource versions. Returns false after
+/// [`WARN_AFTER`]. A watch that lags for long may have lost its connection. Such a watch connects
+/// again within [`crate::watches::WATCH_TIMEOUT`].
 async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Versions) -> bool {
     let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.has_reached(required))).await;
     match reached.map(|reached| reached.is_ok()) {
@@ -216,7 +217,7 @@ async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Ver
     }
 }
 
-/// A request about the cluster's versions failed.
+/// A request for resource versions failed.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     /// The API server refused the request.
@@ -227,27 +228,27 @@ enum Error {
     Timeout,
 }
 
-/// Returns the versions that the stores must contain: nothing that was written before this call is
-/// newer.
-async fn required_versions(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
+/// Returns the resource versions that the stores must contain: nothing that was written before this
+/// call is newer.
+async fn read_required_versions(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
     let all = ListParams::default().limit(PAGE_SIZE);
     let pods = match annotate_own_pod(client, pod).await {
         Some(version) => version,
-        // The watch does not deliver other pods either.
-        None => newest_version::<Pod>(client, all.clone().fields(LIVING_PODS)).await?,
+        // List only living pods: the watch does not deliver pods that have ended.
+        None => read_newest_version::<Pod>(client, all.clone().fields(LIVING_PODS)).await?,
     };
-    let nodes = newest_version::<Node>(client, all.clone()).await?;
-    Ok(Versions { pods, nodes, gpu_nodes: newest_version::<GpuNode>(client, all).await? })
+    let nodes = read_newest_version::<Node>(client, all.clone()).await?;
+    Ok(Versions { pods, nodes, gpu_nodes: read_newest_version::<GpuNode>(client, all).await? })
 }
 
-/// Writes an annotation to this process's pod. Returns the version of the write. Returns `None` if
-/// the pod does not exist, or if a webhook or a policy refuses the write.
+/// Writes an annotation to this process's pod. Returns the resource version of the write. Returns
+/// `None` if the pod does not exist, or if a webhook or a policy refuses the write.
 async fn annotate_own_pod(client: &Client, (namespace, name): &(String, String)) -> Option<u64> {
     let api = Api::<Pod>::namespaced(client.clone(), namespace);
     let annotation = json!({LEADING_SINCE_ANNOTATION: Timestamp::now().to_string()});
     let patch = Patch::Merge(json!({"metadata": {"annotations": annotation}}));
     match with_timeout(api.patch_metadata(name, &PatchParams::default(), &patch)).await {
-        Ok(pod) => Some(version(&pod)).filter(|version| *version > 0),
+        Ok(pod) => Some(resource_version_number(&pod)).filter(|version| *version > 0),
         Err(error) => {
             let error = &error as &dyn std::error::Error;
             tracing::warn!(namespace, name, error, "failed to annotate this process's pod; listing all pods instead");
@@ -256,8 +257,8 @@ async fn annotate_own_pod(client: &Client, (namespace, name): &(String, String))
     }
 }
 
-/// Returns the version of the newest listed object, read from etcd.
-async fn newest_version<K>(client: &Client, mut page: ListParams) -> Result<u64, Error>
+/// Returns the resource version of the newest listed object, read from etcd.
+async fn read_newest_version<K>(client: &Client, mut page: ListParams) -> Result<u64, Error>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug,
 {
@@ -265,7 +266,7 @@ where
     let mut newest = 0;
     loop {
         let list = with_timeout(api.list_metadata(&page)).await?;
-        newest = list.items.iter().map(version).fold(newest, u64::max);
+        newest = list.items.iter().map(resource_version_number).fold(newest, u64::max);
         match list.metadata.continue_.filter(|token| !token.is_empty()) {
             None => return Ok(newest),
             Some(token) => page = page.continue_token(&token),
@@ -428,11 +429,11 @@ mod tests {
         let own = ("ns".to_owned(), "me".to_owned());
         for refused in [400, 403, 404, 409, 422, 429, 500] {
             let (client, requests) = mock_server(refused);
-            assert_eq!(required_versions(&client, &own).await.unwrap(), versions(48, 40, 45), "{refused}");
+            assert_eq!(read_required_versions(&client, &own).await.unwrap(), versions(48, 40, 45), "{refused}");
             let lines = requests.lock().unwrap().clone();
             assert!(lines[1].contains("fieldSelector=status.phase"), "the watch has this selector: {lines:?}");
         }
         let (client, _) = mock_server(200);
-        assert_eq!(required_versions(&client, &own).await.unwrap(), versions(50, 40, 45));
+        assert_eq!(read_required_versions(&client, &own).await.unwrap(), versions(50, 40, 45));
     }
 }

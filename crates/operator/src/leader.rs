@@ -346,7 +346,8 @@ impl Elector {
         ends
     }
 
-    /// Returns the time for which this process does not acquire the lease.
+    /// Returns the time for which this process does not acquire the lease. Returns `None` if the
+    /// process may acquire it.
     fn declines_for(&self) -> Option<Duration> {
         let left = self.declines_until?.saturating_duration_since(Instant::now());
         (!left.is_zero()).then_some(left)

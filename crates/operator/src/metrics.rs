@@ -45,7 +45,7 @@ pub(crate) struct Metrics {
     pub(crate) gate_wait_seconds: Histogram,
     /// Pods evicted for pods of higher priority, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
-    /// Searches for pods to evict for pods of higher priority.
+    /// Searches for preemption victims.
     pub(crate) preemption_searches: Counter,
     /// Stranded pods evicted so that their controllers recreate them.
     pub(crate) stranded_pods_recreated: Family<Outcome, Counter>,
@@ -57,7 +57,7 @@ pub(crate) struct Metrics {
     pub(crate) hosts_outdated: Gauge,
     /// MPS hosts deleted for replacement, by result.
     pub(crate) hosts_replaced: Family<Outcome, Counter>,
-    /// 1 while replacement of MPS hosts is stopped because a replaced host does not serve.
+    /// 1 while the replacement of MPS hosts is stopped because a new MPS host does not serve.
     pub(crate) rollout_stopped: Gauge,
     /// Pods at the placement gate, by reason.
     pub(crate) gated: Family<Reason, Gauge>,
@@ -189,11 +189,7 @@ impl Metrics {
             self.gate_wait_seconds.clone(),
         );
         registry.register("evictions", "Pods evicted for pods of higher priority, by result", self.evictions.clone());
-        registry.register(
-            "preemption_searches",
-            "Searches for pods to evict for pods of higher priority",
-            self.preemption_searches.clone(),
-        );
+        registry.register("preemption_searches", "Searches for preemption victims", self.preemption_searches.clone());
         registry.register(
             "stranded_pods_recreated",
             "Stranded pods evicted so that their controllers recreate them, by result",
@@ -221,7 +217,7 @@ impl Metrics {
         );
         registry.register(
             "mps_host_upgrade_stopped",
-            "1 while the replacement of MPS hosts is stopped because a replaced host does not serve",
+            "1 while the replacement of MPS hosts is stopped because a new MPS host does not serve",
             self.rollout_stopped.clone(),
         );
         registry.register("pods_gated", "Pods at the placement gate, by reason", self.gated.clone());

@@ -92,7 +92,7 @@ impl Controller for Passes {
     }
 
     async fn reconcile(&mut self, trigger: Trigger) -> Option<Duration> {
-        self.retry = match self.pass(trigger.seen).await {
+        self.retry = match self.run_pass(trigger.seen).await {
             Ok(()) => None,
             Err(PassFailed) => Some(self.retry.map_or(FIRST_RETRY_DELAY, |delay| (delay * 2).min(MAX_RETRY_DELAY))),
         };
@@ -129,7 +129,7 @@ impl Passes {
 
     /// Reads, plans and writes once. Does nothing while another process leads. `seen` is the time
     /// at which the first change was seen.
-    async fn pass(&mut self, seen: Instant) -> Result<(), PassFailed> {
+    async fn run_pass(&mut self, seen: Instant) -> Result<(), PassFailed> {
         self.next = None;
         if !self.context.claim.is_current() {
             self.context.metrics.reset_passes();
@@ -500,11 +500,11 @@ mod tests {
         let metrics = passes.context.metrics.clone();
         metrics.nodes_excluded.set(3);
         metrics.fragmentation.set(0.5);
-        passes.pass(Instant::now()).await.unwrap();
+        passes.run_pass(Instant::now()).await.unwrap();
         assert!(gated.borrow().is_empty(), "the gatekeeper would act on the plan of a deleted policy");
         assert!(passes.wakes.placement.notified().now_or_never().is_some(), "the placement controller is woken");
         assert_eq!((metrics.nodes_excluded.get(), metrics.fragmentation.get()), (0, 0.0));
-        passes.pass(Instant::now()).await.unwrap();
+        passes.run_pass(Instant::now()).await.unwrap();
         assert!(passes.wakes.placement.notified().now_or_never().is_none(), "nothing has changed");
     }
 

@@ -131,8 +131,8 @@ impl Interners {
     fn compact(&mut self, raw: RawPod) -> PodObject {
         let mut pod = PodObject::from(raw);
         pod.trim();
-        // Only writes to pods that wait for a node depend on the version. Without it, a bound pod
-        // is equal to its earlier state if nothing changed that the operator reads.
+        // Only writes to pods that wait for a node depend on the resource version. Without it, a
+        // bound pod is equal to its earlier state if nothing changed that the operator reads.
         if pod.node().is_some() || !(pod.requests_gpus() || pod.waits_at_gate()) {
             pod.metadata.resource_version = None;
         }
@@ -320,7 +320,7 @@ mod tests {
         let first = list(&mut writer, [versioned(raw("gpu", &GPU(), &running()), "1"), raw("cpu", &CPU(), &running())]);
         assert_eq!(first, Effect { of_gpus: true, of_tenants: true });
         assert_eq!(names(&store.changes()), ["all 2"]);
-        // A condition that the operator does not read, an address, and the version.
+        // A condition that the operator does not read, an address, and the resource version.
         let mut status = running();
         status["podIP"] = json!("10.0.0.1");
         status["conditions"].as_array_mut().unwrap().push(json!({"type": "Initialized", "status": "True"}));

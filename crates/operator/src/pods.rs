@@ -87,7 +87,8 @@ pub struct PodMeta {
     pub namespace: Option<Arc<str>>,
     /// UID of the pod.
     pub uid: Option<Arc<str>>,
-    /// Version of the object. The watch drops it if no write of the operator can depend on it.
+    /// Resource version of the object. The watch drops it if no write of the operator can depend on
+    /// it.
     pub resource_version: Option<String>,
     /// Time at which the pod was created.
     pub creation_timestamp: Option<Time>,
@@ -272,7 +273,7 @@ impl PodObject {
         self.metadata.uid.as_deref().map(str::to_owned)
     }
 
-    /// Returns the version of the object.
+    /// Returns the resource version of the object.
     pub fn resource_version(&self) -> Option<String> {
         self.metadata.resource_version.clone()
     }
@@ -345,8 +346,8 @@ fn device_requests(spec: &PodSpec) -> Vec<DeviceRequest> {
     ledger::device_requests(&init.chain(main).map(container).collect::<Vec<_>>())
 }
 
-/// Returns a limit whose units must be on one device. The API server refuses quantities that are
-/// not numbers.
+/// Returns a limit whose units must be on one device. Returns `None` for other limits. The API
+/// server refuses quantities that are not numbers.
 fn mps_limit((resource, quantity): (&String, &Quantity)) -> Option<(String, u32)> {
     let placed = is_served(resource) && !is_interchangeable(resource);
     let units = quantity.count().filter(|_| placed)?;

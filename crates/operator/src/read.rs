@@ -226,7 +226,8 @@ pub struct PodCondition {
     pub status: String,
 }
 
-/// Returns whether two versions of an object have the same metadata, apart from the version.
+/// Returns whether two versions of an object have the same metadata, apart from the resource
+/// version.
 fn is_same_meta(a: &ObjectMeta, b: &ObjectMeta) -> bool {
     let read = |meta: &ObjectMeta| (meta.generation, meta.deletion_timestamp.clone());
     (&a.uid, &a.labels, &a.annotations, &a.owner_references) == (&b.uid, &b.labels, &b.annotations, &b.owner_references)

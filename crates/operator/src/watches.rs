@@ -28,8 +28,8 @@ use crate::read::{
 };
 use crate::rollout::{MpsHostStores, Revision};
 
-/// Seconds after which a watch ends and continues at the last version that it received. A watch on
-/// which nothing arrives, because its connection is lost without notice, ends 5 s later.
+/// Seconds after which a watch ends and continues at the last resource version that it received. A
+/// watch on which nothing arrives, because its connection is lost without notice, ends 5 s later.
 pub(crate) const WATCH_TIMEOUT: u32 = 30;
 
 /// Returns the configuration of all watches.
@@ -145,14 +145,14 @@ pub(crate) struct Watches<'a> {
     pub(crate) tasks: &'a mut JoinSet<(&'static str, Result<()>)>,
     pub(crate) wakes: &'a Wakers,
     pub(crate) metrics: &'a Metrics,
-    /// Publishes the versions that the stores have reached.
+    /// Publishes the resource versions that the stores have reached.
     pub(crate) versions: &'a watch::Sender<Versions>,
     pub(crate) stop: &'a CancellationToken,
 }
 
 impl Watches<'_> {
     /// Starts the watches that fill [`Stores`].
-    pub(crate) fn stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
+    pub(crate) fn start_stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
         let agents = config().labels(agent_selector);
         Stores {
             policies: self.store_objects(
@@ -235,7 +235,7 @@ impl Watches<'_> {
 
     /// Watches the objects that decide which MPS hosts to replace. Only the placement controller
     /// reads them.
-    pub(crate) fn hosts(&mut self, client: &Client, namespace: &str, selector: &str) -> MpsHostStores {
+    pub(crate) fn start_host_stores(&mut self, client: &Client, namespace: &str, selector: &str) -> MpsHostStores {
         let pods = (Api::<AgentPod>::namespaced(client.clone(), namespace), config().labels(selector));
         let revisions = (Api::<Revision>::namespaced(client.clone(), namespace), config());
         MpsHostStores {
@@ -411,7 +411,7 @@ impl StreamedList {
     }
 }
 
-/// Publishes the version that a store has reached. A list may replace a newer store.
+/// Publishes the resource version that a store has reached. A list may replace a newer store.
 fn publish_version(versions: &watch::Sender<Versions>, of_kind: VersionOfKind, reached: Option<u64>) {
     if let Some(version) = reached {
         versions.send_modify(|versions| *of_kind(versions) = version);

@@ -56,7 +56,7 @@ impl PatchOperation {
     }
 }
 
-/// The value to add: only the parts that the pod does not have.
+/// The value of the operation: only the parts of the node affinity that the pod does not have.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 enum AddedPart {

@@ -94,7 +94,7 @@ impl Assignment {
 
     /// Returns the lowest cost of placing one more pod of a group on a node. The cost is cached
     /// until the node's GPUs change. The cost depends only on the GPU units, so groups with equal
-    /// units share the cache.
+    /// units share the cache. Returns `None` if the pod does not fit.
     pub(crate) fn cost(
         &self,
         model: &Model<'_>,
@@ -120,7 +120,7 @@ impl Assignment {
     }
 
     /// Returns the cheapest way to place one more pod of a group on a node. Writes the chosen GPUs
-    /// to `gpus`.
+    /// to `gpus`. Returns `None` if the pod does not fit.
     pub(crate) fn find_location(
         &self,
         model: &Model<'_>,
@@ -184,7 +184,7 @@ impl Assignment {
         true
     }
 
-    /// Removes a pod and returns its location.
+    /// Removes a pod and returns the pod's location. Returns `None` if the pod has no location.
     pub(crate) fn remove(&mut self, model: &Model<'_>, states: &mut States, pod: u32) -> Option<Location> {
         let group = group_of_pod(model, pod)?;
         let location = self.locations.get_mut(pod as usize)?.take()?;
@@ -268,7 +268,7 @@ fn cheapest_gpu(
     best
 }
 
-/// Places all units on one GPU.
+/// Places all units on one GPU, at the lowest cost. Returns `None` if no GPU can serve all units.
 fn place_on_one_gpu(
     states: &mut States,
     slots: &[StateId],

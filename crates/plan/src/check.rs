@@ -121,7 +121,7 @@ impl Checker {
             self.report(at, "`changed` does not match the slices");
         }
         if count_slices(&gpu.slices, |slice| slice.in_use) != count_slices(&plan.slices, |slice| slice.in_use) {
-            self.report(at, "the slices in use are not those of the GPU");
+            self.report(at, "the slices in use differ from those that the GPU has now");
         }
         if !changed {
             return;
@@ -157,8 +157,8 @@ impl Checker {
         self.check_mig(at, gpu, profiles, &mig);
         self.check_mps(at, gpu, &mps);
         let replicas: u64 = replica_slices.iter().map(|slice| u64::from(slice.count)).sum();
-        if gpu.replicas.is_some_and(|most| replicas > u64::from(most)) {
-            self.report(at, format!("the GPU has {replicas} replicas, more than its limit"));
+        if let Some(most) = gpu.replicas.filter(|&most| replicas > u64::from(most)) {
+            self.report(at, format!("the GPU has {replicas} replicas, more than the maximum of {most}"));
         }
     }
 

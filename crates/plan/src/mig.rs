@@ -32,7 +32,7 @@ pub struct Profile {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
     /// The GPU has more profiles than the planner supports.
-    #[error("the GPU reports {0} MIG profiles, more than 32")]
+    #[error("the GPU reports {0} MIG profiles, more than the maximum of 32")]
     TooManyProfiles(usize),
     /// A placement is outside the GPU.
     #[error(
@@ -253,7 +253,7 @@ impl ProfileTable {
     /// Finds placements for the `wanted` profiles. The instances `in_use` are not moved.
     ///
     /// Prefers placements that destroy and create the fewest instances, then placements that leave
-    /// the most room, then placements that start lowest.
+    /// the most room, then placements that start lowest. Returns `None` if it finds no placements.
     pub(crate) fn arrange(&self, in_use: &[Instance], free: &[Instance], wanted: &[u8]) -> Option<Arrangement> {
         let taken = self.combined_mask(in_use)?;
         let everyone = in_use.iter().map(|instance| instance.profile).chain(wanted.iter().copied());
@@ -383,7 +383,7 @@ struct SliceMemory {
 }
 
 /// Returns the placements of the A30, of data center GPUs with seven compute slices, and of the RTX
-/// PRO 6000, as `nvidia-smi mig -lgipp` prints them.
+/// PRO 6000, as `nvidia-smi mig -lgipp` prints them. Returns `None` for other models.
 pub fn built_in(model: &str, memory_mib: u64) -> Option<Vec<Profile>> {
     let words: Vec<&str> = model.split(|c: char| !c.is_ascii_alphanumeric()).collect();
     let has = |word: &str| words.contains(&word);

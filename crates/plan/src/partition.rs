@@ -385,8 +385,9 @@ impl GpuClass {
         Some(stay.into_iter().chain(cells).collect())
     }
 
-    /// Returns the slices of an instance that no pod uses: the existing slices, or the slices that
-    /// will be created.
+    /// Returns the slices of an instance that has no slice in use: the existing slices, or the
+    /// slices that will be created. Returns `None` if no slices exist and `named` has no resource
+    /// for the profile.
     fn free_cell(
         &self,
         instance: Instance,
@@ -525,7 +526,7 @@ impl GpuClass {
 }
 
 /// Allocates a demand from the cell that then has the fewest remaining slices. `rest` contains each
-/// cell's number of remaining slices. Returns the index of the cell.
+/// cell's number of remaining slices. Returns the index of the cell, or `None` if none has enough.
 fn allocate_from_fullest(rest: &mut [(SliceCell, u32)], demand: &GpuDemand) -> Option<usize> {
     let fits = |(cell, left): &(SliceCell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));

@@ -350,7 +350,7 @@ fn gpu_plans(model: &Model<'_>, states: &States, assignment: &Assignment) -> Vec
                 node: node.node.name.clone(),
                 uuid: observed.gpu.uuid.clone(),
                 changed,
-                mode: planned_family(states, state),
+                mode: partition_kind(states, state),
                 slices,
             });
         }
@@ -371,7 +371,8 @@ fn slice_of_cell(model: &Model<'_>, class: &GpuClass, cell: &SliceCell) -> Slice
     }
 }
 
-fn planned_family(states: &States, state: StateId) -> Family {
+/// Returns the kind of partition that the plan gives the GPU. A GPU without slices is whole.
+fn partition_kind(states: &States, state: StateId) -> Family {
     let Some((class, packed)) = states.class_and_partition(state) else { return Family::Whole };
     class.in_use.iter().chain(&packed.free).find_map(|cell| class.family_of(cell)).unwrap_or(Family::Whole)
 }

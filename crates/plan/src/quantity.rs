@@ -43,7 +43,8 @@ impl Quantity {
         self.milli.filter(|milli| milli % 1000 == 0).map(|milli| milli / 1000)
     }
 
-    /// Returns the value in MiB (2^20 bytes), rounded down.
+    /// Returns the value in MiB (2^20 bytes), rounded down. Returns `None` if the quantity is
+    /// malformed.
     pub fn as_mebibytes(&self) -> Option<u64> {
         self.milli.map(|milli| milli / 1000 / (1 << 20))
     }
@@ -84,7 +85,8 @@ impl<'de> Deserialize<'de> for Quantity {
     }
 }
 
-/// Parses a text such as `1.5Gi` to thousandths, rounded up.
+/// Parses a text such as `1.5Gi` to thousandths, rounded up. Returns `None` if the text is
+/// malformed.
 fn parse_milli(text: &str) -> Option<u64> {
     if text.len() > MAX_QUANTITY_BYTES {
         return None;
@@ -103,7 +105,7 @@ fn parse_milli(text: &str) -> Option<u64> {
     Some(u64::try_from(milli).unwrap_or(u64::MAX))
 }
 
-/// Returns the multiplier and divisor of a suffix.
+/// Returns the multiplier and divisor of a suffix. Returns `None` if the suffix is unknown.
 fn suffix_factor(suffix: &str) -> Option<(u128, u128)> {
     Some(match suffix {
         "n" => (1, 1_000_000_000),

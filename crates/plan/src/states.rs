@@ -99,7 +99,7 @@ impl States {
     }
 
     /// Returns the state with one demand less. A GPU that can serve a set of demands can serve each
-    /// subset.
+    /// subset. Returns `None` if the state does not have the demand.
     pub(crate) fn without_demand(&mut self, state: StateId, demand: DemandId) -> Option<StateId> {
         self.work += 1;
         let now = self.all.get(state as usize)?;

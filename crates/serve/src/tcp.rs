@@ -16,7 +16,7 @@ const BACKLOG: u32 = 1024;
 /// The address cannot be used: for example, its port is in use.
 ///
 /// # Panics
-/// Outside of a Tokio runtime.
+/// Panics outside of a Tokio runtime.
 pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     listen_by(address, open)
 }

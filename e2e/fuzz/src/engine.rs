@@ -65,7 +65,7 @@ pub fn read_corpus(target: &Target) -> io::Result<Vec<(PathBuf, Vec<u8>)>> {
 /// Returns an error if the corpus cannot be read.
 ///
 /// # Panics
-/// If an input fails, after it was printed and kept.
+/// Panics if an input fails, after the input was printed and kept.
 pub fn fuzz(target: &Target, seed: u64, budget: RunLimit, mut report: impl FnMut(&Progress)) -> io::Result<Progress> {
     let started = Instant::now();
     let mut reported = started;

@@ -39,7 +39,7 @@ fn lock_running() -> MutexGuard<'static, Option<HashMap<ThreadId, RunningTarget>
 /// Runs a target on an input.
 ///
 /// # Panics
-/// If the target panics, after the input was printed and kept.
+/// Panics if the target panics, after the input was printed and kept.
 pub fn run(target: &Target, input: &[u8]) -> ReadResult {
     static WATCH: Once = Once::new();
     WATCH.call_once(watch_running_targets);

@@ -56,7 +56,7 @@ pub struct Target {
 /// Asserts that an error message can be shown in a status.
 ///
 /// # Panics
-/// If the message is empty or has more than 2 KiB.
+/// Panics if the message is empty or longer than 2 KiB.
 pub fn assert_printable(error: &str) {
     assert!(!error.trim().is_empty(), "an error has no message");
     assert!(

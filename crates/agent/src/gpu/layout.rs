@@ -49,7 +49,7 @@ impl SharingMode {
 pub struct Layout {
     /// The sharing mode of the GPU.
     pub mode: SharingMode,
-    /// The slices of the GPU.
+    /// Pools of the GPU's slices.
     pub pools: Vec<Pool>,
     /// MPS daemons by device.
     pub daemons: BTreeMap<String, wire::DaemonSettings>,
@@ -110,7 +110,9 @@ impl Layout {
         for Pool { resource, first, count, kind, .. } in &self.pools {
             check_resource_name(resource)?;
             if *count > MAX_SLICES_PER_POOL {
-                return Err(format!("{resource}: {count} slices are more than {MAX_SLICES_PER_POOL}"));
+                return Err(format!(
+                    "{resource}: {count} slices in one pool, more than the maximum of {MAX_SLICES_PER_POOL}"
+                ));
             }
             if first.checked_add(*count).is_none() {
                 return Err(format!("{resource}: {count} slices cannot be numbered from {first}"));
@@ -297,17 +299,20 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     for slices in slices {
         let resource = check_resource_name(&slices.resource)?;
         if let Some(wrong) = slices.threads.iter().find(|&&percent| Percent::new(percent).is_err()) {
-            return Err(format!("{wrong} is not a thread percentage from 1 to 100"));
+            return Err(format!("{resource}: {wrong} is not a thread percentage from 1 to 100"));
         }
         if slices.max_clients == Some(0) {
             return Err(format!("{resource}: maxClients must be at least 1"));
         }
         if slices.memory_mib.contains(&0) {
-            return Err("0 MiB is not a memory limit".into());
+            return Err(format!("{resource}: 0 MiB is not a memory limit; the minimum is 1 MiB"));
         }
         check_limit_counts(&resource, slices.count, [slices.threads.len(), slices.memory_mib.len()])?;
         let Some(end) = slices.first.checked_add(slices.count) else {
-            return Err(format!("{resource}: a first share cannot have number {}", slices.first));
+            return Err(format!(
+                "{resource}: the first of {} shares cannot have number {}",
+                slices.count, slices.first
+            ));
         };
         let overlaps =
             |pool: &&Pool| pool.resource == resource && pool.first < end && slices.first < pool.first + pool.count;

@@ -387,7 +387,8 @@ impl MigProgress {
         warning
     }
 
-    /// Returns the changes that no Event has reported, once `left` is empty.
+    /// Returns the changes that no Event has reported, as text. Returns `None` while changes are
+    /// left, or if every change was reported.
     pub fn take_completed(&mut self, left: &[MigChange]) -> Option<String> {
         if !left.is_empty() || self.unreported == 0 {
             return None;

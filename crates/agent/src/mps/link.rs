@@ -191,7 +191,7 @@ impl HostLink {
                 }
                 // A shortage in the agent's own process proves nothing about the MPS host.
                 Err(error) if is_resource_exhaustion(&error) => {
-                    tracing::warn!(%error, "failed to connect to the MPS host; its last state applies");
+                    tracing::warn!(%error, "failed to connect to the MPS host; the last reported state applies");
                 }
                 Err(_) => set(false),
             }

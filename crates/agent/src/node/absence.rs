@@ -96,7 +96,7 @@ fn daemon_presence(view: &HostView, device: &str, settings: &DaemonSettings) -> 
     }
 }
 
-/// Returns the daemon settings and pools of a device.
+/// Returns the daemon settings and pools of a device. Returns `None` if the device has no daemon.
 fn settings_and_pools<'a>(
     layouts: &'a BTreeMap<String, Layout>,
     device: &str,

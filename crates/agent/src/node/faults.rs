@@ -242,7 +242,7 @@ fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) 
     let who = match (culprit, pod) {
         (None, _) => return "a fatal GPU error of a program that MPS did not identify".to_owned(),
         (Some(client), Some(pod)) => format!("process {} of pod {}/{}", client.pid, pod.namespace, pod.name),
-        (Some(client), None) => format!("process {} of no known pod", client.pid),
+        (Some(client), None) => format!("process {} of an unknown pod", client.pid),
     };
     if killed {
         format!("{who} was killed while its kernels ran")
@@ -494,7 +494,7 @@ mod tests {
         let report = test.update(&mps_host_view(7, Some(fault(2, Some(0), 2))));
         assert_eq!(events(&report).len(), 1);
         assert!(events(&report)[0].2.contains(
-            "process 100 of no known pod, but it often names a neighbour. The fault broke 2 programs of unknown pods"
+            "process 100 of an unknown pod, but it often names a neighbour. The fault broke 2 programs of unknown pods"
         ));
     }
 

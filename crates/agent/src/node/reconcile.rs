@@ -63,7 +63,7 @@ impl Node {
         steps.extend(self.mig_progress.values().flat_map(MigProgress::steps).cloned());
         self.record_steps(steps, layouts_changed);
         let lists = self.lists_slice(&hardware, &table.pending, in_use.as_ref());
-        let mut events = self.events(&hardware);
+        let mut events = self.take_events(&hardware);
         let pods = faults::PodSources {
             listed: self.pod_resources.as_deref().unwrap_or_default(),
             allocations: &table.allocations,
@@ -173,7 +173,7 @@ impl Node {
 
     /// Returns the events since the last reconciliation: MIG changes, health of GPUs and of MPS
     /// daemons.
-    fn events(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
+    fn take_events(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
         let mut events = std::mem::take(&mut self.pending_events);
         events.extend(self.reported_health.update(hardware));
         let daemons = self.layouts.values().flat_map(|layout| &layout.daemons).collect();
@@ -350,7 +350,8 @@ impl Node {
     }
 
     /// Returns the slices in use, which must not be allocated to other containers. Until the
-    /// kubelet has listed its pods, the checkpoint's allocations count as in use.
+    /// kubelet has listed its pods, the checkpoint's allocations count as in use. Returns `None` if
+    /// neither is known.
     fn slices_in_use(&self, allocations: &Allocations) -> Option<SliceUsage> {
         let known = self.pod_resources.is_some() || self.has_checkpoint;
         known.then(|| SliceUsage::new(self.pod_resources.as_deref().unwrap_or_default(), allocations))

@@ -314,7 +314,8 @@ fn allocation_statuses(input: &StatusInput<'_>, gpu: &Gpu, devices: &BTreeSet<&s
     rows
 }
 
-/// Returns the SMs of a share, after the driver's rounding.
+/// Returns the SMs of a share, after the driver's rounding. Returns `None` if the device's SMs are
+/// unknown.
 fn limited_sms(limits: MpsLimits, total: Option<Sms>) -> Option<Sms> {
     let threads = limits.threads.and_then(|threads| Percent::new(threads).ok());
     total.map(|total| usable_sms(threads, total))

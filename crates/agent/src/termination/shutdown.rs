@@ -160,7 +160,8 @@ impl Shutdown {
     }
 
     /// Advances to the group that the kubelet terminates now. Returns the latest start of the next
-    /// group.
+    /// group. Returns `None` if the node does not shut down, the pods are unknown, or no group
+    /// follows.
     fn advance_group(&mut self, now: Instant) -> Option<Instant> {
         let Self { periods, pods, listed, progress } = self;
         let progress = progress.as_mut().filter(|_| *listed)?;

@@ -275,7 +275,8 @@ fn steps(with_init_containers: bool) -> impl Strategy<Value = Vec<AdmissionStep>
     prop::collection::vec(step, 1..60)
 }
 
-/// Runs the steps. If `in_order`, the kubelet admits pods in the order of their arrival.
+/// Runs the steps, and checks each admission. If `in_order`, the kubelet admits pods in the order
+/// of their arrival.
 fn run_steps(devices: usize, steps: Vec<AdmissionStep>, in_order: bool) -> Result<(), TestCaseError> {
     let mut node = AdmissionTest::new(devices);
     for step in steps {

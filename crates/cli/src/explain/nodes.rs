@@ -125,7 +125,7 @@ pub(super) fn unavailable_reason(gpu: &GpuStatus, cordons: &Cordons) -> Option<S
     (!gpu.health.healthy).then(|| if why.is_empty() { "unhealthy".to_owned() } else { format!("unhealthy: {why}") })
 }
 
-/// Returns why Cleave serves no GPUs on a node.
+/// Returns why Cleave serves no GPUs on a node. Returns `None` if Cleave serves the node's GPUs.
 fn not_serving_reason(node: &Node) -> Option<String> {
     match node.agent {
         None => Some("no Cleave agent runs on the node".to_owned()),
@@ -147,7 +147,8 @@ fn to_plan_node(name: &str, node: &Node) -> PlanNode {
     }
 }
 
-/// Returns the first resource, apart from GPUs, that is insufficient on a node.
+/// Returns the first resource, apart from GPUs, that is insufficient on a node. Returns `None` if
+/// all are sufficient.
 fn shortage(free: Option<&Free>, requests: &BTreeMap<String, Quantity>) -> Option<String> {
     let free = |resource: &str| free.and_then(|free| free.get(resource)).copied();
     let amount = |milli: u64| if milli.is_multiple_of(1000) { (milli / 1000).to_string() } else { format!("{milli}m") };

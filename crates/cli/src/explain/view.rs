@@ -67,7 +67,7 @@ impl PodContext<'_> {
         let deleted = pod.metadata.deletion_timestamp.is_some();
         if let Some(node) = pod.node() {
             let deleted = if deleted {
-                " It is being deleted, and its GPUs stay allocated until its containers exit."
+                " The pod is being deleted, and its GPUs stay allocated until its containers exit."
             } else {
                 ""
             };

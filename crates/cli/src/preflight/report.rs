@@ -38,7 +38,7 @@ reasons! {
     MutatingPoliciesMissing: "The API server should have `MutatingAdmissionPolicies`, but has none.",
     PlatformDetected: "The platform was detected.",
     PlatformUnknown: "The platform was not detected.",
-    PlatformsMixed: "GPU nodes are of several platforms.",
+    PlatformsMixed: "GPU nodes belong to several platforms.",
     PrivilegedPodsRefused: "The platform refuses privileged pods.",
     AlreadyInstalled: "Cleave is installed.",
     PriorityClassMissing: "A priority class of Cleave's pods does not exist.",

@@ -39,7 +39,7 @@ pub(crate) enum ControlError {
     Closed,
     #[error("the MPS control daemon uses an unknown protocol, not the protocol of driver 580")]
     UnknownProtocol,
-    #[error("the client exited before the MPS host forwarded its credentials")]
+    #[error("the client exited before the MPS host forwarded the client's credentials")]
     ClientGone,
     #[error(transparent)]
     UnexpectedAnswer(#[from] UnexpectedAnswer),

@@ -49,7 +49,7 @@ pub enum HostError {
         source: io::Error,
     },
     /// A system call for signals, inotify or standard output failed.
-    #[error("system call failed")]
+    #[error("a system call of the MPS host failed")]
     System(#[from] io::Error),
     /// An NVML call failed.
     #[error("failed to set the compute mode")]

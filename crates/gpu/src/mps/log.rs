@@ -56,7 +56,8 @@ pub fn parse_log_line(line: &str) -> LogLine<'_> {
     LogLine { source, pid, text, event: parse_event(text) }
 }
 
-/// Splits a line into its source, the source's PID, and the text.
+/// Splits a line into its source, the source's PID, and the text. Returns `None` if the line does
+/// not have the format of a log line.
 fn split_prefix(line: &str) -> Option<(&str, Option<u32>, &str)> {
     let (inside, text) = line.trim().strip_prefix('[')?.split_once(']')?;
     let mut words = inside.split_whitespace().skip(2);

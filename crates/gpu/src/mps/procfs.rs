@@ -20,13 +20,13 @@ const EMPTY_ENVIRONMENT_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Finds the MPS daemons and servers whose pipe directory is `pipe`. This MPS host or an earlier
 /// one started them.
-pub(crate) async fn processes_of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
+pub(crate) async fn find_processes_of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
     let of = pipe.to_owned();
     run_on_own_thread(move || find_processes(&of)).await.unwrap_or_default()
 }
 
 /// Finds all MPS daemons and servers that may serve a GPU. `None` if the search failed.
-pub(crate) async fn processes_of_gpu(uuid: &str) -> Option<Vec<u32>> {
+pub(crate) async fn find_processes_of_gpu(uuid: &str) -> Option<Vec<u32>> {
     let uuid = uuid.to_owned();
     run_on_own_thread(move || {
         all_pids().filter(|&pid| is_mps_process(pid) && may_process_serve_device(pid, &uuid)).collect()
@@ -113,7 +113,7 @@ fn is_process_of_pipe(pid: u32, pipe: &Path) -> bool {
 
 /// Kills the MPS processes of a pipe directory. Returns their number.
 pub(crate) async fn kill_processes_of_pipe(pipe: &Path) -> usize {
-    let left = processes_of_pipe(pipe).await;
+    let left = find_processes_of_pipe(pipe).await;
     for (pid, hold) in &left {
         tracing::warn!(pid, pipe = %pipe.display(), "killing leftover MPS process");
         hold.signal(Signal::KILL);

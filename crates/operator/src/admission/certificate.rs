@@ -167,7 +167,7 @@ impl Certificate {
         self.authorities.iter().all(|authority| trusted.contains(authority))
     }
 
-    /// Returns the certificate's own CA as PEM.
+    /// Returns the certificate's own CA as PEM. Returns `None` if the Secret has no CA.
     fn own_authority(&self) -> Option<String> {
         const END: &str = "-----END CERTIFICATE-----\n";
         let pem = self.authorities_pem.replace("\r\n", "\n");

@@ -59,7 +59,7 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit of a whole request. The API server waits for 10 s.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(8);
-/// Time for which the webhook still answers requests after `stop` is cancelled. API servers need
+/// Time for which the webhook still answers requests after it is asked to stop. API servers need
 /// some time to switch to another replica.
 pub(crate) const DRAIN_TIME: Duration = Duration::from_secs(3);
 /// Maximum time for open requests after [`DRAIN_TIME`].
@@ -258,7 +258,8 @@ async fn review_pre_stop(State(reviewer): State<Reviewer>, Path(seconds): Path<u
 
 async fn answer_review(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, body: Body) -> Response {
     if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
-        return refusal_response(StatusCode::PAYLOAD_TOO_LARGE, "the request body is too large");
+        let message = format!("the request body is larger than the maximum of {MAX_BODY_BYTES} bytes");
+        return refusal_response(StatusCode::PAYLOAD_TOO_LARGE, &message);
     }
     // The timeout drops a body that arrives too slowly, together with its permit.
     let read = tokio::time::timeout(REQUEST_TIMEOUT, async {

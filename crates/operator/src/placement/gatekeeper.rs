@@ -121,7 +121,8 @@ impl Gatekeeper {
     ///
     /// A pod that was deleted without a grace period just before may still use shares, and its node
     /// may not have reported them. A gatekeeper that saw the pod keeps its claim; see
-    /// [`claims::UNREPORTED_CLAIM_TIME`]. A new gatekeeper must wait for the same time.
+    /// [`claims::UNREPORTED_CLAIM_TIME`]. A new gatekeeper did not see the pod, so it must delay
+    /// reservations by the same duration.
     #[must_use]
     pub fn with_settling_delay(self) -> Self {
         Self { settle_time: claims::UNREPORTED_CLAIM_TIME, ..self }

@@ -242,8 +242,8 @@ impl AutoscalerReports {
         &self.reported
     }
 
-    /// Returns the time for which no pods are evicted for the pod, because room is made for it
-    /// otherwise.
+    /// Returns the time for which no pods are evicted for the pod, because room is made for the pod
+    /// otherwise. Returns `None` if evictions need not wait.
     pub(super) fn preemption_pause(
         &mut self,
         candidate: &Candidate<'_>,
@@ -384,7 +384,8 @@ impl UnplaceablePod {
         !futile && self.due.is_some_and(|due| due <= up || reported)
     }
 
-    /// Returns the time until which the same report is not written again.
+    /// Returns the time until which the same report is not written again. Returns `None` if the
+    /// last report differs, or there is none.
     fn earliest_rewrite(&self, wanted: bool) -> Option<Duration> {
         let (written, at) = self.written?;
         (written == wanted).then(|| at.saturating_add(WRITE_AGAIN_AFTER))

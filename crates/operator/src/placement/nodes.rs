@@ -145,7 +145,8 @@ impl NodeState {
         &self.absences
     }
 
-    /// Returns the node's devices after the end of these absences.
+    /// Returns the node's devices after the end of these absences. Returns `None` if the node has
+    /// no valid `GpuNode`.
     pub(super) fn returned_facts(&self, over: &BTreeSet<Absence>) -> Option<NodeFacts> {
         let object = self.gpu_node.as_ref()?.0.as_ref().ok()?;
         Some(facts::node_facts(object, self.availability(over), &self.mps).0)
@@ -265,7 +266,8 @@ impl NodeState {
         self.managed && self.node.labels.contains_key(HOSTNAME)
     }
 
-    /// Returns why a pod cannot use the node, regardless of the free units of its GPUs.
+    /// Returns why a pod cannot use the node, regardless of the free units of the node's GPUs.
+    /// Returns `None` if the pod can use the node.
     fn exclusion(&self, pod: &PlanPod, checks: &NodeChecks<'_>) -> Option<Exclusion> {
         if !self.is_usable() {
             Some(Exclusion::NoHostname)

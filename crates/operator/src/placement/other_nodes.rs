@@ -61,7 +61,7 @@ impl<'a> OtherNodes<'a> {
     }
 
     /// Finds a node with room for the pod, and subtracts the pod's requests. Returns a requirement
-    /// that keeps the pod away from all of Cleave's nodes.
+    /// that keeps the pod away from all of Cleave's nodes. Returns `None` if no node has room.
     pub(super) fn place(&mut self, pod: &PlanPod) -> Option<Requirement> {
         let has_room =
             |other: &&mut OtherNode<'_>| amounts::cover(&other.free, amounts::requested_with_gpus(&pod.requests));

@@ -115,7 +115,8 @@ impl Queue {
         }
     }
 
-    /// Returns the time for which a pod that no longer exists is not released again.
+    /// Returns the time for which a pod that no longer exists is not released again. Returns `None`
+    /// if the pod may be released now.
     pub(super) fn missing_time(&self, name: &str, up: Duration) -> Option<Duration> {
         let until = self.0.get(name)?.missing_until?;
         Some(until.saturating_sub(up)).filter(|left| !left.is_zero())

@@ -99,7 +99,8 @@ impl<'a> ReplicaSearch<'a> {
     }
 }
 
-/// Returns the controller whose replicas the pod is kept apart from.
+/// Returns the controller whose replicas the pod is kept apart from. Returns `None` if the pod has
+/// no controller, or packs replicas.
 fn avoided_controller(pod: &PodObject) -> Option<ControllerId> {
     pod.controller_id.filter(|_| pod.replica_placement != Some(ReplicaPlacement::Pack))
 }

@@ -507,7 +507,8 @@ impl PlacementController {
         }
     }
 
-    /// Deletes the pod of one MPS host. Returns the Event to publish.
+    /// Deletes the pod of one MPS host. Returns the Event to publish, or `None` if the pod was not
+    /// deleted.
     async fn replace_mps_host(
         &mut self,
         replacement: &Replacement,

@@ -281,7 +281,7 @@ impl StrandedPods {
     }
 
     /// Returns the time for which the gatekeeper delays a pod because pods of its controller were
-    /// recreated repeatedly.
+    /// recreated repeatedly. Returns `None` if the pod is not delayed.
     pub(super) fn gate_delay(&self, pod: &PodObject, up: Duration) -> Option<Duration> {
         let backoff = self.owners.get(&pod.controller.as_ref()?.uid)?;
         let delayed = up < backoff.until && backoff.delay >= MIN_GATE_DELAY;

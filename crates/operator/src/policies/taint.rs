@@ -81,7 +81,7 @@ impl TaintBackoff {
         self.0.get(node).is_some_and(|failures| failures.until > now)
     }
 
-    /// Returns the time until the first delay ends.
+    /// Returns the time until the first delay ends. Returns `None` if no delay is in progress.
     pub(crate) fn next(&self, now: Duration) -> Option<Duration> {
         self.0.values().map(|failures| failures.until.saturating_sub(now)).filter(|left| !left.is_zero()).min()
     }

@@ -105,7 +105,7 @@ fn a_canary_proves_the_change_after_it_has_served_for_some_time() {
     world.apply("n0");
     world.gpu("n0").mps = daemon("Active", 0);
     assert!(world.pass().is_empty(), "the canary may still fail");
-    assert_eq!(world.staged_plan().1, Some(PROOF_TIME), "the operator looks again when the canary proves the change");
+    assert_eq!(world.staged_plan().1, Some(PROOF_TIME), "the operator plans again when the canary proves the change");
     world.now += PROOF_TIME / 2;
     world.gpu("n0").mps = daemon("Restarting", 1);
     assert!(world.pass().is_empty());
@@ -532,7 +532,7 @@ fn a_node_whose_agent_does_not_report_counts_as_failed() {
         }
         world.observed.nodes.get_mut("n0").unwrap().agent = Some(Agent { ready: false });
         let (_, next) = world.staged_plan();
-        assert_eq!(next, Some(DEFAULT_APPLY_DEADLINE), "the operator looks again at the deadline");
+        assert_eq!(next, Some(DEFAULT_APPLY_DEADLINE), "the operator plans again at the deadline");
         world.now += DEFAULT_APPLY_DEADLINE / 2;
         assert_eq!(world.condition("RolledOut").1, "RollingOut");
         world.now += DEFAULT_APPLY_DEADLINE / 2;

@@ -212,7 +212,7 @@ impl World {
     /// Lets a failure last long enough to count.
     pub(crate) fn wait_for_failure(&mut self) {
         let (_, next) = self.staged_plan();
-        assert_eq!(next, Some(FAILURE_TIME), "the operator looks again when the failure counts");
+        assert_eq!(next, Some(FAILURE_TIME), "the operator plans again when the failure counts");
         self.now += FAILURE_TIME;
     }
 }

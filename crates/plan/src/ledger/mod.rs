@@ -118,7 +118,7 @@ impl Ledger {
         self.changes.0.insert(name.to_owned());
     }
 
-    /// Finds at most `most` placements for a pod on these nodes, best first.
+    /// Finds up to `most` placements for a pod on these nodes, best first.
     ///
     /// On each node, every request is placed on the device with the best score, unless another
     /// request would then not fit. If a placement exists, it is found. Nothing is reserved. A pod
@@ -471,7 +471,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Removes the pod's nomination. A claim or a release of the pod also removes it.
+    /// Removes the pod's nomination, and returns the nomination if there was one. A claim or a
+    /// release of the pod also removes it.
     pub fn withdraw(&mut self, pod: &str) -> Option<Nomination> {
         self.nominations.remove(pod)
     }

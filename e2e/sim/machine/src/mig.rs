@@ -111,14 +111,19 @@ impl Gpu {
     }
 
     /// Creates a GPU instance at the requested placement, or where it blocks the fewest placements
-    /// of other profiles. Returns its id.
+    /// of other profiles. Returns the id of the GPU instance.
     ///
     /// # Errors
     /// Returns an error if MIG is off, the profile or placement does not exist, or not enough
     /// slices are free.
-    pub fn create_gpu_instance(&mut self, model: &Model, id: u32, at: Option<Placement>) -> Result<u32, MigError> {
+    pub fn create_gpu_instance(
+        &mut self,
+        model: &Model,
+        profile_id: u32,
+        at: Option<Placement>,
+    ) -> Result<u32, MigError> {
         self.require_mig_mode(model)?;
-        let profile = model.gpu_profile(id).ok_or(MigError::InvalidArgument)?;
+        let profile = model.gpu_profile(profile_id).ok_or(MigError::InvalidArgument)?;
         let free = self.free_placements(model, profile);
         let placement = match at {
             Some(at) if at.size != profile.size || !profile.starts.contains(&at.start) => {

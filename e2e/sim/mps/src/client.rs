@@ -192,7 +192,7 @@ impl MpsContext {
         self.sms
     }
 
-    /// Returns the memory limit of the context, in bytes.
+    /// Returns the memory limit of the context, in bytes. `None` means no limit.
     pub fn memory_limit(&self) -> Option<u64> {
         self.limit
     }

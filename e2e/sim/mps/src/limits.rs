@@ -84,7 +84,7 @@ impl ClientSettings {
         Some(if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") })
     }
 
-    /// Returns the limit of a device in bytes.
+    /// Returns the memory limit of a device in bytes. Returns `None` if the device has no limit.
     pub fn memory_limit_of(&self, device: DeviceName<'_>) -> Option<u64> {
         self.memory
             .iter()
@@ -139,7 +139,8 @@ pub fn parse_client_memory_limit(text: Option<&str>, devices: &[DeviceName<'_>],
     outcome
 }
 
-/// Returns the limit of a client in bytes, from the server's limit and the client's environment.
+/// Returns the memory limit of a client in bytes, from the server's limit and the client's
+/// environment. Returns `None` if the client has no limit.
 pub fn effective_memory_limit(server: Option<u64>, client: ClientMemoryLimit) -> Option<u64> {
     match client {
         ClientMemoryLimit::Unset => server,

@@ -60,7 +60,7 @@ pub fn main() -> ExitCode {
             ExitCode::FAILURE
         }
         RequestedAction::Daemon { background, multi_user } => {
-            let config = read_daemon_config(multi_user);
+            let config = daemon_config_from_environment(multi_user);
             let outcome =
                 if background { daemon::start_in_background(config) } else { daemon::run_in_foreground(config) };
             outcome.unwrap_or_else(|error| {
@@ -97,7 +97,7 @@ fn parse_arguments(arguments: &[String]) -> RequestedAction {
     }
 }
 
-fn read_daemon_config(multi_user: bool) -> DaemonConfig {
+fn daemon_config_from_environment(multi_user: bool) -> DaemonConfig {
     let text = |name| std::env::var(name).ok();
     DaemonConfig {
         pipe_directory: pipe_directory(),

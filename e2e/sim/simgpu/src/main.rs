@@ -65,9 +65,11 @@ fn build_description(gpus: &[String], file: Option<&PathBuf>, name: &str) -> Res
 fn parse_gpu_group(entry: &str) -> Result<GpuDescription> {
     let counted = entry.split_once(['x', 'X']).filter(|(n, _)| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()));
     let (count, model) = match counted {
-        Some((count, model)) => (count.parse().with_context(|| format!("too many GPUs: {entry}"))?, model),
+        Some((count, model)) => {
+            (count.parse().with_context(|| format!("{entry}: more than the maximum of 1024 GPUs"))?, model)
+        }
         None => (1, entry),
     };
-    anyhow::ensure!(count <= 1024, "too many GPUs: {entry}");
+    anyhow::ensure!(count <= 1024, "{entry}: more than the maximum of 1024 GPUs");
     Ok(GpuDescription { model: model.to_owned(), count: Some(count), ..GpuDescription::default() })
 }

@@ -369,7 +369,7 @@ fn agent_or_operator_killed_at_any_step_of_a_repartitioning_loses_no_allocation(
 
 /// Times from a pod's creation.
 #[derive(Debug, Default, Clone, Copy)]
-struct StartTimes {
+struct StartDurations {
     /// Time until the plan is in the `GpuNode`'s spec.
     planned: Duration,
     /// Time until the node has applied the plan.
@@ -383,11 +383,11 @@ struct StartTimes {
 }
 
 /// Creates a pod, and measures its times until it runs.
-fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -> Result<StartTimes> {
+fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -> Result<StartDurations> {
     let before = text(&cluster.gpunode(NODE)?["spec"]["planId"]);
     let started = Instant::now();
     create_pod(scope, name, resource, 1)?;
-    let mut times = StartTimes::default();
+    let mut times = StartDurations::default();
     let first = |at: &mut Duration, holds: bool| {
         if holds && at.is_zero() {
             *at = started.elapsed();
@@ -442,7 +442,7 @@ fn a_pod_that_needs_a_repartitioning_runs_and_its_start_times_are_printed() -> R
             Ok(read_gpu(&cluster, 0)?["allocations"].as_array().is_none_or(Vec::is_empty))
         })?;
     }
-    let median = |part: fn(&StartTimes) -> Duration| {
+    let median = |part: fn(&StartDurations) -> Duration| {
         let mut parts: Vec<Duration> = all.iter().map(part).collect();
         parts.sort();
         parts[parts.len() / 2]

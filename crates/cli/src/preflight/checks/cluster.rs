@@ -118,7 +118,7 @@ fn check_platform(view: &View<'_>, report: &mut Report) {
         let names = join_names(view.platforms.iter().map(|platform| platform.name()));
         report.warning(
             Reason::PlatformsMixed,
-            format!("The GPU nodes are of several platforms: {names}. One release has one set of values."),
+            format!("The GPU nodes belong to several platforms: {names}. One Helm release can serve only one of them."),
             "Choose the nodes of one platform with --node-selector, and run preflight again.",
         );
     }

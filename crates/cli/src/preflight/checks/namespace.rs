@@ -205,6 +205,11 @@ fn check_pod_count(view: &View<'_>, quota: &ResourceQuota, report: &mut Report) 
             counted(usize::try_from(room).unwrap_or(usize::MAX), "pod"),
             counted(view.gpu_nodes.len(), "GPU node"),
         );
-        report.add(level, reason, message, format!("Increase {resource} of the quota."));
+        report.add(
+            level,
+            reason,
+            message,
+            format!("Raise spec.hard.{resource} of the ResourceQuota by at least {}.", needed.saturating_sub(room)),
+        );
     }
 }

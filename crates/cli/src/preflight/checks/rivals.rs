@@ -76,7 +76,7 @@ static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Dra,
         name: "NVIDIA's DRA driver",
-        action: "Keep its kubelet plugin off the nodes, or install it with resources.gpus.enabled=false.",
+        action: "Keep the driver's kubelet plugin off the nodes, or install the driver with resources.gpus.enabled=false.",
         is: |set| named(set, "nvidia-dra-driver") || runs(set, "k8s-dra-driver-gpu"),
     },
     Product {
@@ -94,7 +94,7 @@ static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Plugin,
         name: "the device plugin of Volcano",
-        action: "Keep its DaemonSet off the nodes by a node selector.",
+        action: "Keep the plugin's DaemonSet off the nodes by a node selector.",
         is: |set| named(set, "volcano-device-plugin") || runs(set, "volcano-vgpu-device-plugin"),
     },
     Product {
@@ -112,7 +112,7 @@ static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Plugin,
         name: "the device plugin of NVIDIA's GPU Operator",
-        action: "Label the nodes nvidia.com/gpu.deploy.device-plugin=false. To disable it on all nodes, set \
+        action: "Label the nodes nvidia.com/gpu.deploy.device-plugin=false. To disable the plugin on all nodes, set \
                  devicePlugin.enabled=false in the GPU Operator's chart.",
         is: |set| selects(set, "nvidia.com/gpu.deploy.device-plugin"),
     },
@@ -125,13 +125,13 @@ static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Plugin,
         name: "NVIDIA's device plugin",
-        action: "Delete its DaemonSet, or keep it off the nodes by a node affinity.",
+        action: "Delete the plugin's DaemonSet, or keep the DaemonSet off the nodes by a node affinity.",
         is: |set| (named(set, "nvidia-device-plugin") || runs(set, "k8s-device-plugin")) && !discovers_features(set),
     },
     Product {
         role: Role::Plugin,
         name: "a device plugin for NVIDIA GPUs",
-        action: "Delete its DaemonSet, or keep it off the nodes by a node affinity.",
+        action: "Delete the plugin's DaemonSet, or keep the DaemonSet off the nodes by a node affinity.",
         is: |set| named(set, "nvidia-gpu-device-plugin") || named(set, "gpu-device-plugin-nvidia"),
     },
 ];
@@ -173,7 +173,8 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
     check_driver(view, &found, report);
 }
 
-/// Recognizes a `DaemonSet`, and computes on which GPU nodes it runs.
+/// Recognizes a `DaemonSet`, and computes on which GPU nodes it runs. Returns `None` for a
+/// `DaemonSet` of Cleave or of an unknown product.
 fn recognize<'a>(view: &View<'a>, set: &'a DaemonSet) -> Option<Found<'a>> {
     if is_cleave(set) {
         return None;

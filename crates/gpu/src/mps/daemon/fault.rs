@@ -146,7 +146,8 @@ impl FaultTracker {
         !self.current.as_ref().is_some_and(is_pending)
     }
 
-    /// Ends the current fault. Returns its duration.
+    /// Ends the current fault. Returns the duration of the fault, or `None` if no fault is in
+    /// progress.
     pub(super) fn end_fault(&mut self, now: Instant) -> Option<Duration> {
         let current = self.current.take()?;
         if let Some(fault) = &mut self.last {
@@ -169,7 +170,7 @@ impl FaultTracker {
     }
 
     /// Returns the step to perform now against the current fault, and the time since the fault
-    /// began.
+    /// began. Returns `None` if no step is due.
     pub(super) fn next_step(&mut self, clients: usize, now: Instant) -> Option<(EscalationStep, Duration)> {
         let current = self.current.as_mut()?;
         let at = now.saturating_duration_since(current.began);

@@ -192,7 +192,7 @@ impl Device {
             std::fs::set_permissions(self.context.paths.mps(), std::fs::Permissions::from_mode(0o711))
                 .map_err(failed)?;
         }
-        if !procfs::processes_of_pipe(&self.pipe).await.is_empty() {
+        if !procfs::find_processes_of_pipe(&self.pipe).await.is_empty() {
             tracing::warn!(device = self.name, "stopping the daemon of an earlier MPS host");
             if let Err(error) = control::send_command(&self.pipe, &QUIT_COMMAND, QUIT_DEADLINE).await {
                 tracing::warn!(device = self.name, %error, "failed to stop the daemon of an earlier MPS host");

@@ -85,8 +85,9 @@ pub(super) fn find_program(program: &Path) -> Option<PathBuf> {
     std::env::split_paths(&path).map(|directory| directory.join(program)).find(|file| file.is_file())
 }
 
-/// Reads the version of the control program.
-pub(super) async fn control_version(control: &Path, library_path: Option<&OsStr>, uuid: &str) -> Option<u32> {
+/// Reads the version of the control program. Returns `None` if the program does not report a
+/// version in time.
+pub(super) async fn read_control_version(control: &Path, library_path: Option<&OsStr>, uuid: &str) -> Option<u32> {
     // Use a daemon's environment: it shows a second doctor which GPU this process belongs to.
     let mut command = Command::from(tool::control_tool_command(control, library_path, Path::new("/nonexistent"), uuid));
     command.arg("-v").stdin(Stdio::null()).kill_on_drop(true);

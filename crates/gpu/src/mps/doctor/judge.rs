@@ -83,8 +83,8 @@ fn judge_daemon(seen: &Observations) -> Vec<CheckResult> {
     };
     let greeting = ExpectedBehaviour {
         name: "door",
-        expected: "the daemon speaks the handshake of driver 580, so Cleave can put its door in front of it",
-        impact: "MPS shares are Unhealthy, unless the SharingPolicy sets mps.enforcement: Advisory: a pod can then remove its limits from its environment",
+        expected: "the daemon speaks the handshake of driver 580, so Cleave can put doors in front of the daemon",
+        impact: "MPS shares are Unhealthy, unless the SharingPolicy sets mps.enforcement: Advisory: a pod can then remove the limits from its environment",
     };
     let commands = ExpectedBehaviour {
         name: "commands",
@@ -219,7 +219,7 @@ fn judge_limits(seen: &Observations, gpu: TestedGpu) -> Vec<CheckResult> {
     let memory = ExpectedBehaviour {
         name: "memory",
         expected: "a memory limit is enforced: a program cannot allocate more",
-        impact: "a pod can take its neighbours' memory. Cleave reports it within 2 s, and evicts it only with `enforcement: Evict`",
+        impact: "a pod can take its neighbours' memory. Cleave reports the pod within 2 s, and evicts the pod only with `enforcement: Evict`",
     };
     let defaults = ExpectedBehaviour {
         name: "defaults",

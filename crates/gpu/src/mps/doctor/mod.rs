@@ -112,7 +112,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
         driver,
         cuda: cuda.map(|(major, minor)| format!("{major}.{minor}")),
         control_version: match &control {
-            Some(control) => facts::control_version(control, library_path, &gpu.uuid).await,
+            Some(control) => facts::read_control_version(control, library_path, &gpu.uuid).await,
             None => None,
         },
         control,

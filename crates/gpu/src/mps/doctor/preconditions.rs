@@ -79,7 +79,7 @@ pub(super) async fn check_preconditions(
         mig: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
         compute_mode,
         cleave: reason_cleave_may_use_gpu(run_dir, &gpu.uuid),
-        mps: procfs::processes_of_gpu(&gpu.uuid).await,
+        mps: procfs::find_processes_of_gpu(&gpu.uuid).await,
         processes: facts.gpu.processes,
         others: match namespace.as_os_str() == INITIAL_PID_NAMESPACE {
             true => ForeignProcesses::Visible,

@@ -143,7 +143,7 @@ impl Program {
     /// Runs the program with an allocation. Returns the result of the allocation.
     ///
     /// # Errors
-    /// Returns the errors of [`start`](Self::start). A refused allocation is a result and no error.
+    /// Returns the errors of [`start`](Self::start). A refused allocation is a result, not an error.
     pub(super) async fn allocate(&self, pipe: &Path, mib: u64) -> Result<AllocationResult, ProgramError> {
         let start =
             ProgramRunOptions { pipe: pipe.to_owned(), allocate_mib: Some(mib), ..ProgramRunOptions::default() };
@@ -171,7 +171,7 @@ impl RunningProgram {
     }
 
     /// Reads the line that the program prints after the allocation. A refused allocation is a
-    /// result and no error.
+    /// result, not an error.
     async fn read_allocation_result(&mut self) -> Result<AllocationResult, ProgramError> {
         match self.read_line().await {
             Ok(_) => Ok(Ok(())),

@@ -30,9 +30,9 @@ const LOW_THREAD_PERCENTAGE: u8 = 20;
 /// UID of an unprivileged user.
 const NOBODY_UID: u32 = 65_534;
 /// Time limit for MPS, its log or NVML to report that a client connected or exited.
-const CLIENT_REPORT_DEADLINE: Duration = Duration::from_secs(3);
+const CLIENT_CHANGE_DEADLINE: Duration = Duration::from_secs(3);
 /// Poll interval for reports that a client connected or exited.
-const CLIENT_REPORT_POLL_INTERVAL: Duration = Duration::from_millis(20);
+const CLIENT_CHANGE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time limit of `terminate_client`, which takes 3 to 10 ms on an H200 with driver 580.
 const TERMINATE_DEADLINE: Duration = Duration::from_secs(10);
 /// Why the doctor skips tests that need a CUDA program.
@@ -147,7 +147,7 @@ impl DriverTests<'_> {
         if !self.setup.are_others_visible {
             return None;
         }
-        let deadline = Instant::now() + CLIENT_REPORT_DEADLINE;
+        let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
         loop {
             let uuid = self.setup.uuid.clone();
             match self.setup.nvml.call(NVML_CALL_DEADLINE, move |gpus| gpus.processes(&uuid)).await {
@@ -160,7 +160,7 @@ impl DriverTests<'_> {
                     }
                 }
             }
-            sleep(CLIENT_REPORT_POLL_INTERVAL).await;
+            sleep(CLIENT_CHANGE_POLL_INTERVAL).await;
         }
     }
 
@@ -267,7 +267,7 @@ impl DriverTests<'_> {
             {
                 return Ok(server);
             }
-            sleep(CLIENT_REPORT_POLL_INTERVAL).await;
+            sleep(CLIENT_CHANGE_POLL_INTERVAL).await;
         }
         Err(NoObservation::Failed(format!("no MPS server became ready within {} s", SERVER_START_DEADLINE.as_secs())))
     }
@@ -298,7 +298,7 @@ impl DriverTests<'_> {
         let server = self.server()?;
         let client = self.start_waiting_program(None).await?;
         self.client.set(Some(client.pid));
-        let deadline = Instant::now() + CLIENT_REPORT_DEADLINE;
+        let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
         let known = loop {
             let by_mps =
                 protocol::parse_pids(&self.send_command(Command::Clients(server)).await?)?.contains(&client.pid);
@@ -308,7 +308,7 @@ impl DriverTests<'_> {
             if (by_mps && listed) || Instant::now() > deadline {
                 break (by_mps, found.are_clients_known.then_some(listed));
             }
-            sleep(CLIENT_REPORT_POLL_INTERVAL).await;
+            sleep(CLIENT_CHANGE_POLL_INTERVAL).await;
         };
         client.finish().await;
         Ok(known)
@@ -432,19 +432,19 @@ impl DriverTests<'_> {
         self.set_usual_limits().await?;
         let server = self.server()?;
         self.send_command(Command::ShutdownServer { server, force: false }).await?;
-        let deadline = Instant::now() + CLIENT_REPORT_DEADLINE;
+        let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
         while !protocol::parse_pids(&self.send_command(Command::ServerList).await?)?.is_empty() {
             if Instant::now() > deadline {
                 return Err(NoObservation::Failed("the server does not shut down".to_owned()));
             }
-            sleep(CLIENT_REPORT_POLL_INTERVAL).await;
+            sleep(CLIENT_CHANGE_POLL_INTERVAL).await;
         }
         Ok(self.with_usual_limits(self.view_gpu().await?))
     }
 
-    /// Returns what the daemon has logged, at the latest after [`CLIENT_REPORT_DEADLINE`].
+    /// Returns what the daemon has logged, at the latest after [`CLIENT_CHANGE_DEADLINE`].
     async fn wait_for_log(&self) -> LoggedEvents {
-        let deadline = Instant::now() + CLIENT_REPORT_DEADLINE;
+        let deadline = Instant::now() + CLIENT_CHANGE_DEADLINE;
         loop {
             let logged = {
                 let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
@@ -460,7 +460,7 @@ impl DriverTests<'_> {
             if complete || Instant::now() > deadline {
                 return logged;
             }
-            sleep(CLIENT_REPORT_POLL_INTERVAL).await;
+            sleep(CLIENT_CHANGE_POLL_INTERVAL).await;
         }
     }
 }

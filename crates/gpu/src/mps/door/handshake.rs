@@ -9,7 +9,7 @@ use crate::mps::seqpacket::{Credentials, Socket, send_without_waiting};
 /// Why a door refuses a connection.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Refusal {
-    #[error("the handshake took too long")]
+    #[error("the handshake with the door took too long")]
     TooSlow,
     #[error("the client does not use the MPS handshake")]
     NoHandshake,

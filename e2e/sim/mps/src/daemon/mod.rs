@@ -201,7 +201,7 @@ impl Daemon {
         }
     }
 
-    /// Serves one connection. Returns a client that must be queued.
+    /// Serves one connection. Returns a client if it must be queued.
     fn serve_connection(self: &Arc<Self>, connection: Connection, privileged: bool) -> Option<PendingClient> {
         let hello = if self.faults.apply_faults("mps:handshake").is_some() {
             handshake::HELLO_OF_OTHER_DRIVER

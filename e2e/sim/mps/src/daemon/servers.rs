@@ -27,7 +27,7 @@ impl Daemon {
     }
 
     /// Passes a client on to a server and waits for the last packet of the client's handshake.
-    /// Returns a client that must be queued.
+    /// Returns the client if it must be queued.
     pub(super) fn serve_client(self: &Arc<Self>, mut client: PendingClient) -> Option<PendingClient> {
         let mut state = self.lock();
         let PendingClient { pid, uid, .. } = client;

@@ -193,7 +193,7 @@ proptest! {
         let mut reality = ActualAllocations::default();
         let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default().with_settling_delay(), 0_u32);
         let mut thorough = Gatekeeper::default().with_settling_delay();
-        // The version of the watched pods, and the version that a new leader must have seen.
+        // The resource version of the watched pods, and the one that a new leader must have seen.
         let (mut stored, mut required) = (Versions::default(), Versions::default());
         for (second, step) in steps.into_iter().enumerate() {
             let ActualAllocations { given, ending } = &mut reality;

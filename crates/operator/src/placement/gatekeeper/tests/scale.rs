@@ -169,9 +169,9 @@ impl Fleet {
         self.writer.apply(Event::InitDone);
     }
 
-    /// Reads the stores and decides, as the placement controller does. Returns the CPU time, and
+    /// Reads the stores and reconciles, as the placement controller does. Returns the CPU time, and
     /// the number of released pods.
-    fn look(&self, keeper: &mut Gatekeeper, second: u64) -> (Duration, usize) {
+    fn reconcile(&self, keeper: &mut Gatekeeper, second: u64) -> (Duration, usize) {
         let now = Now { up: Duration::from_secs(second), epoch: 1_700_000_000 + second };
         let began = cpu_time();
         let (cluster, changes) = (self.cluster.clone(), self.store.changes());
@@ -214,31 +214,32 @@ fn scale_memory_of_pods() {
     measure_memory("80,000 pods with shares", true, 80_000);
 }
 
-fn measure_looks(nodes: usize, pods: usize) {
-    const LOOKS: usize = 60;
+fn measure_reconciles(nodes: usize, pods: usize) {
+    const RECONCILES: usize = 60;
     let start = resident();
     let mut fleet = Fleet::new(nodes, pods);
     let with_nodes = resident();
     fleet.list_pods();
     let with_pods = resident();
     let mut keeper = Gatekeeper::default();
-    let (first, _) = fleet.look(&mut keeper, 0);
+    let (first, _) = fleet.reconcile(&mut keeper, 0);
     let mib = |bytes: f64| format!("{:.0} MiB", bytes / MIB);
     println!(
-        "{nodes} nodes, {pods} pods: objects of nodes {}, pods {}, ledger and the rest {}; first look {first:?}",
+        "{nodes} nodes, {pods} pods: objects of nodes {}, pods {}, ledger and the rest {}; first reconcile {first:?}",
         mib(with_nodes - start),
         mib(with_pods - with_nodes),
         mib(resident() - with_pods),
     );
     let mut second = 1;
-    // The first look after the initial change of a series is printed separately.
+    // The first reconcile of a series is printed separately, because it also handles the change
+    // that starts the series.
     let mut times = |what: &str, fleet: &mut Fleet, change: &mut dyn FnMut(&mut Fleet, usize)| {
         let mut times = Vec::new();
         let mut released = 0;
-        for number in 0..LOOKS {
+        for number in 0..RECONCILES {
             change(fleet, number);
             second += 1;
-            let (took, releases) = fleet.look(&mut keeper, second);
+            let (took, releases) = fleet.reconcile(&mut keeper, second);
             times.push(took);
             released += releases;
         }
@@ -278,12 +279,12 @@ fn measure_looks(nodes: usize, pods: usize) {
 
 #[test]
 #[ignore = "prints figures"]
-fn scale_looks_at_1000_nodes() {
-    measure_looks(1000, 80_000);
+fn scale_reconciles_at_1000_nodes() {
+    measure_reconciles(1000, 80_000);
 }
 
 #[test]
 #[ignore = "prints figures"]
-fn scale_looks_at_5000_nodes() {
-    measure_looks(5000, 150_000);
+fn scale_reconciles_at_5000_nodes() {
+    measure_reconciles(5000, 150_000);
 }

@@ -374,12 +374,12 @@ impl World {
             self.simulation.log(|| "all faults end".to_owned());
             self.heal();
         }
-        self.quiet()
+        self.stay_quiet()
     }
 
     /// Lets the quiet time pass: no further step follows, and components only react to earlier
     /// steps.
-    fn quiet(&mut self) -> Result<(), String> {
+    fn stay_quiet(&mut self) -> Result<(), String> {
         let begin = self.simulation.now;
         let end = begin + QUIET;
         let mut recreations = None;

@@ -108,7 +108,7 @@ pub(super) struct Operator {
     policies: Watch<kube::core::DeserializeGuard<cleave_api::SharingPolicy>>,
     agents: Watch<crate::read::AgentPod>,
     budgets: Watch<crate::read::BudgetObject>,
-    /// The version that each watch has reached, and the version that a new leader needs.
+    /// The resource version that each watch has reached, and the one that a new leader needs.
     stored: Versions,
     required: Versions,
     /// Pods with a release without an answer, by UID.
@@ -299,7 +299,7 @@ impl Operator {
         answer == Answer::Done && applied
     }
 
-    /// Evicts pods for pods of higher priority, as `run` does. Returns false if a retry is
+    /// Preempts pods, as `run` does. Returns false if a retry is
     /// necessary.
     fn evict(&mut self, simulation: &mut Simulation, evictions: &[Eviction], answers: &mut Answers) -> bool {
         let mut unsuccessful: Vec<&str> = Vec::new();
