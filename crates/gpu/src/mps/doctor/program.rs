@@ -143,7 +143,8 @@ impl Program {
     /// Runs the program with an allocation. Returns the result of the allocation.
     ///
     /// # Errors
-    /// Returns the errors of [`start`](Self::start). A refused allocation is a result, not an error.
+    /// Returns the errors of [`start`](Self::start). A refused allocation is a result, not an
+    /// error.
     pub(super) async fn allocate(&self, pipe: &Path, mib: u64) -> Result<AllocationResult, ProgramError> {
         let start =
             ProgramRunOptions { pipe: pipe.to_owned(), allocate_mib: Some(mib), ..ProgramRunOptions::default() };
