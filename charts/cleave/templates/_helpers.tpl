@@ -163,7 +163,7 @@ affinity:
   {{- toYaml .Values.nodes.affinity | nindent 2 }}
 {{- else if .Values.nodes.labelledOnly }}
 {{- if not .Values.nodes.gpuLabels }}
-{{- fail "nodes.gpuLabels is empty, and nodes.labelledOnly is true: no node would run the agent. List labels of your GPU nodes, or set nodes.labelledOnly to false" }}
+{{- fail "nodes.gpuLabels is empty, and nodes.labelledOnly is true. List labels of your GPU nodes, or set nodes.labelledOnly to false" }}
 {{- end }}
 affinity:
   nodeAffinity:
