@@ -31,9 +31,8 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
         report.warning(
             Reason::WebhookMatchesNamespace,
             format!(
-                "The API server calls webhooks of {kind} {} for each new pod in the namespace {}: {}. Their \
-                 failurePolicy is Fail, so Cleave's pods cannot be created while a webhook does not answer. A webhook \
-                 may also refuse privileged pods.",
+                "{kind} {} has webhooks for new pods in the namespace {}: {}. Their failurePolicy is Fail, so Cleave's \
+                 pods cannot be created while one of them does not answer. They may also refuse privileged pods.",
                 configuration.metadata.name,
                 view.target.namespace,
                 join_names(blocking)
