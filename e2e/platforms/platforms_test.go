@@ -16,11 +16,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	nodev1 "k8s.io/api/node/v1"
@@ -348,6 +350,55 @@ func TestRuntimeClassesExist(t *testing.T) {
 		if template.Spec.RuntimeClassName != nil {
 			t.Errorf("by default %s needs a RuntimeClass", name)
 		}
+	}
+}
+
+// The values file of the GPU Operator follows that of the platform, and the driver is in a container.
+func TestTheGpuOperatorsValuesReplaceEachPlatformsDriver(t *testing.T) {
+	const operator = "gpu-operator"
+	path := func(platform string) string { return filepath.Join(chart, "platforms", platform+".yaml") }
+	expected := pods(renderPlatform(t, operator))
+	for _, platform := range platforms(t) {
+		t.Run(platform, func(t *testing.T) {
+			objects := render(t, "1.36.0", append([]string{"--values", path(platform), "--values", path(operator)}, options[platform]...)...)
+			for _, set := range all[*appsv1.DaemonSet](objects) {
+				found, wanted := set.Spec.Template.Spec, expected[set.Name].Spec
+				if class := found.RuntimeClassName; class == nil || *class != "nvidia" {
+					t.Errorf("%s has the RuntimeClass %v", set.Name, class)
+				}
+				if !reflect.DeepEqual(found.Volumes, wanted.Volumes) {
+					t.Errorf("%s has the volumes %v, not %v", set.Name, found.Volumes, wanted.Volumes)
+				}
+				for index, container := range found.Containers {
+					other := wanted.Containers[index]
+					if !reflect.DeepEqual(container.VolumeMounts, other.VolumeMounts) || !reflect.DeepEqual(container.Args, other.Args) ||
+						!reflect.DeepEqual(container.Env, other.Env) {
+						t.Errorf("%s differs: %v %v %v", container.Name, container.VolumeMounts, container.Args, container.Env)
+					}
+				}
+			}
+		})
+	}
+}
+
+// A variable of the chart would replace the value of the image, for example LD_LIBRARY_PATH.
+func TestNoPlatformReplacesVariablesOfImages(t *testing.T) {
+	forEachPlatform(t, func(t *testing.T, _ string, objects release) {
+		for name, template := range pods(objects) {
+			for _, argument := range template.Spec.Containers[0].Args {
+				if strings.HasPrefix(argument, "--container-env=") {
+					t.Errorf("%s has the argument %s", name, argument)
+				}
+			}
+		}
+	})
+}
+
+// Without the annotation AKS edits the webhooks' selectors.
+func TestAksDoesNotEditTheWebhook(t *testing.T) {
+	configurations := all[*admissionv1.MutatingWebhookConfiguration](renderPlatform(t, "aks"))
+	if len(configurations) != 1 || configurations[0].Annotations["admissions.enforcer/disabled"] != "true" {
+		t.Errorf("%v", configurations)
 	}
 }
 

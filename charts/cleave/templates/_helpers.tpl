@@ -161,7 +161,10 @@ nodeSelector:
 {{- if .Values.nodes.affinity }}
 affinity:
   {{- toYaml .Values.nodes.affinity | nindent 2 }}
-{{- else if and .Values.nodes.labelledOnly .Values.nodes.gpuLabels }}
+{{- else if .Values.nodes.labelledOnly }}
+{{- if not .Values.nodes.gpuLabels }}
+{{- fail "nodes.gpuLabels is empty, and nodes.labelledOnly is true. List labels of your GPU nodes, or set nodes.labelledOnly to false" }}
+{{- end }}
 affinity:
   nodeAffinity:
     requiredDuringSchedulingIgnoredDuringExecution:

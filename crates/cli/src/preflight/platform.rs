@@ -14,8 +14,20 @@ pub(super) enum Platform {
     Rke2,
     K0s,
     MicroK8s,
-    /// Kubernetes' own kubelet, as kubeadm installs it.
+    /// An unmodified kubelet, as kubeadm and Kubespray install it.
     Kubeadm,
+}
+
+/// Whether Cleave's pods use the `RuntimeClass` of NVIDIA's runtime.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum RuntimeClassUse {
+    /// NVIDIA's runtime is the default runtime, or no runtime provides the driver.
+    Never,
+    /// An administrator decides whether NVIDIA's runtime is the default. The `RuntimeClass` exists
+    /// if it is not.
+    IfFound,
+    /// NVIDIA's runtime is not the default runtime.
+    Always,
 }
 
 impl Platform {
@@ -48,7 +60,7 @@ impl Platform {
             Self::Rke2 => "RKE2",
             Self::K0s => "k0s",
             Self::MicroK8s => "MicroK8s",
-            Self::Kubeadm => "kubeadm",
+            Self::Kubeadm => "unmodified kubelet (kubeadm or Kubespray)",
         }
     }
 
@@ -77,10 +89,24 @@ impl Platform {
         }
     }
 
-    /// Returns whether NVIDIA's runtime is never the default runtime, so that Cleave's pods need
-    /// its `RuntimeClass`.
-    pub(super) const fn needs_runtime_class(self) -> bool {
-        matches!(self, Self::OpenShift | Self::Talos | Self::K3s | Self::Rke2)
+    /// Returns whether Cleave's pods use the `RuntimeClass` of NVIDIA's runtime, without NVIDIA's
+    /// GPU Operator.
+    pub(super) const fn runtime_class(self) -> RuntimeClassUse {
+        match self {
+            Self::Gke | Self::EksAl2023 | Self::EksBottlerocket | Self::Aks => RuntimeClassUse::Never,
+            Self::K0s | Self::MicroK8s | Self::Kubeadm => RuntimeClassUse::IfFound,
+            Self::OpenShift | Self::Talos | Self::K3s | Self::Rke2 => RuntimeClassUse::Always,
+        }
+    }
+
+    /// Returns the configuration of containerd, if the platform creates the `RuntimeClass` of
+    /// NVIDIA's runtime on every cluster. Only this file then shows whether a node has the runtime.
+    pub(super) const fn containerd_configuration(self) -> Option<&'static str> {
+        match self {
+            Self::K3s => Some("/var/lib/rancher/k3s/agent/etc/containerd/config.toml"),
+            Self::Rke2 => Some("/var/lib/rancher/rke2/agent/etc/containerd/config.toml"),
+            _ => None,
+        }
     }
 
     /// Detects the platform of a node. Labels and the operating system of platforms that run on

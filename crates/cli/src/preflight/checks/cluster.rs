@@ -2,6 +2,7 @@
 use super::super::facts::{Known, MajorMinor, Node};
 use super::super::platform::Platform;
 use super::super::report::{Reason, Report, join_names};
+use super::nodes::names;
 use super::view::{View, items};
 
 /// The oldest Kubernetes that the chart accepts.
@@ -103,7 +104,11 @@ fn check_platform(view: &View<'_>, report: &mut Report) {
         return;
     }
     if let Some(platform) = view.platform() {
-        report.info(Reason::PlatformDetected, format!("The platform is {}.", platform.name()), "");
+        let message = match platform {
+            Platform::Kubeadm => "The nodes run an unmodified kubelet, as with kubeadm or Kubespray.".to_owned(),
+            platform => format!("The platform is {}.", platform.name()),
+        };
+        report.info(Reason::PlatformDetected, message, "");
         report.values_files.extend(platform.values_file().map(|name| format!("platforms/{name}.yaml")));
         if let Some(directory) = platform.kubelet_directory() {
             report.set("paths.kubelet", directory);
@@ -122,14 +127,31 @@ fn check_platform(view: &View<'_>, report: &mut Report) {
             "Choose the nodes of one platform with --node-selector, and run preflight again.",
         );
     }
-    let platform_nodes = if view.gpu_nodes.is_empty() { &view.nodes } else { &view.gpu_nodes };
-    // GKE names the nodes of Autopilot with this prefix, and no label tells them apart.
+    check_autopilot(view, report);
+}
+
+/// Reports nodes of GKE Autopilot. GKE starts their names with `gk3-`, and no label distinguishes
+/// them. A Standard cluster may have some such nodes.
+fn check_autopilot(view: &View<'_>, report: &mut Report) {
     let autopilot = |node: &&&Node| Platform::of(node) == Some(Platform::Gke) && node.metadata.name.starts_with("gk3-");
-    if platform_nodes.iter().any(|node| autopilot(&node)) {
+    if !view.nodes.is_empty() && view.nodes.iter().all(|node| autopilot(&node)) {
         report.error(
             Reason::PrivilegedPodsRefused,
             "The cluster is a GKE Autopilot cluster. Autopilot refuses Cleave's privileged pods.",
             "Use a GKE Standard cluster.",
+        );
+        return;
+    }
+    let refusing: Vec<&Node> = view.gpu_nodes.iter().filter(autopilot).copied().collect();
+    if !refusing.is_empty() {
+        report.warning(
+            Reason::PrivilegedPodsRefused,
+            format!(
+                "The names of {} start with gk3-, so GKE Autopilot may manage these nodes. Autopilot refuses Cleave's \
+                 privileged pods.",
+                names(refusing)
+            ),
+            "Use nodes of a Standard node pool.",
         );
     }
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::super::facts::{MajorMinor, Node, PodSpec};
 use super::super::platform::Platform;
 use super::super::report::{Reason, Report, counted, join_names};
-use super::view::{NVIDIA_RESOURCES, View, can_run, chart_labels};
+use super::view::{View, can_run, chart_labels, is_discovered, is_gpu_resource};
 
 /// Keys of taints that the operator tolerates by default.
 pub(in super::super) const OPERATOR_TOLERATIONS: [&str; 2] =
@@ -25,7 +25,7 @@ const OLDEST_KERNEL: MajorMinor = MajorMinor(5, 4);
 /// Returns whether a device plugin serves GPUs on the node now.
 pub(super) fn serves_gpus(node: &Node) -> bool {
     let served = |(name, amount): (&String, &cleave_plan::Quantity)| {
-        name.starts_with(NVIDIA_RESOURCES) && amount.milli().is_some_and(|milli| milli > 0)
+        is_gpu_resource(name) && amount.milli().is_some_and(|milli| milli > 0)
     };
     node.status.allocatable.iter().any(served)
 }
@@ -54,7 +54,7 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
                       run preflight again when one exists.";
         report.warning(
             Reason::NoGpuNodes,
-            "No node has a label of a GPU or a resource of NVIDIA, so nothing about GPU nodes was checked.",
+            "No node has a label of a GPU or a resource of GPUs, so nothing about GPU nodes was checked.",
             action,
         );
         return;
@@ -73,8 +73,20 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
         names(view.gpu_nodes.iter().copied())
     );
     report.info(Reason::GpuNodesFound, message, "");
-    let unlabelled: Vec<&Node> =
-        view.gpu_nodes.iter().filter(|node| chart_labels(node).next().is_none()).copied().collect();
+    check_labels(view, report);
+}
+
+/// Reports GPU nodes that the chart does not select, and those that it selects only by labels that
+/// may disappear.
+fn check_labels(view: &View<'_>, report: &mut Report) {
+    let (mut unlabelled, mut discovered) = (Vec::new(), Vec::new());
+    for &node in &view.gpu_nodes {
+        if chart_labels(node).next().is_none() {
+            unlabelled.push(node);
+        } else if chart_labels(node).all(is_discovered) {
+            discovered.push(node);
+        }
+    }
     if !unlabelled.is_empty() {
         report.warning(
             Reason::GpuLabelMissing,
@@ -83,6 +95,19 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
                 names(unlabelled)
             ),
             "Run `kubectl label node NODE cleave.dev/gpu=true` for each of them.",
+        );
+    }
+    if !discovered.is_empty() {
+        report.warning(
+            Reason::GpuLabelNotStable,
+            format!(
+                "Only node feature discovery or GPU feature discovery labels {} as GPU nodes. If it removes its \
+                 labels, for example when it restarts, Kubernetes deletes Cleave's pods there. All programs that use \
+                 MPS then end.",
+                names(discovered)
+            ),
+            "Label the nodes cleave.dev/gpu=true too: in their node pool, in a MachineConfig, by the kubelet's option \
+             --node-labels, or with `kubectl label node NODE cleave.dev/gpu=true`.",
         );
     }
 }

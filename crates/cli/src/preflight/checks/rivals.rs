@@ -1,6 +1,6 @@
 //! Checks for other software that manages the same GPUs, and for the driver's location.
 use super::super::facts::{DaemonSet, Node};
-use super::super::platform::{DriverLayout, Platform};
+use super::super::platform::{DriverLayout, Platform, RuntimeClassUse};
 use super::super::report::{Reason, Report};
 use super::nodes::{is_eks_auto, names, serves_gpus};
 use super::view::{View, can_run, is_cleave, items};
@@ -106,7 +106,11 @@ static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Plugin,
         name: "GKE's device plugin",
-        action: "Create the node pool with the label gke-no-default-nvidia-gpu-device-plugin=true.",
+        action: "Create the node pool with the label gke-no-default-nvidia-gpu-device-plugin=true and with \
+                 gpu-driver-version=disabled. Then install the driver by Google's DaemonSet nvidia-driver-installer: \
+                 nvidia-driver-installer/cos/daemonset-preloaded.yaml for Container-Optimized OS, or \
+                 nvidia-driver-installer/ubuntu/daemonset-preloaded.yaml for Ubuntu, of the repository \
+                 GoogleCloudPlatform/container-engine-accelerators.",
         is: |set| set.metadata.namespace == "kube-system" && named(set, "nvidia-gpu-device-plugin"),
     },
     Product {
@@ -308,31 +312,63 @@ fn check_driver(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
         selector.keys().any(|label| label.starts_with(GPU_OPERATOR_LABELS))
             && view.gpu_nodes.iter().any(|node| can_run(&set.spec.template.spec, node))
     });
-    if has_operator || in_container {
+    let uses_operator = has_operator || in_container;
+    if uses_operator {
         report.values_files.push("platforms/gpu-operator.yaml".to_owned());
     }
-    check_runtime_class(view, has_operator || in_container, layout, report);
+    check_runtime_class(view, uses_operator, report);
 }
 
-fn check_runtime_class(view: &View<'_>, has_operator: bool, layout: DriverLayout, report: &mut Report) {
-    if view.facts.runtime_classes.is_err() || layout == DriverLayout::GkeDirectory {
+/// Checks the `RuntimeClass` wherever the values files set `driver.runtimeClassName`. The file of
+/// the GPU Operator sets it on every platform.
+fn check_runtime_class(view: &View<'_>, uses_operator: bool, report: &mut Report) {
+    if view.facts.runtime_classes.is_err() {
         return;
     }
+    let of_platforms = view.platforms.iter().map(|platform| platform.runtime_class()).max();
+    let usage = if uses_operator { RuntimeClassUse::Always } else { of_platforms.unwrap_or(RuntimeClassUse::IfFound) };
     let exists = items(&view.facts.runtime_classes).iter().any(|class| class.metadata.name == RUNTIME_CLASS);
-    let needed = has_operator || view.platforms.iter().any(|platform| platform.needs_runtime_class());
-    if exists {
-        report.set("driver.runtimeClassName", RUNTIME_CLASS);
-        report.info(
-            Reason::RuntimeClassFound,
-            "The RuntimeClass nvidia exists. Cleave's pods will use it to get the driver.",
-            "With agent.deviceListStrategy Envvar, add runtimeClassName: nvidia to pods that request GPUs, unless \
-             NVIDIA's runtime is the default runtime.",
-        );
-    } else if needed {
-        report.error(
+    match (usage, exists) {
+        (RuntimeClassUse::Never, _) | (RuntimeClassUse::IfFound, false) => {}
+        (RuntimeClassUse::IfFound | RuntimeClassUse::Always, true) => {
+            report.set("driver.runtimeClassName", RUNTIME_CLASS);
+            report_runtime_class(view, report);
+        }
+        (RuntimeClassUse::Always, false) => report.error(
             Reason::RuntimeClassMissing,
             "The RuntimeClass nvidia does not exist. On this platform Cleave's pods get the driver through it.",
             "Install NVIDIA's container toolkit on the nodes, and create a RuntimeClass nvidia with handler nvidia.",
+        ),
+    }
+}
+
+/// Reports the `RuntimeClass` that Cleave's pods will use, and whether it proves that nodes have
+/// NVIDIA's runtime.
+fn report_runtime_class(view: &View<'_>, report: &mut Report) {
+    const PODS: &str = "With agent.deviceListStrategy Envvar, add runtimeClassName: nvidia to pods that request GPUs, \
+                        unless NVIDIA's runtime is the default runtime.";
+    let mut bundled = false;
+    for platform in &view.platforms {
+        let Some(file) = platform.containerd_configuration() else { continue };
+        bundled = true;
+        let name = platform.name();
+        report.warning(
+            Reason::RuntimeHandlerUnknown,
+            format!(
+                "The RuntimeClass nvidia exists, but {name} creates it on every cluster. If a node lacks NVIDIA's \
+                 container toolkit, Cleave's pods cannot start there."
+            ),
+            format!(
+                "Run `grep nvidia {file}` on each GPU node. If it prints nothing, install NVIDIA's container toolkit on \
+                 the node, and restart {name}. {PODS}"
+            ),
+        );
+    }
+    if !bundled {
+        report.info(
+            Reason::RuntimeClassFound,
+            "The RuntimeClass nvidia exists. Cleave's pods will use it to get the driver.",
+            PODS,
         );
     }
 }

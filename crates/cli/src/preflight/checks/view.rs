@@ -37,8 +37,16 @@ const OTHER_GPU_LABELS: [(&str, Option<&str>); 4] = [
 ];
 /// Start of the labels that Talos sets for NVIDIA's system extensions.
 const TALOS_EXTENSIONS: &str = "extensions.talos.dev/nvidia";
+/// Starts of the labels that node feature discovery and NVIDIA's GPU feature discovery set. Both
+/// may remove them while pods run.
+const DISCOVERED_LABELS: [&str; 2] = ["feature.node.kubernetes.io/", "nvidia.com/gpu."];
 /// Start of the names of NVIDIA's resources.
-pub(super) const NVIDIA_RESOURCES: &str = "nvidia.com/";
+const NVIDIA_RESOURCES: &str = "nvidia.com/";
+/// Names of resources that are GPUs, after [`NVIDIA_RESOURCES`].
+const GPU_RESOURCES: [&str; 3] = ["gpu", "gpu.shared", "pgpu"];
+/// Starts of names of resources that are GPUs or parts of GPUs, after [`NVIDIA_RESOURCES`]. The last
+/// three are of virtual GPUs.
+const GPU_RESOURCE_STARTS: [&str; 5] = ["gpu-", "mig-", "vgpu", "GRID_", "NVIDIA_"];
 
 /// The facts, and what several checks derive from them.
 pub(super) struct View<'a> {
@@ -107,8 +115,21 @@ fn has_gpus(node: &Node) -> bool {
     chart_labels(node).next().is_some()
         || matching(node, &OTHER_GPU_LABELS).next().is_some()
         || node.metadata.labels.keys().any(|label| label.starts_with(TALOS_EXTENSIONS))
-        || node.status.capacity.keys().any(|name| name.starts_with(NVIDIA_RESOURCES))
+        || node.status.capacity.keys().any(|name| is_gpu_resource(name))
         || is_bottlerocket_for_gpus(&node.status.node_info.os_image)
+}
+
+/// Returns whether a resource consists of NVIDIA GPUs or parts of them. NVIDIA's network operator
+/// offers other devices, such as `nvidia.com/hostdev`.
+pub(super) fn is_gpu_resource(name: &str) -> bool {
+    name.strip_prefix(NVIDIA_RESOURCES).is_some_and(|name| {
+        GPU_RESOURCES.contains(&name) || GPU_RESOURCE_STARTS.iter().any(|start| name.starts_with(start))
+    })
+}
+
+/// Returns whether node feature discovery or GPU feature discovery sets the label.
+pub(super) fn is_discovered(label: &str) -> bool {
+    DISCOVERED_LABELS.iter().any(|start| label.starts_with(start))
 }
 
 /// Returns the labels of a node by which the chart, with the values file of the node's platform,

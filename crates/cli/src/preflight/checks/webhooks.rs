@@ -31,8 +31,8 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
         report.warning(
             Reason::WebhookMatchesNamespace,
             format!(
-                "{kind} {} applies to pods in the namespace {} with failurePolicy Fail: {}. While its service is \
-                 down, Cleave's pods cannot be created, and it may refuse privileged pods.",
+                "{kind} {} has webhooks for new pods in the namespace {}: {}. Their failurePolicy is Fail, so Cleave's \
+                 pods cannot be created while one of them does not answer. They may also refuse privileged pods.",
                 configuration.metadata.name,
                 view.target.namespace,
                 join_names(blocking)

@@ -67,7 +67,7 @@ fn the_text_has_every_finding_and_the_command() {
     let text = render(&report).unwrap();
     for part in [
         "Kubernetes: v1.36.4\n",
-        "Platform:   kubeadm\n",
+        "Platform:   unmodified kubelet (kubeadm or Kubespray)\n",
         "Nodes:      2, 2 with GPUs\n",
         "ERROR    KernelTooOld\n  The kernel is 4.18.0 on gpu-1.",
         "\n  → Use nodes with Linux 5.4 or newer.\n",

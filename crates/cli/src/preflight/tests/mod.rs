@@ -64,10 +64,10 @@ fn healthy_nodes() -> Value {
     json!([gpu_node("gpu-1"), gpu_node("gpu-2")])
 }
 
-/// A healthy GPU node of a cluster of kubeadm.
+/// A healthy GPU node of a cluster of kubeadm, with the recommended label.
 fn gpu_node(name: &str) -> Value {
     json!({
-        "metadata": {"name": name, "labels": {"nvidia.com/gpu.present": "true"}},
+        "metadata": {"name": name, "labels": {"cleave.dev/gpu": "true"}},
         "status": {"nodeInfo": {
             "architecture": "amd64",
             "containerRuntimeVersion": "containerd://2.1.4",

@@ -12,12 +12,12 @@ fn info(field: &str, value: &str) -> Value {
 fn gpu_nodes_are_counted_by_the_label_that_shows_them() {
     let report = report_of(&json!({"nodes": healthy_nodes()}));
     let found = finding(&report, Reason::GpuNodesFound);
-    assert!(found.message.contains("2 nodes") && found.message.contains("nvidia.com/gpu.present (2)"), "{found:?}");
+    assert!(found.message.contains("2 nodes") && found.message.contains("cleave.dev/gpu (2)"), "{found:?}");
 }
 
 #[test]
 fn a_cluster_without_gpu_nodes_is_reported() {
-    let cpu = with(gpu_node("cpu"), &json!({"metadata": {"labels": {"nvidia.com/gpu.present": "false"}}}));
+    let cpu = with(gpu_node("cpu"), &json!({"metadata": {"labels": {"cleave.dev/gpu": "false"}}}));
     let other = with(cpu.clone(), &json!({"metadata": {"name": "cpu-2"}}));
     let report = report_of(&json!({"nodes": [cpu, other]}));
     assert_eq!(problems(&report), [Reason::NoGpuNodes]);
@@ -26,7 +26,7 @@ fn a_cluster_without_gpu_nodes_is_reported() {
 
 #[test]
 fn gpus_without_a_label_of_the_chart_are_reported() {
-    let unlabelled = json!({"metadata": {"labels": {"nvidia.com/gpu.present": null}}});
+    let unlabelled = json!({"metadata": {"labels": {"cleave.dev/gpu": null}}});
     for sign in [
         json!({"status": {"capacity": {"nvidia.com/gpu": "8"}}}),
         json!({"metadata": {"labels": {"nvidia.com/gpu.product": "NVIDIA-L4"}}}),
@@ -44,6 +44,56 @@ fn gpus_without_a_label_of_the_chart_are_reported() {
     // GPUs of another manufacturer.
     let amd = json!({"metadata": {"labels": {"karpenter.k8s.aws/instance-gpu-manufacturer": "amd"}}});
     assert_eq!(report_of_node(&with(unlabelled, &amd)).gpu_nodes, 1);
+}
+
+#[test]
+fn labels_that_only_feature_discovery_sets_are_reported() {
+    let without = json!({"metadata": {"labels": {"cleave.dev/gpu": null}}});
+    for label in [
+        "nvidia.com/gpu.present",
+        "feature.node.kubernetes.io/pci-10de.present",
+        "feature.node.kubernetes.io/pci-0302_10de.present",
+        "feature.node.kubernetes.io/pci-0300_10de.present",
+    ] {
+        let labelled = json!({"metadata": {"labels": {label: "true"}}});
+        let report = report_of_node(&with(without.clone(), &labelled));
+        assert_eq!(problems(&report), [Reason::GpuLabelNotStable], "{label}");
+        let found = finding(&report, Reason::GpuLabelNotStable);
+        assert!(found.level == Level::Warning && found.action.contains("cleave.dev/gpu=true"), "{found:?}");
+        assert!(found.message.contains("gpu-1") && !found.message.contains("gpu-2"), "{found:?}");
+        // One lasting label is enough.
+        assert_eq!(problems(&report_of_node(&labelled)), [], "{label}");
+        let accelerator = json!({"metadata": {"labels": {"k8s.amazonaws.com/accelerator": "l4"}}});
+        let report = report_of_node(&with(with(without.clone(), &labelled), &accelerator));
+        assert_eq!(problems(&report), [], "{label}");
+    }
+}
+
+#[test]
+fn only_resources_of_gpus_show_gpus() {
+    let without = json!({"metadata": {"labels": {"cleave.dev/gpu": null}}});
+    for (resource, gpu_nodes) in [
+        ("nvidia.com/gpu", 2),
+        ("nvidia.com/gpu.shared", 2),
+        ("nvidia.com/gpu-mps", 2),
+        ("nvidia.com/mig-1g.10gb", 2),
+        ("nvidia.com/pgpu", 2),
+        ("nvidia.com/vgpu", 2),
+        ("nvidia.com/GRID_T4-1Q", 2),
+        ("nvidia.com/NVIDIA_A10-24Q", 2),
+        // Devices of NVIDIA's network operator.
+        ("nvidia.com/hostdev", 1),
+        ("nvidia.com/rdma_shared_device_a", 1),
+        ("nvidia.com/sriovrdma", 1),
+        ("amd.com/gpu", 1),
+    ] {
+        let offered = json!({"status": {"capacity": {resource: "8"}, "allocatable": {resource: "8"}}});
+        let report = report_of_node(&with(without.clone(), &offered));
+        assert_eq!(report.gpu_nodes, gpu_nodes, "{resource}");
+        // No other plugin serves GPUs on a GPU node with network devices.
+        let served = problems(&report_of_node(&offered));
+        assert_eq!(served.contains(&Reason::GpusServedByOthers), gpu_nodes == 2, "{resource}");
+    }
 }
 
 #[test]

@@ -48,13 +48,15 @@ fn described_platforms_have_only_the_problems_of_their_platform() {
         ("eks-bottlerocket", vec![]),
         // The GPU node has the taint sku=gpu, and there is one other node.
         ("aks", vec![Reason::TaintNotTolerated, Reason::OneOperatorNode]),
-        ("openshift", vec![]),
+        // Node feature discovery and the GPU Operator set the only labels of GPUs.
+        ("openshift", vec![Reason::GpuLabelNotStable]),
         // The namespace does not exist, and Talos enforces `baseline`.
         ("talos", vec![Reason::PodSecurityTooStrict]),
-        ("k3s", vec![]),
-        ("rke2", vec![]),
-        ("kubeadm", vec![]),
-        ("gpu-operator", vec![]),
+        // The RuntimeClass exists on every cluster.
+        ("k3s", vec![Reason::RuntimeHandlerUnknown]),
+        ("rke2", vec![Reason::GpuLabelNotStable, Reason::RuntimeHandlerUnknown]),
+        ("kubeadm", vec![Reason::GpuLabelNotStable]),
+        ("gpu-operator", vec![Reason::GpuLabelNotStable]),
     ] {
         let mut found = problems(&report_of_fixture(name));
         // The descriptions have no files for some lists.
@@ -130,7 +132,7 @@ fn an_unknown_platform_and_several_platforms_are_reported() {
     nodes.as_array_mut().unwrap().push(k3s);
     let report = report_of(&json!({"nodes": nodes, "runtimeclasses": [super::named("nvidia")]}));
     let mixed = finding(&report, Reason::PlatformsMixed);
-    assert!(mixed.message.contains("k3s, kubeadm"), "{mixed:?}");
+    assert!(mixed.message.contains("k3s, unmodified kubelet (kubeadm or Kubespray)"), "{mixed:?}");
     assert!(report.values_files.is_empty(), "no file fits both platforms");
 }
 
@@ -140,4 +142,12 @@ fn gke_autopilot_is_an_error() {
     let autopilot = report_of(&json!({"nodes": [node("gk3-pool-1"), node("gk3-pool-2")]}));
     assert_eq!(finding(&autopilot, Reason::PrivilegedPodsRefused).level, Level::Error);
     assert_eq!(problems(&report_of(&json!({"nodes": [node("gke-pool-1"), node("gke-pool-2")]}))), []);
+
+    // A Standard cluster with a node that Autopilot manages.
+    let mixed = report_of(&json!({"nodes": [node("gke-pool-1"), node("gke-pool-2"), node("gk3-pool-3")]}));
+    let found = finding(&mixed, Reason::PrivilegedPodsRefused);
+    assert!(found.level == Level::Warning && found.message.contains("gk3-pool-3 start"), "{found:?}");
+    let without_gpu = with(node("gk3-pool-3"), &json!({"metadata": {"labels": {"cleave.dev/gpu": null}}}));
+    let elsewhere = report_of(&json!({"nodes": [node("gke-pool-1"), node("gke-pool-2"), without_gpu]}));
+    assert_eq!(problems(&elsewhere), []);
 }

@@ -8,6 +8,7 @@ use super::{gpu_node, healthy_nodes, named, report_of, with};
 use crate::preflight::checks::{
     GPU_LABELS, NEWEST_TESTED, OLDEST_SUPPORTED, OPERATOR_TOLERATIONS, SYSTEM_PRIORITY_CLASSES, TALOS_GPU_LABELS,
 };
+use crate::preflight::facts::MajorMinor;
 use crate::preflight::platform::Platform;
 use crate::preflight::read::SOURCES;
 use crate::preflight::report::{Reason, Report};
@@ -26,8 +27,14 @@ fn yaml(path: &str) -> Value {
 fn supported_versions_are_those_of_the_chart_and_of_the_cluster_tests() {
     let chart = yaml("charts/cleave/Chart.yaml");
     assert_eq!(chart["kubeVersion"], format!(">={OLDEST_SUPPORTED}.0-0"));
+    // All cluster tests run on the version of the module. `make test-versions` adds results of others.
     let module = repository_file("e2e/cluster/kube/go.mod");
-    assert!(module.contains(&format!("k8s.io/kubernetes v{NEWEST_TESTED}.")), "{NEWEST_TESTED} is not the tested one");
+    let default = module.lines().find_map(|line| line.trim().strip_prefix("k8s.io/kubernetes ")).unwrap();
+    let results: Vec<Value> = serde_json::from_str(&repository_file("docs/data/kubernetes-versions.json")).unwrap();
+    let passed = results.iter().filter(|result| result["failed"].as_array().is_some_and(Vec::is_empty));
+    let versions = passed.filter_map(|result| result["version"].as_str()).chain([default]);
+    let newest = versions.filter_map(MajorMinor::parse).max().unwrap();
+    assert_eq!(NEWEST_TESTED, newest, "set NEWEST_TESTED to the newest version that passed");
 }
 
 #[test]
@@ -113,6 +120,10 @@ fn the_job_satisfies_the_restricted_standard() {
     let job = of_kind("Job");
     let pod = &job["spec"]["template"]["spec"];
     assert_eq!(pod["securityContext"]["runAsNonRoot"], true);
+    // OpenShift refuses a given user. The image has a numeric one.
+    assert!(pod["securityContext"].get("runAsUser").is_none() && pod["securityContext"].get("runAsGroup").is_none());
+    assert!(repository_file("deploy/Containerfile").contains("\nUSER 65532:65532\n"));
+    assert_eq!(pod["tolerations"], json!([{"operator": "Exists"}]));
     assert_eq!(pod["securityContext"]["seccompProfile"], json!({"type": "RuntimeDefault"}));
     let container = &pod["containers"][0];
     assert_eq!(container["securityContext"]["allowPrivilegeEscalation"], false);

@@ -53,7 +53,15 @@ fn plugins_of_gke_and_of_the_gpu_operator_are_disabled_by_a_label() {
         &json!({"metadata": {"namespace": "kube-system"}}),
     );
     let report = report_of_sets(&[gke]);
-    assert!(finding(&report, Reason::RivalPlugin).action.contains("gke-no-default-nvidia-gpu-device-plugin=true"));
+    let action = &finding(&report, Reason::RivalPlugin).action;
+    for step in [
+        "gke-no-default-nvidia-gpu-device-plugin=true",
+        "gpu-driver-version=disabled",
+        "nvidia-driver-installer/cos/daemonset-preloaded.yaml",
+        "nvidia-driver-installer/ubuntu/daemonset-preloaded.yaml",
+    ] {
+        assert!(action.contains(step), "{step} in {action}");
+    }
 
     let label = "nvidia.com/gpu.deploy.device-plugin";
     let plugin = daemon_set("nvidia-device-plugin-daemonset", "nvcr.io/nvidia/k8s-device-plugin:v0.18.1");
@@ -201,4 +209,59 @@ fn a_platform_whose_runtime_is_not_the_default_needs_the_runtime_class() {
     let other = with(k3s.clone(), &json!({"metadata": {"name": "b"}}));
     let report = report_of(&json!({"nodes": [k3s, other], "runtimeclasses": [named("crun")]}));
     assert_eq!(finding(&report, Reason::RuntimeClassMissing).level, Level::Error);
+}
+
+/// Two GPU nodes with the version of a platform's kubelet, and a `RuntimeClass`.
+fn report_of_kubelet(version: &str, os: &str, runtime_class: &str, sets: &[Value]) -> Report {
+    let info = json!({"status": {"nodeInfo": {"kubeletVersion": version, "osImage": os}}});
+    let nodes = json!([with(gpu_node("a"), &info), with(gpu_node("b"), &info)]);
+    report_of(&json!({"nodes": nodes, "runtimeclasses": [named(runtime_class)], "daemonsets": sets}))
+}
+
+#[test]
+fn a_runtime_class_that_the_platform_always_creates_proves_nothing() {
+    for (version, directory) in [("v1.35.1+k3s1", "k3s"), ("v1.35.1+rke2r1", "rke2")] {
+        let report = report_of_kubelet(version, "SLES 15", "nvidia", &[]);
+        assert_eq!(problems(&report), [Reason::RuntimeHandlerUnknown], "{version}");
+        let found = finding(&report, Reason::RuntimeHandlerUnknown);
+        let command = format!("`grep nvidia /var/lib/rancher/{directory}/agent/etc/containerd/config.toml`");
+        assert!(found.level == Level::Warning && found.action.contains(&command), "{found:?}");
+        assert_eq!(report.values["driver.runtimeClassName"], "nvidia");
+    }
+}
+
+#[test]
+fn a_runtime_class_is_unused_if_nvidias_runtime_is_the_default() {
+    for (version, os) in [
+        ("v1.35.0-eks-1", "Amazon Linux 2023.9.20250929"),
+        ("v1.35.0-eks-1", "Bottlerocket OS 1.63.0 (aws-k8s-1.35-nvidia)"),
+        ("v1.35.0-gke.1", "Container-Optimized OS from Google"),
+    ] {
+        let report = report_of_kubelet(version, os, "nvidia", &[]);
+        assert_eq!(problems(&report), [], "{os}");
+        assert!(!report.values.contains_key("driver.runtimeClassName"), "{os}: {:?}", report.values);
+    }
+    // With an unmodified kubelet, an administrator creates it if the runtime is not the default.
+    let report = report_of_kubelet("v1.35.0", "Ubuntu 24.04.3 LTS", "nvidia", &[]);
+    assert_eq!(report.values["driver.runtimeClassName"], "nvidia");
+}
+
+#[test]
+fn the_gpu_operators_values_need_the_runtime_class_on_every_platform() {
+    let label = "nvidia.com/gpu.deploy.container-toolkit";
+    let toolkit = daemon_set("nvidia-container-toolkit-daemonset", "nvcr.io/nvidia/k8s/container-toolkit:v1.18.1");
+    let toolkit = on_nodes_with(toolkit, label);
+    for version in ["v1.35.0-gke.1", "v1.35.0"] {
+        let changes = json!({
+            "metadata": {"labels": {label: "true"}},
+            "status": {"nodeInfo": {"kubeletVersion": version}}
+        });
+        let nodes = json!([with(gpu_node("a"), &changes), with(gpu_node("b"), &changes)]);
+        let report = |class: &str| {
+            report_of(&json!({"nodes": nodes, "daemonsets": [toolkit], "runtimeclasses": [named(class)]}))
+        };
+        assert_eq!(report("nvidia").values_files.last().unwrap(), "platforms/gpu-operator.yaml");
+        assert_eq!(problems(&report("nvidia")), [], "{version}");
+        assert_eq!(problems(&report("gvisor")), [Reason::RuntimeClassMissing], "{version}");
+    }
 }
