@@ -16,7 +16,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -27,6 +26,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	nodev1 "k8s.io/api/node/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
@@ -353,7 +353,8 @@ func TestRuntimeClassesExist(t *testing.T) {
 	}
 }
 
-// The values file of the GPU Operator follows that of the platform, and the driver is in a container.
+// The values file of the GPU Operator follows that of the platform. No directory of the platform's
+// driver remains.
 func TestTheGpuOperatorsValuesReplaceEachPlatformsDriver(t *testing.T) {
 	const operator = "gpu-operator"
 	path := func(platform string) string { return filepath.Join(chart, "platforms", platform+".yaml") }
@@ -366,13 +367,13 @@ func TestTheGpuOperatorsValuesReplaceEachPlatformsDriver(t *testing.T) {
 				if class := found.RuntimeClassName; class == nil || *class != "nvidia" {
 					t.Errorf("%s has the RuntimeClass %v", set.Name, class)
 				}
-				if !reflect.DeepEqual(found.Volumes, wanted.Volumes) {
+				if !equality.Semantic.DeepEqual(found.Volumes, wanted.Volumes) {
 					t.Errorf("%s has the volumes %v, not %v", set.Name, found.Volumes, wanted.Volumes)
 				}
 				for index, container := range found.Containers {
 					other := wanted.Containers[index]
-					if !reflect.DeepEqual(container.VolumeMounts, other.VolumeMounts) || !reflect.DeepEqual(container.Args, other.Args) ||
-						!reflect.DeepEqual(container.Env, other.Env) {
+					if !equality.Semantic.DeepEqual(container.VolumeMounts, other.VolumeMounts) || !equality.Semantic.DeepEqual(container.Args, other.Args) ||
+						!equality.Semantic.DeepEqual(container.Env, other.Env) {
 						t.Errorf("%s differs: %v %v %v", container.Name, container.VolumeMounts, container.Args, container.Env)
 					}
 				}

@@ -44,8 +44,8 @@ const DISCOVERED_LABELS: [&str; 2] = ["feature.node.kubernetes.io/", "nvidia.com
 const NVIDIA_RESOURCES: &str = "nvidia.com/";
 /// Names of resources that are GPUs, after [`NVIDIA_RESOURCES`].
 const GPU_RESOURCES: [&str; 3] = ["gpu", "gpu.shared", "pgpu"];
-/// Starts of names of resources that are GPUs or parts of GPUs, after [`NVIDIA_RESOURCES`]. The last
-/// three are of virtual GPUs.
+/// Starts of names of resources that are GPUs or parts of GPUs, after [`NVIDIA_RESOURCES`]. The
+/// last three are of virtual GPUs.
 const GPU_RESOURCE_STARTS: [&str; 5] = ["gpu-", "mig-", "vgpu", "GRID_", "NVIDIA_"];
 
 /// The facts, and what several checks derive from them.
