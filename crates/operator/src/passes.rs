@@ -354,7 +354,8 @@ impl Passes {
     }
 
     /// Taints the nodes that can serve no pod, several at a time, if that is enabled. Each node has
-    /// its own retries, so a write that fails does not fail the pass. Returns false if this process no longer leads.
+    /// its own retries, so a write that fails does not fail the pass. Returns false if this process
+    /// no longer leads.
     async fn update_taints(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };

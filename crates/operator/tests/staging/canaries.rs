@@ -1,4 +1,4 @@
-//! Tests which node is the canary of a change, what proves the change, and what replaces the canary.
+//! Tests which node is the canary, what proves a change, and what replaces the canary.
 use std::collections::BTreeMap;
 
 use cleave_api::gpunode::Health;
