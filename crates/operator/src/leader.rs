@@ -188,6 +188,12 @@ impl LeaseGuard {
         guard
     }
 
+    /// Returns a guard of a process that does not lead.
+    #[cfg(test)]
+    pub(crate) fn of_standby() -> Self {
+        new_guard().1
+    }
+
     /// Returns whether the lease has been read, so that this process either leads or stands by.
     pub fn is_known(&self) -> bool {
         self.terms.borrow().known

@@ -127,11 +127,24 @@ impl Passes {
         self.started.elapsed()
     }
 
-    /// Reads, plans and writes once. Does nothing while another process leads. `seen` is the time
-    /// at which the first change was seen.
+    /// Drops what this process remembers about the cluster. While another process leads, that
+    /// process decides, and the memory of this one becomes obsolete.
+    fn forget(&mut self) {
+        self.written = WrittenStatuses::new();
+        self.history = History::default();
+        self.staging = Staging::default();
+        self.quiet = QuietPeriod::default();
+        self.publisher = EventPublisher::default();
+        self.steps.clear();
+        self.taints = self.taints.is_some().then(Taints::default);
+    }
+
+    /// Reads, plans and writes once. Drops all memory while another process leads. `seen` is the
+    /// time at which the first change was seen.
     async fn run_pass(&mut self, seen: Instant) -> Result<(), PassFailed> {
         self.next = None;
         if !self.context.claim.is_current() {
+            self.forget();
             self.context.metrics.reset_passes();
             return Ok(());
         }
@@ -340,45 +353,34 @@ impl Passes {
         all
     }
 
-    /// Taints the nodes that can serve no pod, if that is enabled. Each node has its own retries,
-    /// so a write that fails does not fail the pass. Returns false if this process no longer leads.
+    /// Taints the nodes that can serve no pod, several at a time, if that is enabled. Each node has
+    /// its own retries, so a write that fails does not fail the pass. Returns false if this process
+    /// no longer leads.
     async fn update_taints(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };
         let (changes, next) = taints.update(observed, now);
         self.next = self.next.into_iter().chain(next).min();
-        for change in changes {
-            if !self.context.claim.is_current() {
-                return false;
-            }
-            let taint::Change { node, why, .. } = &change;
-            let done = match with_timeout(taint::write(&self.context.client, &change)).await {
-                Some(Ok(())) => {
-                    tracing::info!(node, why, tainted = why.is_some(), "updated the node's taint");
-                    true
-                }
-                // The node changed after this pass read it.
-                Some(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
-                    tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
-                    false
-                }
-                Some(Err(error)) => {
-                    tracing::warn!(
-                        node,
-                        why,
-                        error = &error as &dyn std::error::Error,
-                        "failed to update the node's taint"
-                    );
-                    false
-                }
-                None => false,
+        let (client, claim) = (&self.context.client, &self.context.claim);
+        let write = |change| async move {
+            let may_write = claim.is_current();
+            (change, if may_write { Some(write_taint(client, change).await) } else { None })
+        };
+        let writes: Vec<_> = changes.iter().map(write).collect();
+        let results: Vec<(&taint::Change, Option<bool>)> =
+            futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
+        let mut leads = true;
+        for (change, done) in results {
+            let Some(done) = done else {
+                leads = false;
+                continue;
             };
             self.count_write("Node", done, &mut true);
             let now = self.now();
-            let retry = self.taints.as_mut().and_then(|taints| taints.record(node, done, now));
+            let retry = self.taints.as_mut().and_then(|taints| taints.record(&change.node, done, now));
             self.next = self.next.into_iter().chain(retry).min();
         }
-        true
+        leads
     }
 
     /// Publishes Events about a policy's conditions that changed. Does not retry failed Events.
@@ -414,6 +416,27 @@ impl Passes {
         let in_force = plan.policies.values().filter(|report| report.invalid.is_none()).count();
         self.context.metrics.policies.set(size(in_force));
         self.context.metrics.nodes.set(size(plan.nodes.len()));
+    }
+}
+
+/// Writes the taint of one node. Returns whether the write succeeded.
+async fn write_taint(client: &kube::Client, change: &taint::Change) -> bool {
+    let taint::Change { node, why, .. } = change;
+    match with_timeout(taint::write(client, change)).await {
+        Some(Ok(())) => {
+            tracing::info!(node, why, tainted = why.is_some(), "updated the node's taint");
+            true
+        }
+        // The node changed after this pass read it.
+        Some(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
+            tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
+            false
+        }
+        Some(Err(error)) => {
+            tracing::warn!(node, why, error = &error as &dyn std::error::Error, "failed to update the node's taint");
+            false
+        }
+        None => false,
     }
 }
 
@@ -532,6 +555,84 @@ mod tests {
         assert!(passes.update_taints(&observed).now_or_never().is_some(), "nothing is written before the delay ends");
     }
 
+    #[tokio::test]
+    async fn a_pass_drops_all_memory_while_another_process_leads() {
+        let (mut passes, _gated) = passes(mock_client().0);
+        passes.taints = Some(Taints::default());
+        let policy = serde_json::json!({"metadata": {"name": "p"}, "spec": {"mode": "Whole"}});
+        let policy: SharingPolicy = serde_json::from_value(policy).unwrap();
+        let gpus = vec![GpuStatus::default()];
+        let status = GpuNodeStatus { agent_version: "1".to_owned(), gpus, ..GpuNodeStatus::default() };
+        let object = GpuNode { status: Some(status), ..GpuNode::new("n", GpuNodeSpec::default()) };
+        let node = Node { gpu_node: Some(Arc::new(DeserializeGuard(Ok(object)))), ..Node::default() };
+        let observed = Observed {
+            policies: BTreeMap::from([("p".to_owned(), Ok(policy))]),
+            nodes: BTreeMap::from([("n".to_owned(), node)]),
+            pods: Vec::new(),
+        };
+        passes.staging.hold_back(&mut plan::plan(&observed), &observed, Duration::ZERO);
+        passes.history.record_write("n", None, &GpuNodeSpec::default(), Duration::ZERO);
+        let (changes, next) = passes.taints.as_mut().unwrap().update(&observed, Duration::ZERO);
+        assert!(changes.is_empty() && next.is_some(), "the node's agent is not ready");
+        let written = WrittenStatus { from: None, status: cleave_api::sharingpolicy::SharingPolicyStatus::default() };
+        passes.written.insert("p".to_owned(), written);
+        passes
+            .quiet
+            .check_due(["team/p"].into_iter(), (Some(Duration::from_secs(1)), None), Duration::ZERO)
+            .unwrap_err();
+        passes.count_steps(&observed);
+        let memory = |passes: &Passes| {
+            let Passes { staging, history, taints, written, quiet, steps, .. } = passes;
+            [
+                format!("{staging:?}"),
+                format!("{history:?}"),
+                format!("{taints:?}"),
+                format!("{written:?}"),
+                format!("{quiet:?}"),
+                format!("{steps:?}"),
+            ]
+        };
+        let before = memory(&passes);
+        passes.context.claim = LeaseGuard::of_standby();
+        passes.pass(Instant::now()).await.unwrap();
+        let (mut new, _gated) = super::tests::passes(mock_client().0);
+        new.taints = Some(Taints::default());
+        assert_eq!(memory(&passes), memory(&new));
+        assert!(before.iter().zip(memory(&new)).all(|(before, new)| *before != new), "{before:?}");
+    }
+
+    /// Answers requests in two groups, each once [`MAX_IN_FLIGHT`] requests have arrived.
+    async fn answer_in_groups(server: &mut Handle<http::Request<Body>, http::Response<Body>>) {
+        for _ in 0..2 {
+            let mut group = Vec::new();
+            for _ in 0..MAX_IN_FLIGHT {
+                group.push(server.next_request().await.unwrap());
+            }
+            for (request, reply) in group {
+                let name = request.uri().path().rsplit('/').next().unwrap().to_owned();
+                let body = serde_json::json!({"metadata": {"name": name}, "spec": {}}).to_string();
+                reply.send_response(http::Response::new(Body::from(body.into_bytes())));
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn taints_of_many_nodes_are_written_at_the_same_time() {
+        let (client, mut server) = mock_client();
+        let (mut passes, _gated) = passes(client);
+        passes.taints = Some(Taints::default());
+        let health = Health { class: HEALTH_LOST.to_owned(), ..Health::default() };
+        let gpus = vec![GpuStatus { health, ..GpuStatus::default() }];
+        let status = GpuNodeStatus { agent_version: "1".to_owned(), gpus, ..GpuNodeStatus::default() };
+        let object = GpuNode { status: Some(status), ..GpuNode::new("n", GpuNodeSpec::default()) };
+        let gpu_node = Some(Arc::new(DeserializeGuard(Ok(object))));
+        let node = Node { agent: Some(Agent { ready: true }), gpu_node, ..Node::default() };
+        let nodes = (0..2 * MAX_IN_FLIGHT).map(|index| (format!("n{index}"), node.clone())).collect();
+        let observed = Observed { policies: BTreeMap::new(), nodes, pods: Vec::new() };
+        let (leads, ()) = tokio::join!(passes.update_taints(&observed), answer_in_groups(&mut server));
+        assert_eq!((leads, passes.next), (true, None), "all writes succeed");
+    }
+
     /// An API server that answers only when all these writes have arrived would let writes one
     /// after the other time out.
     #[tokio::test(start_paused = true)]
@@ -543,20 +644,8 @@ mod tests {
         let plan = plan::Plan { nodes, policies: BTreeMap::new(), demand: BTreeMap::new() };
         let nodes = names().map(|name| (name, Node::default())).collect();
         let observed = Observed { policies: BTreeMap::new(), nodes, pods: Vec::new() };
-        let answer_in_groups = async {
-            for _ in 0..2 {
-                let mut group = Vec::new();
-                for _ in 0..MAX_IN_FLIGHT {
-                    group.push(server.next_request().await.unwrap());
-                }
-                for (request, reply) in group {
-                    let name = request.uri().path().rsplit('/').next().unwrap().to_owned();
-                    let body = serde_json::json!({"metadata": {"name": name}, "spec": {}}).to_string();
-                    reply.send_response(http::Response::new(Body::from(body.into_bytes())));
-                }
-            }
-        };
-        let (all_written, ()) = tokio::join!(passes.apply(&plan, &observed, Instant::now()), answer_in_groups);
+        let (all_written, ()) =
+            tokio::join!(passes.apply(&plan, &observed, Instant::now()), answer_in_groups(&mut server));
         assert!(all_written);
     }
 }

@@ -83,13 +83,13 @@ impl PodClaims {
         self.uids.insert(name, pod.metadata.uid.clone().unwrap_or_default());
     }
 
-    /// Ends the claim of a pod.
-    pub(super) fn end_claim(&mut self, ledger: Option<&mut Ledger>, name: &str) {
+    /// Ends the claim of a pod. Returns whether the pod had one.
+    pub(super) fn end_claim(&mut self, ledger: Option<&mut Ledger>, name: &str) -> bool {
         self.uids.remove(name);
         self.replicas.remove(name);
-        if let Some(ledger) = ledger {
-            self.freed.extend(ledger.release(name).into_iter().flat_map(|claim| claim_nodes(&claim.place)));
-        }
+        let Some(claim) = ledger.and_then(|ledger| ledger.release(name)) else { return false };
+        self.freed.extend(claim_nodes(&claim.place));
+        true
     }
 
     /// Removes and returns the nodes on which reservations have ended since the last call.

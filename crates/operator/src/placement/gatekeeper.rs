@@ -183,10 +183,11 @@ impl Gatekeeper {
     }
 
     /// Records that a pod could not be released because it no longer exists. The pod is not
-    /// released again, although the watch still has it.
-    pub fn record_missing_pod(&mut self, pod: &str, uid: &str, up: Duration) {
-        self.record_failed_release(pod);
+    /// released again, although the watch still has it. Returns whether a reservation ended, so
+    /// that other pods may fit.
+    pub fn record_missing_pod(&mut self, pod: &str, uid: &str, up: Duration) -> bool {
         self.queue.record_missing(pod, uid, up);
+        !self.unanswered.contains(pod) && self.claims.end_claim(self.ledger.as_mut(), pod)
     }
 
     /// Records the result of an eviction for a pod of higher priority.

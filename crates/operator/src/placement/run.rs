@@ -73,6 +73,8 @@ struct Writes {
     is_incomplete: bool,
     /// Whether the API server limited the rate of writes, did not answer, or failed.
     is_impaired: bool,
+    /// Whether the reservation of a pod that no longer exists ended, so that other pods may fit.
+    freed_room: bool,
 }
 
 impl Writes {
@@ -92,7 +94,7 @@ fn next_delay(actions: &Actions, writes: Writes, later: Option<Duration>) -> Opt
         return Some(RETRY_DELAY);
     }
     let retry = writes.is_incomplete.then_some(RETRY_DELAY);
-    let more = actions.more.then_some(BATCH_WINDOW);
+    let more = (actions.more || writes.freed_room).then_some(BATCH_WINDOW);
     actions.delay().into_iter().chain(retry).chain(more).chain(later).min()
 }
 
@@ -227,7 +229,9 @@ impl PlacementController {
                 Ok(()) => self.keeper.record_release(pod),
                 Err(Failure::Unknown(release)) => self.keeper.record_unanswered_release(*release),
                 Err(Failure::Changed | Failure::Retry) => self.keeper.record_failed_release(pod),
-                Err(Failure::Missing) => self.keeper.record_missing_pod(pod, uid, self.started.elapsed()),
+                Err(Failure::Missing) => {
+                    all.freed_room |= self.keeper.record_missing_pod(pod, uid, self.started.elapsed());
+                }
                 Err(Failure::Refused(message)) => {
                     self.keeper.record_refused_release(pod, &message, self.started.elapsed());
                 }
@@ -601,6 +605,9 @@ mod tests {
         assert_eq!((delay(&idle, &[]), delay(&idle, &[Failure::Changed])), (None, Some(RETRY_DELAY)));
         assert_eq!(delay(&idle, &[Failure::Missing]), None, "the watch reports the deletion");
         assert_eq!(next_delay(&idle, Writes::default(), Some(RETRY_DELAY * 2)), Some(RETRY_DELAY * 2));
+        let freed = Writes { freed_room: true, ..Writes::default() };
+        assert_eq!(next_delay(&idle, freed, None), Some(BATCH_WINDOW), "another pod may fit now");
+        assert_eq!(next_delay(&idle, Writes { is_impaired: true, ..freed }, None), Some(RETRY_DELAY));
     }
 
     #[test]

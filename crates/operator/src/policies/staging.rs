@@ -71,13 +71,37 @@ struct Change {
     partitions: BTreeMap<String, Partitions>,
     /// Nodes that the change affects, until all nodes serve. Other nodes may have the newest
     /// partition, but do not prove the change.
-    affected: BTreeSet<String>,
+    affected: BTreeMap<String, Affected>,
     /// Whether a former leader may have begun the change.
     is_inherited: bool,
+    /// Whether the previous change was incomplete. Nodes of it may have the newest partition.
+    follows_incomplete: bool,
+}
+
+/// A node that a change affects.
+#[derive(Debug, Clone, Default)]
+struct Affected {
+    /// UUIDs of the GPUs whose partition changes.
+    gpus: BTreeSet<String>,
+    /// Whether the node or these GPUs were cordoned when the node began to change, and have been
+    /// since.
+    cordoned: bool,
+}
+
+/// UUIDs of a policy's GPUs on a node.
+#[derive(Debug, Default)]
+struct GpuSets {
+    /// GPUs whose newest partition the node's spec does not have.
+    staged: BTreeSet<String>,
+    /// GPUs that wait for pods.
+    waiting: BTreeSet<String>,
+    /// GPUs that serve the partition in the spec.
+    serving: BTreeSet<String>,
 }
 
 impl Change {
-    /// Returns whether a node's newest partitions belong to a later change.
+    /// Returns whether a node's newest partitions belong to a later change. A GPU that joins the
+    /// policy with a partition of the change extends it.
     fn is_followed(
         &self,
         policy: &str,
@@ -89,8 +113,24 @@ impl Change {
         let known = self.partitions.get(name);
         gpus_of(policy, Some(desired)).any(|gpu| match known.and_then(|known| known.get(&gpu.uuid)) {
             Some(known) => *known != gpu.partition,
-            None => current.gpus.iter().any(|current| current.uuid == gpu.uuid && is_staged(current, gpu, paused)),
+            None => {
+                let present = current.gpus.iter().find(|current| current.uuid == gpu.uuid);
+                present.is_some_and(|present| is_staged(present, gpu, paused)) && !self.contains(&gpu.partition)
+            }
         })
+    }
+
+    /// Returns whether the change is incomplete and other GPUs get this partition.
+    fn contains(&self, partition: &Partition) -> bool {
+        !self.affected.is_empty() && self.partitions.values().flat_map(BTreeMap::values).any(|of| of == partition)
+    }
+
+    /// Returns whether the change affects a node and its GPUs keep their newest partitions.
+    fn still_applies(&self, policy: &str, name: &str, desired: &GpuNodeSpec) -> bool {
+        let known = self.partitions.get(name);
+        let differs =
+            |gpu: &GpuSpec| known.and_then(|known| known.get(&gpu.uuid)).is_some_and(|of| *of != gpu.partition);
+        self.affected.contains_key(name) && !gpus_of(policy, Some(desired)).any(differs)
     }
 }
 
@@ -125,11 +165,12 @@ impl Staging {
         let mut all_progress = BTreeMap::new();
         for (policy, report) in policies {
             let names: BTreeSet<&str> = report.following.iter().map(|at| at.node.as_str()).collect();
-            let mut views = BTreeMap::new();
+            let (mut views, mut gpu_sets) = (BTreeMap::new(), BTreeMap::new());
             for name in names {
                 let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
-                let Some(view) = view(policy, report.rollout, node, desired) else { continue };
+                let Some((view, gpus)) = view(policy, report.rollout, node, desired) else { continue };
                 views.insert(name.to_owned(), view);
+                gpu_sets.insert(name.to_owned(), gpus);
             }
             let nodes = |name: &String| Some((observed.nodes.get(name)?, plan.nodes.get(name)?));
             let present =
@@ -137,12 +178,12 @@ impl Staging {
             self.begin_change(policy, report.rollout.paused, present, now);
             let rolls_out = views.values().any(|view| !view.newest) || self.is_rolling_out(policy);
             if !rolls_out {
-                self.record_preceding(policy, now);
+                self.record_preceding(policy, &BTreeSet::new(), now);
             }
             for (name, view) in &mut views {
-                let Some((node, desired)) = nodes(name) else { continue };
+                let (Some((node, desired)), Some(gpus)) = (nodes(name), gpu_sets.get(name)) else { continue };
                 let key = (policy.clone(), name.clone());
-                self.update_affected(&key, view);
+                self.update_affected(&key, view, gpus, (node, desired));
                 let loss = loss(policy, node, desired);
                 let proof = self.update_service(&key, view, (node, desired), loss.is_none(), now);
                 self.update_lost(&key, view, loss, rolls_out);
@@ -185,19 +226,24 @@ impl Staging {
         &mut self,
         policy: &str,
         paused: bool,
-        mut nodes: impl Iterator<Item = (&'a str, &'a Node, &'a GpuNodeSpec)>,
+        nodes: impl Iterator<Item = (&'a str, &'a Node, &'a GpuNodeSpec)>,
         now: Duration,
     ) {
         let Some(change) = self.changes.get_mut(policy) else {
             self.changes.insert(policy.to_owned(), Change { is_inherited: true, ..Change::default() });
             return;
         };
-        let is_followed = nodes.any(|(name, node, desired)| {
-            node.object().is_some_and(|object| change.is_followed(policy, paused, name, &object.spec, desired))
-        });
+        let (mut is_followed, mut remaining) = (false, BTreeSet::new());
+        for (name, node, desired) in nodes {
+            let Some(object) = node.object() else { continue };
+            is_followed |= change.is_followed(policy, paused, name, &object.spec, desired);
+            if change.still_applies(policy, name, desired) {
+                remaining.insert(name);
+            }
+        }
         if is_followed {
-            *change = Change::default();
-            self.record_preceding(policy, now);
+            *change = Change { follows_incomplete: !change.affected.is_empty(), ..Change::default() };
+            self.record_preceding(policy, &remaining, now);
         }
     }
 
@@ -209,7 +255,7 @@ impl Staging {
             return;
         }
         change.partitions.retain(|name, _| observed.nodes.contains_key(name));
-        change.affected.retain(|name| observed.nodes.contains_key(name));
+        change.affected.retain(|name, _| observed.nodes.contains_key(name));
         for (name, desired) in plan.nodes.iter().filter(|(name, _)| observed.nodes.contains_key(*name)) {
             for gpu in gpus_of(policy, Some(desired)) {
                 if change.partitions.get(name).is_none_or(|known| !known.contains_key(&gpu.uuid)) {
@@ -220,10 +266,12 @@ impl Staging {
         }
     }
 
-    /// Records which nodes of a policy served before the next change.
-    fn record_preceding(&mut self, policy: &str, now: Duration) {
+    /// Records which nodes of a policy served before the next change. The partitions of `changed`
+    /// nodes are those of the last change, which may cause later failures.
+    fn record_preceding(&mut self, policy: &str, changed: &BTreeSet<&str>, now: Duration) {
         let of_policy = self.services.range_mut((policy.to_owned(), String::new())..);
-        for (_, service) in of_policy.take_while(|((of, _), _)| of == policy) {
+        let of_policy = of_policy.take_while(|((of, _), _)| of == policy);
+        for (_, service) in of_policy.filter(|((_, name), _)| !changed.contains(name.as_str())) {
             service.precedes |= service.since.is_some_and(|since| now.saturating_sub(since) >= PROOF_TIME);
         }
     }
@@ -233,14 +281,38 @@ impl Staging {
         self.changes.get(policy).is_some_and(|change| !change.affected.is_empty())
     }
 
-    /// Updates whether the current change affects a node. A node that waits for pods is affected
-    /// too if a former leader may have begun it.
-    fn update_affected(&mut self, (policy, name): &PolicyAndNode, view: &mut NodeView) {
+    /// Updates whether the current change affects a node, and by which GPUs the node proves it. A
+    /// node that waits for pods is affected too if a former leader may have begun it.
+    fn update_affected(
+        &mut self,
+        (policy, name): &PolicyAndNode,
+        view: &mut NodeView,
+        gpus: &GpuSets,
+        (node, desired): (&Node, &GpuNodeSpec),
+    ) {
         let Some(change) = self.changes.get_mut(policy) else { return };
         if !view.newest || change.is_inherited && view.state == State::WaitingForPods {
-            change.affected.insert(name.clone());
+            let changing = if view.newest { &gpus.waiting } else { &gpus.staged };
+            change.affected.entry(name.clone()).or_default().gpus.extend(changing.iter().cloned());
         }
-        view.affected = change.affected.contains(name);
+        if let Some(affected) = change.affected.get_mut(name) {
+            affected.gpus.retain(|uuid| gpus_of(policy, Some(desired)).any(|gpu| gpu.uuid == *uuid));
+        }
+        let Some(affected) = change.affected.get_mut(name).filter(|affected| !affected.gpus.is_empty()) else {
+            change.affected.remove(name);
+            view.may_be_canary = view.newest && (change.is_inherited || change.follows_incomplete);
+            return;
+        };
+        let mut changing = gpus_of(policy, Some(desired)).filter(|gpu| affected.gpus.contains(&gpu.uuid));
+        view.affected = true;
+        view.cordoned = node.unschedulable || changing.all(|gpu| gpu.cordoned);
+        if view.newest {
+            view.serves = !affected.gpus.is_disjoint(&gpus.serving);
+        }
+        if !view.newest || !view.cordoned {
+            affected.cordoned = view.cordoned;
+        }
+        view.withdrawn = view.cordoned && !affected.cordoned;
     }
 
     /// Updates since when a node serves the partitions in its spec without interruption. Returns
@@ -391,7 +463,7 @@ fn is_staged(current: &GpuSpec, desired: &GpuSpec, paused: bool) -> bool {
 }
 
 /// Describes the GPUs of a policy on a node. Returns `None` if the node's spec has none of them.
-fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -> Option<NodeView> {
+fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -> Option<(NodeView, GpuSets)> {
     let object = node.object()?;
     let mut view = NodeView {
         newest: true,
@@ -403,9 +475,12 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         in_use: false,
         agent_ready: node.agent.is_some_and(|agent| agent.ready),
         affected: false,
+        may_be_canary: false,
+        cordoned: false,
+        withdrawn: false,
         excused: node.unschedulable,
     };
-    let mut any = false;
+    let (mut any, mut gpus) = (false, GpuSets::default());
     for desired in desired.gpus.iter().filter(|desired| desired.policy.as_deref() == Some(policy)) {
         let Some(current) = object.spec.gpus.iter().find(|current| current.uuid == desired.uuid) else { continue };
         let Some(gpu) = node.reported()?.iter().find(|gpu| gpu.uuid == desired.uuid) else { continue };
@@ -424,10 +499,16 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         } else {
             Some(State::Changing)
         };
+        let sets = [
+            (&mut gpus.staged, staged),
+            (&mut gpus.waiting, state == Some(State::WaitingForPods)),
+            (&mut gpus.serving, state == Some(State::Serving)),
+        ];
+        sets.into_iter().filter(|(_, belongs)| *belongs).for_each(|(set, _)| _ = set.insert(gpu.uuid.clone()));
         view.serves |= state == Some(State::Serving);
         view.state = view.state.max(state.unwrap_or(State::Serving));
     }
-    any.then_some(view)
+    any.then_some((view, gpus))
 }
 
 /// Returns why a node or a GPU of a policy cannot serve any partition. Administrators excuse nodes

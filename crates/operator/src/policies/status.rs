@@ -18,6 +18,7 @@ use kube::runtime::events::{Event, EventType};
 use serde_json::json;
 
 use crate::policies::plan::{GpuRef, Invalid, Plan, Report};
+use crate::policies::staging::PROOF_TIME;
 use crate::policies::waves::{Phase, Progress};
 use crate::read::{Node, Observed};
 
@@ -300,14 +301,22 @@ fn rolled_out_verdict(report: &Report) -> Verdict {
 
 /// Returns how many nodes a change has reached, and the names of the others.
 fn rollout_sentence(progress: &Progress) -> String {
-    let Progress { phase: _, updated, changing, waiting, failed, pending } = progress;
+    let Progress { phase: _, updated, changing, waiting, failed, pending, unsteady, cordoned } = progress;
     let mut parts: Vec<String> = Vec::new();
     if !failed.is_empty() {
         let failed = failed.iter().map(|(node, why)| format!("{node} failed ({why})"));
         parts.push(join_names(failed.collect()));
     }
     parts.push(format!("{updated} of {} nodes serve the newest partition", progress.nodes()));
-    for (nodes, what) in [(changing, "repartitioning"), (waiting, "waiting for pods"), (pending, "pending")] {
+    let unsteady_for = format!("have served for less than {} s", PROOF_TIME.as_secs());
+    let lists = [
+        (changing, "repartitioning"),
+        (waiting, "waiting for pods"),
+        (pending, "pending"),
+        (unsteady, &unsteady_for),
+        (cordoned, "hold the others back until they are uncordoned and serve"),
+    ];
+    for (nodes, what) in lists {
         if !nodes.is_empty() {
             parts.push(format!("{what}: {}", join_names(nodes.iter().cloned().collect())));
         }
@@ -316,7 +325,7 @@ fn rollout_sentence(progress: &Progress) -> String {
 }
 
 fn rollout_status(progress: &Progress) -> RolloutStatus {
-    let Progress { phase: _, updated, changing, waiting, failed, pending } = progress;
+    let Progress { phase: _, updated, changing, waiting, failed, pending, unsteady: _, cordoned: _ } = progress;
     RolloutStatus {
         updated: saturating_u32(*updated),
         changing: saturating_u32(changing.len() + waiting.len()),

@@ -3,6 +3,9 @@
 //! The first node to change is the canary. The others follow in waves, once a node that changed has
 //! served the newest partition for some time:
 //!
+//! - A canary that can never serve, such as one with cordoned GPUs, holds back all nodes that are
+//!   cordoned or failed too. A node that can serve replaces it. A canary that an administrator
+//!   cordons after it began holds no node back.
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
 //! - Nodes whose GPUs are in use wait for their pods after their spec is written. They count
 //!   separately, so they do not keep unused nodes from changing.
@@ -42,7 +45,8 @@ pub struct NodeView {
     pub failing: bool,
     /// Whether a GPU that changes does not have the older partition either.
     pub between: bool,
-    /// Whether at least one GPU serves the partition in the spec.
+    /// Whether at least one GPU serves the partition in the spec. If the current change has reached
+    /// the node, only GPUs that it changed count.
     pub serves: bool,
     /// Whether the node has served the partition in its spec for a minimum time.
     pub steady: bool,
@@ -53,6 +57,12 @@ pub struct NodeView {
     /// Whether the current change affects the node. Other nodes had the newest partition before the
     /// change, or are new.
     pub affected: bool,
+    /// Whether the node may have changed just before the operator knew of the change.
+    pub may_be_canary: bool,
+    /// Whether the node, or each of its GPUs that the current change affects, is cordoned.
+    pub cordoned: bool,
+    /// Whether the current change reached the node before an administrator cordoned it.
+    pub withdrawn: bool,
     /// Whether the node is cordoned, or failed or was lost before the change. Such a node does not
     /// stop the rollout, and does not count as unavailable.
     pub excused: bool,
@@ -61,7 +71,8 @@ pub struct NodeView {
 /// How far a change has reached.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Phase {
-    /// All nodes serve the newest partition.
+    /// All nodes serve the newest partition. Those that the change affected and that serve have
+    /// done so for some time.
     #[default]
     Complete,
     /// Nodes are changing or pending.
@@ -87,12 +98,16 @@ pub struct Progress {
     pub failed: BTreeMap<String, String>,
     /// Nodes that keep an older partition until their wave begins.
     pub pending: BTreeSet<String>,
+    /// Changed nodes that have not served for long enough. Also counted above.
+    pub unsteady: BTreeSet<String>,
+    /// Cordoned nodes that changed, do not serve, and hold other nodes back. Also counted above.
+    pub cordoned: BTreeSet<String>,
 }
 
 impl Progress {
     /// Returns the number of nodes.
     pub fn nodes(&self) -> usize {
-        let Self { phase: _, updated, changing, waiting, failed, pending } = self;
+        let Self { phase: _, updated, changing, waiting, failed, pending, unsteady: _, cordoned: _ } = self;
         updated + changing.len() + waiting.len() + failed.len() + pending.len()
     }
 }
@@ -114,8 +129,15 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Progre
         }
     }
     let mut progress = Progress::default();
+    let is_proven = is_proven_by_changed(nodes);
     for (name, view) in nodes {
         let name = name.clone();
+        let hold = if is_proven { None } else { hold(rules, view) };
+        if is_unsteady(view) || hold == Some(Hold::All) && is_serving(view) {
+            progress.unsteady.insert(name.clone());
+        } else if hold == Some(Hold::Unfit) && view.cordoned {
+            progress.cordoned.insert(name.clone());
+        }
         match &view.state {
             _ if !view.newest && !begin.contains(name.as_str()) => _ = progress.pending.insert(name),
             _ if !view.newest => _ = progress.changing.insert(name),
@@ -126,7 +148,7 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Progre
         }
     }
     progress.phase = match () {
-        () if progress.updated == nodes.len() => Phase::Complete,
+        () if progress.updated == nodes.len() && !nodes.values().any(is_unsteady) => Phase::Complete,
         () if progress.pending.is_empty() => Phase::RollingOut,
         () if rules.paused => Phase::Paused,
         () if stopped => Phase::Stopped,
@@ -143,6 +165,17 @@ pub fn is_serving(view: &NodeView) -> bool {
 /// Returns whether a node shows that the newest partition works.
 fn proves(view: &NodeView) -> bool {
     view.newest && view.steady && is_serving(view)
+}
+
+/// Returns whether a node that the change has reached serves, but not for long enough.
+fn is_unsteady(view: &NodeView) -> bool {
+    view.newest && view.affected && !view.steady && is_serving(view)
+}
+
+/// Returns whether a node that the change affects proves it. Nodes that never changed may differ
+/// from those that are pending.
+fn is_proven_by_changed(nodes: &BTreeMap<String, NodeView>) -> bool {
+    nodes.values().any(|view| view.affected && proves(view))
 }
 
 fn pending(nodes: &BTreeMap<String, NodeView>) -> impl Iterator<Item = (&str, &NodeView)> {
@@ -164,25 +197,17 @@ fn broken(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) -> impl 
 }
 
 /// Returns the nodes of the next wave. The first wave is one node, until a node that the change
-/// affects proves it: pending nodes may differ from the nodes that never changed.
+/// affects proves it.
 fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&str> {
-    let proven = nodes.values().any(|view| view.affected && proves(view));
-    let limit = if proven { rules.max_unavailable.of(nodes.len()) } else { 1 };
-    // A canary replaces an older change that never finishes, so it does not wait for that change.
-    let count = |state: &State| {
-        let counts = |view: &&NodeView| !view.excused && (view.newest || proven) && view.state == *state;
-        nodes.values().filter(counts).count()
-    };
-    let (mut changing, mut waiting) = (count(&State::Changing), count(&State::WaitingForPods));
-    if !proven {
-        // A canary that serves must do so for some time before another node follows.
-        let is_canary = |view: &&NodeView| view.affected && view.newest && !view.excused && is_serving(view);
-        changing += nodes.values().filter(is_canary).count();
+    if !is_proven_by_changed(nodes) {
+        return canary(rules, nodes).into_iter().collect();
     }
+    let limit = rules.max_unavailable.of(nodes.len());
+    let count = |state: &State| nodes.values().filter(|view| !view.excused && view.state == *state).count();
+    let (mut changing, mut waiting) = (count(&State::Changing), count(&State::WaitingForPods));
     let mut candidates: Vec<(&str, &NodeView)> =
-        pending(nodes).filter(|(_, view)| !proven || view.state == State::Serving).collect();
-    // A node that failed before the change would reveal little about the change.
-    candidates.sort_by_key(|(name, view)| (view.excused || matches!(view.state, State::Failed(_)), view.in_use, *name));
+        pending(nodes).filter(|(_, view)| view.state == State::Serving).collect();
+    candidates.sort_by_key(|(name, view)| (is_unfit(view), view.in_use, *name));
     let mut begin = BTreeSet::new();
     for (name, view) in candidates {
         if changing >= limit || view.in_use && waiting >= limit {
@@ -193,6 +218,51 @@ fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&st
         begin.insert(name);
     }
     begin
+}
+
+/// Which pending nodes a changed node holds back until the change is proven.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Hold {
+    /// All nodes: the changed node may serve soon.
+    All,
+    /// Nodes in use: the changed node waits for its pods.
+    InUse,
+    /// Nodes that are unlikely to serve, as the changed node does not serve.
+    Unfit,
+}
+
+/// Returns which pending nodes a node holds back until the change is proven.
+fn hold(rules: RolloutRules, view: &NodeView) -> Option<Hold> {
+    let is_canary = view.affected && !view.withdrawn;
+    match view.state {
+        _ if !view.newest => None,
+        _ if is_serving(view) => (!view.steady && (is_canary || view.may_be_canary)).then_some(Hold::All),
+        State::Changing => (is_canary || !view.excused).then_some(Hold::All),
+        State::WaitingForPods => (is_canary || !view.excused).then_some(Hold::InUse),
+        State::Serving => is_canary.then_some(Hold::Unfit),
+        // A failure that is not excused stops all nodes, or none.
+        State::Failed(_) => (is_canary && view.excused && rules.on_failure == OnFailure::Stop).then_some(Hold::Unfit),
+    }
+}
+
+/// Returns whether a pending node would reveal little about the change.
+const fn is_unfit(view: &NodeView) -> bool {
+    view.excused || view.cordoned || matches!(view.state, State::Failed(_))
+}
+
+/// Returns the next node to change while the change is not proven. It replaces an older change that
+/// never finishes, so it does not wait for that change.
+fn canary(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Option<&str> {
+    let holds: Vec<Hold> = nodes.values().filter_map(|view| hold(rules, view)).collect();
+    let is_held = |view: &NodeView| {
+        holds.iter().any(|hold| match hold {
+            Hold::All => true,
+            Hold::InUse => view.in_use,
+            Hold::Unfit => is_unfit(view),
+        })
+    };
+    let candidates = pending(nodes).filter(|(_, view)| !is_held(view));
+    candidates.min_by_key(|(name, view)| (is_unfit(view), view.in_use, *name)).map(|(name, _)| name)
 }
 
 #[cfg(test)]

@@ -22,6 +22,9 @@ fn updated() -> NodeView {
         in_use: false,
         agent_ready: true,
         affected: true,
+        may_be_canary: false,
+        cordoned: false,
+        withdrawn: false,
         excused: false,
     }
 }
@@ -65,6 +68,10 @@ fn excused(view: NodeView) -> NodeView {
     NodeView { excused: true, ..view }
 }
 
+fn cordoned(view: NodeView) -> NodeView {
+    NodeView { cordoned: true, ..view }
+}
+
 fn decide_for(rules: RolloutRules, views: &[NodeView]) -> Progress {
     let nodes = views.iter().enumerate().map(|(at, view)| (format!("n{at}"), view.clone())).collect();
     decide(rules, &nodes)
@@ -91,7 +98,51 @@ fn a_node_that_has_served_only_for_a_moment_proves_nothing() {
     assert_eq!(begins(RULES, &[young(), updated(), old(), old()]), [2, 3]);
     let kept = NodeView { affected: false, ..young() };
     assert_eq!(begins(RULES, &[kept, old(), old()]), [1], "it is no canary");
-    assert_eq!(begins(RULES, &[excused(young()), old(), old()]), [1], "a person has cordoned the canary");
+    let withdrawn = |view: NodeView| NodeView { withdrawn: true, ..cordoned(excused(view)) };
+    assert_eq!(begins(RULES, &[withdrawn(young()), old(), old()]), [1], "a person has cordoned the canary");
+    assert_eq!(begins(RULES, &[withdrawn(changing(updated())), cordoned(old()), cordoned(old())]), [1]);
+}
+
+#[test]
+fn cordoned_and_failed_nodes_change_one_at_a_time_until_one_serves() {
+    let young = || NodeView { steady: false, ..updated() };
+    for unfit in [excused, cordoned, |view| excused(failed(view))] {
+        assert_eq!(begins(RULES, &[unfit(old()), unfit(old()), unfit(old())]), [0]);
+        for canary in [changing(updated()), young(), excused(failed(updated())), with_state(State::Serving, updated())]
+        {
+            assert_eq!(begins(RULES, &[unfit(canary.clone()), unfit(old()), unfit(old())]), NONE, "{canary:?}");
+        }
+        assert_eq!(begins(RULES, &[unfit(old()), old()]), [1], "a node that can serve is the canary");
+    }
+    let stuck = cordoned(with_state(State::Serving, updated()));
+    assert_eq!(
+        begins(RULES, &[stuck.clone(), cordoned(old()), old()]),
+        [2],
+        "a node that can serve replaces the canary"
+    );
+    let progress = decide_for(RULES, &[stuck, cordoned(old())]);
+    assert_eq!((progress.phase, progress.cordoned), (Phase::RollingOut, BTreeSet::from(["n0".to_owned()])));
+}
+
+#[test]
+fn a_change_is_complete_after_the_last_node_has_served_for_some_time() {
+    let young = || NodeView { steady: false, ..updated() };
+    let progress = decide_for(RULES, &[updated(), young()]);
+    assert_eq!((progress.phase, progress.updated), (Phase::RollingOut, 2));
+    assert_eq!(progress.unsteady, BTreeSet::from(["n1".to_owned()]));
+    let kept = NodeView { affected: false, ..young() };
+    for last in [updated(), kept, cordoned(with_state(State::Serving, young()))] {
+        assert_eq!(decide_for(RULES, &[updated(), last.clone()]).phase, Phase::Complete, "{last:?}");
+    }
+}
+
+#[test]
+fn a_node_that_may_be_the_canary_of_an_unknown_change_must_serve_for_some_time() {
+    let kept = || NodeView { affected: false, may_be_canary: true, ..updated() };
+    let young = NodeView { steady: false, ..kept() };
+    assert_eq!(begins(RULES, &[young.clone(), old(), old()]), NONE);
+    assert_eq!(decide_for(RULES, &[young, old()]).unsteady, BTreeSet::from(["n0".to_owned()]));
+    assert_eq!(begins(RULES, &[kept(), old(), old()]), [1], "it proves nothing, because the change is unknown");
 }
 
 #[test]

@@ -113,7 +113,8 @@ fn a_pod_that_no_longer_exists_is_released_once() {
     let mut sent = Vec::new();
     for _ in 0..names().count() {
         for release in reconcile(&mut keeper, &world, 0).releases {
-            keeper.record_missing_pod(&release.pod, &release.uid, at(0).up);
+            assert!(keeper.record_missing_pod(&release.pod, &release.uid, at(0).up), "the reservation ends");
+            assert!(!keeper.record_missing_pod(&release.pod, &release.uid, at(0).up), "it has ended");
             sent.push(release.pod);
         }
     }
@@ -144,7 +145,7 @@ fn a_pod_whose_release_had_no_answer_keeps_its_reservation_if_it_no_longer_exist
     keeper.record_unanswered_release(first.clone());
     let world = world.pod("p2", 6);
     assert_eq!(reconcile(&mut keeper, &world, 1).releases, std::slice::from_ref(&first));
-    keeper.record_missing_pod(&first.pod, &first.uid, at(1).up);
+    assert!(!keeper.record_missing_pod(&first.pod, &first.uid, at(1).up), "the reservation is kept");
     assert_eq!(reconcile(&mut keeper, &world, 2).releases, [], "p1 may have been bound, and may still use its shares");
 }
 
