@@ -594,7 +594,7 @@ mod tests {
         };
         let before = memory(&passes);
         passes.context.claim = LeaseGuard::of_standby();
-        passes.pass(Instant::now()).await.unwrap();
+        passes.run_pass(Instant::now()).await.unwrap();
         let (mut new, _gated) = super::tests::passes(mock_client().0);
         new.taints = Some(Taints::default());
         assert_eq!(memory(&passes), memory(&new));
