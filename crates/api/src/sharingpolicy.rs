@@ -141,7 +141,7 @@ pub enum ReplicaPlacement {
     /// placed like pods without a controller.
     #[default]
     Spread,
-    /// Replicas are placed like other pods: GPUs are filled before others are used.
+    /// Replicas are placed like other pods, so several may use one GPU.
     Pack,
 }
 

@@ -25,7 +25,7 @@ use crate::policies::pace::{Pace, QuietPeriod};
 use crate::policies::snapshot::History;
 use crate::policies::staging::Staging;
 use crate::policies::status::{WrittenStatus, WrittenStatuses};
-use crate::policies::taint::{self, Taints};
+use crate::policies::taint::{self, Taints, Written};
 use crate::policies::{apply, plan, status};
 use crate::read::Observed;
 use crate::task::{Context, Controller, Trigger};
@@ -361,20 +361,14 @@ impl Passes {
         let Some(taints) = &mut self.taints else { return true };
         let (changes, next) = taints.update(observed, now);
         self.next = self.next.into_iter().chain(next).min();
-        let (client, claim) = (&self.context.client, &self.context.claim);
-        let write = |change| async move {
-            let may_write = claim.is_current();
-            (change, if may_write { Some(write_taint(client, change).await) } else { None })
-        };
-        let writes: Vec<_> = changes.iter().map(write).collect();
-        let results: Vec<(&taint::Change, Option<bool>)> =
-            futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
+        let results = taint::write_all(&self.context.client, &self.context.claim, &changes).await;
         let mut leads = true;
-        for (change, done) in results {
-            let Some(done) = done else {
+        for (change, written) in results {
+            let Some(written) = written else {
                 leads = false;
                 continue;
             };
+            let done = written == Written::Done;
             self.count_write("Node", done, &mut true);
             let now = self.now();
             let retry = self.taints.as_mut().and_then(|taints| taints.record(&change.node, done, now));
@@ -416,27 +410,6 @@ impl Passes {
         let in_force = plan.policies.values().filter(|report| report.invalid.is_none()).count();
         self.context.metrics.policies.set(size(in_force));
         self.context.metrics.nodes.set(size(plan.nodes.len()));
-    }
-}
-
-/// Writes the taint of one node. Returns whether the write succeeded.
-async fn write_taint(client: &kube::Client, change: &taint::Change) -> bool {
-    let taint::Change { node, why, .. } = change;
-    match with_timeout(taint::write(client, change)).await {
-        Some(Ok(())) => {
-            tracing::info!(node, why, tainted = why.is_some(), "updated the node's taint");
-            true
-        }
-        // The node changed after this pass read it.
-        Some(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
-            tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
-            false
-        }
-        Some(Err(error)) => {
-            tracing::warn!(node, why, error = &error as &dyn std::error::Error, "failed to update the node's taint");
-            false
-        }
-        None => false,
     }
 }
 
@@ -531,18 +504,22 @@ mod tests {
         assert!(passes.wakes.placement.notified().now_or_never().is_none(), "nothing has changed");
     }
 
-    #[tokio::test]
-    async fn a_refused_taint_delays_no_pass() {
-        let (client, mut server) = mock_client();
-        let (mut passes, _gated) = passes(client);
-        passes.taints = Some(Taints::default());
+    /// Returns a node whose only GPU is lost, so that it gets a taint.
+    fn lost_node() -> Node {
         let health = Health { class: HEALTH_LOST.to_owned(), ..Health::default() };
         let gpus = vec![GpuStatus { health, ..GpuStatus::default() }];
         let status = GpuNodeStatus { agent_version: "1".to_owned(), gpus, ..GpuNodeStatus::default() };
         let object = GpuNode { status: Some(status), ..GpuNode::new("n", GpuNodeSpec::default()) };
         let gpu_node = Some(Arc::new(DeserializeGuard(Ok(object))));
-        let node = Node { agent: Some(Agent { ready: true }), gpu_node, ..Node::default() };
-        let nodes = BTreeMap::from([("n".to_owned(), node)]);
+        Node { agent: Some(Agent { ready: true }), gpu_node, ..Node::default() }
+    }
+
+    #[tokio::test]
+    async fn a_refused_taint_delays_no_pass() {
+        let (client, mut server) = mock_client();
+        let (mut passes, _gated) = passes(client);
+        passes.taints = Some(Taints::default());
+        let nodes = BTreeMap::from([("n".to_owned(), lost_node())]);
         let observed = Observed { policies: BTreeMap::new(), nodes, pods: Vec::new() };
         let refuse = async {
             let (_, reply) = server.next_request().await.unwrap();
@@ -621,13 +598,7 @@ mod tests {
         let (client, mut server) = mock_client();
         let (mut passes, _gated) = passes(client);
         passes.taints = Some(Taints::default());
-        let health = Health { class: HEALTH_LOST.to_owned(), ..Health::default() };
-        let gpus = vec![GpuStatus { health, ..GpuStatus::default() }];
-        let status = GpuNodeStatus { agent_version: "1".to_owned(), gpus, ..GpuNodeStatus::default() };
-        let object = GpuNode { status: Some(status), ..GpuNode::new("n", GpuNodeSpec::default()) };
-        let gpu_node = Some(Arc::new(DeserializeGuard(Ok(object))));
-        let node = Node { agent: Some(Agent { ready: true }), gpu_node, ..Node::default() };
-        let nodes = (0..2 * MAX_IN_FLIGHT).map(|index| (format!("n{index}"), node.clone())).collect();
+        let nodes = (0..2 * MAX_IN_FLIGHT).map(|index| (format!("n{index}"), lost_node())).collect();
         let observed = Observed { policies: BTreeMap::new(), nodes, pods: Vec::new() };
         let (leads, ()) = tokio::join!(passes.update_taints(&observed), answer_in_groups(&mut server));
         assert_eq!((leads, passes.next), (true, None), "all writes succeed");

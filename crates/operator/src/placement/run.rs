@@ -21,7 +21,7 @@ use crate::metrics::{Outcome, Reason};
 use crate::pod_condition::{self, Target, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
-use crate::policies::taint::{self, Change};
+use crate::policies::taint::{self, Change, Written};
 use crate::rollout::{self, DeletionResult, MpsHostStores, Replacement, Step};
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
@@ -343,38 +343,12 @@ impl PlacementController {
 
     /// Taints nodes, or removes taints. Each node has its own retries.
     async fn taint_all(&mut self, changes: &[Change]) {
-        if !self.context.claim.is_current() {
-            return;
-        }
-        let writes: Vec<_> = changes.iter().map(|change| self.taint(change)).collect();
-        let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
-        for (node, written) in results {
-            self.keeper.record_taint(node, written, self.started.elapsed());
-        }
-    }
-
-    /// Writes the taint of one node. Returns false if a retry is necessary.
-    async fn taint<'c>(&self, change: &'c Change) -> (&'c str, bool) {
-        let node = change.node.as_str();
-        let written = tokio::time::timeout(WRITE_TIMEOUT, taint::write(&self.context.client, change)).await;
-        match written {
-            Ok(Ok(())) => {
-                tracing::info!(node, why = change.why, tainted = change.why.is_some(), "updated the node's taint");
-            }
-            // The node changed after the decision. The next reconcile reads it again.
-            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
-                tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
-            }
-            Ok(Err(error)) => {
-                tracing::warn!(node, error = &error as &dyn std::error::Error, "failed to update the node's taint");
-                return (node, false);
-            }
-            Err(_) => {
-                tracing::warn!(node, "failed to update the node's taint: the API server did not answer");
-                return (node, false);
+        for (change, written) in taint::write_all(&self.context.client, &self.context.claim, changes).await {
+            if let Some(written) = written {
+                // If the node changed, the next reconcile reads it again, so no retry is necessary.
+                self.keeper.record_taint(&change.node, written != Written::Failed, self.started.elapsed());
             }
         }
-        (node, true)
     }
 
     /// Writes one report.

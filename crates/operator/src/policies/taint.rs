@@ -1,18 +1,21 @@
 //! Taints nodes that can serve no pod, because all of their GPUs are lost or need a reset, or
 //! because their agent is not ready. Off by default.
 //!
-//! [`Taints`] decides and is pure. [`write`] changes only Cleave's taint of a node, with a JSON
+//! [`Taints`] decides and is pure. [`write_all`] changes only Cleave's taint of a node, with a JSON
 //! patch. [`TaintBackoff`] delays the nodes whose taint could not be written.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use cleave_api::names::{HEALTH_LOST, HEALTH_NEEDS_RESET, UNHEALTHY_TAINT};
 use cleave_plan::snapshot::Taint;
+use futures::StreamExt as _;
 use http::Request;
 use kube::Client;
 use serde_json::{Value, json};
 
+use crate::leader::LeaseGuard;
 use crate::read::{Node, Observed};
+use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT};
 
 /// Time for which an agent may be not ready before its node is tainted. An upgrade of the agent
 /// needs a second. The start of a node needs more.
@@ -181,12 +184,58 @@ pub(crate) fn remove_patch((key, effect): &(&str, &str), index: usize) -> Value 
     ])
 }
 
-/// Writes one change. If the node changed after the decision, the API server refuses the patch, and
-/// the next pass reads the node again.
-///
-/// # Errors
-/// Returns an error if the request fails.
-pub(crate) async fn write(client: &Client, change: &Change) -> Result<(), kube::Error> {
+/// The result of a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Written {
+    /// The node has the change.
+    Done,
+    /// The node changed after the decision, so the API server refused the patch. The next decision
+    /// reads the node again.
+    NodeChanged,
+    /// The request failed, or the API server did not answer.
+    Failed,
+}
+
+/// Writes changes, several at a time, and logs the results. Starts no write when this process may
+/// no longer write: the result of such a change is `None`.
+pub(crate) async fn write_all<'c>(
+    client: &Client,
+    claim: &LeaseGuard,
+    changes: &'c [Change],
+) -> Vec<(&'c Change, Option<Written>)> {
+    let write = |change| async move {
+        let may_write = claim.is_current();
+        (change, if may_write { Some(write(client, change).await) } else { None })
+    };
+    let writes: Vec<_> = changes.iter().map(write).collect();
+    futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await
+}
+
+/// Writes one change, and logs the result.
+async fn write(client: &Client, change: &Change) -> Written {
+    let Change { node, why, .. } = change;
+    match tokio::time::timeout(WRITE_TIMEOUT, patch_node(client, change)).await {
+        Ok(Ok(())) => {
+            tracing::info!(node, why, tainted = why.is_some(), "updated the node's taint");
+            Written::Done
+        }
+        Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
+            tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
+            Written::NodeChanged
+        }
+        Ok(Err(error)) => {
+            tracing::warn!(node, why, error = &error as &dyn std::error::Error, "failed to update the node's taint");
+            Written::Failed
+        }
+        Err(_) => {
+            tracing::warn!(node, why, "failed to update the node's taint: the API server did not answer");
+            Written::Failed
+        }
+    }
+}
+
+/// Sends the patch of one change.
+async fn patch_node(client: &Client, change: &Change) -> Result<(), kube::Error> {
     let request = Request::patch(format!("/api/v1/nodes/{}?fieldManager=cleave-operator", change.node))
         .header(http::header::CONTENT_TYPE, "application/json-patch+json")
         .body(change.patch.to_string().into_bytes())
@@ -356,7 +405,7 @@ mod tests {
             (format!("{} {}", request.method(), request.uri()), kind)
         };
         let (written, (line, kind)) = tokio::join!(write(&client, &change), answer);
-        written.unwrap();
+        assert_eq!(written, Written::Done);
         assert_eq!(line, "PATCH /api/v1/nodes/n?fieldManager=cleave-operator");
         assert_eq!(kind, "application/json-patch+json");
     }
