@@ -12,7 +12,7 @@ use crate::chart::Setting;
 use crate::gate_admission::{
     GATE_VALUE, REGISTRATIONS_PATH, admit_in_dry_run, set_exceptions, skips_without_mutating_policies,
 };
-use crate::{NODE, SHARES_RESOURCE, allocations, gpus_without_ten_shares, ten_shares, wait_until_offered};
+use crate::{NODE, SHARES_RESOURCE, allocations, ten_shares, ten_shares_of};
 
 /// Number of pods deleted for each combination of grace period and program.
 const DELETION_ROUNDS: usize = 4;
@@ -221,16 +221,7 @@ fn neighbour_error(scope: &Scope) -> Result<Option<String>> {
 
 /// Creates a namespace and ten shares of one GPU, so that all pods are neighbours.
 fn ten_shares_of_one_gpu<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
-    let scope = Scope::new(cluster, name)?;
-    let mps = json!({"units": 10, "threads": "Strict"});
-    let spec =
-        json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [0]}, "mode": "Mps", "mps": mps});
-    scope.create_policy("ten-shares", &spec)?;
-    wait_until_offered(cluster, SHARES_RESOURCE, 10)?;
-    wait_until("the node reports ten shares", || {
-        Ok(gpus_without_ten_shares(cluster, |gpu| gpu["index"] == 0)?.is_empty())
-    })?;
-    Ok(scope)
+    ten_shares_of(cluster, name, Some(&[0]))
 }
 
 /// Creates and deletes busy pods beside the neighbour, one after the other.

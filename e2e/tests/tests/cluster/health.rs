@@ -10,7 +10,7 @@ use cleave_e2e::{
 use serde_json::{Value, json};
 
 use crate::chart::Setting;
-use crate::restarts::query_agent;
+use crate::restarts::wait_until_agent_serves;
 use crate::{
     GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, container_and_restarts, daemon_pids,
     gpus_without_ten_shares, ten_shares, wait_until_offered,
@@ -135,7 +135,7 @@ fn a_restart_of_the_agent_clears_no_fault_and_uncordon_does() -> Result<()> {
     signal_program(NODE, "cleave-agent", "KILL")?;
     wait_until("another agent runs", || Ok(find_pid(NODE, "cleave-agent").is_ok_and(|pid| pid != old)))?;
     // The agent registers for events before it is ready. NVML reports no earlier XIDs.
-    wait_until("the new agent is ready", || query_agent(&cluster, "readyz").map(|_| true))?;
+    wait_until_agent_serves(&cluster)?;
     repair.faults.simgpu(&["xid", "1", "48"])?;
     wait_for_health(&cluster, 1, "NeedsReset")?;
     wait_for_health(&cluster, 3, "NeedsReset")?;

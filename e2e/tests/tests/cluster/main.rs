@@ -46,15 +46,23 @@ const HOLD_CLIENT_SCRIPT: &str = "exec cleave-client --hold forever";
 /// Creates a namespace, and a policy that divides each GPU of [`NODE`] into ten strict shares.
 /// Waits until it is applied.
 fn ten_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
+    ten_shares_of(cluster, name, None)
+}
+
+/// Like [`ten_shares`], but divides only the GPUs with these indices, unless `indices` is `None`.
+fn ten_shares_of<'a>(cluster: &'a Cluster, name: &str, indices: Option<&[u64]>) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
-    scope.create_policy(
-        "ten-shares",
-        &json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}}),
-    )?;
-    wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    let mut spec = json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps", "mps": {"units": 10, "threads": "Strict"}});
+    if let Some(indices) = indices {
+        spec["gpus"] = json!({"indices": indices});
+    }
+    scope.create_policy("ten-shares", &spec)?;
+    let count = indices.map_or(GPUS_PER_NODE, |indices| indices.len() as u64);
+    wait_until_offered(cluster, SHARES_RESOURCE, 10 * count)?;
+    let is_selected = |gpu: &Value| indices.is_none_or(|indices| indices.iter().any(|index| gpu["index"] == *index));
     // The agent updates the kubelet first, and the `GpuNode`'s status up to 0.2 s later.
     wait_until("the node reports ten shares of each GPU", || {
-        Ok(gpus_without_ten_shares(cluster, |_| true)?.is_empty())
+        Ok(gpus_without_ten_shares(cluster, is_selected)?.is_empty())
     })?;
     Ok(scope)
 }

@@ -98,6 +98,12 @@ pub(crate) fn query_agent(cluster: &Cluster, path: &str) -> Result<String> {
     kubectl(&["get", "--raw", &format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{name}:8080/proxy/{path}")])
 }
 
+/// Waits until the agent on [`NODE`] serves. The pod's readiness and the kubelet's report may be
+/// those of an earlier process.
+pub(crate) fn wait_until_agent_serves(cluster: &Cluster) -> Result<()> {
+    wait_until("the agent serves", || query_agent(cluster, "readyz").map(|_| true))
+}
+
 /// Returns the restart count of a pod's container.
 fn restart_count(pod: &Value) -> u64 {
     pod["status"]["containerStatuses"][0]["restartCount"].as_u64().unwrap_or(0)
@@ -157,8 +163,7 @@ fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
             partial_or_long_outage(&cluster),
         )?;
     }
-    // The kubelet's report and the pod's readiness may be those from before the last kill.
-    wait_until("the agent serves", || query_agent(&cluster, "readyz").map(|_| true))?;
+    wait_until_agent_serves(&cluster)?;
     running.check_unchanged(&cluster, &scope)?;
     ensure!(find_pid(NODE, "cleave-supervise")? == supervisor, "the supervisor was restarted");
     ensure!(restart_count(&component_pod(&cluster, "agent")?) == before, "the container was restarted");
