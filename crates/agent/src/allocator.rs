@@ -114,7 +114,9 @@ impl Allocator {
         let DenialReason::Split(sentence) = denied else { return };
         self.metrics.count_split_request(resource);
         if table.events.len() < MAX_UNPUBLISHED_EVENTS {
-            let note = format!("the agent refused a pod: {sentence}. Delete and recreate the pod.");
+            let note = format!(
+                "the agent refused a request for shares: {sentence}. Delete and recreate the pod that failed with UnexpectedAdmissionError on this node."
+            );
             table.events.push(NodeEvent { warning: true, reason: "SharesSplit", note, regarding: None, related: None });
         }
         self.allocated.notify_one();

@@ -233,7 +233,7 @@ pub const POD_CONDITIONS: &[Reason] = &[
         "`cleave.dev/Placed` is False: no node accepts the released pod, and it has no controller.",
         "Delete and recreate the pod.",
     ),
-    reason("Bound", "`cleave.dev/Placed` is True.", ""),
+    reason("Bound", "`cleave.dev/Placed` is True: the pod is bound to a node.", ""),
 ];
 
 /// All tables of reasons in this module.

@@ -22,7 +22,7 @@ pub struct InstallationArgs {
     /// Namespace that Cleave runs in.
     #[arg(long, value_name = "NAME", default_value = "cleave-system", help_heading = "Cluster options")]
     pub cleave_namespace: String,
-    /// Labels of the agents' pods.
+    /// Label selector of the agents' pods.
     #[arg(
         long,
         value_name = "SELECTOR",

@@ -1,4 +1,4 @@
-//! Errors of the MPS host, one enum per step.
+//! Defines the errors of the MPS host: one enum for each step that can fail.
 //!
 //! [`HostError`] ends the process. After a [`DaemonError`], the MPS host replaces the daemon. After
 //! a [`DesiredError`] nothing changes. [`TerminateError`] and [`NotReady`] answer a request of the

@@ -30,7 +30,7 @@ pub fn all_targets() -> &'static [Target] {
         objects::CLUSTER,
         objects::ADMISSION_REVIEW,
         texts::PLACEMENT,
-        texts::ANNOTATIONS,
+        texts::CORDON_ANNOTATIONS,
         texts::QUANTITY,
         texts::NAMES,
     ]

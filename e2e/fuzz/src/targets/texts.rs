@@ -30,7 +30,7 @@ pub(super) const PLACEMENT: Target = Target {
     },
 };
 
-pub(super) const ANNOTATIONS: Target = Target {
+pub(super) const CORDON_ANNOTATIONS: Target = Target {
     name: "annotations",
     what: "annotations that cordon GPUs and clear faults",
     shape: InputShape::Bytes,

@@ -121,7 +121,7 @@ fn pods_use_nodes_of_another_plugin_when_cleaves_nodes_are_full() -> Result<()> 
         )?;
         scope.wait_until_running(&format!("all-{node}"))?;
     }
-    // Without a kubelet the node becomes unreachable after less than a minute.
+    // Create this node last: without a kubelet it becomes NotReady in less than a minute.
     let other = OtherNode::new(&cluster)?;
     let pods = format!("/api/v1/namespaces/{}/pods", scope.namespace);
     for name in ["first", "second"] {

@@ -57,7 +57,7 @@ pub(super) enum ProgramError {
     #[error("the program failed with CUDA error {0}")]
     Cuda(i64),
     /// The program printed nothing before the deadline, because it waits for CUDA.
-    #[error("the program printed nothing for {} s", OUTPUT_LINE_DEADLINE.as_secs())]
+    #[error("the CUDA program printed nothing for {} s: it still waits for CUDA", OUTPUT_LINE_DEADLINE.as_secs())]
     Timeout,
 }
 
