@@ -11,7 +11,8 @@ namespace=cleave-system
 profile=${CLEAVE_PROFILE:-release}
 programs=$root/target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 
-say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
+# Also prints the seconds since the script's start.
+say() { printf '\n\033[1m==> %s\033[0m (%d s)\n' "$*" "$SECONDS"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
 # The chart to install, and the command line program. `release` is the directory of a release, if

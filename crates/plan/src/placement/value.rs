@@ -25,6 +25,8 @@ const MODEL_SCARCITY_WEIGHT: f64 = 0.8;
 /// Maximum scarcity of one model.
 const MAX_MODEL_SCARCITY: f64 = 1.5;
 
+/// Number of steps into which the loss of one GPU's value is divided.
+const LOSS_STEPS: f64 = 1_048_576.0;
 /// Preference for the fuller node if everything else is equal.
 const FULLER_NODE_BONUS: f64 = 0.06;
 
@@ -171,6 +173,9 @@ impl Score for CapacityValue {
             // A pod with several GPUs uses whole GPUs.
             None => f64::from(demand.gpus) * (self.gpu_value(demand.per_gpu)),
         };
+        // Equal losses are sums of the same values in another order, whose last bits differ. Without
+        // the rounding, these bits would decide instead of the next criterion.
+        let lost = (lost * LOSS_STEPS).round() / LOSS_STEPS;
         let compact = cpu / 128_000.0 + free / 8_000.0;
         let spared = if demand.gpus == 1 { self.spare_cpu * before.cpu_rich } else { 0.0 };
         let score =
@@ -314,6 +319,18 @@ mod tests {
         let spare_cpu = |cpu| CapacityValue::learn(&[typical_pod(500, 1.0)], &[node(cpu)]).spare_cpu;
         assert!(spare_cpu(18_000).abs() < 1e-9, "the nodes' CPU suffices for pods with GPUs");
         assert!(spare_cpu(6_000) > 0.0, "other pods use much CPU");
+    }
+
+    #[test]
+    fn of_equal_losses_the_exact_fit_is_preferred() {
+        let node = Node { model: "T4".into(), cpu_total: 0, cpu: 0, gpus: vec![1000, 500] };
+        let demand = Demand { cpu: 0, gpus: 1, per_gpu: 500, models: Vec::new() };
+        for size in [10, 20, 50, 100, 125, 250, 500] {
+            let value = CapacityValue::learn(&[typical_pod(size, 1.0)], std::slice::from_ref(&node));
+            let before = value.precompute(&node);
+            let [empty, exact] = [0, 1].map(|device| value.rank(&node, &before, &demand, Some(device)));
+            assert!(exact.score >= empty.score, "typical size {size}: {} and {}", exact.score, empty.score);
+        }
     }
 
     #[test]

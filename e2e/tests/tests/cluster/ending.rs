@@ -15,7 +15,7 @@ use crate::gate_admission::{
 use crate::{NODE, SHARES_RESOURCE, allocations, ten_shares, ten_shares_of};
 
 /// Number of pods deleted for each combination of grace period and program.
-const DELETION_ROUNDS: usize = 4;
+const DELETION_ROUNDS: usize = 2;
 /// Script that runs long kernels. Killing the program during a kernel always breaks its neighbours.
 const BUSY_SCRIPT: &str = "exec cleave-client --kernel-ms 1000 --busy-forever";
 /// Script that runs long kernels, and exits cleanly on SIGTERM.

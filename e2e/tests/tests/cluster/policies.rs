@@ -34,11 +34,12 @@ fn units_change_on_idle_gpus_without_a_restart() -> Result<()> {
     Ok(())
 }
 
-/// Returns the UID and restart count of each of Cleave's pods.
+/// Returns the UID and restart count of each of Cleave's pods. Omits terminating pods, because they
+/// may disappear at any time.
 pub(crate) fn cleave_pods(cluster: &Cluster) -> Result<Vec<(String, u64)>> {
     let pods = cluster.list("/api/v1/namespaces/cleave-system/pods")?;
-    Ok(pods
-        .iter()
+    let staying = pods.iter().filter(|pod| pod["metadata"]["deletionTimestamp"].is_null());
+    Ok(staying
         .map(|pod| {
             let restarts = pod["status"]["containerStatuses"][0]["restartCount"].as_u64().unwrap_or(u64::MAX);
             (text(&pod["metadata"]["uid"]), restarts)

@@ -373,6 +373,7 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     let before = container_ids(&scope)?;
     let socket = node_file("/var/lib/kubelet/device-plugins/kubelet.sock")?;
     let identity = |path: &Path| fs::metadata(path).map(|found| (found.ino(), found.ctime(), found.ctime_nsec())).ok();
+    let rejected_before = rejected_pods_of_cleave(&cluster)?;
     let power_cut = PowerCut::new()?;
     let api_server_down = ApiServerDown::new()?;
     let old = identity(&socket);
@@ -397,12 +398,15 @@ fn a_rebooted_node_starts_no_pod_until_the_api_server_is_back() -> Result<()> {
     }
     wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     wait_until_consistent(&scope)?;
-    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
-    let rejected: Vec<String> = pods
-        .iter()
-        .filter(|pod| is_rejection(&text(&pod["status"]["reason"])))
-        .map(|pod| text(&pod["metadata"]["name"]))
-        .collect();
-    ensure!(rejected.is_empty(), "the kubelet rejected pods of Cleave: {rejected:?}");
+    let rejected = rejected_pods_of_cleave(&cluster)?;
+    let new: Vec<_> = rejected.difference(&rejected_before).collect();
+    ensure!(new.is_empty(), "the kubelet rejected pods of Cleave: {new:?}");
     Ok(())
+}
+
+/// Returns the names of Cleave's pods that a kubelet rejected.
+fn rejected_pods_of_cleave(cluster: &Cluster) -> Result<BTreeSet<String>> {
+    let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
+    let rejected = pods.iter().filter(|pod| is_rejection(&text(&pod["status"]["reason"])));
+    Ok(rejected.map(|pod| text(&pod["metadata"]["name"])).collect())
 }

@@ -4,7 +4,9 @@
 use std::fmt::Write as _;
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Scope, WAIT_TIMEOUT, on_node, pod, program_output, text, wait_for, wait_until};
+use cleave_e2e::{
+    Cluster, POLICIES_PATH, Scope, WAIT_TIMEOUT, on_node, pod, program_output, text, wait_for, wait_until,
+};
 use serde_json::{Value, json};
 
 use super::{Attempt, Expected, Outcome, TestBed, parse_json_lines};
@@ -61,14 +63,14 @@ const REFUSED_AS_READ_ONLY: Expected = Expected::Refused(&["Read-only file syste
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
     let scope = Scope::new(cluster, "hostile")?;
     let spec = json!({
-        "nodeSelector": {"kubernetes.io/hostname": NODE}, "mode": "Mps",
+        "nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": [0]}, "mode": "Mps",
         "mps": {"units": 10, "threads": "Strict", "clients": {"max": MAX_CLIENTS}},
     });
     scope.create_policy("hostile", &spec)?;
-    wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    wait_until_offered(cluster, SHARES_RESOURCE, 10)?;
     let bed = TestBed::new(scope)?;
     let scope = &bed.scope;
-    // Create these two first, so that they are on one GPU.
+    // Only one GPU has shares until these three pods run, so they are neighbours.
     scope.create_pod(HOSTILE_POD, &json!({SHARES_RESOURCE: HOSTILE_SHARES}), SLEEP_FOREVER_SCRIPT)?;
     scope.wait_until_running(HOSTILE_POD)?;
     scope.create_pod(NEIGHBOUR_POD, &json!({SHARES_RESOURCE: NEIGHBOUR_SHARES}), HOLD_CLIENT_SCRIPT)?;
@@ -77,6 +79,14 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
         gpu_of_pod(&bed, HOSTILE_POD)? == gpu_of_pod(&bed, NEIGHBOUR_POD)?,
         "the hostile pod and its neighbour are on two GPUs"
     );
+    let pods = other_pods();
+    let (liar, others) = pods.split_first().context("no pods")?;
+    ensure!(text(&liar["metadata"]["name"]) == LIAR_POD, "the first pod is {liar}");
+    bed.tenant.create(&bed.pods_path(), liar)?;
+    scope.wait_until_running(LIAR_POD)?;
+    gpu_of_pod(&bed, LIAR_POD)?;
+    cluster.patch(&format!("{POLICIES_PATH}/hostile"), &json!({"spec": {"gpus": null}}))?;
+    wait_until_offered(cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     for (name, data) in [
         ("more", json!({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1000G"})),
         ("away", json!({"CUDA_MPS_PIPE_DIRECTORY": "/nowhere", "NVIDIA_VISIBLE_DEVICES": "all"})),
@@ -84,10 +94,10 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
         let settings = json!({"metadata": {"name": name}, "data": data});
         bed.tenant.create(&format!("/api/v1/namespaces/{}/configmaps", scope.namespace), &settings)?;
     }
-    for pod in other_pods() {
-        bed.tenant.create(&bed.pods_path(), &pod)?;
+    for pod in others {
+        bed.tenant.create(&bed.pods_path(), pod)?;
     }
-    for pod in other_pods() {
+    for pod in others {
         scope.wait_until_running(&text(&pod["metadata"]["name"]))?;
     }
     Ok(bed)
