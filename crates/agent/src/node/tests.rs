@@ -38,6 +38,7 @@ fn mps_host_view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::H
         restarts,
         enforcement: Enforcement::Hard,
         holds_clients: false,
+        replies_unproven: false,
         message: String::new(),
         clients: Vec::new(),
         fault: None,
@@ -359,6 +360,44 @@ fn shares_whose_doors_hold_clients_are_unhealthy_until_the_daemons_replies_are_e
         let served = node.reconcile(&mut table, start);
         assert_eq!((count_healthy(&served), served.status.gpus[0].mps[0].door.as_str()), (10, "Hard"));
         assert_eq!([event_reasons(&held), event_reasons(&served)].concat(), ["MpsUnavailable", "Recovered"]);
+    }
+}
+
+/// Returns the note of the only Event `Recovered`.
+fn recovery_note(actions: &Actions) -> &str {
+    assert_eq!(event_reasons(actions), ["Recovered"]);
+    &actions.events[0].note
+}
+
+#[test]
+fn the_event_of_a_recovery_states_only_what_is_known() {
+    let start = Instant::now();
+    let later = start + 2 * ALLOCATION_GRACE;
+    let cases = [
+        (spec_object(10), false, Enforcement::Hard, "with all limits"),
+        (spec_object(10), true, Enforcement::Hard, "Nothing shows"),
+        (advisory_spec(), false, Enforcement::Advisory, "advisory"),
+    ];
+    for (object, unproven, enforcement, expected) in cases {
+        let (mut node, mut table, _) = serving_node(start);
+        node.record_pod_resources(Ok(vec![]), later, &mut table.allocations);
+        node.record_gpu_node(object);
+        let desired = node.reconcile(&mut table, later).desired;
+        let daemon_view = |holds_clients, replies_unproven, enforcement| {
+            let mut view = mps_host_view(DaemonState::Active, 0, &desired);
+            view.status.daemons.values_mut().for_each(|daemon| {
+                *daemon = DaemonStatus { holds_clients, replies_unproven, enforcement, ..daemon.clone() };
+            });
+            view
+        };
+        node.record_mps_view(daemon_view(true, false, Enforcement::Hard));
+        assert_eq!(event_reasons(&node.reconcile(&mut table, later)), ["MpsUnavailable"]);
+        node.record_mps_view(daemon_view(false, unproven, enforcement));
+        let actions = node.reconcile(&mut table, later);
+        let note = recovery_note(&actions);
+        assert!(note.contains(expected), "{note}");
+        let is_known = !unproven && enforcement == Enforcement::Hard;
+        assert_eq!(note.contains("with all limits"), is_known, "{note}");
     }
 }
 
