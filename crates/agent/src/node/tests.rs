@@ -225,17 +225,34 @@ fn a_daemon_is_reported_as_active_only_with_its_current_settings() {
     let health = &actions.status.gpus[0].health;
     assert_eq!((health.healthy, health.reason.as_str()), (false, "MpsUnavailable"));
     assert!(health.message.contains("desired.json has version 9"), "{}", health.message);
-    for (device, healthy) in [("GPU-b", true), ("GPU-a", false)] {
-        let mut failed = mps_host_view(DaemonState::Active, 0, &desired);
-        failed.status.door_errors = BTreeMap::from([(device.to_owned(), "no free descriptor".to_owned())]);
-        node.record_mps_view(failed);
-        let health = node.reconcile(&mut table, start + REMOVAL_DELAY).status.gpus[0].health.clone();
-        assert_eq!(health.healthy, healthy, "a door of {device}: {}", health.message);
-    }
     node.record_mps_view(mps_host_view(DaemonState::BackOff, 0, &changed.desired));
     assert_eq!(state(&node.reconcile(&mut table, start + REMOVAL_DELAY)), "BackOff");
     node.record_mps_view(mps_host_view(DaemonState::Active, 0, &changed.desired));
     assert_eq!(state(&node.reconcile(&mut table, start + REMOVAL_DELAY)), "Active");
+}
+
+#[test]
+fn a_door_that_fails_is_reported_in_each_state_of_its_daemon() {
+    let start = Instant::now();
+    let (mut node, mut table, _) = serving_node(start);
+    table.allocations.insert(allocation(&["GPU-a::0"]), start);
+    let desired = node.reconcile(&mut table, start).desired;
+    let mut health_of = |state, device: &str, alive| {
+        let mut failed = mps_host_view(state, 0, &desired);
+        failed.alive = alive;
+        failed.status.door_errors = BTreeMap::from([(device.to_owned(), "no free descriptor".to_owned())]);
+        node.record_mps_view(failed);
+        node.reconcile(&mut table, start).status.gpus[0].health.clone()
+    };
+    for state in [DaemonState::Active, DaemonState::Starting, DaemonState::Restarting, DaemonState::Active] {
+        let health = health_of(state, "GPU-a", true);
+        assert_eq!((health.healthy, health.reason.as_str()), (false, "MpsUnavailable"), "{state:?}");
+        assert!(health.message.contains("no free descriptor"), "{}", health.message);
+        let other = health_of(state, "GPU-b", true);
+        assert!(other.healthy, "{state:?}, a door of another GPU: {}", other.message);
+    }
+    let stopped = health_of(DaemonState::Active, "GPU-a", false);
+    assert!(stopped.healthy, "the status of an MPS host that does not answer is old: {}", stopped.message);
 }
 
 #[test]

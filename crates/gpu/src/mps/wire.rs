@@ -270,7 +270,7 @@ pub struct MpsHostStatus {
     pub allocations: BTreeMap<String, AllocationStatus>,
     /// Why the desired file could not be applied. Older MPS hosts add the errors of doors.
     pub error: Option<String>,
-    /// Why doors could not be opened, by device. Older MPS hosts omit it.
+    /// Why doors could not be opened or restored, by device. Older MPS hosts omit it.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub door_errors: BTreeMap<String, String>,
 }
