@@ -157,10 +157,9 @@ impl Door {
     fn start_listening(self: &Rc<Self>) -> io::Result<()> {
         if let Some(directory) = self.path.parent() {
             std::fs::create_dir_all(directory)?;
-            self.context.label.apply(directory);
+            self.context.label.apply(directory)?;
         }
-        let listener = Listener::bind(&self.path)?;
-        self.context.label.apply(&self.path);
+        let listener = Listener::bind(&self.path, |path| self.context.label.apply(path))?;
         self.inode.set(self.find_socket_inode());
         let replaced = CancellationToken::new();
         self.replaced.replace(replaced.clone()).cancel();
