@@ -29,7 +29,7 @@ impl ContainerLabel {
     }
 
     /// Labels a file or directory. A file system without labels for single files, and a policy that
-    /// does not know the label, only cause a log line: the administrator determines the label there.
+    /// does not know the label, only cause a log line: the administrator chooses the label there.
     ///
     /// # Errors
     /// Returns an error if the file cannot be labelled. Containers could not use it.
