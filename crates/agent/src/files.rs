@@ -44,9 +44,14 @@ pub(crate) async fn watch_directory(
 
 fn open_watch(directory: &Path) -> io::Result<EventStream<[u8; 1024]>> {
     let inotify = Inotify::init()?;
-    inotify
-        .watches()
-        .add(directory, WatchMask::MOVED_TO | WatchMask::CLOSE_WRITE | WatchMask::DELETE | WatchMask::DELETE_SELF)?;
+    inotify.watches().add(
+        directory,
+        WatchMask::MOVED_TO
+            | WatchMask::MOVED_FROM
+            | WatchMask::CLOSE_WRITE
+            | WatchMask::DELETE
+            | WatchMask::DELETE_SELF,
+    )?;
     inotify.into_event_stream([0; 1024])
 }
 
@@ -87,4 +92,35 @@ fn replace_file(path: &Path, write: impl FnOnce(&mut File) -> io::Result<()>) ->
         // Remove the partial file, but return the first error.
         let _ = fs::remove_file(beside);
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::watch;
+    use tokio::time::timeout;
+
+    use super::*;
+
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
+    /// Longer than a test, so that only inotify reports changes.
+    const NEVER: Duration = Duration::from_secs(3600);
+
+    #[tokio::test]
+    async fn a_file_that_is_moved_away_is_a_change() {
+        let (watched, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let file = watched.path().join("spec.json");
+        fs::write(&file, "{}").unwrap();
+        let (changes, mut changed) = watch::channel(());
+        let watching = watch_directory(watched.path(), NEVER, || changes.send_replace(()), |error| panic!("{error}"));
+        let moving = async {
+            // The first call follows the start of the watch.
+            timeout(TEST_TIMEOUT, changed.changed()).await.unwrap().unwrap();
+            fs::rename(&file, elsewhere.path().join("spec.json")).unwrap();
+            timeout(TEST_TIMEOUT, changed.changed()).await.expect("the move is reported").unwrap();
+        };
+        tokio::select! {
+            () = watching => panic!("the watch has ended"),
+            () = moving => {}
+        }
+    }
 }

@@ -2,7 +2,7 @@
 //! and the events that the agent has reported. Pure.
 use std::collections::{BTreeMap, VecDeque};
 
-use cleave_gpu::mps::wire::{DaemonSettings, DaemonState, Desired};
+use cleave_gpu::mps::wire::{DaemonSettings, DaemonState, DaemonStatus, Desired, Enforcement};
 
 use super::status::check_daemon;
 use crate::event::{NodeEvent, node_recovery, node_warning};
@@ -108,7 +108,7 @@ impl ReportedDaemons {
             let failing =
                 daemon.is_some_and(|daemon| !expected(daemon.state)) || view.has_unknown_handshake(device, settings);
             let unavailable = |why: &str| node_warning("MpsUnavailable", format!("shares of {device}: {why}"));
-            let recovery = || node_recovery(format!("shares of {device}: the MPS daemon serves again with all limits"));
+            let recovery = || node_recovery(format!("shares of {device}: {}", recovery_note(daemon)));
             let reported = self.0.get(device).copied().unwrap_or_default();
             let next = match (reported, check_daemon(view, device, settings)) {
                 (ReportedState::Serving(before), Ok(())) if restarts > before => {
@@ -135,6 +135,19 @@ impl ReportedDaemons {
             self.0.insert(device.clone(), next);
         }
         events
+    }
+}
+
+/// Returns what is known about a daemon whose shares are available again.
+fn recovery_note(daemon: Option<&DaemonStatus>) -> &'static str {
+    match daemon {
+        Some(DaemonStatus { replies_unproven: true, .. }) => {
+            "the shares are available again, because no program has waited at a door for a minute. Nothing shows yet that the MPS daemon's replies are expected again: the next program that starts shows it"
+        }
+        Some(DaemonStatus { enforcement: Enforcement::Advisory, .. }) => {
+            "the MPS daemon serves again. Limits are advisory, as the policy accepts"
+        }
+        _ => "the MPS daemon serves again with all limits",
     }
 }
 

@@ -337,6 +337,7 @@ mod tests {
             restarts: 0,
             enforcement: Enforcement::Hard,
             holds_clients: false,
+            replies_unproven: false,
             message: String::new(),
             clients: Vec::new(),
             fault,

@@ -165,7 +165,7 @@ pub fn build_status(input: &StatusInput<'_>) -> GpuNodeStatus {
     .move_profiles_to_models()
 }
 
-/// Returns the status of a GPU. The GPU is unhealthy if one of its MPS daemons fails.
+/// Returns the status of a GPU. The GPU is unhealthy if one of its MPS daemons or doors fails.
 fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     let KnownGpu { gpu, health, instances, .. } = known;
     let layout = input.layouts.get(&gpu.uuid);
@@ -173,19 +173,11 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     let mut health = health.clone();
     let daemons: Vec<(&String, &DaemonSettings)> = layout.iter().flat_map(|layout| &layout.daemons).collect();
     let mps: Vec<MpsStatus> = daemons.iter().map(|(device, settings)| daemon_status(input, device, settings)).collect();
-    if health.healthy {
-        let starting = |device: &str| {
-            input.view.alive && input.view.status.daemons.get(device).is_none_or(|d| d.state == DaemonState::Starting)
-        };
-        let problem = daemons
-            .iter()
-            .filter(|(device, _)| !starting(device) && !input.absences.is_absence_tolerated(device))
-            .find_map(|(device, settings)| {
-                check_daemon(input.view, device, settings).and_then(|()| check_settings(input, device)).err()
-            });
-        if let Some(message) = problem {
-            health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };
-        }
+    let mut problems = daemons.iter().filter_map(|(device, settings)| mps_problem(input, device, settings));
+    if health.healthy
+        && let Some(message) = problems.next()
+    {
+        health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };
     }
     GpuStatus {
         uuid: gpu.uuid.clone(),
@@ -204,10 +196,25 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     }
 }
 
-/// Checks that the MPS host does not refuse the current settings of a daemon, or of its doors.
+/// Returns the problem of a device's MPS daemon or of its doors. A daemon that starts, or that is
+/// away for a short time, is no problem. A door that fails always is.
+fn mps_problem(input: &StatusInput<'_>, device: &str, settings: &DaemonSettings) -> Option<String> {
+    let view = input.view;
+    let daemon = view.status.daemons.get(device);
+    let is_starting = view.alive && daemon.is_none_or(|daemon| daemon.state == DaemonState::Starting);
+    let of_daemon = if is_starting || input.absences.is_absence_tolerated(device) {
+        None
+    } else {
+        check_daemon(view, device, settings).and_then(|()| check_settings(input, device)).err()
+    };
+    // The status of an MPS host that does not answer may be old.
+    let of_door = || view.status.door_errors.get(device).filter(|_| view.alive);
+    of_daemon.or_else(|| of_door().map(|error| format!("the MPS host reports: {error}")))
+}
+
+/// Checks that the MPS host does not refuse the current settings of a daemon.
 fn check_settings(input: &StatusInput<'_>, device: &str) -> Result<(), String> {
-    let status = &input.view.status;
-    match status.error.as_ref().or_else(|| status.door_errors.get(device)) {
+    match &input.view.status.error {
         Some(error) if input.outdated_daemons.contains(device) => Err(format!("the MPS host reports: {error}")),
         _ => Ok(()),
     }

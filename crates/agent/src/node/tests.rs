@@ -38,6 +38,7 @@ fn mps_host_view(state: DaemonState, restarts: u32, desired: &Desired) -> mps::H
         restarts,
         enforcement: Enforcement::Hard,
         holds_clients: false,
+        replies_unproven: false,
         message: String::new(),
         clients: Vec::new(),
         fault: None,
@@ -224,17 +225,34 @@ fn a_daemon_is_reported_as_active_only_with_its_current_settings() {
     let health = &actions.status.gpus[0].health;
     assert_eq!((health.healthy, health.reason.as_str()), (false, "MpsUnavailable"));
     assert!(health.message.contains("desired.json has version 9"), "{}", health.message);
-    for (device, healthy) in [("GPU-b", true), ("GPU-a", false)] {
-        let mut failed = mps_host_view(DaemonState::Active, 0, &desired);
-        failed.status.door_errors = BTreeMap::from([(device.to_owned(), "no free descriptor".to_owned())]);
-        node.record_mps_view(failed);
-        let health = node.reconcile(&mut table, start + REMOVAL_DELAY).status.gpus[0].health.clone();
-        assert_eq!(health.healthy, healthy, "a door of {device}: {}", health.message);
-    }
     node.record_mps_view(mps_host_view(DaemonState::BackOff, 0, &changed.desired));
     assert_eq!(state(&node.reconcile(&mut table, start + REMOVAL_DELAY)), "BackOff");
     node.record_mps_view(mps_host_view(DaemonState::Active, 0, &changed.desired));
     assert_eq!(state(&node.reconcile(&mut table, start + REMOVAL_DELAY)), "Active");
+}
+
+#[test]
+fn a_door_that_fails_is_reported_in_each_state_of_its_daemon() {
+    let start = Instant::now();
+    let (mut node, mut table, _) = serving_node(start);
+    table.allocations.insert(allocation(&["GPU-a::0"]), start);
+    let desired = node.reconcile(&mut table, start).desired;
+    let mut health_of = |state, device: &str, alive| {
+        let mut failed = mps_host_view(state, 0, &desired);
+        failed.alive = alive;
+        failed.status.door_errors = BTreeMap::from([(device.to_owned(), "no free descriptor".to_owned())]);
+        node.record_mps_view(failed);
+        node.reconcile(&mut table, start).status.gpus[0].health.clone()
+    };
+    for state in [DaemonState::Active, DaemonState::Starting, DaemonState::Restarting, DaemonState::Active] {
+        let health = health_of(state, "GPU-a", true);
+        assert_eq!((health.healthy, health.reason.as_str()), (false, "MpsUnavailable"), "{state:?}");
+        assert!(health.message.contains("no free descriptor"), "{}", health.message);
+        let other = health_of(state, "GPU-b", true);
+        assert!(other.healthy, "{state:?}, a door of another GPU: {}", other.message);
+    }
+    let stopped = health_of(DaemonState::Active, "GPU-a", false);
+    assert!(stopped.healthy, "the status of an MPS host that does not answer is old: {}", stopped.message);
 }
 
 #[test]
@@ -359,6 +377,44 @@ fn shares_whose_doors_hold_clients_are_unhealthy_until_the_daemons_replies_are_e
         let served = node.reconcile(&mut table, start);
         assert_eq!((count_healthy(&served), served.status.gpus[0].mps[0].door.as_str()), (10, "Hard"));
         assert_eq!([event_reasons(&held), event_reasons(&served)].concat(), ["MpsUnavailable", "Recovered"]);
+    }
+}
+
+/// Returns the note of the only Event `Recovered`.
+fn recovery_note(actions: &Actions) -> &str {
+    assert_eq!(event_reasons(actions), ["Recovered"]);
+    &actions.events[0].note
+}
+
+#[test]
+fn the_event_of_a_recovery_states_only_what_is_known() {
+    let start = Instant::now();
+    let later = start + 2 * ALLOCATION_GRACE;
+    let cases = [
+        (spec_object(10), false, Enforcement::Hard, "with all limits"),
+        (spec_object(10), true, Enforcement::Hard, "Nothing shows"),
+        (advisory_spec(), false, Enforcement::Advisory, "advisory"),
+    ];
+    for (object, unproven, enforcement, expected) in cases {
+        let (mut node, mut table, _) = serving_node(start);
+        node.record_pod_resources(Ok(vec![]), later, &mut table.allocations);
+        node.record_gpu_node(object);
+        let desired = node.reconcile(&mut table, later).desired;
+        let daemon_view = |holds_clients, replies_unproven, enforcement| {
+            let mut view = mps_host_view(DaemonState::Active, 0, &desired);
+            view.status.daemons.values_mut().for_each(|daemon| {
+                *daemon = DaemonStatus { holds_clients, replies_unproven, enforcement, ..daemon.clone() };
+            });
+            view
+        };
+        node.record_mps_view(daemon_view(true, false, Enforcement::Hard));
+        assert_eq!(event_reasons(&node.reconcile(&mut table, later)), ["MpsUnavailable"]);
+        node.record_mps_view(daemon_view(false, unproven, enforcement));
+        let actions = node.reconcile(&mut table, later);
+        let note = recovery_note(&actions);
+        assert!(note.contains(expected), "{note}");
+        let is_known = !unproven && enforcement == Enforcement::Hard;
+        assert_eq!(note.contains("with all limits"), is_known, "{note}");
     }
 }
 

@@ -13,7 +13,7 @@
 //!  events of each GPU ────────────────────────────────────────────────────────┤
 //!  links between GPUs ────────────────────────────────────────────────────────┘
 //! ```
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -26,6 +26,9 @@ use super::input::Input;
 
 /// Interval between polls. An event triggers a poll at once.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(10);
+/// Number of the latest reads of links that the agent uses together: a link that a read does not
+/// know keeps the value of an earlier one of these reads.
+const MAX_LINK_READS: usize = 10;
 /// Minimum interval between polls, even if more events trigger polls.
 const MIN_GPU_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum time that an NVML call for a GPU may take. A call may have to initialize the GPU first.
@@ -185,9 +188,10 @@ async fn watch_gpu(
 
 /// Reads the links between the GPUs each time that the driver's number of GPUs changes, which
 /// includes that the driver returns, and at long intervals. A read that is not complete replaces
-/// only the links that it knows.
+/// only the links that it knows. The other links keep their values for [`MAX_LINK_READS`] reads.
 async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: watch::Receiver<u32>) {
-    let mut known = Topology::default();
+    // The latest reads, oldest first. A complete read makes the earlier ones obsolete.
+    let mut reads: VecDeque<Topology> = VecDeque::new();
     loop {
         let expected = *count.borrow_and_update();
         let mut complete = expected == 0;
@@ -196,8 +200,16 @@ async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: wat
                 Ok(topology) => {
                     complete = u32::try_from(topology.gpus().len()) == Ok(expected) && topology.has_all_links();
                     tracing::debug!(complete, "read the links between GPUs");
-                    known = if complete { topology } else { topology.with_earlier_links(&known) };
-                    if inputs.send(Input::Topology(known.clone())).await.is_err() {
+                    if complete {
+                        reads.clear();
+                    }
+                    reads.push_back(topology);
+                    if reads.len() > MAX_LINK_READS {
+                        reads.pop_front();
+                    }
+                    let merge = |earlier: Topology, later: &Topology| later.with_earlier_links(&earlier);
+                    let known = reads.iter().fold(Topology::default(), merge);
+                    if inputs.send(Input::Topology(known)).await.is_err() {
                         return;
                     }
                 }
@@ -307,6 +319,21 @@ mod tests {
         assert_eq!(receive_topology(&mut received).await, complete);
         counted.send_replace(2);
         assert_eq!(receive_topology(&mut received).await, topology(2, |_, _| true), "a GPU was removed");
+        drop(counted);
+        watching.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn an_unknown_link_keeps_its_earlier_value_for_a_limited_number_of_reads() {
+        let (_nvml, counted, mut received, watching) = start_watching_links(|number| {
+            Ok(if number == 0 { topology(2, |_, _| true) } else { topology(2, |_, _| false) })
+        });
+        // A change of the number causes the next read.
+        for read in 0..=MAX_LINK_READS {
+            counted.send_replace(if read % 2 == 0 { 2 } else { 3 });
+            let expected = if read < MAX_LINK_READS { 100 } else { 0 };
+            assert_eq!(receive_topology(&mut received).await.score(&["GPU-0", "GPU-1"]), expected, "read {read}");
+        }
         drop(counted);
         watching.await.unwrap();
     }

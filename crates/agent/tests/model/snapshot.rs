@@ -88,6 +88,7 @@ fn allocations_come_from_the_kubelet_and_clients_from_the_mps_host() {
         restarts: 0,
         enforcement: wire::Enforcement::Hard,
         holds_clients: false,
+        replies_unproven: false,
         message: String::new(),
         clients: vec![Client { pid: 7, allocation: Some(id.clone()) }, Client { pid: 8, allocation: None }],
         fault: None,

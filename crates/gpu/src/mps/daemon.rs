@@ -197,6 +197,7 @@ impl Device {
             enforcement: phase.enforcement,
             // Doors of a daemon with advisory limits relay all clients.
             holds_clients: phase.enforcement == Enforcement::Hard && self.handshake.borrow().are_clients_held(),
+            replies_unproven: self.handshake.borrow().are_replies_unproven(),
             message: report.message.clone(),
             clients: self.clients.borrow().listed_clients(),
             fault: self.faults.borrow().last_fault().cloned(),

@@ -138,14 +138,16 @@ impl Door {
     }
 
     /// Listens again if the socket was removed from the file system.
-    pub(crate) fn restore_socket(self: &Rc<Self>) {
+    ///
+    /// # Errors
+    /// Returns an error if the door cannot listen at its socket.
+    pub(crate) fn restore_socket(self: &Rc<Self>) -> io::Result<()> {
         if self.find_socket_inode() == self.inode.get() {
-            return;
+            return Ok(());
         }
-        tracing::warn!(allocation = self.id, path = %self.path.display(), "recreating a door socket that was removed");
-        if let Err(error) = self.start_listening() {
-            tracing::error!(allocation = self.id, %error, "failed to create door socket");
-        }
+        self.start_listening()?;
+        tracing::warn!(allocation = self.id, path = %self.path.display(), "recreated a door socket that was removed");
+        Ok(())
     }
 
     fn find_socket_inode(&self) -> Option<(u64, u64)> {
@@ -155,10 +157,9 @@ impl Door {
     fn start_listening(self: &Rc<Self>) -> io::Result<()> {
         if let Some(directory) = self.path.parent() {
             std::fs::create_dir_all(directory)?;
-            self.context.label.apply(directory);
+            self.context.label.apply(directory)?;
         }
-        let listener = Listener::bind(&self.path)?;
-        self.context.label.apply(&self.path);
+        let listener = Listener::bind(&self.path, |path| self.context.label.apply(path))?;
         self.inode.set(self.find_socket_inode());
         let replaced = CancellationToken::new();
         self.replaced.replace(replaced.clone()).cancel();

@@ -33,7 +33,7 @@ pub(crate) struct Reconciler {
     desired_error: RefCell<Option<DesiredError>>,
     devices: RefCell<BTreeMap<String, SupervisedDevice>>,
     doors: RefCell<BTreeMap<String, Rc<Door>>>,
-    /// Doors that could not be opened.
+    /// Doors that could not be opened or restored.
     door_errors: RefCell<BTreeMap<String, io::Error>>,
 }
 
@@ -138,16 +138,27 @@ impl Reconciler {
         let device = self.supervised_device(&allocation.device);
         match Door::open(id, allocation, device, &self.context) {
             Ok(door) => {
-                self.door_errors.borrow_mut().remove(id);
+                self.forget_door_error(id);
                 self.doors.borrow_mut().insert(id.to_owned(), door);
             }
-            Err(error) => {
-                let text = error.to_string();
-                let before = self.door_errors.borrow_mut().insert(id.to_owned(), error);
-                if before.is_none_or(|before| before.to_string() != text) {
-                    tracing::error!(allocation = id, error = text, "failed to open door");
-                }
-            }
+            Err(error) => self.record_door_error(id, error),
+        }
+    }
+
+    /// Records that a door does not listen at its socket.
+    fn record_door_error(&self, id: &str, error: io::Error) {
+        let text = error.to_string();
+        let before = self.door_errors.borrow_mut().insert(id.to_owned(), error);
+        if before.is_none_or(|before| before.to_string() != text) {
+            tracing::error!(allocation = id, error = text, "failed to open door");
+            self.context.notify_status_change();
+        }
+    }
+
+    /// Records that a door listens at its socket.
+    fn forget_door_error(&self, id: &str) {
+        if self.door_errors.borrow_mut().remove(id).is_some() {
+            self.context.notify_status_change();
         }
     }
 
@@ -187,8 +198,12 @@ impl Reconciler {
 
     /// Restores removed door sockets, and drops devices without a daemon or door.
     pub(crate) fn restore_sockets_and_drop_unused_devices(&self) {
-        for door in self.doors.borrow().values() {
-            door.restore_socket();
+        let doors = self.doors.borrow().clone();
+        for (id, door) in doors {
+            match door.restore_socket() {
+                Ok(()) => self.forget_door_error(&id),
+                Err(error) => self.record_door_error(&id, error),
+            }
         }
         self.devices.borrow_mut().retain(|name, SupervisedDevice { device, task }| {
             let is_used =

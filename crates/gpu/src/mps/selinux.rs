@@ -7,6 +7,7 @@ use std::io;
 use std::path::Path;
 
 use rustix::fs::{XattrFlags, setxattr};
+use rustix::io::Errno;
 
 /// The extended attribute that contains a file's label.
 const ATTRIBUTE: &str = "security.selinux";
@@ -27,12 +28,20 @@ impl ContainerLabel {
         Self { enabled: lists_selinux(&filesystems) }
     }
 
-    /// Labels a file or directory. A failure is only logged: the policy of the node may also allow
-    /// containers to use files with another label, or may not know this one.
-    pub(crate) fn apply(self, path: &Path) {
-        if let Err(error) = self.try_apply(path) {
+    /// Labels a file or directory. A file system without labels for single files, and a policy that
+    /// does not know the label, only cause a log line: the administrator chooses the label there.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be labelled. Containers could not use it.
+    pub(crate) fn apply(self, path: &Path) -> io::Result<()> {
+        self.try_apply(path).or_else(|error| {
+            if !is_label_impossible(&error) {
+                let text = format!("failed to set the SELinux label for containers: {error}");
+                return Err(io::Error::new(error.kind(), text));
+            }
             tracing::warn!(%error, path = %path.display(), "failed to set SELinux label for containers");
-        }
+            Ok(())
+        })
     }
 
     fn try_apply(self, path: &Path) -> io::Result<()> {
@@ -41,6 +50,11 @@ impl ContainerLabel {
         }
         Ok(())
     }
+}
+
+/// Returns whether an error means that no file at this place can have the label.
+fn is_label_impossible(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::NOTSUP | Errno::INVAL))
 }
 
 /// Returns whether the text of `/proc/filesystems` lists `selinuxfs`.
@@ -53,7 +67,6 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     use rustix::fs::getxattr;
-    use rustix::io::Errno;
 
     use super::*;
 
@@ -62,6 +75,18 @@ mod tests {
         assert!(lists_selinux("nodev\tsysfs\nnodev\tselinuxfs\n\text4\n"));
         assert!(!lists_selinux("nodev\tsysfs\nnodev\tsecurityfs\n\text4\n"));
         assert!(!lists_selinux(""));
+    }
+
+    #[test]
+    fn only_a_place_that_cannot_have_the_label_is_no_error() {
+        for (errno, impossible) in
+            [(Errno::NOTSUP, true), (Errno::INVAL, true), (Errno::ACCESS, false), (Errno::PERM, false)]
+        {
+            assert_eq!(is_label_impossible(&errno.into()), impossible, "{errno}");
+        }
+        let absent = ContainerLabel { enabled: true }.apply(Path::new("/nonexistent")).unwrap_err();
+        assert!(absent.to_string().contains("SELinux"), "{absent}");
+        ContainerLabel { enabled: false }.apply(Path::new("/nonexistent")).unwrap();
     }
 
     #[test]

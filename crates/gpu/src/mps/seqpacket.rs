@@ -226,8 +226,11 @@ pub(crate) struct Listener(AsyncFd<OwnedFd>);
 
 impl Listener {
     /// Listens at `path` for every user and replaces any existing file. The path appears only once
-    /// the socket accepts connections.
-    pub(crate) fn bind(path: &Path) -> io::Result<Self> {
+    /// the socket accepts connections and `label` has labelled it.
+    ///
+    /// # Errors
+    /// Returns an error if a step fails. A file at `path` is then unchanged.
+    pub(crate) fn bind(path: &Path, label: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<Self> {
         let building = path.with_extension("new");
         match std::fs::remove_file(&building) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -240,7 +243,10 @@ impl Listener {
         rustix::net::bind(&fd, &SocketAddrUnix::new(&building)?)?;
         std::fs::set_permissions(&building, std::fs::Permissions::from_mode(0o666))?;
         rustix::net::listen(&fd, 4096)?;
-        std::fs::rename(&building, path)?;
+        label(&building).and_then(|()| std::fs::rename(&building, path)).inspect_err(|_| {
+            // The next call also removes the file.
+            let _ = std::fs::remove_file(&building);
+        })?;
         async_fd(fd).map(Self)
     }
 
@@ -347,4 +353,29 @@ fn recv_descriptor(fd: BorrowedFd<'_>, most: usize) -> io::Result<Packet> {
     });
     data.truncate(length);
     Ok(Packet { data, credentials: None, descriptor })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_socket_is_labelled_before_it_replaces_the_earlier_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("control");
+        let exists = || std::fs::symlink_metadata(&path).is_ok();
+        let denied = || io::Error::from(io::ErrorKind::PermissionDenied);
+        assert!(Listener::bind(&path, |_| Err(denied())).is_err());
+        assert!(!exists(), "no socket without a label appears");
+        let bound = Listener::bind(&path, |labelled| {
+            assert!(!exists() && std::fs::symlink_metadata(labelled).is_ok());
+            Ok(())
+        });
+        let earlier = bound.unwrap();
+        assert!(Listener::bind(&path, |_| Err(denied())).is_err());
+        let connected = Socket::connect(&path).await.unwrap();
+        drop(earlier.accept().await.unwrap());
+        drop(connected);
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "no other file remains");
+    }
 }

@@ -270,7 +270,7 @@ pub struct MpsHostStatus {
     pub allocations: BTreeMap<String, AllocationStatus>,
     /// Why the desired file could not be applied. Older MPS hosts add the errors of doors.
     pub error: Option<String>,
-    /// Why doors could not be opened, by device. Older MPS hosts omit it.
+    /// Why doors could not be opened or restored, by device. Older MPS hosts omit it.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub door_errors: BTreeMap<String, String>,
 }
@@ -293,6 +293,10 @@ pub struct DaemonStatus {
     /// clients in a row. Clients that are connected still run. Older MPS hosts omit it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub holds_clients: bool,
+    /// Whether doors no longer hold clients only because no client waits any more. No expected
+    /// reply has arrived since. Older MPS hosts omit it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub replies_unproven: bool,
     /// The current or last problem. The text is empty if no problem occurred.
     pub message: String,
     /// Clients by PID as MPS lists them, each with the allocation whose door it used.
@@ -512,7 +516,7 @@ mod tests {
         let older =
             r#"{"state":"Active","pid":7,"serverPid":8,"restarts":0,"enforcement":"Hard","message":"","clients":[]}"#;
         let mut status: DaemonStatus = serde_json::from_str(older).unwrap();
-        assert_eq!((&status.fault, status.holds_clients), (&None, false));
+        assert_eq!((&status.fault, status.holds_clients, status.replies_unproven), (&None, false, false));
         assert_eq!(
             serde_json::to_string(&status).unwrap(),
             older,

@@ -131,10 +131,11 @@ fn accepted_unknown_replies_make_limits_advisory_until_the_daemon_restarts() {
     assert_eq!((advisory.state, advisory.pid, advisory.holds_clients), (DaemonState::Active, before.pid, false));
     node.clear_faults();
     send_signal(before.pid.unwrap(), Signal::KILL);
-    node.wait_for_status("a new daemon enforces limits", |status| {
+    let limited = node.wait_for_status("a new daemon enforces limits", |status| {
         let daemon = &status.daemons[&uuid];
         daemon.state == DaemonState::Active && daemon.pid != before.pid && daemon.enforcement == Enforcement::Hard
     });
+    assert!(!limited.daemons[&uuid].holds_clients, "no client waited while limits were advisory");
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
 }
 
@@ -168,6 +169,25 @@ fn clients_that_a_measured_driver_holds_are_reported_and_running_ones_are_unharm
     assert_eq!(parse_limits(&waits.read_line()), (26, Some(8192)));
     let after = node.wait_for_status("clients are no longer held", |status| !status.daemons[&uuid].holds_clients);
     assert_eq!((after.daemons[&uuid].pid, after.daemons[&uuid].restarts), (before.pid, 0));
+}
+
+#[test]
+fn a_daemon_that_starts_after_a_time_without_daemon_holds_no_clients() {
+    let mut node = node_with_two_tenants();
+    node.inject_fault(UNKNOWN_REPLY, None, FaultEffect::Code(1), None);
+    let mut waits = node.start_client(ALLOCATION_A, &[]);
+    let uuid = node.uuid(0);
+    node.wait_for_status("held clients are reported", |status| status.daemons[&uuid].holds_clients);
+    waits.signal(Signal::KILL);
+    waits.wait();
+    let settings = node.desired.daemons.remove(&uuid).unwrap();
+    node.write_desired();
+    node.wait_for_status("the daemon has exited", |status| !status.daemons.contains_key(&uuid));
+    node.clear_faults();
+    node.desire_daemon(0, settings);
+    node.write_desired();
+    let served = node.wait_for_state(0, DaemonState::Active);
+    assert!(!served.holds_clients, "no client waits");
 }
 
 #[test]

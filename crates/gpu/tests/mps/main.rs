@@ -519,6 +519,21 @@ fn a_door_that_could_not_be_opened_is_reported_for_its_device_and_opened_later()
 }
 
 #[test]
+fn a_door_whose_socket_cannot_be_restored_is_reported_until_it_is_restored() {
+    let node = node_with_two_tenants();
+    let directory = node.paths.allocation(ALLOCATION_A);
+    // A file instead of the door's directory.
+    fs::remove_dir_all(&directory).unwrap();
+    fs::write(&directory, "").unwrap();
+    let uuid = node.uuid(0);
+    let failed = node.wait_for_status("the door's error is reported", |status| !status.door_errors.is_empty());
+    assert!(failed.door_errors[&uuid].contains(ALLOCATION_A), "{:?}", failed.door_errors);
+    fs::remove_file(&directory).unwrap();
+    node.wait_for_status("the door is open", |status| status.door_errors.is_empty());
+    assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)));
+}
+
+#[test]
 fn a_run_directory_that_is_too_long_for_sockets_is_an_error() {
     let node = Node::without_mps_host(1);
     let long = node.path(&"x".repeat(90));

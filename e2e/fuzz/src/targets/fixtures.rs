@@ -95,6 +95,7 @@ pub(super) fn mps_host_status(desired: &Desired) -> MpsHostStatus {
             restarts: 1,
             enforcement: Enforcement::Hard,
             holds_clients: false,
+            replies_unproven: false,
             message: String::new(),
             clients: vec![client.clone()],
             fault: Some(Fault { number: 1, culprit: Some(client.clone()), over: true, ..Fault::default() }),

@@ -118,6 +118,7 @@ impl TestNode {
             restarts: 0,
             enforcement: Enforcement::Hard,
             holds_clients: false,
+            replies_unproven: false,
             message: String::new(),
             clients: Vec::new(),
             fault: None,

@@ -25,19 +25,18 @@ pub(super) struct HandshakeRecord {
     succeeded: bool,
     /// Number of unexpected replies of the running daemon since its last expected one.
     unexpected_replies: u32,
-    /// Whether the running daemon's protocol is unknown: the driver was not measured, and the
-    /// daemon sent at least [`MIN_UNEXPECTED_ENDS`] unexpected replies before any handshake
-    /// succeeded. No client is connected then.
-    unknown: bool,
     /// Time of the latest unexpected reply since the MPS host reports that clients are held. `None`
     /// if they are not. A restart of the daemon does not end the report: an expected reply does.
     held_at: Option<Instant>,
+    /// Whether the report about held clients ended because no reply arrived for
+    /// [`MAX_REPORT_TIME`], and the running daemon has sent no expected reply since.
+    unproven: bool,
 }
 
 impl Default for HandshakeRecord {
     fn default() -> Self {
         let driver = DriverEvidence::Assumed;
-        Self { driver, succeeded: false, unexpected_replies: 0, unknown: false, held_at: None }
+        Self { driver, succeeded: false, unexpected_replies: 0, held_at: None, unproven: false }
     }
 }
 
@@ -50,26 +49,34 @@ impl HandshakeRecord {
     /// Records that a client was connected.
     pub(super) fn record_connected_client(&mut self) {
         self.succeeded = true;
+        self.unexpected_replies = 0;
     }
 
     /// Records an expected reply to a client. Returns whether clients were reported as held until
-    /// now.
+    /// now, or the daemon's replies were unproven.
     pub(super) fn record_expected_reply(&mut self) -> bool {
         self.unexpected_replies = 0;
-        self.held_at.take().is_some()
+        let were_held = self.held_at.take().is_some();
+        std::mem::take(&mut self.unproven) || were_held
     }
 
     /// Records an unexpected reply to a client. Returns whether clients are reported as held from
     /// now on.
     pub(super) fn record_unexpected_reply(&mut self, now: Instant) -> bool {
         self.unexpected_replies = self.unexpected_replies.saturating_add(1);
-        let is_persistent = self.unexpected_replies >= MIN_UNEXPECTED_ENDS;
-        self.unknown |= is_persistent && !self.succeeded && self.driver == DriverEvidence::Assumed;
         let were_held = self.held_at.is_some();
-        if is_persistent || were_held {
+        if self.is_persistent() || were_held {
             self.held_at = Some(now);
+            self.unproven = false;
         }
-        is_persistent && !were_held
+        self.is_persistent() && !were_held
+    }
+
+    /// Ends the report about held clients, because the doors hold no client.
+    pub(super) fn end_report(&mut self) {
+        self.unexpected_replies = 0;
+        self.held_at = None;
+        self.unproven = false;
     }
 
     /// Ends the report about held clients if no reply has arrived for [`MAX_REPORT_TIME`]. Returns
@@ -77,16 +84,27 @@ impl HandshakeRecord {
     pub(super) fn expire_report(&mut self, now: Instant) -> bool {
         let is_over = |at: Instant| now.saturating_duration_since(at) >= MAX_REPORT_TIME;
         if self.held_at.is_some_and(is_over) {
-            self.unexpected_replies = 0;
-            self.held_at = None;
+            self.end_report();
+            self.unproven = true;
             return true;
         }
         false
     }
 
-    /// Returns whether the running daemon's protocol is unknown.
+    /// Returns whether the running daemon's protocol is unknown: the driver was not measured, no
+    /// client was connected, and the latest replies are all unexpected.
     pub(super) fn is_unknown(&self) -> bool {
-        self.unknown
+        self.is_persistent() && !self.succeeded && self.driver == DriverEvidence::Assumed
+    }
+
+    /// Returns whether at least [`MIN_UNEXPECTED_ENDS`] replies in a row are unexpected.
+    fn is_persistent(&self) -> bool {
+        self.unexpected_replies >= MIN_UNEXPECTED_ENDS
+    }
+
+    /// Returns whether the report about held clients ended without an expected reply.
+    pub(super) fn are_replies_unproven(&self) -> bool {
+        self.unproven
     }
 
     /// Returns whether the daemon sent only unexpected replies lately, so that doors hold clients.
@@ -148,6 +166,54 @@ mod tests {
         record.record_unexpected_reply(now);
         assert!(!record.is_unknown(), "one reply of this daemon");
         assert!(record.record_expected_reply() && !record.are_clients_held());
+    }
+
+    #[test]
+    fn a_client_that_is_connected_after_unexpected_replies_proves_the_protocol() {
+        let now = Instant::now();
+        let mut record = record_after(DriverEvidence::Assumed, 3, now);
+        assert!(record.is_unknown());
+        assert!(record.record_expected_reply());
+        record.record_connected_client();
+        assert!(!record.is_unknown());
+        for _ in 0..4 {
+            record.record_unexpected_reply(now);
+        }
+        assert!(!record.is_unknown() && record.are_clients_held());
+    }
+
+    #[test]
+    fn the_report_does_not_survive_a_time_in_which_no_client_is_held() {
+        let now = Instant::now();
+        let mut record = record_after(DriverEvidence::Measured, 3, now);
+        record.end_report();
+        record.start_daemon(DriverEvidence::Measured);
+        assert!(!record.are_clients_held() && !record.are_replies_unproven());
+        assert!(!record.record_unexpected_reply(now), "earlier replies no longer count");
+    }
+
+    #[test]
+    fn a_report_that_ends_without_an_expected_reply_proves_nothing() {
+        let now = Instant::now();
+        let expired = || {
+            let mut record = record_after(DriverEvidence::Measured, 3, now);
+            assert!(!record.are_replies_unproven());
+            assert!(record.expire_report(now + MAX_REPORT_TIME) && record.are_replies_unproven());
+            record
+        };
+        let mut proven = expired();
+        assert!(proven.record_expected_reply() && !proven.are_replies_unproven());
+        assert!(!proven.record_expected_reply(), "nothing changed");
+        let mut restarted = expired();
+        restarted.start_daemon(DriverEvidence::Measured);
+        assert!(!restarted.are_replies_unproven());
+        let mut held = expired();
+        for _ in 0..3 {
+            held.record_unexpected_reply(now);
+        }
+        assert!(held.are_clients_held() && !held.are_replies_unproven());
+        let mut measured = record_after(DriverEvidence::Measured, 3, now);
+        assert!(measured.record_expected_reply() && !measured.are_replies_unproven());
     }
 
     #[test]

@@ -51,6 +51,8 @@ impl Device {
             if let Err(error) = compute_mode::restore_compute_mode(&self.context, &self.name).await {
                 tracing::error!(device = self.name, %error, "failed to restore compute mode");
             }
+            // A door whose daemon is not desired holds no client because of replies.
+            self.handshake.borrow_mut().end_report();
             self.present.set(false);
             self.context.notify_status_change();
         }
@@ -268,6 +270,8 @@ impl Device {
             Enforcement::Hard => Ok(()),
             Enforcement::Advisory if settings.accept_advisory => {
                 tracing::warn!(device = self.name, "unknown MPS handshake; limits are advisory");
+                // Doors relay all clients from now on.
+                self.handshake.borrow_mut().end_report();
                 Ok(())
             }
             Enforcement::Advisory => Err(DaemonError::UnknownHandshake),
