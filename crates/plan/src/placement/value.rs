@@ -173,8 +173,8 @@ impl Score for CapacityValue {
             // A pod with several GPUs uses whole GPUs.
             None => f64::from(demand.gpus) * (self.gpu_value(demand.per_gpu)),
         };
-        // Equal losses are sums of the same values in another order, whose last bits differ. Without
-        // the rounding, these bits would decide instead of the next criterion.
+        // Equal losses are sums of the same values in another order, so their last bits differ.
+        // Without the rounding, these bits would decide instead of the next criterion.
         let lost = (lost * LOSS_STEPS).round() / LOSS_STEPS;
         let compact = cpu / 128_000.0 + free / 8_000.0;
         let spared = if demand.gpus == 1 { self.spare_cpu * before.cpu_rich } else { 0.0 };
