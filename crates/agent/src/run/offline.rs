@@ -131,7 +131,7 @@ impl OfflineDirectory {
             let line =
                 serde_json::json!({ "pod": format!("{namespace}/{pod}"), "uid": uid, "reason": reason, "note": note });
             let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("pod-events.jsonl"));
-            if let Err(error) = file.and_then(|mut file| writeln!(file, "{line}")) {
+            if let Err(error) = file.and_then(|mut file| append_line(&mut file, &line)) {
                 tracing::warn!(%error, directory = %self.0.display(), "failed to write to the offline directory");
             }
         }
@@ -160,7 +160,7 @@ impl OfflineDirectory {
                         let pod = regarding.map(|pod| format!("{}/{}", pod.namespace, pod.name));
                         let line = serde_json::json!({ "warning": warning, "reason": reason, "note": note, "pod": pod });
                         let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("events.jsonl"));
-                        file.and_then(|mut file| writeln!(file, "{line}"))
+                        file.and_then(|mut file| append_line(&mut file, &line))
                     }
                     None => return,
                 },
@@ -193,6 +193,11 @@ pub(super) async fn run(
         forward_objects(read, inputs),
     );
     Ok(())
+}
+
+/// Appends an object in one write, so that a concurrent reader sees only whole lines.
+fn append_line(file: &mut fs::File, object: &serde_json::Value) -> std::io::Result<()> {
+    file.write_all(format!("{object}\n").as_bytes())
 }
 
 #[cfg(test)]
