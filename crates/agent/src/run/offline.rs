@@ -1,7 +1,7 @@
 //! Files that replace the API server, for benchmarks, tests, and nodes without a cluster.
 use std::fs;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::GpuNodeStatus;
@@ -130,8 +130,7 @@ impl OfflineDirectory {
         while let Some(PodEvent { namespace, pod, uid, reason, note }) = events.recv().await {
             let line =
                 serde_json::json!({ "pod": format!("{namespace}/{pod}"), "uid": uid, "reason": reason, "note": note });
-            let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("pod-events.jsonl"));
-            if let Err(error) = file.and_then(|mut file| append_line(&mut file, &line)) {
+            if let Err(error) = append_line(&self.0.join("pod-events.jsonl"), &line) {
                 tracing::warn!(%error, directory = %self.0.display(), "failed to write to the offline directory");
             }
         }
@@ -159,8 +158,7 @@ impl OfflineDirectory {
                     Some(NodeEvent { warning, reason, note, regarding, related: _ }) => {
                         let pod = regarding.map(|pod| format!("{}/{}", pod.namespace, pod.name));
                         let line = serde_json::json!({ "warning": warning, "reason": reason, "note": note, "pod": pod });
-                        let file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("events.jsonl"));
-                        file.and_then(|mut file| append_line(&mut file, &line))
+                        append_line(&self.0.join("events.jsonl"), &line)
                     }
                     None => return,
                 },
@@ -195,8 +193,9 @@ pub(super) async fn run(
     Ok(())
 }
 
-/// Appends an object in one write, so that a concurrent reader sees only whole lines.
-fn append_line(file: &mut fs::File, object: &serde_json::Value) -> std::io::Result<()> {
+/// Appends an object to a file in one write, so that a concurrent reader sees only whole lines.
+fn append_line(path: &Path, object: &serde_json::Value) -> std::io::Result<()> {
+    let mut file = fs::OpenOptions::new().create(true).append(true).open(path)?;
     file.write_all(format!("{object}\n").as_bytes())
 }
 

@@ -198,11 +198,10 @@ impl Reconciler {
 
     /// Restores removed door sockets, and drops devices without a daemon or door.
     pub(crate) fn restore_sockets_and_drop_unused_devices(&self) {
-        let doors = self.doors.borrow().clone();
-        for (id, door) in doors {
+        for (id, door) in self.doors.borrow().iter() {
             match door.restore_socket() {
-                Ok(()) => self.forget_door_error(&id),
-                Err(error) => self.record_door_error(&id, error),
+                Ok(()) => self.forget_door_error(id),
+                Err(error) => self.record_door_error(id, error),
             }
         }
         self.devices.borrow_mut().retain(|name, SupervisedDevice { device, task }| {

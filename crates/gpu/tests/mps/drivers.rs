@@ -23,7 +23,8 @@ fn start_node_with_fault(fault: &str, driver: &str, accept_advisory: bool) -> No
     node
 }
 
-/// Waits until the MPS host has refused to serve because of the handshake.
+/// Waits until the MPS host has refused to serve because of the handshake. The status of an earlier
+/// daemon, with another message, may precede it.
 fn wait_until_refused(node: &Node) -> DaemonStatus {
     let uuid = node.uuid(0);
     let refused = node.wait_for_status("the handshake is refused", |status| {
@@ -31,7 +32,7 @@ fn wait_until_refused(node: &Node) -> DaemonStatus {
         daemon.is_some_and(|daemon| {
             daemon.enforcement == Enforcement::Advisory
                 && matches!(daemon.state, DaemonState::Restarting | DaemonState::BackOff)
-                && !daemon.message.is_empty()
+                && daemon.message.contains("handshake is unknown")
         })
     });
     refused.daemons[&uuid].clone()
@@ -146,13 +147,8 @@ fn the_drivers_version_is_read_again_for_each_daemon() {
     node.set_driver_version("570.124.06");
     send_signal(before.pid.unwrap(), Signal::KILL);
     let _waits = node.start_client(ALLOCATION_A, &[]);
-    // The status of the killed daemon can precede it.
-    let uuid = node.uuid(0);
-    node.wait_for_status("the handshake is refused", |status| {
-        status.daemons.get(&uuid).is_some_and(|daemon| {
-            daemon.enforcement == Enforcement::Advisory && daemon.message.contains("handshake is unknown")
-        })
-    });
+    let refused = wait_until_refused(&node);
+    assert!(refused.message.contains("handshake is unknown"), "{}", refused.message);
 }
 
 #[test]
