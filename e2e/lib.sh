@@ -99,6 +99,7 @@ images() {
   for tag in "${tags[@]}"; do
     image localhost/cleave:$tag --ldd --dir /tmp:1777 --add "$programs/cleave:/usr/bin/cleave:755" --add "$programs/cleave-agent:/usr/bin/cleave-agent:755" \
       --add "$programs/cleave-mps-host:/usr/bin/cleave-mps-host:755" --add "$programs/cleave-supervise:/usr/bin/cleave-supervise:755" \
+      --add "$programs/cleave-kubelet-relay:/usr/bin/cleave-kubelet-relay:755" \
       --add "$programs/libsim_clock.so:/usr/lib/libsim_clock.so:755" --entrypoint /usr/bin/cleave --label "tag=$tag"
   done
   image localhost/cleave-client:dev --ldd --shell --dir /tmp:1777 --add "$programs/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client

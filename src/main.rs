@@ -21,7 +21,7 @@ struct Cli {
 }
 
 /// Help below the list of commands. clap cannot list subcommands under two headings. The components
-/// are therefore hidden in the list and described in this text.
+/// are therefore hidden in the list and described here.
 const AFTER_HELP: &str = "\
 Components, started by the chart:
   operator  Plan how GPUs are shared

@@ -209,9 +209,9 @@ func (a *agents) recordDeletion(pod, node string) {
 	}
 }
 
-func (a *agents) scheduleWrite(index int, gather time.Duration) {
+func (a *agents) scheduleWrite(index int, window time.Duration) {
 	if a.statuses != nil {
-		a.statuses.scheduleWrite(index, gather)
+		a.statuses.scheduleWrite(index, window)
 	}
 }
 
@@ -250,7 +250,7 @@ type nodeWrite struct {
 	at      time.Time
 	writing bool // a write is in progress
 	stale   bool // changes since its start need another write
-	gather  time.Duration
+	window  time.Duration
 	last    time.Time
 	version string // resource version of the last write
 }
@@ -262,24 +262,24 @@ func newStatusWriter(ctx context.Context, client rest.Interface, a *agents) *sta
 }
 
 // scheduleWrite plans a write of the node's status. The write includes all changes until it starts.
-func (t *statusWriter) scheduleWrite(index int, gather time.Duration) {
+func (t *statusWriter) scheduleWrite(index int, window time.Duration) {
 	t.mutex.Lock()
 	defer t.mutex.Unlock()
 	node := &t.nodes[index]
 	if node.writing {
-		if !node.stale || gather < node.gather {
-			node.stale, node.gather = true, gather
+		if !node.stale || window < node.window {
+			node.stale, node.window = true, window
 		}
 		return
 	}
-	t.writeWithin(index, gather)
+	t.writeWithin(index, window)
 }
 
 // writeWithin plans a write of the node's status, or moves a planned write forward that is due
 // later. The caller must hold the mutex.
-func (t *statusWriter) writeWithin(index int, gather time.Duration) {
+func (t *statusWriter) writeWithin(index int, window time.Duration) {
 	node := &t.nodes[index]
-	wait := max(listingDelay+gather, time.Until(node.last.Add(betweenWrites)))
+	wait := max(listingDelay+window, time.Until(node.last.Add(betweenWrites)))
 	at := time.Now().Add(wait)
 	if node.due != nil {
 		if at.Before(node.at) && node.due.Stop() {
@@ -306,7 +306,7 @@ func (t *statusWriter) writeWithin(index int, gather time.Duration) {
 		t.pending--
 		node.writing, node.last = false, time.Now()
 		if node.stale {
-			t.writeWithin(index, node.gather)
+			t.writeWithin(index, node.window)
 		}
 	})
 }

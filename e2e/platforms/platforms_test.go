@@ -277,10 +277,10 @@ func TestEachValuesFileHasADescriptionOfItsPlatform(t *testing.T) {
 }
 
 // Names of GPU nodes contain `gpu`.
-func TestPrivilegedPodsRunOnGpuNodesOnly(t *testing.T) {
+func TestNodePodsRunOnGpuNodesOnly(t *testing.T) {
 	forEachPlatform(t, func(t *testing.T, platform string, objects release) {
 		sets := all[*appsv1.DaemonSet](objects)
-		if len(sets) != 2 {
+		if len(sets) != 3 {
 			t.Fatalf("%d DaemonSets", len(sets))
 		}
 		gpus, others := 0, 0
@@ -364,7 +364,9 @@ func TestTheGpuOperatorsValuesReplaceEachPlatformsDriver(t *testing.T) {
 			objects := render(t, "1.36.0", append([]string{"--values", path(platform), "--values", path(operator)}, options[platform]...)...)
 			for _, set := range all[*appsv1.DaemonSet](objects) {
 				found, wanted := set.Spec.Template.Spec, expected[set.Name].Spec
-				if class := found.RuntimeClassName; class == nil || *class != "nvidia" {
+				// The kubelet relay does not use the driver.
+				class, usesDriver := found.RuntimeClassName, set.Name != "cleave-kubelet-relay"
+				if usesDriver != (class != nil && *class == "nvidia") {
 					t.Errorf("%s has the RuntimeClass %v", set.Name, class)
 				}
 				if !equality.Semantic.DeepEqual(found.Volumes, wanted.Volumes) {
@@ -521,7 +523,7 @@ func TestOpenShiftAdmitsEachPod(t *testing.T) {
 	}
 }
 
-func TestSELinuxOptionsApplyToThePrivilegedContainersOnly(t *testing.T) {
+func TestSELinuxOptionsApplyToThePodsOfNodesOnly(t *testing.T) {
 	for name, template := range pods(renderPlatform(t, "openshift")) {
 		context := template.Spec.Containers[0].SecurityContext
 		if isSet := context.SELinuxOptions != nil && context.SELinuxOptions.Type == "spc_t"; isSet == (name == "cleave-operator") {
@@ -529,7 +531,9 @@ func TestSELinuxOptionsApplyToThePrivilegedContainersOnly(t *testing.T) {
 		}
 	}
 	for name, template := range pods(render(t, "1.36.0")) {
-		if found := template.Spec.Containers[0].SecurityContext.SELinuxOptions; found != nil {
+		// Privileged containers need no options. The kubelet relay is not privileged.
+		found := template.Spec.Containers[0].SecurityContext.SELinuxOptions
+		if isSet := found != nil && found.Type == "spc_t"; isSet != (name == "cleave-kubelet-relay") {
 			t.Errorf("by default %s has %v", name, found)
 		}
 	}

@@ -139,7 +139,7 @@ fn start_program(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
 
-/// Reaps one exited child; `None` if no child has exited.
+/// Reaps one exited child. Returns `None` if no child has exited.
 fn reap_child() -> anyhow::Result<Option<(Pid, WaitStatus)>> {
     match rustix::process::wait(WaitOptions::NOHANG) {
         Ok(reaped) => Ok(reaped),

@@ -52,11 +52,21 @@ DaemonSet would never be up to date. `helm upgrade --wait`, Argo CD and Flux wai
 */}}
 {{- define "cleave.mpsHostImage" -}}
 {{- $root := index . 0 -}}
+{{- include "cleave.keptImage" (list $root (index . 1) "mps-host" (eq (include "cleave.mpsHostUpgrade" $root) "Never")) -}}
+{{- end }}
+
+{{/*
+Image of a DaemonSet's container: (list . NAME CONTAINER KEEP). If KEEP is true, an existing DaemonSet
+keeps its image.
+*/}}
+{{- define "cleave.keptImage" -}}
+{{- $root := index . 0 -}}
+{{- $container := index . 2 -}}
 {{- $image := include "cleave.image" $root -}}
 {{- $found := lookup "apps/v1" "DaemonSet" $root.Release.Namespace (index . 1) -}}
-{{- if and $found (eq (include "cleave.mpsHostUpgrade" $root) "Never") -}}
+{{- if and $found (index . 3) -}}
 {{- range $found.spec.template.spec.containers -}}
-{{- if eq .name "mps-host" -}}
+{{- if eq .name $container -}}
 {{- $image = .image -}}
 {{- end -}}
 {{- end -}}
@@ -68,6 +78,11 @@ DaemonSet would never be up to date. `helm upgrade --wait`, Argo CD and Flux wai
 {{- define "cleave.mpsHostUpgrade" -}}
 {{- $upgrade := toString .Values.mpsHost.upgrade -}}
 {{- get (dict "false" "Never" "true" "ByHand") $upgrade | default $upgrade -}}
+{{- end }}
+
+{{/* Directory in which the agent registers with the kubelet relay. */}}
+{{- define "cleave.relayDir" -}}
+{{ .Values.paths.run }}/kubelet
 {{- end }}
 
 {{/* Environment of every container. */}}

@@ -13,7 +13,7 @@ pub struct AgentArgs {
     #[arg(long, env = "NODE_NAME")]
     pub node_name: String,
 
-    /// Directory shared with the MPS host. Mount it at the same path on the host and in both pods.
+    /// Directory shared with the MPS host. Use the same path on the host and in both pods.
     /// May be a tmpfs.
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub run_dir: PathBuf,
@@ -31,6 +31,10 @@ pub struct AgentArgs {
         default_value = "/var/lib/kubelet/device-plugins"
     )]
     pub device_plugin_dir: PathBuf,
+
+    /// The directory of the kubelet relay. The agent registers there instead of with the kubelet.
+    #[arg(long, env = "CLEAVE_RELAY_DIR", value_name = "DIR")]
+    pub relay_dir: Option<PathBuf>,
 
     /// The kubelet's PodResources socket. Mount its directory.
     #[arg(

@@ -50,7 +50,7 @@ impl<'a> From<&PreferredRequest<'a>> for ChoiceRequest<'a> {
     }
 }
 
-/// Returns the refusal that the kubelet receives. The text of the refusal becomes part of the pod's
+/// Returns the refusal that the kubelet receives. Its message becomes part of the pod's
 /// status.
 fn refusal_for_denial(denied: DenialReason) -> Refusal {
     match denied {
@@ -91,36 +91,27 @@ impl ServedResource {
     }
 }
 
-impl Resource for ServedResource {
-    fn devices(&self) -> watch::Receiver<Arc<DeviceList>> {
-        self.devices.subscribe()
-    }
-
-    fn options(&self) -> PluginOptions {
-        // Every resource has the same options. Otherwise the plugin would have to register a
-        // resource again when it serves its first MPS shares.
-        PluginOptions { pre_start: true, preferred: true }
-    }
-
-    fn wait_for_pod<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
+impl ServedResource {
+    /// Returns the number of requested units if the choice of slices matters and no pod with that
+    /// request is known yet.
+    fn unknown_units(&self, request: &PreferredRequest<'_>) -> Option<u32> {
         let units = u32::try_from(request.size).ok()?;
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource)?;
-        let waits = has_choice(pools, request) && !table.pending.expects_request(&self.resource, units);
-        waits.then(|| Box::pin(self.allocator.wait_for_pod(&self.resource, units)) as BoxFuture<'a, ()>)
+        (has_choice(pools, request) && !table.pending.expects_request(&self.resource, units)).then_some(units)
     }
 
-    fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
+    fn choose(&self, request: &PreferredRequest<'_>) -> Vec<String> {
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource).map(Vec::as_slice).unwrap_or_default();
         let reserved = table.pending.open_reservations(&self.resource);
         let view = ResourceView { resource: &self.resource, pools, reserved: &reserved };
         let request = request.into();
-        let linked = choose_linked_gpus(&view, &request, &table.topology);
-        Ok(linked.unwrap_or_else(|| choose_preferred(&view, &request)))
+        choose_linked_gpus(&view, &request, &table.topology).unwrap_or_else(|| choose_preferred(&view, &request))
     }
 
-    fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
+    /// Grants an allocation, or refuses it. Counts and logs both.
+    fn grant(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
         let allocated = self.allocator.allocate(&self.resource, ids);
         match &allocated {
             Ok((allocation, _)) => {
@@ -141,6 +132,31 @@ impl Resource for ServedResource {
             }
         }
         allocated.map(|(_, edits)| container_response(edits)).map_err(refusal_for_denial)
+    }
+}
+
+impl Resource for ServedResource {
+    fn devices(&self) -> watch::Receiver<Arc<DeviceList>> {
+        self.devices.subscribe()
+    }
+
+    fn options(&self) -> PluginOptions {
+        // Every resource has the same options. Otherwise the plugin would have to register a
+        // resource again when it serves its first MPS shares.
+        PluginOptions { pre_start: true, preferred: true }
+    }
+
+    fn preferred_devices<'a>(&'a self, request: PreferredRequest<'a>) -> BoxFuture<'a, Result<Vec<String>, Refusal>> {
+        Box::pin(async move {
+            if let Some(units) = self.unknown_units(&request) {
+                self.allocator.wait_for_pod(&self.resource, units).await;
+            }
+            Ok(self.choose(&request))
+        })
+    }
+
+    fn allocate<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<ContainerResponse, Refusal>> {
+        Box::pin(std::future::ready(self.grant(ids)))
     }
 
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
@@ -230,7 +246,7 @@ mod tests {
         let served = served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
         let all = all_share_ids();
         let request = preferred_request(&all, &[], 3);
-        let waits = served.wait_for_pod(&request).unwrap();
+        let waits = served.preferred_devices(request);
         let allocator = Arc::clone(&served.allocator);
         let comes = async {
             tokio::task::yield_now().await;
@@ -239,13 +255,13 @@ mod tests {
             allocator.update_pending(|pending| pending.update_pod(bound_pod("p", 3, "B"), Instant::now()));
         };
         let started = tokio::time::Instant::now();
-        tokio::join!(waits, comes);
+        let (chosen, ()) = tokio::join!(waits, comes);
         assert_eq!(started.elapsed(), Duration::ZERO, "the pod is reported in time");
-        assert!(served.wait_for_pod(&request).is_none(), "the pod is known");
-        let chosen = served.preferred_devices(&request).unwrap();
+        assert!(served.unknown_units(&request).is_none(), "the pod is known");
+        let chosen = chosen.unwrap();
         assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
-        let _ = served.allocate(&chosen).unwrap();
-        served.wait_for_pod(&request).unwrap().await;
+        let _ = served.grant(&chosen).unwrap();
+        let _ = served.preferred_devices(request).await.unwrap();
         assert_eq!(
             started.elapsed(),
             POD_KNOWN_TIMEOUT,
@@ -257,7 +273,7 @@ mod tests {
     fn no_request_waits_without_a_choice_or_without_a_watch() {
         let all = all_share_ids();
         let two = || pools(&["A", "B"], &mps_kind());
-        let waits = |served: &ServedResource, request: &PreferredRequest<'_>| served.wait_for_pod(request).is_some();
+        let waits = |served: &ServedResource, request: &PreferredRequest<'_>| served.unknown_units(request).is_some();
         assert!(waits(&served_resource(PendingAllocations::with_watch(), two()), &preferred_request(&all, &[], 3)));
         assert!(
             !waits(&served_resource(PendingAllocations::default(), two()), &preferred_request(&all, &[], 3)),
@@ -291,15 +307,15 @@ mod tests {
     fn shares_of_two_devices_are_refused_counted_and_reported() {
         let served = served_resource(PendingAllocations::with_watch(), pools(&["A", "B"], &mps_kind()));
         let both = ["A::0", "B::0"].map(str::to_owned);
-        let refusal = served.allocate(&both).unwrap_err();
+        let refusal = served.grant(&both).unwrap_err();
         assert!(refusal.to_string().contains("cannot come from 2 GPUs"), "{refusal}");
-        assert!(served.allocate(&[]).is_err());
+        assert!(served.grant(&[]).is_err());
         let events = std::mem::take(&mut served.allocator.table().events);
         assert_eq!(events.iter().map(|event| event.reason).collect::<Vec<_>>(), ["SharesSplit"]);
         let metrics = served.allocator.metrics().encode().unwrap();
         assert!(metrics.contains("cleave_agent_split_requests_total{resource=\"nvidia.com/gpu-mps\"} 1"), "{metrics}");
         for _ in 0..2 * MAX_UNPUBLISHED_EVENTS {
-            let _ = served.allocate(&both);
+            let _ = served.grant(&both);
         }
         assert_eq!(served.allocator.table().events.len(), MAX_UNPUBLISHED_EVENTS);
     }

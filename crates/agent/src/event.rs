@@ -12,9 +12,25 @@ pub struct NodeEvent {
     pub note: String,
     /// The pod that the Event is about. The Event is published on that pod too.
     pub regarding: Option<PodRef>,
-    /// The pod that caused the Event, if the Event is published on the node alone. Events with
-    /// different related pods are not merged.
-    pub related: Option<PodRef>,
+    /// What the Event concerns on the node, if the Event is published on the node alone. Events
+    /// with the same reason are merged, and the first note is kept, unless they differ in this.
+    pub related: Option<Related>,
+}
+
+/// What an Event about a node concerns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Related {
+    /// A pod on the node.
+    Pod(PodRef),
+    /// The GPU or MIG device with this UUID.
+    Device(String),
+}
+
+impl Related {
+    /// Returns the device as a related object.
+    pub fn device(device: &str) -> Option<Self> {
+        Some(Self::Device(device.to_owned()))
+    }
 }
 
 /// A pod that an Event refers to.
@@ -51,12 +67,12 @@ impl PodEvent {
     }
 }
 
-/// Returns a warning about the node.
-pub fn node_warning(reason: &'static str, note: String) -> NodeEvent {
-    NodeEvent { warning: true, reason, note, regarding: None, related: None }
+/// Returns a warning about a device of the node.
+pub fn device_warning(reason: &'static str, device: &str, note: String) -> NodeEvent {
+    NodeEvent { warning: true, reason, note, regarding: None, related: Related::device(device) }
 }
 
-/// Returns an Event of type Normal about the node, which reports a recovery.
-pub fn node_recovery(note: String) -> NodeEvent {
-    NodeEvent { warning: false, reason: "Recovered", note, regarding: None, related: None }
+/// Returns an Event of type Normal, which reports that a device of the node has recovered.
+pub fn device_recovery(device: &str, note: String) -> NodeEvent {
+    NodeEvent { warning: false, reason: "Recovered", note, regarding: None, related: Related::device(device) }
 }

@@ -490,7 +490,7 @@ pub struct AllocationStatus {
     /// allocate the rest. Set only if the value was measured for this GPU and driver.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub context_mib: Option<u64>,
-    /// Number of MPS clients.
+    /// Number of MPS clients of the container.
     #[serde(default)]
     pub clients: u32,
 }

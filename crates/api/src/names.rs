@@ -34,7 +34,7 @@ pub const PRE_STOP_NONE: &str = "none";
 /// Annotation of a pod that overrides `replicaPlacement` of the GPUs' policies: `Spread` or `Pack`.
 /// Other values have no effect.
 pub const REPLICA_PLACEMENT_ANNOTATION: &str = "cleave.dev/replica-placement";
-/// Word of [`ALLOW_LABEL`] that must be its only word: no admission rule applies.
+/// Word of [`ALLOW_LABEL`]: no admission rule applies. It must be the label's only word.
 pub const ALLOW_ALL: &str = "all";
 
 /// Field manager of the operator, for `GpuNode.spec` and `SharingPolicy.status`.

@@ -10,7 +10,7 @@ pub struct Reason {
     pub name: &'static str,
     /// What happened.
     pub meaning: &'static str,
-    /// What to do. The text is empty if no action is necessary.
+    /// What to do. Empty if no action is necessary.
     pub action: &'static str,
 }
 
@@ -128,7 +128,7 @@ pub const DAEMONSET_EVENTS: &[Reason] = &[
     reason("MpsHostReplaced", "The MPS host of an idle node was replaced.", ""),
     reason(
         "MpsHostUpgradeStopped",
-        "A new MPS host does not serve. The rollout has stopped.",
+        "A new MPS host does not serve. The replacement of MPS hosts has stopped.",
         "Repair the MPS host, or run `helm rollback`.",
     ),
 ];

@@ -26,7 +26,7 @@ type DesiredResources = BTreeMap<ResourceName, Arc<dyn Resource>>;
 
 /// Directory and timings.
 #[derive(Clone, Debug)]
-pub struct PluginsConfig {
+pub struct PluginServerConfig {
     /// The kubelet's device plugin directory, an absolute path; see
     /// [`DEVICE_PLUGIN_DIRECTORY`](crate::DEVICE_PLUGIN_DIRECTORY).
     pub directory: PathBuf,
@@ -34,7 +34,7 @@ pub struct PluginsConfig {
     pub timings: PluginTimings,
 }
 
-impl PluginsConfig {
+impl PluginServerConfig {
     /// Returns a configuration with default timings.
     pub fn new(directory: impl Into<PathBuf>) -> Self {
         Self { directory: directory.into(), timings: PluginTimings::default() }
@@ -105,14 +105,14 @@ impl Default for PluginTimings {
 
 /// The state of all plugins, for readiness and metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PluginsState {
+pub struct PluginServerState {
     /// State of the directory.
     pub directory: DirectoryState,
     /// State of each resource, including removed resources with streams that are ending.
     pub resources: BTreeMap<ResourceName, ResourceState>,
 }
 
-impl PluginsState {
+impl PluginServerState {
     /// Returns whether this process has locked the directory, and the kubelet has an open stream of
     /// every resource.
     pub fn is_ready(&self) -> bool {
@@ -173,10 +173,10 @@ pub enum ResourcePhase {
 }
 
 /// Serves resources to the kubelet until it is dropped.
-pub struct Plugins {
+pub struct PluginServer {
     wanted: watch::Sender<DesiredResources>,
     run: watch::Sender<TaskCommand>,
-    state: watch::Receiver<PluginsState>,
+    state: watch::Receiver<PluginServerState>,
     manager: AbortOnDropHandle<()>,
 }
 
@@ -190,7 +190,7 @@ enum TaskCommand {
     Shutdown,
 }
 
-impl Plugins {
+impl PluginServer {
     /// Starts the plugins without resources. Must be called within a tokio runtime with I/O and
     /// time.
     ///
@@ -199,11 +199,11 @@ impl Plugins {
     ///
     /// # Errors
     /// Returns [`DirectoryError`] if the path of the directory is invalid.
-    pub fn start(config: &PluginsConfig) -> Result<Self, DirectoryError> {
+    pub fn start(config: &PluginServerConfig) -> Result<Self, DirectoryError> {
         let directory = Directory::new(&config.directory)?;
         let (wanted, wants) = watch::channel(DesiredResources::new());
         let (run, runs) = watch::channel(TaskCommand::Serve);
-        let (state, states) = watch::channel(PluginsState::default());
+        let (state, states) = watch::channel(PluginServerState::default());
         let manager = PluginManager { directory, timings: config.timings, wanted: wants, run: runs, state };
         Ok(Self { wanted, run, state: states, manager: AbortOnDropHandle::new(tokio::spawn(manager.run())) })
     }
@@ -216,7 +216,7 @@ impl Plugins {
     }
 
     /// Returns a receiver of the state.
-    pub fn state(&self) -> watch::Receiver<PluginsState> {
+    pub fn state(&self) -> watch::Receiver<PluginServerState> {
         self.state.clone()
     }
 
@@ -226,6 +226,14 @@ impl Plugins {
         if let Err(error) = self.manager.await {
             tracing::error!(%error, "device plugin manager failed");
         }
+    }
+
+    /// Ends all streams and releases the directory, like [`shutdown`](Self::shutdown).
+    pub(crate) async fn stop(&self) {
+        self.run.send_replace(TaskCommand::Shutdown);
+        // The manager's end drops the sender of the state.
+        let mut states = self.state.clone();
+        while states.changed().await.is_ok() {}
     }
 }
 
@@ -241,7 +249,7 @@ struct PluginManager {
     timings: PluginTimings,
     wanted: watch::Receiver<DesiredResources>,
     run: watch::Receiver<TaskCommand>,
-    state: watch::Sender<PluginsState>,
+    state: watch::Sender<PluginServerState>,
 }
 
 /// Waits until the task must end. Cancel-safe, because `wait_for` is.
@@ -366,7 +374,7 @@ impl PluginManager {
 struct Tasks {
     directory: Directory,
     timings: PluginTimings,
-    state: watch::Sender<PluginsState>,
+    state: watch::Sender<PluginServerState>,
     directory_changes: watch::Sender<()>,
     set: JoinSet<()>,
     names: HashMap<Id, ResourceName>,
@@ -455,7 +463,7 @@ struct Plugin {
     run: watch::Receiver<TaskCommand>,
     /// Changes when the directory has changed.
     directory_changes: watch::Receiver<()>,
-    state: watch::Sender<PluginsState>,
+    state: watch::Sender<PluginServerState>,
 }
 
 /// How a session ended.
@@ -771,7 +779,7 @@ mod tests {
     fn ready_means_that_the_kubelet_streams_every_resource() {
         let name = |name: &str| ResourceName::parse(name).expect("a name");
         let streaming = ResourceState { phase: ResourcePhase::Streaming, ..ResourceState::default() };
-        let mut state = PluginsState { directory: DirectoryState::Held, ..PluginsState::default() };
+        let mut state = PluginServerState { directory: DirectoryState::Held, ..PluginServerState::default() };
         state.resources.insert(name("a/b"), streaming.clone());
         assert!(state.is_ready());
         state.resources.insert(name("a/c"), ResourceState { phase: ResourcePhase::Registered, ..streaming.clone() });

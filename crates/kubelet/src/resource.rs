@@ -13,9 +13,7 @@ use crate::proto::v1beta1 as wire;
 
 /// One extended resource of this node, with the answers to the kubelet's calls.
 ///
-/// All methods except [`wait_for_pod`](Resource::wait_for_pod) and
-/// [`pre_start`](Resource::pre_start) must answer from memory. While the kubelet waits, it blocks
-/// the admission of pods, and sometimes its device manager.
+/// Keep every wait short and bounded: while the kubelet waits for an answer, it admits no pod.
 pub trait Resource: Send + Sync + 'static {
     /// Returns a receiver of the device list. The open stream sends each published list, even if
     /// the list equals the previous one, because the kubelet writes its
@@ -29,24 +27,16 @@ pub trait Resource: Send + Sync + 'static {
     /// registration. A replacement with other options is registered again.
     fn options(&self) -> PluginOptions;
 
-    /// Returns a future to await before [`preferred_devices`](Resource::preferred_devices) can
-    /// answer this request. Returns `None` if no wait is needed. Keep the wait short and bounded:
-    /// no pod is admitted during the wait.
-    fn wait_for_pod<'a>(&'a self, request: &PreferredRequest<'_>) -> Option<BoxFuture<'a, ()>> {
-        let _ = request;
-        None
-    }
-
     /// Chooses devices for a container from the available devices. The answer is a hint: the
     /// kubelet may allocate other devices.
-    fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal>;
+    fn preferred_devices<'a>(&'a self, request: PreferredRequest<'a>) -> BoxFuture<'a, Result<Vec<String>, Refusal>>;
 
     /// Returns the settings for a container to which the kubelet allocates exactly these devices.
     /// The kubelet can repeat the call for the same devices.
     ///
     /// `ids` is as the kubelet sent it. This method must refuse unknown ids, repeated ids and empty
     /// lists.
-    fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal>;
+    fn allocate<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<ContainerResponse, Refusal>>;
 
     /// Prepares a container with these devices. The server calls this method before each start of
     /// the container if [`PluginOptions::pre_start`] is set. The kubelet waits at most 30 s and
@@ -207,16 +197,35 @@ pub struct Device {
 /// All devices of a resource at one time.
 pub type DeviceList = Vec<Device>;
 
+/// The API's word for a device that the kubelet may allocate.
+const HEALTHY: &str = "Healthy";
+
 pub(crate) fn list_response(devices: &DeviceList) -> wire::ListAndWatchResponse {
     let devices = devices
         .iter()
         .map(|device| wire::Device {
             id: device.id.as_str().to_owned(),
-            health: if device.healthy { "Healthy" } else { "Unhealthy" }.to_owned(),
+            health: if device.healthy { HEALTHY } else { "Unhealthy" }.to_owned(),
             topology: device.numa.map(|node| wire::TopologyInfo { nodes: vec![wire::NumaNode { id: node.into() }] }),
         })
         .collect();
     wire::ListAndWatchResponse { devices }
+}
+
+/// Parses a device list of another plugin.
+///
+/// # Errors
+/// Returns [`InvalidDeviceId`] with the first id that the API does not allow.
+pub(crate) fn parse_list(list: wire::ListAndWatchResponse) -> Result<DeviceList, InvalidDeviceId> {
+    let parse = |device: wire::Device| {
+        let numa = device.topology.and_then(|topology| topology.nodes.first().map(|node| node.id));
+        Ok(Device {
+            id: DeviceId::parse(&device.id)?,
+            healthy: device.health == HEALTHY,
+            numa: numa.and_then(|node| u32::try_from(node).ok()),
+        })
+    };
+    list.devices.into_iter().map(parse).collect()
 }
 
 /// A request to choose devices for a container, as the kubelet sent it.
@@ -318,6 +327,33 @@ impl From<ContainerResponse> for wire::ContainerAllocateResponse {
     }
 }
 
+impl From<wire::ContainerAllocateResponse> for ContainerResponse {
+    fn from(response: wire::ContainerAllocateResponse) -> Self {
+        let wire::ContainerAllocateResponse { envs, mounts, devices, annotations, cdi_devices } = response;
+        Self {
+            envs,
+            mounts: mounts
+                .into_iter()
+                .map(|wire::Mount { container_path, host_path, read_only }| Mount {
+                    container_path,
+                    host_path,
+                    read_only,
+                })
+                .collect(),
+            devices: devices
+                .into_iter()
+                .map(|wire::DeviceSpec { container_path, host_path, permissions }| DeviceNode {
+                    container_path,
+                    host_path,
+                    permissions,
+                })
+                .collect(),
+            cdi_names: cdi_devices.into_iter().map(|device| device.name).collect(),
+            annotations,
+        }
+    }
+}
+
 /// Why a request is refused. The text appears in the pod's events.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
@@ -328,6 +364,17 @@ pub enum Refusal {
     /// start of a container.
     #[error("{0}")]
     NotReady(String),
+}
+
+impl From<tonic::Status> for Refusal {
+    /// Converts the refusal of another plugin.
+    fn from(status: tonic::Status) -> Self {
+        let sentence = status.message().to_owned();
+        match status.code() {
+            tonic::Code::InvalidArgument => Self::Invalid(sentence),
+            _ => Self::NotReady(sentence),
+        }
+    }
 }
 
 impl From<Refusal> for tonic::Status {

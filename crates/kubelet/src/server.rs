@@ -17,7 +17,7 @@ use crate::connections::Connections;
 use crate::directory::SocketId;
 use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_server::{DevicePlugin, DevicePluginServer};
-use crate::resource::{DeviceList, PluginOptions, PreferredRequest, Refusal, Resource, list_response};
+use crate::resource::{DeviceList, PluginOptions, PreferredRequest, Resource, list_response};
 
 /// Maximum size of a request in bytes. The kubelet's largest request is `GetPreferredAllocation`
 /// with every free id. 20,000 ids fit in 1 MiB.
@@ -175,10 +175,7 @@ impl DevicePlugin for PluginService {
         let mut container_responses = Vec::with_capacity(request.get_ref().container_requests.len());
         for container in &request.get_ref().container_requests {
             let request = PreferredRequest::try_from(container)?;
-            if let Some(known) = resource.wait_for_pod(&request) {
-                known.await;
-            }
-            let device_i_ds = resource.preferred_devices(&request)?;
+            let device_i_ds = resource.preferred_devices(request).await?;
             container_responses.push(wire::ContainerPreferredAllocationResponse { device_i_ds });
         }
         Ok(Response::new(wire::PreferredAllocationResponse { container_responses }))
@@ -189,12 +186,10 @@ impl DevicePlugin for PluginService {
         request: Request<wire::AllocateRequest>,
     ) -> Result<Response<wire::AllocateResponse>, Status> {
         let resource = self.resource();
-        let container_responses = request
-            .get_ref()
-            .container_requests
-            .iter()
-            .map(|container| resource.allocate(&container.devices_ids).map(Into::into))
-            .collect::<Result<_, Refusal>>()?;
+        let mut container_responses = Vec::with_capacity(request.get_ref().container_requests.len());
+        for container in &request.get_ref().container_requests {
+            container_responses.push(resource.allocate(&container.devices_ids).await?.into());
+        }
         Ok(Response::new(wire::AllocateResponse { container_responses }))
     }
 

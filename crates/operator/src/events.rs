@@ -108,7 +108,10 @@ impl EventPublisher {
         self.excluded_nodes.clone_from(&outcome.excluded_nodes);
         for (at, why) in outcome.excluded_gpus.iter().filter(|(at, why)| self.excluded_gpus.get(*at) != Some(*why)) {
             let note = format!("GPU {} is not repartitioned: {why}", at.1);
-            events.push((node_reference(observed, &at.0), event(EventType::Warning, "GpuExcluded", &note)));
+            let node = node_reference(observed, &at.0);
+            // The recorder would merge the Events of two GPUs, and keep the first note.
+            let secondary = Some(ObjectReference { field_path: Some(at.1.clone()), ..node.clone() });
+            events.push((node, Event { secondary, ..event(EventType::Warning, "GpuExcluded", &note) }));
         }
         self.excluded_gpus.clone_from(&outcome.excluded_gpus);
         events.truncate(MAX_PER_PASS);

@@ -352,9 +352,9 @@ impl Elector {
         ends
     }
 
-    /// Returns the time for which this process does not acquire the lease. Returns `None` if the
-    /// process may acquire it.
-    fn declines_for(&self) -> Option<Duration> {
+    /// Returns the time until this process may acquire the lease. Returns `None` if the process may
+    /// acquire it now.
+    fn time_until_may_acquire(&self) -> Option<Duration> {
         let left = self.declines_until?.saturating_duration_since(Instant::now());
         (!left.is_zero()).then_some(left)
     }
@@ -367,7 +367,8 @@ impl Elector {
         self.last = lease
             .as_ref()
             .map(|lease| ObservedLease::after_read(self.last.take(), lease.spec.clone().unwrap_or_default(), now));
-        let decision = self.declines_for().map_or_else(|| evaluate(self.last.as_ref(), &self.me, now), Decision::Wait);
+        let decision =
+            self.time_until_may_acquire().map_or_else(|| evaluate(self.last.as_ref(), &self.me, now), Decision::Wait);
         self.interrupted |= decision != Decision::Renew;
         let written = match decision {
             Decision::Wait(left) => {

@@ -77,7 +77,7 @@ enum Demand {
     /// No policy partitions GPUs on demand.
     None,
     /// The operator waits for more pods before it plans.
-    Gathering,
+    Batching,
     /// A plan.
     Planned(Box<demand::Outcome>),
 }
@@ -87,7 +87,7 @@ enum Demand {
 struct PassFailed;
 
 impl Controller for Passes {
-    fn gather_time(&mut self) -> Duration {
+    fn batch_window(&mut self) -> Duration {
         self.pace.plan_delay(self.started.elapsed())
     }
 
@@ -173,7 +173,7 @@ impl Passes {
                 self.context.metrics.reset_demand();
                 self.publisher = EventPublisher::default();
             }
-            Demand::Gathering => {}
+            Demand::Batching => {}
         }
         let policies = self.report_policies(&plan, &observed).await;
         let tainted = self.update_taints(&observed).await;
@@ -202,7 +202,7 @@ impl Passes {
         if plan.demand.is_empty() {
             return Demand::None;
         }
-        let rules = || plan.demand.values().flat_map(BTreeMap::values).map(|by_demand| by_demand.gathering);
+        let rules = || plan.demand.values().flat_map(BTreeMap::values).map(|by_demand| by_demand.batch_rules);
         let idle = rules().filter_map(|rule| rule.idle).min();
         let timeout = rules().filter_map(|rule| rule.timeout).min();
         let waiting = observed.pods.iter().filter(|claimant| claimant.node.is_none());
@@ -210,7 +210,7 @@ impl Passes {
             self.quiet.check_due(waiting.map(|claimant| claimant.pod.name.as_str()), (idle, timeout), now)
         {
             self.next = Some(wait);
-            return Demand::Gathering;
+            return Demand::Batching;
         }
         let started = Instant::now();
         let outcome = demand::decide_partitions(plan, observed, &mut self.history, now);

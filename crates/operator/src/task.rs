@@ -33,15 +33,15 @@ pub(crate) struct Context {
 pub(crate) struct Trigger {
     /// The time at which the first change was seen.
     pub(crate) seen: Instant,
-    /// Whether more changes followed while the controller collected changes.
+    /// Whether more changes followed within the batch window.
     pub(crate) more: bool,
 }
 
 /// A controller that reads the stores and writes to the API server.
 pub(crate) trait Controller {
-    /// Returns the time to collect further changes after the first change, so that one reconcile
+    /// Returns how long to wait for further changes after the first one, so that one reconcile
     /// handles a burst.
-    fn gather_time(&mut self) -> Duration;
+    fn batch_window(&mut self) -> Duration;
 
     /// Reconciles once. Returns the delay before the next reconcile if nothing changes.
     fn reconcile(&mut self, trigger: Trigger) -> impl Future<Output = Option<Duration>> + Send;
@@ -72,9 +72,8 @@ pub(crate) async fn run(mut controller: impl Controller, context: Context, wake:
             () = stop.cancelled() => return Ok(()),
             () = wake.notified() => {
                 let seen = Instant::now();
-                tokio::time::sleep(controller.gather_time()).await;
-                // The stores already contain the changes that arrived while the controller
-                // collected changes.
+                tokio::time::sleep(controller.batch_window()).await;
+                // The stores already contain the changes that arrived within the window.
                 let more = wake.notified().now_or_never().is_some();
                 trigger = Some(Trigger { seen, more });
             }

@@ -349,7 +349,7 @@ fn a_policy_that_matches_nothing_reports_what_exists() {
         "Accepted",
         "False",
         "UnknownModel",
-        "no GPU of the selected nodes is A1000; the nodes have NVIDIA L4 (2)",
+        "no GPU of the selected nodes is A1000; the selected nodes have NVIDIA L4 (2)",
     );
     world.assert_condition("uuid", "Accepted", "False", "UnknownGpu", "GPU-ffffffff");
     world.assert_condition("index", "Accepted", "False", "NoGpuMatches", "no GPU matches all lists");

@@ -154,10 +154,10 @@ impl GpuClass {
     /// Returns the best partition that serves all demands. Returns `None` if no partition does.
     pub(crate) fn pack(&self, demands: &[GpuDemand]) -> Option<PackedPartition> {
         if self.needs_no_repartitioning(demands) {
-            return Some(self.to_packed_partition(self.free.clone(), demands));
+            return Some(self.build_packed_partition(self.free.clone(), demands));
         }
         let free = self.repartition(demands)?;
-        Some(self.to_packed_partition(free, demands))
+        Some(self.build_packed_partition(free, demands))
     }
 
     /// Returns the name of a MIG profile.
@@ -169,7 +169,7 @@ impl GpuClass {
         self.table.as_ref().map(|shared| shared.table.as_ref())
     }
 
-    fn to_packed_partition(&self, mut free: Vec<SliceCell>, demands: &[GpuDemand]) -> PackedPartition {
+    fn build_packed_partition(&self, mut free: Vec<SliceCell>, demands: &[GpuDemand]) -> PackedPartition {
         free.retain(|cell| cell.count > 0);
         merge_cells(&mut free);
         let left = |cell: &SliceCell| {

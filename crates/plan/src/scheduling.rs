@@ -175,7 +175,7 @@ fn matches_term(term: &NodeSelectorTerm, labels: &BTreeMap<String, String>, name
     some && term.match_expressions.iter().all(label) && term.match_fields.iter().all(field)
 }
 
-/// Returns whether a value meets a requirement. `None` is a label that the node does not have.
+/// Returns whether a value meets a requirement. `None` means that the node does not have the label.
 pub(crate) fn requirement_matches(requirement: &Requirement, value: Option<&str>) -> bool {
     let listed = value.is_some_and(|value| requirement.values.iter().any(|one| one == value));
     let compared = || {

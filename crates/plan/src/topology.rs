@@ -159,8 +159,8 @@ impl Topology {
         self.known_pair(one, other).map_or(0, |(score, _)| score)
     }
 
-    /// Returns the score of two GPUs and whether their link is known. `None` if the topology does
-    /// not contain both.
+    /// Returns the score of two GPUs and whether their link is known. Returns `None` if the
+    /// topology does not contain both.
     fn known_pair(&self, one: Option<usize>, other: Option<usize>) -> Option<(u32, bool)> {
         let at = one? * self.gpus.len() + other?;
         Some((self.scores[at], self.known[at]))

@@ -90,7 +90,7 @@ pub fn mutated_input(shape: InputShape, words: &[&str], sample: &[u8], other: &[
     input
 }
 
-/// Picks a random element; `None` if the slice is empty.
+/// Picks a random element. Returns `None` if the slice is empty.
 fn pick_random<'a, T>(from: &'a [T], rng: &mut Rng) -> Option<&'a T> {
     rng.choice(from)
 }

@@ -6,7 +6,7 @@ use syn::spanned::Spanned as _;
 use syn::visit::{self, Visit};
 use syn::{Attribute, Block, Expr, File, ImplItem, Item, ItemMod, ItemUse, Lit, Meta, Path, UseTree, Visibility};
 
-use crate::parse::{Error, Parsed, is_only_for_tests};
+use crate::parse::{Error, Parsed, is_only_in_test_builds};
 use crate::tokens;
 
 /// The modules of one crate. The first is the crate's root.
@@ -178,7 +178,7 @@ impl ModuleVisitor<'_, '_> {
             self.reader.error.get_or_insert(error);
             return;
         };
-        if is_only_for_tests(&file.attrs) {
+        if is_only_in_test_builds(&file.attrs) {
             return;
         }
         let label = if declaring.module == "crate" { name } else { format!("{}::{name}", declaring.module) };
@@ -190,7 +190,7 @@ impl ModuleVisitor<'_, '_> {
 
 impl<'ast> Visit<'ast> for ModuleVisitor<'_, '_> {
     fn visit_item(&mut self, item: &'ast Item) {
-        if is_only_for_tests(attributes(item)) {
+        if is_only_in_test_builds(attributes(item)) {
             return;
         }
         match item {
@@ -220,7 +220,7 @@ impl<'ast> Visit<'ast> for ModuleVisitor<'_, '_> {
             ImplItem::Type(item) => &item.attrs,
             _ => &[],
         };
-        if !is_only_for_tests(attributes) {
+        if !is_only_in_test_builds(attributes) {
             visit::visit_impl_item(self, item);
         }
     }
@@ -297,7 +297,7 @@ impl<'ast> Visit<'ast> for ModuleVisitor<'_, '_> {
 /// One name that a `use` item imports.
 struct ImportedName {
     path: Vec<String>,
-    /// The imported name; `None` for `*`.
+    /// The imported name. `None` for `*`.
     name: Option<String>,
     line: usize,
 }

@@ -51,15 +51,15 @@ pub fn parse(sources: &Sources) -> Result<Parsed, Error> {
     sources.files.iter().map(file).collect()
 }
 
-/// Returns whether one of the attributes limits its item to builds for tests.
-pub(crate) fn is_only_for_tests(attributes: &[Attribute]) -> bool {
+/// Returns whether one of the attributes limits its item to test builds.
+pub(crate) fn is_only_in_test_builds(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         attribute.path().is_ident("test")
             || (attribute.path().is_ident("cfg") && attribute.parse_args().is_ok_and(|meta| needs_test(&meta)))
     })
 }
 
-/// Returns whether a `cfg` predicate is true only in builds for tests.
+/// Returns whether a `cfg` predicate is true only in test builds.
 fn needs_test(predicate: &Meta) -> bool {
     let Meta::List(list) = predicate else { return predicate.path().is_ident("test") };
     let Ok(inner) = list.parse_args_with(Punctuated::<Meta, Token![,]>::parse_terminated) else { return false };

@@ -114,7 +114,7 @@ impl Cluster {
         self.request("GET", path, "application/json", None)
     }
 
-    /// Reads an object; `None` if it does not exist.
+    /// Reads an object. Returns `None` if it does not exist.
     pub fn find(&self, path: &str) -> Result<Option<Value>> {
         match self.get(path) {
             Ok(value) => Ok(Some(value)),
@@ -270,14 +270,18 @@ pub fn on_node(node: &str, command: &[&str]) -> Result<String> {
     run_launcher(&args)
 }
 
-/// Returns the PID of one of Cleave's programs on a node. Fails unless exactly one such process
-/// runs.
+/// The program that restarts the agent, for [`find_pid`] and [`signal_program`].
+pub const AGENT_SUPERVISOR: &str = "cleave-supervise /usr/bin/cleave-agent";
+
+/// Returns the PID of one of Cleave's programs on a node. `program` may also name the program's
+/// first argument. Fails unless exactly one such process runs.
 pub fn find_pid(node: &str, program: &str) -> Result<String> {
-    // Compare only the first argument: other processes, including this search, have the name among
+    // Compare only the first arguments: other processes, including this search, have the name among
     // their later arguments.
-    let find = "for p in $(grep -azl \"^$0\\$\" /proc/[0-9]*/cmdline 2>/dev/null); do \
-        [ \"$(tr '\\0' '\\n' <$p 2>/dev/null | head -n 1)\" = \"$0\" ] && echo $p; done | cut -d/ -f3";
-    let found = on_node(node, &["sh", "-c", find, &format!("/usr/bin/{program}")])?;
+    let find = "for p in $(grep -azl \"^${0%% *}\\$\" /proc/[0-9]*/cmdline 2>/dev/null); do \
+        [ \"$(tr '\\0' '\\n' <$p 2>/dev/null | head -n $1 | paste -sd ' ')\" = \"$0\" ] && echo $p; done | cut -d/ -f3";
+    let words = program.split(' ').count().to_string();
+    let found = on_node(node, &["sh", "-c", find, &format!("/usr/bin/{program}"), &words])?;
     let found: Vec<&str> = found.split_whitespace().collect();
     ensure!(found.len() == 1, "found {} processes of {program} on {node}, expected 1", found.len());
     Ok(found[0].to_owned())

@@ -93,7 +93,7 @@ pub fn choose_preferred(view: &ResourceView<'_>, request: &ChoiceRequest<'_>) ->
     chosen.into_iter().map(str::to_owned).collect()
 }
 
-/// Why slices cannot be allocated together. The text is a clause for the pod's Event.
+/// Why slices cannot be allocated together. The reason is a clause of the pod's Event.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DenialReason {
     /// The ids belong to shares of several GPUs: the pod bypassed the placement gate, or lost its

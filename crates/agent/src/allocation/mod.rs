@@ -24,7 +24,7 @@ pub struct Allocation {
     pub ids: Vec<String>,
     /// UUIDs of the devices; exactly one under MPS.
     pub devices: Vec<String>,
-    /// Limits of an allocation under MPS; `None` for other allocations.
+    /// Limits of an allocation under MPS. `None` for other allocations.
     pub mps: Option<MpsLimits>,
 }
 

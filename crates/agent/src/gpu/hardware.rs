@@ -93,7 +93,7 @@ pub struct HardwareTracker {
     /// Quiet period of a suspect GPU.
     quiet: Duration,
     driver: DriverState,
-    /// Why the driver does not answer; `None` if it answers. Without the driver, no GPU can be
+    /// Why the driver does not answer. `None` if it answers. Without the driver, no GPU can be
     /// queried.
     driver_error: Option<LossCause>,
     gpus: BTreeMap<String, TrackedGpu>,
@@ -112,7 +112,7 @@ struct TrackedGpu {
     gpu: Gpu,
     observed: bool,
     processes: Vec<Process>,
-    /// Why NVML cannot query the GPU; `None` if NVML answers.
+    /// Why NVML cannot query the GPU. `None` if NVML answers.
     lost: Option<LossCause>,
     history: HealthHistory,
 }
@@ -136,7 +136,7 @@ struct LossCause {
     since: Time,
     /// Whether only a reset restores the GPU, because it fell off the bus or its driver was
     /// unloaded. A hanging driver is no proof of either.
-    for_good: bool,
+    permanent: bool,
 }
 
 impl GpuSlot {
@@ -153,10 +153,10 @@ impl TrackedGpu {
         Self { gpu, observed, processes, lost: None, history: HealthHistory::default() }
     }
 
-    fn mark_lost(&mut self, reason: &'static str, message: String, since: Time, for_good: bool) {
+    fn mark_lost(&mut self, reason: &'static str, message: String, since: Time, permanent: bool) {
         let before = self.lost.take();
-        let (since, was_for_good) = before.map_or((since, false), |lost| (lost.since, lost.for_good));
-        self.lost = Some(LossCause { reason, message, since, for_good: for_good || was_for_good });
+        let (since, was_permanent) = before.map_or((since, false), |lost| (lost.since, lost.permanent));
+        self.lost = Some(LossCause { reason, message, since, permanent: permanent || was_permanent });
     }
 }
 
@@ -223,7 +223,7 @@ impl HardwareTracker {
                 let since = self.driver_error.take().map_or(since, |error| error.since);
                 self.driver = DriverState::Missing(message.clone());
                 self.driver_error =
-                    Some(LossCause { reason: reason::DRIVER_UNAVAILABLE, message, since, for_good: false });
+                    Some(LossCause { reason: reason::DRIVER_UNAVAILABLE, message, since, permanent: false });
             }
         }
     }
@@ -265,8 +265,8 @@ impl HardwareTracker {
                 match uuid {
                     Some(uuid) => {
                         if let Some(entry) = self.gpus.get_mut(&uuid) {
-                            let for_good = matches!(error, NvmlError::Lost { .. } | NvmlError::NoDriver);
-                            entry.mark_lost(reason::for_error(&error), message, since.clone(), for_good);
+                            let permanent = matches!(error, NvmlError::Lost { .. } | NvmlError::NoDriver);
+                            entry.mark_lost(reason::for_error(&error), message, since.clone(), permanent);
                         }
                         GpuSlot::Gpu(uuid)
                     }
@@ -320,7 +320,7 @@ impl HardwareTracker {
         match self.gpus.get_mut(&gpu.uuid) {
             Some(entry) => {
                 // The GPU was lost and answers again, so it was reset. The reset ended its faults.
-                if entry.lost.take().is_some_and(|lost| lost.for_good) {
+                if entry.lost.take().is_some_and(|lost| lost.permanent) {
                     entry.history.record_reset();
                 }
                 (entry.gpu, entry.observed, entry.processes) = (gpu, true, processes);
@@ -364,7 +364,7 @@ impl HardwareTracker {
     /// Returns the records that are not empty, by UUID of the GPU, for the checkpoint.
     pub fn health_records(&self) -> BTreeMap<String, HealthRecord> {
         let record =
-            |entry: &TrackedGpu| entry.history.to_record(entry.lost.as_ref().is_some_and(|lost| lost.for_good));
+            |entry: &TrackedGpu| entry.history.to_record(entry.lost.as_ref().is_some_and(|lost| lost.permanent));
         let records = self.gpus.iter().map(|(uuid, entry)| (uuid.clone(), record(entry)));
         records.filter(|(_, record)| !record.is_empty()).collect()
     }

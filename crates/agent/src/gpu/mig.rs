@@ -236,7 +236,7 @@ struct FailedChange {
     change: MigChange,
     failures: u32,
     busy_checks: u32,
-    /// The time of the next attempt; `None` if the agent does not retry the change.
+    /// The time of the next attempt. `None` if the agent does not retry the change.
     not_before: Option<Instant>,
     step: StepStatus,
 }
@@ -321,7 +321,7 @@ impl MigProgress {
         self.in_progress.is_some()
     }
 
-    /// Records the result of a change and the state of the GPU after it. Returns the text of a
+    /// Records the result of a change and the state of the GPU after it. Returns the note of a
     /// warning Event if the result requires one.
     pub fn record_outcome(
         &mut self,

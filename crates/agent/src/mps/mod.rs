@@ -14,7 +14,7 @@ pub struct HostView {
     pub alive: bool,
     /// The last status that the MPS host wrote, or the default status if the file cannot be read.
     pub status: MpsHostStatus,
-    /// Why the status is unusable; `None` if it is usable.
+    /// Why the status is unusable. `None` if it is usable.
     pub error: Option<String>,
 }
 

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use cleave_gpu::mps::wire::{DaemonSettings, DaemonState, DaemonStatus, Desired, Enforcement};
 
 use super::status::check_daemon;
-use crate::event::{NodeEvent, node_recovery, node_warning};
+use crate::event::{NodeEvent, device_recovery, device_warning};
 use crate::mps::HostView;
 
 /// Maximum number of hashes of desired files that are kept. The MPS host is never this many files
@@ -107,8 +107,9 @@ impl ReportedDaemons {
             let expected = |state| matches!(state, DaemonState::Starting | DaemonState::Active | DaemonState::Stopping);
             let failing =
                 daemon.is_some_and(|daemon| !expected(daemon.state)) || view.has_unknown_handshake(device, settings);
-            let unavailable = |why: &str| node_warning("MpsUnavailable", format!("shares of {device}: {why}"));
-            let recovery = || node_recovery(format!("shares of {device}: {}", recovery_note(daemon)));
+            let unavailable =
+                |why: &str| device_warning("MpsUnavailable", device, format!("shares of {device}: {why}"));
+            let recovery = || device_recovery(device, format!("shares of {device}: {}", recovery_note(daemon)));
             let reported = self.0.get(device).copied().unwrap_or_default();
             let next = match (reported, check_daemon(view, device, settings)) {
                 (ReportedState::Serving(before), Ok(())) if restarts > before => {

@@ -16,7 +16,7 @@ use cleave_kubelet::ContainerDevices;
 use crate::allocation::allocation_id;
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::usage::Allocations;
-use crate::event::{NodeEvent, PodRef};
+use crate::event::{NodeEvent, PodRef, Related};
 use crate::mps::HostView;
 
 /// Maximum time until the MPS server's log names clients. If the log names several clients, no
@@ -193,7 +193,9 @@ impl ReportedFault {
                 affected_programs(&others, unknown)
             ),
             regarding: None,
-            related: named.or_else(|| affected.first().copied()).cloned(),
+            related: named
+                .or_else(|| affected.first().copied())
+                .map_or_else(|| Related::device(device), |pod| Some(Related::Pod(pod.clone()))),
         }];
         for pod in affected {
             let text = if Some(pod) == named {

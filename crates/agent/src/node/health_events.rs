@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use cleave_api::gpunode::Health;
 use cleave_api::names::HEALTH_SUSPECT;
 
-use crate::event::{NodeEvent, node_recovery, node_warning};
+use crate::event::{NodeEvent, device_recovery, device_warning};
 use crate::gpu::hardware::Hardware;
 
 /// The reported severity of each GPU and MIG device with a problem. The agent publishes one Event
@@ -37,13 +37,13 @@ impl ReportedHealth {
         for (device, severity, health) in severities(hardware) {
             if self.0.get(&device).is_none_or(|reported| *reported < severity) {
                 let reason = if severity == Severity::Pending { "GpuResetPending" } else { "GpuUnhealthy" };
-                found.push(node_warning(reason, format!("GPU {device}: {}", health.message)));
+                found.push(device_warning(reason, &device, format!("GPU {device}: {}", health.message)));
             }
             now.insert(device, severity);
         }
         // A decrease of the severity causes no Event, but a later increase does.
         for device in self.0.keys().filter(|device| !now.contains_key(*device)) {
-            found.push(node_recovery(format!("GPU {device} is healthy again")));
+            found.push(device_recovery(device, format!("GPU {device} is healthy again")));
         }
         self.0 = now;
         found

@@ -31,7 +31,7 @@ use crate::allocation::usage::{Allocations, RemovalResult};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
 use crate::clock::Clock;
-use crate::event::{NodeEvent, node_warning};
+use crate::event::{NodeEvent, PodRef, Related, device_warning};
 use crate::gpu::hardware::HardwareTracker;
 use crate::gpu::layout::Layout;
 use crate::gpu::mig::{MigOrder, MigOrderResult, MigProgress};
@@ -241,7 +241,9 @@ impl Node {
         let after = after.filter(|_| self.changed.get(&uuid) == Some(&at));
         let progress = self.mig_progress.entry(uuid.clone()).or_insert_with(|| MigProgress::new(None));
         self.pending_events.extend(
-            progress.record_outcome(&uuid, &change, &outcome, after, now).map(|note| node_warning("MigFailed", note)),
+            progress
+                .record_outcome(&uuid, &change, &outcome, after, now)
+                .map(|note| device_warning("MigFailed", &uuid, note)),
         );
     }
 
@@ -274,7 +276,16 @@ impl Node {
                 finding::OUTSIDE_MPS => finding::OUTSIDE_MPS,
                 _ => finding::NO_SHARE,
             };
-            self.pending_events.push(node_warning(reason, new.message.clone()));
+            let FindingStatus { namespace, pod, uid, message, .. } = new;
+            let pod = PodRef { namespace: namespace.clone(), name: pod.clone(), uid: uid.clone() };
+            let related = Some(Related::Pod(pod));
+            self.pending_events.push(NodeEvent {
+                warning: true,
+                reason,
+                note: message.clone(),
+                regarding: None,
+                related,
+            });
         }
         self.findings = findings;
     }

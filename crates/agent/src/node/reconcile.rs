@@ -16,7 +16,7 @@ use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
 use crate::allocation::usage::{Allocations, SliceUsage};
 use crate::checkpoint::Checkpoint;
-use crate::event::NodeEvent;
+use crate::event::{NodeEvent, Related};
 use crate::gpu::hardware::{Hardware, KnownGpu};
 use crate::gpu::layout::{Layout, Pool, PoolKind, parse_slice_id};
 use crate::gpu::mig::{MigChange, MigOrder, MigProgress, NextStep, next_step};
@@ -246,7 +246,7 @@ impl Node {
                     reason: "MigChanged",
                     note: format!("GPU {uuid}: {done}"),
                     regarding: None,
-                    related: None,
+                    related: Related::device(uuid),
                 });
             }
             if let NextStep::Do(change) = next {

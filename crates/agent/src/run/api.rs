@@ -25,7 +25,7 @@ use super::input::Input;
 use super::pods::{self, NodePods};
 use super::shutdown;
 use crate::args::AgentArgs;
-use crate::event::{NodeEvent, PodEvent, PodRef};
+use crate::event::{NodeEvent, PodEvent, PodRef, Related};
 use crate::metrics::Metrics;
 use crate::node::status::{is_minor_change, with_condition_times};
 use crate::object::GpuNodeState;
@@ -246,9 +246,18 @@ async fn write_events(
         Recorder::new(client, Reporter { controller: AGENT_FIELD_MANAGER.into(), instance: Some(name.clone()) });
     while let Some(NodeEvent { warning, reason, note, regarding, related }) = events.recv().await {
         let pod = regarding.map(reference_to_pod);
-        let related = pod.clone().or_else(|| related.map(reference_to_pod));
+        let uid = server.borrow().uid.clone();
+        // `kubectl describe node` searches for Events with the name of the Node as their UID, as in
+        // the kubelet's own Events.
+        let node = object_reference("v1".into(), "Node".into(), &name, Some(name.clone()));
+        let of_node = object_reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
+        let to_reference = |related| match related {
+            Related::Pod(pod) => reference_to_pod(pod),
+            Related::Device(device) => ObjectReference { field_path: Some(device), ..of_node.clone() },
+        };
         // The recorder merges Events with the same reason on the same object, and keeps the first
-        // note. Different related pods prevent the merge.
+        // note. Different related objects prevent the merge.
+        let related = pod.clone().or_else(|| related.map(to_reference));
         let event = |related| Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
             reason: reason.to_owned(),
@@ -256,11 +265,6 @@ async fn write_events(
             action: "Serve".into(),
             secondary: related,
         };
-        let uid = server.borrow().uid.clone();
-        // `kubectl describe node` searches for Events with the name of the Node as their UID, as in
-        // the kubelet's own Events.
-        let node = object_reference("v1".into(), "Node".into(), &name, Some(name.clone()));
-        let of_node = object_reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
         let on_pod = pod.iter().map(|pod| (None, pod));
         for (related, object) in on_pod.chain([(related.clone(), &of_node), (related.clone(), &node)]) {
             if let Err(error) = recorder.publish(&event(related), object).await {
@@ -355,6 +359,7 @@ mod tests {
     use tower_test::mock;
 
     use super::*;
+    use crate::event::device_warning;
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -527,12 +532,25 @@ mod tests {
         for name in ["a", "b"] {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
             let note = format!("from {name}");
-            let event = NodeEvent { warning: true, reason: "F", note, regarding: None, related: Some(pod) };
+            let event =
+                NodeEvent { warning: true, reason: "F", note, regarding: None, related: Some(Related::Pod(pod)) };
             events.send(event).await.unwrap();
             for kind in ["GpuNode", "Node"] {
                 let (request, sent) = answer_request(&mut api, 201, &json!({})).await;
                 assert_eq!(request, "POST /apis/events.k8s.io/v1/namespaces/default/events?");
                 assert_eq!((&sent["note"], &sent["regarding"]["kind"]), (&json!(format!("from {name}")), &json!(kind)));
+            }
+        }
+        // Nor are Events of different devices.
+        for device in ["GPU-1", "GPU-2"] {
+            events.send(device_warning("D", device, format!("of {device}"))).await.unwrap();
+            for _ in ["GpuNode", "Node"] {
+                let (request, sent) = answer_request(&mut api, 201, &json!({})).await;
+                assert_eq!(request, "POST /apis/events.k8s.io/v1/namespaces/default/events?");
+                assert_eq!(
+                    (&sent["note"], &sent["related"]["fieldPath"]),
+                    (&json!(format!("of {device}")), &json!(device))
+                );
             }
         }
     }

@@ -383,9 +383,9 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_first_answers_are_one_input_and_a_hanging_gpu_delays_the_others_once() {
-        let (send, gathered) = mpsc::channel(64);
+        let (send, answers) = mpsc::channel(64);
         let (inputs, mut received) = mpsc::channel(64);
-        tokio::spawn(async move { forward_in_batches(gathered, &inputs).await });
+        tokio::spawn(async move { forward_in_batches(answers, &inputs).await });
         let begun = tokio::time::Instant::now();
         for input in [driver_info_input(3), gpu_input(0), gpu_input(2)] {
             send.send(input).await.unwrap();

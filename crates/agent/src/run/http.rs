@@ -10,10 +10,11 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use axum::routing::get;
-use cleave_kubelet::PluginsState;
+use cleave_kubelet::{DirectoryState, PluginServerState};
 use cleave_serve::http::Limits;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::metrics::Metrics;
 
@@ -26,7 +27,7 @@ const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 pub(super) struct Heartbeat {
     /// When the main loop last reconciled.
     pub(super) reconciled: Instant,
-    /// Why the agent is not ready; `None` if it is ready.
+    /// Why the agent is not ready. `None` if it is ready.
     pub(super) not_ready: Option<String>,
 }
 
@@ -35,7 +36,7 @@ pub(super) struct Heartbeat {
 struct ProbeState {
     metrics: Metrics,
     heartbeat: watch::Receiver<Heartbeat>,
-    plugins: watch::Receiver<PluginsState>,
+    plugins: watch::Receiver<PluginServerState>,
 }
 
 /// Serves HTTP requests, forever.
@@ -43,7 +44,7 @@ pub(super) async fn serve_endpoints(
     addr: SocketAddr,
     metrics: Metrics,
     heartbeat: watch::Receiver<Heartbeat>,
-    plugins: watch::Receiver<PluginsState>,
+    plugins: watch::Receiver<PluginServerState>,
 ) -> anyhow::Result<()> {
     let listener = cleave_serve::tcp::listen(addr).with_context(|| format!("failed to serve metrics at {addr}"))?;
     let router = Router::new()
@@ -53,6 +54,40 @@ pub(super) async fn serve_endpoints(
         .with_state(Arc::new(ProbeState { metrics, heartbeat, plugins }));
     cleave_serve::http::serve(listener, router, Limits::default(), CancellationToken::new()).await;
     Ok(())
+}
+
+/// The endpoints of an agent that waits for another agent of its node to exit.
+///
+/// The waiting agent is ready: a roll-out ends the old agent only once the new one is ready.
+pub(super) struct StandbyEndpoints {
+    heartbeat: watch::Sender<Heartbeat>,
+    server: AbortOnDropHandle<()>,
+}
+
+impl StandbyEndpoints {
+    pub(super) fn start(addr: SocketAddr) -> Self {
+        let (heartbeat, heartbeats) = watch::channel(Heartbeat { reconciled: Instant::now(), not_ready: None });
+        let none = PluginServerState { directory: DirectoryState::Held, ..PluginServerState::default() };
+        let server = serve_endpoints(addr, Metrics::new(), heartbeats, watch::channel(none).1);
+        let server = tokio::spawn(async move {
+            if let Err(error) = server.await {
+                tracing::warn!(error = format!("{error:#}"), "a waiting agent cannot report that it is ready");
+            }
+        });
+        Self { heartbeat, server: AbortOnDropHandle::new(server) }
+    }
+
+    /// Records that the agent still waits.
+    pub(super) fn beat(&self) {
+        self.heartbeat.send_modify(|heartbeat| heartbeat.reconciled = Instant::now());
+    }
+
+    /// Ends the endpoints, so that the agent can serve at the same address.
+    pub(super) async fn stop(self) {
+        self.server.abort();
+        // The error is the cancellation.
+        let _ = self.server.await;
+    }
 }
 
 async fn metrics_text(State(probes): State<Arc<ProbeState>>) -> impl IntoResponse {
@@ -81,7 +116,7 @@ async fn readyz(State(probes): State<Arc<ProbeState>>) -> (StatusCode, String) {
 }
 
 /// Returns the first reason why the agent is not ready, or `None` if it is ready.
-fn not_ready_reason(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<String> {
+fn not_ready_reason(heartbeat: &Heartbeat, plugins: &PluginServerState) -> Option<String> {
     if let Some(why) = &heartbeat.not_ready {
         return Some(why.clone());
     }
@@ -101,7 +136,7 @@ fn not_ready_reason(heartbeat: &Heartbeat, plugins: &PluginsState) -> Option<Str
 mod tests {
     use std::collections::BTreeMap;
 
-    use cleave_kubelet::{DirectoryState, ResourceName, ResourcePhase, ResourceState};
+    use cleave_kubelet::{ResourceName, ResourcePhase, ResourceState};
 
     use super::*;
 
@@ -112,13 +147,13 @@ mod tests {
             let name = ResourceName::parse("nvidia.com/gpu").unwrap();
             BTreeMap::from([(name, ResourceState { phase, error: Some("refused".into()), ..ResourceState::default() })])
         };
-        let state = |phase| PluginsState { directory: DirectoryState::Held, resources: resource(phase) };
+        let state = |phase| PluginServerState { directory: DirectoryState::Held, resources: resource(phase) };
         assert_eq!(not_ready_reason(&ready, &state(ResourcePhase::Streaming)), None);
         assert_eq!(
             not_ready_reason(&ready, &state(ResourcePhase::Registered)).unwrap(),
             "nvidia.com/gpu: Registered: refused"
         );
-        let held = PluginsState { directory: DirectoryState::HeldByAnother, resources: BTreeMap::new() };
+        let held = PluginServerState { directory: DirectoryState::HeldByAnother, resources: BTreeMap::new() };
         assert_eq!(not_ready_reason(&ready, &held).unwrap(), "the device plugin directory: HeldByAnother");
         let waiting = Heartbeat { not_ready: Some("NVML has not answered yet".into()), ..ready };
         assert_eq!(not_ready_reason(&waiting, &state(ResourcePhase::Streaming)).unwrap(), "NVML has not answered yet");

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use cleave_kubelet::{KubeletCheckpoint, PluginsState, PodResources};
+use cleave_kubelet::{KubeletCheckpoint, PluginServerState, PodResources};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -119,7 +119,7 @@ pub(super) async fn list_allocations(
 
 /// Detects restarts of the kubelet by repeated registrations of plugins.
 pub(super) async fn watch_restarts(
-    mut states: watch::Receiver<PluginsState>,
+    mut states: watch::Receiver<PluginServerState>,
     inputs: mpsc::Sender<Input>,
     stopping: CancellationToken,
 ) -> anyhow::Result<()> {

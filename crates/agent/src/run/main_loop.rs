@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::GpuNodeStatus;
 use cleave_gpu::nvml::{Gpu, GpuEvent, Library};
-use cleave_kubelet::{Plugins, Resource, ResourceName};
+use cleave_kubelet::{PluginServer, Resource, ResourceName};
 use k8s_openapi::jiff::Timestamp;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -35,7 +35,7 @@ const MAX_RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
 pub(super) struct MainLoop {
     pub(super) node: Node,
     pub(super) pods: NodePods,
-    pub(super) plugins: Plugins,
+    pub(super) plugins: PluginServer,
     pub(super) served: BTreeMap<ResourceName, Arc<ServedResource>>,
     pub(super) args: Arc<AgentArgs>,
     pub(super) metrics: Metrics,

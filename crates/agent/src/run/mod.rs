@@ -17,20 +17,21 @@ mod tenants;
 mod termination;
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use cleave_gpu::mps::wire::Paths;
 use cleave_gpu::nvml::{Library, LibrarySearch};
-use cleave_kubelet::{Plugins, PluginsConfig};
+use cleave_kubelet::{PluginServer, PluginServerConfig};
 use k8s_openapi::jiff::Timestamp;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use self::files::FileContents;
-use self::http::Heartbeat;
+use self::http::{Heartbeat, StandbyEndpoints};
 use self::kubelet::ListSchedule;
 use self::main_loop::MainLoop;
 use self::pods::NodePods;
@@ -50,6 +51,9 @@ use crate::tenants::snapshot::TenantSnapshot;
 /// Interval between attempts to lock the node's checkpoint.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
+/// Maximum time to wait for another agent of the node to exit.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(300);
+
 /// Runs the agent until it receives SIGTERM.
 ///
 /// # Errors
@@ -60,7 +64,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     cleave_serve::descriptors::raise_limit();
     let args = Arc::new(args);
     let store = CheckpointStore::new(&args.state_dir);
-    let _only = wait_for_lock(&store).await;
+    let _only = wait_for_lock(&store, args.metrics_addr).await?;
     let now = Instant::now();
     let metrics = Metrics::new();
     let link = HostLink::new(Paths::new(&args.run_dir));
@@ -86,7 +90,9 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let main = MainLoop {
         node,
         pods: pods.clone(),
-        plugins: Plugins::start(&PluginsConfig::new(&args.device_plugin_dir))?,
+        plugins: PluginServer::start(&PluginServerConfig::new(
+            args.relay_dir.as_ref().unwrap_or(&args.device_plugin_dir),
+        ))?,
         served: BTreeMap::new(),
         args: Arc::clone(&args),
         metrics: metrics.clone(),
@@ -165,23 +171,34 @@ fn restore_node_and_table(
 /// close the doors of running pods.
 ///
 /// The agent continues without a lock if the directory cannot be locked or written.
-async fn wait_for_lock(store: &CheckpointStore) -> Option<StateLock> {
-    let mut logged = false;
-    loop {
+///
+/// # Errors
+/// Returns an error if the other agent does not exit within [`LOCK_TIMEOUT`].
+async fn wait_for_lock(store: &CheckpointStore, addr: SocketAddr) -> anyhow::Result<Option<StateLock>> {
+    let begun = Instant::now();
+    let mut standby: Option<StandbyEndpoints> = None;
+    let lock = loop {
+        // A waiting agent is ready. A node whose agent hangs for ever must not look healthy.
+        anyhow::ensure!(begun.elapsed() < LOCK_TIMEOUT, "another agent of this node does not exit");
         match store.try_lock() {
-            Ok(Some(lock)) => return Some(lock),
-            Ok(None) if logged => {}
-            Ok(None) => {
-                logged = true;
-                tracing::warn!("waiting for another agent of this node to exit");
-            }
+            Ok(Some(lock)) => break Some(lock),
+            Ok(None) => standby
+                .get_or_insert_with(|| {
+                    tracing::warn!("waiting for another agent of this node to exit");
+                    StandbyEndpoints::start(addr)
+                })
+                .beat(),
             Err(error) => {
                 tracing::error!(%error, "failed to lock the checkpoint's directory; a second agent cannot be detected");
-                return None;
+                break None;
             }
         }
         tokio::time::sleep(LOCK_RETRY_INTERVAL).await;
+    };
+    if let Some(standby) = standby {
+        standby.stop().await;
     }
+    Ok(lock)
 }
 
 /// Restores the node as the last agent left it.

@@ -8,7 +8,7 @@ use cleave_gpu::mps::wire::{Reply, Request};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use crate::event::NodeEvent;
+use crate::event::{NodeEvent, Related};
 use crate::metrics::{Metrics, TerminationOutcome};
 use crate::mps;
 use crate::termination::pods::TerminatingPods;
@@ -133,7 +133,13 @@ fn report_late_termination(client: &Client, why: &str, events: &mpsc::Sender<Nod
     let note = format!(
         "pod {pod} is terminating, but process {pid} of the pod was not terminated through MPS: {why}. If the process is killed while its kernels run, other programs on {device} may fail"
     );
-    let event = NodeEvent { warning: true, reason: "ClientNotTerminated", note, regarding: None, related: None };
+    let event = NodeEvent {
+        warning: true,
+        reason: "ClientNotTerminated",
+        note,
+        regarding: None,
+        related: Related::device(device),
+    };
     if events.try_send(event).is_err() {
         metrics.count_error("event-dropped");
     }

@@ -17,7 +17,7 @@ pub struct ProcessInfo {
     pub start: u64,
     /// PID of the parent process.
     pub parent: u32,
-    /// The pod and container of the process; `None` if the process is in no pod.
+    /// The pod and container of the process. `None` if the process is in no pod.
     pub owner: Option<ProcessOwner>,
 }
 

@@ -17,10 +17,10 @@ use crate::mps::HostView;
 pub struct TenantSnapshot {
     /// GPUs and MIG devices with MPS shares, by UUID.
     pub devices: BTreeMap<String, SharedDevice>,
-    /// Shares that are allocated to containers; `None` while the kubelet does not list them.
+    /// Shares that are allocated to containers. `None` while the kubelet does not list them.
     pub shares: Option<Vec<Share>>,
     /// Memory limits in MiB of the allocations in `shares` and of `devices`' clients, by allocation
-    /// id; `None` means unlimited.
+    /// id. `None` means unlimited.
     pub limits: BTreeMap<String, Option<u64>>,
 }
 
@@ -35,7 +35,7 @@ pub struct SharedDevice {
     pub in_use: bool,
     /// PIDs of the device's MPS daemon and MPS server.
     pub daemon: BTreeSet<u32>,
-    /// MPS clients by PID, each with the allocation of the door that it used; `None` if it used the
+    /// MPS clients by PID, each with the allocation of the door that it used. `None` if it used the
     /// daemon's own socket.
     pub clients: BTreeMap<u32, Option<String>>,
 }

@@ -61,7 +61,7 @@ pub struct TenantUsage {
     pub device: String,
     /// Memory in bytes.
     pub bytes: u64,
-    /// Memory that the container's shares allow, in MiB; `None` means unlimited.
+    /// Memory that the container's shares allow, in MiB. `None` means unlimited.
     pub limit_mib: Option<u64>,
 }
 
@@ -83,7 +83,7 @@ pub struct ViolationKey {
     pub kind: &'static str,
     /// UUID of the device.
     pub device: String,
-    /// The container; `None` for processes that belong to no pod.
+    /// The container. `None` for processes that belong to no pod.
     pub owner: Option<ProcessOwner>,
 }
 
@@ -145,7 +145,7 @@ fn belongs_to_daemon(process: &SampledProcess, device: &SharedDevice, sample: &P
 enum ProcessRole<'a> {
     /// The process is not an MPS client.
     Outside,
-    /// The process is an MPS client that connected through the door of this allocation; `None` if
+    /// The process is an MPS client that connected through the door of this allocation. `None` if
     /// the process connected to the daemon's own socket.
     Client(Option<&'a str>),
     /// The process is an MPS client that the MPS host has not reported yet.
@@ -272,7 +272,7 @@ impl ContainerOnDevice<'_> {
         tenant
     }
 
-    /// Returns the memory in MiB that the container's shares of the device allow; `None` means
+    /// Returns the memory in MiB that the container's shares of the device allow. `None` means
     /// unlimited.
     ///
     /// The kubelet does not list the shares of init containers. For init containers, the limits of

@@ -138,7 +138,7 @@ impl Shutdown {
         self.listed = true;
     }
 
-    /// Sets the start of the shutdown; `None` if the node is not shutting down.
+    /// Sets the start of the shutdown. `None` means that the node is not shutting down.
     pub fn set_start(&mut self, start: Option<Instant>) {
         self.progress = start.map(|start| ShutdownProgress { starts: vec![start], had_pods: false });
     }

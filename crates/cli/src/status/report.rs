@@ -109,9 +109,9 @@ pub struct SliceCounts {
 pub struct MpsDaemon {
     /// The GPU or MIG device that the daemon serves.
     pub device: String,
-    /// State of the daemon.
+    /// State of the daemon: `Starting`, `Active`, `Fault`, `Restarting`, `BackOff` or `Stopping`.
     pub state: String,
-    /// PID, while it runs.
+    /// PID of the daemon. `None` if it does not run.
     pub pid: Option<u32>,
     /// Whether the daemon's doors enforce limits.
     pub door: String,

@@ -18,8 +18,8 @@ pub struct HostArgs {
 // Paths on the node. Not a doc comment: clap would use it as the command's help.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct PathArgs {
-    /// Directory shared with the agent. Mount it at the same path on the host and in both pods. May
-    /// be a tmpfs.
+    /// Directory shared with the agent. Use the same path on the host and in both pods. May be
+    /// a tmpfs.
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub(crate) run_dir: PathBuf,
 
@@ -29,7 +29,7 @@ pub(crate) struct PathArgs {
     pub(crate) mps_control: PathBuf,
 
     /// Directories of the driver's libraries: `LD_LIBRARY_PATH` of MPS control daemons and CUDA
-    /// programs. Default: the value in this process.
+    /// programs. Default: `LD_LIBRARY_PATH` of this process.
     #[arg(long, env = "CLEAVE_MPS_LIBRARY_PATH", value_name = "DIR[:DIR]")]
     pub(crate) mps_library_path: Option<OsString>,
 

@@ -24,8 +24,7 @@ pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
 pub(crate) const QUIT_COMMAND: Command = Command::Quit { seconds: 3 };
 /// Time limit for the daemon to answer [`QUIT_COMMAND`].
 pub(crate) const QUIT_DEADLINE: Duration = Duration::from_secs(3).saturating_add(ANSWER_DEADLINE);
-/// Maximum size of a command's output, in bytes. The commands that Cleave sends have shorter
-/// answers.
+/// Maximum size of an answer, in bytes. Answers to the commands that Cleave sends are shorter.
 const MAX_ANSWER_BYTES: usize = 256 * 1024;
 
 /// Why a daemon returned no usable answer.

@@ -40,7 +40,7 @@ pub enum LogEvent {
 /// A parsed line: `[2026-11-21 10:38:36.269 Control   402] text`.
 #[derive(Debug, PartialEq, Eq)]
 pub struct LogLine<'a> {
-    /// `Control`, `Server` or `Other`. The text is empty for a line without the prefix.
+    /// `Control`, `Server` or `Other`. Empty for a line without the prefix.
     pub source: &'a str,
     /// PID of the process that wrote the line.
     pub pid: Option<u32>,

@@ -148,7 +148,7 @@ fn to_kernel_pid(pid: u32) -> Option<Pid> {
 pub(crate) struct PidFd(OwnedFd);
 
 impl PidFd {
-    /// Opens a pidfd. `None` if no such process exists, or the kernel refuses.
+    /// Opens a pidfd. Returns `None` if no such process exists, or the kernel refuses.
     pub(crate) fn open(pid: u32) -> Option<Self> {
         rustix::process::pidfd_open(to_kernel_pid(pid)?, PidfdFlags::NONBLOCK).ok().map(Self)
     }

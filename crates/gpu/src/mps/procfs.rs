@@ -25,7 +25,7 @@ pub(crate) async fn find_processes_of_pipe(pipe: &Path) -> Vec<(u32, PidFd)> {
     run_on_own_thread(move || find_processes(&of)).await.unwrap_or_default()
 }
 
-/// Finds all MPS daemons and servers that may serve a GPU. `None` if the search failed.
+/// Finds all MPS daemons and servers that may serve a GPU. Returns `None` if the search failed.
 pub(crate) async fn find_processes_of_gpu(uuid: &str) -> Option<Vec<u32>> {
     let uuid = uuid.to_owned();
     run_on_own_thread(move || {

@@ -169,7 +169,7 @@ pub enum ReplyPacket {
 }
 
 impl ReplyPacket {
-    /// Parses a packet; `None` if it does not belong to this protocol.
+    /// Parses a packet. Returns `None` if the packet does not belong to this protocol.
     pub fn parse(packet: &[u8]) -> Option<Self> {
         if packet == END_OF_REPLIES {
             return Some(Self::End);

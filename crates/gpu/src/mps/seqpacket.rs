@@ -128,7 +128,7 @@ impl Socket {
     }
 
     /// Receives a packet of at most [`MAX_PACKET_BYTES`] bytes, without credentials or descriptor.
-    /// `None` once the peer has closed.
+    /// Returns `None` once the peer has closed.
     pub(crate) async fn recv(&self) -> io::Result<Option<Packet>> {
         self.read(|fd| {
             let mut data = vec![0; MAX_PACKET_BYTES];

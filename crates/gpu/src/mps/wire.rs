@@ -74,7 +74,7 @@ impl Desired {
     /// Parses and checks the content of the desired file.
     ///
     /// # Errors
-    /// Returns [`InvalidDesired`] with the first problem. The text of the problem becomes
+    /// Returns [`InvalidDesired`] with the first problem. Its message becomes
     /// [`MpsHostStatus::error`].
     pub fn parse(bytes: &[u8]) -> Result<Self, InvalidDesired> {
         #[derive(Deserialize)]
@@ -297,7 +297,7 @@ pub struct DaemonStatus {
     /// reply has arrived since. Older MPS hosts omit it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub replies_unproven: bool,
-    /// The current or last problem. The text is empty if no problem occurred.
+    /// The current or last problem. Empty if no problem occurred.
     pub message: String,
     /// Clients by PID as MPS lists them, each with the allocation whose door it used.
     pub clients: Vec<Client>,
@@ -362,7 +362,7 @@ pub enum Enforcement {
 pub struct Client {
     /// PID in the node's PID namespace.
     pub pid: u32,
-    /// The allocation of the door that admitted the client; `None` for a client that bypassed the
+    /// The allocation of the door that admitted the client. `None` for a client that bypassed the
     /// doors.
     pub allocation: Option<String>,
 }

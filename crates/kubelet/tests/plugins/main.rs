@@ -1,10 +1,12 @@
 //! Tests the device plugin with a fake kubelet on Unix sockets. `registration` tests registrations,
 //! streams and the directory. `calls` tests calls and connections.
+//! `relay` tests the relay between an agent and the kubelet.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 
 mod calls;
 mod registration;
+mod relay;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,8 +16,8 @@ use std::time::Duration;
 use cleave_kubelet::fake::{Endpoint, FakeKubelet, FakeKubeletState};
 use cleave_kubelet::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use cleave_kubelet::{
-    Backoff, ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, Mount, PluginOptions, Plugins, PluginsConfig,
-    PluginsState, PreferredRequest, Refusal, Resource, ResourceName,
+    Backoff, ContainerResponse, Device, DeviceId, DeviceList, DeviceNode, Mount, PluginOptions, PluginServer,
+    PluginServerConfig, PluginServerState, PreferredRequest, Refusal, Resource, ResourceName,
 };
 use futures::future::BoxFuture;
 use tokio::sync::watch;
@@ -59,17 +61,18 @@ impl Resource for TestResource {
         self.options
     }
 
-    fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
+    fn preferred_devices<'a>(&'a self, request: PreferredRequest<'a>) -> BoxFuture<'a, Result<Vec<String>, Refusal>> {
         let others = request.available.iter().filter(|id| !request.must_include.contains(id));
-        Ok(request.must_include.iter().chain(others).take(request.size).cloned().collect())
+        let chosen = request.must_include.iter().chain(others).take(request.size).cloned().collect();
+        Box::pin(std::future::ready(Ok(chosen)))
     }
 
-    fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
+    fn allocate<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<ContainerResponse, Refusal>> {
         let known = self.devices.borrow();
         if let Some(id) = ids.iter().find(|id| !known.iter().any(|device| device.id.as_str() == id.as_str())) {
-            return Err(Refusal::Invalid(format!("no device {id}")));
+            return Box::pin(std::future::ready(Err(Refusal::Invalid(format!("no device {id}")))));
         }
-        Ok(ContainerResponse {
+        Box::pin(std::future::ready(Ok(ContainerResponse {
             envs: BTreeMap::from([("IDS".to_owned(), ids.join(","))]),
             mounts: vec![Mount { container_path: "/c".into(), host_path: "/h".into(), read_only: true }],
             devices: vec![DeviceNode {
@@ -79,7 +82,7 @@ impl Resource for TestResource {
             }],
             cdi_names: vec!["nvidia.com/gpu=0".into()],
             annotations: BTreeMap::from([("a".to_owned(), "b".to_owned())]),
-        })
+        })))
     }
 
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
@@ -105,13 +108,13 @@ fn resources(named: &[(&str, &Arc<TestResource>)]) -> BTreeMap<ResourceName, Arc
 /// A device plugin directory with timers that do not fire unless a test sets them.
 struct Fixture {
     directory: tempfile::TempDir,
-    config: PluginsConfig,
+    config: PluginServerConfig,
 }
 
 impl Fixture {
     fn new() -> Self {
         let directory = tempfile::tempdir().expect("a directory");
-        let mut config = PluginsConfig::new(directory.path());
+        let mut config = PluginServerConfig::new(directory.path());
         config.timings.stream = Backoff { first: LONGER_THAN_ANY_TEST, cap: LONGER_THAN_ANY_TEST };
         config.timings.register_deadline = LONGER_THAN_ANY_TEST;
         config.timings.poll_watched = LONGER_THAN_ANY_TEST;
@@ -126,8 +129,8 @@ impl Fixture {
         FakeKubelet::start(self.path()).expect("a kubelet")
     }
 
-    fn plugins(&self, named: &[(&str, &Arc<TestResource>)]) -> Plugins {
-        let plugins = Plugins::start(&self.config).expect("plugins");
+    fn plugins(&self, named: &[(&str, &Arc<TestResource>)]) -> PluginServer {
+        let plugins = PluginServer::start(&self.config).expect("plugins");
         plugins.set(resources(named));
         plugins
     }
@@ -160,18 +163,22 @@ async fn wait_until_served(kubelet: &FakeKubelet, resource: &str, ids: &[&str]) 
     wait_for_kubelet(kubelet, &format!("{ids:?} of {resource}"), condition).await.endpoints[resource].clone()
 }
 
-async fn wait_for_state(plugins: &Plugins, what: &str, condition: impl FnMut(&PluginsState) -> bool) -> PluginsState {
+async fn wait_for_state(
+    plugins: &PluginServer,
+    what: &str,
+    condition: impl FnMut(&PluginServerState) -> bool,
+) -> PluginServerState {
     let mut state = plugins.state();
     let found = tokio::time::timeout(TEST_TIMEOUT, state.wait_for(condition)).await;
     let found = found.map(|state| state.expect("a manager").clone());
     found.unwrap_or_else(|_| panic!("never {what}: {:#?}", *plugins.state().borrow()))
 }
 
-async fn wait_until_ready(plugins: &Plugins) -> PluginsState {
+async fn wait_until_ready(plugins: &PluginServer) -> PluginServerState {
     wait_for_state(plugins, "ready", |state| state.is_ready() && !state.resources.is_empty()).await
 }
 
-/// Polls until a condition is met, such as the existence of a file, which no channel reports.
+/// Polls until a condition is met that no channel reports, such as the existence of a file.
 async fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let poll = async {
         while !condition() {

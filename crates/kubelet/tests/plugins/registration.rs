@@ -9,7 +9,8 @@ use std::time::Duration;
 use cleave_kubelet::fake::{FakeKubelet, FakeKubeletState};
 use cleave_kubelet::proto::v1beta1 as wire;
 use cleave_kubelet::{
-    Backoff, DirectoryError, DirectoryState, PluginOptions, Plugins, PluginsConfig, PluginsState, ResourcePhase,
+    Backoff, DirectoryError, DirectoryState, PluginOptions, PluginServer, PluginServerConfig, PluginServerState,
+    ResourcePhase,
 };
 use tokio::io::AsyncReadExt as _;
 use tokio::net::UnixStream;
@@ -105,7 +106,7 @@ async fn the_plugin_registers_with_a_kubelet_that_starts_later() {
     let fixture = Fixture::new();
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
-    let waiting = |state: &PluginsState| {
+    let waiting = |state: &PluginServerState| {
         state.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == ResourcePhase::WaitingForKubelet)
     };
     assert!(!wait_for_state(&plugins, "waiting", waiting).await.is_ready());
@@ -230,7 +231,7 @@ async fn a_refused_registration_is_retried_and_reported() {
     kubelet.refuse_registrations(5);
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
-    let reported = |state: &PluginsState| {
+    let reported = |state: &PluginServerState| {
         state
             .resources
             .get(MPS_RESOURCE)
@@ -253,7 +254,7 @@ async fn a_kubelet_that_hangs_times_out() {
     kubelet.set_hanging(true);
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
-    let failed = |state: &PluginsState| state.resources.get(MPS_RESOURCE).is_some_and(|r| r.failures >= 2);
+    let failed = |state: &PluginServerState| state.resources.get(MPS_RESOURCE).is_some_and(|r| r.failures >= 2);
     let state = wait_for_state(&plugins, "failed", failed).await;
     assert!(state.resources[MPS_RESOURCE].error.as_ref().is_some_and(|e| e.contains("did not answer within 0.05 s")));
     kubelet.set_hanging(false);
@@ -439,7 +440,7 @@ async fn plugins_serve_from_a_directory_that_is_created_later() {
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let failed =
-        |state: &PluginsState| matches!(&state.directory, DirectoryState::Failed(e) if e.contains("No such file"));
+        |state: &PluginServerState| matches!(&state.directory, DirectoryState::Failed(e) if e.contains("No such file"));
     for _ in 0..2 {
         wait_for_state(&plugins, "failed", failed).await;
         std::fs::create_dir(&directory).expect("a directory");
@@ -454,9 +455,9 @@ async fn plugins_serve_from_a_directory_that_is_created_later() {
 #[tokio::test]
 async fn an_invalid_path_is_an_error_at_once() {
     let long = PathBuf::from(format!("/{}", "d".repeat(100)));
-    let error = Plugins::start(&PluginsConfig::new(&long)).err().expect("too long");
+    let error = PluginServer::start(&PluginServerConfig::new(&long)).err().expect("too long");
     assert!(matches!(error, DirectoryError::TooLong { length: 131, .. }), "{error}");
-    assert!(matches!(Plugins::start(&PluginsConfig::new("relative")).err(), Some(DirectoryError::Path(_))));
+    assert!(matches!(PluginServer::start(&PluginServerConfig::new("relative")).err(), Some(DirectoryError::Path(_))));
 }
 
 #[tokio::test]

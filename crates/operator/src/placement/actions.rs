@@ -47,7 +47,7 @@ pub struct Release {
     pub uid: String,
     /// Why the pod is released.
     pub reason: ReleaseReason,
-    /// Whether the pod is reported to cluster autoscalers. The report is taken back first.
+    /// Whether the pod is reported to cluster autoscalers. The report is withdrawn first.
     pub reported: bool,
     /// Time for which the pod waited at the gate.
     pub waited: Duration,
@@ -75,7 +75,7 @@ pub struct Report {
     pub uid: String,
     /// The `resourceVersion` that the decision is based on.
     pub version: String,
-    /// Why another node is necessary. `None` if the report is taken back.
+    /// Why another node is necessary. `None` if the report is withdrawn.
     pub message: Option<String>,
 }
 

@@ -48,8 +48,8 @@ pub(super) fn amount(requests: &Requests, resource: &str) -> i128 {
     quantity.milli().map_or(if is_served(resource) { i128::MAX } else { 0 }, i128::from)
 }
 
-/// Returns whether free amounts cover these requested amounts and one more pod.
-pub(super) fn cover<'r>(free: &Free<'_>, mut requested: impl Iterator<Item = (&'r str, i128)>) -> bool {
+/// Returns whether the free amounts suffice for these requested amounts and one more pod.
+pub(super) fn has_room_for_pod<'r>(free: &Free<'_>, mut requested: impl Iterator<Item = (&'r str, i128)>) -> bool {
     let has_slot = free.get(PODS_RESOURCE).is_none_or(|slots| *slots >= amount(&BTreeMap::new(), PODS_RESOURCE));
     has_slot && requested.all(|(resource, wanted)| free.get(resource).is_some_and(|free| *free >= wanted))
 }
@@ -72,7 +72,7 @@ mod tests {
             .collect()
     }
 
-    /// Requests, free pod slots in thousandths, and whether the free amounts cover the pod.
+    /// Requests, free pod slots in thousandths, and whether the free amounts suffice for the pod.
     type Case = (&'static [(&'static str, &'static str)], i128, bool, bool);
 
     #[test]
@@ -89,10 +89,13 @@ mod tests {
         ];
         for (amounts, pods, without_gpus, with_gpus) in cases {
             let requests = requests(amounts);
-            let found = (cover(&free(pods), requested(&requests)), cover(&free(pods), requested_with_gpus(&requests)));
+            let found = (
+                has_room_for_pod(&free(pods), requested(&requests)),
+                has_room_for_pod(&free(pods), requested_with_gpus(&requests)),
+            );
             assert_eq!(found, (without_gpus, with_gpus), "{amounts:?}");
         }
-        assert!(cover(&Free::new(), [].into_iter()), "a node that lists no slots has no limit");
+        assert!(has_room_for_pod(&Free::new(), [].into_iter()), "a node that lists no slots has no limit");
     }
 
     #[test]

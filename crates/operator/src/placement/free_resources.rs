@@ -178,7 +178,7 @@ impl<'a> FreeResources<'a> {
         }
     }
 
-    /// Computes the free resources of a node. `None` if the node has no `GpuNode`.
+    /// Computes the free resources of a node. Returns `None` if the node has no `GpuNode`.
     fn compute_free(&mut self, node: &str) -> Option<()> {
         let (name, state) = self.nodes.0.get_key_value(node).filter(|(_, state)| state.managed)?;
         if !self.computed.contains_key(name.as_str()) {

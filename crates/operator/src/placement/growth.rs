@@ -49,7 +49,7 @@ const TOO_LARGE_BACKOFF: Duration = Duration::from_secs(3600);
 pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
 /// Maximum time for which no pods are evicted for a pod while room is made for it otherwise.
 pub(super) const MAX_PREEMPTION_PAUSE: Duration = Duration::from_secs(60);
-/// Delay before a report is written again that the watch does not show.
+/// Delay before the operator writes a report again if the watch does not show it.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// Maximum number of reports in one reconcile.
 const MAX_REPORTS: usize = 64;
@@ -146,8 +146,8 @@ pub(super) struct Circumstances<'a> {
     pub(super) demand: Option<&'a WaitingPod>,
     /// Whether preemption makes room for the pod.
     pub(super) preemption: Prospect,
-    /// Which MPS hosts are being replaced on nodes that the pod may use. The text is empty if no
-    /// MPS host is being replaced.
+    /// Which MPS hosts are being replaced on nodes that the pod may use. Empty if no MPS host
+    /// is being replaced.
     pub(super) withheld: String,
     /// Whether the pod fits units that are about to return. See [`super::returning`].
     pub(super) returns: bool,
@@ -227,7 +227,7 @@ struct UnplaceablePod {
 
 impl AutoscalerReports {
     /// Creates the reports without pods. If `enabled` is false, no pod is reported, and earlier
-    /// reports are taken back.
+    /// reports are withdrawn.
     pub(super) const fn new(enabled: bool) -> Self {
         Self { enabled, pods: BTreeMap::new(), reported: Vec::new() }
     }

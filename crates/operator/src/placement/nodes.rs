@@ -373,7 +373,7 @@ impl Nodes {
             return Some("the node has no GpuNode".to_owned());
         }
         let refused = scheduling::admit(pod, &state.node).err().map(|refused| refused.to_string());
-        let full = || !amounts::cover(&state.free_resources(tracker), amounts::requested(&pod.requests));
+        let full = || !amounts::has_room_for_pod(&state.free_resources(tracker), amounts::requested(&pod.requests));
         let lacks_units = || {
             let free = state.units_free_for_scheduler(tracker);
             let mut wanted = amounts::requested_units(&pod.requests);

@@ -63,8 +63,9 @@ impl<'a> OtherNodes<'a> {
     /// Finds a node with room for the pod, and subtracts the pod's requests. Returns a requirement
     /// that keeps the pod away from all of Cleave's nodes. Returns `None` if no node has room.
     pub(super) fn place(&mut self, pod: &PlanPod) -> Option<Requirement> {
-        let has_room =
-            |other: &&mut OtherNode<'_>| amounts::cover(&other.free, amounts::requested_with_gpus(&pod.requests));
+        let has_room = |other: &&mut OtherNode<'_>| {
+            amounts::has_room_for_pod(&other.free, amounts::requested_with_gpus(&pod.requests))
+        };
         let mut others = self.0.iter_mut();
         let other = others.find(|other| has_room(other) && scheduling::admit(pod, other.node).is_ok())?;
         amounts::subtract(&mut other.free, &pod.requests);

@@ -73,8 +73,8 @@ fn existing_affinity(pod: &PodObject) -> ExistingAffinity<'_> {
 /// Requires a node whose GPUs are large enough for the largest request.
 ///
 /// Only autoscalers' node templates and administrators set the label of the requirement. The
-/// requirement names no node, so any node with the label may serve the pod. `None` for whole GPUs
-/// and whole MIG instances: the scheduler counts them correctly.
+/// requirement names no node, so any node with the label may serve the pod. Returns `None` for
+/// whole GPUs and whole MIG instances: the scheduler counts them correctly.
 fn larger_gpus_requirement(device_requests: &[DeviceRequest]) -> Option<Requirement> {
     let request = device_requests
         .iter()

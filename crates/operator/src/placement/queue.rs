@@ -15,7 +15,7 @@ use crate::policies::demand::{Reason, WaitingPod};
 pub(super) const MAX_REFUSALS: u32 = 3;
 /// First delay, after [`MAX_REFUSALS`] refusals. Each further refusal doubles the delay.
 pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(1);
-/// Maximum delay of a refused release.
+/// Maximum delay before a refused release is attempted again.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Time for which a pod that no longer exists is not released again, if the watch still has it. A
 /// watch is stale for at most 35 s.

@@ -27,7 +27,7 @@ use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
 
-/// Time to collect further changes after the first change. Pods are often created in bursts.
+/// Time to wait for further changes after the first one. Pods are often created in bursts.
 const BATCH_WINDOW: Duration = Duration::from_millis(5);
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
@@ -138,7 +138,7 @@ pub(crate) struct PlacementController {
 }
 
 impl Controller for PlacementController {
-    fn gather_time(&mut self) -> Duration {
+    fn batch_window(&mut self) -> Duration {
         BATCH_WINDOW
     }
 

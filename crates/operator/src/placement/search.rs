@@ -35,7 +35,7 @@ pub(super) struct Candidate<'a> {
     pub(super) name: String,
     pub(super) pod: &'a PodObject,
     pub(super) plan_pod: PlanPod,
-    /// The pod's requests, sorted, without requests that another plugin serves.
+    /// The pod's sorted requests, except those that another plugin serves.
     pub(super) device_requests: Vec<DeviceRequest>,
     /// Nodes to which the scheduler did not bind pods of the same controller. The search tries
     /// other nodes first.

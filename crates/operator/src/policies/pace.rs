@@ -120,21 +120,21 @@ mod tests {
 
     #[test]
     fn plans_wait_for_further_pods_as_the_policy_specifies() {
-        let mut gather = QuietPeriod::default();
+        let mut quiet = QuietPeriod::default();
         let rule = (Some(ms(500)), Some(ms(800)));
-        assert_eq!(gather.check_due([].into_iter(), rule, ms(0)), Ok(()), "no pod waits");
-        assert_eq!(gather.check_due(["a"].into_iter(), rule, ms(0)), Err(ms(500)));
-        assert_eq!(gather.check_due(["a"].into_iter(), rule, ms(400)), Err(ms(100)));
+        assert_eq!(quiet.check_due([].into_iter(), rule, ms(0)), Ok(()), "no pod waits");
+        assert_eq!(quiet.check_due(["a"].into_iter(), rule, ms(0)), Err(ms(500)));
+        assert_eq!(quiet.check_due(["a"].into_iter(), rule, ms(400)), Err(ms(100)));
         assert_eq!(
-            gather.check_due(["a", "b"].into_iter(), rule, ms(450)),
+            quiet.check_due(["a", "b"].into_iter(), rule, ms(450)),
             Err(ms(350)),
             "the longest wait counts from the first pod"
         );
-        assert_eq!(gather.check_due(["a", "b"].into_iter(), rule, ms(800)), Ok(()));
-        assert_eq!(gather.check_due(["a", "b"].into_iter(), rule, ms(801)), Ok(()), "both pods are known");
-        assert_eq!(gather.check_due(["b", "c"].into_iter(), rule, ms(900)), Err(ms(500)));
+        assert_eq!(quiet.check_due(["a", "b"].into_iter(), rule, ms(800)), Ok(()));
+        assert_eq!(quiet.check_due(["a", "b"].into_iter(), rule, ms(801)), Ok(()), "both pods are known");
+        assert_eq!(quiet.check_due(["b", "c"].into_iter(), rule, ms(900)), Err(ms(500)));
         assert_eq!(
-            gather.check_due(["d"].into_iter(), (None, None), ms(901)),
+            quiet.check_due(["d"].into_iter(), (None, None), ms(901)),
             Ok(()),
             "without dynamic.idle there is no wait"
         );

@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 use crate::policies::layout;
 use crate::policies::select::{self, matching_policies, selects_node, sort_by_rank};
 use crate::policies::validate::{
-    self, Demand, Gathering, InstanceShare, MpsShare, Policy, ReplicaRules, RolloutRules, ShareSize, SharingMode,
+    self, BatchRules, Demand, InstanceShare, MpsShare, Policy, ReplicaRules, RolloutRules, ShareSize, SharingMode,
     shared_instance_resource,
 };
 use crate::policies::waves::Progress;
@@ -45,7 +45,7 @@ pub struct ByDemand {
     /// The partitions that the policy allows.
     pub demand: Demand,
     /// Time to wait for further pods, and for a change of the node.
-    pub gathering: Gathering,
+    pub batch_rules: BatchRules,
 }
 
 /// GPUs that one policy applies to, and why it does not apply to other GPUs.
@@ -218,8 +218,8 @@ fn report_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     }
 }
 
-/// Computes the desired state of one GPU. `None` for a whole GPU without a policy. `current` is the
-/// GPU's present spec.
+/// Computes the desired state of one GPU. Returns `None` for a whole GPU without a policy.
+/// `current` is the GPU's present spec.
 fn plan_gpu(
     (name, node): (&str, &Node),
     gpu: &GpuStatus,
@@ -248,7 +248,7 @@ fn plan_gpu(
         Ok(None) => {
             if let SharingMode::Demand(demand) = &winner.share {
                 let by_demand =
-                    ByDemand { policy: winner.name.clone(), demand: demand.clone(), gathering: winner.dynamic };
+                    ByDemand { policy: winner.name.clone(), demand: demand.clone(), batch_rules: winner.dynamic };
                 plan.demand.entry(name.to_owned()).or_default().insert(gpu.uuid.clone(), by_demand);
             }
             current.map_or_else(|| whole_gpu_spec(&gpu.uuid).partition, |current| current.partition.clone())

@@ -85,7 +85,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::policies::validate::{Gathering, RolloutRules, SharingMode};
+    use crate::policies::validate::{BatchRules, RolloutRules, SharingMode};
 
     fn policy(name: &str, created: i64, labels: usize, gpus: GpuSelector) -> Policy {
         Policy {
@@ -95,7 +95,7 @@ mod tests {
             gpus,
             share: SharingMode::Whole,
             enforcement: cleave_api::sharingpolicy::Enforcement::Report,
-            dynamic: Gathering::default(),
+            dynamic: BatchRules::default(),
             rollout: RolloutRules::default(),
         }
     }

@@ -127,7 +127,7 @@ pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
 
 /// Returns the maximum time for a node to reach its desired state.
 fn apply_deadline(plan: &Plan, node: &str) -> Duration {
-    let timeout = plan.demand.get(node).into_iter().flatten().find_map(|(_, by_demand)| by_demand.gathering.timeout);
+    let timeout = plan.demand.get(node).into_iter().flatten().find_map(|(_, by_demand)| by_demand.batch_rules.timeout);
     timeout.unwrap_or(DEFAULT_APPLY_DEADLINE).max(MIN_APPLY_DEADLINE)
 }
 

@@ -232,7 +232,7 @@ fn accepted_verdict(report: &Report) -> Verdict {
             return Verdict::false_with(
                 reason::UNKNOWN_MODEL,
                 format!(
-                    "no GPU of the selected nodes is {}; the nodes have {known}",
+                    "no GPU of the selected nodes is {}; the selected nodes have {known}",
                     join_alternatives(&report.unknown_models)
                 ),
             );
@@ -240,7 +240,10 @@ fn accepted_verdict(report: &Report) -> Verdict {
         if !report.unknown_uuids.is_empty() {
             return Verdict::false_with(
                 reason::UNKNOWN_GPU,
-                format!("no selected node has {}; the nodes have {known}", join_alternatives(&report.unknown_uuids)),
+                format!(
+                    "no selected node has a GPU with UUID {}; the selected nodes have {known}",
+                    join_alternatives(&report.unknown_uuids)
+                ),
             );
         }
         return Verdict::false_with(
@@ -354,7 +357,7 @@ fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         problems.entry(Problem::Unsupported).or_default().push(unsupported(report));
     }
     if !report.unknown_uuids.is_empty() && report.unreported.is_empty() {
-        let message = format!("no selected node has {}", join_alternatives(&report.unknown_uuids));
+        let message = format!("no selected node has a GPU with UUID {}", join_alternatives(&report.unknown_uuids));
         problems.entry(Problem::UnknownGpu).or_default().push(message);
     }
     if !report.unreported.is_empty() {

@@ -38,7 +38,7 @@ pub struct Policy {
     /// How Cleave handles a pod that uses a GPU outside its share.
     pub enforcement: Enforcement,
     /// Time to wait for further pods, and for a node to change.
-    pub dynamic: Gathering,
+    pub dynamic: BatchRules,
     /// How a change of the policy reaches its nodes.
     pub rollout: RolloutRules,
 }
@@ -159,7 +159,7 @@ pub struct ReplicaRules {
 
 /// Time to wait for further pods before GPUs are repartitioned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Gathering {
+pub struct BatchRules {
     /// Plan once no further pod has arrived for this long.
     pub idle: Option<Duration>,
     /// Maximum time to wait for further pods. Also the deadline for a node to change.
@@ -306,7 +306,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
         Mode::Auto => SharingMode::Demand(auto_demand(mps.as_ref(), time_slicing.as_ref(), mig.as_ref())?),
     };
     check_resource(resource, &share)?;
-    let gathering = dynamic.as_ref().map(gathering).transpose()?.unwrap_or_default();
+    let batch_rules = dynamic.as_ref().map(batch_rules).transpose()?.unwrap_or_default();
     if dynamic.is_some() && !matches!(share, SharingMode::Demand(_)) {
         return Err(Error::Shape("dynamic needs mode Auto, mode Mig without a layout, or mps.sizes: Dynamic"));
     }
@@ -317,7 +317,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
         gpus: gpus.as_ref().map(selector).transpose()?.unwrap_or_default(),
         share,
         enforcement: *enforcement,
-        dynamic: gathering,
+        dynamic: batch_rules,
         rollout: rollout.as_ref().map(rollout_rules).transpose()?.unwrap_or_default(),
     })
 }
@@ -545,7 +545,7 @@ fn check_resource(resource: Option<&str>, share: &SharingMode) -> Result<(), Err
     }
 }
 
-fn gathering(dynamic: &DynamicPartitioning) -> Result<Gathering, Error> {
+fn batch_rules(dynamic: &DynamicPartitioning) -> Result<BatchRules, Error> {
     let DynamicPartitioning { idle, timeout } = dynamic;
     let idle = idle.as_deref().map(|text| duration("dynamic.idle", text)).transpose()?;
     let timeout = timeout.as_deref().map(|text| duration("dynamic.timeout", text)).transpose()?;
@@ -554,7 +554,7 @@ fn gathering(dynamic: &DynamicPartitioning) -> Result<Gathering, Error> {
     {
         return Err(Error::Shape("dynamic.timeout must not be shorter than dynamic.idle"));
     }
-    Ok(Gathering { idle, timeout })
+    Ok(BatchRules { idle, timeout })
 }
 
 fn rollout_rules(rollout: &Rollout) -> Result<RolloutRules, Error> {
@@ -653,7 +653,7 @@ mod tests {
         assert_eq!(share.resource(), "nvidia.com/gpu-10gi");
         assert_eq!(
             validate_yaml(&text("dynamic-slices")).unwrap().dynamic,
-            Gathering { idle: Some(Duration::from_millis(500)), timeout: Some(Duration::from_secs(90)) }
+            BatchRules { idle: Some(Duration::from_millis(500)), timeout: Some(Duration::from_secs(90)) }
         );
         let SharingMode::Demand(demand) = validate_yaml(&text("mig-dynamic")).unwrap().share else {
             panic!("not by demand")

@@ -45,7 +45,7 @@ impl Replacement {
     }
 }
 
-/// The actions to take now, and the state of the rollout.
+/// The actions to take now, and the state of the replacement.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Step {
     /// MPS hosts whose pods the operator deletes.
@@ -76,7 +76,7 @@ struct Outage {
     serving: Option<Duration>,
 }
 
-/// The state of the rollout between updates. Times are durations since the process started.
+/// The state of the replacement between updates. Times are durations since the process started.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Rollout {
     /// Closed nodes, on which no MPS shares are reserved. Each value is the UID of the MPS host to

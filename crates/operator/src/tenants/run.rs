@@ -11,7 +11,7 @@ use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::publish;
 
-/// Time to collect further changes after the first change.
+/// Time to wait for further changes after the first one.
 const BATCH_WINDOW: Duration = Duration::from_millis(200);
 
 /// The controller of tenants.
@@ -63,7 +63,7 @@ impl TenantController {
 }
 
 impl Controller for TenantController {
-    fn gather_time(&mut self) -> Duration {
+    fn batch_window(&mut self) -> Duration {
         BATCH_WINDOW
     }
 

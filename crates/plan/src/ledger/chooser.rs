@@ -145,7 +145,7 @@ impl<S: Score + Default> Chooser<S> {
         }
     }
 
-    /// Replaces a node. `None` for a node that no longer exists.
+    /// Replaces a node. `None` means that the node no longer exists.
     pub(super) fn update(&mut self, name: &str, node: Option<&Node>) {
         if node.is_none() {
             self.cpu.remove(name);

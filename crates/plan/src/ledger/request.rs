@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 pub struct Units(NonZeroU32);
 
 impl Units {
-    /// Creates a number of units. `None` for 0.
+    /// Creates a number of units. Returns `None` for 0.
     pub const fn new(units: u32) -> Option<Self> {
         match NonZeroU32::new(units) {
             Some(units) => Some(Self(units)),

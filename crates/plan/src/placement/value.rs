@@ -30,7 +30,7 @@ const LOSS_STEPS: f64 = 1_048_576.0;
 /// Preference for the fuller node if everything else is equal.
 const FULLER_NODE_BONUS: f64 = 0.06;
 
-/// Penalty for nodes with much CPU for each GPU if CPU is scarce.
+/// Penalty for a node with much CPU per GPU. Applies only if CPU is scarce.
 const SPARE_CPU_PENALTY: f64 = 0.05;
 
 /// CPU counts as scarce if requested CPU per GPU divided by available CPU per GPU exceeds this
@@ -40,7 +40,7 @@ const SCARCE_CPU_RATIO: f64 = 0.93;
 /// Part of the GPU capacity that must be in use before the use of CPU determines how scarce CPU is.
 const MIN_USED_GPUS: f64 = 0.02;
 
-/// CPU for each GPU above which a node counts as having much CPU, in thousandths of a core.
+/// CPU per GPU above which a node counts as having much CPU, in thousandths of a core.
 const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 
 /// The value of free capacity.
@@ -48,11 +48,11 @@ const USUAL_CPU_PER_GPU: f64 = 12_000.0;
 pub struct CapacityValue {
     /// Value of a GPU by its free hundredths. A whole GPU is 1.
     packing: Vec<f64>,
-    /// Thousandths of a core that pods request for each thousandth of a GPU.
+    /// Thousandths of a core that pods request per thousandth of a GPU.
     cpu_per_gpu: f64,
     /// Demand for each model by the pods that name it, relative to the supply of the model.
     models: BTreeMap<String, f64>,
-    /// Penalty for nodes with much CPU. 0 if CPU is not scarce.
+    /// Penalty for a node with much CPU per GPU. 0 if CPU is not scarce.
     spare_cpu: f64,
     /// Additional value of a whole GPU.
     whole: f64,

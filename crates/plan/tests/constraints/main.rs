@@ -92,7 +92,7 @@ fn labels(pairs: &[(&str, &str)]) -> Labels {
     pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
 }
 
-/// Returns a pod in the namespace `default` with rules as JSON.
+/// Returns a pod in the namespace `default`, with these labels and with rules from JSON.
 fn pod(pairs: &[(&str, &str)], rules: &str) -> TestPod {
     #[expect(clippy::expect_used, reason = "a test's own JSON")]
     let rules = serde_json::from_str(rules).expect("rules");

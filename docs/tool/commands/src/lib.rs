@@ -118,7 +118,8 @@ pub fn parse_blocks(page: &str) -> (Vec<CodeBlock>, Vec<String>) {
     (blocks, problems)
 }
 
-/// Parses a comment above output: `Some(true)` for exact output, `None` for another comment.
+/// Parses a comment above output. Returns `Some(true)` for exact output, and `None` for another
+/// comment.
 fn parse_output_comment(comment: &str) -> Option<bool> {
     match comment {
         "output" => Some(false),

@@ -12,9 +12,10 @@ use cleave_agent::container_edits::ContainerSettings;
 use cleave_agent::device_plugin::container_response;
 use cleave_agent::gpu::layout::{Pool, PoolKind};
 use cleave_kubelet::{
-    ContainerResponse, Device, DeviceId, DeviceList, PluginOptions, Plugins, PluginsConfig, PreferredRequest, Refusal,
-    Resource, ResourceName,
+    ContainerResponse, Device, DeviceId, DeviceList, PluginOptions, PluginServer, PluginServerConfig, PreferredRequest,
+    Refusal, Resource, ResourceName,
 };
+use futures::future::BoxFuture;
 use tokio::sync::watch;
 
 /// Memory of a synthetic GPU, in MiB.
@@ -77,20 +78,23 @@ impl Resource for Shares {
         PluginOptions { pre_start: true, preferred: true }
     }
 
-    fn preferred_devices(&self, request: &PreferredRequest<'_>) -> Result<Vec<String>, Refusal> {
-        Ok(choose_preferred(&self.view(), &request.into()))
+    fn preferred_devices<'a>(&'a self, request: PreferredRequest<'a>) -> BoxFuture<'a, Result<Vec<String>, Refusal>> {
+        Box::pin(async move { Ok(choose_preferred(&self.view(), &(&request).into())) })
     }
 
-    fn allocate(&self, ids: &[String]) -> Result<ContainerResponse, Refusal> {
-        let allocation = grant_allocation(&self.view(), ids).map_err(|denied| Refusal::Invalid(denied.to_string()))?;
-        Ok(container_response(self.settings.edits(&allocation, &self.nodes)))
+    fn allocate<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<ContainerResponse, Refusal>> {
+        Box::pin(async move {
+            let allocation =
+                grant_allocation(&self.view(), ids).map_err(|denied| Refusal::Invalid(denied.to_string()))?;
+            Ok(container_response(self.settings.edits(&allocation, &self.nodes)))
+        })
     }
 }
 
 /// Serves the shares in a directory of device plugins until SIGTERM.
 pub(super) async fn serve(directory: &Path, resource: &str, gpus: u32, units: u32) -> Result<()> {
     let shares: Arc<dyn Resource> = Arc::new(Shares::new(resource, gpus, units)?);
-    let plugins = Plugins::start(&PluginsConfig::new(directory))?;
+    let plugins = PluginServer::start(&PluginServerConfig::new(directory))?;
     plugins.set(BTreeMap::from([(ResourceName::parse(resource)?, shares)]));
     let terminate = tokio::signal::unix::SignalKind::terminate();
     tokio::signal::unix::signal(terminate).context("failed to wait for SIGTERM")?.recv().await;

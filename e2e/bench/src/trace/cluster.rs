@@ -74,7 +74,7 @@ impl<S: Score + Default> Cluster<S> {
         &self.hosts
     }
 
-    /// Decides where to place a pod, and reserves its units. `None` if it fits nowhere.
+    /// Decides where to place a pod, and reserves its units. Returns `None` if it fits nowhere.
     pub(super) fn place_pod(&mut self, pod: &Pod) -> Option<PodPlacement> {
         if pod.demand.gpus == 0 {
             let (_, node) =

@@ -100,7 +100,7 @@ impl Context {
         }
     }
 
-    /// Returns the free memory in bytes, as `cudaMemGetInfo` returns it.
+    /// Returns the free memory in bytes, like `cudaMemGetInfo`.
     pub(crate) fn free_memory(&self) -> Result<u64, i32> {
         match self {
             Self::Mps(context) => context.free_memory(),

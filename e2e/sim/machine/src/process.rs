@@ -88,8 +88,8 @@ fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Parses field 22 of `/proc/<pid>/stat`. `None` for a zombie. The name (field 2) may contain
-/// spaces and parentheses.
+/// Parses field 22 of `/proc/<pid>/stat`. Returns `None` for a zombie. The name (field 2) may
+/// contain spaces and parentheses.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?;

@@ -121,8 +121,8 @@ pub fn read_peer_kind(connection: &Connection, hello: &[u8]) -> Result<Introduce
     }
 }
 
-/// Performs the daemon's side: reads an administrator's next command. `None` means that no command
-/// follows.
+/// Performs the daemon's side: reads an administrator's next command. Returns `None` if no
+/// command follows.
 ///
 /// # Errors
 /// Returns [`HandshakeFailure`] if the peer closes the connection or violates the protocol.
@@ -191,8 +191,8 @@ pub fn probe_daemon(control: &Path) -> io::Result<()> {
     Connection::connect(control).map(drop)
 }
 
-/// Performs the client's side up to the kind. `None` means that the daemon closed the
-/// connection, or speaks another protocol.
+/// Performs the client's side up to the kind. Returns `None` if the daemon closed the connection or
+/// speaks another protocol.
 ///
 /// # Errors
 /// Returns an error if no daemon listens at the socket, or the socket fails.
@@ -299,8 +299,8 @@ impl ClientSockets {
     }
 }
 
-/// Performs the administrator's side: sends one command and returns the lines of the answer. `None`
-/// means that the daemon closed the connection without an answer.
+/// Performs the administrator's side: sends one command and returns the lines of the answer.
+/// Returns `None` if the daemon closed the connection without an answer.
 ///
 /// # Errors
 /// Returns an error if no daemon listens at the socket, or the socket fails.

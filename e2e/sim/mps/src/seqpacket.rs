@@ -134,7 +134,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Waits for one packet of at most `most` bytes. `None` means that the peer has closed.
+    /// Waits for one packet of at most `most` bytes. Returns `None` if the peer has closed.
     ///
     /// # Errors
     /// Returns an error if the socket fails.

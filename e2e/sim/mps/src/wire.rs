@@ -199,7 +199,7 @@ pub fn try_send<T: Serialize>(connection: &Connection, message: &T) -> io::Resul
     connection.try_send(&serde_json::to_vec(message)?)
 }
 
-/// Waits for a message. `None` means that the peer has closed.
+/// Waits for a message. Returns `None` if the peer has closed.
 ///
 /// # Errors
 /// Returns an error if the socket fails or the packet is not a valid message.

@@ -129,7 +129,7 @@ macro_rules! raw {
     };
 }
 
-fn handle(device: &Device<'_>) -> sys::nvmlDevice_t {
+fn raw_handle(device: &Device<'_>) -> sys::nvmlDevice_t {
     // SAFETY: the handle is only passed to the library that returned it, which remains loaded.
     unsafe { device.handle() }
 }
@@ -142,10 +142,10 @@ fn create_gpu_instance(
 ) -> Result<sys::nvmlGpuInstance_t, u32> {
     let mut made = std::ptr::null_mut();
     let code = match at {
-        None => raw!(nvml, nvmlDeviceCreateGpuInstance(handle(gpu), profile, &raw mut made)),
+        None => raw!(nvml, nvmlDeviceCreateGpuInstance(raw_handle(gpu), profile, &raw mut made)),
         Some((start, size)) => {
             let at = sys::nvmlGpuInstancePlacement_t { start, size };
-            raw!(nvml, nvmlDeviceCreateGpuInstanceWithPlacement(handle(gpu), profile, &raw const at, &raw mut made))
+            raw!(nvml, nvmlDeviceCreateGpuInstanceWithPlacement(raw_handle(gpu), profile, &raw const at, &raw mut made))
         }
     };
     if code == 0 { Ok(made) } else { Err(code) }
@@ -165,7 +165,7 @@ fn create_compute_instance(
 
 fn set_mig_mode(nvml: &Nvml, gpu: &Device<'_>, on: u32) -> (u32, u32) {
     let mut activation = 99;
-    let code = raw!(nvml, nvmlDeviceSetMigMode(handle(gpu), on, &raw mut activation));
+    let code = raw!(nvml, nvmlDeviceSetMigMode(raw_handle(gpu), on, &raw mut activation));
     (code, activation)
 }
 
@@ -262,26 +262,29 @@ fn the_largest_profile_has_all_sms_of_a_hopper() {
         let (mut list, mut count) = ([zeroed::<sys::nvmlGpuInstancePlacement_t>(); 8], 0);
         let none = std::ptr::null_mut();
         assert_eq!(
-            raw!(nvml, nvmlDeviceGetGpuInstancePossiblePlacements_v2(handle(&h200), 15, none, &raw mut count)),
+            raw!(nvml, nvmlDeviceGetGpuInstancePossiblePlacements_v2(raw_handle(&h200), 15, none, &raw mut count)),
             0
         );
         assert_eq!(count, 4, "a null list returns the count");
         let to = list.as_mut_ptr();
-        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstancePossiblePlacements_v2(handle(&h200), 15, to, &raw mut count)), 0);
+        assert_eq!(
+            raw!(nvml, nvmlDeviceGetGpuInstancePossiblePlacements_v2(raw_handle(&h200), 15, to, &raw mut count)),
+            0
+        );
         assert_eq!(list[..4].iter().map(|p| (p.start, p.size)).collect::<Vec<_>>(), [(0, 2), (2, 2), (4, 2), (6, 2)]);
         // With MIG off, the capacity is that of an empty GPU.
         let mut capacity = 0;
-        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceRemainingCapacity(handle(&h200), 9, &raw mut capacity)), 0);
+        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceRemainingCapacity(raw_handle(&h200), 9, &raw mut capacity)), 0);
         assert_eq!(capacity, 2);
         let mut named = zeroed::<sys::nvmlGpuInstanceProfileInfo_v3_t>();
         named.version = u32::try_from(size_of_val(&named)).unwrap() | 3 << 24;
         let at = std::ptr::from_mut(&mut named).cast();
-        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceProfileInfoV(handle(&h200), 7, at)), 0);
+        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceProfileInfoV(raw_handle(&h200), 7, at)), 0);
         let name: String = named.name.iter().take_while(|c| **c != 0).map(|c| char::from(c.cast_unsigned())).collect();
         assert_eq!((name.as_str(), named.id, named.capabilities), ("MIG 1g.18gb+me", 20, 0));
         named.version = 1;
         let at = std::ptr::from_mut(&mut named).cast();
-        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceProfileInfoV(handle(&h200), 7, at)), 25);
+        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstanceProfileInfoV(raw_handle(&h200), 7, at)), 25);
         assert!(matches!(nvml.device_by_index(1).unwrap().profile_info(0), Err(NvmlError::NotSupported)));
     });
 }
@@ -315,7 +318,7 @@ fn mig_instances_are_created_used_and_destroyed() {
         assert_eq!(raw!(nvml, nvmlGpuInstanceGetInfo(gi, &raw mut info)), 0);
         assert_eq!((info.id, info.profileId, info.placement.start, info.placement.size), (2, 9, 4, 4));
         let (mut list, mut count) = ([std::ptr::null_mut(); 7], 0);
-        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstances(handle(&gpu), 9, list.as_mut_ptr(), &raw mut count)), 0);
+        assert_eq!(raw!(nvml, nvmlDeviceGetGpuInstances(raw_handle(&gpu), 9, list.as_mut_ptr(), &raw mut count)), 0);
         assert_eq!((count, list[0]), (1, gi));
 
         let mut profile = zeroed::<sys::nvmlComputeInstanceProfileInfo_t>();
@@ -364,7 +367,7 @@ fn mig_instances_are_created_used_and_destroyed() {
 fn invalid_handles_are_refused() {
     run_in_separate_process("invalid_handles_are_refused", &["A100-40"], |_| {
         let nvml = nvml();
-        let gpu = handle(&nvml.device_by_index(0).unwrap());
+        let gpu = raw_handle(&nvml.device_by_index(0).unwrap());
         let mut out = 0;
         for wrong in [0_usize, 1, 4096, gpu.addr() + 16, gpu.addr() + 1, usize::MAX] {
             let device = std::ptr::without_provenance_mut(wrong);
@@ -393,7 +396,7 @@ fn next_xid(set: &EventSet<'_>) -> u64 {
 fn an_event_names_its_mig_device() {
     run_in_separate_process("an_event_names_its_mig_device", &["A30"], |machine| {
         let nvml = nvml();
-        let gpu = handle(&nvml.device_by_index(0).unwrap());
+        let gpu = raw_handle(&nvml.device_by_index(0).unwrap());
         let mut set = std::ptr::null_mut();
         assert_eq!(raw!(nvml, nvmlEventSetCreate(&raw mut set)), 0);
         assert_eq!(raw!(nvml, nvmlDeviceRegisterEvents(gpu, 1 << 40, set)), 3, "no such event");
@@ -508,8 +511,10 @@ fn processes_are_listed_with_their_memory_until_killed() {
         assert!(gpu.running_graphics_processes().unwrap().is_empty());
         assert_eq!(gpu.memory_info().unwrap().used >> 20, 640);
         let (mut count, mut few) = (1, [zeroed::<sys::nvmlProcessInfo_v2_t>(); 1]);
-        let code =
-            raw!(nvml, nvmlDeviceGetComputeRunningProcesses_v3(handle(&gpu), &raw mut count, few.as_mut_ptr().cast()));
+        let code = raw!(
+            nvml,
+            nvmlDeviceGetComputeRunningProcesses_v3(raw_handle(&gpu), &raw mut count, few.as_mut_ptr().cast())
+        );
         assert_eq!((code, count), (7, 2), "the buffer is too small: the needed count");
         other.kill();
         assert_eq!(listed(gpu.running_compute_processes().unwrap()), [(std::process::id(), 66)]);

@@ -7,36 +7,49 @@ use serde_json::Value;
 
 /// A changed chart value. Dropping it restores the earlier value.
 pub(crate) struct Setting {
-    path: &'static str,
-    before: Value,
+    before: Vec<(&'static str, Value)>,
 }
 
 impl Setting {
     /// Changes a value. `path` is a path of `helm --set`, without lists. Returns when all changed
     /// objects are ready.
     pub(crate) fn change(path: &'static str, value: impl Into<Value>) -> Result<Self> {
-        let values = run_program("helm", &["get", "values", "cleave", "-n", SYSTEM_NAMESPACE, "--all", "-o", "json"])?;
-        let values: Value = serde_json::from_str(&values)?;
-        let before = path.split('.').fold(&values, |values, key| &values[key]).clone();
-        // Construct the value first, so that dropping it also undoes a change that fails halfway.
-        let setting = Self { path, before };
-        setting.set(&value.into())?;
+        let mut setting = Self { before: Vec::new() };
+        setting.change_also(&[(path, value.into())])?;
         Ok(setting)
     }
 
-    /// Upgrades the release with this value, and waits until the release is ready.
-    fn set(&self, value: &Value) -> Result<()> {
-        let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
-        let set = format!("{}={value}", self.path);
-        let how = ["--reuse-values", "--set-json", &set, "--wait", "--timeout", "3m"];
-        run_program("helm", &[&["upgrade", "cleave", chart, "-n", SYSTEM_NAMESPACE][..], &how].concat()).map(drop)
+    /// Changes further values in one upgrade. Dropping the setting restores all values in one
+    /// upgrade.
+    pub(crate) fn change_also(&mut self, changes: &[(&'static str, Value)]) -> Result<()> {
+        let values = run_program("helm", &["get", "values", "cleave", "-n", SYSTEM_NAMESPACE, "--all", "-o", "json"])?;
+        let values: Value = serde_json::from_str(&values)?;
+        // Record the values first, so that dropping the setting also undoes a change that fails
+        // halfway.
+        for (path, _) in changes {
+            if self.before.iter().all(|(known, _)| known != path) {
+                let before = path.split('.').fold(&values, |values, key| &values[key]).clone();
+                self.before.push((*path, before));
+            }
+        }
+        upgrade(changes)
     }
+}
+
+/// Upgrades the release with these values, and waits until the release is ready.
+fn upgrade(values: &[(&'static str, Value)]) -> Result<()> {
+    let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
+    let set: Vec<String> = values.iter().map(|(path, value)| format!("--set-json={path}={value}")).collect();
+    let mut arguments = vec!["upgrade", "cleave", chart, "-n", SYSTEM_NAMESPACE];
+    arguments.extend(["--reuse-values", "--wait", "--timeout", "3m"]);
+    arguments.extend(set.iter().map(String::as_str));
+    run_program("helm", &arguments).map(drop)
 }
 
 impl Drop for Setting {
     fn drop(&mut self) {
-        if let Err(error) = self.set(&self.before) {
-            let _ = writeln!(std::io::stderr(), "failed to restore {} to {}: {error:#}", self.path, self.before);
+        if let Err(error) = upgrade(&self.before) {
+            let _ = writeln!(std::io::stderr(), "failed to restore {:?}: {error:#}", self.before);
         }
     }
 }

@@ -63,7 +63,7 @@ impl<'a> Clocks<'a> {
         wait_until("all of Cleave's pods are ready and the operator leads", || {
             let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods"))?;
             let is_settled = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod);
-            let settled = pods.len() == 2 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_settled);
+            let settled = pods.len() == 3 * self.cluster.nodes()?.len() + 1 && pods.iter().all(is_settled);
             // The DaemonSet's controller may have recreated a pod from the former template.
             let hosts =
                 self.cluster.get(&format!("/apis/apps/v1/namespaces/{SYSTEM_NAMESPACE}/daemonsets/cleave-mps-host"))?;

@@ -1,5 +1,7 @@
 //! Tests failures of MPS daemons. Clients and pods wait for the restarted daemon, no client runs
 //! without limits, no pod is refused, and the node reports the failure.
+use std::collections::BTreeSet;
+
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
     Cluster, Faults, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, on_node, text, wait_for, wait_until, wait_without_violation,
@@ -20,6 +22,7 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     wait_until("the node reports the allocation", || Ok(!allocations(&cluster, &scope, "two")?.is_empty()))?;
     let device = text(&allocations(&cluster, &scope, "two")?[0]["device"]);
     let (_, daemon) = daemon_pids(&cluster)?.into_iter().find(|(of, _)| *of == device).context("no daemon for it")?;
+    let events_before = mps_events(&cluster, &device)?;
     // The daemon cannot start until this fault is cleared, so new clients wait.
     let faults = Faults::on(NODE);
     faults.simgpu(&["fail", "mps:start", "--gpu", &device])?;
@@ -36,14 +39,21 @@ fn a_killed_daemon_restarts_with_its_limits_and_clients_wait_for_it() -> Result<
     ensure!(report["viaMps"] == true && report["sms"] == 26, "the client reports {report}");
     wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
     wait_until("an Event reports that the daemon does not serve", || {
-        let events = cluster.list("/api/v1/events")?;
-        Ok(events
-            .iter()
-            .any(|event| text(&event["reason"]).starts_with("Mps") && text(&event["message"]).contains(&device)))
+        Ok(mps_events(&cluster, &device)?.difference(&events_before).next().is_some())
     })?;
     scope.create_pod("next", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
     ensure!(scope.client_report("next")?["sms"] == 12);
     Ok(())
+}
+
+/// Returns the resource versions of the Events about a device's MPS daemon. A repeated Event gets
+/// a new version.
+fn mps_events(cluster: &Cluster, device: &str) -> Result<BTreeSet<String>> {
+    let events = cluster.list("/api/v1/events")?;
+    let of_device = events
+        .iter()
+        .filter(|event| text(&event["reason"]).starts_with("Mps") && text(&event["message"]).contains(device));
+    Ok(of_device.map(|event| text(&event["metadata"]["resourceVersion"])).collect())
 }
 
 /// Returns whether a client waits at a door.
@@ -72,7 +82,7 @@ fn create_pods(scope: &Scope) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Describes a failed pod; `None` if no pod has failed.
+/// Describes a failed pod. Returns `None` if no pod has failed.
 fn describe_failed_pod(scope: &Scope) -> Result<Option<String>> {
     let pods = scope.pods()?;
     let failed = pods.iter().find(|pod| pod["status"]["phase"] == "Failed");

@@ -4,12 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, Faults, SYSTEM_NAMESPACE, Scope, signal_program, text, wait_until};
+use cleave_e2e::{
+    AGENT_SUPERVISOR, Cluster, Faults, GPU_NODES_PATH, SYSTEM_NAMESPACE, Scope, signal_program, text, wait_until,
+};
 use cleave_plan::mps::{self, Threads};
 use cleave_plan::units::Sms;
 use serde_json::{Value, json};
 
 use crate::HOLD_CLIENT_SCRIPT;
+use crate::stranded::AddedNodes;
 
 /// The node with two A100 of 40 GB.
 const NODE: &str = "node2";
@@ -20,8 +23,19 @@ const SLICE_20GB_RESOURCE: &str = "nvidia.com/gpu-20gb";
 /// Creates a namespace, and a policy that repartitions these GPUs of [`NODE`] as pods request
 /// slices. `rest` contains the policy's other fields.
 fn dynamic_scope<'a>(cluster: &'a Cluster, name: &str, indices: &[u32], rest: &Value) -> Result<Scope<'a>> {
+    dynamic_scope_on_node(cluster, NODE, name, indices, rest)
+}
+
+/// Returns a [`dynamic_scope`] whose policy selects another node.
+fn dynamic_scope_on_node<'a>(
+    cluster: &'a Cluster,
+    node: &str,
+    name: &str,
+    indices: &[u32],
+    rest: &Value,
+) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
-    let mut spec = json!({"nodeSelector": {"kubernetes.io/hostname": NODE}, "gpus": {"indices": indices}});
+    let mut spec = json!({"nodeSelector": {"kubernetes.io/hostname": node}, "gpus": {"indices": indices}});
     spec.as_object_mut().into_iter().for_each(|spec| spec.extend(rest.as_object().cloned().unwrap_or_default()));
     scope.create_policy("by-demand", &spec)?;
     Ok(scope)
@@ -291,7 +305,7 @@ enum Step {
 fn kill_component(cluster: &Cluster, victim: Victim) -> Result<()> {
     let component = match victim {
         Victim::Agent => {
-            signal_program(NODE, "cleave-supervise", "KILL")?;
+            signal_program(NODE, AGENT_SUPERVISOR, "KILL")?;
             "agent"
         }
         Victim::Operator => "operator",
@@ -382,11 +396,12 @@ struct StartDurations {
     running: Duration,
 }
 
-/// Creates a pod, and measures its times until it runs.
-fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -> Result<StartDurations> {
-    let before = text(&cluster.gpunode(NODE)?["spec"]["planId"]);
+/// Creates a pod on a node, and measures its times until it runs.
+fn measure_start(scope: &Scope, node_name: &str, name: &str, resource: &str) -> Result<StartDurations> {
+    let cluster = scope.cluster;
+    let before = text(&cluster.gpunode(node_name)?["spec"]["planId"]);
     let started = Instant::now();
-    create_pod(scope, name, resource, 1)?;
+    scope.create_pod_on_node(node_name, name, &json!({resource: 1}), HOLD_CLIENT_SCRIPT)?;
     let mut times = StartDurations::default();
     let first = |at: &mut Duration, holds: bool| {
         if holds && at.is_zero() {
@@ -394,11 +409,11 @@ fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -
         }
     };
     wait_until(&format!("{name} runs"), || {
-        let node = cluster.gpunode(NODE)?;
+        let node = cluster.gpunode(node_name)?;
         let planned = text(&node["spec"]["planId"]) != before;
         first(&mut times.planned, planned);
         first(&mut times.applied, planned && node["status"]["planId"] == node["spec"]["planId"]);
-        first(&mut times.offered, cluster.allocatable(NODE, resource)? > 0);
+        first(&mut times.offered, cluster.allocatable(node_name, resource)? > 0);
         let pod = cluster.get(&scope.pod_path(name))?;
         first(&mut times.bound, pod["spec"]["nodeName"].is_string());
         first(&mut times.running, pod["status"]["containerStatuses"][0]["state"]["running"].is_object());
@@ -410,42 +425,24 @@ fn measure_start(cluster: &Cluster, scope: &Scope, name: &str, resource: &str) -
 /// Prints the measured times. Fails only if a request was served without a repartitioning.
 #[test]
 fn a_pod_that_needs_a_repartitioning_runs_and_its_start_times_are_printed() -> Result<()> {
+    const ADDED_NODE: &str = "node3";
     let cluster = Cluster::connect()?;
-    let scope = auto_scope(&cluster, "times", &[0])?;
-    let mut all = Vec::new();
-    // Each request differs from the previous one, so that every request requires a repartitioning
-    // of the only GPU.
-    for (round, resource) in ["nvidia.com/mig-3g.20gb", SLICE_20GB_RESOURCE, "nvidia.com/mig-1g.5gb"].iter().enumerate()
-    {
-        let name = format!("round-{round}");
-        let times = measure_start(&cluster, &scope, &name, resource)?;
-        ensure!(
-            !times.planned.is_zero() && !times.applied.is_zero(),
-            "{resource} was served without a repartitioning: {times:?}"
-        );
-        println!(
-            "{resource}: planned after {:?}, applied after {:?}, offered by the kubelet after {:?}, bound after {:?}, running after {:?}",
-            times.planned, times.applied, times.offered, times.bound, times.running
-        );
-        all.push(times);
-        // The next measurement must not include the termination of this pod.
-        scope.delete_pod(&name, 1)?;
-        wait_until("the node reports no allocation", || {
-            Ok(read_gpu(&cluster, 0)?["allocations"].as_array().is_none_or(Vec::is_empty))
-        })?;
-    }
-    let median = |part: fn(&StartDurations) -> Duration| {
-        let mut parts: Vec<Duration> = all.iter().map(part).collect();
-        parts.sort();
-        parts[parts.len() / 2]
-    };
-    println!(
-        "median: planned {:?}, applied {:?}, offered {:?}, bound {:?}, running {:?}",
-        median(|times| times.planned),
-        median(|times| times.applied),
-        median(|times| times.offered),
-        median(|times| times.bound),
-        median(|times| times.running)
+    // This node's kubelet reports at Kubernetes' default interval. Those of the other nodes report
+    // more often.
+    let _added = AddedNodes::new(&cluster, &[ADDED_NODE])?;
+    let scope = dynamic_scope_on_node(&cluster, ADDED_NODE, "times", &[0], &json!({"mode": "Auto"}))?;
+    wait_until("the added node has a GPU", || {
+        let node = cluster.find(&format!("{GPU_NODES_PATH}/{ADDED_NODE}"))?;
+        Ok(node.is_some_and(|node| node["status"]["gpus"].as_array().is_some_and(|gpus| !gpus.is_empty())))
+    })?;
+    let times = measure_start(&scope, ADDED_NODE, "mig", "nvidia.com/mig-3g.20gb")?;
+    ensure!(
+        !times.planned.is_zero() && !times.applied.is_zero(),
+        "the slice was served without a repartitioning: {times:?}"
     );
-    Ok(())
+    println!(
+        "planned after {:?}, applied after {:?}, offered by the kubelet after {:?}, bound after {:?}, running after {:?}",
+        times.planned, times.applied, times.offered, times.bound, times.running
+    );
+    scope.delete_pod("mig", 1)
 }

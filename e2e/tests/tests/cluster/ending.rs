@@ -143,21 +143,15 @@ fn the_admission_policy_injects_sleeps_into_containers_with_shares() -> Result<(
         return Ok(());
     }
     let scope = Scope::new(&cluster, "ending-policy")?;
-    let gating = Setting::change(GATE_VALUE, "policy")?;
+    let mut setting = Setting::change(GATE_VALUE, "policy")?;
     let policy = cluster.get(&format!("{REGISTRATIONS_PATH}/mutatingadmissionpolicies/cleave-pre-stop"))?;
     ensure!(policy["spec"]["failurePolicy"] == "Ignore", "{}", policy["spec"]);
     check_which_containers_get_sleeps(&scope)?;
-    drop(gating);
-    // The hook does not depend on the gate.
-    let gating = Setting::change(GATE_VALUE, "none")?;
-    wait_for_prestop_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[Some(1)])?;
-    drop(gating);
-    let seconds = Setting::change(PRE_STOP_VALUE, 3)?;
+    // The sleep does not depend on the gate.
+    setting.change_also(&[(GATE_VALUE, json!("none")), (PRE_STOP_VALUE, json!(3))])?;
     wait_for_prestop_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[Some(3)])?;
-    drop(seconds);
-    let off = Setting::change(PRE_STOP_VALUE, 0)?;
+    setting.change_also(&[(PRE_STOP_VALUE, json!(0))])?;
     wait_for_prestop_sleeps(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 1})), &[None])?;
-    drop(off);
     Ok(())
 }
 

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
     Cluster, Random, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, allocation_errors, not_deleted, pod, run_launcher,
-    signal_component, signal_program, text, wait_for, wait_until, wait_without_violation,
+    run_program, signal_component, signal_program, text, wait_for, wait_until, wait_without_violation,
 };
 use serde_json::{Value, json};
 
 use crate::gate_admission::GATE_NAME;
-use crate::restarts::{component_pod, wait_until_agent_serves};
+use crate::restarts::component_pod;
 use crate::{GPUS_PER_NODE, NODE, SHARES_RESOURCE, allocations, ten_shares, wait_until_offered};
 
 /// Script of a pod that keeps its shares without using the GPU. Hundreds of clients would overload
@@ -412,24 +412,21 @@ fn run_storm(
     Ok(observed)
 }
 
-/// Kills the agent while no pod is in transit, and stops the scheduler until the agent serves
-/// again. While the agent restarts, the kubelet has no devices for a tenth of a second, and would
-/// permanently reject an arriving pod.
-fn kill_agent(scope: &Scope) -> Result<()> {
-    let mut quiet_since: Option<Instant> = None;
-    signal_component("scheduler", "STOP")?;
-    let killed = wait_until("no pod is in transit", || {
-        let in_transit = |pod: &Value| pod["spec"]["nodeName"].is_string() && pod["status"]["phase"] == "Pending";
-        if scope.pods()?.iter().any(in_transit) {
-            quiet_since = None;
-            return Ok(false);
-        }
-        // A binding that the scheduler sent before it was stopped may arrive after one check.
-        Ok(quiet_since.get_or_insert_with(Instant::now).elapsed() >= Duration::from_secs(1))
-    })
-    .and_then(|()| signal_program(NODE, "cleave-agent", "KILL"))
-    .and_then(|()| wait_until_agent_serves(scope.cluster));
-    signal_component("scheduler", "CONT").and(killed)
+/// Kills the agent at once, whatever it does. Its supervisor restarts it.
+fn kill_agent() -> Result<()> {
+    // A replaced agent starts within seconds.
+    wait_until("an agent is killed", || Ok(signal_program(NODE, "cleave-agent", "KILL").is_ok()))
+}
+
+/// Starts a roll-out of the agents.
+fn roll_out_agents() -> Result<()> {
+    run_program("kubectl", &["rollout", "restart", "daemonset/cleave-agent", "-n", SYSTEM_NAMESPACE]).map(drop)
+}
+
+/// Waits until the last roll-out of the agents has ended.
+fn wait_for_rollout() -> Result<()> {
+    let arguments = ["rollout", "status", "daemonset/cleave-agent", "-n", SYSTEM_NAMESPACE, "--timeout", "2m"];
+    run_program("kubectl", &arguments).map(drop)
 }
 
 /// Interval at which the leading operator is killed in a storm of the default size, and in a storm
@@ -489,16 +486,20 @@ fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result
     let (default_interval, interval) = LEADER_KILL_INTERVALS;
     let leader_killer = LeaderKiller::start(if size.is_some() { interval } else { default_interval });
     let gated = run_storm(&scope, count, &mut Random::seeded(seed), |kills| {
-        let what = ["agent", "kubelet"][usize::try_from(kills % 2)?];
+        let what = ["agent", "kubelet", "roll-out"][usize::try_from(kills % 3)?];
         *killed.entry(what).or_default() += 1;
-        if what == "agent" {
-            return kill_agent(&scope);
+        match what {
+            "agent" => kill_agent(),
+            "kubelet" => {
+                run_launcher(&["kill", &format!("kubelet@{NODE}")])?;
+                run_launcher(&["start", &format!("kubelet@{NODE}")]).map(drop)
+            }
+            _ => roll_out_agents(),
         }
-        run_launcher(&["kill", &format!("kubelet@{NODE}")])?;
-        run_launcher(&["start", &format!("kubelet@{NODE}")]).map(drop)
     });
     let leaders = leader_killer.stop()?;
     let gated = gated?;
+    wait_for_rollout()?;
     // Runs the same storm without the gate, in a namespace that an administrator has exempted.
     cluster.patch(
         &format!("/api/v1/namespaces/{}", scope.namespace),

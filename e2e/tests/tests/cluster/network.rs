@@ -42,7 +42,7 @@ fn can_program_connect(program: &str, address: &str, port: &str) -> Result<bool>
 }
 
 /// Creates a namespace with a pod `caller`, in which tests run commands. If `labelled` is true, the
-/// namespace has the label that admits it to metrics.
+/// namespace has the label that lets its pods read metrics.
 fn scope_for_caller<'a>(cluster: &'a Cluster, name: &str, labelled: bool) -> Result<Scope<'a>> {
     let scope = Scope::new(cluster, name)?;
     if labelled {

@@ -9,7 +9,8 @@ use crate::{
     gpus_without_ten_shares, ten_shares, wait_until_offered,
 };
 
-/// Reads the status, reason and message of a policy's condition; `None` if it is absent.
+/// Reads the status, reason and message of a policy's condition. Returns `None` if the condition is
+/// absent.
 fn read_condition(cluster: &Cluster, policy: &str, kind: &str) -> Result<Option<(String, String, String)>> {
     let policy = cluster.get(&format!("{POLICIES_PATH}/{policy}"))?;
     let conditions = policy["status"]["conditions"].as_array().cloned().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Facts about the node and the GPU, gathered without starting anything on the GPU.
+//! Facts about the node and the GPU, collected without starting anything on the GPU.
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;

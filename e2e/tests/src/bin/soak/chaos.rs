@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use cleave_e2e::{
-    Cluster, Random, SYSTEM_NAMESPACE, find_pid, on_node, run_launcher, signal_component, signal_program, text,
-    wait_until,
+    AGENT_SUPERVISOR, Cluster, Random, SYSTEM_NAMESPACE, find_pid, on_node, run_launcher, signal_component,
+    signal_program, text, wait_until,
 };
 
 use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick};
@@ -96,7 +96,7 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
             wait_until_ready(cluster, node, "agent")
         }
         "agent's container" => {
-            signal_program(node, "cleave-supervise", "KILL")?;
+            signal_program(node, AGENT_SUPERVISOR, "KILL")?;
             // The kubelet delays the restart of an often-killed container by minutes, but starts a
             // new pod at once.
             replace_pods(cluster, node, "agent")

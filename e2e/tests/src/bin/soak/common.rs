@@ -12,7 +12,7 @@ pub(crate) const SHARES_RESOURCE: &str = "nvidia.com/gpu-mps";
 /// Number of shares of each GPU of [`SHARES_NODE`].
 pub(crate) const SHARES_PER_GPU: usize = 10;
 
-/// Picks one element at random; `None` if the slice is empty.
+/// Picks one element at random. Returns `None` if the slice is empty.
 pub(crate) fn pick<'a, T>(random: &mut Random, from: &'a [T]) -> Option<&'a T> {
     from.get(usize::try_from(random.below(from.len() as u64)).unwrap_or_default())
 }

@@ -50,6 +50,7 @@ for p in /proc/[0-9]*; do
   case "$(tr '\0' ' ' <$p/cmdline 2>/dev/null)" in
     "/usr/bin/cleave-agent "*) what=agent ;;
     "/usr/bin/cleave-mps-host "*) what=mps-host ;;
+    "/usr/bin/cleave-kubelet-relay "*) what=kubelet-relay ;;
     "/usr/bin/cleave operator "*) what=operator ;;
     *) continue ;;
   esac

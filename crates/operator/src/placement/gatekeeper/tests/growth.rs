@@ -348,7 +348,7 @@ fn a_new_leader_changes_no_report_and_no_taint_before_it_reserves() {
 }
 
 #[test]
-fn a_report_is_taken_back_when_another_node_would_not_help() {
+fn a_report_is_withdrawn_when_another_node_would_not_help() {
     let mut world = TestCluster::default().node("n1", &[10]).pod("a", 2).policy(10);
     refuse(&mut world, "team/a");
     let demand = |reason| BTreeMap::from([("team/a".to_owned(), WaitingPod { reason, message: "planned".into() })]);
@@ -371,7 +371,7 @@ fn reports_can_be_disabled() {
     let mut world = TestCluster::default().node("n1", &[10]).pod("a", 2).pod("b", 2).policy(10);
     let mut keeper = Gatekeeper::default().with_reports(false);
     refuse(&mut world, "team/b");
-    assert_eq!(reports(&reconcile(&mut keeper, &world, 0)), [("team/b", false)], "earlier reports are taken back");
+    assert_eq!(reports(&reconcile(&mut keeper, &world, 0)), [("team/b", false)], "earlier reports are withdrawn");
     restore_gate(&mut world, "team/b");
     assert_eq!(reports(&reconcile(&mut keeper, &world, 60)), []);
     let nothing = TestCluster::default().pod("a", 2).policy(10);

@@ -1,0 +1,545 @@
+//! The relay: serves another process's device plugins to the kubelet, and continues while that
+//! process is absent.
+//!
+//! A kubelet regards all devices of a resource as unhealthy as soon as their stream ends, and
+//! refuses a pod that it admits at that moment. So the process that holds the streams must outlive
+//! restarts and upgrades of the agent. The relay is that process. To the agent, the relay is a
+//! kubelet: it has a directory with a `kubelet.sock`, accepts registrations and opens streams. To
+//! the kubelet, the relay is the device plugin.
+//!
+//! While the agent is absent, the kubelet keeps the last device lists, and the relay holds the
+//! kubelet's calls until the agent has registered again.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs::Permissions;
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
+use tonic::transport::Channel;
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::connections::Connections;
+use crate::directory::{Directory, DirectoryChange, DirectoryError, DirectoryWatch, KUBELET_SOCKET, PollIntervals};
+use crate::plugins::{DirectoryState, PluginServer, PluginServerConfig, ResourcePhase};
+use crate::proto::DEVICE_PLUGIN_VERSION;
+use crate::proto::v1beta1 as wire;
+use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
+use crate::proto::v1beta1::registration_server::{Registration, RegistrationServer};
+use crate::registration::unix_endpoint;
+use crate::resource::{
+    ContainerResponse, DeviceList, PluginOptions, PreferredRequest, Refusal, Resource, ResourceName, parse_list,
+};
+
+/// Maximum size of a message from the agent, in bytes. A list of 20,000 devices fits in it.
+const MAX_MESSAGE_BYTES: usize = 4 << 20;
+
+/// Name of a new `kubelet.sock` before it replaces the old one.
+const NEW_SOCKET: &str = "kubelet.new";
+
+/// Directories and timings.
+#[derive(Clone, Debug)]
+pub struct RelayConfig {
+    /// The kubelet's directory.
+    pub kubelet: PluginServerConfig,
+    /// The agent's device plugin directory. The relay creates it.
+    pub agent_directory: PathBuf,
+    /// Delays and deadlines.
+    pub timings: RelayTimings,
+}
+
+/// Delays and deadlines of the relay.
+#[derive(Clone, Copy, Debug)]
+pub struct RelayTimings {
+    /// Deadline for the first answers of a plugin that registers.
+    pub connect: Duration,
+    /// Deadline for the kubelet's stream of a resource that registers. After the deadline, the
+    /// agent registers again. Shorter than the agent's own deadline.
+    pub stream: Duration,
+    /// Maximum time of an absence of the agent for which the relay holds calls of the kubelet, and
+    /// maximum time to wait for the agent's answer. The kubelet admits one pod after the other, so
+    /// while a call is held it admits no other pod, not even an agent's.
+    pub answer: Duration,
+    /// The same for `PreStartContainer`, which delays only its own container. Longer than the
+    /// agent's own deadline of 25 s, and shorter than the kubelet's of 30 s.
+    pub start: Duration,
+    /// Time without the agent after which its devices are unhealthy.
+    pub unhealthy: Duration,
+    /// Time without the agent after which its resources are removed, as in a kubelet.
+    pub removed: Duration,
+}
+
+impl Default for RelayTimings {
+    fn default() -> Self {
+        Self {
+            connect: Duration::from_secs(5),
+            stream: Duration::from_secs(10),
+            answer: Duration::from_secs(10),
+            start: Duration::from_secs(28),
+            unhealthy: Duration::from_secs(10),
+            removed: Duration::from_secs(360),
+        }
+    }
+}
+
+/// Why the relay cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum RelayError {
+    /// A directory cannot be used.
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    /// The directory for the agent, or the socket in it, cannot be created.
+    #[error("failed to serve the agent in {directory}")]
+    Serve {
+        /// Path of the directory.
+        directory: PathBuf,
+        /// Cause of the failure.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Relays the agent's resources to the kubelet until `stop` is ready.
+///
+/// # Errors
+/// Returns [`RelayError`] if a directory cannot be used.
+pub async fn run_relay(config: RelayConfig, stop: impl Future<Output = ()>) -> Result<(), RelayError> {
+    let RelayConfig { kubelet, agent_directory, timings } = config;
+    let directory = Directory::new(&agent_directory)?;
+    let watched = Directory::new(&kubelet.directory)?;
+    let serve_error = |source| RelayError::Serve { directory: agent_directory.clone(), source };
+    std::fs::create_dir_all(directory.path()).map_err(serve_error)?;
+    // Only root may register.
+    std::fs::set_permissions(directory.path(), Permissions::from_mode(0o700)).map_err(serve_error)?;
+    let plugins = PluginServer::start(&kubelet)?;
+    let relay = Arc::new(Relay { directory, timings, plugins, endpoints: Mutex::default() });
+    let intervals = PollIntervals { watched: kubelet.timings.poll_watched, unwatched: kubelet.timings.poll_unwatched };
+    tokio::pin!(stop);
+    // A second relay must not replace the socket of the first, at which the agent is registered.
+    let mut states = relay.plugins.state();
+    let first = async {
+        let held = states.wait_for(|state| state.directory == DirectoryState::Held);
+        held.await.map(drop)
+    };
+    tokio::select! {
+        () = &mut stop => {
+            relay.plugins.stop().await;
+            return Ok(());
+        }
+        _ = first => {}
+    }
+    let mut server = Some(relay.serve().map_err(serve_error)?);
+    let mut kubelet = watched.kubelet_socket_id();
+    'directory: loop {
+        let mut changes = DirectoryWatch::start(&watched, intervals);
+        loop {
+            // A new socket tells the agent that the kubelet has restarted.
+            let now = watched.kubelet_socket_id();
+            if now != kubelet {
+                match relay.serve() {
+                    Ok(next) => (server, kubelet) = (Some(next), now),
+                    Err(error) => {
+                        tracing::error!(%error, "failed to serve the agent at a new socket; retrying");
+                        tokio::time::sleep(intervals.unwatched).await;
+                        continue;
+                    }
+                }
+            }
+            while watched.kubelet_socket_id() == kubelet {
+                tokio::select! {
+                    () = &mut stop => break 'directory,
+                    change = changes.changed() => if change == DirectoryChange::Gone {
+                        tokio::time::sleep(intervals.unwatched).await;
+                        continue 'directory;
+                    },
+                }
+            }
+        }
+    }
+    // Ends the streams. `Arc::into_inner` would need the tasks of all endpoints to end first.
+    relay.plugins.stop().await;
+    drop(server);
+    Ok(())
+}
+
+/// A resource that the agent has registered.
+struct Endpoint {
+    resource: Arc<RelayedResource>,
+    /// Distinguishes this registration from later ones.
+    number: u64,
+    /// Name of the agent's socket.
+    socket: String,
+    /// Reads the agent's stream.
+    _follower: Option<AbortOnDropHandle<()>>,
+}
+
+#[derive(Default)]
+struct Endpoints {
+    next: u64,
+    by_name: BTreeMap<ResourceName, Endpoint>,
+}
+
+struct Relay {
+    directory: Directory,
+    timings: RelayTimings,
+    plugins: PluginServer,
+    endpoints: Mutex<Endpoints>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A running registration server. Dropping it ends the server.
+struct RunningServer {
+    _connections: Connections,
+    _listener: AbortOnDropHandle<()>,
+    _server: AbortOnDropHandle<()>,
+}
+
+impl Relay {
+    /// Serves registrations on a new `kubelet.sock` in the agent's directory.
+    fn serve(self: &Arc<Self>) -> io::Result<RunningServer> {
+        // Rename the new socket, so that the old one works until the new one does.
+        let path = self.directory.path().join(KUBELET_SOCKET);
+        let new = self.directory.path().join(NEW_SOCKET);
+        match std::fs::remove_file(&new) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let (connections, incoming) = Connections::new();
+        let listener = UnixListener::bind(&new)?;
+        std::fs::rename(&new, &path)?;
+        let listener = connections.accept_from(listener);
+        let service = RegistrationServer::new(RegistrationService(Arc::clone(self)));
+        let server = tonic::transport::Server::builder().serve_with_incoming(service, incoming);
+        Ok(RunningServer {
+            _connections: connections,
+            _listener: listener,
+            _server: AbortOnDropHandle::new(tokio::spawn(async move {
+                if let Err(error) = server.await {
+                    tracing::error!(error = &error as &dyn std::error::Error, "registration server failed");
+                }
+            })),
+        })
+    }
+
+    /// Connects to a plugin of the agent, and serves its resource to the kubelet.
+    async fn accept(self: &Arc<Self>, request: wire::RegisterRequest) -> Result<(), Status> {
+        if request.version != DEVICE_PLUGIN_VERSION {
+            return Err(Status::invalid_argument(format!("unsupported version {:?}", request.version)));
+        }
+        let name =
+            ResourceName::parse(&request.resource_name).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        if Path::new(&request.endpoint).file_name() != Some(OsStr::new(&request.endpoint)) {
+            return Err(Status::invalid_argument("the endpoint is not the name of a socket in the directory"));
+        }
+        if !self.is_connected(&name, &request.endpoint) {
+            let path = self.directory.path().join(&request.endpoint);
+            let connected = tokio::time::timeout(self.timings.connect, connect(&path)).await;
+            let connected = connected.map_err(|_| Status::deadline_exceeded("the plugin did not answer"))??;
+            self.adopt(&name, request.endpoint, connected);
+        }
+        self.wait_until_streaming(&name).await
+    }
+
+    /// Returns whether the relay has a stream of this socket.
+    fn is_connected(&self, name: &ResourceName, socket: &str) -> bool {
+        let endpoints = lock(&self.endpoints);
+        endpoints
+            .by_name
+            .get(name)
+            .is_some_and(|endpoint| endpoint.socket == socket && endpoint.resource.agent.borrow().client().is_some())
+    }
+
+    /// Serves a resource with this connection. If the resource is already served with the same
+    /// options, the kubelet's stream continues.
+    fn adopt(self: &Arc<Self>, name: &ResourceName, socket: String, connected: Connected) {
+        let Connected { client, options, devices, stream } = connected;
+        let mut endpoints = lock(&self.endpoints);
+        let number = endpoints.next;
+        endpoints.next += 1;
+        let earlier = endpoints.by_name.remove(name).map(|endpoint| endpoint.resource);
+        let resource = match earlier {
+            Some(resource) if resource.options == options => resource,
+            earlier => Arc::new(RelayedResource {
+                name: name.clone(),
+                options,
+                devices: watch::Sender::new(Arc::clone(&devices)),
+                // Calls that wait at the earlier resource continue with the same agent.
+                agent: earlier.map_or_else(Arc::default, |resource| Arc::clone(&resource.agent)),
+                timings: self.timings,
+            }),
+        };
+        resource.devices.send_replace(devices);
+        resource.agent.send_replace(AgentState::Present(AgentClient { number, client }));
+        let follower = tokio::spawn(Arc::clone(self).follow(name.clone(), number, Arc::clone(&resource), stream));
+        let endpoint = Endpoint { resource, number, socket, _follower: Some(AbortOnDropHandle::new(follower)) };
+        endpoints.by_name.insert(name.clone(), endpoint);
+        self.publish(&endpoints);
+        tracing::info!(resource = %name, "the agent registered a resource");
+    }
+
+    /// Passes the current resources to the plugin server.
+    fn publish(&self, endpoints: &Endpoints) {
+        let resource = |endpoint: &Endpoint| Arc::clone(&endpoint.resource) as Arc<dyn Resource>;
+        self.plugins.set(endpoints.by_name.iter().map(|(name, endpoint)| (name.clone(), resource(endpoint))).collect());
+    }
+
+    async fn wait_until_streaming(&self, name: &ResourceName) -> Result<(), Status> {
+        let mut states = self.plugins.state();
+        let streams =
+            states.wait_for(|state| state.resources.get(name).is_some_and(|one| one.phase == ResourcePhase::Streaming));
+        match tokio::time::timeout(self.timings.stream, streams).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(_)) => Err(Status::unavailable("the relay ends")),
+            Err(_) => Err(Status::unavailable("the kubelet has not opened a stream of the resource")),
+        }
+    }
+
+    /// Forwards the agent's lists, and withdraws the resource after the end of the stream.
+    async fn follow(
+        self: Arc<Self>,
+        name: ResourceName,
+        number: u64,
+        resource: Arc<RelayedResource>,
+        mut stream: Streaming<wire::ListAndWatchResponse>,
+    ) {
+        loop {
+            let list = match stream.message().await {
+                Ok(Some(list)) => parse_list(list),
+                Ok(None) | Err(_) => break,
+            };
+            match list {
+                Ok(list) => {
+                    resource.devices.send_replace(Arc::new(list));
+                }
+                Err(error) => {
+                    tracing::error!(resource = %name, %error, "ignored a device list of the agent");
+                }
+            }
+        }
+        // A retained stream would keep the connection open, and the agent would wait for its end.
+        drop(stream);
+        resource.disconnect(number);
+        // An agent that removes a resource ends its stream with an empty list.
+        let ended = Instant::now();
+        if !resource.devices.borrow().is_empty() {
+            tracing::warn!(resource = %name, "the agent is absent; its devices remain available for now");
+            tokio::time::sleep_until(ended + self.timings.unhealthy).await;
+            tracing::warn!(resource = %name, "the agent is still absent; its devices are unhealthy");
+            resource.devices.send_modify(|list| *list = Arc::new(without_healthy_devices(list)));
+            tokio::time::sleep_until(ended + self.timings.removed).await;
+        }
+        self.remove(&name, number);
+    }
+
+    /// Removes a resource, unless it has been registered again.
+    fn remove(&self, name: &ResourceName, number: u64) {
+        let mut endpoints = lock(&self.endpoints);
+        if endpoints.by_name.get(name).is_some_and(|endpoint| endpoint.number == number) {
+            tracing::info!(resource = %name, "removed a resource");
+            // Dropping the handle must not abort the calling task before it has published.
+            let removed = endpoints.by_name.remove(name);
+            self.publish(&endpoints);
+            drop(removed);
+        }
+    }
+}
+
+/// Returns the list with all devices unhealthy.
+fn without_healthy_devices(list: &DeviceList) -> DeviceList {
+    list.iter().cloned().map(|device| crate::resource::Device { healthy: false, ..device }).collect()
+}
+
+/// A connection to a plugin of the agent.
+struct Connected {
+    client: DevicePluginClient<Channel>,
+    options: PluginOptions,
+    devices: Arc<DeviceList>,
+    stream: Streaming<wire::ListAndWatchResponse>,
+}
+
+/// Makes the kubelet's first calls: reads the options, and opens the stream.
+async fn connect(socket: &Path) -> Result<Connected, Status> {
+    let endpoint = socket.to_str().and_then(unix_endpoint);
+    let endpoint = endpoint.ok_or_else(|| Status::invalid_argument("the endpoint is not the name of a socket"))?;
+    let channel = endpoint.connect().await.map_err(|error| Status::from_error(Box::new(error)))?;
+    let mut client = DevicePluginClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES);
+    let options = client.get_device_plugin_options(wire::Empty {}).await?.into_inner();
+    let mut stream = client.list_and_watch(wire::Empty {}).await?.into_inner();
+    let first = stream.message().await?.ok_or_else(|| Status::unavailable("the stream ended without a list"))?;
+    let devices = parse_list(first).map_err(|error| Status::invalid_argument(error.to_string()))?;
+    let options =
+        PluginOptions { pre_start: options.pre_start_required, preferred: options.get_preferred_allocation_available };
+    Ok(Connected { client, options, devices: Arc::new(devices), stream })
+}
+
+struct RegistrationService(Arc<Relay>);
+
+#[tonic::async_trait]
+impl Registration for RegistrationService {
+    async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
+        // In a task: an agent that disconnects must not leave a half-adopted resource.
+        let (relay, request) = (Arc::clone(&self.0), request.into_inner());
+        let accepted = tokio::spawn(async move { relay.accept(request).await }).await;
+        accepted.map_err(|error| Status::internal(error.to_string()))??;
+        Ok(Response::new(wire::Empty {}))
+    }
+}
+
+/// A client of the agent, of one registration.
+#[derive(Clone)]
+struct AgentClient {
+    number: u64,
+    client: DevicePluginClient<Channel>,
+}
+
+/// Whether the agent is connected.
+#[derive(Clone)]
+enum AgentState {
+    Present(AgentClient),
+    Absent { since: Instant },
+}
+
+impl AgentState {
+    fn client(&self) -> Option<&AgentClient> {
+        match self {
+            Self::Present(client) => Some(client),
+            Self::Absent { .. } => None,
+        }
+    }
+}
+
+impl Default for AgentState {
+    fn default() -> Self {
+        Self::Absent { since: Instant::now() }
+    }
+}
+
+/// A resource whose answers come from the agent.
+struct RelayedResource {
+    name: ResourceName,
+    options: PluginOptions,
+    devices: watch::Sender<Arc<DeviceList>>,
+    agent: Arc<watch::Sender<AgentState>>,
+    timings: RelayTimings,
+}
+
+impl RelayedResource {
+    /// Records that a client no longer works, unless there is a newer one.
+    fn disconnect(&self, number: u64) {
+        self.agent.send_if_modified(|agent| {
+            let outdated = agent.client().is_some_and(|client| client.number == number);
+            if outdated {
+                *agent = AgentState::default();
+            }
+            outdated
+        });
+    }
+
+    /// Makes a call to the agent. Waits while the agent is absent, and repeats the call if the
+    /// agent ends before it answers.
+    async fn call<A, F>(&self, limit: Duration, call: impl Fn(DevicePluginClient<Channel>) -> F) -> Result<A, Refusal>
+    where
+        F: Future<Output = Result<Response<A>, Status>>,
+    {
+        let attempts = async {
+            let mut agents = self.agent.subscribe();
+            loop {
+                // The sender is a field of this value, so the wait does not fail.
+                let agent = agents.wait_for(|agent| agent.client().is_some()).await.ok();
+                let agent = agent.and_then(|agent| agent.client().cloned());
+                let Some(AgentClient { number, client }) = agent else { continue };
+                match call(client).await {
+                    Ok(answer) => return Ok(answer.into_inner()),
+                    // Only a status of this process has a source: the connection failed.
+                    Err(status) if std::error::Error::source(&status).is_some() => self.disconnect(number),
+                    Err(status) => return Err(status.into()),
+                }
+            }
+        };
+        // Many calls in one absence must not block the kubelet for longer than one.
+        let begin = match *self.agent.borrow() {
+            AgentState::Present(_) => Instant::now(),
+            AgentState::Absent { since } => since,
+        };
+        tokio::time::timeout_at(begin + limit, attempts).await.unwrap_or_else(|_| {
+            Err(Refusal::NotReady(format!(
+                "{}: Cleave's agent on this node did not answer within {} s",
+                self.name,
+                limit.as_secs()
+            )))
+        })
+    }
+}
+
+impl Resource for RelayedResource {
+    fn devices(&self) -> watch::Receiver<Arc<DeviceList>> {
+        self.devices.subscribe()
+    }
+
+    fn options(&self) -> PluginOptions {
+        self.options
+    }
+
+    fn preferred_devices<'a>(&'a self, request: PreferredRequest<'a>) -> BoxFuture<'a, Result<Vec<String>, Refusal>> {
+        Box::pin(async move {
+            let container = wire::ContainerPreferredAllocationRequest {
+                available_device_i_ds: request.available.to_vec(),
+                must_include_device_i_ds: request.must_include.to_vec(),
+                allocation_size: i32::try_from(request.size).unwrap_or(i32::MAX),
+            };
+            let request = wire::PreferredAllocationRequest { container_requests: vec![container] };
+            let answer = self
+                .call(self.timings.answer, |mut client| {
+                    let request = request.clone();
+                    async move { client.get_preferred_allocation(request).await }
+                })
+                .await?;
+            one(answer.container_responses).map(|response| response.device_i_ds)
+        })
+    }
+
+    fn allocate<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<ContainerResponse, Refusal>> {
+        Box::pin(async move {
+            let container = wire::ContainerAllocateRequest { devices_ids: ids.to_vec() };
+            let request = wire::AllocateRequest { container_requests: vec![container] };
+            let answer = self
+                .call(self.timings.answer, |mut client| {
+                    let request = request.clone();
+                    async move { client.allocate(request).await }
+                })
+                .await?;
+            one(answer.container_responses).map(ContainerResponse::from)
+        })
+    }
+
+    fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
+        Box::pin(async move {
+            let request = wire::PreStartContainerRequest { devices_ids: ids.to_vec() };
+            self.call(self.timings.start, |mut client| {
+                let request = request.clone();
+                async move { client.pre_start_container(request).await }
+            })
+            .await
+            .map(drop)
+        })
+    }
+}
+
+/// Returns the only response of an answer for one container.
+fn one<T>(mut responses: Vec<T>) -> Result<T, Refusal> {
+    match (responses.pop(), responses.is_empty()) {
+        (Some(response), true) => Ok(response),
+        _ => Err(Refusal::NotReady("the agent's answer is not for one container".to_owned())),
+    }
+}
