@@ -55,7 +55,7 @@ impl Machine {
         for name in ["plugins", "spec", "sim"] {
             fs::create_dir(path(name)).unwrap();
         }
-        let kubelet = FakeKubelet::start(&path("plugins")).unwrap();
+        let kubelet = FakeKubelet::start_in(&path("plugins")).unwrap();
         let pods = FakePodResources::start(&path("pods.sock")).unwrap();
         let library = build_programs().join("libnvidia_ml.so");
         let mut machine =

@@ -19,6 +19,14 @@ pub enum NvmlError {
     /// The GPU, MIG device or MIG profile does not exist.
     #[error("{0} does not exist")]
     NotFound(String),
+    /// NVML created a GPU instance, and its list of instances lacks it.
+    #[error("NVML created GPU instance {gpu_instance} on {gpu}, but does not list it")]
+    NotListed {
+        /// UUID of the GPU.
+        gpu: String,
+        /// NVML's id of the GPU instance.
+        gpu_instance: u32,
+    },
     /// This GPU or driver does not support the call.
     #[error("{call} is not supported by this GPU or driver")]
     NotSupported {

@@ -496,7 +496,7 @@ pub(super) async fn measure_kubelet_restarts(
     for _ in 0..times {
         let before = plugin.kubelet.state().borrow().registrations.len();
         plugin.kubelet.stop();
-        let created = plugin.kubelet.run().context("kubelet.sock")?;
+        let created = plugin.kubelet.start().context("kubelet.sock")?;
         plugin.wait_until_served().await?;
         let resource = plugin.resource.clone();
         let seen = plugin.kubelet.state().borrow().clone();
@@ -527,7 +527,7 @@ pub(super) async fn measure_refused_registration(plugin: &mut Plugin, report: &m
     let before = plugin.kubelet.state().borrow().registrations.len();
     plugin.kubelet.stop();
     plugin.kubelet.refuse_registrations(1);
-    plugin.kubelet.run().context("kubelet.sock")?;
+    plugin.kubelet.start().context("kubelet.sock")?;
     plugin.wait_until_served().await?;
     let seen = plugin.kubelet.state().borrow().clone();
     let of_resource = seen.registrations[before..].iter().filter(|r| r.request.resource_name == plugin.resource);

@@ -110,7 +110,7 @@ impl Launcher {
         for name in ["device-plugins", "pod-resources", "state", "cdi", "offline"] {
             std::fs::DirBuilder::new().mode(0o750).create(at(name)).context("a directory")?;
         }
-        let kubelet = FakeKubelet::start(&plugins).context("a fake kubelet")?;
+        let kubelet = FakeKubelet::start_in(&plugins).context("a fake kubelet")?;
         let pod_resources = FakePodResources::start(&pods).context("fake PodResources")?;
         let log = at("log");
         let output = File::options().create(true).append(true).open(&log).context("a log")?;
