@@ -10,7 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
 use kube::core::error_boundary::InvalidObject;
 
-use crate::world::{SLICE_10GB_RESOURCE, SLICE_20GB_RESOURCE, TestCluster, assert_waits};
+use crate::world::{PolicyReadiness, SLICE_10GB_RESOURCE, SLICE_20GB_RESOURCE, TestCluster, assert_waits};
 
 #[test]
 fn an_unreachable_node_is_excluded_until_it_answers() {
