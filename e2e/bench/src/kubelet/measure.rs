@@ -109,6 +109,10 @@ pub(super) fn measure_memory(
             .with_published(anonymous)
             .with_goal(anonymous),
     );
+    if let Some(relay) = plugin.relay_pid() {
+        let resident = count_to_f64(read_memory(relay)?.resident);
+        report.add(Figure::new(CASE_NAME, format!("relay: resident {when}"), resident, "KiB"));
+    }
     Ok(())
 }
 
