@@ -703,14 +703,11 @@ impl Plugin {
                 RegistrationStep::CheckAgain(after) => check_again = Some(after),
                 RegistrationStep::Rebind => match session.rebind() {
                     Ok(()) => {
-                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "recreated Cleave's device plugin socket, which was deleted");
+                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "recreated Cleave's deleted device plugin socket");
                         self.publish(|state| state.error = None);
                     }
                     Err(error) => {
-                        self.record_failure(
-                            "failed to recreate Cleave's device plugin socket, which was deleted",
-                            &error,
-                        );
+                        self.record_failure("failed to recreate Cleave's deleted device plugin socket", &error);
                         check_again = Some(self.timings.register.cap);
                     }
                 },
