@@ -87,7 +87,11 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (snapshot, snapshots) = watch::channel(Arc::new(TenantSnapshot::default()));
     let (pod_events, pod_events_to_publish) = mpsc::channel(64);
     let library = Library::find(nvml_search(&args));
+    // Before any task can open NVML.
+    let closed_library = node.closes_nvml().then(|| library.close());
     let main = MainLoop {
+        nvml_was_closed: closed_library.is_some(),
+        closed_library,
         node,
         pods: pods.clone(),
         plugins: PluginServer::start(&PluginServerConfig::new(
