@@ -105,6 +105,8 @@ pub struct Node {
     kubelet_since: Instant,
     view: mps::HostView,
     layouts: BTreeMap<String, Layout>,
+    /// Layouts before a change of MIG mode that is not complete, by GPU.
+    replaced: BTreeMap<String, Layout>,
     /// Daemons of the last desired file, adopted because the checkpoint is lost. The agent keeps
     /// each daemon until no pod uses the daemon.
     adopted: BTreeMap<String, wire::DaemonSettings>,
@@ -151,8 +153,17 @@ impl Node {
         now: Instant,
     ) -> (Self, Allocations) {
         let found = checkpoint.is_some();
-        let Checkpoint { boot_id: written_in, generation, spec, gpus, layouts, allocations, mig_partitioned, health } =
-            checkpoint.unwrap_or_default();
+        let Checkpoint {
+            boot_id: written_in,
+            generation,
+            spec,
+            gpus,
+            layouts,
+            allocations,
+            mig_partitioned,
+            replaced,
+            health,
+        } = checkpoint.unwrap_or_default();
         let adopted = if found { Desired::default() } else { last_desired.unwrap_or_default() };
         let clock = Clock::new(now, Timestamp::UNIX_EPOCH);
         let mut tracker = HardwareTracker::restore(gpus, written_in == boot_id, clock).with_health_records(health, now);
@@ -177,6 +188,7 @@ impl Node {
             kubelet_since: now,
             view: mps::HostView::default(),
             layouts,
+            replaced,
             adopted: adopted.daemons,
             adopted_allocations: adopted.allocations,
             steps: Vec::new(),

@@ -52,8 +52,8 @@ impl Node {
         let rules = self.change_rules(&hardware, &partitions);
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         let decided = decide_layouts(&hardware, spec, &self.layouts, usage, &rules);
-        let LayoutDecision { layouts, mut steps, applied, changes, foreign } =
-            self.delay_removals(self.exclude_slices_being_removed(decided), now);
+        let decided = self.put_old_layouts_back(self.exclude_slices_being_removed(decided), now);
+        let LayoutDecision { layouts, mut steps, applied, changes, foreign } = self.delay_removals(decided, now);
         let layouts_changed = self.set_layouts(layouts);
         self.release_adopted_daemons(usage);
         table.pools.clear();
@@ -224,6 +224,7 @@ impl Node {
             layouts: self.layouts.clone(),
             allocations: allocations.iter().map(|(_, allocation)| Arc::clone(allocation)).collect(),
             mig_partitioned: self.mig_partitioned.clone(),
+            replaced: self.replaced.clone(),
             health: self.tracker.health_records(),
         }
     }
@@ -356,6 +357,25 @@ impl Node {
             if let Some(layout) = decided.layouts.get_mut(uuid) {
                 layout.pools.retain(|pool| !progress.removes(uuid, &pool.device));
                 layout.daemons.retain(|device, _| !progress.removes(uuid, device));
+            }
+        }
+        decided
+    }
+
+    /// Serves the old layout of a GPU again while the driver refuses to turn its MIG mode on. Without
+    /// this, the GPU would serve nothing.
+    fn put_old_layouts_back(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
+        let LayoutDecision { layouts, changes, .. } = &mut decided;
+        let enables = |uuid: &String| changes.get(uuid).is_some_and(|changes| changes.contains(&MigChange::Mode(true)));
+        let progress = &self.mig_progress;
+        self.replaced.retain(|uuid, _| enables(uuid) || progress.get(uuid).is_some_and(MigProgress::is_in_progress));
+        for (uuid, layout) in layouts.iter_mut().filter(|(uuid, _)| enables(uuid)) {
+            if let Some(before) = self.layouts.get(uuid).filter(|before| !before.pools.is_empty()) {
+                self.replaced.entry(uuid.clone()).or_insert_with(|| before.clone());
+            }
+            let has_failed = progress.get(uuid).is_some_and(|progress| progress.has_failed_to_enable(now));
+            if let Some(before) = self.replaced.get(uuid).filter(|_| has_failed) {
+                layout.clone_from(before);
             }
         }
         decided

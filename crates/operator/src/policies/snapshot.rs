@@ -341,6 +341,9 @@ impl NodeBuilder<'_> {
                 let why = if reason.is_empty() { String::new() } else { format!(": {reason}") };
                 planned.exclusion = Some(format!("cordoned{why}"));
             }
+            if self.node.is_quiesced(&gpu.uuid) {
+                planned.exclusion = Some("quiesced for a reset or a change of the driver".into());
+            }
             if by_demand.is_some() {
                 let failure = self.history.failures.get(&at);
                 if let Some(reason) = &planned.exclusion {
