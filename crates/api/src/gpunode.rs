@@ -92,8 +92,8 @@ pub struct GpuSpec {
     /// Slices in use are not affected.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cordoned: bool,
-    /// The GPU will be reset, or its driver reloaded. When no pod uses the GPU, the agent ends its MPS
-    /// daemons and closes NVML. `status.gpus[].quiesce` reports when that is done.
+    /// The GPU will be reset, or its driver reloaded. When no pod uses the GPU, the agent ends its
+    /// MPS daemons and closes NVML. `status.gpus[].quiesce` reports when that is done.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub quiesced: bool,
     /// Time up to which an administrator cleared the GPU's recorded faults. The time is compared

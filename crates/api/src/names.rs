@@ -52,8 +52,8 @@ pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 pub const CONDITION_LIMITS_ENFORCED: &str = "LimitsEnforced";
 /// Annotation of a `GpuNode` with its cordoned GPUs; see [`crate::cordon::Cordons`].
 pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
-/// Annotation of a `GpuNode` with GPUs to quiesce for a reset or a change of the driver, in the format
-/// of [`crate::cordon::Cordons`].
+/// Annotation of a `GpuNode` with GPUs to quiesce for a reset or a change of the driver, in the
+/// format of [`crate::cordon::Cordons`].
 pub const QUIESCE_ANNOTATION: &str = "cleave.dev/quiesce";
 /// Prefix of the node labels with which NVIDIA's GPU Operator starts and pauses programs that use
 /// GPUs.

@@ -131,7 +131,7 @@ fn annotations_with_cordon(object: &GpuNode, uuid: &str, reason: &str) -> Annota
     vec![(CORDON_ANNOTATION, Some(cordons.to_string()))]
 }
 
-/// Returns the annotations that uncordon a GPU, end its quiesce and clear the faults recorded so far.
+/// Returns the annotations that uncordon a GPU, end its quiesce and clear its recorded faults.
 fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annotations {
     let mut annotations = Annotations::new();
     let value = |text: String| (!text.is_empty()).then_some(text);

@@ -17,8 +17,8 @@ pub const MAX_CHANGE_ATTEMPTS: u32 = 5;
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
 /// Maximum delay between attempts while the instance or the GPU is in use.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
-/// Delay between attempts to turn MIG mode on after [`MAX_CHANGE_ATTEMPTS`] attempts. In between, the
-/// GPU serves as before.
+/// Delay between attempts to turn MIG mode on after [`MAX_CHANGE_ATTEMPTS`] attempts. In between,
+/// the GPU serves as before.
 const MODE_RETRY_DELAY: Duration = Duration::from_secs(600);
 /// Maximum number of processes that a message names.
 const MAX_NAMED_PROCESSES: usize = 8;

@@ -6,15 +6,18 @@
 //! ```
 //!
 //! NVML cannot close one GPU: `nvmlInit` opens the device files, and only the last `nvmlShutdown`
-//! closes them. While any GPU is quiesced, the agent therefore keeps its last reports of the others,
-//! which continue to serve.
+//! closes them. While any GPU is quiesced, the agent therefore keeps its last reports of the
+//! others, which continue to serve.
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::QuiesceStatus;
 
-use super::REMOVAL_DELAY;
 use crate::event::{NodeEvent, Related};
+
+/// Time for which the slices are listed as Unhealthy before the MPS daemons end. The kubelet may be
+/// allocating a slice at this moment.
+const WITHDRAWAL_DELAY: Duration = Duration::from_millis(300);
 
 /// Progress of all requested quiesces, by UUID of the GPU.
 #[derive(Debug, Default)]
@@ -49,7 +52,7 @@ impl Quiesces {
     /// Restores the quiesces of an earlier agent, which had already withdrawn the slices.
     pub fn restore(gpus: impl Iterator<Item = String>, now: Instant) -> Self {
         let progress = |uuid| {
-            let free_since = now.checked_sub(REMOVAL_DELAY);
+            let free_since = now.checked_sub(WITHDRAWAL_DELAY);
             (uuid, Progress { free_since, ends_daemons: free_since.is_some(), waits: None })
         };
         Self { gpus: gpus.map(progress).collect(), ..Self::default() }
@@ -73,7 +76,7 @@ impl Quiesces {
             }
             let since = *progress.free_since.get_or_insert(now);
             // The kubelet may be allocating a slice that has just become Unhealthy.
-            progress.ends_daemons |= now.saturating_duration_since(since) >= REMOVAL_DELAY;
+            progress.ends_daemons |= now.saturating_duration_since(since) >= WITHDRAWAL_DELAY;
             progress.waits = match daemons {
                 _ if !progress.ends_daemons => Some("the slices are being withdrawn".into()),
                 why => why,
@@ -142,8 +145,6 @@ impl Quiesces {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     fn wanted() -> BTreeSet<String> {
@@ -168,7 +169,7 @@ mod tests {
 
         quiesces.update(&wanted(), free, start);
         assert!(!quiesces.ends_daemons("GPU-a"), "the kubelet may be allocating a slice");
-        let later = start + REMOVAL_DELAY;
+        let later = start + WITHDRAWAL_DELAY;
         let running = |_: &str| GpuUse { in_use: None, daemons: Some("the MPS daemon has not exited yet".into()) };
         quiesces.update(&wanted(), running, later);
         assert!(quiesces.ends_daemons("GPU-a") && !quiesces.closes_nvml());
@@ -191,8 +192,8 @@ mod tests {
         let (mut quiesces, start) = (Quiesces::default(), Instant::now());
         quiesces.update(&wanted(), free, start);
         let in_use = |_: &str| GpuUse { in_use: Some("in use".into()), daemons: None };
-        quiesces.update(&wanted(), in_use, start + REMOVAL_DELAY / 2);
-        quiesces.update(&wanted(), free, start + REMOVAL_DELAY);
+        quiesces.update(&wanted(), in_use, start + WITHDRAWAL_DELAY / 2);
+        quiesces.update(&wanted(), free, start + WITHDRAWAL_DELAY);
         assert!(!quiesces.ends_daemons("GPU-a"), "the delay starts again");
     }
 

@@ -362,8 +362,8 @@ impl Node {
         decided
     }
 
-    /// Serves the old layout of a GPU again while the driver refuses to turn its MIG mode on. Without
-    /// this, the GPU would serve nothing.
+    /// Serves the old layout of a GPU again while the driver refuses to turn its MIG mode on.
+    /// Without this, the GPU would serve nothing.
     fn put_old_layouts_back(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
         let LayoutDecision { layouts, changes, .. } = &mut decided;
         let enables = |uuid: &String| changes.get(uuid).is_some_and(|changes| changes.contains(&MigChange::Mode(true)));

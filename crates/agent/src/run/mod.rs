@@ -58,6 +58,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(300);
 ///
 /// # Errors
 /// Returns an error if a path is not usable, or if a task that should run forever has ended.
+// long: creates each channel, and starts each task with its channels
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     // Ignore errors: the caller may have installed a provider. The first one remains installed.
     let _ = rustls::crypto::ring::default_provider().install_default();

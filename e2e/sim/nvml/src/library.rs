@@ -71,8 +71,8 @@ struct InitializedLibrary {
     machine: Option<Machine>,
     objects: Vec<HandleTarget>,
     /// What the library holds open between the first `nvmlInit` and the last `nvmlShutdown`: the
-    /// driver and every GPU. A real library with driver 580 opens the GPU of a machine with one H200
-    /// in `nvmlInit`, before any handle, and closes it in the last `nvmlShutdown`.
+    /// driver and every GPU. With driver 580 and one H200, `nvmlInit` opens the GPU before any
+    /// handle exists, and the last `nvmlShutdown` closes it.
     open: Vec<SessionLease>,
 }
 
