@@ -356,7 +356,9 @@ async fn a_container_gets_the_capability_devices_of_its_instance_by_device_nodes
     for strategy in ["device-nodes", "cdi"] {
         let cdi = machine.path("cdi");
         let (root, cdi_dir) = (root.to_str().unwrap(), cdi.to_str().unwrap());
-        machine.start_agent(&["--device-list-strategy", strategy, "--host-root", root, "--cdi-dir", cdi_dir]);
+        let driver = ["--driver-root", "/opt/nvidia"];
+        let given = ["--device-list-strategy", strategy, "--host-root", root, "--cdi-dir", cdi_dir];
+        machine.start_agent(&[given.as_slice(), &driver].concat());
         machine
             .wait_for_view(strategy, |seen| {
                 seen.endpoints.get(MIG_3G_RESOURCE).is_some_and(|endpoint| endpoint.connected)
