@@ -34,7 +34,7 @@ struct Counted {
 #[derive(Debug, Clone)]
 pub(super) struct Accounts<'w> {
     world: &'w World,
-    accounts: Vec<Account<'w>>,
+    entries: Vec<Account<'w>>,
     /// Account of each pod.
     account_of: Vec<usize>,
     /// Pods that count, by pod.
@@ -80,7 +80,7 @@ impl<'w> Accounts<'w> {
             world,
             account_of: account_of.collect(),
             counted: vec![None; world.pods.len()],
-            accounts: quotas.into_iter().map(account).collect(),
+            entries: quotas.into_iter().map(account).collect(),
             cells,
         }
     }
@@ -90,7 +90,7 @@ impl<'w> Accounts<'w> {
         for (id, gpu, since) in pods {
             self.insert(id, gpu, since);
         }
-        (0..self.accounts.len()).for_each(|account| self.count_classes(account));
+        (0..self.entries.len()).for_each(|account| self.count_classes(account));
         self.assign_cells();
     }
 
@@ -105,8 +105,8 @@ impl<'w> Accounts<'w> {
     pub(super) fn remove(&mut self, id: PodId) {
         let Some(counted) = self.counted[id.0].take() else { return };
         let (account, key) = (self.account_of[id.0], self.importance(id, counted.since));
-        self.accounts[account].members.remove(&key);
-        self.accounts[account].used = self.accounts[account].used.minus(self.world.pod(id).charge);
+        self.entries[account].members.remove(&key);
+        self.entries[account].used = self.entries[account].used.minus(self.world.pod(id).charge);
         if let Some(cells) = &mut self.cells {
             cells.order.remove(&(counted.since, key.name, id));
         }
@@ -116,7 +116,7 @@ impl<'w> Accounts<'w> {
 
     /// Counts a pod that leaves against its quota's maximum.
     pub(super) fn hold_leaving(&mut self, id: PodId) {
-        let account = &mut self.accounts[self.account_of[id.0]];
+        let account = &mut self.entries[self.account_of[id.0]];
         account.leaving = account.leaving.plus(self.world.pod(id).charge);
     }
 
@@ -127,7 +127,7 @@ impl<'w> Accounts<'w> {
 
     fn insert(&mut self, id: PodId, gpu: usize, since: Since) {
         let key = self.importance(id, since);
-        let account = &mut self.accounts[self.account_of[id.0]];
+        let account = &mut self.entries[self.account_of[id.0]];
         account.members.insert(key);
         account.used = account.used.plus(self.world.pod(id).charge);
         self.counted[id.0] = Some(Counted { gpu, since, class: Class::Over });
@@ -138,7 +138,7 @@ impl<'w> Accounts<'w> {
 
     /// Determines the classes of an account that guarantees an amount.
     fn count_classes(&mut self, account: usize) {
-        let Account { quota, members, over, .. } = &mut self.accounts[account];
+        let Account { quota, members, over, .. } = &mut self.entries[account];
         if quota.cells().is_some() {
             return;
         }
@@ -159,7 +159,7 @@ impl<'w> Accounts<'w> {
     /// Determines who owns which GPU, and the classes of accounts that guarantee cells.
     fn assign_cells(&mut self) {
         let Some(ownership) = self.ownership_without(&[]) else { return };
-        for account in &mut self.accounts {
+        for account in &mut self.entries {
             if account.quota.cells().is_some() {
                 account.over = Amount::ZERO;
             }
@@ -169,7 +169,7 @@ impl<'w> Accounts<'w> {
                 counted.class = class;
             }
             if class == Class::Over {
-                let over = &mut self.accounts[self.account_of[id.0]].over;
+                let over = &mut self.entries[self.account_of[id.0]].over;
                 *over = over.plus(self.world.pod(id).charge);
             }
         }
@@ -184,7 +184,7 @@ impl<'w> Accounts<'w> {
         let cells = self.cells.as_ref()?;
         let occupants = cells.order.iter().filter(|(_, _, id)| !without.contains(id)).filter_map(|&(_, _, id)| {
             let (counted, account) = (self.counted[id.0]?, self.account_of[id.0]);
-            let is_counted = self.accounts[account].quota.cells().is_none();
+            let is_counted = self.entries[account].quota.cells().is_none();
             let charge = self.world.pod(id).charge;
             let class = is_counted.then_some(counted.class);
             Some(Occupant { id, account, gpu: counted.gpu, charge, counted: class })
@@ -199,28 +199,28 @@ impl<'w> Accounts<'w> {
 
     /// Returns the number of accounts.
     pub(super) const fn len(&self) -> usize {
-        self.accounts.len()
+        self.entries.len()
     }
 
     /// Returns the limits of an account.
     pub(super) fn quota(&self, account: usize) -> &Quota {
-        &self.accounts[account].quota
+        &self.entries[account].quota
     }
 
     /// Returns what the pods of an account use, without pods that leave. This decides rights.
     pub(super) fn used(&self, account: usize) -> Amount {
-        self.accounts[account].used
+        self.entries[account].used
     }
 
     /// Returns what the pods of an account hold, with pods that leave. This decides the maximum.
     pub(super) fn held(&self, account: usize) -> Amount {
-        let Account { used, leaving, .. } = &self.accounts[account];
+        let Account { used, leaving, .. } = &self.entries[account];
         used.plus(*leaving)
     }
 
     /// Returns what an account uses beyond its guarantee, after it uses `more` and `less`.
     pub(super) fn excess(&self, account: usize, more: Amount, less: Amount) -> Amount {
-        let Account { quota, used, over, .. } = &self.accounts[account];
+        let Account { quota, used, over, .. } = &self.entries[account];
         match quota.cells() {
             Some(_) => over.plus(more).minus(less),
             None => used.plus(more).minus(less).minus(quota.min()),
@@ -246,7 +246,7 @@ impl<'w> Accounts<'w> {
     /// count yet. Among pods of equal priority it is the last.
     pub(super) fn class_with(&self, id: PodId, gpu: usize, without: &[PodId]) -> Class {
         let account = self.account_of[id.0];
-        let (pod, Account { quota, members, .. }) = (self.world.pod(id), &self.accounts[account]);
+        let (pod, Account { quota, members, .. }) = (self.world.pod(id), &self.entries[account]);
         let (Some(limit), Some(cells)) = (quota.cells(), &self.cells) else {
             let mut fit = FirstFit::new(quota.min());
             let more_important = members.iter().take_while(|member| member.priority <= Reverse(pod.priority));
@@ -265,7 +265,7 @@ impl<'w> Accounts<'w> {
     /// Returns whether an account is guaranteed room for a pod that does not count yet.
     pub(super) fn is_within(&self, id: PodId) -> bool {
         let (account, charge) = (self.account_of[id.0], self.world.pod(id).charge);
-        let Account { quota, used, .. } = &self.accounts[account];
+        let Account { quota, used, .. } = &self.entries[account];
         let (Some(limit), Some(Cells { ownership, .. })) = (quota.cells(), &self.cells) else {
             return used.plus(charge) <= quota.min();
         };
@@ -281,7 +281,7 @@ impl<'w> Accounts<'w> {
     /// Returns what must stay free for the other quotas if a pod of an account borrows, after some
     /// accounts use less.
     pub(super) fn kept_from(&self, account: usize, less: &BTreeMap<usize, Amount>) -> Amount {
-        let others = self.accounts.iter().enumerate().filter(|(other, _)| *other != account);
+        let others = self.entries.iter().enumerate().filter(|(other, _)| *other != account);
         let enforced = others.filter(|(_, other)| other.quota.is_enforced());
         let kept = |(other, account): (usize, &Account<'_>)| {
             let used = account.used.minus(less.get(&other).copied().unwrap_or_default());
