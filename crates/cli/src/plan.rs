@@ -166,7 +166,8 @@ fn slices_text(gpu: &GpuPlan) -> String {
     if gpu.slices.is_empty() {
         return "whole".to_owned();
     }
-    let equal = |a: &SliceGroup, b: &SliceGroup| (a.placement, &a.resource, a.in_use) == (b.placement, &b.resource, b.in_use);
+    let equal =
+        |a: &SliceGroup, b: &SliceGroup| (a.placement, &a.resource, a.in_use) == (b.placement, &b.resource, b.in_use);
     let describe = |run: &[SliceGroup]| {
         let slice = run.first()?;
         let count: u32 = run.iter().map(|slice| slice.count).sum();

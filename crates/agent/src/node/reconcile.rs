@@ -185,7 +185,7 @@ impl Node {
             let resources: BTreeSet<&String> =
                 layout.iter().flat_map(|layout| &layout.pools).map(|pool| &pool.resource).collect();
             let open = resources.iter().flat_map(|resource| pending.open_reservations(resource));
-            open.into_iter().any(|reserved| devices.contains(&*reserved.device))
+            open.into_iter().any(|reserved| devices.contains(reserved.device))
         };
         let why = match pods {
             None => Some("the kubelet has not reported yet which slices are in use".to_owned()),

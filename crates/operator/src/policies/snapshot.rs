@@ -216,8 +216,10 @@ impl History {
                     let deadline = apply_deadline(plan, name);
                     if agent_has_read_spec(node) && now.saturating_sub(since) >= deadline {
                         let why = waits_for(node, gpu);
-                        progress =
-                            GpuProgress::Failed(format!("the agent did not finish within {} s{why}", deadline.as_secs()));
+                        progress = GpuProgress::Failed(format!(
+                            "the agent did not finish within {} s{why}",
+                            deadline.as_secs()
+                        ));
                     }
                 }
                 match &progress {

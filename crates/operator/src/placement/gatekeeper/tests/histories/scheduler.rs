@@ -251,7 +251,8 @@ impl<'a> View<'a> {
             label(node, key).is_some_and(|here| self.domain(other, key) == Some(here))
         };
         let keys = affinity.iter().all(|term| label(node, text(term, "/topologyKey")).is_some());
-        let beside = affinity.iter().all(|term| self.bound_pods().any(|(other, on)| matches_all(other) && same(term, on)));
+        let beside =
+            affinity.iter().all(|term| self.bound_pods().any(|(other, on)| matches_all(other) && same(term, on)));
         let first = || matches_all(pod) && !self.bound_pods().any(|(other, _)| matches_all(other));
         let avoided = anti_affinity
             .iter()
