@@ -260,7 +260,8 @@ impl<'s, 'w> Search<'s, 'w> {
     }
 
     /// Returns the pods of lower priority that may leave for the pod by priority alone. These are
-    /// the pods of its quota. If the quota is not enforced, these are all pods of no enforced quota.
+    /// the pods of its quota. If the quota is not enforced, these are all pods of no enforced
+    /// quota.
     fn candidates_of_own(&self) -> Vec<Candidate> {
         let accounts = &self.state.accounts;
         let is_enforced = accounts.quota(self.account).is_enforced();

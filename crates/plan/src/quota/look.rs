@@ -226,8 +226,8 @@ impl<'w> Pass<'w> {
         (is_allowed && room.free_later(&rank) >= i128::from(charge)).then_some(Decision::Nominate(gpu))
     }
 
-    /// Returns the GPU on which the pod fits now, with the least free room. A borrower leaves enough
-    /// free for others.
+    /// Returns the GPU on which the pod fits now, with the least free room. A borrower leaves
+    /// enough free for others.
     fn free_gpu(&self, id: PodId, is_within: bool) -> Option<usize> {
         let accounts = &self.state.accounts;
         let (account, charge) = (accounts.account_of(id), i128::from(self.state.charge(id)));

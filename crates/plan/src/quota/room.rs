@@ -91,7 +91,8 @@ impl GpuRoom {
         self.nominees.retain(|nominee| nominee.id != id);
     }
 
-    /// Returns the pods of lower rank for which no room is left, after a pod of this rank took some.
+    /// Returns the pods of lower rank for which no room is left, after a pod of this rank took
+    /// some.
     /// The last in the order of importance come first. `key` decides between pods of equal rank.
     pub(super) fn displaced<K: Ord>(&self, rank: &Rank, key: impl Fn(PodId) -> K) -> Vec<PodId> {
         let nominated: Amount = self.nominees.iter().map(|nominee| nominee.charge).sum();

@@ -1,7 +1,7 @@
 //! Passes over a pool until nothing changes.
 //!
-//! Between two passes, released pods run, and evicted pods are gone. Each evicted pod is replaced at
-//! once by a waiting pod of the same name, as a Deployment does.
+//! Between two passes, released pods run, and evicted pods are gone. Each evicted pod is replaced
+//! at once by a waiting pod of the same name, as a Deployment does.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::class::Class;
