@@ -39,7 +39,7 @@ struct Limits {
 /// Properties of a pod that most pods do not have.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-#[expect(clippy::struct_excessive_bools, reason = "independent keys of the file")]
+#[allow(clippy::struct_excessive_bools, reason = "the flags of the format are independent")]
 struct Flags {
     borrow: bool,
     protected: bool,
