@@ -27,11 +27,16 @@ pub(super) async fn run_order(library: Library, order: MigOrder, report: impl As
     };
     let begun = Instant::now();
     let ordered = order.clone();
-    let changes_mode = matches!(order.change, MigChange::Mode(_));
-    // Drivers refuse to change the mode of an Ampere GPU that anyone else has open. An event
-    // registration of this process opens the GPU too.
+    let uuid = order.gpu.clone();
+    let resets = match order.change {
+        MigChange::Mode(_) => worker.call(SLOW_CHANGE_THRESHOLD, move |gpus| gpus.gpu(&uuid)).await.is_ok_and(|gpu| {
+            // A GPU that is lost now fails the change below.
+            mode_change_resets(gpu.compute_capability)
+        }),
+        _ => false,
+    };
     let mut closed = None;
-    if changes_mode {
+    if resets {
         closed = Some(library.close());
         if tokio::time::timeout(CLOSE_TIMEOUT, wait_until_closed(&library)).await.is_err() {
             let why = "a call to NVML does not return, so the agent cannot close NVML";
@@ -40,7 +45,7 @@ pub(super) async fn run_order(library: Library, order: MigOrder, report: impl As
     }
     // No deadline: the result must be known before any other change of this GPU.
     let call = async {
-        if changes_mode {
+        if resets {
             worker.call_alone(move |gpus| Ok(apply_order(gpus, &ordered))).await
         } else {
             worker.call(Duration::MAX, move |gpus| Ok(apply_order(gpus, &ordered))).await
@@ -61,9 +66,27 @@ pub(super) async fn run_order(library: Library, order: MigOrder, report: impl As
     report(result(outcome, after)).await;
 }
 
+/// Returns whether a change of MIG mode resets a GPU of this compute capability. Before Hopper (9.0)
+/// it does, and the driver refuses the change while anyone else has the GPU open. An event
+/// registration of this process opens the GPU too. While NVML is closed, events of all GPUs are lost.
+fn mode_change_resets(compute_capability: (u32, u32)) -> bool {
+    compute_capability < (9, 0)
+}
+
 /// Waits until no thread of this process uses NVML.
 async fn wait_until_closed(library: &Library) {
     while !library.is_closed() {
         tokio::time::sleep(CLOSE_CHECK_INTERVAL).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_of_mode_resets_gpus_before_hopper() {
+        assert!(mode_change_resets((8, 0)), "A100");
+        assert!(!mode_change_resets((9, 0)), "H100");
     }
 }
