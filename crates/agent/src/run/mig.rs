@@ -66,9 +66,10 @@ pub(super) async fn run_order(library: Library, order: MigOrder, report: impl As
     report(result(outcome, after)).await;
 }
 
-/// Returns whether a change of MIG mode resets a GPU of this compute capability. Before Hopper (9.0)
-/// it does, and the driver refuses the change while anyone else has the GPU open. An event
-/// registration of this process opens the GPU too. While NVML is closed, events of all GPUs are lost.
+/// Returns whether a change of MIG mode resets a GPU of this compute capability. It does before
+/// Hopper (9.0), and the driver refuses the change while anyone else has the GPU open. An event
+/// registration of this process opens the GPU too. While NVML is closed, events of all GPUs are
+/// lost.
 fn mode_change_resets(compute_capability: (u32, u32)) -> bool {
     compute_capability < (9, 0)
 }
