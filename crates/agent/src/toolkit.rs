@@ -25,6 +25,9 @@ const GENERATOR: &str = "nvidia-ctk";
 const HOOK: &str = "nvidia-cdi-hook";
 /// `PATH` of the generator.
 const HOST_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// `TMPDIR` of the generator, which writes its output to a temporary file first. The agent's view of
+/// the host's root is read-only, but this directory is a mount of its own.
+const HOST_TEMPORARY: &str = "/dev/shm";
 /// Maximum time that the generator may take. It calls NVML, which hangs if a GPU hangs.
 const GENERATOR_TIMEOUT: Duration = Duration::from_secs(60);
 /// Directory of an MPS daemon that is not Cleave's. Its socket would let programs bypass doors.
@@ -90,15 +93,7 @@ impl Toolkit {
 /// Returns an error if the host has no toolkit, or if the toolkit finds no driver.
 pub async fn driver_edits(args: &AgentArgs) -> Result<DriverEdits, ToolkitError> {
     let toolkit = Toolkit::find(&args.host_root).ok_or(ToolkitError::NotInstalled)?;
-    let program = std::env::current_exe()?;
-    let mut command = Command::new(&program);
-    if program.file_name().is_some_and(|name| name == "cleave") {
-        command.arg("agent");
-    }
-    command.arg("--node-name").arg(&args.node_name).arg("--host-root").arg(&args.host_root);
-    command.arg("--run-on-host").args(toolkit.command_line());
-    command.env_clear().env("PATH", HOST_PATH);
-    command.stdin(Stdio::null());
+    let command = host_command(&std::env::current_exe()?, args, &toolkit);
     let mut command = tokio::process::Command::from(command);
     let output = tokio::time::timeout(GENERATOR_TIMEOUT, command.kill_on_drop(true).output());
     let output = output.await.map_err(|_| ToolkitError::TimedOut)??;
@@ -108,6 +103,19 @@ pub async fn driver_edits(args: &AgentArgs) -> Result<DriverEdits, ToolkitError>
         return Err(ToolkitError::Failed(format!("{last} ({})", output.status)));
     }
     common_edits(&output.stdout)
+}
+
+/// Returns the command by which this program runs the generator on the host: [`run_on_host`].
+fn host_command(this: &Path, args: &AgentArgs, toolkit: &Toolkit) -> Command {
+    let mut command = Command::new(this);
+    if this.file_name().is_some_and(|name| name == "cleave") {
+        command.arg("agent");
+    }
+    command.arg("--node-name").arg(&args.node_name).arg("--host-root").arg(&args.host_root);
+    command.arg("--run-on-host").args(toolkit.command_line());
+    command.env_clear().env("PATH", HOST_PATH).env("TMPDIR", HOST_TEMPORARY);
+    command.stdin(Stdio::null());
+    command
 }
 
 /// Replaces this process by a program of the host, in the host's root directory. Returns only if
@@ -162,6 +170,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::args::tests::parse_args;
     use crate::cdi::cdi_specification;
 
     const LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05";
@@ -211,6 +220,23 @@ mod tests {
         assert!(without("/containerEdits/mounts").contains("mounts nothing"));
         assert!(without("/containerEdits/mounts/0").contains("libcuda.so"));
         common_edits(b"no JSON").unwrap_err();
+    }
+
+    #[test]
+    fn the_generator_runs_on_the_host_with_a_writable_directory() {
+        let args = parse_args(&["--host-root", "/host"]).unwrap();
+        let toolkit = Toolkit { generator: "/usr/bin/nvidia-ctk".into(), hook: None };
+        for (program, first) in [("/usr/bin/cleave-agent", "--node-name"), ("/usr/bin/cleave", "agent")] {
+            let command = host_command(Path::new(program), &args, &toolkit);
+            let words: Vec<&str> = command.get_args().filter_map(|word| word.to_str()).collect();
+            assert_eq!(words[0], first);
+            let from_agent = &words[words.iter().position(|word| *word == "--node-name").unwrap()..];
+            let parsed = parse_args(&from_agent[2..]).unwrap();
+            assert_eq!(parsed.host_root, Path::new("/host"));
+            assert_eq!(parsed.run_on_host, toolkit.command_line());
+            let env: BTreeMap<_, _> = command.get_envs().collect();
+            assert_eq!(env[std::ffi::OsStr::new("TMPDIR")], Some("/dev/shm".as_ref()));
+        }
     }
 
     #[test]
