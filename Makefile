@@ -1,6 +1,6 @@
 # Targets for contributors. CONTRIBUTING.md describes them.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster test-versions soak fuzz histories check image crds render sbom release docs msrv bench bench-placement bench-scale test-karpenter
+.PHONY: help demo demo-down test test-rust test-go test-cluster test-versions soak fuzz histories check image crds render sbom release docs msrv bench bench-placement bench-scale test-karpenter test-toolkit
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -67,3 +67,6 @@ bench-scale: ## measure the operator with 1,000 nodes and 80,000 running pods
 
 test-karpenter: ## let Karpenter grow and shrink a pool of simulated nodes
 	@e2e/karpenter/test
+
+test-toolkit: ## test the chart's defaults with NVIDIA's container toolkit: LAYOUT=default
+	@LAYOUT="$(LAYOUT)" e2e/toolkit/test

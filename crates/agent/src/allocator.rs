@@ -199,7 +199,8 @@ pub(crate) mod tests {
         let list_devices = async {
             tokio::time::sleep(START_TIMEOUT.saturating_sub(Duration::from_secs(5))).await;
             let nodes = BTreeMap::from([("GPU-a".to_owned(), Vec::new())]);
-            cdi::write_cdi_specification(&args, &nodes).unwrap();
+            let driver = cdi::DriverEdits::directory("/opt/nvidia".as_ref(), "/usr/local/nvidia".as_ref());
+            cdi::write_cdi_specification(&args, &nodes, &driver).unwrap();
         };
         let (ready, ()) = tokio::join!(allocator.wait_until_ready(&allocation), list_devices);
         let error = ready.unwrap_err();

@@ -57,6 +57,7 @@ pub struct AgentArgs {
     pub host_root: PathBuf,
 
     /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`.
+    /// Without it, `cdi` uses NVIDIA's container toolkit on the host.
     /// Containers that get a GPU have the directory read-only at `--container-driver-root`.
     #[arg(long, env = "CLEAVE_DRIVER_ROOT", value_name = "HOST_DIR")]
     pub driver_root: Option<PathBuf>,
@@ -122,6 +123,11 @@ pub struct AgentArgs {
     #[arg(long, value_name = "DIR", hide = true)]
     pub offline: Option<PathBuf>,
 
+    /// Run a program in the host's root directory instead of the agent. The agent starts itself in
+    /// this way to run NVIDIA's container toolkit.
+    #[arg(long, value_name = "PROGRAM", num_args = 1.., allow_hyphen_values = true, hide = true)]
+    pub run_on_host: Vec<String>,
+
     /// The proc file system of the host. For tests.
     #[arg(long, value_name = "DIR", default_value = "/proc", hide = true)]
     pub proc: PathBuf,
@@ -136,7 +142,8 @@ pub struct AgentArgs {
 pub enum DeviceListStrategy {
     /// `NVIDIA_VISIBLE_DEVICES`, for NVIDIA's container runtime.
     Envvar,
-    /// CDI device names, from a specification that the agent writes.
+    /// CDI device names, from a specification that the agent writes. The driver's files come from
+    /// `--driver-root`, or from NVIDIA's container toolkit on the host.
     Cdi,
     /// Device nodes, for a runtime without GPU support. The driver comes from `--driver-root`.
     DeviceNodes,

@@ -13,6 +13,8 @@ use crate::files::write_atomically;
 
 /// CDI kind (vendor and class) of the devices.
 const CDI_KIND: &str = "cleave.dev/gpu";
+/// Version of CDI that the devices need.
+const CDI_VERSION: &str = "0.5.0";
 /// Name of the file in the CDI directory.
 const CDI_SPECIFICATION_FILE: &str = "cleave.dev-gpu.json";
 /// Device nodes that every CUDA program opens in addition to those of its GPU.
@@ -127,9 +129,31 @@ pub fn specification_lists_devices(directory: &Path, devices: &[String]) -> bool
     devices.iter().all(|device| named.contains(&device.as_str()))
 }
 
-/// Builds the CDI specification. `driver` is the driver's directory on the host, and its path in
-/// containers.
-pub fn cdi_specification(device_nodes: &BTreeMap<String, Vec<String>>, driver: Option<(&Path, &Path)>) -> Value {
+/// How containers get the driver's files: container edits for all devices of a specification.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DriverEdits {
+    /// The lowest version of CDI that has all of these edits.
+    pub cdi_version: String,
+    /// `containerEdits`, as in a specification.
+    pub edits: Value,
+}
+
+impl DriverEdits {
+    /// Mounts the driver's directory of the host read-only.
+    pub fn directory(host: &Path, container: &Path) -> Self {
+        let mount =
+            json!({ "hostPath": host, "containerPath": container, "options": ["ro", "nosuid", "nodev", "rbind"] });
+        Self { cdi_version: CDI_VERSION.to_owned(), edits: json!({ "mounts": [mount] }) }
+    }
+}
+
+/// Parses a version such as `0.5.0`, so that versions can be compared.
+fn parse_version(version: &str) -> Option<Vec<u32>> {
+    version.split('.').map(|part| part.parse().ok()).collect()
+}
+
+/// Builds the CDI specification.
+pub fn cdi_specification(device_nodes: &BTreeMap<String, Vec<String>>, driver: &DriverEdits) -> Value {
     let devices: Vec<Value> = device_nodes
         .iter()
         .map(|(uuid, paths)| {
@@ -143,13 +167,9 @@ pub fn cdi_specification(device_nodes: &BTreeMap<String, Vec<String>>, driver: O
             json!({ "name": uuid, "containerEdits": edits })
         })
         .collect();
-    let mut spec = json!({ "cdiVersion": "0.5.0", "kind": CDI_KIND, "devices": devices });
-    if let Some((host, container)) = driver {
-        let mount =
-            json!({ "hostPath": host, "containerPath": container, "options": ["ro", "nosuid", "nodev", "rbind"] });
-        spec["containerEdits"] = json!({ "mounts": [mount] });
-    }
-    spec
+    let versions = [CDI_VERSION, driver.cdi_version.as_str()];
+    let version = versions.into_iter().max_by_key(|version| parse_version(version)).unwrap_or(CDI_VERSION);
+    json!({ "cdiVersion": version, "kind": CDI_KIND, "devices": devices, "containerEdits": driver.edits })
 }
 
 /// Writes the specification of the devices, unless it is up to date. `device_nodes` contains the
@@ -157,8 +177,11 @@ pub fn cdi_specification(device_nodes: &BTreeMap<String, Vec<String>>, driver: O
 ///
 /// # Errors
 /// Returns an error if the directory or the file cannot be written.
-pub fn write_cdi_specification(args: &AgentArgs, device_nodes: &BTreeMap<String, Vec<String>>) -> io::Result<()> {
-    let driver = args.driver_root.as_deref().map(|host| (host, args.container_driver_root.as_path()));
+pub fn write_cdi_specification(
+    args: &AgentArgs,
+    device_nodes: &BTreeMap<String, Vec<String>>,
+    driver: &DriverEdits,
+) -> io::Result<()> {
     let text = cdi_specification(device_nodes, driver).to_string();
     let path: PathBuf = args.cdi_dir.join(CDI_SPECIFICATION_FILE);
     if fs::read_to_string(&path).is_ok_and(|before| before == text) {
@@ -176,6 +199,19 @@ mod tests {
 
     use super::*;
     use crate::gpu::layout::tests::gpu;
+
+    fn directory_edits() -> DriverEdits {
+        DriverEdits::directory(Path::new("/opt/nvidia"), Path::new("/usr/local/nvidia"))
+    }
+
+    #[test]
+    fn the_specification_has_the_higher_version() {
+        let nodes = BTreeMap::from([("GPU-0".to_owned(), Vec::new())]);
+        for (version, expected) in [("0.3.0", "0.5.0"), ("0.10.0", "0.10.0"), ("", "0.5.0")] {
+            let edits = DriverEdits { cdi_version: version.into(), edits: json!({}) };
+            assert_eq!(cdi_specification(&nodes, &edits)["cdiVersion"], expected);
+        }
+    }
 
     #[test]
     fn devices_list_the_existing_nodes() {
@@ -228,7 +264,11 @@ mod tests {
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
         assert!(!specification_lists_devices(directory.path(), &names(&["MIG-a"])), "there is no specification");
         let nodes = BTreeMap::from([("MIG-a".to_owned(), Vec::new())]);
-        fs::write(directory.path().join(CDI_SPECIFICATION_FILE), cdi_specification(&nodes, None).to_string()).unwrap();
+        fs::write(
+            directory.path().join(CDI_SPECIFICATION_FILE),
+            cdi_specification(&nodes, &directory_edits()).to_string(),
+        )
+        .unwrap();
         assert!(specification_lists_devices(directory.path(), &names(&["MIG-a"])));
         assert!(!specification_lists_devices(directory.path(), &names(&["MIG-a", "MIG-b"])));
     }
@@ -236,7 +276,7 @@ mod tests {
     #[test]
     fn a_device_without_nodes_still_has_an_edit() {
         let nodes = BTreeMap::from([("GPU-0".to_owned(), Vec::new())]);
-        let spec = cdi_specification(&nodes, Some((Path::new("/opt/nvidia"), Path::new("/usr/local/nvidia"))));
+        let spec = cdi_specification(&nodes, &directory_edits());
         assert_eq!(spec["devices"][0]["containerEdits"], json!({ "env": ["NVIDIA_VISIBLE_DEVICES=void"] }));
         assert_eq!(spec["containerEdits"]["mounts"][0]["hostPath"], "/opt/nvidia");
     }

@@ -21,7 +21,8 @@
 //! - [`tenants`], [`termination`], [`pods`]: who uses shares, and which pods terminate. Pure except
 //!   for `/proc`.
 //! - [`node`]: the model of the node, and its decision [`node::Node::reconcile`]. Pure.
-//! - [`args`], [`metrics`], [`cdi`]: the command line, metrics, and the CDI specification.
+//! - [`args`], [`metrics`], [`cdi`], [`toolkit`]: the command line, metrics, the CDI specification,
+//!   and NVIDIA's container toolkit on the host, which knows the driver's files.
 //! - [`container_edits`], [`allocator`]: settings of a container, and the service that allocates.
 //! - [`device_plugin`]: the front end for extended resources. The front end translates the
 //!   kubelet's calls for the allocator. No module before it depends on it, but [`allocation`] and
@@ -60,6 +61,7 @@ pub mod pods;
 mod run;
 pub mod tenants;
 pub mod termination;
+pub mod toolkit;
 
 pub use args::AgentArgs;
 pub use run::run;

@@ -707,7 +707,7 @@ impl Plugin {
                         self.publish(|state| state.error = None);
                     }
                     Err(error) => {
-                        self.record_failure("failed to recreate Cleave's deleted device plugin socket", &error);
+                        self.record_failure("failed to recreate Cleave's device plugin socket", &error);
                         check_again = Some(self.timings.register.cap);
                     }
                 },

@@ -33,6 +33,7 @@ type unit struct {
 	packages []string
 	links    map[string]string // additional name → program
 	ldflags  string
+	cgo      bool // whether the programs need a C compiler and the machine's C library
 }
 
 // units returns all units, with Kubernetes of this version.
@@ -56,6 +57,18 @@ func units(kube kubernetes) []unit {
 		{name: "pause", dir: ".", packages: []string{"./pause"}, ldflags: "-s -w"},
 	}
 }
+
+// toolkitUnit is NVIDIA's container toolkit, which only clusters with `up --toolkit` have. Its
+// programs load NVML.
+var toolkitUnit = unit{
+	name: "toolkit", dir: "toolkit", ldflags: "-s -w", cgo: true,
+	packages: []string{
+		toolkitModule + "/cmd/nvidia-cdi-hook", toolkitModule + "/cmd/nvidia-container-runtime",
+		toolkitModule + "/cmd/nvidia-container-runtime-hook", toolkitModule + "/cmd/nvidia-ctk",
+	},
+}
+
+const toolkitModule = "github.com/NVIDIA/nvidia-container-toolkit"
 
 // binaries are the directories of the built programs, by unit.
 type binaries map[string]string
@@ -101,6 +114,9 @@ func sourceDir() (string, error) {
 func cacheKey(u unit, source, goVersion string) (string, error) {
 	hash := sha256.New()
 	fmt.Fprintf(hash, "%s\n%s\n%s\n%q\n%v\n", goVersion, runtime.GOARCH, u.ldflags, u.packages, u.links)
+	if u.cgo {
+		fmt.Fprintln(hash, "cgo")
+	}
 	module := filepath.Join(source, u.dir)
 	modfile := filepath.Join(module, cmp.Or(u.modfile, "go.mod"))
 	files := []string{modfile, filepath.Join(filepath.Dir(modfile), "go.sum")}
@@ -148,17 +164,30 @@ func programsIn(dir string) (binaries, error) {
 			}
 		}
 	}
+	// A set of prebuilt programs may omit the toolkit.
+	toolkit := filepath.Join(dir, toolkitUnit.name)
+	if _, err := os.Stat(filepath.Join(toolkit, "nvidia-container-runtime")); err == nil {
+		given[toolkitUnit.name] = toolkit
+	}
 	return given, nil
 }
 
-// buildAll returns the directories of all programs and builds those that the cache lacks.
-func buildAll(ctx context.Context, progress *progress) (binaries, error) {
+// buildAll returns the directories of all programs and builds those that the cache lacks. toolkit
+// adds NVIDIA's container toolkit.
+func buildAll(ctx context.Context, toolkit bool, progress *progress) (binaries, error) {
 	wanted := os.Getenv(versionVariable)
 	if dir := os.Getenv(programsVariable); dir != "" {
 		if wanted != "" {
 			return nil, fmt.Errorf("%s and %s are both set: prebuilt programs have one version", versionVariable, programsVariable)
 		}
-		return programsIn(dir)
+		given, err := programsIn(dir)
+		if err == nil && toolkit && given[toolkitUnit.name] == "" {
+			err = fmt.Errorf("%s: %s has no container toolkit", programsVariable, dir)
+		}
+		if !toolkit {
+			delete(given, toolkitUnit.name)
+		}
+		return given, err
 	}
 	source, err := sourceDir()
 	if err != nil {
@@ -181,7 +210,11 @@ func buildAll(ctx context.Context, progress *progress) (binaries, error) {
 		return nil, fmt.Errorf("go env GOVERSION: %w", err)
 	}
 	built := make(binaries)
-	for _, u := range units(kube) {
+	wantedUnits := units(kube)
+	if toolkit {
+		wantedUnits = append(wantedUnits, toolkitUnit)
+	}
+	for _, u := range wantedUnits {
 		key, err := cacheKey(u, source, strings.TrimSpace(string(version)))
 		if err != nil {
 			return nil, err
@@ -255,7 +288,11 @@ func (u unit) compile(ctx context.Context, module, output string, progress *prog
 	arguments = append(arguments, u.packages...)
 	command := exec.CommandContext(ctx, "go", arguments...)
 	command.Dir = module
-	command.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=")
+	cgo := "CGO_ENABLED=0"
+	if u.cgo {
+		cgo = "CGO_ENABLED=1"
+	}
+	command.Env = append(os.Environ(), cgo, "GOWORK=off", "GOFLAGS=")
 	// The compilers are Go's children, so the whole process group must be killed.
 	command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	command.Cancel = func() error { return unix.Kill(-command.Process.Pid, unix.SIGTERM) }

@@ -105,6 +105,8 @@ func (c *cluster) nodeProcess(name string) (process, error) {
 // upOptions are the settings of a cluster.
 type upOptions struct {
 	driverRoot string
+	// How containerd uses NVIDIA's runtime: toolkitDefault, toolkitClass, or "" without it.
+	toolkit string
 	// The seconds between status reports of a node's kubelet, by node name.
 	status map[string]int
 	// Whether NetworkPolicies are enforced.
@@ -113,7 +115,7 @@ type upOptions struct {
 
 // up starts, repairs or extends the cluster to at least this many nodes, all Ready.
 func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
-	built, err := buildAll(ctx, c.progress)
+	built, err := buildAll(ctx, options.toolkit != "", c.progress)
 	if err != nil {
 		return err
 	}
@@ -147,7 +149,7 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	}
 	for i := range nodes {
 		want := nodes[i]
-		want.DriverRoot, want.StatusSeconds = options.driverRoot, options.status[want.Name]
+		want.DriverRoot, want.Toolkit, want.StatusSeconds = options.driverRoot, options.toolkit, options.status[want.Name]
 		if want != nodes[i] {
 			c.progress.printf("rebooting %s with new settings", want.Name)
 			if err := c.stop(ctx, component{kindNode, want.Name}, unix.SIGKILL); err != nil {
@@ -161,7 +163,7 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 	}
 	for number := 1; len(nodes) < count; number++ {
 		name := fmt.Sprintf("node%d", number)
-		n := node{Name: name, DriverRoot: options.driverRoot, StatusSeconds: options.status[name]}
+		n := node{Name: name, DriverRoot: options.driverRoot, Toolkit: options.toolkit, StatusSeconds: options.status[name]}
 		if _, err := os.Stat(c.layout.nodeFile(n.Name)); err == nil {
 			continue
 		}
@@ -427,7 +429,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 			return err
 		}
 	}
-	if err := writeFile(c.layout.inNode(name, "/etc/containerd/config.toml"), []byte(containerdConfig), 0o644); err != nil {
+	if err := writeFile(c.layout.inNode(name, "/etc/containerd/config.toml"), []byte(containerdConfig+toolkitConfig(n.Toolkit)), 0o644); err != nil {
 		return err
 	}
 	if err := c.layout.makeNodeCredentials(n); err != nil {
@@ -440,9 +442,16 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 	if err := makeCgroup(c.layout.cgroup(name) + nodeLeaf()); err != nil {
 		return fmt.Errorf("create cgroup: %w", err)
 	}
+	additions := ""
+	if n.Toolkit != "" {
+		additions = filepath.Join(c.layout.nodeDir(name), "usr-additions")
+		if err := installToolkit(additions, n.DriverRoot, c.built[toolkitUnit.name]); err != nil {
+			return fmt.Errorf("install the driver and the toolkit: %w", err)
+		}
+	}
 	spec, err := json.Marshal(nodeInitSpec{
 		Node: name, Address: n.address(), Root: c.layout.nodeRoot(name), Cgroup: c.layout.cgroup(name),
-		Kube: c.built["kube"], Containerd: c.built["containerd"], CNI: cni, DriverRoot: n.DriverRoot,
+		Kube: c.built["kube"], Containerd: c.built["containerd"], CNI: cni, DriverRoot: n.DriverRoot, UsrAdditions: additions,
 	})
 	if err != nil {
 		return err

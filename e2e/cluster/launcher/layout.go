@@ -149,6 +149,8 @@ type node struct {
 	// The index, from 1. It determines addresses and device names.
 	Index      int    `json:"index"`
 	DriverRoot string `json:"driverRoot,omitempty"`
+	// How containerd uses NVIDIA's runtime: toolkitDefault, toolkitClass, or "" without it.
+	Toolkit string `json:"toolkit,omitempty"`
 	// The seconds between status reports of the node's kubelet, or 0 for Kubernetes' default.
 	StatusSeconds int `json:"statusSeconds,omitempty"`
 }

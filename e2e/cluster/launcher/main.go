@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -172,10 +173,11 @@ The command versions lists the versions.`, versionVariable, defaultKubernetes),
 type withCluster func(locked bool, run func(context.Context, *cluster, []string) error) func(*cobra.Command, []string) error
 
 func buildCommand() *cobra.Command {
-	return &cobra.Command{
+	var toolkit bool
+	command := &cobra.Command{
 		Use: "build", Short: "Build the programs of the cluster into the cache", Args: cobra.NoArgs,
 		RunE: func(command *cobra.Command, _ []string) error {
-			built, err := buildAll(command.Context(), newProgress(os.Stderr))
+			built, err := buildAll(command.Context(), toolkit, newProgress(os.Stderr))
 			if err != nil {
 				return err
 			}
@@ -185,6 +187,8 @@ func buildCommand() *cobra.Command {
 			return nil
 		},
 	}
+	command.Flags().BoolVar(&toolkit, "toolkit", false, "also build NVIDIA's container toolkit")
+	return command
 }
 
 func versionsCommand() *cobra.Command {
@@ -215,11 +219,15 @@ func upCommand(with withCluster) *cobra.Command {
 	}
 	command.Flags().IntVar(&nodes, "nodes", 1, "minimum number of nodes, named node1, node2 …")
 	driverRootFlag(command, &options.driverRoot)
+	command.Flags().StringVar(&options.toolkit, "toolkit", "", "install the driver and NVIDIA's container toolkit below /usr, and configure its runtime in containerd: as the default runtime (default), or as the handler nvidia (class)")
 	command.Flags().BoolVar(&options.policies, "network-policies", false, "enforce NetworkPolicies")
 	command.Flags().StringToIntVar(&options.status, "node-status", nil, "seconds between status reports of a node's kubelet, as NODE=SECONDS (default 10, like Kubernetes)")
 	command.RunE = with(true, func(ctx context.Context, c *cluster, _ []string) error {
 		if nodes < 1 || nodes > maxNodes {
 			return fmt.Errorf("--nodes %d: a cluster has 1 to %d nodes", nodes, maxNodes)
+		}
+		if !slices.Contains([]string{"", toolkitDefault, toolkitClass}, options.toolkit) {
+			return fmt.Errorf("--toolkit %q: %s or %s", options.toolkit, toolkitDefault, toolkitClass)
 		}
 		for name, seconds := range options.status {
 			if seconds < 1 || seconds > maxStatusSeconds {

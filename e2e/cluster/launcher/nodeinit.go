@@ -24,6 +24,8 @@ type nodeInitSpec struct {
 	Containerd string
 	CNI        string
 	DriverRoot string
+	// A directory whose files the node has below /usr, in addition to the machine's. Or "".
+	UsrAdditions string
 }
 
 // readyDescriptor is the file descriptor to which nodeInit writes when the node is ready.
@@ -150,6 +152,12 @@ func makeRoot(spec nodeInitSpec, cgroups []hierarchy) error {
 	}
 	for _, bind := range binds {
 		if err := bindReadOnly(bind[0], at(bind[1])); err != nil {
+			return err
+		}
+	}
+	if spec.UsrAdditions != "" {
+		// Without an upper directory, an overlay is read-only.
+		if err := mount("overlay", at("usr"), "overlay", 0, "lowerdir="+spec.UsrAdditions+":/usr"); err != nil {
 			return err
 		}
 	}

@@ -1,4 +1,4 @@
-//! Writes the files that the MPS host, container runtimes and the next agent read.
+//! Writes the files that the MPS host and the next agent read.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,8 +7,6 @@ use anyhow::Context;
 use cleave_gpu::mps::wire::Desired;
 use tokio::sync::watch;
 
-use crate::args::{AgentArgs, DeviceListStrategy};
-use crate::cdi;
 use crate::checkpoint::{Checkpoint, CheckpointStore};
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
@@ -21,6 +19,7 @@ const WRITE_RETRY_DELAY: Duration = Duration::from_secs(1);
 pub(super) struct FileContents {
     pub(super) desired: Desired,
     pub(super) checkpoint: Checkpoint,
+    /// Paths of device nodes by device, for the CDI specification.
     pub(super) nodes: BTreeMap<String, Vec<String>>,
     /// Whether to remove the directories of allocations that no longer exist. False until the
     /// allocations are known.
@@ -32,20 +31,18 @@ pub(super) struct FileContents {
 struct WrittenContents {
     checkpoint: Option<Arc<FileContents>>,
     desired: Option<Arc<FileContents>>,
-    nodes: Option<Arc<FileContents>>,
 }
 
 impl Default for WrittenContents {
     fn default() -> Self {
         let none = Some(Arc::<FileContents>::default());
-        Self { checkpoint: none.clone(), desired: none.clone(), nodes: none }
+        Self { checkpoint: none.clone(), desired: none }
     }
 }
 
 /// Writes the files on a separate thread, because a disk may be slow. Retries failed
 /// writes.
 pub(super) async fn write_files(
-    args: Arc<AgentArgs>,
     store: CheckpointStore,
     link: HostLink,
     mut wanted: watch::Receiver<Arc<FileContents>>,
@@ -54,9 +51,9 @@ pub(super) async fn write_files(
     let mut written = WrittenContents::default();
     loop {
         let next = Arc::clone(&wanted.borrow_and_update());
-        let (args, store, link) = (Arc::clone(&args), store.clone(), link.clone());
+        let (store, link) = (store.clone(), link.clone());
         let writer = tokio::task::spawn_blocking(move || {
-            let result = write_once(&args, &store, &link, &mut written, &next);
+            let result = write_once(&store, &link, &mut written, &next);
             (written, result)
         });
         let result;
@@ -74,7 +71,6 @@ pub(super) async fn write_files(
 }
 
 fn write_once(
-    args: &AgentArgs,
     store: &CheckpointStore,
     link: &HostLink,
     written: &mut WrittenContents,
@@ -90,10 +86,6 @@ fn write_once(
     saved?;
     if next.sweep {
         link.remove_allocation_directories_except(|id| next.desired.allocations.contains_key(id));
-    }
-    if args.device_list_strategy == DeviceListStrategy::Cdi {
-        let are_written = |before: &FileContents| next.nodes == before.nodes;
-        write_if_changed(&mut written.nodes, next, are_written, || cdi::write_cdi_specification(args, &next.nodes))?;
     }
     Ok(())
 }
@@ -117,13 +109,11 @@ mod tests {
     use cleave_gpu::mps::wire::{DaemonSettings, Paths};
 
     use super::*;
-    use crate::args::tests::parse_args;
 
     #[test]
     fn the_checkpoint_is_written_first_and_a_full_disk_keeps_no_door_closed() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        let args = parse_args(&[]).unwrap();
         let next = Arc::new(FileContents {
             desired: Desired { version: cleave_gpu::mps::wire::FILE_FORMAT_VERSION, ..Desired::default() },
             checkpoint: Checkpoint { generation: 1, ..Checkpoint::default() },
@@ -133,7 +123,7 @@ mod tests {
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
             let (store, link) = (CheckpointStore::new(&path(state)), HostLink::new(Paths::new(path(run))));
-            let done = write_once(&args, &store, &link, &mut WrittenContents::default(), &next);
+            let done = write_once(&store, &link, &mut WrittenContents::default(), &next);
             (done.is_ok(), path(state).join("agent.json").exists(), link.last_desired().is_some())
         };
         assert_eq!(write("state", "broken"), (false, true, false));
@@ -145,7 +135,6 @@ mod tests {
     fn after_a_partly_failed_write_each_file_gets_the_next_content() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        let args = parse_args(&[]).unwrap();
         let settings = DaemonSettings {
             multi_user: false,
             exclusive: false,
@@ -165,15 +154,15 @@ mod tests {
         let (store, link) = (CheckpointStore::new(&path("state")), HostLink::new(Paths::new(path("run"))));
         let mut written = WrittenContents::default();
         let first = contents(1);
-        write_once(&args, &store, &link, &mut written, &first).unwrap();
+        write_once(&store, &link, &mut written, &first).unwrap();
         // A file with the name of the directory makes writes to the directory fail.
         std::fs::rename(path("state"), path("moved")).unwrap();
         std::fs::write(path("state"), "").unwrap();
-        write_once(&args, &store, &link, &mut written, &contents(2)).unwrap_err();
+        write_once(&store, &link, &mut written, &contents(2)).unwrap_err();
         assert_eq!(link.last_desired(), Some(contents(2).desired.clone()));
         std::fs::remove_file(path("state")).unwrap();
         std::fs::rename(path("moved"), path("state")).unwrap();
-        write_once(&args, &store, &link, &mut written, &first).unwrap();
+        write_once(&store, &link, &mut written, &first).unwrap();
         assert_eq!(link.last_desired(), Some(first.desired.clone()), "the earlier content is wanted again");
     }
 }

@@ -12,6 +12,7 @@ mod mps;
 mod offline;
 mod pods;
 mod shutdown;
+mod specification;
 mod tenant_processes;
 mod tenants;
 mod termination;
@@ -39,7 +40,7 @@ use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
 use crate::allocation::usage::Allocations;
 use crate::allocator::Allocator;
-use crate::args::{AgentArgs, MigMode};
+use crate::args::{AgentArgs, DeviceListStrategy, MigMode};
 use crate::checkpoint::{CheckpointStore, StateLock};
 use crate::container_edits::ContainerSettings;
 use crate::metrics::Metrics;
@@ -58,7 +59,11 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(300);
 ///
 /// # Errors
 /// Returns an error if a path is not usable, or if a task that should run forever has ended.
+// long: creates each channel, and starts each task with its channels
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
+    if !args.run_on_host.is_empty() {
+        return Err(crate::toolkit::run_on_host(&args.host_root, &args.run_on_host)).context("failed to run a program");
+    }
     // Ignore errors: the caller may have installed a provider. The first one remains installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     cleave_serve::descriptors::raise_limit();
@@ -87,7 +92,11 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (snapshot, snapshots) = watch::channel(Arc::new(TenantSnapshot::default()));
     let (pod_events, pod_events_to_publish) = mpsc::channel(64);
     let library = Library::find(nvml_search(&args));
+    // Before any task can open NVML.
+    let closed_library = node.closes_nvml().then(|| library.close());
     let main = MainLoop {
+        nvml_was_closed: closed_library.is_some(),
+        closed_library,
         node,
         pods: pods.clone(),
         plugins: PluginServer::start(&PluginServerConfig::new(
@@ -124,7 +133,10 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     tasks.spawn(tenants::watch_tenants(process_sources, tenant_handles, snapshots, pod_events, inputs.clone()));
     tasks.spawn(kubelet::list_allocations(Arc::clone(&args), inputs.clone(), listings, metrics.clone()));
     tasks.spawn(kubelet::watch_restarts(plugin_states.clone(), inputs.clone(), stopping));
-    tasks.spawn(files::write_files(Arc::clone(&args), store, link, to_write, metrics.clone()));
+    if args.device_list_strategy == DeviceListStrategy::Cdi {
+        tasks.spawn(specification::write_specification(Arc::clone(&args), to_write.clone(), metrics.clone()));
+    }
+    tasks.spawn(files::write_files(store, link, to_write, metrics.clone()));
     tasks.spawn(http::serve_endpoints(args.metrics_addr, metrics.clone(), heartbeats, plugin_states));
     let events = (to_publish, pod_events_to_publish);
     match source {

@@ -42,6 +42,9 @@ pub enum NvmlError {
     /// A call has not returned within this deadline, and still blocks.
     #[error("NVML did not answer for {} s", .0.as_secs())]
     Hung(std::time::Duration),
+    /// This process keeps NVML closed, so that a GPU can be reset or the driver unloaded.
+    #[error("NVML is closed while a GPU is quiesced")]
+    Closed,
     /// Any other error of the library.
     #[error("{call} failed")]
     Call {

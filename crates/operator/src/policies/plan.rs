@@ -272,7 +272,8 @@ fn plan_gpu(
 fn apply_annotations(node: &Node, desired: &mut [GpuSpec]) {
     let (cordons, cleared) = (node.cordons(), node.cleared_faults());
     for spec in desired {
-        spec.cordoned = cordons.0.contains_key(&spec.uuid);
+        spec.quiesced = node.is_quiesced(&spec.uuid);
+        spec.cordoned = spec.quiesced || cordons.0.contains_key(&spec.uuid);
         spec.cleared = cleared.0.get(&spec.uuid).cloned();
     }
 }

@@ -306,6 +306,7 @@ struct NodeBuilder<'a> {
 }
 
 impl NodeBuilder<'_> {
+    // long: one GPU after the other, with each reason why the planner leaves it out
     fn add(&self, gpus: &[GpuStatus], pods: &[&Claimant], input: &mut PlannerInput) {
         let demand = self.plan.demand.get(self.name);
         let deadline = apply_deadline(self.plan, self.name);
@@ -343,6 +344,8 @@ impl NodeBuilder<'_> {
                 let why = if reason.is_empty() { String::new() } else { format!(": {reason}") };
                 planned.exclusion = Some(format!("cordoned{why}"));
             }
+            let quiesced = self.node.is_quiesced(&gpu.uuid);
+            planned.exclusion = if quiesced { Some("quiesced".into()) } else { planned.exclusion };
             if by_demand.is_some() {
                 let failure = self.history.failures.get(&at);
                 if let Some(reason) = &planned.exclusion {

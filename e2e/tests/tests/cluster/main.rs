@@ -25,6 +25,7 @@ mod restarts;
 mod shares;
 mod stranded;
 mod tenants;
+mod toolkit;
 mod upgrades;
 mod whole_gpus;
 mod zones;

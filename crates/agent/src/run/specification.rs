@@ -1,0 +1,90 @@
+//! Writes the CDI specification, which container runtimes read.
+//!
+//! A separate task, because NVIDIA's container toolkit may take long or hang, and must not delay
+//! the files of the MPS host.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use tokio::sync::watch;
+
+use super::files::FileContents;
+use crate::args::AgentArgs;
+use crate::cdi::{self, DriverEdits};
+use crate::metrics::Metrics;
+use crate::toolkit;
+
+/// Delay between attempts to write.
+const WRITE_RETRY_DELAY: Duration = Duration::from_secs(2);
+
+/// Writes the specification whenever the device nodes change. Retries failed writes.
+pub(super) async fn write_specification(
+    args: Arc<AgentArgs>,
+    mut wanted: watch::Receiver<Arc<FileContents>>,
+    metrics: Metrics,
+) -> anyhow::Result<()> {
+    let mut written = BTreeMap::new();
+    let mut driver = directory_edits(&args);
+    let mut reported = None;
+    loop {
+        let next = Arc::clone(&wanted.borrow_and_update());
+        if next.nodes != written {
+            match write_once(&args, &next, &mut driver).await {
+                Ok(()) => {
+                    written.clone_from(&next.nodes);
+                    reported = None;
+                }
+                Err(error) => {
+                    metrics.count_error("cdi");
+                    // Do not repeat the same line every two seconds on a node without a toolkit.
+                    let message = format!("{error:#}");
+                    if reported.as_ref() != Some(&message) {
+                        tracing::error!(error = message, "failed to write the CDI specification; retrying");
+                        reported = Some(message);
+                    }
+                    tokio::time::sleep(WRITE_RETRY_DELAY).await;
+                    continue;
+                }
+            }
+        }
+        if wanted.changed().await.is_err() {
+            return Ok(());
+        }
+    }
+}
+
+/// Returns the edits for a driver in a directory of the host.
+fn directory_edits(args: &AgentArgs) -> Option<DriverEdits> {
+    let host = args.driver_root.as_deref()?;
+    Some(DriverEdits::directory(host, &args.container_driver_root))
+}
+
+/// Writes the specification. Without a driver directory, the toolkit says which files belong to the
+/// driver. Containers with a new device need not wait for the toolkit if it answered before.
+async fn write_once(
+    args: &Arc<AgentArgs>,
+    next: &Arc<FileContents>,
+    driver: &mut Option<DriverEdits>,
+) -> anyhow::Result<()> {
+    if let Some(known) = driver {
+        write(args, next, known.clone()).await?;
+    }
+    if args.driver_root.is_some() {
+        return Ok(());
+    }
+    let found = toolkit::driver_edits(args).await?;
+    if driver.as_ref() != Some(&found) {
+        tracing::info!("NVIDIA's container toolkit listed the driver's files");
+        write(args, next, found.clone()).await?;
+        *driver = Some(found);
+    }
+    Ok(())
+}
+
+async fn write(args: &Arc<AgentArgs>, next: &Arc<FileContents>, driver: DriverEdits) -> anyhow::Result<()> {
+    let (args, next) = (Arc::clone(args), Arc::clone(next));
+    let writer = move || cdi::write_cdi_specification(&args, &next.nodes, &driver);
+    tokio::task::spawn_blocking(writer).await.context("the writer failed")??;
+    Ok(())
+}
