@@ -43,6 +43,9 @@ pub struct Checkpoint {
     /// lists it.
     #[serde(default, rename = "cut")]
     pub mig_partitioned: BTreeSet<String>,
+    /// Layouts that GPUs had before a change of MIG mode in progress, by UUID.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub replaced: BTreeMap<String, Layout>,
     /// Recorded faults of GPUs in this boot, by UUID.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub health: BTreeMap<String, HealthRecord>,
@@ -257,6 +260,7 @@ mod tests {
             allocations: vec![Arc::new(allocation(&["GPU-a::0"]))],
             boot_id: "boot".into(),
             mig_partitioned: BTreeSet::from(["GPU-b".to_owned()]),
+            replaced: BTreeMap::new(),
             health: BTreeMap::from([(
                 "GPU-a".into(),
                 HealthRecord { uncorrected: Some(1), ..HealthRecord::default() },

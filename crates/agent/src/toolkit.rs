@@ -25,8 +25,8 @@ const GENERATOR: &str = "nvidia-ctk";
 const HOOK: &str = "nvidia-cdi-hook";
 /// `PATH` of the generator.
 const HOST_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// `TMPDIR` of the generator, which writes its output to a temporary file first. The agent's view of
-/// the host's root is read-only, but this directory is a mount of its own.
+/// `TMPDIR` of the generator, which writes its output to a temporary file first. The agent's view
+/// of the host's root is read-only, but this directory is a mount of its own.
 const HOST_TEMPORARY: &str = "/dev/shm";
 /// Maximum time that the generator may take. It calls NVML, which hangs if a GPU hangs.
 const GENERATOR_TIMEOUT: Duration = Duration::from_secs(60);

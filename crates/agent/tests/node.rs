@@ -5,6 +5,7 @@ mod faults;
 mod health;
 mod machine;
 mod mig;
+mod quiesce;
 mod tenants;
 mod termination;
 

@@ -92,6 +92,10 @@ pub struct GpuSpec {
     /// Slices in use are not affected.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cordoned: bool,
+    /// The GPU will be reset, or its driver reloaded. When no pod uses the GPU, the agent ends its
+    /// MPS daemons and closes NVML. `status.gpus[].quiesce` reports when that is done.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub quiesced: bool,
     /// Time up to which an administrator cleared the GPU's recorded faults. The time is compared
     /// with `status.gpus[].health.last`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -387,6 +391,21 @@ pub struct GpuStatus {
     /// MPS daemons of the GPU or of its MIG instances.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mps: Vec<MpsStatus>,
+    /// Progress of a quiesce, if the spec requests one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quiesce: Option<QuiesceStatus>,
+}
+
+/// Progress of the quiesce of one GPU.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct QuiesceStatus {
+    /// Whether no process of Cleave on the node uses the GPU. The GPU can then be reset, and if all
+    /// GPUs of the node are quiesced, the driver can be unloaded.
+    pub quiesced: bool,
+    /// What the quiesce waits for, or what it has ended.
+    #[serde(default)]
+    pub message: String,
 }
 
 /// MIG state of one GPU.

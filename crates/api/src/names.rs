@@ -52,6 +52,14 @@ pub const CONDITION_GPUS_HEALTHY: &str = "GpusHealthy";
 pub const CONDITION_LIMITS_ENFORCED: &str = "LimitsEnforced";
 /// Annotation of a `GpuNode` with its cordoned GPUs; see [`crate::cordon::Cordons`].
 pub const CORDON_ANNOTATION: &str = "cleave.dev/cordon";
+/// Annotation of a `GpuNode` with GPUs to quiesce for a reset or a change of the driver, in the
+/// format of [`crate::cordon::Cordons`].
+pub const QUIESCE_ANNOTATION: &str = "cleave.dev/quiesce";
+/// Prefix of the node labels with which NVIDIA's GPU Operator starts and pauses programs that use
+/// GPUs.
+pub const GPU_DEPLOY_LABEL_PREFIX: &str = "nvidia.com/gpu.deploy.";
+/// Value of such a label while the GPU Operator's driver manager replaces the driver of the node.
+pub const PAUSED_FOR_DRIVER_UPGRADE: &str = "paused-for-driver-upgrade";
 /// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared; see
 /// [`crate::cordon::ClearedFaults`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";

@@ -97,6 +97,12 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
         "The kubelet requested shares of two GPUs. The agent refused the request.",
         "Recreate the pod.",
     ),
+    reason(
+        "GpuQuiesced",
+        "No process of Cleave uses the GPU. While a GPU is quiesced, the node's other GPUs are not monitored.",
+        "Reset the GPU or change the driver, then run `cleave uncordon`.",
+    ),
+    reason("GpuResumed", "A quiesced GPU is in service again.", ""),
     reason("MigChanged", "MIG instances were created or destroyed.", ""),
     reason(
         "MigFailed",

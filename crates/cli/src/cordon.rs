@@ -7,14 +7,14 @@ use anyhow::{Context as _, Result, bail};
 use cleave_api::GpuNode;
 use cleave_api::cordon::{ClearedFaults, check_reason};
 use cleave_api::gpunode::{GpuStatus, Health};
-use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION};
+use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION, QUIESCE_ANNOTATION};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::{Patch, PatchParams};
 use kube::core::DeserializeGuard;
 use kube::{Api, Client};
 use serde_json::json;
 
-use crate::gpu::{GpuArgs, NodeGpu, annotation, cordons, find_gpu, read_gpu_node, reported_gpus};
+use crate::gpu::{GpuArgs, NodeGpu, annotation, cordons, find_gpu, quiesces, read_gpu_node, reported_gpus};
 
 /// Maximum number of attempts to write an object that others change at the same time.
 const MAX_WRITE_ATTEMPTS: u32 = 5;
@@ -76,6 +76,20 @@ pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<Node
     Ok(target)
 }
 
+/// Requests the quiesce of a GPU.
+pub(crate) async fn quiesce(client: &Client, gpu: &GpuArgs) -> Result<NodeGpu> {
+    Ok(update_annotations(client, gpu, annotations_with_quiesce).await?.0)
+}
+
+/// Returns the annotations that quiesce a GPU.
+fn annotations_with_quiesce(object: &GpuNode, uuid: &str) -> Annotations {
+    let mut quiesces = quiesces(object);
+    match quiesces.0.insert(uuid.to_owned(), String::new()) {
+        Some(_) => Annotations::new(),
+        None => vec![(QUIESCE_ANNOTATION, Some(quiesces.to_string()))],
+    }
+}
+
 /// Writes the annotations that `wanted` computes from the current object. Returns whether a write
 /// was necessary.
 async fn update_annotations(
@@ -117,13 +131,17 @@ fn annotations_with_cordon(object: &GpuNode, uuid: &str, reason: &str) -> Annota
     vec![(CORDON_ANNOTATION, Some(cordons.to_string()))]
 }
 
-/// Returns the annotations that uncordon a GPU and clear the faults recorded so far.
+/// Returns the annotations that uncordon a GPU, end its quiesce and clear its recorded faults.
 fn annotations_without_cordon(object: &GpuNode, uuid: &str) -> Annotations {
     let mut annotations = Annotations::new();
     let value = |text: String| (!text.is_empty()).then_some(text);
     let mut cordons = cordons(object);
     if cordons.0.remove(uuid).is_some() {
         annotations.push((CORDON_ANNOTATION, value(cordons.to_string())));
+    }
+    let mut quiesces = quiesces(object);
+    if quiesces.0.remove(uuid).is_some() {
+        annotations.push((QUIESCE_ANNOTATION, value(quiesces.to_string())));
     }
     let mut cleared = ClearedFaults::read(annotation(object, CLEARED_ANNOTATION));
     let gpus = reported_gpus(object);
@@ -179,6 +197,16 @@ mod tests {
             }
         }
         object
+    }
+
+    #[test]
+    fn uncordon_ends_the_quiesce_of_this_gpu_alone() {
+        let first = with_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
+        assert!(annotations_with_quiesce(&first, "GPU-a").is_empty());
+        let both = with_annotations(&annotations_with_quiesce(&first, "GPU-b"), first);
+        assert_eq!(annotation(&both, QUIESCE_ANNOTATION).unwrap(), "GPU-a,GPU-b");
+        let resumed = with_annotations(&annotations_without_cordon(&both, "GPU-a"), both);
+        assert_eq!(annotation(&resumed, QUIESCE_ANNOTATION).unwrap(), "GPU-b");
     }
 
     #[test]

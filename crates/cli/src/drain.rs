@@ -11,7 +11,7 @@ use kube::core::PartialObjectMeta;
 use kube::{Api, Client, ResourceExt as _};
 use tokio::time::Instant;
 
-use crate::cordon::cordon;
+use crate::cordon::{cordon, quiesce};
 use crate::gpu::{GpuArgs, NodeGpu, read_gpu_node, reported_gpus};
 
 /// Interval of reads of the `GpuNode`.
@@ -27,7 +27,8 @@ const TIMEOUT_EXIT_STATUS: u8 = 3;
 pub(crate) const HELP_EXAMPLES: &str = "\
 Examples:
   cleave drain gpu-17 3
-  cleave drain gpu-17 3 --force --grace 30 --timeout 0";
+  cleave drain gpu-17 3 --force --grace 30 --timeout 0
+  cleave drain gpu-17 3 --quiesce      then nvidia-smi --gpu-reset, then cleave uncordon";
 
 /// Options of `cleave drain`.
 #[derive(Debug, Clone, clap::Args)]
@@ -47,12 +48,16 @@ pub struct DrainArgs {
     /// Also evict pods that no controller recreates.
     #[arg(long)]
     pub force: bool,
+    /// Then end the GPU's MPS daemons and close NVML, so that the GPU can be reset or the driver
+    /// unloaded. `cleave uncordon` ends this.
+    #[arg(long)]
+    pub quiesce: bool,
 }
 
 /// The result of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrainOutcome {
-    /// No pod uses the GPU.
+    /// No pod uses the GPU. With `--quiesce`, no process of Cleave does either.
     Free,
     /// Pods still use the GPU.
     TimedOut,
@@ -88,7 +93,11 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
         let usage = gpu_usage(&object, &target.uuid).unwrap_or_default();
         if usage == GpuUsage::default() {
             println!("{target} is free");
-            return Ok(DrainOutcome::Free);
+            return if args.quiesce {
+                wait_until_quiesced(client, args, started).await
+            } else {
+                Ok(DrainOutcome::Free)
+            };
         }
         evict_due_pods(client, evictor, args, &target, &usage, &mut evictions).await?;
         if printed != usage {
@@ -97,6 +106,29 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
         }
         if args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout) {
             eprintln!("cleave: {target} is not free after {} s and stays cordoned", args.timeout);
+            return Ok(DrainOutcome::TimedOut);
+        }
+        tokio::time::sleep(GPU_POLL_INTERVAL).await;
+    }
+}
+
+/// Requests the quiesce of a free GPU, and waits until its agent reports the end.
+async fn wait_until_quiesced(client: &Client, args: &DrainArgs, started: Instant) -> Result<DrainOutcome> {
+    let target = quiesce(client, &args.gpu).await?;
+    let mut printed = String::new();
+    loop {
+        let object = read_gpu_node(client, &args.gpu.node).await?;
+        let gpu = reported_gpus(&object).iter().find(|gpu| gpu.uuid == target.uuid);
+        let status = gpu.and_then(|gpu| gpu.quiesce.clone()).unwrap_or_default();
+        if status.message != printed {
+            println!("{target}: {}", status.message);
+            printed = status.message;
+        }
+        if status.quiesced {
+            return Ok(DrainOutcome::Free);
+        }
+        if args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout) {
+            eprintln!("cleave: {target} is not quiesced after {} s and stays cordoned", args.timeout);
             return Ok(DrainOutcome::TimedOut);
         }
         tokio::time::sleep(GPU_POLL_INTERVAL).await;

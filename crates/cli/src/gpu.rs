@@ -3,7 +3,7 @@ use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use cleave_api::GpuNode;
 use cleave_api::cordon::Cordons;
 use cleave_api::gpunode::GpuStatus;
-use cleave_api::names::CORDON_ANNOTATION;
+use cleave_api::names::{CORDON_ANNOTATION, QUIESCE_ANNOTATION};
 use kube::core::DeserializeGuard;
 use kube::{Api, Client};
 
@@ -97,6 +97,11 @@ pub(crate) fn annotation<'a>(object: &'a GpuNode, name: &str) -> Option<&'a Stri
 /// Returns the cordoned GPUs of a node.
 pub(crate) fn cordons(object: &GpuNode) -> Cordons {
     Cordons::read(annotation(object, CORDON_ANNOTATION))
+}
+
+/// Returns the GPUs of a node that are to be quiesced.
+pub(crate) fn quiesces(object: &GpuNode) -> Cordons {
+    Cordons::read(annotation(object, QUIESCE_ANNOTATION))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! | [`status`] | `status` | `GpuNode`s, `SharingPolicy`s | |
 //! | [`explain`] | `explain pod` | what the operator reads | |
 //! | [`plan`] | `plan` | a snapshot, or what the operator reads | |
-//! | [`simulate`] | `simulate` | YAML files | |
+//! | [`simulate`] | `simulate` | YAML files, or a JSON file of quotas | |
 //! | [`cordon`] | `cordon`, `uncordon` | one `GpuNode` | its annotations |
 //! | [`drain`] | `drain` | one `GpuNode`, its pods | its annotations, evictions |
 //! | [`crds`] | `crds` | | files |
@@ -25,6 +25,7 @@ mod gpu;
 mod output;
 pub mod plan;
 pub mod preflight;
+mod quota_file;
 pub mod simulate;
 pub mod status;
 mod table;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, ensure};
 use cleave_operator::dry::{self, DryRun};
 use cleave_operator::policies::plan::Invalid;
-use cleave_plan::snapshot::Slice;
+use cleave_plan::snapshot::SliceGroup;
 use cleave_plan::{GpuPlan, Planned, Policy, Snapshot};
 use serde_json::{Value, json};
 
@@ -166,8 +166,9 @@ fn slices_text(gpu: &GpuPlan) -> String {
     if gpu.slices.is_empty() {
         return "whole".to_owned();
     }
-    let equal = |a: &Slice, b: &Slice| (a.placement, &a.resource, a.in_use) == (b.placement, &b.resource, b.in_use);
-    let describe = |run: &[Slice]| {
+    let equal =
+        |a: &SliceGroup, b: &SliceGroup| (a.placement, &a.resource, a.in_use) == (b.placement, &b.resource, b.in_use);
+    let describe = |run: &[SliceGroup]| {
         let slice = run.first()?;
         let count: u32 = run.iter().map(|slice| slice.count).sum();
         let times = if count == 1 { String::new() } else { format!("{count} × ") };

@@ -17,12 +17,12 @@ use kube::core::DeserializeGuard;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::output::{OutputFormat, print};
+use crate::output::{self, OutputFormat, print};
 use crate::plan::render;
+use crate::quota_file::simulate_quotas;
 
 /// The input format, in the help of `cleave simulate`.
-pub(crate) const INPUT_HELP: &str = "\
-Input:
+pub(crate) const INPUT_HELP: &str = r#"Input:
   The files contain SharingPolicy, Pod, Deployment, ReplicaSet, StatefulSet,
   Job, PriorityClass, Node and GpuNode objects and Lists of them, as printed by
   `kubectl get -o yaml`. Other kinds are ignored. Pods arrive in the order of
@@ -34,16 +34,37 @@ Input:
     gpus:
     - {model: NVIDIA A100-SXM4-40GB, memory: 40Gi, count: 4}
 
+Input of --quotas:
+  One JSON object. Amounts are tenths of a GPU. `-` is the quota of pods without
+  a quota. A GPU of size 0 is unhealthy. Passes run until nothing changes. An
+  evicted pod is replaced at once by a waiting pod. The result lists who left
+  for whom, who runs within a guarantee (in), who borrows (over), and why others
+  wait.
+
+    {"gpus": [10, 10],
+     "quotas": {"a": {"min": 10, "max": 20, "lend": 10, "weight": 1,
+                      "guarantee": "Count", "mode": "Enforce"}},
+     "running": [["a1", "a", 5, 0, 1, 0]],
+     "waiting": [["a2", "a", 5, 0, 2, {"borrow": false}]]}
+
+  A running pod has the columns name, quota, amount, priority, since and GPU; a
+  waiting pod name, quota, amount, priority and created. Optional flags follow:
+  borrow, protected (by a disruption budget), preempts, exempt.
+
 Examples:
   cleave simulate policy.yaml pods.yaml nodes.yaml
-  kubectl get nodes,gpunodes -o yaml | cleave simulate policy.yaml -";
+  cleave simulate --quotas quotas.json
+  kubectl get nodes,gpunodes -o yaml | cleave simulate policy.yaml -"#;
 
 /// Options of `cleave simulate`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct SimulateArgs {
     /// YAML files; `-` reads standard input.
-    #[arg(required = true, value_name = "FILE")]
+    #[arg(required_unless_present = "quotas", value_name = "FILE")]
     files: Vec<PathBuf>,
+    /// Try quotas on the GPUs and pods of a JSON file; `-` reads standard input. Prints JSON.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["files", "output"])]
+    quotas: Option<PathBuf>,
     /// Output format.
     #[arg(short, long, value_enum, default_value_t = OutputFormat::Text)]
     output: OutputFormat,
@@ -51,6 +72,11 @@ pub struct SimulateArgs {
 
 /// Runs `cleave simulate`.
 pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
+    if let Some(path) = &args.quotas {
+        let name = path.display();
+        let text = read_input(path).with_context(|| format!("failed to read {name}"))?;
+        return print(&output::to_json(&simulate_quotas(&text).with_context(|| name.to_string())?)?);
+    }
     let mut input = SimulationInput::default();
     for path in &args.files {
         let name = path.display();

@@ -57,7 +57,7 @@ fn gpu_args() -> GpuArgs {
 }
 
 fn drain_args(force: bool, timeout: u64) -> DrainArgs {
-    DrainArgs { gpu: gpu_args(), reason: "fan".into(), grace: Some(5), timeout, force }
+    DrainArgs { gpu: gpu_args(), reason: "fan".into(), grace: Some(5), timeout, force, quiesce: false }
 }
 
 fn pod(controlled: bool) -> Value {

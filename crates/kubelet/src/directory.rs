@@ -1,5 +1,5 @@
-//! The kubelet's device plugin directory: our sockets in it, the identity of `kubelet.sock`, the
-//! lock of the serving process, and notification of changes.
+//! The kubelet's device plugin directory: Cleave's sockets in it, the identity of `kubelet.sock`,
+//! the lock of the serving process, and notification of changes.
 
 use std::fs::File;
 use std::hash::{BuildHasher, DefaultHasher, Hasher, RandomState};
@@ -21,7 +21,7 @@ pub const DEVICE_PLUGIN_DIRECTORY: &str = "/var/lib/kubelet/device-plugins";
 /// Name of the kubelet's socket in the directory.
 pub(crate) const KUBELET_SOCKET: &str = "kubelet.sock";
 
-/// Prefix of our sockets. Files without it belong to other programs.
+/// Prefix of Cleave's sockets. Files without it belong to other programs.
 const SOCKET_PREFIX: &str = "cleave-";
 const SOCKET_SUFFIX: &str = ".sock";
 
@@ -127,7 +127,7 @@ impl Directory {
         };
         for entry in entries.flatten() {
             let is_socket = entry.file_type().is_ok_and(|kind| kind.is_socket());
-            if !is_socket || !entry.file_name().to_str().is_some_and(is_our_socket_name) {
+            if !is_socket || !entry.file_name().to_str().is_some_and(is_cleave_socket_name) {
                 continue;
             }
             let path = entry.path();
@@ -195,7 +195,7 @@ pub(crate) fn socket_name(resource: &ResourceName) -> String {
     format!("{SOCKET_PREFIX}{resource:08x}-{nonce:08x}{SOCKET_SUFFIX}")
 }
 
-fn is_our_socket_name(name: &str) -> bool {
+fn is_cleave_socket_name(name: &str) -> bool {
     let hex = |part: &str| part.len() == 8 && part.bytes().all(|b| b.is_ascii_hexdigit());
     name.strip_prefix(SOCKET_PREFIX)
         .and_then(|rest| rest.strip_suffix(SOCKET_SUFFIX))
@@ -206,7 +206,7 @@ fn is_our_socket_name(name: &str) -> bool {
 /// A change of the directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DirectoryChange {
-    /// The kubelet's socket or one of our sockets was created or removed.
+    /// The kubelet's socket or one of Cleave's sockets was created or removed.
     Sockets,
     /// The directory was removed, moved or unmounted.
     Gone,
@@ -264,10 +264,10 @@ impl DirectoryWatch {
                     }
                     // The kubelet writes its checkpoint into this directory for each pod. Such
                     // changes are not relevant here.
-                    let ours = |name: &std::ffi::OsStr| {
-                        name == KUBELET_SOCKET || name.to_str().is_some_and(is_our_socket_name)
+                    let is_watched = |name: &std::ffi::OsStr| {
+                        name == KUBELET_SOCKET || name.to_str().is_some_and(is_cleave_socket_name)
                     };
-                    if event.name.as_deref().is_some_and(ours) {
+                    if event.name.as_deref().is_some_and(is_watched) {
                         return DirectoryChange::Sockets;
                     }
                 }
@@ -322,19 +322,19 @@ mod tests {
     }
 
     #[test]
-    fn socket_names_have_our_prefix_are_unique_and_have_one_length() {
+    fn socket_names_have_cleaves_prefix_are_unique_and_have_one_length() {
         let long = format!("{}.example.com/{}", "a".repeat(63), "b".repeat(63));
         let resource = ResourceName::parse(&long).expect("a name");
         let (first, second) = (socket_name(&resource), socket_name(&resource));
         assert_ne!(first, second);
         for name in [&first, &second, &socket_name(&ResourceName::parse("a/b").expect("a name"))] {
-            assert!(is_our_socket_name(name), "{name}");
+            assert!(is_cleave_socket_name(name), "{name}");
             assert_eq!(name.len(), first.len());
         }
     }
 
     #[test]
-    fn foreign_files_are_not_ours() {
+    fn foreign_files_are_not_cleave_sockets() {
         for name in [
             "kubelet.sock",
             "nvidia-gpu.sock",
@@ -342,7 +342,7 @@ mod tests {
             "cleave-0123456-01234567.sock",
             "cleave-01234567-0123456g.sock",
         ] {
-            assert!(!is_our_socket_name(name), "{name}");
+            assert!(!is_cleave_socket_name(name), "{name}");
         }
     }
 

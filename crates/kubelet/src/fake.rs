@@ -125,7 +125,7 @@ struct InjectedFaults {
     refuse: usize,
     hang: bool,
     no_stream: usize,
-    slow_disconnect: Duration,
+    disconnect_delay: Duration,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -137,7 +137,7 @@ impl FakeKubelet {
     ///
     /// # Errors
     /// Returns an error if the directory cannot be cleaned or the socket cannot be bound.
-    pub fn start(directory: &Path) -> io::Result<Self> {
+    pub fn start_in(directory: &Path) -> io::Result<Self> {
         let shared = Arc::new(SharedState {
             directory: directory.to_owned(),
             seen: watch::Sender::new(FakeKubeletState::default()),
@@ -145,7 +145,7 @@ impl FakeKubelet {
             clients: Mutex::default(),
         });
         let mut kubelet = Self { directory: directory.to_owned(), shared, running: None };
-        kubelet.run()?;
+        kubelet.start()?;
         Ok(kubelet)
     }
 
@@ -154,7 +154,7 @@ impl FakeKubelet {
     ///
     /// # Errors
     /// Returns an error if the directory cannot be cleaned or the socket cannot be bound.
-    pub fn run(&mut self) -> io::Result<Instant> {
+    pub fn start(&mut self) -> io::Result<Instant> {
         self.clean_directory()?;
         let bound = bind_socket(&self.directory.join(KUBELET_SOCKET))?;
         let at = Instant::now();
@@ -162,15 +162,15 @@ impl FakeKubelet {
         Ok(at)
     }
 
-    /// Starts the kubelet like [`run`](Self::run), but waits between binding `kubelet.sock` and
+    /// Starts the kubelet like [`start`](Self::start), but waits between binding `kubelet.sock` and
     /// listening, as on a slow machine.
     ///
     /// # Errors
-    /// Returns the errors of [`run`](Self::run).
-    pub async fn run_slowly(&mut self, gap: Duration) -> io::Result<()> {
+    /// Returns the errors of [`start`](Self::start).
+    pub async fn start_with_listen_delay(&mut self, delay: Duration) -> io::Result<()> {
         self.clean_directory()?;
         let bound = bind_socket(&self.directory.join(KUBELET_SOCKET))?;
-        tokio::time::sleep(gap).await;
+        tokio::time::sleep(delay).await;
         self.listen(bound)
     }
 
@@ -193,10 +193,10 @@ impl FakeKubelet {
     /// Stops and starts the kubelet. Returns the time at which its socket was created.
     ///
     /// # Errors
-    /// Returns the errors of [`run`](Self::run).
+    /// Returns the errors of [`start`](Self::start).
     pub fn restart(&mut self) -> io::Result<Instant> {
         self.stop();
-        self.run()
+        self.start()
     }
 
     /// Removes every socket in the directory, as the kubelet's `CleanupPluginDirectory` does. A
@@ -272,8 +272,8 @@ impl FakeKubelet {
 
     /// Delays the disconnection of a client after its stream ended, which widens the kubelet's
     /// race.
-    pub fn disconnect_slowly(&self, delay: Duration) {
-        lock(&self.shared.faults).slow_disconnect = delay;
+    pub fn delay_disconnections(&self, delay: Duration) {
+        lock(&self.shared.faults).disconnect_delay = delay;
     }
 
     /// Ends a resource's stream while the kubelet continues.
@@ -451,7 +451,7 @@ impl SharedState {
                 });
             }
         }
-        let delay = lock(&self.faults).slow_disconnect;
+        let delay = lock(&self.faults).disconnect_delay;
         tokio::time::sleep(delay).await;
         // Like the kubelet up to 1.36, this identifies the client by the name alone. The fake also
         // uses the kubelet's order: the client disconnects, and then the endpoint stops.

@@ -577,7 +577,7 @@ impl Plugin {
         self.directory_changes.mark_unchanged();
         while self.directory.kubelet_socket_id() == Some(kubelet) && !self.is_stopping() {
             // The socket of a killed kubelet remains until the next kubelet removes it. That
-            // kubelet removes our socket first.
+            // kubelet removes Cleave's socket first.
             tokio::select! {
                 () = wait_until_stopped(&mut self.run) => return,
                 () = tokio::time::sleep_until(settled) => return,
@@ -589,7 +589,7 @@ impl Plugin {
     /// Registers a session and supervises it until it ends.
     async fn run_session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
         if let Err(error) = call_own_socket(session.path()).await {
-            self.record_failure("our own device plugin socket does not answer", &error);
+            self.record_failure("Cleave's device plugin socket does not answer", &error);
             self.wait_or_stop(self.timings.register.cap).await;
             return SessionEnd::Restart;
         }
@@ -703,11 +703,11 @@ impl Plugin {
                 RegistrationStep::CheckAgain(after) => check_again = Some(after),
                 RegistrationStep::Rebind => match session.rebind() {
                     Ok(()) => {
-                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "recreated our device plugin socket, which was deleted");
+                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "recreated Cleave's device plugin socket, which was deleted");
                         self.publish(|state| state.error = None);
                     }
                     Err(error) => {
-                        self.record_failure("failed to recreate our device plugin socket, which was deleted", &error);
+                        self.record_failure("failed to recreate Cleave's device plugin socket", &error);
                         check_again = Some(self.timings.register.cap);
                     }
                 },
@@ -715,7 +715,7 @@ impl Plugin {
                     if cause == RegistrationCause::NoStream {
                         *streamless = streamless.saturating_add(1);
                         self.publish(|state| state.streamless += 1);
-                        tracing::warn!(resource = %self.name, "the kubelet does not watch our devices; registering again");
+                        tracing::warn!(resource = %self.name, "the kubelet does not watch Cleave's devices; registering again");
                     } else {
                         tracing::info!(resource = %self.name, ?cause, "registering again");
                     }

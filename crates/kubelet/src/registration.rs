@@ -12,7 +12,7 @@ use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use crate::proto::v1beta1::registration_client::RegistrationClient;
 use crate::resource::{PluginOptions, ResourceName};
 
-/// Deadline for the answer from our own socket. The kubelet's own deadline for a plugin is 10 s.
+/// Deadline for the answer from Cleave's own socket. The kubelet's deadline for a plugin is 10 s.
 const OWN_SOCKET_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Creates an endpoint for a unix socket. Returns `None` if the path is not valid.
@@ -36,12 +36,12 @@ pub(crate) enum RegisterError {
     #[error("the kubelet did not answer within {} s", .0.as_secs_f64())]
     Deadline(Duration),
     /// The path is not valid for a socket.
-    #[error("the path {0:?} of our device plugin socket cannot be used as a socket address")]
+    #[error("the path {0:?} of Cleave's device plugin socket cannot be used as a socket address")]
     Path(std::path::PathBuf),
 }
 
-/// Requests a registration. The kubelet connects to our socket and reads the options before it
-/// answers.
+/// Requests a registration. The kubelet connects to Cleave's socket and reads the options
+/// before it answers.
 pub(crate) async fn register(
     directory: &Directory,
     socket: &Path,
@@ -68,16 +68,16 @@ pub(crate) async fn register(
     tokio::time::timeout(deadline, call).await.map_err(|_| RegisterError::Deadline(deadline))?.map(drop)
 }
 
-/// Why our own socket does not answer.
+/// Why Cleave's device plugin socket does not answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum OwnSocketError {
-    #[error("failed to connect to our own device plugin socket")]
+    #[error("failed to connect to Cleave's device plugin socket")]
     Connect(#[source] tonic::transport::Error),
-    #[error("our own device plugin socket does not answer: {}", .0.message())]
+    #[error("Cleave's device plugin socket does not answer: {}", .0.message())]
     Call(#[source] Box<tonic::Status>),
-    #[error("our own device plugin socket did not answer within {} s", .0.as_secs_f64())]
+    #[error("Cleave's device plugin socket did not answer within {} s", .0.as_secs_f64())]
     Deadline(Duration),
-    #[error("the path of our own device plugin socket cannot be used as a socket address")]
+    #[error("the path of Cleave's device plugin socket cannot be used as a socket address")]
     Path,
 }
 
@@ -103,7 +103,7 @@ pub(crate) struct PluginObservation {
     pub(crate) registered_with: SocketId,
     /// The current `kubelet.sock`.
     pub(crate) kubelet: Option<SocketId>,
-    /// Whether our own socket still exists at its path.
+    /// Whether Cleave's socket still exists at its path.
     pub(crate) reachable: bool,
     /// Whether the resource's options have changed since the registration.
     pub(crate) options_changed: bool,
@@ -118,7 +118,7 @@ pub(crate) enum RegistrationStep {
     Keep,
     /// Check again after this time, or when something changes.
     CheckAgain(Duration),
-    /// Bind our socket at its path again. The stream is not interrupted.
+    /// Bind Cleave's socket at its path again. The stream is not interrupted.
     Rebind,
     /// End this session and register a new one.
     Register(RegistrationCause),
@@ -129,7 +129,7 @@ pub(crate) enum RegistrationStep {
 pub(crate) enum RegistrationCause {
     /// `kubelet.sock` is not the socket that the plugin was registered with.
     KubeletRestarted,
-    /// Our own socket was deleted and no stream is open.
+    /// Cleave's socket was deleted and no stream is open.
     SocketLost,
     /// The kubelet opened no stream or ended its stream, without restarting.
     NoStream,

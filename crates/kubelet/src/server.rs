@@ -90,7 +90,7 @@ impl Session {
         self.open.clone()
     }
 
-    /// Returns whether our socket still exists at its path.
+    /// Returns whether Cleave's socket still exists at its path.
     pub(crate) fn is_reachable(&self) -> bool {
         SocketId::of(&self.path) == Some(self.socket)
     }

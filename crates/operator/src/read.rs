@@ -14,7 +14,9 @@ use std::sync::Arc;
 
 use cleave_api::cordon::{ClearedFaults, Cordons};
 use cleave_api::gpunode::GpuStatus;
-use cleave_api::names::{CLEARED_ANNOTATION, CORDON_ANNOTATION};
+use cleave_api::names::{
+    CLEARED_ANNOTATION, CORDON_ANNOTATION, GPU_DEPLOY_LABEL_PREFIX, PAUSED_FOR_DRIVER_UPGRADE, QUIESCE_ANNOTATION,
+};
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
 use cleave_plan::Quantity;
 use cleave_plan::constraints::LabelSelector;
@@ -326,6 +328,15 @@ impl Node {
     /// Returns the GPUs that an administrator has cordoned.
     pub fn cordons(&self) -> Cordons {
         Cordons::read(self.annotation(CORDON_ANNOTATION))
+    }
+
+    /// Returns whether a GPU must be quiesced: an administrator requests it, or the GPU Operator is
+    /// about to replace the node's driver.
+    pub fn is_quiesced(&self, uuid: &str) -> bool {
+        let paused = |(name, value): (&String, &String)| {
+            name.starts_with(GPU_DEPLOY_LABEL_PREFIX) && value == PAUSED_FOR_DRIVER_UPGRADE
+        };
+        self.labels.iter().any(paused) || Cordons::read(self.annotation(QUIESCE_ANNOTATION)).0.contains_key(uuid)
     }
 
     /// Returns the GPUs whose recorded faults an administrator has cleared.

@@ -454,6 +454,27 @@ fn failed_and_refused_steps_are_reported_first() {
 }
 
 #[test]
+fn gpus_are_quiesced_by_annotation_and_all_of_a_node_by_the_driver_managers_labels() {
+    let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
+    let states = |world: &TestCluster| -> Vec<(bool, bool)> {
+        plan(&world.observed).nodes["n1"].gpus.iter().map(|spec| (spec.quiesced, spec.cordoned)).collect()
+    };
+    let node = world.observed.nodes.get_mut("n1").unwrap();
+    let Some(DeserializeGuard(Ok(object))) = node.gpu_node.as_mut().map(Arc::make_mut) else { panic!() };
+    object.metadata.annotations = Some(BTreeMap::from([("cleave.dev/quiesce".to_owned(), uuid("n1", 2))]));
+    assert_eq!(states(&world), [(false, false), (false, false), (true, true), (false, false)]);
+
+    let label = |world: &mut TestCluster, value: &str| {
+        let labels = &mut world.observed.nodes.get_mut("n1").unwrap().labels;
+        labels.insert("nvidia.com/gpu.deploy.device-plugin".to_owned(), value.to_owned());
+    };
+    label(&mut world, "paused-for-driver-upgrade");
+    assert_eq!(states(&world), [(true, true); 4]);
+    label(&mut world, "true");
+    assert_eq!(states(&world).iter().filter(|state| state.0).count(), 1, "the annotation alone");
+}
+
+#[test]
 fn annotations_of_administrators_are_copied_to_the_spec() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     let annotate = |world: &mut TestCluster, cordon: &str, cleared: &str| {

@@ -11,7 +11,7 @@ use crate::mig::{Profile, built_in};
 use crate::mps::MAX_CLIENTS;
 use crate::planner::{GpuPlan, Placement, Plan, PlannedSlices};
 use crate::scheduling::{NodeConstraints, PODS_RESOURCE, UNLIMITED_BY_DEFAULT};
-use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
+use crate::snapshot::{Gpu, Node, Pod, SliceGroup, Snapshot};
 
 /// A rule that a plan violates.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -70,7 +70,7 @@ type SliceKey<'a> = (Option<u32>, &'a str, Option<&'a str>);
 type ResourceKey<'a> = (&'a str, &'a str, &'a str);
 
 /// Returns the numbers of equal slices.
-fn count_slices(slices: &[Slice], is_counted: impl Fn(&Slice) -> bool) -> BTreeMap<SliceKey<'_>, u64> {
+fn count_slices(slices: &[SliceGroup], is_counted: impl Fn(&SliceGroup) -> bool) -> BTreeMap<SliceKey<'_>, u64> {
     let mut all = BTreeMap::new();
     for slice in slices.iter().filter(|slice| is_counted(slice) && slice.count > 0) {
         *all.entry((slice.placement, slice.resource.as_str(), slice.profile.as_deref())).or_default() +=
@@ -115,7 +115,7 @@ impl Checker {
     /// Checks the planned slices of a GPU.
     fn check_gpu(&mut self, node: &Node, gpu: &Gpu, plan: &GpuPlan) {
         let at = gpu.uuid.as_str();
-        let everything = |_: &Slice| true;
+        let everything = |_: &SliceGroup| true;
         let changed = count_slices(&gpu.slices, everything) != count_slices(&plan.slices, everything);
         if changed != plan.changed {
             self.report(at, "`changed` does not match the slices");
@@ -163,7 +163,7 @@ impl Checker {
     }
 
     /// Checks the planned MIG instances of a GPU and their positions.
-    fn check_mig(&mut self, at: &str, gpu: &Gpu, profiles: &[Profile], slices: &[&Slice]) {
+    fn check_mig(&mut self, at: &str, gpu: &Gpu, profiles: &[Profile], slices: &[&SliceGroup]) {
         let mut instances: BTreeMap<(u32, String), u64> = BTreeMap::new();
         for slice in slices {
             let Some(place) = slice.placement else {
@@ -209,7 +209,7 @@ impl Checker {
     }
 
     /// Checks that MPS slices fit the GPU's memory, shares and clients.
-    fn check_mps(&mut self, at: &str, gpu: &Gpu, slices: &[&Slice]) {
+    fn check_mps(&mut self, at: &str, gpu: &Gpu, slices: &[&SliceGroup]) {
         let (mut sized, mut shares) = (0_u64, 0_u64);
         for slice in slices {
             let count = u64::from(slice.count);

@@ -20,6 +20,7 @@ pub mod placement;
 mod planner;
 mod policy;
 mod quantity;
+pub mod quota;
 mod report;
 pub mod scheduling;
 mod search;

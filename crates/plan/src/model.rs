@@ -13,7 +13,7 @@ use crate::partition::{
 };
 use crate::policy::Policy;
 use crate::scheduling::{NodeConstraints, PODS_RESOURCE, UNLIMITED_BY_DEFAULT};
-use crate::snapshot::{Gpu, Node, Pod, Slice, Snapshot};
+use crate::snapshot::{Gpu, Node, Pod, SliceGroup, Snapshot};
 use crate::states::{ClassId, DemandId};
 
 /// Maximum number of slices that one pod may request. No node has more slices, and a request for a
@@ -474,7 +474,7 @@ impl<'b> ClassBuilder<'b> {
             free: Vec::new(),
         };
         self.set_partitions(gpu, &mut class, &mut note);
-        let of_mig = |slice: &Slice| slice.placement.is_some() || slice.resource.starts_with(device::MIG_PREFIX);
+        let of_mig = |slice: &SliceGroup| slice.placement.is_some() || slice.resource.starts_with(device::MIG_PREFIX);
         if families.has(Family::Mig) || gpu.slices.iter().any(of_mig) {
             match table {
                 Some(Ok(id)) => {
@@ -602,7 +602,7 @@ impl<'b> ClassBuilder<'b> {
         wrong.map_or(Ok(()), Err)
     }
 
-    fn instance_of(slice: &Slice, class: &GpuClass) -> Option<Instance> {
+    fn instance_of(slice: &SliceGroup, class: &GpuClass) -> Option<Instance> {
         let shared = class.table.as_ref()?;
         let start = u8::try_from(slice.placement?).ok()?;
         let name = match &slice.profile {

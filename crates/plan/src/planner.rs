@@ -14,7 +14,7 @@ use crate::partition::{GpuClass, GpuDemand, GpuUsage, ResourceKind, SliceCell, W
 use crate::policy::Policy;
 use crate::report::{PlanContext, PlanReport, create_report};
 use crate::search::{ClusterPart, PlanScore, search};
-use crate::snapshot::{Slice, Snapshot};
+use crate::snapshot::{SliceGroup, Snapshot};
 use crate::states::{StateId, States};
 
 /// The partition of every GPU, and the placement of every pod.
@@ -44,7 +44,7 @@ pub struct GpuPlan {
     /// Kind of partition.
     pub mode: Family,
     /// All slices of the GPU, including those in use. An empty list is a whole GPU.
-    pub slices: Vec<Slice>,
+    pub slices: Vec<SliceGroup>,
 }
 
 /// The placement of one pod.
@@ -358,10 +358,10 @@ fn gpu_plans(model: &Model<'_>, states: &States, assignment: &Assignment) -> Vec
     plans
 }
 
-fn slice_of_cell(model: &Model<'_>, class: &GpuClass, cell: &SliceCell) -> Slice {
+fn slice_of_cell(model: &Model<'_>, class: &GpuClass, cell: &SliceCell) -> SliceGroup {
     let of_instance = cell.instance.filter(|_| cell.kind == ResourceKind::Shares);
     let profile = of_instance.filter(|instance| !class.mig_shared.contains(&(cell.resource, instance.profile)));
-    Slice {
+    SliceGroup {
         placement: cell.instance.map(|instance| u32::from(instance.start)),
         resource: model.resource(cell.resource).to_owned(),
         in_use: false,

@@ -62,7 +62,7 @@ pub struct Gpu {
     /// Sharing mode that the policy allows.
     pub mode: Mode,
     /// Current slices. An empty list is a whole GPU.
-    pub slices: Vec<Slice>,
+    pub slices: Vec<SliceGroup>,
     /// MIG profiles and placements as NVML reports them. If the profiles are omitted, the planner
     /// uses the built-in profiles of the model.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -107,7 +107,7 @@ pub struct MigSharing {
 /// One or more equal slices of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Slice {
+pub struct SliceGroup {
     /// First memory slice, for MIG instances and shares of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<u32>,

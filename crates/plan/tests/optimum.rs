@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use cleave_plan::device::Mode;
-use cleave_plan::snapshot::{Gpu, Node, Pod, Slice};
+use cleave_plan::snapshot::{Gpu, Node, Pod, SliceGroup};
 use cleave_plan::{Plan, Policy, Quantity, Snapshot, check, plan};
 
 /// Profile, memory slices and placements of an A100 with 40 GB.
@@ -62,7 +62,7 @@ fn random_gpu(numbers: &mut RandomNumbers, node: u32, index: u32) -> Gpu {
         let start = *numbers.choose(places);
         if taken & slice_mask(*size, start) == 0 {
             taken |= slice_mask(*size, start);
-            slices.push(Slice {
+            slices.push(SliceGroup {
                 placement: Some(start),
                 resource: format!("nvidia.com/mig-{name}"),
                 in_use: numbers.one_in(3),
@@ -160,7 +160,7 @@ fn requested_cpu_millis(pod: &Pod) -> u64 {
 /// Returns, for each set of pods, whether a node can run the set.
 fn runnable_pod_sets(node: &Node, pods: &[Pod]) -> Vec<bool> {
     let in_use = |gpu: &Gpu| {
-        let of = |slice: &Slice| {
+        let of = |slice: &SliceGroup| {
             let name = slice.resource.trim_start_matches("nvidia.com/mig-");
             let (_, size, _) = PROFILES.iter().find(|(known, _, _)| *known == name).expect("known");
             slice_mask(*size, slice.placement.expect("placed"))

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use cleave_plan::device::Mode;
 use cleave_plan::snapshot::{
-    Gpu, MigSharing, Node, NodeSelectorTerm, Operator, Pod, Requirement, Slice, Taint, Toleration,
+    Gpu, MigSharing, Node, NodeSelectorTerm, Operator, Pod, Requirement, SliceGroup, Taint, Toleration,
 };
 use cleave_plan::{Plan, Policy, Quantity, Snapshot, check, plan};
 use proptest::prelude::*;
@@ -51,9 +51,9 @@ fn resource() -> impl Strategy<Value = String> {
     prop::sample::select(&RESOURCES[..]).prop_map(str::to_owned)
 }
 
-fn slice() -> impl Strategy<Value = Slice> {
+fn slice() -> impl Strategy<Value = SliceGroup> {
     let placement = prop_oneof![3 => prop::sample::select(vec![0, 1, 2, 4, 6]).prop_map(Some), 1 => Just(None)];
-    (placement, resource(), any::<bool>(), 1..3_u32).prop_map(|(placement, resource, in_use, count)| Slice {
+    (placement, resource(), any::<bool>(), 1..3_u32).prop_map(|(placement, resource, in_use, count)| SliceGroup {
         placement: placement.filter(|_| resource.contains("mig-")),
         count: if resource.contains("mig-") && !resource.ends_with("shared") { 1 } else { count },
         resource,
@@ -65,7 +65,7 @@ fn slice() -> impl Strategy<Value = Slice> {
 
 /// Returns the slices that a GPU can have: the slices of a plan for these requests, some of them in
 /// use.
-fn possible_slices(gpu: &Gpu, requested: &[String], taken: &[bool]) -> Vec<Slice> {
+fn possible_slices(gpu: &Gpu, requested: &[String], taken: &[bool]) -> Vec<SliceGroup> {
     let pods = requested.iter().enumerate().map(|(at, resource)| Pod {
         name: format!("p{at}"),
         requests: BTreeMap::from([(resource.clone(), Quantity::whole(1))]),
@@ -210,7 +210,7 @@ fn with_planned_pods(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
         }
         for take in &placement.takes {
             let gpu = node.gpus.iter_mut().find(|gpu| gpu.uuid == take.gpu).expect("a GPU of the node");
-            let of_one_instance = |slices: &[Slice], wanted: &Slice| -> u32 {
+            let of_one_instance = |slices: &[SliceGroup], wanted: &SliceGroup| -> u32 {
                 slices
                     .iter()
                     .filter(|one| !one.in_use && one.resource == wanted.resource && one.placement == wanted.placement)
@@ -228,7 +228,7 @@ fn with_planned_pods(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
                 .min_by_key(|one| (of_one_instance(&gpu.slices, one), one.placement))
                 .map(|one| one.placement);
             if take.resource == "nvidia.com/gpu" && gpu.slices.is_empty() {
-                gpu.slices.push(Slice {
+                gpu.slices.push(SliceGroup {
                     placement: None,
                     resource: take.resource.clone(),
                     in_use: true,
@@ -248,7 +248,7 @@ fn with_planned_pods(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
                 let taken = one.count.min(left);
                 left -= taken;
                 if taken < one.count {
-                    split.push(Slice { count: one.count - taken, ..one.clone() });
+                    split.push(SliceGroup { count: one.count - taken, ..one.clone() });
                     one.count = taken;
                 }
                 one.in_use = true;
@@ -332,8 +332,8 @@ proptest! {
         let plan = plan_of(&snapshot);
         for node in &snapshot.nodes {
             for gpu in &node.gpus {
-                let held = |slices: &[Slice]| {
-                    let mut held: Vec<Slice> = slices.iter().filter(|slice| slice.in_use).cloned().collect();
+                let held = |slices: &[SliceGroup]| {
+                    let mut held: Vec<SliceGroup> = slices.iter().filter(|slice| slice.in_use).cloned().collect();
                     held.sort();
                     held
                 };

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use cleave_plan::device::Mode;
-use cleave_plan::snapshot::{Gpu, Node, Pod, Slice};
+use cleave_plan::snapshot::{Gpu, Node, Pod, SliceGroup};
 use cleave_plan::{Policy, Quantity, Snapshot, check, plan};
 use serde::Serialize;
 
@@ -192,7 +192,7 @@ fn random_gpu(numbers: &mut RandomNumbers, kind: usize, node: u32, index: u32, i
             taken |= bits;
             (format!("nvidia.com/mig-{name}"), Some(start))
         };
-        slices.push(Slice { placement, resource, in_use, count: 1, profile: None, pod: None });
+        slices.push(SliceGroup { placement, resource, in_use, count: 1, profile: None, pod: None });
     }
     Gpu {
         uuid: format!("GPU-{node:04}-{index}"),

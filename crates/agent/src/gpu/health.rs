@@ -52,6 +52,8 @@ pub mod reason {
     pub const DRIVER_UNAVAILABLE: &str = "DriverUnavailable";
     /// The GPU needs a reset.
     pub const RESET_REQUIRED: &str = "ResetRequired";
+    /// The GPU is quiesced for a reset or for a change of the driver.
+    pub const QUIESCED: &str = "Quiesced";
     /// A row of the GPU's memory could not be remapped.
     pub const ROW_REMAP_FAILED: &str = "RowRemapFailed";
     /// The GPU is healthy. A reset would complete a pending memory repair.

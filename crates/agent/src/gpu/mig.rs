@@ -17,6 +17,9 @@ pub const MAX_CHANGE_ATTEMPTS: u32 = 5;
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
 /// Maximum delay between attempts while the instance or the GPU is in use.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
+/// Delay between attempts to turn MIG mode on after [`MAX_CHANGE_ATTEMPTS`] attempts. In between,
+/// the GPU serves as before.
+const MODE_RETRY_DELAY: Duration = Duration::from_secs(600);
 /// Maximum number of processes that a message names.
 const MAX_NAMED_PROCESSES: usize = 8;
 
@@ -316,6 +319,17 @@ impl MigProgress {
         }
     }
 
+    /// Returns whether the driver refused to turn MIG mode on, and the agent waits before it tries
+    /// again or does not try again. The GPU can then serve as before the change.
+    pub fn has_failed_to_enable(&self, now: Instant) -> bool {
+        let waits = |attempt: &FailedChange| attempt.not_before.is_none_or(|then| then > now);
+        self.in_progress.is_none()
+            && self.attempts.iter().any(|attempt| {
+                let is_final = attempt.failures >= MAX_CHANGE_ATTEMPTS || attempt.busy_checks >= MAX_CHANGE_ATTEMPTS;
+                attempt.change == MigChange::Mode(true) && is_final && waits(attempt)
+            })
+    }
+
     /// Returns whether a change is in progress.
     pub fn is_in_progress(&self) -> bool {
         self.in_progress.is_some()
@@ -349,7 +363,10 @@ impl MigProgress {
                 return None;
             }
             ChangeOutcome::Busy(why) => {
+                // Before each attempt to change the mode, the GPU's slices are withdrawn.
+                let is_last = busy_checks + 1 >= MAX_CHANGE_ATTEMPTS && *change == MigChange::Mode(true);
                 let pause = Duration::from_secs(1).saturating_mul(1 << busy_checks.min(8)).min(MAX_RETRY_DELAY);
+                let pause = if is_last { MODE_RETRY_DELAY } else { pause };
                 busy_checks += 1;
                 (STEP_WAITING, why.clone(), Some(pause), busy_checks == 1)
             }

@@ -57,7 +57,7 @@ impl HostLink {
     /// # Errors
     /// Returns an error if the directory or the file cannot be written.
     pub fn write_desired(&self, desired: &Desired) -> io::Result<()> {
-        fs::create_dir_all(self.paths.mps())?;
+        fs::create_dir_all(self.paths.mps_host_dir())?;
         write_json_atomically(&self.paths.desired(), desired)
     }
 
@@ -129,8 +129,8 @@ impl HostLink {
     /// Follows the MPS host forever: the status file through inotify, and the process through an
     /// open connection.
     pub async fn follow_mps_host(&self, view: &watch::Sender<HostView>) {
-        if let Err(error) = fs::create_dir_all(self.paths.mps()) {
-            tracing::error!(%error, path = %self.paths.mps().display(), "failed to create the MPS host's directory");
+        if let Err(error) = fs::create_dir_all(self.paths.mps_host_dir()) {
+            tracing::error!(%error, path = %self.paths.mps_host_dir().display(), "failed to create the MPS host's directory");
         }
         let unread = Notify::new();
         tokio::join!(self.follow_status(view, &unread), self.retry_reads(view, &unread), self.follow_process(view));
@@ -140,7 +140,7 @@ impl HostLink {
         let unwatched = |error| tracing::warn!(%error, "failed to watch the MPS host's status; polling it instead");
         // Any change in the directory causes a read. `refresh` sends no unchanged view.
         let refresh = || self.refresh_view(view, unread);
-        watch_directory(&self.paths.mps(), STATUS_POLL_INTERVAL, refresh, unwatched).await;
+        watch_directory(&self.paths.mps_host_dir(), STATUS_POLL_INTERVAL, refresh, unwatched).await;
     }
 
     /// Repeats failed reads of the status file: the file may not change again.
@@ -285,7 +285,7 @@ mod tests {
     }
 
     fn write_status(link: &HostLink, bytes: &[u8]) {
-        fs::create_dir_all(link.paths.mps()).unwrap();
+        fs::create_dir_all(link.paths.mps_host_dir()).unwrap();
         write_atomically(&link.paths.status(), bytes).unwrap();
     }
 
@@ -315,7 +315,7 @@ mod tests {
         };
         until("active", |view| view.status.daemons.contains_key("GPU-a")).await;
         // A directory cannot be read as a file, not even by root.
-        let directory = link.paths.mps().join("directory");
+        let directory = link.paths.mps_host_dir().join("directory");
         fs::create_dir(&directory).unwrap();
         let exchange = || {
             let (from, to, flags) = (&directory, link.paths.status(), RenameFlags::EXCHANGE);
@@ -339,7 +339,7 @@ mod tests {
         let mut until = async |what: &str, condition: fn(&HostView) -> bool| {
             timeout(TEST_TIMEOUT, view.wait_for(condition)).await.expect(what).expect(what).clone()
         };
-        fs::create_dir_all(link.paths.mps()).unwrap();
+        fs::create_dir_all(link.paths.mps_host_dir()).unwrap();
         let listener = UnixListener::bind(link.paths.socket()).unwrap();
         let connection = listener.accept().await.unwrap();
         until("alive", |view| view.alive).await;
@@ -351,7 +351,7 @@ mod tests {
         fs::remove_file(link.paths.socket()).unwrap();
         let _listener = UnixListener::bind(link.paths.socket()).unwrap();
         until("alive again", |view| view.alive).await;
-        fs::remove_dir_all(link.paths.mps()).unwrap();
+        fs::remove_dir_all(link.paths.mps_host_dir()).unwrap();
         write_status(&link, &serde_json::to_vec(&mps_host_status("GPU-b", DaemonState::Active)).unwrap());
         until("a new directory", |view| view.status.daemons.contains_key("GPU-b")).await;
         task.abort();
@@ -360,7 +360,7 @@ mod tests {
     #[tokio::test]
     async fn a_request_is_repeated_until_its_deadline() {
         let (_directory, link) = test_link();
-        fs::create_dir_all(link.paths.mps()).unwrap();
+        fs::create_dir_all(link.paths.mps_host_dir()).unwrap();
         let request = Request::Await { allocation: "00".into(), timeout_ms: 1 };
         let failed = link.request(&request, Duration::from_millis(1)).await.unwrap_err();
         assert!(failed.contains("does not answer"), "{failed}");

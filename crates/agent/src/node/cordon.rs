@@ -1,4 +1,4 @@
-//! Selects the free slices of a cordoned GPU that are withheld. Pure.
+//! Selects the free slices of a cordoned or quiesced GPU that are withheld. Pure.
 //!
 //! Slices in use remain listed as Healthy, so that a node never offers fewer slices than are in
 //! use. Slices that are reserved for a pod on this node remain Healthy until the kubelet calls
@@ -21,7 +21,7 @@ pub fn withheld_slices(
 ) -> BTreeSet<(String, String)> {
     let (Some(spec), Some(usage)) = (spec, usage) else { return BTreeSet::new() };
     let mut withheld = BTreeSet::new();
-    for gpu in spec.gpus.iter().filter(|gpu| gpu.cordoned) {
+    for gpu in spec.gpus.iter().filter(|gpu| gpu.cordoned || gpu.quiesced) {
         for pool in layouts.get(&gpu.uuid).iter().flat_map(|layout| &layout.pools) {
             let device = BTreeSet::from([pool.device.as_str()]);
             let used: BTreeSet<&str> = usage

@@ -6,6 +6,7 @@ mod daemons;
 pub mod diff;
 pub mod faults;
 pub mod health_events;
+pub mod quiesce;
 mod reconcile;
 pub mod status;
 #[cfg(test)]
@@ -27,6 +28,7 @@ use self::absence::DaemonAbsences;
 use self::daemons::{DesiredFileTracker, ReportedDaemons};
 use self::faults::ReportedFaults;
 use self::health_events::ReportedHealth;
+use self::quiesce::Quiesces;
 use crate::allocation::usage::{Allocations, RemovalResult};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
@@ -73,6 +75,8 @@ pub struct Actions {
     pub orders: Vec<MigOrder>,
     /// Whether to poll NVML now.
     pub poll_nvml: bool,
+    /// Whether to keep NVML closed, because a GPU is quiesced.
+    pub close_nvml: bool,
     /// Input for the detection of tenants that exceed their limits.
     pub snapshot: TenantSnapshot,
     /// Maximum time until the next reconciliation, if one is needed without new input.
@@ -101,6 +105,8 @@ pub struct Node {
     kubelet_since: Instant,
     view: mps::HostView,
     layouts: BTreeMap<String, Layout>,
+    /// Layouts before a change of MIG mode that is not complete, by GPU.
+    replaced: BTreeMap<String, Layout>,
     /// Daemons of the last desired file, adopted because the checkpoint is lost. The agent keeps
     /// each daemon until no pod uses the daemon.
     adopted: BTreeMap<String, wire::DaemonSettings>,
@@ -132,6 +138,8 @@ pub struct Node {
     reported_health: ReportedHealth,
     /// Findings about tenants that exceeded their limits.
     findings: Vec<FindingStatus>,
+    /// GPUs that are quiesced, or that will be.
+    quiesces: Quiesces,
 }
 
 impl Node {
@@ -145,15 +153,26 @@ impl Node {
         now: Instant,
     ) -> (Self, Allocations) {
         let found = checkpoint.is_some();
-        let Checkpoint { boot_id: written_in, generation, spec, gpus, layouts, allocations, mig_partitioned, health } =
-            checkpoint.unwrap_or_default();
+        let Checkpoint {
+            boot_id: written_in,
+            generation,
+            spec,
+            gpus,
+            layouts,
+            allocations,
+            mig_partitioned,
+            replaced,
+            health,
+        } = checkpoint.unwrap_or_default();
         let adopted = if found { Desired::default() } else { last_desired.unwrap_or_default() };
         let clock = Clock::new(now, Timestamp::UNIX_EPOCH);
         let mut tracker = HardwareTracker::restore(gpus, written_in == boot_id, clock).with_health_records(health, now);
         for gpu in spec.iter().flat_map(|spec| &spec.gpus) {
             gpu.cleared.iter().for_each(|until| tracker.clear_faults(&gpu.uuid, until));
         }
+        let quiesced = spec.iter().flat_map(|spec| &spec.gpus).filter(|gpu| gpu.quiesced).map(|gpu| gpu.uuid.clone());
         let node = Self {
+            quiesces: Quiesces::restore(quiesced, now),
             reported_health: ReportedHealth::after_restart(&tracker.hardware()),
             tracker,
             has_checkpoint: found,
@@ -169,6 +188,7 @@ impl Node {
             kubelet_since: now,
             view: mps::HostView::default(),
             layouts,
+            replaced,
             adopted: adopted.daemons,
             adopted_allocations: adopted.allocations,
             steps: Vec::new(),
@@ -204,6 +224,16 @@ impl Node {
     /// system clock may be set.
     pub fn set_time(&mut self, now: Instant, wall: Timestamp) {
         self.tracker.set_time(now, wall);
+    }
+
+    /// Returns whether NVML must not be opened, because a GPU is quiesced.
+    pub fn closes_nvml(&self) -> bool {
+        self.quiesces.closes_nvml()
+    }
+
+    /// Records whether this process has closed NVML.
+    pub const fn record_nvml_closed(&mut self, closed: bool) {
+        self.quiesces.record_nvml_closed(closed);
     }
 
     /// Returns the known GPUs, in NVML's order.

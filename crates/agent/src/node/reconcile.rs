@@ -10,6 +10,7 @@ use cleave_gpu::nvml::Process;
 use cleave_kubelet::{Device, DeviceId, DeviceList, ResourceName};
 
 use super::diff::{ChangeRules, LayoutDecision, decide_layouts, is_slice_unchanged};
+use super::quiesce::GpuUse;
 use super::status::{self, StatusInput};
 use super::{Actions, Node, REMOVAL_DELAY, cordon, faults};
 use crate::allocation::pending::PendingAllocations;
@@ -33,6 +34,9 @@ const LIST_INTERVAL_WHILE_IDLE: Duration = Duration::from_secs(30);
 /// Interval between polls of NVML while processes block a change.
 const FOREIGN_PROCESS_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Interval between checks of a quiesce in progress.
+const QUIESCE_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
 impl Node {
     /// Decides the next actions, and updates the table.
     pub fn reconcile(&mut self, table: &mut AllocationTable, now: Instant) -> Actions {
@@ -48,8 +52,8 @@ impl Node {
         let rules = self.change_rules(&hardware, &partitions);
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         let decided = decide_layouts(&hardware, spec, &self.layouts, usage, &rules);
-        let LayoutDecision { layouts, mut steps, applied, changes, foreign } =
-            self.delay_removals(self.exclude_slices_being_removed(decided), now);
+        let decided = self.put_old_layouts_back(self.exclude_slices_being_removed(decided), now);
+        let LayoutDecision { layouts, mut steps, applied, changes, foreign } = self.delay_removals(decided, now);
         let layouts_changed = self.set_layouts(layouts);
         self.release_adopted_daemons(usage);
         table.pools.clear();
@@ -57,6 +61,7 @@ impl Node {
             table.pools.entry(pool.resource.clone()).or_default().push(pool.clone());
         }
 
+        self.update_quiesces(&hardware, in_use.as_ref(), &table.pending, now);
         let desired = self.desired_mps_state(&table.allocations);
         self.update_daemons(&desired, now);
         let orders = self.order_changes(&hardware, &partitions, changes, now);
@@ -95,6 +100,7 @@ impl Node {
             sweep_directories: self.pod_resources.is_some() && self.adopted_allocations.is_empty(),
             orders,
             poll_nvml,
+            close_nvml: self.quiesces.closes_nvml(),
         }
     }
 
@@ -134,7 +140,66 @@ impl Node {
             steps: &self.steps,
             findings: &self.findings,
             boot_id: &self.boot_id,
+            quiesces: &self.quiesces,
         })
+    }
+
+    /// Updates the quiesces that the spec requests.
+    fn update_quiesces(
+        &mut self,
+        hardware: &Hardware,
+        in_use: Option<&SliceUsage>,
+        pending: &PendingAllocations,
+        now: Instant,
+    ) {
+        let wanted: BTreeSet<String> = self
+            .spec
+            .iter()
+            .flat_map(|(_, spec)| &spec.gpus)
+            .filter(|gpu| gpu.quiesced && hardware.gpus.contains_key(&gpu.uuid))
+            .map(|gpu| gpu.uuid.clone())
+            .collect();
+        let mut quiesces = std::mem::take(&mut self.quiesces);
+        quiesces.update(&wanted, |uuid| self.gpu_use(uuid, hardware, in_use, pending), now);
+        self.quiesces = quiesces;
+    }
+
+    /// Returns what is known about the use of a GPU that is to be quiesced.
+    fn gpu_use(
+        &self,
+        uuid: &str,
+        hardware: &Hardware,
+        in_use: Option<&SliceUsage>,
+        pending: &PendingAllocations,
+    ) -> GpuUse {
+        let layout = self.layouts.get(uuid);
+        let instances = hardware.gpus.get(uuid).and_then(|known| known.gpu.mig.as_ref());
+        let mut devices: BTreeSet<&str> = BTreeSet::from([uuid]);
+        devices.extend(instances.iter().flat_map(|mig| &mig.instances).map(|instance| instance.uuid.as_str()));
+        devices.extend(layout.iter().flat_map(|layout| &layout.pools).map(|pool| pool.device.as_str()));
+        let pods: Option<BTreeSet<&str>> = in_use.map(|usage| {
+            usage.slices_of_devices(&devices).flat_map(|(_, _, users)| users.iter().map(String::as_str)).collect()
+        });
+        let used = in_use.is_some_and(|usage| usage.slices_of_devices(&devices).next().is_some());
+        let is_reserved = || {
+            let resources: BTreeSet<&String> =
+                layout.iter().flat_map(|layout| &layout.pools).map(|pool| &pool.resource).collect();
+            let open = resources.iter().flat_map(|resource| pending.open_reservations(resource));
+            open.into_iter().any(|reserved| devices.contains(reserved.device))
+        };
+        let why = match pods {
+            None => Some("the kubelet has not reported yet which slices are in use".to_owned()),
+            Some(pods) if used => {
+                Some(format!("the GPU is in use by {}", pods.into_iter().collect::<Vec<_>>().join(", ")))
+            }
+            Some(_) if is_reserved() => Some("a pod that starts has a reservation on the GPU".to_owned()),
+            Some(_) if self.mig_progress.get(uuid).is_some_and(MigProgress::is_in_progress) => {
+                Some("a change of MIG mode or of a MIG instance is in progress".to_owned())
+            }
+            Some(_) => None,
+        };
+        let daemons = devices.iter().find_map(|device| self.check_daemon_exited(device).err());
+        GpuUse { in_use: why, daemons }
     }
 
     /// Returns the data that the tenants' processes are compared with.
@@ -159,6 +224,7 @@ impl Node {
             layouts: self.layouts.clone(),
             allocations: allocations.iter().map(|(_, allocation)| Arc::clone(allocation)).collect(),
             mig_partitioned: self.mig_partitioned.clone(),
+            replaced: self.replaced.clone(),
             health: self.tracker.health_records(),
         }
     }
@@ -168,7 +234,11 @@ impl Node {
         let withdrawn = (!self.withdrawing.is_empty()).then_some(REMOVAL_DELAY);
         let tried = self.mig_progress.values().filter_map(|progress| progress.next_retry(now)).min();
         let absent = self.absences.next_expiry(now);
-        [withdrawn, foreign.then_some(FOREIGN_PROCESS_POLL_INTERVAL), tried, faults, absent].into_iter().flatten().min()
+        let quiescing = self.quiesces.is_in_progress().then_some(QUIESCE_CHECK_INTERVAL);
+        [withdrawn, quiescing, foreign.then_some(FOREIGN_PROCESS_POLL_INTERVAL), tried, faults, absent]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     /// Returns the events since the last reconciliation: MIG changes, health of GPUs and of MPS
@@ -176,8 +246,10 @@ impl Node {
     fn take_events(&mut self, hardware: &Hardware) -> Vec<NodeEvent> {
         let mut events = std::mem::take(&mut self.pending_events);
         events.extend(self.reported_health.update(hardware));
-        let daemons = self.layouts.values().flat_map(|layout| &layout.daemons).collect();
+        let running = self.layouts.iter().filter(|(uuid, _)| !self.quiesces.ends_daemons(uuid));
+        let daemons = running.flat_map(|(_, layout)| &layout.daemons).collect();
         events.extend(self.reported_daemons.update(&daemons, &self.view));
+        events.extend(self.quiesces.take_events());
         events
     }
 
@@ -230,7 +302,7 @@ impl Node {
             }
             let mut progress = self.mig_progress.remove(uuid).unwrap_or_else(|| MigProgress::new(partition));
             progress.update(partition, gpu, health.healthy);
-            let next = if *observed && health.healthy {
+            let next = if *observed && health.healthy && !self.quiesces.is_wanted(uuid) {
                 let served = |device: &str| {
                     self.layouts.get(uuid).is_some_and(|layout| layout.pools.iter().any(|pool| pool.device == device))
                 };
@@ -290,6 +362,25 @@ impl Node {
         decided
     }
 
+    /// Serves the old layout of a GPU again while the driver refuses to turn its MIG mode on.
+    /// Without this, the GPU would serve nothing.
+    fn put_old_layouts_back(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
+        let LayoutDecision { layouts, changes, .. } = &mut decided;
+        let enables = |uuid: &String| changes.get(uuid).is_some_and(|changes| changes.contains(&MigChange::Mode(true)));
+        let progress = &self.mig_progress;
+        self.replaced.retain(|uuid, _| enables(uuid) || progress.get(uuid).is_some_and(MigProgress::is_in_progress));
+        for (uuid, layout) in layouts.iter_mut().filter(|(uuid, _)| enables(uuid)) {
+            if let Some(before) = self.layouts.get(uuid).filter(|before| !before.pools.is_empty()) {
+                self.replaced.entry(uuid.clone()).or_insert_with(|| before.clone());
+            }
+            let has_failed = progress.get(uuid).is_some_and(|progress| progress.has_failed_to_enable(now));
+            if let Some(before) = self.replaced.get(uuid).filter(|_| has_failed) {
+                layout.clone_from(before);
+            }
+        }
+        decided
+    }
+
     /// Delays the removal of slices by [`REMOVAL_DELAY`] after they are listed as Unhealthy. If
     /// the kubelet allocates one of the slices during the delay, the change waits.
     fn delay_removals(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
@@ -335,7 +426,7 @@ impl Node {
     /// Returns the daemons and doors that the MPS host must run.
     fn desired_mps_state(&self, allocations: &Allocations) -> Desired {
         let mut daemons = self.adopted.clone();
-        for layout in self.layouts.values() {
+        for (_, layout) in self.layouts.iter().filter(|(uuid, _)| !self.quiesces.ends_daemons(uuid)) {
             daemons.extend(layout.daemons.iter().map(|(device, daemon)| (device.clone(), daemon.clone())));
         }
         let mut doors = self.adopted_allocations.clone();
@@ -414,7 +505,7 @@ impl Node {
     }
 
     fn not_ready_reason(&self, desired: &Desired) -> Option<String> {
-        if !self.inventoried {
+        if !self.inventoried && !self.quiesces.closes_nvml() {
             return Some("NVML has not answered yet".into());
         }
         if !self.view.alive && !desired.daemons.keys().all(|device| self.absences.is_absence_tolerated(device)) {

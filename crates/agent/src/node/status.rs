@@ -24,6 +24,7 @@ use crate::gpu::hardware::{DriverState, Hardware, KnownGpu};
 use crate::gpu::layout::{Layout, parse_slice_id};
 use crate::mps::HostView;
 use crate::node::absence::DaemonAbsences;
+use crate::node::quiesce::Quiesces;
 use crate::object::GpuNodeState;
 
 /// Reasons for the conditions of a `GpuNode`.
@@ -99,6 +100,8 @@ pub struct StatusInput<'a> {
     pub findings: &'a [FindingStatus],
     /// Boot id of the node.
     pub boot_id: &'a str,
+    /// GPUs that are quiesced, or that will be.
+    pub quiesces: &'a Quiesces,
 }
 
 /// Problem of a daemon whose handshake is unknown.
@@ -179,6 +182,11 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     {
         health = Health { healthy: false, reason: reason::MPS_UNAVAILABLE.into(), message, ..Health::default() };
     }
+    let quiesce = input.quiesces.status(&gpu.uuid);
+    if let Some(quiesce) = quiesce.as_ref().filter(|_| input.quiesces.ends_daemons(&gpu.uuid)) {
+        let reason = crate::gpu::health::reason::QUIESCED.into();
+        health = Health { healthy: false, reason, message: quiesce.message.clone(), ..Health::default() };
+    }
     GpuStatus {
         uuid: gpu.uuid.clone(),
         index: gpu.index,
@@ -193,6 +201,7 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
         allocations: allocation_statuses(input, gpu, &devices),
         health,
         mps,
+        quiesce,
     }
 }
 

@@ -75,6 +75,10 @@ pub(crate) async fn watch_hardware(
         loop {
             let requested_at = Instant::now();
             let answer = node.call(GPU_CALL_TIMEOUT, |gpus| gpus.driver_info()).await;
+            if matches!(answer, Err(NvmlError::Closed)) {
+                wait_for_next_poll(&mut poll).await;
+                continue;
+            }
             let count = answer.as_ref().map_or(0, |driver_info| driver_info.count);
             let before = std::mem::replace(&mut answered, answer.is_ok());
             // The main loop needs the driver's answer before the answers of the GPUs that it
@@ -93,15 +97,20 @@ pub(crate) async fn watch_hardware(
                 gpus.spawn(watch_gpu(watched, worker, answers.clone(), poll.clone(), driver_returned.clone()));
                 watched += 1;
             }
-            tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
-            tokio::select! {
-                // Cancel-safe: the next call returns a missed change.
-                _ = poll.changed() => {}
-                () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
-            }
+            wait_for_next_poll(&mut poll).await;
         }
     };
     tokio::try_join!(forward, driver, forward_in_batches(to_batch, &inputs)).map(drop)
+}
+
+/// Waits until the driver must be polled again.
+async fn wait_for_next_poll(poll: &mut watch::Receiver<()>) {
+    tokio::time::sleep(MIN_GPU_POLL_INTERVAL).await;
+    tokio::select! {
+        // Cancel-safe: the next call returns a missed change.
+        _ = poll.changed() => {}
+        () = tokio::time::sleep(GPU_POLL_INTERVAL) => {}
+    }
 }
 
 /// Forwards answers to the main loop. Answers within [`BATCH_WINDOW`] form one input. The driver's
@@ -155,6 +164,11 @@ async fn watch_gpu(
     loop {
         let requested_at = Instant::now();
         let answer = worker.call(GPU_CALL_TIMEOUT, move |gpus| gpus.observe(index)).await;
+        if matches!(answer, Err(NvmlError::Closed)) {
+            // The last answer remains valid while another GPU is quiesced.
+            wait_for_next_poll(&mut poll).await;
+            continue;
+        }
         if answer.is_ok() != std::mem::replace(&mut answered, answer.is_ok()) {
             match &answer {
                 Ok(_) => tracing::info!(index, "the GPU answers NVML again"),
@@ -214,6 +228,7 @@ async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: wat
                     }
                 }
                 Err(NvmlError::NotSupported { .. }) => complete = true,
+                Err(NvmlError::Closed) => {}
                 Err(error) => {
                     tracing::warn!(
                         error = &error as &dyn std::error::Error,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::GpuNodeStatus;
-use cleave_gpu::nvml::{Gpu, GpuEvent, Library};
+use cleave_gpu::nvml::{ClosedLibrary, Gpu, GpuEvent, Library};
 use cleave_kubelet::{PluginServer, Resource, ResourceName};
 use k8s_openapi::jiff::Timestamp;
 use tokio::sync::{mpsc, watch};
@@ -47,6 +47,9 @@ pub(super) struct MainLoop {
     pub(super) poll: watch::Sender<()>,
     pub(super) snapshot: watch::Sender<Arc<TenantSnapshot>>,
     pub(super) library: Library,
+    /// Keeps NVML closed while a GPU is quiesced.
+    pub(super) closed_library: Option<ClosedLibrary>,
+    pub(super) nvml_was_closed: bool,
     pub(super) inputs: mpsc::WeakSender<Input>,
     /// Steps that are already in the log.
     pub(super) steps: Vec<cleave_api::gpunode::StepStatus>,
@@ -167,6 +170,7 @@ impl MainLoop {
         // Create device nodes before locking the table: `device_nodes` does file I/O, and the
         // kubelet's calls wait for the lock.
         let nodes = self.device_nodes();
+        self.node.record_nvml_closed(self.library.is_closed());
         let mut table = self.pods.allocator.table();
         let actions = self.node.reconcile(&mut table, now);
         table.nodes.clone_from(&nodes);
@@ -197,9 +201,14 @@ impl MainLoop {
         for order in actions.orders {
             self.start_order(order);
         }
-        if actions.poll_nvml {
+        if actions.close_nvml != self.closed_library.is_some() {
+            tracing::info!(closed = actions.close_nvml, "a quiesce changes whether NVML is open");
+            self.closed_library = actions.close_nvml.then(|| self.library.close());
+        }
+        if actions.poll_nvml || self.closed_library.is_none() && self.nvml_was_closed {
             self.poll.send_replace(());
         }
+        self.nvml_was_closed = self.closed_library.is_some();
         self.heartbeat.send_replace(Heartbeat { reconciled: now, not_ready: actions.not_ready });
         actions.wake_after
     }

@@ -59,6 +59,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(300);
 ///
 /// # Errors
 /// Returns an error if a path is not usable, or if a task that should run forever has ended.
+// long: creates each channel, and starts each task with its channels
 pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     if !args.run_on_host.is_empty() {
         return Err(crate::toolkit::run_on_host(&args.host_root, &args.run_on_host)).context("failed to run a program");
@@ -91,7 +92,11 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (snapshot, snapshots) = watch::channel(Arc::new(TenantSnapshot::default()));
     let (pod_events, pod_events_to_publish) = mpsc::channel(64);
     let library = Library::find(nvml_search(&args));
+    // Before any task can open NVML.
+    let closed_library = node.closes_nvml().then(|| library.close());
     let main = MainLoop {
+        nvml_was_closed: closed_library.is_some(),
+        closed_library,
         node,
         pods: pods.clone(),
         plugins: PluginServer::start(&PluginServerConfig::new(

@@ -120,6 +120,8 @@ impl ProcessObserver {
                 round.sample.devices.extend(devices);
                 round.sample.daemon_pods.extend(daemon_pods);
             }
+            // NVML is closed for a moment, or while a GPU is quiesced.
+            Err(NvmlError::Closed) => {}
             Err(error) => round.unreachable.push((gpu, error)),
         }
     }

@@ -59,7 +59,7 @@ async fn a_fault_that_needs_a_reset_survives_a_restart_of_the_agent_and_ends_wit
     machine.simgpu(&["lose", "1"]);
     trigger_gpu_read(&machine);
     machine.wait_for_status("lost", |status| status.gpus[1].health.class == "Lost").await;
-    machine.simgpu(&["reset", "1"]);
+    machine.simgpu(&["reset", "1", "--from-outside"]);
     trigger_gpu_read(&machine);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
     let status = machine.wait_for_status("healthy", |status| status.gpus[1].health.healthy).await;
@@ -112,7 +112,7 @@ async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
         assert!(status.gpus[1].health.healthy, "the GPU serves slices");
         assert_eq!(condition(&status, "GpusHealthy"), ("True", "ResetPending"));
         machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
-        machine.simgpu(&["reset", "1"]);
+        machine.simgpu(&["reset", "1", "--from-outside"]);
         trigger_gpu_read(&machine);
         machine.wait_for_status("reset", |status| health_reason(status, 1).is_empty()).await;
     }
@@ -128,7 +128,7 @@ async fn faults_that_the_driver_reports_end_when_it_stops_reporting_them() {
         })
         .await;
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 4).await;
-    machine.simgpu(&["reset", "1"]);
+    machine.simgpu(&["reset", "1", "--from-outside"]);
     trigger_gpu_read(&machine);
     machine.wait_for_healthy(TIMESLICE_RESOURCE, 8).await;
 }

@@ -55,7 +55,7 @@ impl Machine {
         for name in ["plugins", "spec", "sim"] {
             fs::create_dir(path(name)).unwrap();
         }
-        let kubelet = FakeKubelet::start(&path("plugins")).unwrap();
+        let kubelet = FakeKubelet::start_in(&path("plugins")).unwrap();
         let pods = FakePodResources::start(&path("pods.sock")).unwrap();
         let library = build_programs().join("libnvidia_ml.so");
         let mut machine =
@@ -88,7 +88,7 @@ impl Machine {
         std::mem::replace(&mut self.library, path)
     }
 
-    fn command(&self, program: &str) -> Command {
+    pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new(build_programs().join(program));
         command.env("SIMGPU_STATE", self.path("sim")).env("SIM_MPS_SERVER_START_MS", "0").stdin(Stdio::null());
         command

@@ -241,6 +241,28 @@ async fn a_program_outside_kubernetes_keeps_its_instance() {
 }
 
 #[tokio::test]
+async fn mig_mode_of_an_ampere_gpu_changes_although_the_agent_watches_it() {
+    let machine = Machine::start(&["A100-80"], |gpus| vec![mig_spec(&gpus[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
+    machine.wait_until_applied("first").await;
+    machine.wait_for_healthy(MIG_1G_RESOURCE, 1).await;
+}
+
+#[tokio::test]
+async fn a_gpu_whose_mig_mode_cannot_be_enabled_serves_its_old_slices_again() {
+    let machine = Machine::start(&["H100-80"], |gpus| vec![mps_spec(&gpus[0], 4)]);
+    machine.wait_for_healthy(MPS_RESOURCE, 4).await;
+    machine.simgpu(&["fail", "nvmlDeviceSetMigMode", "--code", "UNKNOWN"]);
+    machine.set_spec("mig", vec![mig_spec(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)])]);
+    machine.wait_for_healthy(MPS_RESOURCE, 0).await;
+    machine.wait_for_message("does not retry until the spec or the GPU changes").await;
+    machine.wait_for_healthy(MPS_RESOURCE, 4).await;
+    machine.simgpu(&["clear"]);
+    machine.set_spec("other", vec![mig_spec(&machine.uuids[0], &[("2g.20gb", 0, ServedAs::Whole)])]);
+    machine.wait_for_healthy(MIG_2G_RESOURCE, 1).await;
+    machine.wait_until_applied("other").await;
+}
+
+#[tokio::test]
 async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
     let mut machine = Machine::new(&["A100-80"]);
     machine.simgpu(&["set", "0", "mig-needs-reset=on"]);
@@ -250,7 +272,12 @@ async fn a_mig_mode_that_needs_a_reset_waits_for_an_administrator() {
     let status = machine.wait_for_message("reset the GPU (nvidia-smi --gpu-reset), or reboot the node").await;
     assert_eq!(status.steps.iter().find(|step| step.action == "turn MIG mode on").unwrap().result, "Waiting");
     assert_eq!(status.gpus[0].mig.as_ref().unwrap().pending, Some(true));
+    let wanted = mig_spec(&machine.uuids[0], &[("1g.10gb", 0, ServedAs::Whole)]);
+    machine.set_spec("quiesce", vec![GpuSpec { quiesced: true, ..wanted.clone() }]);
+    let done = |status: &GpuNodeStatus| status.gpus[0].quiesce.as_ref().is_some_and(|quiesce| quiesce.quiesced);
+    machine.wait_for_status("quiesced", done).await;
     machine.simgpu(&["reset", "0"]);
+    machine.set_spec("first", vec![wanted]);
     machine.wait_until_applied("first").await;
     machine.wait_for_healthy(MIG_1G_RESOURCE, 1).await;
 }

@@ -79,7 +79,7 @@ struct ComputeModeRecord(PathBuf);
 
 impl ComputeModeRecord {
     fn of(context: &HostContext, device: &str) -> Self {
-        Self(context.paths.mps().join(format!("{device}{RECORD_EXTENSION}")))
+        Self(context.paths.mps_host_dir().join(format!("{device}{RECORD_EXTENSION}")))
     }
 
     /// Returns an error of an operation on the record's file.

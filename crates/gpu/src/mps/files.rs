@@ -25,11 +25,11 @@ pub(crate) fn prepare_run_directory(paths: &Paths) -> Result<OwnedFd, HostError>
     if length > MAX_SOCKET_PATH_BYTES {
         return Err(HostError::PathTooLong { run: paths.run().to_owned(), door: longest, length });
     }
-    for (path, mode) in [(paths.run().to_owned(), 0o755), (paths.allocations(), 0o755), (paths.mps(), 0o700)] {
+    for (path, mode) in [(paths.run().to_owned(), 0o755), (paths.allocations(), 0o755), (paths.mps_host_dir(), 0o700)] {
         let created = std::fs::DirBuilder::new().recursive(true).mode(mode).create(&path);
         created.map_err(|source| HostError::Prepare { path: path.clone(), source })?;
     }
-    let path = paths.mps();
+    let path = paths.mps_host_dir();
     let failed = |source| HostError::Prepare { path: path.clone(), source };
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).map_err(failed)?;
     let directory = std::fs::File::open(&path).map_err(failed)?;

@@ -186,7 +186,7 @@ impl Reconciler {
                 tracing::info!(allocation = id, "removed door of an earlier MPS host");
             }
         }
-        for device in compute_mode::devices_with_record(&self.context.paths.mps()) {
+        for device in compute_mode::devices_with_record(&self.context.paths.mps_host_dir()) {
             if self.devices.borrow().contains_key(&device) {
                 continue;
             }

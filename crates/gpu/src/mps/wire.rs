@@ -167,28 +167,28 @@ impl Paths {
     }
 
     /// Returns `RUN/mps`: the MPS host's directory. Only root can enter it.
-    pub fn mps(&self) -> PathBuf {
+    pub fn mps_host_dir(&self) -> PathBuf {
         self.run.join("mps")
     }
 
     /// Returns the [`Desired`] file, written by the agent.
     pub fn desired(&self) -> PathBuf {
-        self.mps().join("desired.json")
+        self.mps_host_dir().join("desired.json")
     }
 
     /// Returns the [`MpsHostStatus`] file, written by the MPS host.
     pub fn status(&self) -> PathBuf {
-        self.mps().join("status.json")
+        self.mps_host_dir().join("status.json")
     }
 
     /// Returns the socket on which the MPS host answers [`Request`]s.
     pub fn socket(&self) -> PathBuf {
-        self.mps().join("host.sock")
+        self.mps_host_dir().join("host.sock")
     }
 
     /// Returns the pipe directory of a device's daemon.
     pub fn pipe(&self, device: &str) -> PathBuf {
-        self.mps().join(device)
+        self.mps_host_dir().join(device)
     }
 
     /// Returns `RUN/alloc`: one directory per allocation.

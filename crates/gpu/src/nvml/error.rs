@@ -19,6 +19,14 @@ pub enum NvmlError {
     /// The GPU, MIG device or MIG profile does not exist.
     #[error("{0} does not exist")]
     NotFound(String),
+    /// NVML created a GPU instance, and its list of instances lacks it.
+    #[error("NVML created GPU instance {gpu_instance} on {gpu}, but does not list it")]
+    NotListed {
+        /// UUID of the GPU.
+        gpu: String,
+        /// NVML's id of the GPU instance.
+        gpu_instance: u32,
+    },
     /// This GPU or driver does not support the call.
     #[error("{call} is not supported by this GPU or driver")]
     NotSupported {
@@ -34,6 +42,9 @@ pub enum NvmlError {
     /// A call has not returned within this deadline, and still blocks.
     #[error("NVML did not answer for {} s", .0.as_secs())]
     Hung(std::time::Duration),
+    /// This process keeps NVML closed, so that a GPU can be reset or the driver unloaded.
+    #[error("NVML is closed while a GPU is quiesced")]
+    Closed,
     /// Any other error of the library.
     #[error("{call} failed")]
     Call {

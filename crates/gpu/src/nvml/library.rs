@@ -1,7 +1,8 @@
 //! One NVML session for all threads of a process.
 use std::fmt;
 use std::ops::ControlFlow;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::error::NvmlError;
 use super::find::LibrarySearch;
@@ -13,6 +14,11 @@ type Open = Box<dyn Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync>;
 
 /// The NVML library. The first call loads it. After an error that only a reload can fix, the next
 /// call reloads it. Clones share one session: NVML allows concurrent calls.
+///
+/// `nvmlInit` opens the device files of GPUs, and the last `nvmlShutdown` closes them. A GPU whose
+/// file is open cannot be reset, and the driver cannot be unloaded. [`Library::close`] therefore
+/// refuses all calls: NVML has no way to close one GPU. The session ends when the calls in
+/// progress have returned ([`Library::is_closed`]).
 #[derive(Clone)]
 pub struct Library(Arc<SharedLibraryState>);
 
@@ -21,7 +27,50 @@ struct SharedLibraryState {
     open: Open,
     /// Locked while the library is being loaded: one thread can hang in `nvmlInit`, and the other
     /// threads wait for that thread. Never locked during any other call.
-    session: Mutex<Option<Arc<dyn Gpus>>>,
+    session: Mutex<SessionSlot>,
+    /// Number of sessions that NVML has not shut down yet.
+    open_sessions: Arc<AtomicUsize>,
+}
+
+/// The current session, and whether sessions are allowed.
+#[derive(Default)]
+struct SessionSlot {
+    current: Option<Arc<Session>>,
+    /// Number of [`ClosedLibrary`] values. No session is opened while it is not 0.
+    closers: usize,
+}
+
+/// Keeps a library closed until it is dropped.
+#[derive(Debug)]
+pub struct ClosedLibrary(Library);
+
+impl Drop for ClosedLibrary {
+    fn drop(&mut self) {
+        let mut slot = self.0.lock_slot();
+        slot.closers = slot.closers.saturating_sub(1);
+    }
+}
+
+/// A session. Fields are dropped in this order: the count decreases after NVML has been shut down.
+struct Session {
+    gpus: Arc<dyn Gpus>,
+    _count: SessionCount,
+}
+
+/// One open session in the count of sessions.
+struct SessionCount(Arc<AtomicUsize>);
+
+impl SessionCount {
+    fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(count))
+    }
+}
+
+impl Drop for SessionCount {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl fmt::Debug for Library {
@@ -39,15 +88,49 @@ impl Library {
     /// Creates a handle to a library that `open` loads. `open` runs on the thread whose call needs
     /// the library.
     pub fn new(open: impl Fn() -> Result<Arc<dyn Gpus>, NvmlError> + Send + Sync + 'static) -> Self {
-        Self(Arc::new(SharedLibraryState { open: Box::new(open), session: Mutex::new(None) }))
+        Self(Arc::new(SharedLibraryState {
+            open: Box::new(open),
+            session: Mutex::default(),
+            open_sessions: Arc::default(),
+        }))
+    }
+
+    /// Closes the session, and keeps it closed until the returned value is dropped. Each call then
+    /// fails with [`NvmlError::Closed`]. Waits for nothing: calls in progress continue.
+    #[must_use]
+    pub fn close(&self) -> ClosedLibrary {
+        let before = {
+            let mut slot = self.lock_slot();
+            slot.closers += 1;
+            slot.current.take()
+        };
+        if let Some(before) = before {
+            // The last handle shuts NVML down, which can block. If no thread starts, the handle is
+            // dropped here.
+            let _ = std::thread::Builder::new().name("nvml-close".into()).spawn(move || drop(before));
+        }
+        ClosedLibrary(self.clone())
+    }
+
+    /// Returns whether the session is kept closed, and NVML has been shut down.
+    pub fn is_closed(&self) -> bool {
+        let kept_closed = self.lock_slot().closers > 0;
+        kept_closed && self.0.open_sessions.load(Ordering::SeqCst) == 0
+    }
+
+    /// Runs `call` in a session of its own, which is shut down afterwards. Keep the library closed
+    /// before and during the call, so that no other thread of this process uses a GPU.
+    pub(super) fn call_alone<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
+        let session = Session { gpus: (self.0.open)()?, _count: SessionCount::new(&self.0.open_sessions) };
+        call(session.gpus.as_ref())
     }
 
     /// Runs `call` on this thread. The thread hangs if the driver hangs.
     pub(super) fn call_library<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
-        let gpus = self.session()?;
-        let result = call(gpus.as_ref());
+        let session = self.session()?;
+        let result = call(session.gpus.as_ref());
         if result.as_ref().is_err_and(NvmlError::requires_reload) {
-            self.close(&gpus);
+            self.discard(&session);
         }
         result
     }
@@ -67,25 +150,95 @@ impl Library {
         })
     }
 
-    fn session(&self) -> Result<Arc<dyn Gpus>, NvmlError> {
-        let mut session = self.0.session.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*session {
-            Some(gpus) => Ok(Arc::clone(gpus)),
-            None => Ok(Arc::clone(session.insert((self.0.open)()?))),
+    fn session(&self) -> Result<Arc<Session>, NvmlError> {
+        let mut slot = self.lock_slot();
+        if slot.closers > 0 {
+            return Err(NvmlError::Closed);
+        }
+        match &slot.current {
+            Some(session) => Ok(Arc::clone(session)),
+            None => {
+                let gpus = (self.0.open)()?;
+                let session = Session { gpus, _count: SessionCount::new(&self.0.open_sessions) };
+                Ok(Arc::clone(slot.current.insert(Arc::new(session))))
+            }
         }
     }
 
-    /// Closes the session `gpus`: the next call reloads the library. Calls in progress continue in
-    /// the old session.
-    fn close(&self, gpus: &Arc<dyn Gpus>) {
-        let mut session = self.0.session.lock().unwrap_or_else(PoisonError::into_inner);
-        if session.as_ref().is_some_and(|current| Arc::ptr_eq(current, gpus)) {
-            *session = None;
+    /// Closes a session: the next call reloads the library. Calls in progress continue in the old
+    /// session.
+    fn discard(&self, session: &Arc<Session>) {
+        let mut slot = self.lock_slot();
+        if slot.current.as_ref().is_some_and(|current| Arc::ptr_eq(current, session)) {
+            slot.current = None;
         }
     }
 
     fn is_current(&self, gpus: &dyn Gpus) -> bool {
-        let session = self.0.session.lock().unwrap_or_else(PoisonError::into_inner);
-        session.as_ref().is_some_and(|current| std::ptr::addr_eq(Arc::as_ptr(current), gpus))
+        let slot = self.lock_slot();
+        slot.current.as_ref().is_some_and(|current| std::ptr::addr_eq(Arc::as_ptr(&current.gpus), gpus))
+    }
+
+    fn lock_slot(&self) -> MutexGuard<'_, SessionSlot> {
+        self.0.session.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::model::{ComputeMode, DriverInfo, Gpu, MigActivation, MigInstance, Process};
+    use super::*;
+
+    struct NoGpus;
+
+    impl Gpus for NoGpus {
+        fn driver_info(&self) -> Result<DriverInfo, NvmlError> {
+            Ok(DriverInfo { driver: "1".into(), count: 0 })
+        }
+        fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
+            Err(NvmlError::NotFound(index.to_string()))
+        }
+        fn gpu(&self, uuid: &str) -> Result<Gpu, NvmlError> {
+            Err(NvmlError::NotFound(uuid.into()))
+        }
+        fn set_mig_mode(&self, _: &str, _: bool) -> Result<MigActivation, NvmlError> {
+            Ok(MigActivation::Now)
+        }
+        fn processes(&self, _: &str) -> Result<Vec<Process>, NvmlError> {
+            Ok(Vec::new())
+        }
+        fn set_compute_mode(&self, _: &str, mode: ComputeMode) -> Result<ComputeMode, NvmlError> {
+            Ok(mode)
+        }
+        fn create_mig_instance(&self, _: &str, _: &str, _: u32) -> Result<MigInstance, NvmlError> {
+            Err(NvmlError::NotSupported { call: "create" })
+        }
+        fn destroy_mig_instance(&self, _: &str, _: u32) -> Result<(), NvmlError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_closed_library_refuses_calls_and_is_closed_when_the_last_call_has_returned() {
+        let library = Library::new(|| Ok(Arc::new(NoGpus)));
+        assert!(library.call_library(|gpus| gpus.driver_info()).is_ok());
+        assert!(!library.is_closed(), "closed only on request");
+        let closed = library
+            .call_library(|_| {
+                let closed = library.close();
+                assert!(!library.is_closed(), "this call is in progress");
+                assert!(matches!(library.call_library(|gpus| gpus.driver_info()), Err(NvmlError::Closed)));
+                Ok(closed)
+            })
+            .unwrap();
+        while !library.is_closed() {
+            std::thread::yield_now();
+        }
+        assert!(library.call_alone(|gpus| gpus.set_mig_mode("GPU-a", true)).is_ok());
+        assert!(library.is_closed(), "the session of the one call is closed again");
+        drop(library.close());
+        assert!(library.is_closed(), "closed while one value remains");
+        drop(closed);
+        assert!(library.call_library(|gpus| gpus.driver_info()).is_ok() && !library.is_closed());
     }
 }

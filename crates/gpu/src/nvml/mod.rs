@@ -34,7 +34,7 @@ use std::path::Path;
 pub use error::NvmlError;
 pub use find::LibrarySearch;
 pub use gpus::Gpus;
-pub use library::Library;
+pub use library::{ClosedLibrary, Library};
 pub use model::{
     ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuObservation, GpuVitals, MigActivation, MigInstance,
     MigProfile, MigState, Process, RecoveryAction,

@@ -267,7 +267,7 @@ impl Gpus for Nvml {
         instances
             .into_iter()
             .find(|instance| instance.gpu_instance == gpu_instance)
-            .ok_or_else(|| NvmlError::NotFound(format!("GPU instance {gpu_instance} on {gpu}, just created,")))
+            .ok_or_else(|| NvmlError::NotListed { gpu: gpu.to_owned(), gpu_instance })
     }
 
     fn destroy_mig_instance(&self, gpu: &str, gpu_instance: u32) -> Result<(), NvmlError> {

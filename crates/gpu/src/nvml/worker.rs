@@ -97,6 +97,25 @@ impl Worker {
         }
     }
 
+    /// Runs `call` in a session of its own on this thread ([`Library::call_alone`]), without a
+    /// deadline.
+    ///
+    /// # Errors
+    /// Returns the errors of the call.
+    pub async fn call_alone<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError> + Send + 'static,
+    ) -> Result<T, NvmlError> {
+        let (answer, answered) = oneshot::channel();
+        let library = self.library.clone();
+        // Ignore errors: the caller may no longer wait.
+        let job: Job = Box::new(move || drop(answer.send(library.call_alone(call))));
+        if self.jobs.send(job).is_err() {
+            return Err(NvmlError::Hung(Duration::ZERO));
+        }
+        answered.await.unwrap_or(Err(NvmlError::Hung(Duration::ZERO)))
+    }
+
     fn lock_queue_state(&self) -> MutexGuard<'_, QueueState> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -146,8 +146,8 @@ impl Node {
     }
 
     pub(crate) fn write_desired_bytes(&self, bytes: &[u8]) {
-        fs::create_dir_all(self.paths.mps()).unwrap();
-        let building = self.paths.mps().join("desired.tmp");
+        fs::create_dir_all(self.paths.mps_host_dir()).unwrap();
+        let building = self.paths.mps_host_dir().join("desired.tmp");
         fs::write(&building, bytes).unwrap();
         fs::rename(&building, self.paths.desired()).unwrap();
     }
@@ -294,7 +294,7 @@ impl Node {
 
     /// Returns the PIDs of MPS processes with a pipe directory of this node.
     pub(crate) fn mps_processes(&self) -> Vec<u32> {
-        let run = self.paths.mps().into_os_string().into_encoded_bytes();
+        let run = self.paths.mps_host_dir().into_os_string().into_encoded_bytes();
         let wanted = [b"CUDA_MPS_PIPE_DIRECTORY=".as_slice(), &run].concat();
         let is_ours = |pid: &u32| {
             let read = |what: &str| fs::read(format!("/proc/{pid}/{what}")).unwrap_or_default();

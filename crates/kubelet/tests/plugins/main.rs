@@ -126,7 +126,7 @@ impl Fixture {
     }
 
     fn start_kubelet(&self) -> FakeKubelet {
-        FakeKubelet::start(self.path()).expect("a kubelet")
+        FakeKubelet::start_in(self.path()).expect("a kubelet")
     }
 
     fn plugins(&self, named: &[(&str, &Arc<TestResource>)]) -> PluginServer {

@@ -86,7 +86,7 @@ async fn each_restart_of_the_kubelet_causes_a_registration_with_a_new_socket() {
     let mut sockets = vec![wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket];
     for _ in 0..5 {
         kubelet.stop();
-        kubelet.run_slowly(Duration::from_millis(20)).await.expect("a kubelet");
+        kubelet.start_with_listen_delay(Duration::from_millis(20)).await.expect("a kubelet");
         sockets.push(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket);
     }
     assert_eq!(fixture.socket_names(), [sockets[5].clone()]);
@@ -123,7 +123,7 @@ async fn without_a_kubelet_nothing_is_ready_until_it_returns() {
     wait_until_ready(&plugins).await;
     kubelet.stop();
     wait_for_state(&plugins, "without a stream", |state| !state.is_ready()).await;
-    kubelet.run().expect("a kubelet");
+    kubelet.start().expect("a kubelet");
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     wait_until_ready(&plugins).await;
 }
@@ -139,7 +139,7 @@ async fn a_kubelet_socket_that_is_moved_back_causes_no_registration() {
     std::fs::rename(&socket, &aside).expect("rename");
     std::fs::rename(&aside, &socket).expect("rename");
     // Trigger a decision after both renames.
-    std::fs::remove_file(fixture.path().join(&endpoint.socket)).expect("our socket");
+    std::fs::remove_file(fixture.path().join(&endpoint.socket)).expect("the plugin's socket");
     wait_until("bound again", || fixture.path().join(&endpoint.socket).exists()).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);
     assert!(kubelet.state().borrow().endpoints[MPS_RESOURCE].connected);
@@ -153,7 +153,7 @@ async fn a_deleted_socket_is_rebound_without_ending_the_stream() {
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     let before = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
     for _ in 0..3 {
-        std::fs::remove_file(fixture.path().join(&before.socket)).expect("our socket");
+        std::fs::remove_file(fixture.path().join(&before.socket)).expect("the plugin's socket");
         wait_until("bound again", || fixture.path().join(&before.socket).exists()).await;
         let mut client = connect_to_plugin(&fixture.path().join(&before.socket))
             .await
@@ -177,7 +177,7 @@ async fn a_deleted_socket_without_a_stream_is_registered_again() {
         s.resources.get(MPS_RESOURCE).is_some_and(|r| r.phase == ResourcePhase::Registered)
     });
     let socket = state.await.resources[MPS_RESOURCE].socket.clone().expect("a socket");
-    std::fs::remove_file(fixture.path().join(&socket)).expect("our socket");
+    std::fs::remove_file(fixture.path().join(&socket)).expect("the plugin's socket");
     assert_ne!(wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket, socket);
 }
 
@@ -192,9 +192,9 @@ async fn the_plugin_registers_at_once_with_a_new_kubelet_after_its_socket_was_re
     let socket = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     kubelet.stop();
     wait_for_state(&plugins, "without a stream", |s| s.resources[MPS_RESOURCE].streams == 0).await;
-    std::fs::remove_file(fixture.path().join(&socket)).expect("our socket");
+    std::fs::remove_file(fixture.path().join(&socket)).expect("the plugin's socket");
     wait_for_state(&plugins, "waiting", |s| s.resources[MPS_RESOURCE].phase == ResourcePhase::WaitingForKubelet).await;
-    kubelet.run().expect("a kubelet");
+    kubelet.start().expect("a kubelet");
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
@@ -271,7 +271,7 @@ async fn the_plugin_registers_at_once_with_the_successor_of_a_killed_hanging_kub
     wait_for_kubelet(&kubelet, "a registration", |seen| !seen.registrations.is_empty()).await;
     kubelet.stop();
     kubelet.set_hanging(false);
-    kubelet.run().expect("a kubelet");
+    kubelet.start().expect("a kubelet");
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
 }
 
@@ -294,7 +294,7 @@ async fn the_plugin_registers_again_only_after_the_kubelet_disconnects() {
     let mut fixture = Fixture::new();
     fixture.config.timings.hang_up = LONGER_THAN_ANY_TEST;
     let kubelet = fixture.start_kubelet();
-    kubelet.disconnect_slowly(Duration::from_millis(200));
+    kubelet.delay_disconnections(Duration::from_millis(200));
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &TestResource::with_options(&["a::0"], PluginOptions::default()))]);
     let first = wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await.socket;
     plugins.set(resources(&[(
@@ -353,7 +353,7 @@ async fn a_resource_that_is_added_again_while_it_ends_is_served() {
     let shares = TestResource::new(&["a::0"]);
     let plugins = fixture.plugins(&[(MPS_RESOURCE, &shares)]);
     wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
-    kubelet.disconnect_slowly(Duration::from_millis(50));
+    kubelet.delay_disconnections(Duration::from_millis(50));
     plugins.set(resources(&[]));
     wait_for_state(&plugins, "ending", |state| {
         state.resources.get(MPS_RESOURCE).is_none_or(|r| r.phase == ResourcePhase::Ending)
@@ -444,7 +444,7 @@ async fn plugins_serve_from_a_directory_that_is_created_later() {
     for _ in 0..2 {
         wait_for_state(&plugins, "failed", failed).await;
         std::fs::create_dir(&directory).expect("a directory");
-        let kubelet = FakeKubelet::start(&directory).expect("a kubelet");
+        let kubelet = FakeKubelet::start_in(&directory).expect("a kubelet");
         wait_until_served(&kubelet, MPS_RESOURCE, &["a::0"]).await;
         drop(kubelet);
         std::fs::remove_dir_all(&directory).expect("no directory");
@@ -475,7 +475,7 @@ async fn the_longest_resource_name_is_served() {
 async fn the_fake_kubelet_restarts_while_a_plugin_replaces_its_socket() {
     let directory = tempfile::tempdir().expect("a directory");
     let (temporary, socket) = (directory.path().join("plugin.sock.new"), directory.path().join("plugin.sock"));
-    let mut kubelet = FakeKubelet::start(directory.path()).expect("a kubelet");
+    let mut kubelet = FakeKubelet::start_in(directory.path()).expect("a kubelet");
     let stopped = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&stopped);
     let plugin = std::thread::spawn(move || {

@@ -69,7 +69,8 @@ pub(super) fn node_facts(
     for gpu in gpus {
         facts.model.clone_from(&gpu.model);
         let planned = planned_partition(object, gpu);
-        let usable = ready && gpu.health.healthy && !cordons.0.contains_key(&gpu.uuid);
+        let quiesced = object.spec.gpus.iter().any(|spec| spec.uuid == gpu.uuid && spec.quiesced);
+        let usable = ready && gpu.health.healthy && !quiesced && !cordons.0.contains_key(&gpu.uuid);
         let available = usable && planned.is_none();
         let is_available = |resource: &str| available && !(withheld && mps.serves(resource));
         for slice in &gpu.slices {

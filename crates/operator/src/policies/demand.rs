@@ -196,7 +196,7 @@ fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
 }
 
 /// Returns the total memory of a slice's units, in MiB.
-fn slice_memory_mib(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snapshot::Slice) -> u64 {
+fn slice_memory_mib(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snapshot::SliceGroup) -> u64 {
     let total = gpu.memory.as_mebibytes().unwrap_or(0);
     let count = u64::from(slice.count);
     if let Some(gib) = sized_slice_gib(&slice.resource) {

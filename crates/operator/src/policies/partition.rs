@@ -11,7 +11,7 @@ use cleave_api::gpunode::{
 use cleave_api::names::{RESOURCE_GPU, mig_resource};
 use cleave_plan::device::{Family, SHARED_SUFFIX, sized_slice_gib};
 use cleave_plan::mps::{self, MAX_CLIENTS};
-use cleave_plan::snapshot::Slice;
+use cleave_plan::snapshot::SliceGroup;
 use cleave_plan::units::Mebibytes;
 
 use crate::policies::plan::{mig_instance_partition, time_sliced_partition};
@@ -31,13 +31,13 @@ pub(crate) fn units(demand: &Demand, gpu: &GpuStatus) -> Option<u32> {
 
 /// Returns the slices of a GPU that the kubelet lists. An empty list means that the whole GPU is
 /// free.
-pub(crate) fn served_slices(gpu: &GpuStatus) -> Vec<Slice> {
+pub(crate) fn served_slices(gpu: &GpuStatus) -> Vec<SliceGroup> {
     let mut slices = Vec::new();
     for status in &gpu.slices {
         let instance = gpu.mig.iter().flat_map(|mig| &mig.instances).find(|instance| instance.uuid == status.device);
         let placement = status.start.or(instance.map(|instance| instance.start)).filter(|_| status.device != gpu.uuid);
         let profile = instance.filter(|_| placement.is_some()).map(|instance| instance.profile.as_str());
-        let one = |in_use, count| Slice { in_use, ..slice(placement, profile, &status.resource, count) };
+        let one = |in_use, count| SliceGroup { in_use, ..slice(placement, profile, &status.resource, count) };
         let in_use = status.in_use;
         let free = status.total.saturating_sub(in_use);
         if in_use > 0 {
@@ -52,7 +52,7 @@ pub(crate) fn served_slices(gpu: &GpuStatus) -> Vec<Slice> {
 
 /// Returns the slices of a GPU that the kubelet lists, and MIG instances that exist but are not
 /// served.
-pub(crate) fn observed_slices(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<Slice> {
+pub(crate) fn observed_slices(gpu: &GpuStatus, each: Option<&InstanceShare>) -> Vec<SliceGroup> {
     let mut slices = served_slices(gpu);
     for instance in gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.instances) {
         if slices.iter().any(|slice| slice.placement == Some(instance.start)) {
@@ -75,8 +75,8 @@ pub(crate) fn observed_slices(gpu: &GpuStatus, each: Option<&InstanceShare>) -> 
 }
 
 /// Returns the slices of a GPU once it has this partition. Slices in use remain in use.
-pub(crate) fn desired_slices(partition: &Partition, gpu: &GpuStatus) -> Vec<Slice> {
-    let mut all: Vec<Slice> = Vec::new();
+pub(crate) fn desired_slices(partition: &Partition, gpu: &GpuStatus) -> Vec<SliceGroup> {
+    let mut all: Vec<SliceGroup> = Vec::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
     let mut add = |placement,
                    profile: Option<&str>,
@@ -95,7 +95,7 @@ pub(crate) fn desired_slices(partition: &Partition, gpu: &GpuStatus) -> Vec<Slic
         let MigPartition { whole, mps, time_slicing } = &instance.partition;
         add(Some(instance.start), Some(&instance.profile), whole.as_ref(), mps.as_ref(), time_slicing.as_ref());
     }
-    let mut slices: Vec<Slice> = served_slices(gpu).into_iter().filter(|slice| slice.in_use).collect();
+    let mut slices: Vec<SliceGroup> = served_slices(gpu).into_iter().filter(|slice| slice.in_use).collect();
     for used in &slices {
         let mut left = used.count;
         for slice in &mut all {
@@ -110,12 +110,12 @@ pub(crate) fn desired_slices(partition: &Partition, gpu: &GpuStatus) -> Vec<Slic
     slices
 }
 
-fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u32) -> Slice {
+fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u32) -> SliceGroup {
     let is_default = |profile: &&str| {
         let named = mig_resource(profile);
         resource == named || resource.strip_suffix(SHARED_SUFFIX) == Some(&named)
     };
-    Slice {
+    SliceGroup {
         placement,
         resource: resource.to_owned(),
         in_use: false,
@@ -134,7 +134,7 @@ pub(crate) fn has_partition(partition: &Partition, gpu: &GpuStatus) -> bool {
     slice_counts(&desired_slices(partition, gpu)) == slice_counts(&served_slices(gpu))
 }
 
-fn slice_counts(slices: &[Slice]) -> BTreeMap<(Option<u32>, &str), u32> {
+fn slice_counts(slices: &[SliceGroup]) -> BTreeMap<(Option<u32>, &str), u32> {
     let mut counts = BTreeMap::new();
     for slice in slices.iter().filter(|slice| slice.count > 0) {
         *counts.entry((slice.placement, slice.resource.as_str())).or_default() += slice.count;
@@ -155,7 +155,7 @@ pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
 /// # Errors
 /// Returns a message for users if the policy does not allow these slices.
 pub(crate) fn partition(
-    slices: &[Slice],
+    slices: &[SliceGroup],
     family: Family,
     demand: &Demand,
     gpu: &GpuStatus,
@@ -182,7 +182,7 @@ pub(crate) fn partition(
 }
 
 fn mps_partition(
-    slices: &[Slice],
+    slices: &[SliceGroup],
     demand: &Demand,
     gpu: &GpuStatus,
     current: Option<&MpsPartition>,
@@ -303,7 +303,7 @@ fn number_ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
 }
 
 fn instances(
-    slices: &[Slice],
+    slices: &[SliceGroup],
     demand: &Demand,
     gpu: &GpuStatus,
     current: Option<&[MigInstanceSpec]>,
@@ -361,15 +361,15 @@ mod tests {
         GpuStatus { uuid: "GPU-a".into(), memory_mib: 40 * 1024, ..GpuStatus::default() }
     }
 
-    fn free_slices(resource: &str, count: u32) -> Slice {
+    fn free_slices(resource: &str, count: u32) -> SliceGroup {
         slice(None, None, resource, count)
     }
 
-    fn used_slices(resource: &str, count: u32) -> Slice {
-        Slice { in_use: true, ..free_slices(resource, count) }
+    fn used_slices(resource: &str, count: u32) -> SliceGroup {
+        SliceGroup { in_use: true, ..free_slices(resource, count) }
     }
 
-    fn mps(slices: &[Slice], gpu: &GpuStatus, current: Option<&Partition>) -> MpsPartition {
+    fn mps(slices: &[SliceGroup], gpu: &GpuStatus, current: Option<&Partition>) -> MpsPartition {
         partition(slices, Family::Mps, &demand(), gpu, current).unwrap().mps.unwrap()
     }
 
@@ -524,7 +524,7 @@ mod tests {
         let shared = Demand { each, ..demand() };
         let slices = [
             slice(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 3),
-            Slice { in_use: true, ..slice(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 1) },
+            SliceGroup { in_use: true, ..slice(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 1) },
         ];
         let mig = partition(&slices, Family::Mig, &shared, &a100, None).unwrap().mig.unwrap();
         assert_eq!((mig.len(), mig[0].partition.mps.as_ref().unwrap().slices[0].count), (1, 4));

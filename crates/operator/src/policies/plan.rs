@@ -22,7 +22,7 @@ use crate::policies::validate::{
     self, BatchRules, Demand, InstanceShare, MpsShare, Policy, ReplicaRules, RolloutRules, ShareSize, SharingMode,
     shared_instance_resource,
 };
-use crate::policies::waves::Progress;
+use crate::policies::waves::RolloutProgress;
 use crate::read::{Node, Observed};
 
 /// The desired state of all nodes, and a report about each policy.
@@ -58,7 +58,7 @@ pub struct Report {
     /// How a change of the policy reaches its nodes.
     pub rollout: RolloutRules,
     /// How far the last change has reached. Set by `staging`.
-    pub progress: Progress,
+    pub progress: RolloutProgress,
     /// Number of slices that pods request and that the policy's GPUs do not have yet.
     pub wanted: u32,
     /// Nodes and GPUs of the policy that plans exclude, each with the reason.
@@ -272,7 +272,8 @@ fn plan_gpu(
 fn apply_annotations(node: &Node, desired: &mut [GpuSpec]) {
     let (cordons, cleared) = (node.cordons(), node.cleared());
     for spec in desired {
-        spec.cordoned = cordons.0.contains_key(&spec.uuid);
+        spec.quiesced = node.is_quiesced(&spec.uuid);
+        spec.cordoned = spec.quiesced || cordons.0.contains_key(&spec.uuid);
         spec.cleared = cleared.0.get(&spec.uuid).cloned();
     }
 }

@@ -22,7 +22,7 @@ use cleave_plan::Quantity;
 use cleave_plan::device::{MIG_PREFIX, Mode, SHARED_SUFFIX, sized_slice_gib};
 use cleave_plan::mig::Profile;
 use cleave_plan::scheduling;
-use cleave_plan::snapshot::{Gpu, MigSharing, Node as PlanNode, Slice, Snapshot};
+use cleave_plan::snapshot::{Gpu, MigSharing, Node as PlanNode, SliceGroup, Snapshot};
 
 use crate::pods::{Claimant, Sum};
 use crate::policies::partition;
@@ -48,7 +48,7 @@ pub type GpuKey = (String, String);
 
 /// Progress of a GPU towards its desired partition.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Progress {
+pub enum GpuProgress {
     /// The GPU has the partition.
     Reached,
     /// The agent is repartitioning the GPU.
@@ -108,21 +108,21 @@ pub struct PlannerInput {
 }
 
 /// Returns the progress of a GPU towards its spec.
-pub fn progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> Progress {
+pub fn gpu_progress(node: &Node, spec: &GpuSpec, gpu: &GpuStatus) -> GpuProgress {
     if partition::has_partition(&spec.partition, gpu) {
-        return Progress::Reached;
+        return GpuProgress::Reached;
     }
     if !agent_has_read_spec(node) {
-        return Progress::Changing;
+        return GpuProgress::Changing;
     }
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let of_gpu = || steps.iter().filter(|step| step.gpu == gpu.uuid);
     // The agent retries. Pods do not wait for the retry, because other GPUs may have room.
     if let Some(step) = of_gpu().find(|step| matches!(step.result.as_str(), STEP_FAILED | STEP_REFUSED)) {
-        return Progress::Failed(step.message.clone());
+        return GpuProgress::Failed(step.message.clone());
     }
     let blocked = of_gpu().any(|step| step.result == STEP_WAITING) && !has_room_for_all_in_use(&spec.partition, gpu);
-    if blocked { Progress::Blocked } else { Progress::Changing }
+    if blocked { GpuProgress::Blocked } else { GpuProgress::Changing }
 }
 
 /// Returns the maximum time for a node to reach its desired state.
@@ -142,7 +142,7 @@ fn waits_for(node: &Node, gpu: &GpuStatus) -> String {
 
 /// Returns whether the partition has room for all slices in use. If so, no pod blocks the change.
 fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
-    let all = |slices: &[Slice]| {
+    let all = |slices: &[SliceGroup]| {
         let mut counts: BTreeMap<(Option<u32>, String), u32> = BTreeMap::new();
         for slice in slices {
             *counts.entry((slice.placement, slice.resource.clone())).or_default() += slice.count;
@@ -152,7 +152,7 @@ fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
     // Without slices in use, `desired_slices` returns the slices of the partition alone.
     let idle = GpuStatus { slices: Vec::new(), ..gpu.clone() };
     let wanted = all(&partition::desired_slices(partition, &idle));
-    let in_use: Vec<Slice> = partition::served_slices(gpu).into_iter().filter(|slice| slice.in_use).collect();
+    let in_use: Vec<SliceGroup> = partition::served_slices(gpu).into_iter().filter(|slice| slice.in_use).collect();
     all(&in_use).iter().all(|(key, count)| wanted.get(key).is_some_and(|wanted| wanted >= count))
 }
 
@@ -192,7 +192,7 @@ impl History {
     }
 
     /// Updates the history from the state of the cluster. Returns the progress of each GPU.
-    fn update(&mut self, observed: &Observed, plan: &Plan, now: Duration) -> BTreeMap<GpuKey, Progress> {
+    fn update(&mut self, observed: &Observed, plan: &Plan, now: Duration) -> BTreeMap<GpuKey, GpuProgress> {
         let mut all = BTreeMap::new();
         for (name, node) in &observed.nodes {
             let Some(object) = node.object() else { continue };
@@ -207,8 +207,8 @@ impl History {
             for gpu in node.reported().unwrap_or_default() {
                 let Some(spec) = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid) else { continue };
                 let at = (name.clone(), gpu.uuid.clone());
-                let mut progress = progress(node, spec, gpu);
-                if progress == Progress::Changing {
+                let mut progress = gpu_progress(node, spec, gpu);
+                if progress == GpuProgress::Changing {
                     if self.changing.get(&at).is_none_or(|(partition, _)| *partition != spec.partition) {
                         self.changing.insert(at.clone(), (spec.partition.clone(), now));
                     }
@@ -216,16 +216,18 @@ impl History {
                     let deadline = apply_deadline(plan, name);
                     if agent_has_read_spec(node) && now.saturating_sub(since) >= deadline {
                         let why = waits_for(node, gpu);
-                        progress =
-                            Progress::Failed(format!("the agent did not finish within {} s{why}", deadline.as_secs()));
+                        progress = GpuProgress::Failed(format!(
+                            "the agent did not finish within {} s{why}",
+                            deadline.as_secs()
+                        ));
                     }
                 }
                 match &progress {
-                    Progress::Changing => {}
+                    GpuProgress::Changing => {}
                     // Keep the start time. Otherwise the deadline of a late GPU would restart
                     // although its desired partition has not changed.
-                    Progress::Failed(message) => self.record_failure(&at, &spec.partition, message, now),
-                    Progress::Reached | Progress::Blocked => {
+                    GpuProgress::Failed(message) => self.record_failure(&at, &spec.partition, message, now),
+                    GpuProgress::Reached | GpuProgress::Blocked => {
                         self.changing.remove(&at);
                         // The GPU reached the partition after a failure.
                         if self.failures.get(&at).is_some_and(|failure| failure.partition == spec.partition) {
@@ -299,11 +301,12 @@ struct NodeBuilder<'a> {
     node: &'a Node,
     plan: &'a Plan,
     history: &'a History,
-    progress: &'a BTreeMap<GpuKey, Progress>,
+    progress: &'a BTreeMap<GpuKey, GpuProgress>,
     now: Duration,
 }
 
 impl NodeBuilder<'_> {
+    // long: one GPU after the other, with each reason why the planner leaves it out
     fn add(&self, gpus: &[GpuStatus], pods: &[&Claimant], input: &mut PlannerInput) {
         let demand = self.plan.demand.get(self.name);
         let deadline = apply_deadline(self.plan, self.name);
@@ -314,7 +317,7 @@ impl NodeBuilder<'_> {
         let mut changing = exclusion.is_none() && self.history.unread.contains_key(self.name);
         for gpu in gpus.iter().filter(|_| exclusion.is_none()) {
             let at = (self.name.to_owned(), gpu.uuid.clone());
-            if let (Some(Progress::Changing), Some((_, since))) =
+            if let (Some(GpuProgress::Changing), Some((_, since))) =
                 (self.progress.get(&at), self.history.changing.get(&at))
             {
                 cap_next_pass(input, since.saturating_add(deadline), self.now);
@@ -332,7 +335,7 @@ impl NodeBuilder<'_> {
             let mut planned = self.gpu(gpu, by_demand);
             // A daemon that starts or stops because of a change is part of the change.
             let starting =
-                self.progress.get(&at) == Some(&Progress::Changing) && gpu.health.reason == HEALTH_MPS_UNAVAILABLE;
+                self.progress.get(&at) == Some(&GpuProgress::Changing) && gpu.health.reason == HEALTH_MPS_UNAVAILABLE;
             if !gpu.health.healthy && !starting {
                 let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
                 planned.exclusion = Some(format!("unhealthy: {why}"));
@@ -341,6 +344,8 @@ impl NodeBuilder<'_> {
                 let why = if reason.is_empty() { String::new() } else { format!(": {reason}") };
                 planned.exclusion = Some(format!("cordoned{why}"));
             }
+            let quiesced = self.node.is_quiesced(&gpu.uuid);
+            planned.exclusion = if quiesced { Some("quiesced".into()) } else { planned.exclusion };
             if by_demand.is_some() {
                 let failure = self.history.failures.get(&at);
                 if let Some(reason) = &planned.exclusion {
@@ -433,7 +438,7 @@ impl NodeBuilder<'_> {
                 Some(MigSharing { units: slicing.replicas, resource_name: slicing.resource.clone() })
             }
         };
-        let changing = self.progress.get(&(self.name.to_owned(), gpu.uuid.clone())) == Some(&Progress::Changing);
+        let changing = self.progress.get(&(self.name.to_owned(), gpu.uuid.clone())) == Some(&GpuProgress::Changing);
         planned.slices = match spec.filter(|_| changing) {
             Some(spec) => partition::desired_slices(&spec.partition, gpu),
             None => partition::observed_slices(gpu, Some(&demand.each)),
@@ -468,7 +473,7 @@ impl NodeBuilder<'_> {
             self.node.object().and_then(|object| object.spec.gpus.iter().find(|spec| spec.uuid == wanted.uuid));
         let at = (self.name.to_owned(), wanted.uuid.clone());
         current.is_none_or(|current| current.partition != wanted.partition)
-            || self.progress.get(&at) == Some(&Progress::Changing)
+            || self.progress.get(&at) == Some(&GpuProgress::Changing)
     }
 
     /// Marks slices as in use for bound pods whose devices the kubelet does not list yet.
@@ -537,7 +542,7 @@ fn has_free_unit(gpu: &Gpu, resource: &str) -> bool {
 fn mark_free_in_use(gpus: &mut [Gpu], resource: &str, count: u32) {
     if resource == RESOURCE_GPU {
         if let Some(gpu) = gpus.iter_mut().filter(|gpu| has_free_unit(gpu, resource)).min_by_key(|gpu| gpu.index) {
-            gpu.slices.push(Slice {
+            gpu.slices.push(SliceGroup {
                 placement: None,
                 resource: resource.to_owned(),
                 in_use: true,
@@ -550,7 +555,7 @@ fn mark_free_in_use(gpus: &mut [Gpu], resource: &str, count: u32) {
     }
     let mut places: Vec<(u32, usize, usize)> = Vec::new();
     for (at, gpu) in gpus.iter().enumerate() {
-        let fits = |slice: &Slice| slice.resource == resource && !slice.in_use && slice.count >= count;
+        let fits = |slice: &SliceGroup| slice.resource == resource && !slice.in_use && slice.count >= count;
         places.extend(
             gpu.slices.iter().enumerate().filter(|(_, slice)| fits(slice)).map(|(on, slice)| (slice.count, at, on)),
         );
@@ -559,7 +564,7 @@ fn mark_free_in_use(gpus: &mut [Gpu], resource: &str, count: u32) {
     let Some(gpu) = gpus.get_mut(at) else { return };
     let Some(slice) = gpu.slices.get_mut(on) else { return };
     slice.count -= count;
-    let used = Slice { in_use: true, count, ..slice.clone() };
+    let used = SliceGroup { in_use: true, count, ..slice.clone() };
     gpu.slices.push(used);
     gpu.slices.retain(|slice| slice.count > 0);
 }

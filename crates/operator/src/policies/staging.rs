@@ -17,7 +17,7 @@ use crate::policies::partition::has_partition;
 use crate::policies::plan::{Plan, plan_id};
 use crate::policies::snapshot::{DEFAULT_APPLY_DEADLINE, agent_has_read_spec};
 use crate::policies::validate::RolloutRules;
-use crate::policies::waves::{self, NodeView, Phase, Progress, State};
+use crate::policies::waves::{self, NodeView, Phase, RolloutProgress, State};
 use crate::read::{Node, Observed};
 
 /// Time for which a failure must last before it is reported. Agents retry failed steps, and an MPS
@@ -248,7 +248,7 @@ impl Staging {
     }
 
     /// Records the newest partitions of a change, until all nodes serve them.
-    fn record_change(&mut self, policy: &str, progress: &Progress, plan: &Plan, observed: &Observed) {
+    fn record_change(&mut self, policy: &str, progress: &RolloutProgress, plan: &Plan, observed: &Observed) {
         let Some(change) = self.changes.get_mut(policy) else { return };
         if progress.phase == Phase::Complete {
             *change = Change::default();
@@ -567,8 +567,8 @@ fn restore(policy: &str, paused: bool, current: &GpuNodeSpec, desired: &mut GpuN
         let present = current.gpus.iter().find(|present| present.uuid == entry.uuid);
         if let Some(present) = present.filter(|present| is_staged(present, entry, paused)) {
             // Administrators' annotations apply at once.
-            let (cordoned, cleared) = (entry.cordoned, entry.cleared.clone());
-            *entry = GpuSpec { cordoned, cleared, ..present.clone() };
+            let (cordoned, quiesced, cleared) = (entry.cordoned, entry.quiesced, entry.cleared.clone());
+            *entry = GpuSpec { cordoned, quiesced, cleared, ..present.clone() };
         }
     }
     desired.plan_id = plan_id(&desired.gpus);

@@ -19,7 +19,7 @@ use serde_json::json;
 
 use crate::policies::plan::{GpuRef, Invalid, Plan, Report};
 use crate::policies::staging::PROOF_TIME;
-use crate::policies::waves::{Phase, Progress};
+use crate::policies::waves::{Phase, RolloutProgress};
 use crate::read::{Node, Observed};
 
 /// Maximum number of names in a sentence. A longer list ends with the number of omitted names.
@@ -303,8 +303,8 @@ fn rolled_out_verdict(report: &Report) -> Verdict {
 }
 
 /// Returns how many nodes a change has reached, and the names of the others.
-fn rollout_sentence(progress: &Progress) -> String {
-    let Progress { phase: _, updated, changing, waiting, failed, pending, unsteady, cordoned } = progress;
+fn rollout_sentence(progress: &RolloutProgress) -> String {
+    let RolloutProgress { phase: _, updated, changing, waiting, failed, pending, unsteady, cordoned } = progress;
     let mut parts: Vec<String> = Vec::new();
     if !failed.is_empty() {
         let failed = failed.iter().map(|(node, why)| format!("{node} failed ({why})"));
@@ -327,8 +327,8 @@ fn rollout_sentence(progress: &Progress) -> String {
     parts.join("; ")
 }
 
-fn rollout_status(progress: &Progress) -> RolloutStatus {
-    let Progress { phase: _, updated, changing, waiting, failed, pending, unsteady: _, cordoned: _ } = progress;
+fn rollout_status(progress: &RolloutProgress) -> RolloutStatus {
+    let RolloutProgress { phase: _, updated, changing, waiting, failed, pending, unsteady: _, cordoned: _ } = progress;
     RolloutStatus {
         updated: saturating_u32(*updated),
         changing: saturating_u32(changing.len() + waiting.len()),

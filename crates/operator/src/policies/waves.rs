@@ -85,7 +85,7 @@ pub enum Phase {
 
 /// Which nodes a change has reached, for the policy's status.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Progress {
+pub struct RolloutProgress {
     /// Whether the change continues.
     pub phase: Phase,
     /// Number of nodes that serve the newest partition.
@@ -104,7 +104,7 @@ pub struct Progress {
     pub cordoned: BTreeSet<String>,
 }
 
-impl Progress {
+impl RolloutProgress {
     /// Returns the number of nodes.
     pub fn nodes(&self) -> usize {
         let Self { phase: _, updated, changing, waiting, failed, pending, unsteady: _, cordoned: _ } = self;
@@ -113,8 +113,8 @@ impl Progress {
 }
 
 /// Decides which of a policy's nodes change now. The others keep their partition: they are
-/// [`Progress::pending`].
-pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Progress {
+/// [`RolloutProgress::pending`].
+pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> RolloutProgress {
     let failed = |view: &NodeView| view.newest && !view.excused && matches!(view.state, State::Failed(_));
     let stopped = rules.on_failure == OnFailure::Stop && nodes.values().any(failed);
     // A new failure also holds nodes back: a new leader does not know how old a failure is.
@@ -128,7 +128,7 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Progre
             begin.extend(wave(rules, nodes));
         }
     }
-    let mut progress = Progress::default();
+    let mut progress = RolloutProgress::default();
     let is_proven = is_proven_by_changed(nodes);
     for (name, view) in nodes {
         let name = name.clone();

@@ -10,7 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
 use kube::core::error_boundary::InvalidObject;
 
-use crate::world::{SLICE_10GB_RESOURCE, SLICE_20GB_RESOURCE, TestCluster, assert_waits};
+use crate::world::{PolicyReadiness, SLICE_10GB_RESOURCE, SLICE_20GB_RESOURCE, TestCluster, assert_waits};
 
 #[test]
 fn an_unreachable_node_is_excluded_until_it_answers() {
@@ -28,7 +28,7 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
     let (plan, outcome) = world.run_pass();
     assert_eq!(world.written_nodes(), [other], "the pod gets the other node");
     assert!(outcome.excluded_nodes[&unreachable].contains("did not read the GpuNode spec within 30 s"));
-    let (reason, message, _) = world.ready_condition(&plan);
+    let PolicyReadiness { reason, message, .. } = world.readiness(&plan);
     assert_eq!(reason, "Excluded");
     assert!(message.contains(&format!("{unreachable} is excluded from plans: the agent did not read")), "{message}");
     world.apply_spec(other);

@@ -16,8 +16,7 @@ fn instances_of_mixed_profiles_are_created_for_pods() {
     let (plan, outcome) = world.run_pass();
     assert_eq!(world.written_nodes(), ["n1"]);
     assert_waits(&outcome, "small", Reason::Repartitioning, "1 nvidia.com/mig-1g.5gb");
-    let (_, _, wanted) = world.ready_condition(&plan);
-    assert_eq!(wanted, 2);
+    assert_eq!(world.readiness(&plan).missing_slices, 2);
     let profiles: BTreeSet<String> = world.mig("n1", 0).into_iter().map(|instance| instance.profile).collect();
     assert_eq!(profiles, BTreeSet::from(["1g.5gb".to_owned(), "3g.20gb".to_owned()]));
     world.settle();

@@ -84,8 +84,8 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
     assert_waits(&outcome, "mig", Reason::NoRoom, "");
     assert!(
         world
-            .ready_condition(&plan)
-            .1
+            .readiness(&plan)
+            .message
             .contains("GPU 0 of n1 is excluded from plans: the last repartitioning failed: NVML")
     );
     world.apply_all_specs();

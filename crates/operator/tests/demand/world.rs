@@ -296,13 +296,22 @@ impl TestCluster {
         panic!("the cluster does not settle: {:?}", self.changes);
     }
 
-    /// Returns the reason and message of the policy's condition Ready, and the number of slices
-    /// that its GPUs lack.
-    pub(crate) fn ready_condition(&self, plan: &Plan) -> (String, String, u32) {
+    /// Returns the part of the policy's status that says whether the policy is ready.
+    pub(crate) fn readiness(&self, plan: &Plan) -> PolicyReadiness {
         let update = updates(plan, &self.observed, &WrittenStatuses::new(), Timestamp::UNIX_EPOCH).remove(0);
         let ready = update.status.conditions.iter().find(|condition| condition.type_ == "Ready").unwrap().clone();
-        (ready.reason, ready.message, update.status.wanted)
+        PolicyReadiness { reason: ready.reason, message: ready.message, missing_slices: update.status.wanted }
     }
+}
+
+/// The part of a policy's status that says whether the policy is ready.
+pub(crate) struct PolicyReadiness {
+    /// Reason of the condition Ready.
+    pub(crate) reason: String,
+    /// Message of the condition Ready.
+    pub(crate) message: String,
+    /// Number of slices that the policy's GPUs lack.
+    pub(crate) missing_slices: u32,
 }
 
 /// Asserts that a pod waits for this reason, with this part of the message.

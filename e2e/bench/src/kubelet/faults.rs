@@ -101,7 +101,7 @@ pub(super) async fn measure_lost_gpu(launcher: &Launcher, report: &mut Benchmark
     // The published figure is 0: NVIDIA's plugin exits, so its 7 healthy GPUs cannot be allocated.
     let good = total - here;
     plugin.kubelet.stop();
-    plugin.kubelet.run().context("kubelet.sock")?;
+    plugin.kubelet.start().context("kubelet.sock")?;
     let rest = |endpoint: &Endpoint| endpoint.devices.len() == total && endpoint.healthy_ids().len() == good;
     let endpoint = plugin.wait_for_endpoint("the other GPUs after a restart of the kubelet", rest).await?;
     let label = "healthy devices, the kubelet having restarted";

@@ -109,6 +109,10 @@ pub(super) fn measure_memory(
             .with_published(anonymous)
             .with_goal(anonymous),
     );
+    if let Some(relay) = plugin.relay_pid() {
+        let resident = count_to_f64(read_memory(relay)?.resident);
+        report.add(Figure::new(CASE_NAME, format!("relay: resident {when}"), resident, "KiB"));
+    }
     Ok(())
 }
 
@@ -492,7 +496,7 @@ pub(super) async fn measure_kubelet_restarts(
     for _ in 0..times {
         let before = plugin.kubelet.state().borrow().registrations.len();
         plugin.kubelet.stop();
-        let created = plugin.kubelet.run().context("kubelet.sock")?;
+        let created = plugin.kubelet.start().context("kubelet.sock")?;
         plugin.wait_until_served().await?;
         let resource = plugin.resource.clone();
         let seen = plugin.kubelet.state().borrow().clone();
@@ -523,7 +527,7 @@ pub(super) async fn measure_refused_registration(plugin: &mut Plugin, report: &m
     let before = plugin.kubelet.state().borrow().registrations.len();
     plugin.kubelet.stop();
     plugin.kubelet.refuse_registrations(1);
-    plugin.kubelet.run().context("kubelet.sock")?;
+    plugin.kubelet.start().context("kubelet.sock")?;
     plugin.wait_until_served().await?;
     let seen = plugin.kubelet.state().borrow().clone();
     let of_resource = seen.registrations[before..].iter().filter(|r| r.request.resource_name == plugin.resource);

@@ -28,6 +28,9 @@ pub(crate) struct KubeletArgs {
     /// must be in the same directory.
     #[arg(long, value_name = "PATH", conflicts_with = "command")]
     agent: Option<PathBuf>,
+    /// Run this `cleave-kubelet-relay` between the kubelet and the agent, as the chart does.
+    #[arg(long, value_name = "PATH", requires = "agent")]
+    relay: Option<PathBuf>,
     /// How the agent shares the simulated GPUs.
     #[arg(long, value_enum, default_value_t = Sharing::Mps, requires = "agent")]
     sharing: Sharing,
@@ -103,12 +106,18 @@ pub(crate) fn run(args: &KubeletArgs) -> Result<()> {
 /// Runs all measurements.
 async fn measure_all(args: &KubeletArgs) -> Result<BenchmarkReport> {
     let launcher = |gpus, units| match (&args.agent, args.command.is_empty()) {
-        (Some(cleave), _) => Launcher::for_agent(&args.resource, cleave, args.sharing, gpus, units),
+        (Some(cleave), _) => {
+            let launcher = Launcher::for_agent(&args.resource, cleave, args.sharing, gpus, units)?;
+            Ok(launcher.with_relay(args.relay.as_deref()))
+        }
         (None, true) => Launcher::for_synthetic_gpus(&args.resource, gpus, units),
         (None, false) => Ok(Launcher::for_command(&args.resource, &args.command)),
     };
     let mut report = BenchmarkReport::new(match (&args.agent, args.command.is_empty()) {
-        (Some(cleave), _) => format!("{} agent, {:?} on simulated GPUs", cleave.display(), args.sharing),
+        (Some(cleave), _) => {
+            let relay = if args.relay.is_some() { ", with the kubelet relay" } else { "" };
+            format!("{} agent, {:?} on simulated GPUs{relay}", cleave.display(), args.sharing)
+        }
         (None, true) => "Cleave's protocol and choice of devices, without NVML".to_owned(),
         (None, false) => args.command.join(" "),
     });

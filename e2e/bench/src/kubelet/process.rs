@@ -21,6 +21,8 @@ pub(super) struct Launcher {
     program: PathBuf,
     args: Vec<String>,
     simulated: Option<SimulatedHardware>,
+    /// The kubelet relay between the kubelet and the plugin, if one runs.
+    relay: Option<PathBuf>,
 }
 
 /// A running plugin and its fake kubelet.
@@ -34,6 +36,7 @@ pub(super) struct Plugin {
     child: Child,
     command: Command,
     host: Option<Child>,
+    relay: Option<Child>,
     log: PathBuf,
     _pods: FakePodResources,
     _directory: tempfile::TempDir,
@@ -42,6 +45,9 @@ pub(super) struct Plugin {
 
 /// A file system in memory, if the machine has one here. On a node, `/run` is one.
 const MEMORY_FILE_SYSTEM: &str = "/dev/shm";
+
+/// Name of the directory in which the plugin registers at the relay.
+const RELAY_DIRECTORY: &str = "relay";
 
 /// Prefix of the threads of Cleave's agent that call NVML.
 const NVML_THREAD_PREFIX: &str = "nvml-";
@@ -56,6 +62,7 @@ impl Launcher {
             program: std::env::current_exe().context("this program's path")?,
             args: args.into_iter().chain(sizes).collect(),
             simulated: None,
+            relay: None,
         })
     }
 
@@ -66,6 +73,7 @@ impl Launcher {
             program: PathBuf::from(&command[0]),
             args: command[1..].to_vec(),
             simulated: None,
+            relay: None,
         }
     }
 
@@ -80,7 +88,13 @@ impl Launcher {
             program: cleave.to_owned(),
             args: args.iter().copied().map(str::to_owned).collect(),
             simulated: Some(SimulatedHardware::new(resource, cleave, sharing, gpus, units)?),
+            relay: None,
         })
+    }
+
+    /// Starts this kubelet relay between the kubelet and the plugin, as the chart does.
+    pub(super) fn with_relay(self, relay: Option<&Path>) -> Self {
+        Self { relay: relay.map(Path::to_owned), ..self }
     }
 
     /// Starts the plugin, and waits until the kubelet has its devices.
@@ -96,7 +110,7 @@ impl Launcher {
         for name in ["device-plugins", "pod-resources", "state", "cdi", "offline"] {
             std::fs::DirBuilder::new().mode(0o750).create(at(name)).context("a directory")?;
         }
-        let kubelet = FakeKubelet::start(&plugins).context("a fake kubelet")?;
+        let kubelet = FakeKubelet::start_in(&plugins).context("a fake kubelet")?;
         let pod_resources = FakePodResources::start(&pods).context("fake PodResources")?;
         let log = at("log");
         let output = File::options().create(true).append(true).open(&log).context("a log")?;
@@ -128,8 +142,21 @@ impl Launcher {
             Some(program) => Some(command(program, Vec::new())?.spawn().context("failed to start the MPS host")?),
             None => None,
         };
+        let relay = match &self.relay {
+            Some(program) => {
+                let mut command = command(program, Vec::new())?;
+                let relay = command.env("CLEAVE_RELAY_DIR", at(RELAY_DIRECTORY)).spawn();
+                let relay = relay.with_context(|| format!("failed to start {}", program.display()))?;
+                wait_for_socket(&at(RELAY_DIRECTORY).join("kubelet.sock")).await.context("the relay")?;
+                Some(relay)
+            }
+            None => None,
+        };
         let args = self.args.iter().map(|arg| arg.replace("{dir}", dir)).collect();
         let mut command = command(&self.program, args)?;
+        if relay.is_some() {
+            command.env("CLEAVE_RELAY_DIR", at(RELAY_DIRECTORY));
+        }
         let started = Instant::now();
         let child = command.spawn().with_context(|| format!("failed to start {}", self.program.display()))?;
         let resource = self.resource.clone();
@@ -141,6 +168,7 @@ impl Launcher {
             child,
             command,
             host,
+            relay,
             log,
             _pods: pod_resources,
             _directory: directory,
@@ -155,6 +183,11 @@ impl Plugin {
     /// Returns the PID of the plugin.
     pub(super) fn pid(&self) -> Result<u32> {
         self.child.id().context("the plugin has exited")
+    }
+
+    /// Returns the PID of the kubelet relay, if one runs.
+    pub(super) fn relay_pid(&self) -> Option<u32> {
+        self.relay.as_ref().and_then(Child::id)
     }
 
     /// Returns the endpoint of the resource, as the kubelet sees it now.
@@ -212,14 +245,29 @@ impl Plugin {
         Ok(())
     }
 
-    /// Terminates the plugin and its MPS host. Returns how long the plugin took to exit.
+    /// Terminates the plugin, its relay and its MPS host. Returns how long the plugin took to exit.
     pub(super) async fn stop(mut self) -> Result<Duration> {
         let took = terminate(&mut self.child).await?;
+        if let Some(mut relay) = self.relay.take() {
+            terminate(&mut relay).await.context("the relay")?;
+        }
         if let Some(mut host) = self.host.take() {
             terminate(&mut host).await.context("the MPS host")?;
         }
         Ok(took)
     }
+}
+
+/// Waits until a socket accepts connections.
+async fn wait_for_socket(path: &Path) -> Result<()> {
+    let accepted = async {
+        while tokio::net::UnixStream::connect(path).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(PLUGIN_REACTION_TIMEOUT, accepted)
+        .await
+        .with_context(|| format!("nothing listens at {}", path.display()))
 }
 
 /// Sends SIGTERM to a process, and waits until it exits. Returns how long it took.

@@ -218,7 +218,7 @@ fn read_desired(bytes: &[u8]) -> ReadResult {
                 assert!(paths.door(id).components().all(|part| part != std::path::Component::ParentDir));
             }
             for device in desired.daemons.keys() {
-                assert_eq!(paths.pipe(device).parent(), Some(paths.mps().as_path()), "{device:?}");
+                assert_eq!(paths.pipe(device).parent(), Some(paths.mps_host_dir().as_path()), "{device:?}");
             }
             ReadResult::Read
         }

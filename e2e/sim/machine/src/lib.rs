@@ -42,6 +42,7 @@ mod error;
 mod mig;
 mod model;
 mod process;
+mod session;
 mod state;
 mod store;
 mod topology;
@@ -52,6 +53,7 @@ pub use error::{ContextError, Error};
 pub use mig::{MigError, gpu_instance_id};
 pub use model::{ComputeProfile, GpuProfile, Model, Placement, builtin_models, find_model};
 pub use process::{PidRef, PidResolver, Process, ProcessKind};
+pub use session::SessionLease;
 pub use state::{
     ComputeInstance, ComputeMode, DeviceRef, Driver, Event, EventKind, Fault, FaultEffect, Gpu, GpuInstance, NvLinkEnd,
     PciAddress, State,

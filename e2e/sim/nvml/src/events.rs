@@ -102,6 +102,11 @@ fn next_event(set: &EventSet, state: &State) -> Option<Event> {
     state.events.iter().find(wanted).cloned()
 }
 
+/// Returns whether this process has registered for events of a GPU.
+pub(crate) fn is_registered(gpu: &str) -> bool {
+    lock_event_sets().iter().flat_map(|(_, sets)| sets.values()).any(|set| set.registered.contains_key(gpu))
+}
+
 /// Returns whether a GPU with registered events is lost.
 fn has_lost_gpu(set: &EventSet, state: &State) -> bool {
     state.gpus.iter().any(|g| g.lost && set.registered.contains_key(&g.uuid))

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nvml_wrapper_sys::bindings as sys;
-use sim_machine::{DeviceRef, Gpu, Machine, MigError, Model, State};
+use sim_machine::{DeviceRef, Gpu, Machine, MigError, Model, SessionLease, State};
 
 /// An NVML return code other than success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,10 +70,14 @@ struct InitializedLibrary {
     users: usize,
     machine: Option<Machine>,
     objects: Vec<HandleTarget>,
+    /// What the library holds open between the first `nvmlInit` and the last `nvmlShutdown`: the
+    /// driver and every GPU. With driver 580 and one H200, `nvmlInit` opens the GPU before any
+    /// handle exists, and the last `nvmlShutdown` closes it.
+    open: Vec<SessionLease>,
 }
 
 static LIBRARY: Mutex<InitializedLibrary> =
-    Mutex::new(InitializedLibrary { users: 0, machine: None, objects: Vec::new() });
+    Mutex::new(InitializedLibrary { users: 0, machine: None, objects: Vec::new(), open: Vec::new() });
 
 // Handles are large numbers, so that a zero or a count is not mistaken for one.
 const FIRST_HANDLE: usize = 0x4e56_0000;
@@ -96,10 +100,16 @@ pub(crate) fn init(name: &str) -> sys::nvmlReturn_t {
                 _ => Code::UNKNOWN,
             })?,
         };
-        if !begin_call(&machine, name, None)?.driver.present {
+        let state = begin_call(&machine, name, None)?;
+        if !state.driver.present {
             return Err(Code::DRIVER_NOT_LOADED);
         }
         let mut library = lock_library();
+        if library.users == 0 {
+            let gpus = state.gpus.iter().map(|gpu| Some(gpu.uuid.as_str()));
+            let leases = gpus.chain([None]).map(|gpu| machine.open_session(gpu));
+            library.open = leases.collect::<Result<_, _>>()?;
+        }
         library.users += 1;
         library.machine = Some(machine);
         Ok(())
@@ -113,6 +123,7 @@ pub(crate) fn shutdown() -> sys::nvmlReturn_t {
         library.users = library.users.checked_sub(1).ok_or(Code::UNINITIALIZED)?;
         if library.users == 0 {
             library.machine = None;
+            library.open.clear();
         }
         Ok(())
     })

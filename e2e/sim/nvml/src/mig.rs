@@ -6,6 +6,7 @@ use sim_machine::{
 };
 
 use crate::device;
+use crate::events;
 use crate::library::{Code, Handle, HandleTarget, MachineView, Result, handle, object};
 
 /// Returns a GPU's MIG devices in the order of NVML: by GPU instance, then by compute instance.
@@ -85,7 +86,11 @@ pub(crate) fn find_gpu_instance<'v>(
 /// the mode is already active.
 pub(crate) fn set_mig_mode(view: &MachineView, uuid: &str, on: bool) -> Result<sys::nvmlReturn_t> {
     view.machine.update(|state| {
-        let busy = !device::processes_on_gpu(&view.machine, state, uuid).is_empty();
+        let processes = device::processes_on_gpu(&view.machine, state, uuid);
+        let is_ampere = state.model(state.gpu(uuid)?)?.architecture == "Ampere";
+        // The caller's own session is no user, but an event registration opens the GPU once more.
+        let sessions = || view.machine.open_sessions(Some(uuid), true) > 0 || events::is_registered(uuid);
+        let busy = !processes.is_empty() || (is_ampere && sessions());
         let (gpu, model) = gpu_to_change(state, uuid)?;
         let activation = match gpu.set_mig_mode(&model, on, busy) {
             Ok(()) => sys::nvmlReturn_enum_NVML_SUCCESS,

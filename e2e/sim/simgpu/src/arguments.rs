@@ -94,10 +94,14 @@ pub(crate) enum Command {
         gpu: String,
     },
     /// Reset a GPU: activate a pending MIG mode, clear ECC counts and requested recovery, destroy
-    /// MIG instances and restore a lost GPU. Fails while a working GPU is in use.
+    /// MIG instances and restore a lost GPU. Fails while a working GPU is in use by a process, and
+    /// while any program has an NVML session open, because a session opens every GPU.
     Reset {
         /// Index or UUID of the GPU.
         gpu: String,
+        /// Ignore open NVML sessions, like a reset from outside the machine (by a hypervisor).
+        #[arg(long)]
+        from_outside: bool,
     },
     /// Make calls fail, by the NVML function's name with or without its version, or by a prefix
     /// with `*`.
@@ -169,6 +173,9 @@ pub(crate) enum Command {
         #[arg(long)]
         graphics: bool,
     },
+    /// Unload the driver, like rmmod. Fails while a process uses a GPU or has an NVML session open.
+    /// `driver --present true` loads it again.
+    Unload,
     /// Reboot the machine. Processes, MIG instances, events, ECC counts, compute modes and lost
     /// GPUs are cleared. Injected faults remain, and so does MIG mode if the board stores it
     /// (Ampere).

@@ -24,10 +24,12 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
             g.lost = false;
             Ok(())
         }),
-        Command::Reset { gpu } => {
+        Command::Reset { gpu, from_outside } => {
             let busy = !processes_on(machine, state, &gpu)?.is_empty();
+            let sessions = machine.open_sessions(Some(&state.gpu(&gpu)?.uuid), false);
             change_gpu(state, &gpu, |g, _| {
                 ensure!(!busy || g.lost, "GPU {} is in use by processes", g.index);
+                ensure!(sessions == 0 || from_outside, "GPU {} is in use: {sessions} NVML sessions are open", g.index);
                 g.reset();
                 Ok(())
             })?;
@@ -46,7 +48,9 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
             Ok(())
         }
         Command::Set { gpu, values } => {
-            let busy = !processes_on(machine, state, &gpu)?.is_empty();
+            let is_ampere = state.model(state.gpu(&gpu)?)?.architecture == "Ampere";
+            let sessions = machine.open_sessions(Some(&state.gpu(&gpu)?.uuid), false);
+            let busy = !processes_on(machine, state, &gpu)?.is_empty() || (is_ampere && sessions > 0);
             change_gpu(state, &gpu, |g, model| values.iter().try_for_each(|v| set_property(g, model, v, busy)))
         }
         Command::Driver { present, version, cuda } => {
@@ -54,6 +58,13 @@ pub(crate) fn apply(machine: &Machine, command: Command) -> Result<()> {
             driver.present = present.unwrap_or(driver.present);
             driver.version = version.unwrap_or_else(|| driver.version.clone());
             driver.cuda = cuda.unwrap_or(driver.cuda);
+            Ok(())
+        }
+        Command::Unload => {
+            let sessions = machine.open_sessions(None, false);
+            ensure!(sessions == 0, "module nvidia is in use: {sessions} NVML sessions are open");
+            ensure!(machine.live_processes(state).is_empty(), "module nvidia is in use by processes");
+            state.driver.present = false;
             Ok(())
         }
         Command::Reboot => {

@@ -181,6 +181,27 @@ fn processes_are_listed_and_keep_their_devices() {
 }
 
 #[test]
+fn an_open_nvml_session_prevents_a_reset_an_unload_and_mig_mode_on_ampere() {
+    let simgpu = Simgpu::new(&["--gpus", "A100-80", "--gpus", "H100-80"]);
+    let machine = simgpu.machine();
+    let uuids: Vec<String> = machine.snapshot().unwrap().gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+    let open =
+        || [Some(uuids[0].as_str()), Some(uuids[1].as_str()), None].map(|gpu| machine.open_session(gpu).unwrap());
+    let sessions = open();
+    for command in [&["reset", "0"][..], &["reset", "1"], &["unload"]] {
+        let refused = simgpu.run_refused(command);
+        assert!(refused.contains("in use: 1 NVML sessions are open"), "{command:?}: {refused}");
+    }
+    assert!(simgpu.run_successfully(&["set", "0", "mig=on"]).contains("pending"), "Ampere");
+    assert!(!simgpu.run_successfully(&["set", "1", "mig=on"]).contains("pending"), "Hopper");
+    drop(sessions);
+    simgpu.run_successfully(&["reset", "0"]);
+    assert!(machine.snapshot().unwrap().gpus[0].mig, "the reset activates the pending mode");
+    simgpu.run_successfully(&["unload"]);
+    assert!(!machine.snapshot().unwrap().driver.present);
+}
+
+#[test]
 fn a_reboot_ends_processes() {
     let simgpu = Simgpu::new(&["--gpus", "T4"]);
     let mut held = start_holder(&simgpu, "0");

@@ -1,5 +1,5 @@
-//! Tests with NVIDIA's container toolkit on node1. `e2e/toolkit/test` runs them once for each layout,
-//! on a cluster that other tests cannot use: node1 has two H100-80 and an installed driver.
+//! Tests with NVIDIA's container toolkit on node1. `e2e/toolkit/test` runs them once for each
+//! layout, on a cluster that other tests cannot use: node1 has two H100-80 and an installed driver.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Scope, pod, wait_until};
 use serde_json::{Value, json};

@@ -191,7 +191,7 @@ impl Device {
         let mode = if settings.multi_user { 0o700 } else { 0o711 };
         std::fs::set_permissions(&self.pipe, std::fs::Permissions::from_mode(mode)).map_err(failed)?;
         if !settings.multi_user {
-            std::fs::set_permissions(self.context.paths.mps(), std::fs::Permissions::from_mode(0o711))
+            std::fs::set_permissions(self.context.paths.mps_host_dir(), std::fs::Permissions::from_mode(0o711))
                 .map_err(failed)?;
         }
         if !procfs::find_processes_of_pipe(&self.pipe).await.is_empty() {

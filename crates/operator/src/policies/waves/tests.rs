@@ -72,7 +72,7 @@ fn cordoned(view: NodeView) -> NodeView {
     NodeView { cordoned: true, ..view }
 }
 
-fn decide_for(rules: RolloutRules, views: &[NodeView]) -> Progress {
+fn decide_for(rules: RolloutRules, views: &[NodeView]) -> RolloutProgress {
     let nodes = views.iter().enumerate().map(|(at, view)| (format!("n{at}"), view.clone())).collect();
     decide(rules, &nodes)
 }

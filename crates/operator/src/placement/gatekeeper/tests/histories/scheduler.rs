@@ -138,7 +138,7 @@ fn untolerated<'a>(pod: &Value, node: &'a Value) -> Option<&'a str> {
 
 impl<'a> View<'a> {
     /// Returns the bound pods, each with its node.
-    fn bound(&self) -> impl Iterator<Item = (&'a Value, &'a str)> {
+    fn bound_pods(&self) -> impl Iterator<Item = (&'a Value, &'a str)> {
         self.api.pods.values().filter_map(|pod| Some((pod, node_of(pod)?)))
     }
 
@@ -171,7 +171,7 @@ impl<'a> View<'a> {
 
     fn on(&self, node: &Value) -> impl Iterator<Item = &'a Value> {
         let name = node["metadata"]["name"].as_str().unwrap().to_owned();
-        self.bound().filter(move |(_, node)| *node == name).map(|(pod, _)| pod)
+        self.bound_pods().filter(move |(_, node)| *node == name).map(|(pod, _)| pod)
     }
 
     fn has_resources(&self, pod: &Value, node: &Value) -> bool {
@@ -221,7 +221,7 @@ impl<'a> View<'a> {
                 if !has_all(other) || !matches_affinity(pod, other) || !honored {
                     continue;
                 }
-                let selected = self.bound().filter(|(one, on)| {
+                let selected = self.bound_pods().filter(|(one, on)| {
                     on == name
                         && one["metadata"]["namespace"] == pod["metadata"]["namespace"]
                         && one["metadata"]["deletionTimestamp"].is_null()
@@ -251,17 +251,18 @@ impl<'a> View<'a> {
             label(node, key).is_some_and(|here| self.domain(other, key) == Some(here))
         };
         let keys = affinity.iter().all(|term| label(node, text(term, "/topologyKey")).is_some());
-        let beside = affinity.iter().all(|term| self.bound().any(|(other, on)| matches_all(other) && same(term, on)));
-        let first = || matches_all(pod) && !self.bound().any(|(other, _)| matches_all(other));
+        let beside =
+            affinity.iter().all(|term| self.bound_pods().any(|(other, on)| matches_all(other) && same(term, on)));
+        let first = || matches_all(pod) && !self.bound_pods().any(|(other, _)| matches_all(other));
         let avoided = anti_affinity
             .iter()
-            .any(|term| self.bound().any(|(other, on)| selects(&term["labelSelector"], other) && same(term, on)));
+            .any(|term| self.bound_pods().any(|(other, on)| selects(&term["labelSelector"], other) && same(term, on)));
         keys && (beside || first()) && !avoided
     }
 
     /// Returns whether the anti-affinity of another pod keeps the pod away from the node.
     fn is_repelled(&self, pod: &Value, node: &Value) -> bool {
-        self.bound().any(|(other, on)| {
+        self.bound_pods().any(|(other, on)| {
             View::terms(other, "podAntiAffinity").iter().any(|term| {
                 let key = text(term, "/topologyKey");
                 let here = label(node, key);

@@ -1,0 +1,208 @@
+//! Quiesces GPUs, so that an administrator can reset them or unload the driver. Pure.
+//!
+//! ```text
+//!  requested ─▶ free slices are Unhealthy ─▶ no pod uses the GPU ─▶ its MPS daemons have ended
+//!            ─▶ NVML is closed in this process ─▶ quiesced
+//! ```
+//!
+//! NVML cannot close one GPU: `nvmlInit` opens the device files, and only the last `nvmlShutdown`
+//! closes them. While any GPU is quiesced, the agent therefore keeps its last reports of the
+//! others, which continue to serve.
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use cleave_api::gpunode::QuiesceStatus;
+
+use crate::event::{NodeEvent, Related};
+
+/// Time for which the slices are listed as Unhealthy before the MPS daemons end. The kubelet may be
+/// allocating a slice at this moment.
+const WITHDRAWAL_DELAY: Duration = Duration::from_millis(300);
+
+/// Progress of all requested quiesces, by UUID of the GPU.
+#[derive(Debug, Default)]
+pub struct Quiesces {
+    gpus: BTreeMap<String, Progress>,
+    /// GPUs that an Event has reported as quiesced.
+    reported: BTreeSet<String>,
+    nvml_closed: bool,
+}
+
+/// Progress of one quiesce.
+#[derive(Debug, Default)]
+struct Progress {
+    /// Since when no pod has used the GPU.
+    free_since: Option<Instant>,
+    /// Whether the GPU's MPS daemons must not run.
+    ends_daemons: bool,
+    /// Why the quiesce waits, or `None` if only NVML is left to close.
+    waits: Option<String>,
+}
+
+/// What is known about a GPU that is to be quiesced.
+#[derive(Debug, Default)]
+pub struct GpuUse {
+    /// Why the GPU is in use, or may be in use. `None` if nothing uses it.
+    pub in_use: Option<String>,
+    /// Why its MPS daemons may still run. `None` if they have exited.
+    pub daemons: Option<String>,
+}
+
+impl Quiesces {
+    /// Restores the quiesces of an earlier agent, which had already withdrawn the slices.
+    pub fn restore(gpus: impl Iterator<Item = String>, now: Instant) -> Self {
+        let progress = |uuid| {
+            let free_since = now.checked_sub(WITHDRAWAL_DELAY);
+            (uuid, Progress { free_since, ends_daemons: free_since.is_some(), waits: None })
+        };
+        Self { gpus: gpus.map(progress).collect(), ..Self::default() }
+    }
+
+    /// Records whether NVML is closed.
+    pub const fn record_nvml_closed(&mut self, closed: bool) {
+        self.nvml_closed = closed;
+    }
+
+    /// Updates the progress of the GPUs that the spec requests to quiesce. `state` returns what is
+    /// known about a GPU.
+    pub fn update(&mut self, wanted: &BTreeSet<String>, state: impl Fn(&str) -> GpuUse, now: Instant) {
+        self.gpus.retain(|uuid, _| wanted.contains(uuid));
+        for uuid in wanted {
+            let progress = self.gpus.entry(uuid.clone()).or_default();
+            let GpuUse { in_use, daemons } = state(uuid);
+            if let Some(why) = in_use {
+                *progress = Progress { waits: Some(why), ..Progress::default() };
+                continue;
+            }
+            let since = *progress.free_since.get_or_insert(now);
+            // The kubelet may be allocating a slice that has just become Unhealthy.
+            progress.ends_daemons |= now.saturating_duration_since(since) >= WITHDRAWAL_DELAY;
+            progress.waits = match daemons {
+                _ if !progress.ends_daemons => Some("the slices are being withdrawn".into()),
+                why => why,
+            };
+        }
+    }
+
+    /// Returns whether the MPS daemons of a GPU must not run.
+    pub fn ends_daemons(&self, uuid: &str) -> bool {
+        self.gpus.get(uuid).is_some_and(|progress| progress.ends_daemons)
+    }
+
+    /// Returns whether a quiesce of this GPU is requested.
+    pub fn is_wanted(&self, uuid: &str) -> bool {
+        self.gpus.contains_key(uuid)
+    }
+
+    /// Returns whether NVML must be closed: at least one GPU is ready for it.
+    pub fn closes_nvml(&self) -> bool {
+        self.gpus.values().any(|progress| progress.waits.is_none())
+    }
+
+    /// Returns whether a quiesce is requested and not complete.
+    pub fn is_in_progress(&self) -> bool {
+        self.gpus.values().any(|progress| progress.waits.is_some()) || (self.closes_nvml() && !self.nvml_closed)
+    }
+
+    /// Returns the status of a GPU. `None` if no quiesce is requested.
+    pub fn status(&self, uuid: &str) -> Option<QuiesceStatus> {
+        let Progress { waits, .. } = self.gpus.get(uuid)?;
+        let message = match waits {
+            Some(why) => format!("waiting: {why}"),
+            None if self.nvml_closed => {
+                "quiesced: its MPS daemons have ended, and the agent has closed NVML. The GPU can be reset".into()
+            }
+            None => "waiting: calls to NVML have not returned yet".into(),
+        };
+        Some(QuiesceStatus { quiesced: waits.is_none() && self.nvml_closed, message })
+    }
+
+    /// Returns an Event for each GPU that has become quiesced, or that is in service again.
+    pub fn take_events(&mut self) -> Vec<NodeEvent> {
+        let event = |reason, uuid: &str, note| NodeEvent {
+            warning: false,
+            reason,
+            note,
+            regarding: None,
+            related: Related::device(uuid),
+        };
+        let done = |uuid: &&String| self.status(uuid).is_some_and(|status| status.quiesced);
+        let now: BTreeSet<String> = self.gpus.keys().filter(done).cloned().collect();
+        let mut events: Vec<NodeEvent> = now
+            .difference(&self.reported)
+            .map(|uuid| {
+                let note = "is quiesced: no process of Cleave uses it. Reset it, or continue with the next GPU. While it is quiesced, the node's other GPUs are not monitored. Run cleave uncordon afterwards";
+                event("GpuQuiesced", uuid, format!("GPU {uuid} {note}"))
+            })
+            .collect();
+        let resumed = self.reported.iter().filter(|uuid| !self.gpus.contains_key(*uuid));
+        events.extend(resumed.map(|uuid| event("GpuResumed", uuid, format!("GPU {uuid} is no longer quiesced"))));
+        self.reported.retain(|uuid| self.gpus.contains_key(uuid));
+        self.reported.extend(now);
+        events
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wanted() -> BTreeSet<String> {
+        BTreeSet::from(["GPU-a".to_owned()])
+    }
+
+    fn free(_: &str) -> GpuUse {
+        GpuUse::default()
+    }
+
+    fn reasons(quiesces: &mut Quiesces) -> Vec<&'static str> {
+        quiesces.take_events().into_iter().map(|event| event.reason).collect()
+    }
+
+    #[test]
+    fn each_stage_waits_for_the_one_before_and_one_event_reports_the_end() {
+        let (mut quiesces, start) = (Quiesces::default(), Instant::now());
+        let in_use = |_: &str| GpuUse { in_use: Some("in use by ns/p".into()), daemons: None };
+        quiesces.update(&wanted(), in_use, start);
+        assert!(!quiesces.ends_daemons("GPU-a") && !quiesces.closes_nvml());
+        assert!(quiesces.status("GPU-a").unwrap().message.contains("ns/p"));
+
+        quiesces.update(&wanted(), free, start);
+        assert!(!quiesces.ends_daemons("GPU-a"), "the kubelet may be allocating a slice");
+        let later = start + WITHDRAWAL_DELAY;
+        let running = |_: &str| GpuUse { in_use: None, daemons: Some("the MPS daemon has not exited yet".into()) };
+        quiesces.update(&wanted(), running, later);
+        assert!(quiesces.ends_daemons("GPU-a") && !quiesces.closes_nvml());
+
+        quiesces.update(&wanted(), free, later);
+        assert!(quiesces.closes_nvml() && quiesces.is_in_progress());
+        assert!(!quiesces.status("GPU-a").unwrap().quiesced && reasons(&mut quiesces).is_empty());
+        quiesces.record_nvml_closed(true);
+        assert!(quiesces.status("GPU-a").unwrap().quiesced && !quiesces.is_in_progress());
+        assert_eq!(reasons(&mut quiesces), ["GpuQuiesced"]);
+        assert!(reasons(&mut quiesces).is_empty());
+
+        quiesces.update(&BTreeSet::new(), free, later);
+        assert!(!quiesces.closes_nvml() && quiesces.status("GPU-a").is_none());
+        assert_eq!(reasons(&mut quiesces), ["GpuResumed"]);
+    }
+
+    #[test]
+    fn a_pod_that_got_a_slice_at_the_last_moment_stops_the_quiesce() {
+        let (mut quiesces, start) = (Quiesces::default(), Instant::now());
+        quiesces.update(&wanted(), free, start);
+        let in_use = |_: &str| GpuUse { in_use: Some("in use".into()), daemons: None };
+        quiesces.update(&wanted(), in_use, start + WITHDRAWAL_DELAY / 2);
+        quiesces.update(&wanted(), free, start + WITHDRAWAL_DELAY);
+        assert!(!quiesces.ends_daemons("GPU-a"), "the delay starts again");
+    }
+
+    #[test]
+    fn a_restarted_agent_keeps_nvml_closed_from_the_start() {
+        let now = Instant::now() + Duration::from_secs(60);
+        let mut quiesces = Quiesces::restore(wanted().into_iter(), now);
+        assert!(quiesces.closes_nvml());
+        quiesces.update(&wanted(), free, now);
+        assert!(quiesces.closes_nvml());
+    }
+}

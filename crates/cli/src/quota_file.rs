@@ -1,0 +1,193 @@
+//! `cleave simulate --quotas`: tries quotas on GPUs and pods described in JSON.
+//!
+//! Amounts are tenths of a GPU. The input is untrusted: each mistake is an error that names it.
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use cleave_plan::ledger::Moment;
+use cleave_plan::quota::{Amount, GPU, Guarantee, Mode, Owner, Place, Pod, Quota, Rest, Settings, World, simulate};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+/// The input, except keys that only describe it.
+#[derive(Debug, Deserialize)]
+struct QuotaFile {
+    gpus: Vec<u64>,
+    #[serde(default)]
+    quotas: BTreeMap<String, Limits>,
+    #[serde(default)]
+    running: Vec<Value>,
+    #[serde(default)]
+    waiting: Vec<Value>,
+}
+
+/// A quota of the input.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Limits {
+    #[serde(default)]
+    min: u64,
+    max: Option<u64>,
+    lend: Option<u64>,
+    weight: Option<i64>,
+    #[serde(default)]
+    guarantee: Guarantee,
+    #[serde(default)]
+    mode: Mode,
+}
+
+/// Properties of a pod that most pods do not have.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+#[allow(clippy::struct_excessive_bools, reason = "the flags of the format are independent")]
+struct Flags {
+    borrow: bool,
+    protected: bool,
+    preempts: bool,
+    exempt: bool,
+}
+
+impl Default for Flags {
+    fn default() -> Self {
+        Self { borrow: true, protected: false, preempts: true, exempt: false }
+    }
+}
+
+/// Maximum number of GPUs and of pods.
+const MAX_ENTRIES: usize = 100_000;
+/// Maximum amount of a quota, a pod or a GPU, in tenths of a GPU.
+const MAX_TENTHS: u64 = 10_000_000;
+/// Maximum number of passes.
+const MAX_PASSES: usize = 1000;
+/// The owner of pods without a quota.
+const NO_QUOTA: &str = "-";
+
+/// Simulates the quotas of a JSON text, and returns the result as JSON.
+pub(crate) fn simulate_quotas(text: &str) -> Result<Value> {
+    let file: QuotaFile = serde_json::from_str(text).context("not a description of quotas")?;
+    Ok(rest_json(&simulate(file.into_world()?, MAX_PASSES, |_, _| {})?))
+}
+
+fn rest_json(rest: &Rest) -> Value {
+    let leave: Vec<Value> =
+        rest.leaves.iter().map(|leave| json!([format!("{:?}", leave.kind), leave.taker, leave.victims])).collect();
+    let waits: BTreeMap<&str, &str> = rest.waits.iter().map(|(pod, wait)| (pod.as_str(), wait.name())).collect();
+    json!({"leave": leave, "in": rest.within, "over": rest.over, "waits": waits})
+}
+
+impl QuotaFile {
+    fn into_world(self) -> Result<World> {
+        let Self { gpus, quotas, running, waiting } = self;
+        ensure!(gpus.len() <= MAX_ENTRIES, "{} GPUs exceed the limit of {MAX_ENTRIES}", gpus.len());
+        let count = running.len() + waiting.len();
+        ensure!(count <= MAX_ENTRIES, "{count} pods exceed the limit of {MAX_ENTRIES}");
+        let quotas: BTreeMap<String, Quota> = quotas
+            .into_iter()
+            .map(|(name, limits)| {
+                ensure!(name != NO_QUOTA, "a quota cannot be named {NO_QUOTA}: it stands for pods without a quota");
+                let quota = limits.parse().with_context(|| format!("quota {name}"))?;
+                Ok((name, quota))
+            })
+            .collect::<Result<_>>()?;
+        let gpus =
+            gpus.into_iter().enumerate().map(|(index, size)| amount(size).with_context(|| format!("GPU {index}")));
+        let gpus: Vec<Amount> = gpus.collect::<Result<_>>()?;
+        let mut pods = Vec::new();
+        for (index, row) in running.into_iter().enumerate() {
+            pods.push(running_pod(row, &gpus, &quotas).with_context(|| format!("running pod {}", index + 1))?);
+        }
+        for (index, row) in waiting.into_iter().enumerate() {
+            pods.push(waiting_pod(row, &quotas).with_context(|| format!("waiting pod {}", index + 1))?);
+        }
+        let mut names = BTreeSet::new();
+        for pod in &pods {
+            ensure!(names.insert(&pod.name), "two pods are named {}", pod.name);
+        }
+        check_room(&gpus, &pods)?;
+        let settings = Settings {
+            min_runtime_fair_share: 0,
+            min_runtime_reclaim: 0,
+            budget_patience: None,
+            max_preemptors: usize::MAX,
+            ..Settings::default()
+        };
+        Ok(World { gpus, quotas, pods, settings })
+    }
+}
+
+impl Limits {
+    fn parse(&self) -> Result<Quota> {
+        let optional = |tenths: Option<u64>| tenths.map(amount).transpose();
+        let quota = Quota::new(amount(self.min)?).with_max(optional(self.max)?)?.with_lend(optional(self.lend)?)?;
+        let quota = quota.with_weight(self.weight.unwrap_or(1))?.with_mode(self.mode);
+        Ok(quota.with_guarantee(self.guarantee)?)
+    }
+}
+
+fn amount(tenths: u64) -> Result<Amount> {
+    ensure!(tenths <= MAX_TENTHS, "{tenths} tenths of a GPU exceed the limit of {MAX_TENTHS}");
+    Ok(Amount(tenths * GPU.0 / 10))
+}
+
+/// Checks that no healthy GPU has more pods than it has room for.
+fn check_room(gpus: &[Amount], pods: &[Pod]) -> Result<()> {
+    let mut used = vec![Amount::ZERO; gpus.len()];
+    for pod in pods {
+        if let Place::Running { gpu, .. } = pod.place {
+            used[gpu] = used[gpu].plus(pod.charge);
+        }
+    }
+    for (index, (used, size)) in used.iter().zip(gpus).enumerate() {
+        ensure!(*size == Amount::ZERO || used <= size, "GPU {index} has {size} GPUs of room, and its pods use {used}");
+    }
+    Ok(())
+}
+
+type RunningRow = (String, String, u64, i32, u64, usize);
+type WaitingRow = (String, String, u64, i32, u64);
+
+/// Parses a row, whose last element may be an object of flags.
+fn parse_row<T: serde::de::DeserializeOwned>(mut row: Value, columns: &str) -> Result<(T, Flags)> {
+    let last = row.as_array_mut().and_then(|row| row.pop_if(|last| last.is_object()));
+    let flags = last.map(serde_json::from_value).transpose().context("flags")?.unwrap_or_default();
+    let parsed = serde_json::from_value(row).with_context(|| format!("the columns are {columns}"))?;
+    Ok((parsed, flags))
+}
+
+fn running_pod(row: Value, gpus: &[Amount], quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
+    let columns = "[name, quota, tenths of a GPU, priority, since, GPU, flags]";
+    let ((name, quota, tenths, priority, since, gpu), flags): (RunningRow, Flags) = parse_row(row, columns)?;
+    ensure!(gpu < gpus.len(), "{name} runs on GPU {gpu}, but there are {} GPUs, counted from 0", gpus.len());
+    let place = Place::Running { gpu, since: Moment(since) };
+    pod((name, quota, tenths, priority, since), place, &flags, quotas)
+}
+
+fn waiting_pod(row: Value, quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
+    let columns = "[name, quota, tenths of a GPU, priority, created, flags]";
+    let (row, flags): (WaitingRow, Flags) = parse_row(row, columns)?;
+    pod(row, Place::Waiting { nominated: None }, &flags, quotas)
+}
+
+fn pod(row: WaitingRow, place: Place, flags: &Flags, quotas: &BTreeMap<String, Quota>) -> Result<Pod> {
+    let (name, quota, tenths, priority, created) = row;
+    ensure!(!name.is_empty(), "a pod has no name");
+    ensure!(tenths > 0, "{name} requests nothing");
+    let owner = match (quota.as_str(), flags.exempt) {
+        (NO_QUOTA, true) => Owner::Outside,
+        (_, true) => bail!("{name} is exempt and has quota {quota}"),
+        (NO_QUOTA, false) => Owner::Unnamed,
+        _ if quotas.contains_key(&quota) => Owner::Quota(quota),
+        _ => bail!("{name} has quota {quota}, which is not in quotas"),
+    };
+    Ok(Pod {
+        charge: amount(tenths).with_context(|| name.clone())?,
+        name,
+        owner,
+        priority,
+        created: Moment(created),
+        place,
+        borrows: flags.borrow,
+        preempts: flags.preempts,
+        protected: flags.protected.then_some(Moment(0)),
+    })
+}

@@ -1,0 +1,292 @@
+//! What each quota uses, and the class of each pod.
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::amount::Amount;
+use super::cells::{Occupant, Ownership};
+use super::class::{Class, FirstFit, Importance, Share, Since};
+use super::spec::{Mode, Quota};
+use super::world::{Owner, PodId, World};
+
+/// A quota and its pods. Pods without a quota have an account too.
+#[derive(Debug, Clone)]
+struct Account<'w> {
+    quota: Quota,
+    /// Pods that are released, bound or nominated, without those that leave.
+    members: BTreeSet<Importance<'w>>,
+    /// What the members cost.
+    used: Amount,
+    /// What pods cost that leave.
+    leaving: Amount,
+    /// What members cost that borrow.
+    over: Amount,
+}
+
+/// A pod that counts.
+#[derive(Debug, Clone, Copy)]
+struct Counted {
+    gpu: usize,
+    since: Since,
+    class: Class,
+}
+
+/// The accounts of a pool.
+#[derive(Debug, Clone)]
+pub(super) struct Accounts<'w> {
+    world: &'w World,
+    entries: Vec<Account<'w>>,
+    /// Account of each pod.
+    account_of: Vec<usize>,
+    /// Pods that count, by pod.
+    counted: Vec<Option<Counted>>,
+    /// GPUs that quotas own, if a quota guarantees cells.
+    cells: Option<Cells<'w>>,
+}
+
+/// Pods in the order in which they take GPUs, and the result.
+#[derive(Debug, Clone)]
+struct Cells<'w> {
+    order: BTreeSet<(Since, &'w str, PodId)>,
+    limits: Vec<usize>,
+    ownership: Ownership,
+}
+
+impl<'w> Accounts<'w> {
+    /// Creates the accounts. No pod counts yet.
+    pub(super) fn new(world: &'w World) -> Self {
+        let (unnamed, outside) = (world.quotas.len(), world.quotas.len() + 1);
+        let at: BTreeMap<&str, usize> = world.quotas.keys().enumerate().map(|(at, name)| (name.as_str(), at)).collect();
+        let account_of = world.pods.iter().map(|pod| match &pod.owner {
+            Owner::Quota(name) => at.get(name.as_str()).copied().unwrap_or(unnamed),
+            Owner::Unnamed => unnamed,
+            Owner::Outside => outside,
+        });
+        let nothing = Quota::new(Amount::ZERO);
+        let quotas: Vec<Quota> =
+            world.quotas.values().copied().chain([nothing, nothing.with_mode(Mode::Count)]).collect();
+        let cells = quotas.iter().any(|quota| quota.cells().is_some()).then(|| Cells {
+            order: BTreeSet::new(),
+            limits: quotas.iter().map(|quota| quota.cells().unwrap_or(0)).collect(),
+            ownership: Ownership::assign(world.gpus.len(), &vec![0; quotas.len()], std::iter::empty()),
+        });
+        let account = |quota| Account {
+            quota,
+            members: BTreeSet::new(),
+            used: Amount::ZERO,
+            leaving: Amount::ZERO,
+            over: Amount::ZERO,
+        };
+        Self {
+            world,
+            account_of: account_of.collect(),
+            counted: vec![None; world.pods.len()],
+            entries: quotas.into_iter().map(account).collect(),
+            cells,
+        }
+    }
+
+    /// Counts many pods.
+    pub(super) fn add_all(&mut self, pods: impl Iterator<Item = (PodId, usize, Since)>) {
+        for (id, gpu, since) in pods {
+            self.insert(id, gpu, since);
+        }
+        (0..self.entries.len()).for_each(|account| self.count_classes(account));
+        self.assign_cells();
+    }
+
+    /// Counts a pod.
+    pub(super) fn add(&mut self, id: PodId, gpu: usize, since: Since) {
+        self.insert(id, gpu, since);
+        self.count_classes(self.account_of[id.0]);
+        self.assign_cells();
+    }
+
+    /// Stops counting a pod.
+    pub(super) fn remove(&mut self, id: PodId) {
+        let Some(counted) = self.counted[id.0].take() else { return };
+        let (account, key) = (self.account_of[id.0], self.importance(id, counted.since));
+        self.entries[account].members.remove(&key);
+        self.entries[account].used = self.entries[account].used.minus(self.world.pod(id).charge);
+        if let Some(cells) = &mut self.cells {
+            cells.order.remove(&(counted.since, key.name, id));
+        }
+        self.count_classes(account);
+        self.assign_cells();
+    }
+
+    /// Counts a pod that leaves against its quota's maximum.
+    pub(super) fn hold_leaving(&mut self, id: PodId) {
+        let account = &mut self.entries[self.account_of[id.0]];
+        account.leaving = account.leaving.plus(self.world.pod(id).charge);
+    }
+
+    fn importance(&self, id: PodId, since: Since) -> Importance<'w> {
+        let pod = self.world.pod(id);
+        Importance { priority: Reverse(pod.priority), since, name: &pod.name, id }
+    }
+
+    fn insert(&mut self, id: PodId, gpu: usize, since: Since) {
+        let key = self.importance(id, since);
+        let account = &mut self.entries[self.account_of[id.0]];
+        account.members.insert(key);
+        account.used = account.used.plus(self.world.pod(id).charge);
+        self.counted[id.0] = Some(Counted { gpu, since, class: Class::Over });
+        if let Some(cells) = &mut self.cells {
+            cells.order.insert((since, key.name, id));
+        }
+    }
+
+    /// Determines the classes of an account that guarantees an amount.
+    fn count_classes(&mut self, account: usize) {
+        let Account { quota, members, over, .. } = &mut self.entries[account];
+        if quota.cells().is_some() {
+            return;
+        }
+        let mut fit = FirstFit::new(quota.min());
+        *over = Amount::ZERO;
+        for member in members.iter() {
+            let charge = self.world.pod(member.id).charge;
+            let class = fit.next(charge);
+            if class == Class::Over {
+                *over = over.plus(charge);
+            }
+            if let Some(counted) = &mut self.counted[member.id.0] {
+                counted.class = class;
+            }
+        }
+    }
+
+    /// Determines who owns which GPU, and the classes of accounts that guarantee cells.
+    fn assign_cells(&mut self) {
+        let Some(ownership) = self.ownership_without(&[]) else { return };
+        for account in &mut self.entries {
+            if account.quota.cells().is_some() {
+                account.over = Amount::ZERO;
+            }
+        }
+        for &(id, class) in &ownership.classes {
+            if let Some(counted) = &mut self.counted[id.0] {
+                counted.class = class;
+            }
+            if class == Class::Over {
+                let over = &mut self.entries[self.account_of[id.0]].over;
+                *over = over.plus(self.world.pod(id).charge);
+            }
+        }
+        if let Some(cells) = &mut self.cells {
+            cells.ownership = ownership;
+        }
+    }
+
+    /// Returns who would own which GPU without some pods. Returns `None` if no quota guarantees
+    /// cells.
+    fn ownership_without(&self, without: &[PodId]) -> Option<Ownership> {
+        let cells = self.cells.as_ref()?;
+        let occupants = cells.order.iter().filter(|(_, _, id)| !without.contains(id)).filter_map(|&(_, _, id)| {
+            let (counted, account) = (self.counted[id.0]?, self.account_of[id.0]);
+            let is_counted = self.entries[account].quota.cells().is_none();
+            let charge = self.world.pod(id).charge;
+            let class = is_counted.then_some(counted.class);
+            Some(Occupant { id, account, gpu: counted.gpu, charge, counted: class })
+        });
+        Some(Ownership::assign(self.world.gpus.len(), &cells.limits, occupants))
+    }
+
+    /// Returns the account of a pod.
+    pub(super) fn account_of(&self, id: PodId) -> usize {
+        self.account_of[id.0]
+    }
+
+    /// Returns the number of accounts.
+    pub(super) const fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Returns the limits of an account.
+    pub(super) fn quota(&self, account: usize) -> &Quota {
+        &self.entries[account].quota
+    }
+
+    /// Returns what the pods of an account use, without pods that leave. This decides rights.
+    pub(super) fn used(&self, account: usize) -> Amount {
+        self.entries[account].used
+    }
+
+    /// Returns what the pods of an account hold, with pods that leave. This decides the maximum.
+    pub(super) fn held(&self, account: usize) -> Amount {
+        let Account { used, leaving, .. } = &self.entries[account];
+        used.plus(*leaving)
+    }
+
+    /// Returns what an account uses beyond its guarantee, after it uses `more` and `less`.
+    pub(super) fn excess(&self, account: usize, more: Amount, less: Amount) -> Amount {
+        let Account { quota, used, over, .. } = &self.entries[account];
+        match quota.cells() {
+            Some(_) => over.plus(more).minus(less),
+            None => used.plus(more).minus(less).minus(quota.min()),
+        }
+    }
+
+    /// Returns the share of an account, after it uses `more` and `less`.
+    pub(super) fn share(&self, account: usize, more: Amount, less: Amount) -> Share {
+        Share { excess: self.excess(account, more, less), weight: self.quota(account).weight() }
+    }
+
+    /// Returns the class of a pod that counts.
+    pub(super) fn class(&self, id: PodId) -> Option<Class> {
+        self.counted[id.0].map(|counted| counted.class)
+    }
+
+    /// Returns since when a pod counts.
+    pub(super) fn since(&self, id: PodId) -> Option<Since> {
+        self.counted[id.0].map(|counted| counted.since)
+    }
+
+    /// Returns the class that a pod would have on a GPU after some pods are gone. The pod must not
+    /// count yet. Among pods of equal priority it is the last.
+    pub(super) fn class_with(&self, id: PodId, gpu: usize, without: &[PodId]) -> Class {
+        let account = self.account_of[id.0];
+        let (pod, Account { quota, members, .. }) = (self.world.pod(id), &self.entries[account]);
+        let (Some(limit), Some(cells)) = (quota.cells(), &self.cells) else {
+            let mut fit = FirstFit::new(quota.min());
+            let more_important = members.iter().take_while(|member| member.priority <= Reverse(pod.priority));
+            for member in more_important.filter(|member| !without.contains(&member.id)) {
+                fit.next(self.world.pod(member.id).charge);
+            }
+            return fit.next(pod.charge);
+        };
+        if without.iter().any(|&gone| self.class(gone) == Some(Class::In)) {
+            let ownership = self.ownership_without(without);
+            return ownership.map_or(Class::Over, |ownership| ownership.class_of_next(account, gpu, limit));
+        }
+        cells.ownership.class_of_next(account, gpu, limit)
+    }
+
+    /// Returns whether an account is guaranteed room for a pod that does not count yet.
+    pub(super) fn is_within(&self, id: PodId) -> bool {
+        let (account, charge) = (self.account_of[id.0], self.world.pod(id).charge);
+        let Account { quota, used, .. } = &self.entries[account];
+        let (Some(limit), Some(Cells { ownership, .. })) = (quota.cells(), &self.cells) else {
+            return used.plus(charge) <= quota.min();
+        };
+        let has_room = |gpu: usize| self.world.gpus[gpu].minus(ownership.guaranteed[gpu]) >= charge;
+        ownership.cells[account] < limit || ownership.owned_by(account).any(has_room)
+    }
+
+    /// Returns whether an account owns a GPU.
+    pub(super) fn owns(&self, account: usize, gpu: usize) -> bool {
+        self.cells.as_ref().is_some_and(|cells| cells.ownership.owner[gpu] == Some(account))
+    }
+
+    /// Returns what must stay free for the other quotas if a pod of an account borrows, after some
+    /// accounts use less.
+    pub(super) fn kept_from(&self, account: usize, less: &BTreeMap<usize, Amount>) -> Amount {
+        let others = self.entries.iter().enumerate().filter(|(other, _)| *other != account);
+        let enforced = others.filter(|(_, other)| other.quota.is_enforced());
+        let kept = |(other, account): (usize, &Account<'_>)| {
+            let used = account.used.minus(less.get(&other).copied().unwrap_or_default());
+            account.quota.unlent().minus(used)
+        };
+        enforced.map(kept).sum()
+    }
+}

@@ -1,0 +1,265 @@
+//! One pass over the waiting pods of a pool.
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, VecDeque};
+
+use super::amount::Amount;
+use super::class::{Class, Share};
+use super::exchange::{Found, Kind, Search, Way};
+use super::room::Rank;
+use super::state::State;
+use super::world::{Place, PodId, World};
+use crate::ledger::Moment;
+
+/// A pod that is released.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Released {
+    /// The pod.
+    pub pod: PodId,
+    /// Index of its GPU.
+    pub gpu: usize,
+}
+
+/// Pods that leave for another pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Exchange {
+    /// Why they leave.
+    pub kind: Kind,
+    /// The pod that gets their room.
+    pub taker: PodId,
+    /// The pods that leave, the most important first.
+    pub victims: Vec<PodId>,
+}
+
+/// Why a pod waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Wait {
+    /// Pods leave for it, and their room is kept.
+    Nominated,
+    /// No room is free, and it has no right to other pods' room.
+    NoRoom,
+    /// Its quota would exceed its maximum.
+    OverMax,
+    /// The pod alone exceeds its quota's maximum.
+    LargerThanMax,
+    /// It does not borrow, and its quota's guarantee is used up.
+    WaitsForGuarantee,
+    /// Only pods that disruption budgets protect could make room.
+    Protected,
+    /// No GPU is large enough.
+    NoGpuFits,
+    /// Other pods come first: one pass looks for victims for a few pods only.
+    Later,
+}
+
+impl Wait {
+    /// Returns the name of the reason, as in conditions and metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Nominated => "Nominated",
+            Self::NoRoom => "NoRoom",
+            Self::OverMax => "OverMax",
+            Self::LargerThanMax => "LargerThanMax",
+            Self::WaitsForGuarantee => "WaitsForGuarantee",
+            Self::Protected => "Protected",
+            Self::NoGpuFits => "NoGpuFits",
+            Self::Later => "Later",
+        }
+    }
+}
+
+/// What a pass decides.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Outcome {
+    /// Pods to release, in the order of the decisions.
+    pub released: Vec<Released>,
+    /// Pods to evict, in the order of the decisions.
+    pub exchanges: Vec<Exchange>,
+    /// Room that is kept for pods, by pod: index of the GPU.
+    pub nominations: BTreeMap<PodId, usize>,
+    /// Why the other pods wait.
+    pub waits: BTreeMap<PodId, Wait>,
+    /// Class of each pod that runs or has room, by pod.
+    pub classes: Vec<Option<Class>>,
+}
+
+/// Decides for each waiting pod of a pool.
+pub fn look(world: &World, now: Moment) -> Outcome {
+    let mut pass = Pass::new(world, now);
+    while let Some(id) = pass.next() {
+        pass.decide(id);
+    }
+    pass.finish()
+}
+
+/// A pass.
+struct Pass<'w> {
+    state: State<'w>,
+    /// Waiting pods of each account, the most important first.
+    queues: Vec<VecDeque<PodId>>,
+    outcome: Outcome,
+    /// Number of pods for which victims may still be searched.
+    preemptors: usize,
+}
+
+/// Position of an account's first waiting pod. Pods within a guarantee are first.
+type Turn<'w> = (Option<Share>, Reverse<i32>, Moment, &'w str, PodId);
+
+enum Decision {
+    Release(usize),
+    Nominate(usize),
+    Exchange(Kind, Way),
+    Wait(Wait),
+}
+
+impl<'w> Pass<'w> {
+    fn new(world: &'w World, now: Moment) -> Self {
+        let state = State::new(world, now);
+        let mut queues = vec![VecDeque::new(); state.accounts.len()];
+        let mut waiting: Vec<PodId> = (0..world.pods.len()).map(PodId).collect();
+        waiting.retain(|id| matches!(world.pod(*id).place, Place::Waiting { .. }));
+        waiting.sort_by_key(|&id| {
+            let pod = world.pod(id);
+            (Reverse(pod.priority), pod.created, &pod.name, id)
+        });
+        for id in waiting {
+            queues[state.accounts.account_of(id)].push_back(id);
+        }
+        Self { state, queues, outcome: Outcome::default(), preemptors: world.settings.max_preemptors }
+    }
+
+    /// Takes the next waiting pod: of the first pods of all quotas, pods within a guarantee come
+    /// first, and then pods whose quota has the lowest share with them.
+    fn next(&mut self) -> Option<PodId> {
+        let firsts = self.queues.iter().filter_map(VecDeque::front);
+        let (.., id) = firsts.map(|&id| self.turn(id)).min()?;
+        self.queues[self.state.accounts.account_of(id)].pop_front()
+    }
+
+    fn turn(&self, id: PodId) -> Turn<'w> {
+        let (accounts, pod) = (&self.state.accounts, self.state.world.pod(id));
+        let account = accounts.account_of(id);
+        let share = match self.state.nominated(id) {
+            None if accounts.is_within(id) => None,
+            None => Some(accounts.share(account, pod.charge, Amount::ZERO)),
+            // The pod counts already.
+            Some(_) if accounts.quota(account).cells().is_some() => match accounts.class(id) {
+                Some(Class::In) => None,
+                _ => Some(accounts.share(account, Amount::ZERO, Amount::ZERO)),
+            },
+            Some(_) if accounts.used(account) <= accounts.quota(account).min() => None,
+            Some(_) => Some(accounts.share(account, Amount::ZERO, Amount::ZERO)),
+        };
+        (share, Reverse(pod.priority), pod.created, &pod.name, id)
+    }
+
+    fn decide(&mut self, id: PodId) {
+        let own_place = self.state.withdraw(id);
+        let wait = match self.decision(id, own_place) {
+            Decision::Release(gpu) => {
+                self.state.release(id, gpu);
+                self.outcome.released.push(Released { pod: id, gpu });
+                return;
+            }
+            Decision::Nominate(gpu) => {
+                self.state.nominate(id, gpu);
+                Wait::Nominated
+            }
+            Decision::Exchange(kind, Way { gpu, victims }) => {
+                victims.iter().for_each(|victim| self.state.evict(*victim));
+                self.state.nominate(id, gpu);
+                if !victims.is_empty() {
+                    self.outcome.exchanges.push(Exchange { kind, taker: id, victims });
+                }
+                Wait::Nominated
+            }
+            Decision::Wait(wait) => wait,
+        };
+        self.outcome.waits.insert(id, wait);
+    }
+
+    fn decision(&mut self, id: PodId, own_place: Option<usize>) -> Decision {
+        let (accounts, pod) = (&self.state.accounts, self.state.world.pod(id));
+        let account = accounts.account_of(id);
+        let quota = accounts.quota(account);
+        let max = quota.max().filter(|_| quota.is_enforced());
+        let is_within = accounts.is_within(id);
+        if quota.is_enforced() && !pod.borrows && !is_within {
+            return Decision::Wait(Wait::WaitsForGuarantee);
+        }
+        if self.state.gpus.iter().all(|gpu| gpu.size() < pod.charge) {
+            return Decision::Wait(Wait::NoGpuFits);
+        }
+        if max.is_some_and(|max| pod.charge > max) {
+            return Decision::Wait(Wait::LargerThanMax);
+        }
+        let is_over_max = max.is_some_and(|max| accounts.held(account).plus(pod.charge) > max);
+        if let Some(decision) = own_place.and_then(|gpu| self.own_place(id, gpu, is_over_max, max)) {
+            return decision;
+        }
+        if let Some(gpu) = (!is_over_max).then(|| self.free_gpu(id, is_within)).flatten() {
+            return Decision::Release(gpu);
+        }
+        let wait = if is_over_max { Wait::OverMax } else { Wait::NoRoom };
+        if !pod.preempts {
+            return Decision::Wait(wait);
+        }
+        if self.preemptors == 0 {
+            return Decision::Wait(Wait::Later);
+        }
+        self.preemptors -= 1;
+        match Search::new(&self.state, id).run(is_within, is_over_max) {
+            Found::Way(kind, way) => Decision::Exchange(kind, way),
+            Found::Protected => Decision::Wait(Wait::Protected),
+            Found::Nothing => Decision::Wait(wait),
+        }
+    }
+
+    /// Decides for a pod whose room is kept: the pod gets the room, or waits for it. What must stay
+    /// free for others was considered when the pod was nominated.
+    fn own_place(&self, id: PodId, gpu: usize, is_over_max: bool, max: Option<Amount>) -> Option<Decision> {
+        let (accounts, charge) = (&self.state.accounts, self.state.charge(id));
+        let (room, rank) = (&self.state.gpus[gpu], self.state.rank_on(id, gpu));
+        if !is_over_max && room.free(&rank) >= i128::from(charge) {
+            return Some(Decision::Release(gpu));
+        }
+        let is_allowed = max.is_none_or(|max| accounts.used(accounts.account_of(id)).plus(charge) <= max);
+        (is_allowed && room.free_later(&rank) >= i128::from(charge)).then_some(Decision::Nominate(gpu))
+    }
+
+    /// Returns the GPU on which the pod fits now, with the least free room. A borrower leaves
+    /// enough free for others.
+    fn free_gpu(&self, id: PodId, is_within: bool) -> Option<usize> {
+        let accounts = &self.state.accounts;
+        let (account, charge) = (accounts.account_of(id), i128::from(self.state.charge(id)));
+        let is_of_cells = accounts.quota(account).cells().is_some();
+        let general = self.state.rank_on(id, 0);
+        let rank_on = |gpu: usize| if is_of_cells { self.state.rank_on(id, gpu) } else { general };
+        let free = |gpu: usize, rank: &Rank| self.state.gpus[gpu].free(rank);
+        if accounts.quota(account).is_enforced() && !is_within {
+            let kept = accounts.kept_from(account, &BTreeMap::new());
+            let all = || (0..self.state.gpus.len()).map(|gpu| free(gpu, &general).max(0)).sum::<i128>();
+            if kept > Amount::ZERO && all() - charge < i128::from(kept) {
+                return None;
+            }
+        }
+        let fitting =
+            (0..self.state.gpus.len()).map(|gpu| (gpu, free(gpu, &rank_on(gpu)))).filter(|(_, free)| *free >= charge);
+        // A pod with rights prefers a GPU that its quota owns.
+        let key = |&(gpu, free): &(usize, i128)| (!(is_within && accounts.owns(account, gpu)), free, gpu);
+        fitting.min_by_key(key).map(|(gpu, _)| gpu)
+    }
+
+    fn finish(self) -> Outcome {
+        let Self { state, mut outcome, .. } = self;
+        let all = || (0..state.world.pods.len()).map(PodId);
+        outcome.nominations = all().filter_map(|id| Some((id, state.nominated(id)?))).collect();
+        for (id, wait) in &mut outcome.waits {
+            if *wait == Wait::Nominated && !outcome.nominations.contains_key(id) {
+                // A pod of higher rank took the room.
+                *wait = Wait::NoRoom;
+            }
+        }
+        outcome.classes = all().map(|id| state.accounts.class(id)).collect();
+        outcome
+    }
+}

@@ -1,0 +1,152 @@
+//! Free room of GPUs, and room that is nominated.
+use super::amount::Amount;
+use super::class::Class;
+use super::world::PodId;
+
+/// Rank of a pod that waits for room that is being freed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Rank {
+    pub(super) account: usize,
+    pub(super) class: Class,
+    pub(super) priority: i32,
+}
+
+impl Rank {
+    /// Returns whether a pod of this rank sees the nomination of another pod. It does not see
+    /// nominations of a lower class, and in its own quota and class none of a lower priority.
+    pub(super) fn sees(&self, nominee: &Self) -> bool {
+        if self.class != nominee.class {
+            return self.class < nominee.class;
+        }
+        self.account != nominee.account || self.priority <= nominee.priority
+    }
+}
+
+/// A pod for which room is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Nominee {
+    pub(super) id: PodId,
+    pub(super) rank: Rank,
+    pub(super) charge: Amount,
+}
+
+/// A GPU.
+#[derive(Debug, Clone, Default)]
+pub(super) struct GpuRoom {
+    room: Amount,
+    held: Amount,
+    leaving: Amount,
+    /// Pods that run on the GPU, without those that leave.
+    pub(super) pods: Vec<PodId>,
+    nominees: Vec<Nominee>,
+}
+
+impl GpuRoom {
+    pub(super) fn new(room: Amount) -> Self {
+        Self { room, ..Self::default() }
+    }
+
+    /// Returns the size of the GPU.
+    pub(super) const fn size(&self) -> Amount {
+        self.room
+    }
+
+    /// Returns the room that is free now for a pod of this rank. Negative if more is nominated or
+    /// used than exists.
+    pub(super) fn free(&self, rank: &Rank) -> i128 {
+        let seen = self.nominees.iter().filter(|nominee| rank.sees(&nominee.rank)).map(|nominee| nominee.charge);
+        i128::from(self.room) - i128::from(self.held) - i128::from(seen.sum::<Amount>())
+    }
+
+    /// Returns the room that is free for a pod of this rank once pods have left.
+    pub(super) fn free_later(&self, rank: &Rank) -> i128 {
+        self.free(rank) + i128::from(self.leaving)
+    }
+
+    /// Adds a pod that runs.
+    pub(super) fn add(&mut self, id: PodId, charge: Amount) {
+        self.pods.push(id);
+        self.held = self.held.plus(charge);
+    }
+
+    /// Adds a pod that leaves.
+    pub(super) fn add_leaving(&mut self, charge: Amount) {
+        self.held = self.held.plus(charge);
+        self.leaving = self.leaving.plus(charge);
+    }
+
+    /// Marks a pod as leaving.
+    pub(super) fn leave(&mut self, id: PodId, charge: Amount) {
+        self.pods.retain(|pod| *pod != id);
+        self.leaving = self.leaving.plus(charge);
+    }
+
+    /// Keeps room for a pod.
+    pub(super) fn nominate(&mut self, nominee: Nominee) {
+        self.nominees.push(nominee);
+    }
+
+    /// Keeps no more room for a pod.
+    pub(super) fn withdraw(&mut self, id: PodId) {
+        self.nominees.retain(|nominee| nominee.id != id);
+    }
+
+    /// Returns the pods of lower rank for which no room is left, after a pod of this rank took
+    /// some.
+    /// The last in the order of importance come first. `key` decides between pods of equal rank.
+    pub(super) fn displaced<K: Ord>(&self, rank: &Rank, key: impl Fn(PodId) -> K) -> Vec<PodId> {
+        let nominated: Amount = self.nominees.iter().map(|nominee| nominee.charge).sum();
+        let mut left = i128::from(self.room) - i128::from(self.held) + i128::from(self.leaving) - i128::from(nominated);
+        let mut unseen: Vec<&Nominee> = self.nominees.iter().filter(|nominee| !rank.sees(&nominee.rank)).collect();
+        unseen.sort_by_key(|nominee| (nominee.rank.class, nominee.rank.priority, std::cmp::Reverse(key(nominee.id))));
+        let mut displaced = Vec::new();
+        for nominee in unseen {
+            if left >= 0 {
+                break;
+            }
+            left += i128::from(nominee.charge);
+            displaced.push(nominee.id);
+        }
+        displaced
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn rank(account: usize, class: Class, priority: i32) -> Rank {
+        Rank { account, class, priority }
+    }
+
+    #[test]
+    fn class_comes_first_and_priority_counts_within_a_quota() {
+        let nominee = rank(0, Class::Over, 5);
+        assert!(!rank(1, Class::In, -9).sees(&nominee), "a higher class");
+        assert!(rank(1, Class::Over, 900).sees(&nominee), "priority ends at the border of the quota");
+        assert!(rank(0, Class::Over, 5).sees(&nominee) && !rank(0, Class::Over, 6).sees(&nominee));
+        let guaranteed = rank(0, Class::In, 5);
+        assert!(rank(0, Class::Over, 900).sees(&guaranteed), "a lower class of the same quota");
+        assert!(rank(1, Class::In, 900).sees(&guaranteed) && !rank(0, Class::In, 6).sees(&guaranteed));
+    }
+
+    #[test]
+    fn who_takes_room_displaces_only_as_many_lower_ranks_as_needed() {
+        let mut gpu = GpuRoom::new(Amount(10));
+        gpu.add_leaving(Amount(6));
+        for (id, class, priority, charge) in [(1, Class::Over, 3, 3), (2, Class::Over, 1, 3), (3, Class::In, 0, 2)] {
+            gpu.nominate(Nominee { id: PodId(id), rank: rank(0, class, priority), charge: Amount(charge) });
+        }
+        let taker = rank(1, Class::In, 0);
+        assert_eq!((gpu.free(&taker), gpu.free_later(&taker)), (2, 8));
+        gpu.add(PodId(9), Amount(4));
+        assert_eq!(gpu.displaced(&taker, |id| id), [PodId(2)]);
+        gpu.add(PodId(10), Amount(2));
+        assert_eq!(gpu.displaced(&taker, |id| id), [PodId(2), PodId(1)]);
+        assert_eq!(
+            gpu.displaced(&rank(2, Class::Over, 9), |id| id),
+            [],
+            "a borrower of another quota sees all of them"
+        );
+    }
+}

@@ -1,0 +1,131 @@
+//! Accounts and room together, while a pass changes them.
+use super::account::Accounts;
+use super::amount::Amount;
+use super::class::Since;
+use super::room::{GpuRoom, Nominee, Rank};
+use super::world::{Place, PodId, World};
+use crate::ledger::Moment;
+
+/// The pool in the middle of a pass.
+#[derive(Debug, Clone)]
+pub(super) struct State<'w> {
+    pub(super) world: &'w World,
+    pub(super) now: Moment,
+    pub(super) accounts: Accounts<'w>,
+    pub(super) gpus: Vec<GpuRoom>,
+    /// GPU of each pod that runs, also of pods released in this pass.
+    running: Vec<Option<usize>>,
+    /// GPU of each nominated pod.
+    nominated: Vec<Option<usize>>,
+}
+
+impl<'w> State<'w> {
+    pub(super) fn new(world: &'w World, now: Moment) -> Self {
+        let mut accounts = Accounts::new(world);
+        let mut gpus: Vec<GpuRoom> = world.gpus.iter().map(|&room| GpuRoom::new(room)).collect();
+        let (mut running, mut nominated) = (vec![None; world.pods.len()], vec![None; world.pods.len()]);
+        let mut counted = Vec::new();
+        for (at, pod) in world.pods.iter().enumerate() {
+            let id = PodId(at);
+            match pod.place {
+                Place::Running { gpu, since } => {
+                    gpus[gpu].add(id, pod.charge);
+                    running[at] = Some(gpu);
+                    counted.push((id, gpu, Since { at: since, nominated: None }));
+                }
+                Place::Leaving { gpu, held } => {
+                    gpus[gpu].add_leaving(pod.charge);
+                    if held {
+                        accounts.hold_leaving(id);
+                    }
+                }
+                Place::Waiting { nominated: Some(gpu) } => {
+                    nominated[at] = Some(gpu);
+                    counted.push((id, gpu, Since { at: now, nominated: Some(pod.created) }));
+                }
+                Place::Waiting { nominated: None } => {}
+            }
+        }
+        accounts.add_all(counted.into_iter());
+        let mut state = Self { world, now, accounts, gpus, running, nominated };
+        for at in 0..world.pods.len() {
+            if let Some(gpu) = state.nominated[at] {
+                state.keep_room(PodId(at), gpu);
+            }
+        }
+        state
+    }
+
+    /// Keeps room for a pod that counts already, with the rank of its present class.
+    fn keep_room(&mut self, id: PodId, gpu: usize) {
+        let Some(class) = self.accounts.class(id) else { return };
+        let pod = self.world.pod(id);
+        let rank = Rank { account: self.accounts.account_of(id), class, priority: pod.priority };
+        self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
+    }
+
+    pub(super) fn charge(&self, id: PodId) -> Amount {
+        self.world.pod(id).charge
+    }
+
+    /// Returns the rank that a waiting pod has on a GPU.
+    pub(super) fn rank_on(&self, id: PodId, gpu: usize) -> Rank {
+        let class = self.accounts.class_with(id, gpu, &[]);
+        Rank { account: self.accounts.account_of(id), class, priority: self.world.pod(id).priority }
+    }
+
+    /// Returns the GPU of a pod that runs.
+    pub(super) fn gpu_of(&self, id: PodId) -> Option<usize> {
+        self.running[id.0]
+    }
+
+    /// Returns the GPU whose room is kept for a pod.
+    pub(super) fn nominated(&self, id: PodId) -> Option<usize> {
+        self.nominated[id.0]
+    }
+
+    /// Releases a pod to a GPU.
+    pub(super) fn release(&mut self, id: PodId, gpu: usize) {
+        let (rank, charge) = (self.rank_on(id, gpu), self.charge(id));
+        self.gpus[gpu].add(id, charge);
+        self.running[id.0] = Some(gpu);
+        self.accounts.add(id, gpu, Since { at: self.now, nominated: None });
+        self.displace(&rank, gpu);
+    }
+
+    /// Keeps room of a GPU for a pod.
+    pub(super) fn nominate(&mut self, id: PodId, gpu: usize) {
+        let pod = self.world.pod(id);
+        let rank = self.rank_on(id, gpu);
+        self.accounts.add(id, gpu, Since { at: self.now, nominated: Some(pod.created) });
+        self.nominated[id.0] = Some(gpu);
+        self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
+        self.displace(&rank, gpu);
+    }
+
+    /// Keeps no more room for a pod. Returns the GPU.
+    pub(super) fn withdraw(&mut self, id: PodId) -> Option<usize> {
+        let gpu = self.nominated[id.0].take()?;
+        self.gpus[gpu].withdraw(id);
+        self.accounts.remove(id);
+        Some(gpu)
+    }
+
+    /// Evicts a pod. It holds its room until it is gone, and has no rights.
+    pub(super) fn evict(&mut self, id: PodId) {
+        let Some(gpu) = self.running[id.0].take() else { return };
+        let charge = self.charge(id);
+        self.gpus[gpu].leave(id, charge);
+        self.accounts.remove(id);
+        self.accounts.hold_leaving(id);
+    }
+
+    /// Withdraws nominations of lower rank whose room has been taken.
+    fn displace(&mut self, rank: &Rank, gpu: usize) {
+        let world = self.world;
+        let key = |id: PodId| (world.pod(id).created, &world.pod(id).name);
+        for id in self.gpus[gpu].displaced(rank, key) {
+            self.withdraw(id);
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! The pods, GPUs and quotas of one pool, as a pass reads them.
+use std::collections::BTreeMap;
+
+use super::amount::Amount;
+use super::spec::Quota;
+use crate::ledger::Moment;
+
+/// Index of a pod in [`World::pods`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PodId(pub usize);
+
+/// What a pod is counted against.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Owner {
+    /// The quota of this name.
+    Quota(String),
+    /// No quota. The pod borrows: all such pods together are a quota with no guarantee and weight
+    /// 1.
+    Unnamed,
+    /// No quota, and the namespace is exempt. Quotas neither hold nor evict the pod.
+    Outside,
+}
+
+/// Where a pod is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// Behind the placement gate.
+    Waiting {
+        /// The GPU whose room is kept for the pod, as an index of [`World::gpus`].
+        nominated: Option<usize>,
+    },
+    /// Released, bound or running.
+    Running {
+        /// Index of the GPU.
+        gpu: usize,
+        /// When the pod was released or, if it bypassed the gate, when it started.
+        since: Moment,
+    },
+    /// Evicted or deleted, and not yet gone.
+    Leaving {
+        /// Index of the GPU.
+        gpu: usize,
+        /// Whether the pod still counts against its quota's maximum. It does until 30 s after its
+        /// grace period.
+        held: bool,
+    },
+}
+
+/// A pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pod {
+    /// Name of the pod. Equal pods are ordered by name.
+    pub name: String,
+    /// What the pod is counted against.
+    pub owner: Owner,
+    /// What the pod costs, and how much room it needs.
+    pub charge: Amount,
+    /// Priority of the pod.
+    pub priority: i32,
+    /// When the pod was created.
+    pub created: Moment,
+    /// Where the pod is.
+    pub place: Place,
+    /// Whether the pod may run outside its quota's guarantee: `cleave.dev/borrow` is not `Never`.
+    pub borrows: bool,
+    /// Whether pods may be evicted for this pod: its `preemptionPolicy` is not `Never`.
+    pub preempts: bool,
+    /// Since when a disruption budget refuses to evict the pod. `None` if the pod may be evicted.
+    pub protected: Option<Moment>,
+}
+
+/// Settings of the cluster. Durations are in seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Settings {
+    /// How long a pod runs at least before another borrower may take its room.
+    pub min_runtime_fair_share: u64,
+    /// How long a pod runs at least before a pod within its guarantee may take its room.
+    pub min_runtime_reclaim: u64,
+    /// Maximum grace period of an evicted pod.
+    pub grace_cap: u64,
+    /// How long a disruption budget may keep a borrower whose room is guaranteed to others. `None`
+    /// means forever.
+    pub budget_patience: Option<u64>,
+    /// Maximum number of pods for which one pass looks for victims.
+    pub max_preemptors: usize,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            min_runtime_fair_share: 300,
+            min_runtime_reclaim: 0,
+            grace_cap: 300,
+            budget_patience: Some(600),
+            max_preemptors: 8,
+        }
+    }
+}
+
+/// Everything that a pass reads.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct World {
+    /// Room of each GPU of the pool. The room of an unhealthy GPU is 0.
+    pub gpus: Vec<Amount>,
+    /// The quotas of the pool by name.
+    pub quotas: BTreeMap<String, Quota>,
+    /// The pods that run in the pool or wait for it.
+    pub pods: Vec<Pod>,
+    /// Settings of the cluster.
+    pub settings: Settings,
+}
+
+impl World {
+    /// Returns a pod.
+    ///
+    /// # Panics
+    /// Panics if the id is of another world.
+    pub fn pod(&self, id: PodId) -> &Pod {
+        &self.pods[id.0]
+    }
+}
