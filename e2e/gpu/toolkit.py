@@ -9,7 +9,7 @@ import time
 WORK = pathlib.Path(os.environ["DRILL_WORK"])
 USR = os.environ["DRILL_PLAIN_USR"]
 SPECIFICATION = pathlib.Path("/var/run/cdi/cleave.dev-gpu.json")
-# Prints what a CUDA program sees: whether it loads the driver, its GPUs, and a computation's result.
+# Prints what a CUDA program sees: whether it loads the driver, its GPUs, and a result.
 PROGRAM = """
 import ctypes, glob, json
 seen = {"nodes": sorted(glob.glob("/dev/nvidia[0-9]*"))}
