@@ -14,19 +14,19 @@ pub struct NodeEvent {
     pub regarding: Option<PodRef>,
     /// What the Event concerns on the node, if the Event is published on the node alone. Events
     /// with the same reason are merged, and the first note is kept, unless they differ in this.
-    pub related: Option<Related>,
+    pub related: Option<EventSubject>,
 }
 
 /// What an Event about a node concerns.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Related {
+pub enum EventSubject {
     /// A pod on the node.
     Pod(PodRef),
     /// The GPU or MIG device with this UUID.
     Device(String),
 }
 
-impl Related {
+impl EventSubject {
     /// Returns the device as a related object.
     pub fn device(device: &str) -> Option<Self> {
         Some(Self::Device(device.to_owned()))
@@ -69,10 +69,10 @@ impl PodEvent {
 
 /// Returns a warning about a device of the node.
 pub fn device_warning(reason: &'static str, device: &str, note: String) -> NodeEvent {
-    NodeEvent { warning: true, reason, note, regarding: None, related: Related::device(device) }
+    NodeEvent { warning: true, reason, note, regarding: None, related: EventSubject::device(device) }
 }
 
 /// Returns an Event of type Normal, which reports that a device of the node has recovered.
 pub fn device_recovery(device: &str, note: String) -> NodeEvent {
-    NodeEvent { warning: false, reason: "Recovered", note, regarding: None, related: Related::device(device) }
+    NodeEvent { warning: false, reason: "Recovered", note, regarding: None, related: EventSubject::device(device) }
 }

@@ -243,7 +243,8 @@ pub struct Mps {
     /// Compute mode of the GPU while its daemon runs. The previous mode is restored afterwards.
     #[serde(default)]
     pub compute_mode: ComputeMode,
-    /// Whether shares are served on a driver whose MPS handshake Cleave does not know.
+    /// What happens to shares on a driver whose MPS handshake Cleave does not know. `Hard`: they
+    /// are reported as Unhealthy. `Advisory`: they are served with limits that pods can change.
     #[serde(default)]
     pub enforcement: MpsEnforcement,
     /// Whether sized slices (`nvidia.com/gpu-10gb`) are created when pods request them.

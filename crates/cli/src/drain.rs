@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cleave_api::GpuNode;
-use cleave_operator::evict::{Evicted, EvictionOptions, evict_with};
+use cleave_operator::evict::{EvictionOptions, EvictionResult, evict_with};
 use k8s_openapi::api::core::v1::Pod;
 use kube::core::PartialObjectMeta;
 use kube::{Api, Client, ResourceExt as _};
@@ -248,9 +248,9 @@ async fn evict(client: &Client, pod: &str, meta: &PartialObjectMeta<Pod>, grace:
     }
     let uid = meta.uid().unwrap_or_default();
     match evict_with(client, pod, &uid, EvictionOptions { grace, timeout: EVICTION_TIMEOUT }).await {
-        Evicted::Done | Evicted::NotFound => Ok(EvictionState::Accepted),
-        Evicted::Protected(_) => Ok(EvictionState::Refused(Instant::now())),
-        Evicted::Throttled(_) => Ok(EvictionState::Throttled(Instant::now())),
-        Evicted::Refused(error) | Evicted::Failed(error) => bail!("failed to evict pod {pod}: {error}"),
+        EvictionResult::Done | EvictionResult::NotFound => Ok(EvictionState::Accepted),
+        EvictionResult::Protected(_) => Ok(EvictionState::Refused(Instant::now())),
+        EvictionResult::Throttled(_) => Ok(EvictionState::Throttled(Instant::now())),
+        EvictionResult::Refused(error) | EvictionResult::Failed(error) => bail!("failed to evict pod {pod}: {error}"),
     }
 }

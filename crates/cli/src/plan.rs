@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, ensure};
 use cleave_operator::dry::{self, DryRun};
-use cleave_operator::policies::plan::Invalid;
+use cleave_operator::policies::plan::PolicyError;
 use cleave_plan::snapshot::SliceGroup;
-use cleave_plan::{GpuPlan, Planned, Policy, Snapshot};
+use cleave_plan::{ExplainedPlan, GpuPlan, Policy, Snapshot};
 use serde_json::{Value, json};
 
 use crate::client::{ClusterArgs, InstallationArgs};
@@ -102,7 +102,7 @@ fn dry_run_json(run: &DryRun) -> Result<Value> {
     Ok(value)
 }
 
-fn planned_json(planned: &Planned) -> Result<Value> {
+fn planned_json(planned: &ExplainedPlan) -> Result<Value> {
     let mut value = serde_json::to_value(&planned.plan).context("failed to write the plan as JSON")?;
     value["notes"] = serde_json::to_value(&planned.report.nodes).context("failed to write the notes as JSON")?;
     Ok(value)
@@ -121,10 +121,10 @@ fn dry_run_text(run: &DryRun) -> String {
     }
     for (policy, report) in &run.plan.policies {
         match &report.invalid {
-            Some(Invalid::Malformed(error)) => {
+            Some(PolicyError::Malformed(error)) => {
                 let _ = writeln!(text, "Policy {policy} is malformed: {error}.");
             }
-            Some(Invalid::Refused(error)) => {
+            Some(PolicyError::Refused(error)) => {
                 let _ = writeln!(text, "Policy {policy} is invalid: {error}.");
             }
             None => {}
@@ -137,7 +137,7 @@ fn dry_run_text(run: &DryRun) -> String {
 }
 
 /// Renders the GPUs that change, and then every pod.
-fn planned_text(planned: &Planned) -> String {
+fn planned_text(planned: &ExplainedPlan) -> String {
     let plan = &planned.plan;
     let mut text = String::new();
     let changed: Vec<&GpuPlan> = plan.gpus.iter().filter(|gpu| gpu.changed).collect();

@@ -703,7 +703,7 @@ impl Plugin {
                 RegistrationStep::CheckAgain(after) => check_again = Some(after),
                 RegistrationStep::Rebind => match session.rebind() {
                     Ok(()) => {
-                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "recreated Cleave's device plugin socket, which was deleted");
+                        tracing::warn!(resource = %self.name, socket = %session.path().display(), "recreated Cleave's deleted device plugin socket");
                         self.publish(|state| state.error = None);
                     }
                     Err(error) => {

@@ -141,7 +141,7 @@ pub async fn run_relay(config: RelayConfig, stop: impl Future<Output = ()>) -> R
     'directory: loop {
         let mut changes = DirectoryWatch::start(&watched, intervals);
         loop {
-            // A new socket tells the agent that the kubelet has restarted.
+            // A new socket shows the agent that the kubelet has restarted.
             let now = watched.kubelet_socket_id();
             if now != kubelet {
                 match relay.serve() {
@@ -262,8 +262,8 @@ impl Relay {
 
     /// Serves a resource with this connection. If the resource is already served with the same
     /// options, the kubelet's stream continues.
-    fn adopt(self: &Arc<Self>, name: &ResourceName, socket: String, connected: Connected) {
-        let Connected { client, options, devices, stream } = connected;
+    fn adopt(self: &Arc<Self>, name: &ResourceName, socket: String, connected: PluginConnection) {
+        let PluginConnection { client, options, devices, stream } = connected;
         let mut endpoints = lock(&self.endpoints);
         let number = endpoints.next;
         endpoints.next += 1;
@@ -361,7 +361,7 @@ fn without_healthy_devices(list: &DeviceList) -> DeviceList {
 }
 
 /// A connection to a plugin of the agent.
-struct Connected {
+struct PluginConnection {
     client: DevicePluginClient<Channel>,
     options: PluginOptions,
     devices: Arc<DeviceList>,
@@ -369,7 +369,7 @@ struct Connected {
 }
 
 /// Makes the kubelet's first calls: reads the options, and opens the stream.
-async fn connect(socket: &Path) -> Result<Connected, Status> {
+async fn connect(socket: &Path) -> Result<PluginConnection, Status> {
     let endpoint = socket.to_str().and_then(unix_endpoint);
     let endpoint = endpoint.ok_or_else(|| Status::invalid_argument("the endpoint is not the name of a socket"))?;
     let channel = endpoint.connect().await.map_err(|error| Status::from_error(Box::new(error)))?;
@@ -380,7 +380,7 @@ async fn connect(socket: &Path) -> Result<Connected, Status> {
     let devices = parse_list(first).map_err(|error| Status::invalid_argument(error.to_string()))?;
     let options =
         PluginOptions { pre_start: options.pre_start_required, preferred: options.get_preferred_allocation_available };
-    Ok(Connected { client, options, devices: Arc::new(devices), stream })
+    Ok(PluginConnection { client, options, devices: Arc::new(devices), stream })
 }
 
 struct RegistrationService(Arc<Relay>);
@@ -505,7 +505,7 @@ impl Resource for RelayedResource {
                     async move { client.get_preferred_allocation(request).await }
                 })
                 .await?;
-            one(answer.container_responses).map(|response| response.device_i_ds)
+            single_response(answer.container_responses).map(|response| response.device_i_ds)
         })
     }
 
@@ -519,7 +519,7 @@ impl Resource for RelayedResource {
                     async move { client.allocate(request).await }
                 })
                 .await?;
-            one(answer.container_responses).map(ContainerResponse::from)
+            single_response(answer.container_responses).map(ContainerResponse::from)
         })
     }
 
@@ -537,7 +537,7 @@ impl Resource for RelayedResource {
 }
 
 /// Returns the only response of an answer for one container.
-fn one<T>(mut responses: Vec<T>) -> Result<T, Refusal> {
+fn single_response<T>(mut responses: Vec<T>) -> Result<T, Refusal> {
     match (responses.pop(), responses.is_empty()) {
         (Some(response), true) => Ok(response),
         _ => Err(Refusal::NotReady("the agent's answer is not for one container".to_owned())),

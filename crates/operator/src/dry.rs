@@ -10,7 +10,7 @@ use kube::{Api, Client};
 use serde::de::DeserializeOwned;
 
 use crate::pods::{PodObject, RawPod};
-use crate::policies::apply::{self, Change};
+use crate::policies::apply::{self, GpuNodeChange};
 use crate::policies::demand::{self, Outcome};
 use crate::policies::plan::{self, Plan};
 use crate::policies::snapshot::History;
@@ -29,7 +29,7 @@ pub struct DryRun {
     /// The decision for each pending pod.
     pub outcome: Outcome,
     /// The nodes whose `GpuNode.spec` would change.
-    pub changes: Vec<Change>,
+    pub changes: Vec<GpuNodeChange>,
 }
 
 /// Computes the decisions of one pass. Pure.

@@ -8,7 +8,7 @@ use crate::write::WRITE_TIMEOUT;
 
 /// The result of one eviction request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Evicted {
+pub enum EvictionResult {
     /// The API server accepted the eviction, and the pod terminates.
     Done,
     /// A disruption budget allows no eviction now. Contains the API server's message.
@@ -26,7 +26,7 @@ pub enum Evicted {
     Failed(String),
 }
 
-impl Evicted {
+impl EvictionResult {
     /// Returns the value of the `result` label in metrics.
     pub(crate) const fn as_str(&self) -> &'static str {
         match self {
@@ -54,13 +54,13 @@ pub struct EvictionOptions {
 
 /// Evicts the pod `namespace/name` if its UID and `resourceVersion` are unchanged. A pod that was
 /// bound after this version is not evicted.
-pub(crate) async fn evict_unchanged(client: &Client, pod: &str, uid: &str, version: &str) -> Evicted {
+pub(crate) async fn evict_unchanged(client: &Client, pod: &str, uid: &str, version: &str) -> EvictionResult {
     let preconditions = serde_json::json!({"uid": uid, "resourceVersion": version});
     send_eviction(client, pod, serde_json::json!({"preconditions": preconditions}), WRITE_TIMEOUT).await
 }
 
 /// Evicts the pod `namespace/name` with its own grace period, if its UID is unchanged.
-pub(crate) async fn evict(client: &Client, pod: &str, uid: &str) -> Evicted {
+pub(crate) async fn evict(client: &Client, pod: &str, uid: &str) -> EvictionResult {
     evict_with(client, pod, uid, EvictionOptions { grace: None, timeout: WRITE_TIMEOUT }).await
 }
 
@@ -68,7 +68,7 @@ pub(crate) async fn evict(client: &Client, pod: &str, uid: &str) -> Evicted {
 ///
 /// Pass a client with `Config::default_retry` off. A client that retries requests on its own
 /// repeats an eviction that a disruption budget refuses (HTTP 429).
-pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: EvictionOptions) -> Evicted {
+pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: EvictionOptions) -> EvictionResult {
     let mut delete = serde_json::json!({"preconditions": {"uid": uid}});
     if let Some(grace) = options.grace {
         delete["gracePeriodSeconds"] = grace.into();
@@ -76,8 +76,8 @@ pub async fn evict_with(client: &Client, pod: &str, uid: &str, options: Eviction
     send_eviction(client, pod, delete, options.timeout).await
 }
 
-async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, timeout: Duration) -> Evicted {
-    let Some((namespace, name)) = pod.split_once('/') else { return Evicted::NotFound };
+async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, timeout: Duration) -> EvictionResult {
+    let Some((namespace, name)) = pod.split_once('/') else { return EvictionResult::NotFound };
     let body = serde_json::json!({
         "apiVersion": "policy/v1",
         "kind": "Eviction",
@@ -89,29 +89,31 @@ async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, ti
         .body(body.to_string().into_bytes());
     let request = match request {
         Ok(request) => request,
-        Err(error) => return Evicted::Failed(error.to_string()),
+        Err(error) => return EvictionResult::Failed(error.to_string()),
     };
     match tokio::time::timeout(timeout, client.request_text(request)).await {
-        Ok(Ok(_)) => Evicted::Done,
+        Ok(Ok(_)) => EvictionResult::Done,
         Ok(Err(kube::Error::Api(status))) => result_of_status(&status),
-        Ok(Err(error)) => Evicted::Failed(error.to_string()),
-        Err(_) => Evicted::Failed(format!("the API server did not answer within {} s", timeout.as_secs())),
+        Ok(Err(error)) => EvictionResult::Failed(error.to_string()),
+        Err(_) => EvictionResult::Failed(format!("the API server did not answer within {} s", timeout.as_secs())),
     }
 }
 
 /// Translates the status of the API server's answer to an eviction that it did not accept.
-fn result_of_status(status: &Status) -> Evicted {
+fn result_of_status(status: &Status) -> EvictionResult {
     let causes = status.details.iter().flat_map(|details| &details.causes);
     match status.code {
-        404 | 409 => Evicted::NotFound,
-        429 if causes.clone().any(|cause| cause.reason == BUDGET_CAUSE) => Evicted::Protected(status.message.clone()),
+        404 | 409 => EvictionResult::NotFound,
+        429 if causes.clone().any(|cause| cause.reason == BUDGET_CAUSE) => {
+            EvictionResult::Protected(status.message.clone())
+        }
         429 => {
             let after = status.details.as_ref().map_or(0, |details| details.retry_after_seconds);
-            Evicted::Throttled(Duration::from_secs(after.max(1).into()))
+            EvictionResult::Throttled(Duration::from_secs(after.max(1).into()))
         }
         // The Eviction API answers 500 if several disruption budgets select the pod.
-        400..=500 => Evicted::Refused(status.message.clone()),
-        _ => Evicted::Failed(status.to_string()),
+        400..=500 => EvictionResult::Refused(status.message.clone()),
+        _ => EvictionResult::Failed(status.to_string()),
     }
 }
 
@@ -121,7 +123,7 @@ mod tests {
 
     use super::*;
 
-    fn eviction_result(code: u16, details: Value) -> Evicted {
+    fn eviction_result(code: u16, details: Value) -> EvictionResult {
         let mut status = json!({"kind": "Status", "status": "Failure", "message": "why", "code": code});
         status["details"] = details;
         result_of_status(&serde_json::from_value(status).unwrap())
@@ -130,11 +132,14 @@ mod tests {
     #[test]
     fn a_disruption_budget_and_throttling_are_distinguished_by_the_cause() {
         let budget = json!({"retryAfterSeconds": 10, "causes": [{"reason": "DisruptionBudget", "message": "needs 2"}]});
-        assert_eq!(eviction_result(429, budget), Evicted::Protected("why".to_owned()));
-        assert_eq!(eviction_result(429, json!({"retryAfterSeconds": 7})), Evicted::Throttled(Duration::from_secs(7)));
+        assert_eq!(eviction_result(429, budget), EvictionResult::Protected("why".to_owned()));
+        assert_eq!(
+            eviction_result(429, json!({"retryAfterSeconds": 7})),
+            EvictionResult::Throttled(Duration::from_secs(7))
+        );
         // Priority and fairness answers with plain text, for which the client builds a status.
         let plain = Status::failure("Too many requests", "Failed to parse error data").with_code(429);
-        assert_eq!(result_of_status(&plain), Evicted::Throttled(Duration::from_secs(1)));
+        assert_eq!(result_of_status(&plain), EvictionResult::Throttled(Duration::from_secs(1)));
     }
 
     #[test]

@@ -21,11 +21,11 @@ use tokio::sync::watch;
 use crate::events::{self, EventPublisher};
 use crate::metrics::{self, Kind, Outcome, Write};
 use crate::policies::demand::{self, Reason, WaitingPod};
-use crate::policies::pace::{Pace, QuietPeriod};
+use crate::policies::pace::{PlanPace, QuietPeriod};
 use crate::policies::snapshot::History;
 use crate::policies::staging::Staging;
 use crate::policies::status::{WrittenStatus, WrittenStatuses};
-use crate::policies::taint::{self, Taints, Written};
+use crate::policies::taint::{self, TaintWriteResult, Taints};
 use crate::policies::{apply, plan, status};
 use crate::read::Observed;
 use crate::task::{Context, Controller, Trigger};
@@ -60,7 +60,7 @@ pub(crate) struct Passes {
     history: History,
     staging: Staging,
     quiet: QuietPeriod,
-    pace: Pace,
+    pace: PlanPace,
     publisher: EventPublisher,
     /// The steps of each node when they were last counted.
     steps: BTreeMap<String, Vec<StepStatus>>,
@@ -113,7 +113,7 @@ impl Passes {
             history: History::default(),
             staging: Staging::default(),
             quiet: QuietPeriod::default(),
-            pace: Pace::default(),
+            pace: PlanPace::default(),
             publisher: EventPublisher::default(),
             steps: BTreeMap::new(),
             taints: taint.then(Taints::default),
@@ -368,7 +368,7 @@ impl Passes {
                 leads = false;
                 continue;
             };
-            let done = written == Written::Done;
+            let done = written == TaintWriteResult::Done;
             self.count_write("Node", done, &mut true);
             let now = self.now();
             let retry = self.taints.as_mut().and_then(|taints| taints.record(&change.node, done, now));
@@ -414,7 +414,7 @@ impl Passes {
 }
 
 /// Logs the result of a write. Returns whether the write succeeded.
-fn log_applied(change: &apply::Change, written: &Result<(), apply::Error>, seen: Instant) -> bool {
+fn log_applied(change: &apply::GpuNodeChange, written: &Result<(), apply::Error>, seen: Instant) -> bool {
     match written {
         Ok(()) => {
             tracing::info!(

@@ -16,9 +16,9 @@ use crate::sums::Resources;
 
 /// A field whose value does not matter, only its presence.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Present;
+pub struct PresentField;
 
-impl<'de> Deserialize<'de> for Present {
+impl<'de> Deserialize<'de> for PresentField {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         IgnoredAny::deserialize(deserializer).map(|_| Self)
     }
@@ -72,7 +72,7 @@ pub struct PodSpec {
     /// Volumes of the pod.
     pub volumes: Vec<Volume>,
     /// Claims of dynamic resource allocation. Only the presence of claims matters.
-    pub resource_claims: Vec<Present>,
+    pub resource_claims: Vec<PresentField>,
     /// Groups of units. The units of each group must be on one device. Set by `PodObject::trim`.
     /// Excludes interchangeable resources.
     #[serde(skip)]
@@ -152,7 +152,7 @@ pub struct Volume {
     /// The claim that the volume mounts.
     pub persistent_volume_claim: Option<VolumeClaim>,
     /// Set if the API server creates the claim with the pod.
-    pub ephemeral: Option<Present>,
+    pub ephemeral: Option<PresentField>,
 }
 
 /// The claim that a volume mounts.
@@ -198,7 +198,7 @@ pub struct Container {
 #[serde(rename_all = "camelCase", default)]
 pub struct Lifecycle {
     /// Set if the container has a preStop hook.
-    pub pre_stop: Option<Present>,
+    pub pre_stop: Option<PresentField>,
 }
 
 /// The fields of a container port that the operator reads.

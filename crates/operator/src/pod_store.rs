@@ -45,16 +45,16 @@ pub enum PodChanges {
 
 /// Which controllers a change affects.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Effect {
+pub(crate) struct AffectedControllers {
     /// A pod changed that uses GPUs or waits at the gate.
     pub(crate) of_gpus: bool,
     /// A pod changed that has the condition about its share.
     pub(crate) of_tenants: bool,
 }
 
-impl Effect {
+impl AffectedControllers {
     /// Returns the effect of both changes.
-    fn and(self, other: Self) -> Self {
+    fn merged_with(self, other: Self) -> Self {
         Self { of_gpus: self.of_gpus || other.of_gpus, of_tenants: self.of_tenants || other.of_tenants }
     }
 
@@ -81,12 +81,12 @@ pub(crate) struct PodWriter {
     ready: watch::Sender<bool>,
     /// The pods of a list that is not complete yet, and the effect of what was changed since the
     /// last complete list.
-    listed: Option<(HashSet<Named>, Effect)>,
+    listed: Option<(HashSet<PodByName>, AffectedControllers)>,
 }
 
 #[derive(Default)]
 struct State {
-    pods: HashSet<Named>,
+    pods: HashSet<PodByName>,
     /// Changes that the placement controller has not read. `None` if it reads all pods next.
     changes: Option<Vec<PodChange>>,
     interners: Interners,
@@ -94,23 +94,23 @@ struct State {
 
 /// A pod that is compared by name.
 #[derive(Debug, Clone)]
-struct Named(Arc<PodObject>);
+struct PodByName(Arc<PodObject>);
 
-impl Named {
+impl PodByName {
     fn name(&self) -> (&str, Option<&str>) {
         (self.0.namespace(), self.0.metadata.name.as_deref())
     }
 }
 
-impl PartialEq for Named {
+impl PartialEq for PodByName {
     fn eq(&self, other: &Self) -> bool {
         self.name() == other.name()
     }
 }
 
-impl Eq for Named {}
+impl Eq for PodByName {}
 
-impl Hash for Named {
+impl Hash for PodByName {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.name().hash(state);
     }
@@ -156,24 +156,24 @@ impl Interners {
 
 impl State {
     /// Stores a pod. Returns what it affects.
-    fn store(&mut self, pod: &Named) -> Effect {
+    fn store(&mut self, pod: &PodByName) -> AffectedControllers {
         let before = self.pods.get(pod).map(|known| Arc::clone(&known.0));
         if before.as_ref() == Some(&pod.0) {
-            return Effect::default();
+            return AffectedControllers::default();
         }
         self.pods.replace(pod.clone());
         self.record(PodChange { before, now: Some(Arc::clone(&pod.0)) })
     }
 
     /// Removes a pod. Returns what that affects.
-    fn remove(&mut self, pod: &Named) -> Effect {
-        self.pods
-            .take(pod)
-            .map_or_else(Effect::default, |gone| self.record(PodChange { before: Some(gone.0), now: None }))
+    fn remove(&mut self, pod: &PodByName) -> AffectedControllers {
+        self.pods.take(pod).map_or_else(AffectedControllers::default, |gone| {
+            self.record(PodChange { before: Some(gone.0), now: None })
+        })
     }
 
-    fn record(&mut self, change: PodChange) -> Effect {
-        let effect = Effect::of(&change);
+    fn record(&mut self, change: PodChange) -> AffectedControllers {
+        let effect = AffectedControllers::of(&change);
         if let Some(changes) = &mut self.changes {
             changes.push(change);
             if changes.len() > MAX_CHANGES {
@@ -233,7 +233,7 @@ impl PodWriter {
     ///
     /// A listed pod is stored at once: it is newer than the stored one, and a second copy of all
     /// pods would need much memory.
-    pub(crate) fn apply(&mut self, event: Event<RawPod>) -> Effect {
+    pub(crate) fn apply(&mut self, event: Event<RawPod>) -> AffectedControllers {
         let mut state = lock(&self.state);
         match event {
             Event::Init => {
@@ -241,34 +241,34 @@ impl PodWriter {
                 // this list does not change them again.
                 let (_, so_far) = self.listed.take().unwrap_or_default();
                 self.listed = Some((HashSet::new(), so_far));
-                Effect::default()
+                AffectedControllers::default()
             }
             Event::InitApply(raw) => {
-                let pod = Named(Arc::new(state.interners.compact(raw)));
+                let pod = PodByName(Arc::new(state.interners.compact(raw)));
                 let effect = state.store(&pod);
                 if let Some((listed, so_far)) = &mut self.listed {
                     listed.extend(state.pods.get(&pod).cloned());
-                    *so_far = so_far.and(effect);
+                    *so_far = so_far.merged_with(effect);
                 }
-                Effect::default()
+                AffectedControllers::default()
             }
             Event::InitDone => {
                 let (listed, mut effect) = self.listed.take().unwrap_or_default();
-                let gone: Vec<Named> = state.pods.difference(&listed).cloned().collect();
+                let gone: Vec<PodByName> = state.pods.difference(&listed).cloned().collect();
                 for pod in gone {
-                    effect = effect.and(state.remove(&pod));
+                    effect = effect.merged_with(state.remove(&pod));
                 }
                 if !self.ready.send_replace(true) {
-                    effect = Effect { of_gpus: true, of_tenants: true };
+                    effect = AffectedControllers { of_gpus: true, of_tenants: true };
                 }
                 effect
             }
             Event::Apply(raw) => {
-                let pod = Named(Arc::new(state.interners.compact(raw)));
+                let pod = PodByName(Arc::new(state.interners.compact(raw)));
                 state.store(&pod)
             }
             Event::Delete(raw) => {
-                let pod = Named(Arc::new(PodObject::from(raw)));
+                let pod = PodByName(Arc::new(PodObject::from(raw)));
                 state.remove(&pod)
             }
         }
@@ -281,13 +281,13 @@ mod tests {
 
     use super::*;
 
-    fn raw(name: &str, limits: &Value, status: &Value) -> RawPod {
+    fn raw_pod(name: &str, limits: &Value, status: &Value) -> RawPod {
         let spec = json!({"nodeName": "n", "containers": [{"resources": {"limits": limits}}]});
         let meta = json!({"name": name, "namespace": "team", "uid": name, "labels": {"app": "web"}});
         serde_json::from_value(json!({"metadata": meta, "spec": spec, "status": status})).unwrap()
     }
 
-    fn versioned(mut pod: RawPod, version: &str) -> RawPod {
+    fn with_version(mut pod: RawPod, version: &str) -> RawPod {
         pod.metadata.resource_version = Some(version.to_owned());
         pod
     }
@@ -302,10 +302,10 @@ mod tests {
         }
     }
 
-    fn list(writer: &mut PodWriter, pods: impl IntoIterator<Item = RawPod>) -> Effect {
+    fn list(writer: &mut PodWriter, pods: impl IntoIterator<Item = RawPod>) -> AffectedControllers {
         writer.apply(Event::Init);
         for pod in pods {
-            assert_eq!(writer.apply(Event::InitApply(pod)), Effect::default(), "only a whole list wakes");
+            assert_eq!(writer.apply(Event::InitApply(pod)), AffectedControllers::default(), "only a whole list wakes");
         }
         writer.apply(Event::InitDone)
     }
@@ -317,19 +317,22 @@ mod tests {
     fn a_change_of_nothing_that_is_read_has_no_effect() {
         let (store, mut writer) = store();
         let running = || json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]});
-        let first = list(&mut writer, [versioned(raw("gpu", &GPU(), &running()), "1"), raw("cpu", &CPU(), &running())]);
-        assert_eq!(first, Effect { of_gpus: true, of_tenants: true });
+        let first = list(
+            &mut writer,
+            [with_version(raw_pod("gpu", &GPU(), &running()), "1"), raw_pod("cpu", &CPU(), &running())],
+        );
+        assert_eq!(first, AffectedControllers { of_gpus: true, of_tenants: true });
         assert_eq!(names(&store.changes()), ["all 2"]);
         // A condition that the operator does not read, an address, and the resource version.
         let mut status = running();
         status["podIP"] = json!("10.0.0.1");
         status["conditions"].as_array_mut().unwrap().push(json!({"type": "Initialized", "status": "True"}));
-        let beat = versioned(raw("gpu", &GPU(), &status), "2");
-        assert_eq!(writer.apply(Event::Apply(beat)), Effect::default());
+        let beat = with_version(raw_pod("gpu", &GPU(), &status), "2");
+        assert_eq!(writer.apply(Event::Apply(beat)), AffectedControllers::default());
         assert_eq!(names(&store.changes()), Vec::<String>::new());
         let unready = json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]});
-        let of_gpus = Effect { of_gpus: true, of_tenants: false };
-        assert_eq!(writer.apply(Event::Apply(raw("gpu", &GPU(), &unready))), of_gpus);
+        let of_gpus = AffectedControllers { of_gpus: true, of_tenants: false };
+        assert_eq!(writer.apply(Event::Apply(raw_pod("gpu", &GPU(), &unready))), of_gpus);
         assert_eq!(names(&store.changes()), ["gpu>gpu"]);
     }
 
@@ -338,9 +341,12 @@ mod tests {
         let (store, mut writer) = store();
         list(&mut writer, []);
         store.changes();
-        assert_eq!(writer.apply(Event::Apply(raw("cpu", &CPU(), &json!({})))), Effect::default());
-        assert_eq!(writer.apply(Event::Apply(raw("cpu", &json!({"cpu": 2}), &json!({})))), Effect::default());
-        assert_eq!(writer.apply(Event::Delete(raw("cpu", &CPU(), &json!({})))), Effect::default());
+        assert_eq!(writer.apply(Event::Apply(raw_pod("cpu", &CPU(), &json!({})))), AffectedControllers::default());
+        assert_eq!(
+            writer.apply(Event::Apply(raw_pod("cpu", &json!({"cpu": 2}), &json!({})))),
+            AffectedControllers::default()
+        );
+        assert_eq!(writer.apply(Event::Delete(raw_pod("cpu", &CPU(), &json!({})))), AffectedControllers::default());
         assert_eq!(names(&store.changes()), ["->cpu", "cpu>cpu", "cpu>-"]);
         assert_eq!(store.state().len(), 0);
     }
@@ -348,7 +354,7 @@ mod tests {
     #[test]
     fn the_version_of_a_pod_at_the_gate_is_kept() {
         let gated = |version: &str| {
-            let mut pod = versioned(raw("p", &GPU(), &json!({})), version);
+            let mut pod = with_version(raw_pod("p", &GPU(), &json!({})), version);
             pod.spec.node_name = None;
             pod.spec.scheduling_gates = vec![crate::pods::Gate { name: cleave_api::names::GATE.to_owned() }];
             pod
@@ -362,10 +368,14 @@ mod tests {
     #[test]
     fn a_later_list_removes_pods_that_are_gone_and_keeps_what_is_equal() {
         let (store, mut writer) = store();
-        list(&mut writer, [raw("a", &GPU(), &json!({})), raw("b", &CPU(), &json!({}))]);
+        list(&mut writer, [raw_pod("a", &GPU(), &json!({})), raw_pod("b", &CPU(), &json!({}))]);
         store.changes();
         let before = store.state();
-        assert_eq!(list(&mut writer, [raw("a", &GPU(), &json!({}))]), Effect::default(), "b uses no GPU");
+        assert_eq!(
+            list(&mut writer, [raw_pod("a", &GPU(), &json!({}))]),
+            AffectedControllers::default(),
+            "b uses no GPU"
+        );
         assert_eq!(names(&store.changes()), ["b>-"]);
         assert!(before.iter().any(|pod| Arc::ptr_eq(pod, &store.state()[0])), "a is still the same object");
         assert!(list(&mut writer, []).of_gpus);
@@ -377,33 +387,33 @@ mod tests {
         let (store, mut writer) = store();
         list(&mut writer, []);
         store.changes();
-        let pod = || raw("a", &GPU(), &json!({}));
+        let pod = || raw_pod("a", &GPU(), &json!({}));
         for _ in 0..2 {
             writer.apply(Event::Init);
             writer.apply(Event::InitApply(pod()));
         }
-        let of_gpus = Effect { of_gpus: true, of_tenants: false };
+        let of_gpus = AffectedControllers { of_gpus: true, of_tenants: false };
         assert_eq!(list(&mut writer, [pod()]), of_gpus, "the pod is stored, and no controller was woken for it");
         assert_eq!(names(&store.changes()), ["->a"]);
-        assert_eq!(list(&mut writer, [pod()]), Effect::default());
+        assert_eq!(list(&mut writer, [pod()]), AffectedControllers::default());
     }
 
     #[test]
     fn a_reader_that_forgets_reads_all_pods() {
         let (store, mut writer) = store();
-        list(&mut writer, [raw("a", &GPU(), &json!({}))]);
+        list(&mut writer, [raw_pod("a", &GPU(), &json!({}))]);
         store.changes();
         store.forget_changes();
-        writer.apply(Event::Apply(raw("b", &GPU(), &json!({}))));
+        writer.apply(Event::Apply(raw_pod("b", &GPU(), &json!({}))));
         assert_eq!(names(&store.changes()), ["all 2"]);
-        writer.apply(Event::Delete(raw("b", &GPU(), &json!({}))));
+        writer.apply(Event::Delete(raw_pod("b", &GPU(), &json!({}))));
         assert_eq!(names(&store.changes()), ["b>-"]);
     }
 
     #[test]
     fn pods_of_one_controller_share_what_is_equal() {
         let (store, mut writer) = store();
-        list(&mut writer, (0..1000).map(|number| raw(&format!("p{number}"), &CPU(), &json!({"phase": "Running"}))));
+        list(&mut writer, (0..1000).map(|number| raw_pod(&format!("p{number}"), &CPU(), &json!({"phase": "Running"}))));
         let state = lock(&writer.state);
         let Interners { names, labels, specs, statuses, .. } = &state.interners;
         assert_eq!((names.count(), labels.count(), specs.count(), statuses.count()), (2, 1, 1, 1));
@@ -415,7 +425,7 @@ mod tests {
     fn bound_pods_share_a_reservation_apart_from_its_time() {
         let (store, mut writer) = store();
         let reserved = |name: &str, until: u64| {
-            let mut pod = raw(name, &GPU(), &json!({}));
+            let mut pod = raw_pod(name, &GPU(), &json!({}));
             let note = json!({"until": until, "nodes": {"n": [{"resource": "r", "units": 1, "device": "d"}]}});
             pod.metadata.annotations =
                 Some([(cleave_api::placement::PLACEMENT_ANNOTATION.to_owned(), note.to_string())].into());

@@ -340,7 +340,7 @@ impl Node {
     }
 
     /// Returns the GPUs whose recorded faults an administrator has cleared.
-    pub fn cleared(&self) -> ClearedFaults {
+    pub fn cleared_faults(&self) -> ClearedFaults {
         ClearedFaults::read(self.annotation(CLEARED_ANNOTATION))
     }
 

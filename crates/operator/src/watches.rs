@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::catch_up::{StoreVersion, VersionOfKind, Versions};
 use crate::metrics::{Kind, Metrics};
-use crate::pod_store::{self, Effect, PodStore};
+use crate::pod_store::{self, AffectedControllers, PodStore};
 use crate::pods::RawPod;
 use crate::read::{
     AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
@@ -108,7 +108,7 @@ impl Wakers {
 
     /// Wakes the controllers that a change of pods affects. Pods change often, and a pass covers
     /// all nodes. So pods wake passes only if a GPU is partitioned on demand.
-    fn pods(&self, effect: Effect) {
+    fn pods(&self, effect: AffectedControllers) {
         if effect.of_gpus {
             if !self.ignore_pods.load(Ordering::Acquire) {
                 self.passes.notify_one();
@@ -473,7 +473,7 @@ mod tests {
         assert!(woken());
     }
 
-    const OF_GPUS: Effect = Effect { of_gpus: true, of_tenants: false };
+    const OF_GPUS: AffectedControllers = AffectedControllers { of_gpus: true, of_tenants: false };
 
     #[test]
     fn pods_wake_passes_only_if_a_gpu_is_shared_by_demand_and_none_is_missed() {
@@ -499,7 +499,7 @@ mod tests {
         wakes.pods(OF_GPUS);
         assert!(woken(&wakes.passes));
         woken(&wakes.placement);
-        wakes.pods(Effect::default());
+        wakes.pods(AffectedControllers::default());
         assert!(!woken(&wakes.passes) && !woken(&wakes.placement), "a pod without GPUs");
     }
 
@@ -529,7 +529,7 @@ mod tests {
         assert!(!woken());
         wakes.gpu_node(Some(&found));
         assert!(woken());
-        wakes.pods(Effect { of_gpus: false, of_tenants: true });
+        wakes.pods(AffectedControllers { of_gpus: false, of_tenants: true });
         assert!(woken(), "a pod has the condition");
         wakes.pods(OF_GPUS);
         assert!(!woken());

@@ -24,7 +24,7 @@ pub(crate) async fn with_timeout<T>(write: impl Future<Output = T>) -> Option<T>
     written.ok()
 }
 
-/// Publishes Events, several at a time, so that many Events do not delay what follows. Stops when
+/// Publishes Events, several at a time, so that many Events do not delay the next pass. Stops when
 /// this process may no longer write.
 pub(crate) async fn publish_all(recorder: &Recorder, claim: &LeaseGuard, events: Vec<(ObjectReference, Event)>) {
     let writes = futures::stream::iter(events);

@@ -591,7 +591,7 @@ fn nothing_is_written_twice() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     assert_eq!(changes(&world.plan(), &world.observed).len(), 1);
     world.write_plan();
-    assert_eq!(changes(&world.plan(), &world.observed), Vec::<apply::Change>::new());
+    assert_eq!(changes(&world.plan(), &world.observed), Vec::<apply::GpuNodeChange>::new());
     world.write_statuses();
     assert!(updates(&world.plan(), &world.observed, &world.written, at(60)).is_empty());
 }

@@ -5,7 +5,7 @@ use cleave_api::sharingpolicy::SharingPolicyStatus;
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
 use cleave_operator::dry;
 use cleave_operator::leader::Elector;
-use cleave_operator::policies::apply::{self, Change};
+use cleave_operator::policies::apply::{self, GpuNodeChange};
 use cleave_operator::policies::demand::Reason;
 use cleave_operator::policies::status::{self, Update};
 use http::{Request, Response, StatusCode};
@@ -39,9 +39,9 @@ fn error_status(code: u16, reason: &str) -> Value {
     json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": reason, "reason": reason, "code": code})
 }
 
-fn gpu_node_change() -> Change {
+fn gpu_node_change() -> GpuNodeChange {
     let spec = GpuNodeSpec { plan_id: "p".into(), ..GpuNodeSpec::default() };
-    Change { node: "n1".into(), uid: "u1".into(), spec, create: true }
+    GpuNodeChange { node: "n1".into(), uid: "u1".into(), spec, create: true }
 }
 
 fn status_update() -> Update {

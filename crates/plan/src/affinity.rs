@@ -210,7 +210,7 @@ mod tests {
             json!({"podAntiAffinity": {}, "nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}});
         let affinity = patched_pod(json!({"spec": {"affinity": others}}), ExistingAffinity::NodeAffinity);
         assert_eq!(affinity["nodeAffinity"][required], ours);
-        assert!(affinity["podAntiAffinity"].is_object(), "what was there stays: {affinity}");
+        assert!(affinity["podAntiAffinity"].is_object(), "the existing terms are kept: {affinity}");
         assert!(affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"].is_array());
     }
 

@@ -31,7 +31,7 @@ pub mod topology;
 pub mod units;
 
 pub use check::{Violation, check};
-pub use planner::{GpuPlan, Placement, Plan, Planned, PlannedSlices, Unplaced, plan};
+pub use planner::{ExplainedPlan, GpuPlan, Placement, Plan, PlannedSlices, Unplaced, plan};
 pub use policy::Policy;
 pub use quantity::Quantity;
 pub use report::{NodeReport, PlanReport, PodReport};

@@ -92,7 +92,7 @@ pub struct Unplaced {
 
 /// A plan and its explanation.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Planned {
+pub struct ExplainedPlan {
     /// The plan.
     pub plan: Plan,
     /// The explanation.
@@ -116,7 +116,7 @@ const MAX_LOOKUPS_BEFORE_EXACT_SEARCH: u64 = 10_000;
 ///
 /// The plan places as many pods of the highest priority as possible, then as many of the next
 /// priority. Slices in use are kept. A GPU is repartitioned only if a pod needs it.
-pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
+pub fn plan(snapshot: &Snapshot, policy: &Policy) -> ExplainedPlan {
     let mut model = Model::new(snapshot, policy);
     let mut states = States::new(std::mem::take(&mut model.classes), model.demands.clone());
     let empty = Assignment::new(&model, &mut states);
@@ -151,7 +151,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> Planned {
             reason: explained.reason.clone(),
         });
     }
-    Planned { plan, report }
+    ExplainedPlan { plan, report }
 }
 
 /// Remaining work of a plan: look-ups for moving pods, and steps of the exact search.

@@ -170,7 +170,7 @@ fn no_victims_for_units_that_are_free_or_becoming_free() {
     assert_eq!(
         victims(facts.clone(), &[6], &[("v", holder(1)), ("x", ending)]),
         Some(owned_names(&[])),
-        "x goes, whatever its priority"
+        "x is the victim, regardless of its priority"
     );
     assert_eq!(
         victims(facts, &[8], &[("v", Holder { ending: true, ..holder(1) }), ("w", holder(1))]),
@@ -354,7 +354,11 @@ fn victims_free_the_cpu_and_the_pod_slots_that_the_node_is_missing() {
     assert_eq!(find(node_missing_cpus(4), &known), Some(owned_names(&["v", "w"])));
     assert_eq!(find(node_missing_cpus(5), &known), None);
     let ending = [("v", known[0].1), ("w", Holder { ending: true, ..known[1].1 })];
-    assert_eq!(find(node_missing_cpus(2), &ending), Some(owned_names(&[])), "w frees its CPUs, whatever its priority");
+    assert_eq!(
+        find(node_missing_cpus(2), &ending),
+        Some(owned_names(&[])),
+        "w frees its CPUs, regardless of its priority"
+    );
     assert_eq!(find(node_missing_cpus(1), &[("v", holder(1))]), None, "the CPUs of v are free already");
     let slot = PreemptionNode { name: "n", missing: BTreeMap::from([("pods", 1000)]) };
     assert_eq!(find(slot, &known), Some(owned_names(&["v"])), "each pod frees one slot");

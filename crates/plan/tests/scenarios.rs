@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use cleave_plan::{Planned, Policy, Snapshot, check, plan};
+use cleave_plan::{ExplainedPlan, Policy, Snapshot, check, plan};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -24,7 +24,7 @@ struct ExpectedResult {
     changed_gpus: usize,
 }
 
-fn plan_text(title: &str, planned: &Planned) -> String {
+fn plan_text(title: &str, planned: &ExplainedPlan) -> String {
     let mut text = format!("{title}\n\n");
     for gpu in &planned.plan.gpus {
         let _ =

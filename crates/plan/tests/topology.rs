@@ -94,7 +94,7 @@ fn score(link: Link, gpus: &[usize]) -> u32 {
 }
 
 /// Returns the available GPUs that are not in a set.
-fn without(available: &[usize], set: &[usize]) -> Vec<usize> {
+fn gpus_without(available: &[usize], set: &[usize]) -> Vec<usize> {
     available.iter().copied().filter(|gpu| !set.contains(gpu)).collect()
 }
 
@@ -112,10 +112,10 @@ fn optimum(link: Link, available: &[usize], required: &[usize], size: usize) -> 
         }
     }
     let mut best = (0, 0);
-    visit(&mut required.to_vec(), &without(available, required), size, &mut |set| {
+    visit(&mut required.to_vec(), &gpus_without(available, required), size, &mut |set| {
         let own = score(link, set);
         if own >= best.0 {
-            best = best.max((own, score(link, &without(available, set))));
+            best = best.max((own, score(link, &gpus_without(available, set))));
         }
     });
     best
@@ -129,7 +129,7 @@ fn check(machine: (&str, Link), available: &[usize], required: &[usize], size: u
     assert_eq!(chosen.len(), size, "{what}");
     assert!(required.iter().all(|gpu| chosen.contains(gpu)), "{what}");
     assert!(chosen.iter().all(|gpu| available.contains(gpu)), "{what}");
-    let rest = score(link, &without(available, &chosen));
+    let rest = score(link, &gpus_without(available, &chosen));
     assert_eq!((score(link, &chosen), rest), optimum(link, available, required, size), "{what}");
 }
 
@@ -193,7 +193,7 @@ fn nvidias_examples_have_the_same_answers_except_one() {
     let mut free = all;
     let scores = [(); 4].map(|()| {
         let pair = choose(&dgx, &free, &[], 2);
-        free = without(&free, &pair);
+        free = gpus_without(&free, &pair);
         score(dgx_v100, &pair)
     });
     assert_eq!(scores, [250, 250, 210, 210]);
@@ -260,7 +260,7 @@ fn every_choice_among_sixteen_gpus_is_optimal() {
             }
             let required: Vec<usize> = available.iter().copied().take(usize::from(round % 5 == 4)).collect();
             let chosen = choose(&topology, &available, &required, size);
-            let rest = score(link, &without(&available, &chosen));
+            let rest = score(link, &gpus_without(&available, &chosen));
             let best = optimum(link, &available, &required, size);
             assert_eq!((score(link, &chosen), rest), best, "{size} of {available:?} with {required:?}: {chosen:?}");
             assert!(chosen.len() == size && required.iter().all(|gpu| chosen.contains(gpu)), "{chosen:?}");

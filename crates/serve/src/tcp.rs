@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, TcpSocket};
 /// Maximum number of connections that wait to be accepted. The kernel may lower it.
 const BACKLOG: u32 = 1024;
 
-/// Listens on an address. A listener on `[::]` also accepts IPv4, whatever the node's
+/// Listens on an address. A listener on `[::]` also accepts IPv4, regardless of the node's
 /// `net.ipv6.bindv6only` is. If the node's kernel has no IPv6, it listens on `0.0.0.0` instead.
 ///
 /// # Errors

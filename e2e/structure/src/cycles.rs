@@ -23,7 +23,7 @@ pub fn module_cycles(name: &str, tree: &ModuleTree, uses: &Uses) -> Vec<Finding>
 }
 
 /// Returns the shortest cycle through every use that is part of a cycle. Each cycle is returned
-/// once, starting at its lowest file. A use is part of a cycle if it lies within a strongly
+/// once, starting at its lowest file. A use is part of a cycle if it is within a strongly
 /// connected component.
 fn shortest_cycles(uses: &Uses) -> BTreeSet<Vec<usize>> {
     let mut graph: BTreeMap<usize, Vec<usize>> = BTreeMap::new();

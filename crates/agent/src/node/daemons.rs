@@ -139,7 +139,7 @@ impl ReportedDaemons {
     }
 }
 
-/// Returns what is known about a daemon whose shares are available again.
+/// Returns the message for a daemon whose shares are available again.
 fn recovery_note(daemon: Option<&DaemonStatus>) -> &'static str {
     match daemon {
         Some(DaemonStatus { replies_unproven: true, .. }) => {

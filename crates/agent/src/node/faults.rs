@@ -16,7 +16,7 @@ use cleave_kubelet::ContainerDevices;
 use crate::allocation::allocation_id;
 use crate::allocation::pending::PendingAllocations;
 use crate::allocation::usage::Allocations;
-use crate::event::{NodeEvent, PodRef, Related};
+use crate::event::{EventSubject, NodeEvent, PodRef};
 use crate::mps::HostView;
 
 /// Maximum time until the MPS server's log names clients. If the log names several clients, no
@@ -195,7 +195,7 @@ impl ReportedFault {
             regarding: None,
             related: named
                 .or_else(|| affected.first().copied())
-                .map_or_else(|| Related::device(device), |pod| Some(Related::Pod(pod.clone()))),
+                .map_or_else(|| EventSubject::device(device), |pod| Some(EventSubject::Pod(pod.clone()))),
         }];
         for pod in affected {
             let text = if Some(pod) == named {
@@ -484,7 +484,7 @@ mod tests {
             (0, Some(MAX_LOG_DELAY / 2)),
             "the log may still name a client"
         );
-        // No list contains the pod any more, but the fault keeps its record of the pod.
+        // Lists no longer contain the pod, but the fault keeps its record of the pod.
         test.listed.clear();
         test.now += MAX_LOG_DELAY / 2;
         let report = test.update(&mps_host_view(7, Some(fault(1, None, 2))));

@@ -33,7 +33,7 @@ use crate::allocation::usage::{Allocations, RemovalResult};
 use crate::allocation::{Allocation, MpsLimits, allocation_id};
 use crate::checkpoint::Checkpoint;
 use crate::clock::Clock;
-use crate::event::{NodeEvent, PodRef, Related, device_warning};
+use crate::event::{EventSubject, NodeEvent, PodRef, device_warning};
 use crate::gpu::hardware::HardwareTracker;
 use crate::gpu::layout::Layout;
 use crate::gpu::mig::{MigOrder, MigOrderResult, MigProgress};
@@ -308,7 +308,7 @@ impl Node {
             };
             let FindingStatus { namespace, pod, uid, message, .. } = new;
             let pod = PodRef { namespace: namespace.clone(), name: pod.clone(), uid: uid.clone() };
-            let related = Some(Related::Pod(pod));
+            let related = Some(EventSubject::Pod(pod));
             self.pending_events.push(NodeEvent {
                 warning: true,
                 reason,

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use cleave_api::gpunode::QuiesceStatus;
 
-use crate::event::{NodeEvent, Related};
+use crate::event::{EventSubject, NodeEvent};
 
 /// Time for which the slices are listed as Unhealthy before the MPS daemons end. The kubelet may be
 /// allocating a slice at this moment.
@@ -124,7 +124,7 @@ impl Quiesces {
             reason,
             note,
             regarding: None,
-            related: Related::device(uuid),
+            related: EventSubject::device(uuid),
         };
         let done = |uuid: &&String| self.status(uuid).is_some_and(|status| status.quiesced);
         let now: BTreeSet<String> = self.gpus.keys().filter(done).cloned().collect();

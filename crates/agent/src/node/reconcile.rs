@@ -17,7 +17,7 @@ use crate::allocation::pending::PendingAllocations;
 use crate::allocation::table::AllocationTable;
 use crate::allocation::usage::{Allocations, SliceUsage};
 use crate::checkpoint::Checkpoint;
-use crate::event::{NodeEvent, Related};
+use crate::event::{EventSubject, NodeEvent};
 use crate::gpu::hardware::{Hardware, KnownGpu};
 use crate::gpu::layout::{Layout, Pool, PoolKind, parse_slice_id};
 use crate::gpu::mig::{MigChange, MigOrder, MigProgress, NextStep, next_step};
@@ -288,8 +288,8 @@ impl Node {
         mut changes: BTreeMap<String, Vec<MigChange>>,
         now: Instant,
     ) -> Vec<MigOrder> {
-        // Without a checkpoint, the existing allocations are known only after the kubelet has
-        // listed its pods for `grace`.
+        // A restarted kubelet lists its pods with a delay. Without a checkpoint, wait for `grace`
+        // before the list counts as complete.
         let settled = self.has_checkpoint || now.saturating_duration_since(self.kubelet_since) >= self.grace;
         let known = self.pod_resources.is_some() && self.pod_resources_error.is_none() && settled;
         self.mig_progress.retain(|uuid, _| hardware.gpus.contains_key(uuid));
@@ -318,7 +318,7 @@ impl Node {
                     reason: "MigChanged",
                     note: format!("GPU {uuid}: {done}"),
                     regarding: None,
-                    related: Related::device(uuid),
+                    related: EventSubject::device(uuid),
                 });
             }
             if let NextStep::Do(change) = next {

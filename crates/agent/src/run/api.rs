@@ -25,7 +25,7 @@ use super::input::Input;
 use super::pods::{self, NodePods};
 use super::shutdown;
 use crate::args::AgentArgs;
-use crate::event::{NodeEvent, PodEvent, PodRef, Related};
+use crate::event::{EventSubject, NodeEvent, PodEvent, PodRef};
 use crate::metrics::Metrics;
 use crate::node::status::{is_minor_change, with_condition_times};
 use crate::object::GpuNodeState;
@@ -252,8 +252,8 @@ async fn write_events(
         let node = object_reference("v1".into(), "Node".into(), &name, Some(name.clone()));
         let of_node = object_reference(GpuNode::api_version(&()).into(), GpuNode::kind(&()).into(), &name, uid);
         let to_reference = |related| match related {
-            Related::Pod(pod) => reference_to_pod(pod),
-            Related::Device(device) => ObjectReference { field_path: Some(device), ..of_node.clone() },
+            EventSubject::Pod(pod) => reference_to_pod(pod),
+            EventSubject::Device(device) => ObjectReference { field_path: Some(device), ..of_node.clone() },
         };
         // The recorder merges Events with the same reason on the same object, and keeps the first
         // note. Different related objects prevent the merge.
@@ -533,7 +533,7 @@ mod tests {
             let pod = PodRef { namespace: "ns".into(), name: name.into(), uid: format!("uid-{name}") };
             let note = format!("from {name}");
             let event =
-                NodeEvent { warning: true, reason: "F", note, regarding: None, related: Some(Related::Pod(pod)) };
+                NodeEvent { warning: true, reason: "F", note, regarding: None, related: Some(EventSubject::Pod(pod)) };
             events.send(event).await.unwrap();
             for kind in ["GpuNode", "Node"] {
                 let (request, sent) = answer_request(&mut api, 201, &json!({})).await;

@@ -28,12 +28,12 @@ pub(super) struct FileContents {
 
 /// The contents that each file was last written with. `None` if the last write failed, so that the
 /// file's content is unknown.
-struct Written {
+struct WrittenContents {
     checkpoint: Option<Arc<FileContents>>,
     desired: Option<Arc<FileContents>>,
 }
 
-impl Default for Written {
+impl Default for WrittenContents {
     fn default() -> Self {
         let none = Some(Arc::<FileContents>::default());
         Self { checkpoint: none.clone(), desired: none }
@@ -48,7 +48,7 @@ pub(super) async fn write_files(
     mut wanted: watch::Receiver<Arc<FileContents>>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
-    let mut written = Written::default();
+    let mut written = WrittenContents::default();
     loop {
         let next = Arc::clone(&wanted.borrow_and_update());
         let (store, link) = (store.clone(), link.clone());
@@ -73,7 +73,7 @@ pub(super) async fn write_files(
 fn write_once(
     store: &CheckpointStore,
     link: &HostLink,
-    written: &mut Written,
+    written: &mut WrittenContents,
     next: &Arc<FileContents>,
 ) -> std::io::Result<()> {
     // Write the checkpoint first. Otherwise, if this agent is killed between the writes, the next
@@ -123,7 +123,7 @@ mod tests {
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
             let (store, link) = (CheckpointStore::new(&path(state)), HostLink::new(Paths::new(path(run))));
-            let done = write_once(&store, &link, &mut Written::default(), &next);
+            let done = write_once(&store, &link, &mut WrittenContents::default(), &next);
             (done.is_ok(), path(state).join("agent.json").exists(), link.last_desired().is_some())
         };
         assert_eq!(write("state", "broken"), (false, true, false));
@@ -152,7 +152,7 @@ mod tests {
             Arc::new(FileContents { desired, checkpoint, ..FileContents::default() })
         };
         let (store, link) = (CheckpointStore::new(&path("state")), HostLink::new(Paths::new(path("run"))));
-        let mut written = Written::default();
+        let mut written = WrittenContents::default();
         let first = contents(1);
         write_once(&store, &link, &mut written, &first).unwrap();
         // A file with the name of the directory makes writes to the directory fail.

@@ -78,7 +78,7 @@ impl StandbyEndpoints {
     }
 
     /// Records that the agent still waits.
-    pub(super) fn beat(&self) {
+    pub(super) fn record_heartbeat(&self) {
         self.heartbeat.send_modify(|heartbeat| heartbeat.reconciled = Instant::now());
     }
 

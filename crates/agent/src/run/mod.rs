@@ -199,7 +199,7 @@ async fn wait_for_lock(store: &CheckpointStore, addr: SocketAddr) -> anyhow::Res
                     tracing::warn!("waiting for another agent of this node to exit");
                     StandbyEndpoints::start(addr)
                 })
-                .beat(),
+                .record_heartbeat(),
             Err(error) => {
                 tracing::error!(%error, "failed to lock the checkpoint's directory; a second agent cannot be detected");
                 break None;

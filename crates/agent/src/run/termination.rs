@@ -8,7 +8,7 @@ use cleave_gpu::mps::wire::{Reply, Request};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
-use crate::event::{NodeEvent, Related};
+use crate::event::{EventSubject, NodeEvent};
 use crate::metrics::{Metrics, TerminationOutcome};
 use crate::mps;
 use crate::termination::pods::TerminatingPods;
@@ -138,7 +138,7 @@ fn report_late_termination(client: &Client, why: &str, events: &mpsc::Sender<Nod
         reason: "ClientNotTerminated",
         note,
         regarding: None,
-        related: Related::device(device),
+        related: EventSubject::device(device),
     };
     if events.try_send(event).is_err() {
         metrics.count_error("event-dropped");

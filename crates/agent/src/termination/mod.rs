@@ -161,7 +161,7 @@ impl Terminations {
     /// Records the outcome of an attempt.
     pub fn record_outcome(&mut self, key: &ClientKey, outcome: &AttemptOutcome, now: Instant) {
         self.busy.remove(&key.device);
-        // A client that is no longer listed has ended, whatever the outcome.
+        // A client that is no longer listed has ended, regardless of the outcome.
         let Some(attempts) = self.attempts.get_mut(key) else { return };
         match outcome {
             AttemptOutcome::Terminated => attempts.terminated = true,

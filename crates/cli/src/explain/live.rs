@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result};
 use cleave_operator::dry::Objects;
-use cleave_operator::placement::{Cluster, Gatekeeper, Now, ReleaseReason};
+use cleave_operator::placement::{Cluster, Gatekeeper, ReconcileTime, ReleaseReason};
 use cleave_operator::pods::{PodObject, RawPod, full_name};
 use cleave_operator::policies::demand::WaitingPod;
 use cleave_operator::read::Observed;
@@ -95,7 +95,7 @@ pub(super) fn run_placement_gate(
 ) -> GateDecisions {
     let mut decisions = GateDecisions::default();
     loop {
-        let actions = keeper.reconcile(cluster, demand, Now { up, epoch });
+        let actions = keeper.reconcile(cluster, demand, ReconcileTime { up, epoch });
         let more = actions.more && !actions.releases.is_empty();
         decisions.released.extend(actions.releases.into_iter().map(|release| (release.pod, release.reason)));
         if !more {

@@ -30,17 +30,17 @@ pub(super) struct Facts {
     /// The `DaemonSets` of all namespaces.
     pub(super) daemon_sets: Known<Vec<DaemonSet>>,
     /// All `RuntimeClasses`.
-    pub(super) runtime_classes: Known<Vec<Named>>,
+    pub(super) runtime_classes: Known<Vec<NamedObject>>,
     /// The `ResourceQuotas` of the target namespace. May include quotas of other namespaces.
     pub(super) quotas: Known<Vec<ResourceQuota>>,
     /// The `LimitRanges` of the target namespace. May include those of other namespaces.
     pub(super) limit_ranges: Known<Vec<LimitRange>>,
     /// The target namespace, if it exists. May include other namespaces.
-    pub(super) namespaces: Known<Vec<Named>>,
+    pub(super) namespaces: Known<Vec<NamedObject>>,
     /// All `PriorityClasses`.
-    pub(super) priority_classes: Known<Vec<Named>>,
+    pub(super) priority_classes: Known<Vec<NamedObject>>,
     /// The names of all custom resource definitions.
-    pub(super) definitions: Known<Vec<Named>>,
+    pub(super) definitions: Known<Vec<NamedObject>>,
     /// All `MutatingWebhookConfigurations`.
     pub(super) mutating_webhooks: Known<Vec<WebhookConfiguration>>,
     /// All `ValidatingWebhookConfigurations`.
@@ -67,7 +67,7 @@ impl Metadata {
 /// An object of which only the metadata matters.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
-pub(super) struct Named {
+pub(super) struct NamedObject {
     pub(super) metadata: Metadata,
 }
 

@@ -58,7 +58,7 @@ impl HostContext {
         }
     }
 
-    /// Returns what is known about the MPS of the driver that is loaded now. A driver can be
+    /// Returns the evidence for MPS in the loaded driver. A driver can be
     /// replaced while the MPS host runs, but not while a daemon uses it.
     pub(crate) fn read_driver_evidence(&self) -> DriverEvidence {
         let path = &self.options.driver_version_file;

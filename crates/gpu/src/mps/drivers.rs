@@ -1,4 +1,4 @@
-//! What is known about MPS in each branch of NVIDIA's driver. Pure.
+//! Evidence for the behaviour of MPS in each branch of NVIDIA's driver. Pure.
 
 /// The driver branches whose MPS was measured: the handshake, the time at which limits apply, and
 /// the effects of faults. See `docs/how-to/check-driver.md`.

@@ -293,8 +293,8 @@ pub struct DaemonStatus {
     /// clients in a row. Clients that are connected still run. Older MPS hosts omit it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub holds_clients: bool,
-    /// Whether doors no longer hold clients only because no client waits any more. No expected
-    /// reply has arrived since. Older MPS hosts omit it.
+    /// Whether doors no longer hold clients only because no client is waiting. No expected reply
+    /// has arrived since. Older MPS hosts omit it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub replies_unproven: bool,
     /// The current or last problem. Empty if no problem occurred.

@@ -114,7 +114,7 @@ fn unknown_replies_of_a_driver_that_was_not_measured_close_its_doors() {
         status.daemons[&uuid].state == DaemonState::BackOff
     });
     node.clear_faults();
-    // A restarted daemon proves its handshake anew.
+    // A restarted daemon must prove its handshake.
     assert_eq!(parse_limits(&waits.read_line()), (26, Some(8192)));
     let served = node.wait_for_state(0, DaemonState::Active);
     assert_eq!((served.enforcement, served.holds_clients), (Enforcement::Hard, false));

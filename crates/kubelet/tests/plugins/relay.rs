@@ -17,12 +17,12 @@ struct RelayFixture {
 }
 
 /// A running relay.
-struct Running {
+struct RunningRelay {
     stop: oneshot::Sender<()>,
     relay: JoinHandle<Result<(), RelayError>>,
 }
 
-impl Running {
+impl RunningRelay {
     async fn stop(self) {
         let _ = self.stop.send(());
         self.relay.await.expect("no panic").expect("no error");
@@ -42,7 +42,7 @@ impl RelayFixture {
         Self { kubelet: Fixture::new(), agent: Fixture::new(), timings }
     }
 
-    fn start(&self) -> Running {
+    fn start(&self) -> RunningRelay {
         let (stop, stopped) = oneshot::channel();
         let config = RelayConfig {
             kubelet: self.kubelet.config.clone(),
@@ -52,7 +52,7 @@ impl RelayFixture {
         let relay = tokio::spawn(run_relay(config, async move {
             let _ = stopped.await;
         }));
-        Running { stop, relay }
+        RunningRelay { stop, relay }
     }
 }
 

@@ -197,7 +197,7 @@ fn crypto_provider() -> Arc<CryptoProvider> {
 
 /// The next step with the certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum CertificateStep {
     /// Serve the stored certificate.
     Serve,
     /// Create a new certificate, and serve the new certificate once API servers trust it.
@@ -212,16 +212,16 @@ pub(crate) enum Step {
 /// API servers receive them. If no valid certificate is stored, any replica creates one, because
 /// the leader may be an older replica without a webhook during a rollout. The API server accepts
 /// only the first write.
-pub(crate) fn next_step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> Step {
+pub(crate) fn next_step(stored: Option<&Certificate>, host: &str, now: SystemTime, leads: bool) -> CertificateStep {
     match stored {
         Some(stored) if stored.is_trusted(host, now) => {
             if leads && !stored.is_trusted(host, now + RENEW_BEFORE) {
-                Step::Renew
+                CertificateStep::Renew
             } else {
-                Step::Serve
+                CertificateStep::Serve
             }
         }
-        _ => Step::Create,
+        _ => CertificateStep::Create,
     }
 }
 
@@ -318,7 +318,7 @@ impl CertificateManager {
                 None
             });
         let current = match next_step(stored.as_ref(), &self.host, now, leads) {
-            Step::Serve => stored,
+            CertificateStep::Serve => stored,
             step => Some(self.replace(secret, stored, step, now).await?),
         };
         if let Some(current) = current {
@@ -338,7 +338,7 @@ impl CertificateManager {
         &self,
         mut secret: Secret,
         stored: Option<Certificate>,
-        step: Step,
+        step: CertificateStep,
         now: SystemTime,
     ) -> Result<Certificate, UpdateError> {
         // Other replicas still serve the stored certificate, or the last certificate that could be
@@ -346,7 +346,7 @@ impl CertificateManager {
         let before = stored.or_else(|| self.known.clone()).filter(|before| before.is_trusted(&self.host, now));
         let current = Certificate::create(&self.host, now, before.as_ref())?;
         tracing::info!(secret = self.name, ?step, "creating a new webhook certificate");
-        if step == Step::Renew || before.is_some() {
+        if step == CertificateStep::Renew || before.is_some() {
             self.publish_authorities(&current).await?;
             tokio::time::sleep(CA_PUBLICATION_DELAY).await;
         }
@@ -463,21 +463,21 @@ mod tests {
         let made = new_certificate();
         let due = now() + VALIDITY - RENEW_BEFORE;
         for (at, leads, expected) in [
-            (now(), true, Step::Serve),
-            (now(), false, Step::Serve),
-            (due - MAX_CLOCK_SKEW, true, Step::Serve),
-            (due + MAX_CLOCK_SKEW, true, Step::Renew),
-            (due + MAX_CLOCK_SKEW, false, Step::Serve),
-            (now() + VALIDITY + MAX_CLOCK_SKEW, true, Step::Create),
-            (now() + VALIDITY + MAX_CLOCK_SKEW, false, Step::Create),
-            (now() - 2 * MAX_CLOCK_SKEW, false, Step::Create),
+            (now(), true, CertificateStep::Serve),
+            (now(), false, CertificateStep::Serve),
+            (due - MAX_CLOCK_SKEW, true, CertificateStep::Serve),
+            (due + MAX_CLOCK_SKEW, true, CertificateStep::Renew),
+            (due + MAX_CLOCK_SKEW, false, CertificateStep::Serve),
+            (now() + VALIDITY + MAX_CLOCK_SKEW, true, CertificateStep::Create),
+            (now() + VALIDITY + MAX_CLOCK_SKEW, false, CertificateStep::Create),
+            (now() - 2 * MAX_CLOCK_SKEW, false, CertificateStep::Create),
         ] {
             // `at` is the current time of the case.
             let step = next_step(Some(&made), SERVICE_HOST, at, leads);
             assert_eq!(step, expected, "{:?} after its creation", at.duration_since(now()));
         }
-        assert_eq!(next_step(None, SERVICE_HOST, now(), false), Step::Create);
-        assert_eq!(next_step(Some(&made), "another.svc", now(), false), Step::Create);
+        assert_eq!(next_step(None, SERVICE_HOST, now(), false), CertificateStep::Create);
+        assert_eq!(next_step(Some(&made), "another.svc", now(), false), CertificateStep::Create);
     }
 
     mod manager_tests {

@@ -84,7 +84,7 @@ pub enum MalformedReview {
 
 /// A change that a review may make to a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Change {
+pub enum PodChange {
     /// Add the placement gate to pods that request GPUs.
     Gate {
         /// Whether pods that request shares also get a toleration of taints whose key is
@@ -95,7 +95,7 @@ pub enum Change {
     PreStop(u16),
 }
 
-impl Change {
+impl PodChange {
     fn patch(self, pod: &RawPod) -> Option<Patch> {
         match self {
             Self::Gate { tolerate } => gate_patch(pod, tolerate),
@@ -125,7 +125,7 @@ fn shorten_error(error: &serde_json::Error) -> String {
 /// # Errors
 /// Returns an error if the body is not a review of a pod.
 pub fn review(
-    change: Change,
+    change: PodChange,
     body: &[u8],
     exempt: impl FnOnce(&str) -> bool,
 ) -> Result<AdmissionReview<DynamicObject>, MalformedReview> {
@@ -249,14 +249,14 @@ impl Reviewer {
 }
 
 async fn review_gate(State(reviewer): State<Reviewer>, body: Body) -> Response {
-    answer_review(Change::Gate { tolerate: reviewer.tolerate }, reviewer, body).await
+    answer_review(PodChange::Gate { tolerate: reviewer.tolerate }, reviewer, body).await
 }
 
 async fn review_pre_stop(State(reviewer): State<Reviewer>, Path(seconds): Path<u16>, body: Body) -> Response {
-    answer_review(Change::PreStop(seconds), reviewer, body).await
+    answer_review(PodChange::PreStop(seconds), reviewer, body).await
 }
 
-async fn answer_review(change: Change, Reviewer { namespaces, bodies, .. }: Reviewer, body: Body) -> Response {
+async fn answer_review(change: PodChange, Reviewer { namespaces, bodies, .. }: Reviewer, body: Body) -> Response {
     if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
         let message = format!("the request body is larger than the maximum of {MAX_BODY_BYTES} bytes");
         return refusal_response(StatusCode::PAYLOAD_TOO_LARGE, &message);
@@ -388,7 +388,7 @@ mod tests {
     }
 
     /// Returns the pod after the change.
-    fn changed_pod(change: Change, review: &Value, exempt: bool) -> Value {
+    fn changed_pod(change: PodChange, review: &Value, exempt: bool) -> Value {
         let answer = super::review(change, review.to_string().as_bytes(), |namespace| {
             assert_eq!(namespace, "team");
             exempt
@@ -407,7 +407,7 @@ mod tests {
         pod
     }
 
-    const GATE_ONLY: Change = Change::Gate { tolerate: false };
+    const GATE_ONLY: PodChange = PodChange::Gate { tolerate: false };
 
     /// Returns the gates of the pod after the change.
     fn gate_names(spec: &Value, exempt: bool) -> Vec<String> {
@@ -463,7 +463,7 @@ mod tests {
     #[test]
     fn exemptions_match_whole_words() {
         let labels = |allow: &str| BTreeMap::from([(ALLOW_LABEL.to_owned(), allow.to_owned())]);
-        for (change, word) in [(GATE_ONLY, "placement"), (Change::PreStop(1), "pre-stop")] {
+        for (change, word) in [(GATE_ONLY, "placement"), (PodChange::PreStop(1), "pre-stop")] {
             for allow in [word.to_owned(), "all".to_owned(), format!("size.{word}"), format!("{word}.environment")] {
                 assert!(change.is_exempt(Some(&labels(&allow))), "{allow}");
             }
@@ -483,7 +483,7 @@ mod tests {
             if !own.is_null() {
                 spec["tolerations"] = own.clone();
             }
-            changed_pod(Change::Gate { tolerate }, &review_with_spec(&spec), false)["spec"]["tolerations"].clone()
+            changed_pod(PodChange::Gate { tolerate }, &review_with_spec(&spec), false)["spec"]["tolerations"].clone()
         };
         let shares = json!({MPS_RESOURCE: "1"});
         let added = json!({"key": "nvidia.com/gpu", "operator": "Exists"});
@@ -503,13 +503,13 @@ mod tests {
         assert_eq!(tolerations(&shares, &Value::Null, false), Value::Null, "switched off");
         // A second review of the changed pod changes nothing.
         let mut again = review_with_spec(&pod_spec_with_limits(&shares));
-        again["request"]["object"] = changed_pod(Change::Gate { tolerate: true }, &again, false);
-        assert_eq!(changed_pod(Change::Gate { tolerate: true }, &again, false), again["request"]["object"]);
+        again["request"]["object"] = changed_pod(PodChange::Gate { tolerate: true }, &again, false);
+        assert_eq!(changed_pod(PodChange::Gate { tolerate: true }, &again, false), again["request"]["object"]);
     }
 
     /// Returns the preStop sleep of each container and init container of the pod after the change.
     fn pre_stop_seconds(review: &Value, seconds: u16, exempt: bool) -> Vec<Option<i64>> {
-        let pod = changed_pod(Change::PreStop(seconds), review, exempt);
+        let pod = changed_pod(PodChange::PreStop(seconds), review, exempt);
         let all =
             ["containers", "initContainers"].map(|list| pod["spec"][list].as_array().cloned().unwrap_or_default());
         all.concat().iter().map(|container| container["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64()).collect()
@@ -548,14 +548,14 @@ mod tests {
         });
         let review = review_with_spec(&spec);
         assert_eq!(pre_stop_seconds(&review, 3, false), [Some(3), None, None, Some(3), None, Some(3)]);
-        let pod = changed_pod(Change::PreStop(3), &review, false);
+        let pod = changed_pod(PodChange::PreStop(3), &review, false);
         assert_eq!(pod["spec"]["containers"][2], spec["containers"][2]);
         assert!(pod["spec"]["containers"][3]["lifecycle"]["postStart"]["exec"].is_object(), "existing hooks are kept");
         assert_eq!(pod["spec"]["schedulingGates"], Value::Null);
         // A second review of the changed pod changes nothing.
         let mut again = review;
         again["request"]["object"] = pod;
-        assert_eq!(changed_pod(Change::PreStop(5), &again, false), again["request"]["object"]);
+        assert_eq!(changed_pod(PodChange::PreStop(5), &again, false), again["request"]["object"]);
     }
 
     #[test]

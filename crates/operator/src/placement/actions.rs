@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::stranded::Rescue;
 use crate::policies::demand::WaitingPod;
-use crate::policies::taint::Change;
+use crate::policies::taint::TaintChange;
 use crate::rollout::Step;
 
 /// Why a pod is released.
@@ -96,7 +96,7 @@ pub struct Actions {
     /// Number of pods at the gate that are to be reported to cluster autoscalers.
     pub reported: usize,
     /// Nodes whose taint changes, because they only look free to cluster autoscalers.
-    pub taints: Vec<Change>,
+    pub taints: Vec<TaintChange>,
     /// Actions for stranded pods.
     pub rescue: Rescue,
     /// Actions for MPS hosts. `None` if this reconcile did not examine them.

@@ -17,7 +17,7 @@ pub(super) struct DisruptionBudgets<'a> {
 
 /// Whether disruption budgets allow the eviction of a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Protection {
+pub(super) enum BudgetProtection {
     /// No budget limits evictions of the pod.
     None,
     /// The budget with this index allows evictions.
@@ -44,28 +44,28 @@ impl<'a> DisruptionBudgets<'a> {
     }
 
     /// Returns whether budgets allow the eviction of a pod that is bound.
-    pub(super) fn protection(&self, pod: &PodObject) -> Protection {
+    pub(super) fn protection(&self, pod: &PodObject) -> BudgetProtection {
         // The Eviction API ignores budgets for pods whose containers were never started.
         if pod.status.phase == "Pending" {
-            return Protection::None;
+            return BudgetProtection::None;
         }
         let in_namespace = self.of_namespace.get(namespace(pod.metadata.namespace.as_deref()));
         let mut selecting = in_namespace.into_iter().flatten().filter_map(|&index| {
             let budget = self.all.get(index)?;
             budget.selects(pod).then_some((index, *budget))
         });
-        let Some((index, budget)) = selecting.next() else { return Protection::None };
+        let Some((index, budget)) = selecting.next() else { return BudgetProtection::None };
         if budget.has_evicted(pod) {
-            return Protection::Evicted;
+            return BudgetProtection::Evicted;
         }
         // The Eviction API supports at most one budget for each pod.
         if selecting.next().is_some() {
-            return Protection::Protected;
+            return BudgetProtection::Protected;
         }
         match budget.allowed_evictions() {
-            _ if budget.ignores_unready() && !pod.ready => Protection::None,
-            0 => Protection::Protected,
-            _ => Protection::Budget(index),
+            _ if budget.ignores_unready() && !pod.ready => BudgetProtection::None,
+            0 => BudgetProtection::Protected,
+            _ => BudgetProtection::Budget(index),
         }
     }
 }
@@ -140,28 +140,32 @@ mod tests {
     fn a_pod_is_protected_as_by_the_eviction_api() {
         let web = || json!({"matchLabels": {"app": "web"}});
         for (budgets, expected, why) in [
-            (vec![], Protection::None, "no budget"),
-            (vec![budget("a", web(), budget_status(1))], Protection::Budget(0), "one budget with room"),
-            (vec![budget("a", web(), budget_status(0))], Protection::Protected, "one budget without room"),
+            (vec![], BudgetProtection::None, "no budget"),
+            (vec![budget("a", web(), budget_status(1))], BudgetProtection::Budget(0), "one budget with room"),
+            (vec![budget("a", web(), budget_status(0))], BudgetProtection::Protected, "one budget without room"),
             (
                 vec![budget("a", web(), budget_status(1)), budget("b", json!({}), budget_status(1))],
-                Protection::Protected,
+                BudgetProtection::Protected,
                 "two budgets",
             ),
             (
                 vec![budget("a", json!({}), budget_status(0))],
-                Protection::Protected,
+                BudgetProtection::Protected,
                 "an empty selector selects every pod",
             ),
-            (vec![budget("a", Value::Null, budget_status(0))], Protection::None, "a missing selector selects none"),
+            (
+                vec![budget("a", Value::Null, budget_status(0))],
+                BudgetProtection::None,
+                "a missing selector selects none",
+            ),
             (
                 vec![budget("a", json!({"matchLabels": {"app": "db"}}), budget_status(0))],
-                Protection::None,
+                BudgetProtection::None,
                 "other labels",
             ),
             (
                 vec![budget("a", web(), json!({"observedGeneration": 1, "disruptionsAllowed": 3}))],
-                Protection::Protected,
+                BudgetProtection::Protected,
                 "the status is older than the budget",
             ),
             (
@@ -170,7 +174,7 @@ mod tests {
                     web(),
                     json!({"observedGeneration": 2, "disruptedPods": {"p": "2026-01-02T00:00:05Z"}}),
                 )],
-                Protection::Evicted,
+                BudgetProtection::Evicted,
                 "its eviction was accepted",
             ),
             (
@@ -179,7 +183,7 @@ mod tests {
                     web(),
                     json!({"observedGeneration": 2, "disruptedPods": {"p": "2026-01-01T00:00:00Z"}}),
                 )],
-                Protection::Protected,
+                BudgetProtection::Protected,
                 "an earlier pod of this name was evicted",
             ),
         ] {
@@ -195,26 +199,26 @@ mod tests {
         };
         let unready = pod(json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]}));
         let too_few = budget("a", selector.clone(), budget_status(0));
-        assert_eq!(protection(&too_few, &unready), Protection::Protected);
+        assert_eq!(protection(&too_few, &unready), BudgetProtection::Protected);
         assert_eq!(
             protection(&too_few, &pod(json!({"phase": "Pending"}))),
-            Protection::None,
+            BudgetProtection::None,
             "no container was started"
         );
         let enough =
             json!({"observedGeneration": 2, "disruptionsAllowed": 0, "currentHealthy": 2, "desiredHealthy": 2});
         let enough = budget("a", selector.clone(), enough);
-        assert_eq!(protection(&enough, &unready), Protection::None, "enough others are healthy");
-        assert_eq!(protection(&enough, &running_pod()), Protection::Protected);
+        assert_eq!(protection(&enough, &unready), BudgetProtection::None, "enough others are healthy");
+        assert_eq!(protection(&enough, &running_pod()), BudgetProtection::Protected);
         let mut always = (*too_few).clone();
         always.spec.unhealthy_pod_eviction_policy = Some("AlwaysAllow".to_owned());
-        assert_eq!(protection(&Arc::new(always), &unready), Protection::None);
+        assert_eq!(protection(&Arc::new(always), &unready), BudgetProtection::None);
     }
 
     #[test]
     fn a_budget_of_another_namespace_selects_no_pod() {
         let mut other = (*budget("a", json!({}), budget_status(0))).clone();
         other.metadata.namespace = Some("other".to_owned());
-        assert_eq!(DisruptionBudgets::new(&[Arc::new(other)]).protection(&running_pod()), Protection::None);
+        assert_eq!(DisruptionBudgets::new(&[Arc::new(other)]).protection(&running_pod()), BudgetProtection::None);
     }
 }

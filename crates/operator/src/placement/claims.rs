@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cleave_plan::ledger::{Claim, Ledger, Moment, NodeFacts, Place};
 
-use super::cluster::{Now, is_released};
+use super::cluster::{ReconcileTime, is_released};
 use super::facts::annotated_reservations;
 use super::pod_tracker::PodTracker;
 use super::replicas::ReplicaIndex;
@@ -53,12 +53,17 @@ pub(super) struct PodClaims {
 
 impl PodClaims {
     /// Builds the ledger from the nodes' devices and the pods' annotations.
-    pub(super) fn rebuild(&mut self, nodes: BTreeMap<String, NodeFacts>, tracker: &PodTracker, now: Now) -> Ledger {
+    pub(super) fn rebuild(
+        &mut self,
+        nodes: BTreeMap<String, NodeFacts>,
+        tracker: &PodTracker,
+        now: ReconcileTime,
+    ) -> Ledger {
         self.uids.clear();
         self.replicas = ReplicaIndex::default();
         self.ended.clear();
         self.built = now.up;
-        let claims = tracker.living().filter(|pod| pod.requests_gpus()).filter_map(|pod| {
+        let claims = tracker.living_pods().filter(|pod| pod.requests_gpus()).filter_map(|pod| {
             let place = placement_of(pod, now)?;
             let name: Arc<str> = Arc::from(full_name(&pod.metadata));
             self.add(Arc::clone(&name), pod);
@@ -158,7 +163,7 @@ impl PodClaims {
     }
 
     /// Restores the reservation of a released pod from its annotation, unless it has expired.
-    pub(super) fn restore_reservation(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, now: Now) {
+    pub(super) fn restore_reservation(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, now: ReconcileTime) {
         let uid = pod.uid().unwrap_or_default();
         if ledger.claim(name).is_none()
             && self.expired.get(name) != Some(&uid)
@@ -237,7 +242,7 @@ impl PodClaims {
     ///
     /// Other expired reservations are renewed. The scheduler may be slow or may wait for a volume,
     /// or a temporary obstacle on the node may end. [`super::stranded`] limits the total time.
-    pub(super) fn expire_reservations(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: Now) {
+    pub(super) fn expire_reservations(&mut self, ledger: &mut Ledger, unsettled: &[&PodObject], now: ReconcileTime) {
         let mut due: BTreeSet<String> = ledger.pods_with_expired_claims(Moment(now.epoch)).into_iter().collect();
         for pod in unsettled.iter().filter(|pod| is_released(pod)) {
             let name = full_name(&pod.metadata);
@@ -270,7 +275,7 @@ impl PodClaims {
     }
 
     /// Returns the ended or deleted pods whose claims end within [`UNREPORTED_CLAIM_TIME`].
-    pub(super) fn lingering(&self) -> impl Iterator<Item = &str> {
+    pub(super) fn lingering_pods(&self) -> impl Iterator<Item = &str> {
         self.lingering.keys().map(String::as_str)
     }
 
@@ -294,13 +299,13 @@ pub(super) fn claim_nodes(place: &Place) -> Vec<String> {
 }
 
 /// Returns the expiry of a reservation that is created or renewed now.
-pub(super) fn expiry(now: Now) -> Moment {
+pub(super) fn expiry(now: ReconcileTime) -> Moment {
     Moment(now.epoch.saturating_add(RESERVATION_TIME.as_secs()))
 }
 
 /// Returns the node that a pod is bound to, or the nodes of the reservation in the pod's
 /// annotation.
-fn placement_of(pod: &PodObject, now: Now) -> Option<Place> {
+fn placement_of(pod: &PodObject, now: ReconcileTime) -> Option<Place> {
     if let Some(node) = pod.node() {
         return Some(Place::Bound(node.to_owned()));
     }

@@ -42,7 +42,7 @@ pub struct Cluster {
 
 /// The time of one reconcile.
 #[derive(Debug, Clone, Copy)]
-pub struct Now {
+pub struct ReconcileTime {
     /// Time since the process started.
     pub up: Duration,
     /// Seconds since the Unix epoch, by a clock that is never adjusted while this process leads. An
@@ -59,7 +59,7 @@ pub(super) struct Input<'a> {
     pub(super) unsettled: &'a [&'a PodObject],
     /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
     pub(super) demand: &'a BTreeMap<String, WaitingPod>,
-    pub(super) now: Now,
+    pub(super) now: ReconcileTime,
 }
 
 /// Returns whether a pod has no gate and is neither bound nor deleted.

@@ -30,7 +30,7 @@ pub(super) struct Constraints<'a> {
     /// pod's namespace. Identical terms, such as those of replicas, are stored once.
     terms: BTreeSet<(&'a str, &'a PodAffinityTerm)>,
     /// Pods that have a reservation and are not bound.
-    reserved: Vec<Reserved<'a>>,
+    reserved: Vec<ReservedPod<'a>>,
     /// Volume claims by namespace and name. Each value is the name of the bound volume, if any.
     claims: OnceCell<BTreeMap<(&'a str, &'a str), Option<&'a str>>>,
     volumes: OnceCell<BTreeMap<&'a str, &'a VolumeObject>>,
@@ -38,7 +38,7 @@ pub(super) struct Constraints<'a> {
 }
 
 /// A pod that will run on one of these nodes.
-struct Reserved<'a> {
+struct ReservedPod<'a> {
     pod: &'a PodObject,
     nodes: Vec<String>,
 }
@@ -72,7 +72,7 @@ impl<'a> Constraints<'a> {
             cluster,
             nodes,
             tracker,
-            repelling: tracker.repelling().collect(),
+            repelling: tracker.repelling_pods().collect(),
             terms: BTreeSet::new(),
             reserved: Vec::new(),
             claims: OnceCell::new(),
@@ -96,7 +96,7 @@ impl<'a> Constraints<'a> {
     /// Adds a pod that will run on one of these nodes.
     pub(super) fn add_reserved(&mut self, pod: &'a PodObject, nodes: Vec<String>) {
         self.terms.extend(pod.spec.rules.anti_affinity.iter().map(|term| (namespace(pod), term)));
-        self.reserved.push(Reserved { pod, nodes });
+        self.reserved.push(ReservedPod { pod, nodes });
     }
 
     /// Returns the key of a pod. Returns `None` if neither its own rules nor other pods' rules
@@ -159,8 +159,8 @@ impl<'a> Constraints<'a> {
         let subject = Subject { namespace, labels, rules, pod: plan_pod, volumes: &volumes.terms };
         let all_nodes = self.nodes.0.values().map(|state| &state.node);
         let namespaces = self.namespaces();
-        let reserved = || self.reserved.iter().flat_map(Reserved::placed_pods);
-        let bound = self.tracker.living().filter_map(|pod| Some(placed_pod(pod, pod.node()?)));
+        let reserved = || self.reserved.iter().flat_map(ReservedPod::placed_pods);
+        let bound = self.tracker.living_pods().filter_map(|pod| Some(placed_pod(pod, pod.node()?)));
         let repelling = self.repelling.iter().filter_map(|pod| Some(placed_pod(pod, pod.node()?)));
         let (all, repelling) = (bound.chain(reserved()), repelling.chain(reserved()));
         let checker = NodeChecker::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied());
@@ -179,7 +179,7 @@ impl<'a> Constraints<'a> {
     }
 }
 
-impl Reserved<'_> {
+impl ReservedPod<'_> {
     fn placed_pods(&self) -> impl Iterator<Item = PlacedPod<'_>> {
         self.nodes.iter().map(|node| placed_pod(self.pod, node))
     }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use cleave_plan::ledger::{Holder, Moment};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::budgets::{DisruptionBudgets, Protection};
-use crate::evict::Evicted;
+use super::budgets::{BudgetProtection, DisruptionBudgets};
+use crate::evict::EvictionResult;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
@@ -53,18 +53,18 @@ struct Failures {
 
 impl EvictionRecords {
     /// Records the result of an eviction of the pod with this UID.
-    pub(super) fn record(&mut self, uid: &str, result: &Evicted, up: Duration) {
+    pub(super) fn record(&mut self, uid: &str, result: &EvictionResult, up: Duration) {
         match result {
-            Evicted::Done | Evicted::NotFound => {
+            EvictionResult::Done | EvictionResult::NotFound => {
                 self.failures.remove(uid);
                 self.accepted.insert(uid.to_owned(), up.saturating_add(ACCEPTED_TIME));
             }
-            Evicted::Protected(_) | Evicted::Refused(_) => self.avoid(uid, up),
-            Evicted::Throttled(after) => {
+            EvictionResult::Protected(_) | EvictionResult::Refused(_) => self.avoid(uid, up),
+            EvictionResult::Throttled(after) => {
                 self.paused_until = self.paused_until.max(up.saturating_add((*after).min(MAX_RATE_LIMIT_PAUSE)));
                 self.record_unanswered(uid, up);
             }
-            Evicted::Failed(_) => self.record_unanswered(uid, up),
+            EvictionResult::Failed(_) => self.record_unanswered(uid, up),
         }
     }
 
@@ -159,10 +159,10 @@ impl<'a> Evictability<'a> {
             return None;
         }
         match self.budgets.protection(pod) {
-            Protection::None => Some(holder),
-            Protection::Budget(index) => Some(Holder { budget: Some(index), ..holder }),
-            Protection::Evicted => Some(Holder { ending: true, ..holder }),
-            Protection::Protected => None,
+            BudgetProtection::None => Some(holder),
+            BudgetProtection::Budget(index) => Some(Holder { budget: Some(index), ..holder }),
+            BudgetProtection::Evicted => Some(Holder { ending: true, ..holder }),
+            BudgetProtection::Protected => None,
         }
     }
 }
@@ -197,7 +197,7 @@ mod tests {
         let mut records = EvictionRecords::default();
         let mut up = UPTIME;
         for seconds in [10, 20, 40, 80, 160, 320, 600, 600] {
-            records.record("u", &Evicted::Refused("no".to_owned()), up);
+            records.record("u", &EvictionResult::Refused("no".to_owned()), up);
             let next = records.deadlines(up).min();
             assert_eq!((is_avoided(&records), next), (true, Some(Duration::from_secs(seconds))));
             up += Duration::from_secs(seconds);
@@ -211,21 +211,21 @@ mod tests {
         let mut records = EvictionRecords::default();
         for count in 1..=MAX_UNANSWERED {
             assert!(!is_avoided(&records));
-            records.record("u", &Evicted::Failed("timeout".to_owned()), UPTIME * count);
+            records.record("u", &EvictionResult::Failed("timeout".to_owned()), UPTIME * count);
         }
         assert!(is_avoided(&records));
-        records.record("u", &Evicted::Done, UPTIME * 4);
+        records.record("u", &EvictionResult::Done, UPTIME * 4);
         assert!(!is_avoided(&records) && records.accepted.contains_key("u"));
     }
 
     #[test]
     fn a_throttled_request_pauses_all_evictions() {
         let mut records = EvictionRecords::default();
-        records.record("u", &Evicted::Throttled(Duration::from_secs(3)), UPTIME);
+        records.record("u", &EvictionResult::Throttled(Duration::from_secs(3)), UPTIME);
         assert!(records.is_paused(UPTIME) && !is_avoided(&records), "the pod is not protected");
         assert_eq!(records.deadlines(UPTIME).min(), Some(Duration::from_secs(3)));
         assert!(!records.is_paused(UPTIME + Duration::from_secs(3)));
-        records.record("u", &Evicted::Throttled(Duration::from_secs(9999)), UPTIME);
+        records.record("u", &EvictionResult::Throttled(Duration::from_secs(9999)), UPTIME);
         assert!(!records.is_paused(UPTIME + MAX_RATE_LIMIT_PAUSE), "a pause is limited");
     }
 }

@@ -15,7 +15,7 @@ use cleave_plan::ledger::{Ledger, Place};
 use super::growth::ReportedPods;
 use super::nodes::{NodeState, Nodes};
 use super::pod_tracker::PodTracker;
-use crate::policies::taint::{Change, TaintBackoff, add_patch, remove_patch};
+use crate::policies::taint::{TaintBackoff, TaintChange, add_patch, remove_patch};
 
 /// Key and effect of the taint.
 const FRAGMENTED: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
@@ -63,7 +63,7 @@ impl FragmentationTaints {
         ledger: &Ledger,
         reported: &[ReportedPods],
         up: Duration,
-    ) -> Vec<Change> {
+    ) -> Vec<TaintChange> {
         if !self.enabled {
             return Vec::new();
         }
@@ -132,7 +132,7 @@ fn looks_free(
 
 /// Returns the change of a node's taint. Returns `None` if the node already has the taint, or lacks
 /// the taint, as `wanted` states.
-fn taint_change(name: &str, state: &NodeState, wanted: bool) -> Option<Change> {
+fn taint_change(name: &str, state: &NodeState, wanted: bool) -> Option<TaintChange> {
     let is_own = |taint: &cleave_plan::snapshot::Taint| (taint.key.as_str(), taint.effect.as_str()) == FRAGMENTED;
     let (why, patch) = match (wanted, state.node.taints.iter().position(is_own)) {
         (true, None) => (
@@ -142,5 +142,5 @@ fn taint_change(name: &str, state: &NodeState, wanted: bool) -> Option<Change> {
         (false, Some(index)) => (None, remove_patch(&FRAGMENTED, index)),
         _ => return None,
     };
-    Some(Change { node: name.to_owned(), why, patch })
+    Some(TaintChange { node: name.to_owned(), why, patch })
 }

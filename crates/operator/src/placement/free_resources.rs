@@ -15,8 +15,8 @@ use crate::pods::PodObject;
 /// bound to it. A node's free resources are computed when they are first needed.
 ///
 /// The units of GPUs are those that the scheduler counts as free. The ledger decides whether a GPU
-/// has room. The sum can only be smaller than the ledger's while a GPU is faulted, or while a pod
-/// terminates that uses no units any more.
+/// has room. The sum can only be smaller than the ledger's while a GPU is faulted, or while a
+/// terminating pod no longer uses units.
 pub(super) struct FreeResources<'a> {
     nodes: &'a Nodes,
     tracker: &'a PodTracker,

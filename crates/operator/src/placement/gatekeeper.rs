@@ -11,10 +11,10 @@ use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, R
 
 use super::actions::{Actions, Destination, Eviction, Release, ReleaseReason};
 use super::claims::{self, PodClaims};
-use super::cluster::{Cluster, Input, Now, is_released};
+use super::cluster::{Cluster, Input, ReconcileTime, is_released};
 use super::evictions::{Evictability, EvictionRecords};
 use super::fragments::FragmentationTaints;
-use super::growth::{AutoscalerReports, Circumstances, Offers, Outlook};
+use super::growth::{AutoscalerReports, NeedInputs, Offers, PlacementOutlook};
 use super::nodes::Nodes;
 use super::other_nodes::{AgentLabels, OtherNodes};
 use super::pod_tracker::PodTracker;
@@ -26,7 +26,7 @@ use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, Advice, Rescue, StrandedPods};
 use super::unanswered::UnansweredReleases;
 use super::{learning, mps_hosts};
-use crate::evict::Evicted;
+use crate::evict::EvictionResult;
 use crate::pod_store::PodChanges;
 use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
@@ -191,11 +191,11 @@ impl Gatekeeper {
     }
 
     /// Records the result of an eviction for a pod of higher priority.
-    pub fn record_eviction(&mut self, eviction: &Eviction, result: &Evicted, up: Duration) {
+    pub fn record_eviction(&mut self, eviction: &Eviction, result: &EvictionResult, up: Duration) {
         self.evictions.record(&eviction.uid, result, up);
         // A pod that is not found has ended, so its eviction is not needed.
-        if *result != Evicted::NotFound {
-            self.preemptors.record_eviction(&eviction.preemptor, *result == Evicted::Done, up);
+        if *result != EvictionResult::NotFound {
+            self.preemptors.record_eviction(&eviction.preemptor, *result == EvictionResult::Done, up);
         }
     }
 
@@ -226,7 +226,7 @@ impl Gatekeeper {
 
     /// Returns the UIDs of the pods at the gate, by name.
     pub(crate) fn gated_uids(&self) -> BTreeMap<String, String> {
-        let gated = self.tracker.unsettled().into_iter().filter(|pod| pod.waits_at_gate());
+        let gated = self.tracker.unsettled_pods().into_iter().filter(|pod| pod.waits_at_gate());
         gated.map(|pod| (full_name(&pod.metadata), pod.uid().unwrap_or_default())).collect()
     }
 
@@ -237,7 +237,12 @@ impl Gatekeeper {
 
     /// Decides how to act on this state of the cluster. `demand` is what each pod waits for,
     /// according to the plan for GPUs that Cleave partitions on demand.
-    pub fn reconcile(&mut self, cluster: &Cluster, demand: &BTreeMap<String, WaitingPod>, now: Now) -> Actions {
+    pub fn reconcile(
+        &mut self,
+        cluster: &Cluster,
+        demand: &BTreeMap<String, WaitingPod>,
+        now: ReconcileTime,
+    ) -> Actions {
         self.reconcile_changes(cluster, PodChanges::All(cluster.pods.clone()), demand, now)
     }
 
@@ -248,7 +253,7 @@ impl Gatekeeper {
         cluster: &Cluster,
         changes: PodChanges,
         demand: &BTreeMap<String, WaitingPod>,
-        now: Now,
+        now: ReconcileTime,
     ) -> Actions {
         let mut tracker = std::mem::take(&mut self.tracker);
         let maybe_deleted = tracker.update(changes);
@@ -264,7 +269,7 @@ impl Gatekeeper {
         cluster: &Cluster,
         (tracker, maybe_deleted): (&mut PodTracker, BTreeSet<String>),
         demand: &BTreeMap<String, WaitingPod>,
-        now: Now,
+        now: ReconcileTime,
     ) -> Actions {
         let changed = self.nodes.update(cluster, &self.rollout);
         changed.iter().for_each(|(node, _)| self.preemptors.record_node_change(node));
@@ -289,7 +294,7 @@ impl Gatekeeper {
                 ledger
             }
         };
-        let held = tracker.unsettled();
+        let held = tracker.unsettled_pods();
         let unsettled: Vec<&PodObject> = held.iter().map(AsRef::as_ref).collect();
         let waiting = self.track_pods(&mut ledger, &unsettled, (tracker, maybe_deleted), now);
         self.claims.expire_reservations(&mut ledger, &unsettled, now);
@@ -338,7 +343,7 @@ impl Gatekeeper {
         ledger: &mut Ledger,
         unsettled: &[&'a PodObject],
         (tracker, maybe_deleted): (&mut PodTracker, BTreeSet<String>),
-        now: Now,
+        now: ReconcileTime,
     ) -> Vec<(String, &'a PodObject)> {
         // Pods that wait until the shares of an earlier pod of their name are free.
         let mut successors = BTreeSet::new();
@@ -405,7 +410,13 @@ impl Gatekeeper {
 
     /// Returns the time until the next reconcile if nothing changes. A reconcile is due when a
     /// reservation or lingering claim ends, or when MPS hosts must be examined.
-    fn next_deadline(&self, ledger: &Ledger, cluster: &Cluster, rollout: Option<&Step>, now: Now) -> Option<Duration> {
+    fn next_deadline(
+        &self,
+        ledger: &Ledger,
+        cluster: &Cluster,
+        rollout: Option<&Step>,
+        now: ReconcileTime,
+    ) -> Option<Duration> {
         let reservations = ledger.unbound_claims().filter_map(|(_, claim)| match &claim.place {
             Place::OneOf { expires, .. } => Some(Duration::from_secs(expires.0.saturating_sub(now.epoch).max(1))),
             Place::Bound(_) => None,
@@ -543,11 +554,11 @@ impl Gatekeeper {
             }
             let withheld = rollout.describe_withheld(device_requests, &search.eligible_nodes(candidate));
             let returns = returning.serve(ledger, &search, candidate);
-            let mut circumstances = Circumstances::new(&offers, input.demand.get(name), withheld, returns);
+            let mut circumstances = NeedInputs::new(&offers, input.demand.get(name), withheld, returns);
             let pause = growth.preemption_pause(candidate, &circumstances, up);
             circumstances.preemption = preemption.preempt(ledger, &mut search, candidate, (&verdict, pause), actions);
             returning.end_promise(name, circumstances.preemption);
-            let Outlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
+            let PlacementOutlook { need, message, may_pass } = growth.examine(candidate, verdict, &circumstances, up);
             match queue.unplaceable_time(name, may_pass, up) {
                 Some(time) if time < unschedulable_after => actions.requeue_in(unschedulable_after.abs_diff(time)),
                 Some(_) if unplaceable_releases >= MAX_UNPLACEABLE_RELEASES => actions.more = true,

@@ -27,9 +27,9 @@ use kube::ResourceExt;
 use kube::core::DeserializeGuard;
 
 use super::actions::{Actions, Report};
-use super::preemption::Prospect;
+use super::preemption::PreemptionProspect;
 use super::search::{Candidate, NodeKey};
-use super::verdict::{Need, PermanentObstacle, Verdict};
+use super::verdict::{AutoscalerNeed, PermanentObstacle, Verdict};
 use crate::pods::PodObject;
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::policies::validate::{
@@ -127,25 +127,27 @@ impl Offers {
     }
 
     /// Returns what a pod that is not placeable needs, if nothing makes room for it.
-    fn need(&self, requests: &[DeviceRequest], impossible: Option<PermanentObstacle>) -> Need {
+    fn need(&self, requests: &[DeviceRequest], impossible: Option<PermanentObstacle>) -> AutoscalerNeed {
         match (impossible, self.least_offer(requests)) {
-            (None, _) => Need::Node(FULL_AFTER),
-            (Some(PermanentObstacle::TooLarge), _) | (Some(_), Offer::TooFew) => Need::LargerGpu,
+            (None, _) => AutoscalerNeed::Node(FULL_AFTER),
+            (Some(PermanentObstacle::TooLarge), _) | (Some(_), Offer::TooFew) => AutoscalerNeed::LargerGpu,
             (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), Offer::Enough) => {
-                Need::Node(NO_NODE_AFTER)
+                AutoscalerNeed::Node(NO_NODE_AFTER)
             }
-            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), Offer::Nothing) => Need::Nothing,
+            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), Offer::Nothing) => {
+                AutoscalerNeed::Nothing
+            }
         }
     }
 }
 
 /// The inputs besides the verdict that decide what a pod that is not placeable needs.
-pub(super) struct Circumstances<'a> {
+pub(super) struct NeedInputs<'a> {
     pub(super) offers: &'a Offers,
     /// What the pod waits for, according to the plan for GPUs that are partitioned on demand.
     pub(super) demand: Option<&'a WaitingPod>,
     /// Whether preemption makes room for the pod.
-    pub(super) preemption: Prospect,
+    pub(super) preemption: PreemptionProspect,
     /// Which MPS hosts are being replaced on nodes that the pod may use. Empty if no MPS host
     /// is being replaced.
     pub(super) withheld: String,
@@ -153,7 +155,7 @@ pub(super) struct Circumstances<'a> {
     pub(super) returns: bool,
 }
 
-impl<'a> Circumstances<'a> {
+impl<'a> NeedInputs<'a> {
     /// Returns the circumstances before the search for a preemption.
     pub(super) const fn new(
         offers: &'a Offers,
@@ -161,7 +163,7 @@ impl<'a> Circumstances<'a> {
         withheld: String,
         returns: bool,
     ) -> Self {
-        Self { offers, demand, preemption: Prospect::Unknown, withheld, returns }
+        Self { offers, demand, preemption: PreemptionProspect::Unknown, withheld, returns }
     }
 
     /// Returns whether room is being made for the pod without evictions.
@@ -174,8 +176,8 @@ impl<'a> Circumstances<'a> {
 }
 
 /// What a pod that is not placeable waits for.
-pub(super) struct Outlook {
-    pub(super) need: Need,
+pub(super) struct PlacementOutlook {
+    pub(super) need: AutoscalerNeed,
     /// The explanation for the owner of the pod.
     pub(super) message: String,
     /// Whether the pod may become placeable while it waits at the gate.
@@ -247,7 +249,7 @@ impl AutoscalerReports {
     pub(super) fn preemption_pause(
         &mut self,
         candidate: &Candidate<'_>,
-        circumstances: &Circumstances<'_>,
+        circumstances: &NeedInputs<'_>,
         up: Duration,
     ) -> Option<Duration> {
         let waiter = self.pods.entry(candidate.pod.uid().unwrap_or_default()).or_default();
@@ -259,7 +261,7 @@ impl AutoscalerReports {
 
     /// Records that the operator itself delays the pod. Another node would not help.
     pub(super) fn record_delayed(&mut self, pod: &PodObject, up: Duration) {
-        self.record(&pod.uid().unwrap_or_default(), Need::Nothing, true, up);
+        self.record(&pod.uid().unwrap_or_default(), AutoscalerNeed::Nothing, true, up);
     }
 
     /// Decides what a pod that is not placeable needs, and records it.
@@ -267,20 +269,20 @@ impl AutoscalerReports {
         &mut self,
         candidate: &Candidate<'_>,
         verdict: Verdict,
-        circumstances: &Circumstances<'_>,
+        circumstances: &NeedInputs<'_>,
         up: Duration,
-    ) -> Outlook {
-        let Circumstances { offers, demand, preemption, withheld, .. } = circumstances;
-        let gets_room = *preemption == Prospect::Nominated || circumstances.is_making_room(candidate);
+    ) -> PlacementOutlook {
+        let NeedInputs { offers, demand, preemption, withheld, .. } = circumstances;
+        let gets_room = *preemption == PreemptionProspect::Nominated || circumstances.is_making_room(candidate);
         let need = if gets_room || candidate.awaits_agent() {
-            Need::Nothing
+            AutoscalerNeed::Nothing
         } else {
             offers.need(&candidate.device_requests, verdict.permanent_obstacle())
         };
         let reported = candidate.pod.is_reported_unschedulable();
         // A search for a preemption may show that the pod needs no new node. An existing report is
         // not withdrawn while the pod waits for another search.
-        let is_decided = *preemption != Prospect::Unknown || reported;
+        let is_decided = *preemption != PreemptionProspect::Unknown || reported;
         let uid = candidate.pod.uid().unwrap_or_default();
         self.record(&uid, need, is_decided, up);
         if verdict.permanent_obstacle().is_none() {
@@ -288,13 +290,13 @@ impl AutoscalerReports {
         }
         let (message, may_pass) = candidate.explain(verdict, *demand);
         // An autoscaler may add a node for the pod while the pod waits at the gate.
-        let may_pass = may_pass || self.enabled && matches!(need, Need::Node(_));
-        Outlook { need, message: message + withheld, may_pass }
+        let may_pass = may_pass || self.enabled && matches!(need, AutoscalerNeed::Node(_));
+        PlacementOutlook { need, message: message + withheld, may_pass }
     }
 
     /// Records what a pod needs. If the need is not decided yet, the pod is reported no earlier
     /// than planned before.
-    fn record(&mut self, uid: &str, need: Need, is_decided: bool, up: Duration) {
+    fn record(&mut self, uid: &str, need: AutoscalerNeed, is_decided: bool, up: Duration) {
         let waiter = self.pods.entry(uid.to_owned()).or_default();
         // The pod was too large until now.
         if waiter.too_large_since.is_some_and(|since| since.saturating_add(TOO_LARGE_AFTER) <= up) {
@@ -302,10 +304,10 @@ impl AutoscalerReports {
         }
         let since = waiter.too_large_since.take();
         match need {
-            Need::Node(_) if !is_decided => {}
-            Need::Node(patience) => waiter.due = waiter.due.or(Some(up.saturating_add(patience))),
-            Need::LargerGpu => (waiter.due, waiter.too_large_since) = (None, since.or(Some(up))),
-            Need::Nothing => waiter.due = None,
+            AutoscalerNeed::Node(_) if !is_decided => {}
+            AutoscalerNeed::Node(patience) => waiter.due = waiter.due.or(Some(up.saturating_add(patience))),
+            AutoscalerNeed::LargerGpu => (waiter.due, waiter.too_large_since) = (None, since.or(Some(up))),
+            AutoscalerNeed::Nothing => waiter.due = None,
         }
     }
 

@@ -80,7 +80,7 @@ pub(super) fn count_arrived_pods(chooser: &mut Chooser, nodes: &Nodes, arrived: 
 /// bound pods are not known. Both differences shrink as pods arrive.
 pub(super) fn count_running_pods(chooser: &mut Chooser, tracker: &PodTracker) {
     let mut pods: Vec<&PodObject> =
-        tracker.living().filter(|pod| pod.requests_gpus() && !pod.waits_at_gate()).collect();
+        tracker.living_pods().filter(|pod| pod.requests_gpus() && !pod.waits_at_gate()).collect();
     let age = |pod: &PodObject| pod.metadata.creation_timestamp.as_ref().map(|time| time.0);
     pods.sort_by(|a, b| (age(a), &a.metadata.name).cmp(&(age(b), &b.metadata.name)));
     let first = pods.len().saturating_sub(MAX_COUNTED_AT_START);

@@ -64,7 +64,7 @@ mod unanswered;
 mod verdict;
 
 pub use actions::{Actions, Eviction, Release, ReleaseReason, Report};
-pub use cluster::{Cluster, Now};
+pub use cluster::{Cluster, ReconcileTime};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 pub(crate) use run::{ControllerInputs, PlacementController};
 pub use stranded::{Advice, Recreation, Rescue};

@@ -187,7 +187,7 @@ impl NodeState {
     /// request more.
     ///
     /// The scheduler also counts pods on a faulted GPU, whose units are no longer allocatable, and
-    /// terminating pods that use no units any more. The result does not depend on the kubelet's
+    /// terminating pods that no longer use units. The result does not depend on the kubelet's
     /// report of allocatable units, which is some seconds late.
     pub(super) fn units_free_for_scheduler(&self, tracker: &PodTracker) -> Free<'_> {
         let requested = tracker.requested(&self.node.name);
@@ -224,26 +224,26 @@ impl NodeState {
     /// Returns whether another device plugin serves GPUs on the node.
     pub(super) fn is_of_another_plugin(&self) -> bool {
         let mut resources = self.node.allocatable.keys();
-        resources.any(|resource| self.provider(resource) == Provider::Another)
+        resources.any(|resource| self.provider(resource) == ResourceProvider::Another)
     }
 
     /// Returns what serves a resource on this node.
-    fn provider(&self, resource: &str) -> Provider {
+    fn provider(&self, resource: &str) -> ResourceProvider {
         let is_reported = || self.node.allocatable.get(resource).and_then(Quantity::count) > Some(0);
         if self.offers.contains(resource) {
-            Provider::Cleave
+            ResourceProvider::Cleave
         } else if !is_served(resource) || !is_reported() {
-            Provider::Nothing
+            ResourceProvider::Nothing
         } else if self.missing.contains(resource) || self.has_agent() && !self.has_status {
-            Provider::Missing
+            ResourceProvider::Missing
         } else if self.managed || self.has_agent() {
-            Provider::Unclear
+            ResourceProvider::Unclear
         } else if !self.may_be_outdated() {
-            Provider::Another
+            ResourceProvider::Another
         } else if self.was_of_cleave {
-            Provider::Unclear
+            ResourceProvider::Unclear
         } else {
-            Provider::Outdated
+            ResourceProvider::Outdated
         }
     }
 
@@ -314,7 +314,7 @@ impl Nodes {
                 node: object.metadata.resource_version.as_deref(),
                 gpu_node: gpu_node.and_then(|object| Resource::meta(&**object).resource_version.as_deref()),
                 agent: agents.get(name).copied(),
-                withheld: rollout.withholds(name),
+                withheld: rollout.is_withheld(name),
             };
             if versions.node.is_some() && self.0.get(name).is_some_and(|known| known.versions.as_deref() == versions) {
                 continue;
@@ -397,7 +397,7 @@ impl Nodes {
     ) -> Holders<'a> {
         let mut holders = Holders { pods: BTreeMap::new(), budgets: evictability.allowed_evictions() };
         let mut kept: BTreeSet<(&str, String)> = BTreeSet::new();
-        for pod in tracker.living().filter(|pod| pod.requests_gpus()) {
+        for pod in tracker.living_pods().filter(|pod| pod.requests_gpus()) {
             let Some((node, state)) = pod.node().and_then(|node| self.0.get_key_value(node)) else { continue };
             let name = crate::pods::full_name(&pod.metadata);
             if state.blocked.contains(&name) {
@@ -489,11 +489,11 @@ impl Nodes {
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
     /// Cleave's resources. Such a report alone does not prove that another plugin serves the
     /// resources.
-    pub(super) fn provider(&self, resource: &str) -> Provider {
+    pub(super) fn provider(&self, resource: &str) -> ResourceProvider {
         if self.0.values().any(|state| state.offers.contains(resource)) {
-            return Provider::Cleave;
+            return ResourceProvider::Cleave;
         }
-        self.0.values().map(|state| state.provider(resource)).max().unwrap_or(Provider::Nothing)
+        self.0.values().map(|state| state.provider(resource)).max().unwrap_or(ResourceProvider::Nothing)
     }
 
     /// Returns the number of GPUs of the node with the most GPUs.
@@ -516,7 +516,7 @@ pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "
 
 /// What serves a resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Provider {
+pub(super) enum ResourceProvider {
     /// No node offers the resource.
     Nothing,
     /// Only kubelets of nodes that are not ready and where Cleave never ran report the resource.

@@ -136,7 +136,7 @@ impl PodTracker {
     }
 
     /// Returns the pods that are not settled, in order of their names.
-    pub(super) fn unsettled(&self) -> Vec<Arc<PodObject>> {
+    pub(super) fn unsettled_pods(&self) -> Vec<Arc<PodObject>> {
         self.unsettled.values().cloned().collect()
     }
 
@@ -157,12 +157,12 @@ impl PodTracker {
     }
 
     /// Returns the pods that have not ended and can still run. Walks all pods of the cluster.
-    pub(super) fn living(&self) -> impl Iterator<Item = &PodObject> {
+    pub(super) fn living_pods(&self) -> impl Iterator<Item = &PodObject> {
         self.pods.values().map(AsRef::as_ref).filter(|pod| is_living(pod))
     }
 
     /// Returns the bound pods whose rules keep other pods away from nodes.
-    pub(super) fn repelling(&self) -> impl Iterator<Item = &PodObject> {
+    pub(super) fn repelling_pods(&self) -> impl Iterator<Item = &PodObject> {
         self.repelling.values().map(AsRef::as_ref)
     }
 
@@ -238,7 +238,7 @@ mod tests {
     /// the names of pods that may be gone.
     fn update(tracker: &mut PodTracker, pods: &[Arc<PodObject>]) -> (Vec<String>, BTreeSet<String>) {
         let maybe_deleted = tracker.update(PodChanges::All(pods.to_vec()));
-        (tracker.unsettled().iter().map(|pod| full_name(&pod.metadata)).collect(), maybe_deleted)
+        (tracker.unsettled_pods().iter().map(|pod| full_name(&pod.metadata)).collect(), maybe_deleted)
     }
 
     #[test]
@@ -278,7 +278,7 @@ mod tests {
             let names =
                 |pods: Vec<&PodObject>| pods.iter().map(|pod| full_name(&pod.metadata)).collect::<BTreeSet<_>>();
             let unsettled: Vec<String> = tracker.unsettled.keys().cloned().collect();
-            (names(tracker.living().collect()), unsettled, tracker.requested.clone(), tracker.lowest_priority())
+            (names(tracker.living_pods().collect()), unsettled, tracker.requested.clone(), tracker.lowest_priority())
         };
         assert_eq!(state(&some), state(&all));
         assert_eq!(some.take_changed_nodes(), BTreeSet::from(["m".to_owned(), "n".to_owned()]));

@@ -47,7 +47,7 @@ pub(super) struct PreemptionSearch<'a> {
 
 /// Whether preemption makes room for a waiting pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Prospect {
+pub(super) enum PreemptionProspect {
     /// The pod is nominated: its victims are evicted or terminate.
     Nominated,
     /// No preemption helps, or the pod may not preempt others.
@@ -107,7 +107,7 @@ impl<'a> PreemptionSearch<'a> {
         candidate: &'a Candidate<'a>,
         (verdict, pause): (&Verdict, Option<Duration>),
         actions: &mut Actions,
-    ) -> Prospect {
+    ) -> PreemptionProspect {
         if let Some(pause) = pause {
             actions.requeue_in(pause);
         }
@@ -122,14 +122,14 @@ impl<'a> PreemptionSearch<'a> {
                 // waiting pods have none.
                 let nomination = Nomination { priority: candidate.plan_pod.priority, node, takes };
                 let _ = ledger.nominate(&candidate.name, nomination);
-                Prospect::Nominated
+                PreemptionProspect::Nominated
             }
             SearchResult::Impossible => {
                 self.withdraw_nomination(ledger, search, &candidate.name);
-                Prospect::Impossible
+                PreemptionProspect::Impossible
             }
-            SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => Prospect::Nominated,
-            SearchResult::Later => Prospect::Unknown,
+            SearchResult::Later if ledger.nominations().contains_key(&candidate.name) => PreemptionProspect::Nominated,
+            SearchResult::Later => PreemptionProspect::Unknown,
         };
         actions.preemption_searches = self.searches;
         prospect
@@ -265,6 +265,6 @@ fn pods_of_affinity(tracker: &PodTracker, pod: &PodObject) -> BTreeSet<String> {
         let (own, other_namespace) = (constraints::namespace(pod), constraints::namespace(other));
         affinity.iter().all(|term| term.may_select(own, other_namespace, constraints::labels(other)))
     };
-    let bound = tracker.living().filter(|other| other.node().is_some() && other.requests_gpus());
+    let bound = tracker.living_pods().filter(|other| other.node().is_some() && other.requests_gpus());
     bound.filter(is_selected).map(|other| full_name(&other.metadata)).collect()
 }

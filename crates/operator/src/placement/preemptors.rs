@@ -42,13 +42,13 @@ pub(super) struct Preemptors {
     /// Whether another reconcile may help a waiting pod whose turn it was not.
     is_deferred: bool,
     /// Waiting pods for which pods were evicted, by name.
-    rounds: BTreeMap<String, Rounds>,
+    rounds: BTreeMap<String, EvictionRounds>,
 }
 
 /// The evictions for one waiting pod. They have no effect if the pod's rules refuse the node
 /// afterwards. The victims then return, and the pod would evict them repeatedly.
 #[derive(Debug)]
-struct Rounds {
+struct EvictionRounds {
     count: u32,
     /// The reconcile that decided the last evictions.
     reconcile: u64,
@@ -66,7 +66,7 @@ struct Preemptor {
     id: (Option<String>, Option<String>),
     /// The reconcile that last searched for this pod, or that first saw the pod.
     turn: u64,
-    /// The last search without result.
+    /// The last search that found no victims.
     hopeless: Option<FutileSearch>,
 }
 
@@ -212,7 +212,7 @@ impl Preemptors {
 
     /// Records an eviction for a waiting pod. The evictions of one reconcile are one round.
     pub(super) fn record_eviction(&mut self, preemptor: &str, succeeded: bool, up: Duration) {
-        let new = Rounds { count: 0, reconcile: 0, is_incomplete: false, until: Duration::ZERO };
+        let new = EvictionRounds { count: 0, reconcile: 0, is_incomplete: false, until: Duration::ZERO };
         let rounds = self.rounds.entry(preemptor.to_owned()).or_insert(new);
         if !succeeded {
             rounds.is_incomplete = true;

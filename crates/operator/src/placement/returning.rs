@@ -13,7 +13,7 @@ use super::actions::Actions;
 use super::claims::{PodClaims, claim_nodes};
 use super::facts::Absence;
 use super::nodes::{NodeState, Nodes, OUTDATED_TAINTS};
-use super::preemption::Prospect;
+use super::preemption::PreemptionProspect;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 
 /// Time for which pods wait for the units of a node that are briefly unavailable.
@@ -65,7 +65,7 @@ impl Returning {
                 returning.insert(name.as_str(), over);
             }
         }
-        let deleted: BTreeSet<&str> = claims.lingering().collect();
+        let deleted: BTreeSet<&str> = claims.lingering_pods().collect();
         for claim in deleted.iter().filter_map(|pod| ledger.claim(pod)) {
             for (name, _) in claim_nodes(&claim.place).iter().filter_map(|name| nodes.0.get_key_value(name)) {
                 returning.entry(name.as_str()).or_default();
@@ -107,7 +107,7 @@ impl<'a> ReturningUnits<'a> {
             return false;
         }
         let Self { nodes, returning, deleted, ledger: known, hopeless } = self;
-        let returned = known.get_or_insert_with(|| returned(ledger, nodes, (returning, deleted)));
+        let returned = known.get_or_insert_with(|| ledger_of_returned_nodes(ledger, nodes, (returning, deleted)));
         // The taints of a node whose agent is away end when the agent is ready.
         let mut tolerant = candidate.plan_pod.clone();
         tolerant.tolerations.extend(OUTDATED_TAINTS.iter().chain(&[UNHEALTHY_TAINT]).map(|key| tolerate(key)));
@@ -135,8 +135,8 @@ impl<'a> ReturningUnits<'a> {
 
     /// Ends the promise of units to a pod if a preemption makes room for it. Other pods may then
     /// wait for the units.
-    pub(super) fn end_promise(&mut self, pod: &str, preemption: Prospect) {
-        if let Some(returned) = self.ledger.as_mut().filter(|_| preemption == Prospect::Nominated) {
+    pub(super) fn end_promise(&mut self, pod: &str, preemption: PreemptionProspect) {
+        if let Some(returned) = self.ledger.as_mut().filter(|_| preemption == PreemptionProspect::Nominated) {
             returned.release(pod);
         }
     }
@@ -144,7 +144,7 @@ impl<'a> ReturningUnits<'a> {
 
 /// Returns a ledger of these nodes when their units have returned and the claims of deleted pods
 /// have ended.
-fn returned(
+fn ledger_of_returned_nodes(
     ledger: &Ledger,
     nodes: &Nodes,
     (returning, deleted): (&BTreeMap<&str, BTreeSet<Absence>>, &BTreeSet<&str>),

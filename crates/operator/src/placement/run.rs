@@ -11,17 +11,17 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use tokio::sync::watch;
 
 use super::actions::{Actions, Eviction, Release, ReleaseReason, Report};
-use super::cluster::{Cluster, Now};
+use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
 use super::stranded::{Advice, Recreation, Rescue};
 use crate::events::{self, EventPublisher};
-use crate::evict::{self, Evicted};
+use crate::evict::{self, EvictionResult};
 use crate::metrics::{Outcome, Reason};
 use crate::pod_condition::{self, Target, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
-use crate::policies::taint::{self, Change, Written};
+use crate::policies::taint::{self, TaintChange, TaintWriteResult};
 use crate::rollout::{self, DeletionResult, MpsHostStores, Replacement, Step};
 use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
@@ -53,7 +53,7 @@ pub(crate) struct ControllerInputs {
 
 /// Why a pod was not released.
 #[derive(Debug)]
-enum Failure {
+enum ReleaseFailure {
     /// The pod changed. The next reconcile handles its new state.
     Changed,
     /// The pod no longer exists. The watch will report that.
@@ -79,9 +79,9 @@ struct Writes {
 
 impl Writes {
     /// Records why a pod was not released.
-    fn record(&mut self, failure: &Failure) {
-        self.is_incomplete |= !matches!(failure, Failure::Missing);
-        self.is_impaired |= matches!(failure, Failure::Retry | Failure::Unknown(_));
+    fn record(&mut self, failure: &ReleaseFailure) {
+        self.is_incomplete |= !matches!(failure, ReleaseFailure::Missing);
+        self.is_impaired |= matches!(failure, ReleaseFailure::Retry | ReleaseFailure::Unknown(_));
     }
 }
 
@@ -157,7 +157,7 @@ impl Controller for PlacementController {
         let up = self.started.elapsed();
         let epoch = self.clock.epoch_seconds(began);
         let demand = Arc::clone(&self.demand.borrow_and_update());
-        let actions = self.keeper.reconcile_changes(&cluster, changes, &demand, Now { up, epoch });
+        let actions = self.keeper.reconcile_changes(&cluster, changes, &demand, ReconcileTime { up, epoch });
         self.context.metrics.placement_seconds.observe(began.elapsed().as_secs_f64());
         self.set_gauges(&actions);
         self.context.metrics.preemption_searches.inc_by(actions.preemption_searches);
@@ -218,7 +218,7 @@ impl PlacementController {
     /// Releases pods.
     async fn release_all(&mut self, releases: &[Release]) -> Writes {
         let writes: Vec<_> = releases.iter().map(|release| self.release(release)).collect();
-        let results: Vec<(&Release, Result<(), Failure>)> =
+        let results: Vec<(&Release, Result<(), ReleaseFailure>)> =
             futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
         let mut all = Writes::default();
         for (Release { pod, uid, .. }, result) in results {
@@ -227,12 +227,12 @@ impl PlacementController {
             }
             match result {
                 Ok(()) => self.keeper.record_release(pod),
-                Err(Failure::Unknown(release)) => self.keeper.record_unanswered_release(*release),
-                Err(Failure::Changed | Failure::Retry) => self.keeper.record_failed_release(pod),
-                Err(Failure::Missing) => {
+                Err(ReleaseFailure::Unknown(release)) => self.keeper.record_unanswered_release(*release),
+                Err(ReleaseFailure::Changed | ReleaseFailure::Retry) => self.keeper.record_failed_release(pod),
+                Err(ReleaseFailure::Missing) => {
                     all.freed_room |= self.keeper.record_missing_pod(pod, uid, self.started.elapsed());
                 }
-                Err(Failure::Refused(message)) => {
+                Err(ReleaseFailure::Refused(message)) => {
                     self.keeper.record_refused_release(pod, &message, self.started.elapsed());
                 }
             }
@@ -241,7 +241,7 @@ impl PlacementController {
     }
 
     /// Releases one pod, and counts the result.
-    async fn release<'r>(&self, release: &'r Release) -> (&'r Release, Result<(), Failure>) {
+    async fn release<'r>(&self, release: &'r Release) -> (&'r Release, Result<(), ReleaseFailure>) {
         let result = self.patch(release).await;
         let label = if result.is_ok() { release.reason.as_str() } else { "failed" };
         self.context.metrics.pods_released.get_or_create(&Outcome { result: label }).inc();
@@ -252,14 +252,14 @@ impl PlacementController {
     }
 
     /// Writes the patch that releases a pod.
-    async fn patch(&self, release: &Release) -> Result<(), Failure> {
+    async fn patch(&self, release: &Release) -> Result<(), ReleaseFailure> {
         if !self.context.claim.is_current() {
-            return Err(Failure::Retry);
+            return Err(ReleaseFailure::Retry);
         }
         let pod = &release.pod;
         let body = if release.reported { self.take_back(release).await? } else { release.patch.clone() };
-        let unknown = |patch| Failure::Unknown(Box::new(Release { reported: false, patch, ..release.clone() }));
-        let Some((namespace, name)) = pod.split_once('/') else { return Err(Failure::Retry) };
+        let unknown = |patch| ReleaseFailure::Unknown(Box::new(Release { reported: false, patch, ..release.clone() }));
+        let Some((namespace, name)) = pod.split_once('/') else { return Err(ReleaseFailure::Retry) };
         let request =
             http::Request::patch(format!("/api/v1/namespaces/{namespace}/pods/{name}?fieldManager=cleave-operator"))
                 .header(http::header::CONTENT_TYPE, "application/json-patch+json")
@@ -272,7 +272,7 @@ impl PlacementController {
                     error = &error as &dyn std::error::Error,
                     "failed to build the request that releases a pod"
                 );
-                return Err(Failure::Retry);
+                return Err(ReleaseFailure::Retry);
             }
         };
         match tokio::time::timeout(WRITE_TIMEOUT, self.context.client.request_text(request)).await {
@@ -282,11 +282,11 @@ impl PlacementController {
             }
             Ok(Err(kube::Error::Api(status))) if status.code == 404 => {
                 tracing::debug!(pod, message = status.message, "failed to release a pod: it no longer exists");
-                Err(Failure::Missing)
+                Err(ReleaseFailure::Missing)
             }
             Ok(Err(kube::Error::Api(status))) if status.code == 409 => {
                 tracing::debug!(pod, message = status.message, "failed to release a changed pod");
-                Err(Failure::Changed)
+                Err(ReleaseFailure::Changed)
             }
             // A changed pod also causes one of these statuses, because the `test` operation of the
             // patch fails.
@@ -297,12 +297,12 @@ impl PlacementController {
                     message = status.message,
                     "the API server refused to release a pod"
                 );
-                Err(Failure::Refused(status.message.clone()))
+                Err(ReleaseFailure::Refused(status.message.clone()))
             }
             Ok(Err(error)) => {
                 tracing::warn!(pod, error = &error as &dyn std::error::Error, "failed to release a pod");
                 let refused = matches!(&error, kube::Error::Api(status) if status.code < 500);
-                Err(if refused { Failure::Retry } else { unknown(body) })
+                Err(if refused { ReleaseFailure::Retry } else { unknown(body) })
             }
             Err(_) => {
                 tracing::warn!(
@@ -317,14 +317,14 @@ impl PlacementController {
 
     /// Takes back the report about a pod that is released, because on a released pod such a report
     /// must come from the scheduler. Returns the patch that then releases the pod.
-    async fn take_back(&self, release: &Release) -> Result<serde_json::Value, Failure> {
+    async fn take_back(&self, release: &Release) -> Result<serde_json::Value, ReleaseFailure> {
         let version = patch::resource_version(&release.patch);
         let target = Target { pod: &release.pod, uid: &release.uid, version };
         match pod_condition::write_to(&self.context.client, target, &scheduled_condition(None), false).await {
             WriteResult::Done(version) => Ok(patch::with_resource_version(&release.patch, version)),
-            WriteResult::Obsolete => Err(Failure::Changed),
-            WriteResult::Missing => Err(Failure::Missing),
-            WriteResult::Failed => Err(Failure::Retry),
+            WriteResult::Obsolete => Err(ReleaseFailure::Changed),
+            WriteResult::Missing => Err(ReleaseFailure::Missing),
+            WriteResult::Failed => Err(ReleaseFailure::Retry),
         }
     }
 
@@ -342,11 +342,11 @@ impl PlacementController {
     }
 
     /// Taints nodes, or removes taints. Each node has its own retries.
-    async fn taint_all(&mut self, changes: &[Change]) {
+    async fn taint_all(&mut self, changes: &[TaintChange]) {
         for (change, written) in taint::write_all(&self.context.client, &self.context.claim, changes).await {
             if let Some(written) = written {
                 // If the node changed, the next reconcile reads it again, so no retry is necessary.
-                self.keeper.record_taint(&change.node, written != Written::Failed, self.started.elapsed());
+                self.keeper.record_taint(&change.node, written != TaintWriteResult::Failed, self.started.elapsed());
             }
         }
     }
@@ -375,24 +375,24 @@ impl PlacementController {
             self.keeper.record_eviction(eviction, &evicted, self.started.elapsed());
             self.context.metrics.evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
             match &evicted {
-                Evicted::Done => {
+                EvictionResult::Done => {
                     tracing::info!(pod, preemptor, "preempted a pod");
                     let event = events::preempted_event(preemptor);
                     publish(&self.context.recorder, &event, &events::pod_reference(pod, uid)).await;
                     continue;
                 }
-                Evicted::NotFound => continue,
-                Evicted::Protected(message) => {
+                EvictionResult::NotFound => continue,
+                EvictionResult::Protected(message) => {
                     tracing::info!(pod, preemptor, message, "a disruption budget prevented an eviction");
                 }
-                Evicted::Refused(message) => {
+                EvictionResult::Refused(message) => {
                     tracing::warn!(pod, preemptor, message, "the API server refused to evict a pod");
                 }
-                Evicted::Throttled(after) => {
+                EvictionResult::Throttled(after) => {
                     tracing::warn!(pod, preemptor, seconds = after.as_secs(), "the API server limits evictions");
                     return false;
                 }
-                Evicted::Failed(error) => tracing::warn!(pod, preemptor, error, "failed to evict a pod"),
+                EvictionResult::Failed(error) => tracing::warn!(pod, preemptor, error, "failed to evict a pod"),
             }
             unsuccessful.insert(preemptor);
         }
@@ -419,21 +419,21 @@ impl PlacementController {
         let evicted = evict::evict_unchanged(&self.context.client, pod, uid, version).await;
         self.context.metrics.stranded_pods_recreated.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         match evicted {
-            Evicted::Done => {
+            EvictionResult::Done => {
                 tracing::info!(pod, message, "evicted a stranded pod");
                 publish(&self.context.recorder, &events::stranded_event(message), &events::pod_reference(pod, uid))
                     .await;
             }
-            Evicted::NotFound => {}
-            Evicted::Throttled(_) => {
+            EvictionResult::NotFound => {}
+            EvictionResult::Throttled(_) => {
                 tracing::warn!(pod, "the API server limits evictions");
                 self.keeper.record_failed_eviction(uid, self.started.elapsed());
             }
-            Evicted::Protected(why) => {
+            EvictionResult::Protected(why) => {
                 tracing::info!(pod, why, "a disruption budget prevented the eviction of a stranded pod");
                 self.keeper.record_failed_eviction(uid, self.started.elapsed());
             }
-            Evicted::Refused(error) | Evicted::Failed(error) => {
+            EvictionResult::Refused(error) | EvictionResult::Failed(error) => {
                 tracing::warn!(pod, error, "failed to evict a stranded pod");
                 self.keeper.record_failed_eviction(uid, self.started.elapsed());
             }
@@ -565,19 +565,19 @@ mod tests {
     fn further_writes_wait_while_the_api_server_accepts_none() {
         let mut actions = Actions { more: true, ..Actions::default() };
         actions.requeue_in(Duration::from_millis(50));
-        let delay = |actions: &Actions, failures: &[Failure]| {
+        let delay = |actions: &Actions, failures: &[ReleaseFailure]| {
             let mut writes = Writes::default();
             failures.iter().for_each(|failure| writes.record(failure));
             next_delay(actions, writes, None)
         };
         assert_eq!(delay(&actions, &[]), Some(BATCH_WINDOW));
-        for failure in [Failure::Changed, Failure::Missing, Failure::Refused("no".to_owned())] {
+        for failure in [ReleaseFailure::Changed, ReleaseFailure::Missing, ReleaseFailure::Refused("no".to_owned())] {
             assert_eq!(delay(&actions, &[failure]), Some(BATCH_WINDOW), "other pods can be released");
         }
-        assert_eq!(delay(&actions, &[Failure::Changed, Failure::Retry]), Some(RETRY_DELAY));
+        assert_eq!(delay(&actions, &[ReleaseFailure::Changed, ReleaseFailure::Retry]), Some(RETRY_DELAY));
         let idle = Actions::default();
-        assert_eq!((delay(&idle, &[]), delay(&idle, &[Failure::Changed])), (None, Some(RETRY_DELAY)));
-        assert_eq!(delay(&idle, &[Failure::Missing]), None, "the watch reports the deletion");
+        assert_eq!((delay(&idle, &[]), delay(&idle, &[ReleaseFailure::Changed])), (None, Some(RETRY_DELAY)));
+        assert_eq!(delay(&idle, &[ReleaseFailure::Missing]), None, "the watch reports the deletion");
         assert_eq!(next_delay(&idle, Writes::default(), Some(RETRY_DELAY * 2)), Some(RETRY_DELAY * 2));
         let freed = Writes { freed_room: true, ..Writes::default() };
         assert_eq!(next_delay(&idle, freed, None), Some(BATCH_WINDOW), "another pod may fit now");

@@ -16,12 +16,12 @@ use super::cluster::{Input, plan_pod};
 use super::constraints::{ConstraintKey, Constraints, check_rules};
 use super::free_resources::{FreeResources, Requester};
 use super::learning;
-use super::nodes::{NodeChecks, Nodes, Provider};
+use super::nodes::{NodeChecks, Nodes, ResourceProvider};
 use super::other_nodes::{AgentLabels, without_requirement};
 use super::patch;
 use super::pod_tracker::PodTracker;
 use super::replicas::ReplicaSearch;
-use super::verdict::{Need, Verdict};
+use super::verdict::{AutoscalerNeed, Verdict};
 use crate::pods::PodObject;
 use crate::policies::demand::WaitingPod;
 
@@ -55,17 +55,19 @@ impl<'a> Candidate<'a> {
     pub(super) fn new(name: String, pod: &'a PodObject, nodes: &Nodes, avoided: Option<&'a BTreeSet<String>>) -> Self {
         let mut device_requests = pod.device_requests();
         device_requests.sort();
-        let mut providers: BTreeMap<String, Provider> = BTreeMap::new();
+        let mut providers: BTreeMap<String, ResourceProvider> = BTreeMap::new();
         for request in &device_requests {
             if !providers.contains_key(&request.resource) {
                 providers.insert(request.resource.clone(), nodes.provider(&request.resource));
             }
         }
-        providers.retain(|_, provider| *provider != Provider::Another);
+        providers.retain(|_, provider| *provider != ResourceProvider::Another);
         device_requests.retain(|request| providers.contains_key(&request.resource));
-        let unclear = providers.values().all(|provider| matches!(provider, Provider::Unclear | Provider::Outdated));
-        let offered = providers.values().any(|provider| *provider == Provider::Cleave);
-        let missing = providers.into_iter().find(|(_, provider)| *provider == Provider::Missing);
+        let unclear = providers
+            .values()
+            .all(|provider| matches!(provider, ResourceProvider::Unclear | ResourceProvider::Outdated));
+        let offered = providers.values().any(|provider| *provider == ResourceProvider::Cleave);
+        let missing = providers.into_iter().find(|(_, provider)| *provider == ResourceProvider::Missing);
         let missing = missing.map(|(resource, _)| resource);
         let whole_gpus = device_requests.iter().filter(|request| request.resource == RESOURCE_GPU).count();
         let too_many_gpus = whole_gpus > nodes.max_gpus();
@@ -145,7 +147,7 @@ impl<'a> Candidate<'a> {
     }
 
     /// Returns a release without a reservation, because the pod was unplaceable for too long.
-    pub(super) fn release_unplaceable(&self, need: Need, message: String, waited: Duration) -> Release {
+    pub(super) fn release_unplaceable(&self, need: AutoscalerNeed, message: String, waited: Duration) -> Release {
         if self.unclear {
             // The pod has waited longer than any kubelet's report stays outdated. So another plugin
             // serves the resources on nodes where Cleave runs.
@@ -154,7 +156,7 @@ impl<'a> Candidate<'a> {
         // Without a reservation, the pod would fail on any node that offers the resource, including
         // nodes that the pod may not use now. If no node offers the resource, any node that is
         // added may serve the pod.
-        let needs_larger = self.offered || need == Need::LargerGpu;
+        let needs_larger = self.offered || need == AutoscalerNeed::LargerGpu;
         let destination =
             if needs_larger { Destination::LargerGpus(&self.device_requests) } else { Destination::Anywhere };
         self.release(ReleaseReason::Unschedulable(message), destination, waited)

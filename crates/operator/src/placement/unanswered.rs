@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_plan::ledger::Ledger;
 
 use super::actions::{Release, ReleaseReason};
-use super::cluster::Now;
+use super::cluster::ReconcileTime;
 use super::patch;
 use crate::pods::PodObject;
 
@@ -50,7 +50,7 @@ impl UnansweredReleases {
     }
 
     /// Returns the releases to retry.
-    pub(super) fn releases_to_retry(&self, ledger: &Ledger, now: Now) -> impl Iterator<Item = Release> {
+    pub(super) fn releases_to_retry(&self, ledger: &Ledger, now: ReconcileTime) -> impl Iterator<Item = Release> {
         let in_time = move |release: &&Release| match &release.reason {
             ReleaseReason::Reserved(placement) => placement.until > now.epoch.saturating_add(RETRY_MARGIN_SECONDS),
             _ => true,

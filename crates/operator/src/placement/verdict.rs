@@ -68,7 +68,7 @@ impl Verdict {
 
 /// What a pod at the gate needs from autoscalers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Need {
+pub(super) enum AutoscalerNeed {
     /// Another node, if the pod still needs one after this time.
     Node(Duration),
     /// A node with larger GPUs than the known ones and those of the policies.

@@ -13,7 +13,7 @@ use crate::read::Observed;
 
 /// A `GpuNode` to write.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Change {
+pub struct GpuNodeChange {
     /// Name of the node.
     pub node: String,
     /// UID of the node.
@@ -36,11 +36,11 @@ pub struct Error {
 }
 
 /// Returns the nodes whose `GpuNode` differs from the plan or does not exist. Pure.
-pub fn changes(plan: &Plan, observed: &Observed) -> Vec<Change> {
+pub fn changes(plan: &Plan, observed: &Observed) -> Vec<GpuNodeChange> {
     let differs = |(name, spec): (&String, &GpuNodeSpec)| {
         let node = observed.nodes.get(name)?;
         let same = node.object().is_some_and(|object| &object.spec == spec);
-        (!same).then(|| Change {
+        (!same).then(|| GpuNodeChange {
             node: name.clone(),
             uid: node.uid.clone(),
             spec: spec.clone(),
@@ -54,14 +54,14 @@ pub fn changes(plan: &Plan, observed: &Observed) -> Vec<Change> {
 ///
 /// # Errors
 /// Returns an error if the API server refuses the write or cannot be reached.
-pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &Change) -> Result<(), Error> {
+pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &GpuNodeChange) -> Result<(), Error> {
     let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
     let written = api.patch(&change.node, &params, &Patch::Apply(body(change))).await;
     written.map(drop).map_err(|source| Error { node: change.node.clone(), source })
 }
 
 /// Returns the object to apply. The node is its owner, so the object is deleted with the node.
-fn body(change: &Change) -> Value {
+fn body(change: &GpuNodeChange) -> Value {
     // No `blockOwnerDeletion`: the field requires permission to update the node's finalizers.
     let owner = OwnerReference {
         api_version: "v1".to_owned(),

@@ -14,7 +14,7 @@ use std::time::Duration;
 use cleave_api::gpunode::{GpuStatus, Partition};
 use cleave_api::names::RESOURCE_GPU;
 use cleave_plan::device::sized_slice_gib;
-use cleave_plan::{GpuPlan, Planned, Policy, Violation};
+use cleave_plan::{ExplainedPlan, GpuPlan, Policy, Violation};
 
 use crate::policies::partition;
 use crate::policies::plan::{ByDemand, Plan, plan_id};
@@ -25,7 +25,7 @@ use crate::read::Observed;
 #[derive(Debug, Clone, Default)]
 pub struct Outcome {
     /// The plan. `None` if no GPU is partitioned on demand.
-    pub planned: Option<Planned>,
+    pub planned: Option<ExplainedPlan>,
     /// Rules that the plan violates. If the list is not empty, the plan was not applied.
     pub violations: Vec<Violation>,
     /// GPUs that are repartitioned.
@@ -112,7 +112,13 @@ pub fn decide_partitions(plan: &mut Plan, observed: &Observed, history: &mut His
 }
 
 /// Writes the partitions of a valid plan into the desired state of the nodes.
-fn apply_plan(plan: &mut Plan, observed: &Observed, input: &PlannerInput, planned: &Planned, outcome: &mut Outcome) {
+fn apply_plan(
+    plan: &mut Plan,
+    observed: &Observed,
+    input: &PlannerInput,
+    planned: &ExplainedPlan,
+    outcome: &mut Outcome,
+) {
     for gpu in &planned.plan.gpus {
         let at = (gpu.node.clone(), gpu.uuid.clone());
         let Some(by_demand) = plan.demand.get(&gpu.node).and_then(|node| node.get(&gpu.uuid)) else { continue };
@@ -154,7 +160,11 @@ fn gpu_status<'a>(observed: &'a Observed, (node, uuid): &GpuKey) -> Option<&'a G
 }
 
 /// Returns the reason why each pending pod waits.
-fn waiting_pods(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey]) -> BTreeMap<String, WaitingPod> {
+fn waiting_pods(
+    planned: &ExplainedPlan,
+    input: &PlannerInput,
+    repartitioned: &[GpuKey],
+) -> BTreeMap<String, WaitingPod> {
     let mut all = BTreeMap::new();
     for placement in &planned.plan.placements {
         let on = |gpu: &String| repartitioned.contains(&(placement.node.clone(), gpu.clone()));
@@ -177,7 +187,7 @@ fn waiting_pods(planned: &Planned, input: &PlannerInput, repartitioned: &[GpuKey
 
 /// Returns the fraction of the free memory of on-demand GPUs that is on partly used GPUs, in
 /// thousandths.
-fn fragmentation(input: &PlannerInput, planned: &Planned) -> u32 {
+fn fragmentation(input: &PlannerInput, planned: &ExplainedPlan) -> u32 {
     let (mut beside, mut all) = (0_u64, 0_u64);
     let plans: BTreeMap<(&str, &str), &GpuPlan> =
         planned.plan.gpus.iter().map(|gpu| ((gpu.node.as_str(), gpu.uuid.as_str()), gpu)).collect();
@@ -218,7 +228,7 @@ fn slice_memory_mib(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snaps
 }
 
 /// Adds exclusions and missing slices to the reports of the policies.
-fn report_to_policies(plan: &mut Plan, observed: &Observed, outcome: &Outcome, planned: &Planned) {
+fn report_to_policies(plan: &mut Plan, observed: &Observed, outcome: &Outcome, planned: &ExplainedPlan) {
     let Outcome { repartitioned, excluded_nodes, excluded_gpus, changing, .. } = outcome;
     for (node, gpus) in &plan.demand {
         for (uuid, by_demand) in gpus {

@@ -64,9 +64,9 @@ fn place_remaining(
     let mut places: Vec<(u32, Mask)> =
         profile.starts.iter().filter_map(|&start| Some((start, slice_mask(start, profile.size)?))).collect();
     places.sort_unstable_by_key(|&(start, place)| {
-        let lies = old.iter().any(|&(name, at, _)| name == profile.name && at == start);
+        let exists = old.iter().any(|&(name, at, _)| name == profile.name && at == start);
         let disturbs = old.iter().any(|&(_, _, mask)| mask & place != 0);
-        (!lies, disturbs, start)
+        (!exists, disturbs, start)
     });
     for (start, place) in places {
         if taken & place == 0 && place_remaining(rest, old, taken | place, starts) {

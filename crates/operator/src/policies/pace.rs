@@ -13,18 +13,18 @@ const MAX_GATHERING: Duration = Duration::from_secs(60);
 /// Increases the interval between plans while changes continue, and plans after
 /// [`FIRST_CHANGE_DELAY`] when the cluster is quiet.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Pace {
+pub(crate) struct PlanPace {
     between: Duration,
     last: Option<Duration>,
 }
 
-impl Default for Pace {
+impl Default for PlanPace {
     fn default() -> Self {
         Self { between: PLAN_INTERVALS.0, last: None }
     }
 }
 
-impl Pace {
+impl PlanPace {
     /// Returns the delay between a change and the plan for it.
     pub(crate) fn plan_delay(&mut self, now: Duration) -> Duration {
         let Some(last) = self.last else { return FIRST_CHANGE_DELAY };
@@ -94,7 +94,7 @@ mod tests {
 
     #[test]
     fn a_change_of_a_quiet_cluster_is_planned_almost_at_once() {
-        let mut pace = Pace::default();
+        let mut pace = PlanPace::default();
         assert_eq!(pace.plan_delay(ms(0)), FIRST_CHANGE_DELAY);
         pace.record_plan(ms(50), false);
         assert_eq!(pace.plan_delay(ms(5000)), FIRST_CHANGE_DELAY);
@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn plans_are_less_frequent_under_load_and_frequent_again_after_it() {
-        let mut pace = Pace::default();
+        let mut pace = PlanPace::default();
         let mut now = ms(0);
         let mut waits = Vec::new();
         for _ in 0..8 {

@@ -52,7 +52,7 @@ pub struct ByDemand {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Report {
     /// Why the policy is invalid. An invalid policy leaves the other fields empty.
-    pub invalid: Option<Invalid>,
+    pub invalid: Option<PolicyError>,
     /// The setting that selects on-demand partitioning, if the policy has one.
     pub demand: Option<&'static str>,
     /// How a change of the policy reaches its nodes.
@@ -78,14 +78,14 @@ pub struct Report {
     /// GPUs that follow the policy.
     pub following: Vec<GpuRef>,
     /// GPUs that match the policy and do not support it, each with the reason.
-    pub unsupported: Vec<(GpuRef, Unsupported)>,
+    pub unsupported: Vec<(GpuRef, UnsupportedReason)>,
     /// GPUs that match the policy and follow another policy, by the name of the other policy.
     pub overridden: BTreeMap<String, Vec<GpuRef>>,
 }
 
 /// Why a policy is ignored.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Invalid {
+pub enum PolicyError {
     /// The policy does not match the schema of the CRD. Contains the error.
     Malformed(String),
     /// The policy's fields violate a rule.
@@ -105,7 +105,7 @@ pub struct GpuRef {
 
 /// Why a GPU does not support its policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Unsupported {
+pub enum UnsupportedReason {
     /// The GPU has no room for one share.
     #[error("the GPU has {has} for shares, and one share needs {wants}")]
     TooSmall {
@@ -125,7 +125,7 @@ pub enum Unsupported {
     Layout(#[from] layout::Error),
 }
 
-impl Unsupported {
+impl UnsupportedReason {
     /// Returns the value of the field `reason` in a condition.
     pub fn reason(&self) -> &'static str {
         match self {
@@ -143,11 +143,11 @@ pub fn plan(observed: &Observed) -> Plan {
     for (name, policy) in &observed.policies {
         let report = plan.policies.entry(name.clone()).or_default();
         match policy {
-            Err(malformed) => report.invalid = Some(Invalid::Malformed(malformed.error.clone())),
+            Err(malformed) => report.invalid = Some(PolicyError::Malformed(malformed.error.clone())),
             Ok(object) => {
                 let created = object.metadata.creation_timestamp.as_ref().map(|time| time.0);
                 match validate::validate(name, created, &object.spec) {
-                    Err(error) => report.invalid = Some(Invalid::Refused(error)),
+                    Err(error) => report.invalid = Some(PolicyError::Refused(error)),
                     Ok(policy) => {
                         if let SharingMode::Demand(demand) = &policy.share {
                             report.demand = Some(demand.words);
@@ -270,7 +270,7 @@ fn plan_gpu(
 
 /// Copies administrators' annotations on GPUs to the spec, because agents do not read annotations.
 fn apply_annotations(node: &Node, desired: &mut [GpuSpec]) {
-    let (cordons, cleared) = (node.cordons(), node.cleared());
+    let (cordons, cleared) = (node.cordons(), node.cleared_faults());
     for spec in desired {
         spec.quiesced = node.is_quiesced(&spec.uuid);
         spec.cordoned = spec.quiesced || cordons.0.contains_key(&spec.uuid);
@@ -303,7 +303,7 @@ fn whole_gpu_spec(uuid: &str) -> GpuSpec {
 
 /// Returns the partition of a GPU under a policy. Returns `None` if the GPU is partitioned on
 /// demand.
-fn partition(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, Unsupported> {
+fn partition(policy: &Policy, gpu: &GpuStatus) -> Result<Option<Partition>, UnsupportedReason> {
     let partition = match &policy.share {
         SharingMode::Demand(_) => return Ok(None),
         SharingMode::Whole => {
@@ -328,13 +328,15 @@ fn mps_partition(
     resource: &str,
     total: Mebibytes,
     compute_mode: ComputeMode,
-) -> Result<MpsPartition, Unsupported> {
+) -> Result<MpsPartition, UnsupportedReason> {
     let shareable = mps::shareable_memory(total);
     let count = match share.size {
-        ShareSize::Units(units) if shareable.0 < u64::from(units) => return Err(Unsupported::NoMemory(shareable)),
+        ShareSize::Units(units) if shareable.0 < u64::from(units) => {
+            return Err(UnsupportedReason::NoMemory(shareable));
+        }
         ShareSize::Units(units) => units,
         ShareSize::Memory(one) => match shareable.0.checked_div(one.0) {
-            None | Some(0) => return Err(Unsupported::TooSmall { has: shareable, wants: one }),
+            None | Some(0) => return Err(UnsupportedReason::TooSmall { has: shareable, wants: one }),
             Some(fit) => u32::try_from(fit).unwrap_or(MAX_CLIENTS).min(MAX_CLIENTS),
         },
     };
@@ -370,8 +372,8 @@ fn mig_partition(
     layout: &[String],
     each: &InstanceShare,
     gpu: &GpuStatus,
-) -> Result<Vec<MigInstanceSpec>, Unsupported> {
-    let mig = gpu.mig.as_ref().ok_or(Unsupported::NoMig)?;
+) -> Result<Vec<MigInstanceSpec>, UnsupportedReason> {
+    let mig = gpu.mig.as_ref().ok_or(UnsupportedReason::NoMig)?;
     let starts = layout::place_instances(layout, &mig.profiles, &mig.instances)?;
     let mut instances = Vec::with_capacity(layout.len());
     for (profile, start) in layout.iter().zip(starts) {
@@ -387,7 +389,7 @@ pub(crate) fn mig_instance_partition(
     profile: &str,
     each: &InstanceShare,
     gpu: &GpuStatus,
-) -> Result<MigPartition, Unsupported> {
+) -> Result<MigPartition, UnsupportedReason> {
     let known = gpu.mig.iter().flat_map(|mig| &mig.profiles).find(|known| known.name == profile);
     let memory = known.map_or(0, |known| known.memory_mib);
     Ok(match each {

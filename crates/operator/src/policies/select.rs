@@ -2,8 +2,8 @@
 //!
 //! A policy matches a GPU if the node has all of the policy's labels and each list of the policy
 //! (models, UUIDs, indices) contains the GPU. If several policies match, the first in the order of
-//! [`Rank`] wins. The order prefers policies that select GPUs more precisely, then policies that
-//! select nodes more precisely, then older policies, then the first by name.
+//! [`PolicyRank`] wins. The order prefers policies that select GPUs more precisely, then policies
+//! that select nodes more precisely, then older policies, then the first by name.
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::policies::validate::Policy;
 
 /// How precisely a policy selects GPUs. The lowest rank wins.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Rank<'a> {
+pub(super) struct PolicyRank<'a> {
     // Reversed, because `true` is larger than `false`, and more labels are more specific.
     uuids: Reverse<bool>,
     indices: Reverse<bool>,
@@ -25,7 +25,7 @@ pub(super) struct Rank<'a> {
     name: &'a str,
 }
 
-impl<'a> Rank<'a> {
+impl<'a> PolicyRank<'a> {
     /// Returns the rank of a policy.
     pub(super) fn of(policy: &'a Policy) -> Self {
         Self {
@@ -41,7 +41,7 @@ impl<'a> Rank<'a> {
 
 /// Sorts policies so that the winning policy comes first.
 pub(super) fn sort_by_rank(policies: &mut [Policy]) {
-    policies.sort_by(|a, b| Rank::of(a).cmp(&Rank::of(b)));
+    policies.sort_by(|a, b| PolicyRank::of(a).cmp(&PolicyRank::of(b)));
 }
 
 /// Returns the policies that match a GPU, the winner first. `policies` must be sorted by

@@ -68,7 +68,7 @@ pub struct History {
     /// time of the first unread spec.
     unread: BTreeMap<String, (Option<i64>, Duration)>,
     /// GPUs that failed to reach a partition.
-    failures: BTreeMap<GpuKey, Failure>,
+    failures: BTreeMap<GpuKey, PartitionFailure>,
     /// The node of each pod in the last plan.
     pub placements: BTreeMap<String, String>,
     /// Written specs that a watch may not have returned yet, each with the previous generation and
@@ -78,7 +78,7 @@ pub struct History {
 
 /// A failure to reach a partition.
 #[derive(Debug, Clone, PartialEq)]
-struct Failure {
+struct PartitionFailure {
     /// The partition that the GPU did not reach.
     partition: Partition,
     /// The agent's message.
@@ -256,7 +256,7 @@ impl History {
         }
         let times = before.map_or(1, |failure| failure.times.saturating_add(1));
         let backoff = FAILURE_BACKOFF.0.saturating_mul(1 << (times - 1).min(8)).min(FAILURE_BACKOFF.1);
-        let failure = Failure {
+        let failure = PartitionFailure {
             partition: partition.clone(),
             message: message.to_owned(),
             times,

@@ -5,7 +5,7 @@
 //!
 //! - GPUs without an entry in the spec, such as those of new nodes;
 //! - GPUs without a policy that receive their first one, unless the policy is paused;
-//! - GPUs that no policy selects any more: they become whole;
+//! - GPUs that policies no longer select: they become whole;
 //! - GPUs that are partitioned on demand.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::policies::partition::has_partition;
 use crate::policies::plan::{Plan, plan_id};
 use crate::policies::snapshot::{DEFAULT_APPLY_DEADLINE, agent_has_read_spec};
 use crate::policies::validate::RolloutRules;
-use crate::policies::waves::{self, NodeView, Phase, RolloutProgress, State};
+use crate::policies::waves::{self, NodeState, NodeView, Phase, RolloutProgress};
 use crate::read::{Node, Observed};
 
 /// Time for which a failure must last before it is reported. Agents retry failed steps, and an MPS
@@ -39,7 +39,7 @@ type Partitions = BTreeMap<String, Partition>;
 
 /// A failure of a node.
 #[derive(Debug, Clone)]
-struct Failure {
+struct NodeFailure {
     /// The partitions that the node failed to reach or to serve.
     partitions: Partitions,
     /// When the node failed first.
@@ -66,12 +66,12 @@ struct Service {
 /// A change of a policy's partitions. It begins when a GPU of the policy gets another newest
 /// partition, and ends when all nodes serve or another change begins.
 #[derive(Debug, Clone, Default)]
-struct Change {
+struct PolicyChange {
     /// The newest partitions, by node, until all nodes serve.
     partitions: BTreeMap<String, Partitions>,
     /// Nodes that the change affects, until all nodes serve. Other nodes may have the newest
     /// partition, but do not prove the change.
-    affected: BTreeMap<String, Affected>,
+    affected: BTreeMap<String, AffectedNode>,
     /// Whether a former leader may have begun the change.
     is_inherited: bool,
     /// Whether the previous change was incomplete. Nodes of it may have the newest partition.
@@ -80,7 +80,7 @@ struct Change {
 
 /// A node that a change affects.
 #[derive(Debug, Clone, Default)]
-struct Affected {
+struct AffectedNode {
     /// UUIDs of the GPUs whose partition changes.
     gpus: BTreeSet<String>,
     /// Whether the node or these GPUs were cordoned when the node began to change, and have been
@@ -99,7 +99,7 @@ struct GpuSets {
     serving: BTreeSet<String>,
 }
 
-impl Change {
+impl PolicyChange {
     /// Returns whether a node's newest partitions belong to a later change. A GPU that joins the
     /// policy with a partition of the change extends it.
     fn is_followed(
@@ -143,7 +143,7 @@ impl Change {
 #[derive(Debug, Clone, Default)]
 pub struct Staging {
     /// Nodes that failed and have not served since.
-    failing: BTreeMap<PolicyAndNode, Failure>,
+    failing: BTreeMap<PolicyAndNode, NodeFailure>,
     /// Changing nodes whose agent does not report: the generation that it has read, and since when.
     silent: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
@@ -151,7 +151,7 @@ pub struct Staging {
     /// How long nodes serve the partitions in their specs.
     services: BTreeMap<PolicyAndNode, Service>,
     /// The last change of each policy.
-    changes: BTreeMap<String, Change>,
+    changes: BTreeMap<String, PolicyChange>,
 }
 
 impl Staging {
@@ -230,7 +230,7 @@ impl Staging {
         now: Duration,
     ) {
         let Some(change) = self.changes.get_mut(policy) else {
-            self.changes.insert(policy.to_owned(), Change { is_inherited: true, ..Change::default() });
+            self.changes.insert(policy.to_owned(), PolicyChange { is_inherited: true, ..PolicyChange::default() });
             return;
         };
         let (mut is_followed, mut remaining) = (false, BTreeSet::new());
@@ -242,7 +242,7 @@ impl Staging {
             }
         }
         if is_followed {
-            *change = Change { follows_incomplete: !change.affected.is_empty(), ..Change::default() };
+            *change = PolicyChange { follows_incomplete: !change.affected.is_empty(), ..PolicyChange::default() };
             self.record_preceding(policy, &remaining, now);
         }
     }
@@ -251,7 +251,7 @@ impl Staging {
     fn record_change(&mut self, policy: &str, progress: &RolloutProgress, plan: &Plan, observed: &Observed) {
         let Some(change) = self.changes.get_mut(policy) else { return };
         if progress.phase == Phase::Complete {
-            *change = Change::default();
+            *change = PolicyChange::default();
             return;
         }
         change.partitions.retain(|name, _| observed.nodes.contains_key(name));
@@ -291,7 +291,7 @@ impl Staging {
         (node, desired): (&Node, &GpuNodeSpec),
     ) {
         let Some(change) = self.changes.get_mut(policy) else { return };
-        if !view.newest || change.is_inherited && view.state == State::WaitingForPods {
+        if !view.newest || change.is_inherited && view.state == NodeState::WaitingForPods {
             let changing = if view.newest { &gpus.waiting } else { &gpus.staged };
             change.affected.entry(name.clone()).or_default().gpus.extend(changing.iter().cloned());
         }
@@ -359,11 +359,11 @@ impl Staging {
     /// Hides that a node does not serve at the moment. The node has served the newest partition,
     /// and no change is in progress, so the outage is no failure of a change.
     fn hide_outage(&mut self, key: &PolicyAndNode, view: &mut NodeView) {
-        if matches!(view.state, State::Failed(_)) {
+        if matches!(view.state, NodeState::Failed(_)) {
             self.failed_before.insert(key.clone());
         }
-        if matches!(view.state, State::Failed(_) | State::Changing) {
-            view.state = State::Serving;
+        if matches!(view.state, NodeState::Failed(_) | NodeState::Changing) {
+            view.state = NodeState::Serving;
         }
     }
 
@@ -372,31 +372,32 @@ impl Staging {
     fn update_lost(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>, rolls_out: bool) {
         match loss {
             Some(_) if !view.newest || !rolls_out => _ = self.failed_before.insert(key.clone()),
-            Some(_) if matches!(view.state, State::Failed(_)) => {}
-            Some(why) => view.state = State::Failed(why),
-            None if view.state == State::Serving => _ = self.failed_before.remove(key),
+            Some(_) if matches!(view.state, NodeState::Failed(_)) => {}
+            Some(why) => view.state = NodeState::Failed(why),
+            None if view.state == NodeState::Serving => _ = self.failed_before.remove(key),
             None => {}
         }
     }
 
-    /// Applies what is remembered to a view. Returns the time until a failure counts. A failure
-    /// lasts until the policy's GPUs serve, wait for pods, or get other partitions.
+    /// Applies the recorded failures of a node to its view. Returns the time until a failure
+    /// counts. A failure lasts until the policy's GPUs serve, wait for pods, or get other
+    /// partitions.
     fn update(&mut self, key: &PolicyAndNode, view: &mut NodeView, node: &Node, now: Duration) -> Option<Duration> {
         let mut left = None;
         let partitions = || partitions(&key.0, node.object().map(|object| &object.spec));
         let before = self.failing.remove(key).filter(|before| before.partitions == partitions());
         let failure = match (&view.state, before) {
-            (State::Failed(why), before) => {
+            (NodeState::Failed(why), before) => {
                 let since = before.map_or(now, |before| before.since);
-                Some(Failure { partitions: partitions(), since, why: why.clone() })
+                Some(NodeFailure { partitions: partitions(), since, why: why.clone() })
             }
-            (State::Changing, before) => before,
-            (State::Serving | State::WaitingForPods, _) => None,
+            (NodeState::Changing, before) => before,
+            (NodeState::Serving | NodeState::WaitingForPods, _) => None,
         };
         if let Some(failure) = failure {
             view.failing = true;
             left = Some(FAILURE_TIME.saturating_sub(now.saturating_sub(failure.since))).filter(|left| !left.is_zero());
-            view.state = if left.is_some() { State::Changing } else { State::Failed(failure.why.clone()) };
+            view.state = if left.is_some() { NodeState::Changing } else { NodeState::Failed(failure.why.clone()) };
             if left.is_none() && !view.newest {
                 self.failed_before.insert(key.clone());
             }
@@ -416,7 +417,7 @@ impl Staging {
         now: Duration,
     ) -> Option<Duration> {
         let reports = agent_has_read_spec(node) && view.agent_ready;
-        if !view.newest || view.state != State::Changing || reports {
+        if !view.newest || view.state != NodeState::Changing || reports {
             self.silent.remove(key);
             return None;
         }
@@ -429,7 +430,7 @@ impl Staging {
         let left = DEFAULT_APPLY_DEADLINE.saturating_sub(now.saturating_sub(since));
         if left.is_zero() {
             let why = format!("the agent has not reported the change within {} s", DEFAULT_APPLY_DEADLINE.as_secs());
-            (view.state, view.failing) = (State::Failed(why), true);
+            (view.state, view.failing) = (NodeState::Failed(why), true);
         }
         Some(left).filter(|left| !left.is_zero())
     }
@@ -467,7 +468,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
     let object = node.object()?;
     let mut view = NodeView {
         newest: true,
-        state: State::Serving,
+        state: NodeState::Serving,
         failing: false,
         between: false,
         serves: false,
@@ -497,16 +498,16 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
             // An unread spec of a staged GPU that has its partition is a write for another GPU.
             gpu_state(node, current, gpu, agent_has_read_spec(node) || staged && has_partition)
         } else {
-            Some(State::Changing)
+            Some(NodeState::Changing)
         };
         let sets = [
             (&mut gpus.staged, staged),
-            (&mut gpus.waiting, state == Some(State::WaitingForPods)),
-            (&mut gpus.serving, state == Some(State::Serving)),
+            (&mut gpus.waiting, state == Some(NodeState::WaitingForPods)),
+            (&mut gpus.serving, state == Some(NodeState::Serving)),
         ];
         sets.into_iter().filter(|(_, belongs)| *belongs).for_each(|(set, _)| _ = set.insert(gpu.uuid.clone()));
-        view.serves |= state == Some(State::Serving);
-        view.state = view.state.max(state.unwrap_or(State::Serving));
+        view.serves |= state == Some(NodeState::Serving);
+        view.state = view.state.max(state.unwrap_or(NodeState::Serving));
     }
     any.then_some((view, gpus))
 }
@@ -526,13 +527,13 @@ fn loss(policy: &str, node: &Node, desired: &GpuNodeSpec) -> Option<String> {
 }
 
 /// Returns the state of a GPU relative to its spec. Returns `None` if the node has no status.
-fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus, has_read: bool) -> Option<State> {
+fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus, has_read: bool) -> Option<NodeState> {
     let object = node.object()?;
     let status = object.status.as_ref()?;
     if !has_read {
-        return Some(State::Changing);
+        return Some(NodeState::Changing);
     }
-    let failure = |why: &str| State::Failed(format!("GPU {}: {why}", gpu.index));
+    let failure = |why: &str| NodeState::Failed(format!("GPU {}: {why}", gpu.index));
     if let Some(step) = status.steps.iter().find(|step| step.gpu == gpu.uuid && step.result == STEP_FAILED) {
         return Some(failure(if step.message.is_empty() { &step.action } else { &step.message }));
     }
@@ -543,11 +544,11 @@ fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus, has_read: bool) -> Op
         return Some(failure(&gpu.health.message));
     }
     if let Some(step) = status.steps.iter().find(|step| step.gpu == gpu.uuid && step.result == STEP_WAITING) {
-        return Some(if step.reason == STEP_IN_USE { State::WaitingForPods } else { State::Changing });
+        return Some(if step.reason == STEP_IN_USE { NodeState::WaitingForPods } else { NodeState::Changing });
     }
     let applied = status.plan_id == object.spec.plan_id || has_partition(&spec.partition, gpu);
     let serves = gpu.mps.iter().all(|daemon| daemon_serves(daemon, gpu));
-    Some(if applied && serves { State::Serving } else { State::Changing })
+    Some(if applied && serves { NodeState::Serving } else { NodeState::Changing })
 }
 
 /// Returns whether an MPS daemon serves. The agent lists all slices of a device as Unhealthy before

@@ -17,7 +17,7 @@ use kube::core::DeserializeGuard;
 use kube::runtime::events::{Event, EventType};
 use serde_json::json;
 
-use crate::policies::plan::{GpuRef, Invalid, Plan, Report};
+use crate::policies::plan::{GpuRef, Plan, PolicyError, Report};
 use crate::policies::staging::PROOF_TIME;
 use crate::policies::waves::{Phase, RolloutProgress};
 use crate::read::{Node, Observed};
@@ -210,13 +210,13 @@ impl Verdict {
 /// Returns whether the policy is valid and applies to the GPUs that it selects.
 fn accepted_verdict(report: &Report) -> Verdict {
     match &report.invalid {
-        Some(Invalid::Malformed(error)) => {
+        Some(PolicyError::Malformed(error)) => {
             return Verdict::false_with(
                 reason::MALFORMED,
                 format!("the policy is malformed and is ignored: {}", shorten(error, 400)),
             );
         }
-        Some(Invalid::Refused(error)) => {
+        Some(PolicyError::Refused(error)) => {
             return Verdict::false_with(
                 reason::INVALID,
                 format!("{error}; the policy is ignored, and its GPUs keep their partition"),
@@ -254,7 +254,7 @@ fn accepted_verdict(report: &Report) -> Verdict {
     if report.following.is_empty()
         && let Some((_, cannot)) = report.unsupported.first()
     {
-        return Verdict::false_with(cannot.reason(), unsupported(report));
+        return Verdict::false_with(cannot.reason(), unsupported_message(report));
     }
     Verdict::true_with(reason::ACCEPTED, "")
 }
@@ -340,8 +340,8 @@ fn rollout_status(progress: &RolloutProgress) -> RolloutStatus {
 /// Returns whether the GPUs are partitioned as the policy specifies.
 fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     match &report.invalid {
-        Some(Invalid::Malformed(_)) => return Verdict::false_with(reason::MALFORMED, "the policy is malformed"),
-        Some(Invalid::Refused(_)) => {
+        Some(PolicyError::Malformed(_)) => return Verdict::false_with(reason::MALFORMED, "the policy is malformed"),
+        Some(PolicyError::Refused(_)) => {
             return Verdict::false_with(reason::INVALID, "the policy is invalid; see the condition Accepted");
         }
         None => {}
@@ -354,28 +354,28 @@ fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     }
     let mut problems = problems(report, observed, plan);
     if !report.unsupported.is_empty() {
-        problems.entry(Problem::Unsupported).or_default().push(unsupported(report));
+        problems.entry(GpuProblem::Unsupported).or_default().push(unsupported_message(report));
     }
     if !report.unknown_uuids.is_empty() && report.unreported.is_empty() {
         let message = format!("no selected node has a GPU with UUID {}", join_alternatives(&report.unknown_uuids));
-        problems.entry(Problem::UnknownGpu).or_default().push(message);
+        problems.entry(GpuProblem::UnknownGpu).or_default().push(message);
     }
     if !report.unreported.is_empty() {
         let nodes = join_names(report.unreported.iter().cloned().collect());
         let message = format!("no agent has reported the GPUs of {nodes}");
-        problems.entry(Problem::AgentNotReady).or_default().push(message);
+        problems.entry(GpuProblem::AgentNotReady).or_default().push(message);
     }
     if !report.progress.pending.is_empty() {
         let problem = match report.progress.phase {
-            Phase::Paused => Problem::RolloutPaused,
-            Phase::Stopped => Problem::RolloutStopped,
-            Phase::Complete | Phase::RollingOut => Problem::RollingOut,
+            Phase::Paused => GpuProblem::RolloutPaused,
+            Phase::Stopped => GpuProblem::RolloutStopped,
+            Phase::Complete | Phase::RollingOut => GpuProblem::RollingOut,
         };
         let nodes = join_names(report.progress.pending.iter().cloned().collect());
         problems.entry(problem).or_default().push(format!("nodes keep an older partition: {nodes}"));
     }
     for (what, why) in &report.excluded {
-        problems.entry(Problem::Excluded).or_default().push(format!("{what} is excluded from plans: {why}"));
+        problems.entry(GpuProblem::Excluded).or_default().push(format!("{what} is excluded from plans: {why}"));
     }
     let Some(first) = problems.keys().next().copied() else {
         let how =
@@ -383,7 +383,7 @@ fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         return Verdict::true_with(reason::READY, format!("{} {how}", subject_and_verb(&report.following)));
     };
     let reason = match (first, report.unsupported.first()) {
-        (Problem::Unsupported, Some((_, cannot))) => cannot.reason(),
+        (GpuProblem::Unsupported, Some((_, cannot))) => cannot.reason(),
         _ => first.reason(),
     };
     let sentences = problems.into_values().flat_map(join_sentences).collect::<Vec<_>>();
@@ -422,7 +422,7 @@ fn nothing_to_share(report: &Report) -> Verdict {
 
 /// Reasons why a GPU is not ready, ordered by importance.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Problem {
+enum GpuProblem {
     Failed,
     Refused,
     Unsupported,
@@ -437,7 +437,7 @@ enum Problem {
     Applying,
 }
 
-impl Problem {
+impl GpuProblem {
     fn reason(self) -> &'static str {
         match self {
             Self::Failed => reason::APPLY_FAILED,
@@ -457,8 +457,8 @@ impl Problem {
 }
 
 /// Returns sentences about the GPUs of a policy that are not ready.
-fn problems(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<Problem, Vec<String>> {
-    let mut problems: BTreeMap<Problem, Vec<String>> = BTreeMap::new();
+fn problems(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<GpuProblem, Vec<String>> {
+    let mut problems: BTreeMap<GpuProblem, Vec<String>> = BTreeMap::new();
     for at in &report.following {
         let Some(node) = observed.nodes.get(&at.node) else { continue };
         if let Some((problem, sentence)) = problem(at, node, plan) {
@@ -468,18 +468,18 @@ fn problems(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<Probl
     problems
 }
 
-fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
+fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(GpuProblem, String)> {
     let object = node.object()?;
     let status = object.status.as_ref()?;
     let gpu = status.gpus.iter().find(|gpu| gpu.uuid == at.uuid)?;
     if !node.agent.is_some_and(|agent| agent.ready) {
-        return Some((Problem::AgentNotReady, format!("the agent of {} is not ready", at.node)));
+        return Some((GpuProblem::AgentNotReady, format!("the agent of {} is not ready", at.node)));
     }
     let step = status.steps.iter().find(|step| step.gpu == at.uuid && step.result != STEP_DONE);
     let current = object.metadata.generation.is_none_or(|generation| status.observed_generation >= generation)
         && plan.nodes.get(&at.node).is_none_or(|desired| desired == &object.spec);
     if !current {
-        return Some((Problem::Applying, format!("the agent of {} has not received the new spec yet", at.node)));
+        return Some((GpuProblem::Applying, format!("the agent of {} has not received the new spec yet", at.node)));
     }
     if status.plan_id != object.spec.plan_id {
         if let Some(step) = step {
@@ -487,12 +487,12 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
         }
         let desired = object.spec.gpus.iter().find(|spec| spec.uuid == at.uuid);
         if !desired.is_none_or(|desired| has_slices_of(&desired.partition, gpu)) {
-            return Some((Problem::Applying, format!("{} is being repartitioned", gpu_name(at))));
+            return Some((GpuProblem::Applying, format!("{} is being repartitioned", gpu_name(at))));
         }
     }
     if !gpu.health.healthy {
         let why = if gpu.health.message.is_empty() { &gpu.health.reason } else { &gpu.health.message };
-        return Some((Problem::Unhealthy, format!("{} is unhealthy: {why}", gpu_name(at))));
+        return Some((GpuProblem::Unhealthy, format!("{} is unhealthy: {why}", gpu_name(at))));
     }
     // A restarting daemon usually serves again within 4 s. Otherwise the GPU's health reports the
     // failure.
@@ -501,7 +501,7 @@ fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(Problem, String)> {
     if let Some(daemon) = gpu.mps.iter().find(|daemon| !serves(&daemon.state)) {
         let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };
         return Some((
-            Problem::Unhealthy,
+            GpuProblem::Unhealthy,
             format!("the MPS daemon of {} is in state {}{why}", gpu_name(at), daemon.state),
         ));
     }
@@ -536,7 +536,7 @@ fn has_slices_of(partition: &Partition, gpu: &GpuStatus) -> bool {
     desired == served
 }
 
-fn step_problem(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (Problem, String) {
+fn step_problem(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (GpuProblem, String) {
     let why = if step.message.is_empty() { &step.action } else { &step.message };
     match step.result.as_str() {
         STEP_WAITING if step.reason == STEP_IN_USE => {
@@ -546,17 +546,17 @@ fn step_problem(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (Problem, St
             } else {
                 step.message.clone()
             };
-            (Problem::Waiting, format!("{} waits: {why}", gpu_name(at)))
+            (GpuProblem::Waiting, format!("{} waits: {why}", gpu_name(at)))
         }
-        STEP_WAITING => (Problem::Applying, format!("{} waits: {why}", gpu_name(at))),
-        STEP_REFUSED => (Problem::Refused, format!("{}: {why}", gpu_name(at))),
-        STEP_FAILED => (Problem::Failed, format!("{}: {why}", gpu_name(at))),
-        _ => (Problem::Applying, format!("{} is being repartitioned: {why}", gpu_name(at))),
+        STEP_WAITING => (GpuProblem::Applying, format!("{} waits: {why}", gpu_name(at))),
+        STEP_REFUSED => (GpuProblem::Refused, format!("{}: {why}", gpu_name(at))),
+        STEP_FAILED => (GpuProblem::Failed, format!("{}: {why}", gpu_name(at))),
+        _ => (GpuProblem::Applying, format!("{} is being repartitioned: {why}", gpu_name(at))),
     }
 }
 
 /// Returns the GPUs that do not support their policy, each with the reason.
-fn unsupported(report: &Report) -> String {
+fn unsupported_message(report: &Report) -> String {
     let sentences: BTreeSet<String> =
         report.unsupported.iter().map(|(at, cannot)| format!("{}: {cannot}", gpu_name(at))).collect();
     join_names_with(sentences.into_iter().collect(), "; ")

@@ -32,7 +32,7 @@ const UNHEALTHY: (&str, &str) = (UNHEALTHY_TAINT, EFFECT);
 
 /// A change to one node's taints.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Change {
+pub struct TaintChange {
     /// Name of the node.
     pub node: String,
     /// Why the node is tainted. `None` if the taint is removed.
@@ -106,7 +106,7 @@ pub(crate) struct Taints {
 impl Taints {
     /// Returns the nodes to change, and when to check again even if nothing changes. `now` is the
     /// time since the process started.
-    pub(crate) fn update(&mut self, observed: &Observed, now: Duration) -> (Vec<Change>, Option<Duration>) {
+    pub(crate) fn update(&mut self, observed: &Observed, now: Duration) -> (Vec<TaintChange>, Option<Duration>) {
         self.away.retain(|name, _| observed.nodes.contains_key(name));
         let mut next: Option<Duration> = None;
         let mut changes = Vec::new();
@@ -129,7 +129,7 @@ impl Taints {
             };
             differing.insert(name.as_str());
             if !self.backoff.is_delayed(name, now) {
-                changes.push(Change { node: name.clone(), why, patch });
+                changes.push(TaintChange { node: name.clone(), why, patch });
             }
         }
         self.backoff.retain(&differing);
@@ -186,7 +186,7 @@ pub(crate) fn remove_patch((key, effect): &(&str, &str), index: usize) -> Value 
 
 /// The result of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Written {
+pub(crate) enum TaintWriteResult {
     /// The node has the change.
     Done,
     /// The node changed after the decision, so the API server refused the patch. The next decision
@@ -201,8 +201,8 @@ pub(crate) enum Written {
 pub(crate) async fn write_all<'c>(
     client: &Client,
     claim: &LeaseGuard,
-    changes: &'c [Change],
-) -> Vec<(&'c Change, Option<Written>)> {
+    changes: &'c [TaintChange],
+) -> Vec<(&'c TaintChange, Option<TaintWriteResult>)> {
     let write = |change| async move {
         let may_write = claim.is_current();
         (change, if may_write { Some(write(client, change).await) } else { None })
@@ -212,30 +212,30 @@ pub(crate) async fn write_all<'c>(
 }
 
 /// Writes one change, and logs the result.
-async fn write(client: &Client, change: &Change) -> Written {
-    let Change { node, why, .. } = change;
+async fn write(client: &Client, change: &TaintChange) -> TaintWriteResult {
+    let TaintChange { node, why, .. } = change;
     match tokio::time::timeout(WRITE_TIMEOUT, patch_node(client, change)).await {
         Ok(Ok(())) => {
             tracing::info!(node, why, tainted = why.is_some(), "updated the node's taint");
-            Written::Done
+            TaintWriteResult::Done
         }
         Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409 | 422) => {
             tracing::debug!(node, message = status.message, "postponed the taint update: the node changed");
-            Written::NodeChanged
+            TaintWriteResult::NodeChanged
         }
         Ok(Err(error)) => {
             tracing::warn!(node, why, error = &error as &dyn std::error::Error, "failed to update the node's taint");
-            Written::Failed
+            TaintWriteResult::Failed
         }
         Err(_) => {
             tracing::warn!(node, why, "failed to update the node's taint: the API server did not answer");
-            Written::Failed
+            TaintWriteResult::Failed
         }
     }
 }
 
 /// Sends the patch of one change.
-async fn patch_node(client: &Client, change: &Change) -> Result<(), kube::Error> {
+async fn patch_node(client: &Client, change: &TaintChange) -> Result<(), kube::Error> {
     let request = Request::patch(format!("/api/v1/nodes/{}?fieldManager=cleave-operator", change.node))
         .header(http::header::CONTENT_TYPE, "application/json-patch+json")
         .body(change.patch.to_string().into_bytes())
@@ -397,7 +397,7 @@ mod tests {
     async fn a_change_is_a_json_patch_of_the_node() {
         let (service, mut server) = tower_test::mock::pair::<Request<Body>, http::Response<Body>>();
         let client = Client::new(service, "default");
-        let change = Change { node: "n".into(), why: None, patch: patch_that_removes(0) };
+        let change = TaintChange { node: "n".into(), why: None, patch: patch_that_removes(0) };
         let answer = async {
             let (request, reply) = server.next_request().await.unwrap();
             reply.send_response(http::Response::new(Body::from(b"{}".to_vec())));
@@ -405,7 +405,7 @@ mod tests {
             (format!("{} {}", request.method(), request.uri()), kind)
         };
         let (written, (line, kind)) = tokio::join!(write(&client, &change), answer);
-        assert_eq!(written, Written::Done);
+        assert_eq!(written, TaintWriteResult::Done);
         assert_eq!(line, "PATCH /api/v1/nodes/n?fieldManager=cleave-operator");
         assert_eq!(kind, "application/json-patch+json");
     }

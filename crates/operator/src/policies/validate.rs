@@ -80,7 +80,7 @@ pub struct Demand {
     pub each: InstanceShare,
 }
 
-/// Rules for all MPS slices of a GPU, whatever their size.
+/// Rules for MPS slices of any size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MpsRules {
     /// How strictly SMs are limited.

@@ -22,7 +22,7 @@ use crate::policies::validate::RolloutRules;
 
 /// State of a policy's GPUs on one node, relative to the partition in the node's spec.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub enum State {
+pub enum NodeState {
     /// The GPUs serve the partition.
     Serving,
     /// GPUs wait for pods that use slices to remove. The other GPUs serve the partition.
@@ -40,8 +40,8 @@ pub struct NodeView {
     /// Whether the node's spec has the newest partition of the policy.
     pub newest: bool,
     /// State relative to the partition in the spec.
-    pub state: State,
-    /// Whether a GPU or its MPS daemon fails now. [`State::Failed`] only follows if that lasts.
+    pub state: NodeState,
+    /// Whether a GPU or its MPS daemon fails now. [`NodeState::Failed`] only follows if that lasts.
     pub failing: bool,
     /// Whether a GPU that changes does not have the older partition either.
     pub between: bool,
@@ -115,15 +115,15 @@ impl RolloutProgress {
 /// Decides which of a policy's nodes change now. The others keep their partition: they are
 /// [`RolloutProgress::pending`].
 pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> RolloutProgress {
-    let failed = |view: &NodeView| view.newest && !view.excused && matches!(view.state, State::Failed(_));
+    let failed = |view: &NodeView| view.newest && !view.excused && matches!(view.state, NodeState::Failed(_));
     let stopped = rules.on_failure == OnFailure::Stop && nodes.values().any(failed);
     // A new failure also holds nodes back: a new leader does not know how old a failure is.
     let failing = |view: &NodeView| view.newest && !view.excused && view.failing;
     let held = stopped || rules.on_failure == OnFailure::Stop && nodes.values().any(failing);
-    let proven = nodes.values().any(proves);
+    let proven = nodes.values().any(proves_change);
     let mut begin = BTreeSet::new();
     if !rules.paused {
-        begin.extend(broken(nodes, proven, held));
+        begin.extend(broken_nodes(nodes, proven, held));
         if !held {
             begin.extend(wave(rules, nodes));
         }
@@ -133,18 +133,18 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
     for (name, view) in nodes {
         let name = name.clone();
         let hold = if is_proven { None } else { hold(rules, view) };
-        if is_unsteady(view) || hold == Some(Hold::All) && is_serving(view) {
+        if is_unsteady(view) || hold == Some(HeldNodes::All) && is_serving(view) {
             progress.unsteady.insert(name.clone());
-        } else if hold == Some(Hold::Unfit) && view.cordoned {
+        } else if hold == Some(HeldNodes::Unfit) && view.cordoned {
             progress.cordoned.insert(name.clone());
         }
         match &view.state {
             _ if !view.newest && !begin.contains(name.as_str()) => _ = progress.pending.insert(name),
             _ if !view.newest => _ = progress.changing.insert(name),
-            State::Serving => progress.updated += 1,
-            State::WaitingForPods => _ = progress.waiting.insert(name),
-            State::Changing => _ = progress.changing.insert(name),
-            State::Failed(why) => _ = progress.failed.insert(name, why.clone()),
+            NodeState::Serving => progress.updated += 1,
+            NodeState::WaitingForPods => _ = progress.waiting.insert(name),
+            NodeState::Changing => _ = progress.changing.insert(name),
+            NodeState::Failed(why) => _ = progress.failed.insert(name, why.clone()),
         }
     }
     progress.phase = match () {
@@ -159,11 +159,11 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
 
 /// Returns whether a node serves the partition in its spec now.
 pub fn is_serving(view: &NodeView) -> bool {
-    view.serves && matches!(view.state, State::Serving | State::WaitingForPods)
+    view.serves && matches!(view.state, NodeState::Serving | NodeState::WaitingForPods)
 }
 
 /// Returns whether a node shows that the newest partition works.
-fn proves(view: &NodeView) -> bool {
+fn proves_change(view: &NodeView) -> bool {
     view.newest && view.steady && is_serving(view)
 }
 
@@ -175,25 +175,25 @@ fn is_unsteady(view: &NodeView) -> bool {
 /// Returns whether a node that the change affects proves it. Nodes that never changed may differ
 /// from those that are pending.
 fn is_proven_by_changed(nodes: &BTreeMap<String, NodeView>) -> bool {
-    nodes.values().any(|view| view.affected && proves(view))
+    nodes.values().any(|view| view.affected && proves_change(view))
 }
 
-fn pending(nodes: &BTreeMap<String, NodeView>) -> impl Iterator<Item = (&str, &NodeView)> {
+fn ready_pending_nodes(nodes: &BTreeMap<String, NodeView>) -> impl Iterator<Item = (&str, &NodeView)> {
     let may_begin = |(_, view): &(&String, &NodeView)| !view.newest && view.agent_ready;
     nodes.iter().filter(may_begin).map(|(name, view)| (name.as_str(), view))
 }
 
 /// Returns the pending nodes that do not serve an older partition. If a node fails, only failed
 /// nodes follow.
-fn broken(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) -> impl Iterator<Item = &str> {
+fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) -> impl Iterator<Item = &str> {
     let is_broken = move |view: &NodeView| match view.state {
-        State::Failed(_) => true,
-        State::WaitingForPods => !held,
+        NodeState::Failed(_) => true,
+        NodeState::WaitingForPods => !held,
         // Otherwise, a daemon restarts: the node serves its older partition soon.
-        State::Changing => view.between && !held,
-        State::Serving => false,
+        NodeState::Changing => view.between && !held,
+        NodeState::Serving => false,
     };
-    pending(nodes).filter(move |(_, view)| proven && is_broken(view)).map(|(name, _)| name)
+    ready_pending_nodes(nodes).filter(move |(_, view)| proven && is_broken(view)).map(|(name, _)| name)
 }
 
 /// Returns the nodes of the next wave. The first wave is one node, until a node that the change
@@ -203,10 +203,10 @@ fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&st
         return canary(rules, nodes).into_iter().collect();
     }
     let limit = rules.max_unavailable.of(nodes.len());
-    let count = |state: &State| nodes.values().filter(|view| !view.excused && view.state == *state).count();
-    let (mut changing, mut waiting) = (count(&State::Changing), count(&State::WaitingForPods));
+    let count = |state: &NodeState| nodes.values().filter(|view| !view.excused && view.state == *state).count();
+    let (mut changing, mut waiting) = (count(&NodeState::Changing), count(&NodeState::WaitingForPods));
     let mut candidates: Vec<(&str, &NodeView)> =
-        pending(nodes).filter(|(_, view)| view.state == State::Serving).collect();
+        ready_pending_nodes(nodes).filter(|(_, view)| view.state == NodeState::Serving).collect();
     candidates.sort_by_key(|(name, view)| (is_unfit(view), view.in_use, *name));
     let mut begin = BTreeSet::new();
     for (name, view) in candidates {
@@ -222,7 +222,7 @@ fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&st
 
 /// Which pending nodes a changed node holds back until the change is proven.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Hold {
+enum HeldNodes {
     /// All nodes: the changed node may serve soon.
     All,
     /// Nodes in use: the changed node waits for its pods.
@@ -232,36 +232,38 @@ enum Hold {
 }
 
 /// Returns which pending nodes a node holds back until the change is proven.
-fn hold(rules: RolloutRules, view: &NodeView) -> Option<Hold> {
+fn hold(rules: RolloutRules, view: &NodeView) -> Option<HeldNodes> {
     let is_canary = view.affected && !view.withdrawn;
     match view.state {
         _ if !view.newest => None,
-        _ if is_serving(view) => (!view.steady && (is_canary || view.may_be_canary)).then_some(Hold::All),
-        State::Changing => (is_canary || !view.excused).then_some(Hold::All),
-        State::WaitingForPods => (is_canary || !view.excused).then_some(Hold::InUse),
-        State::Serving => is_canary.then_some(Hold::Unfit),
+        _ if is_serving(view) => (!view.steady && (is_canary || view.may_be_canary)).then_some(HeldNodes::All),
+        NodeState::Changing => (is_canary || !view.excused).then_some(HeldNodes::All),
+        NodeState::WaitingForPods => (is_canary || !view.excused).then_some(HeldNodes::InUse),
+        NodeState::Serving => is_canary.then_some(HeldNodes::Unfit),
         // A failure that is not excused stops all nodes, or none.
-        State::Failed(_) => (is_canary && view.excused && rules.on_failure == OnFailure::Stop).then_some(Hold::Unfit),
+        NodeState::Failed(_) => {
+            (is_canary && view.excused && rules.on_failure == OnFailure::Stop).then_some(HeldNodes::Unfit)
+        }
     }
 }
 
 /// Returns whether a pending node would reveal little about the change.
 const fn is_unfit(view: &NodeView) -> bool {
-    view.excused || view.cordoned || matches!(view.state, State::Failed(_))
+    view.excused || view.cordoned || matches!(view.state, NodeState::Failed(_))
 }
 
 /// Returns the next node to change while the change is not proven. It replaces an older change that
 /// never finishes, so it does not wait for that change.
 fn canary(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Option<&str> {
-    let holds: Vec<Hold> = nodes.values().filter_map(|view| hold(rules, view)).collect();
+    let holds: Vec<HeldNodes> = nodes.values().filter_map(|view| hold(rules, view)).collect();
     let is_held = |view: &NodeView| {
         holds.iter().any(|hold| match hold {
-            Hold::All => true,
-            Hold::InUse => view.in_use,
-            Hold::Unfit => is_unfit(view),
+            HeldNodes::All => true,
+            HeldNodes::InUse => view.in_use,
+            HeldNodes::Unfit => is_unfit(view),
         })
     };
-    let candidates = pending(nodes).filter(|(_, view)| !is_held(view));
+    let candidates = ready_pending_nodes(nodes).filter(|(_, view)| !is_held(view));
     candidates.min_by_key(|(name, view)| (is_unfit(view), view.in_use, *name)).map(|(name, _)| name)
 }
 

@@ -93,7 +93,7 @@ pub(crate) struct Rollout {
 
 impl Rollout {
     /// Returns whether no MPS shares may be reserved on a node.
-    pub(crate) fn withholds(&self, node: &str) -> bool {
+    pub(crate) fn is_withheld(&self, node: &str) -> bool {
         self.closed.contains_key(node) || self.outages.get(node).is_some_and(|outage| outage.down && !outage.late)
     }
 
@@ -101,7 +101,7 @@ impl Rollout {
     /// "" if the nodes withhold none of the requested resources.
     pub(crate) fn describe_withheld(&self, device_requests: &[DeviceRequest], nodes: &[&str]) -> String {
         let nodes = nodes.iter().copied().filter(|_| device_requests.iter().any(|request| is_mps(&request.resource)));
-        let mut withheld = nodes.filter(|node| self.withholds(node));
+        let mut withheld = nodes.filter(|node| self.is_withheld(node));
         let named: Vec<&str> = withheld.by_ref().take(MAX_NAMED_NODES).collect();
         if named.is_empty() {
             return String::new();

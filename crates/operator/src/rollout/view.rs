@@ -15,7 +15,7 @@ const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes
 pub(crate) struct MpsState {
     /// Why a daemon does not serve. `None` if all daemons serve, or if the GPU itself is the cause.
     pub trouble: Option<String>,
-    /// What uses MPS on the node, or why the users are unknown.
+    /// A pod or program that uses MPS on the node, or why the users are unknown.
     pub user: Option<String>,
     /// Time-sliced resources of the node whose names MPS shares could also have.
     time_sliced: BTreeSet<String>,
@@ -93,7 +93,7 @@ pub(crate) struct MpsHostView {
     pub host: Option<MpsHost>,
     /// Why a daemon does not serve.
     pub trouble: Option<String>,
-    /// What uses MPS on the node, or has a reservation for MPS shares.
+    /// A pod or program that uses MPS on the node, or has a reservation for MPS shares.
     pub busy: Option<String>,
     /// Whether the node is unreachable or cordoned. Failures on such a node do not count against a
     /// release.

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::decide::{EVICTION_RETRY_DELAY, Eviction, FindingTracker};
 use crate::events;
-use crate::evict::{Evicted, evict};
+use crate::evict::{EvictionResult, evict};
 use crate::metrics::Outcome;
 use crate::pod_condition::write;
 use crate::task::{Context, Controller, Trigger};
@@ -36,11 +36,11 @@ impl TenantController {
         let evicted = evict(&self.context.client, pod, uid).await;
         self.context.metrics.tenant_evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
         let event = match evicted {
-            Evicted::Done => {
+            EvictionResult::Done => {
                 tracing::info!(pod, node, message, "evicted a pod that exceeded its limits");
                 events::outside_share_event(node, message)
             }
-            Evicted::Protected(why) => {
+            EvictionResult::Protected(why) => {
                 tracing::info!(
                     pod,
                     node,
@@ -52,9 +52,9 @@ impl TenantController {
                 }
                 events::protected_event(&why)
             }
-            Evicted::NotFound => return,
-            Evicted::Throttled(_) => return tracing::warn!(pod, node, "the API server limits evictions"),
-            Evicted::Refused(error) | Evicted::Failed(error) => {
+            EvictionResult::NotFound => return,
+            EvictionResult::Throttled(_) => return tracing::warn!(pod, node, "the API server limits evictions"),
+            EvictionResult::Refused(error) | EvictionResult::Failed(error) => {
                 return tracing::warn!(pod, node, error, "failed to evict a pod that exceeded its limits");
             }
         };
@@ -194,7 +194,7 @@ mod tests {
         let (evicted, (line, _, body)) = tokio::join!(evict, answer_request(&mut server, 409));
         assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");
         assert_eq!(body["deleteOptions"]["preconditions"], json!({"uid": "u", "resourceVersion": "7"}));
-        assert_eq!(evicted, Evicted::NotFound, "a pod that was bound meanwhile is not evicted");
+        assert_eq!(evicted, EvictionResult::NotFound, "a pod that was bound meanwhile is not evicted");
     }
 
     #[tokio::test]
@@ -213,7 +213,7 @@ mod tests {
             assert_eq!(evicted.as_str(), result, "{code}: {evicted:?}");
             assert_eq!(line, "POST /api/v1/namespaces/team/pods/p/eviction");
             assert_eq!(body["deleteOptions"]["preconditions"], json!({"uid": "u"}));
-            if let Evicted::Protected(why) = evicted {
+            if let EvictionResult::Protected(why) = evicted {
                 assert_eq!(why, "no room in the budget");
             }
         }

@@ -9,7 +9,7 @@ use cleave_api::gpunode::{
 };
 use cleave_api::sharingpolicy::SharingPolicy;
 use cleave_operator::pods::PodObject;
-use cleave_operator::policies::apply::{Change, changes};
+use cleave_operator::policies::apply::{GpuNodeChange, changes};
 use cleave_operator::policies::demand::{Outcome, Reason, decide_partitions};
 use cleave_operator::policies::plan::{Plan, plan};
 use cleave_operator::policies::snapshot::History;
@@ -69,7 +69,7 @@ pub(crate) struct TestCluster {
     pub(crate) now: Duration,
     /// Allocations that the kubelet lists, each as pod, node and allocation.
     pub(crate) allocations: Vec<(String, String, AllocationStatus)>,
-    pub(crate) changes: Vec<Change>,
+    pub(crate) changes: Vec<GpuNodeChange>,
 }
 
 impl TestCluster {

@@ -15,7 +15,7 @@ use std::iter;
 use super::node::Node;
 use super::request::DeviceRequest;
 use crate::placement::learned::{Learner, to_thousandths};
-use crate::placement::{self, Candidate, Demand, Learned, Placer, ReplicaCounts, Score};
+use crate::placement::{self, Candidate, Demand, LearnedScore, Placer, ReplicaCounts, Score};
 
 /// Maximum number of resources whose requests are learned. Other resources use the tightest fit.
 const MAX_LEARNED_RESOURCES: usize = 64;
@@ -105,7 +105,7 @@ struct Limits {
 
 /// Chooses devices for pods by the score `S`.
 #[derive(Debug)]
-pub struct Chooser<S: Score = Learned> {
+pub struct Chooser<S: Score = LearnedScore> {
     /// Tables by resource, then by the capacity of a device.
     tables: BTreeMap<String, BTreeMap<u32, NodeTable<S>>>,
     cpu: BTreeMap<String, NodeCpu>,
@@ -250,7 +250,7 @@ impl<S: Score> Chooser<S> {
     }
 }
 
-impl Chooser<Learned> {
+impl Chooser<LearnedScore> {
     /// Counts an arrived pod. `models` are the GPU models that the pod can run on. No models means
     /// any model.
     pub fn count_arrival(&mut self, device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) {
@@ -389,7 +389,7 @@ mod tests {
         chooser.candidates(&[DeviceRequest { resource: format!("r{resource}"), units }], beside).count()
     }
 
-    fn cached(chooser: &Chooser<Tightest>) -> Vec<usize> {
+    fn cached_rank_counts(chooser: &Chooser<Tightest>) -> Vec<usize> {
         chooser.tables.values().flat_map(BTreeMap::values).map(|table| table.placer.count_cached_ranks()).collect()
     }
 
@@ -404,11 +404,11 @@ mod tests {
         for (resource, units) in [(0, 1), (1, 1), (0, 2), (2, 1)] {
             assert_eq!(candidates(&mut chooser, resource, units), 2);
         }
-        assert_eq!(cached(&chooser), [4, 2, 2], "dropped before the next choice");
+        assert_eq!(cached_rank_counts(&chooser), [4, 2, 2], "dropped before the next choice");
         assert_eq!(candidates(&mut chooser, 0, 3), 2);
-        assert_eq!(cached(&chooser), [6, 0, 2], "the second table was not used for the longest time");
+        assert_eq!(cached_rank_counts(&chooser), [6, 0, 2], "the second table was not used for the longest time");
         assert_eq!(candidates(&mut chooser, 1, 1), 2, "a dropped rank is computed again");
-        assert_eq!(cached(&chooser), [6, 2, 0]);
+        assert_eq!(cached_rank_counts(&chooser), [6, 2, 0]);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::claims::Claims;
 use super::device_units::DeviceUnits;
 use super::facts::Reservation;
-use super::node::{Allocated, Allocations, UnitsByDevice};
+use super::node::{AllocatedUnits, Allocations, UnitsByDevice};
 use super::pack::{assign_to_devices, tightest_devices};
 use super::request::{DeviceRequest, Units};
 
@@ -15,7 +15,7 @@ pub(super) struct NodeClaim<'a> {
     /// The pod's annotated reservations on the node.
     noted: &'a [Reservation],
     /// The pod's allocations on the node.
-    allocated: &'a [Allocated],
+    allocated: &'a [AllocatedUnits],
 }
 
 /// Returns the claims of these pods on a node, one claim for each pod.
@@ -37,18 +37,18 @@ pub(super) fn claims_on_node<'a>(
     pods.iter().map(of).collect()
 }
 
-fn matches_device(note: &Reservation, part: &Allocated) -> bool {
+fn matches_device(note: &Reservation, part: &AllocatedUnits) -> bool {
     matches_units(note, part) && *note.device == *part.device
 }
 
-fn matches_units(note: &Reservation, part: &Allocated) -> bool {
+fn matches_units(note: &Reservation, part: &AllocatedUnits) -> bool {
     note.units == part.units && *note.resource == *part.resource
 }
 
 impl<'a> NodeClaim<'a> {
     /// Compares allocations with annotated reservations. Returns the indices of reservations
     /// without an allocation, and the allocations without a reservation.
-    fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a Allocated>) {
+    fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a AllocatedUnits>) {
         let mut left: Vec<usize> = (0..self.noted.len()).collect();
         let elsewhere = self.allocated.iter().filter(|part| {
             let index = left.iter().position(|note| matches_device(&self.noted[*note], part));
@@ -219,7 +219,7 @@ type Missing<'a> = (Units, Option<&'a str>);
 /// request. Any further allocation reduces the remaining requests, the largest first.
 pub(super) fn missing_units<'a>(
     device_requests: &'a [DeviceRequest],
-    allocated: &'a [Allocated],
+    allocated: &'a [AllocatedUnits],
 ) -> BTreeMap<&'a str, Vec<Missing<'a>>> {
     let mut missing: BTreeMap<&str, Vec<(u32, Option<&str>)>> = BTreeMap::new();
     for request in device_requests {

@@ -41,7 +41,7 @@ pub(super) struct Node {
 /// Units of one device that the kubelet has allocated to a pod. Its texts are shared with the other
 /// allocations of the node, because a large cluster has many.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Allocated {
+pub(super) struct AllocatedUnits {
     /// Name of the extended resource.
     pub(super) resource: Arc<str>,
     /// UUID of the device.
@@ -51,7 +51,7 @@ pub(super) struct Allocated {
 }
 
 /// Allocations on a node, by pod.
-pub(super) type Allocations = BTreeMap<Arc<str>, Box<[Allocated]>>;
+pub(super) type Allocations = BTreeMap<Arc<str>, Box<[AllocatedUnits]>>;
 
 /// Nominated units by resource and device.
 pub(super) type Nominated = BTreeMap<(String, String), u32>;
@@ -60,7 +60,7 @@ impl Node {
     /// Creates a node without reservations. `shared_name` returns the name of a pod as other maps
     /// have it.
     pub(super) fn of(facts: NodeFacts, shared_name: impl Fn(&str) -> Option<Arc<str>>) -> Self {
-        let mut allocations: BTreeMap<Arc<str>, Vec<Allocated>> = BTreeMap::new();
+        let mut allocations: BTreeMap<Arc<str>, Vec<AllocatedUnits>> = BTreeMap::new();
         let mut texts: BTreeSet<Arc<str>> = BTreeSet::new();
         let mut share = |text: &str| {
             let known = texts.get(text).cloned();
@@ -82,9 +82,9 @@ impl Node {
             *sum = sum.saturating_add(allocation.units.get());
             let pod = shared_name(&allocation.pod).unwrap_or_else(|| Arc::from(allocation.pod));
             let (resource, device) = (share(&allocation.resource), share(&allocation.device));
-            allocations.entry(pod).or_default().push(Allocated { resource, device, units: allocation.units });
+            allocations.entry(pod).or_default().push(AllocatedUnits { resource, device, units: allocation.units });
         }
-        let sorted = |mut parts: Vec<Allocated>| {
+        let sorted = |mut parts: Vec<AllocatedUnits>| {
             parts.sort();
             parts.into_boxed_slice()
         };

@@ -59,7 +59,7 @@ fn claims_of(ledger: &Ledger) -> BTreeMap<String, Claim> {
     ledger.claims().map(|(pod, claim)| (pod.to_owned(), claim.clone())).collect()
 }
 
-fn reserved(ledger: &Ledger, node: &str) -> Vec<(String, u32)> {
+fn reserved_units(ledger: &Ledger, node: &str) -> Vec<(String, u32)> {
     ledger.reservations(node).into_iter().map(|reservation| (reservation.device, reservation.units.get())).collect()
 }
 
@@ -82,9 +82,9 @@ fn a_node_keeps_the_facts_of_its_last_observation_beside_claims() {
 fn the_tightest_device_is_chosen_until_it_is_full() {
     let mut ledger = ledger(&[3, 5, 0]);
     reserve(&mut ledger, "p", &[5], 1);
-    assert_eq!(reserved(&ledger, "n"), [units_on("b", 5)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("b", 5)]);
     reserve(&mut ledger, "q", &[5], 1);
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 5), units_on("b", 5)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 5), units_on("b", 5)]);
 }
 
 #[test]
@@ -139,9 +139,9 @@ fn allocated_units_are_no_longer_reserved() {
     let mut ledger = ledger(&[0, 0]);
     reserve(&mut ledger, "p", &[3], 1);
     ledger.bind("p", "n", &device_requests(&[3]));
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 3)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 3)]);
     ledger.observe("n", node(&[3, 0], &[("p", "a", 3)]));
-    assert!(reserved(&ledger, "n").is_empty());
+    assert!(reserved_units(&ledger, "n").is_empty());
     assert_eq!(ledger.devices("n")[0].free, 7);
     ledger.release("p");
     assert_eq!(ledger.devices("n")[0].free, 7, "the units stay used until the node reports otherwise");
@@ -154,11 +154,11 @@ fn two_equal_pods_can_swap_reservations() {
     let mut ledger = ledger(&[6, 7]);
     reserve(&mut ledger, "first", &[3], 9);
     reserve(&mut ledger, "second", &[3], 9);
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 3), units_on("b", 3)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 3), units_on("b", 3)]);
     ledger.observe("n", node(&[9, 7], &[("first", "a", 3)]));
-    assert_eq!(reserved(&ledger, "n"), [units_on("b", 3)], "the first pod took the units of the second");
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("b", 3)], "the first pod took the units of the second");
     ledger.observe("n", node(&[9, 10], &[("first", "a", 3), ("second", "b", 3)]));
-    assert!(reserved(&ledger, "n").is_empty() && ledger.unplaced_requests("n").is_empty());
+    assert!(reserved_units(&ledger, "n").is_empty() && ledger.unplaced_requests("n").is_empty());
 }
 
 #[test]
@@ -167,18 +167,18 @@ fn reservations_stay_on_the_annotated_device_when_other_pods_end() {
     for (pod, size) in [("p", 9), ("q", 9), ("r", 1), ("s", 1)] {
         reserve(&mut ledger, pod, &[size], 9);
     }
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 1), units_on("a", 9), units_on("b", 1), units_on("b", 9)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 1), units_on("a", 9), units_on("b", 1), units_on("b", 9)]);
     let noted = |ledger: &Ledger, pod: &str| ledger.claim(pod).unwrap().noted["n"][0].device.clone();
     assert_eq!((noted(&ledger, "r"), noted(&ledger, "s")), ("a".to_owned(), "b".to_owned()));
     ledger.release("r");
     assert_eq!(
-        reserved(&ledger, "n"),
+        reserved_units(&ledger, "n"),
         [units_on("a", 9), units_on("b", 1), units_on("b", 9)],
         "s is allocated what its annotation names"
     );
     ledger.bind("s", "n", &device_requests(&[1]));
     ledger.release("q");
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 9), units_on("b", 1)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 9), units_on("b", 1)]);
 }
 
 #[test]
@@ -187,20 +187,20 @@ fn the_annotated_reservation_of_a_pod_allocated_elsewhere_blocks_no_device() {
     for (pod, size) in [("y", 9), ("first", 5), ("x", 4), ("swapped", 5)] {
         reserve(&mut ledger, pod, &[size], 9);
     }
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 9), units_on("b", 4), units_on("b", 5), units_on("c", 5)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 9), units_on("b", 4), units_on("b", 5), units_on("c", 5)]);
     ledger.observe("n", node(&[0, 0, 5], &[("first", "c", 5)]));
     assert_eq!(
-        reserved(&ledger, "n"),
+        reserved_units(&ledger, "n"),
         [units_on("a", 9), units_on("b", 4), units_on("b", 5)],
         "the reservation of the first pod moved to the other"
     );
     ledger.release("swapped");
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 9), units_on("b", 4)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 9), units_on("b", 4)]);
     // Reserve all free units but one. The first pod's old reservation on `b` must not count.
     reserve(&mut ledger, "last", &[5, 4, 2], 9);
     assert_eq!(ledger.unplaced_requests("n"), []);
     let all = [units_on("a", 9), units_on("b", 2), units_on("b", 4), units_on("b", 4), units_on("c", 5)];
-    assert_eq!(reserved(&ledger, "n"), all, "as annotated");
+    assert_eq!(reserved_units(&ledger, "n"), all, "as annotated");
     // Annotations are not rewritten: the first pod's annotation still names the device of the last
     // pod.
     let mut claims = claims_of(&ledger);
@@ -208,7 +208,7 @@ fn the_annotated_reservation_of_a_pod_allocated_elsewhere_blocks_no_device() {
     let nodes = BTreeMap::from([("n".to_owned(), node(&[0, 0, 5], &[("first", "c", 5)]))]);
     let rebuilt = Ledger::rebuild(Facts { nodes, claims });
     assert_eq!(rebuilt.unplaced_requests("n"), []);
-    assert_eq!(reserved(&rebuilt, "n"), all);
+    assert_eq!(reserved_units(&rebuilt, "n"), all);
 }
 
 #[test]
@@ -217,10 +217,13 @@ fn a_pod_has_reservations_on_several_nodes_until_it_is_bound() {
     ledger.observe("m", node(&[5], &[]));
     ledger.observe("full", node(&[9], &[]));
     reserve(&mut ledger, "p", &[4], 9);
-    assert_eq!((reserved(&ledger, "m"), reserved(&ledger, "n")), (vec![units_on("a", 4)], vec![units_on("a", 4)]));
-    assert!(reserved(&ledger, "full").is_empty());
+    assert_eq!(
+        (reserved_units(&ledger, "m"), reserved_units(&ledger, "n")),
+        (vec![units_on("a", 4)], vec![units_on("a", 4)])
+    );
+    assert!(reserved_units(&ledger, "full").is_empty());
     ledger.bind("p", "n", &device_requests(&[4]));
-    assert_eq!((reserved(&ledger, "m"), reserved(&ledger, "n")), (vec![], vec![units_on("a", 4)]));
+    assert_eq!((reserved_units(&ledger, "m"), reserved_units(&ledger, "n")), (vec![], vec![units_on("a", 4)]));
 }
 
 #[test]
@@ -245,7 +248,7 @@ fn only_claims_of_pods_that_are_not_bound_expire() {
     assert_eq!(ledger.pods_with_expired_claims(Moment(10)), ["late"]);
     ledger.release("late");
     assert_eq!(unbound(&ledger), ["later"]);
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 3), units_on("a", 4)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 3), units_on("a", 4)]);
     assert!(ledger.pods_with_expired_claims(Moment(10)).is_empty());
 }
 
@@ -254,18 +257,18 @@ fn a_reservation_that_no_longer_fits_moves_or_is_reported_as_short() {
     let mut ledger = ledger(&[0, 5]);
     reserve(&mut ledger, "p", &[5], 9);
     reserve(&mut ledger, "q", &[7], 9);
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 7), units_on("b", 5)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 7), units_on("b", 5)]);
     // A pod bypassed the gate and used a unit of `b`. The reservation of `p` cannot move, because
     // only three units remain on `a`.
     ledger.observe("n", node(&[0, 6], &[("x", "b", 1)]));
     assert_eq!(
-        (reserved(&ledger, "n"), ledger.unplaced_requests("n").to_vec()),
+        (reserved_units(&ledger, "n"), ledger.unplaced_requests("n").to_vec()),
         (vec![units_on("a", 7)], device_requests(&[5]))
     );
     // Add a device.
     ledger.observe("n", node(&[0, 6, 4], &[("x", "b", 1)]));
     assert_eq!(
-        (reserved(&ledger, "n"), ledger.unplaced_requests("n").len()),
+        (reserved_units(&ledger, "n"), ledger.unplaced_requests("n").len()),
         (vec![units_on("a", 7), units_on("c", 5)], 0)
     );
     // Remove all devices.
@@ -277,7 +280,7 @@ fn a_reservation_that_no_longer_fits_moves_or_is_reported_as_short() {
 fn a_pod_that_bypassed_the_gate_gets_a_reservation_if_there_is_room() {
     let mut ledger = ledger(&[0]);
     ledger.bind("x", "n", &device_requests(&[4]));
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 4)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 4)]);
     ledger.bind("y", "n", &device_requests(&[7]));
     assert_eq!(
         ledger.unplaced_requests("n"),
@@ -286,7 +289,7 @@ fn a_pod_that_bypassed_the_gate_gets_a_reservation_if_there_is_room() {
     );
     ledger.bind("z", "unknown", &device_requests(&[7]));
     ledger.observe("unknown", node(&[0], &[]));
-    assert_eq!(reserved(&ledger, "unknown"), [units_on("a", 7)]);
+    assert_eq!(reserved_units(&ledger, "unknown"), [units_on("a", 7)]);
 }
 
 #[test]
@@ -294,15 +297,15 @@ fn a_pod_of_several_containers_is_allocated_part_by_part() {
     let mut ledger = ledger(&[0, 0]);
     reserve(&mut ledger, "p", &[7, 6], 9);
     ledger.bind("p", "n", &device_requests(&[7, 6]));
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 7), units_on("b", 6)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 7), units_on("b", 6)]);
     ledger.observe("n", node(&[0, 6], &[("p", "b", 6)]));
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 7)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 7)]);
     // An init container's units are reused for one container of 3. The rest must be on the same
     // device.
     ledger.observe("n", node(&[3, 6], &[("p", "a", 3), ("p", "b", 6)]));
-    assert_eq!(reserved(&ledger, "n"), [units_on("a", 4)]);
+    assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 4)]);
     ledger.observe("n", node(&[7, 6], &[("p", "a", 3), ("p", "a", 4), ("p", "b", 6)]));
-    assert!(reserved(&ledger, "n").is_empty());
+    assert!(reserved_units(&ledger, "n").is_empty());
 }
 
 #[test]
@@ -353,12 +356,12 @@ fn a_ledger_can_be_rebuilt() {
     unwritten.claims.values_mut().for_each(|claim| claim.noted.clear());
     let unwritten = Ledger::rebuild(unwritten);
     assert_eq!(
-        reserved(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(),
+        reserved_units(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(),
         8,
         "claims without an annotation also count as reserved"
     );
     let unclaimed = Ledger::rebuild(Facts { claims: BTreeMap::new(), ..facts });
-    assert!(reserved(&unclaimed, "n").is_empty(), "units without a claim are free");
+    assert!(reserved_units(&unclaimed, "n").is_empty(), "units without a claim are free");
 }
 
 #[test]

@@ -13,7 +13,7 @@ const MAX_ARRIVALS_BETWEEN_UPDATES: usize = 500;
 
 /// The operator's score: the tightest fit until typical requests are known.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub enum Learned {
+pub enum LearnedScore {
     /// Too few pods have arrived.
     #[default]
     Tightest,
@@ -21,7 +21,7 @@ pub enum Learned {
     Value(CapacityValue),
 }
 
-impl Score for Learned {
+impl Score for LearnedScore {
     type NodeValues = Option<value::NodeValues>;
 
     fn precompute(&self, node: &Node) -> Self::NodeValues {
@@ -97,17 +97,17 @@ impl Learner {
 
     /// Returns the score for GPUs of `capacity` units on these nodes. `waiting` are the requests of
     /// pending pods, in units. Takes milliseconds.
-    pub fn score<'a>(&self, capacity: u32, nodes: &[Node], waiting: impl Iterator<Item = &'a Demand>) -> Learned {
+    pub fn score<'a>(&self, capacity: u32, nodes: &[Node], waiting: impl Iterator<Item = &'a Demand>) -> LearnedScore {
         let typical = self.observed.typical_pods().into_iter().filter(|kind| kind.per_gpu <= capacity);
         let typical: Vec<TypicalPod> =
             typical.map(|kind| TypicalPod { per_gpu: to_thousandths(kind.per_gpu, capacity), ..kind }).collect();
         if !self.has_enough_pods() || typical.is_empty() {
-            return Learned::Tightest;
+            return LearnedScore::Tightest;
         }
         let waiting = waiting.filter(|demand| demand.per_gpu <= capacity);
         let waiting: Vec<Demand> =
             waiting.map(|units| Demand { per_gpu: to_thousandths(units.per_gpu, capacity), ..units.clone() }).collect();
-        Learned::Value(CapacityValue::learn(&typical, nodes).with_pending(waiting.iter()))
+        LearnedScore::Value(CapacityValue::learn(&typical, nodes).with_pending(waiting.iter()))
     }
 }
 
@@ -134,11 +134,11 @@ mod tests {
         let mut learner = Learner::default();
         (0..49).for_each(|_| learner.add(&units(6)));
         assert!(!learner.is_update_due());
-        assert_eq!(learner.score(10, &nodes(), [].iter()), Learned::Tightest);
+        assert_eq!(learner.score(10, &nodes(), [].iter()), LearnedScore::Tightest);
         learner.add(&units(4));
         assert!(learner.is_update_due());
-        assert!(matches!(learner.score(10, &nodes(), [].iter()), Learned::Value(_)));
-        assert_eq!(learner.score(3, &nodes(), [].iter()), Learned::Tightest, "no such pod fits these GPUs");
+        assert!(matches!(learner.score(10, &nodes(), [].iter()), LearnedScore::Value(_)));
+        assert_eq!(learner.score(3, &nodes(), [].iter()), LearnedScore::Tightest, "no such pod fits these GPUs");
     }
 
     #[test]
@@ -163,12 +163,12 @@ mod tests {
         (0..30).for_each(|_| [6, 4].iter().for_each(|size| learner.add(&units(*size))));
         let score = learner.score(10, &nodes(), [].iter());
         let node = Node { gpus: vec![1000, 600], ..nodes().remove(0) };
-        let rank = |score: &Learned, way| {
+        let rank = |score: &LearnedScore, way| {
             score.rank(&node, &score.precompute(&node), &Demand { per_gpu: 400, ..units(0) }, Some(way))
         };
-        let better = |score: &Learned, way, than| rank(score, way).compare(&rank(score, than)).is_gt();
+        let better = |score: &LearnedScore, way, than| rank(score, way).compare(&rank(score, than)).is_gt();
         // 6 of 10 units are free on the second GPU, which a pod of 6 could use.
         assert!(better(&score, 0, 1));
-        assert!(better(&Learned::Tightest, 1, 0));
+        assert!(better(&LearnedScore::Tightest, 1, 0));
     }
 }

@@ -1,7 +1,8 @@
 //! Ranks the GPUs that fit a pod, so that as many typical requests as possible still fit later.
 //!
-//! The ledger chooses with a [`Score`]. The operator's score is [`Learned`]: the tightest fit until
-//! enough pods have arrived, then [`CapacityValue`], which is computed from the typical requests.
+//! The ledger chooses with a [`Score`]. The operator's score is [`LearnedScore`]: the tightest fit
+//! until enough pods have arrived, then [`CapacityValue`], which is computed from the typical
+//! requests.
 //!
 //! - [`demand`] learns typical requests of pods.
 //! - [`value`] computes the value of free capacity for these requests, and describes the formula.
@@ -13,7 +14,7 @@ pub mod placer;
 pub mod value;
 
 pub use demand::{Demand, ObservedDemands, TypicalPod};
-pub use learned::Learned;
+pub use learned::LearnedScore;
 pub use placer::{Candidate, Candidates, Placer, ReplicaCounts};
 pub use value::CapacityValue;
 

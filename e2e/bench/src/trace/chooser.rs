@@ -1,5 +1,5 @@
 //! The placement policies that the benchmark offers, and how each one learns and places pods.
-use cleave_plan::placement::{Learned, ObservedDemands, Score, THOUSANDTHS_PER_GPU};
+use cleave_plan::placement::{LearnedScore, ObservedDemands, Score, THOUSANDTHS_PER_GPU};
 
 use super::cluster::{Cluster, MPS_RESOURCE, PodPlacement, device_requests};
 use super::lists::Pod;
@@ -40,7 +40,7 @@ pub(super) trait PlacementPolicy: Score + Default {
 }
 
 /// The operator's score, which learns as in the operator.
-impl PlacementPolicy for Learned {
+impl PlacementPolicy for LearnedScore {
     fn count_arrived_pod(cluster: &mut Cluster<Self>, pod: &Pod) {
         cluster.chooser.count_arrival(&device_requests(pod), pod.demand.cpu, pod.demand.models.clone());
     }

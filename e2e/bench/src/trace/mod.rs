@@ -18,7 +18,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use chooser::{PlacementPolicy, Policy};
-use cleave_plan::placement::{Learned, ObservedDemands};
+use cleave_plan::placement::{LearnedScore, ObservedDemands};
 use cluster::{Cluster, CpuPodPlacement, PodPlacement};
 use figures::{percentile, ratio};
 use lists::{Host, Pod, read_hosts, read_pods};
@@ -79,7 +79,7 @@ fn draw_arrivals(pods: &[Pod], capacity: u64, rng: &mut Rng) -> Vec<usize> {
 /// Runs the benchmark, and prints its result as JSON.
 pub(crate) fn run(args: &TraceArgs) -> Result<()> {
     match args.policy {
-        Policy::Cleave => run_policy::<Learned>(args),
+        Policy::Cleave => run_policy::<LearnedScore>(args),
         Policy::Fgd => run_policy::<FgdScore>(args),
         Policy::BestFit => run_policy::<BestFitScore>(args),
         Policy::Random => run_policy::<RandomScore>(args),

@@ -1,11 +1,11 @@
 //! Input of the operator: objects of the API server, and its admission requests.
 use cleave_api::{GpuNode, SharingPolicy, SharingPolicySpec};
-use cleave_operator::admission::webhook::{Change as Review, review};
+use cleave_operator::admission::webhook::{PodChange, review};
 use cleave_operator::dry;
 use cleave_operator::pods::PodObject;
 use cleave_operator::policies::apply;
 use cleave_operator::policies::demand::{self, Outcome};
-use cleave_operator::policies::plan::{self, Invalid};
+use cleave_operator::policies::plan::{self, PolicyError};
 use cleave_operator::policies::snapshot::History;
 use cleave_operator::policies::validate::{MpsShare, ShareSize, SharingMode, validate};
 use cleave_operator::read::{AgentPod, NodeObject, Observed};
@@ -66,8 +66,8 @@ pub(super) const POLICY: Target = Target {
         let run = plan_cluster(&observed);
         for report in run.plan.policies.values() {
             match &report.invalid {
-                Some(Invalid::Malformed(error)) => assert!(!error.is_empty()),
-                Some(Invalid::Refused(error)) => assert_printable(&error.to_string()),
+                Some(PolicyError::Malformed(error)) => assert!(!error.is_empty()),
+                Some(PolicyError::Refused(error)) => assert_printable(&error.to_string()),
                 None => {}
             }
             report.unsupported.iter().for_each(|(_, cannot)| assert_printable(&cannot.to_string()));
@@ -90,7 +90,7 @@ pub(super) const POLICY: Target = Target {
 /// The objects that the operator watches, as lists.
 #[derive(Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-struct Cluster {
+struct FuzzedCluster {
     nodes: Vec<NodeObject>,
     agents: Vec<AgentPod>,
     gpu_nodes: Vec<DeserializeGuard<GpuNode>>,
@@ -98,7 +98,7 @@ struct Cluster {
     pods: Vec<PodObject>,
 }
 
-impl Cluster {
+impl FuzzedCluster {
     fn into_observed(mut self) -> Observed {
         let mut observed = Observed::default();
         self.nodes.iter().for_each(|node| observed.add_node(node));
@@ -113,7 +113,7 @@ impl Cluster {
 
 /// Reads the objects as the operator does.
 pub(super) fn read_cluster(cluster: &Value) -> Option<Observed> {
-    Cluster::deserialize(cluster).ok().map(Cluster::into_observed)
+    FuzzedCluster::deserialize(cluster).ok().map(FuzzedCluster::into_observed)
 }
 
 /// Runs the operator's planning. Checks that the plan breaks no rule, and that the written objects
@@ -232,7 +232,7 @@ pub(super) const ADMISSION_REVIEW: Target = Target {
     inputs: 2_000,
     run: |bytes| {
         let mut seen = ReadResult::Refused;
-        for change in [Review::Gate { tolerate: false }, Review::Gate { tolerate: true }, Review::PreStop(5)] {
+        for change in [PodChange::Gate { tolerate: false }, PodChange::Gate { tolerate: true }, PodChange::PreStop(5)] {
             match review(change, bytes, |_| false) {
                 Err(error) => assert_printable(&error.to_string()),
                 Ok(answer) => {

@@ -122,7 +122,7 @@ pub(crate) fn is_bus_id(pci: sim_machine::PciAddress, text: &str) -> bool {
     pci.bus_id().eq_ignore_ascii_case(text) || pci.short_bus_id().eq_ignore_ascii_case(text)
 }
 
-/// The processes that a list contains.
+/// The kind of processes that an NVML list contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProcessList {
     /// All compute processes, MPS clients and servers included.

@@ -193,7 +193,7 @@ pub(crate) fn catch_panic(body: impl FnOnce() -> Result<()>) -> sys::nvmlReturn_
     }
 }
 
-/// Runs a call about the machine.
+/// Runs an NVML function that concerns no single GPU.
 pub(crate) fn call(name: &str, body: impl FnOnce(&MachineView) -> Result<()>) -> sys::nvmlReturn_t {
     catch_panic(|| body(&MachineView::new(name, None)?))
 }

@@ -373,8 +373,8 @@ fn run_storm(
     while observed.created < count {
         let living = observe(scope, &mut observed)?.len() as u64;
         // The kubelet accepts at most 110 pods. Limit the test to 70 at a time.
-        for _ in 0..(1 + random.below(16)).min(count - observed.created).min(70_u64.saturating_sub(living)) {
-            let shares = 1 + random.below(10);
+        for _ in 0..(1 + random.random_below(16)).min(count - observed.created).min(70_u64.saturating_sub(living)) {
+            let shares = 1 + random.random_below(10);
             scope.create_pod(
                 &format!("p{}", observed.created),
                 &json!({SHARES_RESOURCE: shares}),
@@ -391,13 +391,16 @@ fn run_storm(
             let ended = text(&pod["status"]["phase"]) == "Failed";
             // Delete mostly running pods, and a few pending ones. While no operator leads, pods
             // stay pending, and most of them must run later.
-            let is_chosen =
-                if text(&pod["status"]["phase"]) == "Running" { random.below(3) == 0 } else { random.below(200) == 0 };
+            let is_chosen = if text(&pod["status"]["phase"]) == "Running" {
+                random.random_below(3) == 0
+            } else {
+                random.random_below(200) == 0
+            };
             if ended || is_chosen {
-                delete(pod, u32::try_from(random.below(2))?)?;
+                delete(pod, u32::try_from(random.random_below(2))?)?;
             }
         }
-        std::thread::sleep(Duration::from_millis(random.below(300)));
+        std::thread::sleep(Duration::from_millis(random.random_below(300)));
     }
     // Delete every pod that has run, so that the remaining pods can run.
     wait_for("all remaining pods have run", WAIT_TIMEOUT * 4, || {
@@ -412,7 +415,7 @@ fn run_storm(
     Ok(observed)
 }
 
-/// Kills the agent at once, whatever it does. Its supervisor restarts it.
+/// Kills the agent at once, even while it handles a request. Its supervisor restarts it.
 fn kill_agent() -> Result<()> {
     // A replaced agent starts within seconds.
     wait_until("an agent is killed", || Ok(signal_program(NODE, "cleave-agent", "KILL").is_ok()))

@@ -19,7 +19,7 @@ use crate::{NODE, container_and_restarts, daemon_pids};
 
 /// The expected outcome of an attempt.
 #[derive(Debug, Clone, Copy)]
-enum Expected {
+enum ExpectedOutcome {
     /// The attempt is refused. Each refusal contains all of these texts.
     Refused(&'static [&'static str]),
     /// The attempt is permitted, and changes nothing.
@@ -45,11 +45,11 @@ enum Outcome {
 struct Attempt {
     /// Name in the documentation.
     name: &'static str,
-    expected: Expected,
+    expected: ExpectedOutcome,
     run: fn(&TestBed<'_>) -> Result<Outcome>,
 }
 
-impl Expected {
+impl ExpectedOutcome {
     /// Returns the first words of the result in the documentation.
     const fn outcome_words(self) -> &'static str {
         match self {
@@ -65,7 +65,7 @@ impl Attempt {
     /// unexpected.
     fn check(&self, bed: &TestBed<'_>) -> Result<String> {
         match (self.expected, (self.run)(bed)?) {
-            (Expected::Refused(words), Outcome::Refused(answers)) => {
+            (ExpectedOutcome::Refused(words), Outcome::Refused(answers)) => {
                 ensure!(!answers.is_empty(), "the attempt caused no refusal");
                 for answer in &answers {
                     let says = words.iter().all(|word| answer.contains(word));
@@ -73,8 +73,8 @@ impl Attempt {
                 }
                 Ok(answers.concat())
             }
-            (Expected::NoEffect, Outcome::NoEffect(same)) => Ok(same),
-            (Expected::Found(kind), Outcome::Found(found)) if kind == found => Ok(found.to_owned()),
+            (ExpectedOutcome::NoEffect, Outcome::NoEffect(same)) => Ok(same),
+            (ExpectedOutcome::Found(kind), Outcome::Found(found)) if kind == found => Ok(found.to_owned()),
             (_, Outcome::Succeeded(what)) => bail!("the attempt succeeded: {what}"),
             (expected, outcome) => bail!("expected {expected:?}, got {outcome:?}"),
         }

@@ -15,9 +15,9 @@ const LIST_SCRIPT: &str = "ls /dev | grep -E '^nvidia[0-9]+$' || true; find / -x
 
 /// How the cluster uses the toolkit. `e2e/toolkit/test` describes the layouts.
 struct Layout {
-    /// The RuntimeClass of pods with GPUs.
+    /// The `RuntimeClass` of pods with GPUs.
     class: Option<&'static str>,
-    /// The RuntimeClass with which NVIDIA's runtime handles a pod. `None` for the default.
+    /// The `RuntimeClass` with which NVIDIA's runtime handles a pod. `None` for the default.
     nvidia: Option<&'static str>,
 }
 
@@ -33,7 +33,7 @@ impl Layout {
     }
 }
 
-/// Creates a pod of a RuntimeClass.
+/// Creates a pod of a `RuntimeClass`.
 fn create(scope: &Scope, cluster: &Cluster, pod: &Value, class: Option<&str>) -> Result<Value> {
     let mut pod = pod.clone();
     if let Some(class) = class {

@@ -1,7 +1,7 @@
 //! Checks the namespace of the release: Pod Security, quotas and service meshes.
 use cleave_plan::Quantity;
 
-use super::super::facts::{LimitRange, Named, ResourceQuota};
+use super::super::facts::{LimitRange, NamedObject, ResourceQuota};
 use super::super::platform::Platform;
 use super::super::report::{Level, Reason, Report, counted};
 use super::cluster::SYSTEM_PRIORITY_CLASSES;
@@ -28,7 +28,7 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
 }
 
 /// Returns the namespace of the release, if it exists.
-pub(super) fn namespace<'a>(view: &View<'a>) -> Option<&'a Named> {
+pub(super) fn namespace<'a>(view: &View<'a>) -> Option<&'a NamedObject> {
     items(&view.facts.namespaces).iter().find(|namespace| namespace.metadata.name == view.target.namespace)
 }
 

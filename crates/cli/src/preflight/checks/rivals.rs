@@ -50,8 +50,8 @@ const DEFINITIONS: [(&str, &str, &str); 3] = [
 /// `ComputeDomain`s.
 const DRA_GPU_CONTAINER: &str = "gpus";
 
-/// The software that is recognized, special cases first. Operators of GPUs select their nodes by
-/// labels of their own, which identify them better than names.
+/// The products that the preflight recognizes, special cases first. GPU operators put their own
+/// labels on nodes, and these labels identify an operator more reliably than its name.
 static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Driver,
@@ -59,7 +59,7 @@ static PRODUCTS: [Product; 12] = [
         action: "",
         is: |set| {
             selects(set, "nvidia.com/gpu.deploy.driver")
-                || named(set, "nvidia-driver-daemonset")
+                || is_named(set, "nvidia-driver-daemonset")
                 || runs(set, "nvidia/driver:")
         },
     },
@@ -69,7 +69,7 @@ static PRODUCTS: [Product; 12] = [
         action: "Label the nodes nvidia.com/gpu.deploy.mig-manager=false, or set agent.migMode to Never.",
         is: |set| {
             selects(set, "nvidia.com/gpu.deploy.mig-manager")
-                || named(set, "nvidia-mig-manager")
+                || is_named(set, "nvidia-mig-manager")
                 || runs(set, "k8s-mig-manager")
         },
     },
@@ -77,31 +77,31 @@ static PRODUCTS: [Product; 12] = [
         role: Role::Dra,
         name: "NVIDIA's DRA driver",
         action: "Keep the driver's kubelet plugin off the nodes, or install the driver with resources.gpus.enabled=false.",
-        is: |set| named(set, "nvidia-dra-driver") || runs(set, "k8s-dra-driver-gpu"),
+        is: |set| is_named(set, "nvidia-dra-driver") || runs(set, "k8s-dra-driver-gpu"),
     },
     Product {
         role: Role::Plugin,
         name: "the device plugin of HAMi",
         action: "Remove the label gpu=on from the nodes, or uninstall HAMi.",
-        is: |set| named(set, "hami-device-plugin") || runs(set, "projecthami/"),
+        is: |set| is_named(set, "hami-device-plugin") || runs(set, "projecthami/"),
     },
     Product {
         role: Role::Plugin,
         name: "Nos",
         action: "Remove the label nos.nebuly.com/gpu-partitioning from the nodes, or uninstall Nos.",
-        is: |set| runs(set, "nebuly") || named(set, "nos-mig-agent") || named(set, "nos-gpu-agent"),
+        is: |set| runs(set, "nebuly") || is_named(set, "nos-mig-agent") || is_named(set, "nos-gpu-agent"),
     },
     Product {
         role: Role::Plugin,
         name: "the device plugin of Volcano",
         action: "Keep the plugin's DaemonSet off the nodes by a node selector.",
-        is: |set| named(set, "volcano-device-plugin") || runs(set, "volcano-vgpu-device-plugin"),
+        is: |set| is_named(set, "volcano-device-plugin") || runs(set, "volcano-vgpu-device-plugin"),
     },
     Product {
         role: Role::Plugin,
         name: "the GPU share plugin of Alibaba Cloud",
         action: "Remove the label gpushare=true from the nodes.",
-        is: |set| named(set, "gpushare-device-plugin") || runs(set, "gpushare-plugin"),
+        is: |set| is_named(set, "gpushare-device-plugin") || runs(set, "gpushare-plugin"),
     },
     Product {
         role: Role::Plugin,
@@ -111,7 +111,7 @@ static PRODUCTS: [Product; 12] = [
                  nvidia-driver-installer/cos/daemonset-preloaded.yaml for Container-Optimized OS, or \
                  nvidia-driver-installer/ubuntu/daemonset-preloaded.yaml for Ubuntu, of the repository \
                  GoogleCloudPlatform/container-engine-accelerators.",
-        is: |set| set.metadata.namespace == "kube-system" && named(set, "nvidia-gpu-device-plugin"),
+        is: |set| set.metadata.namespace == "kube-system" && is_named(set, "nvidia-gpu-device-plugin"),
     },
     Product {
         role: Role::Plugin,
@@ -124,23 +124,23 @@ static PRODUCTS: [Product; 12] = [
         role: Role::Plugin,
         name: "the MPS control daemon of NVIDIA's device plugin",
         action: "Remove MPS from the configuration of NVIDIA's device plugin.",
-        is: |set| named(set, "mps-control-daemon"),
+        is: |set| is_named(set, "mps-control-daemon"),
     },
     Product {
         role: Role::Plugin,
         name: "NVIDIA's device plugin",
         action: "Delete the plugin's DaemonSet, or keep the DaemonSet off the nodes by a node affinity.",
-        is: |set| (named(set, "nvidia-device-plugin") || runs(set, "k8s-device-plugin")) && !discovers_features(set),
+        is: |set| (is_named(set, "nvidia-device-plugin") || runs(set, "k8s-device-plugin")) && !discovers_features(set),
     },
     Product {
         role: Role::Plugin,
         name: "a device plugin for NVIDIA GPUs",
         action: "Delete the plugin's DaemonSet, or keep the DaemonSet off the nodes by a node affinity.",
-        is: |set| named(set, "nvidia-gpu-device-plugin") || named(set, "gpu-device-plugin-nvidia"),
+        is: |set| is_named(set, "nvidia-gpu-device-plugin") || is_named(set, "gpu-device-plugin-nvidia"),
     },
 ];
 
-fn named(set: &DaemonSet, part: &str) -> bool {
+fn is_named(set: &DaemonSet, part: &str) -> bool {
     set.metadata.name.contains(part)
 }
 
@@ -155,12 +155,12 @@ fn selects(set: &DaemonSet, label: &str) -> bool {
 /// Returns whether the `DaemonSet` is GPU feature discovery, which is in the device plugin's image.
 fn discovers_features(set: &DaemonSet) -> bool {
     let command = |command: &String| command.contains("feature-discovery");
-    named(set, "feature-discovery")
+    is_named(set, "feature-discovery")
         || set.spec.template.spec.containers.iter().any(|container| container.command.iter().any(command))
 }
 
 /// A `DaemonSet` that was recognized.
-struct Found<'a> {
+struct RecognizedDaemonSet<'a> {
     set: &'a DaemonSet,
     product: &'static Product,
     /// The GPU nodes on which it runs.
@@ -169,7 +169,7 @@ struct Found<'a> {
 
 /// Adds the findings about other software.
 pub(super) fn check(view: &View<'_>, report: &mut Report) {
-    let found: Vec<Found<'_>> = view.daemon_sets.iter().filter_map(|set| recognize(view, set)).collect();
+    let found: Vec<RecognizedDaemonSet<'_>> = view.daemon_sets.iter().filter_map(|set| recognize(view, set)).collect();
     check_plugins(view, &found, report);
     check_definitions(view, &found, report);
     check_dra(&found, report);
@@ -179,21 +179,24 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
 
 /// Recognizes a `DaemonSet`, and computes on which GPU nodes it runs. Returns `None` for a
 /// `DaemonSet` of Cleave or of an unknown product.
-fn recognize<'a>(view: &View<'a>, set: &'a DaemonSet) -> Option<Found<'a>> {
+fn recognize<'a>(view: &View<'a>, set: &'a DaemonSet) -> Option<RecognizedDaemonSet<'a>> {
     if is_cleave(set) {
         return None;
     }
     let product = PRODUCTS.iter().find(|product| (product.is)(set))?;
     let nodes = view.gpu_nodes.iter().filter(|node| can_run(&set.spec.template.spec, node)).copied().collect();
-    Some(Found { set, product, nodes })
+    Some(RecognizedDaemonSet { set, product, nodes })
 }
 
-fn of_role<'f, 'a>(found: &'f [Found<'a>], role: Role) -> impl Iterator<Item = &'f Found<'a>> {
+fn of_role<'f, 'a>(
+    found: &'f [RecognizedDaemonSet<'a>],
+    role: Role,
+) -> impl Iterator<Item = &'f RecognizedDaemonSet<'a>> {
     found.iter().filter(move |found| found.product.role == role)
 }
 
 /// Reports other device plugins. Two plugins on a node must not serve the same GPUs.
-fn check_plugins(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
+fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     for plugin in of_role(found, Role::Plugin) {
         let (set, name) = (plugin.set.metadata.full_name(), plugin.product.name);
         if plugin.nodes.is_empty() {
@@ -247,7 +250,7 @@ fn check_plugins(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
 
 /// Reports software that is installed, but runs no device plugin on the GPU nodes. It may do so
 /// later.
-fn check_definitions(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
+fn check_definitions(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     let runs_plugins = found.iter().any(|found| {
         matches!(found.product.role, Role::Plugin | Role::Dra | Role::MigManager) && !found.nodes.is_empty()
     });
@@ -264,8 +267,8 @@ fn check_definitions(view: &View<'_>, found: &[Found<'_>], report: &mut Report) 
 }
 
 /// Reports NVIDIA's DRA driver, if it allocates GPUs.
-fn check_dra(found: &[Found<'_>], report: &mut Report) {
-    let allocates = |found: &&Found<'_>| {
+fn check_dra(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
+    let allocates = |found: &&RecognizedDaemonSet<'_>| {
         found.set.spec.template.spec.containers.iter().any(|container| container.name == DRA_GPU_CONTAINER)
     };
     for driver in of_role(found, Role::Dra).filter(allocates).filter(|driver| !driver.nodes.is_empty()) {
@@ -283,7 +286,7 @@ fn check_dra(found: &[Found<'_>], report: &mut Report) {
 }
 
 /// Reports NVIDIA's MIG manager. The values leave MIG mode to it.
-fn check_mig_manager(found: &[Found<'_>], report: &mut Report) {
+fn check_mig_manager(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     for manager in of_role(found, Role::MigManager).filter(|manager| !manager.nodes.is_empty()) {
         report.set("agent.migMode", "Never");
         report.warning(
@@ -300,7 +303,7 @@ fn check_mig_manager(found: &[Found<'_>], report: &mut Report) {
 }
 
 /// Reports the driver's location, and the `RuntimeClass` with which Cleave's pods get the driver.
-fn check_driver(view: &View<'_>, found: &[Found<'_>], report: &mut Report) {
+fn check_driver(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     if view.gpu_nodes.is_empty() {
         return;
     }

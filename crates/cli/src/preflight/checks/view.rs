@@ -113,7 +113,7 @@ pub(super) fn can_run(pod: &PodSpec, node: &Node) -> bool {
 /// Returns whether the node has NVIDIA GPUs, by its labels, its resources or its operating system.
 fn has_gpus(node: &Node) -> bool {
     chart_labels(node).next().is_some()
-        || matching(node, &OTHER_GPU_LABELS).next().is_some()
+        || matching_labels(node, &OTHER_GPU_LABELS).next().is_some()
         || node.metadata.labels.keys().any(|label| label.starts_with(TALOS_EXTENSIONS))
         || node.status.capacity.keys().any(|name| is_gpu_resource(name))
         || is_bottlerocket_for_gpus(&node.status.node_info.os_image)
@@ -136,7 +136,7 @@ pub(super) fn is_discovered(label: &str) -> bool {
 /// selects the node.
 pub(super) fn chart_labels(node: &Node) -> impl Iterator<Item = &'static str> {
     let talos = |label: &&str| node.metadata.labels.contains_key(*label);
-    matching(node, &GPU_LABELS).chain(TALOS_GPU_LABELS.into_iter().filter(talos))
+    matching_labels(node, &GPU_LABELS).chain(TALOS_GPU_LABELS.into_iter().filter(talos))
 }
 
 /// Returns whether an operating system is a variant of Bottlerocket for NVIDIA GPUs, such as
@@ -146,7 +146,7 @@ fn is_bottlerocket_for_gpus(os_image: &str) -> bool {
 }
 
 /// Returns those of the labels that the node has.
-fn matching<'a>(
+fn matching_labels<'a>(
     node: &'a Node,
     labels: &'a [(&'static str, Option<&'static str>)],
 ) -> impl Iterator<Item = &'static str> + 'a {

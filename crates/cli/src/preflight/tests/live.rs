@@ -28,7 +28,7 @@ async fn from_cluster_with(client: Client) -> anyhow::Result<Facts> {
     from_cluster(&client, super::NAMESPACE).await
 }
 
-fn healthy(path: &str) -> (u16, Value) {
+fn healthy_response(path: &str) -> (u16, Value) {
     let items = match path {
         "/version" => return (200, json!({"gitVersion": "v1.36.4"})),
         "/apis/admissionregistration.k8s.io/v1" => {
@@ -47,7 +47,7 @@ fn healthy(path: &str) -> (u16, Value) {
 
 #[tokio::test]
 async fn a_healthy_cluster_is_read_without_findings() {
-    let facts = read(|path, _| healthy(path)).await.unwrap();
+    let facts = read(|path, _| healthy_response(path)).await.unwrap();
     assert_eq!(problems(&report_with(&facts, &[])), []);
     assert_eq!(facts.nodes.unwrap().len(), 2);
 }
@@ -62,7 +62,7 @@ async fn a_list_that_is_forbidden_is_unknown_and_the_others_are_read() {
                 json!({"kind": "Status", "status": "Failure", "code": 403, "message": message, "reason": "Forbidden"}),
             )
         }
-        path => healthy(path),
+        path => healthy_response(path),
     })
     .await
     .unwrap();
@@ -77,7 +77,7 @@ async fn all_pages_of_a_list_are_read() {
             (200, json!({"metadata": {}, "items": [gpu_node("b"), gpu_node("c")]}))
         }
         "/api/v1/nodes" => (200, json!({"metadata": {"continue": "second"}, "items": [gpu_node("a")]})),
-        path => healthy(path),
+        path => healthy_response(path),
     })
     .await
     .unwrap();
@@ -91,7 +91,7 @@ async fn lists_of_the_namespace_are_limited_to_it() {
         "/api/v1/namespaces/cleave-system/resourcequotas" => {
             (200, json!({"metadata": {}, "items": [super::named("quota")]}))
         }
-        path => healthy(path),
+        path => healthy_response(path),
     })
     .await
     .unwrap();

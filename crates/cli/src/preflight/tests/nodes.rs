@@ -158,7 +158,7 @@ fn taints_that_pods_do_not_tolerate_are_reported() {
         ("sku", "PreferNoSchedule", vec![]),
         // Admission adds a toleration.
         ("nvidia.com/gpu", "NoSchedule", vec![]),
-        // Ends without an administrator.
+        // Kubernetes removes this taint itself.
         ("node.kubernetes.io/not-ready", "NoExecute", vec![]),
     ] {
         let tainted = json!({"spec": {"taints": [{"key": key, "value": "v", "effect": effect}]}});

@@ -5,10 +5,10 @@ use tokio::time::Instant;
 
 use crate::mps::drivers::DriverEvidence;
 
-/// Time after the last unexpected reply at which the MPS host no longer reports that clients are
-/// held: no client waits any more, so nothing is known about the next reply. While a client waits,
-/// a reply arrives several times per second, or after each restart of the daemon. Restarts have a
-/// delay of at most 30 s.
+/// Time after the last unexpected reply at which the MPS host stops reporting that clients are
+/// held. Without a waiting client, no reply arrives that could prove the daemon's protocol. While a
+/// client waits, a reply arrives several times per second, or after each restart of the daemon.
+/// Restarts have a delay of at most 30 s.
 const MAX_REPORT_TIME: Duration = Duration::from_secs(60);
 
 /// Number of connections to a daemon in a row that must have an unexpected end before the MPS host
@@ -18,7 +18,7 @@ pub(super) const MIN_UNEXPECTED_ENDS: u32 = 3;
 /// The replies of a daemon to clients' handshakes.
 #[derive(Debug)]
 pub(super) struct HandshakeRecord {
-    /// What is known about the driver of the running daemon.
+    /// Evidence for the protocol of the driver under the running daemon.
     driver: DriverEvidence,
     /// Whether the running daemon has connected a client. If so, no later reply makes the protocol
     /// unknown.
@@ -41,7 +41,7 @@ impl Default for HandshakeRecord {
 }
 
 impl HandshakeRecord {
-    /// Records the start of a daemon. Its handshakes prove its protocol anew.
+    /// Records the start of a daemon. The new daemon's handshakes must prove its protocol.
     pub(super) fn start_daemon(&mut self, driver: DriverEvidence) {
         *self = Self { driver, held_at: self.held_at, ..Self::default() };
     }

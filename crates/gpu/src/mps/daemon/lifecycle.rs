@@ -174,7 +174,7 @@ impl Device {
         }
     }
 
-    /// Forgets what is known about an earlier daemon of this device.
+    /// Clears the record of an earlier daemon of this device.
     fn forget_earlier_daemon(&self) {
         self.handshake.borrow_mut().start_daemon(self.context.read_driver_evidence());
         self.unexpected_probes.set(0);

@@ -89,7 +89,8 @@ pub(super) async fn check_preconditions(
     }
 }
 
-/// Returns why Cleave may use the GPU. Returns `None` if Cleave does not use the GPU.
+/// Returns the reason to assume that Cleave uses the GPU. Returns `None` if Cleave does not use
+/// the GPU.
 fn reason_cleave_may_use_gpu(run: &Path, uuid: &str) -> Option<String> {
     let path = Paths::new(run).desired();
     let desired = match std::fs::read(&path) {

@@ -8,7 +8,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use super::handshake::{Introduction, Refusal, introduce_client_to_server, receive_introduction};
+use super::handshake::{IntroducedPeer, Refusal, introduce_client_to_server, receive_introduction};
 use super::relay::relay;
 use super::{CountedConnection, Door, MAX_SERVER_CONNECTIONS};
 use crate::mps::control::{self, AcceptedClient, ControlError};
@@ -138,9 +138,9 @@ impl Door {
             introduction = timeout(INTRODUCTION_DEADLINE, receive_introduction(&client, peer)) => introduction,
         };
         let refusal = match introduction {
-            Ok(Introduction::Client(who)) => self.admit_when_possible(&client, who).await,
-            Ok(Introduction::Closed) => None,
-            Ok(Introduction::Refused(refusal)) => Some(refusal),
+            Ok(IntroducedPeer::Client(who)) => self.admit_when_possible(&client, who).await,
+            Ok(IntroducedPeer::Closed) => None,
+            Ok(IntroducedPeer::Refused(refusal)) => Some(refusal),
             Err(_) => Some(Refusal::TooSlow),
         };
         if let Some(reason) = refusal {

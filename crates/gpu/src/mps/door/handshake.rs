@@ -34,7 +34,7 @@ pub(super) enum Refusal {
 }
 
 /// The kind of peer that connected.
-pub(super) enum Introduction {
+pub(super) enum IntroducedPeer {
     Client(Credentials),
     /// The peer closed the connection. Each client closes its first connection, which only checks
     /// whether a daemon exists.
@@ -43,27 +43,27 @@ pub(super) enum Introduction {
 }
 
 /// Performs the daemon's part of the handshake, up to the packet with the client's kind.
-pub(super) async fn receive_introduction(client: &Socket, peer: Credentials) -> Introduction {
+pub(super) async fn receive_introduction(client: &Socket, peer: Credentials) -> IntroducedPeer {
     if client.send(protocol::HELLO).await.is_err() {
-        return Introduction::Closed;
+        return IntroducedPeer::Closed;
     }
-    let Ok(Some(packet)) = client.recv_credentials().await else { return Introduction::Closed };
+    let Ok(Some(packet)) = client.recv_credentials().await else { return IntroducedPeer::Closed };
     if packet.data != protocol::CREDENTIALS {
-        return Introduction::Refused(Refusal::NoHandshake);
+        return IntroducedPeer::Refused(Refusal::NoHandshake);
     }
     let who = match packet.credentials {
-        Some(who) if who.pid == 0 => return Introduction::Refused(Refusal::ForeignNamespace),
+        Some(who) if who.pid == 0 => return IntroducedPeer::Refused(Refusal::ForeignNamespace),
         // A privileged process can send the credentials of another process. The MPS host would then
         // count and signal that other process instead.
-        Some(who) if who.pid != peer.pid => return Introduction::Refused(Refusal::Impostor(who.pid)),
+        Some(who) if who.pid != peer.pid => return IntroducedPeer::Refused(Refusal::Impostor(who.pid)),
         Some(who) => who,
-        None => return Introduction::Refused(Refusal::NoCredentials),
+        None => return IntroducedPeer::Refused(Refusal::NoCredentials),
     };
-    let Ok(Some(packet)) = client.recv_credentials().await else { return Introduction::Closed };
+    let Ok(Some(packet)) = client.recv_credentials().await else { return IntroducedPeer::Closed };
     match PeerKind::parse(&packet.data) {
-        PeerKind::Client => Introduction::Client(who),
-        PeerKind::Administrator => Introduction::Refused(Refusal::Administrator),
-        PeerKind::Unknown => Introduction::Refused(Refusal::UnknownKind),
+        PeerKind::Client => IntroducedPeer::Client(who),
+        PeerKind::Administrator => IntroducedPeer::Refused(Refusal::Administrator),
+        PeerKind::Unknown => IntroducedPeer::Refused(Refusal::UnknownKind),
     }
 }
 

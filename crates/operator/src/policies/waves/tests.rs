@@ -11,10 +11,10 @@ const RULES: RolloutRules =
 const NONE: [usize; 0] = [];
 
 /// Returns a node that has changed and serves the newest partition.
-fn updated() -> NodeView {
+fn updated_node() -> NodeView {
     NodeView {
         newest: true,
-        state: State::Serving,
+        state: NodeState::Serving,
         failing: false,
         between: false,
         serves: true,
@@ -30,45 +30,45 @@ fn updated() -> NodeView {
 }
 
 /// Returns a node that served the newest partition before the change.
-fn kept() -> NodeView {
-    NodeView { affected: false, ..updated() }
+fn unaffected_node() -> NodeView {
+    NodeView { affected: false, ..updated_node() }
 }
 
 /// Returns an unused node that serves an older partition.
-fn old() -> NodeView {
-    NodeView { newest: false, ..updated() }
+fn older_node() -> NodeView {
+    NodeView { newest: false, ..updated_node() }
 }
 
-fn with_state(state: State, view: NodeView) -> NodeView {
+fn with_state(state: NodeState, view: NodeView) -> NodeView {
     NodeView { serves: false, state, ..view }
 }
 
-fn changing(view: NodeView) -> NodeView {
-    with_state(State::Changing, view)
+fn changing_node(view: NodeView) -> NodeView {
+    with_state(NodeState::Changing, view)
 }
 
 /// Returns an unused node that has no older partition either.
-fn between() -> NodeView {
-    NodeView { between: true, ..changing(old()) }
+fn node_between_partitions() -> NodeView {
+    NodeView { between: true, ..changing_node(older_node()) }
 }
 
-fn waiting(view: NodeView) -> NodeView {
-    with_state(State::WaitingForPods, view)
+fn waiting_node(view: NodeView) -> NodeView {
+    with_state(NodeState::WaitingForPods, view)
 }
 
-fn failed(view: NodeView) -> NodeView {
-    with_state(State::Failed("why".to_owned()), view)
+fn failed_node(view: NodeView) -> NodeView {
+    with_state(NodeState::Failed("why".to_owned()), view)
 }
 
-fn in_use(view: NodeView) -> NodeView {
+fn node_in_use(view: NodeView) -> NodeView {
     NodeView { in_use: true, ..view }
 }
 
-fn excused(view: NodeView) -> NodeView {
+fn excused_node(view: NodeView) -> NodeView {
     NodeView { excused: true, ..view }
 }
 
-fn cordoned(view: NodeView) -> NodeView {
+fn cordoned_node(view: NodeView) -> NodeView {
     NodeView { cordoned: true, ..view }
 }
 
@@ -78,7 +78,7 @@ fn decide_for(rules: RolloutRules, views: &[NodeView]) -> RolloutProgress {
 }
 
 /// Returns the numbers of the nodes that begin to change.
-fn begins(rules: RolloutRules, views: &[NodeView]) -> Vec<usize> {
+fn nodes_that_begin(rules: RolloutRules, views: &[NodeView]) -> Vec<usize> {
     let progress = decide_for(rules, views);
     let old = views.iter().enumerate().filter(|(_, view)| !view.newest);
     old.map(|(at, _)| at).filter(|at| !progress.pending.contains(&format!("n{at}"))).collect()
@@ -86,137 +86,234 @@ fn begins(rules: RolloutRules, views: &[NodeView]) -> Vec<usize> {
 
 #[test]
 fn the_first_wave_is_one_node() {
-    assert_eq!(begins(RULES, &[old(), old(), old(), old()]), [0]);
-    assert_eq!(begins(RULES, &[changing(updated()), old(), old()]), NONE, "the canary has not finished");
-    assert_eq!(decide_for(RULES, &[old(), old()]).phase, Phase::RollingOut);
+    assert_eq!(nodes_that_begin(RULES, &[older_node(), older_node(), older_node(), older_node()]), [0]);
+    assert_eq!(
+        nodes_that_begin(RULES, &[changing_node(updated_node()), older_node(), older_node()]),
+        NONE,
+        "the canary has not finished"
+    );
+    assert_eq!(decide_for(RULES, &[older_node(), older_node()]).phase, Phase::RollingOut);
 }
 
 #[test]
 fn a_node_that_has_served_only_for_a_moment_proves_nothing() {
-    let young = || NodeView { steady: false, ..updated() };
-    assert_eq!(begins(RULES, &[young(), old(), old(), failed(old())]), NONE, "the canary may still fail");
-    assert_eq!(begins(RULES, &[young(), updated(), old(), old()]), [2, 3]);
+    let young = || NodeView { steady: false, ..updated_node() };
+    assert_eq!(
+        nodes_that_begin(RULES, &[young(), older_node(), older_node(), failed_node(older_node())]),
+        NONE,
+        "the canary may still fail"
+    );
+    assert_eq!(nodes_that_begin(RULES, &[young(), updated_node(), older_node(), older_node()]), [2, 3]);
     let kept = NodeView { affected: false, ..young() };
-    assert_eq!(begins(RULES, &[kept, old(), old()]), [1], "it is no canary");
-    let withdrawn = |view: NodeView| NodeView { withdrawn: true, ..cordoned(excused(view)) };
-    assert_eq!(begins(RULES, &[withdrawn(young()), old(), old()]), [1], "a person has cordoned the canary");
-    assert_eq!(begins(RULES, &[withdrawn(changing(updated())), cordoned(old()), cordoned(old())]), [1]);
+    assert_eq!(nodes_that_begin(RULES, &[kept, older_node(), older_node()]), [1], "it is no canary");
+    let withdrawn = |view: NodeView| NodeView { withdrawn: true, ..cordoned_node(excused_node(view)) };
+    assert_eq!(
+        nodes_that_begin(RULES, &[withdrawn(young()), older_node(), older_node()]),
+        [1],
+        "a person has cordoned the canary"
+    );
+    assert_eq!(
+        nodes_that_begin(
+            RULES,
+            &[withdrawn(changing_node(updated_node())), cordoned_node(older_node()), cordoned_node(older_node())]
+        ),
+        [1]
+    );
 }
 
 #[test]
 fn cordoned_and_failed_nodes_change_one_at_a_time_until_one_serves() {
-    let young = || NodeView { steady: false, ..updated() };
-    for unfit in [excused, cordoned, |view| excused(failed(view))] {
-        assert_eq!(begins(RULES, &[unfit(old()), unfit(old()), unfit(old())]), [0]);
-        for canary in [changing(updated()), young(), excused(failed(updated())), with_state(State::Serving, updated())]
-        {
-            assert_eq!(begins(RULES, &[unfit(canary.clone()), unfit(old()), unfit(old())]), NONE, "{canary:?}");
+    let young = || NodeView { steady: false, ..updated_node() };
+    for unfit in [excused_node, cordoned_node, |view| excused_node(failed_node(view))] {
+        assert_eq!(nodes_that_begin(RULES, &[unfit(older_node()), unfit(older_node()), unfit(older_node())]), [0]);
+        for canary in [
+            changing_node(updated_node()),
+            young(),
+            excused_node(failed_node(updated_node())),
+            with_state(NodeState::Serving, updated_node()),
+        ] {
+            assert_eq!(
+                nodes_that_begin(RULES, &[unfit(canary.clone()), unfit(older_node()), unfit(older_node())]),
+                NONE,
+                "{canary:?}"
+            );
         }
-        assert_eq!(begins(RULES, &[unfit(old()), old()]), [1], "a node that can serve is the canary");
+        assert_eq!(
+            nodes_that_begin(RULES, &[unfit(older_node()), older_node()]),
+            [1],
+            "a node that can serve is the canary"
+        );
     }
-    let stuck = cordoned(with_state(State::Serving, updated()));
+    let stuck = cordoned_node(with_state(NodeState::Serving, updated_node()));
     assert_eq!(
-        begins(RULES, &[stuck.clone(), cordoned(old()), old()]),
+        nodes_that_begin(RULES, &[stuck.clone(), cordoned_node(older_node()), older_node()]),
         [2],
         "a node that can serve replaces the canary"
     );
-    let progress = decide_for(RULES, &[stuck, cordoned(old())]);
+    let progress = decide_for(RULES, &[stuck, cordoned_node(older_node())]);
     assert_eq!((progress.phase, progress.cordoned), (Phase::RollingOut, BTreeSet::from(["n0".to_owned()])));
 }
 
 #[test]
 fn a_change_is_complete_after_the_last_node_has_served_for_some_time() {
-    let young = || NodeView { steady: false, ..updated() };
-    let progress = decide_for(RULES, &[updated(), young()]);
+    let young = || NodeView { steady: false, ..updated_node() };
+    let progress = decide_for(RULES, &[updated_node(), young()]);
     assert_eq!((progress.phase, progress.updated), (Phase::RollingOut, 2));
     assert_eq!(progress.unsteady, BTreeSet::from(["n1".to_owned()]));
     let kept = NodeView { affected: false, ..young() };
-    for last in [updated(), kept, cordoned(with_state(State::Serving, young()))] {
-        assert_eq!(decide_for(RULES, &[updated(), last.clone()]).phase, Phase::Complete, "{last:?}");
+    for last in [updated_node(), kept, cordoned_node(with_state(NodeState::Serving, young()))] {
+        assert_eq!(decide_for(RULES, &[updated_node(), last.clone()]).phase, Phase::Complete, "{last:?}");
     }
 }
 
 #[test]
 fn a_node_that_may_be_the_canary_of_an_unknown_change_must_serve_for_some_time() {
-    let kept = || NodeView { affected: false, may_be_canary: true, ..updated() };
-    let young = NodeView { steady: false, ..kept() };
-    assert_eq!(begins(RULES, &[young.clone(), old(), old()]), NONE);
-    assert_eq!(decide_for(RULES, &[young, old()]).unsteady, BTreeSet::from(["n0".to_owned()]));
-    assert_eq!(begins(RULES, &[kept(), old(), old()]), [1], "it proves nothing, because the change is unknown");
+    let possible_canary = || NodeView { affected: false, may_be_canary: true, ..updated_node() };
+    let young = NodeView { steady: false, ..possible_canary() };
+    assert_eq!(nodes_that_begin(RULES, &[young.clone(), older_node(), older_node()]), NONE);
+    assert_eq!(decide_for(RULES, &[young, older_node()]).unsteady, BTreeSet::from(["n0".to_owned()]));
+    assert_eq!(
+        nodes_that_begin(RULES, &[possible_canary(), older_node(), older_node()]),
+        [1],
+        "it proves nothing, because the change is unknown"
+    );
 }
 
 #[test]
 fn nodes_that_the_change_does_not_affect_prove_only_repairs() {
-    assert_eq!(begins(RULES, &[kept(), old(), old(), old()]), [1], "the canary");
-    assert_eq!(begins(RULES, &[kept(), changing(updated()), old(), old()]), NONE);
-    assert_eq!(begins(RULES, &[kept(), updated(), old(), old()]), [2, 3]);
-    assert_eq!(begins(RULES, &[kept(), failed(old()), between(), old(), old()]), [1, 2]);
+    assert_eq!(
+        nodes_that_begin(RULES, &[unaffected_node(), older_node(), older_node(), older_node()]),
+        [1],
+        "the canary"
+    );
+    assert_eq!(
+        nodes_that_begin(RULES, &[unaffected_node(), changing_node(updated_node()), older_node(), older_node()]),
+        NONE
+    );
+    assert_eq!(nodes_that_begin(RULES, &[unaffected_node(), updated_node(), older_node(), older_node()]), [2, 3]);
+    assert_eq!(
+        nodes_that_begin(
+            RULES,
+            &[unaffected_node(), failed_node(older_node()), node_between_partitions(), older_node(), older_node()]
+        ),
+        [1, 2]
+    );
 }
 
 #[test]
 fn after_the_canary_the_limit_applies() {
-    assert_eq!(begins(RULES, &[updated(), old(), old(), old()]), [1, 2]);
-    assert_eq!(begins(RULES, &[updated(), changing(updated()), old(), old()]), [2]);
-    assert_eq!(begins(RULES, &[updated(), changing(updated()), changing(updated()), old()]), NONE);
+    assert_eq!(nodes_that_begin(RULES, &[updated_node(), older_node(), older_node(), older_node()]), [1, 2]);
+    assert_eq!(
+        nodes_that_begin(RULES, &[updated_node(), changing_node(updated_node()), older_node(), older_node()]),
+        [2]
+    );
+    assert_eq!(
+        nodes_that_begin(
+            RULES,
+            &[updated_node(), changing_node(updated_node()), changing_node(updated_node()), older_node()]
+        ),
+        NONE
+    );
     let all = RolloutRules { max_unavailable: MaxUnavailable::Percent(100), ..RULES };
-    assert_eq!(begins(all, &[updated(), old(), old(), old()]), [1, 2, 3]);
+    assert_eq!(nodes_that_begin(all, &[updated_node(), older_node(), older_node(), older_node()]), [1, 2, 3]);
     let quarter = RolloutRules { max_unavailable: MaxUnavailable::Percent(25), ..RULES };
-    assert_eq!(begins(quarter, &[updated(), old(), old(), old(), old()]), [1, 2], "25% of 5 is rounded up");
+    assert_eq!(
+        nodes_that_begin(quarter, &[updated_node(), older_node(), older_node(), older_node(), older_node()]),
+        [1, 2],
+        "25% of 5 is rounded up"
+    );
 }
 
 #[test]
 fn unused_nodes_change_first_and_do_not_wait_for_pods() {
-    assert_eq!(begins(RULES, &[in_use(old()), old(), old()]), [1], "the canary");
-    assert_eq!(begins(RULES, &[in_use(old()), in_use(old())]), [0], "no node is unused");
-    let canary_waits = [waiting(updated()), in_use(old()), in_use(old())];
-    assert_eq!(begins(RULES, &canary_waits), NONE, "one canary at a time");
-    assert_eq!(begins(RULES, &[waiting(updated()), in_use(old()), old()]), [2], "a node became unused");
-    let waits = [updated(), waiting(updated()), waiting(updated()), in_use(old()), old()];
-    assert_eq!(begins(RULES, &waits), [4], "as many nodes wait as may, and the unused one changes");
-    assert_eq!(begins(RULES, &[updated(), waiting(updated()), in_use(old()), in_use(old())]), [2]);
+    assert_eq!(nodes_that_begin(RULES, &[node_in_use(older_node()), older_node(), older_node()]), [1], "the canary");
+    assert_eq!(
+        nodes_that_begin(RULES, &[node_in_use(older_node()), node_in_use(older_node())]),
+        [0],
+        "no node is unused"
+    );
+    let canary_waits = [waiting_node(updated_node()), node_in_use(older_node()), node_in_use(older_node())];
+    assert_eq!(nodes_that_begin(RULES, &canary_waits), NONE, "one canary at a time");
+    assert_eq!(
+        nodes_that_begin(RULES, &[waiting_node(updated_node()), node_in_use(older_node()), older_node()]),
+        [2],
+        "a node became unused"
+    );
+    let waits = [
+        updated_node(),
+        waiting_node(updated_node()),
+        waiting_node(updated_node()),
+        node_in_use(older_node()),
+        older_node(),
+    ];
+    assert_eq!(nodes_that_begin(RULES, &waits), [4], "as many nodes wait as may, and the unused one changes");
+    assert_eq!(
+        nodes_that_begin(
+            RULES,
+            &[updated_node(), waiting_node(updated_node()), node_in_use(older_node()), node_in_use(older_node())]
+        ),
+        [2]
+    );
 }
 
 #[test]
 fn a_partly_changed_node_that_waits_for_pods_is_a_canary_that_works() {
-    let partly = NodeView { serves: true, ..waiting(updated()) };
-    assert_eq!(begins(RULES, &[partly, old(), old(), old()]), [1, 2]);
+    let partly = NodeView { serves: true, ..waiting_node(updated_node()) };
+    assert_eq!(nodes_that_begin(RULES, &[partly, older_node(), older_node(), older_node()]), [1, 2]);
 }
 
 #[test]
 fn a_failed_node_stops_the_others() {
-    let views = [failed(updated()), updated(), old()];
+    let views = [failed_node(updated_node()), updated_node(), older_node()];
     let progress = decide_for(RULES, &views);
     assert_eq!((progress.phase, progress.updated), (Phase::Stopped, 1));
     assert_eq!(progress.failed, BTreeMap::from([("n0".to_owned(), "why".to_owned())]));
-    assert_eq!(begins(RULES, &views), NONE);
+    assert_eq!(nodes_that_begin(RULES, &views), NONE);
     let onward = RolloutRules { on_failure: OnFailure::Continue, ..RULES };
-    assert_eq!(begins(onward, &views), [2]);
-    assert_eq!(begins(onward, &[failed(updated()), old(), old()]), [1], "still one canary at a time");
-    assert_eq!(begins(RULES, &[excused(failed(updated())), updated(), old()]), [2], "it is cordoned");
-    let last = decide_for(RULES, &[failed(updated()), updated()]);
+    assert_eq!(nodes_that_begin(onward, &views), [2]);
+    assert_eq!(
+        nodes_that_begin(onward, &[failed_node(updated_node()), older_node(), older_node()]),
+        [1],
+        "still one canary at a time"
+    );
+    assert_eq!(
+        nodes_that_begin(RULES, &[excused_node(failed_node(updated_node())), updated_node(), older_node()]),
+        [2],
+        "it is cordoned"
+    );
+    let last = decide_for(RULES, &[failed_node(updated_node()), updated_node()]);
     assert_eq!(last.phase, Phase::RollingOut, "no node is left to stop");
 }
 
 #[test]
 fn a_young_failure_holds_the_others_back() {
-    let failing = |view: NodeView| NodeView { failing: true, ..changing(view) };
-    let views = [failing(updated()), updated(), old(), between(), failed(old())];
-    assert_eq!(begins(RULES, &views), [4], "only repairs continue");
+    let failing = |view: NodeView| NodeView { failing: true, ..changing_node(view) };
+    let views =
+        [failing(updated_node()), updated_node(), older_node(), node_between_partitions(), failed_node(older_node())];
+    assert_eq!(nodes_that_begin(RULES, &views), [4], "only repairs continue");
     assert_eq!(decide_for(RULES, &views).phase, Phase::RollingOut);
     let onward = RolloutRules { on_failure: OnFailure::Continue, ..RULES };
-    assert_eq!(begins(onward, &[failing(updated()), updated(), old(), old()]), [2]);
-    assert_eq!(begins(RULES, &[excused(failing(updated())), updated(), old()]), [2]);
-    assert_eq!(begins(RULES, &[updated(), failing(old()), old()]), [2], "an older change fails");
+    assert_eq!(nodes_that_begin(onward, &[failing(updated_node()), updated_node(), older_node(), older_node()]), [2]);
+    assert_eq!(nodes_that_begin(RULES, &[excused_node(failing(updated_node())), updated_node(), older_node()]), [2]);
+    assert_eq!(
+        nodes_that_begin(RULES, &[updated_node(), failing(older_node()), older_node()]),
+        [2],
+        "an older change fails"
+    );
 }
 
 #[test]
 fn a_paused_policy_changes_no_node() {
     let paused = RolloutRules { paused: true, ..RULES };
-    for views in [vec![old(), old()], vec![updated(), old()], vec![updated(), failed(old())]] {
-        assert_eq!(begins(paused, &views), NONE, "{views:?}");
+    for views in [
+        vec![older_node(), older_node()],
+        vec![updated_node(), older_node()],
+        vec![updated_node(), failed_node(older_node())],
+    ] {
+        assert_eq!(nodes_that_begin(paused, &views), NONE, "{views:?}");
         assert_eq!(decide_for(paused, &views).phase, Phase::Paused);
     }
-    assert_eq!(decide_for(paused, &[updated()]).phase, Phase::Complete);
+    assert_eq!(decide_for(paused, &[updated_node()]).phase, Phase::Complete);
 }
 
 #[test]
@@ -224,35 +321,71 @@ fn a_policy_that_is_changed_back_repairs_nodes_at_once() {
     let one = RolloutRules { max_unavailable: MaxUnavailable::Nodes(1), ..RULES };
     // n0 kept the partition to which the policy was changed back. The other nodes were already
     // being repartitioned.
-    let views = [updated(), failed(old()), failed(old()), between(), between()];
-    assert_eq!(begins(one, &views), [1, 2, 3, 4]);
-    let also_served = [updated(), failed(old()), old(), old()];
-    assert_eq!(begins(one, &also_served), [1, 2], "nodes that serve an older partition follow in waves");
-    let stopped = [updated(), failed(updated()), failed(old()), between(), old()];
-    assert_eq!(begins(one, &stopped), [2], "only repairs continue");
-    let restarting = [updated(), changing(old()), changing(old()), old(), old()];
-    assert_eq!(begins(one, &restarting), NONE, "they serve an older partition soon");
-    assert_eq!(begins(RULES, &[updated(), changing(old()), old(), old()]), [2]);
+    let views = [
+        updated_node(),
+        failed_node(older_node()),
+        failed_node(older_node()),
+        node_between_partitions(),
+        node_between_partitions(),
+    ];
+    assert_eq!(nodes_that_begin(one, &views), [1, 2, 3, 4]);
+    let also_served = [updated_node(), failed_node(older_node()), older_node(), older_node()];
+    assert_eq!(nodes_that_begin(one, &also_served), [1, 2], "nodes that serve an older partition follow in waves");
+    let stopped = [
+        updated_node(),
+        failed_node(updated_node()),
+        failed_node(older_node()),
+        node_between_partitions(),
+        older_node(),
+    ];
+    assert_eq!(nodes_that_begin(one, &stopped), [2], "only repairs continue");
+    let restarting =
+        [updated_node(), changing_node(older_node()), changing_node(older_node()), older_node(), older_node()];
+    assert_eq!(nodes_that_begin(one, &restarting), NONE, "they serve an older partition soon");
+    assert_eq!(
+        nodes_that_begin(RULES, &[updated_node(), changing_node(older_node()), older_node(), older_node()]),
+        [2]
+    );
 }
 
 #[test]
 fn an_unproven_change_does_not_wait_for_an_older_one_that_never_finishes() {
-    assert_eq!(begins(RULES, &[changing(old()), changing(old()), changing(old())]), [0]);
-    assert_eq!(begins(RULES, &[failed(old()), old()]), [1], "a failed node is the last canary");
-    assert_eq!(begins(RULES, &[failed(old())]), [0]);
-    assert_eq!(begins(RULES, &[excused(old()), in_use(old())]), [1], "a failure of the node would reveal nothing");
+    assert_eq!(
+        nodes_that_begin(
+            RULES,
+            &[changing_node(older_node()), changing_node(older_node()), changing_node(older_node())]
+        ),
+        [0]
+    );
+    assert_eq!(
+        nodes_that_begin(RULES, &[failed_node(older_node()), older_node()]),
+        [1],
+        "a failed node is the last canary"
+    );
+    assert_eq!(nodes_that_begin(RULES, &[failed_node(older_node())]), [0]);
+    assert_eq!(
+        nodes_that_begin(RULES, &[excused_node(older_node()), node_in_use(older_node())]),
+        [1],
+        "a failure of the node would reveal nothing"
+    );
 }
 
 #[test]
 fn nodes_without_a_ready_agent_stay_pending() {
-    let away = NodeView { agent_ready: false, ..old() };
-    assert_eq!(begins(RULES, &[away.clone(), old()]), [1]);
-    assert_eq!(begins(RULES, &[updated(), away]), NONE);
+    let away = NodeView { agent_ready: false, ..older_node() };
+    assert_eq!(nodes_that_begin(RULES, &[away.clone(), older_node()]), [1]);
+    assert_eq!(nodes_that_begin(RULES, &[updated_node(), away]), NONE);
 }
 
 #[test]
 fn excused_nodes_do_not_count_as_unavailable() {
-    assert_eq!(begins(RULES, &[updated(), excused(changing(updated())), changing(updated()), old()]), [3]);
+    assert_eq!(
+        nodes_that_begin(
+            RULES,
+            &[updated_node(), excused_node(changing_node(updated_node())), changing_node(updated_node()), older_node()]
+        ),
+        [3]
+    );
 }
 
 /// Every rollout ends, never exceeds its limit, and begins with one node.
@@ -260,16 +393,16 @@ fn excused_nodes_do_not_count_as_unavailable() {
 fn rollouts_of_any_size_end_within_their_limit() {
     for (count, limit) in (1..12).flat_map(|count| (1..6).map(move |limit| (count, limit))) {
         let rules = RolloutRules { max_unavailable: MaxUnavailable::Nodes(limit), ..RULES };
-        let mut views = vec![old(); count];
+        let mut views = vec![older_node(); count];
         for wave in 0.. {
-            let begun = begins(rules, &views);
+            let begun = nodes_that_begin(rules, &views);
             if decide_for(rules, &views).phase == Phase::Complete {
                 break;
             }
             assert!(!begun.is_empty() && begun.len() <= limit, "wave {wave} of {count} by {limit}: {begun:?}");
             assert!(wave > 0 || begun.len() == 1, "the canary");
             for at in begun {
-                views[at] = updated();
+                views[at] = updated_node();
             }
         }
     }

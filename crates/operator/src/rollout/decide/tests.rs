@@ -214,7 +214,7 @@ fn shares_of_idle_nodes_are_withheld_and_their_mps_hosts_replaced_one_by_one() {
     let mut world = TestCluster::with_nodes(2);
     let step = world.update();
     assert_eq!((step.replace.len(), step.outdated, step.next), (0, 2, Some(IDLE_TIME)));
-    assert!(world.rollout.withholds("n00") && !world.rollout.withholds("n01"));
+    assert!(world.rollout.is_withheld("n00") && !world.rollout.is_withheld("n01"));
     assert!(world.nodes_to_replace_after(secs(IDLE_TIME.as_secs() - 1)).is_empty(), "not before the node has settled");
     world.up += secs(1);
     assert_eq!(world.delete_selected_mps_hosts(), ["n00"]);
@@ -227,8 +227,8 @@ fn shares_of_idle_nodes_are_withheld_and_their_mps_hosts_replaced_one_by_one() {
         world.view_of("n00").host = state;
         world.view_of("n00").trouble = Some("its daemon is Starting".into());
         assert!(world.nodes_to_replace_after(secs(1)).is_empty());
-        assert!(!world.rollout.withholds("n01"), "the second node waits until the first serves");
-        assert_eq!(world.rollout.withholds("n00"), withheld);
+        assert!(!world.rollout.is_withheld("n01"), "the second node waits until the first serves");
+        assert_eq!(world.rollout.is_withheld("n00"), withheld);
     }
     world.view_of("n00").trouble = None;
     assert_eq!(world.replace_next_mps_host(), ["n01"]);
@@ -245,12 +245,12 @@ fn an_mps_host_in_use_stays_even_if_its_use_starts_while_shares_are_withheld() {
     world.view_of("n00").busy = Some("team/p has 2 nvidia.com/gpu-mps".into());
     let step = world.update();
     assert_eq!(step.waiting["n00"], "team/p has 2 nvidia.com/gpu-mps");
-    assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.withholds("n00"));
+    assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.is_withheld("n00"));
     world.view_of("n00").busy = None;
     world.update();
-    assert!(world.rollout.withholds("n00"));
+    assert!(world.rollout.is_withheld("n00"));
     world.view_of("n00").busy = Some("a pod without a gate".into());
-    assert!(world.nodes_to_replace_after(IDLE_TIME).is_empty() && !world.rollout.withholds("n00"));
+    assert!(world.nodes_to_replace_after(IDLE_TIME).is_empty() && !world.rollout.is_withheld("n00"));
     world.view_of("n00").busy = None;
     assert!(world.nodes_to_replace_after(IDLE_TIME).is_empty(), "the wait restarts");
     assert_eq!(world.nodes_to_replace_after(IDLE_TIME), ["n00"]);
@@ -264,11 +264,11 @@ fn no_mps_host_is_deleted_twice_and_its_successor_stays() {
     let step = world.update();
     world.rollout.record_replacement(&step.replace[0], world.up);
     // The watch has not reported the deletion.
-    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.withholds("n00"));
+    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.is_withheld("n00"));
     world.view_of("n00").host.as_mut().unwrap().terminating = true;
-    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.withholds("n00"));
+    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.is_withheld("n00"));
     world.view_of("n00").host = Some(mps_host("n00", "2", false, true));
-    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && !world.rollout.withholds("n00"));
+    assert!(world.nodes_to_replace_after(secs(10)).is_empty() && !world.rollout.is_withheld("n00"));
     // Another MPS host replaces the first MPS host while the node is closed.
     let mut world = TestCluster::with_nodes(1);
     world.update();
@@ -282,7 +282,7 @@ fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_
     assert_eq!(world.replace_next_mps_host(), ["n00"]);
     world.view_of("n00").host = Some(mps_host("n00", "2", false, false));
     assert!(
-        world.nodes_to_replace_after(secs(START_TIMEOUT.as_secs() - 1)).is_empty() && world.rollout.withholds("n00")
+        world.nodes_to_replace_after(secs(START_TIMEOUT.as_secs() - 1)).is_empty() && world.rollout.is_withheld("n00")
     );
     world.up += secs(1);
     let step = world.update();
@@ -292,11 +292,11 @@ fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_
         (set.kind.as_deref(), set.name.as_deref(), set.namespace.as_deref()),
         (Some("DaemonSet"), Some("hosts"), Some("system"))
     );
-    assert!(!world.rollout.withholds("n00"), "from here on the agent reports what the node can serve");
+    assert!(!world.rollout.is_withheld("n00"), "from here on the agent reports what the node can serve");
     world.up += secs(1);
     let again = world.update();
     assert!(again.stopped && again.news.is_none() && again.replace.is_empty(), "it is reported once");
-    assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.withholds("n01"));
+    assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.is_withheld("n01"));
     // The MPS host eventually serves.
     let mut served = TestCluster { nodes: world.nodes.clone(), rollout: world.rollout.clone(), up: world.up };
     served.view_of("n00").host.as_mut().unwrap().ready = true;
@@ -321,17 +321,17 @@ fn an_mps_host_that_crashes_in_a_loop_does_not_count_as_serving() {
         world.up += secs(1);
         second += 1;
         world.view_of("n00").host = Some(mps_host("n00", "2", false, second % 20 < STEADY_TIME.as_secs()));
-        assert!(world.update().replace.is_empty() && !world.rollout.withholds("n01"), "{second}");
+        assert!(world.update().replace.is_empty() && !world.rollout.is_withheld("n01"), "{second}");
         assert!(world.up < began + START_TIMEOUT + secs(20));
     }
     // In a larger cluster, another node may already be closed. The operator reopens it.
     let mut world = TestCluster::with_nodes(20);
     world.view_of("n00").host = Some(mps_host("n00", "2", false, true));
     world.update();
-    assert!(world.rollout.withholds("n01") && world.rollout.withholds("n02"));
+    assert!(world.rollout.is_withheld("n01") && world.rollout.is_withheld("n02"));
     world.view_of("n00").host = None;
     world.update();
-    assert!(!world.rollout.withholds("n01"), "no MPS host of the new release has served yet");
+    assert!(!world.rollout.is_withheld("n01"), "no MPS host of the new release has served yet");
 }
 
 #[test]
@@ -341,7 +341,7 @@ fn daemons_that_do_not_start_stop_replacement_and_withhold_nothing() {
     let view = world.view_of("n00");
     (view.host, view.trouble) =
         (Some(mps_host("n00", "2", false, true)), Some("the MPS daemon of G is BackOff".into()));
-    assert!(world.nodes_to_replace_after(secs(1)).is_empty() && !world.rollout.withholds("n00"));
+    assert!(world.nodes_to_replace_after(secs(1)).is_empty() && !world.rollout.is_withheld("n00"));
     assert!(world.nodes_to_replace_after(START_TIMEOUT).is_empty() && world.update().stopped);
 }
 
@@ -357,7 +357,7 @@ fn the_next_leader_continues_from_the_state_of_the_cluster() {
         assert!(
             world.nodes_to_replace_after(IDLE_TIME).is_empty() && world.nodes_to_replace_after(IDLE_TIME).is_empty()
         );
-        assert!(world.rollout.withholds("n00") && !world.rollout.withholds("n01"));
+        assert!(world.rollout.is_withheld("n00") && !world.rollout.is_withheld("n01"));
     }
     world.view_of("n00").host = Some(mps_host("n00", "2", false, true));
     world.rollout = Rollout::default();
@@ -402,7 +402,7 @@ fn several_of_many_mps_hosts_are_replaced_at_a_time_after_one_has_served() {
     world.up += START_TIMEOUT;
     assert!(world.update().stopped);
     assert!(
-        world.replace_next_mps_host().is_empty() && !world.rollout.withholds("n04"),
+        world.replace_next_mps_host().is_empty() && !world.rollout.is_withheld("n04"),
         "although one more could be replaced"
     );
 }
@@ -415,7 +415,7 @@ fn a_refused_deletion_withholds_nothing_and_is_retried_later() {
     assert_eq!(world.update().replace.len(), 1);
     world.rollout.record_refusal("n00", world.up);
     let step = world.update();
-    assert_eq!((step.replace.len(), step.next, world.rollout.withholds("n00")), (0, Some(REFUSAL_BACKOFF), false));
+    assert_eq!((step.replace.len(), step.next, world.rollout.is_withheld("n00")), (0, Some(REFUSAL_BACKOFF), false));
     world.up += REFUSAL_BACKOFF;
     assert_eq!(world.replace_next_mps_host(), ["n00"]);
 }
@@ -432,7 +432,7 @@ proptest! {
         let ends = names.iter().enumerate().map(|(at, _)| (at, 1_u8));
         for (at, what) in moves.into_iter().chain(ends).chain(calm) {
             let name = names[at % count].clone();
-            let withheld = world.rollout.withholds(&name);
+            let withheld = world.rollout.is_withheld(&name);
             let view = world.nodes.get_mut(&name).unwrap();
             match what {
                 // The gatekeeper reserves no shares on a withheld node.

@@ -127,12 +127,12 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
         // An immutable directory refuses writes, as a full disk does. The agent must retry.
         "full disk" => {
             on_node(node, &["chattr", "+i", "/var/lib/cleave"])?;
-            std::thread::sleep(Duration::from_secs(random.below(4)));
+            std::thread::sleep(Duration::from_secs(random.random_below(4)));
             on_node(node, &["chattr", "-i", "/var/lib/cleave"]).map(drop)
         }
         _ => {
             signal_program(node, "cleave-agent", "STOP")?;
-            std::thread::sleep(Duration::from_secs(random.below(4)));
+            std::thread::sleep(Duration::from_secs(random.random_below(4)));
             signal_program(node, "cleave-agent", "CONT")
         }
     }
@@ -141,7 +141,7 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
 /// Pauses a component of the cluster for 1 to 8 s.
 fn stop_briefly(component: &str, random: &mut Random) -> Result<()> {
     signal_component(component, "STOP")?;
-    std::thread::sleep(Duration::from_secs(1 + random.below(8)));
+    std::thread::sleep(Duration::from_secs(1 + random.random_below(8)));
     signal_component(component, "CONT")
 }
 

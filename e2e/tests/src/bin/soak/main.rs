@@ -57,7 +57,7 @@ fn main() -> Result<()> {
     while Instant::now() < end {
         create_and_delete_pods(&scope, &mut random, &mut tracker)?;
         tracker.observe(&Observation::read(&scope)?);
-        if random.below(6) == 0 {
+        if random.random_below(6) == 0 {
             // Wait first: a kubelet permanently rejects pods that arrive during a disruption. The
             // cluster tests measure these rejections, and docs/explanation/placement.md describes
             // them.
@@ -168,19 +168,19 @@ fn wait_until_settled(scope: &Scope) -> Result<()> {
 /// Creates a burst of pods, and deletes some of the earlier ones.
 fn create_and_delete_pods(scope: &Scope, random: &mut Random, tracker: &mut Tracker) -> Result<()> {
     let living = scope.pods()?;
-    for _ in 0..=random.below(6) {
+    for _ in 0..=random.random_below(6) {
         if living.len() >= MAX_PODS {
             break;
         }
         let name = format!("p{}", tracker.created);
-        let (node, limits): (_, Value) = match random.below(10) {
+        let (node, limits): (_, Value) = match random.random_below(10) {
             0 => (DYNAMIC_NODE, json!({"nvidia.com/mig-1g.5gb": 1})),
             1 => (DYNAMIC_NODE, json!({"nvidia.com/mig-3g.20gb": 1})),
             2 => (DYNAMIC_NODE, json!({"nvidia.com/gpu-10gb": 1})),
             3 => (DYNAMIC_NODE, json!({WHOLE_GPUS_RESOURCE: 1})),
-            _ => (SHARES_NODE, json!({SHARES_RESOURCE: 1 + random.below(SHARES_PER_GPU as u64)})),
+            _ => (SHARES_NODE, json!({SHARES_RESOURCE: 1 + random.random_below(SHARES_PER_GPU as u64)})),
         };
-        let script = if random.below(5) == 0 { HOLD_CLIENT_SCRIPT } else { SLEEP_FOREVER_SCRIPT };
+        let script = if random.random_below(5) == 0 { HOLD_CLIENT_SCRIPT } else { SLEEP_FOREVER_SCRIPT };
         scope.create_pod_on_node(node, &name, &limits, script)?;
         tracker.record_created_pod(&name, node, limits[WHOLE_GPUS_RESOURCE].is_null(), script == HOLD_CLIENT_SCRIPT);
     }
@@ -191,9 +191,9 @@ fn create_and_delete_pods(scope: &Scope, random: &mut Random, tracker: &mut Trac
             "Failed" | "Succeeded" => 1,
             _ => 40,
         };
-        if random.below(odds) == 0 {
+        if random.random_below(odds) == 0 {
             tracker.record_deleted_pod(&name);
-            scope.cluster.delete(&scope.pod_path(&name), Some(u32::try_from(random.below(2))?))?;
+            scope.cluster.delete(&scope.pod_path(&name), Some(u32::try_from(random.random_below(2))?))?;
         }
     }
     Ok(())

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::programs::{NEIGHBOUR_POD, check_limits, run_script};
 use super::requests::FORGED_PLACEMENT;
-use super::{Attempt, Expected, Outcome, TestBed};
+use super::{Attempt, ExpectedOutcome, Outcome, TestBed};
 use crate::gate_admission::set_exceptions;
 use crate::restarts::{component_pod, is_ready};
 use crate::{NODE, SHARES_RESOURCE};
@@ -29,12 +29,12 @@ const PLACEMENT_ANNOTATION: &str = "cleave.dev/placement";
 pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "two hundred silent connections to the agent's metrics from a permitted namespace",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: open_silent_connections,
     },
     Attempt {
         name: "a resource with Cleave's prefix that no node serves",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: |bed| {
             bed.tenant.create(&bed.pods_path(), &pod("nobody", &json!({"nvidia.com/gpu-free": 1}), RUN_ONCE_SCRIPT))?;
             crate::gate::wait_for_event(&bed.scope, "nobody", "NoGpuFits")?;
@@ -45,32 +45,32 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a forged placement with paths, where the namespace has the exception",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: |bed| create_pod_with_forged_placement(bed, "note-paths", FORGED_PLACEMENT),
     },
     Attempt {
         name: "a placement of two hundred thousand letters, where the namespace has the exception",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: |bed| create_pod_with_forged_placement(bed, "note-letters", &"{".repeat(200_000)),
     },
     Attempt {
         name: "a pod with a thousand node selector terms",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: create_pod_with_many_terms,
     },
     Attempt {
         name: "a pod with the longest possible name",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: create_pod_with_longest_name,
     },
     Attempt {
         name: "three hundred Events with Cleave's reasons",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: create_forged_events,
     },
     Attempt {
         name: "sixty pods at the same time, each with all shares of a GPU",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: create_too_many_pods,
     },
 ];

@@ -9,7 +9,7 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use super::{Attempt, Expected, Outcome, TestBed, parse_json_lines};
+use super::{Attempt, ExpectedOutcome, Outcome, TestBed, parse_json_lines};
 use crate::shares::limits_of_shares;
 use crate::tenants::wait_for_condition_and_event;
 use crate::{GPUS_PER_NODE, HOLD_CLIENT_SCRIPT, NODE, SHARES_RESOURCE, allocations, wait_until_offered};
@@ -52,12 +52,12 @@ const VIOLATIONS: [&str; 18] = [
 ];
 
 /// The door closes the connection.
-const REFUSED_AS_CLOSED: Expected = Expected::Refused(&["closed"]);
+const REFUSED_AS_CLOSED: ExpectedOutcome = ExpectedOutcome::Refused(&["closed"]);
 /// The kernel refuses the credentials.
-const REFUSED_BY_THE_KERNEL: Expected = Expected::Refused(&["\"outcome\":\"refused\""]);
+const REFUSED_BY_THE_KERNEL: ExpectedOutcome = ExpectedOutcome::Refused(&["\"outcome\":\"refused\""]);
 /// CUDA's error when the compute mode `EXCLUSIVE_PROCESS` refuses a context.
-const REFUSED_WITHOUT_CONTEXT: Expected = Expected::Refused(&["CUDA_ERROR_DEVICE_UNAVAILABLE"]);
-const REFUSED_AS_READ_ONLY: Expected = Expected::Refused(&["Read-only file system"]);
+const REFUSED_WITHOUT_CONTEXT: ExpectedOutcome = ExpectedOutcome::Refused(&["CUDA_ERROR_DEVICE_UNAVAILABLE"]);
+const REFUSED_AS_READ_ONLY: ExpectedOutcome = ExpectedOutcome::Refused(&["Read-only file system"]);
 
 /// Creates a policy with ten shares of each GPU, the neighbour, and the pods that attempts run in.
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
@@ -152,7 +152,7 @@ fn other_pods() -> Vec<Value> {
 pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "another thread percentage, set in the container",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: |bed| {
             let values =
                 "for p in 100 1000 abc 0 -1; do CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$p cleave-client --once; done";
@@ -161,7 +161,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a higher memory limit, set in the container",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: |bed| {
             let values =
                 "for m in 0=1000G 0=99999999M; do CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=$m cleave-client --once; done";
@@ -170,7 +170,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "higher limits by `envFrom` with a ConfigMap",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: |bed| {
             let script =
                 "echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; cleave-client --once";
@@ -204,7 +204,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
             check_no_context(&said, 1)
         },
     },
-    Attempt { name: "a volume over the door's directory", expected: Expected::NoEffect, run: mount_over_door },
+    Attempt { name: "a volume over the door's directory", expected: ExpectedOutcome::NoEffect, run: mount_over_door },
     Attempt {
         name: "a separate MPS daemon in the container",
         expected: REFUSED_WITHOUT_CONTEXT,
@@ -212,7 +212,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "another GPU of the node, through its own door",
-        expected: Expected::Refused(&["CUDA_ERROR_NO_DEVICE"]),
+        expected: ExpectedOutcome::Refused(&["CUDA_ERROR_NO_DEVICE"]),
         run: |bed| run_on_other_gpus(bed, "NVIDIA_VISIBLE_DEVICES=all"),
     },
     Attempt {
@@ -222,7 +222,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "more memory than its shares have",
-        expected: Expected::Refused(&["CUDA_ERROR_OUT_OF_MEMORY"]),
+        expected: ExpectedOutcome::Refused(&["CUDA_ERROR_OUT_OF_MEMORY"]),
         run: |bed| {
             let said = run_script(bed, HOSTILE_POD, "cleave-client --allocate 30000")?;
             let errors = parse_json_lines(&said).into_iter().filter(|line| !line["error"].is_null());
@@ -237,7 +237,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a door in a pod without shares",
-        expected: Expected::Refused(&["No such file"]),
+        expected: ExpectedOutcome::Refused(&["No such file"]),
         run: |bed| Ok(Outcome::Refused(vec![run_script(bed, "none", "ls /run/cleave-mps/control")?])),
     },
     Attempt {
@@ -269,12 +269,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "the sockets of other pods, of the daemons and of the MPS host, by their paths",
-        expected: Expected::Refused(&["No such file or directory"]),
+        expected: ExpectedOutcome::Refused(&["No such file or directory"]),
         run: connect_to_all_sockets,
     },
     Attempt {
         name: "signals to the neighbour's program and to the MPS server",
-        expected: Expected::Refused(&["No such process"]),
+        expected: ExpectedOutcome::Refused(&["No such process"]),
         run: |bed| {
             let Processes { server, neighbour } = read_processes(bed)?;
             let kill = |pid: u64| run_script(bed, HOSTILE_POD, &format!("kill -9 {pid}"));
@@ -283,7 +283,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "an administrator's queries at the door",
-        expected: Expected::Refused(&["no answer"]),
+        expected: ExpectedOutcome::Refused(&["no answer"]),
         run: |bed| {
             let server = read_processes(bed)?.server;
             let asked = ["get_server_list", "ps", "lspart", "get_default_active_thread_percentage"].map(str::to_owned);
@@ -292,7 +292,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "an administrator's limits at the door",
-        expected: Expected::Refused(&["no answer"]),
+        expected: ExpectedOutcome::Refused(&["no answer"]),
         run: |bed| {
             let server = read_processes(bed)?.server;
             let set = [
@@ -309,7 +309,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "an administrator's commands at the door that end the neighbour, the server and the daemon",
-        expected: Expected::Refused(&["no answer"]),
+        expected: ExpectedOutcome::Refused(&["no answer"]),
         run: |bed| {
             let Processes { server, neighbour } = read_processes(bed)?;
             let end = [
@@ -387,12 +387,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "exit of a client that has the server's socket",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: exit_during_handshake,
     },
     Attempt {
         name: "a socket to the server that is shut down",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: shut_down_during_handshake,
     },
     Attempt {
@@ -405,17 +405,17 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a memory limit that MPS does not understand, set in the container",
-        expected: Expected::Found("MemoryExceeded"),
+        expected: ExpectedOutcome::Found("MemoryExceeded"),
         run: |bed| wait_for_finding(bed, "junk", "MemoryExceeded"),
     },
     Attempt {
         name: "several processes that each use the pod's memory",
-        expected: Expected::Found("MemoryExceeded"),
+        expected: ExpectedOutcome::Found("MemoryExceeded"),
         run: |bed| wait_for_finding(bed, "several", "MemoryExceeded"),
     },
     Attempt {
         name: "another pod's door, by a volume with the node's directory",
-        expected: Expected::Found("NoShare"),
+        expected: ExpectedOutcome::Found("NoShare"),
         run: use_neighbours_door,
     },
 ];

@@ -6,7 +6,7 @@ use cleave_e2e::{
 };
 use serde_json::{Value, json};
 
-use super::{Attempt, Expected, Outcome, TestBed, create_owner, refusals};
+use super::{Attempt, ExpectedOutcome, Outcome, TestBed, create_owner, refusals};
 use crate::admission::{env_for_all_gpus, extra_container, pod_with, pod_with_env};
 use crate::gate_admission::{GATE_NAME, OTHER_GATE_NAME, REGISTRATIONS_PATH};
 use crate::{NODE, SHARES_RESOURCE, daemon_pids};
@@ -23,13 +23,13 @@ const AGENT_ACCOUNT: &str = "cleave-agent";
 const OPERATOR_ACCOUNT: &str = "cleave-operator";
 
 /// Refusal of a write to the annotation.
-const ANNOTATION_REFUSED: Expected =
-    Expected::Refused(&["(cleave.dev/placement)", "only the Cleave operator may write annotations"]);
+const ANNOTATION_REFUSED: ExpectedOutcome =
+    ExpectedOutcome::Refused(&["(cleave.dev/placement)", "only the Cleave operator may write annotations"]);
 /// Refusal to remove the gate.
-const GATE_REFUSED: Expected =
-    Expected::Refused(&["only the Cleave operator may remove the scheduling gate", GATE_NAME]);
+const GATE_REFUSED: ExpectedOutcome =
+    ExpectedOutcome::Refused(&["only the Cleave operator may remove the scheduling gate", GATE_NAME]);
 /// Refusal by RBAC of a write to `GpuNode`s.
-const GPU_NODES_REFUSED: Expected = Expected::Refused(&["cannot patch resource \"gpunodes"]);
+const GPU_NODES_REFUSED: ExpectedOutcome = ExpectedOutcome::Refused(&["cannot patch resource \"gpunodes"]);
 
 /// Creates a namespace with a gated pod `waits`. The operator does not release the pod, because the
 /// pod also has another gate.
@@ -46,12 +46,12 @@ pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
 pub(super) const ATTEMPTS: &[Attempt] = &[
     Attempt {
         name: "CUDA_MPS_PIPE_DIRECTORY in a pod's specification",
-        expected: Expected::Refused(&["sets CUDA_MPS_PIPE_DIRECTORY", "cleave.dev/allow=environment"]),
+        expected: ExpectedOutcome::Refused(&["sets CUDA_MPS_PIPE_DIRECTORY", "cleave.dev/allow=environment"]),
         run: |bed| expect_refusal_of_env(bed, &json!({"name": "CUDA_MPS_PIPE_DIRECTORY", "value": "/tmp"})),
     },
     Attempt {
         name: "a memory limit from a ConfigMap's key",
-        expected: Expected::Refused(&["sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"]),
+        expected: ExpectedOutcome::Refused(&["sets CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"]),
         run: |bed| {
             let from = json!({"configMapKeyRef": {"name": "any", "key": "limit", "optional": true}});
             expect_refusal_of_env(bed, &json!({"name": "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "valueFrom": from}))
@@ -59,12 +59,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "NVIDIA_VISIBLE_DEVICES=all in a pod's specification",
-        expected: Expected::Refused(&["sets NVIDIA_VISIBLE_DEVICES"]),
+        expected: ExpectedOutcome::Refused(&["sets NVIDIA_VISIBLE_DEVICES"]),
         run: |bed| expect_refusal_of_env(bed, &env_for_all_gpus()),
     },
     Attempt {
         name: "NVIDIA_VISIBLE_DEVICES=all in an init container",
-        expected: Expected::Refused(&["container \"first\" sets NVIDIA_VISIBLE_DEVICES"]),
+        expected: ExpectedOutcome::Refused(&["container \"first\" sets NVIDIA_VISIBLE_DEVICES"]),
         run: |bed| {
             let first =
                 |spec: &mut Value| spec["initContainers"] = json!([extra_container("first", &env_for_all_gpus())]);
@@ -73,7 +73,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "NVIDIA_VISIBLE_DEVICES=all in an ephemeral container",
-        expected: Expected::Refused(&["container \"debug\" sets NVIDIA_VISIBLE_DEVICES"]),
+        expected: ExpectedOutcome::Refused(&["container \"debug\" sets NVIDIA_VISIBLE_DEVICES"]),
         run: |bed| {
             let debug = json!({"spec": {"ephemeralContainers": [extra_container("debug", &env_for_all_gpus())]}});
             refusals([bed.tenant.patch(&format!("{}/ephemeralcontainers", path_of_waits(bed)), &debug)])
@@ -105,12 +105,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a binding of a pod that waits at the gate",
-        expected: Expected::Refused(&["non-empty .spec.schedulingGates"]),
+        expected: ExpectedOutcome::Refused(&["non-empty .spec.schedulingGates"]),
         run: |bed| bind_waits(bed, &json!({})),
     },
     Attempt {
         name: "a path in an annotation's name",
-        expected: Expected::Refused(&["metadata.annotations: Invalid value"]),
+        expected: ExpectedOutcome::Refused(&["metadata.annotations: Invalid value"]),
         run: |bed| {
             let mut pod = pod("t", &json!({SHARES_RESOURCE: 1}), "true");
             pod["metadata"]["annotations"] = json!({"../../etc.cleave.dev/placement": FORGED_PLACEMENT});
@@ -132,7 +132,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "removal of the gate by impersonation of the operator",
-        expected: Expected::Refused(&["cannot impersonate"]),
+        expected: ExpectedOutcome::Refused(&["cannot impersonate"]),
         run: |bed| {
             let operator = format!("system:serviceaccount:{SYSTEM_NAMESPACE}:{OPERATOR_ACCOUNT}");
             refusals([remove_gate(&Cluster::by_token(&bed.token, Some(&operator))?, bed)])
@@ -140,12 +140,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "spec.nodeName",
-        expected: Expected::Refused(&["spec.nodeName is set", "cleave.dev/allow=node-name"]),
+        expected: ExpectedOutcome::Refused(&["spec.nodeName is set", "cleave.dev/allow=node-name"]),
         run: |bed| expect_refusal(bed, &pod_with_node_name()),
     },
     Attempt {
         name: "spec.nodeName on a pod that poses as a static pod's mirror",
-        expected: Expected::Refused(&["spec.nodeName is set"]),
+        expected: ExpectedOutcome::Refused(&["spec.nodeName is set"]),
         run: |bed| {
             let mut pod = pod_with_node_name();
             pod["metadata"]["annotations"] = json!({"kubernetes.io/config.mirror": "x"});
@@ -154,7 +154,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "paths as a pod's name",
-        expected: Expected::Refused(&["metadata.name: Invalid value"]),
+        expected: ExpectedOutcome::Refused(&["metadata.name: Invalid value"]),
         run: |bed| {
             let named = |name: &str| create_in_dry_run(bed, &pod(name, &json!({SHARES_RESOURCE: 1}), "true"));
             refusals(["..", "../../cleave-system/x", "/run/cleave", "x\u{0}"].map(named))
@@ -162,7 +162,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "more shares than a GPU can have",
-        expected: Expected::Refused(&["one GPU has at most 48"]),
+        expected: ExpectedOutcome::Refused(&["one GPU has at most 48"]),
         run: |bed| {
             refusals(
                 ["49", "1k", "9223372036854775807"]
@@ -172,12 +172,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a negative number of shares",
-        expected: Expected::Refused(&["must be greater than or equal to 0"]),
+        expected: ExpectedOutcome::Refused(&["must be greater than or equal to 0"]),
         run: |bed| expect_refusal(bed, &pod_requesting(&json!({SHARES_RESOURCE: "-1"}))),
     },
     Attempt {
         name: "half a share",
-        expected: Expected::Refused(&["must be an integer"]),
+        expected: ExpectedOutcome::Refused(&["must be an integer"]),
         run: |bed| {
             refusals(
                 ["0.5", "500m"].map(|count| create_in_dry_run(bed, &pod_requesting(&json!({SHARES_RESOURCE: count})))),
@@ -186,7 +186,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "shares in the requests, and none in the limits",
-        expected: Expected::Refused(&["Limit must be set for non overcommitable resources"]),
+        expected: ExpectedOutcome::Refused(&["Limit must be set for non overcommitable resources"]),
         run: |bed| {
             let requests =
                 |spec: &mut Value| spec["containers"][0]["resources"] = json!({"requests": {SHARES_RESOURCE: "1"}});
@@ -195,7 +195,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "more shares by a resize of the pod",
-        expected: Expected::Refused(&["only cpu and memory resources are mutable"]),
+        expected: ExpectedOutcome::Refused(&["only cpu and memory resources are mutable"]),
         run: |bed| {
             let mut containers = bed.scope.cluster.get(&path_of_waits(bed))?["spec"]["containers"].clone();
             for kind in ["limits", "requests"] {
@@ -207,12 +207,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a volume with Cleave's directory of the node, where the namespace enforces the standard `baseline`",
-        expected: Expected::Refused(&["violates PodSecurity", "hostPath volumes"]),
+        expected: ExpectedOutcome::Refused(&["violates PodSecurity", "hostPath volumes"]),
         run: mount_host_path,
     },
     Attempt {
         name: "an exception for the owner's own namespace",
-        expected: Expected::Refused(&["cannot patch resource \"namespaces\""]),
+        expected: ExpectedOutcome::Refused(&["cannot patch resource \"namespaces\""]),
         run: |bed| {
             let label = json!({"metadata": {"labels": {"cleave.dev/allow": "all"}}});
             refusals([bed.tenant.patch(&format!("/api/v1/namespaces/{}", bed.scope.namespace), &label)])
@@ -220,7 +220,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "deletion of the admission policies",
-        expected: Expected::Refused(&["cannot delete resource \"validatingadmissionpolicybindings\""]),
+        expected: ExpectedOutcome::Refused(&["cannot delete resource \"validatingadmissionpolicybindings\""]),
         run: |bed| {
             refusals(["cleave-pods", "cleave-annotations", "cleave-gate"].map(|name| {
                 let path = format!("{REGISTRATIONS_PATH}/validatingadmissionpolicybindings/{name}");
@@ -230,7 +230,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a SharingPolicy by the owner of a namespace",
-        expected: Expected::Refused(&["cannot create resource \"sharingpolicies\""]),
+        expected: ExpectedOutcome::Refused(&["cannot create resource \"sharingpolicies\""]),
         run: |bed| {
             let policy = json!({
                 "apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": "mine"},
@@ -252,12 +252,12 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a token of the agent's account for the owner of a namespace",
-        expected: Expected::Refused(&["cannot create resource \"serviceaccounts/token\""]),
+        expected: ExpectedOutcome::Refused(&["cannot create resource \"serviceaccounts/token\""]),
         run: |bed| refusals([bed.tenant.token(SYSTEM_NAMESPACE, AGENT_ACCOUNT, None).map(Value::from)]),
     },
     Attempt {
         name: "the status of another node's GpuNode by an agent's token",
-        expected: Expected::Refused(&["the Cleave agent of node node2 may write only GpuNode node2, not node1"]),
+        expected: ExpectedOutcome::Refused(&["the Cleave agent of node node2 may write only GpuNode node2, not node1"]),
         run: |bed| {
             refusals([
                 agent_client(bed, OTHER_NODE)?.patch(&format!("{GPU_NODES_PATH}/{NODE}/status"), &patch_without_gpus())
@@ -266,7 +266,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "labels, owners and finalizers of another node's GpuNode by an agent's token",
-        expected: Expected::Refused(&["\"node1\" is forbidden"]),
+        expected: ExpectedOutcome::Refused(&["\"node1\" is forbidden"]),
         run: |bed| {
             let (agent, path) = (agent_client(bed, OTHER_NODE)?, format!("{GPU_NODES_PATH}/{NODE}"));
             refusals([agent.patch(&path, &metadata_patch()), agent.patch(&format!("{path}/status"), &metadata_patch())])
@@ -274,7 +274,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "the spec, labels, owners and finalizers of its own GpuNode through the status, by an agent's token",
-        expected: Expected::NoEffect,
+        expected: ExpectedOutcome::NoEffect,
         run: change_own_metadata,
     },
     Attempt {
@@ -288,7 +288,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "a GpuNode's status by an agent's token that is bound to no pod",
-        expected: Expected::Refused(&["bound to no node"]),
+        expected: ExpectedOutcome::Refused(&["bound to no node"]),
         run: |bed| {
             let token = bed.scope.cluster.token(SYSTEM_NAMESPACE, AGENT_ACCOUNT, None)?;
             let path = format!("{GPU_NODES_PATH}/{NODE}/status");
@@ -297,7 +297,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "creation and deletion of GpuNodes by an agent's token",
-        expected: Expected::Refused(&["resource \"gpunodes\" in API group \"cleave.dev\" at the cluster scope"]),
+        expected: ExpectedOutcome::Refused(&["resource \"gpunodes\" in API group \"cleave.dev\" at the cluster scope"]),
         run: |bed| {
             let agent = agent_client(bed, NODE)?;
             let made = json!({
@@ -310,7 +310,7 @@ pub(super) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "change, eviction and deletion of a tenant's pod by an agent's token",
-        expected: Expected::Refused(&["resource \"pods"]),
+        expected: ExpectedOutcome::Refused(&["resource \"pods"]),
         run: |bed| {
             let (agent, path) = (agent_client(bed, NODE)?, path_of_waits(bed));
             let eviction = json!({"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "waits"}});

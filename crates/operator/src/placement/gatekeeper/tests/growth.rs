@@ -13,7 +13,7 @@ use crate::placement::stranded;
 use crate::policies::demand::{Reason, WaitingPod};
 
 /// A change of the cluster.
-type Change = fn(&mut TestCluster);
+type ClusterChange = fn(&mut TestCluster);
 
 /// Returns the pods whose report changes, each with whether the pod is reported now.
 fn reports(actions: &Actions) -> Vec<(&str, bool)> {
@@ -121,7 +121,7 @@ fn a_pod_that_is_too_large_for_a_moment_or_until_a_gpu_is_larger_is_reported() {
         );
     };
     let gone = |world: &mut TestCluster| (world.nodes, world.gpu_nodes, world.agents) = Default::default();
-    let cases: [(Change, u64, u64); 3] =
+    let cases: [(ClusterChange, u64, u64); 3] =
         [(larger, 5, FULL_SECONDS), (larger, 40, FULL_SECONDS), (gone, 5, NO_NODE_SECONDS)];
     for (change, changed, patience) in cases {
         let mut world = TestCluster::default().node("n1", &[10]).pod("eleven", 11).policy(20);
@@ -172,7 +172,7 @@ fn evictions_pause_for_a_limited_time_while_room_is_made_otherwise() {
     let actions = keeper.reconcile(&world.cluster(), &waits(Reason::Repartitioning), at(0));
     assert!(actions.requeue.is_some_and(|requeue| requeue <= MAX_PREEMPTION_PAUSE), "{:?}", actions.requeue);
     let actions = keeper.reconcile(&world.cluster(), &waits(Reason::NoRoom), at(1));
-    assert_eq!(actions.evictions.len(), 1, "no room is made any more");
+    assert_eq!(actions.evictions.len(), 1, "the operator evicts no more pods");
 }
 
 #[test]
@@ -230,27 +230,27 @@ fn a_pod_is_not_reported_while_the_status_of_a_node_is_missing() {
 
 #[test]
 fn pods_that_fit_a_node_whose_agent_is_away_for_a_moment_are_not_reported() {
-    let not_ready: Change = |world| {
+    let not_ready: ClusterChange = |world| {
         world.change(
             |world| &mut world.agents,
             "n2",
             |agent| agent["status"]["conditions"][0]["status"] = json!("False"),
         );
     };
-    let deleted: Change = |world| drop(world.agents.remove("n2"));
-    let tainted: Change = |world| {
+    let deleted: ClusterChange = |world| drop(world.agents.remove("n2"));
+    let tainted: ClusterChange = |world| {
         drop(world.agents.remove("n2"));
         let taints = json!([{"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"},
             {"key": "cleave.dev/unhealthy", "effect": "NoSchedule"}]);
         world.change(|world| &mut world.nodes, "n2", |node| node["spec"]["taints"] = taints);
     };
-    let removed: Change = |world| {
+    let removed: ClusterChange = |world| {
         drop(world.agents.remove("n2"));
         let taints = json!([{"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"},
             {"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}]);
         world.change(|world| &mut world.nodes, "n2", |node| node["spec"]["taints"] = taints);
     };
-    let faulty: Change = |world| {
+    let faulty: ClusterChange = |world| {
         drop(world.agents.remove("n2"));
         world.change(
             |world| &mut world.gpu_nodes,

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::world::{MPS_RESOURCE, TestCluster, at, nodes_of_replaced_mps_hosts, reconcile, released, revision};
-use crate::placement::cluster::Now;
+use crate::placement::cluster::ReconcileTime;
 use crate::placement::gatekeeper::Gatekeeper;
 
 #[test]
@@ -44,7 +44,7 @@ fn an_outdated_mps_host_stays_while_a_pod_has_shares_or_a_reservation_and_serves
     let stays = |keeper: &mut Gatekeeper, world: &TestCluster, second: u64| {
         let actions = reconcile(keeper, world, second);
         assert_eq!(nodes_of_replaced_mps_hosts(&actions), [""; 0]);
-        assert!(!keeper.rollout.withholds("n1"), "{actions:?}");
+        assert!(!keeper.rollout.is_withheld("n1"), "{actions:?}");
         actions.rollout.unwrap().waiting["n1"].clone()
     };
     assert_eq!(stays(&mut keeper, &world, 1), "team/a has a reservation");
@@ -125,7 +125,7 @@ fn mps_hosts_are_examined_once_per_period_and_no_change_is_missed() {
     let actions = reconcile(&mut keeper, &world, 0);
     assert_eq!((actions.rollout.is_some(), actions.requeue), (true, None));
     world = world.mps_host("n1", "old");
-    let half = Now { up: Duration::from_millis(500), epoch: 1_000_000 };
+    let half = ReconcileTime { up: Duration::from_millis(500), epoch: 1_000_000 };
     let actions = keeper.reconcile(&world.cluster(), &BTreeMap::new(), half);
     assert_eq!((actions.rollout.is_some(), actions.requeue), (false, Some(Duration::from_millis(500))));
     assert_eq!(reconcile(&mut keeper, &world, 1).rollout.unwrap().outdated, 1);

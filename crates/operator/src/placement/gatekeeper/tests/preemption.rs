@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, at, reconcile, released};
-use crate::evict::Evicted;
+use crate::evict::EvictionResult;
 use crate::placement::actions::Actions;
 use crate::placement::claims::LISTED_TIME;
 use crate::placement::cluster::Cluster;
@@ -164,9 +164,9 @@ fn seconds(seconds: u64) -> Duration {
 fn a_pod_that_cannot_be_evicted_is_avoided_and_another_is_evicted() {
     for result in [
         // The Eviction API refuses a pod with two disruption budgets.
-        Evicted::Refused("This pod has more than one PodDisruptionBudget".to_owned()),
-        Evicted::Refused("admission webhook denied the request".to_owned()),
-        Evicted::Protected("Cannot evict pod as it would violate the pod's disruption budget.".to_owned()),
+        EvictionResult::Refused("This pod has more than one PodDisruptionBudget".to_owned()),
+        EvictionResult::Refused("admission webhook denied the request".to_owned()),
+        EvictionResult::Protected("Cannot evict pod as it would violate the pod's disruption budget.".to_owned()),
     ] {
         let (world, _) = cluster_with_two_victims_and_a_preemptor();
         let mut keeper = Gatekeeper::default().with_reports(false);
@@ -189,7 +189,7 @@ fn a_throttled_eviction_is_repeated_later_and_no_other_pod_is_evicted() {
     let (world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].clone();
-    keeper.record_eviction(&first, &Evicted::Throttled(seconds(4)), seconds(0));
+    keeper.record_eviction(&first, &EvictionResult::Throttled(seconds(4)), seconds(0));
     let paused = reconcile(&mut keeper, &world, 1);
     assert_eq!((victims(&paused), paused.requeue), (vec![], Some(seconds(3))));
     assert_eq!(victims(&reconcile(&mut keeper, &world, 4)), [first.pod.as_str()], "it counts as unprotected");
@@ -200,7 +200,7 @@ fn an_accepted_eviction_is_not_repeated_before_the_watch_reports_it() {
     let (world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].clone();
-    keeper.record_eviction(&first, &Evicted::Done, seconds(0));
+    keeper.record_eviction(&first, &EvictionResult::Done, seconds(0));
     assert_eq!(reconcile(&mut keeper, &world, 1).evictions, []);
     assert_eq!(victims(&reconcile(&mut keeper, &world, 10)), [first.pod.as_str()], "the pod did not terminate");
 }
@@ -299,7 +299,7 @@ fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
         let actions = reconcile(&mut keeper, &world, second);
         for eviction in &actions.evictions {
             rounds.push(second);
-            keeper.record_eviction(eviction, &Evicted::Done, seconds(second));
+            keeper.record_eviction(eviction, &EvictionResult::Done, seconds(second));
         }
         // The node refuses the pod briefly, and then has the victim's replacement.
         for cordoned in [true, false] {
@@ -328,10 +328,10 @@ fn a_round_of_many_evictions_counts_once_and_is_completed_after_throttling() {
     let (throttled, accepted) = evictions.split_last().unwrap();
     assert_eq!(accepted.len(), 4);
     for (index, eviction) in (1..).zip(accepted) {
-        keeper.record_eviction(eviction, &Evicted::Done, Duration::from_millis(index));
+        keeper.record_eviction(eviction, &EvictionResult::Done, Duration::from_millis(index));
         world.terminate(&eviction.pod, "2026-01-01T00:00:00Z");
     }
-    keeper.record_eviction(throttled, &Evicted::Throttled(seconds(1)), Duration::from_millis(5));
+    keeper.record_eviction(throttled, &EvictionResult::Throttled(seconds(1)), Duration::from_millis(5));
     assert_eq!(victims(&reconcile(&mut keeper, &world, 2)), [throttled.pod.as_str()]);
     assert!(keeper.ledger().unwrap().nominations().contains_key("team/high"));
 }
@@ -374,7 +374,7 @@ fn reconcile_until_settled(keeper: &mut Gatekeeper, world: &TestCluster) -> (Vec
         let actions = keeper.reconcile(&cluster, &BTreeMap::new(), at(0));
         evicted.extend(victims(&actions).into_iter().map(str::to_owned));
         for eviction in &actions.evictions {
-            keeper.record_eviction(eviction, &Evicted::Done, seconds(0));
+            keeper.record_eviction(eviction, &EvictionResult::Done, seconds(0));
         }
         if !actions.more {
             return (evicted, count);
@@ -429,7 +429,7 @@ fn a_nomination_is_kept_while_victims_terminate_and_many_pods_wait() {
     let (world, mut reality) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let victim = reconcile(&mut keeper, &world, 0).evictions[0].clone();
-    keeper.record_eviction(&victim, &Evicted::Done, seconds(0));
+    keeper.record_eviction(&victim, &EvictionResult::Done, seconds(0));
     // Pods of the same priority also wait, and their names sort first.
     let mut world = world;
     for index in 0..20 {

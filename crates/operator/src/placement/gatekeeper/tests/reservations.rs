@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::world::{ActualAllocations, TestCluster, at, reconcile, refuse, released, reservation};
 use crate::placement::claims::{RESERVATION_TIME, UNREPORTED_CLAIM_TIME};
-use crate::placement::cluster::Now;
+use crate::placement::cluster::ReconcileTime;
 use crate::placement::gatekeeper::Gatekeeper;
 
 #[test]
@@ -85,7 +85,7 @@ fn the_reservation_of_a_pod_that_is_not_bound_in_time_ends() {
 #[test]
 fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_others() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
-    let ahead = Now { epoch: at(3_600).epoch, ..at(0) };
+    let ahead = ReconcileTime { epoch: at(3_600).epoch, ..at(0) };
     let actions = Gatekeeper::default().reconcile(&world.cluster(), &BTreeMap::new(), ahead);
     assert!(world.apply_release(&actions.releases[0]));
     refuse(&mut world, "team/a");

@@ -13,7 +13,7 @@ use kube::runtime::watcher::Event;
 use serde_json::{Value, json};
 
 use super::world::{MPS_RESOURCE, from_json};
-use crate::placement::cluster::{Cluster, Now};
+use crate::placement::cluster::{Cluster, ReconcileTime};
 use crate::placement::gatekeeper::Gatekeeper;
 use crate::pod_store::{self, PodStore, PodWriter};
 use crate::pods::RawPod;
@@ -23,7 +23,7 @@ const UNITS: usize = 10;
 const MIB: f64 = 1_048_576.0;
 
 /// Returns the resident memory of this process in bytes.
-fn resident() -> f64 {
+fn resident_bytes() -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
     line.trim().trim_end_matches("kB").trim().parse::<f64>().unwrap() * 1024.0
@@ -41,14 +41,14 @@ fn device(node: usize, gpu: usize) -> String {
 
 /// Where a pod of the fleet is: its node and its GPU.
 #[derive(Clone, Copy)]
-struct Place {
+struct PodLocation {
     node: usize,
     gpu: usize,
 }
 
 /// Returns a pod of a Deployment with 50 replicas, as the API server reports it. Without `place`,
 /// the pod waits at the gate.
-fn pod(number: usize, shares: Option<&str>, node: Option<usize>, place: Option<Place>) -> RawPod {
+fn pod(number: usize, shares: Option<&str>, node: Option<usize>, place: Option<PodLocation>) -> RawPod {
     let app = format!("app-{}", number / 50);
     let mut resources = json!({"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "512Mi"}});
     if let Some(shares) = shares {
@@ -78,7 +78,7 @@ fn pod(number: usize, shares: Option<&str>, node: Option<usize>, place: Option<P
             pod["status"] = json!({"phase": "Pending"});
         }
     }
-    if let Some(Place { node, gpu }) = place {
+    if let Some(PodLocation { node, gpu }) = place {
         let held = json!({"until": 1_800_000_000u64, "nodes": {name(node): [
             {"resource": MPS_RESOURCE, "units": 1, "device": device(node, gpu)}]}});
         pod["metadata"]["annotations"] = json!({"cleave.dev/placement": held.to_string()});
@@ -121,9 +121,9 @@ impl Fleet {
     }
 
     /// Returns where a pod is. Pods beyond the number of shares use no GPU.
-    fn place(&self, number: usize) -> Option<Place> {
+    fn place(&self, number: usize) -> Option<PodLocation> {
         let (node, slot) = (number % self.nodes, number / self.nodes);
-        (slot < GPUS * UNITS).then_some(Place { node, gpu: slot / UNITS })
+        (slot < GPUS * UNITS).then_some(PodLocation { node, gpu: slot / UNITS })
     }
 
     fn listed_pod(&self, number: usize) -> RawPod {
@@ -172,7 +172,7 @@ impl Fleet {
     /// Reads the stores and reconciles, as the placement controller does. Returns the CPU time, and
     /// the number of released pods.
     fn reconcile(&self, keeper: &mut Gatekeeper, second: u64) -> (Duration, usize) {
-        let now = Now { up: Duration::from_secs(second), epoch: 1_700_000_000 + second };
+        let now = ReconcileTime { up: Duration::from_secs(second), epoch: 1_700_000_000 + second };
         let began = cpu_time();
         let (cluster, changes) = (self.cluster.clone(), self.store.changes());
         let actions = keeper.reconcile_changes(&cluster, changes, &BTreeMap::new(), now);
@@ -190,14 +190,14 @@ fn percentiles(mut times: Vec<Duration>) -> impl Debug {
 fn measure_memory(what: &str, shares: bool, count: usize) {
     let (store, mut writer) = pod_store::store();
     writer.apply(Event::Init);
-    let before = resident();
+    let before = resident_bytes();
     for number in 0..count {
-        let place = Place { node: number % 1000, gpu: number / 1000 % GPUS };
+        let place = PodLocation { node: number % 1000, gpu: number / 1000 % GPUS };
         let object = pod(number, shares.then_some("1"), Some(number % 1000), shares.then_some(place));
         writer.apply(Event::InitApply(object));
     }
     writer.apply(Event::InitDone);
-    let used = resident() - before;
+    let used = resident_bytes() - before;
     println!(
         "{what}: {:.0} bytes a pod, {:.0} MiB in all",
         used / f64::from(u32::try_from(count).unwrap()),
@@ -216,11 +216,11 @@ fn scale_memory_of_pods() {
 
 fn measure_reconciles(nodes: usize, pods: usize) {
     const RECONCILES: usize = 60;
-    let start = resident();
+    let start = resident_bytes();
     let mut fleet = Fleet::new(nodes, pods);
-    let with_nodes = resident();
+    let with_nodes = resident_bytes();
     fleet.list_pods();
-    let with_pods = resident();
+    let with_pods = resident_bytes();
     let mut keeper = Gatekeeper::default();
     let (first, _) = fleet.reconcile(&mut keeper, 0);
     let mib = |bytes: f64| format!("{:.0} MiB", bytes / MIB);
@@ -228,7 +228,7 @@ fn measure_reconciles(nodes: usize, pods: usize) {
         "{nodes} nodes, {pods} pods: objects of nodes {}, pods {}, ledger and the rest {}; first reconcile {first:?}",
         mib(with_nodes - start),
         mib(with_pods - with_nodes),
-        mib(resident() - with_pods),
+        mib(resident_bytes() - with_pods),
     );
     let mut second = 1;
     // The first reconcile of a series is printed separately, because it also handles the change

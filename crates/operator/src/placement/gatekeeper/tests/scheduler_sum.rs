@@ -66,7 +66,7 @@ fn after_fault(mut world: TestCluster) -> (TestCluster, Gatekeeper) {
     (world, keeper)
 }
 
-fn faulted() -> (TestCluster, Gatekeeper) {
+fn cluster_with_faulted_gpu() -> (TestCluster, Gatekeeper) {
     after_fault(two_gpus())
 }
 
@@ -80,7 +80,7 @@ fn set_allocatable(world: &mut TestCluster, shares: u32) {
 
 #[test]
 fn a_pod_is_released_to_a_node_with_a_faulted_gpu_only_if_the_scheduler_counts_enough_units() {
-    let (world, mut keeper) = faulted();
+    let (world, mut keeper) = cluster_with_faulted_gpu();
     let world = world.pod("five", 5).pod("two", 2).pod("other-two", 2);
     let actions = reconcile(&mut keeper, &world, 10);
     assert_eq!(
@@ -97,20 +97,20 @@ fn a_pod_is_released_to_a_node_with_a_faulted_gpu_only_if_the_scheduler_counts_e
 
 #[test]
 fn a_pod_prefers_a_sound_node_to_one_whose_sum_is_too_small() {
-    let (world, mut keeper) = faulted();
+    let (world, mut keeper) = cluster_with_faulted_gpu();
     let actions = reconcile(&mut keeper, &world.node("n2", &[0, 0]).pod("five", 5), 10);
     assert_eq!(nodes_of(&actions), [["n2"]]);
 }
 
 #[test]
 fn units_return_to_the_sum_when_the_pod_is_deleted_or_the_gpu_is_repaired() {
-    let (world, mut keeper) = faulted();
+    let (world, mut keeper) = cluster_with_faulted_gpu();
     let mut deleted = world.clone().pod("five", 5);
     deleted.pods.remove("team/a");
     let actions = reconcile(&mut keeper, &deleted, 10);
     assert_eq!(released(&actions), [("team/five", "reserved")], "the GPU still lists the deleted pod");
 
-    let (mut world, mut keeper) = faulted();
+    let (mut world, mut keeper) = cluster_with_faulted_gpu();
     set_allocatable(&mut world, 10);
     reconcile(&mut keeper, &world, 10);
     set_health(&mut world, true);

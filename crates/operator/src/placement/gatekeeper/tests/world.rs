@@ -9,7 +9,7 @@ use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
 use crate::placement::actions::{Actions, Release, ReleaseReason};
-use crate::placement::cluster::{Cluster, Now};
+use crate::placement::cluster::{Cluster, ReconcileTime};
 use crate::placement::gatekeeper::Gatekeeper;
 use crate::pods::PodObject;
 use crate::rollout::MpsHosts;
@@ -239,8 +239,8 @@ pub(super) fn nodes_of_replaced_mps_hosts(actions: &Actions) -> Vec<&str> {
 }
 
 /// Returns the time this many seconds after the operator's start.
-pub(super) fn at(seconds: u64) -> Now {
-    Now { up: Duration::from_secs(seconds), epoch: 1_000_000 + seconds }
+pub(super) fn at(seconds: u64) -> ReconcileTime {
+    ReconcileTime { up: Duration::from_secs(seconds), epoch: 1_000_000 + seconds }
 }
 
 /// Reconciles at this many seconds after the start, with watches that do not lag.

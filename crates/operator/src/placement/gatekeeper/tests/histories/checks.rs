@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::operator::{Operator, is_advised, is_replaced, reserved};
 use super::pods::{Owner, require_node};
 use super::scheduler::{list, node_of, text};
-use super::simulation::{Original, Simulation};
+use super::simulation::{CreatedPod, Simulation};
 
 /// Seconds after its release in which a pod that no node accepts must be recreated or get a
 /// condition: its reservation ends after 300 s, and evictions of one controller are delayed by up
@@ -49,7 +49,7 @@ pub(super) fn no_pod_waits_in_vain(simulation: &Simulation, operator: &Operator)
     Ok(())
 }
 
-fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, original: &Original) -> Result<(), String> {
+fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, original: &CreatedPod) -> Result<(), String> {
     let Some(waiting) = operator.last.waiting.get(name) else {
         return Err(format!("nothing states why {name} waits"));
     };
@@ -64,7 +64,7 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
     }
 }
 
-fn check_released(simulation: &Simulation, name: &str, pod: &Value, original: &Original) -> Result<(), String> {
+fn check_released(simulation: &Simulation, name: &str, pod: &Value, original: &CreatedPod) -> Result<(), String> {
     let released = simulation.released_at[text(pod, "/metadata/uid")];
     let is_reserved = !pod["metadata"]["annotations"][PLACEMENT_ANNOTATION].is_null();
     if is_advised(pod) || released + RESCUE_DEADLINE > simulation.now {
@@ -130,7 +130,7 @@ pub(super) fn no_controller_is_evicted_repeatedly(
 ) -> Result<(), String> {
     for (controller, count) in &simulation.recreations {
         let more = count - before.get(controller).copied().unwrap_or(0);
-        let is_own = |original: &&Original| text(&original.pod, "/metadata/ownerReferences/0/uid") == controller;
+        let is_own = |original: &&CreatedPod| text(&original.pod, "/metadata/ownerReferences/0/uid") == controller;
         let Some(original) = simulation.originals.values().find(is_own) else { continue };
         // The operator does not know where a volume can be created.
         if more > 4 && is_replaced(original.owner) && !original.has_new_volume {

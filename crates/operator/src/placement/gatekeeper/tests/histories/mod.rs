@@ -33,7 +33,7 @@ use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
 use serde_json::json;
 
-use self::operator::{Answers, KINDS, Kind, Operator};
+use self::operator::{KINDS, Kind, Operator, WriteAnswers};
 use self::pods::{App, DEDICATED, Owner, Template, template};
 use self::scheduler::list;
 use self::simulation::Simulation;
@@ -51,7 +51,7 @@ const MAX_NODES: usize = 6;
 #[derive(Debug, Clone)]
 enum Step {
     Create(Template),
-    Reconcile(Answers),
+    Reconcile(WriteAnswers),
     Report(Kind),
     /// The agent and the kubelet of a node report.
     ReportNode(usize),
@@ -105,8 +105,8 @@ fn step() -> impl Strategy<Value = Step> {
     let app = || (0_u8..3).prop_map(App);
     prop_oneof![
         14 => template().prop_map(Step::Create),
-        8 => Just(Step::Reconcile(Answers::Good)),
-        4 => any::<u64>().prop_map(|seed| Step::Reconcile(Answers::Faulty(seed))),
+        8 => Just(Step::Reconcile(WriteAnswers::Good)),
+        4 => any::<u64>().prop_map(|seed| Step::Reconcile(WriteAnswers::Faulty(seed))),
         8 => prop::sample::select(&KINDS[..]).prop_map(Step::Report),
         4 => which().prop_map(Step::ReportNode),
         6 => which().prop_map(Step::Schedule),
@@ -153,9 +153,9 @@ fn handover() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
             let create = |shares: u32| Step::Create(Template { shares: vec![shares], ..Template::plain() });
             let waiting = Template { shares: vec![shares], owner: Owner::ReplicaSet, replicas, ..Template::plain() };
             let count = deleted.len();
-            let mut steps = vec![Step::Reconcile(Answers::Good), Step::Wait(10)];
+            let mut steps = vec![Step::Reconcile(WriteAnswers::Good), Step::Wait(10)];
             steps.extend(deleted.into_iter().map(create));
-            steps.extend([Step::Report(Kind::Pods), Step::Reconcile(Answers::Good)]);
+            steps.extend([Step::Report(Kind::Pods), Step::Reconcile(WriteAnswers::Good)]);
             steps.extend((0..count).map(|_| Step::Schedule(0)).chain((0..gpus.len()).map(Step::Admit)));
             // The containers run for some more seconds.
             steps.extend((0..count).map(|_| Step::Delete { pod: 0, force: true, seconds: 3 }));
@@ -191,7 +191,7 @@ impl World {
         }
     }
 
-    fn reconcile(&mut self, answers: Answers) -> Result<(), String> {
+    fn reconcile(&mut self, answers: WriteAnswers) -> Result<(), String> {
         self.operator.report_stale(&self.simulation);
         self.operator.reconcile(&mut self.simulation, answers)?;
         checks::no_units_are_reserved_twice(&self.simulation)
@@ -203,7 +203,7 @@ impl World {
         simulation.run_kubelets();
         simulation.run_controllers();
         operator.report_all(simulation);
-        self.reconcile(Answers::Good)?;
+        self.reconcile(WriteAnswers::Good)?;
         if self.reacted == (self.simulation.api.version, self.simulation.ended) {
             return Ok(());
         }
@@ -220,7 +220,7 @@ impl World {
     /// Lets scheduler, kubelets and agents react once.
     fn react(&mut self, which: usize) -> Result<(), String> {
         let simulation = &mut self.simulation;
-        for (index, pod) in simulation.schedulable().into_iter().enumerate() {
+        for (index, pod) in simulation.schedulable_pods().into_iter().enumerate() {
             simulation.schedule(&pod, which.wrapping_add(index));
         }
         for node in simulation.api.nodes.keys().cloned().collect::<Vec<_>>() {
@@ -242,7 +242,7 @@ impl World {
             }
             self.simulation.run_kubelets();
             if self.operator.due.is_some_and(|due| due <= self.simulation.now) {
-                self.reconcile(Answers::Good)?;
+                self.reconcile(WriteAnswers::Good)?;
             }
         }
         Ok(())
@@ -275,7 +275,7 @@ impl World {
         match step {
             Step::Create(template) => simulation.create(template),
             Step::Schedule(which) => {
-                if let Some(pod) = select(simulation.schedulable().iter(), *which) {
+                if let Some(pod) = select(simulation.schedulable_pods().iter(), *which) {
                     simulation.schedule(&pod, *which);
                 }
             }
@@ -398,7 +398,7 @@ impl World {
         }
         // The last reaction may have created a pod.
         self.operator.report_all(&self.simulation);
-        self.reconcile(Answers::Good)?;
+        self.reconcile(WriteAnswers::Good)?;
         checks::no_pod_waits_in_vain(&self.simulation, &self.operator)?;
         // If the time jumped over the second half, nothing was evicted in it.
         let before = recreations.unwrap_or_else(|| self.simulation.recreations.clone());

@@ -13,7 +13,7 @@ use super::pods::Owner;
 use super::scheduler::{list, node_of, text};
 use super::simulation::{EPOCH, Simulation};
 use crate::catch_up::Versions;
-use crate::evict::Evicted;
+use crate::evict::EvictionResult;
 use crate::placement::actions::{Actions, Eviction, Release, ReleaseReason};
 use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
@@ -66,7 +66,7 @@ pub(super) const KINDS: [Kind; 4] = [Kind::Pods, Kind::Nodes, Kind::GpuNodes, Ki
 
 /// How the API server answers the writes of one reconcile.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Answers {
+pub(super) enum WriteAnswers {
     /// All writes succeed.
     Good,
     /// Some writes fail, and some answers are lost. The number decides which.
@@ -75,7 +75,7 @@ pub(super) enum Answers {
 
 /// How the API server answers one write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Answer {
+enum WriteAnswer {
     Done,
     /// The write is not applied.
     Failed,
@@ -85,15 +85,15 @@ enum Answer {
     LostRequest,
 }
 
-impl Answers {
-    fn next(&mut self) -> Answer {
-        let Self::Faulty(seed) = self else { return Answer::Done };
+impl WriteAnswers {
+    fn next(&mut self) -> WriteAnswer {
+        let Self::Faulty(seed) = self else { return WriteAnswer::Done };
         *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         match *seed >> 61 {
-            0 => Answer::Failed,
-            1 => Answer::Lost,
-            2 => Answer::LostRequest,
-            _ => Answer::Done,
+            0 => WriteAnswer::Failed,
+            1 => WriteAnswer::Lost,
+            2 => WriteAnswer::LostRequest,
+            _ => WriteAnswer::Done,
         }
     }
 }
@@ -207,7 +207,7 @@ impl Operator {
     ///
     /// # Errors
     /// Returns an error if a decision breaks a rule.
-    pub(super) fn reconcile(&mut self, simulation: &mut Simulation, mut answers: Answers) -> Result<(), String> {
+    pub(super) fn reconcile(&mut self, simulation: &mut Simulation, mut answers: WriteAnswers) -> Result<(), String> {
         if !self.stored.has_reached(self.required) {
             return Ok(());
         }
@@ -256,7 +256,7 @@ impl Operator {
     }
 
     /// Sends the patch of a release. Returns false if a retry is necessary.
-    fn release(&mut self, simulation: &mut Simulation, release: &Release, answer: Answer) -> bool {
+    fn release(&mut self, simulation: &mut Simulation, release: &Release, answer: WriteAnswer) -> bool {
         let mut release = release.clone();
         if release.reported {
             let version = patch::resource_version(&release.patch).unwrap().to_owned();
@@ -271,37 +271,37 @@ impl Operator {
             release.patch = patch::with_resource_version(&release.patch, written);
             release.reported = false;
         }
-        let applied = matches!(answer, Answer::Done | Answer::Lost) && simulation.api.apply_release(&release);
+        let applied = matches!(answer, WriteAnswer::Done | WriteAnswer::Lost) && simulation.api.apply_release(&release);
         let reason = &release.reason;
         simulation.log(|| format!("release of {} ({reason:?}): {answer:?}, applied: {applied}", release.pod));
         if applied {
             simulation.released_at.insert(release.uid.clone(), simulation.now);
         }
         match answer {
-            Answer::Done if applied => self.keeper.record_release(&release.pod),
-            Answer::Done if simulation.uid(&release.pod).is_some() => {
+            WriteAnswer::Done if applied => self.keeper.record_release(&release.pod),
+            WriteAnswer::Done if simulation.uid(&release.pod).is_some() => {
                 self.keeper.record_refused_release(
                     &release.pod,
                     "the test failed",
                     Duration::from_secs(simulation.now),
                 );
             }
-            Answer::Done => {
+            WriteAnswer::Done => {
                 self.keeper.record_missing_pod(&release.pod, &release.uid, Duration::from_secs(simulation.now));
                 return true;
             }
-            Answer::Failed => self.keeper.record_failed_release(&release.pod),
-            Answer::Lost | Answer::LostRequest => {
+            WriteAnswer::Failed => self.keeper.record_failed_release(&release.pod),
+            WriteAnswer::Lost | WriteAnswer::LostRequest => {
                 self.unanswered.insert(release.uid.clone());
                 self.keeper.record_unanswered_release(release);
             }
         }
-        answer == Answer::Done && applied
+        answer == WriteAnswer::Done && applied
     }
 
     /// Preempts pods, as `run` does. Returns false if a retry is
     /// necessary.
-    fn evict(&mut self, simulation: &mut Simulation, evictions: &[Eviction], answers: &mut Answers) -> bool {
+    fn evict(&mut self, simulation: &mut Simulation, evictions: &[Eviction], answers: &mut WriteAnswers) -> bool {
         let mut unsuccessful: Vec<&str> = Vec::new();
         for eviction in evictions {
             if unsuccessful.contains(&eviction.preemptor.as_str()) {
@@ -310,11 +310,11 @@ impl Operator {
             simulation.log(|| format!("preemption of {} for {}", eviction.pod, eviction.preemptor));
             let owner = owner(simulation, &eviction.pod);
             let result = evict(simulation, (&eviction.pod, &eviction.uid, None), answers.next());
-            if result == Evicted::Done {
+            if result == EvictionResult::Done {
                 *simulation.recreations.entry(owner).or_default() += 1;
             }
             self.keeper.record_eviction(eviction, &result, Duration::from_secs(simulation.now));
-            if !matches!(result, Evicted::Done | Evicted::NotFound) {
+            if !matches!(result, EvictionResult::Done | EvictionResult::NotFound) {
                 unsuccessful.push(&eviction.preemptor);
             }
         }
@@ -322,13 +322,13 @@ impl Operator {
     }
 
     /// Evicts stranded pods, and writes the condition of those that no controller recreates.
-    fn rescue(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut Answers) {
+    fn rescue(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
         for one in &actions.rescue.recreate {
             let owner = owner(simulation, &one.pod);
             simulation.log(|| format!("eviction of {}: {}", one.pod, one.message));
             match evict(simulation, (&one.pod, &one.uid, Some(&one.version)), answers.next()) {
-                Evicted::Done => *simulation.recreations.entry(owner).or_default() += 1,
-                Evicted::NotFound => {}
+                EvictionResult::Done => *simulation.recreations.entry(owner).or_default() += 1,
+                EvictionResult::NotFound => {}
                 _ => self.keeper.record_failed_eviction(&one.uid, Duration::from_secs(simulation.now)),
             }
         }
@@ -384,21 +384,21 @@ fn write_condition(
     simulation: &mut Simulation,
     target: Target<'_>,
     (kind, status, reason): (&str, &str, &str),
-    answer: Answer,
+    answer: WriteAnswer,
 ) -> bool {
-    if matches!(answer, Answer::Done | Answer::Lost) && is_version(simulation, target) {
+    if matches!(answer, WriteAnswer::Done | WriteAnswer::Lost) && is_version(simulation, target) {
         simulation.set_condition(target.0, kind, status, reason);
     }
-    answer == Answer::Done
+    answer == WriteAnswer::Done
 }
 
 /// Evicts a pod as the API server does.
-fn evict(simulation: &mut Simulation, target: Target<'_>, answer: Answer) -> Evicted {
-    if matches!(answer, Answer::Failed | Answer::LostRequest) {
-        return Evicted::Failed("lost".to_owned());
+fn evict(simulation: &mut Simulation, target: Target<'_>, answer: WriteAnswer) -> EvictionResult {
+    if matches!(answer, WriteAnswer::Failed | WriteAnswer::LostRequest) {
+        return EvictionResult::Failed("lost".to_owned());
     }
     if !is_version(simulation, target) {
-        return Evicted::NotFound;
+        return EvictionResult::NotFound;
     }
     let pod = &simulation.api.pods[target.0];
     // Budgets do not protect pods that do not run.
@@ -411,7 +411,7 @@ fn evict(simulation: &mut Simulation, target: Target<'_>, answer: Answer) -> Evi
             .collect();
         match budgets.as_slice() {
             [] => {}
-            [(_, 0)] => return Evicted::Protected("no disruption allowed".to_owned()),
+            [(_, 0)] => return EvictionResult::Protected("no disruption allowed".to_owned()),
             [(name, allowed)] => {
                 let left = allowed - 1;
                 simulation.api.change(
@@ -420,11 +420,11 @@ fn evict(simulation: &mut Simulation, target: Target<'_>, answer: Answer) -> Evi
                     |budget| budget["status"]["disruptionsAllowed"] = left.into(),
                 );
             }
-            _ => return Evicted::Refused("several budgets".to_owned()),
+            _ => return EvictionResult::Refused("several budgets".to_owned()),
         }
     }
     simulation.delete(target.0, false, 3);
-    if answer == Answer::Lost { Evicted::Failed("lost".to_owned()) } else { Evicted::Done }
+    if answer == WriteAnswer::Lost { EvictionResult::Failed("lost".to_owned()) } else { EvictionResult::Done }
 }
 
 /// Returns whether the operator replaces pods of this owner.

@@ -28,7 +28,7 @@ pub(super) const ZONE: &str = "topology.kubernetes.io/zone";
 const REQUIRED: &str = "requiredDuringSchedulingIgnoredDuringExecution";
 
 /// Returns a part of an object. `path` has the names of fields and the indices of lists.
-fn part<'a>(object: &'a Value, path: &str) -> Option<&'a Value> {
+fn value_at<'a>(object: &'a Value, path: &str) -> Option<&'a Value> {
     path.split('/').skip(1).try_fold(object, |value, key| match value {
         Value::Array(list) => list.get(key.parse::<usize>().ok()?),
         value => value.get(key),
@@ -37,12 +37,12 @@ fn part<'a>(object: &'a Value, path: &str) -> Option<&'a Value> {
 
 /// Returns a list in an object. An absent list is empty.
 pub(super) fn list<'a>(object: &'a Value, path: &str) -> &'a [Value] {
-    part(object, path).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
+    value_at(object, path).and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default()
 }
 
 /// Returns a text in an object. An absent text is empty.
 pub(super) fn text<'a>(object: &'a Value, path: &str) -> &'a str {
-    part(object, path).and_then(Value::as_str).unwrap_or_default()
+    value_at(object, path).and_then(Value::as_str).unwrap_or_default()
 }
 
 /// Returns the node that a pod is bound to.
@@ -169,14 +169,14 @@ impl<'a> View<'a> {
         rules.into_iter().find(|(_, passes)| !passes).map(|(rule, _)| rule.to_owned())
     }
 
-    fn on(&self, node: &Value) -> impl Iterator<Item = &'a Value> {
+    fn pods_on(&self, node: &Value) -> impl Iterator<Item = &'a Value> {
         let name = node["metadata"]["name"].as_str().unwrap().to_owned();
         self.bound_pods().filter(move |(_, node)| *node == name).map(|(pod, _)| pod)
     }
 
     fn has_resources(&self, pod: &Value, node: &Value) -> bool {
         let mut wanted = requests(pod);
-        for other in self.on(node) {
+        for other in self.pods_on(node) {
             for (resource, amount) in requests(other) {
                 wanted.entry(resource).and_modify(|wanted| *wanted += amount);
             }
@@ -191,7 +191,7 @@ impl<'a> View<'a> {
 
     fn has_ports(&self, pod: &Value, node: &Value) -> bool {
         let own = ports(pod);
-        own.is_empty() || self.on(node).all(|other| ports(other).is_disjoint(&own))
+        own.is_empty() || self.pods_on(node).all(|other| ports(other).is_disjoint(&own))
     }
 
     fn has_volumes(&self, pod: &Value, node: &Value) -> bool {

@@ -43,7 +43,7 @@ struct Controller {
 
 /// What a pod was when it was created.
 #[derive(Debug, Clone)]
-pub(super) struct Original {
+pub(super) struct CreatedPod {
     pub(super) pod: Value,
     pub(super) owner: Owner,
     /// Whether a volume of the pod did not exist when the pod was created.
@@ -60,7 +60,7 @@ pub(super) struct Simulation {
     pub(super) log: Vec<String>,
     controllers: Vec<Controller>,
     /// Pods as they were created, by UID.
-    pub(super) originals: BTreeMap<String, Original>,
+    pub(super) originals: BTreeMap<String, CreatedPod>,
     /// Allocations by the pod's UID.
     pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
     /// Deleted pods: when their containers end, by UID.
@@ -196,7 +196,7 @@ impl Simulation {
             self.api.volume_claims.push(json!({"metadata": {"name": claim, "namespace": "team"}, "spec": {}}));
             self.zones.insert(claim, zones.map(str::to_owned).collect());
         }
-        self.originals.insert(uid, Original { pod: pod.clone(), owner: template.owner, has_new_volume });
+        self.originals.insert(uid, CreatedPod { pod: pod.clone(), owner: template.owner, has_new_volume });
         self.put(&format!("team/{name}"), pod);
     }
 
@@ -469,7 +469,7 @@ impl Simulation {
     }
 
     /// Returns the pods that the scheduler tries to bind.
-    pub(super) fn schedulable(&self) -> Vec<String> {
+    pub(super) fn schedulable_pods(&self) -> Vec<String> {
         let waits = |pod: &Value| node_of(pod).is_none() && list(pod, "/spec/schedulingGates").is_empty();
         self.api.pods.iter().filter(|(_, pod)| waits(pod)).map(|(name, _)| name.clone()).collect()
     }
