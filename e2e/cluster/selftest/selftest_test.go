@@ -144,7 +144,9 @@ func machineProperties(t *testing.T) string {
 
 // testAnotherCluster runs another cluster beside the first, which must not notice it.
 func testAnotherCluster(t *testing.T) {
-	argv := func(arguments ...string) []string { return append([]string{"../cluster", "--name", "another"}, arguments...) }
+	argv := func(arguments ...string) []string {
+		return append([]string{"../cluster", "--name", "another"}, arguments...)
+	}
 	before, nodes := componentPIDs(t), cluster(t, "node", "list")
 	t.Cleanup(func() {
 		if r := execute("", argv("down")...); r.err != nil {

@@ -288,7 +288,6 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
     // that use MPS.
     let helm = |tag: &str, upgrade: &str| {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
-        let values = concat!(env!("CARGO_MANIFEST_DIR"), "/../values.yaml");
         run_program(
             "helm",
             &[
@@ -297,8 +296,7 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
                 chart,
                 "-n",
                 SYSTEM_NAMESPACE,
-                "--values",
-                values,
+                "--reuse-values",
                 "--set",
                 &format!("image.tag={tag},mpsHost.upgrade={upgrade}"),
                 "--wait",
