@@ -1,4 +1,4 @@
-# The cluster tests, for e2e/test: clusters for them, their two groups, and the versions of Kubernetes.
+# The cluster tests, for e2e/test: their clusters, their two groups, and the versions of Kubernetes.
 # Source this file after lib.sh, do not run it. It uses functions of e2e/test.
 
 # with_cluster GPUS1 GPUS2 COMMAND…: runs a command on a fresh cluster of two nodes with Cleave

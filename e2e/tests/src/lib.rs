@@ -251,8 +251,8 @@ pub fn run_launcher(args: &[&str]) -> Result<String> {
     run_program("cluster", args)
 }
 
-/// Returns the directory of the simulated driver, which the cluster's nodes mount. The file `env` of
-/// `cluster_up` in `e2e/lib.sh` sets it.
+/// Returns the directory of the simulated driver, which the cluster's nodes mount. `cluster_up` in
+/// `e2e/lib.sh` writes it to the file `env`.
 pub fn driver_directory() -> Result<String> {
     std::env::var("CLEAVE_E2E_DRIVER").context("CLEAVE_E2E_DRIVER is not set: source target/demo/env")
 }
