@@ -3,7 +3,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export CARGO_TERM_COLOR=${CARGO_TERM_COLOR:-never}
-# The name of the local cluster, which the launcher also reads. Each cluster has a separate directory.
+# The name of the local cluster, which the launcher also reads. Each cluster has its own directory.
 export CLEAVE_CLUSTER_NAME=${CLEAVE_CLUSTER_NAME:-cleave}
 demo_dir=$root/target/demo
 [ "$CLEAVE_CLUSTER_NAME" = cleave ] || demo_dir+=-$CLEAVE_CLUSTER_NAME
