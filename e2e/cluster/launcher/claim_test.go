@@ -78,6 +78,22 @@ func TestAClusterOwnsOnlyItsDevices(t *testing.T) {
 	}
 }
 
+func TestAnInterruptedListIsRepeated(t *testing.T) {
+	attempts := 0
+	got, err := list(func() ([]int, error) {
+		if attempts++; attempts < 3 {
+			return []int{1}, netlink.ErrDumpInterrupted
+		}
+		return []int{1, 2}, nil
+	})
+	if err != nil || len(got) != 2 || attempts != 3 {
+		t.Errorf("%v, %v after %d attempts", got, err, attempts)
+	}
+	if _, err := list(func() ([]int, error) { return nil, netlink.ErrDumpInterrupted }); err == nil {
+		t.Error("a list that is always interrupted succeeds")
+	}
+}
+
 func TestMarkedDirIsTheDirectoryOfTheMarker(t *testing.T) {
 	l := testLayout(t)
 	if got := markedDir([]byte("PATH=/bin\x00" + l.marker() + "\x00HOME=/\x00")); got != l.dir {

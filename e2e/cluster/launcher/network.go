@@ -55,7 +55,7 @@ func (l layout) makeBridge() error {
 
 // machineRoutes returns the destinations of the machine's routes, without default routes.
 func machineRoutes() ([]net.IPNet, error) {
-	routes, err := netlink.RouteList(nil, netlink.FAMILY_V4)
+	routes, err := list(func() ([]netlink.Route, error) { return netlink.RouteList(nil, netlink.FAMILY_V4) })
 	if err != nil {
 		return nil, err
 	}
@@ -66,6 +66,17 @@ func machineRoutes() ([]net.IPNet, error) {
 		}
 	}
 	return found, nil
+}
+
+// list repeats a query while changes of the machine's network interrupt it: another cluster may start
+// or stop at the same time.
+func list[T any](query func() ([]T, error)) ([]T, error) {
+	var found []T
+	err := netlink.ErrDumpInterrupted
+	for attempt := 0; attempt < 100 && errors.Is(err, netlink.ErrDumpInterrupted); attempt++ {
+		found, err = query()
+	}
+	return found, err
 }
 
 func findLink(link netlink.Link, err error) (netlink.Link, error) {
@@ -198,7 +209,7 @@ func removeLink(name string) error {
 
 // links returns the names of the cluster's network devices.
 func (l layout) links() ([]string, error) {
-	links, err := netlink.LinkList()
+	links, err := list(netlink.LinkList)
 	if err != nil {
 		return nil, err
 	}
