@@ -72,7 +72,7 @@ func machineRoutes() ([]net.IPNet, error) {
 // or stop at the same time.
 func list[T any](query func() ([]T, error)) ([]T, error) {
 	var found []T
-	err := netlink.ErrDumpInterrupted
+	var err error = netlink.ErrDumpInterrupted
 	for attempt := 0; attempt < 100 && errors.Is(err, netlink.ErrDumpInterrupted); attempt++ {
 		found, err = query()
 	}
