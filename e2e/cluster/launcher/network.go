@@ -68,7 +68,7 @@ func machineRoutes() ([]net.IPNet, error) {
 	return found, nil
 }
 
-// list repeats a query while changes of the machine's network interrupt it: another cluster may start
+// list repeats a query while changes of the network interrupt it: another cluster may start
 // or stop at the same time.
 func list[T any](query func() ([]T, error)) ([]T, error) {
 	var found []T

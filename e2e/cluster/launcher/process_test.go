@@ -75,7 +75,7 @@ func TestReusedProcessIDIsAnotherProcess(t *testing.T) {
 	}
 }
 
-// Kernels that distinguish threads return the same error for a thread as for a process that is being
+// Kernels that distinguish threads return the same error for a thread as for a process being
 // reaped.
 func TestAThreadIsNoProcess(t *testing.T) {
 	entries, err := os.ReadDir("/proc/self/task")

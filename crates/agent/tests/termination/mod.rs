@@ -231,7 +231,7 @@ async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
     pods.machine.simgpu(&["fail", "mps:command:terminate_client", "--gpu", "1", "--code", "1", "--count", "2"]);
     pods.delete_pods(&["first", "second"], 30);
     assert_eq!(pods.wait_for_error("second").await, 810);
-    // On a busy machine the MPS host may have replaced the hanging daemon already, which also ends the
+    // On a busy machine the MPS host may have replaced the hanging daemon, which also ends the
     // daemon's clients.
     assert!(pods.last_output("first", "error").is_none() || pods.daemon_restarts(0) > 0);
     let reported = || {
