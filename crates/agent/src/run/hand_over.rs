@@ -216,7 +216,8 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     };
     let mut record = files.load();
     let start = record.start_serving(&id);
-    tracing::info!(agent = id, start.probation, start.returns_ready, "this agent serves the node");
+    let Start { probation, returns_ready } = start;
+    tracing::info!(agent = id, probation, returns_ready, "this agent serves the node");
     // Save the record before the request ends: then a standby sees at once that it is newer.
     if let Err(error) = files.save(&record) {
         tracing::error!(%error, "failed to write the record of hand-overs; retrying");
@@ -286,7 +287,7 @@ impl SuccessorWatch {
         }
         let awaited = self.files.is_awaited().unwrap_or(false);
         match judge_probation(not_ready.is_none(), self.began.elapsed(), self.limit, awaited) {
-            Probation::Passed => tracing::info!("ready after another agent has handed over"),
+            Probation::Passed => tracing::info!("ready after taking over from another agent"),
             Probation::Open => {}
             Probation::Failed => anyhow::bail!(
                 "not ready within {} s after another agent has handed over, which serves again: {}",

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::Write as _;
 
 use anyhow::{Context, Result, ensure};
-use cleave_e2e::{Cluster, SYSTEM_NAMESPACE, text, wait_until, wait_without_violation};
+use cleave_e2e::{Cluster, SYSTEM_NAMESPACE, Scope, text, wait_until, wait_without_violation};
 use serde_json::{Value, json};
 
 use crate::restarts::is_ready;
@@ -79,8 +79,14 @@ impl Drop for Agents<'_> {
 fn a_roll_out_of_agents_that_fail_after_they_take_over_stops_at_the_first_node() -> Result<()> {
     let cluster = Cluster::connect()?;
     let agents = Agents::read(&cluster)?;
-    let scope = ten_shares(&cluster, "broken-agents")?;
+    // The roll-out may begin on any node.
+    let scope = Scope::new(&cluster, "broken-agents")?;
+    let spec = json!({"nodeSelector": {"kubernetes.io/os": "linux"}, "mode": "Mps", "mps": {"units": 10}});
+    scope.create_policy("shares-on-all-nodes", &spec)?;
     let old = agents.pods()?;
+    for node in old.values().map(|pod| text(&pod["spec"]["nodeName"])) {
+        wait_until(&format!("{node} offers shares"), || Ok(cluster.allocatable(&node, SHARES_RESOURCE)? > 0))?;
+    }
     // Such an agent takes over, but never serves.
     agents.set_env(&[("CLEAVE_RELAY_DIR", "/run/none"), ("CLEAVE_PROBATION", "5")])?;
     let new_pods = || -> Result<Vec<Value>> {
@@ -88,7 +94,7 @@ fn a_roll_out_of_agents_that_fail_after_they_take_over_stops_at_the_first_node()
     };
     let restarts = |pod: &Value| pod["status"]["containerStatuses"][0]["restartCount"].as_u64().unwrap_or(0);
     wait_without_violation(
-        "a new agent has failed twice",
+        "a new agent has failed",
         || Ok(new_pods()?.iter().any(|pod| restarts(pod) >= 1)),
         || {
             let now = agents.pods()?;
