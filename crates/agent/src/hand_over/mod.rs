@@ -14,7 +14,7 @@
 //!
 //! - Only a newer agent asks an older one, so two agents do not replace each other in a circle. The
 //!   newer one is the one that served later for the first time.
-//! - An older standby reports the readiness with which it last served. The DaemonSet controller
+//! - An older standby reports the readiness with which it last served. The `DaemonSet` controller
 //!   deletes an old pod that is not ready, even if the new pod is not ready either.
 //! - A newer standby is not ready. Otherwise Kubernetes would delete the old pod before the new
 //!   agent has proved that it works.

@@ -140,7 +140,7 @@ struct Waiting {
     /// Locked while this agent asks to serve.
     request: Option<File>,
     /// Locked while this agent waits.
-    waiting: Option<File>,
+    presence: Option<File>,
 }
 
 impl Waiting {
@@ -152,8 +152,8 @@ impl Waiting {
             self.endpoints.record_heartbeat(self.standby.ready);
         }
         let report = |error: io::Error| tracing::warn!(%error, "failed to ask for a hand-over; retrying");
-        if self.waiting.is_none() {
-            self.waiting = self.files.wait().map_err(report).ok().flatten();
+        if self.presence.is_none() {
+            self.presence = self.files.wait().map_err(report).ok().flatten();
         }
         if !self.standby.asks {
             self.request = None;
@@ -193,7 +193,7 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
                         looked: None,
                         standby: Standby { asks: false, ready: false },
                         request: None,
-                        waiting: None,
+                        presence: None,
                     }
                 };
                 waiting.get_or_insert_with(wait).look();
