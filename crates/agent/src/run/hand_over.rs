@@ -163,8 +163,8 @@ impl Waiting {
     }
 }
 
-/// Waits until this is the only agent of the node that serves. During an upgrade, or by mistake, two
-/// agents may run. Each would write the MPS host's desired file without the allocations of the
+/// Waits until this is the only agent of the node that serves. During an upgrade, or by mistake,
+/// two agents may run. Each would write the MPS host's desired file without the allocations of the
 /// other, and so close the doors of running pods.
 ///
 /// # Errors

@@ -141,7 +141,8 @@ impl Machine {
         [&self.first_agent, &self.agent].map(|agent| agent.as_ref().unwrap().id())
     }
 
-    /// Returns the answers of the first and the second agent to `/readyz`. `None` without an answer.
+    /// Returns the answers of the first and the second agent to `/readyz`. `None` without an
+    /// answer.
     pub(crate) fn readiness(&self) -> [Option<String>; 2] {
         [self.first_agent_port, self.agent_port].map(|port| request_readyz(port).ok())
     }

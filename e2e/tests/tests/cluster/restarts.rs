@@ -159,8 +159,8 @@ fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
     Ok(())
 }
 
-/// A second agent on [`NODE`]. During an upgrade two agents overlap; with a wrong configuration they
-/// overlap for longer. Dropping the value deletes the second agent.
+/// A second agent on [`NODE`]. During an upgrade two agents overlap; with a wrong configuration
+/// they overlap for longer. Dropping the value deletes the second agent.
 struct SecondAgent<'a> {
     cluster: &'a Cluster,
     path: String,
