@@ -90,7 +90,7 @@ with_test_cluster() {
 
 # The tests that run on each version of Kubernetes: modules, and single tests.
 version_tests=(
-  shares gate gate_admission admission policies operators whole_gpus upgrades restarts
+  shares gate gate_admission admission policies operators whole_gpus upgrades agent_upgrades restarts
   demand::an_idle_gpu_changes_from_mps_to_mig_and_back_to_whole
   ending::the_admission_policy_injects_sleeps_into_containers_with_shares
   ending::the_webhook_injects_the_same_sleeps
