@@ -3,7 +3,10 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export CARGO_TERM_COLOR=${CARGO_TERM_COLOR:-never}
+# The name of the local cluster, which the launcher also reads. Each cluster has its own directory.
+export CLEAVE_CLUSTER_NAME=${CLEAVE_CLUSTER_NAME:-cleave}
 demo_dir=$root/target/demo
+[ "$CLEAVE_CLUSTER_NAME" = cleave ] || demo_dir+=-$CLEAVE_CLUSTER_NAME
 driver_dir=$demo_dir/driver
 cluster=$root/e2e/cluster/cluster
 namespace=cleave-system
@@ -105,12 +108,12 @@ images() {
   image localhost/cleave-client:dev --ldd --shell --dir /tmp:1777 --add "$programs/cleave-client:/usr/bin/cleave-client:755" --entrypoint /usr/bin/cleave-client
 }
 
-# cluster_up NODES OPTION…: starts the cluster, and writes target/demo/env.
+# cluster_up NODES OPTION…: starts the cluster, and writes $demo_dir/env.
 cluster_up() {
   local nodes=$1; shift
   say "Starting Kubernetes"
   "$cluster" up --nodes "$nodes" --driver-root "$driver_dir" "$@"
-  "$cluster" env >"$demo_dir/env"
+  { "$cluster" env; printf 'export CLEAVE_E2E_DRIVER=%q\n' "$driver_dir"; } >"$demo_dir/env"
   # shellcheck source=/dev/null
   . "$demo_dir/env"
 }
@@ -120,10 +123,15 @@ simulate() {
   "$cluster" exec-node "$1" sh -c "[ -e /var/lib/simgpu/machine.json ] || /opt/simgpu/bin/simgpu init --machine $1 --gpus $2 >/dev/null"
 }
 
+# Prints the machine's address in the cluster's network, from which the API server's proxy connects.
+machine_address() { kubectl config view --output jsonpath='{.clusters[0].cluster.server}' | sed 's|https://\(.*\):.*|\1|'; }
+
 # Installs the chart with the driver under a host path, as on nodes without a container toolkit.
 install() {
   say "Installing Cleave${release:+ $release_version} by Helm"
   if [ -n "$release" ]; then set -- --set "image.tag=$release_version" "$@"; fi
+  # Tests query agents through the API server's proxy.
+  set -- --set "networkPolicy.metricsFrom[1].ipBlock.cidr=$(machine_address)/32" "$@"
   helm upgrade --install cleave "$chart" --namespace "$namespace" --create-namespace \
     --values "$root/e2e/values.yaml" --wait --timeout 3m "$@" >"$demo_dir/helm.log" || { cat "$demo_dir/helm.log"; kubectl -n "$namespace" get pods -o wide; die "helm failed"; }
   kubectl -n "$namespace" get pods

@@ -117,6 +117,15 @@ pub struct AgentArgs {
     #[arg(long, env = "CLEAVE_KUBELET_DIR", value_name = "HOST_DIR", default_value = "/var/lib/kubelet")]
     pub kubelet_dir: PathBuf,
 
+    /// UID of this pod. It identifies the agent when one agent of the node hands over to another.
+    /// Default: an identifier of the process.
+    #[arg(long, env = "CLEAVE_POD_UID", value_name = "UID")]
+    pub pod_uid: Option<String>,
+
+    /// Seconds in which an agent must be ready after another one has handed over to it. For tests.
+    #[arg(long, env = "CLEAVE_PROBATION", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600), hide = true)]
+    pub probation: u64,
+
     /// Use files in DIR instead of the API server: read spec.json whenever it changes, write
     /// status.json, append events to events.jsonl. For benchmarks, tests, and nodes without a
     /// cluster.

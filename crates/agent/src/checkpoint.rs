@@ -169,6 +169,7 @@ impl Checkpoint {
 }
 
 /// Lock of the state directory. While the lock exists, no other process can be the node's agent.
+/// Dropping it releases the lock.
 #[derive(Debug)]
 pub struct StateLock {
     _directory: fs::File,

@@ -20,6 +20,7 @@
 //! - [`mps`], [`checkpoint`], [`mig_order`]: access to the MPS host, to the checkpoint and to NVML.
 //! - [`tenants`], [`termination`], [`pods`]: who uses shares, and which pods terminate. Pure except
 //!   for `/proc`.
+//! - [`hand_over`]: which of two agents of the node serves. Pure.
 //! - [`node`]: the model of the node, and its decision [`node::Node::reconcile`]. Pure.
 //! - [`args`], [`metrics`], [`cdi`], [`toolkit`]: the command line, metrics, the CDI specification,
 //!   and NVIDIA's container toolkit on the host, which knows the driver's files.
@@ -52,6 +53,7 @@ mod files;
 #[path = "../tests/model/fixtures.rs"]
 mod fixtures;
 pub mod gpu;
+pub mod hand_over;
 pub mod metrics;
 pub mod mig_order;
 pub mod mps;

@@ -2,6 +2,7 @@
 //! MPS.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails with a panic")]
 mod faults;
+mod hand_over;
 mod health;
 mod machine;
 mod mig;
@@ -269,36 +270,6 @@ async fn after_a_reboot_without_an_api_server_the_last_spec_is_served_and_doors_
     );
     let text = fs::read_to_string(machine.path("agent.log")).unwrap();
     assert!(text.contains("failed to configure a client for the API server"), "the agent found an API server");
-}
-
-#[tokio::test]
-async fn a_second_agent_waits_until_the_first_has_ended() {
-    let mut machine = Machine::start(&["H200"], |gpus| vec![mps_spec(&gpus[0], 10)]);
-    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
-    let uuid = machine.uuids[0].clone();
-    machine.start_second_agent();
-    let log = machine.path("agent.log");
-    let waits =
-        || fs::read_to_string(&log).ok()?.contains("waiting for another agent of this node to exit").then_some(());
-    machine.wait_until("the second agent waits", waits).await;
-    let used = share_ids(&uuid, [2, 3]);
-    let wanted: Vec<&str> = used.iter().map(String::as_str).collect();
-    machine.kubelet.allocate(MPS_RESOURCE, &wanted).await.unwrap();
-    machine.kubelet.pre_start(MPS_RESOURCE, &wanted).await.unwrap();
-    machine.pods.set_devices(&[container_devices("p", MPS_RESOURCE, &used)]);
-    let reported =
-        |status: &cleave_api::GpuNodeStatus| status.gpus[0].allocations.iter().any(|row| row.memory_mib == Some(2000));
-    machine.wait_for_status("the first agent reports it", reported).await;
-    let desired = machine.read_desired_file().unwrap();
-    assert_eq!(desired.allocations.len(), 1);
-    let before = machine.wait_for_healthy(MPS_RESOURCE, 10).await.registrations.len();
-    machine.kill_first_agent();
-    let registered = |seen: &cleave_kubelet::fake::FakeKubeletState| {
-        seen.registrations.len() > before && seen.endpoints[MPS_RESOURCE].connected
-    };
-    machine.wait_for_view("the second agent registers", registered).await;
-    machine.wait_for_healthy(MPS_RESOURCE, 10).await;
-    assert_eq!(machine.read_desired_file().unwrap(), desired);
 }
 
 #[tokio::test]

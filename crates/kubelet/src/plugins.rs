@@ -229,7 +229,7 @@ impl PluginServer {
     }
 
     /// Ends all streams and releases the directory, like [`shutdown`](Self::shutdown).
-    pub(crate) async fn stop(&self) {
+    pub async fn stop(&self) {
         self.run.send_replace(TaskCommand::Shutdown);
         // The manager's end drops the sender of the state.
         let mut states = self.state.clone();

@@ -131,8 +131,8 @@ func (a *api) waitNodeReady(ctx context.Context, name string) error {
 }
 
 // prepareCluster waits for the objects that a first pod needs, and creates the DNS service of the
-// kubelets. The service has no endpoints, so queries fail at once.
-func (a *api) prepareCluster(ctx context.Context) error {
+// kubelets at this address. The service has no endpoints, so queries fail at once.
+func (a *api) prepareCluster(ctx context.Context, dnsAddress string) error {
 	err := poll(ctx, func() error {
 		_, err := a.do(ctx, http.MethodGet, "/api/v1/namespaces/default/serviceaccounts/default", nil)
 		return err
@@ -143,7 +143,7 @@ func (a *api) prepareCluster(ctx context.Context) error {
 	_, err = a.do(ctx, http.MethodPost, "/api/v1/namespaces/kube-system/services", object{
 		"apiVersion": "v1", "kind": "Service",
 		"metadata": object{"name": "kube-dns", "annotations": object{"description": "This cluster has no DNS server. Queries fail at once."}},
-		"spec": object{"clusterIP": dnsServiceAddress, "ports": []object{
+		"spec": object{"clusterIP": dnsAddress, "ports": []object{
 			{"name": "dns", "port": 53, "protocol": "UDP"}, {"name": "dns-tcp", "port": 53, "protocol": "TCP"},
 		}},
 	})
@@ -244,22 +244,23 @@ func (c *cluster) checkServing(ctx context.Context, one component) error {
 }
 
 func (c *cluster) healthURL(one component) (string, error) {
+	loopback := c.layout.addresses.loopback()
 	switch one.kind {
 	case kindEtcd:
-		return fmt.Sprintf("http://127.0.0.1:%d/readyz", etcdPort), nil
+		return fmt.Sprintf("http://%s:%d/readyz", loopback, etcdPort), nil
 	case kindControllerManager:
-		return "https://127.0.0.1:10257/healthz", nil
+		return "https://" + loopback + ":10257/healthz", nil
 	case kindScheduler:
-		return "https://127.0.0.1:10259/healthz", nil
+		return "https://" + loopback + ":10259/healthz", nil
 	case kindPolicies:
-		return fmt.Sprintf("http://127.0.0.1:%d/", policiesPort), nil
+		return fmt.Sprintf("http://%s:%d/", loopback, policiesPort), nil
 	}
 	n, err := readJSON[node](c.layout.nodeFile(one.node))
 	if err != nil {
 		return "", err
 	}
 	if one.kind == kindKubelet {
-		return "http://" + n.address() + ":10248/healthz", nil
+		return "http://" + c.layout.addresses.node(n) + ":10248/healthz", nil
 	}
-	return "http://" + n.address() + ":10256/livez", nil
+	return "http://" + c.layout.addresses.node(n) + ":10256/livez", nil
 }

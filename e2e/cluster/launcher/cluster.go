@@ -30,6 +30,8 @@ type clusterState struct {
 	Layout   int      `json:"layout"`
 	Binaries binaries `json:"binaries"`
 	Policies bool     `json:"policies,omitempty"`
+	// Clusters of launchers that ran only one at a time lack this field, and have the first addresses.
+	Addresses addresses `json:"addresses,omitempty"`
 }
 
 // cluster is a cluster's layout and the commands on it.
@@ -120,11 +122,6 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 		return err
 	}
 	c.built = built
-	if other, err := c.otherCluster(); err != nil {
-		return err
-	} else if other != "" {
-		return fmt.Errorf("another cluster runs with its state in %[1]s: remove it first, because only one can run at a time (cluster --state %[1]s down)", other)
-	}
 	state, err := readJSON[clusterState](c.layout.stateFile())
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -140,7 +137,7 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 			return err
 		}
 	}
-	if err := c.prepare(options.policies); err != nil {
+	if err := c.prepare(ctx, options.policies); err != nil {
 		return err
 	}
 	nodes, err := c.layout.nodes()
@@ -188,7 +185,7 @@ func (c *cluster) up(ctx context.Context, count int, options upOptions) error {
 }
 
 // prepare creates everything that components need before they start.
-func (c *cluster) prepare(policies bool) error {
+func (c *cluster) prepare(ctx context.Context, policies bool) error {
 	for _, dir := range []string{"logs", "run", "bin", "etcd", "helm"} {
 		if err := os.MkdirAll(filepath.Join(c.layout.dir, dir), 0o755); err != nil {
 			return err
@@ -197,7 +194,7 @@ func (c *cluster) prepare(policies bool) error {
 	if err := os.Chmod(filepath.Join(c.layout.dir, "etcd"), 0o700); err != nil {
 		return err
 	}
-	if err := writeJSON(c.layout.stateFile(), clusterState{layoutVersion, c.built, policies}); err != nil {
+	if err := c.claimAddresses(ctx, policies); err != nil {
 		return err
 	}
 	if err := c.layout.makeCredentials(); err != nil {
@@ -214,7 +211,7 @@ func (c *cluster) prepare(policies bool) error {
 	if err := makeCgroup(c.layout.cgroup("")); err != nil {
 		return fmt.Errorf("create cgroup: %w", err)
 	}
-	return c.layout.makeBridge()
+	return nil
 }
 
 // makePrograms fills the directory that cluster env adds to PATH.
@@ -293,7 +290,7 @@ func (c *cluster) startAll(ctx context.Context, nodes []node, policies bool) err
 	if err != nil {
 		return err
 	}
-	return api.prepareCluster(ctx)
+	return api.prepareCluster(ctx, c.layout.addresses.dnsService())
 }
 
 // bootNodes starts the nodes and their containerd, and imports images.
@@ -421,9 +418,9 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 		}
 	}
 	for path, value := range map[string]object{
-		"/etc/kubernetes/kubelet.json":    kubeletConfig(n),
-		"/etc/kubernetes/kube-proxy.json": proxyConfig(n),
-		"/etc/cni/net.d/10-pods.conflist": networkConfig(n),
+		"/etc/kubernetes/kubelet.json":    kubeletConfig(c.layout.addresses, n),
+		"/etc/kubernetes/kube-proxy.json": proxyConfig(c.layout.addresses, n),
+		"/etc/cni/net.d/10-pods.conflist": networkConfig(c.layout.addresses, n),
 	} {
 		if err := writeJSON(c.layout.inNode(name, path), value); err != nil {
 			return err
@@ -450,7 +447,7 @@ func (c *cluster) bootNode(ctx context.Context, name string) error {
 		}
 	}
 	spec, err := json.Marshal(nodeInitSpec{
-		Node: name, Address: n.address(), Root: c.layout.nodeRoot(name), Cgroup: c.layout.cgroup(name),
+		Node: name, Address: c.layout.addresses.node(n), Root: c.layout.nodeRoot(name), Cgroup: c.layout.cgroup(name),
 		Kube: c.built["kube"], Containerd: c.built["containerd"], CNI: cni, DriverRoot: n.DriverRoot, UsrAdditions: additions,
 	})
 	if err != nil {
@@ -655,7 +652,7 @@ func (c *cluster) removeNode(ctx context.Context, name string) error {
 	if err := c.stop(ctx, component{kindNode, name}, unix.SIGKILL); err != nil {
 		return err
 	}
-	if err := removeLink(n.device()); err != nil {
+	if err := removeLink(c.layout.addresses.device(n)); err != nil {
 		return err
 	}
 	if err := removeCgroup(c.layout.cgroup(name), time.Now().Add(10*time.Second)); err != nil {

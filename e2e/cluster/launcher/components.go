@@ -99,12 +99,12 @@ func (l layout) argv(c component, built binaries) []string {
 	kube := func(name string) string { return built["kube"] + "/" + name }
 	switch c.kind {
 	case kindEtcd:
-		url := fmt.Sprintf("http://127.0.0.1:%d", etcdPort)
+		url := fmt.Sprintf("http://%s:%d", l.addresses.loopback(), etcdPort)
 		return []string{
 			kube("etcd"), "--name=" + l.name, "--data-dir=" + l.dir + "/etcd",
 			"--listen-client-urls=" + url, "--advertise-client-urls=" + url,
 			// Any port works, because etcd has no peers.
-			"--listen-peer-urls=http://127.0.0.1:0",
+			"--listen-peer-urls=http://" + l.addresses.loopback() + ":0",
 			// A power cut may destroy the data.
 			"--unsafe-no-fsync",
 			"--log-level=warn",
@@ -112,11 +112,11 @@ func (l layout) argv(c component, built binaries) []string {
 	case kindAPIServer:
 		return []string{
 			kube("kube-apiserver"),
-			fmt.Sprintf("--etcd-servers=http://127.0.0.1:%d", etcdPort),
-			"--bind-address=" + hostAddress, fmt.Sprintf("--secure-port=%d", apiPort), "--advertise-address=" + hostAddress,
+			fmt.Sprintf("--etcd-servers=http://%s:%d", l.addresses.loopback(), etcdPort),
+			"--bind-address=" + l.addresses.host(), fmt.Sprintf("--secure-port=%d", apiPort), "--advertise-address=" + l.addresses.host(),
 			"--tls-cert-file=" + l.pki("apiserver.crt"), "--tls-private-key-file=" + l.pki("apiserver.key"),
 			"--client-ca-file=" + l.pki("ca.crt"),
-			"--service-cluster-ip-range=" + serviceNetwork,
+			"--service-cluster-ip-range=" + l.addresses.serviceNetwork(),
 			"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
 			"--service-account-key-file=" + l.pki("service-accounts.key"),
 			"--service-account-signing-key-file=" + l.pki("service-accounts.key"),
@@ -134,7 +134,7 @@ func (l layout) argv(c component, built binaries) []string {
 	case kindControllerManager:
 		kubeconfig := l.config("controller-manager.kubeconfig")
 		return []string{
-			kube("kube-controller-manager"), "--bind-address=127.0.0.1",
+			kube("kube-controller-manager"), "--bind-address=" + l.addresses.loopback(),
 			"--kubeconfig=" + kubeconfig, "--authentication-kubeconfig=" + kubeconfig, "--authorization-kubeconfig=" + kubeconfig,
 			"--leader-elect=false", "--use-service-account-credentials=true",
 			// The default of 20 requests per second delays the start by four seconds.
@@ -145,7 +145,7 @@ func (l layout) argv(c component, built binaries) []string {
 	case kindScheduler:
 		kubeconfig := l.config("scheduler.kubeconfig")
 		return []string{
-			kube("kube-scheduler"), "--bind-address=127.0.0.1", "--leader-elect=false",
+			kube("kube-scheduler"), "--bind-address=" + l.addresses.loopback(), "--leader-elect=false",
 			"--kubeconfig=" + kubeconfig, "--authentication-kubeconfig=" + kubeconfig, "--authorization-kubeconfig=" + kubeconfig,
 		}
 	case kindPolicies:
@@ -168,7 +168,7 @@ type object = map[string]any
 
 // kubeletConfig returns the kubelet's configuration, which changes the defaults only where
 // necessary.
-func kubeletConfig(n node) object {
+func kubeletConfig(a addresses, n node) object {
 	config := object{
 		"apiVersion": "kubelet.config.k8s.io/v1beta1",
 		"kind":       "KubeletConfiguration",
@@ -180,13 +180,13 @@ func kubeletConfig(n node) object {
 		"authorization":            object{"mode": "Webhook"},
 		"tlsCertFile":              "/etc/kubernetes/pki/kubelet.crt",
 		"tlsPrivateKeyFile":        "/etc/kubernetes/pki/kubelet.key",
-		"address":                  n.address(),
-		"healthzBindAddress":       n.address(), // reachable from the machine
+		"address":                  a.node(n),
+		"healthzBindAddress":       a.node(n), // reachable from the machine
 		"containerRuntimeEndpoint": "unix://" + containerdSocket,
 		"clusterDomain":            "cluster.local",
 		// This service has no endpoints, so DNS queries fail at once. Without any DNS service, every pod
 		// would get a warning event.
-		"clusterDNS":    []string{dnsServiceAddress},
+		"clusterDNS":    []string{a.dnsService()},
 		"resolvConf":    "",
 		"cgroupDriver":  "cgroupfs",
 		"failCgroupV1":  false,
@@ -215,15 +215,15 @@ func kubeletConfig(n node) object {
 // maxStatusSeconds is below the time after which the controller manager considers a node unhealthy.
 const maxStatusSeconds = 30
 
-func proxyConfig(n node) object {
+func proxyConfig(a addresses, n node) object {
 	return object{
 		"apiVersion":         "kubeproxy.config.k8s.io/v1alpha1",
 		"kind":               "KubeProxyConfiguration",
 		"mode":               "iptables",
 		"clientConnection":   object{"kubeconfig": "/etc/kubernetes/proxy.kubeconfig"},
-		"clusterCIDR":        podNetwork,
-		"bindAddress":        n.address(),
-		"healthzBindAddress": n.address() + ":10256",
+		"clusterCIDR":        a.podNetwork(),
+		"bindAddress":        a.node(n),
+		"healthzBindAddress": a.node(n) + ":10256",
 		"metricsBindAddress": "127.0.0.1:10249",
 		"oomScoreAdj":        0,
 		// 0 keeps the machine's limits, which a node cannot write.
@@ -234,7 +234,7 @@ func proxyConfig(n node) object {
 }
 
 // networkConfig is the CNI configuration: each pod has a separate link that the node routes.
-func networkConfig(n node) object {
+func networkConfig(a addresses, n node) object {
 	return object{
 		"cniVersion": "1.0.0",
 		"name":       "pods",
@@ -242,7 +242,7 @@ func networkConfig(n node) object {
 			"type": "ptp",
 			"ipam": object{
 				"type":    "host-local",
-				"ranges":  [][]object{{{"subnet": n.podRange()}}},
+				"ranges":  [][]object{{{"subnet": a.pods(n)}}},
 				"routes":  []object{{"dst": "0.0.0.0/0"}},
 				"dataDir": "/run/cni/addresses", // cleared at boot
 			},

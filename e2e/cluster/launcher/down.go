@@ -62,7 +62,7 @@ func (c *cluster) sweep(ctx context.Context) error {
 			return fmt.Errorf("unmount %s: %w", m, err)
 		}
 	}
-	if err := c.removeLinks(ctx); err != nil {
+	if err := c.layout.removeLinks(ctx); err != nil {
 		return err
 	}
 	if err := removeCgroup(c.layout.cgroupTop(), time.Now().Add(20*time.Second)); err != nil {
@@ -72,7 +72,8 @@ func (c *cluster) sweep(ctx context.Context) error {
 }
 
 // processes returns the launcher's processes and their descendants, by the inherited marker
-// variable and by cgroup.
+// variable and by cgroup. It fails if a cluster of the same name with another directory runs,
+// because both have the same cgroup.
 func (c *cluster) processes() ([]process, error) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -95,10 +96,11 @@ func (c *cluster) processes() ([]process, error) {
 		if err != nil {
 			continue // it has exited
 		}
-		for variable := range bytes.SplitSeq(environment, []byte{0}) {
-			if string(variable) == c.layout.marker() {
-				wanted[pid] = true
-			}
+		switch dir := markedDir(environment); {
+		case dir == c.layout.dir:
+			wanted[pid] = true
+		case dir != "" && wanted[pid]:
+			return nil, fmt.Errorf("another cluster %[1]q runs with its state in %[2]s: remove it first (cluster --name %[1]s --state %[2]s down)", c.layout.name, dir)
 		}
 	}
 	var found []process
@@ -117,6 +119,16 @@ func (c *cluster) processes() ([]process, error) {
 		}
 	}
 	return found, nil
+}
+
+// markedDir returns the directory of the cluster whose marker is in a process's environment, or "".
+func markedDir(environment []byte) string {
+	for variable := range bytes.SplitSeq(environment, []byte{0}) {
+		if dir, ok := strings.CutPrefix(string(variable), markerVariable+"="); ok {
+			return dir
+		}
+	}
+	return ""
 }
 
 // mounts returns the mounts below the cluster's directory, the innermost first.
@@ -151,21 +163,21 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	for _, m := range c.mounts() {
 		found = append(found, "mount "+m)
 	}
-	links, err := c.links()
+	links, err := c.layout.links()
 	if err != nil {
 		return nil, err
 	}
 	for _, link := range links {
 		found = append(found, "network device "+link)
 	}
-	// The launcher creates rules only in the nodes' namespaces; this check verifies it. Clusters of
-	// all names use the same addresses, so the check finds the rules of any cluster.
+	// The launcher creates rules only in the nodes' namespaces; this check verifies it. Without a
+	// cluster, it checks the addresses of a machine's first cluster.
 	for _, program := range []string{"iptables-save", "iptables-legacy-save"} {
 		output, err := exec.CommandContext(ctx, program).Output()
 		if err != nil {
 			continue // not installed or not supported by the kernel: no rules
 		}
-		for _, rule := range ourRules(string(output)) {
+		for _, rule := range c.layout.addresses.rules(string(output)) {
 			found = append(found, program+": "+rule)
 		}
 	}
@@ -182,46 +194,16 @@ func (c *cluster) leftovers(ctx context.Context) ([]string, error) {
 	return found, nil
 }
 
-// ourRules returns the rules in iptables-save's output that name the cluster's networks.
-func ourRules(saved string) []string {
+// rules returns the rules in iptables-save's output that name the cluster's networks.
+func (a addresses) rules(saved string) []string {
 	var rules []string
 	for line := range strings.Lines(saved) {
 		for word := range strings.FieldsSeq(line) {
-			if isClusterAddress(strings.TrimSuffix(word, "/32")) || isClusterAddress(word) {
+			if a.contains(strings.TrimSuffix(word, "/32")) || a.contains(word) {
 				rules = append(rules, strings.TrimSpace(line))
 				break
 			}
 		}
 	}
 	return rules
-}
-
-// otherCluster returns the directory of another running cluster, or "". Two clusters would share
-// addresses and devices.
-func (c *cluster) otherCluster() (string, error) {
-	entries, err := os.ReadDir("/proc")
-	if err != nil {
-		return "", err
-	}
-	for _, entry := range entries {
-		environment, err := os.ReadFile(filepath.Join("/proc", entry.Name(), "environ"))
-		if err != nil {
-			continue // not a process, or one that has exited
-		}
-		for variable := range bytes.SplitSeq(environment, []byte{0}) {
-			if dir, ok := strings.CutPrefix(string(variable), markerVariable+"="); ok && dir != c.layout.dir {
-				return dir, nil
-			}
-		}
-	}
-	return "", nil
-}
-
-// links returns the network devices of this cluster, or of any cluster if no other runs.
-func (c *cluster) links() ([]string, error) {
-	other, err := c.otherCluster()
-	if err != nil || other != "" {
-		return nil, err
-	}
-	return c.layout.clusterLinks()
 }

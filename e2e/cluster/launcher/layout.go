@@ -5,28 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
-)
-
-// The cluster's networks. Nodes are connected to a bridge on the machine. The machine reaches pods
-// and services through the nodes.
-const (
-	nodeNetwork    = "10.203.0.0/24"
-	hostAddress    = "10.203.0.1"
-	podNetwork     = "10.204.0.0/16"
-	serviceNetwork = "10.205.0.0/24"
-	// The first address of the service network, as Kubernetes requires.
-	apiServiceAddress = "10.205.0.1"
-	dnsServiceAddress = "10.205.0.10"
-
-	apiPort  = 6443
-	etcdPort = 23790
-	maxNodes = 200
 )
 
 // Paths on a node.
@@ -42,6 +25,12 @@ const (
 // defaultStateDir is the parent directory of clusters without --state.
 const defaultStateDir = "/var/lib/cleave-e2e"
 
+// nameVariable names the cluster if --name does not.
+const nameVariable = "CLEAVE_CLUSTER_NAME"
+
+// stateFileName is the name of the file with a clusterState in the cluster's directory.
+const stateFileName = "cluster.json"
+
 // markerVariable is in the environment of each process that the launcher starts.
 const markerVariable = "CLEAVE_E2E_CLUSTER"
 
@@ -51,6 +40,8 @@ type layout struct {
 	dir  string
 	// The path of this program.
 	launcher string
+	// Known only while the cluster exists: up claims them, and other commands read them.
+	addresses addresses
 }
 
 var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?$`)
@@ -84,7 +75,7 @@ func (l layout) nodeDir(node string) string { return filepath.Join(l.dir, "nodes
 func (l layout) nodeRoot(node string) string     { return filepath.Join(l.nodeDir(node), "host") }
 func (l layout) inNode(node, path string) string { return filepath.Join(l.nodeRoot(node), path) }
 func (l layout) nodeFile(node string) string     { return filepath.Join(l.nodeDir(node), "node.json") }
-func (l layout) stateFile() string               { return filepath.Join(l.dir, "cluster.json") }
+func (l layout) stateFile() string               { return filepath.Join(l.dir, stateFileName) }
 func (l layout) pki(file string) string          { return filepath.Join(l.dir, "pki", file) }
 func (l layout) config(file string) string       { return filepath.Join(l.dir, "config", file) }
 func (l layout) binDir() string                  { return filepath.Join(l.dir, "bin") }
@@ -100,9 +91,6 @@ func (l layout) processFile(c component) string {
 // lockPath is beside the directory, which down removes while it holds the lock.
 func (l layout) lockPath() string { return l.dir + ".lock" }
 
-// bridge is the same for every cluster, because only one can run at a time.
-func (l layout) bridge() string { return "cleave-e2e" }
-
 // cgroup is the path of a node's cgroup in every hierarchy, or of the control plane's for "".
 func (l layout) cgroup(node string) string {
 	if node == "" {
@@ -115,7 +103,7 @@ func (l layout) cgroupTop() string { return "/cleave-e2e-" + l.name }
 // marker identifies this cluster's processes.
 func (l layout) marker() string { return markerVariable + "=" + l.dir }
 
-func (l layout) apiURL() string { return fmt.Sprintf("https://%s:%d", hostAddress, apiPort) }
+func (l layout) apiURL() string { return fmt.Sprintf("https://%s:%d", l.addresses.host(), apiPort) }
 
 // shellEnv returns shell code to use the cluster. Helm's directories are below the cluster's
 // directory, so that Helm does not use the user's settings.
@@ -155,15 +143,6 @@ type node struct {
 	StatusSeconds int `json:"statusSeconds,omitempty"`
 }
 
-// address is the node's address on the machine's bridge.
-func (n node) address() string { return fmt.Sprintf("10.203.0.%d", 10+n.Index) }
-
-// podRange is the network of the node's pods.
-func (n node) podRange() string { return fmt.Sprintf("10.204.%d.0/24", n.Index) }
-
-// device is the machine's end of the node's link. The other end is the node's eth0.
-func (n node) device() string { return fmt.Sprintf("ce2e-%d", n.Index) }
-
 // nodes returns the cluster's nodes by index.
 func (l layout) nodes() ([]node, error) {
 	entries, err := os.ReadDir(filepath.Join(l.dir, "nodes"))
@@ -194,25 +173,6 @@ func freeIndex(nodes []node) (int, error) {
 		}
 	}
 	return 0, fmt.Errorf("a cluster has %d nodes at most", maxNodes)
-}
-
-// isClusterAddress reports whether an address or network of a firewall rule belongs to the cluster.
-func isClusterAddress(text string) bool {
-	prefix, err := netip.ParsePrefix(text)
-	if err != nil {
-		address, err := netip.ParseAddr(text)
-		if err != nil {
-			return false
-		}
-		prefix = netip.PrefixFrom(address, address.BitLen())
-	}
-	for _, network := range []string{nodeNetwork, podNetwork, serviceNetwork} {
-		whole := netip.MustParsePrefix(network)
-		if whole.Contains(prefix.Addr()) && prefix.Bits() >= whole.Bits() {
-			return true
-		}
-	}
-	return false
 }
 
 func readJSON[T any](path string) (T, error) {

@@ -4,6 +4,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -64,14 +65,14 @@ func newCommand() *cobra.Command {
 		Long: fmt.Sprintf(`A real Kubernetes on this machine, for Cleave's demo and tests.
 
 %s=VERSION selects the version of Kubernetes that build and up use, by default %s.
-The command versions lists the versions.`, versionVariable, defaultKubernetes),
+The command versions lists the versions. %s=NAME is the default of --name.`, versionVariable, defaultKubernetes, nameVariable),
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		Args:          cobra.NoArgs,
 		RunE:          func(command *cobra.Command, _ []string) error { return command.Help() },
 	}
 	root.CompletionOptions.DisableDefaultCmd = true
-	root.PersistentFlags().StringVar(&name, "name", "cleave", "name of the cluster")
+	root.PersistentFlags().StringVar(&name, "name", cmp.Or(os.Getenv(nameVariable), "cleave"), "name of the cluster")
 	root.PersistentFlags().StringVar(&state, "state", "", "directory of the cluster's state (default /var/lib/cleave-e2e/NAME)")
 
 	open := func() (*cluster, error) {
@@ -99,6 +100,7 @@ The command versions lists the versions.`, versionVariable, defaultKubernetes),
 				}
 				defer unlock()
 			}
+			c.loadAddresses()
 			return run(command.Context(), c, args)
 		}
 	}
@@ -341,7 +343,7 @@ func nodeCommand(with withCluster) *cobra.Command {
 					return err
 				}
 				for _, n := range nodes {
-					fmt.Printf("%s\t%s\t%s\n", n.Name, n.address(), c.layout.nodeRoot(n.Name))
+					fmt.Printf("%s\t%s\t%s\n", n.Name, c.layout.addresses.node(n), c.layout.nodeRoot(n.Name))
 				}
 				return nil
 			}),

@@ -13,61 +13,70 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func parseNetwork(text string) *net.IPNet {
-	_, network, err := net.ParseCIDR(text)
-	if err != nil {
-		panic(err) // a constant that a test checks
-	}
-	return network
-}
-
-func hostNetwork(address string) *netlink.Addr {
-	return &netlink.Addr{IPNet: &net.IPNet{IP: net.ParseIP(address), Mask: parseNetwork(nodeNetwork).Mask}}
+func (a addresses) onBridge(address string) *netlink.Addr {
+	return &netlink.Addr{IPNet: &net.IPNet{IP: net.ParseIP(address), Mask: parseNetwork(a.nodeNetwork()).Mask}}
 }
 
 // makeBridge creates the bridge of the nodes.
 func (l layout) makeBridge() error {
-	link, err := findLink(netlink.LinkByName(l.bridge()))
+	name := l.addresses.bridge()
+	link, err := findLink(netlink.LinkByName(name))
 	if err != nil {
 		return err
 	}
 	if link == nil {
-		if err := checkNetworksAreFree(); err != nil {
+		routes, err := machineRoutes()
+		if err != nil {
+			return err
+		}
+		if err := l.addresses.checkFree(routes); err != nil {
 			return err
 		}
 		attributes := netlink.NewLinkAttrs()
-		attributes.Name = l.bridge()
+		attributes.Name = name
 		if err := netlink.LinkAdd(&netlink.Bridge{LinkAttrs: attributes}); err != nil {
-			return fmt.Errorf("create bridge %s: %w", l.bridge(), err)
+			return fmt.Errorf("create bridge %s: %w", name, err)
 		}
-		if link, err = netlink.LinkByName(l.bridge()); err != nil {
+		if link, err = netlink.LinkByName(name); err != nil {
 			return err
 		}
 	}
-	if err := netlink.AddrReplace(link, hostNetwork(hostAddress)); err != nil {
-		return fmt.Errorf("address of %s: %w", l.bridge(), err)
+	if !l.ownsDevice(link.Attrs()) {
+		return fmt.Errorf("the bridge %s belongs to another cluster: %s", name, link.Attrs().Alias)
+	}
+	if err := netlink.LinkSetAlias(link, l.marker()); err != nil {
+		return fmt.Errorf("alias of %s: %w", name, err)
+	}
+	if err := netlink.AddrReplace(link, l.addresses.onBridge(l.addresses.host())); err != nil {
+		return fmt.Errorf("address of %s: %w", name, err)
 	}
 	return netlink.LinkSetUp(link)
 }
 
-// checkNetworksAreFree refuses networks to which the machine already has routes.
-func checkNetworksAreFree() error {
-	routes, err := netlink.RouteList(nil, netlink.FAMILY_V4)
+// machineRoutes returns the destinations of the machine's routes, without default routes.
+func machineRoutes() ([]net.IPNet, error) {
+	routes, err := list(func() ([]netlink.Route, error) { return netlink.RouteList(nil, netlink.FAMILY_V4) })
 	if err != nil {
-		return err
+		return nil, err
 	}
+	var found []net.IPNet
 	for _, route := range routes {
-		if route.Dst == nil || route.Dst.IP.IsUnspecified() {
-			continue
-		}
-		for _, text := range []string{nodeNetwork, podNetwork, serviceNetwork} {
-			network := parseNetwork(text)
-			if network.Contains(route.Dst.IP) || route.Dst.Contains(network.IP) {
-				return fmt.Errorf("the machine has a route to %s, which conflicts with the cluster's %s", route.Dst, network)
-			}
+		if route.Dst != nil && !route.Dst.IP.IsUnspecified() {
+			found = append(found, *route.Dst)
 		}
 	}
-	return nil
+	return found, nil
+}
+
+// list repeats a query while changes of the network interrupt it: another cluster may start
+// or stop at the same time.
+func list[T any](query func() ([]T, error)) ([]T, error) {
+	var found []T
+	var err error = netlink.ErrDumpInterrupted
+	for attempt := 0; attempt < 100 && errors.Is(err, netlink.ErrDumpInterrupted); attempt++ {
+		found, err = query()
+	}
+	return found, err
 }
 
 func findLink(link netlink.Link, err error) (netlink.Link, error) {
@@ -79,25 +88,29 @@ func findLink(link netlink.Link, err error) (netlink.Link, error) {
 
 // linkNode connects a node's network namespace to the bridge.
 func (l layout) linkNode(n node, pid int) error {
-	bridge, err := netlink.LinkByName(l.bridge())
+	bridge, err := netlink.LinkByName(l.addresses.bridge())
 	if err != nil {
-		return fmt.Errorf("bridge %s: %w", l.bridge(), err)
+		return fmt.Errorf("bridge %s: %w", l.addresses.bridge(), err)
 	}
 	space, err := netns.GetFromPid(pid)
 	if err != nil {
 		return fmt.Errorf("network namespace of %s: %w", n.Name, err)
 	}
 	defer space.Close()
+	device := l.addresses.device(n)
 	// The kernel removes the device of an earlier boot only after a delay, so it may still exist.
-	if err := removeLink(n.device()); err != nil {
+	if err := removeLink(device); err != nil {
 		return err
 	}
 	attributes := netlink.NewLinkAttrs()
-	attributes.Name = n.device()
+	attributes.Name = device
 	attributes.MasterIndex = bridge.Attrs().Index
 	pair := &netlink.Veth{LinkAttrs: attributes, PeerName: "eth0", PeerNamespace: netlink.NsFd(space)}
 	if err := netlink.LinkAdd(pair); err != nil {
-		return fmt.Errorf("create %s: %w", n.device(), err)
+		return fmt.Errorf("create %s: %w", device, err)
+	}
+	if err := netlink.LinkSetAlias(pair, l.marker()); err != nil {
+		return fmt.Errorf("alias of %s: %w", device, err)
 	}
 	if err := netlink.LinkSetUp(pair); err != nil {
 		return err
@@ -115,7 +128,7 @@ func (l layout) linkNode(n node, pid int) error {
 	if err != nil {
 		return err
 	}
-	if err := inside.AddrReplace(eth0, hostNetwork(n.address())); err != nil {
+	if err := inside.AddrReplace(eth0, l.addresses.onBridge(l.addresses.node(n))); err != nil {
 		return fmt.Errorf("address of %s: %w", n.Name, err)
 	}
 	return errors.Join(inside.LinkSetUp(loopback), inside.LinkSetUp(eth0))
@@ -124,9 +137,9 @@ func (l layout) linkNode(n node, pid int) error {
 // createRoutes creates the routes between the machine, the nodes and their pods. The machine
 // reaches services through the first node.
 func (l layout) createRoutes(running map[string]process, nodes []node) error {
-	bridge, err := netlink.LinkByName(l.bridge())
+	bridge, err := netlink.LinkByName(l.addresses.bridge())
 	if err != nil {
-		return fmt.Errorf("bridge %s: %w", l.bridge(), err)
+		return fmt.Errorf("bridge %s: %w", l.addresses.bridge(), err)
 	}
 	services := false
 	for _, n := range nodes {
@@ -134,24 +147,24 @@ func (l layout) createRoutes(running map[string]process, nodes []node) error {
 		if !ok {
 			continue
 		}
-		gateway := net.ParseIP(n.address())
-		if err := netlink.RouteReplace(&netlink.Route{LinkIndex: bridge.Attrs().Index, Dst: parseNetwork(n.podRange()), Gw: gateway}); err != nil {
+		gateway := net.ParseIP(l.addresses.node(n))
+		if err := netlink.RouteReplace(&netlink.Route{LinkIndex: bridge.Attrs().Index, Dst: parseNetwork(l.addresses.pods(n)), Gw: gateway}); err != nil {
 			return fmt.Errorf("route to the pods of %s: %w", n.Name, err)
 		}
 		if !services {
 			services = true
-			if err := netlink.RouteReplace(&netlink.Route{LinkIndex: bridge.Attrs().Index, Dst: parseNetwork(serviceNetwork), Gw: gateway}); err != nil {
+			if err := netlink.RouteReplace(&netlink.Route{LinkIndex: bridge.Attrs().Index, Dst: parseNetwork(l.addresses.serviceNetwork()), Gw: gateway}); err != nil {
 				return fmt.Errorf("route to the services: %w", err)
 			}
 		}
-		if err := routeInNode(n, holder.PID, nodes); err != nil {
+		if err := l.addresses.routeInNode(n, holder.PID, nodes); err != nil {
 			return fmt.Errorf("routes of %s: %w", n.Name, err)
 		}
 	}
 	return nil
 }
 
-func routeInNode(n node, pid int, nodes []node) error {
+func (a addresses) routeInNode(n node, pid int, nodes []node) error {
 	space, err := netns.GetFromPid(pid)
 	if err != nil {
 		return err
@@ -168,10 +181,10 @@ func routeInNode(n node, pid int, nodes []node) error {
 	}
 	// A node has no default route, but its programs need a route to services before the packet filter
 	// translates their addresses.
-	routes := []netlink.Route{{Dst: parseNetwork(serviceNetwork), Scope: netlink.SCOPE_LINK, Src: net.ParseIP(n.address())}}
+	routes := []netlink.Route{{Dst: parseNetwork(a.serviceNetwork()), Scope: netlink.SCOPE_LINK, Src: net.ParseIP(a.node(n))}}
 	for _, other := range nodes {
 		if other.Name != n.Name {
-			routes = append(routes, netlink.Route{Dst: parseNetwork(other.podRange()), Gw: net.ParseIP(other.address())})
+			routes = append(routes, netlink.Route{Dst: parseNetwork(a.pods(other)), Gw: net.ParseIP(a.node(other))})
 		}
 	}
 	for _, route := range routes {
@@ -194,25 +207,25 @@ func removeLink(name string) error {
 	return nil
 }
 
-// clusterLinks returns the names of a cluster's network devices.
-func (l layout) clusterLinks() ([]string, error) {
-	links, err := netlink.LinkList()
+// links returns the names of the cluster's network devices.
+func (l layout) links() ([]string, error) {
+	links, err := list(netlink.LinkList)
 	if err != nil {
 		return nil, err
 	}
 	var names []string
 	for _, link := range links {
-		if name := link.Attrs().Name; name == l.bridge() || strings.HasPrefix(name, "ce2e-") {
-			names = append(names, name)
+		if attributes := link.Attrs(); l.ownsDevice(attributes) {
+			names = append(names, attributes.Name)
 		}
 	}
 	return names, nil
 }
 
-// removeLinks removes all network devices. Their routes disappear with them.
-func (c *cluster) removeLinks(ctx context.Context) error {
+// removeLinks removes the cluster's network devices. Their routes disappear with them.
+func (l layout) removeLinks(ctx context.Context) error {
 	for {
-		names, err := c.links()
+		names, err := l.links()
 		if err != nil || len(names) == 0 {
 			return err
 		}

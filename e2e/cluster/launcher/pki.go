@@ -162,7 +162,7 @@ func (l layout) makeCredentials() error {
 	if err := ca.write(l.pki("ca")); err != nil {
 		return err
 	}
-	server, err := ca.server("kube-apiserver", hostAddress, apiServiceAddress, "127.0.0.1", "localhost",
+	server, err := ca.server("kube-apiserver", l.addresses.host(), l.addresses.apiService(), "127.0.0.1", "localhost",
 		"kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local")
 	if err != nil {
 		return err
@@ -215,7 +215,7 @@ func (l layout) makeNodeCredentials(n node) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", l.pki("ca"), err)
 	}
-	server, err := ca.server(n.Name, n.Name, n.address())
+	server, err := ca.server(n.Name, n.Name, l.addresses.node(n))
 	if err != nil {
 		return err
 	}

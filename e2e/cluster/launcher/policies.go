@@ -303,7 +303,7 @@ func (c *cluster) enforce(ctx context.Context) error {
 		return err
 	}
 	var trouble atomic.Pointer[error]
-	listener, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", policiesPort))
+	listener, err := net.Listen("tcp", fmt.Sprintf("%s:%d", c.layout.addresses.loopback(), policiesPort))
 	if err != nil {
 		return err
 	}

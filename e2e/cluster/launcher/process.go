@@ -94,7 +94,8 @@ func (p process) signal(number unix.Signal) error {
 // open returns a pidfd, or -1 if the process has exited.
 func (p process) open() (int, error) {
 	descriptor, err := unix.PidfdOpen(p.PID, 0)
-	if errors.Is(err, unix.ESRCH) {
+	// New kernels return ENOENT for the id of a process that is being reaped, or of a thread.
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.ENOENT) {
 		return -1, nil
 	} else if err != nil {
 		return -1, fmt.Errorf("open process %d: %w", p.PID, err)

@@ -2,8 +2,10 @@ package main
 
 import (
 	"context"
+	"errors"
 	"os"
 	"os/exec"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -70,6 +72,30 @@ func TestReusedProcessIDIsAnotherProcess(t *testing.T) {
 	}
 	if !p.isRunning() {
 		t.Fatal("a signal for another process killed this one")
+	}
+}
+
+// Kernels that distinguish threads return the same error for a thread as for a process being
+// reaped.
+func TestAThreadIsNoProcess(t *testing.T) {
+	entries, err := os.ReadDir("/proc/self/task")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, entry := range entries {
+		id, err := strconv.Atoi(entry.Name())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if id == os.Getpid() {
+			continue
+		}
+		if _, err := unix.PidfdOpen(id, 0); errors.Is(err, unix.EINVAL) {
+			t.Skip("this kernel refuses threads")
+		}
+		if err := (process{PID: id}).signal(unix.SIGKILL); err != nil {
+			t.Errorf("thread %d: %v", id, err)
+		}
 	}
 }
 

@@ -251,6 +251,12 @@ pub fn run_launcher(args: &[&str]) -> Result<String> {
     run_program("cluster", args)
 }
 
+/// Returns the directory of the simulated driver, which the cluster's nodes mount. `cluster_up` in
+/// `e2e/lib.sh` writes it to the file `env`.
+pub fn driver_directory() -> Result<String> {
+    std::env::var("CLEAVE_E2E_DRIVER").context("CLEAVE_E2E_DRIVER is not set: source target/demo/env")
+}
+
 /// Sends a signal, such as `STOP` or `CONT`, to a component of the cluster, such as `kubelet@node1`
 /// or `etcd`.
 pub fn signal_component(component: &str, signal: &str) -> Result<()> {

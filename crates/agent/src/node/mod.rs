@@ -259,6 +259,11 @@ impl Node {
         self.inventoried |= self.tracker.is_complete();
     }
 
+    /// Returns whether a change of a GPU is in progress. Another process must not serve now.
+    pub fn is_changing_hardware(&self) -> bool {
+        self.mig_progress.values().any(MigProgress::is_in_progress)
+    }
+
     /// Records the result of a MIG order, or that the order is slow.
     pub fn record_order_result(&mut self, ended: MigOrderResult, now: Instant) {
         let MigOrderResult { order: MigOrder { gpu: uuid, change }, outcome, after, at } = ended;

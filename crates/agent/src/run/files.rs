@@ -41,19 +41,20 @@ impl Default for WrittenContents {
 }
 
 /// Writes the files on a separate thread, because a disk may be slow. Retries failed
-/// writes.
+/// writes. Publishes the contents that both files have.
 pub(super) async fn write_files(
     store: CheckpointStore,
     link: HostLink,
     mut wanted: watch::Receiver<Arc<FileContents>>,
+    complete: watch::Sender<Arc<FileContents>>,
     metrics: Metrics,
 ) -> anyhow::Result<()> {
     let mut written = WrittenContents::default();
     loop {
         let next = Arc::clone(&wanted.borrow_and_update());
-        let (store, link) = (store.clone(), link.clone());
+        let (store, link, contents) = (store.clone(), link.clone(), Arc::clone(&next));
         let writer = tokio::task::spawn_blocking(move || {
-            let result = write_once(&store, &link, &mut written, &next);
+            let result = write_once(&store, &link, &mut written, &contents);
             (written, result)
         });
         let result;
@@ -64,6 +65,7 @@ pub(super) async fn write_files(
             tokio::time::sleep(WRITE_RETRY_DELAY).await;
             continue;
         }
+        complete.send_replace(next);
         if wanted.changed().await.is_err() {
             return Ok(());
         }

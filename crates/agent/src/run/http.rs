@@ -29,6 +29,8 @@ pub(super) struct Heartbeat {
     pub(super) reconciled: Instant,
     /// Why the agent is not ready. `None` if it is ready.
     pub(super) not_ready: Option<String>,
+    /// Whether a change of a GPU is in progress.
+    pub(super) changing: bool,
 }
 
 /// The state that the HTTP endpoints report.
@@ -37,28 +39,29 @@ struct ProbeState {
     metrics: Metrics,
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
+    /// The time until which the agent is ready in any case.
+    ready_until: Option<Instant>,
 }
 
-/// Serves HTTP requests, forever.
+/// Serves HTTP requests, forever. Until `ready_until`, the agent is ready in any case.
 pub(super) async fn serve_endpoints(
     addr: SocketAddr,
     metrics: Metrics,
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
+    ready_until: Option<Instant>,
 ) -> anyhow::Result<()> {
     let listener = cleave_serve::tcp::listen(addr).with_context(|| format!("failed to serve metrics at {addr}"))?;
     let router = Router::new()
         .route("/metrics", get(metrics_text))
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
-        .with_state(Arc::new(ProbeState { metrics, heartbeat, plugins }));
+        .with_state(Arc::new(ProbeState { metrics, heartbeat, plugins, ready_until }));
     cleave_serve::http::serve(listener, router, Limits::default(), CancellationToken::new()).await;
     Ok(())
 }
 
-/// The endpoints of an agent that waits for another agent of its node to exit.
-///
-/// The waiting agent is ready: a roll-out ends the old agent only once the new one is ready.
+/// The endpoints of an agent that waits while another agent of its node serves.
 pub(super) struct StandbyEndpoints {
     heartbeat: watch::Sender<Heartbeat>,
     server: AbortOnDropHandle<()>,
@@ -66,20 +69,20 @@ pub(super) struct StandbyEndpoints {
 
 impl StandbyEndpoints {
     pub(super) fn start(addr: SocketAddr) -> Self {
-        let (heartbeat, heartbeats) = watch::channel(Heartbeat { reconciled: Instant::now(), not_ready: None });
+        let (heartbeat, heartbeats) = watch::channel(standby_heartbeat(false));
         let none = PluginServerState { directory: DirectoryState::Held, ..PluginServerState::default() };
-        let server = serve_endpoints(addr, Metrics::new(), heartbeats, watch::channel(none).1);
+        let server = serve_endpoints(addr, Metrics::new(), heartbeats, watch::channel(none).1, None);
         let server = tokio::spawn(async move {
             if let Err(error) = server.await {
-                tracing::warn!(error = format!("{error:#}"), "a waiting agent cannot report that it is ready");
+                tracing::warn!(error = format!("{error:#}"), "a waiting agent cannot report its state");
             }
         });
         Self { heartbeat, server: AbortOnDropHandle::new(server) }
     }
 
-    /// Records that the agent still waits.
-    pub(super) fn record_heartbeat(&self) {
-        self.heartbeat.send_modify(|heartbeat| heartbeat.reconciled = Instant::now());
+    /// Records that the agent still waits, and whether it counts as ready.
+    pub(super) fn record_heartbeat(&self, ready: bool) {
+        self.heartbeat.send_replace(standby_heartbeat(ready));
     }
 
     /// Ends the endpoints, so that the agent can serve at the same address.
@@ -99,6 +102,11 @@ async fn metrics_text(State(probes): State<Arc<ProbeState>>) -> impl IntoRespons
     }
 }
 
+fn standby_heartbeat(ready: bool) -> Heartbeat {
+    let not_ready = (!ready).then(|| "another agent of this node serves".to_owned());
+    Heartbeat { reconciled: Instant::now(), not_ready, changing: false }
+}
+
 async fn healthz(State(probes): State<Arc<ProbeState>>) -> (StatusCode, &'static str) {
     if probes.heartbeat.borrow().reconciled.elapsed() < MAX_HEARTBEAT_AGE {
         (StatusCode::OK, "ok\n")
@@ -109,14 +117,14 @@ async fn healthz(State(probes): State<Arc<ProbeState>>) -> (StatusCode, &'static
 
 async fn readyz(State(probes): State<Arc<ProbeState>>) -> (StatusCode, String) {
     let why = not_ready_reason(&probes.heartbeat.borrow(), &probes.plugins.borrow());
-    match why {
+    match why.filter(|_| probes.ready_until.is_none_or(|until| until <= Instant::now())) {
         None => (StatusCode::OK, "ok\n".into()),
         Some(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
     }
 }
 
 /// Returns the first reason why the agent is not ready, or `None` if it is ready.
-fn not_ready_reason(heartbeat: &Heartbeat, plugins: &PluginServerState) -> Option<String> {
+pub(super) fn not_ready_reason(heartbeat: &Heartbeat, plugins: &PluginServerState) -> Option<String> {
     if let Some(why) = &heartbeat.not_ready {
         return Some(why.clone());
     }
@@ -142,7 +150,7 @@ mod tests {
 
     #[test]
     fn the_agent_is_ready_once_all_resources_stream() {
-        let ready = Heartbeat { reconciled: Instant::now(), not_ready: None };
+        let ready = Heartbeat { reconciled: Instant::now(), not_ready: None, changing: false };
         let resource = |phase| {
             let name = ResourceName::parse("nvidia.com/gpu").unwrap();
             BTreeMap::from([(name, ResourceState { phase, error: Some("refused".into()), ..ResourceState::default() })])

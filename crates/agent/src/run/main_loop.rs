@@ -3,14 +3,18 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use anyhow::Context as _;
 use cleave_api::gpunode::GpuNodeStatus;
 use cleave_gpu::nvml::{ClosedLibrary, Gpu, GpuEvent, Library};
 use cleave_kubelet::{PluginServer, Resource, ResourceName};
+use futures::FutureExt as _;
 use k8s_openapi::jiff::Timestamp;
+use tokio::signal::unix::Signal;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::files::FileContents;
+use super::hand_over;
 use super::http::Heartbeat;
 use super::input::Input;
 use super::kubelet::ListSchedule;
@@ -18,6 +22,7 @@ use super::mig;
 use super::pods::NodePods;
 use crate::args::{AgentArgs, DeviceListStrategy};
 use crate::cdi;
+use crate::checkpoint::StateLock;
 use crate::device_plugin::ServedResource;
 use crate::event::NodeEvent;
 use crate::gpu::mig::{MigOrder, MigOrderResult};
@@ -30,6 +35,8 @@ use crate::tenants::snapshot::TenantSnapshot;
 const MAX_ALLOCATION_DELAY: Duration = Duration::from_millis(30);
 /// Maximum interval between two reconciliations. Decisions depend on time even without inputs.
 const MAX_RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
+/// Maximum time for the files' last write before a hand-over. The kubelet's calls wait meanwhile.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// State of the main loop.
 pub(super) struct MainLoop {
@@ -54,14 +61,21 @@ pub(super) struct MainLoop {
     /// Steps that are already in the log.
     pub(super) steps: Vec<cleave_api::gpunode::StepStatus>,
     pub(super) kubelet_answers: bool,
-    /// Cancelled on SIGTERM, so that other tasks can distinguish a shutdown from a failure.
+    /// Cancelled on SIGTERM and before a hand-over, so that other tasks can distinguish a shutdown
+    /// from a failure.
     pub(super) stopping: CancellationToken,
+    pub(super) terminate: Signal,
+    /// The contents that the files have.
+    pub(super) complete: watch::Receiver<Arc<FileContents>>,
+    /// The agent to hand over to.
+    pub(super) successor: watch::Receiver<Option<String>>,
+    /// The lock of the node's state.
+    pub(super) lock: StateLock,
 }
 
 impl MainLoop {
     pub(super) async fn run(mut self, mut inputs: mpsc::Receiver<Input>) -> anyhow::Result<()> {
         let allocator = Arc::clone(&self.pods.allocator);
-        let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
         loop {
             let pause = self.reconcile().unwrap_or(MAX_RECONCILE_INTERVAL);
             tokio::select! {
@@ -78,11 +92,18 @@ impl MainLoop {
                     self.listing.send_modify(|listing| listing.allocated += 1);
                 }
                 // Cancel-safe: the next call returns a missed signal.
-                _ = terminate.recv() => {
+                _ = self.terminate.recv() => {
                     tracing::info!("received SIGTERM");
                     self.stopping.cancel();
-                    self.plugins.shutdown().await;
+                    self.plugins.stop().await;
                     return Ok(());
+                }
+                // Cancel-safe: the next call returns a missed change.
+                Ok(()) = self.successor.changed() => {
+                    let successor = self.successor.borrow_and_update().clone();
+                    if let Some(successor) = successor.filter(|_| !self.node.is_changing_hardware()) {
+                        return self.hand_over(&successor).await;
+                    }
                 }
                 () = tokio::time::sleep(pause) => {}
             }
@@ -91,6 +112,27 @@ impl MainLoop {
                 self.handle_input(input);
             }
         }
+    }
+
+    /// Stops serving, releases the lock, and restarts this process as a standby. Returns only if
+    /// the agent must end.
+    async fn hand_over(mut self, successor: &str) -> anyhow::Result<()> {
+        tracing::info!(successor, "handing over to another agent of this node");
+        self.stopping.cancel();
+        self.plugins.stop().await;
+        // After the last allocation. The successor starts from the files.
+        self.reconcile();
+        let wanted = Arc::clone(&self.written.borrow());
+        let complete = self.complete.wait_for(|complete| Arc::ptr_eq(complete, &wanted));
+        if tokio::time::timeout(WRITE_TIMEOUT, complete).await.is_err() {
+            // As after a crash, the successor learns recent allocations from the kubelet.
+            tracing::warn!("the files are not written before the hand-over");
+        }
+        if self.terminate.recv().now_or_never().is_some() {
+            tracing::info!("received SIGTERM");
+            return Ok(());
+        }
+        Err(hand_over::restart_as_standby(self.lock)).context("failed to restart as a standby")
     }
 
     fn handle_input(&mut self, input: Input) {
@@ -198,7 +240,8 @@ impl MainLoop {
         });
         let interval = actions.list_interval;
         self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.interval, interval) != interval);
-        for order in actions.orders {
+        // An order would not survive a hand-over.
+        for order in actions.orders.into_iter().filter(|_| !self.stopping.is_cancelled()) {
             self.start_order(order);
         }
         if actions.close_nvml != self.closed_library.is_some() {
@@ -209,7 +252,11 @@ impl MainLoop {
             self.poll.send_replace(());
         }
         self.nvml_was_closed = self.closed_library.is_some();
-        self.heartbeat.send_replace(Heartbeat { reconciled: now, not_ready: actions.not_ready });
+        self.heartbeat.send_replace(Heartbeat {
+            reconciled: now,
+            not_ready: actions.not_ready,
+            changing: self.node.is_changing_hardware(),
+        });
         actions.wake_after
     }
 

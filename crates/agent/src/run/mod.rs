@@ -2,6 +2,7 @@
 mod api;
 mod connect;
 mod files;
+mod hand_over;
 mod hardware;
 mod http;
 mod input;
@@ -18,7 +19,6 @@ mod tenants;
 mod termination;
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,12 +27,13 @@ use cleave_gpu::mps::wire::Paths;
 use cleave_gpu::nvml::{Library, LibrarySearch};
 use cleave_kubelet::{PluginServer, PluginServerConfig};
 use k8s_openapi::jiff::Timestamp;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use self::files::FileContents;
-use self::http::{Heartbeat, StandbyEndpoints};
+use self::http::Heartbeat;
 use self::kubelet::ListSchedule;
 use self::main_loop::MainLoop;
 use self::pods::NodePods;
@@ -41,19 +42,14 @@ use crate::allocation::table::AllocationTable;
 use crate::allocation::usage::Allocations;
 use crate::allocator::Allocator;
 use crate::args::{AgentArgs, DeviceListStrategy, MigMode};
-use crate::checkpoint::{CheckpointStore, StateLock};
+use crate::checkpoint::CheckpointStore;
 use crate::container_edits::ContainerSettings;
+use crate::hand_over::RETURN_TIMEOUT;
 use crate::metrics::Metrics;
 use crate::mps::link::HostLink;
 use crate::node::Node;
 use crate::object::GpuNodeState;
 use crate::tenants::snapshot::TenantSnapshot;
-
-/// Interval between attempts to lock the node's checkpoint.
-const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
-
-/// Maximum time to wait for another agent of the node to exit.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Runs the agent until it receives SIGTERM.
 ///
@@ -69,7 +65,15 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     cleave_serve::descriptors::raise_limit();
     let args = Arc::new(args);
     let store = CheckpointStore::new(&args.state_dir);
-    let _only = wait_for_lock(&store, args.metrics_addr).await?;
+    // Before the wait: a signal that arrives before the main loop runs must not be lost.
+    let mut terminate = signal(SignalKind::terminate())?;
+    let serving = tokio::select! {
+        serving = hand_over::wait_for_lock(&store, &args) => serving?,
+        _ = terminate.recv() => {
+            tracing::info!("received SIGTERM");
+            return Ok(());
+        }
+    };
     let now = Instant::now();
     let metrics = Metrics::new();
     let link = HostLink::new(Paths::new(&args.run_dir));
@@ -81,8 +85,11 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let pods = NodePods::new(allocator);
 
     let (inputs, received) = mpsc::channel(64);
-    let (heartbeat, heartbeats) = watch::channel(Heartbeat { reconciled: now, not_ready: Some("starting".into()) });
+    let (heartbeat, heartbeats) =
+        watch::channel(Heartbeat { reconciled: now, not_ready: Some("starting".into()), changing: false });
     let (written, to_write) = watch::channel(Arc::<FileContents>::default());
+    let (completed, complete) = watch::channel(Arc::<FileContents>::default());
+    let (successor, successors) = watch::channel(None);
     let (status, statuses) = watch::channel(None);
     let (events, to_publish) = mpsc::channel(64);
     let termination_events = events.clone();
@@ -117,6 +124,10 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         steps: Vec::new(),
         kubelet_answers: true,
         stopping: CancellationToken::new(),
+        terminate,
+        complete,
+        successor: successors,
+        lock: serving.lock,
     };
     let (plugin_states, stopping) = (main.plugins.state(), main.stopping.clone());
 
@@ -136,8 +147,10 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     if args.device_list_strategy == DeviceListStrategy::Cdi {
         tasks.spawn(specification::write_specification(Arc::clone(&args), to_write.clone(), metrics.clone()));
     }
-    tasks.spawn(files::write_files(store, link, to_write, metrics.clone()));
-    tasks.spawn(http::serve_endpoints(args.metrics_addr, metrics.clone(), heartbeats, plugin_states));
+    tasks.spawn(files::write_files(store, link, to_write, completed, metrics.clone()));
+    let ready_until = serving.start.returns_ready.then(|| now + RETURN_TIMEOUT);
+    tasks.spawn(serving.watch.run(heartbeats.clone(), plugin_states.clone(), successor));
+    tasks.spawn(http::serve_endpoints(args.metrics_addr, metrics.clone(), heartbeats, plugin_states, ready_until));
     let events = (to_publish, pod_events_to_publish);
     match source {
         Some(source) => tasks.spawn(offline::run(source, args.node_name.clone(), pods, inputs, statuses, events)),
@@ -176,41 +189,6 @@ fn restore_node_and_table(
         _ => PendingAllocations::with_watch(),
     };
     (node, AllocationTable { pending, allocations, ..AllocationTable::default() })
-}
-
-/// Waits until this is the only agent of the node. During an upgrade, or by mistake, two agents may
-/// run. Each would write the MPS host's desired file without the allocations of the other, and so
-/// close the doors of running pods.
-///
-/// The agent continues without a lock if the directory cannot be locked or written.
-///
-/// # Errors
-/// Returns an error if the other agent does not exit within [`LOCK_TIMEOUT`].
-async fn wait_for_lock(store: &CheckpointStore, addr: SocketAddr) -> anyhow::Result<Option<StateLock>> {
-    let begun = Instant::now();
-    let mut standby: Option<StandbyEndpoints> = None;
-    let lock = loop {
-        // A waiting agent is ready. A node whose agent hangs for ever must not look healthy.
-        anyhow::ensure!(begun.elapsed() < LOCK_TIMEOUT, "another agent of this node does not exit");
-        match store.try_lock() {
-            Ok(Some(lock)) => break Some(lock),
-            Ok(None) => standby
-                .get_or_insert_with(|| {
-                    tracing::warn!("waiting for another agent of this node to exit");
-                    StandbyEndpoints::start(addr)
-                })
-                .record_heartbeat(),
-            Err(error) => {
-                tracing::error!(%error, "failed to lock the checkpoint's directory; a second agent cannot be detected");
-                break None;
-            }
-        }
-        tokio::time::sleep(LOCK_RETRY_INTERVAL).await;
-    };
-    if let Some(standby) = standby {
-        standby.stop().await;
-    }
-    Ok(lock)
 }
 
 /// Restores the node as the last agent left it.

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "only tests use it")]
 
 use std::fs::{self, File};
+use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
@@ -43,7 +44,9 @@ pub(crate) struct Machine {
     pub(crate) pods: FakePodResources,
     library: PathBuf,
     agent: Option<Child>,
+    agent_port: u16,
     first_agent: Option<Child>,
+    first_agent_port: u16,
     host: Option<Child>,
 }
 
@@ -58,8 +61,18 @@ impl Machine {
         let kubelet = FakeKubelet::start_in(&path("plugins")).unwrap();
         let pods = FakePodResources::start(&path("pods.sock")).unwrap();
         let library = build_programs().join("libnvidia_ml.so");
-        let mut machine =
-            Self { directory, uuids: Vec::new(), kubelet, pods, library, agent: None, first_agent: None, host: None };
+        let mut machine = Self {
+            directory,
+            uuids: Vec::new(),
+            kubelet,
+            pods,
+            library,
+            agent: None,
+            agent_port: 0,
+            first_agent: None,
+            first_agent_port: 0,
+            host: None,
+        };
         let mut arguments = vec!["init"];
         arguments.extend(gpus.iter().flat_map(|gpu| ["--gpus", gpu]));
         machine.simgpu(&arguments);
@@ -115,10 +128,39 @@ impl Machine {
         self.start_agent_as(self.command("cleave"), more);
     }
 
-    /// Starts a second agent. [`Self::kill_first_agent`] kills the first agent.
-    pub(crate) fn start_second_agent(&mut self) {
+    /// Starts a second agent with additional arguments. [`Self::kill_first_agent`] kills the first
+    /// agent.
+    pub(crate) fn start_second_agent(&mut self, more: &[&str]) {
         self.first_agent = self.agent.take();
-        self.start_agent(&[]);
+        self.first_agent_port = self.agent_port;
+        self.start_agent(more);
+    }
+
+    /// Returns the PIDs of the first and the second agent.
+    pub(crate) fn agent_pids(&self) -> [u32; 2] {
+        [&self.first_agent, &self.agent].map(|agent| agent.as_ref().unwrap().id())
+    }
+
+    /// Returns the answers of the first and the second agent to `/readyz`. `None` without an
+    /// answer.
+    pub(crate) fn readiness(&self) -> [Option<String>; 2] {
+        [self.first_agent_port, self.agent_port].map(|port| request_readyz(port).ok())
+    }
+
+    /// Stops the first of two agents (SIGTERM). Returns its exit status.
+    pub(crate) fn stop_first_agent(&mut self) -> std::process::ExitStatus {
+        terminate(self.first_agent.take().unwrap())
+    }
+
+    /// Returns the exit status of the last started agent once it has ended.
+    pub(crate) fn agent_exit(&mut self) -> Option<std::process::ExitStatus> {
+        self.agent.as_mut()?.try_wait().unwrap()
+    }
+
+    /// Returns how many lines of the agents' log contain all words.
+    pub(crate) fn count_logged(&self, words: &[&str]) -> usize {
+        let log = fs::read_to_string(self.path("agent.log")).unwrap_or_default();
+        log.lines().filter(|line| words.iter().all(|word| line.contains(word))).count()
     }
 
     /// Kills the first of two agents (SIGKILL).
@@ -142,6 +184,10 @@ impl Machine {
     fn start_agent_as(&mut self, mut command: Command, more: &[&str]) {
         self.add_common_arguments(&mut command);
         command.arg("--offline").arg(self.path("spec")).args(more);
+        self.agent_port = free_port();
+        if !more.contains(&"--metrics-addr") {
+            command.arg("--metrics-addr").arg(format!("127.0.0.1:{}", self.agent_port));
+        }
         self.agent = Some(command.stderr(self.open_log("agent.log")).spawn().unwrap());
     }
 
@@ -149,21 +195,14 @@ impl Machine {
     pub(crate) fn start_agent_without_api_server(&mut self) {
         let mut command = self.command("cleave");
         self.add_common_arguments(&mut command);
+        command.args(["--metrics-addr", "127.0.0.1:0"]);
         command.env("KUBERNETES_SERVICE_HOST", "127.0.0.1").env("KUBERNETES_SERVICE_PORT", "1");
         self.agent = Some(command.stderr(self.open_log("agent.log")).spawn().unwrap());
     }
 
     /// Adds the arguments that do not depend on the source of the spec.
     fn add_common_arguments(&self, command: &mut Command) {
-        command.args([
-            "--log",
-            "info,cleave_agent=debug",
-            "agent",
-            "--node-name",
-            "node",
-            "--metrics-addr",
-            "127.0.0.1:0",
-        ]);
+        command.args(["--log", "info,cleave_agent=debug", "agent", "--node-name", "node"]);
         command
             .args(["--allocation-grace", "1"])
             .arg("--run-dir")
@@ -221,10 +260,7 @@ impl Machine {
 
     /// Stops the agent (SIGTERM). Returns its exit status.
     pub(crate) fn stop_agent(&mut self) -> std::process::ExitStatus {
-        let mut agent = self.agent.take().unwrap();
-        let pid = rustix::process::Pid::from_child(&agent);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-        agent.wait().unwrap()
+        terminate(self.agent.take().unwrap())
     }
 
     pub(crate) fn agent_is_running(&mut self) -> bool {
@@ -366,6 +402,28 @@ impl Drop for Machine {
         self.kill_first_agent();
         self.stop_mps_host();
     }
+}
+
+/// Stops an agent (SIGTERM). Returns its exit status.
+fn terminate(mut agent: Child) -> std::process::ExitStatus {
+    let pid = rustix::process::Pid::from_child(&agent);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    agent.wait().unwrap()
+}
+
+/// Returns a port on which nothing listens.
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Requests `/readyz` from an agent. Returns the whole answer.
+fn request_readyz(port: u16) -> std::io::Result<String> {
+    let mut agent = std::net::TcpStream::connect(("127.0.0.1", port))?;
+    agent.set_read_timeout(Some(TEST_TIMEOUT))?;
+    agent.write_all(b"GET /readyz HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n")?;
+    let mut answer = String::new();
+    agent.read_to_string(&mut answer)?;
+    Ok(answer)
 }
 
 fn kill_if_running(child: &mut Option<Child>) {

@@ -130,10 +130,20 @@ impl NodeWithPrograms {
         self.machine.wait_until("the client is removed", removed).await;
     }
 
-    /// Checks that a program and its MPS server continue.
-    fn assert_unharmed(&self, program: &mut Program) {
+    /// Returns how often the MPS host has restarted a GPU's daemon after failures.
+    fn daemon_restarts(&self, gpu: usize) -> u32 {
+        self.machine.mps_host_status().unwrap().daemons[&self.machine.uuids[gpu]].restarts
+    }
+
+    /// Checks that a program continues.
+    fn assert_continues(&self, program: &mut Program) {
         assert_eq!(self.last_output(program.name, "error"), None, "{} fails", program.name);
         assert!(program.child.try_wait().unwrap().is_none(), "{} has ended", program.name);
+    }
+
+    /// Checks that a program and all MPS servers continue.
+    fn assert_unharmed(&self, program: &mut Program) {
+        self.assert_continues(program);
         let states: Vec<DaemonState> =
             self.machine.mps_host_status().unwrap().daemons.values().map(|daemon| daemon.state).collect();
         assert!(states.iter().all(|state| *state == DaemonState::Active), "{states:?}");
@@ -221,16 +231,16 @@ async fn a_hanging_daemon_delays_no_others_and_failed_attempts_are_repeated() {
     pods.machine.simgpu(&["fail", "mps:command:terminate_client", "--gpu", "1", "--code", "1", "--count", "2"]);
     pods.delete_pods(&["first", "second"], 30);
     assert_eq!(pods.wait_for_error("second").await, 810);
-    assert_eq!(pods.last_output("first", "error"), None);
+    // On a busy machine the MPS host may have replaced the hanging daemon, which also ends the
+    // daemon's clients.
+    assert!(pods.last_output("first", "error").is_none() || pods.daemon_restarts(0) > 0);
     let reported = || {
         let text = fs::read_to_string(pods.machine.path("spec/events.jsonl")).ok()?;
         text.contains("ns/first").then_some(())
     };
     pods.machine.wait_until("the Event is published", reported).await;
-    pods.assert_unharmed(&mut neighbour);
+    pods.assert_continues(&mut neighbour);
     pods.machine.simgpu(&["clear"]);
-    // The MPS host may have replaced the hanging daemon already, which also ends the daemon's
-    // clients.
     assert!([806, 810].contains(&pods.wait_for_error("first").await));
     pods.machine
         .wait_until("the neighbour continues", || neighbour.child.try_wait().unwrap().is_none().then_some(()))

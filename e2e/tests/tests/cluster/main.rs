@@ -4,6 +4,7 @@
 //! Run one test at a time (`--test-threads=1`): the tests share the cluster, and each test restores
 //! it.
 mod admission;
+mod agent_upgrades;
 mod bad_input;
 mod chart;
 mod clocks;

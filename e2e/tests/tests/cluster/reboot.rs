@@ -13,8 +13,8 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use cleave_e2e::{
-    Cluster, SYSTEM_NAMESPACE, Scope, TEST_LABEL, WAIT_TIMEOUT, allocation_errors, not_deleted, on_node, pod,
-    run_launcher, text, wait_for, wait_until,
+    Cluster, SYSTEM_NAMESPACE, Scope, TEST_LABEL, WAIT_TIMEOUT, allocation_errors, driver_directory, not_deleted,
+    on_node, pod, run_launcher, text, wait_for, wait_until,
 };
 use serde_json::{Value, json};
 
@@ -47,7 +47,7 @@ impl PowerCut {
     fn new() -> Result<Self> {
         let guard = Self;
         run_launcher(&["kill", NODE_COMPONENT])?;
-        let simgpu = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/demo/driver/bin/simgpu");
+        let simgpu = Path::new(&driver_directory()?).join("bin/simgpu");
         let rebooted =
             Command::new(simgpu).arg("reboot").env("SIMGPU_STATE", node_file("/var/lib/simgpu")?).status()?;
         ensure!(rebooted.success(), "failed to reboot the simulated GPUs: {rebooted}");

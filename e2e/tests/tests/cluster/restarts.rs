@@ -159,8 +159,8 @@ fn a_killed_agent_restarts_at_once_and_offers_its_shares() -> Result<()> {
     Ok(())
 }
 
-/// A second agent on [`NODE`]. During an upgrade two agents overlap briefly; with a wrong
-/// configuration they overlap for longer. Dropping the value deletes the second agent.
+/// A second agent on [`NODE`]. During an upgrade two agents overlap; with a wrong configuration
+/// they overlap for longer. Dropping the value deletes the second agent.
 struct SecondAgent<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -197,42 +197,34 @@ impl Drop for SecondAgent<'_> {
 }
 
 #[test]
-fn a_second_agent_on_a_node_waits_until_the_first_exits() -> Result<()> {
+fn a_second_agent_on_a_node_takes_over_and_gives_the_node_back() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = ten_shares(&cluster, "two-agents")?;
     let running = start_pods(&cluster, &scope)?;
     let first = component_pod(&cluster, "agent")?;
+    let is_first_ready = || {
+        let agent = component_pod(&cluster, "agent")?;
+        Ok::<_, anyhow::Error>(agent["metadata"]["uid"] == first["metadata"]["uid"] && is_ready(&agent))
+    };
     let second = SecondAgent::start(&cluster)?;
     wait_without_violation(
-        "the second agent logs that it waits",
-        || Ok(second.has_logged("waiting for another agent of this node to exit")),
-        fewer_than_in_use(&cluster),
-    )?;
-    running.check_unchanged(&cluster, &scope)?;
-    wait_until("the waiting agent is ready, as a roll-out expects", || second.is_ready())?;
-    cluster
-        .delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{}", text(&first["metadata"]["name"])), None)?;
-    let is_another_agent_ready = || {
-        let agent = component_pod(&cluster, "agent");
-        Ok::<_, anyhow::Error>(
-            agent.is_ok_and(|pod| pod["metadata"]["uid"] != first["metadata"]["uid"] && is_ready(&pod)),
-        )
-    };
-    wait_without_violation(
-        "another agent has taken over",
-        // The DaemonSet's next agent may acquire the lock first.
-        || Ok(second.has_logged("registered with the kubelet") || is_another_agent_ready()?),
+        "the second agent serves",
+        || Ok(second.has_logged("this agent serves the node") && second.is_ready()?),
         fewer_than_all(&cluster),
     )?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
+    ensure!(is_first_ready()?, "Kubernetes would delete an old agent that is not ready");
+    running.check_unchanged(&cluster, &scope)?;
     drop(second);
-    wait_until("the DaemonSet's new agent has taken over", || {
-        Ok(component_pod(&cluster, "agent").is_ok_and(|pod| is_ready(&pod)))
-    })?;
-    wait_until_offered(&cluster, SHARES_RESOURCE, 10 * GPUS_PER_NODE)?;
-    ensure!(running.pods == container_restarts(&cluster, &scope)?, "a running pod was disturbed");
     scope.create_pod("last", &json!({SHARES_RESOURCE: 1}), HOLD_CLIENT_SCRIPT)?;
-    scope.wait_until_running("last").map(drop)
+    wait_without_violation(
+        "a pod runs on the node of the first agent",
+        || Ok(cluster.get(&scope.pod_path("last"))?["status"]["phase"] == "Running"),
+        fewer_than_all(&cluster),
+    )?;
+    ensure!(is_first_ready()?, "the first agent does not serve again");
+    wait_until_agent_serves(&cluster)?;
+    ensure!(running.pods == container_restarts(&cluster, &scope)?, "a running pod was disturbed");
+    Ok(())
 }
 
 #[test]
@@ -288,7 +280,6 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
     // that use MPS.
     let helm = |tag: &str, upgrade: &str| {
         let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../../charts/cleave");
-        let values = concat!(env!("CARGO_MANIFEST_DIR"), "/../values.yaml");
         run_program(
             "helm",
             &[
@@ -297,8 +288,7 @@ fn an_upgrade_of_the_chart_disturbs_no_pod() -> Result<()> {
                 chart,
                 "-n",
                 SYSTEM_NAMESPACE,
-                "--values",
-                values,
+                "--reuse-values",
                 "--set",
                 &format!("image.tag={tag},mpsHost.upgrade={upgrade}"),
                 "--wait",

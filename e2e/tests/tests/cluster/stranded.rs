@@ -5,7 +5,10 @@ use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use cleave_e2e::{Cluster, POLICIES_PATH, Scope, WAIT_TIMEOUT, on_node, pod, run_launcher, text, wait_for, wait_until};
+use cleave_e2e::{
+    Cluster, POLICIES_PATH, Scope, WAIT_TIMEOUT, driver_directory, on_node, pod, run_launcher, text, wait_for,
+    wait_until,
+};
 use serde_json::{Value, json};
 
 use crate::gate::{is_gated, wait_for_event};
@@ -104,10 +107,10 @@ pub(crate) struct AddedNodes<'a> {
 impl<'a> AddedNodes<'a> {
     pub(crate) fn new(cluster: &'a Cluster, names: &[&str]) -> Result<Self> {
         let mut added = Self { cluster, names: Vec::new() };
+        let driver = driver_directory()?;
         for name in names {
             added.names.push((*name).to_owned());
-            let driver = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/demo/driver");
-            run_launcher(&["node", "add", name, "--driver-root", driver])?;
+            run_launcher(&["node", "add", name, "--driver-root", &driver])?;
             let simgpu = "[ -e /var/lib/simgpu/machine.json ] || /opt/simgpu/bin/simgpu init --machine \"$0\" --gpus 1xA100-40 >/dev/null";
             on_node(name, &["sh", "-c", simgpu, name])?;
         }

@@ -1,0 +1,224 @@
+//! Hand-over: decides which of two agents of a node serves. Pure: callers pass in the record, the
+//! time and who waits.
+//!
+//! During a roll-out, the pods of the old and the new agent run on a node at the same time. One of
+//! them serves: it holds the lock of the state directory. The other one is a standby.
+//!
+//! ```text
+//!  new agent                                 old agent
+//!  standby, not ready ── asks to serve ────▶ serves
+//!  takes the lock, on probation ◀─ hands over ─ standby, as ready as before
+//!  ready: serves                             Kubernetes deletes its pod
+//!  not ready in time, or ends ─────────────▶ serves again
+//! ```
+//!
+//! - Only a newer agent asks an older one, so two agents do not replace each other in a circle. The
+//!   newer one is the one that served later for the first time.
+//! - An older standby reports the readiness with which it last served. The `DaemonSet` controller
+//!   deletes an old pod that is not ready, even if the new pod is not ready either.
+//! - A newer standby is not ready. Otherwise Kubernetes would delete the old pod before the new
+//!   agent has proved that it works.
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// Time for which a standby leaves a free lock to the agent that asks to serve.
+pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for which an agent that serves again, because a newer one failed, reports that it is ready
+/// while it starts. See the module: Kubernetes would delete its pod.
+pub const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time without an answer after which a failure to lock ends the agent.
+pub const LOCK_ERROR_TIMEOUT: Duration = Duration::from_secs(30);
+/// Delay before a hand-over to an agent that failed once. The delay doubles with each failure.
+const FIRST_RETRY: Duration = Duration::from_secs(60);
+/// Maximum delay before a hand-over to an agent that failed.
+const MAX_RETRY: Duration = Duration::from_secs(3600);
+/// Maximum number of agents in the record.
+const MAX_AGENTS: usize = 16;
+
+/// What the agents of a node know of each other. The agent that serves writes it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct Record {
+    /// Agents, in the order in which they first served.
+    agents: Vec<Member>,
+    /// The agent that serves, or served last.
+    serving: Option<String>,
+    /// The agent to which the serving one has handed over, and that does not serve yet.
+    successor: Option<String>,
+    /// Whether the serving agent has yet to prove that it works.
+    probation: bool,
+}
+
+/// An agent of the node.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Member {
+    /// UID of the agent's pod.
+    id: String,
+    /// Whether the agent was ready when it last served.
+    ready: bool,
+    /// How often an older agent had to serve again in its place.
+    failures: u32,
+}
+
+/// How an agent starts to serve.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Start {
+    /// Whether the agent serves again because a newer one failed, and was ready before.
+    pub returns_ready: bool,
+    /// Whether the agent exits if it does not become ready while another one waits.
+    pub probation: bool,
+}
+
+/// What an agent does while another one serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Standby {
+    /// Whether the agent asks the serving one to hand over.
+    pub asks: bool,
+    /// Whether the agent reports that it is ready.
+    pub ready: bool,
+}
+
+impl Record {
+    /// Returns whether anything is recorded. An agent that serves writes the record at once.
+    pub fn is_empty(&self) -> bool {
+        self.serving.is_none()
+    }
+
+    /// Returns whether the serving agent has yet to prove that it works.
+    pub fn is_on_probation(&self) -> bool {
+        self.probation
+    }
+
+    /// Returns whether the agent was ready when it last served.
+    pub fn was_ready(&self, id: &str) -> bool {
+        self.member(id).is_some_and(|member| member.ready)
+    }
+
+    /// Returns how often an older agent had to serve again in this agent's place.
+    pub fn failures(&self, id: &str) -> u32 {
+        self.member(id).map_or(0, |member| member.failures)
+    }
+
+    /// Returns the place of an agent in the order. Unknown agents are newer than all others.
+    fn place(&self, id: &str) -> usize {
+        self.agents.iter().position(|member| member.id == id).unwrap_or(self.agents.len())
+    }
+
+    fn member(&self, id: &str) -> Option<&Member> {
+        self.agents.iter().find(|member| member.id == id)
+    }
+
+    fn member_mut(&mut self, id: &str) -> &mut Member {
+        let place = self.place(id);
+        if place == self.agents.len() {
+            self.agents.push(Member { id: id.to_owned(), ..Member::default() });
+        }
+        &mut self.agents[place]
+    }
+
+    /// Returns the agent that should serve.
+    fn current(&self) -> Option<&str> {
+        self.successor.as_deref().or(self.serving.as_deref())
+    }
+
+    /// Records that this agent has the lock and serves from now on.
+    pub fn start_serving(&mut self, id: &str) -> Start {
+        let place = self.place(id);
+        let failed = self.current().filter(|other| self.place(other) > place).map(str::to_owned);
+        let before = self.serving.as_deref();
+        let probation = match before {
+            _ if failed.is_some() => false,
+            Some(before) if before == id => self.probation,
+            Some(before) => self.was_ready(before),
+            None => false,
+        };
+        let returns_ready = failed.is_some() && self.was_ready(id);
+        if let Some(failed) = failed {
+            let failed = self.member_mut(&failed);
+            failed.failures = failed.failures.saturating_add(1);
+            failed.ready = false;
+        }
+        self.member_mut(id);
+        while self.agents.len() > MAX_AGENTS {
+            let oldest = usize::from(self.agents[0].id == id);
+            self.agents.remove(oldest);
+        }
+        self.serving = Some(id.to_owned());
+        self.successor = None;
+        self.probation = probation;
+        Start { returns_ready, probation }
+    }
+
+    /// Records whether this agent, which serves, is ready. The first time ends its probation.
+    pub fn set_ready(&mut self, id: &str, ready: bool) {
+        self.member_mut(id).ready = ready;
+        self.probation &= !ready;
+    }
+
+    /// Records that the serving agent hands over.
+    pub fn hand_over_to(&mut self, successor: &str) {
+        // From now on the successor has its place in the order.
+        self.member_mut(successor);
+        self.successor = Some(successor.to_owned());
+    }
+
+    /// Decides what this agent does while another one has the lock. An agent of a version without
+    /// hand-over writes no record. It ends only once the new agent is ready.
+    pub fn standby(&self, id: &str, waited: Duration) -> Standby {
+        let Some(current) = self.current() else {
+            return Standby { asks: true, ready: waited >= CLAIM_TIMEOUT };
+        };
+        let older = self.place(id) < self.place(current);
+        Standby { asks: !older, ready: older && self.was_ready(id) }
+    }
+
+    /// Decides whether this agent, which serves, hands over to the one that asks. `served` is the
+    /// time for which it has served without interruption. `changing` is whether a change of the
+    /// hardware is in progress.
+    pub fn hands_over(&self, own: &str, asking: &str, served: Duration, changing: bool) -> bool {
+        let delay = retry_delay(self.failures(asking));
+        self.place(asking) > self.place(own) && !self.probation && !changing && served >= delay
+    }
+}
+
+/// Returns the delay before a hand-over to an agent that failed this many times.
+fn retry_delay(failures: u32) -> Duration {
+    match failures.checked_sub(1) {
+        None => Duration::ZERO,
+        Some(more) => FIRST_RETRY.saturating_mul(2_u32.saturating_pow(more)).min(MAX_RETRY),
+    }
+}
+
+/// Decides whether a standby may take a free lock. The agent that asks to serve goes first, unless
+/// it is stopped or hangs. `waited` is the time since the standby started.
+pub fn may_take_lock(another_asks: bool, waited: Duration) -> bool {
+    !another_asks || waited >= CLAIM_TIMEOUT
+}
+
+/// State of a probation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Probation {
+    /// The agent works.
+    Passed,
+    /// The agent may still become ready, or no other agent could serve in its place.
+    Open,
+    /// The agent must exit, so that another one serves.
+    Failed,
+}
+
+/// Judges an agent that took over from one that was ready. `awaited` is whether another agent waits
+/// for the lock.
+pub fn judge_probation(ready: bool, served: Duration, limit: Duration, awaited: bool) -> Probation {
+    if ready {
+        Probation::Passed
+    } else if served >= limit && awaited {
+        Probation::Failed
+    } else {
+        Probation::Open
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,135 @@
+use proptest::prelude::*;
+
+use super::*;
+
+const SECOND: Duration = Duration::from_secs(1);
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// Returns the record of a node on which `old` serves.
+fn old_serves(ready: bool) -> Record {
+    let mut record = Record::default();
+    assert_eq!(record.start_serving("old"), Start { returns_ready: false, probation: false });
+    record.set_ready("old", ready);
+    record
+}
+
+/// Returns the record after `old` has handed over to `new`, which serves on probation.
+fn new_serves() -> Record {
+    let mut record = old_serves(true);
+    record.hand_over_to("new");
+    assert!(record.start_serving("new").probation);
+    record
+}
+
+#[test]
+fn a_new_agent_asks_and_the_old_one_hands_over_at_once() {
+    let record = old_serves(true);
+    assert_eq!(record.standby("new", MINUTE), Standby { asks: true, ready: false });
+    assert!(record.hands_over("old", "new", Duration::ZERO, false));
+    assert!(!record.hands_over("old", "new", MINUTE, true), "not during a change of the hardware");
+}
+
+#[test]
+fn after_a_hand_over_the_old_agent_stays_ready_and_does_not_ask() {
+    let mut record = old_serves(true);
+    record.hand_over_to("new");
+    assert_eq!(record.standby("old", SECOND), Standby { asks: false, ready: true });
+    assert_eq!(record.standby("new", SECOND), Standby { asks: true, ready: false });
+    let record = new_serves();
+    assert_eq!(record.standby("old", SECOND), Standby { asks: false, ready: true });
+    assert!(!record.hands_over("new", "old", 60 * MINUTE, false));
+    let mut unready = old_serves(false);
+    unready.hand_over_to("new");
+    assert_eq!(unready.standby("old", SECOND), Standby { asks: false, ready: false });
+}
+
+#[test]
+fn only_an_agent_that_follows_a_ready_one_is_on_probation() {
+    assert!(new_serves().is_on_probation());
+    let mut record = old_serves(false);
+    record.hand_over_to("new");
+    assert!(!record.start_serving("new").probation);
+    // Without a hand-over: the old agent was killed.
+    assert!(old_serves(true).start_serving("new").probation);
+    // A restart does not end the probation. Readiness does.
+    let mut record = new_serves();
+    assert!(record.start_serving("new").probation);
+    record.set_ready("new", true);
+    assert!(!record.start_serving("new").probation);
+}
+
+#[test]
+fn an_agent_on_probation_fails_only_if_another_one_waits() {
+    let judge = |ready, seconds, awaited| judge_probation(ready, seconds * SECOND, MINUTE, awaited);
+    assert_eq!(judge(false, 59, true), Probation::Open);
+    assert_eq!(judge(false, 60, true), Probation::Failed);
+    assert_eq!(judge(false, 600, false), Probation::Open);
+    assert_eq!(judge(true, 600, true), Probation::Passed);
+}
+
+#[test]
+fn after_failures_the_old_agent_serves_and_hands_over_ever_later() {
+    let mut record = new_serves();
+    for minutes in [1, 2, 4, 8, 16, 32, 60, 60] {
+        assert_eq!(record.start_serving("old"), Start { returns_ready: true, probation: false });
+        assert_eq!(record.standby("new", MINUTE), Standby { asks: true, ready: false });
+        let delay = minutes * MINUTE;
+        assert!(!record.hands_over("old", "new", delay.saturating_sub(SECOND), false), "{minutes} min");
+        assert!(record.hands_over("old", "new", delay, false), "{minutes} min");
+        assert!(record.hands_over("old", "third", Duration::ZERO, false), "another agent has not failed");
+        record.hand_over_to("new");
+        assert!(record.start_serving("new").probation);
+    }
+}
+
+#[test]
+fn a_successor_that_never_takes_the_lock_has_failed() {
+    let mut record = old_serves(true);
+    record.hand_over_to("new");
+    assert!(record.start_serving("old").returns_ready);
+    assert!(!record.hands_over("old", "new", 59 * SECOND, false));
+}
+
+#[test]
+fn a_standby_leaves_a_free_lock_to_the_one_that_asks_but_not_for_ever() {
+    assert!(may_take_lock(false, Duration::ZERO));
+    assert!(!may_take_lock(true, CLAIM_TIMEOUT.saturating_sub(SECOND)));
+    assert!(may_take_lock(true, CLAIM_TIMEOUT));
+}
+
+#[test]
+fn beside_an_agent_without_hand_over_a_new_one_is_ready_as_earlier_versions_were() {
+    let record = Record::default();
+    assert_eq!(record.standby("new", SECOND), Standby { asks: true, ready: false });
+    assert_eq!(record.standby("new", CLAIM_TIMEOUT), Standby { asks: true, ready: true });
+}
+
+#[test]
+fn the_record_is_read_back_and_fields_may_be_missing() {
+    let record = new_serves();
+    assert_eq!(serde_json::from_slice::<Record>(&serde_json::to_vec(&record).unwrap()).unwrap(), record);
+    assert!(serde_json::from_str::<Record>(r#"{"later": 1}"#).unwrap().is_empty());
+}
+
+proptest! {
+    /// Whoever takes the lock in whatever order: of two agents at most one asks, the record stays
+    /// small, and no agent hands over to an older one.
+    #[test]
+    fn two_agents_never_ask_each_other(takers in prop::collection::vec((0..20_u8, any::<bool>()), 1..100)) {
+        let mut record = Record::default();
+        for (taker, ready) in takers {
+            let taker = taker.to_string();
+            record.start_serving(&taker);
+            record.set_ready(&taker, ready);
+            prop_assert!(record.agents.len() <= MAX_AGENTS);
+            for other in record.agents.iter().map(|member| member.id.clone()).filter(|other| *other != taker) {
+                let there = record.hands_over(&taker, &other, MAX_RETRY, false);
+                let mut next = record.clone();
+                next.start_serving(&other);
+                let back = next.hands_over(&other, &taker, MAX_RETRY, false);
+                prop_assert!(!(there && back), "{taker} and {other} ask each other: {record:?}");
+                prop_assert_eq!(there, record.standby(&other, MINUTE).asks && !record.probation);
+            }
+        }
+    }
+}

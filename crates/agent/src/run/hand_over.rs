@@ -1,0 +1,379 @@
+//! Waits for the lock of the node's state, and hands over to another agent. The decisions are in
+//! [`crate::hand_over`].
+//!
+//! Files in the state directory. The kernel releases a lock when its process ends.
+//!
+//! - The directory itself is locked by the agent that serves.
+//! - `successor` is locked by the agent that asks to serve, and contains its UID.
+//! - `waiting` is locked, shared, by all agents that wait.
+//! - `hand-over.json` is the [`Record`]. Only the agent that serves writes it.
+use std::fs::File;
+use std::io::{self, Read as _, Seek as _, Write as _};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use cleave_kubelet::PluginServerState;
+use rustix::fs::FlockOperation;
+use tokio::sync::watch;
+
+use super::http::{Heartbeat, StandbyEndpoints, not_ready_reason};
+use crate::args::AgentArgs;
+use crate::checkpoint::{CheckpointStore, StateLock};
+use crate::files::write_json_atomically;
+use crate::hand_over::{LOCK_ERROR_TIMEOUT, Probation, Record, Standby, Start, judge_probation, may_take_lock};
+
+/// Interval between attempts to lock the state directory.
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
+/// Interval between two looks at what other agents wrote.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The files through which the agents of a node agree.
+#[derive(Debug, Clone)]
+struct HandOverFiles {
+    directory: PathBuf,
+}
+
+impl HandOverFiles {
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+
+    /// Reads the record. A record that cannot be read counts as absent.
+    fn load(&self) -> Record {
+        let record = match std::fs::read(self.path("hand-over.json")) {
+            Ok(bytes) => serde_json::from_slice(&bytes).map_err(io::Error::from),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Record::default(),
+            Err(error) => Err(error),
+        };
+        record.unwrap_or_else(|error| {
+            tracing::warn!(%error, "failed to read the record of hand-overs");
+            Record::default()
+        })
+    }
+
+    fn save(&self, record: &Record) -> io::Result<()> {
+        write_json_atomically(&self.path("hand-over.json"), record)
+    }
+
+    /// Asks the serving agent to hand over. Returns `None` while another agent asks. Dropping the
+    /// file ends the request.
+    fn ask(&self, id: &str) -> io::Result<Option<File>> {
+        let mut file = open(&self.path("successor"))?;
+        if !try_flock(&file, FlockOperation::NonBlockingLockExclusive)? {
+            return Ok(None);
+        }
+        file.set_len(0)?;
+        file.write_all(id.as_bytes())?;
+        Ok(Some(file))
+    }
+
+    /// Returns the agent that asks to serve.
+    fn asking(&self) -> io::Result<Option<String>> {
+        let mut file = match File::open(self.path("successor")) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        if try_flock(&file, FlockOperation::NonBlockingLockShared)? {
+            return Ok(None);
+        }
+        let mut id = String::new();
+        file.rewind()?;
+        file.read_to_string(&mut id)?;
+        // The agent may not have written its UID yet.
+        Ok(Some(id).filter(|id| !id.is_empty()))
+    }
+
+    /// Shows that this agent waits until the file is dropped. `None`: try again.
+    fn wait(&self) -> io::Result<Option<File>> {
+        let file = open(&self.path("waiting"))?;
+        Ok(try_flock(&file, FlockOperation::NonBlockingLockShared)?.then_some(file))
+    }
+
+    /// Returns whether another agent waits.
+    fn is_awaited(&self) -> io::Result<bool> {
+        try_flock(&open(&self.path("waiting"))?, FlockOperation::NonBlockingLockExclusive).map(|free| !free)
+    }
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    File::options().create(true).truncate(false).read(true).write(true).open(path)
+}
+
+/// Locks a file. Returns false while another process has a conflicting lock.
+fn try_flock(file: &File, operation: FlockOperation) -> io::Result<bool> {
+    match rustix::fs::flock(file, operation) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Returns the identifier of this agent. Without a pod, the process: its PID and its start time,
+/// which are the same after [`restart_as_standby`].
+fn agent_id(args: &AgentArgs) -> String {
+    args.pod_uid.clone().unwrap_or_else(|| {
+        let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+        // The name in parentheses may contain spaces. The start time is field 22.
+        let start = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(19)).unwrap_or_default();
+        format!("process-{}-{start}", std::process::id())
+    })
+}
+
+/// The agent that serves.
+pub(super) struct Serving {
+    pub(super) lock: StateLock,
+    pub(super) start: Start,
+    pub(super) watch: SuccessorWatch,
+}
+
+/// State of an agent that waits for the lock.
+struct Waiting {
+    files: HandOverFiles,
+    id: String,
+    begun: Instant,
+    endpoints: StandbyEndpoints,
+    looked: Option<Instant>,
+    standby: Standby,
+    /// Locked while this agent asks to serve.
+    request: Option<File>,
+    /// Locked while this agent waits.
+    presence: Option<File>,
+}
+
+impl Waiting {
+    /// Reads the record from time to time, and asks the serving agent to hand over if it shall.
+    fn look(&mut self) {
+        if self.looked.is_none_or(|looked| looked.elapsed() >= LOOK_INTERVAL) {
+            self.looked = Some(Instant::now());
+            self.standby = self.files.load().standby(&self.id, self.begun.elapsed());
+            self.endpoints.record_heartbeat(self.standby.ready);
+        }
+        let report = |error: io::Error| tracing::warn!(%error, "failed to ask for a hand-over; retrying");
+        if self.presence.is_none() {
+            self.presence = self.files.wait().map_err(report).ok().flatten();
+        }
+        if !self.standby.asks {
+            self.request = None;
+        } else if self.request.is_none() {
+            self.request = self.files.ask(&self.id).map_err(report).ok().flatten();
+        }
+    }
+}
+
+/// Waits until this is the only agent of the node that serves. During an upgrade, or by mistake,
+/// two agents may run. Each would write the MPS host's desired file without the allocations of the
+/// other, and so close the doors of running pods.
+///
+/// # Errors
+/// Returns an error if the directory cannot be locked for [`LOCK_ERROR_TIMEOUT`]. Without the lock,
+/// a second agent could serve.
+pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> anyhow::Result<Serving> {
+    let files = HandOverFiles { directory: args.state_dir.clone() };
+    let id = agent_id(args);
+    let mut waiting: Option<Waiting> = None;
+    let mut failing: Option<Instant> = None;
+    let begun = Instant::now();
+    let lock = loop {
+        let asks = waiting.as_ref().is_some_and(|waiting| waiting.request.is_some());
+        let another_asks = !asks && files.asking().is_ok_and(|asking| asking.is_some());
+        match if may_take_lock(another_asks, begun.elapsed()) { store.try_lock() } else { Ok(None) } {
+            Ok(Some(lock)) => break lock,
+            Ok(None) => {
+                failing = None;
+                let wait = || {
+                    tracing::warn!("waiting for another agent of this node to exit");
+                    Waiting {
+                        files: files.clone(),
+                        id: id.clone(),
+                        begun,
+                        endpoints: StandbyEndpoints::start(args.metrics_addr),
+                        looked: None,
+                        standby: Standby { asks: false, ready: false },
+                        request: None,
+                        presence: None,
+                    }
+                };
+                waiting.get_or_insert_with(wait).look();
+            }
+            // An error does not show that no other agent serves.
+            Err(error) => {
+                if failing.is_none() {
+                    tracing::error!(%error, "failed to lock the checkpoint's directory; retrying");
+                }
+                let since = *failing.get_or_insert_with(Instant::now);
+                if since.elapsed() >= LOCK_ERROR_TIMEOUT {
+                    return Err(anyhow::Error::new(error).context(format!(
+                        "failed to lock {}, so that another agent of this node could serve too",
+                        args.state_dir.display()
+                    )));
+                }
+            }
+        }
+        tokio::time::sleep(LOCK_RETRY_INTERVAL).await;
+    };
+    let mut record = files.load();
+    let start = record.start_serving(&id);
+    let Start { probation, returns_ready } = start;
+    tracing::info!(agent = id, probation, returns_ready, "this agent serves the node");
+    // Save the record before the request ends: then a standby sees at once that it is newer.
+    if let Err(error) = files.save(&record) {
+        tracing::error!(%error, "failed to write the record of hand-overs; retrying");
+    }
+    if let Some(Waiting { endpoints, .. }) = waiting {
+        endpoints.stop().await;
+    }
+    let limit = Duration::from_secs(args.probation);
+    let watch = SuccessorWatch { files, id, saved: None, record, began: Instant::now(), limit, refused: None };
+    Ok(Serving { lock, start, watch })
+}
+
+/// Watches for another agent that asks to serve, and records whether this agent is ready.
+pub(super) struct SuccessorWatch {
+    files: HandOverFiles,
+    id: String,
+    record: Record,
+    /// The record in the file, if known.
+    saved: Option<Record>,
+    /// When this agent began to serve.
+    began: Instant,
+    /// Maximum duration of a probation.
+    limit: Duration,
+    /// The agent that last asked in vain.
+    refused: Option<String>,
+}
+
+impl SuccessorWatch {
+    /// Sends the agent to hand over to, if there is one. Runs forever.
+    ///
+    /// # Errors
+    /// Returns an error if this agent has taken over from a ready one, is not ready in time, and
+    /// another agent waits.
+    pub(super) async fn run(
+        mut self,
+        heartbeat: watch::Receiver<Heartbeat>,
+        plugins: watch::Receiver<PluginServerState>,
+        successor: watch::Sender<Option<String>>,
+    ) -> anyhow::Result<()> {
+        loop {
+            tokio::time::sleep(LOOK_INTERVAL).await;
+            let not_ready = not_ready_reason(&heartbeat.borrow(), &plugins.borrow());
+            let changing = heartbeat.borrow().changing;
+            self.check_probation(not_ready.as_deref())?;
+            self.record.set_ready(&self.id, not_ready.is_none());
+            if let Some(next) = self.next_agent(changing) {
+                let mut record = self.record.clone();
+                record.hand_over_to(&next);
+                match self.files.save(&record) {
+                    Ok(()) => {
+                        self.saved = Some(record);
+                        successor.send_replace(Some(next));
+                        continue;
+                    }
+                    Err(error) => tracing::error!(%error, "failed to write the record of hand-overs; retrying"),
+                }
+            }
+            if self.saved.as_ref() != Some(&self.record) && self.files.save(&self.record).is_ok() {
+                self.saved = Some(self.record.clone());
+            }
+        }
+    }
+
+    fn check_probation(&self, not_ready: Option<&str>) -> anyhow::Result<()> {
+        if !self.record.is_on_probation() {
+            return Ok(());
+        }
+        let awaited = self.files.is_awaited().unwrap_or(false);
+        match judge_probation(not_ready.is_none(), self.began.elapsed(), self.limit, awaited) {
+            Probation::Passed => tracing::info!("ready after taking over from another agent"),
+            Probation::Open => {}
+            Probation::Failed => anyhow::bail!(
+                "not ready within {} s after another agent has handed over, which serves again: {}",
+                self.limit.as_secs(),
+                not_ready.unwrap_or_default()
+            ),
+        }
+        Ok(())
+    }
+
+    /// Returns the agent to hand over to now.
+    fn next_agent(&mut self, changing: bool) -> Option<String> {
+        let asking = self.files.asking().unwrap_or_else(|error| {
+            tracing::warn!(%error, "failed to read which agent asks to serve");
+            None
+        });
+        let (next, refused): (Option<String>, Option<String>) = match asking {
+            Some(asking) if self.record.hands_over(&self.id, &asking, self.began.elapsed(), changing) => {
+                (Some(asking), None)
+            }
+            asking => (None, asking),
+        };
+        if let Some(asking) = refused.as_ref().filter(|_| refused != self.refused) {
+            tracing::info!(asking, failures = self.record.failures(asking), changing, "does not hand over yet");
+        }
+        self.refused = refused;
+        next
+    }
+}
+
+/// Releases the lock, and replaces this process by the same program with the same arguments. It
+/// waits as a standby: the record names its successor. Returns only on an error.
+///
+/// The PID stays the same, so the supervisor notices nothing. Threads that hang in the driver end
+/// with the process. If one cannot end, the lock is free nevertheless.
+pub(super) fn restart_as_standby(lock: StateLock) -> io::Error {
+    let mut arguments = std::env::args_os();
+    // Not by its path: an upgrade may have replaced the file.
+    let mut command = Command::new("/proc/self/exe");
+    if let Some(name) = arguments.next() {
+        command.arg0(name);
+    }
+    command.args(arguments);
+    drop(lock);
+    command.exec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_agent_at_a_time_asks_and_the_kernel_ends_the_request() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = HandOverFiles { directory: directory.path().to_owned() };
+        assert_eq!(files.asking().unwrap(), None);
+        let request = files.ask("a-longer-name").unwrap().unwrap();
+        assert_eq!(files.asking().unwrap().as_deref(), Some("a-longer-name"));
+        assert!(files.ask("other").unwrap().is_none());
+        drop(request);
+        assert_eq!(files.asking().unwrap(), None);
+        let _request = files.ask("other").unwrap().unwrap();
+        assert_eq!(files.asking().unwrap().as_deref(), Some("other"));
+    }
+
+    #[test]
+    fn an_agent_sees_whether_others_wait() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = HandOverFiles { directory: directory.path().to_owned() };
+        assert!(!files.is_awaited().unwrap());
+        let waiting = [files.wait().unwrap().unwrap(), files.wait().unwrap().unwrap()];
+        assert!(files.is_awaited().unwrap());
+        drop(waiting);
+        assert!(!files.is_awaited().unwrap());
+    }
+
+    #[test]
+    fn a_damaged_record_counts_as_absent() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = HandOverFiles { directory: directory.path().to_owned() };
+        assert!(files.load().is_empty());
+        std::fs::write(directory.path().join("hand-over.json"), "{").unwrap();
+        assert!(files.load().is_empty());
+        let mut record = Record::default();
+        record.start_serving("a");
+        files.save(&record).unwrap();
+        assert_eq!(files.load(), record);
+    }
+}

@@ -1,0 +1,171 @@
+# The cluster tests, for e2e/test: their clusters, their two groups, and the versions of Kubernetes.
+# Source this file after lib.sh, do not run it. It uses functions of e2e/test.
+
+# with_cluster GPUS1 GPUS2 COMMAND…: runs a command on a fresh cluster of two nodes with Cleave
+# installed, and removes the cluster. `cluster up` gets the options in up_options.
+up_options=()
+with_cluster() {
+  local first=$1 second=$2; shift 2
+  driver
+  if [ -z "${KEEP:-}" ]; then
+    "$cluster" down
+    remove_cluster=yes
+  fi
+  cluster_up 2 "${up_options[@]}"
+  simulate node1 "$first"
+  simulate node2 "$second"
+  images
+  install
+  "$@"
+  if [ -z "${KEEP:-}" ]; then
+    "$cluster" down
+    remove_cluster=
+    "$cluster" leftovers
+  fi
+}
+
+# Run the program of the cluster tests directly: cargo would wait until a concurrent cargo has
+# compiled.
+cluster_program=
+build_cluster_tests() {
+  say "Building the cluster tests"
+  cluster_program=$(cargo test --locked --test cluster --no-run --message-format=json-render-diagnostics |
+    jq -r 'select(.reason == "compiler-artifact" and .target.name == "cluster").executable')
+}
+
+# Prints the names of all cluster tests, one a line.
+list_cluster_tests() { "$cluster_program" --list --format terse | sed -n 's/: test$//p'; }
+
+# run_cluster_tests OPTION…: runs the tests that these options of libtest select.
+run_cluster_tests() {
+  say "Cluster tests"
+  # Cargo also runs the tests in this directory.
+  (cd "$root/e2e/tests" && "$cluster_program" --test-threads=1 "$@")
+}
+
+# The modules whose tests run on a second cluster, at the same time as all other tests on the first.
+# Both take about as long, because tests wait for Kubernetes most of the time.
+second_group=(demand ending gate gate_admission health stranded zones)
+
+# How many inotify instances a user may have. Linux allows 128 by default, a node uses about 15, and
+# two clusters with the nodes that tests add need 150.
+watchers_file=/proc/sys/fs/inotify/max_user_instances
+watchers=512
+
+# Raises the limit until this script exits. Fails if the machine does not permit it.
+raise_watchers() {
+  local before; before=$(cat "$watchers_file")
+  [ "$before" -lt "$watchers" ] || return 0
+  echo "$watchers" 2>/dev/null >"$watchers_file" || return 1
+  watchers_before=$before
+}
+
+# Runs each cluster test once: on two clusters, or on one if a developer selects tests by TEST or
+# keeps the cluster.
+cluster_tests() {
+  local modules=("${second_group[@]/%/::}") log=$demo_dir/second-group.log all module second failed=()
+  if [ -n "${TEST:-}${KEEP:-}" ] || ! raise_watchers; then
+    with_test_cluster run_cluster_tests ${TEST:-}
+    return
+  fi
+  all=$(list_cluster_tests)
+  for module in "${modules[@]}"; do
+    grep -q "^$module" <<<"$all" || die "no cluster test is in $module"
+  done
+  say "Cluster tests in two groups; the second prints to ${log#"$root"/}"
+  start "$log" env CLEAVE_CLUSTER_NAME="$CLEAVE_CLUSTER_NAME-2" e2e/test group "$cluster_program" "${modules[@]}"
+  second=$started
+  e2e/test group "$cluster_program" "${modules[@]/#/--skip=}" || failed+=(first)
+  finish "$second" "$log" || failed+=(second)
+  [ ${#failed[@]} = 0 ] || die "cluster tests failed in the ${failed[*]} group"
+}
+
+# with_test_cluster COMMAND…: runs a command on the cluster that the cluster tests expect.
+with_test_cluster() {
+  # Each test waits twice or more for a status of a kubelet, so these kubelets report often. Nodes
+  # that tests add keep Kubernetes' default interval, and one test repartitions such a node.
+  up_options=(--node-status node1=1,node2=2 --network-policies)
+  with_cluster 4xH100-80 2xA100-40 "$@"
+}
+
+# The tests that run on each version of Kubernetes: modules, and single tests.
+version_tests=(
+  shares gate gate_admission admission policies operators whole_gpus upgrades agent_upgrades restarts
+  demand::an_idle_gpu_changes_from_mps_to_mig_and_back_to_whole
+  ending::the_admission_policy_injects_sleeps_into_containers_with_shares
+  ending::the_webhook_injects_the_same_sleeps
+)
+# Their results. docs/tool generates a table from this file.
+version_results=docs/data/kubernetes-versions.json
+
+# Prints the names of the tests in version_tests, one a line.
+select_version_tests() {
+  local all entry found
+  all=$(list_cluster_tests)
+  for entry in "${version_tests[@]}"; do
+    found=$(awk -v entry="$entry" '$0 == entry || index($0, entry "::") == 1' <<<"$all")
+    [ -n "$found" ] || die "no cluster test is named $entry"
+    echo "$found"
+  done
+}
+
+# Prints the mechanism that the chart chose to add the placement gate.
+gate_mechanism() {
+  if kubectl get mutatingadmissionpolicy cleave-gate >/dev/null 2>&1; then
+    echo policy
+  elif kubectl get mutatingwebhookconfiguration cleave-webhook >/dev/null 2>&1; then
+    echo webhook
+  else
+    die "neither a policy nor a webhook adds the placement gate"
+  fi
+}
+
+# run_version_tests COMMIT: runs each test in a separate process, and records the results.
+run_version_tests() {
+  local commit=$1 version gate tests test outcome
+  local outcomes=$demo_dir/version-outcomes.jsonl skip_file=$demo_dir/skip-reason
+  version=$(kubectl version -o json | jq -re '.serverVersion.gitVersion | ltrimstr("v")')
+  gate=$(gate_mechanism)
+  tests=$(select_version_tests)
+  say "Cluster tests on Kubernetes $version"
+  : >"$outcomes"
+  for test in $tests; do
+    : >"$skip_file"
+    outcome=passed
+    # Cargo also runs the tests in this directory.
+    (cd e2e/tests && CLEAVE_E2E_SKIP_FILE=$skip_file "$cluster_program" --test-threads=1 --exact "$test") || outcome=failed
+    if [ "$outcome" = passed ] && [ -s "$skip_file" ]; then outcome=skipped; fi
+    jq -cn --arg test "$test" --arg outcome "$outcome" --rawfile reason "$skip_file" '$ARGS.named' >>"$outcomes"
+  done
+  record_version "$version" "$gate" "$commit" "$outcomes"
+  if jq -se 'any(.outcome == "failed")' "$outcomes" >/dev/null; then
+    die "on Kubernetes $version failed: $(jq -rs 'map(select(.outcome == "failed").test) | join(", ")' "$outcomes")"
+  fi
+}
+
+# record_version VERSION GATE COMMIT OUTCOMES: replaces the version's results. Removes results of
+# versions that the launcher no longer builds.
+record_version() {
+  jq -s --arg version "$1" --arg gate "$2" --arg commit "$3" --arg date "$(date -u +%F)" \
+    --arg available "$("$cluster" versions)" --slurpfile earlier "$version_results" '
+    def names($outcome): map(select(.outcome == $outcome).test);
+    {$version, $date, $commit, $gate, passed: names("passed"), failed: names("failed"),
+      skipped: map(select(.outcome == "skipped") | {test, reason})} as $record
+    | $earlier[0] | map(select(.version != $version and (.version | IN($available | splits("\n")))))
+    | . + [$record] | sort_by(.version | split(".") | map(tonumber))
+  ' "$4" >"$version_results.new"
+  mv "$version_results.new" "$version_results"
+}
+
+# VERSIONS lists the versions of Kubernetes, by default all that the launcher builds.
+versions() {
+  # The recorded results change the tree.
+  local commit version failed=()
+  commit=$(git describe --always --dirty --exclude '*' --abbrev=12)
+  for version in ${VERSIONS:-$("$cluster" versions)}; do
+    # A separate process removes its cluster also after an error.
+    CLEAVE_KUBERNETES=$version e2e/test version "$commit" || failed+=("$version")
+  done
+  say "The results are in $version_results. Run make docs to update the table in docs/how-to/install.md"
+  [ ${#failed[@]} = 0 ] || die "tests failed or did not run on Kubernetes ${failed[*]}"
+}

@@ -1,0 +1,109 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/vishvananda/netlink"
+)
+
+// claimAddresses makes a new cluster's addresses different from those of all other clusters, stores
+// the cluster's state, and creates its bridge. A cluster that exists keeps its addresses.
+func (c *cluster) claimAddresses(ctx context.Context, policies bool) error {
+	unlock, err := lockClaims(ctx, defaultStateDir, func() { c.progress.printf("waiting for another cluster to start") })
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	state, err := readJSON[clusterState](c.layout.stateFile())
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		taken, err := storedAddresses(defaultStateDir)
+		if err != nil {
+			return err
+		}
+		routes, err := machineRoutes()
+		if err != nil {
+			return err
+		}
+		if c.layout.addresses, err = freeAddresses(taken, routes); err != nil {
+			return err
+		}
+	case err != nil:
+		return err
+	default:
+		c.layout.addresses = state.Addresses
+	}
+	state = clusterState{Layout: layoutVersion, Binaries: c.built, Policies: policies, Addresses: c.layout.addresses}
+	if err := writeJSON(c.layout.stateFile(), state); err != nil {
+		return err
+	}
+	// Clusters outside the default directory are known only by the routes of their bridge.
+	return c.layout.makeBridge()
+}
+
+// lockClaims keeps two clusters from claiming the same addresses. Unlocking removes the lock file.
+// Its name is not a cluster's name.
+func lockClaims(ctx context.Context, dir string, waiting func()) (func(), error) {
+	path := filepath.Join(dir, ".addresses.lock")
+	unlock, err := lockFile(ctx, path, waiting)
+	if err != nil {
+		return nil, err
+	}
+	return func() {
+		_ = os.Remove(path)
+		unlock()
+	}, nil
+}
+
+// storedAddresses returns the addresses of the clusters below dir, running or not. It considers
+// only the field of the addresses, which states of all layouts have or lack.
+func storedAddresses(dir string) ([]addresses, error) {
+	files, err := filepath.Glob(filepath.Join(dir, "*", stateFileName))
+	if err != nil {
+		return nil, err
+	}
+	var taken []addresses
+	for _, file := range files {
+		content, err := os.ReadFile(file)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // the cluster has just been removed
+		} else if err != nil {
+			return nil, err
+		}
+		var state clusterState
+		if json.Unmarshal(content, &state) == nil {
+			taken = append(taken, state.Addresses)
+		}
+	}
+	return taken, nil
+}
+
+// loadAddresses reads the addresses of an existing cluster. Without a cluster it keeps the first.
+func (c *cluster) loadAddresses() {
+	if state, err := readJSON[clusterState](c.layout.stateFile()); err == nil {
+		c.layout.addresses = state.Addresses
+	}
+}
+
+// ownsDevice reports whether a network device of the machine belongs to this cluster. A device gets
+// its owner's marker as alias just after its creation, so one without an alias is judged by its
+// name.
+func (l layout) ownsDevice(device *netlink.LinkAttrs) bool {
+	if device.Alias != "" {
+		return device.Alias == l.marker()
+	}
+	if device.Name == l.addresses.bridge() {
+		return true
+	}
+	for index := 1; index <= maxNodes; index++ {
+		if device.Name == l.addresses.device(node{Index: index}) {
+			return true
+		}
+	}
+	return false
+}
