@@ -97,79 +97,67 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
     let started = Instant::now();
     let targets = cordon_gpus(client, &args.node, args.gpu.as_deref(), &args.reason).await?;
     let mut evictions = BTreeMap::new();
-    let mut printed = vec![None; targets.len()];
-    loop {
-        let object = read_gpu_node(client, &args.node).await?;
-        let usages: Vec<GpuUsage> =
-            targets.iter().map(|target| gpu_usage(&object, &target.uuid).unwrap_or_default()).collect();
-        let pods = usages.iter().flat_map(|usage| usage.pods.iter().cloned()).collect();
-        evict_due_pods(client, evictor, args, &targets, &pods, &mut evictions).await?;
-        for ((target, usage), printed) in targets.iter().zip(&usages).zip(&mut printed) {
-            if printed.as_ref() != Some(usage) {
-                println!("{target}{usage}");
-                *printed = Some(usage.clone());
-            }
-        }
-        let is_busy = |(_, usage): &(&NodeGpu, &GpuUsage)| **usage != GpuUsage::default();
-        let busy: Vec<&NodeGpu> = targets.iter().zip(&usages).filter(is_busy).map(|(target, _)| target).collect();
-        if busy.is_empty() {
-            return if args.quiesce {
-                wait_until_quiesced(client, args, &targets, started).await
-            } else {
-                Ok(DrainOutcome::Free)
-            };
-        }
-        if has_timed_out(args, started, &busy, "free") {
-            return Ok(DrainOutcome::TimedOut);
-        }
-        tokio::time::sleep(GPU_POLL_INTERVAL).await;
-    }
-}
-
-/// Returns whether the timeout has expired, and then reports the GPUs that did not reach a state.
-fn has_timed_out(args: &DrainArgs, started: Instant, late: &[&NodeGpu], state: &str) -> bool {
-    let expired = args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout);
-    for target in late.iter().filter(|_| expired) {
-        eprintln!("cleave: {target} is not {state} after {} s and stays cordoned", args.timeout);
-    }
-    expired
-}
-
-/// Requests the quiesce of free GPUs, and waits until their agent reports the end.
-async fn wait_until_quiesced(
-    client: &Client,
-    args: &DrainArgs,
-    targets: &[NodeGpu],
-    started: Instant,
-) -> Result<DrainOutcome> {
-    quiesce(client, &args.node, args.gpu.as_deref()).await?;
     let mut printed = vec![String::new(); targets.len()];
+    let mut quiescing = false;
     loop {
         let object = read_gpu_node(client, &args.node).await?;
-        let mut late = Vec::new();
-        for (target, printed) in targets.iter().zip(&mut printed) {
-            let gpu = reported_gpus(&object).iter().find(|gpu| gpu.uuid == target.uuid);
-            let status = gpu.and_then(|gpu| gpu.quiesce.clone()).unwrap_or_default();
-            if status.message != *printed {
-                println!("{target}: {}", status.message);
-                *printed = status.message;
-            }
-            if !status.quiesced {
-                late.push(target);
+        let states: Vec<GpuState> = targets.iter().map(|target| gpu_state(&object, target, quiescing)).collect();
+        // Also while quiescing: the agent may report a pod after the GPU seemed to be free.
+        let pods = states.iter().flat_map(|state| state.usage.pods.iter().cloned()).collect();
+        evict_due_pods(client, evictor, args, &targets, &pods, &mut evictions).await?;
+        for (state, printed) in states.iter().zip(&mut printed) {
+            if *printed != state.text {
+                println!("{}", state.text);
+                printed.clone_from(&state.text);
             }
         }
-        if late.is_empty() {
+        let late: Vec<&NodeGpu> =
+            targets.iter().zip(&states).filter(|(_, state)| !state.done).map(|(target, _)| target).collect();
+        if late.is_empty() && (quiescing || !args.quiesce) {
             return Ok(DrainOutcome::Free);
         }
-        if has_timed_out(args, started, &late, "quiesced") {
+        if args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout) {
+            let wanted = if quiescing { "quiesced" } else { "free" };
+            for target in late {
+                eprintln!("cleave: {target} is not {wanted} after {} s and stays cordoned", args.timeout);
+            }
             return Ok(DrainOutcome::TimedOut);
+        }
+        if late.is_empty() {
+            quiesce(client, &args.node, args.gpu.as_deref()).await?;
+            quiescing = true;
+            continue;
         }
         tokio::time::sleep(GPU_POLL_INTERVAL).await;
     }
+}
+
+/// How far the drain of a GPU is.
+struct GpuState {
+    usage: GpuUsage,
+    /// Whether the GPU is free, or quiesced if that is requested.
+    done: bool,
+    /// What `cleave drain` prints.
+    text: String,
+}
+
+/// Returns the state of a GPU that is drained, or that is quiesced.
+fn gpu_state(object: &GpuNode, target: &NodeGpu, quiescing: bool) -> GpuState {
+    let usage = gpu_usage(object, &target.uuid).unwrap_or_default();
+    let free = usage == GpuUsage::default();
+    if !quiescing {
+        let text = if free { format!("{target} is free") } else { format!("{target}: {usage}") };
+        return GpuState { usage, done: free, text };
+    }
+    let gpu = reported_gpus(object).iter().find(|gpu| gpu.uuid == target.uuid);
+    let status = gpu.and_then(|gpu| gpu.quiesce.clone()).unwrap_or_default();
+    let message = if status.message.is_empty() { "waiting for the agent" } else { &status.message };
+    let text = format!("{target}: {message}");
+    GpuState { usage, done: status.quiesced, text }
 }
 
 /// The pods that use a GPU, and how many of its devices are in use.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 struct GpuUsage {
     /// `namespace/name` of each pod.
     pods: BTreeSet<String>,
@@ -179,13 +167,10 @@ struct GpuUsage {
 
 impl std::fmt::Display for GpuUsage {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if *self == Self::default() {
-            return formatter.write_str(" is free");
-        }
         let pods: Vec<&str> = self.pods.iter().map(String::as_str).collect();
         // The kubelet allocates devices before it lists the pod.
         let pods = if pods.is_empty() { "pods that are starting".to_owned() } else { pods.join(", ") };
-        write!(formatter, ": {} in use by {pods}", self.devices)
+        write!(formatter, "{} in use by {pods}", self.devices)
     }
 }
 

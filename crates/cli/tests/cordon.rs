@@ -178,3 +178,22 @@ async fn a_node_is_quiesced_when_the_agent_reports_each_of_its_gpus_as_quiesced(
     answer_request(&mut server, 200, &two(&[true, true])).await;
     assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::Free);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_is_reported_after_the_gpu_seemed_to_be_free_is_evicted_too() {
+    let (client, mut server) = mock_client();
+    let args = DrainArgs { quiesce: true, ..drain_args(false, 0) };
+    let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
+    answer_cordon(&mut server, &[]).await;
+    answer_request(&mut server, 200, &node(&[])).await;
+    // The request for the quiesce.
+    answer_cordon(&mut server, &[]).await;
+    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    assert_eq!(answer_request(&mut server, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
+    let (line, _) = answer_request(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
+    assert_eq!(line, "POST /api/v1/namespaces/ns/pods/p/eviction");
+    let mut quiesced = node(&[]);
+    quiesced["status"]["gpus"][0]["quiesce"] = json!({"quiesced": true, "message": "m"});
+    answer_request(&mut server, 200, &quiesced).await;
+    assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::Free);
+}

@@ -89,8 +89,13 @@ fn a_quiesced_gpu_is_reset_while_pods_use_and_start_on_the_other_one() -> Result
         run_program(&cleave_path(), &[&command, options].concat())
     };
     service.check_refused(&["reset", &gpu], "in use")?;
+    // The agent reports an allocation shortly after the pod has started.
+    wait_until("the node reports the pod that leaves", || {
+        let gpus = gpu_statuses(&cluster)?;
+        Ok(gpus.iter().any(|status| status["uuid"] == *gpu && status["allocations"] != json!([])))
+    })?;
     drain(&[])?;
-    service.check_refused(&["reset", &gpu], "NVML sessions are open")?;
+    service.check_refused(&["reset", &gpu], "in use")?;
     let printed = drain(&["--quiesce"])?;
     ensure!(printed.contains("quiesced: its MPS daemons have ended"), "{printed}");
     service.simulator.simgpu(&["reset", &gpu])?;
