@@ -59,6 +59,9 @@ pub struct UncordonArgs {
 /// Annotations and their new values. `None` removes an annotation.
 type Annotations = Vec<(&'static str, Option<String>)>;
 
+/// GPUs, and whether each needs a change.
+type Changes = Vec<(NodeGpu, bool)>;
+
 /// Runs `cleave cordon`.
 pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
     let client = args.gpu.cluster.connect().await?;
@@ -118,7 +121,7 @@ async fn update_annotations(
     node: &str,
     gpu: Option<&str>,
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
-) -> Result<Vec<(NodeGpu, bool)>> {
+) -> Result<Changes> {
     let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
     let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     for _ in 0..MAX_WRITE_ATTEMPTS {
@@ -146,7 +149,7 @@ fn changes_of_gpus(
     object: &GpuNode,
     gpus: Vec<NodeGpu>,
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
-) -> (Vec<(NodeGpu, bool)>, BTreeMap<&'static str, Option<String>>) {
+) -> (Changes, Annotations) {
     let mut object = object.clone();
     let mut all = BTreeMap::new();
     let changes = gpus.into_iter().map(|gpu| {
@@ -162,7 +165,7 @@ fn changes_of_gpus(
         }
         (gpu, changed)
     });
-    (changes.collect(), all)
+    (changes.collect(), all.into_iter().collect())
 }
 
 /// Returns the annotations that cordon a GPU. An empty reason preserves an existing reason.
@@ -258,7 +261,7 @@ mod tests {
     fn all_gpus_of_a_node_change_in_one_write() {
         let all = |object: &GpuNode, wanted: fn(&GpuNode, &str) -> Annotations| {
             let (changes, annotations) = changes_of_gpus(object, find_gpus(object, "n", None).unwrap(), wanted);
-            (changes.into_iter().map(|(_, changed)| changed).collect::<Vec<_>>(), Annotations::from_iter(annotations))
+            (changes.into_iter().map(|(_, changed)| changed).collect::<Vec<_>>(), annotations)
         };
         let first = with_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
         let (changed, annotations) = all(&first, annotations_with_quiesce);
