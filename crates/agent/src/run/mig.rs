@@ -71,7 +71,7 @@ pub(super) async fn run_order(library: Library, order: MigOrder, report: impl As
 /// registration of this process opens the GPU too. While NVML is closed, events of all GPUs are
 /// lost.
 fn mode_change_resets(compute_capability: (u32, u32)) -> bool {
-    compute_capability < (9, 0)
+    compute_capability < (0, 0)
 }
 
 /// Waits until no thread of this process uses NVML.
