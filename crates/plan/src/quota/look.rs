@@ -92,11 +92,13 @@ pub fn look(world: &World, now: Moment) -> Outcome {
 }
 
 /// A pass.
-struct Pass<'w> {
-    state: State<'w>,
-    /// Waiting pods of each account, the most important first.
+pub(super) struct Pass<'w> {
+    pub(super) state: State<'w>,
+    /// Waiting pods by the account whose rights they have, the most important first.
     queues: Vec<VecDeque<PodId>>,
-    outcome: Outcome,
+    pub(super) outcome: Outcome,
+    /// Size of the largest GPU.
+    largest: Amount,
     /// Number of pods for which victims may still be searched.
     preemptors: usize,
 }
@@ -112,7 +114,7 @@ enum Decision {
 }
 
 impl<'w> Pass<'w> {
-    fn new(world: &'w World, now: Moment) -> Self {
+    pub(super) fn new(world: &'w World, now: Moment) -> Self {
         let state = State::new(world, now);
         let mut queues = vec![VecDeque::new(); state.accounts.len()];
         let mut waiting: Vec<PodId> = (0..world.pods.len()).map(PodId).collect();
@@ -122,23 +124,44 @@ impl<'w> Pass<'w> {
             (Reverse(pod.priority), pod.created, &pod.name, id)
         });
         for id in waiting {
-            queues[state.accounts.account_of(id)].push_back(id);
+            queues[state.accounts.rights_of(id)].push_back(id);
         }
-        Self { state, queues, outcome: Outcome::default(), preemptors: world.settings.max_preemptors }
+        let largest = world.gpus.iter().copied().max().unwrap_or_default();
+        Self { state, queues, outcome: Outcome::default(), largest, preemptors: world.settings.max_preemptors }
     }
 
-    /// Takes the next waiting pod: of the first pods of all quotas, pods within a guarantee come
-    /// first, and then pods whose quota has the lowest share with them.
-    fn next(&mut self) -> Option<PodId> {
-        let firsts = self.queues.iter().filter_map(VecDeque::front);
-        let (.., id) = firsts.map(|&id| self.turn(id)).min()?;
-        self.queues[self.state.accounts.account_of(id)].pop_front()
+    /// Takes the next waiting pod. Pods that cannot get room come first, so that they delay nobody.
+    /// Of the first pods of all quotas, pods within a guarantee are next, and then pods whose quota
+    /// has the lowest share with them.
+    pub(super) fn next(&mut self) -> Option<PodId> {
+        let firsts = || self.queues.iter().filter_map(VecDeque::front).copied();
+        let hopeless = firsts().find(|&id| self.is_hopeless(id));
+        let id = hopeless.or_else(|| firsts().map(|id| self.turn(id)).min().map(|(.., id)| id))?;
+        self.queues[self.state.accounts.rights_of(id)].pop_front()
+    }
+
+    /// Returns whether no GPU is large enough for a pod, or it waits for its quota's guarantee.
+    fn is_hopeless(&self, id: PodId) -> bool {
+        let pod = self.state.world.pod(id);
+        pod.charge > self.largest || !pod.borrows && self.state.nominated(id).is_none() && !self.may_borrow(id)
+    }
+
+    /// Returns whether a pod that does not count yet may use room: it is within its quota's
+    /// guarantee, or it borrows.
+    fn may_borrow(&self, id: PodId) -> bool {
+        let accounts = &self.state.accounts;
+        let is_enforced = accounts.quota(accounts.account_of(id)).is_enforced();
+        !is_enforced || self.state.world.pod(id).borrows || accounts.is_within(id)
     }
 
     fn turn(&self, id: PodId) -> Turn<'w> {
         let (accounts, pod) = (&self.state.accounts, self.state.world.pod(id));
-        let account = accounts.account_of(id);
+        let account = accounts.rights_of(id);
         let share = match self.state.nominated(id) {
+            None if !accounts.quota(account).is_enforced() => Some(accounts.share(account, pod.charge, Amount::ZERO)),
+            Some(_) if !accounts.quota(account).is_enforced() => {
+                Some(accounts.share(account, Amount::ZERO, Amount::ZERO))
+            }
             None if accounts.is_within(id) => None,
             None => Some(accounts.share(account, pod.charge, Amount::ZERO)),
             // The pod counts already.
@@ -152,7 +175,7 @@ impl<'w> Pass<'w> {
         (share, Reverse(pod.priority), pod.created, &pod.name, id)
     }
 
-    fn decide(&mut self, id: PodId) {
+    pub(super) fn decide(&mut self, id: PodId) {
         let own_place = self.state.withdraw(id);
         let wait = match self.decision(id, own_place) {
             Decision::Release(gpu) => {
@@ -183,10 +206,10 @@ impl<'w> Pass<'w> {
         let quota = accounts.quota(account);
         let max = quota.max().filter(|_| quota.is_enforced());
         let is_within = accounts.is_within(id);
-        if quota.is_enforced() && !pod.borrows && !is_within {
+        if !self.may_borrow(id) {
             return Decision::Wait(Wait::WaitsForGuarantee);
         }
-        if self.state.gpus.iter().all(|gpu| gpu.size() < pod.charge) {
+        if pod.charge > self.largest {
             return Decision::Wait(Wait::NoGpuFits);
         }
         if max.is_some_and(|max| pod.charge > max) {
@@ -231,11 +254,13 @@ impl<'w> Pass<'w> {
     fn free_gpu(&self, id: PodId, is_within: bool) -> Option<usize> {
         let accounts = &self.state.accounts;
         let (account, charge) = (accounts.account_of(id), i128::from(self.state.charge(id)));
-        let is_of_cells = accounts.quota(account).cells().is_some();
-        let general = self.state.rank_on(id, 0);
+        let quota = accounts.quota(account);
+        let is_of_cells = quota.cells().is_some() && quota.is_enforced();
+        // In cells only a pod within the guarantee has a class that depends on the GPU.
+        let general = if is_of_cells { self.state.rank(id, Class::Over) } else { self.state.rank_on(id, 0) };
         let rank_on = |gpu: usize| if is_of_cells { self.state.rank_on(id, gpu) } else { general };
         let free = |gpu: usize, rank: &Rank| self.state.gpus[gpu].free(rank);
-        if accounts.quota(account).is_enforced() && !is_within {
+        if quota.is_enforced() && !is_within {
             let kept = accounts.kept_from(account, &BTreeMap::new());
             let all = || (0..self.state.gpus.len()).map(|gpu| free(gpu, &general).max(0)).sum::<i128>();
             if kept > Amount::ZERO && all() - charge < i128::from(kept) {
@@ -245,11 +270,12 @@ impl<'w> Pass<'w> {
         let fitting =
             (0..self.state.gpus.len()).map(|gpu| (gpu, free(gpu, &rank_on(gpu)))).filter(|(_, free)| *free >= charge);
         // A pod with rights prefers a GPU that its quota owns.
-        let key = |&(gpu, free): &(usize, i128)| (!(is_within && accounts.owns(account, gpu)), free, gpu);
+        let key =
+            |&(gpu, free): &(usize, i128)| (!(is_of_cells && is_within && accounts.owns(account, gpu)), free, gpu);
         fitting.min_by_key(key).map(|(gpu, _)| gpu)
     }
 
-    fn finish(self) -> Outcome {
+    pub(super) fn finish(self) -> Outcome {
         let Self { state, mut outcome, .. } = self;
         let all = || (0..state.world.pods.len()).map(PodId);
         outcome.nominations = all().filter_map(|id| Some((id, state.nominated(id)?))).collect();

@@ -30,6 +30,8 @@ mod room;
 mod simulate;
 mod spec;
 mod state;
+#[cfg(test)]
+mod tests;
 mod world;
 
 pub use amount::{Amount, GPU, MigSlice, Requested, charge_per_gpu};

@@ -1,7 +1,7 @@
 //! Accounts and room together, while a pass changes them.
 use super::account::Accounts;
 use super::amount::Amount;
-use super::class::Since;
+use super::class::{Class, Since};
 use super::room::{GpuRoom, Nominee, Rank};
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
@@ -59,8 +59,7 @@ impl<'w> State<'w> {
     /// Keeps room for a pod that counts already, with the rank of its present class.
     fn keep_room(&mut self, id: PodId, gpu: usize) {
         let Some(class) = self.accounts.class(id) else { return };
-        let pod = self.world.pod(id);
-        let rank = Rank { account: self.accounts.account_of(id), class, priority: pod.priority };
+        let (pod, rank) = (self.world.pod(id), self.rank(id, class));
         self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
     }
 
@@ -70,8 +69,14 @@ impl<'w> State<'w> {
 
     /// Returns the rank that a waiting pod has on a GPU.
     pub(super) fn rank_on(&self, id: PodId, gpu: usize) -> Rank {
-        let class = self.accounts.class_with(id, gpu, &[]);
-        Rank { account: self.accounts.account_of(id), class, priority: self.world.pod(id).priority }
+        self.rank(id, self.accounts.class_with(id, gpu, &[]))
+    }
+
+    /// Returns the rank of a pod of a class. The class gives rights only if the quota is enforced.
+    pub(super) fn rank(&self, id: PodId, class: Class) -> Rank {
+        let account = self.accounts.rights_of(id);
+        let class = if self.accounts.quota(account).is_enforced() { class } else { Class::Over };
+        Rank { account, class, priority: self.world.pod(id).priority }
     }
 
     /// Returns the GPU of a pod that runs.
