@@ -251,7 +251,14 @@ impl<'w> Accounts<'w> {
 
     /// Returns the share of an account, after it uses `more` and `less`.
     pub(super) fn share(&self, account: usize, more: Amount, less: Amount) -> Share {
-        Share { excess: self.excess(account, more, less), weight: self.quota(account).weight() }
+        let quota = self.quota(account);
+        let weight = if quota.is_enforced() { quota.weight() } else { 1 };
+        Share { excess: self.excess(account, more, less), weight }
+    }
+
+    /// Returns whether quotas own GPUs.
+    pub(super) const fn has_cells(&self) -> bool {
+        self.cells.is_some()
     }
 
     /// Returns the class of a pod that counts.

@@ -2,22 +2,30 @@
 //! victims are found among all sets of pods.
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::fmt;
 
 use super::super::{
     Amount, Class, Exchange, Kind, Mode, Outcome, Owner, Place, PodId, Quota, Released, Share, Wait, World,
 };
+use super::worlds::describe;
 use crate::ledger::Moment;
 
 /// Pods of this priority and above are never evicted.
 const SYSTEM: i32 = 2_000_000_000;
 
 /// A pool at a time.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct Pool {
     pub(super) world: World,
     pub(super) now: Moment,
     /// Rank of each nominated pod.
     ranks: BTreeMap<usize, Rank>,
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at {}: {}", self.now.0, describe(&self.world))
+    }
 }
 
 /// Account, class and priority of a pod that has or wants room.
@@ -229,7 +237,7 @@ impl Pool {
         } else {
             self.used(owner).plus(more).minus(less).minus(quota.min())
         };
-        Share { excess, weight: quota.weight() }
+        Share { excess, weight: if quota.is_enforced() { quota.weight() } else { 1 } }
     }
 
     /// Returns whether a waiting pod is within its quota's guarantee.
@@ -290,17 +298,26 @@ impl Pool {
         if self.nominated(pod).is_some() {
             self.ranks.insert(pod, rank.clone());
         }
+        for other in self.displaced(gpu, rank, 0) {
+            self.withdraw(other);
+        }
+    }
+
+    /// Returns the nominated pods of lower rank for which a GPU has no room after `more` is freed.
+    fn displaced(&self, gpu: usize, rank: &Rank, more: i128) -> Vec<usize> {
         let mut unseen: Vec<usize> = self.pods().filter(|&other| self.nominated(other) == Some(gpu)).collect();
         unseen.retain(|other| !Self::sees(rank, &self.ranks[other]));
         unseen.sort_by_key(|&other| {
             let pod = &self.world.pods[other];
             (self.ranks[&other].1, self.ranks[&other].2, Reverse((pod.created, pod.name.clone())))
         });
-        for other in unseen {
-            if self.room_after_all(gpu) < 0 {
-                self.withdraw(other);
-            }
-        }
+        let mut left = self.room_after_all(gpu) + more;
+        unseen.retain(|&other| {
+            let is_displaced = left < 0;
+            left += if is_displaced { i128::from(self.charge(other)) } else { 0 };
+            is_displaced
+        });
+        unseen
     }
 
     /// Returns the room that is left on a GPU once pods have left and nominated pods have arrived.
@@ -618,19 +635,19 @@ impl Pool {
     fn is_legal(&self, taker: usize, kind: Kind, gpu: usize, victims: &[usize]) -> bool {
         let (owner, charge) = (self.owner(taker), self.charge(taker));
         let quota = self.quota(&owner);
-        let less = |owner: &Owner| {
-            victims.iter().filter(|&&pod| self.owner(pod) == *owner).map(|&pod| self.charge(pod)).sum::<Amount>()
+        let sum = |pods: &[usize], of: &dyn Fn(usize) -> bool| -> Amount {
+            pods.iter().filter(|&&pod| of(pod)).map(|&pod| self.charge(pod)).sum()
         };
+        // Nominations that are withdrawn count like victims.
+        let freed = i128::from(sum(victims, &|pod| self.counts_on(pod) == Some(gpu)));
+        let displaced = self.displaced(gpu, &self.rank_on(taker, gpu), freed - i128::from(charge));
+        let mut losers = victims.to_vec();
+        losers.extend(displaced.into_iter().filter(|&pod| self.owner(pod) != owner));
+        let less = |owner: &Owner| sum(&losers, &|pod| self.owner(pod) == *owner);
         let leaves_kept = || {
-            let kept = self.kept(&owner, victims);
+            let kept = self.kept(&owner, &losers);
             let rank = self.rank_on(taker, gpu);
-            let freed = |gpu: usize| -> i128 {
-                victims
-                    .iter()
-                    .filter(|&&pod| self.counts_on(pod) == Some(gpu))
-                    .map(|&pod| i128::from(self.charge(pod)))
-                    .sum()
-            };
+            let freed = |gpu: usize| i128::from(sum(victims, &|pod| self.counts_on(pod) == Some(gpu)));
             let free: i128 =
                 (0..self.world.gpus.len()).map(|gpu| (self.free(gpu, &rank, true) + freed(gpu)).max(0)).sum();
             kept == Amount::ZERO || free - i128::from(charge) >= i128::from(kept)
@@ -641,7 +658,15 @@ impl Pool {
             Kind::FairShare => {
                 let share = self.share(&owner, charge, Amount::ZERO);
                 let others = victims.iter().map(|&pod| self.owner(pod));
-                others.into_iter().all(|other| share <= self.share(&other, Amount::ZERO, less(&other))) && leaves_kept()
+                let mut nominated = self.clone();
+                nominated.world.pods[taker].place = Place::Waiting { nominated: Some(gpu) };
+                let (before, after) = (self.classes(), nominated.classes());
+                // A younger nominated pod of the quota would borrow too.
+                let is_replaced = |pod: &usize| self.owner(*pod) == owner && before.of[pod] != after.of[pod];
+                let replaces = has_cells(&quota) && before.of.keys().any(is_replaced);
+                !replaces
+                    && others.into_iter().all(|other| share <= self.share(&other, Amount::ZERO, less(&other)))
+                    && leaves_kept()
             }
             Kind::Priority => {
                 let used = self.used(&owner);
