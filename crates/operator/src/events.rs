@@ -165,7 +165,8 @@ pub(crate) fn outside_share_event(node: &str, message: &str) -> Event {
 /// Creates the Event of a pod whose eviction a disruption budget refuses.
 pub(crate) fn protected_event(message: &str) -> Event {
     let note = format!(
-        "failed to evict the pod, which exceeded its limits, because a disruption budget protects it: {message}"
+        "The pod exceeded its limits, but a disruption budget prevents its eviction. Delete the pod, or change the \
+         budget. The API server answered: {message}"
     );
     Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
 }

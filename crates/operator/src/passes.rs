@@ -464,7 +464,7 @@ mod tests {
     }
 
     /// Returns the controller of an empty cluster, and the receiver of what pods wait for.
-    fn passes(client: Client) -> (Passes, watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>) {
+    fn controller_of_empty_cluster(client: Client) -> (Passes, watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>) {
         let stores = Stores {
             policies: empty_store(),
             gpu_nodes: empty_store(),
@@ -492,7 +492,7 @@ mod tests {
 
     #[tokio::test]
     async fn without_a_policy_on_demand_no_pod_waits_for_a_plan() {
-        let (mut passes, gated) = passes(mock_client().0);
+        let (mut passes, gated) = controller_of_empty_cluster(mock_client().0);
         let metrics = passes.context.metrics.clone();
         metrics.nodes_excluded.set(3);
         metrics.fragmentation.set(0.5);
@@ -517,7 +517,7 @@ mod tests {
     #[tokio::test]
     async fn a_refused_taint_delays_no_pass() {
         let (client, mut server) = mock_client();
-        let (mut passes, _gated) = passes(client);
+        let (mut passes, _gated) = controller_of_empty_cluster(client);
         passes.taints = Some(Taints::default());
         let nodes = BTreeMap::from([("n".to_owned(), lost_node())]);
         let observed = Observed { policies: BTreeMap::new(), nodes, pods: Vec::new() };
@@ -534,7 +534,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_pass_drops_all_memory_while_another_process_leads() {
-        let (mut passes, _gated) = passes(mock_client().0);
+        let (mut passes, _gated) = controller_of_empty_cluster(mock_client().0);
         passes.taints = Some(Taints::default());
         let policy = serde_json::json!({"metadata": {"name": "p"}, "spec": {"mode": "Whole"}});
         let policy: SharingPolicy = serde_json::from_value(policy).unwrap();
@@ -572,7 +572,7 @@ mod tests {
         let before = memory(&passes);
         passes.context.claim = LeaseGuard::of_standby();
         passes.run_pass(Instant::now()).await.unwrap();
-        let (mut new, _gated) = super::tests::passes(mock_client().0);
+        let (mut new, _gated) = super::tests::controller_of_empty_cluster(mock_client().0);
         new.taints = Some(Taints::default());
         assert_eq!(memory(&passes), memory(&new));
         assert!(before.iter().zip(memory(&new)).all(|(before, new)| *before != new), "{before:?}");
@@ -596,7 +596,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn taints_of_many_nodes_are_written_at_the_same_time() {
         let (client, mut server) = mock_client();
-        let (mut passes, _gated) = passes(client);
+        let (mut passes, _gated) = controller_of_empty_cluster(client);
         passes.taints = Some(Taints::default());
         let nodes = (0..2 * MAX_IN_FLIGHT).map(|index| (format!("n{index}"), lost_node())).collect();
         let observed = Observed { policies: BTreeMap::new(), nodes, pods: Vec::new() };
@@ -609,7 +609,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn specs_of_many_nodes_are_written_at_the_same_time() {
         let (client, mut server) = mock_client();
-        let (mut passes, _gated) = passes(client);
+        let (mut passes, _gated) = controller_of_empty_cluster(client);
         let names = || (0..2 * MAX_IN_FLIGHT).map(|index| format!("n{index}"));
         let nodes = names().map(|name| (name, GpuNodeSpec::default())).collect();
         let plan = plan::Plan { nodes, policies: BTreeMap::new(), demand: BTreeMap::new() };

@@ -199,7 +199,9 @@ fn priorities_highest_first(snapshot: &Snapshot) -> Vec<i32> {
     levels
 }
 
-/// Returns the maximum number of placed pods by priority, highest first.
+/// Returns the number of placed pods of each priority in the best placement, highest priority
+/// first. A placement is better if it places more pods of the highest priority in which the two
+/// differ.
 fn max_placed_by_priority(snapshot: &Snapshot) -> Vec<u32> {
     let sets = 1 << snapshot.pods.len();
     let mut reachable = vec![false; sets];

@@ -231,8 +231,8 @@ impl PodClaims {
         }
     }
 
-    /// Returns whether units that a node lists for a pod that ended or was deleted count as about
-    /// to be free.
+    /// Returns whether the units of an ended or deleted pod count as about to be free. The node
+    /// still lists them. After [`LISTED_TIME`] they count as used.
     pub(super) fn is_ending(&self, node: &str, name: &str, up: Duration) -> bool {
         let ended = self.ended.get(name).and_then(|nodes| nodes.get(node)).copied().unwrap_or(self.built);
         up < ended.saturating_add(LISTED_TIME)

@@ -87,7 +87,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
         }
         area += ratio(allocated, capacity) * (now - last).max(0.0);
         last = last.max(now);
-        let (pod, life) = drifted_pod(&pods, arrival, &mut rng);
+        let (pod, life) = draw_pod(&pods, arrival, &mut rng);
         seen.add(&pod.demand);
         P::count_arrived_pod(&mut cluster, pod);
         if arrival % RELEARN_INTERVAL_ARRIVALS == RELEARN_INTERVAL_ARRIVALS - 1 {
@@ -119,7 +119,7 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
 }
 
 /// Draws a pod. Among pods that share a GPU, large ones become more frequent during the run.
-fn drifted_pod<'a>(pods: &[(&'a Pod, f64)], arrival: usize, rng: &mut Rng) -> (&'a Pod, f64) {
+fn draw_pod<'a>(pods: &[(&'a Pod, f64)], arrival: usize, rng: &mut Rng) -> (&'a Pod, f64) {
     let progress =
         f64::from(u32::try_from(arrival).unwrap_or(u32::MAX)) / f64::from(u32::try_from(ARRIVAL_COUNT).unwrap_or(1));
     loop {

@@ -7,14 +7,14 @@ use serde_json::Value;
 
 /// A changed chart value. Dropping it restores the earlier value.
 pub(crate) struct Setting {
-    before: Vec<(&'static str, Value)>,
+    earlier_values: Vec<(&'static str, Value)>,
 }
 
 impl Setting {
     /// Changes a value. `path` is a path of `helm --set`, without lists. Returns when all changed
     /// objects are ready.
     pub(crate) fn change(path: &'static str, value: impl Into<Value>) -> Result<Self> {
-        let mut setting = Self { before: Vec::new() };
+        let mut setting = Self { earlier_values: Vec::new() };
         setting.change_also(&[(path, value.into())])?;
         Ok(setting)
     }
@@ -27,9 +27,9 @@ impl Setting {
         // Record the values first, so that dropping the setting also undoes a change that fails
         // halfway.
         for (path, _) in changes {
-            if self.before.iter().all(|(known, _)| known != path) {
-                let before = path.split('.').fold(&values, |values, key| &values[key]).clone();
-                self.before.push((*path, before));
+            if self.earlier_values.iter().all(|(known, _)| known != path) {
+                let value = path.split('.').fold(&values, |values, key| &values[key]).clone();
+                self.earlier_values.push((*path, value));
             }
         }
         upgrade(changes)
@@ -48,8 +48,8 @@ fn upgrade(values: &[(&'static str, Value)]) -> Result<()> {
 
 impl Drop for Setting {
     fn drop(&mut self) {
-        if let Err(error) = upgrade(&self.before) {
-            let _ = writeln!(std::io::stderr(), "failed to restore {:?}: {error:#}", self.before);
+        if let Err(error) = upgrade(&self.earlier_values) {
+            let _ = writeln!(std::io::stderr(), "failed to restore {:?}: {error:#}", self.earlier_values);
         }
     }
 }

@@ -17,7 +17,8 @@ use super::report::{Finding, Level, Reason, Report};
 /// The namespace of the release in tests.
 const NAMESPACE: &str = "cleave-system";
 
-/// Objects of a cluster, by resource. Missing resources are empty lists.
+/// Returns the facts of a cluster with these objects, by resource. Resources that are missing are
+/// empty lists.
 fn facts(objects: &Value) -> Facts {
     fn list<T: DeserializeOwned>(objects: &Value, resource: &str) -> Vec<T> {
         match &objects[resource] {

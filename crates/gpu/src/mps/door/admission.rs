@@ -8,7 +8,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use super::handshake::{IntroducedPeer, Refusal, introduce_client_to_server, receive_introduction};
+use super::handshake::{IntroducedPeer, Refusal, introduce_client_to_server, run_client_handshake};
 use super::relay::relay;
 use super::{CountedConnection, Door, MAX_SERVER_CONNECTIONS};
 use crate::mps::control::{self, AcceptedClient, ControlError};
@@ -19,15 +19,14 @@ use crate::mps::protocol::{self, Command, ServerState};
 use crate::mps::seqpacket::{Credentials, Socket};
 use crate::mps::wire::Enforcement;
 
-/// Time limit for a client to introduce itself to the door. A slow introduction delays no other
-/// client.
-const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(5);
+/// Time limit for a client's handshake with the door. A slow handshake delays no other client.
+const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
 /// Time limit for a client to introduce itself to the server. No other client can connect to this
 /// GPU during the introduction. A client needs 1 ms, or 50 ms while the server recreates its
 /// contexts. In a CPU-throttled container it needs several periods of 100 ms.
-const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(2);
-/// Minimum handshake deadline. Each client of the allocation that stalls halves the deadline.
-const MIN_HANDSHAKE_DEADLINE: Duration = Duration::from_millis(250);
+const INTRODUCTION_DEADLINE: Duration = Duration::from_secs(2);
+/// Minimum of [`INTRODUCTION_DEADLINE`], which each client of the allocation that stalls halves.
+const MIN_INTRODUCTION_DEADLINE: Duration = Duration::from_millis(250);
 /// Delay before the door retries to admit a client.
 const ADMISSION_RETRY_DELAY: Duration = Duration::from_millis(100);
 
@@ -112,7 +111,7 @@ impl ServerLink {
                 biased;
                 result = client.recv() => result.ok()?,
                 // The client closed its end. The client's result may still be in transit.
-                _ = relay => timeout(MIN_HANDSHAKE_DEADLINE, client.recv()).await.ok()?.ok()?,
+                _ = relay => timeout(MIN_INTRODUCTION_DEADLINE, client.recv()).await.ok()?.ok()?,
             }
         };
         let packet = timeout(deadline, result).await.ok().flatten()?;
@@ -121,7 +120,7 @@ impl ServerLink {
 }
 
 impl Door {
-    /// Serves one connection from its introduction to its admission or refusal.
+    /// Serves one connection from its handshake to its admission or refusal.
     pub(super) async fn serve_connection(self: Rc<Self>, client: Socket) {
         let Ok(peer) = client.peer() else { return };
         if self.device.phase().borrow().enforcement == Enforcement::Advisory {
@@ -133,11 +132,11 @@ impl Door {
                 return;
             }
         }
-        let introduction = tokio::select! {
+        let handshake = tokio::select! {
             () = self.closed.cancelled() => return,
-            introduction = timeout(INTRODUCTION_DEADLINE, receive_introduction(&client, peer)) => introduction,
+            result = timeout(HANDSHAKE_DEADLINE, run_client_handshake(&client, peer)) => result,
         };
-        let refusal = match introduction {
+        let refusal = match handshake {
             Ok(IntroducedPeer::Client(who)) => self.admit_when_possible(&client, who).await,
             Ok(IntroducedPeer::Closed) => None,
             Ok(IntroducedPeer::Refused(refusal)) => Some(refusal),
@@ -288,7 +287,7 @@ impl Door {
     ) -> AdmissionResult {
         let AcceptedClient { server: socket, daemon } = introduced;
         let (mut link, clients_end) = ServerLink::new(socket, permits, &self.id);
-        let deadline = (HANDSHAKE_DEADLINE / (1 << self.stalled.get().min(8))).max(MIN_HANDSHAKE_DEADLINE);
+        let deadline = (INTRODUCTION_DEADLINE / (1 << self.stalled.get().min(8))).max(MIN_INTRODUCTION_DEADLINE);
         let result = link.pass_connection_to_client(client, clients_end, deadline).await;
         if result.is_none() {
             link.introduce_client(who);

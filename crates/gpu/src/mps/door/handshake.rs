@@ -43,7 +43,7 @@ pub(super) enum IntroducedPeer {
 }
 
 /// Performs the daemon's part of the handshake, up to the packet with the client's kind.
-pub(super) async fn receive_introduction(client: &Socket, peer: Credentials) -> IntroducedPeer {
+pub(super) async fn run_client_handshake(client: &Socket, peer: Credentials) -> IntroducedPeer {
     if client.send(protocol::HELLO).await.is_err() {
         return IntroducedPeer::Closed;
     }
