@@ -48,6 +48,8 @@ pub(super) struct Accounts<'w> {
 struct Cells<'w> {
     order: BTreeSet<(Since, &'w str, PodId)>,
     limits: Vec<usize>,
+    /// Whether some of these quotas are enforced. Other quotas own nothing.
+    are_enforced: bool,
     ownership: Ownership,
 }
 
@@ -66,6 +68,7 @@ impl<'w> Accounts<'w> {
             world.quotas.values().copied().chain([nothing, nothing.with_mode(Mode::Count)]).collect();
         let cells = quotas.iter().any(|quota| quota.cells().is_some()).then(|| Cells {
             order: BTreeSet::new(),
+            are_enforced: quotas.iter().any(|quota| quota.cells().is_some() && quota.is_enforced()),
             limits: quotas.iter().map(|quota| quota.cells().unwrap_or(0)).collect(),
             ownership: Ownership::assign(world.gpus.len(), &vec![0; quotas.len()], std::iter::empty()),
         });
@@ -251,7 +254,14 @@ impl<'w> Accounts<'w> {
 
     /// Returns the share of an account, after it uses `more` and `less`.
     pub(super) fn share(&self, account: usize, more: Amount, less: Amount) -> Share {
-        Share { excess: self.excess(account, more, less), weight: self.quota(account).weight() }
+        let quota = self.quota(account);
+        let weight = if quota.is_enforced() { quota.weight() } else { 1 };
+        Share { excess: self.excess(account, more, less), weight }
+    }
+
+    /// Returns whether quotas own GPUs.
+    pub(super) fn has_cells(&self) -> bool {
+        self.cells.as_ref().is_some_and(|cells| cells.are_enforced)
     }
 
     /// Returns the class of a pod that counts.

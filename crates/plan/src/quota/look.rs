@@ -108,7 +108,7 @@ type Turn<'w> = (Option<Share>, Reverse<i32>, Moment, &'w str, PodId);
 
 enum Decision {
     Release(usize),
-    Nominate(usize),
+    Nominate(usize, Rank),
     Exchange(Kind, Way),
     Wait(Wait),
 }
@@ -176,20 +176,22 @@ impl<'w> Pass<'w> {
     }
 
     pub(super) fn decide(&mut self, id: PodId) {
-        let own_place = self.state.withdraw(id);
+        let class = self.state.accounts.class(id);
+        let own_place = self.state.withdraw(id).zip(class).map(|(gpu, class)| (gpu, self.state.rank(id, class)));
         let wait = match self.decision(id, own_place) {
             Decision::Release(gpu) => {
                 self.state.release(id, gpu);
                 self.outcome.released.push(Released { pod: id, gpu });
                 return;
             }
-            Decision::Nominate(gpu) => {
-                self.state.nominate(id, gpu);
+            Decision::Nominate(gpu, rank) => {
+                self.state.nominate(id, gpu, rank);
                 Wait::Nominated
             }
             Decision::Exchange(kind, Way { gpu, victims }) => {
+                let rank = self.state.rank_on(id, gpu);
                 victims.iter().for_each(|victim| self.state.evict(*victim));
-                self.state.nominate(id, gpu);
+                self.state.nominate(id, gpu, rank);
                 if !victims.is_empty() {
                     self.outcome.exchanges.push(Exchange { kind, taker: id, victims });
                 }
@@ -200,7 +202,7 @@ impl<'w> Pass<'w> {
         self.outcome.waits.insert(id, wait);
     }
 
-    fn decision(&mut self, id: PodId, own_place: Option<usize>) -> Decision {
+    fn decision(&mut self, id: PodId, own_place: Option<(usize, Rank)>) -> Decision {
         let (accounts, pod) = (&self.state.accounts, self.state.world.pod(id));
         let account = accounts.account_of(id);
         let quota = accounts.quota(account);
@@ -216,7 +218,7 @@ impl<'w> Pass<'w> {
             return Decision::Wait(Wait::LargerThanMax);
         }
         let is_over_max = max.is_some_and(|max| accounts.held(account).plus(pod.charge) > max);
-        if let Some(decision) = own_place.and_then(|gpu| self.own_place(id, gpu, is_over_max, max)) {
+        if let Some(decision) = own_place.and_then(|place| self.own_place(id, place, is_over_max, max)) {
             return decision;
         }
         if let Some(gpu) = (!is_over_max).then(|| self.free_gpu(id, is_within)).flatten() {
@@ -239,14 +241,20 @@ impl<'w> Pass<'w> {
 
     /// Decides for a pod whose room is kept: the pod gets the room, or waits for it. What must stay
     /// free for others was considered when the pod was nominated.
-    fn own_place(&self, id: PodId, gpu: usize, is_over_max: bool, max: Option<Amount>) -> Option<Decision> {
+    fn own_place(
+        &self,
+        id: PodId,
+        (gpu, rank): (usize, Rank),
+        is_over_max: bool,
+        max: Option<Amount>,
+    ) -> Option<Decision> {
         let (accounts, charge) = (&self.state.accounts, self.state.charge(id));
-        let (room, rank) = (&self.state.gpus[gpu], self.state.rank_on(id, gpu));
+        let room = &self.state.gpus[gpu];
         if !is_over_max && room.free(&rank) >= i128::from(charge) {
             return Some(Decision::Release(gpu));
         }
         let is_allowed = max.is_none_or(|max| accounts.used(accounts.account_of(id)).plus(charge) <= max);
-        (is_allowed && room.free_later(&rank) >= i128::from(charge)).then_some(Decision::Nominate(gpu))
+        (is_allowed && room.free_later(&rank) >= i128::from(charge)).then_some(Decision::Nominate(gpu, rank))
     }
 
     /// Returns the GPU on which the pod fits now, with the least free room. A borrower leaves
@@ -272,7 +280,12 @@ impl<'w> Pass<'w> {
         // A pod with rights prefers a GPU that its quota owns.
         let key =
             |&(gpu, free): &(usize, i128)| (!(is_of_cells && is_within && accounts.owns(account, gpu)), free, gpu);
-        fitting.min_by_key(key).map(|(gpu, _)| gpu)
+        if !accounts.has_cells() {
+            return fitting.min_by_key(key).map(|(gpu, _)| gpu);
+        }
+        let mut fitting: Vec<(usize, i128)> = fitting.collect();
+        fitting.sort_by_key(key);
+        fitting.into_iter().map(|(gpu, _)| gpu).find(|&gpu| self.state.may_release(id, gpu))
     }
 
     pub(super) fn finish(self) -> Outcome {

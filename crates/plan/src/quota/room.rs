@@ -92,11 +92,12 @@ impl GpuRoom {
     }
 
     /// Returns the pods of lower rank for which no room is left, after a pod of this rank took
-    /// some.
-    /// The last in the order of importance come first. `key` decides between pods of equal rank.
-    pub(super) fn displaced<K: Ord>(&self, rank: &Rank, key: impl Fn(PodId) -> K) -> Vec<PodId> {
+    /// some. `more` is room that is still to be freed or, if negative, to be taken. The last in the
+    /// order of importance come first. `key` decides between pods of equal rank.
+    pub(super) fn displaced<K: Ord>(&self, rank: &Rank, more: i128, key: impl Fn(PodId) -> K) -> Vec<PodId> {
         let nominated: Amount = self.nominees.iter().map(|nominee| nominee.charge).sum();
-        let mut left = i128::from(self.room) - i128::from(self.held) + i128::from(self.leaving) - i128::from(nominated);
+        let room = i128::from(self.room) - i128::from(self.held) + i128::from(self.leaving);
+        let mut left = room - i128::from(nominated) + more;
         let mut unseen: Vec<&Nominee> = self.nominees.iter().filter(|nominee| !rank.sees(&nominee.rank)).collect();
         unseen.sort_by_key(|nominee| (nominee.rank.class, nominee.rank.priority, std::cmp::Reverse(key(nominee.id))));
         let mut displaced = Vec::new();
@@ -140,11 +141,13 @@ mod tests {
         let taker = rank(1, Class::In, 0);
         assert_eq!((gpu.free(&taker), gpu.free_later(&taker)), (2, 8));
         gpu.add(PodId(9), Amount(4));
-        assert_eq!(gpu.displaced(&taker, |id| id), [PodId(2)]);
+        assert_eq!(gpu.displaced(&taker, 0, |id| id), [PodId(2)]);
+        assert_eq!(gpu.displaced(&taker, -2, |id| id), [PodId(2), PodId(1)]);
+        assert_eq!(gpu.displaced(&taker, 2, |id| id), []);
         gpu.add(PodId(10), Amount(2));
-        assert_eq!(gpu.displaced(&taker, |id| id), [PodId(2), PodId(1)]);
+        assert_eq!(gpu.displaced(&taker, 0, |id| id), [PodId(2), PodId(1)]);
         assert_eq!(
-            gpu.displaced(&rank(2, Class::Over, 9), |id| id),
+            gpu.displaced(&rank(2, Class::Over, 9), 0, |id| id),
             [],
             "a borrower of another quota sees all of them"
         );

@@ -99,9 +99,8 @@ impl<'w> State<'w> {
     }
 
     /// Keeps room of a GPU for a pod.
-    pub(super) fn nominate(&mut self, id: PodId, gpu: usize) {
+    pub(super) fn nominate(&mut self, id: PodId, gpu: usize, rank: Rank) {
         let pod = self.world.pod(id);
-        let rank = self.rank_on(id, gpu);
         self.accounts.add(id, gpu, Since { at: self.now, nominated: Some(pod.created) });
         self.nominated[id.0] = Some(gpu);
         self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
@@ -125,12 +124,43 @@ impl<'w> State<'w> {
         self.accounts.hold_leaving(id);
     }
 
+    /// Returns whether each pod whose room is kept, and still is in another state, is within its
+    /// guarantee there if it is here. A pod may count earlier than nominated pods, and so own a GPU
+    /// in their place.
+    pub(super) fn keeps_guarantees_in(&self, after: &Self) -> bool {
+        let nominated = (0..self.nominated.len()).map(PodId).filter(|&id| after.nominated(id).is_some());
+        let is_within = |state: &Self, id: PodId| {
+            let class = state.accounts.class(id);
+            class.is_some_and(|class| state.rank(id, class).class == Class::In)
+        };
+        let mut within = nominated.filter(|&id| is_within(self, id));
+        within.all(|id| is_within(after, id))
+    }
+
+    /// Returns whether a pod may be released to a GPU without a loss for nominated pods.
+    pub(super) fn may_release(&self, id: PodId, gpu: usize) -> bool {
+        let account = self.accounts.account_of(id);
+        let is_own = |other: usize| self.accounts.account_of(PodId(other)) == account;
+        let is_near = |(other, at): (usize, &Option<usize>)| at.is_some_and(|at| at == gpu || is_own(other));
+        if !self.accounts.has_cells() || !self.nominated.iter().enumerate().any(is_near) {
+            return true;
+        }
+        let mut after = self.clone();
+        after.release(id, gpu);
+        self.keeps_guarantees_in(&after)
+    }
+
     /// Withdraws nominations of lower rank whose room has been taken.
     fn displace(&mut self, rank: &Rank, gpu: usize) {
-        let world = self.world;
-        let key = |id: PodId| (world.pod(id).created, &world.pod(id).name);
-        for id in self.gpus[gpu].displaced(rank, key) {
+        for id in self.displaced(rank, gpu, 0) {
             self.withdraw(id);
         }
+    }
+
+    /// Returns the nominated pods of lower rank for which a GPU has no room, after `more` of its
+    /// room is freed.
+    pub(super) fn displaced(&self, rank: &Rank, gpu: usize, more: i128) -> Vec<PodId> {
+        let world = self.world;
+        self.gpus[gpu].displaced(rank, more, |id: PodId| (world.pod(id).created, &world.pod(id).name))
     }
 }

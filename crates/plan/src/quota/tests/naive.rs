@@ -2,22 +2,30 @@
 //! victims are found among all sets of pods.
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::fmt;
 
 use super::super::{
     Amount, Class, Exchange, Kind, Mode, Outcome, Owner, Place, PodId, Quota, Released, Share, Wait, World,
 };
+use super::worlds::describe;
 use crate::ledger::Moment;
 
 /// Pods of this priority and above are never evicted.
 const SYSTEM: i32 = 2_000_000_000;
 
 /// A pool at a time.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct Pool {
     pub(super) world: World,
     pub(super) now: Moment,
     /// Rank of each nominated pod.
     ranks: BTreeMap<usize, Rank>,
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at {}: {}", self.now.0, describe(&self.world))
+    }
 }
 
 /// Account, class and priority of a pod that has or wants room.
@@ -229,7 +237,7 @@ impl Pool {
         } else {
             self.used(owner).plus(more).minus(less).minus(quota.min())
         };
-        Share { excess, weight: quota.weight() }
+        Share { excess, weight: if quota.is_enforced() { quota.weight() } else { 1 } }
     }
 
     /// Returns whether a waiting pod is within its quota's guarantee.
@@ -285,22 +293,79 @@ impl Pool {
 
     // What follows changes the pool.
 
+    fn nominate(&mut self, pod: usize, gpu: usize, rank: &Rank, victims: &[usize]) {
+        for &victim in victims {
+            let Some(gpu) = self.counts_on(victim) else { continue };
+            self.world.pods[victim].place = Place::Leaving { gpu, held: true };
+        }
+        self.place(pod, Place::Waiting { nominated: Some(gpu) }, rank, gpu);
+    }
+
+    /// Returns whether nominated pods that are within a guarantee are so in another pool.
+    fn keeps_guarantees_in(&self, after: &Self) -> bool {
+        let (before, classes) = (self.classes(), after.classes());
+        let nominated = self.pods().filter(|&pod| self.nominated(pod).is_some() && after.nominated(pod).is_some());
+        let mut within = nominated.filter(|&pod| self.rank(pod, before.of[&pod]).1 == Class::In);
+        within.all(|pod| classes.of[&pod] == Class::In)
+    }
+
+    /// Returns whether quotas own GPUs.
+    fn has_cells(&self) -> bool {
+        self.world.quotas.values().any(|quota| has_cells(quota) && quota.is_enforced())
+    }
+
+    /// Returns whether a pod may be released to a GPU without a loss for nominated pods.
+    fn may_release(&self, pod: usize, gpu: usize) -> bool {
+        let is_near =
+            |other: usize| self.nominated(other).is_some_and(|at| at == gpu || self.owner(other) == self.owner(pod));
+        if !self.has_cells() || !self.pods().any(is_near) {
+            return true;
+        }
+        let mut after = self.clone();
+        after.place(pod, Place::Running { gpu, since: self.now }, &self.rank_on(pod, gpu), gpu);
+        self.keeps_guarantees_in(&after)
+    }
+
+    /// Returns whether the rules hold after an exchange in a pool where quotas own GPUs.
+    fn holds_after(&self, pod: usize, kind: Kind, gpu: usize, victims: &[usize]) -> bool {
+        if !self.has_cells() {
+            return true;
+        }
+        let mut after = self.clone();
+        after.nominate(pod, gpu, &self.rank_on(pod, gpu), victims);
+        let holds = match kind {
+            Kind::Reclaim => after.classes().of[&pod] == Class::In,
+            Kind::FairShare => victims.iter().all(|&victim| after.share_now(pod) <= after.share_now(victim)),
+            Kind::Priority => true,
+        };
+        holds && self.keeps_guarantees_in(&after)
+    }
+
     fn place(&mut self, pod: usize, place: Place, rank: &Rank, gpu: usize) {
         self.world.pods[pod].place = place;
         if self.nominated(pod).is_some() {
             self.ranks.insert(pod, rank.clone());
         }
+        for other in self.displaced(gpu, rank, 0) {
+            self.withdraw(other);
+        }
+    }
+
+    /// Returns the nominated pods of lower rank for which a GPU has no room after `more` is freed.
+    fn displaced(&self, gpu: usize, rank: &Rank, more: i128) -> Vec<usize> {
         let mut unseen: Vec<usize> = self.pods().filter(|&other| self.nominated(other) == Some(gpu)).collect();
         unseen.retain(|other| !Self::sees(rank, &self.ranks[other]));
         unseen.sort_by_key(|&other| {
             let pod = &self.world.pods[other];
             (self.ranks[&other].1, self.ranks[&other].2, Reverse((pod.created, pod.name.clone())))
         });
-        for other in unseen {
-            if self.room_after_all(gpu) < 0 {
-                self.withdraw(other);
-            }
-        }
+        let mut left = self.room_after_all(gpu) + more;
+        unseen.retain(|&other| {
+            let is_displaced = left < 0;
+            left += if is_displaced { i128::from(self.charge(other)) } else { 0 };
+            is_displaced
+        });
+        unseen
     }
 
     /// Returns the room that is left on a GPU once pods have left and nominated pods have arrived.
@@ -379,7 +444,8 @@ impl Pool {
     }
 
     fn decide(&mut self, pod: usize, searches: &mut usize, outcome: &mut Outcome) {
-        let own_place = self.withdraw(pod);
+        let rank = self.nominated(pod).map(|_| self.rank(pod, self.classes().of[&pod]));
+        let own_place = self.withdraw(pod).zip(rank);
         let wait = match self.decision(pod, own_place, searches) {
             Decision::Release(gpu) => {
                 let rank = self.rank_on(pod, gpu);
@@ -387,13 +453,8 @@ impl Pool {
                 outcome.released.push(Released { pod: PodId(pod), gpu });
                 return;
             }
-            Decision::Nominate(kind, gpu, victims) => {
-                for &victim in &victims {
-                    let Some(gpu) = self.counts_on(victim) else { continue };
-                    self.world.pods[victim].place = Place::Leaving { gpu, held: true };
-                }
-                let rank = self.rank_on(pod, gpu);
-                self.place(pod, Place::Waiting { nominated: Some(gpu) }, &rank, gpu);
+            Decision::Nominate(kind, gpu, rank, victims) => {
+                self.nominate(pod, gpu, &rank, &victims);
                 if let (Some(kind), false) = (kind, victims.is_empty()) {
                     let victims = victims.into_iter().map(PodId).collect();
                     outcome.exchanges.push(Exchange { kind, taker: PodId(pod), victims });
@@ -405,7 +466,7 @@ impl Pool {
         outcome.waits.insert(PodId(pod), wait);
     }
 
-    fn decision(&self, pod: usize, own_place: Option<usize>, searches: &mut usize) -> Decision {
+    fn decision(&self, pod: usize, own_place: Option<(usize, Rank)>, searches: &mut usize) -> Decision {
         let (one, owner, charge) = (&self.world.pods[pod], self.owner(pod), self.charge(pod));
         let quota = self.quota(&owner);
         let is_within = self.is_within(pod);
@@ -421,12 +482,13 @@ impl Pool {
         }
         let is_over_max = max.is_some_and(|max| self.held(&owner).plus(charge) > max);
         let fits = |gpu: usize, later: bool| self.free(gpu, &self.rank_on(pod, gpu), later) >= i128::from(charge);
-        if let Some(gpu) = own_place {
+        if let Some((gpu, rank)) = own_place {
+            let fits = |gpu: usize, later: bool| self.free(gpu, &rank, later) >= i128::from(charge);
             if !is_over_max && fits(gpu, false) {
                 return Decision::Release(gpu);
             }
             if max.is_none_or(|max| self.used(&owner).plus(charge) <= max) && fits(gpu, true) {
-                return Decision::Nominate(None, gpu, Vec::new());
+                return Decision::Nominate(None, gpu, rank, Vec::new());
             }
         }
         let borrower = if has_cells(&quota) { self.rank(pod, Class::Over) } else { self.rank_on(pod, 0) };
@@ -438,7 +500,7 @@ impl Pool {
             let owned = self.classes().owner;
             let is_of_cells = has_cells(&quota) && quota.is_enforced();
             let is_foreign = |gpu: usize| !(is_within && is_of_cells && owned[gpu].as_ref() == Some(&owner));
-            let fitting = (0..self.world.gpus.len()).filter(|&gpu| fits(gpu, false));
+            let fitting = (0..self.world.gpus.len()).filter(|&gpu| fits(gpu, false) && self.may_release(pod, gpu));
             let free = |gpu: usize| self.free(gpu, &self.rank_on(pod, gpu), false);
             if let Some(gpu) = fitting.min_by_key(|&gpu| (is_foreign(gpu), free(gpu), gpu)) {
                 return Decision::Release(gpu);
@@ -458,7 +520,7 @@ impl Pool {
 
 enum Decision {
     Release(usize),
-    Nominate(Option<Kind>, usize, Vec<usize>),
+    Nominate(Option<Kind>, usize, Rank, Vec<usize>),
     Wait(Wait),
 }
 
@@ -476,6 +538,7 @@ impl Pool {
                 continue;
             }
             let ways = (0..self.world.gpus.len()).filter_map(|gpu| Some((gpu, self.way(pod, kind, gpu)?)));
+            let ways = ways.filter(|(gpu, victims)| self.holds_after(pod, kind, *gpu, victims));
             let Some((gpu, victims)) = ways.min_by_key(|(gpu, victims)| (self.cost(victims, kind), *gpu)) else {
                 continue;
             };
@@ -483,7 +546,7 @@ impl Pool {
                 is_protected = true;
                 continue;
             }
-            return Some(Decision::Nominate(Some(kind), gpu, victims));
+            return Some(Decision::Nominate(Some(kind), gpu, self.rank_on(pod, gpu), victims));
         }
         is_protected.then_some(Decision::Wait(Wait::Protected))
     }
@@ -618,19 +681,19 @@ impl Pool {
     fn is_legal(&self, taker: usize, kind: Kind, gpu: usize, victims: &[usize]) -> bool {
         let (owner, charge) = (self.owner(taker), self.charge(taker));
         let quota = self.quota(&owner);
-        let less = |owner: &Owner| {
-            victims.iter().filter(|&&pod| self.owner(pod) == *owner).map(|&pod| self.charge(pod)).sum::<Amount>()
+        let sum = |pods: &[usize], of: &dyn Fn(usize) -> bool| -> Amount {
+            pods.iter().filter(|&&pod| of(pod)).map(|&pod| self.charge(pod)).sum()
         };
+        // Nominations that are withdrawn count like victims.
+        let freed = i128::from(sum(victims, &|pod| self.counts_on(pod) == Some(gpu)));
+        let displaced = self.displaced(gpu, &self.rank_on(taker, gpu), freed - i128::from(charge));
+        let mut losers = victims.to_vec();
+        losers.extend(displaced.into_iter().filter(|&pod| self.owner(pod) != owner));
+        let less = |owner: &Owner| sum(&losers, &|pod| self.owner(pod) == *owner);
         let leaves_kept = || {
-            let kept = self.kept(&owner, victims);
+            let kept = self.kept(&owner, &losers);
             let rank = self.rank_on(taker, gpu);
-            let freed = |gpu: usize| -> i128 {
-                victims
-                    .iter()
-                    .filter(|&&pod| self.counts_on(pod) == Some(gpu))
-                    .map(|&pod| i128::from(self.charge(pod)))
-                    .sum()
-            };
+            let freed = |gpu: usize| i128::from(sum(victims, &|pod| self.counts_on(pod) == Some(gpu)));
             let free: i128 =
                 (0..self.world.gpus.len()).map(|gpu| (self.free(gpu, &rank, true) + freed(gpu)).max(0)).sum();
             kept == Amount::ZERO || free - i128::from(charge) >= i128::from(kept)
