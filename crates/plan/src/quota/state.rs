@@ -1,4 +1,6 @@
 //! Accounts and room together, while a pass changes them.
+use std::collections::BTreeMap;
+
 use super::account::Accounts;
 use super::amount::Amount;
 use super::class::{Class, Since};
@@ -17,6 +19,8 @@ pub(super) struct State<'w> {
     running: Vec<Option<usize>>,
     /// GPU of each nominated pod.
     nominated: Vec<Option<usize>>,
+    /// Pods that have waited long, and the GPUs on which room is reserved for them, by account.
+    reserved: BTreeMap<usize, (PodId, usize)>,
 }
 
 impl<'w> State<'w> {
@@ -47,7 +51,7 @@ impl<'w> State<'w> {
             }
         }
         accounts.add_all(counted.into_iter());
-        let mut state = Self { world, now, accounts, gpus, running, nominated };
+        let mut state = Self { world, now, accounts, gpus, running, nominated, reserved: BTreeMap::new() };
         for at in 0..world.pods.len() {
             if let Some(gpu) = state.nominated[at] {
                 state.keep_room(PodId(at), gpu);
@@ -122,6 +126,35 @@ impl<'w> State<'w> {
         self.gpus[gpu].leave(id, charge);
         self.accounts.remove(id);
         self.accounts.hold_leaving(id);
+    }
+
+    /// Reserves room of a GPU for a pod that has waited long.
+    pub(super) fn reserve(&mut self, id: PodId, gpu: usize) {
+        let rank = self.rank_on(id, gpu);
+        self.gpus[gpu].reserve(Some(Nominee { id, rank, charge: self.charge(id) }));
+        self.reserved.insert(rank.account, (id, gpu));
+    }
+
+    /// Ends a pod's reservation. Returns the GPU.
+    pub(super) fn end_reservation(&mut self, id: PodId) -> Option<usize> {
+        let account = self.accounts.rights_of(id);
+        let (_, gpu) = *self.reserved.get(&account).filter(|(reserved, _)| *reserved == id)?;
+        self.reserved.remove(&account);
+        self.gpus[gpu].reserve(None);
+        Some(gpu)
+    }
+
+    /// Returns whether a pod would use what another pod of its quota, which has waited long and is
+    /// as important, needs of the quota's maximum or guarantee.
+    pub(super) fn overtakes(&self, id: PodId) -> bool {
+        let (account, pod) = (self.accounts.rights_of(id), self.world.pod(id));
+        let reserved = self.reserved.get(&account).map(|(reserved, _)| self.world.pod(*reserved));
+        let Some(first) = reserved.filter(|first| first.priority >= pod.priority) else { return false };
+        let (accounts, both) = (&self.accounts, pod.charge.plus(first.charge));
+        let quota = accounts.quota(account);
+        let exceeds_max = quota.max().is_some_and(|max| accounts.held(account).plus(both) > max);
+        let is_within = !first.borrows && quota.cells().is_none();
+        quota.is_enforced() && (exceeds_max || is_within && accounts.used(account).plus(both) > quota.min())
     }
 
     /// Returns whether each pod whose room is kept, and still is in another state, is within its

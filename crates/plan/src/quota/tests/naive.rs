@@ -20,6 +20,8 @@ pub(super) struct Pool {
     pub(super) now: Moment,
     /// Rank of each nominated pod.
     ranks: BTreeMap<usize, Rank>,
+    /// Pods that have waited long: the GPU on which room is reserved for them, and their rank.
+    reserved: BTreeMap<usize, (usize, Rank)>,
 }
 
 impl fmt::Debug for Pool {
@@ -53,7 +55,7 @@ fn has_cells(quota: &Quota) -> bool {
 impl Pool {
     /// Returns a pool for questions that do not depend on nominations.
     pub(super) fn at(world: World, now: Moment) -> Self {
-        Self { world, now, ranks: BTreeMap::new() }
+        Self { world, now, ranks: BTreeMap::new(), reserved: BTreeMap::new() }
     }
 
     fn new(world: &World, now: Moment) -> Self {
@@ -287,8 +289,69 @@ impl Pool {
         i128::from(self.world.gpus[gpu]) - i128::from(self.sum(takes))
     }
 
+    /// As [`Self::free`], without room that is reserved for pods that have waited long.
+    fn unreserved(&self, gpu: usize, rank: &Rank, later: bool) -> i128 {
+        let seen = self.reserved.iter().filter(|(_, (at, reserved))| *at == gpu && Self::sees(rank, reserved));
+        self.free(gpu, rank, later) - seen.map(|(&pod, _)| i128::from(self.charge(pod))).sum::<i128>()
+    }
+
+    /// Reserves room for pods that have waited long.
+    fn reserve(&mut self, waiting: &[usize]) {
+        let Some(ageing) = self.world.settings.ageing else { return };
+        let pods = &self.world.pods;
+        let may_run = |pod: usize| {
+            let quota = self.quota(&self.rights(pod));
+            let never = !pods[pod].borrows && !has_cells(&quota) && pods[pod].charge > quota.min();
+            !quota.is_enforced() || !never && quota.max().is_none_or(|max| pods[pod].charge <= max)
+        };
+        let first = |owner: Owner| {
+            let old = waiting.iter().copied().filter(|&pod| self.rights(pod) == owner && may_run(pod));
+            let old = old.filter(|&pod| pods[pod].created.0 + ageing <= self.now.0);
+            old.min_by_key(|&pod| (Reverse(pods[pod].priority), pods[pod].created, &pods[pod].name))
+        };
+        let mut old: Vec<usize> = self.owners().into_iter().filter_map(first).collect();
+        old.retain(|&pod| self.nominated(pod).is_none());
+        old.sort_by_key(|&pod| (!self.is_within(pod), pods[pod].created, pods[pod].name.clone()));
+        for pod in old {
+            let of_cells = has_cells(&self.quota(&self.rights(pod))) && self.is_within(pod);
+            let on = |gpu: usize| self.pods().filter(move |&other| self.counts_on(other) == Some(gpu));
+            let older = |gpu: usize| -> Amount {
+                let is_older = |other: &usize| {
+                    self.nominated(*other).is_some() || self.since(*other).0 <= self.world.pods[pod].created
+                };
+                on(gpu).filter(is_older).map(|other| self.charge(other)).sum()
+            };
+            let possible = (0..self.world.gpus.len()).filter(|&gpu| {
+                self.world.gpus[gpu].minus(older(gpu)) >= self.charge(pod)
+                    && (!of_cells || self.class_with(pod, gpu, &[]) == Class::In)
+                    && self.reserved.values().all(|(other, _)| *other != gpu)
+            });
+            let last_release = |gpu: usize| on(gpu).map(|other| self.since(other).0).max().unwrap_or(Moment(0));
+            if let Some(gpu) = possible.min_by_key(|&gpu| (last_release(gpu), gpu)) {
+                let rank = self.rank_on(pod, gpu);
+                self.reserved.insert(pod, (gpu, rank));
+            }
+        }
+    }
+
+    /// Returns whether a pod would use what a pod of its quota that has waited long needs.
+    fn overtakes(&self, pod: usize) -> bool {
+        let (owner, charge) = (self.rights(pod), self.charge(pod));
+        let quota = self.quota(&owner);
+        let pods = &self.world.pods;
+        let mut firsts = self.reserved.keys().filter(|&&first| {
+            first != pod && self.rights(first) == owner && pods[first].priority >= pods[pod].priority
+        });
+        quota.is_enforced()
+            && firsts.any(|&first| {
+                let both = charge.plus(self.charge(first));
+                quota.max().is_some_and(|max| self.held(&owner).plus(both) > max)
+                    || !pods[first].borrows && !has_cells(&quota) && self.used(&owner).plus(both) > quota.min()
+            })
+    }
+
     fn all_free(&self, rank: &Rank, later: bool) -> i128 {
-        (0..self.world.gpus.len()).map(|gpu| self.free(gpu, rank, later).max(0)).sum()
+        (0..self.world.gpus.len()).map(|gpu| self.unreserved(gpu, rank, later).max(0)).sum()
     }
 
     // What follows changes the pool.
@@ -387,6 +450,7 @@ pub(super) fn look(world: &World, now: Moment) -> Outcome {
     let mut outcome = Outcome::default();
     let mut waiting: Vec<usize> =
         pool.pods().filter(|&pod| matches!(world.pods[pod].place, Place::Waiting { .. })).collect();
+    pool.reserve(&waiting);
     let mut searches = world.settings.max_preemptors;
     while let Some(pod) = pool.next(&waiting) {
         waiting.retain(|other| *other != pod);
@@ -444,6 +508,7 @@ impl Pool {
     }
 
     fn decide(&mut self, pod: usize, searches: &mut usize, outcome: &mut Outcome) {
+        let reserved = self.reserved.remove(&pod);
         let rank = self.nominated(pod).map(|_| self.rank(pod, self.classes().of[&pod]));
         let own_place = self.withdraw(pod).zip(rank);
         let wait = match self.decision(pod, own_place, searches) {
@@ -461,7 +526,10 @@ impl Pool {
                 }
                 Wait::Nominated
             }
-            Decision::Wait(wait) => wait,
+            Decision::Wait(wait) => {
+                reserved.map(|place| self.reserved.insert(pod, (place.0, self.rank_on(pod, place.0))));
+                wait
+            }
         };
         outcome.waits.insert(PodId(pod), wait);
     }
@@ -481,7 +549,7 @@ impl Pool {
             return Decision::Wait(Wait::LargerThanMax);
         }
         let is_over_max = max.is_some_and(|max| self.held(&owner).plus(charge) > max);
-        let fits = |gpu: usize, later: bool| self.free(gpu, &self.rank_on(pod, gpu), later) >= i128::from(charge);
+        let fits = |gpu: usize, later: bool| self.unreserved(gpu, &self.rank_on(pod, gpu), later) >= i128::from(charge);
         if let Some((gpu, rank)) = own_place {
             let fits = |gpu: usize, later: bool| self.free(gpu, &rank, later) >= i128::from(charge);
             if !is_over_max && fits(gpu, false) {
@@ -492,6 +560,9 @@ impl Pool {
             }
         }
         let borrower = if has_cells(&quota) { self.rank(pod, Class::Over) } else { self.rank_on(pod, 0) };
+        if self.overtakes(pod) {
+            return Decision::Wait(Wait::Later);
+        }
         let may_borrow = !quota.is_enforced()
             || is_within
             || self.kept(&owner, &[]) == Amount::ZERO
@@ -501,7 +572,7 @@ impl Pool {
             let is_of_cells = has_cells(&quota) && quota.is_enforced();
             let is_foreign = |gpu: usize| !(is_within && is_of_cells && owned[gpu].as_ref() == Some(&owner));
             let fitting = (0..self.world.gpus.len()).filter(|&gpu| fits(gpu, false) && self.may_release(pod, gpu));
-            let free = |gpu: usize| self.free(gpu, &self.rank_on(pod, gpu), false);
+            let free = |gpu: usize| self.unreserved(gpu, &self.rank_on(pod, gpu), false);
             if let Some(gpu) = fitting.min_by_key(|&gpu| (is_foreign(gpu), free(gpu), gpu)) {
                 return Decision::Release(gpu);
             }
@@ -661,7 +732,8 @@ impl Pool {
             victims.iter().filter(|&&pod| of(pod)).map(|&pod| i128::from(self.charge(pod))).sum()
         };
         let charge = i128::from(self.charge(taker));
-        let freed = self.free(gpu, &self.rank_on(taker, gpu), true) + sum(&|pod| self.counts_on(pod) == Some(gpu));
+        let freed =
+            self.unreserved(gpu, &self.rank_on(taker, gpu), true) + sum(&|pod| self.counts_on(pod) == Some(gpu));
         let used = i128::from(self.used(&self.owner(taker))) + charge - sum(&|_| true);
         freed >= charge && max.is_none_or(|max| used <= i128::from(max))
     }
@@ -695,7 +767,7 @@ impl Pool {
             let rank = self.rank_on(taker, gpu);
             let freed = |gpu: usize| i128::from(sum(victims, &|pod| self.counts_on(pod) == Some(gpu)));
             let free: i128 =
-                (0..self.world.gpus.len()).map(|gpu| (self.free(gpu, &rank, true) + freed(gpu)).max(0)).sum();
+                (0..self.world.gpus.len()).map(|gpu| (self.unreserved(gpu, &rank, true) + freed(gpu)).max(0)).sum();
             kept == Amount::ZERO || free - i128::from(charge) >= i128::from(kept)
         };
         match kind {
