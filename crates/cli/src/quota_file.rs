@@ -108,6 +108,7 @@ impl QuotaFile {
             min_runtime_fair_share: 0,
             min_runtime_reclaim: 0,
             budget_patience: None,
+            ageing: None,
             max_preemptors: usize::MAX,
             ..Settings::default()
         };

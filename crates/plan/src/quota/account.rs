@@ -259,6 +259,11 @@ impl<'w> Accounts<'w> {
         Share { excess: self.excess(account, more, less), weight }
     }
 
+    /// Returns the pods of an account that count, the most important first.
+    pub(super) fn members(&self, account: usize) -> impl Iterator<Item = PodId> {
+        self.entries[account].members.iter().map(|member| member.id)
+    }
+
     /// Returns whether quotas own GPUs.
     pub(super) fn has_cells(&self) -> bool {
         self.cells.as_ref().is_some_and(|cells| cells.are_enforced)

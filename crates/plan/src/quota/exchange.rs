@@ -262,7 +262,7 @@ impl<'s, 'w> Search<'s, 'w> {
             return true;
         }
         let gpus = &self.state.gpus;
-        let free_on = |gpu: usize| gpus[gpu].free_later(rank);
+        let free_on = |gpu: usize| self.state.free_beside_older(gpu, rank) + gpus[gpu].leaving();
         let sum = || (0..gpus.len()).map(|gpu| free_on(gpu).max(0)).sum();
         let mut free: i128 = *self.free[usize::from(rank.class == Class::In)].get_or_init(sum);
         let mut freed: BTreeMap<usize, i128> = BTreeMap::new();

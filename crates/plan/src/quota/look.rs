@@ -2,6 +2,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 
+use super::ageing::reservations;
 use super::amount::Amount;
 use super::class::{Class, Share};
 use super::exchange::{Found, Kind, Search, Way};
@@ -47,7 +48,8 @@ pub enum Wait {
     Protected,
     /// No GPU is large enough.
     NoGpuFits,
-    /// Other pods come first: one pass looks for victims for a few pods only.
+    /// Other pods come first: one pass looks for victims for a few pods only, or an equally important
+    /// pod of its quota has waited long.
     Later,
 }
 
@@ -115,7 +117,7 @@ enum Decision {
 
 impl<'w> Pass<'w> {
     pub(super) fn new(world: &'w World, now: Moment) -> Self {
-        let state = State::new(world, now);
+        let mut state = State::new(world, now);
         let mut queues = vec![VecDeque::new(); state.accounts.len()];
         let mut waiting: Vec<PodId> = (0..world.pods.len()).map(PodId).collect();
         waiting.retain(|id| matches!(world.pod(*id).place, Place::Waiting { .. }));
@@ -126,6 +128,7 @@ impl<'w> Pass<'w> {
         for id in waiting {
             queues[state.accounts.rights_of(id)].push_back(id);
         }
+        state.reserve_all(reservations(&state, &queues));
         let largest = world.gpus.iter().copied().max().unwrap_or_default();
         Self { state, queues, outcome: Outcome::default(), largest, preemptors: world.settings.max_preemptors }
     }
@@ -176,6 +179,7 @@ impl<'w> Pass<'w> {
     }
 
     pub(super) fn decide(&mut self, id: PodId) {
+        let reservation = self.state.start_turn(id);
         let class = self.state.accounts.class(id);
         let own_place = self.state.withdraw(id).zip(class).map(|(gpu, class)| (gpu, self.state.rank(id, class)));
         let wait = match self.decision(id, own_place) {
@@ -197,7 +201,10 @@ impl<'w> Pass<'w> {
                 }
                 Wait::Nominated
             }
-            Decision::Wait(wait) => wait,
+            Decision::Wait(wait) => {
+                self.state.end_turn(reservation);
+                wait
+            }
         };
         self.outcome.waits.insert(id, wait);
     }
@@ -220,6 +227,9 @@ impl<'w> Pass<'w> {
         let is_over_max = max.is_some_and(|max| accounts.held(account).plus(pod.charge) > max);
         if let Some(decision) = own_place.and_then(|place| self.own_place(id, place, is_over_max, max)) {
             return decision;
+        }
+        if self.state.overtakes(id) {
+            return Decision::Wait(Wait::Later);
         }
         if let Some(gpu) = (!is_over_max).then(|| self.free_gpu(id, is_within)).flatten() {
             return Decision::Release(gpu);
@@ -250,11 +260,11 @@ impl<'w> Pass<'w> {
     ) -> Option<Decision> {
         let (accounts, charge) = (&self.state.accounts, self.state.charge(id));
         let room = &self.state.gpus[gpu];
-        if !is_over_max && room.free(&rank) >= i128::from(charge) {
+        if !is_over_max && room.unreserved(&rank) >= i128::from(charge) {
             return Some(Decision::Release(gpu));
         }
         let is_allowed = max.is_none_or(|max| accounts.used(accounts.account_of(id)).plus(charge) <= max);
-        (is_allowed && room.free_later(&rank) >= i128::from(charge)).then_some(Decision::Nominate(gpu, rank))
+        (is_allowed && room.unreserved_later(&rank) >= i128::from(charge)).then_some(Decision::Nominate(gpu, rank))
     }
 
     /// Returns the GPU on which the pod fits now, with the least free room. A borrower leaves
@@ -270,7 +280,8 @@ impl<'w> Pass<'w> {
         let free = |gpu: usize, rank: &Rank| self.state.gpus[gpu].free(rank);
         if quota.is_enforced() && !is_within {
             let kept = accounts.kept_from(account, &BTreeMap::new());
-            let all = || (0..self.state.gpus.len()).map(|gpu| free(gpu, &general).max(0)).sum::<i128>();
+            let left = |gpu: usize| self.state.free_beside_older(gpu, &general).max(0);
+            let all = || (0..self.state.gpus.len()).map(left).sum::<i128>();
             if kept > Amount::ZERO && all() - charge < i128::from(kept) {
                 return None;
             }

@@ -1,4 +1,6 @@
 //! Accounts and room together, while a pass changes them.
+use std::collections::BTreeMap;
+
 use super::account::Accounts;
 use super::amount::Amount;
 use super::class::{Class, Since};
@@ -17,6 +19,19 @@ pub(super) struct State<'w> {
     running: Vec<Option<usize>>,
     /// GPU of each nominated pod.
     nominated: Vec<Option<usize>>,
+    /// Reservations of pods that have waited long, by account.
+    reserved: BTreeMap<usize, Reservation>,
+    /// Position of the present pod among the pods that have waited long.
+    position: usize,
+}
+
+/// Room that is reserved for a pod that has waited long.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Reservation {
+    pub(super) pod: PodId,
+    pub(super) gpu: usize,
+    /// Position of the pod among all such pods.
+    position: usize,
 }
 
 impl<'w> State<'w> {
@@ -47,7 +62,8 @@ impl<'w> State<'w> {
             }
         }
         accounts.add_all(counted.into_iter());
-        let mut state = Self { world, now, accounts, gpus, running, nominated };
+        let mut state =
+            Self { world, now, accounts, gpus, running, nominated, reserved: BTreeMap::new(), position: usize::MAX };
         for at in 0..world.pods.len() {
             if let Some(gpu) = state.nominated[at] {
                 state.keep_room(PodId(at), gpu);
@@ -122,6 +138,58 @@ impl<'w> State<'w> {
         self.gpus[gpu].leave(id, charge);
         self.accounts.remove(id);
         self.accounts.hold_leaving(id);
+    }
+
+    /// Reserves room for pods that have waited long. The first of them comes first.
+    pub(super) fn reserve_all(&mut self, pods: Vec<(PodId, usize)>) {
+        for (position, (pod, gpu)) in pods.into_iter().enumerate() {
+            self.reserve(Reservation { pod, gpu, position });
+        }
+    }
+
+    fn reserve(&mut self, reservation: Reservation) {
+        let Reservation { pod: id, gpu, position } = reservation;
+        let (rank, charge) = (self.rank_on(id, gpu), self.charge(id));
+        self.gpus[gpu].reserve(Some((Nominee { id, rank, charge }, position)));
+        self.reserved.insert(rank.account, reservation);
+    }
+
+    /// Starts the decision about a pod. Its own reservation does not count meanwhile.
+    pub(super) fn start_turn(&mut self, id: PodId) -> Option<Reservation> {
+        let account = self.accounts.rights_of(id);
+        let reservation = self.reserved.get(&account).copied().filter(|reservation| reservation.pod == id);
+        self.position = reservation.map_or(usize::MAX, |reservation| reservation.position);
+        let Reservation { gpu, .. } = reservation?;
+        self.reserved.remove(&account);
+        self.gpus[gpu].reserve(None);
+        reservation
+    }
+
+    /// Ends the decision about a pod. A pod that still waits keeps its reservation.
+    pub(super) fn end_turn(&mut self, kept: Option<Reservation>) {
+        if let Some(reservation) = kept {
+            self.reserve(reservation);
+        }
+        self.position = usize::MAX;
+    }
+
+    /// Returns the room of a GPU that counts as free when a pod of this rank leaves enough for
+    /// other quotas. Pods that have waited longer come first, and others do not matter.
+    pub(super) fn free_beside_older(&self, gpu: usize, rank: &Rank) -> i128 {
+        self.gpus[gpu].free_before(rank, self.position)
+    }
+
+    /// Returns whether a pod would use what another pod of its quota, which has waited long and is
+    /// as important, needs of the quota's maximum or guarantee.
+    pub(super) fn overtakes(&self, id: PodId) -> bool {
+        let (account, pod) = (self.accounts.rights_of(id), self.world.pod(id));
+        let reserved = self.reserved.get(&account).map(|reservation| self.world.pod(reservation.pod));
+        let Some(first) = reserved.filter(|first| first.priority >= pod.priority) else { return false };
+        let (accounts, both) = (&self.accounts, pod.charge.plus(first.charge));
+        let quota = accounts.quota(account);
+        let exceeds_max = quota.max().is_some_and(|max| accounts.held(account).plus(both) > max);
+        let is_within = !first.borrows && quota.cells().is_none();
+        quota.is_enforced() && (exceeds_max || is_within && accounts.used(account).plus(both) > quota.min())
     }
 
     /// Returns whether each pod whose room is kept, and still is in another state, is within its

@@ -20,6 +20,10 @@ pub(super) struct Pool {
     pub(super) now: Moment,
     /// Rank of each nominated pod.
     ranks: BTreeMap<usize, Rank>,
+    /// Pods that have waited long: the GPU on which room is reserved for them, and their rank.
+    reserved: BTreeMap<usize, (usize, Rank)>,
+    /// All pods that have waited long, the first first.
+    old: Vec<usize>,
 }
 
 impl fmt::Debug for Pool {
@@ -53,7 +57,7 @@ fn has_cells(quota: &Quota) -> bool {
 impl Pool {
     /// Returns a pool for questions that do not depend on nominations.
     pub(super) fn at(world: World, now: Moment) -> Self {
-        Self { world, now, ranks: BTreeMap::new() }
+        Self { world, now, ranks: BTreeMap::new(), reserved: BTreeMap::new(), old: Vec::new() }
     }
 
     fn new(world: &World, now: Moment) -> Self {
@@ -287,8 +291,87 @@ impl Pool {
         i128::from(self.world.gpus[gpu]) - i128::from(self.sum(takes))
     }
 
-    fn all_free(&self, rank: &Rank, later: bool) -> i128 {
-        (0..self.world.gpus.len()).map(|gpu| self.free(gpu, rank, later).max(0)).sum()
+    /// As [`Self::free`], without room that is reserved for pods that have waited long.
+    fn unreserved(&self, gpu: usize, rank: &Rank, later: bool) -> i128 {
+        let seen = self.reserved.iter().filter(|(_, (at, reserved))| *at == gpu && Self::sees(rank, reserved));
+        self.free(gpu, rank, later) - seen.map(|(&pod, _)| i128::from(self.charge(pod))).sum::<i128>()
+    }
+
+    /// Reserves room for pods that have waited long.
+    fn reserve(&mut self, waiting: &[usize]) {
+        let Some(ageing) = self.world.settings.ageing else { return };
+        let pods = &self.world.pods;
+        let may_run = |pod: usize| {
+            let owner = self.rights(pod);
+            let quota = self.quota(&owner);
+            let is_before = |other: usize| match pods[other].place {
+                Place::Running { since, .. } => since <= pods[pod].created || pods[other].priority > pods[pod].priority,
+                _ => self.nominated(other).is_some(),
+            };
+            let used = self.sum(|other| self.rights(other) == owner && is_before(other)).plus(self.charge(pod));
+            let is_never = !pods[pod].borrows && !has_cells(&quota);
+            let fits = quota.max().is_none_or(|max| used <= max) && (!is_never || used <= quota.min());
+            !quota.is_enforced() || fits
+        };
+        let first = |owner: Owner| {
+            let old = waiting.iter().copied().filter(|&pod| self.rights(pod) == owner && may_run(pod));
+            let old = old.filter(|&pod| pods[pod].created.0 + ageing <= self.now.0);
+            old.min_by_key(|&pod| (Reverse(pods[pod].priority), pods[pod].created, &pods[pod].name))
+        };
+        let mut old: Vec<usize> = self.owners().into_iter().filter_map(first).collect();
+        old.retain(|&pod| self.nominated(pod).is_none());
+        let is_within = |pod: usize| self.rights(pod) != Owner::Outside && self.is_within(pod);
+        old.sort_by_key(|&pod| (!is_within(pod), pods[pod].created, pods[pod].name.clone()));
+        for pod in old {
+            if let Some(gpu) = self.overtaken_on(pod) {
+                let rank = self.rank_on(pod, gpu);
+                self.reserved.insert(pod, (gpu, rank));
+                self.old.push(pod);
+            }
+        }
+    }
+
+    /// Returns the GPU on which a pod was overtaken, and whose last pod was released first.
+    fn overtaken_on(&self, pod: usize) -> Option<usize> {
+        let of_cells = has_cells(&self.quota(&self.rights(pod))) && self.is_within(pod);
+        let is_older =
+            |other: usize| self.nominated(other).is_some() || self.since(other).0 <= self.world.pods[pod].created;
+        let possible = (0..self.world.gpus.len()).filter(|&gpu| {
+            let older = self.sum(|other| self.counts_on(other) == Some(gpu) && is_older(other));
+            self.world.gpus[gpu].minus(older) >= self.charge(pod)
+                && (!of_cells || self.class_with(pod, gpu, &[]) == Class::In)
+                && self.reserved.values().all(|(other, _)| *other != gpu)
+        });
+        let last_release = |gpu: usize| {
+            let on = self.pods().filter(|&other| self.counts_on(other) == Some(gpu));
+            on.map(|other| self.since(other).0).max()
+        };
+        possible.min_by_key(|&gpu| (last_release(gpu), gpu))
+    }
+
+    /// Returns whether a pod would use what a pod of its quota that has waited long needs.
+    fn overtakes(&self, pod: usize) -> bool {
+        let (owner, charge) = (self.rights(pod), self.charge(pod));
+        let quota = self.quota(&owner);
+        let pods = &self.world.pods;
+        let mut firsts = self.reserved.keys().filter(|&&first| {
+            first != pod && self.rights(first) == owner && pods[first].priority >= pods[pod].priority
+        });
+        quota.is_enforced()
+            && firsts.any(|&first| {
+                let both = charge.plus(self.charge(first));
+                quota.max().is_some_and(|max| self.held(&owner).plus(both) > max)
+                    || !pods[first].borrows && !has_cells(&quota) && self.used(&owner).plus(both) > quota.min()
+            })
+    }
+
+    /// Returns the room of a GPU that counts when a pod leaves enough for other quotas. Of the pods
+    /// that have waited long, only those before the pod count.
+    fn beside_older(&self, pod: usize, gpu: usize, rank: &Rank, later: bool) -> i128 {
+        let mut pool = self.clone();
+        let before: Vec<usize> = self.old.iter().copied().take_while(|&old| old != pod).collect();
+        pool.reserved.retain(|other, _| before.contains(other));
+        pool.unreserved(gpu, rank, later)
     }
 
     // What follows changes the pool.
@@ -387,6 +470,7 @@ pub(super) fn look(world: &World, now: Moment) -> Outcome {
     let mut outcome = Outcome::default();
     let mut waiting: Vec<usize> =
         pool.pods().filter(|&pod| matches!(world.pods[pod].place, Place::Waiting { .. })).collect();
+    pool.reserve(&waiting);
     let mut searches = world.settings.max_preemptors;
     while let Some(pod) = pool.next(&waiting) {
         waiting.retain(|other| *other != pod);
@@ -444,6 +528,7 @@ impl Pool {
     }
 
     fn decide(&mut self, pod: usize, searches: &mut usize, outcome: &mut Outcome) {
+        let reserved = self.reserved.remove(&pod);
         let rank = self.nominated(pod).map(|_| self.rank(pod, self.classes().of[&pod]));
         let own_place = self.withdraw(pod).zip(rank);
         let wait = match self.decision(pod, own_place, searches) {
@@ -461,7 +546,10 @@ impl Pool {
                 }
                 Wait::Nominated
             }
-            Decision::Wait(wait) => wait,
+            Decision::Wait(wait) => {
+                reserved.map(|place| self.reserved.insert(pod, (place.0, self.rank_on(pod, place.0))));
+                wait
+            }
         };
         outcome.waits.insert(PodId(pod), wait);
     }
@@ -481,7 +569,7 @@ impl Pool {
             return Decision::Wait(Wait::LargerThanMax);
         }
         let is_over_max = max.is_some_and(|max| self.held(&owner).plus(charge) > max);
-        let fits = |gpu: usize, later: bool| self.free(gpu, &self.rank_on(pod, gpu), later) >= i128::from(charge);
+        let fits = |gpu: usize, later: bool| self.unreserved(gpu, &self.rank_on(pod, gpu), later) >= i128::from(charge);
         if let Some((gpu, rank)) = own_place {
             let fits = |gpu: usize, later: bool| self.free(gpu, &rank, later) >= i128::from(charge);
             if !is_over_max && fits(gpu, false) {
@@ -492,16 +580,21 @@ impl Pool {
             }
         }
         let borrower = if has_cells(&quota) { self.rank(pod, Class::Over) } else { self.rank_on(pod, 0) };
+        if self.overtakes(pod) {
+            return Decision::Wait(Wait::Later);
+        }
+        let all_free: i128 =
+            (0..self.world.gpus.len()).map(|gpu| self.beside_older(pod, gpu, &borrower, false).max(0)).sum();
         let may_borrow = !quota.is_enforced()
             || is_within
             || self.kept(&owner, &[]) == Amount::ZERO
-            || self.all_free(&borrower, false) - i128::from(charge) >= i128::from(self.kept(&owner, &[]));
+            || all_free - i128::from(charge) >= i128::from(self.kept(&owner, &[]));
         if !is_over_max && may_borrow {
             let owned = self.classes().owner;
             let is_of_cells = has_cells(&quota) && quota.is_enforced();
             let is_foreign = |gpu: usize| !(is_within && is_of_cells && owned[gpu].as_ref() == Some(&owner));
             let fitting = (0..self.world.gpus.len()).filter(|&gpu| fits(gpu, false) && self.may_release(pod, gpu));
-            let free = |gpu: usize| self.free(gpu, &self.rank_on(pod, gpu), false);
+            let free = |gpu: usize| self.unreserved(gpu, &self.rank_on(pod, gpu), false);
             if let Some(gpu) = fitting.min_by_key(|&gpu| (is_foreign(gpu), free(gpu), gpu)) {
                 return Decision::Release(gpu);
             }
@@ -661,7 +754,8 @@ impl Pool {
             victims.iter().filter(|&&pod| of(pod)).map(|&pod| i128::from(self.charge(pod))).sum()
         };
         let charge = i128::from(self.charge(taker));
-        let freed = self.free(gpu, &self.rank_on(taker, gpu), true) + sum(&|pod| self.counts_on(pod) == Some(gpu));
+        let freed =
+            self.unreserved(gpu, &self.rank_on(taker, gpu), true) + sum(&|pod| self.counts_on(pod) == Some(gpu));
         let used = i128::from(self.used(&self.owner(taker))) + charge - sum(&|_| true);
         freed >= charge && max.is_none_or(|max| used <= i128::from(max))
     }
@@ -694,8 +788,9 @@ impl Pool {
             let kept = self.kept(&owner, &losers);
             let rank = self.rank_on(taker, gpu);
             let freed = |gpu: usize| i128::from(sum(victims, &|pod| self.counts_on(pod) == Some(gpu)));
-            let free: i128 =
-                (0..self.world.gpus.len()).map(|gpu| (self.free(gpu, &rank, true) + freed(gpu)).max(0)).sum();
+            let free: i128 = (0..self.world.gpus.len())
+                .map(|gpu| (self.beside_older(taker, gpu, &rank, true) + freed(gpu)).max(0))
+                .sum();
             kept == Amount::ZERO || free - i128::from(charge) >= i128::from(kept)
         };
         match kind {

@@ -1,4 +1,5 @@
 //! R5, R6: what holds when nothing changes any more.
+use proptest::option;
 use proptest::prelude::*;
 
 use super::super::{Amount, Class, Owner, Place, Quota, Rest, World, simulate};
@@ -42,8 +43,9 @@ proptest! {
     /// The pool comes to rest within 50 passes though evicted pods are replaced at once, and nobody
     /// leaves more than twice.
     #[test]
-    fn r5_the_pool_comes_to_rest(start in worlds(&ANY)) {
-        let rest = simulate(start.0, 50, |_, _| {});
+    fn r5_the_pool_comes_to_rest(Start(mut start) in worlds(&ANY), ageing in option::of(0..20_u64)) {
+        start.settings.ageing = ageing;
+        let rest = simulate(start, 50, |_, _| {});
         prop_assert!(rest.is_ok());
         let leaves = rest.unwrap().leaves;
         let times = count(leaves.iter().flat_map(|leave| &leave.victims));

@@ -169,10 +169,15 @@ pub(super) fn worlds(shape: &Shape) -> impl Strategy<Value = Start> + use<> {
 
 /// Returns random histories, with random settings.
 pub(super) fn histories() -> impl Strategy<Value = History> {
-    let settings = (select(vec![0, 0, 3_u64]), select(vec![None, Some(4_u64)]), select(vec![1, 8, usize::MAX]));
+    let settings = (
+        select(vec![0, 0, 3_u64]),
+        select(vec![None, Some(4_u64)]),
+        select(vec![1, 8, usize::MAX]),
+        select(vec![None, Some(0), Some(4_u64)]),
+    );
     (worlds(&ANY), settings, vec(event(), 1..12)).prop_map(|(mut start, settings, events)| {
         let set = &mut start.0.settings;
-        (set.min_runtime_fair_share, set.budget_patience, set.max_preemptors) = settings;
+        (set.min_runtime_fair_share, set.budget_patience, set.max_preemptors, set.ageing) = settings;
         History { start, events }
     })
 }
@@ -183,6 +188,7 @@ pub(super) fn settings() -> Settings {
         min_runtime_fair_share: 0,
         min_runtime_reclaim: 0,
         budget_patience: None,
+        ageing: None,
         max_preemptors: usize::MAX,
         ..Settings::default()
     }
@@ -294,6 +300,12 @@ impl Run {
                 *created += 1;
             }
         }
+    }
+
+    /// Adds a pod that is created now.
+    pub(super) fn add(&mut self, pod: impl Fn(usize, Moment) -> Pod) {
+        self.world.pods.push(pod(self.created, self.now));
+        self.created += 1;
     }
 
     /// Takes over as another leader, which knows no nominations.
