@@ -1,26 +1,27 @@
-//! Reserves room for pods that have waited long, so that a stream of small pods cannot starve a
-//! large pod.
+//! Reserves room for pods that have waited long: a stream of small pods cannot starve a large pod.
 //!
 //! A pod is overtaken if pods that are released after its creation use room that it could use. Once
-//! a pod has waited for [`Settings::ageing`](super::Settings::ageing), room is reserved for it on
-//! one GPU on which it fits beside the pods that were released before its creation. Pods of the same
-//! class or of a lower class no longer get this room. Exceptions are pods of its own quota with a
-//! higher priority, and pods for which pods already leave. Pods of its own quota that are not more
-//! important also leave it room below the quota's maximum and, if it does not borrow, within the
-//! guarantee. Nobody is evicted.
+//! a pod has waited for [`Settings::ageing`](super::Settings::ageing), room is reserved for it. The
+//! room is on one GPU, on which it fits beside the pods that were released before its creation.
+//! Other pods of the same class or of a lower class no longer get this room. Exceptions are pods of
+//! its own quota with a higher priority, and pods for which pods already leave. Pods of its own
+//! quota that are not more important also leave it room below the quota's maximum and, if it does
+//! not borrow, within the guarantee. Nobody is evicted.
 //!
 //! | limit | reason |
 //! |---|---|
 //! | one pod of each quota at a time: the first that has waited long | its quota's order stays |
-//! | one reservation on each GPU, the longest waiting pod first | each reservation keeps room unused |
-//! | none for a pod that its quota would not let run beside older or more important pods | it would not end |
+//! | one reservation on each GPU, the longest waiting pod first | reserved room is unused |
+//! | none if older or more important pods of the quota use its maximum | it might never end |
+
+//! **Bound.** Let `E` be the first time at which room is reserved for the pod. If no pod of its
+//! class or of a lower class runs longer than `T`, the pod is released at `E + T` at the latest, by
+//! the next pass. Reasons: all pods on the GPU were released before `E`. Of the possible GPUs, the
+//! one whose last pod was released first is chosen. This time never grows, because no other pod is
+//! released there.
 //!
-//! **Bound.** Let `E` be the time at which the pod has waited for `ageing`, is the first such pod of
-//! its quota, and fits on a GPU beside the pods there that were released before its creation, while
-//! no older pod of another quota has a reservation there. If no pod of its class or of a lower class
-//! runs longer than `T`, the pod is released within `T` after `E`, by the next pass. Reasons: all
-//! pods on the GPU were released before `E`. Of the GPUs that are possible, the one whose last pod
-//! was released first is chosen. This time never grows, because no other pod is released there.
+//! Room is reserved as soon as the pod has waited for `ageing`, is the first such pod of its quota,
+//! and fits on a GPU beside older pods and beside reservations of pods that have waited longer.
 //!
 //! The bound does not hold if pods of a higher class, or of its quota with a higher priority, take
 //! the room, or if other quotas' guarantees leave it no room to borrow.
@@ -62,8 +63,8 @@ pub(super) fn reservations(state: &State<'_>, queues: &[VecDeque<PodId>]) -> Vec
     reservations
 }
 
-/// Returns whether a pod's quota would let it run if there were room, and if no pod of the quota had
-/// overtaken it: pods that are not more important, and were released after its creation.
+/// Returns whether a pod's quota would let it run if there were room, and if no pod of the quota
+/// had overtaken it: pods that are not more important, and were released after its creation.
 fn may_run(state: &State<'_>, id: PodId) -> bool {
     let (accounts, pod) = (&state.accounts, state.world.pod(id));
     let account = accounts.rights_of(id);

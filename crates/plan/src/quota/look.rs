@@ -48,8 +48,8 @@ pub enum Wait {
     Protected,
     /// No GPU is large enough.
     NoGpuFits,
-    /// Other pods come first: one pass looks for victims for a few pods only, or an equally important
-    /// pod of its quota has waited long.
+    /// Other pods come first: one pass looks for victims for a few pods only, or a pod of its quota
+    /// that is as important has waited long.
     Later,
 }
 

@@ -67,9 +67,8 @@ fn stream() -> impl Strategy<Value = Stream> {
 impl Stream {
     fn pod(&self, number: usize, quota: usize, size: u64, created: u64) -> Pod {
         let owner = match (self.limit, QUOTAS.get(quota).filter(|_| quota < 3)) {
-            (Limit::Never, _) => Owner::Quota(OWN.to_owned()),
+            (Limit::Never, _) | (Limit::Guaranteed, None) => Owner::Quota(OWN.to_owned()),
             (_, Some(name)) => Owner::Quota((*name).to_owned()),
-            (Limit::Guaranteed, None) => Owner::Quota(OWN.to_owned()),
             (_, None) => Owner::Unnamed,
         };
         Pod {

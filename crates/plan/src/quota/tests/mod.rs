@@ -3,7 +3,8 @@
 //! | module | content |
 //! |---|---|
 //! | `worlds` | random pools, and random histories of them |
-//! | `naive` | the rules as plainly as possible, with victims found among all sets of pods |
+//! | `naive` | sums, classes and room, computed as plainly as possible |
+//! | `naive_look` | a pass that tries all sets of victims |
 //! | `steps` | the pool before and after each decision of a pass |
 //! | `exchanges` | R1 to R4: what each decision keeps |
 //! | `rest` | R5, R6: what holds when nothing changes any more |
@@ -19,6 +20,7 @@ mod exchanges;
 mod inputs;
 mod models;
 mod naive;
+mod naive_look;
 mod rest;
 mod steps;
 mod worlds;

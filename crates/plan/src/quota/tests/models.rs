@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 use super::super::look;
 use super::config;
-use super::naive;
+use super::naive_look;
 use super::worlds::{Run, describe, histories};
 
 proptest! {
@@ -16,7 +16,7 @@ proptest! {
         run.world.pods.truncate(8);
         for event in &history.events {
             let outcome = look(&run.world, run.now);
-            prop_assert_eq!(&outcome, &naive::look(&run.world, run.now), "{}", describe(&run.world));
+            prop_assert_eq!(&outcome, &naive_look::naive_look(&run.world, run.now), "{}", describe(&run.world));
             run.apply(&outcome);
             run.happen(event);
         }

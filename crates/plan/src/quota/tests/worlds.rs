@@ -331,13 +331,14 @@ impl fmt::Debug for Start {
 /// Describes a world, one line for each object.
 pub(super) fn describe(world: &World) -> String {
     let mut text = format!("GPUs {:?}, {:?}\n", world.gpus, world.settings);
+    let mut line = |line: String| text.push_str(&(line + "\n"));
     for (name, quota) in &world.quotas {
-        text += &format!("  quota {name}: {quota:?}\n");
+        line(format!("  quota {name}: {quota:?}"));
     }
     for pod in &world.pods {
         let Pod { name, owner, charge, priority, created, place, borrows, preempts, protected } = pod;
-        text += &format!("  {name} {owner:?} {charge} priority {priority} created {} {place:?}", created.0);
-        text += &format!(" borrows {borrows} preempts {preempts} protected {protected:?}\n");
+        let flags = format!("borrows {borrows} preempts {preempts} protected {protected:?}");
+        line(format!("  {name} {owner:?} {charge} priority {priority} created {} {place:?} {flags}", created.0));
     }
     text
 }
