@@ -38,6 +38,7 @@ func (c *cluster) claimAddresses(ctx context.Context, policies bool) error {
 	default:
 		c.layout.addresses = state.Addresses
 	}
+	c.layout.claimed = true
 	state = clusterState{Layout: layoutVersion, Binaries: c.built, Policies: policies, Addresses: c.layout.addresses}
 	if err := writeJSON(c.layout.stateFile(), state); err != nil {
 		return err
@@ -86,16 +87,20 @@ func storedAddresses(dir string) ([]addresses, error) {
 // loadAddresses reads the addresses of an existing cluster. Without a cluster it keeps the first.
 func (c *cluster) loadAddresses() {
 	if state, err := readJSON[clusterState](c.layout.stateFile()); err == nil {
-		c.layout.addresses = state.Addresses
+		c.layout.addresses, c.layout.claimed = state.Addresses, true
 	}
 }
 
 // ownsDevice reports whether a network device of the machine belongs to this cluster. A device gets
 // its owner's marker as alias just after its creation, so one without an alias is judged by its
-// name.
+// name. A cluster without addresses has created no device: the name would be that of the first
+// cluster, which may be starting.
 func (l layout) ownsDevice(device *netlink.LinkAttrs) bool {
 	if device.Alias != "" {
 		return device.Alias == l.marker()
+	}
+	if !l.claimed {
+		return false
 	}
 	if device.Name == l.addresses.bridge() {
 		return true

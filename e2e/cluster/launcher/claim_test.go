@@ -55,7 +55,7 @@ func TestOnlyOneClusterClaimsAtATime(t *testing.T) {
 // down removes the devices that a cluster owns.
 func TestAClusterOwnsOnlyItsDevices(t *testing.T) {
 	mine := testLayout(t)
-	mine.addresses = 1
+	mine.addresses, mine.claimed = 1, true
 	other := layout{name: "test", dir: mine.dir + "2"}
 	for what, c := range map[string]struct {
 		name, alias string
@@ -75,6 +75,11 @@ func TestAClusterOwnsOnlyItsDevices(t *testing.T) {
 		if got := mine.ownsDevice(&netlink.LinkAttrs{Name: c.name, Alias: c.alias}); got != c.want {
 			t.Errorf("%s: %v", what, got)
 		}
+	}
+	// Such a cluster is removed before it starts, while the first may be starting.
+	without := layout{name: "test", dir: mine.dir}
+	if without.ownsDevice(&netlink.LinkAttrs{Name: "cleave-e2e"}) {
+		t.Error("a cluster without addresses owns the bridge that the first cluster just created")
 	}
 }
 

@@ -40,8 +40,10 @@ type layout struct {
 	dir  string
 	// The path of this program.
 	launcher string
-	// Known only while the cluster exists: up claims them, and other commands read them.
+	// Known only while the cluster exists: up claims them, and other commands read them. claimed says
+	// whether they are known.
 	addresses addresses
+	claimed   bool
 }
 
 var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?$`)
