@@ -39,8 +39,8 @@ pub struct Checkpoint {
     /// Allocations that have not ended.
     #[serde(with = "shared")]
     pub allocations: Vec<Arc<Allocation>>,
-    /// GPUs that a spec has partitioned by MIG. A GPU becomes whole again when the spec no longer
-    /// lists it.
+    /// GPUs that a spec has partitioned by MIG. The agent removes a GPU's partition when the spec
+    /// no longer lists the GPU.
     #[serde(default, rename = "cut")]
     pub mig_partitioned: BTreeSet<String>,
     /// Layouts that GPUs had before a change of MIG mode in progress, by UUID.
@@ -51,7 +51,7 @@ pub struct Checkpoint {
     pub health: BTreeMap<String, HealthRecord>,
 }
 
-/// Reads and writes a list of shared values as a list of the values.
+/// Serializes a list of `Arc` values as a plain list of the values.
 mod shared {
     use std::sync::Arc;
 
@@ -301,8 +301,8 @@ mod tests {
         };
         let pool = "/layouts/GPU-a/pools/0";
         for (pointer, value, part) in [
-            // The agent keeps the id of every slice in memory. This count would mean four billion
-            // ids.
+            // The agent keeps the id of every slice in memory. A checkpoint with this count would
+            // need four billion ids.
             ("count", json!(u32::MAX), "GPU GPU-a: nvidia.com/gpu-mps: 4294967295 slices"),
             ("first", json!(u32::MAX), "cannot be numbered from 4294967295"),
             ("resource", json!("x".repeat(100_000)), "is not the name of an extended resource"),

@@ -50,8 +50,8 @@ impl<'a> From<&PreferredRequest<'a>> for ChoiceRequest<'a> {
     }
 }
 
-/// Returns the refusal that the kubelet receives. Its message becomes part of the pod's
-/// status.
+/// Returns the error that the kubelet receives for a refused request. The kubelet copies the
+/// error's message to the pod's status.
 fn refusal_for_denial(denied: DenialReason) -> Refusal {
     match denied {
         DenialReason::Split(sentence) | DenialReason::Invalid(sentence) => Refusal::Invalid(sentence),
@@ -73,7 +73,7 @@ impl ServedResource {
         Self { resource, metrics, allocator, devices: watch::Sender::new(Arc::new(devices)) }
     }
 
-    /// Replaces the device list if `devices` is another list. Open streams send the new list to the
+    /// Replaces the device list if `devices` differs from it. Open streams send the new list to the
     /// kubelet.
     pub fn update(&self, devices: DeviceList) {
         self.devices.send_if_modified(|list| {
@@ -141,8 +141,8 @@ impl Resource for ServedResource {
     }
 
     fn options(&self) -> PluginOptions {
-        // Every resource has the same options. Otherwise the plugin would have to register a
-        // resource again when it serves its first MPS shares.
+        // All resources use the same options. With other options for MPS, a resource would have to
+        // register again when it serves its first shares.
         PluginOptions { pre_start: true, preferred: true }
     }
 

@@ -154,7 +154,7 @@ impl DescriptorMetrics {
         registry.register("process_max_fds", "Maximum number of open files", self.limit.clone());
     }
 
-    /// Sets the metrics to the present values.
+    /// Sets the metrics to the current values.
     fn refresh(&self) {
         if let Ok(Usage { open, limit }) = descriptors::usage() {
             self.open.set(i64::try_from(open).unwrap_or(i64::MAX));

@@ -68,7 +68,7 @@ impl Toolkit {
     /// Searches for the toolkit below the host's root.
     fn find(host_root: &Path) -> Option<Self> {
         let there = |path: &PathBuf| {
-            // A link is absolute on the host, so its target cannot be checked from here.
+            // A symbolic link may be absolute on the host, so this process cannot check its target.
             std::fs::symlink_metadata(host_root.join(path.strip_prefix("/").unwrap_or(path))).is_ok()
         };
         DIRECTORIES.iter().find_map(|directory| {
@@ -77,8 +77,8 @@ impl Toolkit {
         })
     }
 
-    /// Returns the generator's command line. The driver's root is that of the toolkit's own
-    /// configuration.
+    /// Returns the generator's command line. The toolkit's own configuration determines the
+    /// driver's root.
     fn command_line(&self) -> Vec<String> {
         let mut words = vec![self.generator.display().to_string(), "cdi".into(), "generate".into()];
         words.extend(["--format=json".to_owned(), "--dev-root=/".to_owned()]);
@@ -87,7 +87,7 @@ impl Toolkit {
     }
 }
 
-/// Returns the edits by which containers get the driver's files, from the toolkit on the host.
+/// Returns the toolkit's edits that give containers the driver's files.
 ///
 /// # Errors
 /// Returns an error if the host has no toolkit, or if the toolkit finds no driver.
@@ -118,8 +118,8 @@ fn host_command(this: &Path, args: &AgentArgs, toolkit: &Toolkit) -> Command {
     command
 }
 
-/// Replaces this process by a program of the host, in the host's root directory. Returns only if
-/// that fails.
+/// Replaces this process with a program of the host, in the host's root directory. Returns only if
+/// the replacement fails.
 pub fn run_on_host(host_root: &Path, command_line: &[String]) -> io::Error {
     let Some((program, arguments)) = command_line.split_first() else {
         return io::Error::new(io::ErrorKind::InvalidInput, "no program is given");

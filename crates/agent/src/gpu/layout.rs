@@ -170,7 +170,7 @@ impl From<Layout> for TargetLayout {
 
 /// Returns the layout that `spec` requests. Without a spec, the layout contains the whole GPU or
 /// its existing MIG instances. If `was_mig` is true, an earlier spec partitioned the GPU by MIG, so
-/// its instances are removed.
+/// the layout removes the instances.
 ///
 /// # Errors
 /// Returns a clause for the step's message if the GPU cannot have the layout.
@@ -333,8 +333,8 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
         multi_user: *multi_user,
         exclusive: !mig && *compute_mode == ComputeMode::ExclusiveProcess,
         // The daemon's default limits are those of the largest allocation. The door sets the lower
-        // limits of a smaller allocation. If the door cannot, the container's environment sets
-        // them.
+        // limits of a smaller allocation. If the door cannot set them, the container's environment
+        // does.
         default_threads: most_threads.filter(|_| !unlimited(|slices| slices.threads.is_empty())),
         default_memory_mib: most_memory.filter(|_| !unlimited(|slices| slices.memory_mib.is_empty())),
         accept_advisory: *enforcement == MpsEnforcement::Advisory,

@@ -35,10 +35,10 @@ pub enum FaultClass {
     Application,
     /// The GPU needs a quiet period, and then a full answer of NVML.
     Suspect,
-    /// The GPU needs a reset, proven by NVML or by a reboot of the node. Alternatively, an
-    /// administrator clears the fault.
+    /// The GPU needs a reset, proven by NVML or by a reboot of the node. An administrator can also
+    /// clear the fault.
     NeedsReset,
-    /// The GPU only needs to be reachable again: NVML answers for it.
+    /// The fault ends when NVML answers for the GPU.
     Lost,
 }
 

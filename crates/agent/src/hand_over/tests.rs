@@ -112,8 +112,8 @@ fn the_record_is_read_back_and_fields_may_be_missing() {
 }
 
 proptest! {
-    /// Whoever takes the lock in whatever order: of two agents at most one asks, the record stays
-    /// small, and no agent hands over to an older one.
+    /// In any order of lock holders, at most one of two agents requests a hand-over, the record
+    /// stays small, and no agent hands over to an older agent.
     #[test]
     fn two_agents_never_ask_each_other(takers in prop::collection::vec((0..20_u8, any::<bool>()), 1..100)) {
         let mut record = Record::default();

@@ -175,7 +175,7 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     next.record_mps_view(mps_host_view(DaemonState::Restarting, 0, &desired));
     assert_eq!(count_healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
-    // The new layout has other limits. The daemon's default limits stay the same only with
+    // The new layout has different limits. The daemon's default limits stay the same only with
     // `same_daemon`.
     for same_daemon in [false, true] {
         let (mut node, mut table, desired) = serving_node(start);

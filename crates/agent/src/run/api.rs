@@ -41,7 +41,7 @@ const STATUS_WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), 
 /// Maximum number of characters of an Event's note. The API server's limit is 1024.
 const MAX_NOTE_CHARS: usize = 1000;
 
-/// State of the node's `GpuNode` on the API server.
+/// What the agent knows of the node's `GpuNode` on the API server.
 #[derive(Debug, Clone, Default)]
 struct ServerState {
     /// Whether the object exists.

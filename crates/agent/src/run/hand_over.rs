@@ -4,8 +4,8 @@
 //! Files in the state directory. The kernel releases a lock when its process ends.
 //!
 //! - The directory itself is locked by the agent that serves.
-//! - `successor` is locked by the agent that asks to serve, and contains its UID.
-//! - `waiting` is locked, shared, by all agents that wait.
+//! - `successor` is locked by the agent that requests a hand-over, and contains its UID.
+//! - `waiting` has a shared lock of every agent that waits.
 //! - `hand-over.json` is the [`Record`]. Only the agent that serves writes it.
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
@@ -26,10 +26,10 @@ use crate::hand_over::{LOCK_ERROR_TIMEOUT, Probation, Record, Standby, Start, ju
 
 /// Interval between attempts to lock the state directory.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
-/// Interval between two looks at what other agents wrote.
+/// Interval between reads of the files that other agents write.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The files through which the agents of a node agree.
+/// The files through which the agents of a node coordinate.
 #[derive(Debug, Clone)]
 struct HandOverFiles {
     directory: PathBuf,
@@ -57,8 +57,8 @@ impl HandOverFiles {
         write_json_atomically(&self.path("hand-over.json"), record)
     }
 
-    /// Asks the serving agent to hand over. Returns `None` while another agent asks. Dropping the
-    /// file ends the request.
+    /// Requests a hand-over from the serving agent. Returns `None` while another agent has a
+    /// request. Dropping the file ends the request.
     fn ask(&self, id: &str) -> io::Result<Option<File>> {
         let mut file = open(&self.path("successor"))?;
         if !try_flock(&file, FlockOperation::NonBlockingLockExclusive)? {
@@ -69,7 +69,7 @@ impl HandOverFiles {
         Ok(Some(file))
     }
 
-    /// Returns the agent that asks to serve.
+    /// Returns the agent that requests a hand-over.
     fn asking(&self) -> io::Result<Option<String>> {
         let mut file = match File::open(self.path("successor")) {
             Ok(file) => file,
@@ -86,7 +86,8 @@ impl HandOverFiles {
         Ok(Some(id).filter(|id| !id.is_empty()))
     }
 
-    /// Shows that this agent waits until the file is dropped. `None`: try again.
+    /// Marks this agent as waiting until the returned file is dropped. Returns `None` if the caller
+    /// must retry.
     fn wait(&self) -> io::Result<Option<File>> {
         let file = open(&self.path("waiting"))?;
         Ok(try_flock(&file, FlockOperation::NonBlockingLockShared)?.then_some(file))
@@ -111,8 +112,8 @@ fn try_flock(file: &File, operation: FlockOperation) -> io::Result<bool> {
     }
 }
 
-/// Returns the identifier of this agent. Without a pod, the process: its PID and its start time,
-/// which are the same after [`restart_as_standby`].
+/// Returns the identifier of this agent. Without a pod, the identifier is the PID and the start
+/// time of the process, which [`restart_as_standby`] does not change.
 fn agent_id(args: &AgentArgs) -> String {
     args.pod_uid.clone().unwrap_or_else(|| {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -137,14 +138,14 @@ struct Waiting {
     endpoints: StandbyEndpoints,
     looked: Option<Instant>,
     standby: Standby,
-    /// Locked while this agent asks to serve.
+    /// Locked while this agent requests a hand-over.
     request: Option<File>,
     /// Locked while this agent waits.
     presence: Option<File>,
 }
 
 impl Waiting {
-    /// Reads the record from time to time, and asks the serving agent to hand over if it shall.
+    /// Reads the record at intervals, and requests a hand-over if [`Record`] decides so.
     fn look(&mut self) {
         if self.looked.is_none_or(|looked| looked.elapsed() >= LOOK_INTERVAL) {
             self.looked = Some(Instant::now());
@@ -198,7 +199,7 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
                 };
                 waiting.get_or_insert_with(wait).look();
             }
-            // An error does not show that no other agent serves.
+            // After an error, another agent may still serve.
             Err(error) => {
                 if failing.is_none() {
                     tracing::error!(%error, "failed to lock the checkpoint's directory; retrying");
@@ -218,7 +219,7 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     let start = record.start_serving(&id);
     let Start { probation, returns_ready } = start;
     tracing::info!(agent = id, probation, returns_ready, "this agent serves the node");
-    // Save the record before the request ends: then a standby sees at once that it is newer.
+    // Save the record before the request ends, so that a standby sees at once which agent is newer.
     if let Err(error) = files.save(&record) {
         tracing::error!(%error, "failed to write the record of hand-overs; retrying");
     }
@@ -230,7 +231,7 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     Ok(Serving { lock, start, watch })
 }
 
-/// Watches for another agent that asks to serve, and records whether this agent is ready.
+/// Watches for hand-over requests, and records whether this agent is ready.
 pub(super) struct SuccessorWatch {
     files: HandOverFiles,
     id: String,
@@ -241,15 +242,15 @@ pub(super) struct SuccessorWatch {
     began: Instant,
     /// Maximum duration of a probation.
     limit: Duration,
-    /// The agent that last asked in vain.
+    /// The agent whose hand-over request was last refused.
     refused: Option<String>,
 }
 
 impl SuccessorWatch {
-    /// Sends the agent to hand over to, if there is one. Runs forever.
+    /// Sends the identifier of each agent to hand over to. Runs forever.
     ///
     /// # Errors
-    /// Returns an error if this agent has taken over from a ready one, is not ready in time, and
+    /// Returns an error if this agent took over from a ready agent, is not ready in time, and
     /// another agent waits.
     pub(super) async fn run(
         mut self,
@@ -325,7 +326,7 @@ impl SuccessorWatch {
 /// with the process. If one cannot end, the lock is free nevertheless.
 pub(super) fn restart_as_standby(lock: StateLock) -> io::Error {
     let mut arguments = std::env::args_os();
-    // Not by its path: an upgrade may have replaced the file.
+    // Do not use the program's path: an upgrade may have replaced the file.
     let mut command = Command::new("/proc/self/exe");
     if let Some(name) = arguments.next() {
         command.arg0(name);

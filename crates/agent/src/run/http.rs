@@ -85,10 +85,10 @@ impl StandbyEndpoints {
         self.heartbeat.send_replace(standby_heartbeat(ready));
     }
 
-    /// Ends the endpoints, so that the agent can serve at the same address.
+    /// Stops the endpoints, so that the serving agent's endpoints can use the same address.
     pub(super) async fn stop(self) {
         self.server.abort();
-        // The error is the cancellation.
+        // Ignore the error: it only reports the cancellation.
         let _ = self.server.await;
     }
 }
