@@ -319,11 +319,12 @@ impl SuccessorWatch {
     }
 }
 
-/// Releases the lock, and replaces this process by the same program with the same arguments. It
-/// waits as a standby: the record names its successor. Returns only on an error.
+/// Releases the lock, and replaces this process by the same program with the same arguments. The
+/// new program waits as a standby, because the record names its successor. Returns only on an
+/// error.
 ///
 /// The PID stays the same, so the supervisor notices nothing. Threads that hang in the driver end
-/// with the process. If one cannot end, the lock is free nevertheless.
+/// with the old program. Even if a thread cannot end, the lock is free.
 pub(super) fn restart_as_standby(lock: StateLock) -> io::Error {
     let mut arguments = std::env::args_os();
     // Do not use the program's path: an upgrade may have replaced the file.

@@ -1,10 +1,10 @@
 //! Taints nodes that look free to autoscalers although no GPU has enough free units. Off by
 //! default. Pure.
 //!
-//! Autoscalers sum the free units of a node's GPUs. To autoscalers, six free shares on two GPUs are
-//! room for five, so they add no node for a pod that requests five. Karpenter treats the effect
-//! `PreferNoSchedule` like a rule when it searches for room, so it skips tainted nodes. The
-//! scheduler may still use tainted nodes, and pods that Cleave releases to these nodes are not
+//! Autoscalers sum the free units of a node's GPUs. If two GPUs together have six free shares, an
+//! autoscaler assumes that a pod with five shares fits, and adds no node. Karpenter treats the
+//! effect `PreferNoSchedule` like a rule when it searches for a node, so it skips tainted nodes.
+//! The scheduler may still use tainted nodes, and pods that Cleave releases to these nodes are not
 //! affected.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -56,7 +56,7 @@ impl FragmentationTaints {
     }
 
     /// Returns the nodes whose taint changes. `reported` are the pods that are reported to
-    /// autoscalers. None of their requests fits on any node.
+    /// autoscalers. No node has room for any of them.
     pub(super) fn update(
         &mut self,
         (nodes, tracker): (&Nodes, &PodTracker),

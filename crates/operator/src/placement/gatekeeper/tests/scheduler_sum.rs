@@ -176,7 +176,8 @@ fn a_nomination_on_a_node_with_a_faulted_gpu_keeps_its_part_of_the_sum() {
     assert_eq!(released(&reconcile(&mut keeper, &with(10), 12)), [("team/three", "reserved")], "a higher priority");
 }
 
-/// Its node lists a victim no longer, but the scheduler counts the victim until its object is gone.
+/// The node no longer lists the victim, but the scheduler counts the victim until its object is
+/// deleted.
 #[test]
 fn no_further_pod_is_evicted_while_a_victim_without_units_still_terminates() {
     let pods = [("a", 0, 0, 8), ("victim", 1, 1, 10), ("other", 2, 2, 10)];
@@ -193,11 +194,11 @@ fn no_further_pod_is_evicted_while_a_victim_without_units_still_terminates() {
     assert_eq!(released(&reconcile(&mut keeper, &world, 12)), [("team/high", "reserved")]);
 }
 
-/// The units of the faulted GPU count in the sum until the object of its pod is gone.
+/// The units of the faulted GPU count in the sum until the object of its pod is deleted.
 #[test]
 fn no_pod_is_evicted_while_a_pod_on_a_faulted_gpu_terminates() {
     let (mut world, mut keeper) = after_fault(with_bound_pod(two_gpus(), ("low", 1), (1, 4)));
-    // At second 30.
+    // The rest of the test is at second 30.
     world.terminate("team/a", "1970-01-12T13:47:10Z");
     let mut world = world.pod_with("high", 2, json!({"priority": 9}));
     for second in [1, 89] {

@@ -169,7 +169,7 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
 
 #[test]
 fn a_reservation_is_renewed_while_the_scheduler_has_not_refused_the_pod() {
-    // The scheduler is down, or it waits for a volume.
+    // The scheduler is down, or waits for a volume.
     let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
     for times in 1..4 {
         let actions = reconcile(&mut keeper, &world, times * RESERVATION_TIME.as_secs());

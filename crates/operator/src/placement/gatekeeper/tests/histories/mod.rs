@@ -42,7 +42,7 @@ use self::simulation::Simulation;
 const CASES: u32 = 128;
 /// Selects the histories if `PROPTEST_CASES` is not set.
 const SEED: RngSeed = RngSeed::Fixed(1);
-/// Seconds without steps at the end of each history.
+/// Duration of the quiet time at the end of each history, in seconds.
 const QUIET: u64 = 3600;
 /// Maximum number of nodes.
 const MAX_NODES: usize = 6;
@@ -231,7 +231,7 @@ impl World {
         Ok(())
     }
 
-    /// Lets time pass. Watches, agents and kubelets react as slowly as they can.
+    /// Advances the time. Watches, agents and kubelets react as slowly as the models allow.
     fn wait(&mut self, seconds: u64) -> Result<(), String> {
         let begin = self.simulation.now;
         let end = begin + seconds;
@@ -377,8 +377,7 @@ impl World {
         self.stay_quiet()
     }
 
-    /// Lets the quiet time pass: no further step follows, and components only react to earlier
-    /// steps.
+    /// Runs the quiet time: no further step follows, and components only react to earlier steps.
     fn stay_quiet(&mut self) -> Result<(), String> {
         let begin = self.simulation.now;
         let end = begin + QUIET;
@@ -400,7 +399,7 @@ impl World {
         self.operator.report_all(&self.simulation);
         self.reconcile(WriteAnswers::Good)?;
         checks::no_pod_waits_in_vain(&self.simulation, &self.operator)?;
-        // If the time jumped over the second half, nothing was evicted in it.
+        // If the time skipped the second half, no pod was evicted in it.
         let before = recreations.unwrap_or_else(|| self.simulation.recreations.clone());
         checks::no_controller_is_evicted_repeatedly(&self.simulation, &before)
     }
@@ -492,7 +491,7 @@ fn config() -> ProptestConfig {
 proptest! {
     #![proptest_config(config())]
 
-    /// No pod that could run stays unreleased or pinned where it cannot run, and no units are
+    /// Each pod that could run is released and not pinned where it cannot run. No units are
     /// reserved twice.
     #[test]
     fn every_pod_that_can_run_runs(history in history()) {

@@ -108,7 +108,7 @@ pub(super) struct Operator {
     policies: Watch<kube::core::DeserializeGuard<cleave_api::SharingPolicy>>,
     agents: Watch<crate::read::AgentPod>,
     budgets: Watch<crate::read::BudgetObject>,
-    /// The resource version that each watch has reached, and the one that a new leader needs.
+    /// The resource version that each watch has reached, and the version that a new leader needs.
     stored: Versions,
     required: Versions,
     /// Pods with a release without an answer, by UID.
@@ -179,7 +179,7 @@ impl Operator {
         KINDS.iter().for_each(|kind| self.report(simulation, *kind));
     }
 
-    /// Reports the kinds whose watch would otherwise be stale for longer than a watch can be.
+    /// Reports the kinds whose watch would otherwise exceed the maximum staleness.
     pub(super) fn report_stale(&mut self, simulation: &Simulation) {
         for kind in KINDS {
             if self.reported_at[kind as usize] + 30 <= simulation.now {
@@ -212,7 +212,7 @@ impl Operator {
             return Ok(());
         }
         let actions = self.keeper.reconcile(&self.cluster, &BTreeMap::new(), at(simulation.now));
-        // A release without an answer is sent again as it was.
+        // The operator sends a release without an answer again, unchanged.
         let new = actions.releases.iter().filter(|release| !self.unanswered.contains(&release.uid));
         new.into_iter().try_for_each(|release| self.check_release(release))?;
         let mut complete = true;
