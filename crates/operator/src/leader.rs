@@ -289,7 +289,7 @@ pub struct Elector {
     me: String,
     started: Instant,
     last: Option<ObservedLease>,
-    /// Whether another process held the lease at any read since the last term began.
+    /// Whether any read since the last term began showed that this process does not hold the lease.
     interrupted: bool,
     /// Time before which this process does not acquire the lease, because it gave the lease up.
     declines_until: Option<Instant>,

@@ -103,10 +103,10 @@ fn released_units(ledger: &Ledger) -> ReleasedUnits<'_> {
 }
 
 /// Returns whether the sum of a node's free units suffices for one of the pods that may use the
-/// node. A node that no reported pod may use delays no new node.
+/// node. A node that no reported pod may use does not keep autoscalers from adding a node.
 ///
-/// The sum is the larger of two: that of the ledger, and that of an autoscaler, which counts as the
-/// scheduler. To an autoscaler, units that only a deleted pod still uses are free.
+/// The function uses the larger of two sums: the ledger's, and the autoscaler's, which equals the
+/// scheduler's. An autoscaler counts units that only a deleted pod still uses as free.
 fn looks_free(
     (ledger, released): (&Ledger, &ReleasedUnits<'_>),
     (node, tracker): (&NodeState, &PodTracker),

@@ -16,8 +16,8 @@ use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::verdict::Verdict;
 use crate::pods::{PodObject, full_name};
 
-/// Maximum number of waiting pods per reconcile for which preemption is searched for the first
-/// time. Each search scans every device.
+/// Maximum number of waiting pods per reconcile with their first search for preemption victims.
+/// Each search scans every device.
 const MAX_NEW_PREEMPTORS: usize = 4;
 
 /// Searches for pods to evict, within one reconcile.
@@ -33,9 +33,9 @@ pub(super) struct PreemptionSearch<'a> {
     lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
     turns: BTreeSet<String>,
-    /// Number of searches so far for pods that were not searched for before.
+    /// Number of first searches in this reconcile.
     new: usize,
-    /// Number of searches so far.
+    /// Number of all searches in this reconcile.
     searches: u64,
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
@@ -52,8 +52,8 @@ pub(super) enum PreemptionProspect {
     Nominated,
     /// No preemption helps, or the pod may not preempt others.
     Impossible,
-    /// It is not this pod's turn, or room is being made for it without evictions. The result of the
-    /// last search applies.
+    /// It is not this pod's turn, or the pod is about to get room without evictions. The result of
+    /// the last search applies.
     Unknown,
 }
 
@@ -63,7 +63,7 @@ enum SearchResult {
     Preempt(Preemption),
     /// No preemption helps, or the pod may not preempt others.
     Impossible,
-    /// It is not this pod's turn, or room is being made for it without evictions.
+    /// It is not this pod's turn, or the pod is about to get room without evictions.
     Later,
 }
 
@@ -98,8 +98,8 @@ impl<'a> PreemptionSearch<'a> {
     /// the pod. Keeps an earlier nomination while its victims terminate. Returns whether the pod is
     /// nominated.
     ///
-    /// `pause` is the time for which no other pod is evicted, because room is being made for this
-    /// pod without evictions.
+    /// `pause` is the time for which evictions are delayed, because this pod is about to get room
+    /// without them.
     pub(super) fn preempt(
         &mut self,
         ledger: &mut Ledger,
@@ -113,7 +113,7 @@ impl<'a> PreemptionSearch<'a> {
         }
         let prospect = match self.find_victims(ledger, search, candidate, (verdict, pause.is_some())) {
             SearchResult::Preempt(Preemption { node, takes, victims }) => {
-                // A victim that does not terminate counts as running then.
+                // After that time, a victim that does not terminate counts as running.
                 actions.requeue_in(TERMINATION_TIME);
                 self.add_evictions(&node, victims, &candidate.name, actions);
                 self.preemptors.record_success(&candidate.name);
@@ -230,7 +230,7 @@ impl<'a> PreemptionSearch<'a> {
 
     /// Returns whether a pod with GPUs has a lower priority than `priority`.
     fn may_preempt(&self, priority: i32) -> bool {
-        // Pods that cannot be evicted now count too, because that may change.
+        // Include pods that cannot be evicted now, because they may become evictable.
         if self.tracker.lowest_priority().is_some_and(|lowest| lowest < priority) {
             return true;
         }
@@ -254,8 +254,8 @@ impl<'a> PreemptionSearch<'a> {
     }
 }
 
-/// Returns the names of the pods with GPUs that the required affinity of a pod selects. They are
-/// not evicted for the pod, because without them it could not run on the node.
+/// Returns the names of the pods with GPUs that the required affinity of a pod selects. These pods
+/// are not evicted for the pod, because it could not run on the node without them.
 fn pods_of_affinity(tracker: &PodTracker, pod: &PodObject) -> BTreeSet<String> {
     let affinity = &pod.spec.rules.affinity;
     if affinity.is_empty() {

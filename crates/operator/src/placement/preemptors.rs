@@ -1,6 +1,5 @@
-//! Records which waiting pods preemption was searched for, so that each pod has its turn. A
-//! search without result is repeated only on nodes that have changed. Pure: callers pass in the
-//! time.
+//! Records the preemption searches of waiting pods, so that each pod has its turn. A search without
+//! a result is repeated only on nodes that have changed. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +8,7 @@ use super::actions::Actions;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
-/// Maximum number of waiting pods per reconcile for which preemption is searched again.
+/// Maximum number of waiting pods per reconcile with a repeated search for preemption victims.
 const MAX_REPEATED_SEARCHES: usize = 8;
 /// Time after which a search without result is repeated even if nothing has changed. Changes that
 /// this module does not track, such as another pod's labels, take effect then.
@@ -19,7 +18,8 @@ pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
 /// Number of times that pods are evicted for a waiting pod without a delay.
 const FREE_ROUNDS: u32 = 3;
-/// First delay between two evictions for a pod that still waits. Each further eviction doubles it.
+/// First delay between two evictions for a pod that still waits. Each further eviction doubles the
+/// delay.
 const FIRST_ROUND_DELAY: Duration = Duration::from_secs(60);
 /// Maximum delay between two evictions for a pod that still waits.
 const MAX_ROUND_DELAY: Duration = Duration::from_secs(3600);
@@ -39,14 +39,14 @@ pub(super) struct Preemptors {
     waiting: BTreeMap<String, Preemptor>,
     /// The state of the disruption budgets at the last update.
     budgets: BTreeMap<String, BudgetState>,
-    /// Whether another reconcile may help a waiting pod whose turn it was not.
+    /// Whether another reconcile may help a waiting pod that had no turn in this reconcile.
     is_deferred: bool,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
 }
 
-/// The evictions for one waiting pod. They have no effect if the pod's rules refuse the node
-/// afterwards. The victims then return, and the pod would evict them repeatedly.
+/// The evictions for one waiting pod. Evictions have no effect if the pod's rules then refuse the
+/// node. Without a delay, the victims' replacements would be evicted again and again.
 #[derive(Debug)]
 struct EvictionRounds {
     count: u32,
@@ -89,7 +89,7 @@ pub(super) enum SearchScope {
     Everything,
 }
 
-/// What decides how many evictions a budget allows.
+/// The fields that determine how many evictions a budget allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct BudgetState {
     generation: Option<i64>,
@@ -127,8 +127,8 @@ impl Preemptors {
         self.everywhere = self.version;
     }
 
-    /// Compares the disruption budgets with the last ones. Only a change that allows more evictions
-    /// counts.
+    /// Compares the disruption budgets with the last ones. Records only a change that allows more
+    /// evictions.
     pub(super) fn update_budgets(&mut self, budgets: &[Arc<BudgetObject>]) {
         let state = |budget: &Arc<BudgetObject>| {
             let name = format!(
@@ -153,8 +153,8 @@ impl Preemptors {
         self.budgets = now;
     }
 
-    /// Returns the waiting pods whose turn it is: those whose last search was the longest ago, and
-    /// that another search may help.
+    /// Returns the waiting pods whose turn it is: among the pods that another search may help,
+    /// those with the oldest searches.
     pub(super) fn pods_in_turn(&self, up: Duration) -> BTreeSet<String> {
         let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != SearchScope::Nothing);
         let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();
@@ -181,7 +181,7 @@ impl Preemptors {
         }
     }
 
-    /// Returns whether no preemption helps the pod, and none helps equal pods either.
+    /// Returns whether no preemption helps the pod or equal pods.
     pub(super) fn is_failure_shared(&self, pod: &str) -> bool {
         self.waiting.get(pod).and_then(|one| one.hopeless).is_some_and(|hopeless| hopeless.is_shared)
     }

@@ -44,14 +44,14 @@ impl ReplicaIndex {
     }
 }
 
-/// Finds the replicas that pods are kept apart from, within one reconcile. Replicas of a controller
-/// are located once, and reservations of this reconcile are added.
+/// Finds the replicas that pods are kept apart from, within one reconcile. Locates the replicas of
+/// a controller once, and adds the reservations of this reconcile.
 pub(super) struct ReplicaSearch<'a> {
     index: &'a ReplicaIndex,
     nodes: &'a Nodes,
     /// Policies whose GPUs pack replicas.
     packing: BTreeSet<String>,
-    /// Replicas by controller, and whether GPUs that pack count too.
+    /// Replicas by controller, and by whether replicas on GPUs that pack are included.
     known: BTreeMap<(ControllerId, bool), Siblings>,
     none: Siblings,
 }
@@ -69,8 +69,8 @@ impl<'a> ReplicaSearch<'a> {
 
     /// Returns the replicas that a pod is kept apart from.
     ///
-    /// The pod's annotation decides, otherwise the policy of the GPU that a replica uses. A replica
-    /// on a GPU that packs keeps no pod away.
+    /// The pod's annotation decides. Without it, the policy of each replica's GPU decides, and a
+    /// replica on a GPU that packs is ignored.
     pub(super) fn siblings_of(&mut self, pod: &PodObject, ledger: &Ledger) -> &Siblings {
         let Some(controller) = avoided_controller(pod) else { return &self.none };
         let everywhere = pod.replica_placement == Some(ReplicaPlacement::Spread);

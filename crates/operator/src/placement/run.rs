@@ -37,7 +37,7 @@ pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
     /// Notifications that wake the controllers.
     pub(crate) wakes: Wakers,
-    /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
+    /// Why each pod waits, according to the plan for GPUs that Cleave partitions on demand.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     /// MPS hosts. `None` if the operator does not replace MPS hosts.
     pub(crate) hosts: Option<MpsHostStores>,
@@ -87,8 +87,8 @@ impl Writes {
 
 /// Returns the delay before the next reconcile if no change wakes the placement controller earlier.
 /// If the API server did not accept writes, the next reconcile does not follow at once, even if it
-/// could write more: it would repeat the same writes. `later` is when Events, or taints that could
-/// not be written, are due.
+/// could write more: it would repeat the same writes. `later` is the time until Events or failed
+/// taint writes are due.
 fn next_delay(actions: &Actions, writes: Writes, later: Option<Duration>) -> Option<Duration> {
     if writes.is_impaired {
         return Some(RETRY_DELAY);
@@ -107,7 +107,7 @@ struct SteadyClock {
 }
 
 impl SteadyClock {
-    /// Creates a clock that showed `time` at `read_at`.
+    /// Creates a clock whose time at `read_at` is `time`.
     const fn new(time: Timestamp, read_at: Instant) -> Self {
         Self { time, read_at }
     }
@@ -315,8 +315,8 @@ impl PlacementController {
         }
     }
 
-    /// Takes back the report about a pod that is released, because on a released pod such a report
-    /// must come from the scheduler. Returns the patch that then releases the pod.
+    /// Withdraws the report about a pod that is released, because on a released pod only the
+    /// scheduler may report `Unschedulable`. Returns the patch that then releases the pod.
     async fn take_back(&self, release: &Release) -> Result<serde_json::Value, ReleaseFailure> {
         let version = patch::resource_version(&release.patch);
         let target = Target { pod: &release.pod, uid: &release.uid, version };
@@ -328,7 +328,7 @@ impl PlacementController {
         }
     }
 
-    /// Reports pods at the gate to cluster autoscalers, or takes reports back. Returns false if a
+    /// Reports pods at the gate to cluster autoscalers, or withdraws reports. Returns false if a
     /// write failed.
     async fn report_all(&mut self, reports: &[Report]) -> bool {
         if !self.context.claim.is_current() {
@@ -546,9 +546,9 @@ impl PlacementController {
     }
 }
 
-/// Returns the condition `PodScheduled` of a pod at the gate. With a message it reports that the
-/// pod needs another node. Without a message, it is the condition that the API server writes for a
-/// pod that is created with a gate.
+/// Returns the condition `PodScheduled` of a pod at the gate. With a message, the condition reports
+/// that the pod needs another node. Without a message, the function returns the condition that the
+/// API server writes for a new pod with a gate.
 fn scheduled_condition(message: Option<&str>) -> PodCondition {
     let (reason, message) = match message {
         Some(message) => ("Unschedulable", format!("{message}. The pod waits at Cleave's placement gate")),

@@ -48,7 +48,7 @@ pub(super) enum Reason {
     Expired(Vec<String>),
     /// All nodes that the pod was released to were deleted. Contains their names.
     Gone(Vec<String>),
-    /// Every node that the pod was released to refuses it. Contains each node's refusal.
+    /// Every node that the pod was released to refuses it. Contains each node's reason.
     Refused(String),
     /// The pod was released as unschedulable, but may fit a GPU now.
     Possible,
@@ -122,7 +122,7 @@ pub struct Recreation {
 }
 
 /// A pod whose condition `Placed` changes. Either the pod is stranded and no controller recreates
-/// it, or the pod is bound after all.
+/// it, or a stranded pod was bound after all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Advice {
     /// The pod, as `namespace/name`.
@@ -270,7 +270,8 @@ impl StrandedPods {
         self.owners.insert(owner.uid.clone(), next);
     }
 
-    /// Records that a pod could not be evicted. Other pods are evicted before this pod is retried.
+    /// Records that a pod could not be evicted. The operator evicts other pods before it retries
+    /// this one.
     pub(super) fn record_failed_eviction(&mut self, uid: &str, up: Duration) {
         self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY_DELAY));
     }

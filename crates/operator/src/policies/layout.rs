@@ -20,7 +20,7 @@ pub enum Error {
     DoesNotFit(Vec<String>),
 }
 
-/// Memory slices of a GPU as bits. NVML counts at most 8 today.
+/// Memory slices of a GPU as bits. Today's GPUs have at most 8.
 type Mask = u64;
 
 /// Returns the first memory slice of each instance, in the order of `layout`.

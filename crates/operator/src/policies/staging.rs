@@ -1,11 +1,12 @@
-//! Holds a changed policy back from nodes whose wave has not begun. Pure: callers pass in the time.
+//! Withholds a changed policy from nodes whose wave has not begun. Pure: callers pass in the time.
 //!
-//! A node that is held back keeps its entries in `GpuNode.spec`. So the specs themselves store
-//! which nodes a change has reached, and a new leader continues. These changes are not held back:
+//! A node that is held back keeps its entries in `GpuNode.spec`. So the specs themselves record
+//! which nodes a change has reached, and a new leader can continue. These changes are not held
+//! back:
 //!
 //! - GPUs without an entry in the spec, such as those of new nodes;
 //! - GPUs without a policy that receive their first one, unless the policy is paused;
-//! - GPUs that policies no longer select: they become whole;
+//! - GPUs that policies no longer select, which become whole;
 //! - GPUs that are partitioned on demand.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -21,11 +22,12 @@ use crate::policies::waves::{self, NodeState, NodeView, Phase, RolloutProgress};
 use crate::read::{Node, Observed};
 
 /// Time for which a failure must last before it is reported. Agents retry failed steps, and an MPS
-/// daemon is briefly unavailable while its settings change. Until then, no further node changes.
+/// daemon is briefly unavailable while its settings change. Until the failure is reported or ends,
+/// no further node changes.
 pub const FAILURE_TIME: Duration = Duration::from_secs(10);
 
 /// Time for which a node must serve the newest partition before it proves the change. A daemon that
-/// exits soon after its start is Active for a moment.
+/// exits soon after its start is briefly Active.
 pub const PROOF_TIME: Duration = Duration::from_secs(10);
 
 /// Taints of a node whose kubelet does not report.
@@ -56,7 +58,7 @@ struct Service {
     /// The MPS daemons of these GPUs, each with its device, its PID, and the number of restarts. A
     /// daemon may restart between two passes.
     daemons: Vec<(String, Option<u32>, u32)>,
-    /// Since when the node serves without interruption. `None` while it does not serve.
+    /// When the node began to serve without interruption. `None` while it does not serve.
     since: Option<Duration>,
     /// Whether the node served for [`PROOF_TIME`] before the current change began. The change does
     /// not cause later failures of this node.
@@ -74,7 +76,8 @@ struct PolicyChange {
     affected: BTreeMap<String, AffectedNode>,
     /// Whether a former leader may have begun the change.
     is_inherited: bool,
-    /// Whether the previous change was incomplete. Nodes of it may have the newest partition.
+    /// Whether the previous change was incomplete. Nodes of that change may have the newest
+    /// partition.
     follows_incomplete: bool,
 }
 
@@ -134,8 +137,8 @@ impl PolicyChange {
     }
 }
 
-/// What the operator remembers about changes and failures. Times are durations since the process
-/// started.
+/// State of changes and failures that the operator keeps between passes. Times are durations since
+/// the process started.
 ///
 /// A new leader starts with an empty memory. It reports failures after [`FAILURE_TIME`] again, and
 /// a node that failed before the change then stops the rollout. During this time, no node changes.
@@ -144,7 +147,8 @@ impl PolicyChange {
 pub struct Staging {
     /// Nodes that failed and have not served since.
     failing: BTreeMap<PolicyAndNode, NodeFailure>,
-    /// Changing nodes whose agent does not report: the generation that it has read, and since when.
+    /// Changing nodes whose agent does not report. Each value is the last generation that the agent
+    /// read, and when the agent stopped reporting.
     silent: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
@@ -155,7 +159,7 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Restores the present entries of nodes whose wave has not begun, and records the progress of
+    /// Restores the current entries of nodes whose wave has not begun, and records the progress of
     /// each policy. Returns the time until the next decision, even if nothing changes.
     pub fn hold_back(&mut self, plan: &mut Plan, observed: &Observed, now: Duration) -> Option<Duration> {
         let mut next = None;
@@ -221,7 +225,8 @@ impl Staging {
         next
     }
 
-    /// Begins a new change if the newest partitions of a policy's nodes belong to one.
+    /// Begins a new change if the newest partitions of a policy's nodes do not belong to the last
+    /// change.
     fn begin_change<'a>(
         &mut self,
         policy: &str,
@@ -315,8 +320,8 @@ impl Staging {
         view.withdrawn = view.cordoned && !affected.cordoned;
     }
 
-    /// Updates since when a node serves the partitions in its spec without interruption. Returns
-    /// the time until it has served for [`PROOF_TIME`].
+    /// Updates the time at which a node began to serve the partitions in its spec without
+    /// interruption. Returns the time until it has served for [`PROOF_TIME`].
     fn update_service(
         &mut self,
         key: &PolicyAndNode,
@@ -356,8 +361,8 @@ impl Staging {
         Some(left).filter(|left| !left.is_zero())
     }
 
-    /// Hides that a node does not serve at the moment. The node has served the newest partition,
-    /// and no change is in progress, so the outage is no failure of a change.
+    /// Counts a node that does not serve as serving. The node has served the newest partition, and
+    /// no change is in progress, so the outage is not the failure of a change.
     fn hide_outage(&mut self, key: &PolicyAndNode, view: &mut NodeView) {
         if matches!(view.state, NodeState::Failed(_)) {
             self.failed_before.insert(key.clone());
@@ -367,8 +372,8 @@ impl Staging {
         }
     }
 
-    /// Applies the loss of a node or of a GPU to a view. A loss without a rollout is no failure of
-    /// a rollout, and a loss that precedes the change is excused.
+    /// Applies the loss of a node or of a GPU to a view. A loss outside a rollout is not a rollout
+    /// failure, and a loss before the change is excused.
     fn update_lost(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>, rolls_out: bool) {
         match loss {
             Some(_) if !view.newest || !rolls_out => _ = self.failed_before.insert(key.clone()),
@@ -407,8 +412,8 @@ impl Staging {
         left
     }
 
-    /// Lets a changed node fail if its agent does not report until the deadline. Returns the time
-    /// until then.
+    /// Marks a changed node as failed if its agent does not report before the deadline. Returns the
+    /// time until the deadline.
     fn update_silent(
         &mut self,
         key: &PolicyAndNode,
@@ -495,7 +500,8 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
             // A cordoned GPU is excused. `loss` judges a faulted one.
             None
         } else if staged || current.partition == desired.partition {
-            // An unread spec of a staged GPU that has its partition is a write for another GPU.
+            // A staged GPU already has its partition, so the unread spec was written for another
+            // GPU.
             gpu_state(node, current, gpu, agent_has_read_spec(node) || staged && has_partition)
         } else {
             Some(NodeState::Changing)
@@ -562,7 +568,7 @@ fn daemon_serves(daemon: &MpsStatus, gpu: &GpuStatus) -> bool {
     daemon.state == daemon_state::ACTIVE && (is_faulted || slices.all(|slices| slices.unhealthy < slices.total))
 }
 
-/// Restores the present entries of a policy's GPUs that a wave would change.
+/// Restores the current entries of a policy's GPUs that a wave would change.
 fn restore(policy: &str, paused: bool, current: &GpuNodeSpec, desired: &mut GpuNodeSpec) {
     for entry in desired.gpus.iter_mut().filter(|entry| entry.policy.as_deref() == Some(policy)) {
         let present = current.gpus.iter().find(|present| present.uuid == entry.uuid);

@@ -113,7 +113,7 @@ pub fn event(changed: &Condition) -> Option<Event> {
         CONDITION_CONFLICT => changed.status == "False",
         _ => changed.status == "True",
     };
-    // Of the conditions that improve, only Ready causes an Event, because users wait for it.
+    // Among conditions that improve, only Ready causes an Event, because users wait for it.
     if good && changed.type_ != CONDITION_READY {
         return None;
     }
@@ -302,7 +302,7 @@ fn rolled_out_verdict(report: &Report) -> Verdict {
     }
 }
 
-/// Returns how many nodes a change has reached, and the names of the others.
+/// Returns how many nodes a change has reached, and the names of the other nodes.
 fn rollout_sentence(progress: &RolloutProgress) -> String {
     let RolloutProgress { phase: _, updated, changing, waiting, failed, pending, unsteady, cordoned } = progress;
     let mut parts: Vec<String> = Vec::new();

@@ -5,15 +5,15 @@
 //!
 //! - A canary that can never serve, such as one with cordoned GPUs, holds back all nodes that are
 //!   cordoned or failed too. A node that can serve replaces it. A canary that an administrator
-//!   cordons after it began holds no node back.
+//!   cordons after its change began holds no node back.
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
 //! - Nodes whose GPUs are in use wait for their pods after their spec is written. They count
 //!   separately, so they do not keep unused nodes from changing.
 //! - If a node fails, no further node changes, unless `onFailure: Continue` is set. The failure is
 //!   reported only if it lasts.
 //! - If a node has served the newest partition for some time, nodes that are still between older
-//!   partitions, or that failed to reach one, change at once. They serve nothing that the change
-//!   could end. So a policy that is changed back first repairs the nodes that it broke.
+//!   partitions, or that failed to reach one, change at once. These nodes serve nothing that the
+//!   change could end. So a policy that is reverted first repairs the nodes that it broke.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::sharingpolicy::OnFailure;
@@ -41,9 +41,10 @@ pub struct NodeView {
     pub newest: bool,
     /// State relative to the partition in the spec.
     pub state: NodeState,
-    /// Whether a GPU or its MPS daemon fails now. [`NodeState::Failed`] only follows if that lasts.
+    /// Whether a GPU or its MPS daemon fails now. The state becomes [`NodeState::Failed`] only if
+    /// the failure lasts.
     pub failing: bool,
-    /// Whether a GPU that changes does not have the older partition either.
+    /// Whether a GPU that changes does not serve its older partition either.
     pub between: bool,
     /// Whether at least one GPU serves the partition in the spec. If the current change has reached
     /// the node, only GPUs that it changed count.
@@ -68,11 +69,11 @@ pub struct NodeView {
     pub excused: bool,
 }
 
-/// How far a change has reached.
+/// Progress of a change.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Phase {
-    /// All nodes serve the newest partition. Those that the change affected and that serve have
-    /// done so for some time.
+    /// All nodes have the newest partition. The affected nodes that serve have served for some
+    /// time.
     #[default]
     Complete,
     /// Nodes are changing or pending.
@@ -189,7 +190,7 @@ fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) ->
     let is_broken = move |view: &NodeView| match view.state {
         NodeState::Failed(_) => true,
         NodeState::WaitingForPods => !held,
-        // Otherwise, a daemon restarts: the node serves its older partition soon.
+        // Otherwise a daemon is restarting, and the node will soon serve its older partition.
         NodeState::Changing => view.between && !held,
         NodeState::Serving => false,
     };
@@ -227,7 +228,7 @@ enum HeldNodes {
     All,
     /// Nodes in use: the changed node waits for its pods.
     InUse,
-    /// Nodes that are unlikely to serve, as the changed node does not serve.
+    /// Nodes that are unlikely to serve, like the changed node.
     Unfit,
 }
 
@@ -247,13 +248,13 @@ fn hold(rules: RolloutRules, view: &NodeView) -> Option<HeldNodes> {
     }
 }
 
-/// Returns whether a pending node would reveal little about the change.
+/// Returns whether a pending node is a poor test of the change.
 const fn is_unfit(view: &NodeView) -> bool {
     view.excused || view.cordoned || matches!(view.state, NodeState::Failed(_))
 }
 
-/// Returns the next node to change while the change is not proven. It replaces an older change that
-/// never finishes, so it does not wait for that change.
+/// Returns the next node to change while the change is not proven. It does not wait for an older
+/// change on the same node, because that change may never finish.
 fn canary(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Option<&str> {
     let holds: Vec<HeldNodes> = nodes.values().filter_map(|view| hold(rules, view)).collect();
     let is_held = |view: &NodeView| {

@@ -1,4 +1,4 @@
-//! Describes the state of MPS on a node: what uses MPS, and whether it serves.
+//! Describes the state of MPS on a node: which pods use MPS, and whether MPS serves.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNode;

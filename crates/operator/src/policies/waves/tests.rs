@@ -7,7 +7,7 @@ use crate::policies::validate::MaxUnavailable;
 const RULES: RolloutRules =
     RolloutRules { max_unavailable: MaxUnavailable::Nodes(2), paused: false, on_failure: OnFailure::Stop };
 
-/// No node begins to change.
+/// The expected result if no node begins to change.
 const NONE: [usize; 0] = [];
 
 /// Returns a node that has changed and serves the newest partition.

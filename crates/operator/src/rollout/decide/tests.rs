@@ -269,7 +269,7 @@ fn no_mps_host_is_deleted_twice_and_its_successor_stays() {
     assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.is_withheld("n00"));
     world.view_of("n00").host = Some(mps_host("n00", "2", false, true));
     assert!(world.nodes_to_replace_after(secs(10)).is_empty() && !world.rollout.is_withheld("n00"));
-    // Another MPS host replaces the first MPS host while the node is closed.
+    // Another MPS host replaces the first one while the node is closed.
     let mut world = TestCluster::with_nodes(1);
     world.update();
     world.view_of("n00").host = Some(mps_host("n00", "2", true, true));

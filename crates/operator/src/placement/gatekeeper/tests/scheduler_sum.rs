@@ -198,7 +198,7 @@ fn no_further_pod_is_evicted_while_a_victim_without_units_still_terminates() {
 #[test]
 fn no_pod_is_evicted_while_a_pod_on_a_faulted_gpu_terminates() {
     let (mut world, mut keeper) = after_fault(with_bound_pod(two_gpus(), ("low", 1), (1, 4)));
-    // The rest of the test is at second 30.
+    // The grace period ends at second 30.
     world.terminate("team/a", "1970-01-12T13:47:10Z");
     let mut world = world.pod_with("high", 2, json!({"priority": 9}));
     for second in [1, 89] {
