@@ -229,11 +229,11 @@ impl PodStore {
 }
 
 impl PodWriter {
-    /// Stores an event. Returns what it affects. While pods are listed, the effect is returned with
-    /// the end of the list.
+    /// Stores an event. Returns the controllers that it affects. During a list, returns the effect
+    /// of all listed pods with the last event.
     ///
-    /// A listed pod is stored at once: it is newer than the stored one, and a second copy of all
-    /// pods would need much memory.
+    /// Stores a listed pod at once: it is newer than the stored pod, and a second copy of all pods
+    /// would need much memory.
     pub(crate) fn apply(&mut self, event: Event<RawPod>) -> AffectedControllers {
         let mut state = lock(&self.state);
         match event {

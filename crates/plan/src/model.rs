@@ -207,7 +207,7 @@ impl<'a> Model<'a> {
         tables: &DistinctTables,
     ) {
         let mut order: Vec<usize> = (0..snapshot.nodes.len()).collect();
-        // Nodes are sorted by name. The order of two nodes with equal names must not depend on the
+        // Nodes are sorted by name. The order of nodes with equal names must not depend on the
         // snapshot either.
         order.sort_by(|&a, &b| {
             let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
@@ -250,8 +250,8 @@ impl<'a> Model<'a> {
         self.classes = in_order.into_iter().map(|(class, _)| class).collect();
     }
 
-    /// Returns the free amounts of a node by dimension, and why its quantities are invalid, if they
-    /// are.
+    /// Returns the free amounts of a node by dimension, and the reason if one of its quantities is
+    /// invalid.
     fn free_resources(&self, node: &Node) -> (Vec<u64>, Option<String>) {
         let mut bad = None;
         let mut amount = |of: &str, map: &BTreeMap<String, crate::quantity::Quantity>, name: &str| -> Option<u64> {

@@ -207,7 +207,7 @@ fn smallest_usage(states: &States, demand: &GpuDemand) -> GpuUsage {
     }
 }
 
-/// Returns the node that represents all nodes joined with this node.
+/// Returns the node that represents this node's part of the cluster.
 fn leader_of(leader: &mut [u32], node: u32) -> u32 {
     let mut at = node;
     while let Some(&next) = leader.get(at as usize)
@@ -283,7 +283,7 @@ fn plan_part(
     let Some((mut score, mut locations)) = best else { return };
     if small && score != ideal {
         for rule in [ChangeRule::Stay, ChangeRule::Any] {
-            // If every pod is placed, only the number of repartitioned GPUs can improve.
+            // If every pod is placed, only the number of repartitioned GPUs can still improve.
             let worth = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
             let steps = worth.min(budget.steps);
             let found = search(model, states, assignment, part, rule, score.clone(), steps);

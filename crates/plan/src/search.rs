@@ -11,8 +11,8 @@ use crate::model::Model;
 use crate::partition::WHOLE_GPU;
 use crate::states::{StateId, States};
 
-/// How good an assignment is: the number of placed pods by priority, highest first, then the number
-/// of GPUs that are not repartitioned.
+/// Score of an assignment: the number of placed pods by priority, highest first, then the number of
+/// GPUs that are not repartitioned.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PlanScore {
     pub(crate) placed: Vec<u32>,
@@ -23,7 +23,7 @@ pub(crate) struct PlanScore {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ClusterPart {
     pub(crate) nodes: Vec<u32>,
-    /// Groups with pods that could be placed, in order.
+    /// Groups of pods with candidate nodes, in order.
     pub(crate) groups: Vec<u32>,
 }
 
@@ -178,7 +178,7 @@ fn sorted_states(model: &Model<'_>, assignment: &Assignment, node: u32) -> Vec<S
 }
 
 impl ExactSearch<'_, '_> {
-    /// Tries each choice for the pod at this position, and then for the later ones.
+    /// Tries each choice for the pod at this position, and then for the later pods.
     fn descend(&mut self, at: usize, skipped: bool) {
         self.steps += 1;
         if self.steps > self.max_steps || !self.can_improve(at) {
@@ -229,7 +229,7 @@ impl ExactSearch<'_, '_> {
 
     /// Returns whether the best possible continuation is better than the best known assignment.
     fn can_improve(&self, at: usize) -> bool {
-        let mut room = (0_u64, 0_u64); // Of memory and of compute.
+        let mut room = (0_u64, 0_u64); // The remaining room, of memory and of compute.
         let mut unchanged = 0;
         for &gpu in &self.gpus {
             let Some(&state) = self.assignment.gpus.get(gpu as usize) else { continue };

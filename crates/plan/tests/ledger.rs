@@ -17,8 +17,8 @@ const DEVICE_CAPACITY: u32 = 10;
 /// Lifetime of a claim, in ticks of `Event::Tick`.
 const CLAIM_SECONDS: u64 = 5;
 
-/// An event of the simulation. The event's numbers are taken modulo the number of choices at that
-/// moment.
+/// An event of the simulation. The numbers of an event are taken modulo the number of choices at
+/// that moment.
 #[derive(Debug, Clone)]
 enum Event {
     /// A pod with containers of these sizes is created and reserved on at most this many nodes.
@@ -212,7 +212,7 @@ impl Simulation {
         let name = format!("p{}", self.count);
         self.count += 1;
         let fits = self.ledger.fit(&device_requests(sizes), NODES, most, &Tightest);
-        // The cached choice finds a placement of the same worth as the full search.
+        // Checks that the cached choice finds a placement with the same rank as the full search.
         let device_requests = device_requests(sizes);
         let waiting = PendingPod { pod: &name, priority: 0, device_requests: &device_requests };
         self.ledger.synchronize(&mut self.chooser);
@@ -221,7 +221,7 @@ impl Simulation {
         let found = self.ledger.choose(waiting, beside, &mut self.chooser, most, |node| NODES.contains(&node));
         let searched = self.ledger.fit_for(waiting, NODES, most, &Tightest).ok();
         if sizes.len() == 1 {
-            // A full search compares units, the cached choice parts of a GPU.
+            // A full search compares units, and the cached choice compares parts of a GPU.
             let is_uniform = self.capacity.values().all(|capacity| *capacity == DEVICE_CAPACITY);
             let left = |fit: &Fit| if is_uniform { self.remaining_thousandths(fit) } else { 0 };
             let left = |fits: &Option<Fits>| fits.iter().flat_map(Fits::iter).map(left).collect::<Vec<_>>();
@@ -247,7 +247,7 @@ impl Simulation {
             - to_thousandths(fit.reservations()[0].units.get(), device.capacity)
     }
 
-    /// Returns whether the sizes fit, determined by trying all assignments.
+    /// Returns whether the sizes fit, by trying all assignments.
     fn can_hold(&self, node: &str, sizes: &[u32]) -> bool {
         fn fit(free: &mut [u32], sizes: &[u32]) -> bool {
             let Some((&size, rest)) = sizes.split_first() else { return true };

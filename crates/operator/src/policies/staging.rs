@@ -500,8 +500,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
             // A cordoned GPU is excused. `loss` judges a faulted one.
             None
         } else if staged || current.partition == desired.partition {
-            // A staged GPU already has its partition, so the unread spec was written for another
-            // GPU.
+            // If a staged GPU has its partition, the unread spec was written for another GPU.
             gpu_state(node, current, gpu, agent_has_read_spec(node) || staged && has_partition)
         } else {
             Some(NodeState::Changing)

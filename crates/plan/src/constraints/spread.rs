@@ -64,9 +64,9 @@ impl<'a> SpreadCounts<'a> {
     }
 
     /// Finds the domains of each constraint: the values of its topology key on nodes that count. A
-    /// node counts if it has every topology key and no policy ignores it. Returns all nodes with
-    /// every topology key. Each node has two flags: whether the subject's node affinity selects the
-    /// node, and whether the subject tolerates the node's taints.
+    /// node counts if it has every topology key and no policy ignores the node. Returns all nodes
+    /// with every topology key. Each node has two flags: whether the subject's node affinity
+    /// selects the node, and whether the subject tolerates the node's taints.
     pub(super) fn find_domains(
         &mut self,
         subject: &Subject<'a>,

@@ -38,7 +38,7 @@ impl Fits {
     }
 }
 
-/// Why a fit was not reserved. The ledger has not changed.
+/// Why a fit was not reserved. In this case, the ledger does not change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ReserveError {
     /// The pod already has a claim.

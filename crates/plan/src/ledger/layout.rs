@@ -209,14 +209,14 @@ fn reserve_sizes(units_by_device: &mut UnitsByDevice, started_on: &[bool], sizes
     left
 }
 
-/// Units that a pod still needs, and the device on which a part of the request is allocated.
+/// Units that a pod still needs, and the device on which the rest of the request is allocated.
 type Missing<'a> = (Units, Option<&'a str>);
 
 /// Returns the units that a pod still needs, by resource.
 ///
 /// Each allocation satisfies a request of its size, if the pod has one. Otherwise the allocation
 /// satisfies a part of the smallest larger request, because several containers can share one
-/// request. Any further allocation reduces the remaining requests, the largest first.
+/// request. Any other allocation reduces the remaining requests, the largest first.
 pub(super) fn missing_units<'a>(
     device_requests: &'a [DeviceRequest],
     allocated: &'a [AllocatedUnits],

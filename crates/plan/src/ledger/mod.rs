@@ -12,15 +12,16 @@
 //!    request and the kubelet has not allocated yet.
 //! 2. A reservation remains on the device that the pod's annotation names, while it fits on this
 //!    device and is needed.
-//! 3. Any other needed unit is reserved on a device with enough free units, if one exists.
+//! 3. Any other needed unit is reserved on a device with enough free units, if such a device
+//!    exists.
 //!
 //! A claim has a copy of the reservations in its pod's annotation ([`Claim::noted`]). The copies
 //! follow allocations: if a pod was allocated the units that another pod's annotation names, the
 //! copies of the two pods are swapped. The annotations do not change. The ledger has no other
 //! history. Therefore:
 //!
-//! - The units reserved on a device never exceed its free units. `device_units.rs` contains the
-//!   only subtraction, and the only function that adds a reservation.
+//! - The units reserved on a device never exceed its free units. Only `device_units.rs` subtracts
+//!   units or adds a reservation.
 //! - A ledger rebuilt from observations and annotations equals the lost ledger, unless a node is
 //!   short of units ([`Ledger::rebuild`]).
 //!
@@ -120,9 +121,9 @@ impl Ledger {
 
     /// Finds up to `most` placements for a pod on these nodes, best first.
     ///
-    /// On each node, every request is placed on the device with the best score, unless another
-    /// request would then not fit. If a placement exists, it is found. Nothing is reserved. A pod
-    /// without requests fits on every node.
+    /// On each node, every request is placed on the device with the best score, unless this choice
+    /// would prevent another request from fitting. If a placement exists, it is found. Nothing is
+    /// reserved. A pod without requests fits on every node.
     ///
     /// [Nominated](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
     /// priority or a nomination.
@@ -421,19 +422,21 @@ impl Ledger {
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
     /// the node. Victims free units of devices and what the node is missing
     /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
-    /// other pods of the same or higher priority remain nominated. A node that is short of a
-    /// requested resource is excluded. The units and other resources of terminating pods count as
-    /// free, so no pod is preempted for units that become free anyway. While the victims terminate,
-    /// another call returns no further victims.
+    /// other pods of the same or higher priority remain nominated. A node that has too few units of
+    /// a requested resource for its claims is excluded. The units and other resources of
+    /// terminating pods count as free, so no pod is preempted for units that become free anyway.
+    /// While the victims terminate, another call returns no further victims.
     ///
     /// For each way to place the requests on devices, as many pods as possible are kept: first pods
-    /// of higher priority, then pods that started earlier. A disruption budget never allows fewer
-    /// evictions than it has victims. The best way has the lowest maximum priority, then the lowest
-    /// sum of priorities, then the fewest victims. The last criterion is the latest start among the
-    /// victims of the highest priority. Among equal ways, the first by name is chosen.
+    /// of higher priority, then pods that started earlier. The victims never exceed the evictions
+    /// that their disruption budgets allow. The best way has victims with the lowest maximum
+    /// priority, then the lowest sum of priorities, then the fewest victims. The last criterion is
+    /// the latest start among the victims of the highest priority. Among equal ways, the first by
+    /// name is chosen.
     ///
     /// If a budget limits the victims, a possible preemption is always found for a pod with one
-    /// request on a node that is missing nothing. In other cases the search may miss one.
+    /// request on a node that is missing nothing. In other cases, the search may miss a possible
+    /// preemption.
     ///
     /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods that
     /// cannot be evicted, and pods on devices that cannot serve, from `holders`. A preemption on
@@ -458,8 +461,8 @@ impl Ledger {
     /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces
     /// an earlier nomination.
     ///
-    /// Nominated units are not reserved. Agents do not read nominations, and no pod is released to
-    /// use the units. Released pods take precedence.
+    /// Nominated units are not reserved: agents do not read nominations, no pod is released to use
+    /// the units, and released pods take precedence.
     ///
     /// # Errors
     /// Returns an error if the pod has a claim: it is already released and needs no nomination.
