@@ -59,7 +59,7 @@ enum ProgramEnd {
     Signal(i32),
 }
 
-/// The reaction to the end of the program.
+/// The action after the program has exited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reaction {
     /// Restart the program.
@@ -73,8 +73,8 @@ enum Reaction {
 struct RecentRestarts(VecDeque<Instant>);
 
 impl RecentRestarts {
-    /// Decides how to react after the program has exited. `stopping` is true once a signal
-    /// requested that the supervisor stop.
+    /// Decides the action after the program has exited. `stopping` is true once a signal requested
+    /// that the supervisor stop.
     fn reaction_to(&mut self, end: ProgramEnd, stopping: bool, now: Instant) -> Reaction {
         let code = |code: i32| Reaction::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {

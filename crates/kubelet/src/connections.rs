@@ -1,4 +1,4 @@
-//! Connections to unix sockets: limited in number, counted, and closed together.
+//! Manages connections to unix sockets: limits their number, counts them, and closes them together.
 
 use std::future::Future;
 use std::io;

@@ -1,4 +1,4 @@
-//! The state of one pod.
+//! Determines the state of one pod.
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -7,11 +7,11 @@
 //! accepted the client or can no longer accept it. The server applies the limits when it accepts a
 //! client. The daemon and its server handle one client at a time without a deadline.
 //!
-//! The server must not wait for a client either. Driver 580's server waits forever if a client
-//! disconnects before it has introduced itself. The door can introduce the client on its behalf,
-//! but not on a socket that the client has shut down: a shutdown affects all processes that share
-//! the socket. So the door keeps the server's socket. The client receives one end of a connection
-//! to the door, and the door relays packets both ways.
+//! The server must not wait for a client. Driver 580's server waits forever if a client disconnects
+//! before it has introduced itself. The door can introduce the client on its behalf, but not on a
+//! socket that the client has shut down: a shutdown affects all processes that share the socket. So
+//! the door keeps the server's socket. The client receives one end of a connection to the door, and
+//! the door relays packets both ways.
 //!
 //! [`ControlLock`]: super::daemon::ControlLock
 mod admission;

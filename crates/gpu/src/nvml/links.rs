@@ -43,8 +43,8 @@ pub(super) enum NvLinkEnd {
     Switch,
 }
 
-/// Returns the other ends of a GPU's active NVLinks. A link that fails is unknown, and the others
-/// remain known. `bus_id` converts a bus ID to the format of sysfs.
+/// Returns the other ends of a GPU's active NVLinks. A link that cannot be read is unknown, and the
+/// other links remain known. `bus_id` converts a bus ID to the format of sysfs.
 ///
 /// # Errors
 /// Returns an error only if the driver is lost.
@@ -92,7 +92,7 @@ fn read_nvlink(
     Ok(())
 }
 
-/// Returns `None` for an error that concerns one GPU only.
+/// Returns `None` instead of an error that concerns only one GPU.
 pub(super) fn unless_driver_lost<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match result {
         Ok(value) => Ok(Some(value)),

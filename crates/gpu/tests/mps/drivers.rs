@@ -42,7 +42,7 @@ fn wait_until_refused(node: &Node) -> DaemonStatus {
 fn check_relay(node: &Node) {
     let through = Connection::connect(&node.paths.door(ALLOCATION_A)).unwrap();
     assert_eq!(through.recv(64).unwrap().unwrap().data, mps::HELLO_OF_OTHER_DRIVER);
-    // Credentials and descriptors are relayed too.
+    // The door also relays credentials and descriptors.
     through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
     through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
     let packet = through.recv_fd(64).unwrap().unwrap();

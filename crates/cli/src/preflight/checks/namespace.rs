@@ -7,13 +7,13 @@ use super::super::report::{Level, Reason, Report, counted};
 use super::cluster::SYSTEM_PRIORITY_CLASSES;
 use super::view::{View, items};
 
-/// The label with which a namespace chooses its Pod Security Standard.
+/// The label that sets the Pod Security Standard of a namespace.
 const POD_SECURITY_LABEL: &str = "pod-security.kubernetes.io/enforce";
 /// The scope of a quota that selects pods by their priority class.
 const PRIORITY_SCOPE: &str = "PriorityClass";
-/// `DaemonSets` of Cleave: the agents and the MPS hosts.
+/// Number of Cleave's `DaemonSets`: the agents and the MPS hosts.
 const DAEMON_SETS: u64 = 2;
-/// Replicas of the operator, by default.
+/// Default number of the operator's replicas.
 const OPERATORS: u64 = 2;
 
 /// Adds the findings about the namespace.
@@ -133,8 +133,8 @@ fn check_quotas(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Returns whether a quota applies to Cleave's pods of a priority class. They run until they are
-/// deleted, and have requests.
+/// Returns whether a quota applies to Cleave's pods of a priority class. These pods have requests
+/// and no deadline.
 fn applies(quota: &ResourceQuota, class: &str) -> bool {
     let scope = |scope: &str| matches!(scope, "NotTerminating" | "NotBestEffort" | PRIORITY_SCOPE);
     quota.spec.scopes.iter().all(|name| scope(name))
@@ -156,8 +156,8 @@ fn selects_priority_class(quota: &ResourceQuota, class: &str) -> bool {
     applies(quota, class) && requirements.any(|one| one.operator == "In" && named(&one.scope_name, &one.values))
 }
 
-/// Reports a quota of limits that Cleave's containers do not have. The API server then refuses the
-/// pods, unless a `LimitRange` sets the limits.
+/// Reports a quota for limits that Cleave's containers do not set. With such a quota, the API
+/// server refuses the pods unless a `LimitRange` sets the limits.
 fn check_required_limits(quota: &ResourceQuota, limit_ranges: &[&LimitRange], report: &mut Report) {
     if !SYSTEM_PRIORITY_CLASSES.into_iter().any(|class| applies(quota, class)) {
         return;

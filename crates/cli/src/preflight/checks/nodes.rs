@@ -18,8 +18,8 @@ pub(in super::super) const OPERATOR_TOLERATIONS: [&str; 2] =
 const ARCHITECTURES: [&str; 2] = ["amd64", "arm64"];
 /// The first containerd that supports CDI.
 const CONTAINERD_WITH_CDI: MajorMinor = MajorMinor(1, 7);
-/// The oldest kernel that Cleave supports. `pidfd_open`, with which the MPS host sees that a client
-/// has ended, is in Linux 5.3.
+/// The oldest kernel that Cleave supports. The MPS host detects the exit of clients with
+/// `pidfd_open`, which Linux has since 5.3.
 const OLDEST_KERNEL: MajorMinor = MajorMinor(5, 4);
 
 /// Returns whether a device plugin serves GPUs on the node now.
@@ -76,8 +76,7 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
     check_labels(view, report);
 }
 
-/// Reports GPU nodes that the chart does not select, and those that it selects only by labels that
-/// may disappear.
+/// Reports GPU nodes that the chart does not select, or selects only by labels that may disappear.
 fn check_labels(view: &View<'_>, report: &mut Report) {
     let (mut unlabelled, mut discovered) = (Vec::new(), Vec::new());
     for &node in &view.gpu_nodes {
@@ -204,7 +203,7 @@ fn check_taints(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Returns the taints of a node that keep pods away, and that no controller removes.
+/// Returns the taints of a node that exclude pods, and that no controller removes.
 fn lasting_taints(node: &Node) -> impl Iterator<Item = &Taint> {
     node.spec.taints.iter().filter(|taint| {
         let refusal = NodeRefusal::Taint { key: taint.key.clone(), value: taint.value.clone() };
@@ -212,7 +211,7 @@ fn lasting_taints(node: &Node) -> impl Iterator<Item = &Taint> {
     })
 }
 
-/// Checks how many nodes can run the operator.
+/// Checks whether enough nodes can run the operator's replicas.
 fn check_operator(view: &View<'_>, report: &mut Report) {
     if view.nodes.is_empty() {
         return;
@@ -249,7 +248,7 @@ fn check_operator(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Returns whether the node is one of EKS Auto Mode.
+/// Returns whether EKS Auto Mode manages the node.
 pub(super) fn is_eks_auto(node: &Node) -> bool {
     Platform::of(node) == Some(Platform::EksBottlerocket) && node.status.node_info.os_image.contains("EKS Auto")
 }

@@ -5,24 +5,24 @@ use super::super::report::{Reason, Report};
 use super::nodes::{is_eks_auto, names, serves_gpus};
 use super::view::{View, can_run, is_cleave, items};
 
-/// What a `DaemonSet` does.
+/// Function of a `DaemonSet`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// It offers GPUs to the kubelet.
+    /// Advertises GPUs to the kubelet.
     Plugin,
-    /// It allocates GPUs through dynamic resource allocation.
+    /// Allocates GPUs through dynamic resource allocation.
     Dra,
-    /// It changes MIG modes.
+    /// Changes MIG modes.
     MigManager,
-    /// It runs the driver.
+    /// Runs the driver.
     Driver,
 }
 
-/// Software that a `DaemonSet` can be recognized as.
+/// A known product, with the rule that recognizes its `DaemonSet`.
 struct Product {
     role: Role,
     name: &'static str,
-    /// How to keep the software off a node.
+    /// How an administrator excludes the software from a node.
     action: &'static str,
     /// Whether a `DaemonSet` belongs to the software.
     is: fn(&DaemonSet) -> bool,
@@ -30,7 +30,7 @@ struct Product {
 
 /// The name of NVIDIA's `RuntimeClass`.
 const RUNTIME_CLASS: &str = "nvidia";
-/// Start of the labels by which `DaemonSets` of the GPU Operator select their nodes.
+/// Prefix of the labels by which `DaemonSets` of the GPU Operator select their nodes.
 const GPU_OPERATOR_LABELS: &str = "nvidia.com/gpu.deploy.";
 /// Custom resource definitions of software that manages GPUs.
 const DEFINITIONS: [(&str, &str, &str); 3] = [
@@ -46,7 +46,7 @@ const DEFINITIONS: [(&str, &str, &str); 3] = [
         "Install it with resources.gpus.enabled=false. It may still provide ComputeDomains.",
     ),
 ];
-/// The container of NVIDIA's DRA driver that allocates GPUs. The other one allocates
+/// The container of NVIDIA's DRA driver that allocates GPUs. The driver's other container allocates
 /// `ComputeDomain`s.
 const DRA_GPU_CONTAINER: &str = "gpus";
 
@@ -177,7 +177,7 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
     check_driver(view, &found, report);
 }
 
-/// Recognizes a `DaemonSet`, and computes on which GPU nodes it runs. Returns `None` for a
+/// Recognizes a `DaemonSet`, and finds the GPU nodes on which it runs. Returns `None` for a
 /// `DaemonSet` of Cleave or of an unknown product.
 fn recognize<'a>(view: &View<'a>, set: &'a DaemonSet) -> Option<RecognizedDaemonSet<'a>> {
     if is_cleave(set) {
@@ -248,8 +248,8 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
     }
 }
 
-/// Reports software that is installed, but runs no device plugin on the GPU nodes. It may do so
-/// later.
+/// Reports software that is installed but runs no device plugin on the GPU nodes. The software may
+/// start one later.
 fn check_definitions(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     let runs_plugins = found.iter().any(|found| {
         matches!(found.product.role, Role::Plugin | Role::Dra | Role::MigManager) && !found.nodes.is_empty()
@@ -285,7 +285,7 @@ fn check_dra(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     }
 }
 
-/// Reports NVIDIA's MIG manager. The values leave MIG mode to it.
+/// Reports NVIDIA's MIG manager. The suggested values leave MIG mode to the MIG manager.
 fn check_mig_manager(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     for manager in of_role(found, Role::MigManager).filter(|manager| !manager.nodes.is_empty()) {
         report.set("agent.migMode", "Never");
@@ -322,8 +322,9 @@ fn check_driver(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut
     check_runtime_class(view, uses_operator, report);
 }
 
-/// Checks the `RuntimeClass` wherever the values files set `driver.runtimeClassName`. The file of
-/// the GPU Operator sets it on every platform.
+/// Sets `driver.runtimeClassName` if the platform uses the `RuntimeClass` and it exists. Reports a
+/// missing `RuntimeClass`. The values file of the GPU Operator uses the `RuntimeClass` on every
+/// platform.
 fn check_runtime_class(view: &View<'_>, uses_operator: bool, report: &mut Report) {
     if view.facts.runtime_classes.is_err() {
         return;

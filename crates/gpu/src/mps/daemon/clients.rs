@@ -46,7 +46,8 @@ pub(super) struct Clients {
     /// PIDs in MPS's latest list, and PIDs of clients admitted since that list.
     listed: BTreeSet<u32>,
     admitted: BTreeMap<u32, AdmittedClient>,
-    /// Clients with contexts that MPS has terminated. Exits of these clients break no other client.
+    /// Clients with contexts that MPS has terminated. When these clients exit, they break no other
+    /// client.
     terminated: BTreeSet<u32>,
 }
 

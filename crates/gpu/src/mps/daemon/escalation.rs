@@ -81,7 +81,7 @@ impl Escalation {
         }
         let next = match (self.step, clients) {
             (EscalationStep::KillDaemon, _) => return None,
-            // No client can be signalled. The server has to recover.
+            // No client remains to signal: wait for the server to recover.
             (EscalationStep::Wait | EscalationStep::SignalTerm | EscalationStep::SignalKill, 0) => {
                 let since = *self.without_clients_since.get_or_insert(at);
                 (at.saturating_sub(since) >= IDLE_SERVER_RECOVERY_TIME).then_some(EscalationStep::ShutDownServer)

@@ -11,14 +11,14 @@ use crate::nvml::{ComputeMode, Gpu};
 /// all processes visible.
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
 
-/// The facts that decide whether the doctor may start a daemon.
+/// The facts that determine whether the doctor may start a daemon.
 #[derive(Debug, Clone)]
 pub(super) struct Preconditions {
     control: bool,
     root: bool,
     mig: bool,
     compute_mode: Option<ComputeMode>,
-    /// Why Cleave may use the GPU. `None` if Cleave does not use the GPU.
+    /// Why Cleave may be using the GPU. `None` if Cleave does not use the GPU.
     cleave: Option<String>,
     /// PIDs of MPS processes that may serve the GPU. `None` if the search failed.
     mps: Option<Vec<u32>>,
