@@ -17,8 +17,8 @@ use crate::{
 /// Annotation of the template. The tests change it to simulate an upgrade of the chart.
 const RELEASE_ANNOTATION: &str = "e2e/release";
 
-/// The `DaemonSet` of the MPS hosts. Dropping the value restores it, and waits until all hosts
-/// match.
+/// The `DaemonSet` of the MPS hosts. Dropping the value restores the `DaemonSet`, and waits until
+/// all MPS hosts match.
 struct Template<'a> {
     cluster: &'a Cluster,
     path: String,

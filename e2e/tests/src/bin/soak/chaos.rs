@@ -119,7 +119,8 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
             run_launcher(&["start", component]).map(drop)
         }
         "MPS daemon" | "MPS server" => kill_mps(cluster, random, what, node),
-        // While either is stopped, requests get no response, a late response, or status 5xx.
+        // While the API server or etcd is stopped, requests get no response, a late response, or
+        // status 5xx.
         "API server stopped" => stop_briefly("apiserver", random),
         "etcd stopped" => stop_briefly("etcd", random),
         "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),
