@@ -222,7 +222,7 @@ impl CheckpointStore {
     ///
     /// # Errors
     /// Returns an error if the file cannot be renamed.
-    pub fn move_aside(&self) -> io::Result<PathBuf> {
+    pub fn rename_unusable(&self) -> io::Result<PathBuf> {
         let aside = self.path.with_extension("json.unread");
         fs::rename(&self.path, &aside)?;
         Ok(aside)
@@ -287,7 +287,7 @@ mod tests {
         fs::write(&store.path, br#"{"version": 2, "layouts": "of another shape"}"#).unwrap();
         let error = store.load().unwrap_err();
         assert!(error.to_string().ends_with("has version 2; this agent reads version 1"), "{error}");
-        let aside = store.move_aside().unwrap();
+        let aside = store.rename_unusable().unwrap();
         assert!(store.load().unwrap().is_none());
         assert!(fs::read_to_string(aside).unwrap().contains("another shape"));
     }

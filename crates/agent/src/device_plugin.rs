@@ -94,7 +94,7 @@ impl ServedResource {
 impl ServedResource {
     /// Returns the number of requested units if the choice of slices matters and no pod with that
     /// request is known yet.
-    fn unknown_units(&self, request: &PreferredRequest<'_>) -> Option<u32> {
+    fn units_of_unknown_pod(&self, request: &PreferredRequest<'_>) -> Option<u32> {
         let units = u32::try_from(request.size).ok()?;
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource)?;
@@ -148,7 +148,7 @@ impl Resource for ServedResource {
 
     fn preferred_devices<'a>(&'a self, request: PreferredRequest<'a>) -> BoxFuture<'a, Result<Vec<String>, Refusal>> {
         Box::pin(async move {
-            if let Some(units) = self.unknown_units(&request) {
+            if let Some(units) = self.units_of_unknown_pod(&request) {
                 self.allocator.wait_for_pod(&self.resource, units).await;
             }
             Ok(self.choose(&request))
@@ -257,7 +257,7 @@ mod tests {
         let started = tokio::time::Instant::now();
         let (chosen, ()) = tokio::join!(waits, comes);
         assert_eq!(started.elapsed(), Duration::ZERO, "the pod is reported in time");
-        assert!(served.unknown_units(&request).is_none(), "the pod is known");
+        assert!(served.units_of_unknown_pod(&request).is_none(), "the pod is known");
         let chosen = chosen.unwrap();
         assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
         let _ = served.grant(&chosen).unwrap();
@@ -273,7 +273,8 @@ mod tests {
     fn no_request_waits_without_a_choice_or_without_a_watch() {
         let all = all_share_ids();
         let two = || pools(&["A", "B"], &mps_kind());
-        let waits = |served: &ServedResource, request: &PreferredRequest<'_>| served.unknown_units(request).is_some();
+        let waits =
+            |served: &ServedResource, request: &PreferredRequest<'_>| served.units_of_unknown_pod(request).is_some();
         assert!(waits(&served_resource(PendingAllocations::with_watch(), two()), &preferred_request(&all, &[], 3)));
         assert!(
             !waits(&served_resource(PendingAllocations::default(), two()), &preferred_request(&all, &[], 3)),

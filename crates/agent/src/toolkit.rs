@@ -18,16 +18,17 @@ use crate::cdi::DriverEdits;
 
 /// Directories on the host that may contain the toolkit's programs: packages of distributions, and
 /// the container of NVIDIA's GPU Operator.
-const DIRECTORIES: [&str; 4] = ["/usr/bin", "/usr/local/bin", "/usr/local/nvidia/toolkit", "/opt/nvidia/toolkit"];
+const TOOLKIT_DIRECTORIES: [&str; 4] =
+    ["/usr/bin", "/usr/local/bin", "/usr/local/nvidia/toolkit", "/opt/nvidia/toolkit"];
 /// Program that prints specifications.
-const GENERATOR: &str = "nvidia-ctk";
+const GENERATOR_PROGRAM: &str = "nvidia-ctk";
 /// Program that the hooks of a specification call.
-const HOOK: &str = "nvidia-cdi-hook";
+const HOOK_PROGRAM: &str = "nvidia-cdi-hook";
 /// `PATH` of the generator.
 const HOST_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// `TMPDIR` of the generator, which writes its output to a temporary file first. The agent's view
 /// of the host's root is read-only, but this directory is a mount of its own.
-const HOST_TEMPORARY: &str = "/dev/shm";
+const HOST_TEMPORARY_DIRECTORY: &str = "/dev/shm";
 /// Maximum time that the generator may take. It calls NVML, which hangs if a GPU hangs.
 const GENERATOR_TIMEOUT: Duration = Duration::from_secs(60);
 /// Directory of an MPS daemon that is not Cleave's. Its socket would let programs bypass doors.
@@ -40,7 +41,7 @@ pub enum ToolkitError {
     #[error(
         "NVIDIA's container toolkit is not installed: the host has no nvidia-ctk in {}. Install the toolkit, or set \
          driver.path to the driver's directory",
-        DIRECTORIES.join(", ")
+        TOOLKIT_DIRECTORIES.join(", ")
     )]
     NotInstalled,
     /// The generator could not be started.
@@ -71,9 +72,9 @@ impl Toolkit {
             // A symbolic link may be absolute on the host, so this process cannot check its target.
             std::fs::symlink_metadata(host_root.join(path.strip_prefix("/").unwrap_or(path))).is_ok()
         };
-        DIRECTORIES.iter().find_map(|directory| {
-            let generator = Some(Path::new(directory).join(GENERATOR)).filter(there)?;
-            Some(Self { generator, hook: Some(Path::new(directory).join(HOOK)).filter(there) })
+        TOOLKIT_DIRECTORIES.iter().find_map(|directory| {
+            let generator = Some(Path::new(directory).join(GENERATOR_PROGRAM)).filter(there)?;
+            Some(Self { generator, hook: Some(Path::new(directory).join(HOOK_PROGRAM)).filter(there) })
         })
     }
 
@@ -113,7 +114,7 @@ fn host_command(this: &Path, args: &AgentArgs, toolkit: &Toolkit) -> Command {
     }
     command.arg("--node-name").arg(&args.node_name).arg("--host-root").arg(&args.host_root);
     command.arg("--run-on-host").args(toolkit.command_line());
-    command.env_clear().env("PATH", HOST_PATH).env("TMPDIR", HOST_TEMPORARY);
+    command.env_clear().env("PATH", HOST_PATH).env("TMPDIR", HOST_TEMPORARY_DIRECTORY);
     command.stdin(Stdio::null());
     command
 }

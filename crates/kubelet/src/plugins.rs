@@ -19,7 +19,7 @@ use crate::registration::{
     register,
 };
 use crate::resource::{Resource, ResourceName};
-use crate::server::{Served, Session, StreamMode};
+use crate::server::{CurrentResource, Session, StreamMode};
 
 /// The resources to serve, by name.
 type DesiredResources = BTreeMap<ResourceName, Arc<dyn Resource>>;
@@ -459,7 +459,7 @@ struct Plugin {
     name: ResourceName,
     directory: Directory,
     timings: PluginTimings,
-    served: Served,
+    served: CurrentResource,
     run: watch::Receiver<TaskCommand>,
     /// Changes when the directory has changed.
     directory_changes: watch::Receiver<()>,

@@ -248,7 +248,7 @@ impl Relay {
             let path = self.directory.path().join(&request.endpoint);
             let connected = tokio::time::timeout(self.timings.connect, connect(&path)).await;
             let connected = connected.map_err(|_| Status::deadline_exceeded("the plugin did not answer"))??;
-            self.adopt(&name, request.endpoint, connected);
+            self.replace_resource(&name, request.endpoint, connected);
         }
         self.wait_until_streaming(&name).await
     }
@@ -264,7 +264,7 @@ impl Relay {
 
     /// Serves a resource with this connection. If the resource is already served with the same
     /// options, the kubelet's stream continues.
-    fn adopt(self: &Arc<Self>, name: &ResourceName, socket: String, connected: PluginConnection) {
+    fn replace_resource(self: &Arc<Self>, name: &ResourceName, socket: String, connected: PluginConnection) {
         let PluginConnection { client, options, devices, stream } = connected;
         let mut endpoints = lock(&self.endpoints);
         let number = endpoints.next;

@@ -80,8 +80,10 @@ pub(crate) fn create_report(cluster: &PlanContext<'_, '_>, states: &mut States) 
                 waiting.entry(group).or_insert_with(|| unplaced_reason(cluster, states, group)).clone()
             }
             (None, None) => {
-                let wrong =
-                    model.bad_pods.get(&as_u32(index)).map_or("the pod's requests are not valid", String::as_str);
+                let wrong = model
+                    .unplannable_pods
+                    .get(&as_u32(index))
+                    .map_or("the pod's requests are not valid", String::as_str);
                 format!("The pod cannot be planned: {wrong}.")
             }
         };

@@ -97,7 +97,7 @@ struct ExactSearch<'s, 'a> {
     pods: Vec<u32>,
     level_of: Vec<usize>,
     /// A number for each node of the part. Nodes with equal numbers are interchangeable.
-    alike: Vec<u32>,
+    equivalence_class: Vec<u32>,
     gpus: Vec<u32>,
     placed: Vec<u32>,
     best: PlanScore,
@@ -130,7 +130,7 @@ pub(crate) fn search(
     let level_of =
         pods.iter().map(|&pod| levels.iter().position(|&level| level == priority(pod)).unwrap_or(0)).collect();
     let mut search = ExactSearch {
-        alike: equivalence_classes(model, assignment, part),
+        equivalence_class: equivalence_classes(model, assignment, part),
         model,
         states,
         assignment: std::mem::take(assignment),
@@ -268,8 +268,8 @@ impl ExactSearch<'_, '_> {
     /// Returns the part of the state that determines the possible continuations.
     fn state_key(&self, at: usize, skipped: bool) -> Vec<u32> {
         let mut nodes: Vec<Vec<u32>> = Vec::with_capacity(self.nodes.len());
-        for (&node, &alike) in self.nodes.iter().zip(&self.alike) {
-            let mut key = vec![alike];
+        for (&node, &equivalence_class) in self.nodes.iter().zip(&self.equivalence_class) {
+            let mut key = vec![equivalence_class];
             key.extend(sorted_states(self.model, &self.assignment, node));
             for &free in self.assignment.free(node) {
                 key.push(u32::try_from(free >> 32).unwrap_or(u32::MAX));
@@ -294,11 +294,15 @@ impl ExactSearch<'_, '_> {
         let mut gpus = Vec::new();
         let nodes = self.nodes;
         for (at, &node) in nodes.iter().enumerate() {
-            let alike = self.alike.get(at).copied();
+            let equivalence_class = self.equivalence_class.get(at).copied();
             if group.nodes.binary_search(&node).is_err() {
                 continue;
             }
-            let kind = (alike, sorted_states(self.model, &self.assignment, node), self.assignment.free(node).to_vec());
+            let kind = (
+                equivalence_class,
+                sorted_states(self.model, &self.assignment, node),
+                self.assignment.free(node).to_vec(),
+            );
             if seen.contains(&kind) {
                 continue;
             }

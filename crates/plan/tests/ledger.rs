@@ -90,7 +90,7 @@ struct Pod {
     bound: Option<String>,
     served: bool,
     /// The annotation written when the pod was released. The annotation never changes.
-    noted: ReservationsByNode,
+    annotated: ReservationsByNode,
 }
 
 /// Reservations by node.
@@ -184,7 +184,7 @@ impl Simulation {
                 }
             }
             Event::Crash => {
-                self.ledger = self.rebuild_ledger(|_, pod| pod.noted.clone());
+                self.ledger = self.rebuild_ledger(|_, pod| pod.annotated.clone());
                 self.chooser = Chooser::default();
             }
             Event::Resize { node, device, capacity } => {
@@ -235,8 +235,8 @@ impl Simulation {
         let nodes: Vec<String> = fits.iter().map(|fit| fit.node().to_owned()).collect();
         assert_eq!(nodes.len(), most.min(possible.len()), "{nodes:?} of {possible:?}");
         self.ledger.reserve(&name, &fits, Moment(self.now + CLAIM_SECONDS)).unwrap();
-        let noted = fits.iter().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec())).collect();
-        self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, noted });
+        let annotated = fits.iter().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec())).collect();
+        self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, annotated });
     }
 
     /// Returns the part of the chosen device that remains, in thousandths.
@@ -300,7 +300,7 @@ impl Simulation {
     }
 
     /// Returns a ledger rebuilt from the nodes and the annotations of the pods.
-    fn rebuild_ledger(&self, noted: impl Fn(&str, &Pod) -> ReservationsByNode) -> Ledger {
+    fn rebuild_ledger(&self, annotated: impl Fn(&str, &Pod) -> ReservationsByNode) -> Ledger {
         let claims = self.pods.iter().map(|(name, pod)| {
             let place = pod.bound.clone().map_or_else(
                 || {
@@ -311,7 +311,10 @@ impl Simulation {
                 },
                 Place::Bound,
             );
-            (name.clone(), Claim { device_requests: device_requests(&pod.sizes), place, noted: noted(name, pod) })
+            (
+                name.clone(),
+                Claim { device_requests: device_requests(&pod.sizes), place, annotated: annotated(name, pod) },
+            )
         });
         Ledger::rebuild(Facts { nodes: self.known.clone(), claims: claims.collect() })
     }
@@ -340,7 +343,8 @@ impl Simulation {
             kept.sort_unstable();
             assert!(known.is_none() || wanted == kept, "{node}: wanted {wanted:?}, kept {kept:?}");
         }
-        let known = |name: &str, _: &Pod| self.ledger.claim(name).map(|claim| claim.noted.clone()).unwrap_or_default();
+        let known =
+            |name: &str, _: &Pod| self.ledger.claim(name).map(|claim| claim.annotated.clone()).unwrap_or_default();
         let rebuilt = self.rebuild_ledger(known);
         for node in NODES {
             let of = |ledger: &Ledger| {

@@ -18,11 +18,11 @@ const BACKLOG: u32 = 1024;
 /// # Panics
 /// Panics if called outside a Tokio runtime.
 pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    listen_by(address, open)
+    listen_with(address, open)
 }
 
 /// Listens on an address, or on its IPv4 substitute. `open` creates the listener.
-fn listen_by<T>(address: SocketAddr, open: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
+fn listen_with<T>(address: SocketAddr, open: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
     match open(address) {
         Err(error) => match ipv4_substitute(address, &error) {
             Some(substitute) => open(substitute),
@@ -66,7 +66,7 @@ mod tests {
     /// Listens on a simulated node where creating or binding an IPv6 socket fails with `errno`.
     /// Returns the listener's address.
     fn listen_without_ipv6(address: &str, errno: Errno) -> io::Result<SocketAddr> {
-        listen_by(on(address), |address| if address.is_ipv6() { Err(errno.into()) } else { Ok(address) })
+        listen_with(on(address), |address| if address.is_ipv6() { Err(errno.into()) } else { Ok(address) })
     }
 
     #[test]

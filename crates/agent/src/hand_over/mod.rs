@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!  new agent                                 old agent
-//!  standby, not ready ── asks to serve ────▶ serves
+//!  standby, not ready ─ requests hand-over ▶ serves
 //!  takes the lock, on probation ◀─ hands over ─ standby, as ready as before
 //!  ready: serves                             Kubernetes deletes its pod
 //!  not ready in time, or ends ─────────────▶ serves again
@@ -43,7 +43,7 @@ const MAX_AGENTS: usize = 16;
 #[serde(rename_all = "camelCase", default)]
 pub struct Record {
     /// Agents, in the order in which they first served.
-    agents: Vec<Member>,
+    agents: Vec<KnownAgent>,
     /// The agent that serves, or served last.
     serving: Option<String>,
     /// The agent that takes over next: the serving agent has handed over, and this agent does not
@@ -56,7 +56,7 @@ pub struct Record {
 /// An agent of the node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-struct Member {
+struct KnownAgent {
     /// UID of the agent's pod.
     id: String,
     /// Whether the agent was ready when it last served.
@@ -79,7 +79,7 @@ pub struct Start {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Standby {
     /// Whether the agent requests a hand-over from the serving agent.
-    pub asks: bool,
+    pub requests_hand_over: bool,
     /// Whether the agent reports that it is ready.
     pub ready: bool,
 }
@@ -107,20 +107,20 @@ impl Record {
 
     /// Returns the position of an agent in the order of age. Unknown agents are newer than all
     /// others.
-    fn place(&self, id: &str) -> usize {
+    fn age_position(&self, id: &str) -> usize {
         self.agents.iter().position(|member| member.id == id).unwrap_or(self.agents.len())
     }
 
-    fn member(&self, id: &str) -> Option<&Member> {
+    fn member(&self, id: &str) -> Option<&KnownAgent> {
         self.agents.iter().find(|member| member.id == id)
     }
 
-    fn member_mut(&mut self, id: &str) -> &mut Member {
-        let place = self.place(id);
-        if place == self.agents.len() {
-            self.agents.push(Member { id: id.to_owned(), ..Member::default() });
+    fn member_mut(&mut self, id: &str) -> &mut KnownAgent {
+        let position = self.age_position(id);
+        if position == self.agents.len() {
+            self.agents.push(KnownAgent { id: id.to_owned(), ..KnownAgent::default() });
         }
-        &mut self.agents[place]
+        &mut self.agents[position]
     }
 
     /// Returns the agent that should serve.
@@ -130,8 +130,8 @@ impl Record {
 
     /// Records that this agent has the lock and serves from now on.
     pub fn start_serving(&mut self, id: &str) -> Start {
-        let place = self.place(id);
-        let failed = self.current().filter(|other| self.place(other) > place).map(str::to_owned);
+        let position = self.age_position(id);
+        let failed = self.current().filter(|other| self.age_position(other) > position).map(str::to_owned);
         let before = self.serving.as_deref();
         let probation = match before {
             _ if failed.is_some() => false,
@@ -173,18 +173,18 @@ impl Record {
     /// hand-over writes no record, and exits only after the new agent is ready.
     pub fn standby(&self, id: &str, waited: Duration) -> Standby {
         let Some(current) = self.current() else {
-            return Standby { asks: true, ready: waited >= CLAIM_TIMEOUT };
+            return Standby { requests_hand_over: true, ready: waited >= CLAIM_TIMEOUT };
         };
-        let older = self.place(id) < self.place(current);
-        Standby { asks: !older, ready: older && self.was_ready(id) }
+        let older = self.age_position(id) < self.age_position(current);
+        Standby { requests_hand_over: !older, ready: older && self.was_ready(id) }
     }
 
     /// Decides whether this serving agent hands over to the agent with a request. `served` is how
     /// long this agent has served without interruption. `changing` states whether a GPU is being
     /// changed.
-    pub fn hands_over(&self, own: &str, asking: &str, served: Duration, changing: bool) -> bool {
-        let delay = retry_delay(self.failures(asking));
-        self.place(asking) > self.place(own) && !self.probation && !changing && served >= delay
+    pub fn hands_over(&self, own: &str, requesting: &str, served: Duration, changing: bool) -> bool {
+        let delay = retry_delay(self.failures(requesting));
+        self.age_position(requesting) > self.age_position(own) && !self.probation && !changing && served >= delay
     }
 }
 
@@ -198,8 +198,8 @@ fn retry_delay(failures: u32) -> Duration {
 
 /// Decides whether a standby may take a free lock. An agent with a hand-over request has priority,
 /// unless it is stopped or hangs. `waited` is the time since the standby started.
-pub fn may_take_lock(another_asks: bool, waited: Duration) -> bool {
-    !another_asks || waited >= CLAIM_TIMEOUT
+pub fn may_take_lock(another_requests: bool, waited: Duration) -> bool {
+    !another_requests || waited >= CLAIM_TIMEOUT
 }
 
 /// State of a probation.

@@ -52,7 +52,7 @@ impl Node {
         let rules = self.change_rules(&hardware, &partitions);
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         let decided = decide_layouts(&hardware, spec, &self.layouts, usage, &rules);
-        let decided = self.put_old_layouts_back(self.exclude_slices_being_removed(decided), now);
+        let decided = self.restore_old_layouts(self.exclude_slices_being_removed(decided), now);
         let LayoutDecision { layouts, mut steps, applied, changes, foreign } = self.delay_removals(decided, now);
         let layouts_changed = self.set_layouts(layouts);
         self.release_adopted_daemons(usage);
@@ -364,7 +364,7 @@ impl Node {
 
     /// Serves the old layout of a GPU again while the driver refuses to turn its MIG mode on.
     /// Otherwise the GPU would serve no slices.
-    fn put_old_layouts_back(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
+    fn restore_old_layouts(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
         let LayoutDecision { layouts, changes, .. } = &mut decided;
         let enables = |uuid: &String| changes.get(uuid).is_some_and(|changes| changes.contains(&MigChange::Mode(true)));
         let progress = &self.mig_progress;

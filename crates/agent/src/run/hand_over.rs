@@ -27,7 +27,7 @@ use crate::hand_over::{LOCK_ERROR_TIMEOUT, Probation, Record, Standby, Start, ju
 /// Interval between attempts to lock the state directory.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval between reads of the files that other agents write.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The files through which the agents of a node coordinate.
 #[derive(Debug, Clone)]
@@ -59,7 +59,7 @@ impl HandOverFiles {
 
     /// Requests a hand-over from the serving agent. Returns `None` while another agent has a
     /// request. Dropping the file ends the request.
-    fn ask(&self, id: &str) -> io::Result<Option<File>> {
+    fn request_hand_over(&self, id: &str) -> io::Result<Option<File>> {
         let mut file = open(&self.path("successor"))?;
         if !try_flock(&file, FlockOperation::NonBlockingLockExclusive)? {
             return Ok(None);
@@ -70,7 +70,7 @@ impl HandOverFiles {
     }
 
     /// Returns the agent that requests a hand-over.
-    fn asking(&self) -> io::Result<Option<String>> {
+    fn requesting_agent(&self) -> io::Result<Option<String>> {
         let mut file = match File::open(self.path("successor")) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -88,7 +88,7 @@ impl HandOverFiles {
 
     /// Marks this agent as waiting until the returned file is dropped. Returns `None` if the caller
     /// must retry.
-    fn wait(&self) -> io::Result<Option<File>> {
+    fn mark_waiting(&self) -> io::Result<Option<File>> {
         let file = open(&self.path("waiting"))?;
         Ok(try_flock(&file, FlockOperation::NonBlockingLockShared)?.then_some(file))
     }
@@ -134,9 +134,9 @@ pub(super) struct Serving {
 struct Waiting {
     files: HandOverFiles,
     id: String,
-    begun: Instant,
+    since: Instant,
     endpoints: StandbyEndpoints,
-    looked: Option<Instant>,
+    last_poll: Option<Instant>,
     standby: Standby,
     /// Locked while this agent requests a hand-over.
     request: Option<File>,
@@ -146,20 +146,20 @@ struct Waiting {
 
 impl Waiting {
     /// Reads the record at intervals, and requests a hand-over if [`Record`] decides so.
-    fn look(&mut self) {
-        if self.looked.is_none_or(|looked| looked.elapsed() >= LOOK_INTERVAL) {
-            self.looked = Some(Instant::now());
-            self.standby = self.files.load().standby(&self.id, self.begun.elapsed());
+    fn poll(&mut self) {
+        if self.last_poll.is_none_or(|last_poll| last_poll.elapsed() >= POLL_INTERVAL) {
+            self.last_poll = Some(Instant::now());
+            self.standby = self.files.load().standby(&self.id, self.since.elapsed());
             self.endpoints.record_heartbeat(self.standby.ready);
         }
-        let report = |error: io::Error| tracing::warn!(%error, "failed to ask for a hand-over; retrying");
+        let report = |error: io::Error| tracing::warn!(%error, "failed to request a hand-over; retrying");
         if self.presence.is_none() {
-            self.presence = self.files.wait().map_err(report).ok().flatten();
+            self.presence = self.files.mark_waiting().map_err(report).ok().flatten();
         }
-        if !self.standby.asks {
+        if !self.standby.requests_hand_over {
             self.request = None;
         } else if self.request.is_none() {
-            self.request = self.files.ask(&self.id).map_err(report).ok().flatten();
+            self.request = self.files.request_hand_over(&self.id).map_err(report).ok().flatten();
         }
     }
 }
@@ -178,9 +178,10 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     let mut failing: Option<Instant> = None;
     let begun = Instant::now();
     let lock = loop {
-        let asks = waiting.as_ref().is_some_and(|waiting| waiting.request.is_some());
-        let another_asks = !asks && files.asking().is_ok_and(|asking| asking.is_some());
-        match if may_take_lock(another_asks, begun.elapsed()) { store.try_lock() } else { Ok(None) } {
+        let requests_hand_over = waiting.as_ref().is_some_and(|waiting| waiting.request.is_some());
+        let another_requests =
+            !requests_hand_over && files.requesting_agent().is_ok_and(|requesting| requesting.is_some());
+        match if may_take_lock(another_requests, begun.elapsed()) { store.try_lock() } else { Ok(None) } {
             Ok(Some(lock)) => break lock,
             Ok(None) => {
                 failing = None;
@@ -189,15 +190,15 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
                     Waiting {
                         files: files.clone(),
                         id: id.clone(),
-                        begun,
+                        since: begun,
                         endpoints: StandbyEndpoints::start(args.metrics_addr),
-                        looked: None,
-                        standby: Standby { asks: false, ready: false },
+                        last_poll: None,
+                        standby: Standby { requests_hand_over: false, ready: false },
                         request: None,
                         presence: None,
                     }
                 };
-                waiting.get_or_insert_with(wait).look();
+                waiting.get_or_insert_with(wait).poll();
             }
             // After an error, another agent may still serve.
             Err(error) => {
@@ -259,7 +260,7 @@ impl SuccessorWatch {
         successor: watch::Sender<Option<String>>,
     ) -> anyhow::Result<()> {
         loop {
-            tokio::time::sleep(LOOK_INTERVAL).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             let not_ready = not_ready_reason(&heartbeat.borrow(), &plugins.borrow());
             let changing = heartbeat.borrow().changing;
             self.check_probation(not_ready.as_deref())?;
@@ -301,18 +302,18 @@ impl SuccessorWatch {
 
     /// Returns the agent to hand over to now.
     fn next_agent(&mut self, changing: bool) -> Option<String> {
-        let asking = self.files.asking().unwrap_or_else(|error| {
-            tracing::warn!(%error, "failed to read which agent asks to serve");
+        let requesting = self.files.requesting_agent().unwrap_or_else(|error| {
+            tracing::warn!(%error, "failed to read the hand-over request");
             None
         });
-        let (next, refused): (Option<String>, Option<String>) = match asking {
-            Some(asking) if self.record.hands_over(&self.id, &asking, self.began.elapsed(), changing) => {
-                (Some(asking), None)
+        let (next, refused): (Option<String>, Option<String>) = match requesting {
+            Some(requesting) if self.record.hands_over(&self.id, &requesting, self.began.elapsed(), changing) => {
+                (Some(requesting), None)
             }
-            asking => (None, asking),
+            requesting => (None, requesting),
         };
-        if let Some(asking) = refused.as_ref().filter(|_| refused != self.refused) {
-            tracing::info!(asking, failures = self.record.failures(asking), changing, "does not hand over yet");
+        if let Some(requesting) = refused.as_ref().filter(|_| refused != self.refused) {
+            tracing::info!(requesting, failures = self.record.failures(requesting), changing, "does not hand over yet");
         }
         self.refused = refused;
         next
@@ -345,14 +346,14 @@ mod tests {
     fn one_agent_at_a_time_asks_and_the_kernel_ends_the_request() {
         let directory = tempfile::tempdir().unwrap();
         let files = HandOverFiles { directory: directory.path().to_owned() };
-        assert_eq!(files.asking().unwrap(), None);
-        let request = files.ask("a-longer-name").unwrap().unwrap();
-        assert_eq!(files.asking().unwrap().as_deref(), Some("a-longer-name"));
-        assert!(files.ask("other").unwrap().is_none());
+        assert_eq!(files.requesting_agent().unwrap(), None);
+        let request = files.request_hand_over("a-longer-name").unwrap().unwrap();
+        assert_eq!(files.requesting_agent().unwrap().as_deref(), Some("a-longer-name"));
+        assert!(files.request_hand_over("other").unwrap().is_none());
         drop(request);
-        assert_eq!(files.asking().unwrap(), None);
-        let _request = files.ask("other").unwrap().unwrap();
-        assert_eq!(files.asking().unwrap().as_deref(), Some("other"));
+        assert_eq!(files.requesting_agent().unwrap(), None);
+        let _request = files.request_hand_over("other").unwrap().unwrap();
+        assert_eq!(files.requesting_agent().unwrap().as_deref(), Some("other"));
     }
 
     #[test]
@@ -360,7 +361,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let files = HandOverFiles { directory: directory.path().to_owned() };
         assert!(!files.is_awaited().unwrap());
-        let waiting = [files.wait().unwrap().unwrap(), files.wait().unwrap().unwrap()];
+        let waiting = [files.mark_waiting().unwrap().unwrap(), files.mark_waiting().unwrap().unwrap()];
         assert!(files.is_awaited().unwrap());
         drop(waiting);
         assert!(!files.is_awaited().unwrap());

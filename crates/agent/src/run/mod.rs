@@ -201,7 +201,7 @@ fn restore_node(args: &AgentArgs, store: &CheckpointStore, link: &HostLink, now:
             error = &error as &dyn std::error::Error,
             "failed to read the checkpoint; restoring allocations from the kubelet"
         );
-        match store.move_aside() {
+        match store.rename_unusable() {
             Ok(path) => tracing::info!(path = %path.display(), "kept the unreadable checkpoint"),
             Err(error) => tracing::warn!(%error, "failed to keep the unreadable checkpoint"),
         }

@@ -149,7 +149,7 @@ impl Platform {
 
 /// Where the NVIDIA driver is on a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum DriverLayout {
+pub(super) enum DriverLocation {
     /// NVIDIA's GPU Operator runs the driver in a container.
     OperatorContainer,
     /// GKE installs the driver in a host directory.
@@ -162,7 +162,7 @@ pub(super) enum DriverLayout {
     Host,
 }
 
-impl DriverLayout {
+impl DriverLocation {
     /// Returns the driver's location on a platform. `in_container` states whether the GPU
     /// Operator's driver container runs on the GPU nodes.
     pub(super) const fn of(platform: Option<Platform>, in_container: bool) -> Self {

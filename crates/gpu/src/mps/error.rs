@@ -90,7 +90,7 @@ pub(crate) enum DaemonError {
 impl DaemonError {
     /// Returns whether the error concerns one connection to the daemon, so that the next
     /// connection may succeed.
-    pub(crate) fn is_of_one_connection(&self) -> bool {
+    pub(crate) fn concerns_one_connection(&self) -> bool {
         use ControlError::{Closed, Io, UnexpectedAnswer, UnknownProtocol};
         matches!(self, Self::Control(Closed | Io(_) | UnexpectedAnswer(_) | UnknownProtocol))
     }

@@ -7,7 +7,7 @@ use cleave_plan::ledger::DeviceRequest;
 use cleave_plan::snapshot::Requirement;
 use serde_json::Value;
 
-use super::stranded::Rescue;
+use super::stranded::StrandedActions;
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::TaintChange;
 use crate::rollout::Step;
@@ -98,7 +98,7 @@ pub struct Actions {
     /// Nodes whose taint for cluster autoscalers changes. See [`super::fragments`].
     pub taints: Vec<TaintChange>,
     /// Actions for stranded pods.
-    pub rescue: Rescue,
+    pub stranded: StrandedActions,
     /// Actions for MPS hosts. `None` if this reconcile did not examine them.
     pub rollout: Option<Step>,
     /// Whether another reconcile can release more pods immediately.

@@ -287,7 +287,7 @@ impl PodClaims {
 
 /// Returns the claim of a pod.
 fn claim(pod: &PodObject, place: Place) -> Claim {
-    Claim { device_requests: pod.device_requests(), place, noted: annotated_reservations(pod) }
+    Claim { device_requests: pod.device_requests(), place, annotated: annotated_reservations(pod) }
 }
 
 /// Returns the nodes of a claim.

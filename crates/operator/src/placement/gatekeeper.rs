@@ -23,7 +23,7 @@ use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
-use super::stranded::{self, Advice, Rescue, StrandedPods};
+use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
 use super::unanswered::UnansweredReleases;
 use super::{learning, mps_hosts};
 use crate::evict::EvictionResult;
@@ -215,8 +215,8 @@ impl Gatekeeper {
     }
 
     /// Records that the condition of a stranded pod could not be written.
-    pub(crate) fn record_failed_advice(&mut self, uid: &str) {
-        self.stranded.record_failed_advice(uid);
+    pub(crate) fn record_failed_placed_report(&mut self, uid: &str) {
+        self.stranded.record_failed_placed_report(uid);
     }
 
     /// Records that a stranded pod could not be evicted.
@@ -309,8 +309,8 @@ impl Gatekeeper {
             self.preemptors.record_node_change(&node);
         }
         ledger.synchronize(&mut self.chooser);
-        actions.rescue = self.handle_stranded(&ledger, &input);
-        if let Some(requeue) = actions.rescue.requeue {
+        actions.stranded = self.handle_stranded(&ledger, &input);
+        if let Some(requeue) = actions.stranded.requeue {
             actions.requeue_in(requeue);
         }
         let settling = self.next_reservation.saturating_sub(now.up);
@@ -431,7 +431,7 @@ impl Gatekeeper {
     }
 
     /// Decides how to handle released pods that are not bound.
-    fn handle_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
+    fn handle_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> StrandedActions {
         let Self { unschedulable_after, agent_labels, chooser, nodes, stranded, claims, .. } = self;
         let tracker = input.tracker;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
@@ -463,16 +463,16 @@ impl Gatekeeper {
             }
         }
         claims.drop_renewals(input.unsettled);
-        let mut rescue = stranded.reconcile(found, *unschedulable_after, input.now.up);
+        let mut stranded_actions = stranded.reconcile(found, *unschedulable_after, input.now.up);
         let is_over = |pod: &&&PodObject| {
             pod.node().is_some() && pod.condition(CONDITION_PLACED).is_some_and(|condition| condition.status == "False")
         };
-        rescue.advise.extend(input.unsettled.iter().filter(is_over).map(|pod| Advice {
+        stranded_actions.placed_reports.extend(input.unsettled.iter().filter(is_over).map(|pod| PlacedReport {
             pod: full_name(&pod.metadata),
             uid: pod.uid().unwrap_or_default(),
             message: None,
         }));
-        rescue
+        stranded_actions
     }
 
     /// Updates the state of preemption, and ends the nominations of pods that no longer wait.

@@ -117,7 +117,7 @@ impl Offers {
     }
 
     /// Returns the policies' worst offer for any of these requests.
-    fn least_offer(&self, requests: &[DeviceRequest]) -> Offer {
+    fn worst_offer(&self, requests: &[DeviceRequest]) -> Offer {
         let offer = |request: &DeviceRequest| match self.units.get(&request.resource) {
             Some(units) if *units >= request.units.get() => Offer::Enough,
             _ if self.any && is_served(&request.resource) => Offer::Enough,
@@ -129,7 +129,7 @@ impl Offers {
 
     /// Returns the need of a pod that is not placeable, if nothing makes room for it.
     fn need(&self, requests: &[DeviceRequest], impossible: Option<PermanentObstacle>) -> AutoscalerNeed {
-        match (impossible, self.least_offer(requests)) {
+        match (impossible, self.worst_offer(requests)) {
             (None, _) => AutoscalerNeed::Node(FULL_AFTER),
             (Some(PermanentObstacle::TooLarge), _) | (Some(_), Offer::TooFew) => AutoscalerNeed::LargerGpu,
             (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), Offer::Enough) => {
@@ -168,7 +168,7 @@ impl<'a> NeedInputs<'a> {
     }
 
     /// Returns whether the pod is about to get room without evictions.
-    fn is_making_room(&self, candidate: &Candidate<'_>) -> bool {
+    fn gets_room_without_evictions(&self, candidate: &Candidate<'_>) -> bool {
         let planned = |waiting: &WaitingPod| {
             matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
         };
@@ -254,7 +254,7 @@ impl AutoscalerReports {
         up: Duration,
     ) -> Option<Duration> {
         let waiter = self.pods.entry(candidate.pod.uid().unwrap_or_default()).or_default();
-        let makes_room = circumstances.is_making_room(candidate);
+        let makes_room = circumstances.gets_room_without_evictions(candidate);
         waiter.room_since = makes_room.then(|| waiter.room_since.unwrap_or(up));
         let pause = waiter.room_since?.saturating_add(MAX_PREEMPTION_PAUSE).saturating_sub(up);
         (!pause.is_zero()).then_some(pause)
@@ -274,7 +274,8 @@ impl AutoscalerReports {
         up: Duration,
     ) -> PlacementOutlook {
         let NeedInputs { offers, demand, preemption, withheld, .. } = circumstances;
-        let gets_room = *preemption == PreemptionProspect::Nominated || circumstances.is_making_room(candidate);
+        let gets_room =
+            *preemption == PreemptionProspect::Nominated || circumstances.gets_room_without_evictions(candidate);
         let need = if gets_room || candidate.awaits_agent() {
             AutoscalerNeed::Nothing
         } else {

@@ -36,7 +36,10 @@ pub(super) fn host_views(
             let agent_first = || (agent == Some(&true)).then(|| "the agent is upgraded first".to_owned());
             let busy = user.or_else(agent_first);
             let excused = rollout::may_be_down(&state.node);
-            views.insert(name.clone(), MpsHostView { host, trouble: state.mps.trouble.clone(), busy, excused });
+            views.insert(
+                name.clone(),
+                MpsHostView { host, daemon_problem: state.mps.daemon_problem.clone(), busy, excused },
+            );
         }
     }
     views

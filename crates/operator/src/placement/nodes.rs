@@ -52,7 +52,7 @@ pub(super) struct NodeState {
     /// Whether the agent has written the status of the `GpuNode`.
     has_status: bool,
     /// Whether the node had a `GpuNode` or an agent since this process knows the node.
-    was_of_cleave: bool,
+    was_managed: bool,
     /// Pods with allocations on the node.
     allocated: BTreeSet<String>,
     /// Pods on devices that serve no new pods. Evicting these pods makes no units available.
@@ -216,13 +216,13 @@ impl NodeState {
     }
 
     /// Returns whether Cleave serves GPUs on the node, did so before, or may do so soon.
-    pub(super) fn is_of_cleave(&self) -> bool {
+    pub(super) fn may_be_managed(&self) -> bool {
         let has_gpus = !self.offers.is_empty() || self.node.allocatable.keys().any(|resource| is_served(resource));
         has_gpus && (self.managed || self.has_agent() || !self.missing.is_empty())
     }
 
     /// Returns whether another device plugin serves GPUs on the node.
-    pub(super) fn is_of_another_plugin(&self) -> bool {
+    pub(super) fn has_another_plugin(&self) -> bool {
         let mut resources = self.node.allocatable.keys();
         resources.any(|resource| self.provider(resource) == ResourceProvider::Another)
     }
@@ -240,7 +240,7 @@ impl NodeState {
             ResourceProvider::Unclear
         } else if !self.may_be_outdated() {
             ResourceProvider::Another
-        } else if self.was_of_cleave {
+        } else if self.was_managed {
             ResourceProvider::Unclear
         } else {
             ResourceProvider::Outdated
@@ -324,8 +324,7 @@ impl Nodes {
             state.gpu_node = gpu_node.filter(|_| !state.absences.is_empty()).cloned();
             let before = self.0.get(name);
             state.missing = state.still_reported_resources(before);
-            state.was_of_cleave =
-                before.is_some_and(|before| before.was_of_cleave || before.managed || before.has_agent());
+            state.was_managed = before.is_some_and(|before| before.was_managed || before.managed || before.has_agent());
             self.0.insert(name.to_owned(), state);
             changed.push((name.to_owned(), facts));
         }
@@ -422,7 +421,7 @@ impl Nodes {
 
     /// Returns why a pod is not placeable, and whether the pod may become placeable. `why` is the
     /// ledger's answer for the nodes that passed all checks.
-    pub(super) fn diagnose(
+    pub(super) fn explain_unplaceable(
         &self,
         ledger: &Ledger,
         pending: PendingPod<'_>,

@@ -39,14 +39,14 @@ impl<'a> OtherNodes<'a> {
         labels: &'a AgentLabels,
         unsettled: &[&PodObject],
     ) -> Self {
-        let others: Vec<_> = nodes.0.values().filter(|state| state.is_of_another_plugin()).collect();
+        let others: Vec<_> = nodes.0.values().filter(|state| state.has_another_plugin()).collect();
         if others.is_empty() {
             return Self(Vec::new());
         }
         // A node that had an agent before the labels changed may lack a label.
         let is_reliable = |(key, value): &(&String, &String)| {
             let has_label = |node: &PlanNode| node.labels.get(*key) == Some(*value);
-            nodes.0.values().filter(|state| state.is_of_cleave()).all(|state| has_label(&state.node))
+            nodes.0.values().filter(|state| state.may_be_managed()).all(|state| has_label(&state.node))
         };
         let reliable: Vec<(&String, &String)> = labels.iter().filter(is_reliable).collect();
         let other = |state: &'a super::nodes::NodeState| {

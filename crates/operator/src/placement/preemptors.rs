@@ -17,7 +17,7 @@ pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// of any node may affect such rules.
 const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
 /// Number of times that pods are evicted for a waiting pod without a delay.
-const FREE_ROUNDS: u32 = 3;
+const UNDELAYED_ROUNDS: u32 = 3;
 /// First delay between two evictions for a pod that still waits. Each further eviction doubles the
 /// delay.
 const FIRST_ROUND_DELAY: Duration = Duration::from_secs(60);
@@ -224,7 +224,7 @@ impl Preemptors {
             return;
         }
         rounds.count = rounds.count.saturating_add(1);
-        if let Some(more) = rounds.count.checked_sub(FREE_ROUNDS) {
+        if let Some(more) = rounds.count.checked_sub(UNDELAYED_ROUNDS) {
             let delay = FIRST_ROUND_DELAY.saturating_mul(2_u32.saturating_pow(more)).min(MAX_ROUND_DELAY);
             rounds.until = up.saturating_add(delay);
         }

@@ -14,7 +14,7 @@ use super::actions::{Actions, Eviction, Release, ReleaseReason, Report};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
-use super::stranded::{Advice, Recreation, Rescue};
+use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventPublisher};
 use crate::evict::{self, EvictionResult};
 use crate::metrics::{Outcome, Reason};
@@ -164,10 +164,10 @@ impl Controller for PlacementController {
         let mut writes = self.release_all(&actions.releases).await;
         writes.is_incomplete |= !self.evict_all(&actions.evictions).await;
         self.wakes.set_awaits_budgets(actions.awaits_budgets);
-        self.handle_stranded(&actions.rescue).await;
+        self.handle_stranded(&actions.stranded).await;
         writes.is_impaired |= !self.report_all(&actions.reports).await;
         self.taint_all(&actions.taints).await;
-        writes.is_incomplete |= !actions.rescue.recreate.is_empty() || !actions.rescue.advise.is_empty();
+        writes.is_incomplete |= !actions.stranded.recreate.is_empty() || !actions.stranded.placed_reports.is_empty();
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
         }
@@ -257,7 +257,7 @@ impl PlacementController {
             return Err(ReleaseFailure::Retry);
         }
         let pod = &release.pod;
-        let body = if release.reported { self.take_back(release).await? } else { release.patch.clone() };
+        let body = if release.reported { self.withdraw_report(release).await? } else { release.patch.clone() };
         let unknown = |patch| ReleaseFailure::Unknown(Box::new(Release { reported: false, patch, ..release.clone() }));
         let Some((namespace, name)) = pod.split_once('/') else { return Err(ReleaseFailure::Retry) };
         let request =
@@ -317,7 +317,7 @@ impl PlacementController {
 
     /// Withdraws the report about a pod that is released, because on a released pod only the
     /// scheduler may report `Unschedulable`. Returns the patch that then releases the pod.
-    async fn take_back(&self, release: &Release) -> Result<serde_json::Value, ReleaseFailure> {
+    async fn withdraw_report(&self, release: &Release) -> Result<serde_json::Value, ReleaseFailure> {
         let version = patch::resource_version(&release.patch);
         let target = Target { pod: &release.pod, uid: &release.uid, version };
         match pod_condition::write_to(&self.context.client, target, &scheduled_condition(None), false).await {
@@ -401,17 +401,18 @@ impl PlacementController {
 
     /// Evicts stranded pods so that their controllers recreate them, and writes the condition of
     /// other stranded pods. After a failed write, a later reconcile decides again.
-    async fn handle_stranded(&mut self, rescue: &Rescue) {
-        for recreation in &rescue.recreate {
+    async fn handle_stranded(&mut self, stranded_actions: &StrandedActions) {
+        for recreation in &stranded_actions.recreate {
             if !self.context.claim.is_current() {
                 return;
             }
             self.recreate(recreation).await;
         }
-        let writes: Vec<_> = rescue.advise.iter().map(|advice| self.write_advice(advice)).collect();
+        let writes: Vec<_> =
+            stranded_actions.placed_reports.iter().map(|report| self.write_placed_report(report)).collect();
         let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
         for (uid, _) in results.into_iter().filter(|(_, written)| !written) {
-            self.keeper.record_failed_advice(uid);
+            self.keeper.record_failed_placed_report(uid);
         }
     }
 
@@ -441,7 +442,7 @@ impl PlacementController {
     }
 
     /// Writes the condition of one stranded pod. Returns false if a retry is necessary.
-    async fn write_advice<'a>(&self, Advice { pod, uid, message }: &'a Advice) -> (&'a str, bool) {
+    async fn write_placed_report<'a>(&self, PlacedReport { pod, uid, message }: &'a PlacedReport) -> (&'a str, bool) {
         if !self.context.claim.is_current() {
             return (uid, false);
         }

@@ -288,7 +288,7 @@ impl<'a> PlacementSearch<'a> {
                     if is_free_of_predecessor(&node.name) { Ok(()) } else { Err(Conflict::Predecessor) }
                 };
                 let checks = NodeChecks { conflict: &conflict, shortage: &shortage };
-                self.nodes.diagnose(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
+                self.nodes.explain_unplaceable(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
             }
         };
         drop(checker);

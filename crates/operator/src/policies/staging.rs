@@ -182,7 +182,7 @@ impl Staging {
             self.begin_change(policy, report.rollout.paused, present, now);
             let rolls_out = views.values().any(|view| !view.newest) || self.is_rolling_out(policy);
             if !rolls_out {
-                self.record_preceding(policy, &BTreeSet::new(), now);
+                self.record_serving_before_change(policy, &BTreeSet::new(), now);
             }
             for (name, view) in &mut views {
                 let (Some((node, desired)), Some(gpus)) = (nodes(name), gpu_sets.get(name)) else { continue };
@@ -248,7 +248,7 @@ impl Staging {
         }
         if is_followed {
             *change = PolicyChange { follows_incomplete: !change.affected.is_empty(), ..PolicyChange::default() };
-            self.record_preceding(policy, &remaining, now);
+            self.record_serving_before_change(policy, &remaining, now);
         }
     }
 
@@ -273,7 +273,7 @@ impl Staging {
 
     /// Records which nodes of a policy served before the next change. The partitions of `changed`
     /// nodes are those of the last change, which may cause later failures.
-    fn record_preceding(&mut self, policy: &str, changed: &BTreeSet<&str>, now: Duration) {
+    fn record_serving_before_change(&mut self, policy: &str, changed: &BTreeSet<&str>, now: Duration) {
         let of_policy = self.services.range_mut((policy.to_owned(), String::new())..);
         let of_policy = of_policy.take_while(|((of, _), _)| of == policy);
         for (_, service) in of_policy.filter(|((_, name), _)| !changed.contains(name.as_str())) {
@@ -330,7 +330,7 @@ impl Staging {
         is_present: bool,
         now: Duration,
     ) -> Option<Duration> {
-        let current = || present_entries(&key.0, node, desired);
+        let current = || current_entries(&key.0, node, desired);
         let is_same =
             |service: &Service| current().all(|entry| service.partitions.get(&entry.uuid) == Some(&entry.partition));
         if !self.services.get(key).is_some_and(is_same) {
@@ -452,7 +452,7 @@ fn partitions(policy: &str, spec: Option<&GpuNodeSpec>) -> Partitions {
 }
 
 /// Returns the entries in a node's spec of the GPUs that are to follow a policy.
-fn present_entries<'a>(policy: &str, node: &'a Node, desired: &'a GpuNodeSpec) -> impl Iterator<Item = &'a GpuSpec> {
+fn current_entries<'a>(policy: &str, node: &'a Node, desired: &'a GpuNodeSpec) -> impl Iterator<Item = &'a GpuSpec> {
     let present = node.object().map_or(&[][..], |object| &object.spec.gpus);
     gpus_of(policy, Some(desired)).filter_map(|desired| present.iter().find(|present| present.uuid == desired.uuid))
 }

@@ -350,7 +350,7 @@ fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         return Verdict::false_with(reason::NO_NODE_MATCHES, "no node matches spec.nodeSelector");
     }
     if report.following.is_empty() && report.unsupported.is_empty() {
-        return nothing_to_share(report);
+        return no_gpu_verdict(report);
     }
     let mut problems = problems(report, observed, plan);
     if !report.unsupported.is_empty() {
@@ -391,7 +391,7 @@ fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
 }
 
 /// Returns why a valid policy has no GPU.
-fn nothing_to_share(report: &Report) -> Verdict {
+fn no_gpu_verdict(report: &Report) -> Verdict {
     if !report.unreported.is_empty() {
         let nodes = join_names(report.unreported.iter().cloned().collect());
         return Verdict::false_with(reason::AGENT_NOT_REPORTING, format!("no agent has reported the GPUs of {nodes}"));

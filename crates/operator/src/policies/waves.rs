@@ -133,10 +133,10 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
     let is_proven = is_proven_by_changed(nodes);
     for (name, view) in nodes {
         let name = name.clone();
-        let hold = if is_proven { None } else { hold(rules, view) };
-        if is_unsteady(view) || hold == Some(HeldNodes::All) && is_serving(view) {
+        let hold = if is_proven { None } else { withheld_by(rules, view) };
+        if is_unsteady(view) || hold == Some(WithheldNodes::All) && is_serving(view) {
             progress.unsteady.insert(name.clone());
-        } else if hold == Some(HeldNodes::Unfit) && view.cordoned {
+        } else if hold == Some(WithheldNodes::Unfit) && view.cordoned {
             progress.cordoned.insert(name.clone());
         }
         match &view.state {
@@ -223,7 +223,7 @@ fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&st
 
 /// Which pending nodes a changed node holds back until the change is proven.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum HeldNodes {
+enum WithheldNodes {
     /// All nodes: the changed node may serve soon.
     All,
     /// Nodes in use: the changed node waits for its pods.
@@ -233,17 +233,17 @@ enum HeldNodes {
 }
 
 /// Returns which pending nodes a node holds back until the change is proven.
-fn hold(rules: RolloutRules, view: &NodeView) -> Option<HeldNodes> {
+fn withheld_by(rules: RolloutRules, view: &NodeView) -> Option<WithheldNodes> {
     let is_canary = view.affected && !view.withdrawn;
     match view.state {
         _ if !view.newest => None,
-        _ if is_serving(view) => (!view.steady && (is_canary || view.may_be_canary)).then_some(HeldNodes::All),
-        NodeState::Changing => (is_canary || !view.excused).then_some(HeldNodes::All),
-        NodeState::WaitingForPods => (is_canary || !view.excused).then_some(HeldNodes::InUse),
-        NodeState::Serving => is_canary.then_some(HeldNodes::Unfit),
+        _ if is_serving(view) => (!view.steady && (is_canary || view.may_be_canary)).then_some(WithheldNodes::All),
+        NodeState::Changing => (is_canary || !view.excused).then_some(WithheldNodes::All),
+        NodeState::WaitingForPods => (is_canary || !view.excused).then_some(WithheldNodes::InUse),
+        NodeState::Serving => is_canary.then_some(WithheldNodes::Unfit),
         // A failure that is not excused stops all nodes, or none.
         NodeState::Failed(_) => {
-            (is_canary && view.excused && rules.on_failure == OnFailure::Stop).then_some(HeldNodes::Unfit)
+            (is_canary && view.excused && rules.on_failure == OnFailure::Stop).then_some(WithheldNodes::Unfit)
         }
     }
 }
@@ -256,12 +256,12 @@ const fn is_unfit(view: &NodeView) -> bool {
 /// Returns the next node to change while the change is not proven. It does not wait for an older
 /// change on the same node, because that change may never finish.
 fn canary(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Option<&str> {
-    let holds: Vec<HeldNodes> = nodes.values().filter_map(|view| hold(rules, view)).collect();
+    let holds: Vec<WithheldNodes> = nodes.values().filter_map(|view| withheld_by(rules, view)).collect();
     let is_held = |view: &NodeView| {
         holds.iter().any(|hold| match hold {
-            HeldNodes::All => true,
-            HeldNodes::InUse => view.in_use,
-            HeldNodes::Unfit => is_unfit(view),
+            WithheldNodes::All => true,
+            WithheldNodes::InUse => view.in_use,
+            WithheldNodes::Unfit => is_unfit(view),
         })
     };
     let candidates = ready_pending_nodes(nodes).filter(|(_, view)| !is_held(view));

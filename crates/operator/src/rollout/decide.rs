@@ -236,7 +236,7 @@ impl Rollout {
             .filter(|(name, _, _)| !self.outages.contains_key(*name))
             // MPS hosts that do not serve come last. The failure of such an MPS host's successor
             // would not show whether the release works.
-            .map(|(name, view, host)| (!host.ready || view.trouble.is_some(), name.clone(), host.uid.clone()))
+            .map(|(name, view, host)| (!host.ready || view.daemon_problem.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();
         let room = max_replacing.saturating_sub(replacing.saturating_add(self.closed.len()));

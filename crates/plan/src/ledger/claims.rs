@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     fn claim(node: &str) -> Claim {
-        Claim { device_requests: Vec::new(), place: Place::Bound(node.to_owned()), noted: BTreeMap::new() }
+        Claim { device_requests: Vec::new(), place: Place::Bound(node.to_owned()), annotated: BTreeMap::new() }
     }
 
     #[test]

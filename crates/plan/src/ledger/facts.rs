@@ -17,7 +17,7 @@ pub struct Claim {
     /// The reservations in the pod's annotation, by node. Agents follow them when they allocate.
     /// After two pods swapped units, each has the other pod's reservations here. The list is empty
     /// for a pod that bypassed the gate.
-    pub noted: BTreeMap<String, Vec<Reservation>>,
+    pub annotated: BTreeMap<String, Vec<Reservation>>,
 }
 
 /// Nodes on which a claim's pod may run.

@@ -15,7 +15,7 @@
 //! 3. Any other needed unit is reserved on a device with enough free units, if such a device
 //!    exists.
 //!
-//! A claim has a copy of the reservations in its pod's annotation ([`Claim::noted`]). The copies
+//! A claim has a copy of the reservations in its pod's annotation ([`Claim::annotated`]). The copies
 //! follow allocations: if a pod was allocated the units that another pod's annotation names, the
 //! copies of the two pods are swapped. The annotations do not change. The ledger has no other
 //! history. Therefore:
@@ -217,9 +217,9 @@ impl Ledger {
         let pod = pod.to_owned();
         nodes.map(move |(claim, name)| {
             let allocations = self.nodes.get(name).and_then(|node| node.allocations.get(pod.as_str()));
-            let noted = claim.noted.get(name).into_iter().flatten().map(|note| note.device.as_str());
+            let annotated = claim.annotated.get(name).into_iter().flatten().map(|note| note.device.as_str());
             let allocated = allocations.into_iter().flatten().map(|part| &*part.device);
-            (name, if allocations.is_some() { allocated.collect() } else { noted.collect() })
+            (name, if allocations.is_some() { allocated.collect() } else { annotated.collect() })
         })
     }
 
@@ -287,10 +287,10 @@ impl Ledger {
             taken.push((node, take));
         }
         let nodes = fits.places.iter().map(|fit| fit.node.clone()).collect();
-        let noted = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
+        let annotated = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
         self.insert(
             Arc::from(pod),
-            Claim { device_requests: fits.device_requests.clone(), place: Place::OneOf { nodes, expires }, noted },
+            Claim { device_requests: fits.device_requests.clone(), place: Place::OneOf { nodes, expires }, annotated },
         );
         fits.places.iter().for_each(|fit| self.update_reservations(&fit.node));
         Ok(())
@@ -305,12 +305,12 @@ impl Ledger {
             return;
         }
         let mut touched = BTreeSet::from([node.to_owned()]);
-        let mut noted = BTreeMap::new();
+        let mut annotated = BTreeMap::new();
         if let Some(mut before) = self.remove(pod) {
             touched.extend(before.place.nodes().into_iter().map(str::to_owned));
-            noted.extend(before.noted.remove_entry(node));
+            annotated.extend(before.annotated.remove_entry(node));
         }
-        self.insert(Arc::from(pod), Claim { device_requests: device_requests.to_vec(), place, noted });
+        self.insert(Arc::from(pod), Claim { device_requests: device_requests.to_vec(), place, annotated });
         touched.iter().for_each(|node| self.update_reservations(node));
     }
 
@@ -552,7 +552,7 @@ impl Ledger {
         let Some(node) = self.nodes.get_mut(name) else { return };
         let none = BTreeSet::new();
         let pods = self.pods.get(name).unwrap_or(&none);
-        layout::follow_swaps(&mut self.claims, pods, name, &node.allocations);
+        layout::swap_reservations(&mut self.claims, pods, name, &node.allocations);
         node.short = layout::reserve_missing(
             &mut node.units_by_device,
             &layout::claims_on_node(&self.claims, pods, name, &node.allocations),

@@ -358,7 +358,7 @@ impl<'a> PreemptionSearch<'a> {
         // evict the pods of the budget that free the most.
         self.candidates_to_evict(spare.clone(), &self.evictable_candidates(|_| 0)).or_else(|| {
             let needed = self.needed_amounts(&spare);
-            self.candidates_to_evict(spare, &self.evictable_candidates(|candidate| candidate.help_towards(&needed)))
+            self.candidates_to_evict(spare, &self.evictable_candidates(|candidate| candidate.freed_fraction(&needed)))
         })
     }
 
@@ -425,7 +425,7 @@ impl PossibleVictim<'_> {
     }
 
     /// Returns the sum, over all needed amounts, of the fraction that the pod frees, in millionths.
-    fn help_towards(&self, needed: &Spare) -> i128 {
+    fn freed_fraction(&self, needed: &Spare) -> i128 {
         let part = |(slot, amount): &(usize, i128)| {
             needed.get(slot).map(|needed| amount.min(needed).saturating_mul(1_000_000) / needed)
         };

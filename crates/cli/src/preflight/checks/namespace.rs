@@ -12,9 +12,9 @@ const POD_SECURITY_LABEL: &str = "pod-security.kubernetes.io/enforce";
 /// The scope of a quota that selects pods by their priority class.
 const PRIORITY_SCOPE: &str = "PriorityClass";
 /// Number of Cleave's `DaemonSets`: the agents and the MPS hosts.
-const DAEMON_SETS: u64 = 2;
+const DAEMON_SET_COUNT: u64 = 2;
 /// Default number of the operator's replicas.
-const OPERATORS: u64 = 2;
+const OPERATOR_REPLICAS: u64 = 2;
 
 /// Adds the findings about the namespace.
 pub(super) fn check(view: &View<'_>, report: &mut Report) {
@@ -185,8 +185,8 @@ fn check_required_limits(quota: &ResourceQuota, limit_ranges: &[&LimitRange], re
 fn check_pod_count(view: &View<'_>, quota: &ResourceQuota, report: &mut Report) {
     let [node_class, operator_class] = SYSTEM_PRIORITY_CLASSES;
     let nodes = u64::try_from(view.gpu_nodes.len()).unwrap_or(u64::MAX).max(1);
-    let daemons = if applies(quota, node_class) { nodes.saturating_mul(DAEMON_SETS) } else { 0 };
-    let operators = if applies(quota, operator_class) { OPERATORS } else { 0 };
+    let daemons = if applies(quota, node_class) { nodes.saturating_mul(DAEMON_SET_COUNT) } else { 0 };
+    let operators = if applies(quota, operator_class) { OPERATOR_REPLICAS } else { 0 };
     let needed = daemons.saturating_add(operators);
     for resource in ["pods", "count/pods"] {
         let Some(hard) = quota.spec.hard.get(resource).and_then(Quantity::count) else { continue };

@@ -1,6 +1,6 @@
 //! Checks for other software that manages the same GPUs, and for the driver's location.
 use super::super::facts::{DaemonSet, Node};
-use super::super::platform::{DriverLayout, Platform, RuntimeClassUse};
+use super::super::platform::{DriverLocation, Platform, RuntimeClassUse};
 use super::super::report::{Reason, Report};
 use super::nodes::{is_eks_auto, names, serves_gpus};
 use super::view::{View, can_run, is_cleave, items};
@@ -25,7 +25,7 @@ struct Product {
     /// How an administrator excludes the software from a node.
     action: &'static str,
     /// Whether a `DaemonSet` belongs to the software.
-    is: fn(&DaemonSet) -> bool,
+    recognizes: fn(&DaemonSet) -> bool,
 }
 
 /// The name of NVIDIA's `RuntimeClass`.
@@ -57,51 +57,51 @@ static PRODUCTS: [Product; 12] = [
         role: Role::Driver,
         name: "NVIDIA's driver container",
         action: "",
-        is: |set| {
-            selects(set, "nvidia.com/gpu.deploy.driver")
+        recognizes: |set| {
+            selects_label(set, "nvidia.com/gpu.deploy.driver")
                 || is_named(set, "nvidia-driver-daemonset")
-                || runs(set, "nvidia/driver:")
+                || uses_image(set, "nvidia/driver:")
         },
     },
     Product {
         role: Role::MigManager,
         name: "NVIDIA's MIG manager",
         action: "Label the nodes nvidia.com/gpu.deploy.mig-manager=false, or set agent.migMode to Never.",
-        is: |set| {
-            selects(set, "nvidia.com/gpu.deploy.mig-manager")
+        recognizes: |set| {
+            selects_label(set, "nvidia.com/gpu.deploy.mig-manager")
                 || is_named(set, "nvidia-mig-manager")
-                || runs(set, "k8s-mig-manager")
+                || uses_image(set, "k8s-mig-manager")
         },
     },
     Product {
         role: Role::Dra,
         name: "NVIDIA's DRA driver",
         action: "Keep the driver's kubelet plugin off the nodes, or install the driver with resources.gpus.enabled=false.",
-        is: |set| is_named(set, "nvidia-dra-driver") || runs(set, "k8s-dra-driver-gpu"),
+        recognizes: |set| is_named(set, "nvidia-dra-driver") || uses_image(set, "k8s-dra-driver-gpu"),
     },
     Product {
         role: Role::Plugin,
         name: "the device plugin of HAMi",
         action: "Remove the label gpu=on from the nodes, or uninstall HAMi.",
-        is: |set| is_named(set, "hami-device-plugin") || runs(set, "projecthami/"),
+        recognizes: |set| is_named(set, "hami-device-plugin") || uses_image(set, "projecthami/"),
     },
     Product {
         role: Role::Plugin,
         name: "Nos",
         action: "Remove the label nos.nebuly.com/gpu-partitioning from the nodes, or uninstall Nos.",
-        is: |set| runs(set, "nebuly") || is_named(set, "nos-mig-agent") || is_named(set, "nos-gpu-agent"),
+        recognizes: |set| uses_image(set, "nebuly") || is_named(set, "nos-mig-agent") || is_named(set, "nos-gpu-agent"),
     },
     Product {
         role: Role::Plugin,
         name: "the device plugin of Volcano",
         action: "Keep the plugin's DaemonSet off the nodes by a node selector.",
-        is: |set| is_named(set, "volcano-device-plugin") || runs(set, "volcano-vgpu-device-plugin"),
+        recognizes: |set| is_named(set, "volcano-device-plugin") || uses_image(set, "volcano-vgpu-device-plugin"),
     },
     Product {
         role: Role::Plugin,
         name: "the GPU share plugin of Alibaba Cloud",
         action: "Remove the label gpushare=true from the nodes.",
-        is: |set| is_named(set, "gpushare-device-plugin") || runs(set, "gpushare-plugin"),
+        recognizes: |set| is_named(set, "gpushare-device-plugin") || uses_image(set, "gpushare-plugin"),
     },
     Product {
         role: Role::Plugin,
@@ -111,32 +111,34 @@ static PRODUCTS: [Product; 12] = [
                  nvidia-driver-installer/cos/daemonset-preloaded.yaml for Container-Optimized OS, or \
                  nvidia-driver-installer/ubuntu/daemonset-preloaded.yaml for Ubuntu, of the repository \
                  GoogleCloudPlatform/container-engine-accelerators.",
-        is: |set| set.metadata.namespace == "kube-system" && is_named(set, "nvidia-gpu-device-plugin"),
+        recognizes: |set| set.metadata.namespace == "kube-system" && is_named(set, "nvidia-gpu-device-plugin"),
     },
     Product {
         role: Role::Plugin,
         name: "the device plugin of NVIDIA's GPU Operator",
         action: "Label the nodes nvidia.com/gpu.deploy.device-plugin=false. To disable the plugin on all nodes, set \
                  devicePlugin.enabled=false in the GPU Operator's chart.",
-        is: |set| selects(set, "nvidia.com/gpu.deploy.device-plugin"),
+        recognizes: |set| selects_label(set, "nvidia.com/gpu.deploy.device-plugin"),
     },
     Product {
         role: Role::Plugin,
         name: "the MPS control daemon of NVIDIA's device plugin",
         action: "Remove MPS from the configuration of NVIDIA's device plugin.",
-        is: |set| is_named(set, "mps-control-daemon"),
+        recognizes: |set| is_named(set, "mps-control-daemon"),
     },
     Product {
         role: Role::Plugin,
         name: "NVIDIA's device plugin",
         action: "Delete the plugin's DaemonSet, or keep the DaemonSet off the nodes by a node affinity.",
-        is: |set| (is_named(set, "nvidia-device-plugin") || runs(set, "k8s-device-plugin")) && !discovers_features(set),
+        recognizes: |set| {
+            (is_named(set, "nvidia-device-plugin") || uses_image(set, "k8s-device-plugin")) && !discovers_features(set)
+        },
     },
     Product {
         role: Role::Plugin,
         name: "a device plugin for NVIDIA GPUs",
         action: "Delete the plugin's DaemonSet, or keep the DaemonSet off the nodes by a node affinity.",
-        is: |set| is_named(set, "nvidia-gpu-device-plugin") || is_named(set, "gpu-device-plugin-nvidia"),
+        recognizes: |set| is_named(set, "nvidia-gpu-device-plugin") || is_named(set, "gpu-device-plugin-nvidia"),
     },
 ];
 
@@ -144,11 +146,11 @@ fn is_named(set: &DaemonSet, part: &str) -> bool {
     set.metadata.name.contains(part)
 }
 
-fn runs(set: &DaemonSet, image: &str) -> bool {
+fn uses_image(set: &DaemonSet, image: &str) -> bool {
     set.spec.template.spec.containers.iter().any(|container| container.image.contains(image))
 }
 
-fn selects(set: &DaemonSet, label: &str) -> bool {
+fn selects_label(set: &DaemonSet, label: &str) -> bool {
     set.spec.template.spec.node_selector.contains_key(label)
 }
 
@@ -161,7 +163,7 @@ fn discovers_features(set: &DaemonSet) -> bool {
 
 /// A `DaemonSet` that was recognized.
 struct RecognizedDaemonSet<'a> {
-    set: &'a DaemonSet,
+    daemon_set: &'a DaemonSet,
     product: &'static Product,
     /// The GPU nodes on which it runs.
     nodes: Vec<&'a Node>,
@@ -183,12 +185,12 @@ fn recognize<'a>(view: &View<'a>, set: &'a DaemonSet) -> Option<RecognizedDaemon
     if is_cleave(set) {
         return None;
     }
-    let product = PRODUCTS.iter().find(|product| (product.is)(set))?;
+    let product = PRODUCTS.iter().find(|product| (product.recognizes)(set))?;
     let nodes = view.gpu_nodes.iter().filter(|node| can_run(&set.spec.template.spec, node)).copied().collect();
-    Some(RecognizedDaemonSet { set, product, nodes })
+    Some(RecognizedDaemonSet { daemon_set: set, product, nodes })
 }
 
-fn of_role<'f, 'a>(
+fn with_role<'f, 'a>(
     found: &'f [RecognizedDaemonSet<'a>],
     role: Role,
 ) -> impl Iterator<Item = &'f RecognizedDaemonSet<'a>> {
@@ -197,8 +199,8 @@ fn of_role<'f, 'a>(
 
 /// Reports other device plugins. Two plugins on a node must not serve the same GPUs.
 fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
-    for plugin in of_role(found, Role::Plugin) {
-        let (set, name) = (plugin.set.metadata.full_name(), plugin.product.name);
+    for plugin in with_role(found, Role::Plugin) {
+        let (set, name) = (plugin.daemon_set.metadata.full_name(), plugin.product.name);
         if plugin.nodes.is_empty() {
             report.info(
                 Reason::RivalPluginElsewhere,
@@ -220,7 +222,7 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
         }
     }
     let explained = |node: &Node| {
-        let plugins = of_role(found, Role::Plugin).chain(of_role(found, Role::Dra));
+        let plugins = with_role(found, Role::Plugin).chain(with_role(found, Role::Dra));
         plugins.flat_map(|plugin| &plugin.nodes).any(|other| other.metadata.name == node.metadata.name)
     };
     if view.facts.daemon_sets.is_err() || view.installed {
@@ -269,15 +271,15 @@ fn check_definitions(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report:
 /// Reports NVIDIA's DRA driver, if it allocates GPUs.
 fn check_dra(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     let allocates = |found: &&RecognizedDaemonSet<'_>| {
-        found.set.spec.template.spec.containers.iter().any(|container| container.name == DRA_GPU_CONTAINER)
+        found.daemon_set.spec.template.spec.containers.iter().any(|container| container.name == DRA_GPU_CONTAINER)
     };
-    for driver in of_role(found, Role::Dra).filter(allocates).filter(|driver| !driver.nodes.is_empty()) {
+    for driver in with_role(found, Role::Dra).filter(allocates).filter(|driver| !driver.nodes.is_empty()) {
         report.error(
             Reason::DraDriver,
             format!(
                 "DaemonSet {} is NVIDIA's DRA driver, and allocates GPUs on {}. It does not know which GPUs Cleave \
                  allocates.",
-                driver.set.metadata.full_name(),
+                driver.daemon_set.metadata.full_name(),
                 names(driver.nodes.iter().copied())
             ),
             driver.product.action,
@@ -287,14 +289,14 @@ fn check_dra(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
 
 /// Reports NVIDIA's MIG manager. The suggested values leave MIG mode to the MIG manager.
 fn check_mig_manager(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
-    for manager in of_role(found, Role::MigManager).filter(|manager| !manager.nodes.is_empty()) {
+    for manager in with_role(found, Role::MigManager).filter(|manager| !manager.nodes.is_empty()) {
         report.set("agent.migMode", "Never");
         report.warning(
             Reason::MigManager,
             format!(
                 "DaemonSet {} is NVIDIA's MIG manager, and runs on {}. It and Cleave's agents would both change MIG \
                  mode.",
-                manager.set.metadata.full_name(),
+                manager.daemon_set.metadata.full_name(),
                 names(manager.nodes.iter().copied())
             ),
             manager.product.action,
@@ -307,9 +309,9 @@ fn check_driver(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut
     if view.gpu_nodes.is_empty() {
         return;
     }
-    let in_container = of_role(found, Role::Driver).any(|driver| !driver.nodes.is_empty());
-    let layout = DriverLayout::of(view.platform(), in_container);
-    report.info(Reason::DriverLayout, layout.describe(), "");
+    let in_container = with_role(found, Role::Driver).any(|driver| !driver.nodes.is_empty());
+    let driver_location = DriverLocation::of(view.platform(), in_container);
+    report.info(Reason::DriverLayout, driver_location.describe(), "");
     let has_operator = view.daemon_sets.iter().any(|set| {
         let selector = &set.spec.template.spec.node_selector;
         selector.keys().any(|label| label.starts_with(GPU_OPERATOR_LABELS))

@@ -46,7 +46,7 @@ const NVIDIA_RESOURCES: &str = "nvidia.com/";
 const GPU_RESOURCES: [&str; 3] = ["gpu", "gpu.shared", "pgpu"];
 /// Prefixes of names of resources that are GPUs or parts of GPUs, without [`NVIDIA_RESOURCES`]. The
 /// last three are for virtual GPUs.
-const GPU_RESOURCE_STARTS: [&str; 5] = ["gpu-", "mig-", "vgpu", "GRID_", "NVIDIA_"];
+const GPU_RESOURCE_PREFIXES: [&str; 5] = ["gpu-", "mig-", "vgpu", "GRID_", "NVIDIA_"];
 
 /// The facts, and values that several checks derive from them.
 pub(super) struct View<'a> {
@@ -124,7 +124,7 @@ fn has_gpus(node: &Node) -> bool {
 /// offers other devices, such as `nvidia.com/hostdev`.
 pub(super) fn is_gpu_resource(name: &str) -> bool {
     name.strip_prefix(NVIDIA_RESOURCES).is_some_and(|name| {
-        GPU_RESOURCES.contains(&name) || GPU_RESOURCE_STARTS.iter().any(|start| name.starts_with(start))
+        GPU_RESOURCES.contains(&name) || GPU_RESOURCE_PREFIXES.iter().any(|start| name.starts_with(start))
     })
 }
 

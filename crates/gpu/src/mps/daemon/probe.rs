@@ -88,7 +88,7 @@ impl Device {
             return Ok(());
         }
         let failures = self.unexpected_probes.get().saturating_add(1);
-        if !error.is_of_one_connection() || failures >= MIN_UNEXPECTED_ENDS {
+        if !error.concerns_one_connection() || failures >= MIN_UNEXPECTED_ENDS {
             self.unexpected_probes.set(0);
             return Err(error);
         }

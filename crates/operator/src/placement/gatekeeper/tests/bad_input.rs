@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::world::{MPS_RESOURCE, TestCluster, reconcile, released, requesting, reservation};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::{Gatekeeper, MAX_RELEASES, UNSCHEDULABLE_AFTER};
-use crate::placement::stranded::Rescue;
+use crate::placement::stranded::StrandedActions;
 
 /// Time limit of one pass in a debug build on a busy machine. Work that grows exponentially or with
 /// the square of the input far exceeds this limit.
@@ -150,7 +150,7 @@ fn a_node_whose_hostname_label_differs_from_its_name_is_used_by_its_label() {
     // The next leader finds the same reservation: the pod is not stranded, and its shares are used.
     let world = world.pod("b", 9);
     let actions = reconcile_within_limits(&mut Gatekeeper::default(), &world, 60);
-    assert_eq!((released(&actions), &actions.rescue), (vec![], &Rescue::default()));
+    assert_eq!((released(&actions), &actions.stranded), (vec![], &StrandedActions::default()));
 }
 
 #[test]

@@ -163,8 +163,8 @@ fn a_pod_that_other_nodes_refuse_is_recreated_when_cleaves_nodes_have_room() {
     let actions = reconcile(&mut keeper, &world, 0);
     assert!(actions.releases.iter().all(|release| world.apply_release(release)));
     let recreated = |keeper: &mut Gatekeeper, world: &TestCluster, second| {
-        let rescue = reconcile(keeper, world, second).rescue;
-        rescue.recreate.into_iter().map(|one| one.pod).collect::<Vec<_>>()
+        let stranded_actions = reconcile(keeper, world, second).stranded;
+        stranded_actions.recreate.into_iter().map(|one| one.pod).collect::<Vec<_>>()
     };
     refuse(&mut world, "team/b");
     assert_eq!(recreated(&mut keeper, &world, 1), [""; 0]);

@@ -132,11 +132,15 @@ fn a_released_pod_whose_node_lost_units_is_stranded_with_the_reason() {
     refuse(&mut world, "team/five");
     let patience = UNSCHEDULABLE_AFTER.as_secs();
     for second in [1, patience] {
-        assert_eq!(reconcile(&mut keeper, &world, second).rescue.recreate, [], "second {second}");
+        assert_eq!(reconcile(&mut keeper, &world, second).stranded.recreate, [], "second {second}");
     }
-    let rescue = reconcile(&mut keeper, &world, 1 + patience).rescue;
-    assert_eq!(rescue.recreate.len(), 1);
-    assert!(rescue.recreate[0].message.contains(&format!("n1: {TOO_FEW}")), "{}", rescue.recreate[0].message);
+    let stranded_actions = reconcile(&mut keeper, &world, 1 + patience).stranded;
+    assert_eq!(stranded_actions.recreate.len(), 1);
+    assert!(
+        stranded_actions.recreate[0].message.contains(&format!("n1: {TOO_FEW}")),
+        "{}",
+        stranded_actions.recreate[0].message
+    );
 }
 
 #[test]

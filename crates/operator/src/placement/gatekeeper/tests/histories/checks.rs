@@ -33,7 +33,7 @@ pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(),
 }
 
 /// Checks that no pod waits although it could run, or is pinned where it cannot run.
-pub(super) fn no_pod_waits_in_vain(simulation: &Simulation, operator: &Operator) -> Result<(), String> {
+pub(super) fn no_runnable_pod_waits(simulation: &Simulation, operator: &Operator) -> Result<(), String> {
     for (name, pod) in &simulation.api.pods {
         let Some(original) = simulation.originals.get(text(pod, "/metadata/uid")) else { continue };
         if node_of(pod).is_some() {

@@ -220,8 +220,8 @@ impl Operator {
             complete &= self.release(simulation, release, answers.next());
         }
         complete &= self.evict(simulation, &actions.evictions, &mut answers);
-        complete &= actions.rescue.recreate.is_empty() && actions.rescue.advise.is_empty();
-        self.rescue(simulation, &actions, &mut answers);
+        complete &= actions.stranded.recreate.is_empty() && actions.stranded.placed_reports.is_empty();
+        self.handle_stranded(simulation, &actions, &mut answers);
         for report in &actions.reports {
             let reason = if report.message.is_some() { "Unschedulable" } else { "SchedulingGated" };
             let target = (report.pod.as_str(), report.uid.as_str(), Some(report.version.as_str()));
@@ -322,8 +322,8 @@ impl Operator {
     }
 
     /// Evicts stranded pods, and writes the condition of those that no controller recreates.
-    fn rescue(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
-        for one in &actions.rescue.recreate {
+    fn handle_stranded(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
+        for one in &actions.stranded.recreate {
             let owner = owner(simulation, &one.pod);
             simulation.log(|| format!("eviction of {}: {}", one.pod, one.message));
             match evict(simulation, (&one.pod, &one.uid, Some(&one.version)), answers.next()) {
@@ -332,12 +332,12 @@ impl Operator {
                 _ => self.keeper.record_failed_eviction(&one.uid, Duration::from_secs(simulation.now)),
             }
         }
-        for one in &actions.rescue.advise {
-            simulation.log(|| format!("advice for {}: {:?}", one.pod, one.message));
+        for one in &actions.stranded.placed_reports {
+            simulation.log(|| format!("report for {}: {:?}", one.pod, one.message));
             let status = if one.message.is_some() { ("False", "Stranded") } else { ("True", "Bound") };
             let condition = (CONDITION_PLACED, status.0, status.1);
             if !write_condition(simulation, (&one.pod, &one.uid, None), condition, answers.next()) {
-                self.keeper.record_failed_advice(&one.uid);
+                self.keeper.record_failed_placed_report(&one.uid);
             }
         }
     }
