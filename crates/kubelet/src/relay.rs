@@ -302,7 +302,7 @@ impl Relay {
             states.wait_for(|state| state.resources.get(name).is_some_and(|one| one.phase == ResourcePhase::Streaming));
         match tokio::time::timeout(self.timings.stream, streams).await {
             Ok(Ok(_)) => Ok(()),
-            Ok(Err(_)) => Err(Status::unavailable("the relay ends")),
+            Ok(Err(_)) => Err(Status::unavailable("the relay is stopping")),
             Err(_) => Err(Status::unavailable("the kubelet has not opened a stream of the resource")),
         }
     }
@@ -336,7 +336,7 @@ impl Relay {
         // An agent that removes a resource ends its stream with an empty list.
         let ended = Instant::now();
         if !resource.devices.borrow().is_empty() {
-            tracing::warn!(resource = %name, "the agent is absent; its devices remain available for now");
+            tracing::warn!(resource = %name, "the agent is absent; its devices remain available");
             tokio::time::sleep_until(ended + self.timings.unhealthy).await;
             tracing::warn!(resource = %name, "the agent is still absent; its devices are unhealthy");
             resource.devices.send_modify(|list| *list = Arc::new(without_healthy_devices(list)));

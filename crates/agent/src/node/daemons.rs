@@ -145,7 +145,7 @@ impl ReportedDaemons {
 fn recovery_note(daemon: Option<&DaemonStatus>) -> &'static str {
     match daemon {
         Some(DaemonStatus { replies_unproven: true, .. }) => {
-            "the shares are available again, because no program has waited at a door for a minute. Nothing shows yet that the MPS daemon's replies are expected again: the next program that starts shows it"
+            "the shares are available again, because no program has waited at a door for a minute. It is unknown whether the MPS daemon's replies are expected again: the next program that starts will show it"
         }
         Some(DaemonStatus { enforcement: Enforcement::Advisory, .. }) => {
             "the MPS daemon serves again. Limits are advisory, as the policy accepts"

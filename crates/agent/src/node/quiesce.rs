@@ -110,7 +110,7 @@ impl Quiesces {
         let message = match waits {
             Some(why) => format!("waiting: {why}"),
             None if self.nvml_closed => {
-                "quiesced: its MPS daemons have ended, and the agent has closed NVML. The GPU can be reset".into()
+                "quiesced: its MPS daemons have exited, and the agent has closed NVML. The GPU can be reset".into()
             }
             None => "waiting: calls to NVML have not returned yet".into(),
         };

@@ -208,7 +208,7 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
                 let since = *failing.get_or_insert_with(Instant::now);
                 if since.elapsed() >= LOCK_ERROR_TIMEOUT {
                     return Err(anyhow::Error::new(error).context(format!(
-                        "failed to lock {}, so that another agent of this node could serve too",
+                        "failed to lock {}, so another agent of this node could also serve",
                         args.state_dir.display()
                     )));
                 }
@@ -292,7 +292,7 @@ impl SuccessorWatch {
             Probation::Passed => tracing::info!("ready after taking over from another agent"),
             Probation::Open => {}
             Probation::Failed => anyhow::bail!(
-                "not ready within {} s after another agent has handed over, which serves again: {}",
+                "not ready within {} s after the hand-over, so the earlier agent serves again: {}",
                 self.limit.as_secs(),
                 not_ready.unwrap_or_default()
             ),

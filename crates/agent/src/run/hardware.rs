@@ -231,7 +231,7 @@ async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: wat
                 Err(error) => {
                     tracing::warn!(
                         error = &error as &dyn std::error::Error,
-                        "failed to read the links between GPUs; keeping the known ones"
+                        "failed to read the links between GPUs; keeping the known links"
                     );
                 }
             }

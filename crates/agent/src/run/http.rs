@@ -74,7 +74,7 @@ impl StandbyEndpoints {
         let server = serve_endpoints(addr, Metrics::new(), heartbeats, watch::channel(none).1, None);
         let server = tokio::spawn(async move {
             if let Err(error) = server.await {
-                tracing::warn!(error = format!("{error:#}"), "a waiting agent cannot report its state");
+                tracing::warn!(error = format!("{error:#}"), "failed to serve the endpoints of a waiting agent");
             }
         });
         Self { heartbeat, server: AbortOnDropHandle::new(server) }

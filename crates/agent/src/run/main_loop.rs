@@ -128,7 +128,7 @@ impl MainLoop {
         if tokio::time::timeout(WRITE_TIMEOUT, complete).await.is_err() {
             // After a failed write, the successor learns recent allocations from the kubelet, as
             // after a crash.
-            tracing::warn!("the files are not written before the hand-over");
+            tracing::warn!("failed to write the files before the hand-over");
         }
         if self.terminate.recv().now_or_never().is_some() {
             tracing::info!("received SIGTERM");
@@ -247,7 +247,7 @@ impl MainLoop {
             self.start_order(order);
         }
         if actions.close_nvml != self.closed_library.is_some() {
-            tracing::info!(closed = actions.close_nvml, "a quiesce changes whether NVML is open");
+            tracing::info!(closed = actions.close_nvml, "opened or closed NVML for a quiesce");
             self.closed_library = actions.close_nvml.then(|| self.library.close());
         }
         if actions.poll_nvml || self.closed_library.is_none() && self.nvml_was_closed {

@@ -111,7 +111,7 @@ pub(crate) struct Device {
     /// Whether a door's request to the daemon timed out. If so, the next probe does not retry.
     unanswered: Cell<bool>,
     handshake: RefCell<HandshakeRecord>,
-    /// Number of consecutive probes that had an unexpected end.
+    /// Number of consecutive probes that ended unexpectedly.
     unexpected_probes: Cell<u32>,
     /// Whether a daemon is starting, running or stopping.
     present: Cell<bool>,

@@ -230,7 +230,7 @@ fn failed_probes_of_an_earlier_daemon_do_not_count() {
     let node = node_with_two_tenants();
     let uuid = node.uuid(0);
     let before = node.daemon_status(0);
-    let failures = || node.read_mps_host_log().matches("had an unexpected end").count();
+    let failures = || node.read_mps_host_log().matches("ended unexpectedly").count();
     node.inject_fault("mps:command:get_server_status", None, FaultEffect::Code(7), Some(2));
     wait_until("two probes failed", || failures() == 2);
     send_signal(before.pid.unwrap(), Signal::KILL);

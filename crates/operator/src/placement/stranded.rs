@@ -100,7 +100,7 @@ impl Reason {
                 format!("The nodes to which this pod was released no longer accept it: {refusals}")
             }
             Self::OtherNodesFull => {
-                "This pod was released to nodes of another device plugin, which have no room for it. A GPU that Cleave serves could hold it now".to_owned()
+                "This pod was released to nodes of another device plugin, which have no room for it. It would fit on a GPU that Cleave serves now".to_owned()
             }
             Self::Possible => "This pod was released as unschedulable, but it would fit on a GPU now".to_owned(),
         }

@@ -42,7 +42,7 @@ impl Fits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ReserveError {
     /// The pod already has a claim.
-    #[error("the pod already has a claim: release that claim first")]
+    #[error("the pod already has a claim: remove that claim first")]
     Claimed,
     /// Units of the fit are no longer free.
     #[error("units of the fit are no longer free")]

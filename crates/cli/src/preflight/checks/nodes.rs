@@ -54,7 +54,7 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
                       run preflight again when one exists.";
         report.warning(
             Reason::NoGpuNodes,
-            "No node has a label of a GPU or a resource of GPUs, so nothing about GPU nodes was checked.",
+            "No node has a GPU label or a GPU resource, so preflight did not check GPU nodes.",
             action,
         );
         return;
@@ -101,11 +101,11 @@ fn check_labels(view: &View<'_>, report: &mut Report) {
             Reason::GpuLabelNotStable,
             format!(
                 "Only node feature discovery or GPU feature discovery labels {} as GPU nodes. If it removes its \
-                 labels, for example when it restarts, Kubernetes deletes Cleave's pods there. All programs that use \
-                 MPS then end.",
+                 labels, for example when it restarts, Kubernetes deletes Cleave's pods there. This ends all \
+                 programs that use MPS.",
                 names(discovered)
             ),
-            "Label the nodes cleave.dev/gpu=true too: in their node pool, in a MachineConfig, by the kubelet's option \
+            "Also label the nodes cleave.dev/gpu=true: in their node pool, in a MachineConfig, by the kubelet's option \
              --node-labels, or with `kubectl label node NODE cleave.dev/gpu=true`.",
         );
     }
@@ -135,7 +135,10 @@ fn check_runtimes(view: &View<'_>, report: &mut Report) {
     for (version, nodes) in without_cdi {
         report.warning(
             Reason::ContainerRuntimeWithoutCdi,
-            format!("containerd {version} on {} does not support CDI. 1.7 is the first that does.", names(nodes)),
+            format!(
+                "containerd {version} on {} does not support CDI. Version 1.7 and newer versions do.",
+                names(nodes)
+            ),
             "Upgrade containerd, or use agent.deviceListStrategy Envvar or DeviceNodes.",
         );
     }
@@ -154,7 +157,7 @@ fn check_kernels(view: &View<'_>, report: &mut Report) {
             Reason::KernelTooOld,
             format!(
                 "The kernel is {kernel} on {}. Cleave needs {OLDEST_KERNEL} or newer: \
-                 without pidfd_open the MPS host cannot see that a client has ended.",
+                 without pidfd_open the MPS host cannot detect the exit of a client.",
                 names(nodes)
             ),
             format!("Use nodes with Linux {OLDEST_KERNEL} or newer."),
@@ -178,7 +181,7 @@ fn check_architectures(view: &View<'_>, report: &mut Report) {
             report.info(
                 Reason::Arm64,
                 format!("The architecture is arm64 on {}.", names(nodes)),
-                "Build the image for arm64 too. `make release` builds both architectures.",
+                "Also build the image for arm64. `make release` builds both architectures.",
             );
         }
     }

@@ -39,7 +39,7 @@ const DEFINITIONS: [(&str, &str, &str); 3] = [
         "NVIDIA's GPU Operator",
         "Set devicePlugin.enabled and migManager.enabled to false in the GPU Operator's chart or ClusterPolicy.",
     ),
-    ("elasticquotas.nos.nebuly.com", "Nos", "Let Nos partition no node that Cleave will manage."),
+    ("elasticquotas.nos.nebuly.com", "Nos", "Do not let Nos partition nodes that Cleave will manage."),
     (
         "computedomains.resource.nvidia.com",
         "NVIDIA's DRA driver",
@@ -76,7 +76,7 @@ static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Dra,
         name: "NVIDIA's DRA driver",
-        action: "Keep the driver's kubelet plugin off the nodes, or install the driver with resources.gpus.enabled=false.",
+        action: "Exclude the nodes from the driver's kubelet plugin, or install the driver with resources.gpus.enabled=false.",
         recognizes: |set| is_named(set, "nvidia-dra-driver") || uses_image(set, "k8s-dra-driver-gpu"),
     },
     Product {
@@ -94,7 +94,7 @@ static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Plugin,
         name: "the device plugin of Volcano",
-        action: "Keep the plugin's DaemonSet off the nodes by a node selector.",
+        action: "Exclude the nodes with a node selector in the plugin's DaemonSet.",
         recognizes: |set| is_named(set, "volcano-device-plugin") || uses_image(set, "volcano-vgpu-device-plugin"),
     },
     Product {
@@ -129,7 +129,7 @@ static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Plugin,
         name: "NVIDIA's device plugin",
-        action: "Delete the plugin's DaemonSet, or keep the DaemonSet off the nodes by a node affinity.",
+        action: "Delete the plugin's DaemonSet, or exclude the nodes with a node affinity in the DaemonSet.",
         recognizes: |set| {
             (is_named(set, "nvidia-device-plugin") || uses_image(set, "k8s-device-plugin")) && !discovers_features(set)
         },
@@ -137,7 +137,7 @@ static PRODUCTS: [Product; 12] = [
     Product {
         role: Role::Plugin,
         name: "a device plugin for NVIDIA GPUs",
-        action: "Delete the plugin's DaemonSet, or keep the DaemonSet off the nodes by a node affinity.",
+        action: "Delete the plugin's DaemonSet, or exclude the nodes with a node affinity in the DaemonSet.",
         recognizes: |set| is_named(set, "nvidia-gpu-device-plugin") || is_named(set, "gpu-device-plugin-nvidia"),
     },
 ];
@@ -239,8 +239,8 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
             "Set settings.kubelet-device-plugins.nvidia.enabled to false in the user data. Bottlerocket 1.63 is the \
              first version with this setting."
         } else {
-            "Find the program that registered with the kubelet, and stop it. If a plugin was removed just now, wait \
-             until the resources are gone."
+            "Find the program that registered with the kubelet, and stop it. If a plugin was just removed, wait \
+             until the kubelet no longer reports its resources."
         };
         report.error(
             Reason::GpusServedByOthers,

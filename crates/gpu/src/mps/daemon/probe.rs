@@ -93,7 +93,7 @@ impl Device {
             return Err(error);
         }
         self.unexpected_probes.set(failures);
-        tracing::warn!(device = self.name, %error, failures, "a probe of the MPS daemon had an unexpected end");
+        tracing::warn!(device = self.name, %error, failures, "a probe of the MPS daemon ended unexpectedly");
         Ok(())
     }
 
