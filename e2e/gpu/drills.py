@@ -83,7 +83,7 @@ def policy(mode, resource, total, /, enforcement="Report", **section):
 
     wait(f"{total} {resource}", offered, 60, 0.2)
     if mode == "Mps":
-        # The shares' limits must be those of this policy too, not only their number.
+        # The limits of the shares, not only their number, must be those of this policy.
         threads = {"Strict": 100 // total, "Burst": min(100, 200 // total), "Uncapped": None}[section["threads"]]
         wait("the policy's limits are in the spec", lambda: [s.get("threads", [None])[0] for g in get("gpunode", NODE)["spec"]["gpus"] for s in g["partition"]["mps"]["slices"]] == [threads], 30)
         generation = get("gpunode", NODE)["metadata"]["generation"]

@@ -7,7 +7,7 @@
 //!
 //! The supervisor is small because it runs on every node: no threads, no runtime, no state. The
 //! supervisor forwards signals and exits with the program's exit status. If the supervisor is
-//! killed, the program is killed too.
+//! killed, the kernel also kills the program.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -28,7 +28,7 @@ const FORWARDED_SIGNALS: [Signal; 6] =
 /// exits, and the kubelet restarts the container with its back-off.
 const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still handles the end of the old
-/// `ListAndWatch` stream would close the new stream too.
+/// `ListAndWatch` stream would also close the new stream.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
 /// Offset from a signal's number to the exit status, as in a shell.
 const SIGNAL_EXIT_CODE: i32 = 128;

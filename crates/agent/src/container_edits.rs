@@ -85,8 +85,8 @@ impl ContainerSettings {
         let mut edits = ContainerEdits { mounts: self.mounts.clone(), ..ContainerEdits::default() };
         let visible = match self.strategy {
             DeviceListStrategy::Envvar => allocation.devices.join(","),
-            // NVIDIA's images request all GPUs by default. "void" prevents NVIDIA's runtime from
-            // adding them if it handles the container too.
+            // NVIDIA's images request all GPUs by default. If NVIDIA's runtime also handles the
+            // container, "void" prevents the runtime from adding these GPUs.
             DeviceListStrategy::Cdi | DeviceListStrategy::DeviceNodes => "void".to_owned(),
         };
         edits.env.insert("NVIDIA_VISIBLE_DEVICES".into(), visible);

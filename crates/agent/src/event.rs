@@ -10,7 +10,7 @@ pub struct NodeEvent {
     pub reason: &'static str,
     /// Note of the Event, in full sentences.
     pub note: String,
-    /// The pod that the Event is about. The Event is published on that pod too.
+    /// The pod that the Event is about. The Event is also published on this pod.
     pub regarding: Option<PodRef>,
     /// The pod or device that the Event concerns, if the Event is published on the node alone.
     /// Events with the same reason and the same subject are merged, and only the first note is

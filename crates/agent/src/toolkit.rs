@@ -3,7 +3,8 @@
 //! With CDI and without a driver directory, the agent reuses the toolkit's knowledge of which of
 //! the driver's files a container needs. `nvidia-ctk cdi generate` prints a specification of all
 //! GPUs. The agent takes the edits that are common to all devices: libraries, programs, sockets and
-//! hooks. It lists the device nodes itself, because a container may get only those of its GPU.
+//! hooks. The agent lists the device nodes itself, because a container may get only the nodes of
+//! its GPU.
 use std::io;
 use std::os::unix::fs::chroot;
 use std::os::unix::process::CommandExt;

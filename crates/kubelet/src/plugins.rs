@@ -388,7 +388,7 @@ struct TaskHandle {
 }
 
 impl Tasks {
-    /// Starts tasks of new resources, and ends those of removed resources.
+    /// Starts the tasks of new resources, and ends the tasks of removed resources.
     fn reconcile(&mut self, wanted: &DesiredResources) {
         for (name, task) in &self.running {
             if !wanted.contains_key(name) {

@@ -133,7 +133,7 @@ pub struct Controller {
 pub enum Replacement {
     /// The controller creates a new pod and counts no failure.
     Free,
-    /// The controller creates a new pod and counts a failure. A `Job` does so up to its
+    /// The controller creates a new pod and counts a failure. A `Job` creates new pods up to its
     /// `backoffLimit`.
     CountsAsFailure,
     /// The reaction is unknown. The controller might not replace the pod.
@@ -249,8 +249,8 @@ impl PodObject {
         let owner = self.metadata.owner.take().filter(|_| requests_gpus);
         if let Some(owner) = &owner {
             self.controller_id = Some(ControllerId::of(&owner.uid));
-            // Ignore Jobs: a Job retries its pods, and the scheduler's default spreading excludes
-            // them too.
+            // Ignore Jobs: a Job retries its pods, and the scheduler's default spreading also
+            // excludes Jobs.
             if owner.kind == "Job" && self.replica_placement.is_none() {
                 self.replica_placement = Some(ReplicaPlacement::Pack);
             }

@@ -37,7 +37,7 @@ fn config() -> watcher::Config {
     watcher::Config::default().timeout(WATCH_TIMEOUT)
 }
 
-/// What is stored of objects, and which of their changes wake controllers.
+/// Rules for an object kind: which fields are stored, and which changes wake controllers.
 struct WatchRules<K> {
     /// Drops unused fields before an object is stored.
     trim: fn(&mut K),

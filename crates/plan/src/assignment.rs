@@ -314,7 +314,7 @@ fn place_on_several_gpus(
     if chosen.len() == units.len() {
         return Some((sum, chosen));
     }
-    // If placing equal units one by one fails, every other combination fails too.
+    // If placing equal units one by one fails, every other combination also fails.
     if units.windows(2).all(|pair| pair[0] == pair[1]) {
         return None;
     }

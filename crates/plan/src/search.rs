@@ -197,7 +197,7 @@ impl ExactSearch<'_, '_> {
         let same_group = |other: Option<&u32>| {
             other.is_some_and(|&other| self.model.group_of.get(other as usize).copied().flatten() == group)
         };
-        // If one of several equal pods is skipped, the later pods of the group are skipped too.
+        // If the search skips one of several equal pods, it also skips the later pods of the group.
         let forced = skipped && at.checked_sub(1).is_some_and(|before| same_group(self.pods.get(before)));
         if !forced {
             for location in self.locations_for(pod) {

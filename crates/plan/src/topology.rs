@@ -235,7 +235,8 @@ impl Candidates {
 fn sets_of(size: usize, count: usize) -> impl Iterator<Item = usize> {
     let first = (1_usize << size) - 1;
     let next = move |&set: &usize| {
-        // Moves the lowest group of bits: its highest bit up by one, and the others to the bottom.
+        // Changes the lowest group of set bits: moves its highest bit up by one, and its other bits
+        // to the bottom.
         let lowest = set & set.wrapping_neg();
         let moved = set + lowest;
         let next = moved | ((set ^ moved) >> 2).checked_div(lowest)?;

@@ -33,7 +33,8 @@ enum Event {
     Tick { by: u64 },
     /// The operator is killed and restarted.
     Crash,
-    /// The capacity of a device changes. This event and those below break the ledger's assumptions.
+    /// The capacity of a device changes. This event and the events below break the ledger's
+    /// assumptions.
     Resize { node: usize, device: usize, capacity: u32 },
     /// A pod uses units without a reservation.
     Bypass { node: usize, device: usize, units: u32 },

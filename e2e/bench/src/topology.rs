@@ -138,8 +138,8 @@ impl Machine {
     }
 }
 
-/// Returns the times of choices in microseconds: all occupancies and sizes of eight GPUs, or a part
-/// of those of more GPUs.
+/// Returns the times of choices in microseconds: all occupancies and sizes of eight GPUs, or a
+/// sample of them with more GPUs.
 fn measure_choices(machine: &Machine) -> Vec<f64> {
     let all = 1_u32 << machine.names.len();
     let step = if machine.names.len() == 8 { 1 } else { 61 };

@@ -40,7 +40,8 @@ type layout struct {
 	dir  string
 	// The path of this program.
 	launcher string
-	// Known only while the cluster exists: up claims them, and other commands read them.
+	// The addresses are known only while the cluster exists: up claims them, and other commands read
+	// them.
 	addresses addresses
 }
 

@@ -337,7 +337,7 @@ func testSecondNode(t *testing.T) {
 		url := "http://" + target + "/"
 		eventually(t, "served", kubectlArgv("exec", "one", "--", "client", url)...)
 		eventually(t, "served", client, url) // from the machine
-		// Query from the node itself too, like a pod of the host network.
+		// Also query from the node itself, like a pod of the host network.
 		must(t, "cp", client, state+"/nodes/node1/host/tmp/client")
 		eventually(t, "served", clusterArgv("exec-node", "node1", "/tmp/client", url)...)
 	}

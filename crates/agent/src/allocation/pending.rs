@@ -291,7 +291,7 @@ impl PendingAllocations {
         self.swap_reservations();
     }
 
-    /// Marks a request as listed on a device. The earlier requests of its pod are listed too,
+    /// Marks a request as listed on a device. Also marks the earlier requests of its pod as listed,
     /// because the kubelet calls `Allocate` for containers in order.
     fn mark_listed(&mut self, key: &RequestKey, device: &str) {
         let (uid, last) = key;

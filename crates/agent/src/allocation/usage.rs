@@ -377,7 +377,7 @@ pub(crate) mod tests {
         assert_eq!(found, [("GPU-a::0".to_owned(), set(UNLISTED_USER)), ("GPU-a::1".to_owned(), set("ns/p"))]);
     }
 
-    /// Several allocations may have the same slice: those that have ended, and the last one.
+    /// Several allocations may have the same slice: ended allocations and the last allocation.
     #[test]
     fn a_slice_is_in_use_until_all_of_its_allocations_have_ended() {
         let start = Instant::now();

@@ -350,8 +350,8 @@ impl HardwareTracker {
         EventTime { now, wall: after.map_or(wall, |after| after.max(wall)) }
     }
 
-    /// Ends the faults that an administrator cleared: those up to `until`. After a restart, call
-    /// this before any new fault is recorded.
+    /// Ends the faults up to `until`, which an administrator cleared. After a restart, call this
+    /// before any new fault is recorded.
     pub fn clear_faults(&mut self, uuid: &str, until: &Time) {
         if self.cleared.get(uuid).is_none_or(|before| before < until) {
             self.cleared.insert(uuid.to_owned(), until.clone());

@@ -236,7 +236,7 @@ impl HealthHistory {
         self.reset_wanted = None;
     }
 
-    /// Ends the faults that an administrator cleared: those up to `until`.
+    /// Ends the faults up to `until`, which an administrator cleared.
     pub fn clear_faults(&mut self, until: &Time) {
         self.faults.retain(|fault| fault.recorded.last > *until);
     }

@@ -379,7 +379,7 @@ impl Node {
             kubelet_checkpoint.as_ref().is_none_or(|devices| row.ids.iter().any(|id| devices.contains(&slice(id))))
         };
         // A kubelet that has just started lists its pods one by one. An agent that has just started
-        // assumes that its kubelet has just started too. However, the kubelet removes nothing from
+        // assumes that its kubelet has also just started. However, the kubelet removes nothing from
         // its checkpoint before all of its pods are known.
         let settling = requested_at.saturating_duration_since(self.kubelet_since) < self.grace;
         let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);

@@ -1,10 +1,10 @@
 //! Polls NVML for the GPUs and their state.
 //!
 //! Each GPU has its own worker thread: its answers are published as they arrive, and a GPU that
-//! hangs delays no other GPU. The driver query, which calls no GPU, has its own worker too. If that
-//! query fails, all GPUs are unavailable. At most one thread is blocked for each GPU and purpose.
-//! One more worker reads the links between the GPUs. If a GPU hangs, this worker is blocked and the
-//! agent keeps the known links.
+//! hangs delays no other GPU. The driver query, which calls no GPU, also has its own worker. If
+//! that query fails, all GPUs are unavailable. At most one thread is blocked for each GPU and
+//! purpose. One more worker reads the links between the GPUs. If a GPU hangs, this worker is
+//! blocked and the agent keeps the known links.
 //!
 //! ```text
 //!  driver ─┐
@@ -42,7 +42,7 @@ const LINKS_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// causes one reconciliation instead of eight.
 const BATCH_WINDOW: Duration = Duration::from_millis(50);
 /// Maximum time to wait for the first answers of all GPUs, so that a node does not appear to have
-/// fewer GPUs than it has. A GPU that hangs delays the others by this time, once.
+/// fewer GPUs than it has. A GPU that hangs delays the other GPUs by this time, once.
 const FIRST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Polls the driver and its GPUs. Returns when the main loop has ended.

@@ -177,7 +177,7 @@ impl TerminatingPods {
     /// Finds the terminating pod of a client, with its `namespace/name`.
     ///
     /// `uids` are the UIDs of the pods whose cgroups contain the client, outermost first. If `uids`
-    /// is empty, the pod is the one to which `allocation` belongs, unless another pod with the same
+    /// is empty, returns the pod to which `allocation` belongs, unless another pod with the same
     /// name does not terminate.
     pub fn find_terminating(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, TerminationDeadlines)> {
         if !uids.is_empty() {

@@ -249,7 +249,7 @@ impl Machine {
         fs::write(&checkpoint, json.to_string()).unwrap();
     }
 
-    /// Stops the MPS host (SIGTERM), which ends its daemons too.
+    /// Stops the MPS host (SIGTERM), which also ends its daemons.
     fn stop_mps_host(&mut self) {
         if let Some(mut host) = self.host.take() {
             let pid = rustix::process::Pid::from_child(&host);

@@ -37,8 +37,8 @@ use super::seqpacket::Listener;
 use super::wire::{Allocation, AllocationStatus};
 
 /// Maximum number of connections that a door serves at the same time. An allocation can have
-/// slightly fewer clients. Further connections wait in the kernel's queue, where their `connect`
-/// blocks.
+/// slightly fewer clients than this. Further connections wait in the kernel's queue, where their
+/// `connect` blocks.
 const MAX_DOOR_CONNECTIONS: usize = 64;
 /// Maximum number of connections of one allocation to its server. A client has two or three, and a
 /// GPU has at most 48 contexts.

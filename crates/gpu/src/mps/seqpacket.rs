@@ -239,8 +239,8 @@ impl Listener {
             _ => {}
         }
         let fd = new_socket()?;
-        // Accepted sockets inherit this, so the kernel attests the sender of their first packet
-        // too.
+        // Accepted sockets inherit this option, so the kernel also attests the sender of their
+        // first packet.
         rustix::net::sockopt::set_socket_passcred(&fd, true)?;
         rustix::net::bind(&fd, &SocketAddrUnix::new(&building)?)?;
         std::fs::set_permissions(&building, std::fs::Permissions::from_mode(0o666))?;

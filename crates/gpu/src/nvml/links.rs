@@ -152,8 +152,9 @@ pub(super) fn build_topology(gpus: &[GpuPorts], path: impl Fn(usize, usize) -> R
     Topology::with_unknown_links(gpus.iter().map(|gpu| gpu.uuid.clone()).collect(), link, is_known)
 }
 
-/// Returns the number of NVLinks between two GPUs: direct ones, and those through NVSwitches, which
-/// connect each GPU to every other one. If the GPUs report different numbers, the lower one counts.
+/// Returns the number of NVLinks between two GPUs: direct links, and links through NVSwitches,
+/// which connect each GPU to every other GPU. If the GPUs report different numbers, the lower one
+/// counts.
 fn count_nvlinks(one: &GpuPorts, other: &GpuPorts) -> u8 {
     let to_gpu = |from: &GpuPorts, to: &GpuPorts| {
         from.nvlinks.ends.iter().filter(|end| matches!(end, NvLinkEnd::Gpu(pci) if *pci == to.pci)).count()

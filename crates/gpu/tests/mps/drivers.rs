@@ -75,7 +75,7 @@ fn consent_to_advisory_limits_does_not_restart_a_daemon_whose_doors_enforce_limi
     for accept_advisory in [true, false] {
         let settings = DaemonSettings { accept_advisory, ..node.desired.daemons[&node.uuid(0)].clone() };
         node.desire_daemon(0, settings);
-        // The MPS host acknowledges other limits, so it has read the consent too.
+        // The MPS host acknowledges other limits, so it has also read the consent.
         let threads = if accept_advisory { 30 } else { 40 };
         node.desire_allocation(ALLOCATION_B, 0, Some(threads), None);
         node.apply_desired();

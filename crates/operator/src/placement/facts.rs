@@ -54,7 +54,7 @@ fn planned_partition<'o>(object: &'o GpuNode, gpu: &GpuStatus) -> Option<&'o Par
 ///
 /// - all units of a GPU that is being repartitioned, is unhealthy or is cordoned
 /// - units that are reported as unhealthy
-/// - units that are not available by `availability`
+/// - units that `availability` excludes
 pub(super) fn node_facts(
     object: &GpuNode,
     availability: Availability<'_>,

@@ -482,8 +482,8 @@ impl Nodes {
     }
 
     /// Returns what serves a resource, for a pod that may run on any node. If several providers
-    /// serve it, the result is the one that the pod waits for the longest. Nodes that are not
-    /// ready and show no sign of Cleave count only if no other node reports the resource.
+    /// serve the resource, returns the provider that the pod waits for the longest. Nodes that are
+    /// not ready and show no sign of Cleave count only if no other node reports the resource.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
     /// Cleave's resources. Such a report alone does not prove that another plugin serves the

@@ -127,8 +127,8 @@ impl Preemptors {
         self.everywhere = self.version;
     }
 
-    /// Compares the disruption budgets with the last ones. Records only a change that allows more
-    /// evictions.
+    /// Compares the disruption budgets with their previous state. Records only a change that allows
+    /// more evictions.
     pub(super) fn update_budgets(&mut self, budgets: &[Arc<BudgetObject>]) {
         let state = |budget: &Arc<BudgetObject>| {
             let name = format!(

@@ -22,7 +22,7 @@ const RETRY_MARGIN_SECONDS: u64 = 60;
 pub(super) struct UnansweredReleases(BTreeMap<String, Release>);
 
 impl UnansweredReleases {
-    /// Records a release. Its patch must be the one that was sent.
+    /// Records a release. Its patch must be the patch that was sent.
     pub(super) fn record(&mut self, release: Release) {
         self.0.insert(release.pod.clone(), release);
     }

@@ -71,7 +71,7 @@ impl Verdict {
 pub(super) enum AutoscalerNeed {
     /// Another node, if the pod still needs one after this time.
     Node(Duration),
-    /// A node with larger GPUs than the known ones and those of the policies.
+    /// A node with larger GPUs than the known GPUs and the GPUs of the policies.
     LargerGpu,
     /// Nothing: the pod is about to get room without another node, or another node would not help.
     Nothing,

@@ -53,7 +53,8 @@ pub(super) fn place_instances(
     if place_remaining(&wanted, &old, 0, &mut starts) { Ok(starts) } else { Err(Error::DoesNotFit(layout.to_vec())) }
 }
 
-/// Places the first instance of `wanted`, then the others. Returns true if all instances fit.
+/// Places the first instance of `wanted`, then the remaining instances. Returns true if all
+/// instances fit.
 fn place_remaining(
     wanted: &[(usize, &MigProfileStatus)],
     old: &[(&str, u32, Mask)],

@@ -1,8 +1,7 @@
 //! Withholds a changed policy from nodes whose wave has not begun. Pure: callers pass in the time.
 //!
 //! A node that is held back keeps its entries in `GpuNode.spec`. So the specs themselves record
-//! which nodes a change has reached, and a new leader can continue. These changes are not held
-//! back:
+//! which nodes a change has reached, and a new leader can continue. These changes apply at once:
 //!
 //! - GPUs without an entry in the spec, such as those of new nodes;
 //! - GPUs without a policy that receive their first one, unless the policy is paused;

@@ -117,7 +117,7 @@ pub fn event(changed: &Condition) -> Option<Event> {
     if good && changed.type_ != CONDITION_READY {
         return None;
     }
-    // Other conditions report these reasons too, or the reasons apply only briefly.
+    // Other conditions also report these reasons, or the reasons apply only briefly.
     let reported_elsewhere = match changed.reason.as_str() {
         reason::MALFORMED | reason::INVALID => changed.type_ != CONDITION_ACCEPTED,
         reason::OVERRIDDEN => changed.type_ != CONDITION_CONFLICT,

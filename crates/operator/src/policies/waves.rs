@@ -1,10 +1,10 @@
 //! Decides which nodes a changed policy reaches now. Pure.
 //!
-//! The first node to change is the canary. The others follow in waves, once a node that changed has
+//! The first node to change is the canary. The other nodes follow in waves, once a changed node has
 //! served the newest partition for some time:
 //!
-//! - A canary that can never serve, such as one with cordoned GPUs, holds back all nodes that are
-//!   cordoned or failed too. A node that can serve replaces it. A canary that an administrator
+//! - A canary that can never serve, such as one with cordoned GPUs, also holds back all nodes that
+//!   are cordoned or failed. A node that can serve replaces it. A canary that an administrator
 //!   cordons after its change began holds no node back.
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
 //! - Nodes whose GPUs are in use wait for their pods after their spec is written. They count

@@ -195,8 +195,8 @@ pub struct HostPort {
     pub port: u16,
 }
 
-/// Address that stands for every address of a node. kube-scheduler does not treat IPv6's `::` like
-/// this.
+/// Address that means every address of a node. kube-scheduler does not treat IPv6's `::` in this
+/// way.
 const EVERY_ADDRESS: &str = "0.0.0.0";
 
 impl HostPort {

@@ -333,7 +333,7 @@ impl<'a> PreemptionSearch<'a> {
             let of = |slot: &LimitedResource<'_>| {
                 device_requests.first().is_some_and(|(_, request)| request.resource == slot.resource)
             };
-            // The other slots are missing amounts, not devices.
+            // The remaining slots are missing amounts of the node, not devices.
             let devices = || self.slots.iter().take(self.device_slots);
             let first = devices().position(of)?;
             let free =

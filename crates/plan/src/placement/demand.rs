@@ -81,7 +81,7 @@ impl ObservedDemands {
         if self.kinds.len() > MAX_OBSERVED_KINDS {
             let mut weights: Vec<f64> = self.kinds.values().copied().collect();
             let (_, median, _) = weights.select_nth_unstable_by(MAX_OBSERVED_KINDS / 2, f64::total_cmp);
-            // All kinds whose weight equals the median are dropped too.
+            // Also drop all kinds whose weight equals the median.
             self.kinds.retain(|_, weight| *weight > *median);
             self.total = self.kinds.values().sum();
         }

@@ -367,7 +367,7 @@ mod tests {
     }
 
     proptest! {
-        /// Cached results equal computed ones.
+        /// Cached results equal freshly computed results.
         #[test]
         fn cached_results_equal_computed_ones(steps in prop::collection::vec((1u32..=10, 0..6usize), 1..60)) {
             let mut placer = Placer::new((0..3).map(|_| node(&[1000, 1000])).collect(), Fullest);

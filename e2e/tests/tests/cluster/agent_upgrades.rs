@@ -57,7 +57,7 @@ impl<'a> Agents<'a> {
         wait_until("all agents are of the newest revision", || self.is_rolled_out())
     }
 
-    /// Returns the agents' pods by UID, without terminating ones.
+    /// Returns the agents' pods by UID, except terminating pods.
     fn pods(&self) -> Result<BTreeMap<String, Value>> {
         let selector = "labelSelector=app.kubernetes.io/component=agent";
         let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?{selector}"))?;

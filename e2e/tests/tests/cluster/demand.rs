@@ -129,7 +129,7 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
         held.extend(devices);
     }
     ensure!(held.iter().collect::<BTreeSet<_>>().len() == wanted.len(), "two pods are on the same instance: {held:?}");
-    // The agent creates another instance beside the allocated ones.
+    // The agent creates another instance beside the allocated instances.
     let before = pod_states(&cluster, &scope, &["a", "b", "c", "d", "e"])?;
     create_pod(&scope, "f", "nvidia.com/mig-1g.5gb", 1)?;
     scope.wait_until_running("f")?;

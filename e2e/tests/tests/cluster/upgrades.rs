@@ -84,7 +84,7 @@ impl Drop for Template<'_> {
     }
 }
 
-/// Returns the MPS host pods by node, without terminating ones.
+/// Returns the MPS host pods by node, except terminating pods.
 fn mps_host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
     let selector = "labelSelector=app.kubernetes.io/component=mps-host";
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?{selector}"))?;

@@ -1,4 +1,4 @@
-//! The clients of one server: those that MPS lists, and those that a door admitted.
+//! The clients of one server: the clients that MPS lists, and the clients that a door admitted.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ struct AdmittedClient {
     allocation: String,
     pidfd: Option<PidFd>,
     identity: PidFdIdentity,
-    /// When the client's exit was detected. The entry remains until MPS has logged the exit too.
+    /// When the client's exit was detected. The entry remains until MPS has also logged the exit.
     exited_at: Option<Instant>,
 }
 

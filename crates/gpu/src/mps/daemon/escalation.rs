@@ -23,7 +23,7 @@ impl EscalationStep {
     /// Returns the time until the next step is due.
     pub(super) fn time_until_next_step(self) -> Duration {
         let seconds = match self {
-            // Measured on driver 580: programs that exit by themselves do so within 0.3 s.
+            // Measured on driver 580: programs that exit by themselves need at most 0.3 s.
             Self::Wait => 1,
             // Programs that handle a signal need time to exit. All other clients wait during this
             // time.

@@ -80,8 +80,8 @@ impl Device {
     }
 
     /// Accepts the failure of a probe if it concerns one connection only. An unexpected packet must
-    /// not end the daemon, because its clients would end too. If several probes in a row fail, the
-    /// error concerns the daemon.
+    /// not end the daemon, because this would also end its clients. If several probes in a row
+    /// fail, the error concerns the daemon.
     fn tolerate_unexpected_end(&self, error: DaemonError) -> Result<(), DaemonError> {
         if error.is_descriptor_exhaustion() {
             tracing::warn!(device = self.name, %error, "failed to probe the MPS daemon: no free descriptors");

@@ -10,7 +10,7 @@ use cleave_e2e::{
 
 use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick};
 
-/// One disruption that was carried out.
+/// A disruption that the soak carried out.
 pub(crate) struct Disruption {
     /// Kind of disruption, from [`DISRUPTIONS`].
     pub(crate) what: &'static str,
