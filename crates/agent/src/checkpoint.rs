@@ -331,7 +331,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let store = CheckpointStore::new(directory.path());
         store.save(&sample_checkpoint()).unwrap();
-        // A directory with the name of the temporary file makes the write fail.
+        // Create a directory at the path of the temporary file, so that the write fails.
         fs::create_dir(directory.path().join("agent.json.tmp")).unwrap();
         assert!(store.save(&Checkpoint::default()).is_err());
         assert_eq!(store.load().unwrap(), Some(sample_checkpoint()));

@@ -30,7 +30,7 @@ const HOST_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin
 /// `TMPDIR` of the generator, which writes its output to a temporary file first. The agent's view
 /// of the host's root is read-only, but this directory is a mount of its own.
 const HOST_TEMPORARY_DIRECTORY: &str = "/dev/shm";
-/// Maximum time that the generator may take. It calls NVML, which hangs if a GPU hangs.
+/// Maximum time that the generator may take. The generator calls NVML, which hangs if a GPU hangs.
 const GENERATOR_TIMEOUT: Duration = Duration::from_secs(60);
 /// Directory of an MPS daemon that is not Cleave's. Its socket would let programs bypass doors.
 const FOREIGN_MPS_DIRECTORY: &str = "/tmp/nvidia-mps";

@@ -619,8 +619,7 @@ pub(crate) mod tests {
             let mut tracker = two_gpu_tracker();
             tracker.record_xid("GPU-b", 119, None, &[], now);
             tracker.observe(answer, now);
-            // A hanging driver is no proof that a GPU is lost. It does not cancel earlier proof
-            // either.
+            // A hanging driver neither proves that a GPU is lost, nor cancels earlier proof.
             tracker.observe(Err(NvmlError::Hung(Duration::from_secs(20))), now);
             tracker.observe(two_gpus(), now);
             assert_eq!(tracker.hardware().gpus["GPU-b"].health.healthy, heals, "{what}");

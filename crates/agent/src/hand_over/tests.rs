@@ -51,7 +51,7 @@ fn only_an_agent_that_follows_a_ready_one_is_on_probation() {
     assert!(!record.start_serving("new").probation);
     // Without a hand-over: the old agent was killed.
     assert!(old_serves(true).start_serving("new").probation);
-    // A restart does not end the probation. Readiness does.
+    // Readiness ends the probation, and a restart does not.
     let mut record = new_serves();
     assert!(record.start_serving("new").probation);
     record.set_ready("new", true);

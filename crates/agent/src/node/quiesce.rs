@@ -7,7 +7,7 @@
 //!
 //! NVML cannot close one GPU: `nvmlInit` opens the device files, and only the last `nvmlShutdown`
 //! closes them. Therefore, while any GPU is quiesced, the agent keeps its last reports of the other
-//! GPUs. They continue to serve.
+//! GPUs. The other GPUs continue to serve.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -94,7 +94,7 @@ impl Quiesces {
         self.gpus.contains_key(uuid)
     }
 
-    /// Returns whether NVML must be closed: at least one GPU is ready for it.
+    /// Returns whether NVML must be closed because at least one GPU is ready for the quiesce.
     pub fn closes_nvml(&self) -> bool {
         self.gpus.values().any(|progress| progress.waits.is_none())
     }

@@ -473,8 +473,8 @@ impl Node {
         lists
     }
 
-    /// Checks that slices of this pool can be allocated now. The error states the reason if they
-    /// cannot.
+    /// Checks that slices of this pool can be allocated now. The error states why the slices cannot
+    /// be allocated.
     fn check_can_serve(&self, known: &KnownGpu, layout: &Layout, pool: &Pool) -> Result<(), String> {
         if !known.health.healthy {
             return Err(known.health.message.clone());

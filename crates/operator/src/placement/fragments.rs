@@ -56,7 +56,7 @@ impl FragmentationTaints {
     }
 
     /// Returns the nodes whose taint changes. `reported` are the pods that are reported to
-    /// autoscalers. No node has room for any of them.
+    /// autoscalers. No node has room for any of these pods.
     pub(super) fn update(
         &mut self,
         (nodes, tracker): (&Nodes, &PodTracker),

@@ -5,8 +5,8 @@
 //! `False` with the reason `Unschedulable`. These autoscalers do not read `spec.schedulingGates`.
 //! The API server gives gated pods the reason `SchedulingGated`, and the scheduler never examines
 //! them. So the operator writes `Unschedulable` for a pod that needs another node. When another
-//! node would no longer help, it writes `SchedulingGated` again. The pod stays at the gate. If an
-//! autoscaler adds a node, the pod gets a reservation.
+//! node would no longer help, the operator writes `SchedulingGated` again. The pod stays at the
+//! gate. If an autoscaler adds a node, the pod gets a reservation.
 //!
 //! | a pod at the gate | is reported |
 //! |---|---|

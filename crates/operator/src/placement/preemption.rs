@@ -254,8 +254,9 @@ impl<'a> PreemptionSearch<'a> {
     }
 }
 
-/// Returns the names of the pods with GPUs that the required affinity of a pod selects. These pods
-/// are not evicted for the pod, because it could not run on the node without them.
+/// Returns the names of the pods with GPUs that the required affinity of a pod selects. The
+/// operator does not evict these pods, because the preemptor could not run on the node without
+/// them.
 fn pods_of_affinity(tracker: &PodTracker, pod: &PodObject) -> BTreeSet<String> {
     let affinity = &pod.spec.rules.affinity;
     if affinity.is_empty() {

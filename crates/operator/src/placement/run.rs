@@ -359,8 +359,8 @@ impl PlacementController {
         (uid, pod_condition::write_to(&self.context.client, target, &condition, false).await)
     }
 
-    /// Evicts pods for pods of higher priority. Returns false if not all of them were evicted. If
-    /// one victim cannot be evicted, the preemptor's other victims are not evicted.
+    /// Evicts pods for pods of higher priority. Returns false if any of these pods was not evicted.
+    /// If one victim cannot be evicted, the preemptor's other victims are not evicted.
     async fn evict_all(&mut self, evictions: &[Eviction]) -> bool {
         let mut unsuccessful: BTreeSet<&str> = BTreeSet::new();
         for eviction in evictions {

@@ -398,7 +398,8 @@ pub(crate) fn mig_instance_partition(
         }
         InstanceShare::Mps(share) => {
             let resource = shared_instance_resource(profile, share.resource.as_deref());
-            // The compute mode is a setting of the GPU. With MIG, it is never EXCLUSIVE_PROCESS.
+            // The compute mode is a setting of the GPU. On a GPU in MIG mode, the compute mode is
+            // never EXCLUSIVE_PROCESS.
             let partition = mps_partition(share, &resource, Mebibytes(memory), ComputeMode::Default)?;
             MigPartition { mps: Some(partition), ..MigPartition::default() }
         }

@@ -64,8 +64,8 @@ struct Service {
     precedes: bool,
 }
 
-/// A change of a policy's partitions. It begins when a GPU of the policy gets another newest
-/// partition, and ends when all nodes serve or another change begins.
+/// A change of a policy's partitions. The change begins when a GPU of the policy gets another
+/// newest partition. It ends when all nodes serve or another change begins.
 #[derive(Debug, Clone, Default)]
 struct PolicyChange {
     /// The newest partitions, by node, until all nodes serve.
@@ -139,9 +139,10 @@ impl PolicyChange {
 /// State of changes and failures that the operator keeps between passes. Times are durations since
 /// the process started.
 ///
-/// A new leader starts with an empty memory. It reports failures after [`FAILURE_TIME`] again, and
-/// a node that failed before the change then stops the rollout. During this time, no node changes.
-/// The next wave of a new leader is one node, because it does not know which nodes have changed.
+/// A new leader starts with an empty memory. The new leader reports failures only after
+/// [`FAILURE_TIME`], and a node that failed before the change then stops the rollout. During this
+/// time, no node changes. The next wave of a new leader is one node, because it does not know which
+/// nodes have changed.
 #[derive(Debug, Clone, Default)]
 pub struct Staging {
     /// Nodes that failed and have not served since.

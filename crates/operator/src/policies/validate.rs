@@ -264,8 +264,8 @@ fn quoted_part(text: &str) -> String {
 /// # Errors
 /// Returns the first rule that the policy violates.
 pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec) -> Result<Policy, Error> {
-    // No `..`, so that the compiler points here when a field is added.
-    // The gatekeeper reads `replica_placement`. All its values are valid.
+    // No `..`, so that the compiler points here when a field is added. The gatekeeper reads
+    // `replica_placement`, of which all values are valid.
     let SharingPolicySpec {
         node_selector,
         gpus,

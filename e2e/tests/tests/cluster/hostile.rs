@@ -178,8 +178,8 @@ fn create_owner(scope: &Scope, account: &str) -> Result<String> {
     }
     let token = cluster.token(ns, account, None)?;
     let owner = Cluster::by_token(&token, None)?;
-    // The API server applies roles with a short delay. Before that, it would refuse an attempt for
-    // lack of rights.
+    // The API server applies roles with a short delay. Before the role applies, the API server
+    // would refuse an attempt for lack of rights.
     for (resource, subresource) in [("configmaps", ""), ("pods", "binding")] {
         let attributes = json!({"namespace": ns, "verb": "create", "resource": resource, "subresource": subresource});
         let review = json!({

@@ -348,8 +348,8 @@ fn check_runtime_class(view: &View<'_>, uses_operator: bool, report: &mut Report
     }
 }
 
-/// Reports the `RuntimeClass` that Cleave's pods will use, and whether it proves that nodes have
-/// NVIDIA's runtime.
+/// Reports the `RuntimeClass` that Cleave's pods will use, and whether this `RuntimeClass` proves
+/// that nodes have NVIDIA's runtime.
 fn report_runtime_class(view: &View<'_>, report: &mut Report) {
     const PODS: &str = "With agent.deviceListStrategy Envvar, add runtimeClassName: nvidia to pods that request GPUs, \
                         unless NVIDIA's runtime is the default runtime.";
