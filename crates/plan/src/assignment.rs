@@ -239,7 +239,7 @@ pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: Cha
     };
     let changed = i64::from(after.changed) - i64::from(before.changed);
     let destroyed = i64::from(after.destroyed) - i64::from(before.destroyed);
-    let room = before.worth - after.worth;
+    let room = before.room_value - after.room_value;
     let numbers = if rule == ChangeRule::Pack { [room, changed, destroyed] } else { [changed, destroyed, room] };
     allowed.then_some(PlacementCost(numbers))
 }

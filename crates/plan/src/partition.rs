@@ -109,7 +109,7 @@ pub(crate) struct PackedPartition {
     /// Number of free slices that the partition removes.
     pub(crate) destroyed: u32,
     /// Value of the remaining room for future pods. Lower for fuller GPUs.
-    pub(crate) worth: i64,
+    pub(crate) room_value: i64,
     /// Memory and compute in use, in 65,536ths, rounded down.
     pub(crate) used: GpuUsage,
 }
@@ -177,8 +177,8 @@ impl GpuClass {
             same.map_or(0, |other| other.count).min(cell.count)
         };
         let destroyed = self.free.iter().map(|cell| cell.count - left(cell)).sum();
-        let (worth, used) = self.worth_and_usage(&free, demands);
-        PackedPartition { changed: free != self.free, destroyed, free, worth, used }
+        let (room_value, used) = self.room_value_and_usage(&free, demands);
+        PackedPartition { changed: free != self.free, destroyed, free, room_value, used }
     }
 
     /// Returns whether the existing slices serve the demands without a repartitioning.
@@ -415,7 +415,7 @@ impl GpuClass {
         (in_use, free)
     }
 
-    fn worth_and_usage(&self, free: &[SliceCell], demands: &[GpuDemand]) -> (i64, GpuUsage) {
+    fn room_value_and_usage(&self, free: &[SliceCell], demands: &[GpuDemand]) -> (i64, GpuUsage) {
         let whole = GpuUsage { memory: WHOLE_GPU, compute: WHOLE_GPU };
         if demands.is_empty() && self.in_use.is_empty() {
             let full = i64::try_from(FULL_GPU_VALUE).unwrap_or(i64::MAX);
@@ -429,8 +429,8 @@ impl GpuClass {
         let (rest, total, used) = self.measure_partition(free, demands);
         let rest =
             u64::try_from(rest.saturating_mul(u128::from(FULL_GPU_VALUE)).checked_div(total).unwrap_or(0)).unwrap_or(0);
-        let worth = if self.families == Families::NONE { 0 } else { rest.min(FULL_GPU_VALUE) };
-        (i64::try_from(worth).unwrap_or(i64::MAX), used)
+        let room_value = if self.families == Families::NONE { 0 } else { rest.min(FULL_GPU_VALUE) };
+        (i64::try_from(room_value).unwrap_or(i64::MAX), used)
     }
 
     /// Returns the remaining value, the total value, and the used parts of the GPU. The value

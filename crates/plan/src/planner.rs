@@ -284,8 +284,8 @@ fn plan_part(
     if small && score != ideal {
         for rule in [ChangeRule::Stay, ChangeRule::Any] {
             // If every pod is placed, only the number of repartitioned GPUs can still improve.
-            let worth = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
-            let steps = worth.min(budget.steps);
+            let max_steps = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
+            let steps = max_steps.min(budget.steps);
             let found = search(model, states, assignment, part, rule, score.clone(), steps);
             budget.steps = budget.steps.saturating_sub(found.steps);
             if let Some(better) = found.better {

@@ -32,14 +32,14 @@ pub(super) struct PreemptionSearch<'a> {
     /// The lowest priority in `holders`. `i32::MAX` if there are none.
     lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
-    turns: BTreeSet<String>,
+    pods_in_turn: BTreeSet<String>,
     /// Number of first searches in this reconcile.
     new: usize,
     /// Number of all searches in this reconcile.
     searches: u64,
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
-    hopeless: BTreeSet<SearchKey<'a>>,
+    futile: BTreeSet<SearchKey<'a>>,
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
     up: Duration,
@@ -59,7 +59,7 @@ pub(super) enum PreemptionProspect {
 
 /// The result of one search.
 enum SearchResult {
-    /// These evictions make room. The list of victims must be empty.
+    /// These evictions make room. The list of victims may be empty.
     Preempt(Preemption),
     /// No preemption helps, or the pod may not preempt others.
     Impossible,
@@ -75,8 +75,8 @@ impl<'a> PreemptionSearch<'a> {
         preemptors: &'a mut Preemptors,
         up: Duration,
     ) -> Self {
-        let (turns, is_paused) = (preemptors.pods_in_turn(up), evictability.is_paused(up));
-        let (holders, hopeless) = (OnceCell::new(), BTreeSet::new());
+        let (pods_in_turn, is_paused) = (preemptors.pods_in_turn(up), evictability.is_paused(up));
+        let (holders, futile) = (OnceCell::new(), BTreeSet::new());
         Self {
             nodes,
             tracker,
@@ -85,10 +85,10 @@ impl<'a> PreemptionSearch<'a> {
             preemptors,
             holders,
             lowest_holder: OnceCell::new(),
-            turns,
+            pods_in_turn,
             new: 0,
             searches: 0,
-            hopeless,
+            futile,
             is_paused,
             up,
         }
@@ -165,11 +165,11 @@ impl<'a> PreemptionSearch<'a> {
         if nominated.is_none() {
             if scope == SearchScope::Nothing {
                 if self.preemptors.is_failure_shared(name) {
-                    self.hopeless.insert(key);
+                    self.futile.insert(key);
                 }
                 return SearchResult::Impossible;
             }
-            if self.hopeless.contains(&key) {
+            if self.futile.contains(&key) {
                 self.preemptors.record_failure(name, pod, (key.has_rules(), true), self.up);
                 return SearchResult::Impossible;
             }
@@ -193,7 +193,7 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         }
         let is_turn = if self.preemptors.has_waited(name) {
-            self.turns.contains(name)
+            self.pods_in_turn.contains(name)
         } else {
             self.new += 1;
             self.new <= MAX_NEW_PREEMPTORS
@@ -216,7 +216,7 @@ impl<'a> PreemptionSearch<'a> {
                 let is_shared = !search.has_lasting_predecessor(ledger, candidate, eligible);
                 self.preemptors.record_failure(name, pod, (key.has_rules(), is_shared), self.up);
                 if is_shared {
-                    self.hopeless.insert(key);
+                    self.futile.insert(key);
                 }
                 SearchResult::Impossible
             }

@@ -32,7 +32,7 @@ pub(super) struct Preemptors {
     /// Number of changes so far.
     version: u64,
     /// The last change that may help every pod.
-    everywhere: u64,
+    last_cluster_change: u64,
     /// The last change of each node.
     changed: BTreeMap<String, u64>,
     /// Waiting pods, by name. Excludes pods whose victims terminate.
@@ -67,7 +67,7 @@ struct Preemptor {
     /// The reconcile that last searched for this pod, or that first saw the pod.
     turn: u64,
     /// The last search that found no victims.
-    hopeless: Option<FutileSearch>,
+    futile_search: Option<FutileSearch>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -124,7 +124,7 @@ impl Preemptors {
     /// Records a change that may make preemption possible anywhere.
     pub(super) fn record_cluster_change(&mut self) {
         self.version += 1;
-        self.everywhere = self.version;
+        self.last_cluster_change = self.version;
     }
 
     /// Compares the disruption budgets with their previous state. Records only a change that allows
@@ -173,8 +173,8 @@ impl Preemptors {
     }
 
     fn scope_of(&self, one: &Preemptor, up: Duration) -> SearchScope {
-        match one.hopeless {
-            Some(FutileSearch { version, until, .. }) if until > up && self.everywhere <= version => {
+        match one.futile_search {
+            Some(FutileSearch { version, until, .. }) if until > up && self.last_cluster_change <= version => {
                 if self.version > version { SearchScope::ChangedSince(version) } else { SearchScope::Nothing }
             }
             _ => SearchScope::Everything,
@@ -183,7 +183,7 @@ impl Preemptors {
 
     /// Returns whether no preemption helps the pod or equal pods.
     pub(super) fn is_failure_shared(&self, pod: &str) -> bool {
-        self.waiting.get(pod).and_then(|one| one.hopeless).is_some_and(|hopeless| hopeless.is_shared)
+        self.waiting.get(pod).and_then(|one| one.futile_search).is_some_and(|futile| futile.is_shared)
     }
 
     /// Returns whether a node has changed since this version.
@@ -206,8 +206,9 @@ impl Preemptors {
         up: Duration,
     ) {
         let time = if has_rules { RULES_RECHECK_TIME } else { RECHECK_TIME };
-        let hopeless = Some(FutileSearch { version: self.version, until: up.saturating_add(time), is_shared });
-        self.waiting.insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, hopeless });
+        let futile_search = Some(FutileSearch { version: self.version, until: up.saturating_add(time), is_shared });
+        self.waiting
+            .insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, futile_search });
     }
 
     /// Records an eviction for a waiting pod. The evictions of one reconcile are one round.
@@ -237,7 +238,7 @@ impl Preemptors {
 
     /// Records that the pod must wait for its turn.
     pub(super) fn defer(&mut self, name: &str, pod: &PodObject) {
-        let new = || Preemptor { id: uid_and_version(pod), turn: self.reconciles, hopeless: None };
+        let new = || Preemptor { id: uid_and_version(pod), turn: self.reconciles, futile_search: None };
         self.waiting.entry(name.to_owned()).or_insert_with(new);
         self.is_deferred = true;
     }
@@ -246,7 +247,7 @@ impl Preemptors {
     pub(super) fn finish_reconcile(&self, up: Duration, actions: &mut Actions) {
         actions.more |= self.is_deferred;
         actions.awaits_budgets = !self.waiting.is_empty();
-        let rechecks = self.waiting.values().filter_map(|one| one.hopeless).map(|hopeless| hopeless.until);
+        let rechecks = self.waiting.values().filter_map(|one| one.futile_search).map(|futile| futile.until);
         let delays = self.rounds.values().map(|rounds| rounds.until);
         // This reconcile has searched again for a pod whose recheck is due, or the pod waits for
         // something else.

@@ -53,7 +53,7 @@ pub(super) struct ReplicaSearch<'a> {
     packing: BTreeSet<String>,
     /// Replicas by controller, and by whether replicas on GPUs that pack are included.
     known: BTreeMap<(ControllerId, bool), Siblings>,
-    none: Siblings,
+    no_siblings: Siblings,
 }
 
 impl<'a> ReplicaSearch<'a> {
@@ -64,7 +64,7 @@ impl<'a> ReplicaSearch<'a> {
         let valid = policies.iter().filter_map(|policy| policy.as_ref().0.as_ref().ok());
         let packing = valid.filter(|policy| policy.spec.replica_placement == ReplicaPlacement::Pack);
         let packing = packing.map(ResourceExt::name_any).collect();
-        Self { index, nodes, packing, known: BTreeMap::new(), none: Siblings::default() }
+        Self { index, nodes, packing, known: BTreeMap::new(), no_siblings: Siblings::default() }
     }
 
     /// Returns the replicas that a pod is kept apart from.
@@ -72,7 +72,7 @@ impl<'a> ReplicaSearch<'a> {
     /// The pod's annotation decides. Without it, the policy of each replica's GPU decides, and a
     /// replica on a GPU that packs is ignored.
     pub(super) fn siblings_of(&mut self, pod: &PodObject, ledger: &Ledger) -> &Siblings {
-        let Some(controller) = avoided_controller(pod) else { return &self.none };
+        let Some(controller) = avoided_controller(pod) else { return &self.no_siblings };
         let everywhere = pod.replica_placement == Some(ReplicaPlacement::Spread);
         let Self { index, nodes, packing, known, .. } = self;
         known.entry((controller, everywhere)).or_insert_with(|| {

@@ -71,7 +71,7 @@ impl Returning {
                 returning.entry(name.as_str()).or_default();
             }
         }
-        ReturningUnits { nodes, returning, deleted, ledger: None, hopeless: BTreeSet::new() }
+        ReturningUnits { nodes, returning, deleted, ledger: None, not_fitting: BTreeSet::new() }
     }
 }
 
@@ -86,7 +86,7 @@ pub(super) struct ReturningUnits<'a> {
     /// promised to pods. Built for the first pod.
     ledger: Option<Ledger>,
     /// Properties of pods that do not fit.
-    hopeless: BTreeSet<SearchKey<'a>>,
+    not_fitting: BTreeSet<SearchKey<'a>>,
 }
 
 impl<'a> ReturningUnits<'a> {
@@ -103,10 +103,10 @@ impl<'a> ReturningUnits<'a> {
             return false;
         }
         let key = search.key(candidate);
-        if self.hopeless.contains(&key) {
+        if self.not_fitting.contains(&key) {
             return false;
         }
-        let Self { nodes, returning, deleted, ledger: known, hopeless } = self;
+        let Self { nodes, returning, deleted, ledger: known, not_fitting } = self;
         let returned = known.get_or_insert_with(|| ledger_of_returned_nodes(ledger, nodes, (returning, deleted)));
         // The taints of a node whose agent is not ready end when the agent is ready.
         let mut tolerant = candidate.plan_pod.clone();
@@ -126,7 +126,7 @@ impl<'a> ReturningUnits<'a> {
             .and_then(|on| fits(returned, &on));
         let Some(found) = found else {
             if !search.has_lasting_predecessor(ledger, candidate, returning.keys().copied()) {
-                hopeless.insert(key);
+                not_fitting.insert(key);
             }
             return false;
         };

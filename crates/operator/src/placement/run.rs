@@ -469,7 +469,7 @@ impl PlacementController {
             tracing::debug!(node, why, "postponed the replacement of an MPS host");
         }
         let mut events = Vec::new();
-        if let Some((message, regarding)) = &step.news {
+        if let Some((message, regarding)) = &step.stop_report {
             tracing::warn!(message, "stopped the replacement of MPS hosts");
             events.push((regarding.clone(), events::rollout_stopped_event(message)));
         }

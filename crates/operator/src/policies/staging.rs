@@ -149,7 +149,7 @@ pub struct Staging {
     failing: BTreeMap<PolicyAndNode, NodeFailure>,
     /// Changing nodes whose agent does not report. Each value is the last generation that the agent
     /// read, and when the agent stopped reporting.
-    silent: BTreeMap<PolicyAndNode, (i64, Duration)>,
+    not_reporting: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
     /// How long nodes serve the partitions in their specs.
@@ -180,7 +180,7 @@ impl Staging {
             let present =
                 views.keys().filter_map(|name| nodes(name).map(|(node, desired)| (name.as_str(), node, desired)));
             self.begin_change(policy, report.rollout.paused, present, now);
-            let rolls_out = views.values().any(|view| !view.newest) || self.is_rolling_out(policy);
+            let rolls_out = views.values().any(|view| !view.has_newest) || self.is_rolling_out(policy);
             if !rolls_out {
                 self.record_serving_before_change(policy, &BTreeSet::new(), now);
             }
@@ -197,7 +197,7 @@ impl Staging {
                 }
                 let failure = self.update(&key, view, node, now);
                 let deadline = self.update_silent(&key, view, node, now);
-                view.excused |= precedes && view.newest && view.failing;
+                view.excused |= precedes && view.has_newest && view.failing;
                 next = [next, proof, failure, deadline].into_iter().flatten().min();
                 seen.insert(key);
             }
@@ -219,7 +219,7 @@ impl Staging {
             }
         }
         self.failing.retain(|key, _| seen.contains(key));
-        self.silent.retain(|key, _| seen.contains(key));
+        self.not_reporting.retain(|key, _| seen.contains(key));
         self.failed_before.retain(|key| seen.contains(key));
         self.services.retain(|key, _| seen.contains(key));
         next
@@ -296,8 +296,8 @@ impl Staging {
         (node, desired): (&Node, &GpuNodeSpec),
     ) {
         let Some(change) = self.changes.get_mut(policy) else { return };
-        if !view.newest || change.is_inherited && view.state == NodeState::WaitingForPods {
-            let changing = if view.newest { &gpus.waiting } else { &gpus.staged };
+        if !view.has_newest || change.is_inherited && view.state == NodeState::WaitingForPods {
+            let changing = if view.has_newest { &gpus.waiting } else { &gpus.staged };
             change.affected.entry(name.clone()).or_default().gpus.extend(changing.iter().cloned());
         }
         if let Some(affected) = change.affected.get_mut(name) {
@@ -305,16 +305,16 @@ impl Staging {
         }
         let Some(affected) = change.affected.get_mut(name).filter(|affected| !affected.gpus.is_empty()) else {
             change.affected.remove(name);
-            view.may_be_canary = view.newest && (change.is_inherited || change.follows_incomplete);
+            view.may_be_canary = view.has_newest && (change.is_inherited || change.follows_incomplete);
             return;
         };
         let mut changing = gpus_of(policy, Some(desired)).filter(|gpu| affected.gpus.contains(&gpu.uuid));
         view.affected = true;
         view.cordoned = node.unschedulable || changing.all(|gpu| gpu.cordoned);
-        if view.newest {
-            view.serves = !affected.gpus.is_disjoint(&gpus.serving);
+        if view.has_newest {
+            view.has_serving_gpu = !affected.gpus.is_disjoint(&gpus.serving);
         }
-        if !view.newest || !view.cordoned {
+        if !view.has_newest || !view.cordoned {
             affected.cordoned = view.cordoned;
         }
         view.withdrawn = view.cordoned && !affected.cordoned;
@@ -357,7 +357,7 @@ impl Staging {
         }
         let since = *service.since.get_or_insert(now);
         let left = PROOF_TIME.saturating_sub(now.saturating_sub(since));
-        view.steady = left.is_zero();
+        view.is_steady = left.is_zero();
         Some(left).filter(|left| !left.is_zero())
     }
 
@@ -376,7 +376,7 @@ impl Staging {
     /// failure, and a loss before the change is excused.
     fn update_lost(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>, rolls_out: bool) {
         match loss {
-            Some(_) if !view.newest || !rolls_out => _ = self.failed_before.insert(key.clone()),
+            Some(_) if !view.has_newest || !rolls_out => _ = self.failed_before.insert(key.clone()),
             Some(_) if matches!(view.state, NodeState::Failed(_)) => {}
             Some(why) => view.state = NodeState::Failed(why),
             None if view.state == NodeState::Serving => _ = self.failed_before.remove(key),
@@ -403,7 +403,7 @@ impl Staging {
             view.failing = true;
             left = Some(FAILURE_TIME.saturating_sub(now.saturating_sub(failure.since))).filter(|left| !left.is_zero());
             view.state = if left.is_some() { NodeState::Changing } else { NodeState::Failed(failure.why.clone()) };
-            if left.is_none() && !view.newest {
+            if left.is_none() && !view.has_newest {
                 self.failed_before.insert(key.clone());
             }
             self.failing.insert(key.clone(), failure);
@@ -422,16 +422,16 @@ impl Staging {
         now: Duration,
     ) -> Option<Duration> {
         let reports = agent_has_read_spec(node) && view.agent_ready;
-        if !view.newest || view.state != NodeState::Changing || reports {
-            self.silent.remove(key);
+        if !view.has_newest || view.state != NodeState::Changing || reports {
+            self.not_reporting.remove(key);
             return None;
         }
         let read = node.object()?.status.as_ref()?.observed_generation;
-        let since = match self.silent.get(key) {
+        let since = match self.not_reporting.get(key) {
             Some((of, since)) if *of == read => *since,
             _ => now,
         };
-        self.silent.insert(key.clone(), (read, since));
+        self.not_reporting.insert(key.clone(), (read, since));
         let left = DEFAULT_APPLY_DEADLINE.saturating_sub(now.saturating_sub(since));
         if left.is_zero() {
             let why = format!("the agent has not reported the change within {} s", DEFAULT_APPLY_DEADLINE.as_secs());
@@ -472,12 +472,12 @@ fn is_staged(current: &GpuSpec, desired: &GpuSpec, paused: bool) -> bool {
 fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -> Option<(NodeView, GpuSets)> {
     let object = node.object()?;
     let mut view = NodeView {
-        newest: true,
+        has_newest: true,
         state: NodeState::Serving,
         failing: false,
-        between: false,
-        serves: false,
-        steady: false,
+        is_between_partitions: false,
+        has_serving_gpu: false,
+        is_steady: false,
         in_use: false,
         agent_ready: node.agent.is_some_and(|agent| agent.ready),
         affected: false,
@@ -492,9 +492,9 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         let Some(gpu) = node.reported()?.iter().find(|gpu| gpu.uuid == desired.uuid) else { continue };
         any = true;
         let staged = is_staged(current, desired, rules.paused);
-        view.newest &= !staged;
+        view.has_newest &= !staged;
         let has_partition = has_partition(&current.partition, gpu);
-        view.between |= staged && !has_partition;
+        view.is_between_partitions |= staged && !has_partition;
         view.in_use |= staged && gpu.slices.iter().any(|slice| slice.in_use > 0);
         let state = if desired.cordoned || !gpu.health.class.is_empty() {
             // A cordoned GPU is excused. `loss` judges a faulted one.
@@ -511,7 +511,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
             (&mut gpus.serving, state == Some(NodeState::Serving)),
         ];
         sets.into_iter().filter(|(_, belongs)| *belongs).for_each(|(set, _)| _ = set.insert(gpu.uuid.clone()));
-        view.serves |= state == Some(NodeState::Serving);
+        view.has_serving_gpu |= state == Some(NodeState::Serving);
         view.state = view.state.max(state.unwrap_or(NodeState::Serving));
     }
     any.then_some((view, gpus))

@@ -38,19 +38,19 @@ pub enum NodeState {
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about a node")]
 pub struct NodeView {
     /// Whether the node's spec has the newest partition of the policy.
-    pub newest: bool,
+    pub has_newest: bool,
     /// State relative to the partition in the spec.
     pub state: NodeState,
     /// Whether a GPU or its MPS daemon fails now. The state becomes [`NodeState::Failed`] only if
     /// the failure lasts.
     pub failing: bool,
     /// Whether a GPU that changes does not serve its older partition either.
-    pub between: bool,
+    pub is_between_partitions: bool,
     /// Whether at least one GPU serves the partition in the spec. If the current change has reached
     /// the node, only GPUs that it changed count.
-    pub serves: bool,
+    pub has_serving_gpu: bool,
     /// Whether the node has served the partition in its spec for a minimum time.
-    pub steady: bool,
+    pub is_steady: bool,
     /// Whether pods use a GPU that changes.
     pub in_use: bool,
     /// Whether the node's agent is ready. Other nodes cannot change.
@@ -116,10 +116,10 @@ impl RolloutProgress {
 /// Decides which of a policy's nodes change now. The others keep their partition: they are
 /// [`RolloutProgress::pending`].
 pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> RolloutProgress {
-    let failed = |view: &NodeView| view.newest && !view.excused && matches!(view.state, NodeState::Failed(_));
+    let failed = |view: &NodeView| view.has_newest && !view.excused && matches!(view.state, NodeState::Failed(_));
     let stopped = rules.on_failure == OnFailure::Stop && nodes.values().any(failed);
     // A new failure also holds nodes back: a new leader does not know how old a failure is.
-    let failing = |view: &NodeView| view.newest && !view.excused && view.failing;
+    let failing = |view: &NodeView| view.has_newest && !view.excused && view.failing;
     let held = stopped || rules.on_failure == OnFailure::Stop && nodes.values().any(failing);
     let proven = nodes.values().any(proves_change);
     let mut begin = BTreeSet::new();
@@ -140,8 +140,8 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
             progress.cordoned.insert(name.clone());
         }
         match &view.state {
-            _ if !view.newest && !begin.contains(name.as_str()) => _ = progress.pending.insert(name),
-            _ if !view.newest => _ = progress.changing.insert(name),
+            _ if !view.has_newest && !begin.contains(name.as_str()) => _ = progress.pending.insert(name),
+            _ if !view.has_newest => _ = progress.changing.insert(name),
             NodeState::Serving => progress.updated += 1,
             NodeState::WaitingForPods => _ = progress.waiting.insert(name),
             NodeState::Changing => _ = progress.changing.insert(name),
@@ -160,17 +160,17 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
 
 /// Returns whether a node serves the partition in its spec now.
 pub fn is_serving(view: &NodeView) -> bool {
-    view.serves && matches!(view.state, NodeState::Serving | NodeState::WaitingForPods)
+    view.has_serving_gpu && matches!(view.state, NodeState::Serving | NodeState::WaitingForPods)
 }
 
 /// Returns whether a node shows that the newest partition works.
 fn proves_change(view: &NodeView) -> bool {
-    view.newest && view.steady && is_serving(view)
+    view.has_newest && view.is_steady && is_serving(view)
 }
 
 /// Returns whether a node that the change has reached serves, but not for long enough.
 fn is_unsteady(view: &NodeView) -> bool {
-    view.newest && view.affected && !view.steady && is_serving(view)
+    view.has_newest && view.affected && !view.is_steady && is_serving(view)
 }
 
 /// Returns whether a node that the change affects proves it. Nodes that never changed may differ
@@ -180,7 +180,7 @@ fn is_proven_by_changed(nodes: &BTreeMap<String, NodeView>) -> bool {
 }
 
 fn ready_pending_nodes(nodes: &BTreeMap<String, NodeView>) -> impl Iterator<Item = (&str, &NodeView)> {
-    let may_begin = |(_, view): &(&String, &NodeView)| !view.newest && view.agent_ready;
+    let may_begin = |(_, view): &(&String, &NodeView)| !view.has_newest && view.agent_ready;
     nodes.iter().filter(may_begin).map(|(name, view)| (name.as_str(), view))
 }
 
@@ -191,7 +191,7 @@ fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) ->
         NodeState::Failed(_) => true,
         NodeState::WaitingForPods => !held,
         // Otherwise a daemon is restarting, and the node will soon serve its older partition.
-        NodeState::Changing => view.between && !held,
+        NodeState::Changing => view.is_between_partitions && !held,
         NodeState::Serving => false,
     };
     ready_pending_nodes(nodes).filter(move |(_, view)| proven && is_broken(view)).map(|(name, _)| name)
@@ -236,8 +236,8 @@ enum WithheldNodes {
 fn withheld_by(rules: RolloutRules, view: &NodeView) -> Option<WithheldNodes> {
     let is_canary = view.affected && !view.withdrawn;
     match view.state {
-        _ if !view.newest => None,
-        _ if is_serving(view) => (!view.steady && (is_canary || view.may_be_canary)).then_some(WithheldNodes::All),
+        _ if !view.has_newest => None,
+        _ if is_serving(view) => (!view.is_steady && (is_canary || view.may_be_canary)).then_some(WithheldNodes::All),
         NodeState::Changing => (is_canary || !view.excused).then_some(WithheldNodes::All),
         NodeState::WaitingForPods => (is_canary || !view.excused).then_some(WithheldNodes::InUse),
         NodeState::Serving => is_canary.then_some(WithheldNodes::Unfit),

@@ -52,7 +52,7 @@ pub struct Step {
     pub replace: Vec<Replacement>,
     /// Why replacement stopped and which `DaemonSet` is affected. `None` if this was already
     /// reported.
-    pub news: Option<(String, ObjectReference)>,
+    pub stop_report: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
     pub stopped: bool,
     /// Nodes whose outdated MPS host is not replaced yet, each with the reason.
@@ -118,7 +118,7 @@ impl Rollout {
         step.stopped = stopped.is_some();
         if stopped != self.reported {
             let set = nodes.values().find_map(|view| view.host.as_ref()).map(daemon_set_reference);
-            step.news = stopped.clone().zip(set);
+            step.stop_report = stopped.clone().zip(set);
             self.reported = stopped;
         }
         self.close_nodes(nodes, up, step.stopped);

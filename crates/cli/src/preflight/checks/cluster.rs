@@ -20,7 +20,7 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
     check_version(view, report);
     check_platform(view, report);
     check_priority_classes(view, report);
-    if view.installed {
+    if view.has_agents {
         report.info(
             Reason::AlreadyInstalled,
             "Cleave's agents are installed in this cluster.",

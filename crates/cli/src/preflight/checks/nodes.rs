@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::super::facts::{MajorMinor, Node, PodSpec};
 use super::super::platform::Platform;
 use super::super::report::{Reason, Report, counted, join_names};
-use super::view::{View, can_run, chart_labels, is_discovered, is_gpu_resource};
+use super::view::{View, can_run, chart_labels, is_discovery_label, is_gpu_resource};
 
 /// Keys of taints that the operator tolerates by default.
 pub(in super::super) const OPERATOR_TOLERATIONS: [&str; 2] =
@@ -82,7 +82,7 @@ fn check_labels(view: &View<'_>, report: &mut Report) {
     for &node in &view.gpu_nodes {
         if chart_labels(node).next().is_none() {
             unlabelled.push(node);
-        } else if chart_labels(node).all(is_discovered) {
+        } else if chart_labels(node).all(is_discovery_label) {
             discovered.push(node);
         }
     }

@@ -131,7 +131,8 @@ static PRODUCTS: [Product; 12] = [
         name: "NVIDIA's device plugin",
         action: "Delete the plugin's DaemonSet, or exclude the nodes with a node affinity in the DaemonSet.",
         recognizes: |set| {
-            (is_named(set, "nvidia-device-plugin") || uses_image(set, "k8s-device-plugin")) && !discovers_features(set)
+            (is_named(set, "nvidia-device-plugin") || uses_image(set, "k8s-device-plugin"))
+                && !is_feature_discovery(set)
         },
     },
     Product {
@@ -155,7 +156,7 @@ fn selects_label(set: &DaemonSet, label: &str) -> bool {
 }
 
 /// Returns whether the `DaemonSet` is GPU feature discovery, which is in the device plugin's image.
-fn discovers_features(set: &DaemonSet) -> bool {
+fn is_feature_discovery(set: &DaemonSet) -> bool {
     let command = |command: &String| command.contains("feature-discovery");
     is_named(set, "feature-discovery")
         || set.spec.template.spec.containers.iter().any(|container| container.command.iter().any(command))
@@ -225,7 +226,7 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
         let plugins = with_role(found, Role::Plugin).chain(with_role(found, Role::Dra));
         plugins.flat_map(|plugin| &plugin.nodes).any(|other| other.metadata.name == node.metadata.name)
     };
-    if view.facts.daemon_sets.is_err() || view.installed {
+    if view.facts.daemon_sets.is_err() || view.has_agents {
         return;
     }
     let served: Vec<&Node> =

@@ -60,7 +60,7 @@ pub(super) struct View<'a> {
     /// Platforms of the GPU nodes, or of all nodes if there is no GPU node.
     pub(super) platforms: BTreeSet<Platform>,
     /// Whether agents of Cleave are installed.
-    pub(super) installed: bool,
+    pub(super) has_agents: bool,
 }
 
 impl<'a> View<'a> {
@@ -75,9 +75,9 @@ impl<'a> View<'a> {
         let gpu_nodes: Vec<&Node> = nodes.iter().filter(|node| has_gpus(node)).filter(selected).copied().collect();
         let of_platform = if gpu_nodes.is_empty() { &nodes } else { &gpu_nodes };
         let daemon_sets = items(&facts.daemon_sets);
-        let installed = daemon_sets.iter().any(is_cleave);
+        let has_agents = daemon_sets.iter().any(is_cleave);
         let platforms = of_platform.iter().filter_map(|node| Platform::of(node)).collect();
-        Self { facts, target, nodes, gpu_nodes, daemon_sets, platforms, installed }
+        Self { facts, target, nodes, gpu_nodes, daemon_sets, platforms, has_agents }
     }
 
     /// Returns the platform, if there is exactly one.
@@ -129,7 +129,7 @@ pub(super) fn is_gpu_resource(name: &str) -> bool {
 }
 
 /// Returns whether node feature discovery or GPU feature discovery sets the label.
-pub(super) fn is_discovered(label: &str) -> bool {
+pub(super) fn is_discovery_label(label: &str) -> bool {
     DISCOVERED_LABELS.iter().any(|start| label.starts_with(start))
 }
 

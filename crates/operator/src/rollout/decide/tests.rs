@@ -66,7 +66,7 @@ fn the_mps_host_of_a_node_is_the_one_that_is_not_terminating() {
         (n.pod.as_str(), n.uid.as_str(), n.outdated, n.ready, n.terminating),
         ("system/z", "z-uid", false, true, false)
     );
-    assert_eq!(n.set, ("hosts".to_owned(), "s".to_owned()));
+    assert_eq!(n.daemon_set, ("hosts".to_owned(), "s".to_owned()));
     let m = &found["m"];
     assert!(m.outdated && m.terminating && !m.ready);
 }
@@ -205,7 +205,7 @@ fn mps_host(node: &str, generation: &str, outdated: bool, ready: bool) -> MpsHos
         pod: format!("system/{node}-{generation}"),
         uid: format!("{node}-{generation}"),
         hash: if outdated { OLD_HASH } else { NEW_HASH }.into(),
-        set: ("hosts".into(), "s".into()),
+        daemon_set: ("hosts".into(), "s".into()),
         outdated,
         ready,
         terminating: false,
@@ -289,7 +289,7 @@ fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_
     );
     world.up += secs(1);
     let step = world.update();
-    let (message, set) = step.news.unwrap();
+    let (message, set) = step.stop_report.unwrap();
     assert!(step.stopped && message.contains("node n00: system/n00-2 is not ready"), "{message}");
     assert_eq!(
         (set.kind.as_deref(), set.name.as_deref(), set.namespace.as_deref()),
@@ -298,7 +298,7 @@ fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_
     assert!(!world.rollout.is_withheld("n00"), "from here on the agent reports what the node can serve");
     world.up += secs(1);
     let again = world.update();
-    assert!(again.stopped && again.news.is_none() && again.replace.is_empty(), "it is reported once");
+    assert!(again.stopped && again.stop_report.is_none() && again.replace.is_empty(), "it is reported once");
     assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.is_withheld("n01"));
     // The MPS host eventually serves.
     let mut served = TestCluster { nodes: world.nodes.clone(), rollout: world.rollout.clone(), up: world.up };
