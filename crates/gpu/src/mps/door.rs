@@ -40,8 +40,8 @@ use super::wire::{Allocation, AllocationStatus};
 /// slightly fewer clients than this. Further connections wait in the kernel's queue, where their
 /// `connect` blocks.
 const MAX_DOOR_CONNECTIONS: usize = 64;
-/// Maximum number of connections of one allocation to its server. A client has two or three, and a
-/// GPU has at most 48 contexts.
+/// Maximum number of connections of one allocation to its server. A client has two or three
+/// connections, and a GPU has at most 48 contexts.
 const MAX_SERVER_CONNECTIONS: usize = 256;
 /// Delay after a failed `accept`. Descriptors may be exhausted until a connection closes.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);

@@ -228,7 +228,7 @@ enum WithheldNodes {
     All,
     /// Nodes in use: the changed node waits for its pods.
     InUse,
-    /// Nodes that are unlikely to serve, like the changed node.
+    /// Nodes that are unlikely to serve, because the changed node does not serve.
     Unfit,
 }
 

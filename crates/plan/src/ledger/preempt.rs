@@ -291,7 +291,8 @@ impl<'a> PreemptionSearch<'a> {
         found
     }
 
-    /// Adds to `found` each way to place the requests that are not in `chosen` yet.
+    /// Completes `chosen` in every possible way: places the requests that it lacks, and adds each
+    /// result to `found`.
     fn collect_assignments(
         &self,
         left: &mut [i128],

@@ -166,7 +166,7 @@ fn is_feature_discovery(set: &DaemonSet) -> bool {
 struct RecognizedDaemonSet<'a> {
     daemon_set: &'a DaemonSet,
     product: &'static Product,
-    /// The GPU nodes on which it runs.
+    /// The GPU nodes on which the `DaemonSet` runs.
     nodes: Vec<&'a Node>,
 }
 
