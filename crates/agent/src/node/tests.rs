@@ -392,7 +392,7 @@ fn the_event_of_a_recovery_states_only_what_is_known() {
     let later = start + 2 * ALLOCATION_GRACE;
     let cases = [
         (spec_object(10), false, Enforcement::Hard, "with all limits"),
-        (spec_object(10), true, Enforcement::Hard, "Nothing shows"),
+        (spec_object(10), true, Enforcement::Hard, "It is unknown whether"),
         (advisory_spec(), false, Enforcement::Advisory, "advisory"),
     ];
     for (object, unproven, enforcement, expected) in cases {
