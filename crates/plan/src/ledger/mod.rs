@@ -15,9 +15,9 @@
 //! 3. Any other needed unit is reserved on a device with enough free units, if such a device
 //!    exists.
 //!
-//! A claim has a copy of the reservations in its pod's annotation ([`Claim::annotated`]). The copies
-//! follow allocations: if a pod was allocated the units that another pod's annotation names, the
-//! copies of the two pods are swapped. The annotations do not change. The ledger has no other
+//! A claim has a copy of the reservations in its pod's annotation ([`Claim::annotated`]). The
+//! copies follow allocations: if a pod was allocated the units that another pod's annotation names,
+//! the copies of the two pods are swapped. The annotations do not change. The ledger has no other
 //! history. Therefore:
 //!
 //! - The units reserved on a device never exceed its free units. Only `device_units.rs` subtracts
