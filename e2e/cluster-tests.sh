@@ -47,8 +47,8 @@ run_cluster_tests() {
 # Both take about as long, because tests wait for Kubernetes most of the time.
 second_group=(clocks demand ending gate gate_admission health preemption stranded zones)
 
-# How many inotify instances a user may have. Linux allows 128 by default, a node uses about 15, and
-# two clusters with the nodes that tests add need 150.
+# Number of inotify instances that a user may have. Linux allows 128 by default, a node uses about
+# 15, and two clusters with the nodes that tests add need 150.
 watchers_file=/proc/sys/fs/inotify/max_user_instances
 watchers=512
 
@@ -95,7 +95,7 @@ version_tests=(
   ending::the_admission_policy_injects_sleeps_into_containers_with_shares
   ending::the_webhook_injects_the_same_sleeps
 )
-# Their results. docs/tool generates a table from this file.
+# File with the results of these tests. docs/tool generates a table from this file.
 version_results=docs/data/kubernetes-versions.json
 
 # Prints the names of the tests in version_tests, one a line.

@@ -1,5 +1,5 @@
 # Shared by e2e/demo and e2e/test: from a clean checkout to a local cluster with Cleave installed.
-# Source this file, do not run it. All functions are idempotent, and build nothing twice.
+# Source this file, do not run it. All functions are idempotent, and do not repeat builds.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export CARGO_TERM_COLOR=${CARGO_TERM_COLOR:-never}

@@ -31,7 +31,7 @@ Components, started by the chart:
 Run `cleave COMMAND --help` for its options. Installed as `kubectl-cleave`,
 the program also runs as `kubectl cleave`.";
 
-/// The commands that log while they run. The help of all other commands hides the log options.
+/// Commands that log while they run. The help of all other commands hides the log options.
 const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
 
 #[derive(Debug, clap::Subcommand)]

@@ -1,4 +1,4 @@
-//! The set-up that Cleave's programs share: logging, the runtime and the exit status.
+//! Shared set-up of Cleave's programs: logging, the runtime and the exit status.
 use std::future::Future;
 use std::process::ExitCode;
 
@@ -55,7 +55,7 @@ impl LogArgs {
     }
 }
 
-/// Runs a program on this thread. The programs mostly wait, and every additional thread would use
+/// Runs a program on this thread. Cleave's programs mostly wait, and an additional thread would use
 /// memory on every node.
 pub(crate) fn block_on<T>(program: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

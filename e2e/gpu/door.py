@@ -228,7 +228,7 @@ try:
             starts.append(got.get("sms") == sms(limits[key], of))
     check("200 starts in bursts of 8 see their own limits", all(starts), {"right": sum(starts), "of": len(starts)})
 
-    # A client must stay connected: on a GPU without clients the server is replaced after each one
+    # A client must stay connected: if no client remains, the server is replaced after each client
     # (docs/explanation/faults.md).
     stays = client(door("01"), "--hold")
     read_line(stays)

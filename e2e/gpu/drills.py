@@ -13,7 +13,7 @@ NODE = "node1"
 HOST = pathlib.Path(os.environ["DRILL_NODE_ROOT"])  # the node's root directory on the machine
 CLUSTER, CLEAVE, LIAR = os.environ["DRILL_CLUSTER"], os.environ["DRILL_CLEAVE"], pathlib.Path(os.environ["DRILL_LIAR"])
 NAMESPACE = "drill"
-SHARED = "/var/lib/drill"  # on the node; /drill in pods
+SHARED = "/var/lib/drill"  # path on the node; /drill in pods
 DIRECTORY = HOST / SHARED.lstrip("/")
 DRIVER = pathlib.Path("/usr/local/nvidia")
 MPS, TIMESLICE = "nvidia.com/gpu-mps", "nvidia.com/gpu-timeslice"
@@ -83,7 +83,7 @@ def policy(mode, resource, total, /, enforcement="Report", **section):
 
     wait(f"{total} {resource}", offered, 60, 0.2)
     if mode == "Mps":
-        # The shares' limits must be those of this policy too, not only their number.
+        # The limits of the shares, not only their number, must be those of this policy.
         threads = {"Strict": 100 // total, "Burst": min(100, 200 // total), "Uncapped": None}[section["threads"]]
         wait("the policy's limits are in the spec", lambda: [s.get("threads", [None])[0] for g in get("gpunode", NODE)["spec"]["gpus"] for s in g["partition"]["mps"]["slices"]] == [threads], 30)
         generation = get("gpunode", NODE)["metadata"]["generation"]
@@ -420,7 +420,7 @@ def worth(results):
     for threads, percent in (("Burst", 28), ("Strict", 14), ("Uncapped", None)):
         delete_pods_and_files()
         shares(7, threads)
-        # Both groups are ready all the time and take turns, so drift affects both equally.
+        # Both groups are always ready and take turns, so drift affects both equally.
         hand = ManualMps(threads, percent, names)
         try:
             pods = configure(f"Cleave {threads}", MPS)

@@ -214,7 +214,7 @@ func (p *pool) runScenario(ctx context.Context) error {
 	exact := (gpus + p.gpus - 1) / p.gpus
 	fmt.Printf("%d pods request %v shares: at least %d GPUs, %d nodes of %d\n", p.pods, shares, gpus, exact, p.gpus)
 
-	// First without nodes: the pod fits on no node of the pool.
+	// The first check has no nodes: the pod fits on no node of the pool.
 	if err := p.checkTooLargePod(ctx, "before"); err != nil {
 		return err
 	}

@@ -6,7 +6,7 @@ import (
 )
 
 // fewestBins returns the smallest number of bins of this size that hold all items. No item is
-// larger than a bin. It tries all packings, apart from those that are equal or no better.
+// larger than a bin. It tries all packings, except those that cannot be better.
 func fewestBins(items []int, size int) int {
 	items = slices.SortedFunc(slices.Values(items), func(a, b int) int { return cmp.Compare(b, a) })
 	sum := 0

@@ -267,7 +267,8 @@ func (l *large) runningPod(t *trial, index int, share bool) *corev1.Pod {
 	return one
 }
 
-// measurePaced creates pods at a rate, and reads how long the operator's decisions took meanwhile.
+// measurePaced creates pods at a fixed rate, and reads the durations of the operator's decisions
+// during that time.
 func (l *large) measurePaced(ctx context.Context, t *trial, operator *replica, r *scaleResult) error {
 	ones := make([]int, l.paced)
 	for i := range ones {

@@ -50,7 +50,7 @@ var strict = serializer.NewCodecFactory(scheme.Scheme, serializer.EnableStrict).
 // options of `helm template` that replace what Helm would ask a platform's API server.
 var options = map[string][]string{"openshift": {"--api-versions", "security.openshift.io/v1"}}
 
-// helm returns the path of Helm.
+// helm returns the path of the Helm program.
 func helm(t *testing.T) string {
 	t.Helper()
 	if found, err := exec.LookPath("helm"); err == nil {
@@ -353,8 +353,8 @@ func TestRuntimeClassesExist(t *testing.T) {
 	}
 }
 
-// The values file of the GPU Operator follows that of the platform. No directory of the platform's
-// driver remains.
+// The values file of the GPU Operator is applied after the platform's file. No directory of the
+// platform's driver may remain.
 func TestTheGpuOperatorsValuesReplaceEachPlatformsDriver(t *testing.T) {
 	const operator = "gpu-operator"
 	path := func(platform string) string { return filepath.Join(chart, "platforms", platform+".yaml") }

@@ -7,7 +7,7 @@
 //!
 //! The supervisor is small because it runs on every node: no threads, no runtime, no state. The
 //! supervisor forwards signals and exits with the program's exit status. If the supervisor is
-//! killed, the program is killed too.
+//! killed, the kernel also kills the program.
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt as _;
@@ -28,7 +28,7 @@ const FORWARDED_SIGNALS: [Signal; 6] =
 /// exits, and the kubelet restarts the container with its back-off.
 const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still handles the end of the old
-/// `ListAndWatch` stream would close the new stream too.
+/// `ListAndWatch` stream would also close the new stream.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
 /// Offset from a signal's number to the exit status, as in a shell.
 const SIGNAL_EXIT_CODE: i32 = 128;
@@ -59,7 +59,7 @@ enum ProgramEnd {
     Signal(i32),
 }
 
-/// The reaction to the end of the program.
+/// The action after the program has exited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reaction {
     /// Restart the program.
@@ -73,8 +73,8 @@ enum Reaction {
 struct RecentRestarts(VecDeque<Instant>);
 
 impl RecentRestarts {
-    /// Decides how to react after the program has exited. `stopping` is true once a signal
-    /// requested that the supervisor stop.
+    /// Decides the action after the program has exited. `stopping` is true once a signal requested
+    /// that the supervisor stop.
     fn reaction_to(&mut self, end: ProgramEnd, stopping: bool, now: Instant) -> Reaction {
         let code = |code: i32| Reaction::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {

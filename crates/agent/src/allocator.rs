@@ -108,8 +108,8 @@ impl Allocator {
         Ok((allocation, edits))
     }
 
-    /// Reports a request for shares of several GPUs as a metric and an Event. Ignores other
-    /// refusals.
+    /// Reports a refused request for shares of several GPUs as a metric and an Event. Does not
+    /// report other refusals.
     fn report_denied(&self, table: &mut AllocationTable, resource: &str, denied: &DenialReason) {
         let DenialReason::Split(sentence) = denied else { return };
         self.metrics.count_split_request(resource);
@@ -183,8 +183,8 @@ pub(crate) mod tests {
     use crate::args::tests::parse_args;
     use crate::fixtures::allocation;
 
-    /// The specification may list the devices late. The wait for the door then has only the rest of
-    /// the time, so that the agent answers before the kubelet's timeout.
+    /// The wait for the CDI specification may use part of the timeout. The wait for the door gets
+    /// only the remaining time, so the agent answers before the kubelet's timeout.
     #[tokio::test(start_paused = true)]
     async fn devices_and_door_share_one_deadline() {
         let directory = tempfile::tempdir().unwrap();

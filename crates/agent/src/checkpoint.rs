@@ -39,8 +39,8 @@ pub struct Checkpoint {
     /// Allocations that have not ended.
     #[serde(with = "shared")]
     pub allocations: Vec<Arc<Allocation>>,
-    /// GPUs that a spec has partitioned by MIG. A GPU becomes whole again when the spec no longer
-    /// lists it.
+    /// GPUs that a spec has partitioned by MIG. The agent removes a GPU's partition when the spec
+    /// no longer lists the GPU.
     #[serde(default, rename = "cut")]
     pub mig_partitioned: BTreeSet<String>,
     /// Layouts that GPUs had before a change of MIG mode in progress, by UUID.
@@ -51,7 +51,7 @@ pub struct Checkpoint {
     pub health: BTreeMap<String, HealthRecord>,
 }
 
-/// Reads and writes a list of shared values as a list of the values.
+/// Serializes a list of `Arc` values as a plain list of the values.
 mod shared {
     use std::sync::Arc;
 
@@ -222,7 +222,7 @@ impl CheckpointStore {
     ///
     /// # Errors
     /// Returns an error if the file cannot be renamed.
-    pub fn move_aside(&self) -> io::Result<PathBuf> {
+    pub fn rename_unusable(&self) -> io::Result<PathBuf> {
         let aside = self.path.with_extension("json.unread");
         fs::rename(&self.path, &aside)?;
         Ok(aside)
@@ -287,7 +287,7 @@ mod tests {
         fs::write(&store.path, br#"{"version": 2, "layouts": "of another shape"}"#).unwrap();
         let error = store.load().unwrap_err();
         assert!(error.to_string().ends_with("has version 2; this agent reads version 1"), "{error}");
-        let aside = store.move_aside().unwrap();
+        let aside = store.rename_unusable().unwrap();
         assert!(store.load().unwrap().is_none());
         assert!(fs::read_to_string(aside).unwrap().contains("another shape"));
     }
@@ -301,8 +301,8 @@ mod tests {
         };
         let pool = "/layouts/GPU-a/pools/0";
         for (pointer, value, part) in [
-            // The agent keeps the id of every slice in memory. This count would mean four billion
-            // ids.
+            // The agent keeps the id of every slice in memory. A checkpoint with this count would
+            // need four billion ids.
             ("count", json!(u32::MAX), "GPU GPU-a: nvidia.com/gpu-mps: 4294967295 slices"),
             ("first", json!(u32::MAX), "cannot be numbered from 4294967295"),
             ("resource", json!("x".repeat(100_000)), "is not the name of an extended resource"),
@@ -331,7 +331,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let store = CheckpointStore::new(directory.path());
         store.save(&sample_checkpoint()).unwrap();
-        // A directory with the name of the temporary file makes the write fail.
+        // Create a directory at the path of the temporary file, so that the write fails.
         fs::create_dir(directory.path().join("agent.json.tmp")).unwrap();
         assert!(store.save(&Checkpoint::default()).is_err());
         assert_eq!(store.load().unwrap(), Some(sample_checkpoint()));

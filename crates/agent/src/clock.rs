@@ -20,7 +20,7 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// Creates a clock that shows `wall` at `now`.
+    /// Creates a clock whose time of day at `now` is `wall`.
     pub fn new(now: Instant, wall: Timestamp) -> Self {
         Self { from: EventTime { now, wall } }
     }

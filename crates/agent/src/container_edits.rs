@@ -85,8 +85,8 @@ impl ContainerSettings {
         let mut edits = ContainerEdits { mounts: self.mounts.clone(), ..ContainerEdits::default() };
         let visible = match self.strategy {
             DeviceListStrategy::Envvar => allocation.devices.join(","),
-            // NVIDIA's images request all GPUs by default. "void" prevents NVIDIA's runtime from
-            // adding them if it handles the container too.
+            // NVIDIA's images request all GPUs by default. If NVIDIA's runtime also handles the
+            // container, "void" prevents the runtime from adding these GPUs.
             DeviceListStrategy::Cdi | DeviceListStrategy::DeviceNodes => "void".to_owned(),
         };
         edits.env.insert("NVIDIA_VISIBLE_DEVICES".into(), visible);
@@ -110,8 +110,9 @@ impl ContainerSettings {
                 edits.env.insert("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE".into(), threads.to_string());
             }
             if let Some(memory) = limits.memory_mib {
-                // Use whole MiB: with a fraction, every context fails. The driver ignores a limit
-                // that it cannot parse. Device 0 is the only visible device.
+                // Write whole MiB: if the limit has a fraction, the driver cannot create a context.
+                // The driver ignores a limit that it cannot parse. Device 0 is the only visible
+                // device.
                 edits.env.insert("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT".into(), format!("0={memory}M"));
             }
             edits.mounts.push(Mount {

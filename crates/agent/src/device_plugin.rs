@@ -50,8 +50,8 @@ impl<'a> From<&PreferredRequest<'a>> for ChoiceRequest<'a> {
     }
 }
 
-/// Returns the refusal that the kubelet receives. Its message becomes part of the pod's
-/// status.
+/// Returns the error that the kubelet receives for a refused request. The kubelet copies the
+/// error's message to the pod's status.
 fn refusal_for_denial(denied: DenialReason) -> Refusal {
     match denied {
         DenialReason::Split(sentence) | DenialReason::Invalid(sentence) => Refusal::Invalid(sentence),
@@ -73,7 +73,7 @@ impl ServedResource {
         Self { resource, metrics, allocator, devices: watch::Sender::new(Arc::new(devices)) }
     }
 
-    /// Replaces the device list if `devices` is another list. Open streams send the new list to the
+    /// Replaces the device list if `devices` differs from it. Open streams send the new list to the
     /// kubelet.
     pub fn update(&self, devices: DeviceList) {
         self.devices.send_if_modified(|list| {
@@ -94,7 +94,7 @@ impl ServedResource {
 impl ServedResource {
     /// Returns the number of requested units if the choice of slices matters and no pod with that
     /// request is known yet.
-    fn unknown_units(&self, request: &PreferredRequest<'_>) -> Option<u32> {
+    fn units_of_unknown_pod(&self, request: &PreferredRequest<'_>) -> Option<u32> {
         let units = u32::try_from(request.size).ok()?;
         let table = self.allocator.table();
         let pools = table.pools.get(&self.resource)?;
@@ -141,14 +141,14 @@ impl Resource for ServedResource {
     }
 
     fn options(&self) -> PluginOptions {
-        // Every resource has the same options. Otherwise the plugin would have to register a
-        // resource again when it serves its first MPS shares.
+        // All resources use the same options. With other options for MPS, a resource would have to
+        // register again when it serves its first shares.
         PluginOptions { pre_start: true, preferred: true }
     }
 
     fn preferred_devices<'a>(&'a self, request: PreferredRequest<'a>) -> BoxFuture<'a, Result<Vec<String>, Refusal>> {
         Box::pin(async move {
-            if let Some(units) = self.unknown_units(&request) {
+            if let Some(units) = self.units_of_unknown_pod(&request) {
                 self.allocator.wait_for_pod(&self.resource, units).await;
             }
             Ok(self.choose(&request))
@@ -257,7 +257,7 @@ mod tests {
         let started = tokio::time::Instant::now();
         let (chosen, ()) = tokio::join!(waits, comes);
         assert_eq!(started.elapsed(), Duration::ZERO, "the pod is reported in time");
-        assert!(served.unknown_units(&request).is_none(), "the pod is known");
+        assert!(served.units_of_unknown_pod(&request).is_none(), "the pod is known");
         let chosen = chosen.unwrap();
         assert!(chosen.iter().all(|id| id.starts_with("B::")), "{chosen:?}");
         let _ = served.grant(&chosen).unwrap();
@@ -273,7 +273,8 @@ mod tests {
     fn no_request_waits_without_a_choice_or_without_a_watch() {
         let all = all_share_ids();
         let two = || pools(&["A", "B"], &mps_kind());
-        let waits = |served: &ServedResource, request: &PreferredRequest<'_>| served.unknown_units(request).is_some();
+        let waits =
+            |served: &ServedResource, request: &PreferredRequest<'_>| served.units_of_unknown_pod(request).is_some();
         assert!(waits(&served_resource(PendingAllocations::with_watch(), two()), &preferred_request(&all, &[], 3)));
         assert!(
             !waits(&served_resource(PendingAllocations::default(), two()), &preferred_request(&all, &[], 3)),

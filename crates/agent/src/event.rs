@@ -10,14 +10,15 @@ pub struct NodeEvent {
     pub reason: &'static str,
     /// Note of the Event, in full sentences.
     pub note: String,
-    /// The pod that the Event is about. The Event is published on that pod too.
+    /// The pod that the Event is about. The Event is also published on this pod.
     pub regarding: Option<PodRef>,
-    /// What the Event concerns on the node, if the Event is published on the node alone. Events
-    /// with the same reason are merged, and the first note is kept, unless they differ in this.
+    /// The pod or device that the Event concerns, if the Event is published on the node alone.
+    /// Events with the same reason and the same subject are merged, and only the first note is
+    /// kept.
     pub related: Option<EventSubject>,
 }
 
-/// What an Event about a node concerns.
+/// The pod or device that an Event about the node concerns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EventSubject {
     /// A pod on the node.

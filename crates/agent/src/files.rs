@@ -61,7 +61,7 @@ pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     write_atomically_with(path, |file| file.write_all(content))
 }
 
-/// Writes JSON as [`write_atomically`] does. Never has the whole text in memory.
+/// Writes JSON as [`write_atomically`] does. Never holds the whole text in memory.
 pub(crate) fn write_json_atomically(path: &Path, content: &impl Serialize) -> io::Result<()> {
     write_atomically_with(path, |file| {
         let mut buffered = BufWriter::new(file);
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
-    /// Longer than a test, so that only inotify reports changes.
+    /// This interval is longer than a test, so only inotify reports changes.
     const NEVER: Duration = Duration::from_secs(3600);
 
     #[tokio::test]

@@ -34,7 +34,7 @@
 //! across an await or I/O. The main loop is notified afterwards. A separate task terminates the
 //! programs of terminating pods, and waits for no other task. The first device lists come from the
 //! checkpoint, before NVML, PodResources and the API server have answered.
-// The model tests share the fixtures, which refer to this crate by its name.
+// The unit tests share fixtures with the model tests. The fixtures refer to this crate by its name.
 #[cfg(test)]
 extern crate self as cleave_agent;
 

@@ -154,7 +154,7 @@ impl DescriptorMetrics {
         registry.register("process_max_fds", "Maximum number of open files", self.limit.clone());
     }
 
-    /// Sets the metrics to the present values.
+    /// Sets the metrics to the current values.
     fn refresh(&self) {
         if let Ok(Usage { open, limit }) = descriptors::usage() {
             self.open.set(i64::try_from(open).unwrap_or(i64::MAX));
@@ -169,7 +169,7 @@ struct TenantMetrics {
     memory: Family<TenantLabels, Gauge>,
     limit: Family<TenantLabels, Gauge>,
     findings: Family<FindingLabels, Counter>,
-    /// Labels that have a series. The series of a removed tenant is removed too.
+    /// Labels that have a series. The series of a removed tenant is also removed.
     known: Arc<Mutex<BTreeSet<TenantLabels>>>,
 }
 
@@ -188,8 +188,8 @@ impl TenantMetrics {
 }
 
 impl Metrics {
-    /// Registers all metrics. Metrics of tenants have the prefix `cleave_tenant`, and those of open
-    /// files `process`. All others have `cleave_agent`.
+    /// Registers all metrics. Metrics of tenants have the prefix `cleave_tenant`, and metrics of
+    /// open files have the prefix `process`. All others have `cleave_agent`.
     pub fn new() -> Self {
         let metrics = Self::default();
         let mut all = Registry::default();

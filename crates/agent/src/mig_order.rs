@@ -37,7 +37,7 @@ fn try_change(gpus: &dyn Gpus, uuid: &str, change: &MigChange) -> Result<ChangeO
             Ok(ChangeOutcome::Done)
         }
         MigChange::Mode(on) => {
-            // Cancelling a pending change of the mode disturbs no program.
+            // Cancelling a pending mode change does not affect programs on the GPU.
             if gpu.mig.as_ref().is_none_or(|mig| mig.enabled != *on) {
                 if !there.is_empty() {
                     return Ok(ChangeOutcome::Busy("MIG instances still exist".into()));

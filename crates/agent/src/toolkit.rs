@@ -3,7 +3,8 @@
 //! With CDI and without a driver directory, the agent reuses the toolkit's knowledge of which of
 //! the driver's files a container needs. `nvidia-ctk cdi generate` prints a specification of all
 //! GPUs. The agent takes the edits that are common to all devices: libraries, programs, sockets and
-//! hooks. It lists the device nodes itself, because a container may get only those of its GPU.
+//! hooks. The agent lists the device nodes itself, because a container may get only the nodes of
+//! its GPU.
 use std::io;
 use std::os::unix::fs::chroot;
 use std::os::unix::process::CommandExt;
@@ -18,17 +19,18 @@ use crate::cdi::DriverEdits;
 
 /// Directories on the host that may contain the toolkit's programs: packages of distributions, and
 /// the container of NVIDIA's GPU Operator.
-const DIRECTORIES: [&str; 4] = ["/usr/bin", "/usr/local/bin", "/usr/local/nvidia/toolkit", "/opt/nvidia/toolkit"];
+const TOOLKIT_DIRECTORIES: [&str; 4] =
+    ["/usr/bin", "/usr/local/bin", "/usr/local/nvidia/toolkit", "/opt/nvidia/toolkit"];
 /// Program that prints specifications.
-const GENERATOR: &str = "nvidia-ctk";
+const GENERATOR_PROGRAM: &str = "nvidia-ctk";
 /// Program that the hooks of a specification call.
-const HOOK: &str = "nvidia-cdi-hook";
+const HOOK_PROGRAM: &str = "nvidia-cdi-hook";
 /// `PATH` of the generator.
 const HOST_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// `TMPDIR` of the generator, which writes its output to a temporary file first. The agent's view
 /// of the host's root is read-only, but this directory is a mount of its own.
-const HOST_TEMPORARY: &str = "/dev/shm";
-/// Maximum time that the generator may take. It calls NVML, which hangs if a GPU hangs.
+const HOST_TEMPORARY_DIRECTORY: &str = "/dev/shm";
+/// Maximum time that the generator may take. The generator calls NVML, which hangs if a GPU hangs.
 const GENERATOR_TIMEOUT: Duration = Duration::from_secs(60);
 /// Directory of an MPS daemon that is not Cleave's. Its socket would let programs bypass doors.
 const FOREIGN_MPS_DIRECTORY: &str = "/tmp/nvidia-mps";
@@ -40,7 +42,7 @@ pub enum ToolkitError {
     #[error(
         "NVIDIA's container toolkit is not installed: the host has no nvidia-ctk in {}. Install the toolkit, or set \
          driver.path to the driver's directory",
-        DIRECTORIES.join(", ")
+        TOOLKIT_DIRECTORIES.join(", ")
     )]
     NotInstalled,
     /// The generator could not be started.
@@ -68,17 +70,17 @@ impl Toolkit {
     /// Searches for the toolkit below the host's root.
     fn find(host_root: &Path) -> Option<Self> {
         let there = |path: &PathBuf| {
-            // A link is absolute on the host, so its target cannot be checked from here.
+            // A symbolic link may be absolute on the host, so this process cannot check its target.
             std::fs::symlink_metadata(host_root.join(path.strip_prefix("/").unwrap_or(path))).is_ok()
         };
-        DIRECTORIES.iter().find_map(|directory| {
-            let generator = Some(Path::new(directory).join(GENERATOR)).filter(there)?;
-            Some(Self { generator, hook: Some(Path::new(directory).join(HOOK)).filter(there) })
+        TOOLKIT_DIRECTORIES.iter().find_map(|directory| {
+            let generator = Some(Path::new(directory).join(GENERATOR_PROGRAM)).filter(there)?;
+            Some(Self { generator, hook: Some(Path::new(directory).join(HOOK_PROGRAM)).filter(there) })
         })
     }
 
-    /// Returns the generator's command line. The driver's root is that of the toolkit's own
-    /// configuration.
+    /// Returns the generator's command line. The toolkit's own configuration determines the
+    /// driver's root.
     fn command_line(&self) -> Vec<String> {
         let mut words = vec![self.generator.display().to_string(), "cdi".into(), "generate".into()];
         words.extend(["--format=json".to_owned(), "--dev-root=/".to_owned()]);
@@ -87,7 +89,7 @@ impl Toolkit {
     }
 }
 
-/// Returns the edits by which containers get the driver's files, from the toolkit on the host.
+/// Returns the toolkit's edits that give containers the driver's files.
 ///
 /// # Errors
 /// Returns an error if the host has no toolkit, or if the toolkit finds no driver.
@@ -113,13 +115,13 @@ fn host_command(this: &Path, args: &AgentArgs, toolkit: &Toolkit) -> Command {
     }
     command.arg("--node-name").arg(&args.node_name).arg("--host-root").arg(&args.host_root);
     command.arg("--run-on-host").args(toolkit.command_line());
-    command.env_clear().env("PATH", HOST_PATH).env("TMPDIR", HOST_TEMPORARY);
+    command.env_clear().env("PATH", HOST_PATH).env("TMPDIR", HOST_TEMPORARY_DIRECTORY);
     command.stdin(Stdio::null());
     command
 }
 
-/// Replaces this process by a program of the host, in the host's root directory. Returns only if
-/// that fails.
+/// Replaces this process with a program of the host, in the host's root directory. Returns only if
+/// the replacement fails.
 pub fn run_on_host(host_root: &Path, command_line: &[String]) -> io::Error {
     let Some((program, arguments)) = command_line.split_first() else {
         return io::Error::new(io::ErrorKind::InvalidInput, "no program is given");

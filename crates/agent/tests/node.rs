@@ -94,7 +94,8 @@ async fn whole_gpus_are_chosen_by_the_links_that_nvml_reports() {
     machine.start_agent(&[]);
     machine.wait_for_healthy(WHOLE_GPU_RESOURCE, 8).await;
     let id = |gpu: usize| format!("{}::0", machine.uuids[gpu]);
-    // Each pair has two NVLinks. In the order of UUIDs another pair comes first for some GPUs.
+    // Each of these pairs has two NVLinks. In the order of UUIDs, some GPUs come first in another
+    // pair.
     for (available, expected) in [([0, 1, 4], [0, 4]), ([0, 1, 3], [0, 3]), ([5, 6, 7], [6, 7]), ([1, 5, 7], [1, 5])] {
         let available = available.map(id);
         let available = available.each_ref().map(String::as_str);

@@ -1,5 +1,5 @@
-//! Tests that the committed CRDs match the types, and that their rules refuse exactly the invalid
-//! objects.
+//! Tests that the committed CRDs match the types, and that the rules of the CRDs refuse exactly the
+//! invalid objects.
 //!
 //! `fixtures/good` and `fixtures/bad` contain complete objects. The first line of each bad object
 //! quotes a part of the message that refuses it. This test evaluates the rules with an

@@ -197,7 +197,7 @@ fn pods_without_controller<'a>(pods: impl IntoIterator<Item = (&'a str, &'a Part
     pods.into_iter().filter(|(_, pod)| !controlled(pod) && !terminates(pod)).map(|(name, _)| name).collect()
 }
 
-/// Evicts the pods that are due, and records the results. Evicts none of them if one needs
+/// Evicts the pods that are due, and records the results. Evicts no pod if one of them needs
 /// `--force`.
 async fn evict_due_pods(
     client: &Client,

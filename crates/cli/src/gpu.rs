@@ -74,7 +74,7 @@ pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeG
     if let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == name || gpu.index.to_string() == name) {
         return Ok(NodeGpu { node: node.to_owned(), index: Some(gpu.index), uuid: gpu.uuid.clone() });
     }
-    // The cordon of a GPU that was removed can still be cleared.
+    // A removed GPU is found by its UUID, so that its cordon can be cleared.
     if cordons(object).0.contains_key(name) {
         return Ok(NodeGpu { node: node.to_owned(), index: None, uuid: name.to_owned() });
     }
@@ -99,7 +99,7 @@ pub(crate) fn cordons(object: &GpuNode) -> Cordons {
     Cordons::read(annotation(object, CORDON_ANNOTATION))
 }
 
-/// Returns the GPUs of a node that are to be quiesced.
+/// Returns the GPUs of a node whose quiesce is requested.
 pub(crate) fn quiesces(object: &GpuNode) -> Cordons {
     Cordons::read(annotation(object, QUIESCE_ANNOTATION))
 }

@@ -1,4 +1,4 @@
-//! Connections to unix sockets: limited in number, counted, and closed together.
+//! Manages connections to unix sockets: limits their number, counts them, and closes them together.
 
 use std::future::Future;
 use std::io;
@@ -77,7 +77,7 @@ impl Connections {
         }))
     }
 
-    /// Waits up to `grace` for the peers to disconnect, then disconnects the remaining ones.
+    /// Waits up to `grace` for the peers to disconnect, then disconnects the remaining peers.
     pub(crate) async fn close(self, grace: Duration) {
         self.tracker.close();
         if tokio::time::timeout(grace, self.tracker.wait()).await.is_ok() {

@@ -1,4 +1,4 @@
-//! The kubelet's device plugin directory: Cleave's sockets in it, the identity of `kubelet.sock`,
+//! Manages the kubelet's device plugin directory: Cleave's sockets, the identity of `kubelet.sock`,
 //! the lock of the serving process, and notification of changes.
 
 use std::fs::File;
@@ -29,8 +29,8 @@ const SOCKET_SUFFIX: &str = ".sock";
 /// zero byte.
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 
-/// Maximum time to wait for an answer on a socket that an earlier process left behind. Without an
-/// answer, the socket counts as in use.
+/// Maximum time to wait for an answer on a socket of an earlier process. Without an answer, the
+/// socket counts as in use.
 const SOCKET_PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Why a directory cannot be used.
@@ -163,7 +163,7 @@ impl DirectoryLock {
 
 /// The identity of a socket file, which distinguishes the file from later sockets at the same path.
 ///
-/// The inode is not enough, because ext4 reuses inodes. The modification time of a socket is the
+/// The inode does not suffice, because ext4 reuses inodes. The modification time of a socket is the
 /// time of its bind. Renaming or linking the file does not change that time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SocketId {
@@ -189,8 +189,8 @@ pub(crate) fn socket_name(resource: &ResourceName) -> String {
     let mut hasher = DefaultHasher::new();
     hasher.write(resource.as_str().as_bytes());
     let resource = hasher.finish() >> 32;
-    // Do not use the PID: PIDs repeat in containers. The system seeds this number, so
-    // each process uses a different one.
+    // Do not use the PID: PIDs repeat in containers. The system seeds the random number, so each
+    // process uses a different name.
     let nonce = RandomState::new().build_hasher().finish() >> 32;
     format!("{SOCKET_PREFIX}{resource:08x}-{nonce:08x}{SOCKET_SUFFIX}")
 }

@@ -453,7 +453,7 @@ impl SharedState {
         }
         let delay = lock(&self.faults).disconnect_delay;
         tokio::time::sleep(delay).await;
-        // Like the kubelet up to 1.36, this identifies the client by the name alone. The fake also
+        // Like the kubelet up to 1.36, the fake identifies the client by the name alone. It also
         // uses the kubelet's order: the client disconnects, and then the endpoint stops.
         drop(lock(&self.clients).by_name.remove(&resource));
         drop(client);

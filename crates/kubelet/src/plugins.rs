@@ -19,7 +19,7 @@ use crate::registration::{
     register,
 };
 use crate::resource::{Resource, ResourceName};
-use crate::server::{Served, Session, StreamMode};
+use crate::server::{CurrentResource, Session, StreamMode};
 
 /// The resources to serve, by name.
 type DesiredResources = BTreeMap<ResourceName, Arc<dyn Resource>>;
@@ -41,7 +41,7 @@ impl PluginServerConfig {
     }
 }
 
-/// Delays that double from the first one up to a cap.
+/// Delays that double from the first delay up to a maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backoff {
     /// Delay before the second attempt.
@@ -122,7 +122,7 @@ impl PluginServerState {
     }
 }
 
-/// Whether this process can serve from the directory.
+/// State of the device plugin directory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DirectoryState {
     /// The directory has not been opened yet.
@@ -243,7 +243,7 @@ fn error_chain(error: &dyn std::error::Error) -> String {
     causes.fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
 }
 
-/// The task that runs one task for each wanted resource.
+/// The task that starts and ends the task of each resource.
 struct PluginManager {
     directory: Directory,
     timings: PluginTimings,
@@ -254,7 +254,7 @@ struct PluginManager {
 
 /// Waits until the task must end. Cancel-safe, because `wait_for` is.
 async fn wait_until_stopped(run: &mut watch::Receiver<TaskCommand>) {
-    // An error means that the sender was dropped, so the task must end too.
+    // An error means that the sender was dropped. In this case, the task must also end.
     let _ = run.wait_for(|run| *run != TaskCommand::Serve).await;
 }
 
@@ -388,7 +388,7 @@ struct TaskHandle {
 }
 
 impl Tasks {
-    /// Starts tasks of new resources, and ends those of removed resources.
+    /// Starts the tasks of new resources, and ends the tasks of removed resources.
     fn reconcile(&mut self, wanted: &DesiredResources) {
         for (name, task) in &self.running {
             if !wanted.contains_key(name) {
@@ -459,7 +459,7 @@ struct Plugin {
     name: ResourceName,
     directory: Directory,
     timings: PluginTimings,
-    served: Served,
+    served: CurrentResource,
     run: watch::Receiver<TaskCommand>,
     /// Changes when the directory has changed.
     directory_changes: watch::Receiver<()>,
@@ -644,7 +644,7 @@ impl Plugin {
             let delay = if let RegisterError::Unanswered(_) = error {
                 let delay = self.timings.dial.delay(dials);
                 dials += 1;
-                // At first, the kubelet may not listen yet. Do not log that.
+                // Do not log early failures: the kubelet may not listen yet.
                 if delay >= self.timings.register.first {
                     self.record_failure("failed to reach the kubelet", &error);
                 }

@@ -2,8 +2,8 @@
 //! process is absent.
 //!
 //! A kubelet regards all devices of a resource as unhealthy as soon as their stream ends, and
-//! refuses a pod that it admits at that moment. So the process that holds the streams must outlive
-//! restarts and upgrades of the agent. The relay is that process. To the agent, the relay is a
+//! refuses a pod that it admits at that moment. So a process that outlives restarts and upgrades of
+//! the agent must hold the streams. The relay is this process. To the agent, the relay is a
 //! kubelet: it has a directory with a `kubelet.sock`, accepts registrations and opens streams. To
 //! the kubelet, the relay is the device plugin.
 //!
@@ -62,18 +62,18 @@ pub struct RelayTimings {
     /// Deadline for the first answers of a plugin that registers.
     pub connect: Duration,
     /// Deadline for the kubelet's stream of a resource that registers. After the deadline, the
-    /// agent registers again. Shorter than the agent's own deadline.
+    /// agent registers again. This deadline is shorter than the agent's own.
     pub stream: Duration,
-    /// Maximum time of an absence of the agent for which the relay holds calls of the kubelet, and
-    /// maximum time to wait for the agent's answer. The kubelet admits one pod after the other, so
-    /// while a call is held it admits no other pod, not even an agent's.
+    /// Maximum time for which the relay holds calls of the kubelet while the agent is absent. Also
+    /// the maximum time to wait for the agent's answer. The kubelet admits pods one by one. While
+    /// the relay holds a call, the kubelet admits no other pod, not even the agent's.
     pub answer: Duration,
-    /// The same for `PreStartContainer`, which delays only its own container. Longer than the
-    /// agent's own deadline of 25 s, and shorter than the kubelet's of 30 s.
+    /// The same maximum for `PreStartContainer`, which delays only its own container. It is longer
+    /// than the agent's deadline of 25 s, and shorter than the kubelet's deadline of 30 s.
     pub start: Duration,
-    /// Time without the agent after which its devices are unhealthy.
+    /// Time without the agent after which the relay reports its devices as unhealthy.
     pub unhealthy: Duration,
-    /// Time without the agent after which its resources are removed, as in a kubelet.
+    /// Time without the agent after which the relay removes its resources, as a kubelet does.
     pub removed: Duration,
 }
 
@@ -123,7 +123,8 @@ pub async fn run_relay(config: RelayConfig, stop: impl Future<Output = ()>) -> R
     let relay = Arc::new(Relay { directory, timings, plugins, endpoints: Mutex::default() });
     let intervals = PollIntervals { watched: kubelet.timings.poll_watched, unwatched: kubelet.timings.poll_unwatched };
     tokio::pin!(stop);
-    // A second relay must not replace the socket of the first, at which the agent is registered.
+    // A second relay must not replace the socket of the first relay, with which the agent is
+    // registered.
     let mut states = relay.plugins.state();
     let first = async {
         let held = states.wait_for(|state| state.directory == DirectoryState::Held);
@@ -164,7 +165,8 @@ pub async fn run_relay(config: RelayConfig, stop: impl Future<Output = ()>) -> R
             }
         }
     }
-    // Ends the streams. `Arc::into_inner` would need the tasks of all endpoints to end first.
+    // End the streams through a reference: `Arc::into_inner` would require that the tasks of all
+    // endpoints have ended.
     relay.plugins.stop().await;
     drop(server);
     Ok(())
@@ -208,7 +210,7 @@ struct RunningServer {
 impl Relay {
     /// Serves registrations on a new `kubelet.sock` in the agent's directory.
     fn serve(self: &Arc<Self>) -> io::Result<RunningServer> {
-        // Rename the new socket, so that the old one works until the new one does.
+        // Rename the new socket, so that the old socket works until the new socket does.
         let path = self.directory.path().join(KUBELET_SOCKET);
         let new = self.directory.path().join(NEW_SOCKET);
         match std::fs::remove_file(&new) {
@@ -246,7 +248,7 @@ impl Relay {
             let path = self.directory.path().join(&request.endpoint);
             let connected = tokio::time::timeout(self.timings.connect, connect(&path)).await;
             let connected = connected.map_err(|_| Status::deadline_exceeded("the plugin did not answer"))??;
-            self.adopt(&name, request.endpoint, connected);
+            self.replace_resource(&name, request.endpoint, connected);
         }
         self.wait_until_streaming(&name).await
     }
@@ -262,7 +264,7 @@ impl Relay {
 
     /// Serves a resource with this connection. If the resource is already served with the same
     /// options, the kubelet's stream continues.
-    fn adopt(self: &Arc<Self>, name: &ResourceName, socket: String, connected: PluginConnection) {
+    fn replace_resource(self: &Arc<Self>, name: &ResourceName, socket: String, connected: PluginConnection) {
         let PluginConnection { client, options, devices, stream } = connected;
         let mut endpoints = lock(&self.endpoints);
         let number = endpoints.next;
@@ -274,7 +276,7 @@ impl Relay {
                 name: name.clone(),
                 options,
                 devices: watch::Sender::new(Arc::clone(&devices)),
-                // Calls that wait at the earlier resource continue with the same agent.
+                // Calls that wait at the replaced resource continue with the same agent.
                 agent: earlier.map_or_else(Arc::default, |resource| Arc::clone(&resource.agent)),
                 timings: self.timings,
             }),
@@ -300,7 +302,7 @@ impl Relay {
             states.wait_for(|state| state.resources.get(name).is_some_and(|one| one.phase == ResourcePhase::Streaming));
         match tokio::time::timeout(self.timings.stream, streams).await {
             Ok(Ok(_)) => Ok(()),
-            Ok(Err(_)) => Err(Status::unavailable("the relay ends")),
+            Ok(Err(_)) => Err(Status::unavailable("the relay is stopping")),
             Err(_) => Err(Status::unavailable("the kubelet has not opened a stream of the resource")),
         }
     }
@@ -327,13 +329,14 @@ impl Relay {
                 }
             }
         }
-        // A retained stream would keep the connection open, and the agent would wait for its end.
+        // Drop the stream: a retained stream would keep the connection open, and the agent would
+        // wait for its end.
         drop(stream);
         resource.disconnect(number);
         // An agent that removes a resource ends its stream with an empty list.
         let ended = Instant::now();
         if !resource.devices.borrow().is_empty() {
-            tracing::warn!(resource = %name, "the agent is absent; its devices remain available for now");
+            tracing::warn!(resource = %name, "the agent is absent; its devices remain available");
             tokio::time::sleep_until(ended + self.timings.unhealthy).await;
             tracing::warn!(resource = %name, "the agent is still absent; its devices are unhealthy");
             resource.devices.send_modify(|list| *list = Arc::new(without_healthy_devices(list)));
@@ -388,7 +391,8 @@ struct RegistrationService(Arc<Relay>);
 #[tonic::async_trait]
 impl Registration for RegistrationService {
     async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
-        // In a task: an agent that disconnects must not leave a half-adopted resource.
+        // Use a separate task, so that an agent that disconnects does not leave a half-registered
+        // resource.
         let (relay, request) = (Arc::clone(&self.0), request.into_inner());
         let accepted = tokio::spawn(async move { relay.accept(request).await }).await;
         accepted.map_err(|error| Status::internal(error.to_string()))??;
@@ -396,7 +400,7 @@ impl Registration for RegistrationService {
     }
 }
 
-/// A client of the agent, of one registration.
+/// A client of the agent, for one registration.
 #[derive(Clone)]
 struct AgentClient {
     number: u64,
@@ -435,7 +439,7 @@ struct RelayedResource {
 }
 
 impl RelayedResource {
-    /// Records that a client no longer works, unless there is a newer one.
+    /// Records that a client no longer works, unless a newer client exists.
     fn disconnect(&self, number: u64) {
         self.agent.send_if_modified(|agent| {
             let outdated = agent.client().is_some_and(|client| client.number == number);
@@ -455,19 +459,20 @@ impl RelayedResource {
         let attempts = async {
             let mut agents = self.agent.subscribe();
             loop {
-                // The sender is a field of this value, so the wait does not fail.
+                // The wait cannot fail, because the sender is a field of this value.
                 let agent = agents.wait_for(|agent| agent.client().is_some()).await.ok();
                 let agent = agent.and_then(|agent| agent.client().cloned());
                 let Some(AgentClient { number, client }) = agent else { continue };
                 match call(client).await {
                     Ok(answer) => return Ok(answer.into_inner()),
-                    // Only a status of this process has a source: the connection failed.
+                    // Only a status that this process created has a source. It means that the
+                    // connection failed.
                     Err(status) if std::error::Error::source(&status).is_some() => self.disconnect(number),
                     Err(status) => return Err(status.into()),
                 }
             }
         };
-        // Many calls in one absence must not block the kubelet for longer than one.
+        // Many calls in one absence must not block the kubelet for longer than one call would.
         let begin = match *self.agent.borrow() {
             AgentState::Present(_) => Instant::now(),
             AgentState::Absent { since } => since,

@@ -24,7 +24,7 @@ pub trait Resource: Send + Sync + 'static {
     fn devices(&self) -> watch::Receiver<Arc<DeviceList>>;
 
     /// Returns the calls that the kubelet may use. The kubelet reads the options once for each
-    /// registration. A replacement with other options is registered again.
+    /// registration. The plugin registers again when a replacement has other options.
     fn options(&self) -> PluginOptions;
 
     /// Chooses devices for a container from the available devices. The answer is a hint: the

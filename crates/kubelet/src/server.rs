@@ -27,7 +27,7 @@ const MAX_REQUEST_BYTES: usize = 1 << 20;
 const IDLE_CONNECTION_GRACE: Duration = Duration::from_millis(50);
 
 /// The current resource. A new resource with the same name replaces it in place.
-pub(crate) type Served = watch::Receiver<Arc<dyn Resource>>;
+pub(crate) type CurrentResource = watch::Receiver<Arc<dyn Resource>>;
 
 /// Behaviour of a session's `ListAndWatch` streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +55,7 @@ pub(crate) struct Session {
 
 impl Session {
     /// Binds a new socket at `path` and serves there.
-    pub(crate) fn start(path: PathBuf, mut served: Served) -> io::Result<Self> {
+    pub(crate) fn start(path: PathBuf, mut served: CurrentResource) -> io::Result<Self> {
         let options = served.borrow_and_update().options();
         let (orders, order) = watch::channel(StreamMode::Open);
         let (count, open) = watch::channel(0);
@@ -129,7 +129,7 @@ fn listen_at(path: &Path, connections: &Connections) -> io::Result<(AbortOnDropH
 
 /// The gRPC service of one resource.
 struct PluginService {
-    served: Served,
+    served: CurrentResource,
     order: watch::Receiver<StreamMode>,
     open: watch::Sender<usize>,
 }
@@ -211,7 +211,7 @@ impl From<PluginOptions> for wire::DevicePluginOptions {
 /// The lists that one `ListAndWatch` stream sends. Each stream has its own feed and sends every
 /// change.
 struct DeviceListFeed {
-    served: Served,
+    served: CurrentResource,
     /// `None` after the sender was dropped. The last list remains valid.
     devices: Option<watch::Receiver<Arc<DeviceList>>>,
     order: watch::Receiver<StreamMode>,

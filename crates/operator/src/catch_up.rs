@@ -1,15 +1,15 @@
 //! After this process acquires the lease, waits until its stores are as new as the lease.
 //!
 //! Watches may lag. A new leader whose watches lack the former leader's last releases would reserve
-//! the same shares again. So it must not write before its watches have stored everything that was
-//! written before it acquired the lease:
+//! the same shares again. So a new leader writes only after its watches have stored everything that
+//! was written before it acquired the lease:
 //!
 //! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order.
 //!   So once the watch delivers the annotation, the store contains all earlier changes of pods. One
 //!   write costs less than a list of all pods.
 //! - **Nodes and `GpuNode`s**, and pods if the process cannot annotate its pod. The process lists
 //!   the objects' metadata from etcd, and waits for the newest version. The list does not show
-//!   deletions, but no deletion endangers a reservation.
+//!   deletions, but a missed deletion cannot cause a double reservation.
 //!
 //! [`Versions::has_reached`] decides and is pure.
 use std::fmt::Debug;
@@ -60,8 +60,8 @@ pub(crate) struct Versions {
 pub(crate) type VersionOfKind = fn(&mut Versions) -> &mut u64;
 
 impl Versions {
-    /// Returns whether stores of these resource versions contain everything up to the `required`
-    /// ones.
+    /// Returns whether stores with these resource versions contain everything up to the `required`
+    /// versions.
     pub(crate) const fn has_reached(self, required: Self) -> bool {
         self.pods >= required.pods && self.nodes >= required.nodes && self.gpu_nodes >= required.gpu_nodes
     }
@@ -100,12 +100,12 @@ impl StoreVersion {
 }
 
 /// Returns the resource version of an object as a number. Returns 0 if the resource version is
-/// absent or not a number. Then the process does not wait for the object.
+/// absent or not a number. In this case, the process does not wait for the object.
 fn resource_version_number(object: &impl Resource) -> u64 {
     object.meta().resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
 }
 
-/// The state of the wait in one term.
+/// State of the wait in one term.
 struct CatchUp {
     term: u64,
     began: Instant,
@@ -164,8 +164,8 @@ fn late_after(before: u32) -> Duration {
 
 /// Sends the number of each term in which this process leads, once `stored` shows that the stores
 /// are as new as the lease. Runs until `stop` is cancelled. `pod` is the namespace and the name of
-/// this process's pod. `late` counts terms in which this takes too long. The process gives up such
-/// a term, so that another process can lead.
+/// this process's pod. `late` counts terms in which the stores take too long. The process gives up
+/// such a term, so that another process can lead.
 pub(crate) async fn run(
     (client, late): (Client, Counter),
     pod: (String, String),
@@ -193,7 +193,7 @@ pub(crate) async fn run(
             }
         }
     };
-    // Dropping the requests is safe: after `stop` nothing waits for the answer.
+    // Dropping the requests is safe, because after `stop` no task waits for the answer.
     tokio::select! {
         () = stop.cancelled() => {}
         () = follow => {}
@@ -344,9 +344,9 @@ mod tests {
         assert_eq!(minutes, [1, 2, 4, 8, 16, 16, 16]);
     }
 
-    /// Returns an API server with a lease, two pages of nodes and one `GpuNode`. It answers the
-    /// annotation of this process's pod with `marked`. Records the requests other than those about
-    /// the lease.
+    /// Returns an API server with a lease, two pages of nodes and one `GpuNode`. The server answers
+    /// the annotation of this process's pod with `marked`. It records all requests except those
+    /// about the lease.
     fn mock_server(marked: u16) -> (Client, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let lease = Arc::new(Mutex::new(json!({"metadata": {"name": "l"}})));

@@ -97,7 +97,7 @@ impl Objects {
     /// namespaces.
     ///
     /// # Errors
-    /// Returns an error if a list request fails for another reason than missing rights.
+    /// Returns an error if a list request fails for a reason other than missing rights.
     pub async fn list_for_placement(self, client: &Client) -> Result<Self> {
         let all = ListParams::default();
         Ok(Self {

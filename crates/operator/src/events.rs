@@ -77,8 +77,8 @@ impl EventPublisher {
                 Reason::Repartitioning => (EventType::Normal, "GpuRepartitioning", Duration::ZERO),
                 Reason::NoRoom => (EventType::Warning, "NoGpu", NO_ROOM_EVENT_DELAY),
                 Reason::Malformed => (EventType::Warning, "NoGpu", Duration::ZERO),
-                // No Event: the scheduler itself reports pods that it has not bound, and a change
-                // of a node ends soon.
+                // Publish no Event: the scheduler itself reports pods that it has not bound, and a
+                // node's change ends soon.
                 Reason::Scheduler | Reason::NodeChanging => continue,
             };
             let is_new = reported.last.as_ref().is_none_or(|(message, at)| {

@@ -19,8 +19,8 @@ pub enum EvictionResult {
     /// the pod, or because an admission webhook denies the request. Contains the API server's
     /// message.
     Refused(String),
-    /// The API server limits the number of requests. Contains the time after which to retry. This
-    /// result does not show whether the pod can be evicted.
+    /// The API server limits the number of requests. Contains the time after which to retry. The
+    /// response does not show whether the pod can be evicted.
     Throttled(Duration),
     /// The API server gave no answer. Contains the reason.
     Failed(String),

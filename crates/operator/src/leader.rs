@@ -27,8 +27,8 @@ pub const LEASE_TIME: Duration = Duration::from_secs(15);
 pub const GUARD_TIME: Duration = Duration::from_secs(10);
 /// Time after which a write that started while a [`LeaseGuard`] was valid is over.
 const WRITE_TIME: Duration = LEASE_TIME.saturating_sub(GUARD_TIME);
-/// Interval between renewals by the holder. A guard remains valid if one renewal fails, even if
-/// both of its requests take as long as they may, and the next renewal succeeds.
+/// Interval between renewals by the holder. A guard remains valid if one renewal fails and the next
+/// succeeds, even if both requests of the failed renewal time out.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 /// Interval at which other processes read the lease.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
@@ -115,7 +115,8 @@ fn released_lease(old: &LeaseSpec, now: Timestamp) -> LeaseSpec {
 #[derive(Debug, Clone)]
 pub struct LeaseGuard {
     terms: watch::Receiver<Term>,
-    /// The last term for which this process is ready to write. `None` if the lease suffices.
+    /// The last term for which this process is ready to write. `None` if the guard requires only
+    /// the lease.
     ready: Option<watch::Receiver<u64>>,
     /// The last term that this process gave up.
     given_up: watch::Sender<u64>,
@@ -148,8 +149,8 @@ impl LeaseGuard {
         term.is_some_and(|term| self.ready.as_ref().is_none_or(|ready| *ready.borrow() >= term))
     }
 
-    /// Returns the number of the current term, whether or not this process is ready to write.
-    /// Returns `None` if this process does not lead.
+    /// Returns the number of the current term, even if this process is not ready to write. Returns
+    /// `None` if this process does not lead.
     pub(crate) fn term(&self) -> Option<u64> {
         self.terms.borrow().current_number()
     }
@@ -199,8 +200,8 @@ impl LeaseGuard {
         self.terms.borrow().known
     }
 
-    /// Returns when this process may write for the first time in a term, or may no longer write.
-    /// Cancel-safe, as `watch::Receiver::changed` is.
+    /// Completes when this process gains or loses the permission to write. Cancel-safe, like
+    /// `watch::Receiver::changed`.
     pub async fn changed(&mut self) {
         let led = self.is_current();
         loop {
@@ -230,7 +231,8 @@ impl LeaseGuard {
 /// Starts an elector on a separate thread. Returns the guard, and a future that resolves when the
 /// elector has ended; see [`Elector::run`] for `stop` and `released`.
 ///
-/// `connect` runs on that thread: a client's tasks belong to the runtime that creates the client.
+/// `connect` runs on that thread, because a client's tasks belong to the runtime that creates the
+/// client.
 ///
 /// # Errors
 /// Returns an error if the thread cannot be started. The future fails if the client cannot be
@@ -256,13 +258,13 @@ pub(crate) fn start(
     Ok((guard, async { ended.await.context("the thread of the lease panicked")? }))
 }
 
-/// The elector's side of a guard.
+/// State that an elector shares with its guards.
 struct Channels {
     term: watch::Sender<Term>,
     given_up: watch::Receiver<u64>,
 }
 
-/// Returns a guard, and the elector's side of it.
+/// Returns a guard, and the state through which its elector updates it.
 fn new_guard() -> (Channels, LeaseGuard) {
     let (term, terms) = watch::channel(Term::default());
     let (sender, given_up) = watch::channel(0);
@@ -287,7 +289,7 @@ pub struct Elector {
     me: String,
     started: Instant,
     last: Option<ObservedLease>,
-    /// Whether this process was not the holder at some read since the last term began.
+    /// Whether any read since the last term began showed that this process does not hold the lease.
     interrupted: bool,
     /// Time before which this process does not acquire the lease, because it gave the lease up.
     declines_until: Option<Instant>,
@@ -317,7 +319,7 @@ impl Elector {
                     RETRY_DELAY
                 }
             };
-            // All are cancel-safe: dropping a timer or a wait for a token or a value loses nothing.
+            // All branches are cancel-safe: a timer, and waits for a token and for a value.
             let given_up = async {
                 if self.channels.given_up.changed().await.is_err() {
                     std::future::pending::<()>().await;

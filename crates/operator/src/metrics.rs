@@ -333,8 +333,8 @@ mod tests {
         fragmentation.set(1.0);
     }
 
-    /// Returns the names of the registered gauges about the cluster, and those that are not 0. A
-    /// family without series is not registered.
+    /// Returns the names of the registered gauges about the cluster, and the names of the gauges
+    /// that are not 0. A metric family without series is not registered.
     fn cluster_gauges(registry: &Registry) -> (BTreeSet<String>, BTreeSet<String>) {
         const PROCESS_GAUGES: [&str; 4] =
             ["cleave_operator_leader", "process_resident_memory_bytes", "process_open_fds", "process_max_fds"];

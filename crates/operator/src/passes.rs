@@ -44,7 +44,7 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
     pub(crate) wakes: Wakers,
-    /// Sends the placement controller what each waiting pod waits for.
+    /// Sends the placement controller each waiting pod's reason to wait.
     pub(crate) demand: watch::Sender<Arc<BTreeMap<String, WaitingPod>>>,
     /// Whether to taint nodes that cannot serve any pod.
     pub(crate) taint: bool,
@@ -127,8 +127,8 @@ impl Passes {
         self.started.elapsed()
     }
 
-    /// Drops what this process remembers about the cluster. While another process leads, that
-    /// process decides, and the memory of this one becomes obsolete.
+    /// Drops all remembered state of the cluster. While another process leads, that process
+    /// decides, and this state becomes obsolete.
     fn forget(&mut self) {
         self.written = WrittenStatuses::new();
         self.history = History::default();
@@ -183,7 +183,7 @@ impl Passes {
         if all { Ok(()) } else { Err(PassFailed) }
     }
 
-    /// Sends the placement controller what each pod waits for, if it has changed.
+    /// Sends the placement controller each pod's reason to wait, if a reason has changed.
     fn send_waiting(&self, waiting: &BTreeMap<String, WaitingPod>) {
         let modified = self.demand.send_if_modified(|sent| {
             let modified = **sent != *waiting;
@@ -354,8 +354,8 @@ impl Passes {
     }
 
     /// Taints the nodes that can serve no pod, several at a time, if that is enabled. Each node has
-    /// its own retries, so a write that fails does not fail the pass. Returns false if this process
-    /// no longer leads.
+    /// its own retries, so a failed write does not fail the pass. Returns false if this process no
+    /// longer leads.
     async fn update_taints(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };
@@ -463,7 +463,7 @@ mod tests {
         reflector::store().0
     }
 
-    /// Returns the controller of an empty cluster, and the receiver of what pods wait for.
+    /// Returns the controller of an empty cluster, and the receiver of the pods' reasons to wait.
     fn controller_of_empty_cluster(client: Client) -> (Passes, watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>) {
         let stores = Stores {
             policies: empty_store(),
@@ -604,8 +604,8 @@ mod tests {
         assert_eq!((leads, passes.next), (true, None), "all writes succeed");
     }
 
-    /// An API server that answers only when all these writes have arrived would let writes one
-    /// after the other time out.
+    /// The API server answers only when all these writes have arrived, so sequential writes would
+    /// time out.
     #[tokio::test(start_paused = true)]
     async fn specs_of_many_nodes_are_written_at_the_same_time() {
         let (client, mut server) = mock_client();

@@ -1,7 +1,7 @@
 //! Stores the pods of the cluster, and records which pods have changed.
 //!
-//! A cluster has more pods than all other objects together, and few of them use GPUs. So this
-//! store differs from the stores of other objects:
+//! A cluster has more pods than all other objects together, and few of them use GPUs. Therefore
+//! this store differs from the stores of other objects:
 //!
 //! - Pods of one controller share labels, requests, constraints and conditions.
 //! - A pod is replaced only if something changed that the operator reads. Other changes wake
@@ -116,7 +116,7 @@ impl Hash for PodByName {
     }
 }
 
-/// Shares what is equal in several pods.
+/// Deduplicates the parts that several pods have in common.
 #[derive(Debug, Default)]
 struct Interners {
     names: Interner<str>,
@@ -127,12 +127,13 @@ struct Interners {
 }
 
 impl Interners {
-    /// Converts a pod of the watch to what is stored.
+    /// Converts a pod of the watch to its stored form.
     fn compact(&mut self, raw: RawPod) -> PodObject {
         let mut pod = PodObject::from(raw);
         pod.trim();
-        // Only writes to pods that wait for a node depend on the resource version. Without it, a
-        // bound pod is equal to its earlier state if nothing changed that the operator reads.
+        // Only writes to pods that wait for a node depend on the resource version. Without the
+        // resource version, a bound pod equals its earlier state if nothing changed that the
+        // operator reads.
         if pod.node().is_some() || !(pod.requests_gpus() || pod.waits_at_gate()) {
             pod.metadata.resource_version = None;
         }
@@ -142,8 +143,8 @@ impl Interners {
         if pod.node().is_some()
             && let Some(placement) = &mut pod.placement
         {
-            // The reservation of a bound pod does not end. Without the time, pods with equal
-            // requests on one GPU share it.
+            // The reservation of a bound pod does not end. Without its time, pods with equal
+            // requests on one GPU share one stored reservation.
             placement.until = 0;
             self.placements.share(placement);
         }
@@ -155,7 +156,7 @@ impl Interners {
 }
 
 impl State {
-    /// Stores a pod. Returns what it affects.
+    /// Stores a pod. Returns the controllers that the change affects.
     fn store(&mut self, pod: &PodByName) -> AffectedControllers {
         let before = self.pods.get(pod).map(|known| Arc::clone(&known.0));
         if before.as_ref() == Some(&pod.0) {
@@ -165,7 +166,7 @@ impl State {
         self.record(PodChange { before, now: Some(Arc::clone(&pod.0)) })
     }
 
-    /// Removes a pod. Returns what that affects.
+    /// Removes a pod. Returns the controllers that the removal affects.
     fn remove(&mut self, pod: &PodByName) -> AffectedControllers {
         self.pods.take(pod).map_or_else(AffectedControllers::default, |gone| {
             self.record(PodChange { before: Some(gone.0), now: None })
@@ -228,17 +229,17 @@ impl PodStore {
 }
 
 impl PodWriter {
-    /// Stores an event. Returns what it affects. While pods are listed, the effect is returned with
-    /// the end of the list.
+    /// Stores an event. Returns the controllers that it affects. During a list, returns the effect
+    /// of all listed pods with the last event.
     ///
-    /// A listed pod is stored at once: it is newer than the stored one, and a second copy of all
-    /// pods would need much memory.
+    /// Stores a listed pod at once: it is newer than the stored pod, and a second copy of all pods
+    /// would need much memory.
     pub(crate) fn apply(&mut self, event: Event<RawPod>) -> AffectedControllers {
         let mut state = lock(&self.state);
         match event {
             Event::Init => {
-                // Keep the effect of a list that was interrupted: its pods are already stored, so
-                // this list does not change them again.
+                // Keep the effect of an interrupted list: its pods are already stored, so the new
+                // list does not report them as changes.
                 let (_, so_far) = self.listed.take().unwrap_or_default();
                 self.listed = Some((HashSet::new(), so_far));
                 AffectedControllers::default()
@@ -323,7 +324,8 @@ mod tests {
         );
         assert_eq!(first, AffectedControllers { of_gpus: true, of_tenants: true });
         assert_eq!(names(&store.changes()), ["all 2"]);
-        // A condition that the operator does not read, an address, and the resource version.
+        // The changes are a condition that the operator does not read, an address, and the resource
+        // version.
         let mut status = running();
         status["podIP"] = json!("10.0.0.1");
         status["conditions"].as_array_mut().unwrap().push(json!({"type": "Initialized", "status": "True"}));
@@ -436,7 +438,7 @@ mod tests {
         let [Some(a), Some(b)] = [&pods[0], &pods[1]].map(|pod| pod.placement.as_deref()) else { panic!("{pods:?}") };
         assert!(std::ptr::eq(a, b));
         assert_eq!(a.nodes["n"].len(), 1);
-        // A pod that is not bound keeps the time.
+        // The reservation of a pod that is not bound keeps its time.
         let mut waiting = reserved("c", 3);
         waiting.spec.node_name = None;
         writer.apply(Event::Apply(waiting));

@@ -26,8 +26,8 @@ pub use crate::pod_fields::{
 };
 pub use crate::sums::{Resources, Sum};
 
-/// A pod, with only the fields that the operator reads. The operator keeps every pod of the
-/// cluster, so this type is small: pods of one controller share what is equal.
+/// A pod, with only the fields that the operator reads. The operator stores every pod of the
+/// cluster, so this type is small: pods of one controller share equal parts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(from = "RawPod")]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about a pod")]
@@ -104,7 +104,7 @@ pub struct PodMeta {
 }
 
 /// A digest of a controller's UID. The digest needs less memory than the UID. If two controllers
-/// had the same digest, their pods would be kept apart needlessly.
+/// had the same digest, the operator would keep their pods apart needlessly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ControllerId(u64);
 
@@ -133,7 +133,7 @@ pub struct Controller {
 pub enum Replacement {
     /// The controller creates a new pod and counts no failure.
     Free,
-    /// The controller creates a new pod and counts a failure. A `Job` does so up to its
+    /// The controller creates a new pod and counts a failure. A `Job` creates new pods up to its
     /// `backoffLimit`.
     CountsAsFailure,
     /// The reaction is unknown. The controller might not replace the pod.
@@ -249,7 +249,8 @@ impl PodObject {
         let owner = self.metadata.owner.take().filter(|_| requests_gpus);
         if let Some(owner) = &owner {
             self.controller_id = Some(ControllerId::of(&owner.uid));
-            // The Job retries its pods. The scheduler's default spreading excludes them too.
+            // Ignore Jobs: a Job retries its pods, and the scheduler's default spreading also
+            // excludes Jobs.
             if owner.kind == "Job" && self.replica_placement.is_none() {
                 self.replica_placement = Some(ReplicaPlacement::Pack);
             }
@@ -308,7 +309,7 @@ impl PodObject {
 }
 
 impl PodSpec {
-    /// Sums the requests of the pod with this name, and drops what was summed.
+    /// Sums the requests of the pod with this name, and drops the summed fields.
     fn sum_up(&mut self, pod: &str) {
         self.requests = requests(self);
         self.device_requests = device_requests(self);

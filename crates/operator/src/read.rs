@@ -1,4 +1,4 @@
-//! The state of the cluster, as one value.
+//! Reads the state of the cluster as one value.
 //!
 //! Each watch drops the fields that the operator does not use before it stores an object:
 //!

@@ -30,9 +30,9 @@ use crate::watches::{WATCH_TIMEOUT, Wakers, Watches};
 /// The operator's tasks. Each task returns its name and its result.
 type Tasks = JoinSet<(&'static str, Result<()>)>;
 
-/// Time for which a connection to the API server may deliver nothing after a request. Without it, a
-/// watch that is requested over a dead connection would hang until the kernel closes the
-/// connection, after 15 minutes. The time is longer than the time after which a watch ends; see
+/// Time for which a connection to the API server may deliver nothing after a request. Without this
+/// limit, a watch that is requested over a dead connection would hang until the kernel closes the
+/// connection after 15 minutes. The time is longer than the time after which a watch ends; see
 /// [`WATCH_TIMEOUT`].
 const READ_TIMEOUT: Duration = Duration::from_secs(WATCH_TIMEOUT as u64 + 15);
 
@@ -48,7 +48,8 @@ async fn find_api_server() -> Result<kube::Config> {
 /// Limits the time for which connections may deliver nothing after a request.
 fn with_read_timeout(mut config: kube::Config) -> kube::Config {
     config.read_timeout = Some(READ_TIMEOUT);
-    // Otherwise, the time for which a connection was idle before the request would count too.
+    // Without this, the limit would include the time for which a connection was idle before the
+    // request.
     config.reset_reader_on_write = true;
     config
 }
@@ -136,7 +137,7 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
 
 /// Starts the thread that renews the lease, and the task that waits until the stores are as new as
 /// the lease. `names` are the namespace, the name of the lease and this process's identity. Returns
-/// the guard of the lease alone, and the guard for everything that the stores decide.
+/// a guard that requires only the lease, and a guard that also requires current stores.
 fn spawn_lease(
     tasks: &mut Tasks,
     config: kube::Config,

@@ -14,7 +14,7 @@ use crate::leader::LeaseGuard;
 use crate::metrics::Metrics;
 use crate::read::Stores;
 
-/// The client and state that all controllers share. Clones share everything.
+/// The client and state that all controllers share. Clones refer to the same state.
 #[derive(Clone)]
 pub(crate) struct Context {
     pub(crate) client: Client,

@@ -37,14 +37,14 @@ fn config() -> watcher::Config {
     watcher::Config::default().timeout(WATCH_TIMEOUT)
 }
 
-/// What is stored of objects, and which of their changes wake controllers.
+/// Rules for an object kind: which fields are stored, and which changes wake controllers.
 struct WatchRules<K> {
     /// Drops unused fields before an object is stored.
     trim: fn(&mut K),
     /// Returns whether two trimmed versions of an object are equal. Then the change wakes no
     /// controller. Heartbeats of nodes are such changes.
     same: fn(&K, &K) -> bool,
-    /// Wakes the controllers that read the object. `None` after all objects were listed.
+    /// Wakes the controllers that read the object. `None` means that all objects were listed.
     wake: fn(&Wakers, Option<&K>),
 }
 
@@ -266,8 +266,8 @@ impl Watches<'_> {
         self.store_version(kind, watched, rules, None)
     }
 
-    /// Stores the objects of a watch until the process stops. `of_kind` selects where the version
-    /// of the store is reported.
+    /// Stores the objects of a watch until the process stops. `of_kind` selects the field for the
+    /// store's version.
     fn store_version<K>(
         &mut self,
         kind: &'static str,
@@ -289,7 +289,7 @@ impl Watches<'_> {
                     known.is_none_or(|known| !same(&known, object))
                 }
                 Event::Delete(_) | Event::InitDone => true,
-                // An incomplete list is not yet the state of the cluster.
+                // An incomplete list does not show the state of the cluster yet.
                 Event::Init | Event::InitApply(_) => false,
             };
             writer.apply_watcher_event(&event);
@@ -349,7 +349,7 @@ impl Watches<'_> {
 
 /// Watches objects. At first, existing objects arrive as a stream, so that neither side holds a
 /// whole list. If the API server refuses such a stream, or ends one early, objects are listed in
-/// pages from then on. So are objects that must be listed again.
+/// pages from then on. Objects that must be listed again are also listed in pages.
 async fn follow<K>(
     kind: &'static str,
     api: Api<K>,
@@ -364,7 +364,8 @@ async fn follow<K>(
     let (mut events, mut streamed) = (start(config.clone().streaming_lists()), StreamedList::default());
     while let Some(event) = events.next().await {
         let needs_pages = streamed.needs_pages(&event);
-        // Without the feature, each operator would count an error for each kind.
+        // Do not count this error: without the API server's feature, each operator would count one
+        // for each kind.
         if !(needs_pages && event.is_err()) {
             handle(event);
         }

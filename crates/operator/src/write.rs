@@ -37,7 +37,7 @@ pub(crate) async fn publish_all(recorder: &Recorder, claim: &LeaseGuard, events:
         .await;
 }
 
-/// Publishes an Event. Logs an error, but not a timeout. Retries neither.
+/// Publishes an Event without retries. Logs an error, but not a timeout.
 pub(crate) async fn publish(recorder: &Recorder, event: &Event, regarding: &ObjectReference) {
     let published = tokio::time::timeout(WRITE_TIMEOUT, recorder.publish(event, regarding)).await;
     if let Ok(Err(error)) = published {

@@ -238,7 +238,7 @@ fn only_the_policys_consent_to_advisory_limits_is_written() {
         serde_json::to_value(&plan.nodes["n1"].gpus[0].partition.mps).unwrap()
     };
     assert_eq!(partition("\n  enforcement: Advisory")["enforcement"], "Advisory");
-    // The default changes no plan of an earlier operator.
+    // The default value leaves the plans of earlier operators unchanged.
     for default in ["", "\n  enforcement: Hard"] {
         assert_eq!(partition(default).get("enforcement"), None);
     }
@@ -528,8 +528,8 @@ fn an_invalid_policy_repartitions_no_gpu() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     world.write_plan();
     let before = world.object("n1").spec.clone();
-    // The policy becomes malformed, then invalid (stored under an older CRD). Then its GPUs do not
-    // support it. Last, it specifies on-demand partitioning.
+    // In turn, the policy is malformed, is invalid (stored under an older CRD), is not supported by
+    // its GPUs, and specifies on-demand partitioning.
     let malformed =
         TestCluster { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed_policy("p");
     assert_eq!(malformed.plan().nodes["n1"], before);
@@ -602,7 +602,7 @@ fn a_status_is_not_written_twice_while_the_watch_lags() {
     let first = updates(&world.plan(), &world.observed, &world.written, at(0)).remove(0);
     world.written.insert("p".into(), WrittenStatus { from: first.from, status: first.status });
     assert!(updates(&world.plan(), &world.observed, &world.written, at(1)).is_empty());
-    // Once the watch returns a newer object, its own status counts.
+    // Once the watch returns a newer object, the status of that object counts.
     if let Some(Ok(policy)) = world.observed.policies.get_mut("p") {
         policy.metadata.resource_version = Some("later".into());
     }

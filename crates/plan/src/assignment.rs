@@ -12,7 +12,7 @@ pub(crate) struct Location {
     pub(crate) gpus: Vec<u32>,
 }
 
-/// Cost of placing a pod: lower is better. An earlier number outweighs all later numbers. The
+/// Cost of placing a pod: lower is better. Each number outweighs all later numbers. The
 /// [`ChangeRule`] determines what each number counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PlacementCost([i64; 3]);
@@ -32,7 +32,7 @@ pub(crate) enum ChangeRule {
     NoFurther,
     /// Repartition as few GPUs as possible, and keep as many of their slices as possible.
     Any,
-    /// Repartition GPUs, and leave the most room for future pods.
+    /// Repartition GPUs so that the most room remains for future pods.
     Pack,
 }
 
@@ -66,10 +66,9 @@ pub(crate) struct Assignment {
 const MAX_SPREAD_STEPS: u32 = 500;
 
 impl Assignment {
-    /// Creates the assignment without any pending pod.
+    /// Creates an assignment that contains no pending pod.
     pub(crate) fn new(model: &Model<'_>, states: &mut States) -> Self {
-        // `base_state` returns a state for every class that has no demands: the GPU's current
-        // partition.
+        // A class without demands always has a state: the GPU's current partition.
         let gpus = model.gpus.iter().map(|gpu| states.base_state(gpu.class).unwrap_or(StateId::MAX)).collect();
         Self {
             gpus,
@@ -240,12 +239,12 @@ pub(crate) fn change_cost(states: &States, from: StateId, to: StateId, rule: Cha
     };
     let changed = i64::from(after.changed) - i64::from(before.changed);
     let destroyed = i64::from(after.destroyed) - i64::from(before.destroyed);
-    let room = before.worth - after.worth;
+    let room = before.room_value - after.room_value;
     let numbers = if rule == ChangeRule::Pack { [room, changed, destroyed] } else { [changed, destroyed, room] };
     allowed.then_some(PlacementCost(numbers))
 }
 
-/// Returns the cheapest GPU for one unit. If several GPUs cost the same, the first of them.
+/// Returns the cheapest GPU for one unit. Among GPUs of equal cost, returns the first.
 fn cheapest_gpu(
     states: &mut States,
     slots: &[StateId],
@@ -315,8 +314,7 @@ fn place_on_several_gpus(
     if chosen.len() == units.len() {
         return Some((sum, chosen));
     }
-    // Equal units need GPUs independently of each other. If placing the units one by one fails,
-    // every other combination fails too.
+    // If placing equal units one by one fails, every other combination also fails.
     if units.windows(2).all(|pair| pair[0] == pair[1]) {
         return None;
     }

@@ -1,8 +1,8 @@
 //! Verifies plans. The check shares no arithmetic with the planner, and uses only the snapshot and
 //! the plan.
 //!
-//! The check runs in tests on every plan, and before a plan is applied. A plan with a violation
-//! must not be applied.
+//! Tests check every plan, and the operator checks each plan before it applies the plan. Never
+//! apply a plan with a violation.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -59,7 +59,7 @@ fn fit_into_bins(wanted: &[u64], free: &mut [u64], steps: &mut u32) -> bool {
 
 struct Checker {
     found: Vec<Violation>,
-    /// GPUs that one pod uses as a whole.
+    /// GPUs that one pod uses whole.
     taken_whole: BTreeSet<(String, String)>,
 }
 
@@ -259,7 +259,7 @@ impl Checker {
             self.report(&unplaced.pod, "the reason is empty");
         }
 
-        // Slices that are free in the plan. Each pod reduces their number.
+        // Slices that are free in the plan. Each checked pod reduces their number.
         let mut free: BTreeMap<ResourceKey<'_>, u64> = BTreeMap::new();
         let mut slices_of: BTreeMap<(&str, &str), &GpuPlan> = BTreeMap::new();
         for gpu in &plan.gpus {
@@ -306,7 +306,7 @@ impl Checker {
     }
 
     /// Checks that a pod's shares of MIG instances can belong to one instance. The plan does not
-    /// name the instance, so one must exist.
+    /// name the instance, so the check requires that one exists.
     fn check_shares_of_instances(&mut self, plan: &Plan) {
         let mut taken: BTreeMap<ResourceKey<'_>, Vec<u64>> = BTreeMap::new();
         for placement in &plan.placements {

@@ -1,4 +1,4 @@
-//! Places any number of pods, one after the other. Moves pods that are already placed to make room.
+//! Places any number of pods, one by one. Moves placed pods if that makes room.
 use std::collections::BTreeMap;
 
 use crate::assignment::{Assignment, ChangeRule, CostCache, Location, PlacementCost, change_cost, group_of_pod};
@@ -25,7 +25,7 @@ pub(crate) struct Greedy<'g, 'a> {
 /// Strategy for placing pods one after the other. No strategy is best for every cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PlacementStyle {
-    /// Like `FewestChanges`, after placing pods on the nodes of the previous plan.
+    /// Like `FewestChanges`, but first places pods on their nodes in the previous plan.
     AsPlanned,
     /// Uses existing slices before it repartitions GPUs, and places small pods first. Repartitions
     /// the fewest GPUs.
@@ -41,7 +41,7 @@ pub(crate) enum PlacementStyle {
 const ALTERNATIVES_PER_GROUP: usize = 4;
 /// Divisor of the remaining work for moving pods. Each group may use one such part.
 const GROUP_WORK_DIVISOR: u64 = 8;
-/// Maximum number of pods moved in a chain, each of them to make room for the previous pod.
+/// Maximum number of pods moved in a chain, in which each pod makes room for the previous pod.
 const MAX_MOVED_PODS_IN_CHAIN: u32 = 2;
 
 impl<'g, 'a> Greedy<'g, 'a> {
@@ -74,8 +74,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
             first(id).map(|group| {
                 let weight = i64::from(group.weight.memory.max(group.weight.compute));
                 let weight = if style == PlacementStyle::LargeFirst { -weight } else { weight };
-                // Small pods first, because more of them fit, except in style `LargeFirst`. Among
-                // equal pods, those with the fewest candidate nodes first.
+                // Place small pods first, because more of them fit, except in style `LargeFirst`.
+                // Among equal pods, start with those with the fewest candidate nodes.
                 (
                     std::cmp::Reverse(group.priority),
                     weight,
@@ -161,8 +161,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         offered && self.assignment.place(self.model, self.states, pod, Location { node, gpus })
     }
 
-    /// Places a pod by moving a second pod, which may move a third. Returns whether the pod is
-    /// placed. Otherwise nothing changes.
+    /// Places a pod by moving a second pod, whose move may require moving a third. Returns whether
+    /// the pod is placed. If it is not placed, changes nothing.
     fn make_room(&mut self, pod: u32, id: u32, rule: ChangeRule, chain: u32, moved: &mut Vec<u32>) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -207,7 +207,7 @@ impl<'g, 'a> Greedy<'g, 'a> {
     }
 
     /// Places a pod by moving two other pods from one GPU. Returns whether all three pods are
-    /// placed. Otherwise nothing changes.
+    /// placed. If they are not, changes nothing.
     fn move_two_pods(&mut self, pod: u32, id: u32, rule: ChangeRule) -> bool {
         let model = self.model;
         let Some(of) = model.groups.get(id as usize) else { return false };
@@ -313,8 +313,8 @@ impl<'g, 'a> Greedy<'g, 'a> {
         self.states.with_demand(less, unit).is_some_and(|then| change_cost(self.states, less, then, rule).is_some())
     }
 
-    /// Places a pod that was moved from `from`: on another node with room, or in what remains free
-    /// on `from`. Returns whether the pod is placed.
+    /// Places a pod that was moved from `from`: on another node with room, or on the remaining free
+    /// slices of `from`. Returns whether the pod is placed.
     fn relocate(&mut self, pod: u32, id: u32, from: u32, rule: ChangeRule) -> bool {
         let known = self.alternatives.get(&id).filter(|known| (known.0, known.1) == (self.epoch, rule));
         let mut nodes = match known {

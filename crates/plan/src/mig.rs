@@ -64,7 +64,7 @@ pub(crate) struct Instance {
 /// The media engines of a profile, by NVIDIA's suffixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum MediaEngines {
-    /// No suffix: the profile's own part of the media engines.
+    /// No suffix: the instance has the profile's standard part of the media engines.
     Plain,
     /// `+me`: the only set of extra media engines.
     Extra,
@@ -108,8 +108,8 @@ pub(crate) struct Arrangement {
 
 const MASK_BITS: u32 = Mask::BITS;
 
-/// Maximum number of steps of one search for placements. A machine that reports invalid data must
-/// not delay the plan.
+/// Maximum number of steps of one search for placements. A node that reports invalid data must not
+/// delay the plan.
 const MAX_ARRANGEMENT_STEPS: u32 = 20_000;
 
 impl ProfileTable {
@@ -231,7 +231,7 @@ impl ProfileTable {
 
     /// Estimates the remaining room if the slices in `mask` are used. The estimate is the sum, over
     /// all shapes, of the slices that instances of one shape alone could cover. Higher is better.
-    /// An instance costs little room where no larger instance could start.
+    /// An instance reduces the estimate little where no larger instance could start.
     pub(crate) fn estimate_room(&self, mask: Mask) -> u32 {
         self.shapes.iter().map(|(size, starts)| u32::from(*size) * max_instances(*size, starts, mask)).sum()
     }
@@ -302,7 +302,7 @@ struct ArrangementSearch<'a> {
 }
 
 impl ArrangementSearch<'_> {
-    /// Places the next instance at each free position, and then the remaining ones.
+    /// Tries each free position for the next instance, and then places the remaining instances.
     fn place(&mut self, mask: Mask) {
         self.steps += 1;
         let Some(&profile) = self.order.get(self.placed.len()) else { return self.record_arrangement(mask) };
@@ -335,7 +335,7 @@ impl ArrangementSearch<'_> {
 }
 
 const fn slice_mask(size: u8, start: u8) -> Mask {
-    // A shift by the width of the type is undefined, so this size is a special case.
+    // This size is a special case, because a shift by the width of the type is not possible.
     if size as u32 >= MASK_BITS { Mask::MAX } else { ((1 << size) - 1) << start }
 }
 
@@ -528,7 +528,7 @@ mod tests {
     fn an_a100_has_exactly_the_layouts_of_nvidias_guide() {
         let table = a100();
         // Exclude the variants of 1g. NVIDIA's guide lists 14 full layouts as counts of each
-        // profile, among them 4g + 3g and 3g + 4 × 1g.
+        // profile, including 4g + 3g and 3g + 4 × 1g.
         let plain = |name: &str| matches!(name, "1g.5gb" | "2g.10gb" | "3g.20gb" | "4g.20gb" | "7g.40gb");
         let profiles: Vec<Profile> =
             built_in("A100", 40_960).expect("known").into_iter().filter(|profile| plain(&profile.name)).collect();
@@ -600,7 +600,7 @@ mod tests {
     fn a_small_instance_is_placed_where_most_other_instances_still_fit() {
         let table = a100();
         let found = table.arrange(&[], &[], &wanted(&table, &["1g.5gb"])).expect("fits");
-        // Only if 1g starts at 6, room remains for 4g at 0 and 2g at 4.
+        // 1g must start at 6, so that 4g fits at 0 and 2g fits at 4.
         assert_eq!(found.placed, [instance(&table, "1g.5gb", 6)]);
     }
 

@@ -35,7 +35,7 @@ pub(crate) struct Model<'a> {
     /// For each pod, its node in the last plan.
     pub(crate) planned: Vec<Option<u32>>,
     /// Why each pod without a group cannot be planned, by the pod's index.
-    pub(crate) bad_pods: BTreeMap<u32, String>,
+    pub(crate) unplannable_pods: BTreeMap<u32, String>,
     /// Resources other than GPUs that pods request.
     pub(crate) dimensions: Vec<&'a str>,
     pub(crate) resources: Vec<String>,
@@ -183,7 +183,7 @@ impl<'a> Model<'a> {
             groups: Vec::new(),
             group_of: vec![None; snapshot.pods.len()],
             planned: Vec::new(),
-            bad_pods: BTreeMap::new(),
+            unplannable_pods: BTreeMap::new(),
             dimensions: Vec::new(),
             resources: Vec::new(),
             classes: Vec::new(),
@@ -207,7 +207,7 @@ impl<'a> Model<'a> {
         tables: &DistinctTables,
     ) {
         let mut order: Vec<usize> = (0..snapshot.nodes.len()).collect();
-        // Nodes are sorted by name. The order of two nodes with equal names must not depend on the
+        // Nodes are sorted by name. The order of nodes with equal names must not depend on the
         // snapshot either.
         order.sort_by(|&a, &b| {
             let (a, b) = (&snapshot.nodes[a], &snapshot.nodes[b]);
@@ -250,8 +250,8 @@ impl<'a> Model<'a> {
         self.classes = in_order.into_iter().map(|(class, _)| class).collect();
     }
 
-    /// Returns the free amounts of a node by dimension, and why its quantities are invalid, if they
-    /// are.
+    /// Returns the free amounts of a node by dimension, and the reason if one of its quantities is
+    /// invalid.
     fn free_resources(&self, node: &Node) -> (Vec<u64>, Option<String>) {
         let mut bad = None;
         let mut amount = |of: &str, map: &BTreeMap<String, crate::quantity::Quantity>, name: &str| -> Option<u64> {
@@ -281,7 +281,7 @@ impl<'a> Model<'a> {
             wanted.push(match read {
                 Ok(read) => Some(read),
                 Err(reason) => {
-                    self.bad_pods.insert(as_u32(index), reason);
+                    self.unplannable_pods.insert(as_u32(index), reason);
                     None
                 }
             });
@@ -306,7 +306,7 @@ impl<'a> Model<'a> {
             }
             let Some(expanded) = expanded.into_iter().collect::<Option<Vec<DemandId>>>() else {
                 let reason = "the pending pods have too many different requests";
-                self.bad_pods.extend(pods.iter().map(|&pod| (pod, reason.to_owned())));
+                self.unplannable_pods.extend(pods.iter().map(|&pod| (pod, reason.to_owned())));
                 continue;
             };
             for &pod in &pods {

@@ -67,9 +67,9 @@ pub fn memory_limit(shares: u32, units: u32, total: Mebibytes) -> Mebibytes {
 /// Returns the memory that a sized slice of a GPU with `total` memory can use, in whole MiB,
 /// rounded down.
 ///
-/// Slices have the size that their names state, so two slices of 20 GiB fill a GPU of 40 GiB. The
-/// memory of the MPS server is deducted from each slice in proportion. A slice larger than the GPU
-/// counts as the whole GPU.
+/// Names state nominal sizes, so two slices of 20 GiB fill a GPU of 40 GiB. The memory of the MPS
+/// server is deducted from each slice in proportion. A slice larger than the GPU counts as the
+/// whole GPU.
 pub fn sized_slice_memory(size: Mebibytes, total: Mebibytes) -> Mebibytes {
     let whole = shareable_memory(total);
     let part = (u128::from(whole.0) * u128::from(size.0)).checked_div(u128::from(total.0)).unwrap_or(0);
@@ -102,7 +102,8 @@ pub fn context_memory(capability: (u32, u32), driver: &str, sms: Sms) -> Option<
 mod tests {
     use super::*;
 
-    /// SMs → MiB of the memory limit that could not be allocated, measured on an H100 and an H200.
+    /// Each entry has the SMs, and the MiB of the memory limit that could not be allocated,
+    /// measured on an H100 and an H200.
     const MEASURED_CONTEXT_MIB_BY_SMS: [(u32, u64); 10] = [
         (12, 72),
         (26, 123),
@@ -116,7 +117,7 @@ mod tests {
         (132, 514),
     ];
 
-    /// Thread percentage → SMs, measured on an H200 with 132 SMs.
+    /// Each entry has a thread percentage and its SMs, measured on an H200 with 132 SMs.
     const MEASURED_SMS: [(u8, u32); 14] = [
         (1, 8),
         (2, 8),

@@ -21,7 +21,7 @@ pub(crate) enum ResourceKind {
     Shares,
 }
 
-/// A request of one pod for one GPU: one slice, or some shares.
+/// A pod's request for one GPU: one slice, or some shares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GpuDemand {
     pub(crate) resource: ResourceId,
@@ -30,7 +30,7 @@ pub(crate) struct GpuDemand {
     pub(crate) units: u32,
 }
 
-/// Equal slices at one place of a GPU.
+/// Equal slices of one MIG instance or of the whole GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct SliceCell {
     pub(crate) resource: ResourceId,
@@ -109,7 +109,7 @@ pub(crate) struct PackedPartition {
     /// Number of free slices that the partition removes.
     pub(crate) destroyed: u32,
     /// Value of the remaining room for future pods. Lower for fuller GPUs.
-    pub(crate) worth: i64,
+    pub(crate) room_value: i64,
     /// Memory and compute in use, in 65,536ths, rounded down.
     pub(crate) used: GpuUsage,
 }
@@ -177,8 +177,8 @@ impl GpuClass {
             same.map_or(0, |other| other.count).min(cell.count)
         };
         let destroyed = self.free.iter().map(|cell| cell.count - left(cell)).sum();
-        let (worth, used) = self.worth_and_usage(&free, demands);
-        PackedPartition { changed: free != self.free, destroyed, free, worth, used }
+        let (room_value, used) = self.room_value_and_usage(&free, demands);
+        PackedPartition { changed: free != self.free, destroyed, free, room_value, used }
     }
 
     /// Returns whether the existing slices serve the demands without a repartitioning.
@@ -279,7 +279,8 @@ impl GpuClass {
     fn repartition_mps(&self, demands: &[GpuDemand]) -> Option<Vec<SliceCell>> {
         let units = self.shares.map_or(1, |(_, units)| units);
         let mut room = (u128::from(self.memory)) * u128::from(units);
-        // Each slice may have a client, and the MPS server limits the number of clients.
+        // Limit the number of slices: each may have a client, and the MPS server limits its
+        // clients.
         let mut clients = MAX_CLIENTS;
         let mut take = |kind: ResourceKind, count: u32| -> Option<()> {
             room = room.checked_sub(self.scaled_memory(kind, count))?;
@@ -304,8 +305,8 @@ impl GpuClass {
             return None;
         }
 
-        // Keep existing free slices that still fit. The smallest come first, because then most
-        // slices are kept.
+        // Keep existing free slices that still fit. Start with the smallest, so that most slices
+        // are kept.
         let mut spare: Vec<SliceCell> = Vec::new();
         for cell in &self.free {
             let ResourceKind::Sized(_) = cell.kind else { continue };
@@ -414,7 +415,7 @@ impl GpuClass {
         (in_use, free)
     }
 
-    fn worth_and_usage(&self, free: &[SliceCell], demands: &[GpuDemand]) -> (i64, GpuUsage) {
+    fn room_value_and_usage(&self, free: &[SliceCell], demands: &[GpuDemand]) -> (i64, GpuUsage) {
         let whole = GpuUsage { memory: WHOLE_GPU, compute: WHOLE_GPU };
         if demands.is_empty() && self.in_use.is_empty() {
             let full = i64::try_from(FULL_GPU_VALUE).unwrap_or(i64::MAX);
@@ -428,12 +429,12 @@ impl GpuClass {
         let (rest, total, used) = self.measure_partition(free, demands);
         let rest =
             u64::try_from(rest.saturating_mul(u128::from(FULL_GPU_VALUE)).checked_div(total).unwrap_or(0)).unwrap_or(0);
-        let worth = if self.families == Families::NONE { 0 } else { rest.min(FULL_GPU_VALUE) };
-        (i64::try_from(worth).unwrap_or(i64::MAX), used)
+        let room_value = if self.families == Families::NONE { 0 } else { rest.min(FULL_GPU_VALUE) };
+        (i64::try_from(room_value).unwrap_or(i64::MAX), used)
     }
 
-    /// Returns the remaining value, the total value, and the parts in use. The value decreases
-    /// faster than the free memory.
+    /// Returns the remaining value, the total value, and the used parts of the GPU. The value
+    /// decreases faster than the free memory.
     fn measure_partition(&self, free: &[SliceCell], demands: &[GpuDemand]) -> (u128, u128, GpuUsage) {
         let part = |used: u128, all: u128| {
             let part = (used << 16).checked_div(all).unwrap_or(0).min(u128::from(WHOLE_GPU));
@@ -513,7 +514,7 @@ impl GpuClass {
                 let replicas = self.replicas.map_or(1, |(_, replicas)| replicas);
                 Some(both((u128::from(demand.units) << 16).checked_div(u128::from(replicas)).unwrap_or(0)))
             }
-            // A share may need no additional memory, because its instance can already exist for
+            // A share may need no additional memory, because its instance may already exist for
             // another pod.
             Some(Family::Mig) if demand.kind == ResourceKind::Shares => Some(GpuUsage::default()),
             Some(Family::Mig) => {
@@ -525,8 +526,9 @@ impl GpuClass {
     }
 }
 
-/// Allocates a demand from the cell that then has the fewest remaining slices. `rest` contains each
-/// cell's number of remaining slices. Returns the index of the cell, or `None` if none has enough.
+/// Allocates a demand from the cell that has the fewest remaining slices afterwards. `rest`
+/// contains each cell's number of remaining slices. Returns the index of the cell, or `None` if
+/// none has enough.
 fn allocate_from_fullest(rest: &mut [(SliceCell, u32)], demand: &GpuDemand) -> Option<usize> {
     let fits = |(cell, left): &(SliceCell, u32)| cell.resource == demand.resource && *left >= demand.units;
     let candidates = rest.iter().enumerate().filter(|(_, one)| fits(one));

@@ -136,7 +136,7 @@ pub fn plan(snapshot: &Snapshot, policy: &Policy) -> ExplainedPlan {
         create_report(&PlanContext { model: &model, snapshot, empty: &empty, assignment: &assignment }, &mut states);
     for (index, (pod, explained)) in snapshot.pods.iter().zip(&report.pods).enumerate() {
         let Some(location) = assignment.locations.get(index).and_then(Option::as_ref) else {
-            let malformed = model.bad_pods.contains_key(&as_u32(index));
+            let malformed = model.unplannable_pods.contains_key(&as_u32(index));
             plan.unplaced.push(Unplaced { pod: pod.name.clone(), reason: explained.reason.clone(), malformed });
             continue;
         };
@@ -207,8 +207,8 @@ fn smallest_usage(states: &States, demand: &GpuDemand) -> GpuUsage {
     }
 }
 
-/// Returns the node that represents all nodes joined with this node.
-fn leader_of(leader: &mut [u32], node: u32) -> u32 {
+/// Returns the node that represents this node's part of the cluster.
+fn representative_of(leader: &mut [u32], node: u32) -> u32 {
     let mut at = node;
     while let Some(&next) = leader.get(at as usize)
         && next != at
@@ -227,7 +227,7 @@ fn divide_into_parts(model: &Model<'_>) -> Vec<ClusterPart> {
     let mut leader: Vec<u32> = (0..as_u32(model.nodes.len())).collect();
     for group in &model.groups {
         for pair in group.nodes.windows(2) {
-            let (one, other) = (leader_of(&mut leader, pair[0]), leader_of(&mut leader, pair[1]));
+            let (one, other) = (representative_of(&mut leader, pair[0]), representative_of(&mut leader, pair[1]));
             if let Some(slot) = leader.get_mut(one.max(other) as usize) {
                 *slot = one.min(other);
             }
@@ -236,11 +236,11 @@ fn divide_into_parts(model: &Model<'_>) -> Vec<ClusterPart> {
     let mut parts: BTreeMap<u32, ClusterPart> = BTreeMap::new();
     for (group, index) in model.groups.iter().zip(0..) {
         if let Some(&node) = group.nodes.first() {
-            parts.entry(leader_of(&mut leader, node)).or_default().groups.push(index);
+            parts.entry(representative_of(&mut leader, node)).or_default().groups.push(index);
         }
     }
     for node in 0..as_u32(model.nodes.len()) {
-        if let Some(part) = parts.get_mut(&leader_of(&mut leader, node)) {
+        if let Some(part) = parts.get_mut(&representative_of(&mut leader, node)) {
             part.nodes.push(node);
         }
     }
@@ -283,9 +283,9 @@ fn plan_part(
     let Some((mut score, mut locations)) = best else { return };
     if small && score != ideal {
         for rule in [ChangeRule::Stay, ChangeRule::Any] {
-            // If every pod is placed, only the number of repartitioned GPUs can improve.
-            let worth = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
-            let steps = worth.min(budget.steps);
+            // If every pod is placed, only the number of repartitioned GPUs can still improve.
+            let max_steps = if score.placed == ideal.placed { budget.each / 5 } else { budget.each };
+            let steps = max_steps.min(budget.steps);
             let found = search(model, states, assignment, part, rule, score.clone(), steps);
             budget.steps = budget.steps.saturating_sub(found.steps);
             if let Some(better) = found.better {

@@ -69,7 +69,7 @@ impl PlanContext<'_, '_> {
 pub(crate) fn create_report(cluster: &PlanContext<'_, '_>, states: &mut States) -> PlanReport {
     let &PlanContext { model, snapshot, assignment, .. } = cluster;
     let mut report = PlanReport::default();
-    // All pods of a group have the same reason.
+    // Compute the reason once for each group: all pods of a group have the same reason.
     let mut waiting: BTreeMap<u32, String> = BTreeMap::new();
     for (index, pod) in snapshot.pods.iter().enumerate() {
         let location = assignment.locations.get(index).and_then(Option::as_ref);
@@ -80,8 +80,10 @@ pub(crate) fn create_report(cluster: &PlanContext<'_, '_>, states: &mut States) 
                 waiting.entry(group).or_insert_with(|| unplaced_reason(cluster, states, group)).clone()
             }
             (None, None) => {
-                let wrong =
-                    model.bad_pods.get(&as_u32(index)).map_or("the pod's requests are not valid", String::as_str);
+                let wrong = model
+                    .unplannable_pods
+                    .get(&as_u32(index))
+                    .map_or("the pod's requests are not valid", String::as_str);
                 format!("The pod cannot be planned: {wrong}.")
             }
         };

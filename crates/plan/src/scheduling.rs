@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 
 use crate::snapshot::{Node, NodeSelectorTerm, Operator, Pod, Requirement, Taint, Toleration};
 
-/// The resource that the scheduler counts pods with.
+/// Resource by which the scheduler counts pods.
 pub const PODS_RESOURCE: &str = "pods";
 /// Resources that are unlimited on a node that does not list them.
 pub(crate) const UNLIMITED_BY_DEFAULT: [&str; 4] = ["cpu", "memory", "ephemeral-storage", PODS_RESOURCE];
 
-/// The properties of a pod that decide which nodes it may run on. Pods with equal constraints are
-/// checked once.
+/// The properties of a pod that determine which nodes it may run on. Pods with equal constraints
+/// are checked once.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct NodeConstraints<'a> {
     selector: &'a BTreeMap<String, String>,

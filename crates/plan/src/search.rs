@@ -11,8 +11,8 @@ use crate::model::Model;
 use crate::partition::WHOLE_GPU;
 use crate::states::{StateId, States};
 
-/// How good an assignment is: the number of placed pods by priority, highest first, then the number
-/// of GPUs that are not repartitioned.
+/// Score of an assignment: the number of placed pods by priority, highest first, then the number of
+/// GPUs that are not repartitioned.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PlanScore {
     pub(crate) placed: Vec<u32>,
@@ -23,7 +23,7 @@ pub(crate) struct PlanScore {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ClusterPart {
     pub(crate) nodes: Vec<u32>,
-    /// Groups with pods that could be placed, in order.
+    /// Groups of pods with candidate nodes, in order.
     pub(crate) groups: Vec<u32>,
 }
 
@@ -97,7 +97,7 @@ struct ExactSearch<'s, 'a> {
     pods: Vec<u32>,
     level_of: Vec<usize>,
     /// A number for each node of the part. Nodes with equal numbers are interchangeable.
-    alike: Vec<u32>,
+    equivalence_class: Vec<u32>,
     gpus: Vec<u32>,
     placed: Vec<u32>,
     best: PlanScore,
@@ -130,7 +130,7 @@ pub(crate) fn search(
     let level_of =
         pods.iter().map(|&pod| levels.iter().position(|&level| level == priority(pod)).unwrap_or(0)).collect();
     let mut search = ExactSearch {
-        alike: equivalence_classes(model, assignment, part),
+        equivalence_class: equivalence_classes(model, assignment, part),
         model,
         states,
         assignment: std::mem::take(assignment),
@@ -178,7 +178,7 @@ fn sorted_states(model: &Model<'_>, assignment: &Assignment, node: u32) -> Vec<S
 }
 
 impl ExactSearch<'_, '_> {
-    /// Tries each choice for the pod at this position, and then for the later ones.
+    /// Tries each choice for the pod at this position, and then for the later pods.
     fn descend(&mut self, at: usize, skipped: bool) {
         self.steps += 1;
         if self.steps > self.max_steps || !self.can_improve(at) {
@@ -197,7 +197,7 @@ impl ExactSearch<'_, '_> {
         let same_group = |other: Option<&u32>| {
             other.is_some_and(|&other| self.model.group_of.get(other as usize).copied().flatten() == group)
         };
-        // If one of several equal pods is skipped, the later pods of the group are skipped too.
+        // If the search skips one of several equal pods, it also skips the later pods of the group.
         let forced = skipped && at.checked_sub(1).is_some_and(|before| same_group(self.pods.get(before)));
         if !forced {
             for location in self.locations_for(pod) {
@@ -229,7 +229,7 @@ impl ExactSearch<'_, '_> {
 
     /// Returns whether the best possible continuation is better than the best known assignment.
     fn can_improve(&self, at: usize) -> bool {
-        let mut room = (0_u64, 0_u64); // Of memory and of compute.
+        let mut room = (0_u64, 0_u64); // The remaining room, of memory and of compute.
         let mut unchanged = 0;
         for &gpu in &self.gpus {
             let Some(&state) = self.assignment.gpus.get(gpu as usize) else { continue };
@@ -268,8 +268,8 @@ impl ExactSearch<'_, '_> {
     /// Returns the part of the state that determines the possible continuations.
     fn state_key(&self, at: usize, skipped: bool) -> Vec<u32> {
         let mut nodes: Vec<Vec<u32>> = Vec::with_capacity(self.nodes.len());
-        for (&node, &alike) in self.nodes.iter().zip(&self.alike) {
-            let mut key = vec![alike];
+        for (&node, &equivalence_class) in self.nodes.iter().zip(&self.equivalence_class) {
+            let mut key = vec![equivalence_class];
             key.extend(sorted_states(self.model, &self.assignment, node));
             for &free in self.assignment.free(node) {
                 key.push(u32::try_from(free >> 32).unwrap_or(u32::MAX));
@@ -294,11 +294,15 @@ impl ExactSearch<'_, '_> {
         let mut gpus = Vec::new();
         let nodes = self.nodes;
         for (at, &node) in nodes.iter().enumerate() {
-            let alike = self.alike.get(at).copied();
+            let equivalence_class = self.equivalence_class.get(at).copied();
             if group.nodes.binary_search(&node).is_err() {
                 continue;
             }
-            let kind = (alike, sorted_states(self.model, &self.assignment, node), self.assignment.free(node).to_vec());
+            let kind = (
+                equivalence_class,
+                sorted_states(self.model, &self.assignment, node),
+                self.assignment.free(node).to_vec(),
+            );
             if seen.contains(&kind) {
                 continue;
             }

@@ -4,7 +4,7 @@ use std::hash::Hash;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-/// A value that other objects may share. A change of a shared value copies it first.
+/// A value that other objects may share. Changing a shared value copies it first.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Shared<T>(Arc<T>);
 
@@ -54,7 +54,7 @@ impl<T: ?Sized + Eq + Hash> Interner<T> {
         }
         if self.values.len() >= self.cleanup_threshold {
             self.values.retain(|value| Arc::strong_count(value) > 1);
-            // Dropping scans all values, so it must not become due again soon.
+            // Dropping scans all values, so raise the limit: the next scan must not follow soon.
             self.cleanup_threshold = self.values.len().saturating_mul(2).max(MIN_CLEANUP_THRESHOLD);
             self.values.shrink_to(self.cleanup_threshold);
         }

@@ -50,7 +50,7 @@ pub(crate) struct States {
 pub(crate) struct StateSummary {
     pub(crate) changed: bool,
     pub(crate) destroyed: u32,
-    pub(crate) worth: i64,
+    pub(crate) room_value: i64,
     pub(crate) used: GpuUsage,
 }
 
@@ -116,11 +116,11 @@ impl States {
 
     /// Returns the properties of a state. An unknown state counts as a full GPU.
     pub(crate) fn summary(&self, state: StateId) -> StateSummary {
-        let full = StateSummary { changed: true, destroyed: 0, worth: 0, used: GpuUsage::default() };
+        let full = StateSummary { changed: true, destroyed: 0, room_value: 0, used: GpuUsage::default() };
         self.all.get(state as usize).map_or(full, |state| StateSummary {
             changed: state.packed.changed,
             destroyed: state.packed.destroyed,
-            worth: state.packed.worth,
+            room_value: state.packed.room_value,
             used: state.packed.used,
         })
     }

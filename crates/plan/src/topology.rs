@@ -2,8 +2,8 @@
 //!
 //! A set of GPUs has the sum of the scores of its pairs. The pairs have the scores of NVIDIA's
 //! device plugin. Among the sets with the highest score, [`Topology::choose`] prefers the set whose
-//! removal leaves the other free GPUs with the highest score. So a small request uses the remains
-//! of a group, and complete groups stay free for larger requests.
+//! removal leaves the other free GPUs with the highest score. So a small request uses a partly used
+//! group, and complete groups stay free for larger requests.
 
 /// Maximum number of free GPUs for which [`Topology::choose`] compares all sets. The time doubles
 /// with each GPU, and few machines have more than 16 GPUs.
@@ -39,7 +39,7 @@ pub struct GpuLink {
 }
 
 impl GpuLink {
-    /// Returns the score of the link. NVIDIA's device plugin uses the same values. It ignores
+    /// Returns the score of the link. Uses the values of NVIDIA's device plugin, which ignores
     /// NVSwitches.
     pub fn score(self) -> u32 {
         let pcie = match self.pcie {
@@ -67,14 +67,14 @@ pub struct Topology {
 }
 
 impl Topology {
-    /// Creates the topology of GPUs in NVML's order. `link` returns the link between two of them,
-    /// by index.
+    /// Creates the topology of GPUs in NVML's order. `link` returns the link between two GPUs, by
+    /// index.
     pub fn new(gpus: Vec<String>, link: impl Fn(usize, usize) -> GpuLink) -> Self {
         Self::from_pairs(gpus, |one, other| (link(one, other).score(), true))
     }
 
     /// Creates the topology of GPUs as [`Topology::new`] does. `is_known` returns whether the link
-    /// between two GPUs is known. If it is not, `link` returns the known part of the link.
+    /// between two GPUs is known. For an unknown link, `link` returns the known part.
     pub fn with_unknown_links(
         gpus: Vec<String>,
         link: impl Fn(usize, usize) -> GpuLink,
@@ -99,7 +99,7 @@ impl Topology {
     }
 
     /// Returns this topology with the GPUs and links of `earlier` that are not known now. A GPU of
-    /// this topology keeps an earlier link to another GPU if the present link is unknown.
+    /// this topology keeps an earlier link to another GPU if the current link is unknown.
     #[must_use]
     pub fn with_earlier_links(&self, earlier: &Self) -> Self {
         let added = self.gpus.iter().filter(|gpu| earlier.position(gpu).is_none());
@@ -130,8 +130,9 @@ impl Topology {
     /// Chooses `size` of the available GPUs, including `required`. GPUs that the topology does not
     /// contain have no links. The result does not depend on the order of `available`.
     ///
-    /// Returns all available GPUs if they are at most `size`. With at most 16 available GPUs, no
-    /// set has a higher score. With more, the choice adds one GPU at a time.
+    /// Returns all available GPUs if there are at most `size`. With at most 16 available GPUs, no
+    /// set has a higher score than the choice. With more available GPUs, the choice adds one GPU at
+    /// a time.
     pub fn choose<'a>(&self, available: &[&'a str], required: &[&str], size: usize) -> Vec<&'a str> {
         let mut free: Vec<&str> = available.to_vec();
         free.sort_by_key(|gpu| (self.position(gpu).unwrap_or(usize::MAX), *gpu));
@@ -167,7 +168,7 @@ impl Topology {
     }
 }
 
-/// The free GPUs of one choice, by number.
+/// The available GPUs of one choice, by number.
 struct Candidates {
     /// Score of each pair.
     scores: Vec<Vec<u32>>,
@@ -178,8 +179,8 @@ impl Candidates {
         Self { scores: (0..count).map(|one| (0..count).map(|other| pair(one, other)).collect()).collect() }
     }
 
-    /// Returns the best of all sets of `size` candidates that contain `required`. Of equally good
-    /// sets, returns the first one.
+    /// Returns the best of all sets of `size` candidates that contain `required`. Among equally
+    /// good sets, returns the first.
     fn best_set(&self, required: &[usize], size: usize) -> Vec<usize> {
         let count = self.scores.len();
         let (all, required) = ((1_usize << count) - 1, required.iter().fold(0, |set, at| set | 1 << at));
@@ -213,8 +214,8 @@ impl Candidates {
     }
 
     /// Returns `required`, extended to `size` members. Each step adds the candidate that has the
-    /// best links to the set. Of several such candidates, it adds the one with the best links to
-    /// all candidates, because further members are among these.
+    /// best links to the set. Among several such candidates, it adds the candidate with the best
+    /// links to all candidates, because these include the further members.
     fn grow_set(&self, required: &[usize], size: usize) -> Vec<usize> {
         let mut set = required.to_vec();
         while set.len() < size {
@@ -234,7 +235,8 @@ impl Candidates {
 fn sets_of(size: usize, count: usize) -> impl Iterator<Item = usize> {
     let first = (1_usize << size) - 1;
     let next = move |&set: &usize| {
-        // Moves the lowest group of bits: its highest bit up by one, and the others to the bottom.
+        // Changes the lowest group of set bits: moves its highest bit up by one, and its other bits
+        // to the bottom.
         let lowest = set & set.wrapping_neg();
         let moved = set + lowest;
         let next = moved | ((set ^ moved) >> 2).checked_div(lowest)?;

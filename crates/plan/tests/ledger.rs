@@ -17,8 +17,8 @@ const DEVICE_CAPACITY: u32 = 10;
 /// Lifetime of a claim, in ticks of `Event::Tick`.
 const CLAIM_SECONDS: u64 = 5;
 
-/// An event of the simulation. The event's numbers are taken modulo the number of choices at that
-/// moment.
+/// An event of the simulation. The numbers of an event are taken modulo the number of choices at
+/// that moment.
 #[derive(Debug, Clone)]
 enum Event {
     /// A pod with containers of these sizes is created and reserved on at most this many nodes.
@@ -33,7 +33,8 @@ enum Event {
     Tick { by: u64 },
     /// The operator is killed and restarted.
     Crash,
-    /// The capacity of a device changes. This event and those below break the ledger's assumptions.
+    /// The capacity of a device changes. This event and the events below break the ledger's
+    /// assumptions.
     Resize { node: usize, device: usize, capacity: u32 },
     /// A pod uses units without a reservation.
     Bypass { node: usize, device: usize, units: u32 },
@@ -90,7 +91,7 @@ struct Pod {
     bound: Option<String>,
     served: bool,
     /// The annotation written when the pod was released. The annotation never changes.
-    noted: ReservationsByNode,
+    annotated: ReservationsByNode,
 }
 
 /// Reservations by node.
@@ -184,7 +185,7 @@ impl Simulation {
                 }
             }
             Event::Crash => {
-                self.ledger = self.rebuild_ledger(|_, pod| pod.noted.clone());
+                self.ledger = self.rebuild_ledger(|_, pod| pod.annotated.clone());
                 self.chooser = Chooser::default();
             }
             Event::Resize { node, device, capacity } => {
@@ -212,7 +213,7 @@ impl Simulation {
         let name = format!("p{}", self.count);
         self.count += 1;
         let fits = self.ledger.fit(&device_requests(sizes), NODES, most, &Tightest);
-        // The cached choice finds a placement of the same worth as the full search.
+        // Checks that the cached choice finds a placement with the same rank as the full search.
         let device_requests = device_requests(sizes);
         let waiting = PendingPod { pod: &name, priority: 0, device_requests: &device_requests };
         self.ledger.synchronize(&mut self.chooser);
@@ -221,7 +222,7 @@ impl Simulation {
         let found = self.ledger.choose(waiting, beside, &mut self.chooser, most, |node| NODES.contains(&node));
         let searched = self.ledger.fit_for(waiting, NODES, most, &Tightest).ok();
         if sizes.len() == 1 {
-            // A full search compares units, the cached choice parts of a GPU.
+            // A full search compares units, and the cached choice compares parts of a GPU.
             let is_uniform = self.capacity.values().all(|capacity| *capacity == DEVICE_CAPACITY);
             let left = |fit: &Fit| if is_uniform { self.remaining_thousandths(fit) } else { 0 };
             let left = |fits: &Option<Fits>| fits.iter().flat_map(Fits::iter).map(left).collect::<Vec<_>>();
@@ -235,8 +236,8 @@ impl Simulation {
         let nodes: Vec<String> = fits.iter().map(|fit| fit.node().to_owned()).collect();
         assert_eq!(nodes.len(), most.min(possible.len()), "{nodes:?} of {possible:?}");
         self.ledger.reserve(&name, &fits, Moment(self.now + CLAIM_SECONDS)).unwrap();
-        let noted = fits.iter().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec())).collect();
-        self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, noted });
+        let annotated = fits.iter().map(|fit| (fit.node().to_owned(), fit.reservations().to_vec())).collect();
+        self.pods.insert(name, Pod { sizes: sizes.to_vec(), nodes, bound: None, served: false, annotated });
     }
 
     /// Returns the part of the chosen device that remains, in thousandths.
@@ -247,7 +248,7 @@ impl Simulation {
             - to_thousandths(fit.reservations()[0].units.get(), device.capacity)
     }
 
-    /// Returns whether the sizes fit, determined by trying all assignments.
+    /// Returns whether the sizes fit, by trying all assignments.
     fn can_hold(&self, node: &str, sizes: &[u32]) -> bool {
         fn fit(free: &mut [u32], sizes: &[u32]) -> bool {
             let Some((&size, rest)) = sizes.split_first() else { return true };
@@ -300,7 +301,7 @@ impl Simulation {
     }
 
     /// Returns a ledger rebuilt from the nodes and the annotations of the pods.
-    fn rebuild_ledger(&self, noted: impl Fn(&str, &Pod) -> ReservationsByNode) -> Ledger {
+    fn rebuild_ledger(&self, annotated: impl Fn(&str, &Pod) -> ReservationsByNode) -> Ledger {
         let claims = self.pods.iter().map(|(name, pod)| {
             let place = pod.bound.clone().map_or_else(
                 || {
@@ -311,7 +312,10 @@ impl Simulation {
                 },
                 Place::Bound,
             );
-            (name.clone(), Claim { device_requests: device_requests(&pod.sizes), place, noted: noted(name, pod) })
+            (
+                name.clone(),
+                Claim { device_requests: device_requests(&pod.sizes), place, annotated: annotated(name, pod) },
+            )
         });
         Ledger::rebuild(Facts { nodes: self.known.clone(), claims: claims.collect() })
     }
@@ -340,7 +344,8 @@ impl Simulation {
             kept.sort_unstable();
             assert!(known.is_none() || wanted == kept, "{node}: wanted {wanted:?}, kept {kept:?}");
         }
-        let known = |name: &str, _: &Pod| self.ledger.claim(name).map(|claim| claim.noted.clone()).unwrap_or_default();
+        let known =
+            |name: &str, _: &Pod| self.ledger.claim(name).map(|claim| claim.annotated.clone()).unwrap_or_default();
         let rebuilt = self.rebuild_ledger(known);
         for node in NODES {
             let of = |ledger: &Ledger| {

@@ -39,7 +39,7 @@ impl RandomNumbers {
     }
 }
 
-/// The variations of one series of random tests.
+/// Variations of one series of random tests.
 #[derive(Clone, Copy)]
 struct CampaignSettings {
     priorities: u32,
@@ -125,7 +125,7 @@ fn random_snapshot(seed: u64, campaign: CampaignSettings) -> Snapshot {
     Snapshot { nodes, pods: pods.collect() }
 }
 
-/// Returns whether these slices fit beside the slices in use, determined by trying every placement.
+/// Returns whether these slices fit beside the slices in use, by trying every placement.
 fn fit_together(taken: &mut [u32], wanted: &[usize]) -> bool {
     let Some((&profile, rest)) = wanted.split_first() else { return true };
     let (_, size, places) = PROFILES[profile];

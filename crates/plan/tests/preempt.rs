@@ -1,4 +1,4 @@
-//! Tests preemption by examples, and compares it with all sets of victims.
+//! Tests preemption with examples, and compares its results with all sets of victims.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::cmp::Reverse;
@@ -90,7 +90,7 @@ fn owned_names(pods: &[&str]) -> Vec<String> {
 #[test]
 fn victims_are_on_one_device() {
     // By the sum of the node's units, `a1` and `b1` would suffice and have the lowest priorities.
-    // But these pods free 5 and 1 units on two devices.
+    // However, these pods free 5 units of one device and 1 unit of another.
     let facts = node(&["a", "b"], &[("a1", "a", 4), ("a2", "a", 5), ("b1", "b", 3), ("b2", "b", 6)]);
     let known = [("a1", holder(1)), ("a2", holder(2)), ("b1", holder(1)), ("b2", holder(2))];
     assert_eq!(victims(facts.clone(), &[5], &known), Some(owned_names(&["a1"])));
@@ -614,8 +614,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 800, ..ProptestConfig::default() })]
 
     /// The victims make room, each victim is needed, all victims have a lower priority, and their
-    /// budgets allow their eviction. If no budget limits the victims, they equal the best set of
-    /// all subsets, for each way to place the requests. The chosen way has the lowest cost.
+    /// budgets allow their eviction. If no budget limits the victims, they are the best of all
+    /// subsets for each way to place the requests. The chosen way has the lowest cost.
     #[test]
     fn victims_are_needed_and_no_other_choice_is_cheaper(case in preemption_case()) {
         let ledger = case.ledger();

@@ -98,8 +98,8 @@ fn gpus_without(available: &[usize], set: &[usize]) -> Vec<usize> {
     available.iter().copied().filter(|gpu| !set.contains(gpu)).collect()
 }
 
-/// Returns the best score of a set, and the best score of the remaining GPUs with such a set, from
-/// all sets.
+/// Tries all sets. Returns the best score of a set, and the best score of the remaining GPUs beside
+/// such a set.
 fn optimum(link: Link, available: &[usize], required: &[usize], size: usize) -> (u32, u32) {
     fn visit(set: &mut Vec<usize>, next: &[usize], size: usize, found: &mut dyn FnMut(&[usize])) {
         if set.len() == size {
@@ -187,9 +187,9 @@ fn nvidias_examples_have_the_same_answers_except_one() {
     ] {
         assert_eq!(choose(&dgx, available, required, size), expected, "{size} of {available:?} with {required:?}");
     }
-    // NVIDIA's answer is [4, 5] with one NVLink, because [0, 2] then stays free for another pod.
+    // NVIDIA's answer is [4, 5] with one NVLink, so that [0, 2] stays free for another pod.
     assert_eq!(choose(&dgx, &[0, 2, 4, 5], &[], 2), [0, 4], "the pair with two NVLinks");
-    // Four pods with two GPUs each. NVIDIA's choices have 230 each, the same sum.
+    // Four pods request two GPUs each. NVIDIA's choices each score 230, so the sum is the same.
     let mut free = all;
     let scores = [(); 4].map(|()| {
         let pair = choose(&dgx, &free, &[], 2);
@@ -211,7 +211,7 @@ fn complete_groups_stay_free_for_larger_requests() {
 
 #[test]
 fn unhealthy_and_unknown_gpus_do_not_affect_the_choice_of_the_others() {
-    // The kubelet offers no unhealthy GPU: GPU 3 is unhealthy, so its pair has no second GPU.
+    // GPU 3 is unhealthy, so the kubelet does not offer it, and its pair has only one GPU.
     let pairs = topology(8, bridged_pairs);
     assert_eq!(choose(&pairs, &[0, 1, 2, 4, 5, 6, 7], &[], 1), [2]);
     // GPUs 8 and 9 are not in the topology. A set with them is chosen only if it is needed.
@@ -252,7 +252,8 @@ fn every_choice_among_sixteen_gpus_is_optimal() {
         let topology = topology(16, link);
         for round in 0..40 {
             bits = bits.wrapping_mul(0x0019_660d).wrapping_add(0x3c6e_f35f);
-            // All sixteen GPUs first, then random occupancies.
+            // The first case has all sixteen GPUs. The other cases have random sets of available
+            // GPUs.
             let available = members(if round < 16 { 0xffff } else { (bits >> 8 | bits >> 20) & 0xffff });
             let size = 1 + round % 16;
             if size > available.len() {

@@ -15,8 +15,8 @@ pub struct Usage {
     pub limit: Option<u64>,
 }
 
-/// Raises the limit of open files as far as allowed. A failure is logged: the program works with
-/// the present limit.
+/// Raises the limit of open files as far as allowed. Logs a failure, because the program works with
+/// the current limit.
 pub fn raise_limit() {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let Some(current) = limit.current else { return };

@@ -1,12 +1,12 @@
 //! Serves HTTP/1 on a TCP port with bounded resources.
 //!
 //! A peer may connect and send nothing, or send a request slowly. Each connection therefore has a
-//! deadline for the headers of each request, and the number of connections is limited. If all are
-//! in use, a new connection replaces the oldest one: probes of the kubelet are answered although
-//! thousands of silent peers connect. Each request is answered within milliseconds, so the oldest
-//! connection is idle or slow. Peers may also connect faster than their connections are served. So
-//! the connections run after each new one, and one that has sent its request is answered before
-//! another one replaces it.
+//! deadline for the headers of each request, and the number of connections is limited. If all
+//! connections are in use, a new connection replaces the oldest. The kubelet's probes are therefore
+//! answered even if thousands of silent peers connect. Each request is answered within
+//! milliseconds, so the oldest connection is idle or slow. Peers may also connect faster than their
+//! connections are served. So the server runs all connections after it accepts each new one. A
+//! connection that has sent its request is answered before another connection replaces it.
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -22,18 +22,18 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
-/// Time for requests in progress to end after the server was stopped.
+/// Time for requests in progress to complete after the server was stopped.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Delay after a failure to accept a connection.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// What the peers of one port can occupy.
+/// Limits on the connections of one port.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Maximum number of connections.
     pub connections: usize,
-    /// Time limit for the headers of a request. The time before a further request on a connection
-    /// counts too.
+    /// Time limit for the headers of a request. Includes the idle time before a further request on
+    /// a connection.
     pub headers: Duration,
 }
 
@@ -44,13 +44,13 @@ impl Default for Limits {
     }
 }
 
-/// Serves requests until `stop` is cancelled, and then ends requests in progress.
+/// Serves requests until `stop` is cancelled, and then completes requests in progress.
 pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stop: CancellationToken) {
     let ending = GracefulShutdown::new();
     let mut connections: VecDeque<AbortOnDropHandle<()>> = VecDeque::new();
     let mut has_failed = false;
     loop {
-        // Cancel-safe: a connection that was not returned remains in the kernel's queue.
+        // Cancel-safe: a connection that `accept` has not returned remains in the kernel's queue.
         let accepted = tokio::select! {
             () = stop.cancelled() => break,
             accepted = listener.accept() => accepted,

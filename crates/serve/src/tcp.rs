@@ -6,23 +6,23 @@ use rustix::io::Errno;
 use rustix::net::sockopt::set_ipv6_v6only;
 use tokio::net::{TcpListener, TcpSocket};
 
-/// Maximum number of connections that wait to be accepted. The kernel may lower it.
+/// Maximum number of connections that wait to be accepted. The kernel may apply a lower limit.
 const BACKLOG: u32 = 1024;
 
 /// Listens on an address. A listener on `[::]` also accepts IPv4, regardless of the node's
-/// `net.ipv6.bindv6only` is. If the node's kernel has no IPv6, it listens on `0.0.0.0` instead.
+/// `net.ipv6.bindv6only`. If the node's kernel has no IPv6, listens on `0.0.0.0` instead.
 ///
 /// # Errors
-/// The address cannot be used: for example, its port is in use.
+/// Returns an error if the address cannot be used, for example because its port is in use.
 ///
 /// # Panics
-/// Panics outside of a Tokio runtime.
+/// Panics if called outside a Tokio runtime.
 pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    listen_by(address, open)
+    listen_with(address, open)
 }
 
-/// Listens on an address by `open`, or on its IPv4 substitute.
-fn listen_by<T>(address: SocketAddr, open: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
+/// Listens on an address, or on its IPv4 substitute. `open` creates the listener.
+fn listen_with<T>(address: SocketAddr, open: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
     match open(address) {
         Err(error) => match ipv4_substitute(address, &error) {
             Some(substitute) => open(substitute),
@@ -34,7 +34,7 @@ fn listen_by<T>(address: SocketAddr, open: impl Fn(SocketAddr) -> io::Result<T>)
 
 /// Returns `0.0.0.0` for `[::]` if `error` means that the kernel has no IPv6.
 fn ipv4_substitute(address: SocketAddr, error: &io::Error) -> Option<SocketAddr> {
-    // Without IPv6 in the kernel no socket can be created. Where a setting disables it, binding may
+    // If the kernel has no IPv6, creating a socket fails. If a setting disables IPv6, binding may
     // fail.
     let disabled = matches!(Errno::from_io_error(error), Some(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL));
     let every_address = address.is_ipv6() && address.ip().is_unspecified();
@@ -63,10 +63,10 @@ mod tests {
         address.parse().unwrap()
     }
 
-    /// Listens where creating or binding an IPv6 socket fails with `errno`. Returns the address
-    /// that the listener uses.
+    /// Listens on a simulated node where creating or binding an IPv6 socket fails with `errno`.
+    /// Returns the listener's address.
     fn listen_without_ipv6(address: &str, errno: Errno) -> io::Result<SocketAddr> {
-        listen_by(on(address), |address| if address.is_ipv6() { Err(errno.into()) } else { Ok(address) })
+        listen_with(on(address), |address| if address.is_ipv6() { Err(errno.into()) } else { Ok(address) })
     }
 
     #[test]

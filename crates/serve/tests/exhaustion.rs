@@ -1,4 +1,5 @@
-//! Tests that peers which send nothing cannot occupy a port or the descriptors of its process.
+//! Tests that peers that send nothing cannot block a port or exhaust the descriptors of its
+//! process.
 //!
 //! The server runs in a child process: this test program starts itself with [`SERVER`] as the only
 //! test.
@@ -15,7 +16,7 @@ use cleave_serve::{descriptors, http};
 use rustix::process::{Pid, Resource, Rlimit, Signal, WaitOptions, kill_process, waitpid};
 use tokio_util::sync::CancellationToken;
 
-/// Name of the test that is the server.
+/// Name of the test that runs the server.
 const SERVER: &str = "the_server_of_the_other_tests";
 /// Variable that makes [`SERVER`] serve. Its value is the header timeout in milliseconds.
 const SERVE: &str = "TEST_SERVE_HEADER_TIMEOUT_MS";
@@ -26,7 +27,7 @@ const BACKLOG: u32 = 1024;
 /// Limit of open files of the server: as low as in some container runtimes.
 const DESCRIPTORS: u64 = 256;
 
-/// Requests the number of open files of the server.
+/// Requests the number of the server's open files.
 const REQUEST: &[u8] = b"GET /open HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n";
 
 struct Server {
@@ -78,7 +79,7 @@ fn connect(server: &Server) -> TcpStream {
     stream
 }
 
-/// Requests the number of open files of the server.
+/// Requests the number of the server's open files.
 fn request_open_files(server: &Server) -> u64 {
     let mut stream = connect(server);
     stream.write_all(REQUEST).unwrap();

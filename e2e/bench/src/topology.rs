@@ -3,8 +3,8 @@
 //! For each kind of machine the benchmark measures the time of a choice, for all occupancies and
 //! sizes. It also simulates pods that arrive and end at random, and compares three policies: the
 //! order of UUIDs, the policy of NVIDIA's device plugin (`bestEffortPolicy` of go-gpuallocator) and
-//! Cleave's. The quality of a choice is its score divided by the best score of as many GPUs on an
-//! empty machine. Pods with one GPU have no links and do not count.
+//! Cleave's. The quality of a choice is its score divided by the best score of the same number of
+//! GPUs on an empty machine. Pods with one GPU do not count, because they use no links.
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -73,7 +73,8 @@ const MACHINES: [(&str, usize, Link); 5] = [
     }),
 ];
 
-/// Returns the path of GPUs at one switch, at one NUMA node with four GPUs, or further apart.
+/// Returns the PCIe path between two GPUs: at one switch, at one NUMA node with four GPUs, or
+/// further apart.
 fn pcie_path(one: u32, other: u32, in_pair: PciePath, in_node: PciePath) -> PciePath {
     match (one / 2 == other / 2, one / 4 == other / 4) {
         (true, _) => in_pair,
@@ -137,8 +138,8 @@ impl Machine {
     }
 }
 
-/// Returns the times of choices in microseconds: all occupancies and sizes of eight GPUs, or a part
-/// of those of more GPUs.
+/// Returns the times of choices in microseconds: all occupancies and sizes of eight GPUs, or a
+/// sample of them with more GPUs.
 fn measure_choices(machine: &Machine) -> Vec<f64> {
     let all = 1_u32 << machine.names.len();
     let step = if machine.names.len() == 8 { 1 } else { 61 };

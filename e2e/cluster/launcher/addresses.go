@@ -44,7 +44,7 @@ func (a addresses) dnsService() string { return fmt.Sprintf("10.%d.0.10", a.seco
 // 127.0.0.0/8 belong to the machine.
 func (a addresses) loopback() string { return fmt.Sprintf("127.0.0.%d", 1+int(a)) }
 
-// node is a node's address on the bridge.
+// node is the address of a node on the bridge.
 func (a addresses) node(n node) string { return fmt.Sprintf("10.%d.0.%d", a.second(0), 10+n.Index) }
 
 // pods is the network of a node's pods.

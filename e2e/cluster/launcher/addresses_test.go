@@ -20,7 +20,8 @@ func TestTheFirstClusterHasTheDocumentedAddresses(t *testing.T) {
 	}
 }
 
-// Whatever two clusters, or two nodes of one, had in common would break the tests of both.
+// Two clusters, or two nodes of one cluster, must have no address, network or device in common: a
+// common one would break the tests of both.
 func TestClustersAndNodesShareNoAddressAndNoDevice(t *testing.T) {
 	seen := make(map[string]bool)
 	claim := func(values ...string) {

@@ -61,8 +61,8 @@ func lockClaims(ctx context.Context, dir string, waiting func()) (func(), error)
 	}, nil
 }
 
-// storedAddresses returns the addresses of the clusters below dir, running or not. It considers
-// only the field of the addresses, which states of all layouts have or lack.
+// storedAddresses returns the addresses of the clusters below dir, running or not. It reads only
+// the field of the addresses, which all layouts of the state have or omit.
 func storedAddresses(dir string) ([]addresses, error) {
 	files, err := filepath.Glob(filepath.Join(dir, "*", stateFileName))
 	if err != nil {
@@ -84,7 +84,8 @@ func storedAddresses(dir string) ([]addresses, error) {
 	return taken, nil
 }
 
-// loadAddresses reads the addresses of an existing cluster. Without a cluster it keeps the first.
+// loadAddresses reads the addresses of an existing cluster. Without a cluster, it keeps the first
+// addresses.
 func (c *cluster) loadAddresses() {
 	if state, err := readJSON[clusterState](c.layout.stateFile()); err == nil {
 		c.layout.addresses, c.layout.claimed = state.Addresses, true
@@ -92,9 +93,9 @@ func (c *cluster) loadAddresses() {
 }
 
 // ownsDevice reports whether a network device of the machine belongs to this cluster. A device gets
-// its owner's marker as alias just after its creation, so one without an alias is judged by its
-// name. A cluster without addresses has created no device: the name would be that of the first
-// cluster, which may be starting.
+// its owner's marker as its alias just after its creation, so the name identifies the owner of a
+// device without an alias. A cluster without addresses has created no device. Its addresses here are
+// those of the first cluster, which may be starting.
 func (l layout) ownsDevice(device *netlink.LinkAttrs) bool {
 	if device.Alias != "" {
 		return device.Alias == l.marker()

@@ -206,7 +206,7 @@ func kubeletConfig(a addresses, n node) object {
 	if n.StatusSeconds > 0 {
 		config["nodeStatusUpdateFrequency"] = fmt.Sprintf("%ds", n.StatusSeconds)
 		// Unchanged status is still reported at the default interval. Without this setting the kubelet
-		// would use the interval above for that report too.
+		// would also use the interval above for that report.
 		config["nodeStatusReportFrequency"] = "5m0s"
 	}
 	return config

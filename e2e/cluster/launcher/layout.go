@@ -40,8 +40,8 @@ type layout struct {
 	dir  string
 	// The path of this program.
 	launcher string
-	// Known only while the cluster exists: up claims them, and other commands read them. claimed says
-	// whether they are known.
+	// The addresses are known only while the cluster exists: up claims them, and other commands read
+	// them. claimed is whether they are known.
 	addresses addresses
 	claimed   bool
 }

@@ -98,7 +98,8 @@ func (l layout) linkNode(n node, pid int) error {
 	}
 	defer space.Close()
 	device := l.addresses.device(n)
-	// The kernel removes the device of an earlier boot only after a delay, so it may still exist.
+	// The kernel removes the device of an earlier boot only after a delay, so the device may still
+	// exist.
 	if err := removeLink(device); err != nil {
 		return err
 	}

@@ -243,8 +243,8 @@ func (w policyInputs) chains(node string) (map[string][]string, error) {
 	return chains, nil
 }
 
-// restoreInput returns the input of iptables-restore for these chains. It removes chains of before
-// that no longer exist.
+// restoreInput returns the input of iptables-restore for these chains. It removes the chains in
+// before that no longer exist.
 func restoreInput(chains, before map[string][]string) string {
 	names, gone := sortedKeys(chains), []string(nil)
 	for _, name := range sortedKeys(before) {

@@ -64,7 +64,7 @@ func identify(pid int) (process, error) {
 	return process{PID: pid, Start: start, Boot: boot}, err
 }
 
-// isRunning reports whether the process runs. A zombie does not.
+// isRunning reports whether the process runs. A zombie does not count as running.
 func (p process) isRunning() bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID))
 	if err != nil {

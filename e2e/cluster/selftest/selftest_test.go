@@ -142,7 +142,7 @@ func machineProperties(t *testing.T) string {
 	return all.String()
 }
 
-// testAnotherCluster runs another cluster beside the first, which must not notice it.
+// testAnotherCluster runs another cluster beside the first, which must not be affected.
 func testAnotherCluster(t *testing.T) {
 	argv := func(arguments ...string) []string {
 		return append([]string{"../cluster", "--name", "another"}, arguments...)
@@ -161,7 +161,7 @@ func testAnotherCluster(t *testing.T) {
 	ready := []string{"wait", "--for=condition=Ready", "node/node1", "--timeout=60s"}
 	kubectl(t, ready...)
 	must(t, append([]string{state + "/bin/kubectl", "--kubeconfig", "/var/lib/cleave-e2e/another/kubeconfig"}, ready...)...)
-	// Both would have the same cgroup.
+	// A cluster of the same name is refused, because both would have the same cgroup.
 	same := execute("", "../cluster", "--name", "selftest", "--state", state+"-elsewhere", "up")
 	if same.err == nil || !strings.Contains(same.stderr, state+": remove it first") {
 		t.Errorf("a cluster of the same name: %v\n%s", same.err, same.stderr)
@@ -337,7 +337,7 @@ func testSecondNode(t *testing.T) {
 		url := "http://" + target + "/"
 		eventually(t, "served", kubectlArgv("exec", "one", "--", "client", url)...)
 		eventually(t, "served", client, url) // from the machine
-		// Query from the node itself too, like a pod of the host network.
+		// Also query from the node itself, like a pod of the host network.
 		must(t, "cp", client, state+"/nodes/node1/host/tmp/client")
 		eventually(t, "served", clusterArgv("exec-node", "node1", "/tmp/client", url)...)
 	}

@@ -130,7 +130,7 @@ fn watch_running_targets() {
 /// Returns the resident memory of this process, in bytes.
 fn resident_bytes() -> Option<u64> {
     let pages: u64 = std::fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(1)?.parse().ok()?;
-    // Some machines have larger pages; the limit is then less strict.
+    // On machines with larger pages, the limit is less strict.
     Some(pages * 4096)
 }
 

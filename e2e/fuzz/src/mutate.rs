@@ -111,7 +111,7 @@ fn random_text(words: &[&str], rng: &mut Rng) -> String {
 /// Returns a random range of `length` bytes.
 fn random_range(length: usize, rng: &mut Rng) -> std::ops::Range<usize> {
     let start = rng.usize(..=length);
-    // Mostly short, because a long range replaces most of the sample.
+    // Most ranges are short, because a long range replaces most of the sample.
     let most = if rng.u8(..4) > 0 { 16 } else { length };
     start..start + rng.usize(..=(length - start).min(most))
 }
@@ -243,7 +243,7 @@ fn change_tree(tree: &mut Value, donor: &Value, words: &[&str], rng: &mut Rng) {
         0 => *value = whole,
         1 => *value = random_scalar(words, rng),
         2 => {
-            // Includes depths that a reader refuses.
+            // The depths include some that a reader refuses.
             let depth = [1, 2, 100, 200][rng.usize(..4)];
             for _ in 0..depth {
                 *value = Value::Array(vec![value.take()]);

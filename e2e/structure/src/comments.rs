@@ -4,9 +4,9 @@ use crate::model::{Finding, Sources};
 /// Maximum number of characters in a line of a comment, including its indentation.
 const MAX_COMMENT_WIDTH: usize = 100;
 
-/// Start of a comment in Rust and Go.
+/// Characters that start a comment in Rust and Go.
 const SLASH_MARKER: &str = "//";
-/// Start of a comment in YAML, TOML, make and scripts.
+/// Characters that start a comment in YAML, TOML, make and scripts.
 const HASH_MARKER: &str = "#";
 
 /// Returns the files with comments over 100 characters wide, each with the number of such lines.

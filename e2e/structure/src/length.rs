@@ -10,7 +10,7 @@ use crate::parse::Parsed;
 const MAX_FILE_LINES: usize = 800;
 /// Maximum number of lines of a function, from its signature to its last brace.
 const MAX_FUNCTION_LINES: usize = 80;
-/// Start of a comment with the reason for a longer file or function.
+/// Prefix of a comment that states the reason for a longer file or function.
 const REASON_PREFIX: &str = "// long:";
 
 /// Returns the files over 800 lines without a reason at their top.

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! In the graph, each file is a node. A file depends on the files that define the items it names;
-//! re-exports are followed to the definition. Test code is ignored. `mod` declarations are ignored
-//! too, and a parent's `pub use` of items that its children define.
+//! re-exports are followed to the definition. Test code is ignored. The checks also ignore `mod`
+//! declarations, and a parent's `pub use` of items that its children define.
 //!
 //! Limits: a method call on a value does not name a module. A call of an inherent method that
 //! another file defines therefore does not count as a use of that file. Macros are not expanded:

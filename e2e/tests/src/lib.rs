@@ -21,7 +21,8 @@ pub use versions::{KubernetesVersion, SKIP_FILE_VARIABLE, report_skipped};
 pub const SYSTEM_NAMESPACE: &str = "cleave-system";
 /// Label of every object that a test creates. Cleanup selects objects by this label.
 pub const TEST_LABEL: &str = "cleave-e2e";
-/// Default timeout of a wait. Generous, because the machine may have only two cores, both busy.
+/// Default timeout of a wait. The timeout is long, because the machine may have only two busy
+/// cores.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// A client of the API server.
@@ -395,7 +396,7 @@ impl<'a> Scope<'a> {
                 Ok(pods.is_empty())
             })?;
         }
-        // The kubelet updates its node's status up to 10 s later. Without this wait the next test
+        // The kubelet updates its node's status up to 10 s later. Without this wait, the next test
         // could read the earlier state.
         wait_until("all GPUs are offered as whole GPUs", || {
             for node in self.cluster.nodes()? {

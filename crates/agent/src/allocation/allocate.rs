@@ -1,15 +1,15 @@
-//! Decides which slices and limits a request receives. Pure.
+//! Decides which slices and limits an allocation request receives. Pure.
 //!
 //! All MPS shares of one request are on one GPU, and so are its replicas if possible. `Allocate`
-//! does not depend on the state of MPS daemons: if a daemon is briefly unavailable, the container's
-//! start waits for the daemon.
+//! does not depend on the state of MPS daemons: a container starts only once its daemon is
+//! available.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::pending::OpenReservation;
 use super::{Allocation, MpsLimits};
 use crate::gpu::layout::{Pool, PoolKind, parse_slice_id};
 
-/// Maximum length in characters of another program's text in an error.
+/// Maximum number of characters that an error quotes from another program's text.
 const MAX_QUOTED_CHARS: usize = 80;
 
 /// Pools and reservations of one resource.
@@ -31,18 +31,18 @@ impl<'a> ResourceView<'a> {
     }
 }
 
-/// A request to choose `size` of the available slices.
+/// A request from the kubelet to choose `size` of the available slices.
 #[derive(Debug, Clone, Copy)]
 pub struct ChoiceRequest<'a> {
     /// Ids to choose from, including `must_include`, in any order.
     pub available: &'a [String],
-    /// Ids that the answer must contain.
+    /// Ids that the choice must contain.
     pub must_include: &'a [String],
     /// Number of ids to choose, including `must_include`.
     pub size: usize,
 }
 
-/// Chooses the slices for a request, lowest numbers first. The answer always contains
+/// Chooses the slices for a request, lowest numbers first. The choice always contains
 /// `must_include`.
 ///
 /// If a GPU has enough free slices, all slices come from one GPU. The function prefers GPUs in this
@@ -161,8 +161,8 @@ pub fn grant_allocation(view: &ResourceView<'_>, ids: &[String]) -> Result<Alloc
     })
 }
 
-/// Returns the first [`MAX_QUOTED_CHARS`] characters of a text from another program, for a
-/// quotation in an error.
+/// Returns the first [`MAX_QUOTED_CHARS`] characters of another program's text, for an error
+/// message.
 fn truncate(text: &str) -> String {
     text.chars().take(MAX_QUOTED_CHARS).collect()
 }

@@ -24,7 +24,7 @@ pub struct Allocation {
     pub ids: Vec<String>,
     /// UUIDs of the devices; exactly one under MPS.
     pub devices: Vec<String>,
-    /// Limits of an allocation under MPS. `None` for other allocations.
+    /// MPS limits of the allocation. `None` if the device is not shared through MPS.
     pub mps: Option<MpsLimits>,
 }
 

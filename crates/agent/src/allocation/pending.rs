@@ -16,8 +16,8 @@ use crate::gpu::layout::parse_slice_id;
 
 /// Maximum time from an `Allocate` call until the kubelet lists its pod.
 const MAX_LIST_DELAY: Duration = Duration::from_secs(2);
-/// Maximum number of answered `Allocate` calls that the agent keeps while it does not know their
-/// pods. A node admits fewer pods before the watch reports them.
+/// Maximum number of answered `Allocate` calls that the agent stores without knowing their pods. A
+/// node admits fewer pods than this before the watch reports them.
 const MAX_UNMATCHED_CALLS: usize = 128;
 
 /// A pod that is bound to this node and requests slices.
@@ -49,7 +49,8 @@ pub struct ContainerRequest {
     pub units: u32,
     /// Index of the pod's placement group. All slices of one group must be on one device.
     pub group: usize,
-    /// Number of the group's slices that this container and the earlier containers need together.
+    /// Number of the group's slices that this container and the pod's earlier containers need
+    /// together.
     pub needed: u32,
     /// The device on which the group has a reservation.
     pub reserved_on: Option<String>,
@@ -80,8 +81,8 @@ enum RequestState {
 #[derive(Debug, Clone)]
 struct PendingRequest {
     wanted: ContainerRequest,
-    /// Device of the reservation that this request will use. After a swap, the reservation is one
-    /// that was created for another request.
+    /// Device of the reservation that this request will use. After a swap, this reservation was
+    /// created for another request.
     reservation: Option<String>,
     state: RequestState,
     /// Device of the allocated slices, if known.
@@ -97,8 +98,8 @@ struct PendingPod {
     /// Position in the order in which pods became known. The kubelet learns of pods in the same
     /// order, and admits them one by one.
     order: u64,
-    /// When the pod became known. The answer to an earlier request may list an earlier pod with the
-    /// same name.
+    /// When the pod became known. A list requested before this time may contain an earlier pod with
+    /// the same name.
     known_since: Instant,
     requests: Vec<PendingRequest>,
 }
@@ -178,7 +179,7 @@ impl PendingAllocations {
         staying.into_iter().flat_map(|pod| pod.open_reservations(resource)).collect()
     }
 
-    /// Returns the UID of a pod on this node.
+    /// Returns the UID of the pod with this name on this node.
     pub fn pod_uid(&self, namespace: &str, name: &str) -> Option<&str> {
         let is = |pod: &PendingPod| (pod.namespace.as_str(), pod.name.as_str()) == (namespace, name);
         self.pods.iter().find(|(_, pod)| is(pod)).map(|(uid, _)| uid.as_str())
@@ -290,7 +291,7 @@ impl PendingAllocations {
         self.swap_reservations();
     }
 
-    /// Marks a request as listed on a device. The earlier requests of its pod are listed too,
+    /// Marks a request as listed on a device. Also marks the earlier requests of its pod as listed,
     /// because the kubelet calls `Allocate` for containers in order.
     fn mark_listed(&mut self, key: &RequestKey, device: &str) {
         let (uid, last) = key;

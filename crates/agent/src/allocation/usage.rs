@@ -20,7 +20,7 @@ pub struct Allocations {
     slices: SliceCounts,
 }
 
-/// Number of allocations of each slice, by resource and id. Only slices with an allocation have an
+/// Number of allocations of each slice, by resource and id. Slices without an allocation have no
 /// entry. Several allocations can have the same slice until the agent knows which of them have
 /// ended.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -95,8 +95,8 @@ impl Allocations {
         self.by_id.iter().map(|(id, entry)| (id, &entry.allocation))
     }
 
-    /// Returns the slices of all allocations, each once, as resource and id. Takes time in
-    /// proportion to the number of slices, not of allocations.
+    /// Returns the slices of all allocations, each once, as resource and id. Takes time
+    /// proportional to the number of slices, not to the number of allocations.
     pub fn slices(&self) -> impl Iterator<Item = (&String, &String)> {
         self.slices.0.iter().flat_map(|(resource, ids)| ids.keys().map(move |id| (resource, id)))
     }
@@ -377,7 +377,7 @@ pub(crate) mod tests {
         assert_eq!(found, [("GPU-a::0".to_owned(), set(UNLISTED_USER)), ("GPU-a::1".to_owned(), set("ns/p"))]);
     }
 
-    /// Several allocations may have the same slice: those that have ended, and the last one.
+    /// Several allocations may have the same slice: ended allocations and the last allocation.
     #[test]
     fn a_slice_is_in_use_until_all_of_its_allocations_have_ended() {
         let start = Instant::now();

@@ -7,10 +7,11 @@ use super::allocate::{ChoiceRequest, ResourceView};
 use crate::gpu::layout::{PoolKind, parse_slice_id};
 
 /// Chooses the whole GPUs for a request, so that the container has the best links, and good groups
-/// of GPUs stay free ([`Topology::choose`]). The answer always contains `must_include`.
+/// of GPUs stay free ([`Topology::choose`]). The choice always contains `must_include`.
 ///
-/// Returns `None` if links cannot decide: the resource has other slices than whole GPUs, or the
-/// topology does not contain two of the available devices. It contains no MIG instance.
+/// Returns `None` if links cannot determine the choice: the resource has slices other than whole
+/// GPUs, or the topology contains fewer than two of the available devices. A topology contains no
+/// MIG instances.
 pub fn choose_linked_gpus(
     view: &ResourceView<'_>,
     request: &ChoiceRequest<'_>,
@@ -52,7 +53,7 @@ mod tests {
         Pool { device: device.into(), resource: RESOURCE.into(), first: 0, count: 1, kind }
     }
 
-    /// Returns the topology of four GPUs: A and D, and B and C, have NVLinks.
+    /// Returns the topology of four GPUs. NVLinks connect A with D, and B with C.
     fn topology() -> Topology {
         let nvlinks = |one: usize, other: usize| if one + other == 3 { 2 } else { 0 };
         Topology::new(["A", "B", "C", "D"].map(String::from).to_vec(), |one, other| GpuLink {
@@ -65,7 +66,7 @@ mod tests {
         text.split_whitespace().map(|device| format!("{device}::0")).collect()
     }
 
-    /// Returns the choice as device names, or `None` if links cannot decide.
+    /// Returns the chosen device names, or `None` if the links do not determine a choice.
     fn choose(pools: &[Pool], available: &str, must: &str, size: usize) -> Option<String> {
         let (available, must) = (ids(available), ids(must));
         let view = ResourceView { resource: RESOURCE, pools, reserved: &[] };

@@ -3,7 +3,7 @@
 //!
 //! GPUs answer one by one ([`crate::run::hardware`]), and [`HardwareTracker`] merges the answers. A
 //! GPU is unreachable when its own call fails or misses its deadline. If a call to the driver
-//! fails, all GPUs are unavailable. Once the driver answers, each GPU's own last answer counts
+//! fails, all GPUs are unavailable. Once the driver answers, the last answer of each GPU is valid
 //! again. The tracker maps NVML's indices to GPUs, based only on answers since NVML's list last
 //! changed. No GPU counts as missing before every index has answered or failed.
 use std::collections::BTreeMap;
@@ -26,7 +26,7 @@ pub struct Hardware {
     pub driver: DriverState,
     /// GPUs by UUID, including those that NVML no longer lists.
     pub gpus: BTreeMap<String, KnownGpu>,
-    /// Errors of GPUs that NVML lists but that have never reported their UUID, by index.
+    /// Errors by index, of listed GPUs that have never reported their UUID.
     pub unnamed: BTreeMap<u32, String>,
 }
 
@@ -55,7 +55,7 @@ impl DriverState {
 /// A GPU and its health.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownGpu {
-    /// The last description from NVML.
+    /// The GPU's last description from NVML.
     pub gpu: Gpu,
     /// Health of the GPU.
     pub health: Health,
@@ -350,8 +350,8 @@ impl HardwareTracker {
         EventTime { now, wall: after.map_or(wall, |after| after.max(wall)) }
     }
 
-    /// Ends the faults that an administrator cleared: those up to `until`. After a restart, call
-    /// this before any new fault is recorded.
+    /// Ends the faults up to `until`, which an administrator cleared. After a restart, call this
+    /// before any new fault is recorded.
     pub fn clear_faults(&mut self, uuid: &str, until: &Time) {
         if self.cleared.get(uuid).is_none_or(|before| before < until) {
             self.cleared.insert(uuid.to_owned(), until.clone());
@@ -573,7 +573,7 @@ pub(crate) mod tests {
         assert_eq!(unhealthy_uuids(&tracker), ["GPU-a"]);
         tracker.record_answer(1, observation("GPU-a", 1), now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired", "there was no reset");
-        // The driver now lists one GPU fewer. The missing GPU is known once all
+        // The driver now lists one GPU fewer. The tracker identifies the missing GPU once all
         // remaining indices have answered or failed.
         record_driver_answer(&mut tracker, 1, now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
@@ -619,7 +619,7 @@ pub(crate) mod tests {
             let mut tracker = two_gpu_tracker();
             tracker.record_xid("GPU-b", 119, None, &[], now);
             tracker.observe(answer, now);
-            // A driver that hangs does not prove a loss, but does not cancel earlier proof either.
+            // A hanging driver neither proves that a GPU is lost, nor cancels earlier proof.
             tracker.observe(Err(NvmlError::Hung(Duration::from_secs(20))), now);
             tracker.observe(two_gpus(), now);
             assert_eq!(tracker.hardware().gpus["GPU-b"].health.healthy, heals, "{what}");
@@ -731,7 +731,7 @@ pub(crate) mod tests {
         ahead.clear_faults("GPU-a", &cleared);
         assert!(ahead.hardware().gpus["GPU-a"].health.healthy);
         // The clock is corrected while the same agent runs, or before the next agent starts. The
-        // next agent has the cleared time from its checkpoint.
+        // next agent reads the cleared time from the checkpoint.
         let mut next = two_gpu_tracker().with_health_records(ahead.health_records(), now);
         next.clear_faults("GPU-a", &cleared);
         for mut tracker in [ahead, next] {

@@ -34,8 +34,8 @@ use crate::gpu::xid::{FaultClass, classify, describe};
 /// Default quiet period: time without a further error after which a suspect GPU can be healthy
 /// again. `--suspect-quiet` overrides it.
 ///
-/// A GPU that fails under every load fails again within this time. With a longer period, a single
-/// error would remove the GPU's capacity for longer.
+/// A GPU that fails under every load fails again within this time. A longer period would keep the
+/// GPU out of service for longer after a single error.
 pub const DEFAULT_QUIET_PERIOD: Duration = Duration::from_secs(60);
 
 /// Reasons of a GPU's health, for [`cleave_api::gpunode::Health::reason`].
@@ -236,7 +236,7 @@ impl HealthHistory {
         self.reset_wanted = None;
     }
 
-    /// Ends the faults that an administrator cleared: those up to `until`.
+    /// Ends the faults up to `until`, which an administrator cleared.
     pub fn clear_faults(&mut self, until: &Time) {
         self.faults.retain(|fault| fault.recorded.last > *until);
     }

@@ -170,7 +170,7 @@ impl From<Layout> for TargetLayout {
 
 /// Returns the layout that `spec` requests. Without a spec, the layout contains the whole GPU or
 /// its existing MIG instances. If `was_mig` is true, an earlier spec partitioned the GPU by MIG, so
-/// its instances are removed.
+/// the layout removes the instances.
 ///
 /// # Errors
 /// Returns a clause for the step's message if the GPU cannot have the layout.
@@ -220,7 +220,7 @@ fn layout_without_mig_mode(gpu: &Gpu, layout: Layout, target: MigTarget<'_>) -> 
     Ok(TargetLayout { layout, changes: needed_changes(gpu, target)?, note: String::new() })
 }
 
-/// Returns the instances of the spec that exist, and the changes that create the others.
+/// Returns the instances of the spec that exist, and the changes that create the missing instances.
 fn mig_layout(gpu: &Gpu, instances: &[MigInstanceSpec]) -> Result<TargetLayout, String> {
     let changes = needed_changes(gpu, MigTarget::On(instances))?;
     let (mut layout, mut rest) = (empty_layout(SharingMode::Mig), empty_layout(SharingMode::Mig));
@@ -332,9 +332,9 @@ fn mps_pools(device: &str, partition: &MpsPartition, mig: bool) -> Result<(Vec<P
     let daemon = wire::DaemonSettings {
         multi_user: *multi_user,
         exclusive: !mig && *compute_mode == ComputeMode::ExclusiveProcess,
-        // The daemon's default limits are those of the largest allocation. The door sets the lower
-        // limits of a smaller allocation. If the door cannot, the container's environment sets
-        // them.
+        // The daemon's default limits equal the limits of the largest allocation. The door sets the
+        // lower limits of a smaller allocation. If the door cannot set them, the container's
+        // environment does.
         default_threads: most_threads.filter(|_| !unlimited(|slices| slices.threads.is_empty())),
         default_memory_mib: most_memory.filter(|_| !unlimited(|slices| slices.memory_mib.is_empty())),
         accept_advisory: *enforcement == MpsEnforcement::Advisory,

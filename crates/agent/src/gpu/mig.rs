@@ -17,8 +17,8 @@ pub const MAX_CHANGE_ATTEMPTS: u32 = 5;
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
 /// Maximum delay between attempts while the instance or the GPU is in use.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
-/// Delay between attempts to turn MIG mode on after [`MAX_CHANGE_ATTEMPTS`] attempts. In between,
-/// the GPU serves as before.
+/// Delay between attempts to turn MIG mode on after [`MAX_CHANGE_ATTEMPTS`] attempts. Between
+/// attempts, the GPU serves its previous layout.
 const MODE_RETRY_DELAY: Duration = Duration::from_secs(600);
 /// Maximum number of processes that a message names.
 const MAX_NAMED_PROCESSES: usize = 8;
@@ -144,7 +144,7 @@ pub enum NextStep {
 ///
 /// `known` states whether the users of all slices are known, so that instances may be removed.
 /// `served` returns whether the kubelet can allocate slices of a device. `gone` returns `Ok` if the
-/// device's MPS daemon has exited, otherwise an error that states why not.
+/// device's MPS daemon has exited, otherwise the reason as an error.
 pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,
@@ -319,8 +319,8 @@ impl MigProgress {
         }
     }
 
-    /// Returns whether the driver refused to turn MIG mode on, and the agent waits before it tries
-    /// again or does not try again. The GPU can then serve as before the change.
+    /// Returns whether the driver refused to turn MIG mode on and no retry is due. The GPU can then
+    /// serve its previous layout.
     pub fn has_failed_to_enable(&self, now: Instant) -> bool {
         let waits = |attempt: &FailedChange| attempt.not_before.is_none_or(|then| then > now);
         self.in_progress.is_none()
@@ -353,8 +353,7 @@ impl MigProgress {
         let (result, why, pause, is_news) = match outcome {
             ChangeOutcome::Done => {
                 // Other changes may have failed because they needed the slices that are free now.
-                // An instance without a UUID had no slices to free, because its creation was
-                // interrupted.
+                // An instance without a UUID was never served, so its removal frees no slices.
                 if matches!(change, MigChange::Destroy(instance) if !instance.uuid.is_empty()) {
                     self.attempts.clear();
                 }
@@ -445,6 +444,6 @@ pub struct MigOrderResult {
     pub outcome: ChangeOutcome,
     /// The GPU and its processes after the change, if NVML reported them.
     pub after: Option<(Gpu, Vec<Process>)>,
-    /// A time after NVML reported `after`.
+    /// A time later than NVML's report in `after`.
     pub at: Instant,
 }

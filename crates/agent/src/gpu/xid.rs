@@ -35,10 +35,10 @@ pub enum FaultClass {
     Application,
     /// The GPU needs a quiet period, and then a full answer of NVML.
     Suspect,
-    /// The GPU needs a reset, proven by NVML or by a reboot of the node. Alternatively, an
-    /// administrator clears the fault.
+    /// The GPU needs a reset, proven by NVML or by a reboot of the node. An administrator can also
+    /// clear the fault.
     NeedsReset,
-    /// The GPU only needs to be reachable again: NVML answers for it.
+    /// The fault ends when NVML answers for the GPU.
     Lost,
 }
 
@@ -87,8 +87,8 @@ pub const XID_TABLE: &[XidEntry] = {
         xid_entry(48, NeedsReset, "double-bit ECC error", XID_CHECKS_SOURCE),
         xid_entry(61, NeedsReset, "internal micro-controller breakpoint or warning", ALIBABA_SOURCE),
         xid_entry(62, NeedsReset, "internal micro-controller halt", XID_CATALOG_SOURCE),
-        // The GPU keeps working, and its next reset remaps the row. NVML reports the pending
-        // remapping too.
+        // The GPU keeps working, and its next reset remaps the row. NVML also reports the pending
+        // remapping.
         xid_entry(63, Application, "ECC page retirement or row remapping recorded", MEMORY_ERROR_SOURCE),
         xid_entry(64, NeedsReset, "ECC page retirement or row remapping failed", MEMORY_ERROR_SOURCE),
         xid_entry(68, Application, "video processor exception", DEVICE_PLUGIN_SOURCE),

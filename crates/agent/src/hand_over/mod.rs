@@ -6,14 +6,14 @@
 //!
 //! ```text
 //!  new agent                                 old agent
-//!  standby, not ready ── asks to serve ────▶ serves
+//!  standby, not ready ─ requests hand-over ▶ serves
 //!  takes the lock, on probation ◀─ hands over ─ standby, as ready as before
 //!  ready: serves                             Kubernetes deletes its pod
 //!  not ready in time, or ends ─────────────▶ serves again
 //! ```
 //!
-//! - Only a newer agent asks an older one, so two agents do not replace each other in a circle. The
-//!   newer one is the one that served later for the first time.
+//! - Only a newer agent requests a hand-over from an older one, so two agents never replace each
+//!   other repeatedly. The newer agent is the one that first served later.
 //! - An older standby reports the readiness with which it last served. The `DaemonSet` controller
 //!   deletes an old pod that is not ready, even if the new pod is not ready either.
 //! - A newer standby is not ready. Otherwise Kubernetes would delete the old pod before the new
@@ -22,29 +22,32 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Time for which a standby leaves a free lock to the agent that asks to serve.
+/// Time for which a standby does not take a free lock, so that the agent with a hand-over request
+/// can take it.
 pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time for which an agent that serves again, because a newer one failed, reports that it is ready
-/// while it starts. See the module: Kubernetes would delete its pod.
+/// Time for which an agent reports that it is ready while it starts to serve in place of a failed
+/// newer agent. Otherwise Kubernetes would delete its pod, as the module's description explains.
 pub const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time without an answer after which a failure to lock ends the agent.
+/// Time after which repeated failures to lock the state directory end the agent.
 pub const LOCK_ERROR_TIMEOUT: Duration = Duration::from_secs(30);
-/// Delay before a hand-over to an agent that failed once. The delay doubles with each failure.
+/// Delay before the next hand-over to an agent that failed once. Each further failure doubles the
+/// delay.
 const FIRST_RETRY: Duration = Duration::from_secs(60);
-/// Maximum delay before a hand-over to an agent that failed.
+/// Maximum delay before the next hand-over to an agent that failed.
 const MAX_RETRY: Duration = Duration::from_secs(3600);
 /// Maximum number of agents in the record.
 const MAX_AGENTS: usize = 16;
 
-/// What the agents of a node know of each other. The agent that serves writes it.
+/// The node's agents and which of them serves. Only the serving agent writes the record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Record {
     /// Agents, in the order in which they first served.
-    agents: Vec<Member>,
+    agents: Vec<KnownAgent>,
     /// The agent that serves, or served last.
     serving: Option<String>,
-    /// The agent to which the serving one has handed over, and that does not serve yet.
+    /// The agent that takes over next: the serving agent has handed over, and this agent does not
+    /// serve yet.
     successor: Option<String>,
     /// Whether the serving agent has yet to prove that it works.
     probation: bool,
@@ -53,12 +56,12 @@ pub struct Record {
 /// An agent of the node.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
-struct Member {
+struct KnownAgent {
     /// UID of the agent's pod.
     id: String,
     /// Whether the agent was ready when it last served.
     ready: bool,
-    /// How often an older agent had to serve again in its place.
+    /// Number of times that this agent failed and an older agent served in its place.
     failures: u32,
 }
 
@@ -67,21 +70,22 @@ struct Member {
 pub struct Start {
     /// Whether the agent serves again because a newer one failed, and was ready before.
     pub returns_ready: bool,
-    /// Whether the agent exits if it does not become ready while another one waits.
+    /// Whether the agent is on probation: it exits if it is not ready in time and another agent
+    /// waits.
     pub probation: bool,
 }
 
 /// What an agent does while another one serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Standby {
-    /// Whether the agent asks the serving one to hand over.
-    pub asks: bool,
+    /// Whether the agent requests a hand-over from the serving agent.
+    pub requests_hand_over: bool,
     /// Whether the agent reports that it is ready.
     pub ready: bool,
 }
 
 impl Record {
-    /// Returns whether anything is recorded. An agent that serves writes the record at once.
+    /// Returns whether the record is empty. A serving agent writes its record at once.
     pub fn is_empty(&self) -> bool {
         self.serving.is_none()
     }
@@ -96,26 +100,27 @@ impl Record {
         self.member(id).is_some_and(|member| member.ready)
     }
 
-    /// Returns how often an older agent had to serve again in this agent's place.
+    /// Returns how many times this agent failed and an older agent served in its place.
     pub fn failures(&self, id: &str) -> u32 {
         self.member(id).map_or(0, |member| member.failures)
     }
 
-    /// Returns the place of an agent in the order. Unknown agents are newer than all others.
-    fn place(&self, id: &str) -> usize {
+    /// Returns the position of an agent in the order of age. Unknown agents are newer than all
+    /// others.
+    fn age_position(&self, id: &str) -> usize {
         self.agents.iter().position(|member| member.id == id).unwrap_or(self.agents.len())
     }
 
-    fn member(&self, id: &str) -> Option<&Member> {
+    fn member(&self, id: &str) -> Option<&KnownAgent> {
         self.agents.iter().find(|member| member.id == id)
     }
 
-    fn member_mut(&mut self, id: &str) -> &mut Member {
-        let place = self.place(id);
-        if place == self.agents.len() {
-            self.agents.push(Member { id: id.to_owned(), ..Member::default() });
+    fn member_mut(&mut self, id: &str) -> &mut KnownAgent {
+        let position = self.age_position(id);
+        if position == self.agents.len() {
+            self.agents.push(KnownAgent { id: id.to_owned(), ..KnownAgent::default() });
         }
-        &mut self.agents[place]
+        &mut self.agents[position]
     }
 
     /// Returns the agent that should serve.
@@ -125,8 +130,8 @@ impl Record {
 
     /// Records that this agent has the lock and serves from now on.
     pub fn start_serving(&mut self, id: &str) -> Start {
-        let place = self.place(id);
-        let failed = self.current().filter(|other| self.place(other) > place).map(str::to_owned);
+        let position = self.age_position(id);
+        let failed = self.current().filter(|other| self.age_position(other) > position).map(str::to_owned);
         let before = self.serving.as_deref();
         let probation = match before {
             _ if failed.is_some() => false,
@@ -151,7 +156,7 @@ impl Record {
         Start { returns_ready, probation }
     }
 
-    /// Records whether this agent, which serves, is ready. The first time ends its probation.
+    /// Records whether this serving agent is ready. Becoming ready ends its probation.
     pub fn set_ready(&mut self, id: &str, ready: bool) {
         self.member_mut(id).ready = ready;
         self.probation &= !ready;
@@ -159,27 +164,27 @@ impl Record {
 
     /// Records that the serving agent hands over.
     pub fn hand_over_to(&mut self, successor: &str) {
-        // From now on the successor has its place in the order.
+        // The successor's position in the order of age is fixed from now on.
         self.member_mut(successor);
         self.successor = Some(successor.to_owned());
     }
 
-    /// Decides what this agent does while another one has the lock. An agent of a version without
-    /// hand-over writes no record. It ends only once the new agent is ready.
+    /// Decides what this agent does while another agent has the lock. An agent of a version without
+    /// hand-over writes no record, and exits only after the new agent is ready.
     pub fn standby(&self, id: &str, waited: Duration) -> Standby {
         let Some(current) = self.current() else {
-            return Standby { asks: true, ready: waited >= CLAIM_TIMEOUT };
+            return Standby { requests_hand_over: true, ready: waited >= CLAIM_TIMEOUT };
         };
-        let older = self.place(id) < self.place(current);
-        Standby { asks: !older, ready: older && self.was_ready(id) }
+        let older = self.age_position(id) < self.age_position(current);
+        Standby { requests_hand_over: !older, ready: older && self.was_ready(id) }
     }
 
-    /// Decides whether this agent, which serves, hands over to the one that asks. `served` is the
-    /// time for which it has served without interruption. `changing` is whether a change of the
-    /// hardware is in progress.
-    pub fn hands_over(&self, own: &str, asking: &str, served: Duration, changing: bool) -> bool {
-        let delay = retry_delay(self.failures(asking));
-        self.place(asking) > self.place(own) && !self.probation && !changing && served >= delay
+    /// Decides whether this serving agent hands over to the agent with a request. `served` is how
+    /// long this agent has served without interruption. `changing` states whether a GPU is being
+    /// changed.
+    pub fn hands_over(&self, own: &str, requesting: &str, served: Duration, changing: bool) -> bool {
+        let delay = retry_delay(self.failures(requesting));
+        self.age_position(requesting) > self.age_position(own) && !self.probation && !changing && served >= delay
     }
 }
 
@@ -191,10 +196,10 @@ fn retry_delay(failures: u32) -> Duration {
     }
 }
 
-/// Decides whether a standby may take a free lock. The agent that asks to serve goes first, unless
-/// it is stopped or hangs. `waited` is the time since the standby started.
-pub fn may_take_lock(another_asks: bool, waited: Duration) -> bool {
-    !another_asks || waited >= CLAIM_TIMEOUT
+/// Decides whether a standby may take a free lock. An agent with a hand-over request has priority,
+/// unless it is stopped or hangs. `waited` is the time since the standby started.
+pub fn may_take_lock(another_requests: bool, waited: Duration) -> bool {
+    !another_requests || waited >= CLAIM_TIMEOUT
 }
 
 /// State of a probation.
@@ -202,14 +207,14 @@ pub fn may_take_lock(another_asks: bool, waited: Duration) -> bool {
 pub enum Probation {
     /// The agent works.
     Passed,
-    /// The agent may still become ready, or no other agent could serve in its place.
+    /// Keep running: the agent may still become ready, or no other agent could serve in its place.
     Open,
     /// The agent must exit, so that another one serves.
     Failed,
 }
 
-/// Judges an agent that took over from one that was ready. `awaited` is whether another agent waits
-/// for the lock.
+/// Returns the state of the probation of an agent that took over from a ready agent. `awaited`
+/// states whether another agent waits for the lock.
 pub fn judge_probation(ready: bool, served: Duration, limit: Duration, awaited: bool) -> Probation {
     if ready {
         Probation::Passed

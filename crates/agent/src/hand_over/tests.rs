@@ -24,7 +24,7 @@ fn new_serves() -> Record {
 #[test]
 fn a_new_agent_asks_and_the_old_one_hands_over_at_once() {
     let record = old_serves(true);
-    assert_eq!(record.standby("new", MINUTE), Standby { asks: true, ready: false });
+    assert_eq!(record.standby("new", MINUTE), Standby { requests_hand_over: true, ready: false });
     assert!(record.hands_over("old", "new", Duration::ZERO, false));
     assert!(!record.hands_over("old", "new", MINUTE, true), "not during a change of the hardware");
 }
@@ -33,14 +33,14 @@ fn a_new_agent_asks_and_the_old_one_hands_over_at_once() {
 fn after_a_hand_over_the_old_agent_stays_ready_and_does_not_ask() {
     let mut record = old_serves(true);
     record.hand_over_to("new");
-    assert_eq!(record.standby("old", SECOND), Standby { asks: false, ready: true });
-    assert_eq!(record.standby("new", SECOND), Standby { asks: true, ready: false });
+    assert_eq!(record.standby("old", SECOND), Standby { requests_hand_over: false, ready: true });
+    assert_eq!(record.standby("new", SECOND), Standby { requests_hand_over: true, ready: false });
     let record = new_serves();
-    assert_eq!(record.standby("old", SECOND), Standby { asks: false, ready: true });
+    assert_eq!(record.standby("old", SECOND), Standby { requests_hand_over: false, ready: true });
     assert!(!record.hands_over("new", "old", 60 * MINUTE, false));
     let mut unready = old_serves(false);
     unready.hand_over_to("new");
-    assert_eq!(unready.standby("old", SECOND), Standby { asks: false, ready: false });
+    assert_eq!(unready.standby("old", SECOND), Standby { requests_hand_over: false, ready: false });
 }
 
 #[test]
@@ -51,7 +51,7 @@ fn only_an_agent_that_follows_a_ready_one_is_on_probation() {
     assert!(!record.start_serving("new").probation);
     // Without a hand-over: the old agent was killed.
     assert!(old_serves(true).start_serving("new").probation);
-    // A restart does not end the probation. Readiness does.
+    // Readiness ends the probation, and a restart does not.
     let mut record = new_serves();
     assert!(record.start_serving("new").probation);
     record.set_ready("new", true);
@@ -72,7 +72,7 @@ fn after_failures_the_old_agent_serves_and_hands_over_ever_later() {
     let mut record = new_serves();
     for minutes in [1, 2, 4, 8, 16, 32, 60, 60] {
         assert_eq!(record.start_serving("old"), Start { returns_ready: true, probation: false });
-        assert_eq!(record.standby("new", MINUTE), Standby { asks: true, ready: false });
+        assert_eq!(record.standby("new", MINUTE), Standby { requests_hand_over: true, ready: false });
         let delay = minutes * MINUTE;
         assert!(!record.hands_over("old", "new", delay.saturating_sub(SECOND), false), "{minutes} min");
         assert!(record.hands_over("old", "new", delay, false), "{minutes} min");
@@ -100,8 +100,8 @@ fn a_standby_leaves_a_free_lock_to_the_one_that_asks_but_not_for_ever() {
 #[test]
 fn beside_an_agent_without_hand_over_a_new_one_is_ready_as_earlier_versions_were() {
     let record = Record::default();
-    assert_eq!(record.standby("new", SECOND), Standby { asks: true, ready: false });
-    assert_eq!(record.standby("new", CLAIM_TIMEOUT), Standby { asks: true, ready: true });
+    assert_eq!(record.standby("new", SECOND), Standby { requests_hand_over: true, ready: false });
+    assert_eq!(record.standby("new", CLAIM_TIMEOUT), Standby { requests_hand_over: true, ready: true });
 }
 
 #[test]
@@ -112,8 +112,8 @@ fn the_record_is_read_back_and_fields_may_be_missing() {
 }
 
 proptest! {
-    /// Whoever takes the lock in whatever order: of two agents at most one asks, the record stays
-    /// small, and no agent hands over to an older one.
+    /// In any order of lock holders, at most one of two agents requests a hand-over, the record
+    /// stays small, and no agent hands over to an older agent.
     #[test]
     fn two_agents_never_ask_each_other(takers in prop::collection::vec((0..20_u8, any::<bool>()), 1..100)) {
         let mut record = Record::default();
@@ -127,8 +127,8 @@ proptest! {
                 let mut next = record.clone();
                 next.start_serving(&other);
                 let back = next.hands_over(&other, &taker, MAX_RETRY, false);
-                prop_assert!(!(there && back), "{taker} and {other} ask each other: {record:?}");
-                prop_assert_eq!(there, record.standby(&other, MINUTE).asks && !record.probation);
+                prop_assert!(!(there && back), "{taker} and {other} request each other: {record:?}");
+                prop_assert_eq!(there, record.standby(&other, MINUTE).requests_hand_over && !record.probation);
             }
         }
     }

@@ -138,7 +138,7 @@ impl HostLink {
 
     async fn follow_status(&self, view: &watch::Sender<HostView>, unread: &Notify) {
         let unwatched = |error| tracing::warn!(%error, "failed to watch the MPS host's status; polling it instead");
-        // Any change in the directory causes a read. `refresh` sends no unchanged view.
+        // Any change in the directory causes a read, but `refresh` publishes only changed views.
         let refresh = || self.refresh_view(view, unread);
         watch_directory(&self.paths.mps_host_dir(), STATUS_POLL_INTERVAL, refresh, unwatched).await;
     }
@@ -189,7 +189,8 @@ impl HostLink {
                         set(false);
                     }
                 }
-                // A shortage in the agent's own process proves nothing about the MPS host.
+                // A resource shortage in the agent's own process does not show that the MPS host
+                // has stopped.
                 Err(error) if is_resource_exhaustion(&error) => {
                     tracing::warn!(%error, "failed to connect to the MPS host; the last reported state applies");
                 }

@@ -19,9 +19,9 @@ pub struct HostView {
 }
 
 impl HostView {
-    /// Returns whether no program can start on a device because of its daemon's handshake: the
-    /// handshake is unknown and the settings do not accept that, or doors hold clients. The state
-    /// of the daemon does not matter: MPS hosts of earlier versions serve.
+    /// Returns whether the daemon's handshake prevents programs from starting on a device. Either
+    /// the settings do not accept the unknown handshake, or doors hold clients. Ignores the state
+    /// of the daemon, because MPS hosts of earlier versions serve such daemons.
     pub fn has_unknown_handshake(&self, device: &str, settings: &DaemonSettings) -> bool {
         let advisory = |daemon: &DaemonStatus| daemon.enforcement == Enforcement::Advisory;
         let unaccepted = !settings.accept_advisory && self.status.daemons.get(device).is_some_and(advisory);

@@ -16,10 +16,10 @@ use crate::mps::HostView;
 /// Maximum time that a daemon may be unavailable while its shares remain Healthy.
 ///
 /// The maximum is more than twice the usual absence: half a second for a restarted daemon or
-/// server, and up to 4 s for a replaced MPS host. The maximum is well below the 25 s that a
-/// container's start waits before the kubelet retries. A pod that arrived earlier is therefore
-/// still waiting when the shares become Unhealthy. With a longer time, the kubelet would only send
-/// more pods to a daemon that does not recover.
+/// server, and up to 4 s for a replaced MPS host. The maximum is well below the 25 s for which a
+/// container's start waits. Therefore, a pod that arrived earlier is still waiting when the shares
+/// become Unhealthy. A longer maximum would only let more pods start on a daemon that does not
+/// recover.
 pub const MAX_TOLERATED_ABSENCE: Duration = Duration::from_secs(10);
 
 /// Daemons with shares that count as Healthy.
@@ -30,7 +30,7 @@ pub struct DaemonAbsences {
     since: BTreeMap<String, Option<Instant>>,
 }
 
-/// State of a daemon for new clients.
+/// Availability of a daemon for new clients.
 enum DaemonPresence {
     Serves,
     Away,

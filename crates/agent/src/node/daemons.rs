@@ -20,7 +20,8 @@ pub(super) struct DesiredFileTracker {
     /// Number of the last change of the daemons. 0 before the first desired file.
     sequence: u64,
     /// Hashes of desired files, each with the number of the last change of daemons that the file
-    /// contains. Only files that were written while a change was not applied.
+    /// contains. Contains only files that were written while a change of daemons was not yet
+    /// applied.
     hashes: VecDeque<(u64, String)>,
     changed: BTreeMap<String, u64>,
     removed: BTreeMap<String, u64>,
@@ -43,7 +44,8 @@ impl DesiredFileTracker {
             self.removed.retain(|device, sequence| *sequence > self.applied && !desired.daemons.contains_key(device));
             self.daemons.clone_from(&desired.daemons);
         }
-        // A hash reads every door, and only determines whether changes of daemons are applied.
+        // Hashing covers every door, so compute the hash only while a change of daemons is not
+        // applied.
         if self.awaits_changes() {
             let file = (self.sequence, desired.hash());
             if self.hashes.back() != Some(&file) {
@@ -143,7 +145,7 @@ impl ReportedDaemons {
 fn recovery_note(daemon: Option<&DaemonStatus>) -> &'static str {
     match daemon {
         Some(DaemonStatus { replies_unproven: true, .. }) => {
-            "the shares are available again, because no program has waited at a door for a minute. Nothing shows yet that the MPS daemon's replies are expected again: the next program that starts shows it"
+            "the shares are available again, because no program has waited at a door for a minute. It is unknown whether the MPS daemon's replies are expected again: the next program that starts will show it"
         }
         Some(DaemonStatus { enforcement: Enforcement::Advisory, .. }) => {
             "the MPS daemon serves again. Limits are advisory, as the policy accepts"

@@ -96,7 +96,7 @@ impl LayoutDecision {
             let on = changes.remove(at) == MigChange::Mode(true);
             self.add_unfinished_step(describe_layout(&layout), gpu, STEP_WAITING, mig_mode_instruction(gpu, on));
             if on {
-                // MIG mode remains off, so the layout cannot change.
+                // MIG mode remains off, so the target layout is not possible.
                 self.layouts.extend(before.map(|before| (gpu.uuid.clone(), before.clone())));
                 return;
             }
@@ -255,8 +255,8 @@ pub fn is_slice_unchanged(before: Option<&Layout>, after: &Layout, resource: &st
     let Some((device, number)) = parse_slice_id(id) else { return true };
     let find = |layout: &Layout| {
         let pool = layout.pools.iter().find(|pool| pool.resource == resource && pool.contains(device, number))?;
-        // Consent to advisory limits applies at once. It changes no limit of a slice, and the MPS
-        // host restarts the daemon only when it has no clients.
+        // Consent to advisory limits applies at once, because it changes no limit of a slice. The
+        // MPS host restarts the daemon only when the daemon has no clients.
         Some((pool.kind.clone(), layout.daemons.get(device).map(DaemonSettings::without_consent)))
     };
     match (before.and_then(find), find(after)) {

@@ -82,7 +82,7 @@ struct ReportedFault {
     fault: Fault,
     since: Instant,
     reported: bool,
-    /// Number of terminated clients that were reported.
+    /// Number of terminated clients that Events have reported.
     reported_terminations: usize,
     /// Pods by allocation id. The fault keeps them, because a pod may be deleted before the fault
     /// is reported.
@@ -253,7 +253,7 @@ fn cause_for_node(culprit: Option<&Client>, pod: Option<&PodRef>, killed: bool) 
     }
 }
 
-/// Returns the note of the Event for the pod that the log names, or that had a program killed.
+/// Returns the note of the Event for the pod that the log names, or whose program was killed.
 fn note_for_culprit(killed: bool) -> &'static str {
     if killed {
         "the pod's program was killed while its kernels ran on a shared GPU, which broke the other programs on that GPU. Let programs finish their kernels after SIGTERM, and set a grace period that is long enough."

@@ -41,7 +41,7 @@ impl ReportedHealth {
             }
             now.insert(device, severity);
         }
-        // A decrease of the severity causes no Event, but a later increase does.
+        // A lower severity causes no Event, but a later increase does.
         for device in self.0.keys().filter(|device| !now.contains_key(*device)) {
             found.push(device_recovery(device, format!("GPU {device} is healthy again")));
         }

@@ -52,8 +52,7 @@ pub const REMOVAL_DELAY: Duration = Duration::from_millis(300);
 pub struct Actions {
     /// Device lists for the kubelet, by resource.
     pub lists: BTreeMap<ResourceName, DeviceList>,
-    /// Resources with unchanged lists to send to the kubelet again, so that the kubelet writes its
-    /// checkpoint.
+    /// Resources whose unchanged lists are sent again, so that the kubelet writes its checkpoint.
     pub resend: BTreeSet<String>,
     /// Daemons and doors that the MPS host should run.
     pub desired: Desired,
@@ -138,7 +137,7 @@ pub struct Node {
     reported_health: ReportedHealth,
     /// Findings about tenants that exceeded their limits.
     findings: Vec<FindingStatus>,
-    /// GPUs that are quiesced, or that will be.
+    /// GPUs that are quiesced or whose quiesce is in progress.
     quiesces: Quiesces,
 }
 
@@ -259,7 +258,7 @@ impl Node {
         self.inventoried |= self.tracker.is_complete();
     }
 
-    /// Returns whether a change of a GPU is in progress. Another process must not serve now.
+    /// Returns whether a change of a GPU is in progress. Do not hand over to another agent now.
     pub fn is_changing_hardware(&self) -> bool {
         self.mig_progress.values().any(MigProgress::is_in_progress)
     }
@@ -380,7 +379,7 @@ impl Node {
             kubelet_checkpoint.as_ref().is_none_or(|devices| row.ids.iter().any(|id| devices.contains(&slice(id))))
         };
         // A kubelet that has just started lists its pods one by one. An agent that has just started
-        // assumes that its kubelet has just started too. However, the kubelet removes nothing from
+        // assumes that its kubelet has also just started. However, the kubelet removes nothing from
         // its checkpoint before all of its pods are known.
         let settling = requested_at.saturating_duration_since(self.kubelet_since) < self.grace;
         let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
@@ -411,8 +410,8 @@ impl Node {
         over
     }
 
-    /// Restores an allocation after a lost checkpoint: the kubelet lists its ids, and the MPS host
-    /// has its limits.
+    /// Restores an allocation after a lost checkpoint, from the kubelet's list of ids and the MPS
+    /// host's limits.
     fn restore_allocation(&mut self, row: &ContainerDevices, allocations: &mut Allocations, now: Instant) {
         let id = allocation_id(&row.resource, &row.ids);
         let Some(wire::Allocation { device, threads, memory_mib, max_clients }) = self.adopted_allocations.remove(&id)

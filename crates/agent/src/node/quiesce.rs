@@ -6,8 +6,8 @@
 //! ```
 //!
 //! NVML cannot close one GPU: `nvmlInit` opens the device files, and only the last `nvmlShutdown`
-//! closes them. While any GPU is quiesced, the agent therefore keeps its last reports of the
-//! others, which continue to serve.
+//! closes them. Therefore, while any GPU is quiesced, the agent keeps its last reports of the other
+//! GPUs. The other GPUs continue to serve.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -15,8 +15,8 @@ use cleave_api::gpunode::QuiesceStatus;
 
 use crate::event::{EventSubject, NodeEvent};
 
-/// Time for which the slices are listed as Unhealthy before the MPS daemons end. The kubelet may be
-/// allocating a slice at this moment.
+/// Time for which the slices are listed as Unhealthy before the MPS daemons exit. The kubelet may
+/// be allocating a slice at this moment.
 const WITHDRAWAL_DELAY: Duration = Duration::from_millis(300);
 
 /// Progress of all requested quiesces, by UUID of the GPU.
@@ -31,7 +31,7 @@ pub struct Quiesces {
 /// Progress of one quiesce.
 #[derive(Debug, Default)]
 struct Progress {
-    /// Since when no pod has used the GPU.
+    /// When the last pod stopped using the GPU.
     free_since: Option<Instant>,
     /// Whether the GPU's MPS daemons must not run.
     ends_daemons: bool,
@@ -39,12 +39,12 @@ struct Progress {
     waits: Option<String>,
 }
 
-/// What is known about a GPU that is to be quiesced.
+/// Current use of a GPU whose quiesce was requested.
 #[derive(Debug, Default)]
 pub struct GpuUse {
-    /// Why the GPU is in use, or may be in use. `None` if nothing uses it.
+    /// Why the GPU is or may be in use. `None` if no pod and no process uses the GPU.
     pub in_use: Option<String>,
-    /// Why its MPS daemons may still run. `None` if they have exited.
+    /// Why the GPU's MPS daemons may still run. `None` if they have exited.
     pub daemons: Option<String>,
 }
 
@@ -63,8 +63,8 @@ impl Quiesces {
         self.nvml_closed = closed;
     }
 
-    /// Updates the progress of the GPUs that the spec requests to quiesce. `state` returns what is
-    /// known about a GPU.
+    /// Updates the progress of the GPUs that the spec requests to quiesce. `state` returns the
+    /// current use of a GPU.
     pub fn update(&mut self, wanted: &BTreeSet<String>, state: impl Fn(&str) -> GpuUse, now: Instant) {
         self.gpus.retain(|uuid, _| wanted.contains(uuid));
         for uuid in wanted {
@@ -94,7 +94,7 @@ impl Quiesces {
         self.gpus.contains_key(uuid)
     }
 
-    /// Returns whether NVML must be closed: at least one GPU is ready for it.
+    /// Returns whether NVML must be closed because at least one GPU is ready for the quiesce.
     pub fn closes_nvml(&self) -> bool {
         self.gpus.values().any(|progress| progress.waits.is_none())
     }
@@ -110,14 +110,14 @@ impl Quiesces {
         let message = match waits {
             Some(why) => format!("waiting: {why}"),
             None if self.nvml_closed => {
-                "quiesced: its MPS daemons have ended, and the agent has closed NVML. The GPU can be reset".into()
+                "quiesced: its MPS daemons have exited, and the agent has closed NVML. The GPU can be reset".into()
             }
             None => "waiting: calls to NVML have not returned yet".into(),
         };
         Some(QuiesceStatus { quiesced: waits.is_none() && self.nvml_closed, message })
     }
 
-    /// Returns an Event for each GPU that has become quiesced, or that is in service again.
+    /// Returns an Event for each GPU that is newly quiesced or has returned to service.
     pub fn take_events(&mut self) -> Vec<NodeEvent> {
         let event = |reason, uuid: &str, note| NodeEvent {
             warning: false,

@@ -52,7 +52,7 @@ impl Node {
         let rules = self.change_rules(&hardware, &partitions);
         let spec = self.spec.as_ref().map(|(_, spec)| spec);
         let decided = decide_layouts(&hardware, spec, &self.layouts, usage, &rules);
-        let decided = self.put_old_layouts_back(self.exclude_slices_being_removed(decided), now);
+        let decided = self.restore_old_layouts(self.exclude_slices_being_removed(decided), now);
         let LayoutDecision { layouts, mut steps, applied, changes, foreign } = self.delay_removals(decided, now);
         let layouts_changed = self.set_layouts(layouts);
         self.release_adopted_daemons(usage);
@@ -164,7 +164,7 @@ impl Node {
         self.quiesces = quiesces;
     }
 
-    /// Returns what is known about the use of a GPU that is to be quiesced.
+    /// Returns the current use of a GPU whose quiesce was requested.
     fn gpu_use(
         &self,
         uuid: &str,
@@ -202,7 +202,7 @@ impl Node {
         GpuUse { in_use: why, daemons }
     }
 
-    /// Returns the data that the tenants' processes are compared with.
+    /// Returns the limits and allocations to compare with the tenants' processes.
     fn tenant_snapshot(&self, hardware: &Hardware, table: &AllocationTable, rules: &ChangeRules) -> TenantSnapshot {
         TenantSnapshot::new(&snapshot::SnapshotInputs {
             hardware,
@@ -330,7 +330,7 @@ impl Node {
     }
 
     /// Checks that the MPS daemon of a device has exited and will not restart. The error states
-    /// why not.
+    /// which condition is not met.
     fn check_daemon_exited(&self, device: &str) -> Result<(), String> {
         if self.adopted.contains_key(device) {
             return Err("an MPS daemon from an earlier agent still serves the device".into());
@@ -363,8 +363,8 @@ impl Node {
     }
 
     /// Serves the old layout of a GPU again while the driver refuses to turn its MIG mode on.
-    /// Without this, the GPU would serve nothing.
-    fn put_old_layouts_back(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
+    /// Otherwise the GPU would serve no slices.
+    fn restore_old_layouts(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
         let LayoutDecision { layouts, changes, .. } = &mut decided;
         let enables = |uuid: &String| changes.get(uuid).is_some_and(|changes| changes.contains(&MigChange::Mode(true)));
         let progress = &self.mig_progress;
@@ -432,7 +432,7 @@ impl Node {
         let mut doors = self.adopted_allocations.clone();
         let known = allocations.iter().filter_map(|(id, allocation)| Some((id.clone(), allocation.door_settings()?)));
         if doors.is_empty() {
-            // Much faster than `extend`: the ids are sorted.
+            // `collect` is much faster than `extend` here, because the ids are sorted.
             doors = known.collect();
         } else {
             doors.extend(known);
@@ -473,7 +473,8 @@ impl Node {
         lists
     }
 
-    /// Checks that slices of this pool can be allocated now. The error states why not.
+    /// Checks that slices of this pool can be allocated now. The error states why the slices cannot
+    /// be allocated.
     fn check_can_serve(&self, known: &KnownGpu, layout: &Layout, pool: &Pool) -> Result<(), String> {
         if !known.health.healthy {
             return Err(known.health.message.clone());
@@ -521,8 +522,8 @@ fn removed_or_changed_slices(before: &Layout, after: &Layout) -> Vec<(String, St
     slices.filter(|(resource, id)| !is_slice_unchanged(Some(before), after, resource, id)).collect()
 }
 
-/// Returns the GPUs that a spec has partitioned by MIG and that are not whole again. A GPU remains
-/// in the set while a change is in progress.
+/// Returns the GPUs that a spec has partitioned by MIG and whose partition still exists. A GPU
+/// remains in the set while a change is in progress.
 fn mig_partitioned_gpus(
     hardware: &Hardware,
     partitions: &BTreeMap<String, Partition>,

@@ -100,7 +100,7 @@ pub struct StatusInput<'a> {
     pub findings: &'a [FindingStatus],
     /// Boot id of the node.
     pub boot_id: &'a str,
-    /// GPUs that are quiesced, or that will be.
+    /// GPUs that are quiesced or whose quiesce is in progress.
     pub quiesces: &'a Quiesces,
 }
 
@@ -205,8 +205,8 @@ fn gpu_status(input: &StatusInput<'_>, known: &KnownGpu) -> GpuStatus {
     }
 }
 
-/// Returns the problem of a device's MPS daemon or of its doors. A daemon that starts, or that is
-/// away for a short time, is no problem. A door that fails always is.
+/// Returns the problem of a device's MPS daemon or of its doors. A daemon that is starting or
+/// briefly unavailable is not a problem. A failed door always is.
 fn mps_problem(input: &StatusInput<'_>, device: &str, settings: &DaemonSettings) -> Option<String> {
     let view = input.view;
     let daemon = view.status.daemons.get(device);

@@ -175,7 +175,7 @@ fn shares_whose_daemon_has_not_served_them_yet_are_unhealthy() {
     next.record_mps_view(mps_host_view(DaemonState::Restarting, 0, &desired));
     assert_eq!(count_healthy(&next.reconcile(&mut table, start)), 0, "a new agent does not know that it served");
 
-    // The new layout has other limits. The daemon's default limits stay the same only with
+    // The new layout has different limits. The daemon's default limits stay the same only with
     // `same_daemon`.
     for same_daemon in [false, true] {
         let (mut node, mut table, desired) = serving_node(start);
@@ -392,7 +392,7 @@ fn the_event_of_a_recovery_states_only_what_is_known() {
     let later = start + 2 * ALLOCATION_GRACE;
     let cases = [
         (spec_object(10), false, Enforcement::Hard, "with all limits"),
-        (spec_object(10), true, Enforcement::Hard, "Nothing shows"),
+        (spec_object(10), true, Enforcement::Hard, "It is unknown whether"),
         (advisory_spec(), false, Enforcement::Advisory, "advisory"),
     ];
     for (object, unproven, enforcement, expected) in cases {
@@ -436,7 +436,7 @@ fn consent_to_advisory_limits_applies_while_shares_are_in_use() {
     let advisory = Some(("False".into(), "AdvisoryLimits".into()));
     assert_eq!(condition(&actions, CONDITION_LIMITS_ENFORCED), advisory);
     assert_eq!(condition(&actions, CONDITION_READY), Some(("True".into(), "Serving".into())));
-    // Withdrawn consent applies at once, too, although the pod still uses its share.
+    // Withdrawn consent also applies at once, although the pod still uses its share.
     node.record_gpu_node(spec_object(10));
     assert_eq!(count_healthy(&node.reconcile(&mut table, later)), 0);
 }

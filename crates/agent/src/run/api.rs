@@ -41,7 +41,7 @@ const STATUS_WRITE_BACKOFF: (Duration, Duration) = (Duration::from_millis(500), 
 /// Maximum number of characters of an Event's note. The API server's limit is 1024.
 const MAX_NOTE_CHARS: usize = 1000;
 
-/// State of the node's `GpuNode` on the API server.
+/// The agent's knowledge of the node's `GpuNode` on the API server.
 #[derive(Debug, Clone, Default)]
 struct ServerState {
     /// Whether the object exists.
@@ -541,7 +541,7 @@ mod tests {
                 assert_eq!((&sent["note"], &sent["regarding"]["kind"]), (&json!(format!("from {name}")), &json!(kind)));
             }
         }
-        // Nor are Events of different devices.
+        // Events of different devices are not merged either.
         for device in ["GPU-1", "GPU-2"] {
             events.send(device_warning("D", device, format!("of {device}"))).await.unwrap();
             for _ in ["GpuNode", "Node"] {

@@ -121,7 +121,7 @@ mod tests {
             checkpoint: Checkpoint { generation: 1, ..Checkpoint::default() },
             ..FileContents::default()
         });
-        // A file with the name of the directory makes writes to the directory fail.
+        // Create a file at the path of the directory, so that writes to the directory fail.
         std::fs::write(path("broken"), "").unwrap();
         let write = |state: &str, run: &str| {
             let (store, link) = (CheckpointStore::new(&path(state)), HostLink::new(Paths::new(path(run))));
@@ -157,7 +157,7 @@ mod tests {
         let mut written = WrittenContents::default();
         let first = contents(1);
         write_once(&store, &link, &mut written, &first).unwrap();
-        // A file with the name of the directory makes writes to the directory fail.
+        // Create a file at the path of the directory, so that writes to the directory fail.
         std::fs::rename(path("state"), path("moved")).unwrap();
         std::fs::write(path("state"), "").unwrap();
         write_once(&store, &link, &mut written, &contents(2)).unwrap_err();

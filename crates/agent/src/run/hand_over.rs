@@ -4,8 +4,8 @@
 //! Files in the state directory. The kernel releases a lock when its process ends.
 //!
 //! - The directory itself is locked by the agent that serves.
-//! - `successor` is locked by the agent that asks to serve, and contains its UID.
-//! - `waiting` is locked, shared, by all agents that wait.
+//! - `successor` is locked by the agent that requests a hand-over, and contains its UID.
+//! - `waiting` has a shared lock of every agent that waits.
 //! - `hand-over.json` is the [`Record`]. Only the agent that serves writes it.
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
@@ -26,10 +26,10 @@ use crate::hand_over::{LOCK_ERROR_TIMEOUT, Probation, Record, Standby, Start, ju
 
 /// Interval between attempts to lock the state directory.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
-/// Interval between two looks at what other agents wrote.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between reads of the files that other agents write.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The files through which the agents of a node agree.
+/// The files through which the agents of a node coordinate.
 #[derive(Debug, Clone)]
 struct HandOverFiles {
     directory: PathBuf,
@@ -57,9 +57,9 @@ impl HandOverFiles {
         write_json_atomically(&self.path("hand-over.json"), record)
     }
 
-    /// Asks the serving agent to hand over. Returns `None` while another agent asks. Dropping the
-    /// file ends the request.
-    fn ask(&self, id: &str) -> io::Result<Option<File>> {
+    /// Requests a hand-over from the serving agent. Returns `None` while another agent has a
+    /// request. Dropping the file ends the request.
+    fn request_hand_over(&self, id: &str) -> io::Result<Option<File>> {
         let mut file = open(&self.path("successor"))?;
         if !try_flock(&file, FlockOperation::NonBlockingLockExclusive)? {
             return Ok(None);
@@ -69,8 +69,8 @@ impl HandOverFiles {
         Ok(Some(file))
     }
 
-    /// Returns the agent that asks to serve.
-    fn asking(&self) -> io::Result<Option<String>> {
+    /// Returns the agent that requests a hand-over.
+    fn requesting_agent(&self) -> io::Result<Option<String>> {
         let mut file = match File::open(self.path("successor")) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -86,8 +86,9 @@ impl HandOverFiles {
         Ok(Some(id).filter(|id| !id.is_empty()))
     }
 
-    /// Shows that this agent waits until the file is dropped. `None`: try again.
-    fn wait(&self) -> io::Result<Option<File>> {
+    /// Marks this agent as waiting until the returned file is dropped. Returns `None` if the caller
+    /// must retry.
+    fn mark_waiting(&self) -> io::Result<Option<File>> {
         let file = open(&self.path("waiting"))?;
         Ok(try_flock(&file, FlockOperation::NonBlockingLockShared)?.then_some(file))
     }
@@ -111,8 +112,8 @@ fn try_flock(file: &File, operation: FlockOperation) -> io::Result<bool> {
     }
 }
 
-/// Returns the identifier of this agent. Without a pod, the process: its PID and its start time,
-/// which are the same after [`restart_as_standby`].
+/// Returns the identifier of this agent. Without a pod, the identifier is the PID and the start
+/// time of the process, which [`restart_as_standby`] does not change.
 fn agent_id(args: &AgentArgs) -> String {
     args.pod_uid.clone().unwrap_or_else(|| {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -133,32 +134,32 @@ pub(super) struct Serving {
 struct Waiting {
     files: HandOverFiles,
     id: String,
-    begun: Instant,
+    since: Instant,
     endpoints: StandbyEndpoints,
-    looked: Option<Instant>,
+    last_poll: Option<Instant>,
     standby: Standby,
-    /// Locked while this agent asks to serve.
+    /// Locked while this agent requests a hand-over.
     request: Option<File>,
     /// Locked while this agent waits.
     presence: Option<File>,
 }
 
 impl Waiting {
-    /// Reads the record from time to time, and asks the serving agent to hand over if it shall.
-    fn look(&mut self) {
-        if self.looked.is_none_or(|looked| looked.elapsed() >= LOOK_INTERVAL) {
-            self.looked = Some(Instant::now());
-            self.standby = self.files.load().standby(&self.id, self.begun.elapsed());
+    /// Reads the record at intervals, and requests a hand-over if [`Record`] decides so.
+    fn poll(&mut self) {
+        if self.last_poll.is_none_or(|last_poll| last_poll.elapsed() >= POLL_INTERVAL) {
+            self.last_poll = Some(Instant::now());
+            self.standby = self.files.load().standby(&self.id, self.since.elapsed());
             self.endpoints.record_heartbeat(self.standby.ready);
         }
-        let report = |error: io::Error| tracing::warn!(%error, "failed to ask for a hand-over; retrying");
+        let report = |error: io::Error| tracing::warn!(%error, "failed to request a hand-over; retrying");
         if self.presence.is_none() {
-            self.presence = self.files.wait().map_err(report).ok().flatten();
+            self.presence = self.files.mark_waiting().map_err(report).ok().flatten();
         }
-        if !self.standby.asks {
+        if !self.standby.requests_hand_over {
             self.request = None;
         } else if self.request.is_none() {
-            self.request = self.files.ask(&self.id).map_err(report).ok().flatten();
+            self.request = self.files.request_hand_over(&self.id).map_err(report).ok().flatten();
         }
     }
 }
@@ -177,9 +178,10 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     let mut failing: Option<Instant> = None;
     let begun = Instant::now();
     let lock = loop {
-        let asks = waiting.as_ref().is_some_and(|waiting| waiting.request.is_some());
-        let another_asks = !asks && files.asking().is_ok_and(|asking| asking.is_some());
-        match if may_take_lock(another_asks, begun.elapsed()) { store.try_lock() } else { Ok(None) } {
+        let requests_hand_over = waiting.as_ref().is_some_and(|waiting| waiting.request.is_some());
+        let another_requests =
+            !requests_hand_over && files.requesting_agent().is_ok_and(|requesting| requesting.is_some());
+        match if may_take_lock(another_requests, begun.elapsed()) { store.try_lock() } else { Ok(None) } {
             Ok(Some(lock)) => break lock,
             Ok(None) => {
                 failing = None;
@@ -188,17 +190,17 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
                     Waiting {
                         files: files.clone(),
                         id: id.clone(),
-                        begun,
+                        since: begun,
                         endpoints: StandbyEndpoints::start(args.metrics_addr),
-                        looked: None,
-                        standby: Standby { asks: false, ready: false },
+                        last_poll: None,
+                        standby: Standby { requests_hand_over: false, ready: false },
                         request: None,
                         presence: None,
                     }
                 };
-                waiting.get_or_insert_with(wait).look();
+                waiting.get_or_insert_with(wait).poll();
             }
-            // An error does not show that no other agent serves.
+            // After an error, another agent may still serve.
             Err(error) => {
                 if failing.is_none() {
                     tracing::error!(%error, "failed to lock the checkpoint's directory; retrying");
@@ -206,7 +208,7 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
                 let since = *failing.get_or_insert_with(Instant::now);
                 if since.elapsed() >= LOCK_ERROR_TIMEOUT {
                     return Err(anyhow::Error::new(error).context(format!(
-                        "failed to lock {}, so that another agent of this node could serve too",
+                        "failed to lock {}, so another agent of this node could also serve",
                         args.state_dir.display()
                     )));
                 }
@@ -218,7 +220,7 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     let start = record.start_serving(&id);
     let Start { probation, returns_ready } = start;
     tracing::info!(agent = id, probation, returns_ready, "this agent serves the node");
-    // Save the record before the request ends: then a standby sees at once that it is newer.
+    // Save the record before the request ends, so that a standby sees at once which agent is newer.
     if let Err(error) = files.save(&record) {
         tracing::error!(%error, "failed to write the record of hand-overs; retrying");
     }
@@ -230,7 +232,7 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     Ok(Serving { lock, start, watch })
 }
 
-/// Watches for another agent that asks to serve, and records whether this agent is ready.
+/// Watches for hand-over requests, and records whether this agent is ready.
 pub(super) struct SuccessorWatch {
     files: HandOverFiles,
     id: String,
@@ -241,15 +243,15 @@ pub(super) struct SuccessorWatch {
     began: Instant,
     /// Maximum duration of a probation.
     limit: Duration,
-    /// The agent that last asked in vain.
+    /// The agent whose hand-over request was last refused.
     refused: Option<String>,
 }
 
 impl SuccessorWatch {
-    /// Sends the agent to hand over to, if there is one. Runs forever.
+    /// Sends the identifier of each agent to hand over to. Runs forever.
     ///
     /// # Errors
-    /// Returns an error if this agent has taken over from a ready one, is not ready in time, and
+    /// Returns an error if this agent took over from a ready agent, is not ready in time, and
     /// another agent waits.
     pub(super) async fn run(
         mut self,
@@ -258,7 +260,7 @@ impl SuccessorWatch {
         successor: watch::Sender<Option<String>>,
     ) -> anyhow::Result<()> {
         loop {
-            tokio::time::sleep(LOOK_INTERVAL).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             let not_ready = not_ready_reason(&heartbeat.borrow(), &plugins.borrow());
             let changing = heartbeat.borrow().changing;
             self.check_probation(not_ready.as_deref())?;
@@ -290,7 +292,7 @@ impl SuccessorWatch {
             Probation::Passed => tracing::info!("ready after taking over from another agent"),
             Probation::Open => {}
             Probation::Failed => anyhow::bail!(
-                "not ready within {} s after another agent has handed over, which serves again: {}",
+                "not ready within {} s after the hand-over, so the earlier agent serves again: {}",
                 self.limit.as_secs(),
                 not_ready.unwrap_or_default()
             ),
@@ -300,32 +302,33 @@ impl SuccessorWatch {
 
     /// Returns the agent to hand over to now.
     fn next_agent(&mut self, changing: bool) -> Option<String> {
-        let asking = self.files.asking().unwrap_or_else(|error| {
-            tracing::warn!(%error, "failed to read which agent asks to serve");
+        let requesting = self.files.requesting_agent().unwrap_or_else(|error| {
+            tracing::warn!(%error, "failed to read the hand-over request");
             None
         });
-        let (next, refused): (Option<String>, Option<String>) = match asking {
-            Some(asking) if self.record.hands_over(&self.id, &asking, self.began.elapsed(), changing) => {
-                (Some(asking), None)
+        let (next, refused): (Option<String>, Option<String>) = match requesting {
+            Some(requesting) if self.record.hands_over(&self.id, &requesting, self.began.elapsed(), changing) => {
+                (Some(requesting), None)
             }
-            asking => (None, asking),
+            requesting => (None, requesting),
         };
-        if let Some(asking) = refused.as_ref().filter(|_| refused != self.refused) {
-            tracing::info!(asking, failures = self.record.failures(asking), changing, "does not hand over yet");
+        if let Some(requesting) = refused.as_ref().filter(|_| refused != self.refused) {
+            tracing::info!(requesting, failures = self.record.failures(requesting), changing, "does not hand over yet");
         }
         self.refused = refused;
         next
     }
 }
 
-/// Releases the lock, and replaces this process by the same program with the same arguments. It
-/// waits as a standby: the record names its successor. Returns only on an error.
+/// Releases the lock, and replaces this process by the same program with the same arguments. The
+/// new program waits as a standby, because the record names its successor. Returns only on an
+/// error.
 ///
 /// The PID stays the same, so the supervisor notices nothing. Threads that hang in the driver end
-/// with the process. If one cannot end, the lock is free nevertheless.
+/// with the old program. Even if a thread cannot end, the lock is free.
 pub(super) fn restart_as_standby(lock: StateLock) -> io::Error {
     let mut arguments = std::env::args_os();
-    // Not by its path: an upgrade may have replaced the file.
+    // Do not use the program's path: an upgrade may have replaced the file.
     let mut command = Command::new("/proc/self/exe");
     if let Some(name) = arguments.next() {
         command.arg0(name);
@@ -343,14 +346,14 @@ mod tests {
     fn one_agent_at_a_time_asks_and_the_kernel_ends_the_request() {
         let directory = tempfile::tempdir().unwrap();
         let files = HandOverFiles { directory: directory.path().to_owned() };
-        assert_eq!(files.asking().unwrap(), None);
-        let request = files.ask("a-longer-name").unwrap().unwrap();
-        assert_eq!(files.asking().unwrap().as_deref(), Some("a-longer-name"));
-        assert!(files.ask("other").unwrap().is_none());
+        assert_eq!(files.requesting_agent().unwrap(), None);
+        let request = files.request_hand_over("a-longer-name").unwrap().unwrap();
+        assert_eq!(files.requesting_agent().unwrap().as_deref(), Some("a-longer-name"));
+        assert!(files.request_hand_over("other").unwrap().is_none());
         drop(request);
-        assert_eq!(files.asking().unwrap(), None);
-        let _request = files.ask("other").unwrap().unwrap();
-        assert_eq!(files.asking().unwrap().as_deref(), Some("other"));
+        assert_eq!(files.requesting_agent().unwrap(), None);
+        let _request = files.request_hand_over("other").unwrap().unwrap();
+        assert_eq!(files.requesting_agent().unwrap().as_deref(), Some("other"));
     }
 
     #[test]
@@ -358,7 +361,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let files = HandOverFiles { directory: directory.path().to_owned() };
         assert!(!files.is_awaited().unwrap());
-        let waiting = [files.wait().unwrap().unwrap(), files.wait().unwrap().unwrap()];
+        let waiting = [files.mark_waiting().unwrap().unwrap(), files.mark_waiting().unwrap().unwrap()];
         assert!(files.is_awaited().unwrap());
         drop(waiting);
         assert!(!files.is_awaited().unwrap());

@@ -1,10 +1,10 @@
 //! Polls NVML for the GPUs and their state.
 //!
 //! Each GPU has its own worker thread: its answers are published as they arrive, and a GPU that
-//! hangs delays no other GPU. The driver query, which calls no GPU, has its own worker too.
-//! If that query fails, all GPUs are unavailable. At most one thread is blocked for each GPU and
-//! purpose. One more worker reads the links between the GPUs. It is blocked if any GPU hangs, and
-//! the agent then keeps the links that it knows.
+//! hangs delays no other GPU. The driver query, which calls no GPU, also has its own worker. If
+//! that query fails, all GPUs are unavailable. At most one thread is blocked for each GPU and
+//! purpose. One more worker reads the links between the GPUs. If a GPU hangs, this worker is
+//! blocked and the agent keeps the known links.
 //!
 //! ```text
 //!  driver ─┐
@@ -26,23 +26,23 @@ use super::input::Input;
 
 /// Interval between polls. An event triggers a poll at once.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(10);
-/// Number of the latest reads of links that the agent uses together: a link that a read does not
-/// know keeps the value of an earlier one of these reads.
+/// Number of latest link reads that the agent combines. If a read lacks a link, the link keeps its
+/// value from an earlier read among these.
 const MAX_LINK_READS: usize = 10;
 /// Minimum interval between polls, even if more events trigger polls.
 const MIN_GPU_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum time that an NVML call for a GPU may take. A call may have to initialize the GPU first.
-/// A driver that hangs takes minutes, or never answers.
+/// A hanging driver takes minutes to answer, or never answers.
 const GPU_CALL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Interval between reads of the links between GPUs. The links change only if hardware fails.
 const LINKS_POLL_INTERVAL: Duration = Duration::from_secs(3600);
-/// Interval between reads of the links while a read fails, omits a GPU or does not know a link.
+/// Interval between reads of the links while a read fails or lacks a GPU or a link.
 const LINKS_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// Answers that arrive within this time of the first form one input. A poll of eight GPUs then
 /// causes one reconciliation instead of eight.
 const BATCH_WINDOW: Duration = Duration::from_millis(50);
 /// Maximum time to wait for the first answers of all GPUs, so that a node does not appear to have
-/// fewer GPUs than it has. A GPU that hangs delays the others by this time, once.
+/// fewer GPUs than it has. A GPU that hangs delays the other GPUs by this time, once.
 const FIRST_ANSWERS_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Polls the driver and its GPUs. Returns when the main loop has ended.
@@ -81,8 +81,7 @@ pub(crate) async fn watch_hardware(
             }
             let count = answer.as_ref().map_or(0, |driver_info| driver_info.count);
             let before = std::mem::replace(&mut answered, answer.is_ok());
-            // The main loop needs the driver's answer before the answers of the GPUs that it
-            // counts.
+            // The main loop needs the driver's answer before the answers of the driver's GPUs.
             if answers.send(Input::DriverInfo(answer, requested_at)).await.is_err() {
                 return Ok(());
             }
@@ -200,9 +199,9 @@ async fn watch_gpu(
     }
 }
 
-/// Reads the links between the GPUs each time that the driver's number of GPUs changes, which
-/// includes that the driver returns, and at long intervals. A read that is not complete replaces
-/// only the links that it knows. The other links keep their values for [`MAX_LINK_READS`] reads.
+/// Reads the links between the GPUs at long intervals, and whenever the driver reports another
+/// number of GPUs, including after an outage. An incomplete read replaces only the links that it
+/// contains. The other links keep their values for [`MAX_LINK_READS`] reads.
 async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: watch::Receiver<u32>) {
     // The latest reads, oldest first. A complete read makes the earlier ones obsolete.
     let mut reads: VecDeque<Topology> = VecDeque::new();
@@ -232,7 +231,7 @@ async fn watch_links(worker: Worker, inputs: mpsc::Sender<Input>, mut count: wat
                 Err(error) => {
                     tracing::warn!(
                         error = &error as &dyn std::error::Error,
-                        "failed to read the links between GPUs; keeping the known ones"
+                        "failed to read the links between GPUs; keeping the known links"
                     );
                 }
             }
@@ -256,7 +255,7 @@ mod tests {
 
     use super::*;
 
-    /// NVML that counts the reads of links and passes their number, from 0, to `read`.
+    /// A simulated NVML that passes the number of each link read, from 0, to `read`.
     struct FakeNvml {
         reads: AtomicUsize,
         read: fn(usize) -> Result<Topology, NvmlError>,
@@ -296,7 +295,7 @@ mod tests {
 
     #[tokio::test]
     async fn links_are_read_when_the_number_of_gpus_changes_and_a_failed_read_reports_nothing() {
-        // Each read after the first one lists one GPU more.
+        // Each read after the first lists one more GPU.
         let (nvml, counted, mut received, watching) = start_watching_links(|number| match number {
             0 => Err(NvmlError::Lost { call: "test" }),
             count => Ok(topology(count, |_, _| true)),
@@ -308,7 +307,7 @@ mod tests {
                 tokio::task::yield_now().await;
             }
         }
-        // The first read has failed, so the first topology is that of the second read.
+        // The first read failed, so the first topology comes from the second read.
         assert_eq!(receive_topology(&mut received).await.gpus().len(), 1);
         counted.send_replace(3);
         assert_eq!(receive_topology(&mut received).await.gpus().len(), 2);
@@ -321,7 +320,7 @@ mod tests {
         let (_nvml, counted, mut received, watching) = start_watching_links(|number| {
             Ok(match number {
                 0 => topology(3, |_, _| true),
-                // Omits the last GPU, and fails for a link between the others.
+                // The read omits the last GPU, and fails for a link between the others.
                 1 => topology(2, |_, _| false),
                 _ => topology(2, |_, _| true),
             })
@@ -355,7 +354,7 @@ mod tests {
 
     type Watching = (Arc<FakeNvml>, watch::Sender<u32>, mpsc::Receiver<Input>, tokio::task::JoinHandle<()>);
 
-    /// Starts to watch links that `read` returns.
+    /// Starts the watch of links with `read` as the source.
     fn start_watching_links(read: fn(usize) -> Result<Topology, NvmlError>) -> Watching {
         let nvml = Arc::new(FakeNvml { reads: AtomicUsize::new(0), read });
         let gpus = Arc::clone(&nvml);
@@ -366,7 +365,8 @@ mod tests {
         (nvml, counted, received, watching)
     }
 
-    /// Returns a topology in which each two GPUs have one NVLink, or none if it is unknown.
+    /// Returns a topology in which one NVLink connects each pair of GPUs, unless the pair's link is
+    /// unknown.
     fn topology(count: usize, is_known: fn(usize, usize) -> bool) -> Topology {
         let gpus = (0..count).map(|gpu| format!("GPU-{gpu}")).collect();
         let link = |one, other| GpuLink { nvlinks: u8::from(is_known(one, other)), ..GpuLink::default() };

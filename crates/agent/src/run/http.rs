@@ -74,7 +74,7 @@ impl StandbyEndpoints {
         let server = serve_endpoints(addr, Metrics::new(), heartbeats, watch::channel(none).1, None);
         let server = tokio::spawn(async move {
             if let Err(error) = server.await {
-                tracing::warn!(error = format!("{error:#}"), "a waiting agent cannot report its state");
+                tracing::warn!(error = format!("{error:#}"), "failed to serve the endpoints of a waiting agent");
             }
         });
         Self { heartbeat, server: AbortOnDropHandle::new(server) }
@@ -85,10 +85,10 @@ impl StandbyEndpoints {
         self.heartbeat.send_replace(standby_heartbeat(ready));
     }
 
-    /// Ends the endpoints, so that the agent can serve at the same address.
+    /// Stops the endpoints, so that the serving agent's endpoints can use the same address.
     pub(super) async fn stop(self) {
         self.server.abort();
-        // The error is the cancellation.
+        // Ignore the error: it only reports the cancellation.
         let _ = self.server.await;
     }
 }

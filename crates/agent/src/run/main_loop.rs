@@ -35,7 +35,8 @@ use crate::tenants::snapshot::TenantSnapshot;
 const MAX_ALLOCATION_DELAY: Duration = Duration::from_millis(30);
 /// Maximum interval between two reconciliations. Decisions depend on time even without inputs.
 const MAX_RECONCILE_INTERVAL: Duration = Duration::from_secs(5);
-/// Maximum time for the files' last write before a hand-over. The kubelet's calls wait meanwhile.
+/// Maximum time for the last write of the files before a hand-over. During this time, the kubelet's
+/// calls wait.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// State of the main loop.
@@ -120,13 +121,14 @@ impl MainLoop {
         tracing::info!(successor, "handing over to another agent of this node");
         self.stopping.cancel();
         self.plugins.stop().await;
-        // After the last allocation. The successor starts from the files.
+        // Write the files after the last allocation, because the successor starts from them.
         self.reconcile();
         let wanted = Arc::clone(&self.written.borrow());
         let complete = self.complete.wait_for(|complete| Arc::ptr_eq(complete, &wanted));
         if tokio::time::timeout(WRITE_TIMEOUT, complete).await.is_err() {
-            // As after a crash, the successor learns recent allocations from the kubelet.
-            tracing::warn!("the files are not written before the hand-over");
+            // After a failed write, the successor learns recent allocations from the kubelet, as
+            // after a crash.
+            tracing::warn!("failed to write the files before the hand-over");
         }
         if self.terminate.recv().now_or_never().is_some() {
             tracing::info!("received SIGTERM");
@@ -240,12 +242,12 @@ impl MainLoop {
         });
         let interval = actions.list_interval;
         self.listing.send_if_modified(|listing| std::mem::replace(&mut listing.interval, interval) != interval);
-        // An order would not survive a hand-over.
+        // While stopping, start no MIG changes: a hand-over would interrupt them.
         for order in actions.orders.into_iter().filter(|_| !self.stopping.is_cancelled()) {
             self.start_order(order);
         }
         if actions.close_nvml != self.closed_library.is_some() {
-            tracing::info!(closed = actions.close_nvml, "a quiesce changes whether NVML is open");
+            tracing::info!(closed = actions.close_nvml, "opened or closed NVML for a quiesce");
             self.closed_library = actions.close_nvml.then(|| self.library.close());
         }
         if actions.poll_nvml || self.closed_library.is_none() && self.nvml_was_closed {

@@ -30,7 +30,7 @@ pub(super) async fn run_order(library: Library, order: MigOrder, report: impl As
     let uuid = order.gpu.clone();
     let resets = match order.change {
         MigChange::Mode(_) => worker.call(SLOW_CHANGE_THRESHOLD, move |gpus| gpus.gpu(&uuid)).await.is_ok_and(|gpu| {
-            // A GPU that is lost now fails the change below.
+            // If the GPU is lost, the change below fails.
             mode_change_resets(gpu.compute_capability)
         }),
         _ => false,
@@ -66,10 +66,10 @@ pub(super) async fn run_order(library: Library, order: MigOrder, report: impl As
     report(result(outcome, after)).await;
 }
 
-/// Returns whether a change of MIG mode resets a GPU of this compute capability. It does before
-/// Hopper (9.0), and the driver refuses the change while anyone else has the GPU open. An event
-/// registration of this process opens the GPU too. While NVML is closed, events of all GPUs are
-/// lost.
+/// Returns whether a change of MIG mode resets a GPU of this compute capability. Before Hopper
+/// (9.0) the change resets the GPU, and the driver refuses the change while another user has the
+/// GPU open. An event registration of this process also keeps the GPU open. While NVML is closed,
+/// events of all GPUs are lost.
 fn mode_change_resets(compute_capability: (u32, u32)) -> bool {
     compute_capability < (9, 0)
 }

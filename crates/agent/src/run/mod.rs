@@ -65,7 +65,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     cleave_serve::descriptors::raise_limit();
     let args = Arc::new(args);
     let store = CheckpointStore::new(&args.state_dir);
-    // Before the wait: a signal that arrives before the main loop runs must not be lost.
+    // Install the handlers before the wait, so that a signal before the start of the main loop is
+    // not lost.
     let mut terminate = signal(SignalKind::terminate())?;
     let serving = tokio::select! {
         serving = hand_over::wait_for_lock(&store, &args) => serving?,
@@ -99,7 +100,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     let (snapshot, snapshots) = watch::channel(Arc::new(TenantSnapshot::default()));
     let (pod_events, pod_events_to_publish) = mpsc::channel(64);
     let library = Library::find(nvml_search(&args));
-    // Before any task can open NVML.
+    // Set this before any task can open NVML.
     let closed_library = node.closes_nvml().then(|| library.close());
     let main = MainLoop {
         nvml_was_closed: closed_library.is_some(),
@@ -200,7 +201,7 @@ fn restore_node(args: &AgentArgs, store: &CheckpointStore, link: &HostLink, now:
             error = &error as &dyn std::error::Error,
             "failed to read the checkpoint; restoring allocations from the kubelet"
         );
-        match store.move_aside() {
+        match store.rename_unusable() {
             Ok(path) => tracing::info!(path = %path.display(), "kept the unreadable checkpoint"),
             Err(error) => tracing::warn!(%error, "failed to keep the unreadable checkpoint"),
         }

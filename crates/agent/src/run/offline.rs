@@ -212,7 +212,7 @@ mod tests {
         let spec = |plan: &str| fs::write(files.path().join("spec.json"), format!(r#"{{"planId":"{plan}"}}"#)).unwrap();
         spec("a");
         let first = directory.read_spec(1);
-        // A change before the watch is not missed.
+        // This change precedes the watch, which must not miss it.
         spec("b");
         let (objects, mut read) = mpsc::channel(4);
         let (changes, spec_changes) = watch::channel(());

@@ -19,8 +19,8 @@ use crate::tenants::names::{PodNames, SharedPodNames};
 use crate::termination::pods::TerminatingPods;
 use crate::termination::shutdown::{Shutdown, ShutdownPeriods};
 
-/// Number of pods in one page of a list. A list of all pods of a node takes a megabyte, which this
-/// process would never release.
+/// Number of pods in one page of a list. A list of all pods of a node takes a megabyte of memory,
+/// which this process would never release.
 const POD_LIST_PAGE_SIZE: u32 = 20;
 
 /// The recipients of changes of this node's pods.
@@ -54,7 +54,8 @@ struct TerminationWatch {
     shutdown: Shutdown,
     /// UIDs in the current list, while the watch reads it.
     listed: BTreeSet<String>,
-    /// When the kubelet starts to terminate the next group of pods during a shutdown of the node.
+    /// The time at which the kubelet terminates the next group of pods during a shutdown of the
+    /// node.
     next_group: Option<Instant>,
 }
 
@@ -242,7 +243,7 @@ mod tests {
         assert!(!handle(&mut terminating, Event::InitDone) && !terminating.has_terminating());
         assert!(handle(&mut terminating, Event::Apply(guard(deleted("a")))));
         assert_eq!(seconds_left(&terminating, "a"), Some(30));
-        // A forced deletion is not preceded by a change of the pod object.
+        // Before a forced deletion, the API server reports no change of the pod object.
         assert!(handle(&mut terminating, Event::Delete(guard(pod_object("b", "", &spec)))));
         assert_eq!(seconds_left(&terminating, "b"), Some(0));
         // While the watch was broken, one pod was deleted, one became malformed, and one completed.

@@ -1,7 +1,7 @@
 //! Writes the CDI specification, which container runtimes read.
 //!
-//! A separate task, because NVIDIA's container toolkit may take long or hang, and must not delay
-//! the files of the MPS host.
+//! This task is separate, because NVIDIA's container toolkit may be slow or hang, and must not
+//! delay the MPS host's files.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,7 +37,8 @@ pub(super) async fn write_specification(
                 }
                 Err(error) => {
                     metrics.count_error("cdi");
-                    // Do not repeat the same line every two seconds on a node without a toolkit.
+                    // Log each error once: a node without a toolkit would repeat it every two
+                    // seconds.
                     let message = format!("{error:#}");
                     if reported.as_ref() != Some(&message) {
                         tracing::error!(error = message, "failed to write the CDI specification; retrying");
@@ -60,8 +61,8 @@ fn directory_edits(args: &AgentArgs) -> Option<DriverEdits> {
     Some(DriverEdits::directory(host, &args.container_driver_root))
 }
 
-/// Writes the specification. Without a driver directory, the toolkit says which files belong to the
-/// driver. Containers with a new device need not wait for the toolkit if it answered before.
+/// Writes the specification. Without a driver directory, the toolkit provides the list of driver
+/// files. If the toolkit has answered before, containers with a new device do not wait for it.
 async fn write_once(
     args: &Arc<AgentArgs>,
     next: &Arc<FileContents>,

@@ -120,7 +120,7 @@ impl ProcessObserver {
                 round.sample.devices.extend(devices);
                 round.sample.daemon_pods.extend(daemon_pods);
             }
-            // NVML is closed for a moment, or while a GPU is quiesced.
+            // NVML is briefly closed, or a GPU is quiesced.
             Err(NvmlError::Closed) => {}
             Err(error) => round.unreachable.push((gpu, error)),
         }

@@ -20,8 +20,8 @@ const FINDING_RETENTION_WITHOUT_SAMPLES: Duration = Duration::from_secs(60);
 /// Maximum number of findings in a `GpuNode`.
 pub const MAX_FINDINGS: usize = 32;
 /// Time for which a process that was an MPS client is exempt from `OutsideMps`. When an MPS server
-/// ends, the driver may list its broken clients as plain processes. The exemption has to end, since
-/// a process can execute another program.
+/// exits, the driver may list its broken clients as plain processes. The exemption has to end,
+/// since a process can execute another program.
 const RECENT_CLIENT_EXEMPTION: Duration = Duration::from_secs(10);
 /// Minimum interval between requests to terminate the same client.
 const MIN_TERMINATION_INTERVAL: Duration = Duration::from_secs(10);
@@ -163,8 +163,8 @@ impl Findings {
             return;
         };
         (finding.last_seen, finding.evict) = (now, evict);
-        // The amount of memory in the message changes with every sample. Write the status again
-        // only when the pod's name becomes known.
+        // The amount of memory in the message changes with every sample. Update the message, and so
+        // the status, only when the pod's name becomes known.
         if finding.status.pod.is_empty() && !status.pod.is_empty() {
             finding.status = FindingStatus { since: finding.status.since.take(), ..status };
         }

@@ -12,8 +12,8 @@ const MAX_PROC_FILE_BYTES: u64 = 64 << 10;
 /// State of a process, from `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProcessInfo {
-    /// Time from boot to the start of the process, in clock ticks. Together with the PID, it
-    /// identifies the process until the node reboots.
+    /// Time from boot to the start of the process, in clock ticks. This time and the PID identify
+    /// the process until the node reboots.
     pub start: u64,
     /// PID of the parent process.
     pub parent: u32,

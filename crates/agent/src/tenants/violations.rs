@@ -309,8 +309,8 @@ impl ContainerOnDevice<'_> {
             return false;
         }
         match door {
-            // An allocation that the kubelet does not list may be the pod's own: that of an init
-            // container or of a new pod.
+            // An allocation that the kubelet does not list may belong to the pod itself: to an init
+            // container, or to a new pod.
             Some(id) => self.belongs_to_another_pod(id, tenant) || !self.snapshot.limits.contains_key(id),
             None => true,
         }
@@ -323,7 +323,7 @@ impl Share {
     }
 }
 
-/// Returns words that name a process's owner in a sentence.
+/// Describes the owner of a process, for use within a sentence.
 fn describe_tenant(tenant: &Tenant, owner: Option<&ProcessOwner>) -> String {
     match (tenant.pod.as_str(), tenant.container.as_str(), owner) {
         ("", _, None) => "the host (no pod)".to_owned(),

@@ -266,7 +266,7 @@ mod tests {
         assert_eq!(attempts, [0, 100, 300, 700]);
         assert_eq!(reports, [(one.clone(), "busy".to_owned())]);
         assert_eq!(terminations.decide(Vec::new(), now), TerminationDecision::default());
-        // A new process with the same PID starts without a history.
+        // A new process with the same PID inherits no earlier attempts.
         assert_eq!(pids(&terminations.decide(vec![one], now)), [1]);
     }
 
@@ -319,7 +319,7 @@ mod tests {
         Continue {
             client: usize,
         },
-        /// The daemon of a device behaves like this from now on.
+        /// From now on, the device's daemon answers with this behavior.
         Daemon {
             device: usize,
             behaviour: DaemonBehaviour,

@@ -17,7 +17,8 @@ const MAX_SLEEP_FOR_AGENT: Duration = Duration::from_secs(2);
 /// On an H200 with driver 580, `terminate_client` takes 3 to 10 ms per client. A GPU has at most 48
 /// clients. Failed attempts are repeated.
 const MAX_TERMINATION_MARGIN: Duration = Duration::from_secs(2);
-/// The margin is at most a quarter of the grace period.
+/// Minimum ratio of the grace period to the margin. The margin is at most a quarter of the grace
+/// period.
 const MIN_GRACE_TO_MARGIN_RATIO: u32 = 4;
 
 /// Maximum grace period or sleep. Longer values count as this maximum: a spec may contain any
@@ -176,7 +177,7 @@ impl TerminatingPods {
     /// Finds the terminating pod of a client, with its `namespace/name`.
     ///
     /// `uids` are the UIDs of the pods whose cgroups contain the client, outermost first. If `uids`
-    /// is empty, the pod is the one to which `allocation` belongs, unless another pod with the same
+    /// is empty, returns the pod to which `allocation` belongs, unless another pod with the same
     /// name does not terminate.
     pub fn find_terminating(&self, uids: &[String], allocation: Option<&str>) -> Option<(&str, TerminationDeadlines)> {
         if !uids.is_empty() {
@@ -234,7 +235,7 @@ pub(super) mod tests {
         assert!(pods.observe(observation("a", None), now) && !pods.observe(observation("a", None), now));
         assert!(!pods.has_terminating());
         // By the API server's clock, half of the grace period is over. However, this node observed
-        // the start of the grace period.
+        // the start of the grace period itself.
         assert!(pods.observe(observation("a", Some((30, 15))), now + secs(1)));
         assert_eq!(termination_span_ms(&pods, "a", now), Some((1000, 31_000)));
         assert!(pods.has_terminating());

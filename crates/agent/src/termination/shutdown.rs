@@ -2,7 +2,7 @@
 //! (`shutdownGracePeriod` and related settings). Pure.
 //!
 //! The kubelet does not delete these pods, and updates the status of each only after it has ended.
-//! Before it terminates the first pod, it records the start of the shutdown in a file. The
+//! Before the kubelet terminates the first pod, it records the start of the shutdown in a file. The
 //! kubelet's settings determine the order and the times. The agent receives them as arguments.
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;

@@ -1,5 +1,5 @@
-//! Tests that the agent reports a fatal GPU error to the kubelet, on the pods and on the node, and
-//! that the shares become healthy again afterwards.
+//! Tests that the agent reports a fatal GPU error to the kubelet and in Events on the pods and the
+//! node. Tests that the shares become healthy again afterwards.
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};

@@ -1,4 +1,4 @@
-//! Tests of a roll-out on one node: two agents as processes, of which one serves.
+//! Tests a rollout on one node: two agents run as processes, and one of them serves.
 use std::fs;
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_pid, mps_spec, share_ids};
@@ -88,7 +88,8 @@ async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
     };
     assert!(!exit.success(), "{exit}");
     check_serves(machine, 1).await;
-    // The kubelet restarts the container. This time the agent would work.
+    // The kubelet restarts the container. The restarted agent could serve, but the old agent still
+    // refuses the hand-over.
     machine.start_agent(&NEW);
     let refused = || (machine.count_logged(&["does not hand over yet", "failures=1"]) == 1).then_some(());
     machine.wait_until("the old agent refuses to hand over", refused).await;
@@ -130,7 +131,7 @@ async fn an_agent_that_is_killed_at_any_step_leaves_one_that_serves() {
         machine.wait_until(&format!("{step:?}"), || (machine.count_logged(step) > 0).then_some(())).await;
         kill_pid(machine.agent_pids()[victim]);
         let survivor = ["new", "old"][victim];
-        // An agent that has not handed over yet registers no second time.
+        // An agent that has not handed over does not register again.
         if survivor == "new" || machine.count_logged(&["handing over to another agent"]) > 0 {
             wait_until_serving(&machine, survivor, if survivor == "new" { 1 } else { 2 }).await;
             let again = |seen: &cleave_kubelet::fake::FakeKubeletState| {

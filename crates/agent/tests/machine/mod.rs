@@ -191,7 +191,7 @@ impl Machine {
         self.agent = Some(command.stderr(self.open_log("agent.log")).spawn().unwrap());
     }
 
-    /// Starts the agent as in a cluster where the API server does not answer.
+    /// Starts the agent without a spec, as in a cluster whose API server does not answer.
     pub(crate) fn start_agent_without_api_server(&mut self) {
         let mut command = self.command("cleave");
         self.add_common_arguments(&mut command);
@@ -249,7 +249,7 @@ impl Machine {
         fs::write(&checkpoint, json.to_string()).unwrap();
     }
 
-    /// Stops the MPS host (SIGTERM), which ends its daemons too.
+    /// Stops the MPS host (SIGTERM), which also ends its daemons.
     fn stop_mps_host(&mut self) {
         if let Some(mut host) = self.host.take() {
             let pid = rustix::process::Pid::from_child(&host);

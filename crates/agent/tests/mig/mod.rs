@@ -17,7 +17,7 @@ const MIG_3G_RESOURCE: &str = "nvidia.com/mig-3g.40gb";
 const MIG_2G_RESOURCE: &str = "nvidia.com/mig-2g.20gb";
 const MIG_1G_RESOURCE: &str = "nvidia.com/mig-1g.10gb";
 
-/// How the agent serves an instance.
+/// How the spec shares an instance.
 #[derive(Clone, Copy)]
 enum ServedAs {
     Whole,

@@ -15,7 +15,7 @@ use cleave_agent::gpu::layout::{Pool, PoolKind, slice_id};
 const MPS_RESOURCE: &str = "nvidia.com/gpu-mps";
 const UNITS_PER_DEVICE: u32 = 10;
 
-/// A reservation for one request of a pod: units on one device.
+/// A reservation of units on one device, for one request of a pod.
 #[derive(Debug, Clone)]
 struct Reservation {
     pod: String,
@@ -312,8 +312,8 @@ fn run_steps(devices: usize, steps: Vec<AdmissionStep>, in_order: bool) -> Resul
     Ok(())
 }
 
-/// Runs the same sequences each time. About one random sequence in several thousand misleads the
-/// agent, because the kubelet's requests name no pod.
+/// Runs the same sequences each time. The sequences are fixed, because about one random sequence in
+/// several thousand misleads the agent: the kubelet's requests name no pod.
 fn run_random_sequences(with_init_containers: bool) {
     let config = ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() };
     let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);

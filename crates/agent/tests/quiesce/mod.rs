@@ -1,5 +1,5 @@
-//! Quiesced GPUs: no process of Cleave uses them, so they can be reset and the driver unloaded. The
-//! simulated driver counts open NVML sessions as users, like the real one.
+//! Tests quiesced GPUs: no process of Cleave uses them, so an administrator can reset them or
+//! unload the driver. The simulated driver counts open NVML sessions as users, like the real one.
 use cleave_api::gpunode::{GpuNodeStatus, GpuSpec};
 
 use crate::machine::{MPS_RESOURCE, Machine, container_devices, mps_spec, share_ids};

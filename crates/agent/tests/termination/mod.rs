@@ -1,5 +1,5 @@
-//! Tests the termination of pods with busy programs, beside a pod that has to continue. The test
-//! kills programs as the kubelet does.
+//! Tests the termination of pods with busy programs, beside a pod that has to continue. The tests
+//! kill programs as the kubelet does.
 use std::fs::{self, File};
 use std::process::{Child, ExitStatus};
 

@@ -51,7 +51,7 @@ impl PodContext<'_> {
     }
 
     /// Suggests pods to remove so that the pod fits. Ignores priorities, because users can delete
-    /// any of these pods, and some of them terminate without a deletion.
+    /// any of these pods, and some pods end by themselves.
     fn suggest_removals(&self, usable: &BTreeSet<&str>) -> Option<String> {
         let holders = self.removable_pods();
         let lowered = |holder: &Holder<'static>| Holder { priority: holder.priority.min(i32::MAX - 1), ..*holder };

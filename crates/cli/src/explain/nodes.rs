@@ -1,4 +1,4 @@
-//! The nodes and GPUs, from the view of one pod.
+//! Describes the nodes and GPUs from the view of one pod.
 use std::collections::BTreeMap;
 
 use cleave_api::cordon::Cordons;

@@ -1,4 +1,4 @@
-//! The state of one pod.
+//! Determines the state of one pod.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use super::report::{Assignment, Explanation, PodState, PodVerdict, RequestedUnit
 /// The cluster, from the view of one pod.
 pub(super) struct PodContext<'a> {
     pub(super) live: &'a LiveCluster,
-    /// Allocations and reservations, without those of pods that still have the placement gate.
+    /// Allocations and reservations, except those of pods that still have the placement gate.
     pub(super) ledger: &'a Ledger,
     pub(super) pod: &'a PodObject,
     /// `namespace/name` of the pod.

@@ -6,10 +6,10 @@ use cleave_plan::constraints::{LabelSelector, Labels};
 use cleave_plan::snapshot::{NodeSelectorTerm, Taint, Toleration};
 use serde::Deserialize;
 
-/// What is known about a part of the cluster, or why it could not be read.
+/// A part of the cluster, or the reason why it could not be read.
 pub(super) type Known<T> = Result<T, String>;
 
-/// Where Cleave will be installed.
+/// Namespace and nodes of the planned installation.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Target {
     /// The namespace of the release.
@@ -33,7 +33,7 @@ pub(super) struct Facts {
     pub(super) runtime_classes: Known<Vec<NamedObject>>,
     /// The `ResourceQuotas` of the target namespace. May include quotas of other namespaces.
     pub(super) quotas: Known<Vec<ResourceQuota>>,
-    /// The `LimitRanges` of the target namespace. May include those of other namespaces.
+    /// The `LimitRanges` of the target namespace. May include `LimitRanges` of other namespaces.
     pub(super) limit_ranges: Known<Vec<LimitRange>>,
     /// The target namespace, if it exists. May include other namespaces.
     pub(super) namespaces: Known<Vec<NamedObject>>,
@@ -64,7 +64,7 @@ impl Metadata {
     }
 }
 
-/// An object of which only the metadata matters.
+/// An object without fields other than its metadata.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct NamedObject {
@@ -77,12 +77,13 @@ pub(super) struct NamedObject {
 pub(super) struct ServerVersion {
     /// For example `v1.34.1-gke.1829001`.
     pub(super) git_version: String,
-    /// The same object, if `kubectl version` wrote it beside the version of the client.
+    /// The server's version in the output of `kubectl version`, which also contains the client's
+    /// version.
     pub(super) server_version: Option<Box<ServerVersion>>,
 }
 
 impl ServerVersion {
-    /// Returns the version as the server writes it.
+    /// Returns the version as the server formats it.
     pub(super) fn text(&self) -> &str {
         self.server_version.as_ref().map_or(&self.git_version, |server| &server.git_version)
     }
@@ -120,7 +121,7 @@ pub(super) struct NodeSpec {
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(super) struct NodeStatus {
-    /// Keeps a resource for some minutes after its device plugin has ended.
+    /// The kubelet keeps a resource here for some minutes after its device plugin has ended.
     pub(super) capacity: BTreeMap<String, Quantity>,
     pub(super) allocatable: BTreeMap<String, Quantity>,
     pub(super) node_info: NodeInfo,
@@ -290,7 +291,7 @@ pub(super) struct WebhookRule {
     pub(super) resources: Vec<String>,
 }
 
-/// A version's first two numbers.
+/// The first two numbers of a version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct MajorMinor(pub(super) u32, pub(super) u32);
 

@@ -73,7 +73,7 @@ enum PreflightFormat {
 /// Runs `cleave preflight`. The exit status is 1 if a finding is an error.
 ///
 /// # Errors
-/// The API server does not answer.
+/// Returns an error if the API server does not answer.
 pub(crate) async fn run(args: PreflightArgs) -> Result<ExitCode> {
     let facts = match &args.from {
         Some(directory) => read::from_directory(directory),

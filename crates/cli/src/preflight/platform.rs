@@ -1,7 +1,8 @@
 //! Detects the platform of a node, and where its driver is.
 use super::facts::Node;
 
-/// A distribution of Kubernetes with its operating system, as far as Cleave's values depend on it.
+/// A Kubernetes distribution with its operating system. Distinguishes only platforms that need
+/// different chart values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Platform {
     Gke,
@@ -24,7 +25,7 @@ pub(super) enum RuntimeClassUse {
     /// NVIDIA's runtime is the default runtime, or no runtime provides the driver.
     Never,
     /// An administrator decides whether NVIDIA's runtime is the default. The `RuntimeClass` exists
-    /// if it is not.
+    /// if the runtime is not the default.
     IfFound,
     /// NVIDIA's runtime is not the default runtime.
     Always,
@@ -80,7 +81,7 @@ impl Platform {
         }
     }
 
-    /// Returns the kubelet's directory, if it is not the usual one.
+    /// Returns the kubelet's directory, if the platform does not use the default.
     pub(super) const fn kubelet_directory(self) -> Option<&'static str> {
         match self {
             Self::K0s => Some("/var/lib/k0s/kubelet"),
@@ -100,7 +101,8 @@ impl Platform {
     }
 
     /// Returns the configuration of containerd, if the platform creates the `RuntimeClass` of
-    /// NVIDIA's runtime on every cluster. Only this file then shows whether a node has the runtime.
+    /// NVIDIA's runtime on every cluster. On such a platform, only this file shows whether a node
+    /// has the runtime.
     pub(super) const fn containerd_configuration(self) -> Option<&'static str> {
         match self {
             Self::K3s => Some("/var/lib/rancher/k3s/agent/etc/containerd/config.toml"),
@@ -109,8 +111,8 @@ impl Platform {
         }
     }
 
-    /// Detects the platform of a node. Labels and the operating system of platforms that run on
-    /// every cloud decide first. Returns `None` if nothing identifies a platform.
+    /// Detects the platform of a node. First checks for platforms that run on every cloud, by
+    /// labels and operating system. Returns `None` if nothing identifies a platform.
     pub(super) fn of(node: &Node) -> Option<Self> {
         let info = &node.status.node_info;
         let (os, kubelet) = (info.os_image.as_str(), info.kubelet_version.as_str());
@@ -147,7 +149,7 @@ impl Platform {
 
 /// Where the NVIDIA driver is on a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum DriverLayout {
+pub(super) enum DriverLocation {
     /// NVIDIA's GPU Operator runs the driver in a container.
     OperatorContainer,
     /// GKE installs the driver in a host directory.
@@ -156,13 +158,13 @@ pub(super) enum DriverLayout {
     TalosExtension,
     /// The image of Bottlerocket contains the driver.
     BottlerocketImage,
-    /// The driver is installed in the host's usual directories, as far as is known.
+    /// The driver is assumed to be in the host's usual directories.
     Host,
 }
 
-impl DriverLayout {
-    /// Returns the layout of a platform. `in_container` states whether the GPU Operator's driver
-    /// container runs on the GPU nodes.
+impl DriverLocation {
+    /// Returns the driver's location on a platform. `in_container` states whether the GPU
+    /// Operator's driver container runs on the GPU nodes.
     pub(super) const fn of(platform: Option<Platform>, in_container: bool) -> Self {
         match platform {
             _ if in_container => Self::OperatorContainer,
@@ -173,7 +175,7 @@ impl DriverLayout {
         }
     }
 
-    /// Describes the layout.
+    /// Describes the location.
     pub(super) const fn describe(self) -> &'static str {
         match self {
             Self::OperatorContainer => {

@@ -90,10 +90,10 @@ struct Page<T> {
     items: Vec<T>,
 }
 
-/// Reads the facts from the API server. A list that the API server refuses is reported as unknown.
+/// Reads the facts from the API server. Reports a list that the API server refuses as unknown.
 ///
 /// # Errors
-/// The API server does not answer.
+/// Returns an error if the API server does not answer.
 pub(super) async fn from_cluster(client: &Client, namespace: &str) -> Result<Facts> {
     let version = Request::new("/version").list(&ListParams::default()).context("failed to build a request")?;
     let server = match client.request(version).await {
@@ -152,8 +152,7 @@ fn describe(error: &kube::Error) -> String {
     }
 }
 
-/// Reads the facts from the files of a directory. A file that is missing or malformed is reported
-/// as unknown.
+/// Reads the facts from the files of a directory. Reports a missing or malformed file as unknown.
 pub(super) fn from_directory(directory: &Path) -> Facts {
     Facts {
         server: file(directory, VERSION_FILE),
@@ -192,7 +191,7 @@ fn file<T: DeserializeOwned>(directory: &Path, name: &str) -> Known<T> {
 /// Parses labels, such as `gpu=cleave,zone=a`.
 ///
 /// # Errors
-/// A part is not `NAME=VALUE`.
+/// Returns an error if a part is not `NAME=VALUE`.
 pub(super) fn parse_labels(text: &str) -> Result<Labels, String> {
     let pair = |part: &str| {
         let (key, value) = part.split_once('=').ok_or_else(|| format!("{part:?} is not LABEL=VALUE"))?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-/// How serious a finding is. Errors sort first.
+/// Severity of a finding. Errors sort first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub(super) enum Level {
     /// The installation would fail, or would harm pods.
@@ -18,7 +18,7 @@ pub(super) enum Level {
 /// Declares [`Reason`] and the list of all reasons.
 macro_rules! reasons {
     ($($name:ident: $doc:literal,)*) => {
-        /// What a finding is about. The names are stable, so scripts may depend on them.
+        /// Reason of a finding. The names are stable, so scripts may depend on them.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
         pub(super) enum Reason { $(#[doc = $doc] $name,)* }
 
@@ -149,7 +149,7 @@ impl Report {
     }
 }
 
-/// Sets the value at a path of names, separated by dots. No path is the start of another path.
+/// Sets the value at a path of names, separated by dots. No path may be a prefix of another path.
 fn insert(object: &mut Map<String, Value>, path: &str, value: &Value) {
     let Some((first, rest)) = path.split_once('.') else {
         object.insert(path.to_owned(), value.clone());

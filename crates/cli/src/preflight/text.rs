@@ -11,7 +11,7 @@ const WIDTH: usize = 100;
 /// Renders a report.
 ///
 /// # Errors
-/// The values cannot be written as YAML.
+/// Returns an error if the values cannot be written as YAML.
 pub(super) fn render(report: &Report) -> Result<String> {
     let mut text = String::new();
     let platforms = report.platforms.join(", ");
@@ -48,7 +48,7 @@ const fn level_name(level: Level) -> &'static str {
 }
 
 /// Writes words in lines of at most [`WIDTH`] characters. The first line starts with `start`, and
-/// the other lines are indented as far.
+/// the other lines have the same indentation.
 fn write_wrapped(text: &mut String, start: &str, words: &str) {
     let indent = start.chars().count();
     let mut column = 0;
@@ -93,7 +93,7 @@ fn install_text(report: &Report) -> Result<String> {
 /// Renders the values as a values file for Helm. A file without values is a comment.
 ///
 /// # Errors
-/// The values cannot be written as YAML.
+/// Returns an error if the values cannot be written as YAML.
 pub(super) fn values_yaml(report: &Report) -> Result<String> {
     let mut text = String::new();
     for file in &report.values_files {

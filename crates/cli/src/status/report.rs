@@ -77,7 +77,7 @@ pub struct Gpu {
     pub class: String,
     /// Why the GPU is unhealthy, in one word.
     pub reason: String,
-    /// Why the GPU is unhealthy, for people.
+    /// Why the GPU is unhealthy, as a sentence.
     pub message: String,
     /// The reason of the cordon, possibly empty. `None` if the GPU is not cordoned.
     #[serde(skip_serializing_if = "Option::is_none")]

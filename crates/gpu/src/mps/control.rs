@@ -87,8 +87,8 @@ pub(crate) async fn send_command_to_socket(
     .await
 }
 
-/// Returns whether the daemon sends the known greeting. Without this greeting, Cleave can use
-/// neither commands nor doors with the daemon.
+/// Returns whether the daemon sends the known greeting. Without this greeting, Cleave can neither
+/// send commands to the daemon nor enforce limits with doors.
 pub(crate) async fn has_known_greeting(pipe: &Path) -> Result<bool, ControlError> {
     with_deadline(ANSWER_DEADLINE, "hello", async {
         let socket = Socket::connect(&pipe.join("control")).await?;
@@ -127,7 +127,7 @@ pub(crate) async fn send_command_by_tool(
     answer
 }
 
-/// A client that the daemon has accepted. The daemon waits for the result of the client's
+/// A client that the daemon has accepted. The daemon is waiting for the result of the client's
 /// handshake.
 pub(crate) struct AcceptedClient {
     /// The client's socket to the server.

@@ -106,12 +106,12 @@ pub(crate) struct Device {
     report: RefCell<DaemonReport>,
     clients: RefCell<Clients>,
     faults: RefCell<FaultTracker>,
-    /// Time at which the unanswered `terminate_client` was sent.
+    /// When the last `terminate_client` without an answer was sent.
     terminating_since: Cell<Option<Instant>>,
     /// Whether a door's request to the daemon timed out. If so, the next probe does not retry.
     unanswered: Cell<bool>,
     handshake: RefCell<HandshakeRecord>,
-    /// Number of consecutive probes that had an unexpected end.
+    /// Number of consecutive probes that ended unexpectedly.
     unexpected_probes: Cell<u32>,
     /// Whether a daemon is starting, running or stopping.
     present: Cell<bool>,
@@ -170,7 +170,7 @@ impl Device {
         self.control.lock().await
     }
 
-    /// Returns whether a daemon that runs with some settings has the desired ones. Consent to
+    /// Returns whether a daemon with these settings already has the desired settings. Consent to
     /// advisory limits changes nothing while doors enforce the limits.
     fn has_settings(&self, running: &DaemonSettings, desired: &DaemonSettings) -> bool {
         let enforces = self.phase.borrow().enforcement == Enforcement::Hard;
@@ -204,7 +204,8 @@ impl Device {
         }
     }
 
-    /// Returns whether the status contains this device: its daemon is desired or still stopping.
+    /// Returns whether the status contains this device, because its daemon is desired or still
+    /// stopping.
     pub(crate) fn is_desired_or_stopping(&self) -> bool {
         self.present.get() || self.desired.borrow().is_some()
     }

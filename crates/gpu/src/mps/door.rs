@@ -7,11 +7,11 @@
 //! accepted the client or can no longer accept it. The server applies the limits when it accepts a
 //! client. The daemon and its server handle one client at a time without a deadline.
 //!
-//! The server must not wait for a client either. Driver 580's server waits forever if a client
-//! disconnects before it has introduced itself. The door can introduce the client on its behalf,
-//! but not on a socket that the client has shut down: a shutdown affects all processes that share
-//! the socket. So the door keeps the server's socket. The client receives one end of a connection
-//! to the door, and the door relays packets both ways.
+//! The server must not wait for a client. Driver 580's server waits forever if a client disconnects
+//! before it has introduced itself. The door can introduce the client on its behalf, but not on a
+//! socket that the client has shut down: a shutdown affects all processes that share the socket. So
+//! the door keeps the server's socket. The client receives one end of a connection to the door, and
+//! the door relays packets both ways.
 //!
 //! [`ControlLock`]: super::daemon::ControlLock
 mod admission;
@@ -37,11 +37,11 @@ use super::seqpacket::Listener;
 use super::wire::{Allocation, AllocationStatus};
 
 /// Maximum number of connections that a door serves at the same time. An allocation can have
-/// slightly fewer clients. Further connections wait in the kernel's queue, where their `connect`
-/// blocks.
+/// slightly fewer clients than this. Further connections wait in the kernel's queue, where their
+/// `connect` blocks.
 const MAX_DOOR_CONNECTIONS: usize = 64;
-/// Maximum number of connections of one allocation to its server. A client has two or three, and a
-/// GPU has at most 48 contexts.
+/// Maximum number of connections of one allocation to its server. A client has two or three
+/// connections, and a GPU has at most 48 contexts.
 const MAX_SERVER_CONNECTIONS: usize = 256;
 /// Delay after a failed `accept`. Descriptors may be exhausted until a connection closes.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);

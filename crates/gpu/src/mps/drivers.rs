@@ -4,7 +4,7 @@
 /// the effects of faults. See `docs/how-to/check-driver.md`.
 pub const MEASURED_BRANCHES: &[u32] = &[580];
 
-/// On what Cleave's knowledge of a driver's MPS is based.
+/// Basis of Cleave's knowledge of a driver's MPS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverEvidence {
     /// The branch was measured on real GPUs.

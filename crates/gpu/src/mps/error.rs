@@ -90,13 +90,13 @@ pub(crate) enum DaemonError {
 impl DaemonError {
     /// Returns whether the error concerns one connection to the daemon, so that the next
     /// connection may succeed.
-    pub(crate) fn is_of_one_connection(&self) -> bool {
+    pub(crate) fn concerns_one_connection(&self) -> bool {
         use ControlError::{Closed, Io, UnexpectedAnswer, UnknownProtocol};
         matches!(self, Self::Control(Closed | Io(_) | UnexpectedAnswer(_) | UnknownProtocol))
     }
 
-    /// Returns whether this process or the node has no free descriptor. Nothing is known about the
-    /// daemon then.
+    /// Returns whether this process or the node has no free descriptor. In this case, the error
+    /// shows nothing about the daemon.
     pub(crate) fn is_descriptor_exhaustion(&self) -> bool {
         let Self::Control(ControlError::Io(error)) = self else { return false };
         let exhausted = [rustix::io::Errno::MFILE, rustix::io::Errno::NFILE];
@@ -114,7 +114,7 @@ fn prefix_with_colon(line: &str) -> String {
     if line.is_empty() { String::new() } else { format!(": {line}") }
 }
 
-/// The last state that a daemon reported for a starting server.
+/// The last state that the daemon reported for a starting server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LastServerState {
     NoServer,

@@ -40,7 +40,7 @@ pub(crate) fn prepare_run_directory(paths: &Paths) -> Result<OwnedFd, HostError>
     }
 }
 
-/// Replaces a file. Readers see either the old content or the new content, never a part.
+/// Replaces a file. Readers see either the old or the new content, never a mixture.
 pub(crate) fn replace_file(path: &Path, text: &[u8]) -> io::Result<()> {
     let building = path.with_extension("new");
     let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&building)?;

@@ -24,7 +24,7 @@ use crate::nvml;
 
 /// Interval of checks whether door sockets were removed, and of retries.
 const RECONCILER_MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// Limit on open files that this process requests. MPS servers inherit the limit and need 16,384.
+/// Limit of open files that this process requests. MPS servers inherit the limit and need 16,384.
 /// Doors need several descriptors per client.
 const WANTED_DESCRIPTOR_LIMIT: u64 = 65_536;
 

@@ -35,7 +35,7 @@ pub(crate) async fn find_processes_of_gpu(uuid: &str) -> Option<Vec<u32>> {
 }
 
 /// Runs a search on a new thread. Reading the environment of a process that hangs in the driver
-/// hangs too, and must not block other devices. A thread that hangs is abandoned.
+/// also hangs, and must not block other devices. The search abandons a thread that hangs.
 async fn run_on_own_thread<T: Send + 'static>(search: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (found, answer) = oneshot::channel();
     let search = move || {

@@ -82,7 +82,7 @@ impl Reconciler {
     }
 
     /// Reads the desired file again if it could not be read, for example because this process had
-    /// no free descriptor: the file may not change again. Also opens the doors that could not be
+    /// no free descriptor: the file may not change again. Also retries doors that could not be
     /// opened.
     pub(crate) fn retry_failed_operations(&self) {
         if matches!(*self.desired_error.borrow(), Some(DesiredError::Read { .. })) {
@@ -277,7 +277,7 @@ impl Reconciler {
                 written = self.write_status(&status).then_some(status);
             }
             let retry = async {
-                // The agent reads only the file, and the status may not change again.
+                // Retry: the agent reads only the file, and the status may not change again.
                 match &written {
                     Some(_) => pending().await,
                     None => sleep(STATUS_RETRY_DELAY).await,

@@ -1,8 +1,7 @@
 //! SELinux labels of doors.
 //!
-//! Where SELinux is enforced, a container can use a directory of the host and connect to a socket
-//! in it only if both have the type of containers' files. Without the labels no client would reach
-//! its door.
+//! Where SELinux is enforced, a container can use a host directory and a socket in it only if both
+//! have the type of container files. Without the labels, no client could reach its door.
 use std::io;
 use std::path::Path;
 
@@ -22,17 +21,19 @@ pub(crate) struct ContainerLabel {
 }
 
 impl ContainerLabel {
-    /// Detects whether SELinux is enabled. The kernel registers `selinuxfs` only if it is.
+    /// Detects whether SELinux is enabled. The kernel registers `selinuxfs` only if SELinux is
+    /// enabled.
     pub(crate) fn detect() -> Self {
         let filesystems = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
         Self { enabled: lists_selinux(&filesystems) }
     }
 
-    /// Labels a file or directory. A file system without labels for single files, and a policy that
-    /// does not know the label, only cause a log line: the administrator chooses the label there.
+    /// Labels a file or directory. Logs a message without an error if the file system has no labels
+    /// for single files, or the policy does not know the label. In these cases, the administrator
+    /// chooses the label.
     ///
     /// # Errors
-    /// Returns an error if the file cannot be labelled. Containers could not use it.
+    /// Returns an error if the file cannot be labelled, because containers could not use it.
     pub(crate) fn apply(self, path: &Path) -> io::Result<()> {
         self.try_apply(path).or_else(|error| {
             if !is_label_impossible(&error) {
@@ -107,7 +108,7 @@ mod tests {
         for path in [directory.path(), &socket] {
             match enabled.try_apply(path) {
                 Ok(()) => assert_eq!(label(path).unwrap(), CONTAINER_FILE),
-                // Only root may write labels, and not every file system has them.
+                // Only root may write labels, and not every file system supports labels.
                 Err(error) => assert!(
                     matches!(
                         Errno::from_io_error(&error),

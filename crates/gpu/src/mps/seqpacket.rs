@@ -1,7 +1,8 @@
 //! SEQPACKET Unix sockets for tokio. Packets can carry credentials or a descriptor.
 //!
-//! Descriptors go through rustix, which returns them owned. Credentials go through nix: rustix
-//! cannot represent PID 0, which the kernel attests for a sender outside this PID namespace.
+//! Uses rustix for descriptors, because it returns owned descriptors. Uses nix for credentials,
+//! because rustix cannot represent PID 0, which the kernel attests for a sender outside this PID
+//! namespace.
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -108,7 +109,8 @@ impl Socket {
         self.write(|fd| Ok(rustix::net::send(fd, data, SendFlags::NOSIGNAL).map(drop)?)).await
     }
 
-    /// Sends one packet with credentials. `CAP_SYS_ADMIN` allows those of any living process.
+    /// Sends one packet with credentials. `CAP_SYS_ADMIN` allows the credentials of any living
+    /// process.
     pub(crate) async fn send_credentials(&self, data: &[u8], credentials: Credentials) -> io::Result<()> {
         self.write(|fd| send_without_waiting(fd, data, Some(credentials), MsgFlags::empty())).await
     }
@@ -237,8 +239,8 @@ impl Listener {
             _ => {}
         }
         let fd = new_socket()?;
-        // Accepted sockets inherit this, so the kernel attests the sender of their first packet
-        // too.
+        // Accepted sockets inherit this option, so the kernel also attests the sender of their
+        // first packet.
         rustix::net::sockopt::set_socket_passcred(&fd, true)?;
         rustix::net::bind(&fd, &SocketAddrUnix::new(&building)?)?;
         std::fs::set_permissions(&building, std::fs::Permissions::from_mode(0o666))?;

@@ -337,7 +337,8 @@ pub enum DaemonState {
     /// The server is in FAULT until the clients that it broke have exited.
     Fault,
     /// The daemon or its server exited or hung. Clients wait at their doors until the daemon
-    /// serves. Also a daemon whose settings changed, until it has restarted with them.
+    /// serves. A daemon whose settings changed also has this state, until it has restarted with
+    /// them.
     Restarting,
     /// The daemon failed repeatedly. Delays between restarts increase up to a maximum.
     BackOff,

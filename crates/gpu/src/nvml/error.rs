@@ -39,7 +39,7 @@ pub enum NvmlError {
         /// Name of the NVML function that failed.
         call: &'static str,
     },
-    /// A call has not returned within this deadline, and still blocks.
+    /// A call has not returned within this deadline, and is still blocked.
     #[error("NVML did not answer for {} s", .0.as_secs())]
     Hung(std::time::Duration),
     /// This process keeps NVML closed, so that a GPU can be reset or the driver unloaded.

@@ -26,7 +26,8 @@ pub trait Gpus: Send + Sync {
     }
 
     /// Returns the links between the GPUs. Accesses all GPUs, and omits those that fail. Links that
-    /// could not be read are unknown. A GPU that hangs blocks the call, so use a worker of its own.
+    /// could not be read are unknown. A GPU that hangs blocks the call, so make this call on a
+    /// separate worker.
     fn topology(&self) -> Result<Topology, NvmlError> {
         Err(NvmlError::NotSupported { call: "nvmlDeviceGetTopologyCommonAncestor" })
     }

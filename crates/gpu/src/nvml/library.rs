@@ -118,7 +118,7 @@ impl Library {
         kept_closed && self.0.open_sessions.load(Ordering::SeqCst) == 0
     }
 
-    /// Runs `call` in a session of its own, which is shut down afterwards. Keep the library closed
+    /// Runs `call` in a separate session, which is shut down afterwards. Keep the library closed
     /// before and during the call, so that no other thread of this process uses a GPU.
     pub(super) fn call_alone<T>(&self, call: impl FnOnce(&dyn Gpus) -> Result<T, NvmlError>) -> Result<T, NvmlError> {
         let session = Session { gpus: (self.0.open)()?, _count: SessionCount::new(&self.0.open_sessions) };

@@ -43,8 +43,8 @@ pub(super) enum NvLinkEnd {
     Switch,
 }
 
-/// Returns the other ends of a GPU's active NVLinks. A link that fails is unknown, and the others
-/// remain known. `bus_id` converts a bus ID to the format of sysfs.
+/// Returns the other ends of a GPU's active NVLinks. A link that cannot be read is unknown, and the
+/// other links remain known. `bus_id` converts a bus ID to the format of sysfs.
 ///
 /// # Errors
 /// Returns an error only if the driver is lost.
@@ -92,7 +92,7 @@ fn read_nvlink(
     Ok(())
 }
 
-/// Returns `None` for an error that concerns one GPU only.
+/// Returns `None` instead of an error that concerns only one GPU.
 pub(super) fn unless_driver_lost<T>(result: Result<T, NvmlError>) -> Result<Option<T>, NvmlError> {
     match result {
         Ok(value) => Ok(Some(value)),
@@ -152,8 +152,9 @@ pub(super) fn build_topology(gpus: &[GpuPorts], path: impl Fn(usize, usize) -> R
     Topology::with_unknown_links(gpus.iter().map(|gpu| gpu.uuid.clone()).collect(), link, is_known)
 }
 
-/// Returns the number of NVLinks between two GPUs: direct ones, and those through NVSwitches, which
-/// connect each GPU to every other one. If the GPUs report different numbers, the lower one counts.
+/// Returns the number of NVLinks between two GPUs: direct links, and links through NVSwitches,
+/// which connect each GPU to every other GPU. If the GPUs report different numbers, the lower one
+/// counts.
 fn count_nvlinks(one: &GpuPorts, other: &GpuPorts) -> u8 {
     let to_gpu = |from: &GpuPorts, to: &GpuPorts| {
         from.nvlinks.ends.iter().filter(|end| matches!(end, NvLinkEnd::Gpu(pci) if *pci == to.pci)).count()

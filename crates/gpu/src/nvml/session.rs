@@ -375,7 +375,7 @@ mod tests {
 
     #[test]
     fn sms_follow_from_cores_on_known_gpus() {
-        // T4, A100, A30, A10, L4, H100 SXM.
+        // The models are T4, A100, A30, A10, L4 and H100 SXM.
         for (cores, capability, sms) in [
             (2560, (7, 5), 40),
             (6912, (8, 0), 108),

@@ -70,7 +70,7 @@ pub(super) fn remapped_rows(nvml: &Nvml, device: &Device<'_>) -> Result<Option<R
     Ok(answered.map(|()| RemappedRows { pending: pending != 0, failed: failed != 0 }))
 }
 
-/// Returns the kind of device at the other end of an NVLink (`nvmlIntNvLinkDeviceType_t`).
+/// Returns the kind of the device at the other end of an NVLink (`nvmlIntNvLinkDeviceType_t`).
 /// nvml-wrapper's `remote_device_type` discards NVML's answer.
 pub(super) fn nvlink_remote_type(nvml: &Nvml, device: &Device<'_>, link: u32) -> Result<c_uint, Code> {
     let call = nvml_sym(nvml.lib().nvmlDeviceGetNvLinkRemoteDeviceType.as_ref())?;

@@ -1,5 +1,5 @@
-//! Runs NVML calls that may hang in the driver on a separate thread, so that they block nothing
-//! else.
+//! Runs NVML calls on a separate thread, because a call that hangs in the driver must not block
+//! other work.
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -97,7 +97,7 @@ impl Worker {
         }
     }
 
-    /// Runs `call` in a session of its own on this thread ([`Library::call_alone`]), without a
+    /// Runs `call` in a separate session on this thread ([`Library::call_alone`]), without a
     /// deadline.
     ///
     /// # Errors

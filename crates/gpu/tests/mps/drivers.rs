@@ -42,7 +42,7 @@ fn wait_until_refused(node: &Node) -> DaemonStatus {
 fn check_relay(node: &Node) {
     let through = Connection::connect(&node.paths.door(ALLOCATION_A)).unwrap();
     assert_eq!(through.recv(64).unwrap().unwrap().data, mps::HELLO_OF_OTHER_DRIVER);
-    // Credentials and descriptors are relayed too.
+    // The door also relays credentials and descriptors.
     through.send_credentials(mps::CREDENTIALS, mps::own_credentials()).unwrap();
     through.send(&mps::KIND_CLIENT.to_le_bytes()).unwrap();
     let packet = through.recv_fd(64).unwrap().unwrap();
@@ -75,7 +75,7 @@ fn consent_to_advisory_limits_does_not_restart_a_daemon_whose_doors_enforce_limi
     for accept_advisory in [true, false] {
         let settings = DaemonSettings { accept_advisory, ..node.desired.daemons[&node.uuid(0)].clone() };
         node.desire_daemon(0, settings);
-        // The MPS host acknowledges other limits, so it has read the consent too.
+        // The MPS host acknowledges other limits, so it has also read the consent.
         let threads = if accept_advisory { 30 } else { 40 };
         node.desire_allocation(ALLOCATION_B, 0, Some(threads), None);
         node.apply_desired();
@@ -230,7 +230,7 @@ fn failed_probes_of_an_earlier_daemon_do_not_count() {
     let node = node_with_two_tenants();
     let uuid = node.uuid(0);
     let before = node.daemon_status(0);
-    let failures = || node.read_mps_host_log().matches("had an unexpected end").count();
+    let failures = || node.read_mps_host_log().matches("ended unexpectedly").count();
     node.inject_fault("mps:command:get_server_status", None, FaultEffect::Code(7), Some(2));
     wait_until("two probes failed", || failures() == 2);
     send_signal(before.pid.unwrap(), Signal::KILL);

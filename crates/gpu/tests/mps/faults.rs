@@ -79,7 +79,7 @@ fn a_fault_is_reported_and_clients_that_do_not_exit_are_signalled() {
         fault.is_some_and(|fault| !fault.over && fault.culprit.is_some())
     });
     assert!(during.daemons[&uuid].message.contains(&format!("client {}", culprit.pid())));
-    // Of the other clients, one exits by itself, one after SIGTERM and one after SIGKILL.
+    // One other client exits by itself, one after SIGTERM, and one after SIGKILL.
     assert_eq!(culprit.wait().code(), Some(700 - 2 * 256));
     assert_eq!(exits.wait().code(), Some(700 - 2 * 256));
     assert_eq!(signal_that_ended(lingers.wait()), Some(15));

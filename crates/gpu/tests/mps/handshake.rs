@@ -66,7 +66,7 @@ fn a_client_that_introduces_itself_in_part_is_disconnected() {
     }
 }
 
-/// Returns a shutdown of each of a client's sockets, at each possible step.
+/// Returns all cases: a shutdown of each of a client's sockets, at each possible step.
 fn shutdown_violations() -> Vec<String> {
     let halves = ["shutdown", "shutdown-reading", "shutdown-writing", "shutdown-daemon", "shutdown-channel"];
     let lies = halves.iter().flat_map(|half| (0..=5).map(move |step| format!("{half}={step}")));

@@ -384,7 +384,7 @@ fn exclusive_process_is_set_before_the_daemon_starts_and_restored_after_it_stops
     node.wait_for_state(0, DaemonState::Active);
     node.stop_mps_host(Signal::TERM);
     assert_eq!(mode(&node), ComputeMode::Default);
-    // An MPS host that no longer has a daemon for the GPU restores the mode too.
+    // An MPS host that no longer has a daemon for the GPU also restores the mode.
     node.start_mps_host();
     node.wait_for_state(0, DaemonState::Active);
     node.stop_mps_host(Signal::KILL);
@@ -414,7 +414,7 @@ fn an_undesired_daemon_stops_once_its_clients_have_exited() {
     running.wait();
     node.wait_for_status("the daemon has exited", |status| !status.daemons.contains_key(&uuid));
     assert_eq!(node.mps_processes(), Vec::<u32>::new());
-    // A removed daemon can be desired again.
+    // The agent may desire a removed daemon again.
     node.desire_daemon(0, default_daemon());
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.apply_desired();
@@ -490,7 +490,7 @@ fn a_desired_file_that_could_not_be_read_is_read_again() {
 fn a_status_that_could_not_be_written_is_written_again() {
     let mut node = node_with_two_tenants();
     let path = node.paths.status();
-    // A directory instead of the file.
+    // Create a directory at the path of the file.
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
     node.desire_allocation(ALLOCATION_A, 0, Some(50), None);
@@ -505,7 +505,7 @@ fn a_status_that_could_not_be_written_is_written_again() {
 fn a_door_that_could_not_be_opened_is_reported_for_its_device_and_opened_later() {
     let mut node = Node::with_mps_host(2);
     let directory = node.paths.allocation(ALLOCATION_A);
-    // A file instead of the door's directory.
+    // Create a file at the path of the door's directory.
     fs::write(&directory, "").unwrap();
     node.desire_allocation(ALLOCATION_A, 0, Some(20), Some(8192));
     node.write_desired();
@@ -522,7 +522,7 @@ fn a_door_that_could_not_be_opened_is_reported_for_its_device_and_opened_later()
 fn a_door_whose_socket_cannot_be_restored_is_reported_until_it_is_restored() {
     let node = node_with_two_tenants();
     let directory = node.paths.allocation(ALLOCATION_A);
-    // A file instead of the door's directory.
+    // Create a file at the path of the door's directory.
     fs::remove_dir_all(&directory).unwrap();
     fs::write(&directory, "").unwrap();
     let uuid = node.uuid(0);

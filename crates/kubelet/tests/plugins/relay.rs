@@ -1,4 +1,4 @@
-//! Tests of the relay between an agent and a fake kubelet.
+//! Tests the relay between an agent and a fake kubelet.
 
 use std::os::unix::fs::MetadataExt as _;
 
@@ -145,12 +145,12 @@ async fn devices_of_an_absent_agent_become_unhealthy_and_healthy_again_when_it_r
     let refusal = kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect_err("there is no agent");
     assert_eq!(refusal.code(), tonic::Code::Unavailable);
     assert!(refusal.message().contains("agent on this node did not answer"), "{refusal}");
-    // `PreStartContainer` delays only its own container, so it waits for longer.
+    // `PreStartContainer` delays only its own container, so the relay holds it for longer.
     let returns = async { fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]) };
     let (agent, started) = tokio::join!(returns, kubelet.pre_start(MPS_RESOURCE, &["a"]));
     started.expect("the agent returned");
     kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("the list again");
-    // The relay disconnects at once, so the agent does not wait for it.
+    // The relay disconnects at once, so the agent does not wait for the relay.
     let begun = std::time::Instant::now();
     agent.shutdown().await;
     assert!(begun.elapsed() < fixture.agent.config.timings.hang_up, "the agent waited for the relay");
@@ -187,7 +187,7 @@ async fn after_a_restart_of_the_kubelet_resources_are_registered_without_the_age
     kubelet.wait_for(TEST_TIMEOUT, offers(&["a"])).await.expect("the list again");
     let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect("an allocation");
-    // The agent learns of the next restart by a new registration.
+    // The agent detects the kubelet's next restart, because it must register again.
     let mut states = agent.state();
     let registrations = |state: &PluginServerState| state.resources.values().map(|one| one.registrations).sum::<u64>();
     states.wait_for(PluginServerState::is_ready).await.expect("ready");
@@ -235,7 +235,7 @@ async fn a_registration_without_a_kubelet_fails_and_is_repeated() {
     relay.stop().await;
 }
 
-/// A resource that reports each call of `allocate`, and never answers.
+/// A resource that reports each call of `allocate` and never answers the call.
 struct SilentResource {
     devices: watch::Sender<Arc<DeviceList>>,
     called: watch::Sender<u32>,

@@ -4,8 +4,8 @@
 //! Each certificate has its own CA. The CA's key is dropped after signing, so the CA cannot sign
 //! another certificate. The Secret contains the certificate, its key, and the CAs that API servers
 //! must trust: the certificate's own CA and the previous one. API servers therefore also trust a
-//! replica that still serves the previous certificate. [`next_step`] decides and is pure. This
-//! function detects expiry by verifying the certificate as a client would at a given time.
+//! replica that still serves the previous certificate. [`next_step`] decides and is pure. To detect
+//! expiry, the function verifies the certificate as a client would at a given time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};

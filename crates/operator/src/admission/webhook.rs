@@ -59,7 +59,7 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit of a whole request. The API server waits for 10 s.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(8);
-/// Time for which the webhook still answers requests after it is asked to stop. API servers need
+/// Time for which the webhook still answers requests after `stop` is cancelled. API servers need
 /// some time to switch to another replica.
 pub(crate) const DRAIN_TIME: Duration = Duration::from_secs(3);
 /// Maximum time for open requests after [`DRAIN_TIME`].
@@ -307,7 +307,7 @@ pub(crate) async fn serve(
         tokio::time::sleep(linger).await;
     });
     loop {
-        // Cancel-safe: a permit or a connection that was not returned is not lost.
+        // Cancel-safe: a permit or a connection that this future has not returned is not lost.
         let (stream, permit) = tokio::select! {
             () = &mut end => break,
             accepted = accept(&listener, &connections) => match accepted {

@@ -1,5 +1,4 @@
-//! What the gatekeeper decides in one reconcile: pods to release, pods to evict, and why other pods
-//! wait.
+//! The decisions of one reconcile: pods to release, pods to evict, and why other pods wait.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -8,7 +7,7 @@ use cleave_plan::ledger::DeviceRequest;
 use cleave_plan::snapshot::Requirement;
 use serde_json::Value;
 
-use super::stranded::Rescue;
+use super::stranded::StrandedActions;
 use crate::policies::demand::WaitingPod;
 use crate::policies::taint::TaintChange;
 use crate::rollout::Step;
@@ -47,7 +46,8 @@ pub struct Release {
     pub uid: String,
     /// Why the pod is released.
     pub reason: ReleaseReason,
-    /// Whether the pod is reported to cluster autoscalers. The report is withdrawn first.
+    /// Whether the pod is reported to cluster autoscalers. In this case, the operator withdraws the
+    /// report before the release.
     pub reported: bool,
     /// Time for which the pod waited at the gate.
     pub waited: Duration,
@@ -82,23 +82,23 @@ pub struct Report {
 /// Maximum time until waiting pods are rechecked, even if no change wakes the placement controller.
 const WAITING_RECHECK_TIME: Duration = Duration::from_secs(5);
 
-/// What one reconcile decides.
+/// The decisions of one reconcile.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Actions {
     /// Pods to release, in order of priority and age.
     pub releases: Vec<Release>,
     /// Pods to evict. The shares that they free are kept for the preemptor.
     pub evictions: Vec<Eviction>,
-    /// Pods that wait at the gate, each with what it waits for.
+    /// Pods that wait at the gate, each with the reason.
     pub waiting: BTreeMap<String, WaitingPod>,
     /// Pods whose report to cluster autoscalers changes.
     pub reports: Vec<Report>,
     /// Number of pods at the gate that are to be reported to cluster autoscalers.
     pub reported: usize,
-    /// Nodes whose taint changes, because they only look free to cluster autoscalers.
+    /// Nodes whose taint for cluster autoscalers changes. See [`super::fragments`].
     pub taints: Vec<TaintChange>,
     /// Actions for stranded pods.
-    pub rescue: Rescue,
+    pub stranded: StrandedActions,
     /// Actions for MPS hosts. `None` if this reconcile did not examine them.
     pub rollout: Option<Step>,
     /// Whether another reconcile can release more pods immediately.

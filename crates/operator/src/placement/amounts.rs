@@ -8,7 +8,7 @@ use cleave_plan::scheduling::PODS_RESOURCE;
 /// Free amounts by resource. Negative if pods request more than the node has.
 pub(super) type Free<'a> = BTreeMap<&'a str, i128>;
 
-/// What a node does not have enough of for a pod.
+/// The kind of resource that a node lacks for a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shortage {
     /// CPU, memory, pod slots or another resource that Cleave does not serve.
@@ -38,8 +38,8 @@ pub(super) fn requested_with_gpus(requests: &Requests) -> impl Iterator<Item = (
     amounts.filter(|(_, amount)| *amount > 0)
 }
 
-/// Returns the amount that a pod uses of one resource of a node. A number of GPUs that is malformed
-/// or too large fits no node. Other such amounts do not count.
+/// Returns the amount that a pod uses of one resource of a node. A malformed or too large number of
+/// GPUs fits no node. Malformed amounts of other resources do not count.
 pub(super) fn amount(requests: &Requests, resource: &str) -> i128 {
     if resource == PODS_RESOURCE {
         return 1000;
@@ -54,7 +54,7 @@ pub(super) fn has_room_for_pod<'r>(free: &Free<'_>, mut requested: impl Iterator
     has_slot && requested.all(|(resource, wanted)| free.get(resource).is_some_and(|free| *free >= wanted))
 }
 
-/// Subtracts what a pod uses, its slot included.
+/// Subtracts the resources that a pod uses, including its pod slot.
 pub(super) fn subtract(free: &mut Free<'_>, requests: &Requests) {
     for (name, free) in free.iter_mut() {
         *free = free.saturating_sub(amount(requests, name));

@@ -20,9 +20,9 @@ pub(super) const MAX_RENEWALS: u32 = 11;
 /// Time for which the ledger keeps the claim of a deleted pod if the agent never reported its
 /// allocation. A pod that is deleted without a grace period may still use its shares.
 pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
-/// Time after a pod ended or was deleted for which units that its node still lists count as about
-/// to be free. After that, they count as used until the node reports something else. The kubelet
-/// may be unable to stop the pod's programs, and other pods must not wait for it.
+/// Time after a pod ended or was deleted during which its listed units count as about to be free.
+/// After that, the units count as used until the node reports otherwise. The kubelet may be unable
+/// to stop the pod's programs, and other pods must not wait for it.
 pub(super) const LISTED_TIME: Duration = Duration::from_secs(60);
 
 /// State of the pods that have claims in the ledger, by pod name.
@@ -136,7 +136,7 @@ impl PodClaims {
     }
 
     /// Records that a pod is bound to a node. Returns true if the node has reported all allocations
-    /// of the pod and the pod is not terminating. Such a pod needs no further examination.
+    /// of the pod and the pod is not terminating. Such a pod needs no further checks.
     pub(super) fn record_binding(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, node: &str) -> bool {
         let terminating = pod.metadata.deletion_timestamp.is_some();
         if terminating && self.allocated.contains(name) {
@@ -231,8 +231,8 @@ impl PodClaims {
         }
     }
 
-    /// Returns whether the units of an ended or deleted pod count as about to be free. The node
-    /// still lists them. After [`LISTED_TIME`] they count as used.
+    /// Returns whether the units of an ended or deleted pod, which the node still lists, count as
+    /// about to be free. After [`LISTED_TIME`], these units count as used.
     pub(super) fn is_ending(&self, node: &str, name: &str, up: Duration) -> bool {
         let ended = self.ended.get(name).and_then(|nodes| nodes.get(node)).copied().unwrap_or(self.built);
         up < ended.saturating_add(LISTED_TIME)
@@ -287,7 +287,7 @@ impl PodClaims {
 
 /// Returns the claim of a pod.
 fn claim(pod: &PodObject, place: Place) -> Claim {
-    Claim { device_requests: pod.device_requests(), place, noted: annotated_reservations(pod) }
+    Claim { device_requests: pod.device_requests(), place, annotated: annotated_reservations(pod) }
 }
 
 /// Returns the nodes of a claim.
@@ -314,8 +314,8 @@ fn placement_of(pod: &PodObject, now: ReconcileTime) -> Option<Place> {
     }
     let placement = pod.placement.as_ref()?;
     // The operator that wrote the annotation may have had a different clock, or may have renewed
-    // the reservation. So the reservation lasts no longer than a new one. A reservation that has
-    // already expired ends in this reconcile.
+    // the reservation. Therefore the restored reservation lasts no longer than a new one. A
+    // reservation that has already expired ends in this reconcile.
     let expires = Moment(placement.until.clamp(now.epoch, expiry(now).0));
     Some(Place::OneOf { nodes: placement.nodes.keys().cloned().collect(), expires })
 }

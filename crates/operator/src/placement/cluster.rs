@@ -1,4 +1,4 @@
-//! What one reconcile reads: the objects of the watches, and the time.
+//! The inputs of one reconcile: the objects of the watches, and the time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,8 +23,8 @@ pub struct Cluster {
     pub nodes: Vec<Arc<NodeObject>>,
     /// The `GpuNode` of each node that Cleave manages.
     pub gpu_nodes: Vec<Arc<DeserializeGuard<GpuNode>>>,
-    /// `SharingPolicy`s. Each states how replicas are placed on its GPUs, and what it makes of
-    /// GPUs of nodes that do not exist yet.
+    /// `SharingPolicy`s. Each policy states how replicas are placed on its GPUs, and how GPUs of
+    /// future nodes are shared.
     pub policies: Vec<Arc<DeserializeGuard<SharingPolicy>>>,
     /// Pods of the agents.
     pub agents: Vec<Arc<AgentPod>>,
@@ -57,7 +57,7 @@ pub(super) struct Input<'a> {
     pub(super) tracker: &'a PodTracker,
     /// The pods in `tracker` that are not settled.
     pub(super) unsettled: &'a [&'a PodObject],
-    /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
+    /// Why each pod waits, according to the plan for GPUs that Cleave partitions on demand.
     pub(super) demand: &'a BTreeMap<String, WaitingPod>,
     pub(super) now: ReconcileTime,
 }

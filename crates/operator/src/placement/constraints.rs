@@ -24,7 +24,7 @@ pub(super) struct Constraints<'a> {
     cluster: &'a Cluster,
     nodes: &'a Nodes,
     tracker: &'a PodTracker,
-    /// Bound pods whose rules keep other pods away from nodes.
+    /// Bound pods whose rules exclude other pods from nodes.
     repelling: Vec<&'a PodObject>,
     /// The anti-affinity terms of `repelling` pods and of pods with a reservation, each with its
     /// pod's namespace. Identical terms, such as those of replicas, are stored once.
@@ -164,7 +164,7 @@ impl<'a> Constraints<'a> {
         let repelling = self.repelling.iter().filter_map(|pod| Some(placed_pod(pod, pod.node()?)));
         let (all, repelling) = (bound.chain(reserved()), repelling.chain(reserved()));
         let checker = NodeChecker::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied());
-        // A release narrows the pod to a node.
+        // Check the pod's rules as the release changes them: it narrows the pod to one node.
         Some(checker.narrowed())
     }
 

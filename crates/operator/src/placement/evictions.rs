@@ -17,13 +17,13 @@ const ACCEPTED_TIME: Duration = Duration::from_secs(10);
 /// Time after its deletion timestamp, which includes the grace period, for which a pod counts as
 /// terminating. A pod that still runs then may never end, and other pods must not wait for it.
 pub(super) const TERMINATION_TIME: Duration = Duration::from_secs(60);
-/// First time for which a pod is not evicted after a refusal. Each further refusal doubles it.
+/// Delay before another eviction of a pod after the first refusal. Each further refusal doubles the
+/// delay.
 pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(10);
-/// Maximum time for which a pod is not evicted after a refusal.
+/// Maximum delay before another eviction of a pod after a refusal.
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
-/// Number of consecutive requests without an answer after which a pod counts as refused. The first
-/// such requests do not show whether the pod can be evicted, and another pod must not be evicted
-/// instead.
+/// Number of consecutive requests without an answer after which a pod counts as refused. Until
+/// then, it is unknown whether the pod can be evicted, so no other pod is evicted instead.
 pub(super) const MAX_UNANSWERED: u32 = 3;
 /// Maximum pause after the API server has limited the rate of requests.
 const MAX_RATE_LIMIT_PAUSE: Duration = Duration::from_secs(60);
@@ -136,8 +136,8 @@ impl<'a> Evictability<'a> {
         self.budgets.allowed_evictions()
     }
 
-    /// Returns the properties of a bound pod that decide whether it is preempted. Returns `None` if
-    /// the pod cannot be evicted now, or does not terminate after an eviction.
+    /// Returns the properties of a bound pod that determine whether it is preempted. Returns `None`
+    /// if the pod cannot be evicted now, or does not terminate after an eviction.
     pub(super) fn holder(&self, pod: &'a PodObject) -> Option<Holder<'a>> {
         let is_terminating = is_terminating(pod);
         if is_terminating && !ends_soon(pod, self.now) {

@@ -13,7 +13,7 @@ use crate::pods::PodObject;
 use crate::policies::partition;
 use crate::rollout::MpsState;
 
-/// Why units of a node are unavailable for a moment.
+/// Why units of a node are briefly unavailable.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Absence {
     /// The node's agent is not ready.
@@ -22,7 +22,7 @@ pub(super) enum Absence {
     Partition(String),
 }
 
-/// What decides which units of a node are available, besides the `GpuNode`.
+/// Conditions besides the `GpuNode` that determine which units of a node are available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Availability<'a> {
     /// Whether the node's agent is ready. A pod that starts on a node without an agent fails.
@@ -33,7 +33,7 @@ pub(super) struct Availability<'a> {
     pub(super) over: &'a BTreeSet<Absence>,
 }
 
-/// Returns why units of a node are unavailable for a moment.
+/// Returns why units of a node are briefly unavailable.
 pub(super) fn absences(object: &GpuNode, ready: bool) -> BTreeSet<Absence> {
     let gpus = object.status.iter().flat_map(|status| &status.gpus);
     let is_due = |gpu: &&GpuStatus| planned_partition(object, gpu).is_some();
@@ -54,7 +54,7 @@ fn planned_partition<'o>(object: &'o GpuNode, gpu: &GpuStatus) -> Option<&'o Par
 ///
 /// - all units of a GPU that is being repartitioned, is unhealthy or is cordoned
 /// - units that are reported as unhealthy
-/// - units that are not available by `availability`
+/// - units that `availability` excludes
 pub(super) fn node_facts(
     object: &GpuNode,
     availability: Availability<'_>,
@@ -110,14 +110,14 @@ pub(super) fn node_facts(
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct UnitCounts {
     pub(super) total: u64,
-    /// Units that the agent reports to the kubelet as healthy. They are the node's allocatable
-    /// units as soon as the kubelet has reported them.
+    /// Units that the agent reports to the kubelet as healthy. Once the kubelet has reported these
+    /// units, they are the node's allocatable units.
     pub(super) healthy: u64,
 }
 
-/// Returns the numbers of units that the node's GPUs offer, by resource. The health of a GPU does
-/// not decide which units are healthy: the units stay healthy while an MPS daemon is away for a
-/// moment, and those in use stay healthy on a cordoned GPU.
+/// Returns the numbers of units that the node's GPUs offer, by resource. A GPU's health does not
+/// determine which units are healthy. Units stay healthy while an MPS daemon is briefly
+/// unavailable, and units in use stay healthy on a cordoned GPU.
 pub(super) fn unit_counts(object: &GpuNode) -> BTreeMap<String, UnitCounts> {
     let mut counts: BTreeMap<String, UnitCounts> = BTreeMap::new();
     let slices = object.status.iter().flat_map(|status| &status.gpus).flat_map(|gpu| &gpu.slices);

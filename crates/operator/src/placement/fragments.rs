@@ -1,10 +1,10 @@
 //! Taints nodes that look free to autoscalers although no GPU has enough free units. Off by
 //! default. Pure.
 //!
-//! Autoscalers sum the free units of a node's GPUs. To autoscalers, six free shares on two GPUs are
-//! room for five, so they add no node for a pod that requests five. Karpenter treats the effect
-//! `PreferNoSchedule` like a rule when it searches for room, so it skips tainted nodes. The
-//! scheduler may still use tainted nodes, and pods that Cleave releases to these nodes are not
+//! Autoscalers sum the free units of a node's GPUs. If two GPUs together have six free shares, an
+//! autoscaler assumes that a pod with five shares fits, and adds no node. Karpenter treats the
+//! effect `PreferNoSchedule` like a rule when it searches for a node, so it skips tainted nodes.
+//! The scheduler may still use tainted nodes, and pods that Cleave releases to these nodes are not
 //! affected.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -56,7 +56,7 @@ impl FragmentationTaints {
     }
 
     /// Returns the nodes whose taint changes. `reported` are the pods that are reported to
-    /// autoscalers. None of their requests fits on any node.
+    /// autoscalers. No node has room for any of these pods.
     pub(super) fn update(
         &mut self,
         (nodes, tracker): (&Nodes, &PodTracker),
@@ -103,10 +103,10 @@ fn released_units(ledger: &Ledger) -> ReleasedUnits<'_> {
 }
 
 /// Returns whether the sum of a node's free units suffices for one of the pods that may use the
-/// node. A node that no reported pod may use delays no new node.
+/// node. A node that no reported pod may use does not keep autoscalers from adding a node.
 ///
-/// The sum is the larger of two: that of the ledger, and that of an autoscaler, which counts as the
-/// scheduler. To an autoscaler, units that only a deleted pod still uses are free.
+/// The function uses the larger of two sums: the ledger's, and the autoscaler's, which equals the
+/// scheduler's. An autoscaler counts units that only a deleted pod still uses as free.
 fn looks_free(
     (ledger, released): (&Ledger, &ReleasedUnits<'_>),
     (node, tracker): (&NodeState, &PodTracker),

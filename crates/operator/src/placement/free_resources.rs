@@ -25,8 +25,8 @@ pub(super) struct FreeResources<'a> {
     /// Waiting pods with a nomination on each node, by name. Pods of the same or lower
     /// priority do not see the resources that these pods request as free.
     nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
-    /// Requests of terminating pods without units of sound GPUs, by node. They count only in the
-    /// scheduler's sum, and are about to end.
+    /// Requests of terminating pods without units of healthy GPUs, by node. These requests count
+    /// only in the scheduler's sum, and are about to end.
     ending: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
     computed: BTreeMap<&'a str, Free<'a>>,
 }
@@ -75,7 +75,8 @@ impl<'a> FreeResources<'a> {
         resources
     }
 
-    /// Keeps the resources that a waiting pod requests for this pod.
+    /// Nominates a waiting pod for a node, so that pods of the same or lower priority cannot use
+    /// the resources that it requests.
     pub(super) fn nominate(
         &mut self,
         pod: String,
@@ -98,8 +99,8 @@ impl<'a> FreeResources<'a> {
         self.missing_resources(node, pod).is_some_and(|missing| missing.is_empty())
     }
 
-    /// Returns what a node does not have enough of for a pod. Returns `None` if the node has enough
-    /// of everything, or if only the ledger knows that its GPUs have no room.
+    /// Returns the kind of resource that a node lacks for a pod. Returns `None` if the node lacks
+    /// nothing, or if only the ledger shows that its GPUs have no room.
     pub(super) fn shortage(&mut self, node: &str, pod: Requester<'_>) -> Option<Shortage> {
         if !self.has_room(node, pod) {
             return Some(Shortage::Resources);
@@ -134,8 +135,8 @@ impl<'a> FreeResources<'a> {
 
     /// Returns the units that a node with a faulted GPU is missing for a pod in the scheduler's
     /// sum, by resource, in thousandths. Terminating pods without units do not count: they are
-    /// about to end. A sound node is missing none: if the ledger has units there, the sum has them
-    /// too as soon as terminating pods have ended.
+    /// about to end. A node without a faulted GPU is missing no units: if the ledger has free units
+    /// there, the sum includes them as soon as terminating pods have ended.
     pub(super) fn units_missing_by_faults<'r>(&mut self, node: &str, pod: Requester<'r>) -> BTreeMap<&'r str, u128> {
         let (nodes, ending) = (self.nodes, self.ending.get(node).cloned().unwrap_or_default());
         let missing = self.missing_units(node, pod);
@@ -149,8 +150,8 @@ impl<'a> FreeResources<'a> {
     }
 
     /// Returns the units that a node is missing for a pod in the scheduler's sum, by resource, in
-    /// thousandths. A resource that the node does not offer now is not missing: the ledger decides
-    /// about planned partitions.
+    /// thousandths. A resource that the node does not offer now does not count as missing, because
+    /// the ledger handles planned partitions.
     fn missing_units<'r>(&mut self, node: &str, pod: Requester<'r>) -> impl Iterator<Item = (&'r str, u128)> {
         self.compute_free(node);
         let free = self.computed.get(node);
@@ -158,8 +159,8 @@ impl<'a> FreeResources<'a> {
         let nodes = self.nodes;
         amounts::requested_units(pod.requests).filter_map(move |(resource, wanted)| {
             let free = *free?.get(resource)?;
-            // On a sound node the ledger keeps the nominated units. Their victims still count in
-            // the sum, so the units must not be subtracted twice.
+            // On a node without a faulted GPU, the ledger keeps the nominated units. The victims
+            // still count in the sum, so the units must not be subtracted twice.
             let nominees = nominated.into_iter().flatten().filter(|_| has_unhealthy_units(nodes, node, resource));
             let kept: i128 = nominees
                 .filter(|(name, nominee)| *name != pod.name && nominee.priority >= pod.priority)

@@ -23,7 +23,7 @@ use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
-use super::stranded::{self, Advice, Rescue, StrandedPods};
+use super::stranded::{self, PlacedReport, StrandedActions, StrandedPods};
 use super::unanswered::UnansweredReleases;
 use super::{learning, mps_hosts};
 use crate::evict::EvictionResult;
@@ -32,8 +32,8 @@ use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::{self, Rollout, Step};
 
-/// Default time for which a pod must be unplaceable before it is released as unschedulable. A
-/// policy, a node or its `GpuNode` may be absent for some time.
+/// Default time for which a pod must be unplaceable before it is released as unschedulable.
+/// Meanwhile, a policy, a node or its `GpuNode` may be absent.
 pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
 /// Maximum number of pods released per reconcile. The operator writes their patches before it
 /// reconciles again.
@@ -65,7 +65,7 @@ pub struct Gatekeeper {
     queue: Queue,
     /// Results of evictions for pods of higher priority.
     evictions: EvictionRecords,
-    /// Pods that preemption was searched for.
+    /// Waiting pods for which the operator has searched for preemption victims.
     preemptors: Preemptors,
     stranded: StrandedPods,
     growth: AutoscalerReports,
@@ -119,8 +119,8 @@ impl Gatekeeper {
 
     /// Reserves nothing for some seconds after each time that the ledger is built from the cluster.
     ///
-    /// A pod that was deleted without a grace period just before may still use shares, and its node
-    /// may not have reported them. A gatekeeper that saw the pod keeps its claim; see
+    /// A pod that was deleted without a grace period shortly before may still use shares that its
+    /// node has not reported. A gatekeeper that saw the pod keeps its claim; see
     /// [`claims::UNREPORTED_CLAIM_TIME`]. A new gatekeeper did not see the pod, so it must delay
     /// reservations by the same duration.
     #[must_use]
@@ -135,8 +135,8 @@ impl Gatekeeper {
         Self { growth: AutoscalerReports::new(enabled), ..self }
     }
 
-    /// Sets whether nodes that only look free to cluster autoscalers are tainted. Taints are
-    /// disabled by default.
+    /// Sets whether the gatekeeper taints nodes that only look free to cluster autoscalers. Taints
+    /// are disabled by default.
     #[must_use]
     pub fn with_taints(self, enabled: bool) -> Self {
         Self { fragments: FragmentationTaints::new(enabled), ..self }
@@ -209,14 +209,14 @@ impl Gatekeeper {
         self.fragments.record_write(node, written, up);
     }
 
-    /// Returns the time until the taint of a node that could not be written is due again.
+    /// Returns the time until the next retry of a taint that could not be written.
     pub(crate) fn next_taint_retry(&self, up: Duration) -> Option<Duration> {
         self.fragments.next_retry(up)
     }
 
     /// Records that the condition of a stranded pod could not be written.
-    pub(crate) fn record_failed_advice(&mut self, uid: &str) {
-        self.stranded.record_failed_advice(uid);
+    pub(crate) fn record_failed_placed_report(&mut self, uid: &str) {
+        self.stranded.record_failed_placed_report(uid);
     }
 
     /// Records that a stranded pod could not be evicted.
@@ -235,8 +235,8 @@ impl Gatekeeper {
         self.ledger.as_ref()
     }
 
-    /// Decides how to act on this state of the cluster. `demand` is what each pod waits for,
-    /// according to the plan for GPUs that Cleave partitions on demand.
+    /// Decides how to act on this state of the cluster. `demand` contains each pod's reason to
+    /// wait, according to the plan for GPUs that Cleave partitions on demand.
     pub fn reconcile(
         &mut self,
         cluster: &Cluster,
@@ -298,8 +298,8 @@ impl Gatekeeper {
         let unsettled: Vec<&PodObject> = held.iter().map(AsRef::as_ref).collect();
         let waiting = self.track_pods(&mut ledger, &unsettled, (tracker, maybe_deleted), now);
         self.claims.expire_reservations(&mut ledger, &unsettled, now);
-        // This must precede any reservation. Otherwise a node that is found idle here could receive
-        // a reservation in the same reconcile.
+        // Decide about MPS hosts before any reservation. Otherwise a node that is found idle here
+        // could receive a reservation in the same reconcile.
         let rollout = self.plan_rollout(cluster, &mut ledger, now.up);
         let requeue = self.next_deadline(&ledger, cluster, rollout.as_ref(), now);
         let mut actions = Actions { rollout, requeue, ..Actions::default() };
@@ -309,8 +309,8 @@ impl Gatekeeper {
             self.preemptors.record_node_change(&node);
         }
         ledger.synchronize(&mut self.chooser);
-        actions.rescue = self.handle_stranded(&ledger, &input);
-        if let Some(requeue) = actions.rescue.requeue {
+        actions.stranded = self.handle_stranded(&ledger, &input);
+        if let Some(requeue) = actions.stranded.requeue {
             actions.requeue_in(requeue);
         }
         let settling = self.next_reservation.saturating_sub(now.up);
@@ -345,7 +345,7 @@ impl Gatekeeper {
         (tracker, maybe_deleted): (&mut PodTracker, BTreeSet<String>),
         now: ReconcileTime,
     ) -> Vec<(String, &'a PodObject)> {
-        // Pods that wait until the shares of an earlier pod of their name are free.
+        // Pods that wait for the shares of an earlier pod of the same name to become free.
         let mut successors = BTreeSet::new();
         let mut present = BTreeSet::new();
         let mut settled = Vec::new();
@@ -431,7 +431,7 @@ impl Gatekeeper {
     }
 
     /// Decides how to handle released pods that are not bound.
-    fn handle_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> Rescue {
+    fn handle_stranded(&mut self, ledger: &Ledger, input: &Input<'_>) -> StrandedActions {
         let Self { unschedulable_after, agent_labels, chooser, nodes, stranded, claims, .. } = self;
         let tracker = input.tracker;
         let mut found: Vec<(&PodObject, stranded::Reason)> = Vec::new();
@@ -463,16 +463,16 @@ impl Gatekeeper {
             }
         }
         claims.drop_renewals(input.unsettled);
-        let mut rescue = stranded.reconcile(found, *unschedulable_after, input.now.up);
+        let mut stranded_actions = stranded.reconcile(found, *unschedulable_after, input.now.up);
         let is_over = |pod: &&&PodObject| {
             pod.node().is_some() && pod.condition(CONDITION_PLACED).is_some_and(|condition| condition.status == "False")
         };
-        rescue.advise.extend(input.unsettled.iter().filter(is_over).map(|pod| Advice {
+        stranded_actions.placed_reports.extend(input.unsettled.iter().filter(is_over).map(|pod| PlacedReport {
             pod: full_name(&pod.metadata),
             uid: pod.uid().unwrap_or_default(),
             message: None,
         }));
-        rescue
+        stranded_actions
     }
 
     /// Updates the state of preemption, and ends the nominations of pods that no longer wait.
@@ -495,7 +495,7 @@ impl Gatekeeper {
         }
     }
 
-    /// Reserves shares for the pods that fit, and explains what the others wait for.
+    /// Reserves shares for the pods that fit, and explains why the other pods wait.
     fn reserve_or_explain(
         &mut self,
         ledger: &mut Ledger,

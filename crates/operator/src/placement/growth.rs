@@ -4,9 +4,9 @@
 //! Karpenter and the Cluster Autoscaler add nodes for pods whose condition `PodScheduled` is
 //! `False` with the reason `Unschedulable`. These autoscalers do not read `spec.schedulingGates`.
 //! The API server gives gated pods the reason `SchedulingGated`, and the scheduler never examines
-//! them. So the operator writes `Unschedulable` for a pod that another node would help, and writes
-//! `SchedulingGated` again when another node would no longer help. The pod stays at the gate. If an
-//! autoscaler adds a node, the pod gets a reservation.
+//! them. So the operator writes `Unschedulable` for a pod that needs another node. When another
+//! node would no longer help, the operator writes `SchedulingGated` again. The pod stays at the
+//! gate. If an autoscaler adds a node, the pod gets a reservation.
 //!
 //! | a pod at the gate | is reported |
 //! |---|---|
@@ -36,7 +36,7 @@ use crate::policies::validate::{
     InstanceShare, MpsShare, ReplicaRules, ShareSize, SharingMode, shared_instance_resource, validate,
 };
 
-/// Time for which a pod must find no room before it is reported. Pods that end may make room.
+/// Time for which a pod must find no room before it is reported. Other pods may end and make room.
 pub(super) const FULL_AFTER: Duration = Duration::from_secs(10);
 /// Time for which a pod must fit no node before it is reported. A `GpuNode` may be absent for some
 /// time, for example while agents start.
@@ -47,7 +47,8 @@ const TOO_LARGE_BACKOFF: Duration = Duration::from_secs(3600);
 /// Time for which a pod must be too large before it counts as too large. A GPU may offer fewer
 /// units temporarily, for example while its policy changes.
 pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
-/// Maximum time for which no pods are evicted for a pod while room is made for it otherwise.
+/// Maximum time for which evictions for a pod are delayed while the pod is about to get room
+/// without them.
 pub(super) const MAX_PREEMPTION_PAUSE: Duration = Duration::from_secs(60);
 /// Delay before the operator writes a report again if the watch does not show it.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
@@ -56,12 +57,12 @@ const MAX_REPORTS: usize = 64;
 /// Delay before the next reconcile if there are more reports.
 const NEXT_REPORTS_DELAY: Duration = Duration::from_millis(50);
 
-/// What policies offer for a request.
+/// The policies' offer for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Offer {
     /// No policy offers the resource.
     Nothing,
-    /// A policy offers the resource, but fewer units of one device.
+    /// A policy offers the resource, but too few units of one device.
     TooFew,
     /// A policy offers enough units of one device.
     Enough,
@@ -77,7 +78,7 @@ pub(super) struct Offers {
 }
 
 impl Offers {
-    /// Returns what these policies offer. Malformed and invalid policies offer nothing.
+    /// Returns the units that these policies offer. Malformed and invalid policies offer no units.
     pub(super) fn of_policies<'a>(policies: impl Iterator<Item = &'a DeserializeGuard<SharingPolicy>>) -> Self {
         let mut offers = Self::default();
         for policy in policies.filter_map(|policy| policy.0.as_ref().ok()) {
@@ -115,8 +116,8 @@ impl Offers {
         *most = units.max(*most);
     }
 
-    /// Returns the smallest offer of the policies for one of these requests.
-    fn least_offer(&self, requests: &[DeviceRequest]) -> Offer {
+    /// Returns the policies' worst offer for any of these requests.
+    fn worst_offer(&self, requests: &[DeviceRequest]) -> Offer {
         let offer = |request: &DeviceRequest| match self.units.get(&request.resource) {
             Some(units) if *units >= request.units.get() => Offer::Enough,
             _ if self.any && is_served(&request.resource) => Offer::Enough,
@@ -126,9 +127,9 @@ impl Offers {
         requests.iter().map(offer).min().unwrap_or(Offer::Nothing)
     }
 
-    /// Returns what a pod that is not placeable needs, if nothing makes room for it.
+    /// Returns the need of a pod that is not placeable, if nothing makes room for it.
     fn need(&self, requests: &[DeviceRequest], impossible: Option<PermanentObstacle>) -> AutoscalerNeed {
-        match (impossible, self.least_offer(requests)) {
+        match (impossible, self.worst_offer(requests)) {
             (None, _) => AutoscalerNeed::Node(FULL_AFTER),
             (Some(PermanentObstacle::TooLarge), _) | (Some(_), Offer::TooFew) => AutoscalerNeed::LargerGpu,
             (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), Offer::Enough) => {
@@ -141,10 +142,10 @@ impl Offers {
     }
 }
 
-/// The inputs besides the verdict that decide what a pod that is not placeable needs.
+/// The inputs besides the verdict that determine the need of a pod that is not placeable.
 pub(super) struct NeedInputs<'a> {
     pub(super) offers: &'a Offers,
-    /// What the pod waits for, according to the plan for GPUs that are partitioned on demand.
+    /// Why the pod waits, according to the plan for GPUs that are partitioned on demand.
     pub(super) demand: Option<&'a WaitingPod>,
     /// Whether preemption makes room for the pod.
     pub(super) preemption: PreemptionProspect,
@@ -166,8 +167,8 @@ impl<'a> NeedInputs<'a> {
         Self { offers, demand, preemption: PreemptionProspect::Unknown, withheld, returns }
     }
 
-    /// Returns whether room is being made for the pod without evictions.
-    fn is_making_room(&self, candidate: &Candidate<'_>) -> bool {
+    /// Returns whether the pod is about to get room without evictions.
+    fn gets_room_without_evictions(&self, candidate: &Candidate<'_>) -> bool {
         let planned = |waiting: &WaitingPod| {
             matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
         };
@@ -175,7 +176,7 @@ impl<'a> NeedInputs<'a> {
     }
 }
 
-/// What a pod that is not placeable waits for.
+/// Why a pod that is not placeable waits.
 pub(super) struct PlacementOutlook {
     pub(super) need: AutoscalerNeed,
     /// The explanation for the owner of the pod.
@@ -202,7 +203,7 @@ pub(super) struct ReportedPods {
     pub(super) smallest: BTreeMap<String, u64>,
 }
 
-/// What each pod at the gate needs, and what was reported about it.
+/// The need of each pod at the gate, and the last report about the pod.
 #[derive(Debug)]
 pub(super) struct AutoscalerReports {
     enabled: bool,
@@ -221,7 +222,7 @@ struct UnplaceablePod {
     too_large_since: Option<Duration>,
     /// When the pod was last too large for at least [`TOO_LARGE_AFTER`].
     too_large: Option<Duration>,
-    /// Time since which room is made for the pod without evictions.
+    /// When the pod first was about to get room without evictions.
     room_since: Option<Duration>,
     /// Whether the last write reported the pod, and when.
     written: Option<(bool, Duration)>,
@@ -244,8 +245,8 @@ impl AutoscalerReports {
         &self.reported
     }
 
-    /// Returns the time for which no pods are evicted for the pod, because room is made for the pod
-    /// otherwise. Returns `None` if evictions need not wait.
+    /// Returns the time for which evictions for the pod are delayed, because the pod is about to
+    /// get room without them. Returns `None` if evictions need not wait.
     pub(super) fn preemption_pause(
         &mut self,
         candidate: &Candidate<'_>,
@@ -253,7 +254,7 @@ impl AutoscalerReports {
         up: Duration,
     ) -> Option<Duration> {
         let waiter = self.pods.entry(candidate.pod.uid().unwrap_or_default()).or_default();
-        let makes_room = circumstances.is_making_room(candidate);
+        let makes_room = circumstances.gets_room_without_evictions(candidate);
         waiter.room_since = makes_room.then(|| waiter.room_since.unwrap_or(up));
         let pause = waiter.room_since?.saturating_add(MAX_PREEMPTION_PAUSE).saturating_sub(up);
         (!pause.is_zero()).then_some(pause)
@@ -264,7 +265,7 @@ impl AutoscalerReports {
         self.record(&pod.uid().unwrap_or_default(), AutoscalerNeed::Nothing, true, up);
     }
 
-    /// Decides what a pod that is not placeable needs, and records it.
+    /// Determines and records the need of a pod that is not placeable.
     pub(super) fn examine(
         &mut self,
         candidate: &Candidate<'_>,
@@ -273,7 +274,8 @@ impl AutoscalerReports {
         up: Duration,
     ) -> PlacementOutlook {
         let NeedInputs { offers, demand, preemption, withheld, .. } = circumstances;
-        let gets_room = *preemption == PreemptionProspect::Nominated || circumstances.is_making_room(candidate);
+        let gets_room =
+            *preemption == PreemptionProspect::Nominated || circumstances.gets_room_without_evictions(candidate);
         let need = if gets_room || candidate.awaits_agent() {
             AutoscalerNeed::Nothing
         } else {
@@ -294,8 +296,8 @@ impl AutoscalerReports {
         PlacementOutlook { need, message: message + withheld, may_pass }
     }
 
-    /// Records what a pod needs. If the need is not decided yet, the pod is reported no earlier
-    /// than planned before.
+    /// Records the need of a pod. If the need is not determined yet, the pod is not reported
+    /// earlier than planned before.
     fn record(&mut self, uid: &str, need: AutoscalerNeed, is_decided: bool, up: Duration) {
         let waiter = self.pods.entry(uid.to_owned()).or_default();
         // The pod was too large until now.

@@ -1,4 +1,4 @@
-//! Passes data to the chooser, which ranks nodes: the CPU of nodes, and the pods that arrive.
+//! Passes the CPU of nodes and the arriving pods to the chooser, which ranks nodes.
 use std::collections::BTreeMap;
 
 use cleave_plan::Quantity;
@@ -10,10 +10,10 @@ use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::{PodObject, full_name};
 
-/// Name of the resource CPU.
+/// Name of the CPU resource.
 const CPU: &str = "cpu";
-/// Maximum number of pods that are counted after a start, the newest ones. Older pods would have
-/// little weight.
+/// Maximum number of pods that are counted after a start. The newest pods are counted, because
+/// older pods would have little weight.
 const MAX_COUNTED_AT_START: usize = 16_000;
 /// Maximum number of different node selectors and affinities that are evaluated in one reconcile.
 /// Further pods count as pods that can run on any model.

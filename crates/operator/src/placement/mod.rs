@@ -67,4 +67,4 @@ pub use actions::{Actions, Eviction, Release, ReleaseReason, Report};
 pub use cluster::{Cluster, ReconcileTime};
 pub use gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 pub(crate) use run::{ControllerInputs, PlacementController};
-pub use stranded::{Advice, Recreation, Rescue};
+pub use stranded::{PlacedReport, Recreation, StrandedActions};

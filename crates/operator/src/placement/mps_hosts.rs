@@ -1,4 +1,4 @@
-//! Describes each node's MPS host, so that `crate::rollout` can decide which hosts to replace.
+//! Describes each node's MPS host, so that `crate::rollout` can decide which MPS hosts to replace.
 use std::collections::BTreeMap;
 
 use cleave_plan::ledger::Ledger;
@@ -31,12 +31,15 @@ pub(super) fn host_views(
         let agent = agents.get(name.as_str());
         if host.is_some() || agent.is_some() {
             let user = state.mps.user.clone().or_else(|| pending.remove(name.as_str()));
-            // The newest agent also supports hosts of the older revision. An older agent may not
-            // support the newest host.
+            // The newest agent also supports MPS hosts of the older revision. An older agent may
+            // not support the newest MPS host.
             let agent_first = || (agent == Some(&true)).then(|| "the agent is upgraded first".to_owned());
             let busy = user.or_else(agent_first);
             let excused = rollout::may_be_down(&state.node);
-            views.insert(name.clone(), MpsHostView { host, trouble: state.mps.trouble.clone(), busy, excused });
+            views.insert(
+                name.clone(),
+                MpsHostView { host, daemon_problem: state.mps.daemon_problem.clone(), busy, excused },
+            );
         }
     }
     views

@@ -1,5 +1,5 @@
-//! The cluster's nodes: which nodes can run a pod, what serves a resource, and why a pod is not
-//! placeable.
+//! The cluster's nodes. Determines which nodes can run a pod, what serves a resource, and why a pod
+//! is not placeable.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -52,15 +52,15 @@ pub(super) struct NodeState {
     /// Whether the agent has written the status of the `GpuNode`.
     has_status: bool,
     /// Whether the node had a `GpuNode` or an agent since this process knows the node.
-    was_of_cleave: bool,
+    was_managed: bool,
     /// Pods with allocations on the node.
     allocated: BTreeSet<String>,
     /// Pods on devices that serve no new pods. Evicting these pods makes no units available.
     blocked: BTreeSet<String>,
-    /// Why units of the node are unavailable for a moment. Empty if their end makes no units
-    /// available.
+    /// Why units of the node are briefly unavailable. Empty if the end of these absences makes no
+    /// units available.
     absences: BTreeSet<Absence>,
-    /// The `GpuNode`, if there are absences.
+    /// The `GpuNode`, if units of the node are briefly unavailable.
     gpu_node: Option<Arc<DeserializeGuard<GpuNode>>>,
 }
 
@@ -140,7 +140,7 @@ impl NodeState {
         Availability { ready: self.versions.agent.unwrap_or_default(), withheld: self.versions.withheld, over }
     }
 
-    /// Returns why units of the node are unavailable for a moment.
+    /// Returns why units of the node are briefly unavailable.
     pub(super) const fn absences(&self) -> &BTreeSet<Absence> {
         &self.absences
     }
@@ -187,8 +187,8 @@ impl NodeState {
     /// request more.
     ///
     /// The scheduler also counts pods on a faulted GPU, whose units are no longer allocatable, and
-    /// terminating pods that no longer use units. The result does not depend on the kubelet's
-    /// report of allocatable units, which is some seconds late.
+    /// terminating pods that no longer use units. The result ignores the kubelet's report of
+    /// allocatable units, which is some seconds late.
     pub(super) fn units_free_for_scheduler(&self, tracker: &PodTracker) -> Free<'_> {
         let requested = tracker.requested(&self.node.name);
         let free = |(resource, counts): (&'_ String, &UnitCounts)| {
@@ -216,13 +216,13 @@ impl NodeState {
     }
 
     /// Returns whether Cleave serves GPUs on the node, did so before, or may do so soon.
-    pub(super) fn is_of_cleave(&self) -> bool {
+    pub(super) fn may_be_managed(&self) -> bool {
         let has_gpus = !self.offers.is_empty() || self.node.allocatable.keys().any(|resource| is_served(resource));
         has_gpus && (self.managed || self.has_agent() || !self.missing.is_empty())
     }
 
     /// Returns whether another device plugin serves GPUs on the node.
-    pub(super) fn is_of_another_plugin(&self) -> bool {
+    pub(super) fn has_another_plugin(&self) -> bool {
         let mut resources = self.node.allocatable.keys();
         resources.any(|resource| self.provider(resource) == ResourceProvider::Another)
     }
@@ -240,7 +240,7 @@ impl NodeState {
             ResourceProvider::Unclear
         } else if !self.may_be_outdated() {
             ResourceProvider::Another
-        } else if self.was_of_cleave {
+        } else if self.was_managed {
             ResourceProvider::Unclear
         } else {
             ResourceProvider::Outdated
@@ -261,7 +261,7 @@ impl NodeState {
         served
     }
 
-    /// Returns whether Cleave serves the node's GPUs and pods can be narrowed to the node.
+    /// Returns whether Cleave serves the node's GPUs and a release can narrow pods to the node.
     fn is_usable(&self) -> bool {
         self.managed && self.node.labels.contains_key(HOSTNAME)
     }
@@ -324,8 +324,7 @@ impl Nodes {
             state.gpu_node = gpu_node.filter(|_| !state.absences.is_empty()).cloned();
             let before = self.0.get(name);
             state.missing = state.still_reported_resources(before);
-            state.was_of_cleave =
-                before.is_some_and(|before| before.was_of_cleave || before.managed || before.has_agent());
+            state.was_managed = before.is_some_and(|before| before.was_managed || before.managed || before.has_agent());
             self.0.insert(name.to_owned(), state);
             changed.push((name.to_owned(), facts));
         }
@@ -385,10 +384,10 @@ impl Nodes {
     }
 
     /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
-    /// node still reports their allocations. Of the latter, those that `is_ending` accepts count as
-    /// terminating, so that no other pod is evicted for the same units. The units of the others are
-    /// used. `is_ending` gets the node and the name of the pod. A pod of the same name may run on
-    /// another node.
+    /// node still reports their allocations. Ended or deleted pods that `is_ending` accepts count
+    /// as terminating, so that no other pod is evicted for the same units. The units of the other
+    /// ended or deleted pods count as used. The arguments of `is_ending` are the node and the name
+    /// of the pod, because a pod of the same name may run on another node.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,
@@ -420,9 +419,9 @@ impl Nodes {
         holders
     }
 
-    /// Returns why a pod is not placeable, and whether that can change. `why` is the ledger's
-    /// answer for the nodes that passed all checks.
-    pub(super) fn diagnose(
+    /// Returns why a pod is not placeable, and whether the pod may become placeable. `why` is the
+    /// ledger's answer for the nodes that passed all checks.
+    pub(super) fn explain_unplaceable(
         &self,
         ledger: &Ledger,
         pending: PendingPod<'_>,
@@ -433,7 +432,7 @@ impl Nodes {
         if why.is_temporary() {
             return Verdict::Waits(why.to_string());
         }
-        // If the GPUs of nodes with too few units in the sum have no room either, name them.
+        // Include the nodes with too few units in the sum if their GPUs have no room either.
         let in_sum =
             |state: &&NodeState| state.managed && state.exclusion(pod, checks) == Some(Exclusion::TooFewUnitsInSum);
         let names = self.0.values().filter(in_sum).map(|state| state.node.name.as_str());
@@ -442,8 +441,8 @@ impl Nodes {
         {
             return Verdict::Waits(why.to_string());
         }
-        // The pod may only have to wait. Search again, also among nodes that only temporary
-        // obstacles exclude.
+        // Search again, including the nodes that only temporary obstacles exclude: the pod may only
+        // have to wait.
         let is_possible = |state: &&NodeState| {
             state.may_admit_later(pod)
                 && (checks.conflict)(&state.node).map_or_else(|conflict| conflict.is_temporary(), |()| true)
@@ -483,8 +482,8 @@ impl Nodes {
     }
 
     /// Returns what serves a resource, for a pod that may run on any node. If several providers
-    /// serve it, the result is the one that the pod waits for the longest. Nodes that are not
-    /// ready and show no sign of Cleave count only if no other node reports the resource.
+    /// serve the resource, returns the provider that the pod waits for the longest. Nodes that are
+    /// not ready and show no sign of Cleave count only if no other node reports the resource.
     ///
     /// The kubelet of a node that has just lost its `GpuNode` or its policy may still report
     /// Cleave's resources. Such a report alone does not prove that another plugin serves the
@@ -506,7 +505,7 @@ impl Nodes {
 pub(super) struct NodeChecks<'a> {
     /// Returns the conflict between a node and the rules of this pod or other pods.
     pub(super) conflict: &'a dyn Fn(&PlanNode) -> Result<(), Conflict>,
-    /// Returns what a node does not have enough of: CPU, memory and pod slots, or units in the
+    /// Returns the kind of resource that a node lacks: CPU, memory and pod slots, or units in the
     /// scheduler's sum.
     pub(super) shortage: &'a dyn Fn(&str) -> Option<Shortage>,
 }

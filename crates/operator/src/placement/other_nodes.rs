@@ -2,8 +2,8 @@
 //! resources on other nodes.
 //!
 //! A pod that fits on no node of Cleave is released to such nodes if they have room for it. The pod
-//! gets no reservation, because the other plugin would not follow it. A label keeps the pod away
-//! from Cleave's nodes. Agents run only on nodes with the labels of the chart's
+//! gets no reservation, because the other plugin would not follow it. A label requirement excludes
+//! the pod from Cleave's nodes. Agents run only on nodes with the labels of the chart's
 //! `nodes.nodeSelector`. So no node without one of these labels ever becomes a node of Cleave.
 use std::collections::BTreeMap;
 
@@ -39,14 +39,14 @@ impl<'a> OtherNodes<'a> {
         labels: &'a AgentLabels,
         unsettled: &[&PodObject],
     ) -> Self {
-        let others: Vec<_> = nodes.0.values().filter(|state| state.is_of_another_plugin()).collect();
+        let others: Vec<_> = nodes.0.values().filter(|state| state.has_another_plugin()).collect();
         if others.is_empty() {
             return Self(Vec::new());
         }
         // A node that had an agent before the labels changed may lack a label.
         let is_reliable = |(key, value): &(&String, &String)| {
             let has_label = |node: &PlanNode| node.labels.get(*key) == Some(*value);
-            nodes.0.values().filter(|state| state.is_of_cleave()).all(|state| has_label(&state.node))
+            nodes.0.values().filter(|state| state.may_be_managed()).all(|state| has_label(&state.node))
         };
         let reliable: Vec<(&String, &String)> = labels.iter().filter(is_reliable).collect();
         let other = |state: &'a super::nodes::NodeState| {
@@ -61,7 +61,7 @@ impl<'a> OtherNodes<'a> {
     }
 
     /// Finds a node with room for the pod, and subtracts the pod's requests. Returns a requirement
-    /// that keeps the pod away from all of Cleave's nodes. Returns `None` if no node has room.
+    /// that excludes the pod from all of Cleave's nodes. Returns `None` if no node has room.
     pub(super) fn place(&mut self, pod: &PlanPod) -> Option<Requirement> {
         let has_room = |other: &&mut OtherNode<'_>| {
             amounts::has_room_for_pod(&other.free, amounts::requested_with_gpus(&pod.requests))

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::actions::{Destination, ReleaseReason};
 use crate::pods::{PodObject, is_interchangeable};
 
-/// Where the patch contains the `resourceVersion` of the pod.
+/// Path of the pod's `resourceVersion` in the patch.
 const VERSION_POINTER: &str = "/0/value";
 
 /// Returns the JSON Patch that narrows the pod, annotates it with its reservation and removes its

@@ -18,7 +18,7 @@ pub(super) struct PodTracker {
     pods: HashMap<usize, Arc<PodObject>>,
     /// The pods that are not settled, by name.
     unsettled: BTreeMap<String, Arc<PodObject>>,
-    /// Bound pods whose rules keep other pods away from nodes, by address.
+    /// Bound pods whose rules exclude other pods from nodes, by address.
     repelling: HashMap<usize, Arc<PodObject>>,
     /// Numbers of bound pods that request GPUs, by priority.
     priorities: BTreeMap<i32, usize>,
@@ -34,7 +34,7 @@ pub(super) struct PodTracker {
 }
 
 impl PodTracker {
-    /// Updates the tracked pods. The costs depend on the number of changes, unless `changes`
+    /// Updates the tracked pods. The cost depends on the number of changes, unless `changes`
     /// contains all pods.
     ///
     /// Returns the names of pods that may have ended or been deleted. These are pods that were not
@@ -72,8 +72,8 @@ impl PodTracker {
         self.pods.get(&address).filter(|pod| pod.node().is_some() && pod.requests_gpus() && is_living(pod)).cloned()
     }
 
-    /// Returns the name and the node of a removed pod if it has ended or was deleted. A pod that
-    /// changed is not settled, so its new object is among those.
+    /// Returns the name and the node of a removed pod if it has ended or was deleted. A changed pod
+    /// is not settled, so its new object is among the unsettled pods.
     fn ended_pod(&self, pod: &PodObject) -> Option<(String, String)> {
         let name = full_name(&pod.metadata);
         let is_same = |now: &Arc<PodObject>| now.metadata.uid == pod.metadata.uid;
@@ -161,7 +161,7 @@ impl PodTracker {
         self.pods.values().map(AsRef::as_ref).filter(|pod| is_living(pod))
     }
 
-    /// Returns the bound pods whose rules keep other pods away from nodes.
+    /// Returns the bound pods whose rules exclude other pods from nodes.
     pub(super) fn repelling_pods(&self) -> impl Iterator<Item = &PodObject> {
         self.repelling.values().map(AsRef::as_ref)
     }

@@ -16,8 +16,8 @@ use super::search::{Candidate, PlacementSearch, SearchKey};
 use super::verdict::Verdict;
 use crate::pods::{PodObject, full_name};
 
-/// Maximum number of waiting pods per reconcile for which preemption is searched for the first
-/// time. Each search scans every device.
+/// Maximum number of waiting pods per reconcile with their first search for preemption victims.
+/// Each search scans every device.
 const MAX_NEW_PREEMPTORS: usize = 4;
 
 /// Searches for pods to evict, within one reconcile.
@@ -32,14 +32,14 @@ pub(super) struct PreemptionSearch<'a> {
     /// The lowest priority in `holders`. `i32::MAX` if there are none.
     lowest_holder: OnceCell<i32>,
     /// Waiting pods whose turn it is.
-    turns: BTreeSet<String>,
-    /// Number of searches so far for pods that were not searched for before.
+    pods_in_turn: BTreeSet<String>,
+    /// Number of first searches in this reconcile.
     new: usize,
-    /// Number of searches so far.
+    /// Number of all searches in this reconcile.
     searches: u64,
     /// Properties of pods for which no preemption helps. Replicas of a workload have the same
     /// result.
-    hopeless: BTreeSet<SearchKey<'a>>,
+    futile: BTreeSet<SearchKey<'a>>,
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
     up: Duration,
@@ -52,18 +52,18 @@ pub(super) enum PreemptionProspect {
     Nominated,
     /// No preemption helps, or the pod may not preempt others.
     Impossible,
-    /// It is not this pod's turn, or room is being made for it without evictions. The result of the
-    /// last search applies.
+    /// It is not this pod's turn, or the pod is about to get room without evictions. The result of
+    /// the last search applies.
     Unknown,
 }
 
 /// The result of one search.
 enum SearchResult {
-    /// These evictions make room. The list of victims must be empty.
+    /// These evictions make room. The list of victims may be empty.
     Preempt(Preemption),
     /// No preemption helps, or the pod may not preempt others.
     Impossible,
-    /// It is not this pod's turn, or room is being made for it without evictions.
+    /// It is not this pod's turn, or the pod is about to get room without evictions.
     Later,
 }
 
@@ -75,8 +75,8 @@ impl<'a> PreemptionSearch<'a> {
         preemptors: &'a mut Preemptors,
         up: Duration,
     ) -> Self {
-        let (turns, is_paused) = (preemptors.pods_in_turn(up), evictability.is_paused(up));
-        let (holders, hopeless) = (OnceCell::new(), BTreeSet::new());
+        let (pods_in_turn, is_paused) = (preemptors.pods_in_turn(up), evictability.is_paused(up));
+        let (holders, futile) = (OnceCell::new(), BTreeSet::new());
         Self {
             nodes,
             tracker,
@@ -85,10 +85,10 @@ impl<'a> PreemptionSearch<'a> {
             preemptors,
             holders,
             lowest_holder: OnceCell::new(),
-            turns,
+            pods_in_turn,
             new: 0,
             searches: 0,
-            hopeless,
+            futile,
             is_paused,
             up,
         }
@@ -98,8 +98,8 @@ impl<'a> PreemptionSearch<'a> {
     /// the pod. Keeps an earlier nomination while its victims terminate. Returns whether the pod is
     /// nominated.
     ///
-    /// `pause` is the time for which no other pod is evicted, because room is being made for this
-    /// pod without evictions.
+    /// `pause` is the time for which evictions are delayed, because this pod is about to get room
+    /// without them.
     pub(super) fn preempt(
         &mut self,
         ledger: &mut Ledger,
@@ -113,7 +113,7 @@ impl<'a> PreemptionSearch<'a> {
         }
         let prospect = match self.find_victims(ledger, search, candidate, (verdict, pause.is_some())) {
             SearchResult::Preempt(Preemption { node, takes, victims }) => {
-                // A victim that does not terminate counts as running then.
+                // After that time, a victim that does not terminate counts as running.
                 actions.requeue_in(TERMINATION_TIME);
                 self.add_evictions(&node, victims, &candidate.name, actions);
                 self.preemptors.record_success(&candidate.name);
@@ -165,11 +165,11 @@ impl<'a> PreemptionSearch<'a> {
         if nominated.is_none() {
             if scope == SearchScope::Nothing {
                 if self.preemptors.is_failure_shared(name) {
-                    self.hopeless.insert(key);
+                    self.futile.insert(key);
                 }
                 return SearchResult::Impossible;
             }
-            if self.hopeless.contains(&key) {
+            if self.futile.contains(&key) {
                 self.preemptors.record_failure(name, pod, (key.has_rules(), true), self.up);
                 return SearchResult::Impossible;
             }
@@ -193,7 +193,7 @@ impl<'a> PreemptionSearch<'a> {
             return SearchResult::Impossible;
         }
         let is_turn = if self.preemptors.has_waited(name) {
-            self.turns.contains(name)
+            self.pods_in_turn.contains(name)
         } else {
             self.new += 1;
             self.new <= MAX_NEW_PREEMPTORS
@@ -216,7 +216,7 @@ impl<'a> PreemptionSearch<'a> {
                 let is_shared = !search.has_lasting_predecessor(ledger, candidate, eligible);
                 self.preemptors.record_failure(name, pod, (key.has_rules(), is_shared), self.up);
                 if is_shared {
-                    self.hopeless.insert(key);
+                    self.futile.insert(key);
                 }
                 SearchResult::Impossible
             }
@@ -230,7 +230,7 @@ impl<'a> PreemptionSearch<'a> {
 
     /// Returns whether a pod with GPUs has a lower priority than `priority`.
     fn may_preempt(&self, priority: i32) -> bool {
-        // Pods that cannot be evicted now count too, because that may change.
+        // Include pods that cannot be evicted now, because they may become evictable.
         if self.tracker.lowest_priority().is_some_and(|lowest| lowest < priority) {
             return true;
         }
@@ -254,8 +254,9 @@ impl<'a> PreemptionSearch<'a> {
     }
 }
 
-/// Returns the names of the pods with GPUs that the required affinity of a pod selects. They are
-/// not evicted for the pod, because without them it could not run on the node.
+/// Returns the names of the pods with GPUs that the required affinity of a pod selects. The
+/// operator does not evict these pods, because the preemptor could not run on the node without
+/// them.
 fn pods_of_affinity(tracker: &PodTracker, pod: &PodObject) -> BTreeSet<String> {
     let affinity = &pod.spec.rules.affinity;
     if affinity.is_empty() {

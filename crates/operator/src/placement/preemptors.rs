@@ -1,6 +1,5 @@
-//! Records which waiting pods preemption was searched for, so that each pod has its turn. A
-//! search without result is repeated only on nodes that have changed. Pure: callers pass in the
-//! time.
+//! Records the preemption searches of waiting pods, so that each pod has its turn. A search without
+//! a result is repeated only on nodes that have changed. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +8,7 @@ use super::actions::Actions;
 use crate::pods::PodObject;
 use crate::read::BudgetObject;
 
-/// Maximum number of waiting pods per reconcile for which preemption is searched again.
+/// Maximum number of waiting pods per reconcile with a repeated search for preemption victims.
 const MAX_REPEATED_SEARCHES: usize = 8;
 /// Time after which a search without result is repeated even if nothing has changed. Changes that
 /// this module does not track, such as another pod's labels, take effect then.
@@ -18,8 +17,9 @@ pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// of any node may affect such rules.
 const RULES_RECHECK_TIME: Duration = Duration::from_secs(10);
 /// Number of times that pods are evicted for a waiting pod without a delay.
-const FREE_ROUNDS: u32 = 3;
-/// First delay between two evictions for a pod that still waits. Each further eviction doubles it.
+const UNDELAYED_ROUNDS: u32 = 3;
+/// First delay between two evictions for a pod that still waits. Each further eviction doubles the
+/// delay.
 const FIRST_ROUND_DELAY: Duration = Duration::from_secs(60);
 /// Maximum delay between two evictions for a pod that still waits.
 const MAX_ROUND_DELAY: Duration = Duration::from_secs(3600);
@@ -32,21 +32,21 @@ pub(super) struct Preemptors {
     /// Number of changes so far.
     version: u64,
     /// The last change that may help every pod.
-    everywhere: u64,
+    last_cluster_change: u64,
     /// The last change of each node.
     changed: BTreeMap<String, u64>,
     /// Waiting pods, by name. Excludes pods whose victims terminate.
     waiting: BTreeMap<String, Preemptor>,
     /// The state of the disruption budgets at the last update.
     budgets: BTreeMap<String, BudgetState>,
-    /// Whether another reconcile may help a waiting pod whose turn it was not.
+    /// Whether another reconcile may help a waiting pod that had no turn in this reconcile.
     is_deferred: bool,
     /// Waiting pods for which pods were evicted, by name.
     rounds: BTreeMap<String, EvictionRounds>,
 }
 
-/// The evictions for one waiting pod. They have no effect if the pod's rules refuse the node
-/// afterwards. The victims then return, and the pod would evict them repeatedly.
+/// The evictions for one waiting pod. Evictions have no effect if the pod's rules then refuse the
+/// node. Without a delay, the victims' replacements would be evicted again and again.
 #[derive(Debug)]
 struct EvictionRounds {
     count: u32,
@@ -67,7 +67,7 @@ struct Preemptor {
     /// The reconcile that last searched for this pod, or that first saw the pod.
     turn: u64,
     /// The last search that found no victims.
-    hopeless: Option<FutileSearch>,
+    futile_search: Option<FutileSearch>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -89,7 +89,7 @@ pub(super) enum SearchScope {
     Everything,
 }
 
-/// What decides how many evictions a budget allows.
+/// The fields that determine how many evictions a budget allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct BudgetState {
     generation: Option<i64>,
@@ -124,11 +124,11 @@ impl Preemptors {
     /// Records a change that may make preemption possible anywhere.
     pub(super) fn record_cluster_change(&mut self) {
         self.version += 1;
-        self.everywhere = self.version;
+        self.last_cluster_change = self.version;
     }
 
-    /// Compares the disruption budgets with the last ones. Only a change that allows more evictions
-    /// counts.
+    /// Compares the disruption budgets with their previous state. Records only a change that allows
+    /// more evictions.
     pub(super) fn update_budgets(&mut self, budgets: &[Arc<BudgetObject>]) {
         let state = |budget: &Arc<BudgetObject>| {
             let name = format!(
@@ -153,8 +153,8 @@ impl Preemptors {
         self.budgets = now;
     }
 
-    /// Returns the waiting pods whose turn it is: those whose last search was the longest ago, and
-    /// that another search may help.
+    /// Returns the waiting pods whose turn it is: among the pods that another search may help,
+    /// those with the oldest searches.
     pub(super) fn pods_in_turn(&self, up: Duration) -> BTreeSet<String> {
         let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != SearchScope::Nothing);
         let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();
@@ -173,17 +173,17 @@ impl Preemptors {
     }
 
     fn scope_of(&self, one: &Preemptor, up: Duration) -> SearchScope {
-        match one.hopeless {
-            Some(FutileSearch { version, until, .. }) if until > up && self.everywhere <= version => {
+        match one.futile_search {
+            Some(FutileSearch { version, until, .. }) if until > up && self.last_cluster_change <= version => {
                 if self.version > version { SearchScope::ChangedSince(version) } else { SearchScope::Nothing }
             }
             _ => SearchScope::Everything,
         }
     }
 
-    /// Returns whether no preemption helps the pod, and none helps equal pods either.
+    /// Returns whether no preemption helps the pod or equal pods.
     pub(super) fn is_failure_shared(&self, pod: &str) -> bool {
-        self.waiting.get(pod).and_then(|one| one.hopeless).is_some_and(|hopeless| hopeless.is_shared)
+        self.waiting.get(pod).and_then(|one| one.futile_search).is_some_and(|futile| futile.is_shared)
     }
 
     /// Returns whether a node has changed since this version.
@@ -206,8 +206,9 @@ impl Preemptors {
         up: Duration,
     ) {
         let time = if has_rules { RULES_RECHECK_TIME } else { RECHECK_TIME };
-        let hopeless = Some(FutileSearch { version: self.version, until: up.saturating_add(time), is_shared });
-        self.waiting.insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, hopeless });
+        let futile_search = Some(FutileSearch { version: self.version, until: up.saturating_add(time), is_shared });
+        self.waiting
+            .insert(name.to_owned(), Preemptor { id: uid_and_version(pod), turn: self.reconciles, futile_search });
     }
 
     /// Records an eviction for a waiting pod. The evictions of one reconcile are one round.
@@ -224,7 +225,7 @@ impl Preemptors {
             return;
         }
         rounds.count = rounds.count.saturating_add(1);
-        if let Some(more) = rounds.count.checked_sub(FREE_ROUNDS) {
+        if let Some(more) = rounds.count.checked_sub(UNDELAYED_ROUNDS) {
             let delay = FIRST_ROUND_DELAY.saturating_mul(2_u32.saturating_pow(more)).min(MAX_ROUND_DELAY);
             rounds.until = up.saturating_add(delay);
         }
@@ -237,7 +238,7 @@ impl Preemptors {
 
     /// Records that the pod must wait for its turn.
     pub(super) fn defer(&mut self, name: &str, pod: &PodObject) {
-        let new = || Preemptor { id: uid_and_version(pod), turn: self.reconciles, hopeless: None };
+        let new = || Preemptor { id: uid_and_version(pod), turn: self.reconciles, futile_search: None };
         self.waiting.entry(name.to_owned()).or_insert_with(new);
         self.is_deferred = true;
     }
@@ -246,7 +247,7 @@ impl Preemptors {
     pub(super) fn finish_reconcile(&self, up: Duration, actions: &mut Actions) {
         actions.more |= self.is_deferred;
         actions.awaits_budgets = !self.waiting.is_empty();
-        let rechecks = self.waiting.values().filter_map(|one| one.hopeless).map(|hopeless| hopeless.until);
+        let rechecks = self.waiting.values().filter_map(|one| one.futile_search).map(|futile| futile.until);
         let delays = self.rounds.values().map(|rounds| rounds.until);
         // This reconcile has searched again for a pod whose recheck is due, or the pod waits for
         // something else.

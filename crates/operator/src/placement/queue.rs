@@ -95,8 +95,8 @@ impl Queue {
 
     /// Records that the API server refused to release a pod.
     ///
-    /// The refusal may be permanent, for example because of the pod's size. The pod must not
-    /// reserve shares at each reconcile, and its owner must learn the reason.
+    /// The refusal may be permanent, for example because of the pod's size. Therefore the pod does
+    /// not reserve shares at each reconcile, and a message explains the refusal to its owner.
     pub(super) fn record_refusal(&mut self, name: &str, message: &str, up: Duration) {
         let Some(gated) = self.0.get_mut(name) else { return };
         let times = gated.refused.as_ref().map_or(1, |before| before.times.saturating_add(1));

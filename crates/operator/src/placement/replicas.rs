@@ -44,16 +44,16 @@ impl ReplicaIndex {
     }
 }
 
-/// Finds the replicas that pods are kept apart from, within one reconcile. Replicas of a controller
-/// are located once, and reservations of this reconcile are added.
+/// Finds the replicas that pods are kept apart from, within one reconcile. Locates the replicas of
+/// a controller once, and adds the reservations of this reconcile.
 pub(super) struct ReplicaSearch<'a> {
     index: &'a ReplicaIndex,
     nodes: &'a Nodes,
     /// Policies whose GPUs pack replicas.
     packing: BTreeSet<String>,
-    /// Replicas by controller, and whether GPUs that pack count too.
+    /// Replicas by controller, and by whether replicas on GPUs that pack are included.
     known: BTreeMap<(ControllerId, bool), Siblings>,
-    none: Siblings,
+    no_siblings: Siblings,
 }
 
 impl<'a> ReplicaSearch<'a> {
@@ -64,15 +64,15 @@ impl<'a> ReplicaSearch<'a> {
         let valid = policies.iter().filter_map(|policy| policy.as_ref().0.as_ref().ok());
         let packing = valid.filter(|policy| policy.spec.replica_placement == ReplicaPlacement::Pack);
         let packing = packing.map(ResourceExt::name_any).collect();
-        Self { index, nodes, packing, known: BTreeMap::new(), none: Siblings::default() }
+        Self { index, nodes, packing, known: BTreeMap::new(), no_siblings: Siblings::default() }
     }
 
     /// Returns the replicas that a pod is kept apart from.
     ///
-    /// The pod's annotation decides, otherwise the policy of the GPU that a replica uses. A replica
-    /// on a GPU that packs keeps no pod away.
+    /// The pod's annotation decides. Without it, the policy of each replica's GPU decides, and a
+    /// replica on a GPU that packs is ignored.
     pub(super) fn siblings_of(&mut self, pod: &PodObject, ledger: &Ledger) -> &Siblings {
-        let Some(controller) = avoided_controller(pod) else { return &self.none };
+        let Some(controller) = avoided_controller(pod) else { return &self.no_siblings };
         let everywhere = pod.replica_placement == Some(ReplicaPlacement::Spread);
         let Self { index, nodes, packing, known, .. } = self;
         known.entry((controller, everywhere)).or_insert_with(|| {

@@ -1,6 +1,6 @@
 //! Units that are briefly unavailable: an agent restarts, a GPU is being repartitioned, or a pod
 //! was deleted before its node reported it. A pod that these units can serve needs no other node
-//! yet, and at first no other pod is evicted for it. Pure: callers pass in the time.
+//! yet, and the operator delays evictions for it. Pure: callers pass in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,8 +24,8 @@ use super::search::{Candidate, PlacementSearch, SearchKey};
 pub(super) const RETURN_TIME: Duration = Duration::from_secs(120);
 
 /// Nodes with units that are briefly unavailable: when each absence began, as durations since the
-/// process started. A GPU may wait for days for its repartitioning, and must not use up the time
-/// for which pods wait for an agent that restarts.
+/// process started. Each absence has its own time: a GPU may wait for days for its repartitioning,
+/// and must not use up the time of an agent that restarts.
 #[derive(Debug, Default)]
 pub(super) struct Returning(BTreeMap<String, BTreeMap<Absence, Duration>>);
 
@@ -71,7 +71,7 @@ impl Returning {
                 returning.entry(name.as_str()).or_default();
             }
         }
-        ReturningUnits { nodes, returning, deleted, ledger: None, hopeless: BTreeSet::new() }
+        ReturningUnits { nodes, returning, deleted, ledger: None, not_fitting: BTreeSet::new() }
     }
 }
 
@@ -82,11 +82,11 @@ pub(super) struct ReturningUnits<'a> {
     returning: BTreeMap<&'a str, BTreeSet<Absence>>,
     /// Deleted pods whose claims end soon.
     deleted: BTreeSet<&'a str>,
-    /// These nodes when their units have returned, less what was promised to pods. Built for the
-    /// first pod.
+    /// The ledger of these nodes after their units have returned, without the units that were
+    /// promised to pods. Built for the first pod.
     ledger: Option<Ledger>,
     /// Properties of pods that do not fit.
-    hopeless: BTreeSet<SearchKey<'a>>,
+    not_fitting: BTreeSet<SearchKey<'a>>,
 }
 
 impl<'a> ReturningUnits<'a> {
@@ -103,12 +103,12 @@ impl<'a> ReturningUnits<'a> {
             return false;
         }
         let key = search.key(candidate);
-        if self.hopeless.contains(&key) {
+        if self.not_fitting.contains(&key) {
             return false;
         }
-        let Self { nodes, returning, deleted, ledger: known, hopeless } = self;
+        let Self { nodes, returning, deleted, ledger: known, not_fitting } = self;
         let returned = known.get_or_insert_with(|| ledger_of_returned_nodes(ledger, nodes, (returning, deleted)));
-        // The taints of a node whose agent is away end when the agent is ready.
+        // The taints of a node whose agent is not ready end when the agent is ready.
         let mut tolerant = candidate.plan_pod.clone();
         tolerant.tolerations.extend(OUTDATED_TAINTS.iter().chain(&[UNHEALTHY_TAINT]).map(|key| tolerate(key)));
         let admitted = returning.iter().filter(|(name, over)| {
@@ -126,7 +126,7 @@ impl<'a> ReturningUnits<'a> {
             .and_then(|on| fits(returned, &on));
         let Some(found) = found else {
             if !search.has_lasting_predecessor(ledger, candidate, returning.keys().copied()) {
-                hopeless.insert(key);
+                not_fitting.insert(key);
             }
             return false;
         };
@@ -142,7 +142,7 @@ impl<'a> ReturningUnits<'a> {
     }
 }
 
-/// Returns a ledger of these nodes when their units have returned and the claims of deleted pods
+/// Returns a ledger of these nodes after their units have returned and the claims of deleted pods
 /// have ended.
 fn ledger_of_returned_nodes(
     ledger: &Ledger,

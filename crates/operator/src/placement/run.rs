@@ -14,7 +14,7 @@ use super::actions::{Actions, Eviction, Release, ReleaseReason, Report};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
-use super::stranded::{Advice, Recreation, Rescue};
+use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventPublisher};
 use crate::evict::{self, EvictionResult};
 use crate::metrics::{Outcome, Reason};
@@ -37,7 +37,7 @@ pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
     /// Notifications that wake the controllers.
     pub(crate) wakes: Wakers,
-    /// What each pod waits for, according to the plan for GPUs that Cleave partitions on demand.
+    /// Why each pod waits, according to the plan for GPUs that Cleave partitions on demand.
     pub(crate) demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     /// MPS hosts. `None` if the operator does not replace MPS hosts.
     pub(crate) hosts: Option<MpsHostStores>,
@@ -87,8 +87,8 @@ impl Writes {
 
 /// Returns the delay before the next reconcile if no change wakes the placement controller earlier.
 /// If the API server did not accept writes, the next reconcile does not follow at once, even if it
-/// could write more: it would repeat the same writes. `later` is when Events, or taints that could
-/// not be written, are due.
+/// could write more: it would repeat the same writes. `later` is the time until Events or failed
+/// taint writes are due.
 fn next_delay(actions: &Actions, writes: Writes, later: Option<Duration>) -> Option<Duration> {
     if writes.is_impaired {
         return Some(RETRY_DELAY);
@@ -107,7 +107,7 @@ struct SteadyClock {
 }
 
 impl SteadyClock {
-    /// Creates a clock that showed `time` at `read_at`.
+    /// Creates a clock whose time at `read_at` is `time`.
     const fn new(time: Timestamp, read_at: Instant) -> Self {
         Self { time, read_at }
     }
@@ -164,10 +164,10 @@ impl Controller for PlacementController {
         let mut writes = self.release_all(&actions.releases).await;
         writes.is_incomplete |= !self.evict_all(&actions.evictions).await;
         self.wakes.set_awaits_budgets(actions.awaits_budgets);
-        self.handle_stranded(&actions.rescue).await;
+        self.handle_stranded(&actions.stranded).await;
         writes.is_impaired |= !self.report_all(&actions.reports).await;
         self.taint_all(&actions.taints).await;
-        writes.is_incomplete |= !actions.rescue.recreate.is_empty() || !actions.rescue.advise.is_empty();
+        writes.is_incomplete |= !actions.stranded.recreate.is_empty() || !actions.stranded.placed_reports.is_empty();
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
         }
@@ -257,7 +257,7 @@ impl PlacementController {
             return Err(ReleaseFailure::Retry);
         }
         let pod = &release.pod;
-        let body = if release.reported { self.take_back(release).await? } else { release.patch.clone() };
+        let body = if release.reported { self.withdraw_report(release).await? } else { release.patch.clone() };
         let unknown = |patch| ReleaseFailure::Unknown(Box::new(Release { reported: false, patch, ..release.clone() }));
         let Some((namespace, name)) = pod.split_once('/') else { return Err(ReleaseFailure::Retry) };
         let request =
@@ -315,9 +315,9 @@ impl PlacementController {
         }
     }
 
-    /// Takes back the report about a pod that is released, because on a released pod such a report
-    /// must come from the scheduler. Returns the patch that then releases the pod.
-    async fn take_back(&self, release: &Release) -> Result<serde_json::Value, ReleaseFailure> {
+    /// Withdraws the report about a pod that is released, because on a released pod only the
+    /// scheduler may report `Unschedulable`. Returns the patch that then releases the pod.
+    async fn withdraw_report(&self, release: &Release) -> Result<serde_json::Value, ReleaseFailure> {
         let version = patch::resource_version(&release.patch);
         let target = Target { pod: &release.pod, uid: &release.uid, version };
         match pod_condition::write_to(&self.context.client, target, &scheduled_condition(None), false).await {
@@ -328,7 +328,7 @@ impl PlacementController {
         }
     }
 
-    /// Reports pods at the gate to cluster autoscalers, or takes reports back. Returns false if a
+    /// Reports pods at the gate to cluster autoscalers, or withdraws reports. Returns false if a
     /// write failed.
     async fn report_all(&mut self, reports: &[Report]) -> bool {
         if !self.context.claim.is_current() {
@@ -359,8 +359,8 @@ impl PlacementController {
         (uid, pod_condition::write_to(&self.context.client, target, &condition, false).await)
     }
 
-    /// Evicts pods for pods of higher priority. Returns false if not all of them were evicted. If
-    /// one victim cannot be evicted, the preemptor's other victims are not evicted.
+    /// Evicts pods for pods of higher priority. Returns false if any of these pods was not evicted.
+    /// If one victim cannot be evicted, the preemptor's other victims are not evicted.
     async fn evict_all(&mut self, evictions: &[Eviction]) -> bool {
         let mut unsuccessful: BTreeSet<&str> = BTreeSet::new();
         for eviction in evictions {
@@ -401,17 +401,18 @@ impl PlacementController {
 
     /// Evicts stranded pods so that their controllers recreate them, and writes the condition of
     /// other stranded pods. After a failed write, a later reconcile decides again.
-    async fn handle_stranded(&mut self, rescue: &Rescue) {
-        for recreation in &rescue.recreate {
+    async fn handle_stranded(&mut self, stranded_actions: &StrandedActions) {
+        for recreation in &stranded_actions.recreate {
             if !self.context.claim.is_current() {
                 return;
             }
             self.recreate(recreation).await;
         }
-        let writes: Vec<_> = rescue.advise.iter().map(|advice| self.write_advice(advice)).collect();
+        let writes: Vec<_> =
+            stranded_actions.placed_reports.iter().map(|report| self.write_placed_report(report)).collect();
         let results: Vec<(&str, bool)> = futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await;
         for (uid, _) in results.into_iter().filter(|(_, written)| !written) {
-            self.keeper.record_failed_advice(uid);
+            self.keeper.record_failed_placed_report(uid);
         }
     }
 
@@ -441,7 +442,7 @@ impl PlacementController {
     }
 
     /// Writes the condition of one stranded pod. Returns false if a retry is necessary.
-    async fn write_advice<'a>(&self, Advice { pod, uid, message }: &'a Advice) -> (&'a str, bool) {
+    async fn write_placed_report<'a>(&self, PlacedReport { pod, uid, message }: &'a PlacedReport) -> (&'a str, bool) {
         if !self.context.claim.is_current() {
             return (uid, false);
         }
@@ -468,7 +469,7 @@ impl PlacementController {
             tracing::debug!(node, why, "postponed the replacement of an MPS host");
         }
         let mut events = Vec::new();
-        if let Some((message, regarding)) = &step.news {
+        if let Some((message, regarding)) = &step.stop_report {
             tracing::warn!(message, "stopped the replacement of MPS hosts");
             events.push((regarding.clone(), events::rollout_stopped_event(message)));
         }
@@ -546,9 +547,9 @@ impl PlacementController {
     }
 }
 
-/// Returns the condition `PodScheduled` of a pod at the gate. With a message it reports that the
-/// pod needs another node. Without a message, it is the condition that the API server writes for a
-/// pod that is created with a gate.
+/// Returns the condition `PodScheduled` of a pod at the gate. With a message, the condition reports
+/// that the pod needs another node. Without a message, the function returns the condition that the
+/// API server writes for a new pod with a gate.
 fn scheduled_condition(message: Option<&str>) -> PodCondition {
     let (reason, message) = match message {
         Some(message) => ("Unschedulable", format!("{message}. The pod waits at Cleave's placement gate")),

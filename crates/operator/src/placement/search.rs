@@ -83,15 +83,14 @@ impl<'a> Candidate<'a> {
         candidate
     }
 
-    /// Returns what the pod waits for according to the plan for GPUs that are partitioned on
-    /// demand. Returns `None` if the pod requests more GPUs than a node has, because the plan does
-    /// not consider that.
+    /// Returns the reason in the plan for GPUs that are partitioned on demand. Returns `None` if
+    /// the pod requests more GPUs than a node has, because the plan does not consider that.
     pub(super) fn planned_wait<'w>(&self, demand: Option<&'w WaitingPod>) -> Option<&'w WaitingPod> {
         demand.filter(|_| !self.too_many_gpus)
     }
 
-    /// Returns whether only kubelets report the requested resources, and no agent does now. Either
-    /// an agent starts, or another plugin serves the resources, or the kubelet's report is old.
+    /// Returns whether kubelets report the requested resources and no agent does. Either an agent
+    /// is starting, another plugin serves the resources, or the kubelet's report is old.
     pub(super) fn awaits_agent(&self) -> bool {
         self.unclear || self.missing.is_some()
     }
@@ -149,8 +148,8 @@ impl<'a> Candidate<'a> {
     /// Returns a release without a reservation, because the pod was unplaceable for too long.
     pub(super) fn release_unplaceable(&self, need: AutoscalerNeed, message: String, waited: Duration) -> Release {
         if self.unclear {
-            // The pod has waited longer than any kubelet's report stays outdated. So another plugin
-            // serves the resources on nodes where Cleave runs.
+            // The pod has waited longer than a kubelet's report can stay outdated. So another
+            // plugin serves the resources on nodes where Cleave runs.
             return self.release(ReleaseReason::NotServed, Destination::Anywhere, waited);
         }
         // Without a reservation, the pod would fail on any node that offers the resource, including
@@ -162,16 +161,17 @@ impl<'a> Candidate<'a> {
         self.release(ReleaseReason::Unschedulable(message), destination, waited)
     }
 
-    /// Returns what decides on which nodes the pod may run, regardless of other pods.
+    /// Returns the properties that determine the nodes on which the pod may run, regardless of
+    /// other pods.
     pub(super) fn node_key(&self) -> NodeKey<'_> {
         (&self.plan_pod.node_selector, self.plan_pod.affinity.as_slice(), self.plan_pod.tolerations.as_slice())
     }
 }
 
-/// Node selector, affinity and tolerations, which decide on which nodes a pod may run.
+/// Node selector, affinity and tolerations, which determine the nodes on which a pod may run.
 pub(super) type NodeKey<'a> = (&'a BTreeMap<String, String>, &'a [NodeSelectorTerm], &'a [Toleration]);
 
-/// All properties of a pod that decide whether the pod is placeable.
+/// All properties of a pod that determine whether the pod is placeable.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct SearchKey<'a> {
     device_requests: &'a [DeviceRequest],
@@ -245,8 +245,8 @@ impl<'a> PlacementSearch<'a> {
         let most = if is_evaluated { 1 } else { MAX_RELEASE_NODES };
         let shortage = |node: &str| self.free.borrow_mut().shortage(node, candidate.requester());
         let has_room = |node: &str| shortage(node).is_none();
-        // A pod without a node has no allocations. Those of an earlier pod with its name would
-        // count as its own, and would end its reservation.
+        // This pod has no node and so no allocations. The allocations of an earlier pod with the
+        // same name would count as this pod's and end its reservation.
         let waits_for_predecessor = Cell::new(false);
         let is_free_of_predecessor = |node: &str| {
             let lists = ledger.has_allocations(node, name);
@@ -288,7 +288,7 @@ impl<'a> PlacementSearch<'a> {
                     if is_free_of_predecessor(&node.name) { Ok(()) } else { Err(Conflict::Predecessor) }
                 };
                 let checks = NodeChecks { conflict: &conflict, shortage: &shortage };
-                self.nodes.diagnose(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
+                self.nodes.explain_unplaceable(ledger, candidate.pending_pod(), plan_pod, &checks, &why)
             }
         };
         drop(checker);
@@ -357,8 +357,8 @@ impl<'a> PlacementSearch<'a> {
         nodes.filter(|node| self.will_be_free_of_predecessor(ledger, node, &candidate.name)).collect()
     }
 
-    /// Keeps CPU, memory and other resources of a node for a pod. The search for later pods of this
-    /// reconcile then respects the pod's nomination.
+    /// Nominates a pod for a node, so that the search for later pods of this reconcile keeps its
+    /// CPU, memory and other resources free.
     pub(super) fn nominate(&mut self, candidate: &'a Candidate<'a>, node: &str) {
         let PlanPod { priority, requests, .. } = &candidate.plan_pod;
         self.free.borrow_mut().nominate(candidate.name.clone(), *priority, requests, node);
@@ -369,8 +369,8 @@ impl<'a> PlacementSearch<'a> {
         self.free.borrow_mut().withdraw_nomination(pod, node);
     }
 
-    /// Returns the properties of a pod that decide whether it is placeable, or can become placeable
-    /// by preemption.
+    /// Returns the properties of a pod that determine whether it is placeable, or can become
+    /// placeable by preemption.
     pub(super) fn key(&self, candidate: &'a Candidate<'a>) -> SearchKey<'a> {
         SearchKey {
             device_requests: &candidate.device_requests,
@@ -381,14 +381,14 @@ impl<'a> PlacementSearch<'a> {
         }
     }
 
-    /// Returns whether a node lists no allocations of an earlier pod with this name, or soon lists
-    /// none. Until then, [`Self::find`] does not place the pod there.
+    /// Returns whether a node lists no allocations of an earlier pod with this name, or soon will
+    /// not. Until then, [`Self::find`] does not place the pod on the node.
     fn will_be_free_of_predecessor(&self, ledger: &Ledger, node: &str, pod: &str) -> bool {
         !ledger.has_allocations(node, pod) || self.claims.is_ending(node, pod, self.up)
     }
 
-    /// Returns whether an earlier pod with the pod's name keeps it off one of these nodes. What is
-    /// true for this pod may then be false for pods that are otherwise equal.
+    /// Returns whether an earlier pod with the same name excludes the pod from one of these nodes.
+    /// If so, the result of a search does not apply to otherwise equal pods.
     pub(super) fn has_lasting_predecessor<'n>(
         &self,
         ledger: &Ledger,

@@ -48,7 +48,7 @@ pub(super) enum Reason {
     Expired(Vec<String>),
     /// All nodes that the pod was released to were deleted. Contains their names.
     Gone(Vec<String>),
-    /// Every node that the pod was released to refuses it. Contains each node's refusal.
+    /// Every node that the pod was released to refuses it. Contains each node's reason.
     Refused(String),
     /// The pod was released as unschedulable, but may fit a GPU now.
     Possible,
@@ -100,7 +100,7 @@ impl Reason {
                 format!("The nodes to which this pod was released no longer accept it: {refusals}")
             }
             Self::OtherNodesFull => {
-                "This pod was released to nodes of another device plugin, which have no room for it. A GPU that Cleave serves could hold it now".to_owned()
+                "This pod was released to nodes of another device plugin, which have no room for it. It would fit on a GPU that Cleave serves now".to_owned()
             }
             Self::Possible => "This pod was released as unschedulable, but it would fit on a GPU now".to_owned(),
         }
@@ -122,9 +122,9 @@ pub struct Recreation {
 }
 
 /// A pod whose condition `Placed` changes. Either the pod is stranded and no controller recreates
-/// it, or the pod is bound after all.
+/// it, or a stranded pod was bound after all.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Advice {
+pub struct PlacedReport {
     /// The pod, as `namespace/name`.
     pub pod: String,
     /// UID of the pod.
@@ -135,11 +135,11 @@ pub struct Advice {
 
 /// Actions of one reconcile for stranded pods.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Rescue {
+pub struct StrandedActions {
     /// Pods to evict.
     pub recreate: Vec<Recreation>,
     /// Pods whose condition changes.
-    pub advise: Vec<Advice>,
+    pub placed_reports: Vec<PlacedReport>,
     /// Delay before the next reconcile if nothing changes.
     pub requeue: Option<Duration>,
 }
@@ -150,7 +150,7 @@ pub(super) struct StrandedPods {
     /// When each pod's reason not to be bound was first found, by UID.
     since: BTreeMap<String, Duration>,
     /// UIDs of pods whose condition was written.
-    advised: BTreeSet<String>,
+    reported: BTreeSet<String>,
     /// Controllers whose pods were recreated, by UID.
     owners: BTreeMap<String, Backoff>,
     /// Pods whose eviction failed, by UID, with the time of the earliest retry.
@@ -181,8 +181,8 @@ impl StrandedPods {
         found: impl IntoIterator<Item = (&'a PodObject, Reason)>,
         patience: Duration,
         up: Duration,
-    ) -> Rescue {
-        let mut rescue = Rescue::default();
+    ) -> StrandedActions {
+        let mut stranded_actions = StrandedActions::default();
         let mut present = BTreeSet::new();
         self.owners.retain(|_, backoff| up < backoff.until.saturating_add(BACKOFF_RESET_DELAY));
         for (pod, reason) in found {
@@ -196,23 +196,25 @@ impl StrandedPods {
             });
             let due = due.max(self.failed.get(&uid).copied().unwrap_or_default());
             if up < due {
-                rescue.requeue_in(due.saturating_sub(up));
-            } else if rescue.recreate.len().max(rescue.advise.len()) >= MAX_PODS_PER_RECONCILE {
-                rescue.requeue_in(Duration::from_secs(1));
+                stranded_actions.requeue_in(due.saturating_sub(up));
+            } else if stranded_actions.recreate.len().max(stranded_actions.placed_reports.len())
+                >= MAX_PODS_PER_RECONCILE
+            {
+                stranded_actions.requeue_in(Duration::from_secs(1));
             } else {
-                self.add_action(&mut rescue, pod, &uid, &reason, (due, up));
+                self.add_action(&mut stranded_actions, pod, &uid, &reason, (due, up));
             }
         }
         self.since.retain(|uid, _| present.contains(uid));
-        self.advised.retain(|uid| present.contains(uid));
+        self.reported.retain(|uid| present.contains(uid));
         self.failed.retain(|uid, _| present.contains(uid));
-        rescue
+        stranded_actions
     }
 
     /// Adds the action for one pod that has been stranded since `due`.
     fn add_action(
         &mut self,
-        rescue: &mut Rescue,
+        stranded_actions: &mut StrandedActions,
         pod: &PodObject,
         uid: &str,
         reason: &Reason,
@@ -228,18 +230,18 @@ impl StrandedPods {
         });
         let Some(owner) = owner else {
             let is_reported = pod.condition(CONDITION_PLACED).is_some_and(|condition| condition.status == "False");
-            if self.advised.insert(uid.clone()) && !is_reported {
+            if self.reported.insert(uid.clone()) && !is_reported {
                 let message = format!(
                     "{}. No controller recreates it. Delete and recreate it: the new pod waits at the placement gate.",
                     reason.message()
                 );
-                rescue.advise.push(Advice { pod: name, uid, message: Some(message) });
+                stranded_actions.placed_reports.push(PlacedReport { pod: name, uid, message: Some(message) });
             }
             return;
         };
         let backoff = self.owners.get(&owner.uid);
         match backoff.filter(|backoff| up < backoff.until && backoff.began < due) {
-            Some(backoff) => rescue.requeue_in(backoff.until.saturating_sub(up)),
+            Some(backoff) => stranded_actions.requeue_in(backoff.until.saturating_sub(up)),
             None => {
                 if backoff.is_none_or(|backoff| backoff.until <= up) {
                     self.begin_backoff(owner, up);
@@ -254,7 +256,7 @@ impl StrandedPods {
                     owner.name
                 );
                 let version = pod.metadata.resource_version.clone().unwrap_or_default();
-                rescue.recreate.push(Recreation { pod: name, uid, version, message });
+                stranded_actions.recreate.push(Recreation { pod: name, uid, version, message });
             }
         }
     }
@@ -270,14 +272,15 @@ impl StrandedPods {
         self.owners.insert(owner.uid.clone(), next);
     }
 
-    /// Records that a pod could not be evicted. Other pods are evicted before this pod is retried.
+    /// Records that a pod could not be evicted. The operator evicts other pods before it retries
+    /// this one.
     pub(super) fn record_failed_eviction(&mut self, uid: &str, up: Duration) {
         self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY_DELAY));
     }
 
     /// Records that a pod's condition could not be written. A later reconcile writes it.
-    pub(super) fn record_failed_advice(&mut self, uid: &str) {
-        self.advised.remove(uid);
+    pub(super) fn record_failed_placed_report(&mut self, uid: &str) {
+        self.reported.remove(uid);
     }
 
     /// Returns the time for which the gatekeeper delays a pod because pods of its controller were
@@ -296,7 +299,7 @@ impl StrandedPods {
     }
 }
 
-impl Rescue {
+impl StrandedActions {
     fn requeue_in(&mut self, time: Duration) {
         self.requeue = Some(self.requeue.map_or(time, |requeue| requeue.min(time)));
     }
@@ -330,24 +333,29 @@ mod tests {
         Reason::Expired(vec!["n1".to_owned()])
     }
 
-    fn recreated_pods(rescue: &Rescue) -> Vec<&str> {
-        rescue.recreate.iter().map(|one| one.pod.as_str()).collect()
+    fn recreated_pods(stranded_actions: &StrandedActions) -> Vec<&str> {
+        stranded_actions.recreate.iter().map(|one| one.pod.as_str()).collect()
     }
 
     #[test]
     fn a_pod_of_a_controller_is_recreated_and_a_bare_pod_gets_advice_once() {
         let (owned, bare) = (replica("owned"), PodObject { controller: None, ..replica("bare") });
         let mut stranded = StrandedPods::default();
-        let rescue =
+        let stranded_actions =
             stranded.reconcile([(&owned, expired_reason()), (&bare, expired_reason())], REFUSAL_TIMEOUT, at(0));
-        assert_eq!((recreated_pods(&rescue), rescue.recreate[0].version.as_str()), (vec!["team/owned"], "7"));
-        assert!(rescue.recreate[0].message.ends_with("Cleave evicts it so that ReplicaSet web recreates it."));
-        let advice = rescue.advise[0].message.as_deref().unwrap();
-        assert!(advice.contains("Delete and recreate it"), "{advice}");
-        assert_eq!(stranded.reconcile([(&bare, expired_reason())], REFUSAL_TIMEOUT, at(1)).advise, []);
-        stranded.record_failed_advice("bare");
         assert_eq!(
-            stranded.reconcile([(&bare, expired_reason())], REFUSAL_TIMEOUT, at(2)).advise.len(),
+            (recreated_pods(&stranded_actions), stranded_actions.recreate[0].version.as_str()),
+            (vec!["team/owned"], "7")
+        );
+        assert!(
+            stranded_actions.recreate[0].message.ends_with("Cleave evicts it so that ReplicaSet web recreates it.")
+        );
+        let report = stranded_actions.placed_reports[0].message.as_deref().unwrap();
+        assert!(report.contains("Delete and recreate it"), "{report}");
+        assert_eq!(stranded.reconcile([(&bare, expired_reason())], REFUSAL_TIMEOUT, at(1)).placed_reports, []);
+        stranded.record_failed_placed_report("bare");
+        assert_eq!(
+            stranded.reconcile([(&bare, expired_reason())], REFUSAL_TIMEOUT, at(2)).placed_reports.len(),
             1,
             "the write failed"
         );
@@ -361,12 +369,20 @@ mod tests {
         {
             let pod = owned_pod("a", kind, "x");
             let mut stranded = StrandedPods::default();
-            let rescue = stranded.reconcile([(&pod, expired_reason())], REFUSAL_TIMEOUT, at(0));
-            assert_eq!((rescue.recreate.len(), rescue.advise.len()), (when_expired, 1 - when_expired), "{kind}");
+            let stranded_actions = stranded.reconcile([(&pod, expired_reason())], REFUSAL_TIMEOUT, at(0));
+            assert_eq!(
+                (stranded_actions.recreate.len(), stranded_actions.placed_reports.len()),
+                (when_expired, 1 - when_expired),
+                "{kind}"
+            );
             let mut stranded = StrandedPods::default();
             stranded.reconcile([(&pod, gone())], REFUSAL_TIMEOUT, at(0));
-            let rescue = stranded.reconcile([(&pod, gone())], REFUSAL_TIMEOUT, at(20));
-            assert_eq!((rescue.recreate.len(), rescue.advise.len()), (when_gone, 1 - when_gone), "{kind}");
+            let stranded_actions = stranded.reconcile([(&pod, gone())], REFUSAL_TIMEOUT, at(20));
+            assert_eq!(
+                (stranded_actions.recreate.len(), stranded_actions.placed_reports.len()),
+                (when_gone, 1 - when_gone),
+                "{kind}"
+            );
         }
     }
 
@@ -375,12 +391,12 @@ mod tests {
         let pod = replica("owned");
         let cordoned = || (&pod, Reason::Refused("n1: cordoned".to_owned()));
         let mut stranded = StrandedPods::default();
-        let rescue = stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(0));
-        assert_eq!((recreated_pods(&rescue), rescue.requeue), (vec![], Some(REFUSAL_TIMEOUT)));
+        let stranded_actions = stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(0));
+        assert_eq!((recreated_pods(&stranded_actions), stranded_actions.requeue), (vec![], Some(REFUSAL_TIMEOUT)));
         stranded.reconcile([], REFUSAL_TIMEOUT, at(179));
-        let rescue = stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(180));
+        let stranded_actions = stranded.reconcile([cordoned()], REFUSAL_TIMEOUT, at(180));
         assert_eq!(
-            (recreated_pods(&rescue), rescue.requeue),
+            (recreated_pods(&stranded_actions), stranded_actions.requeue),
             (vec![], Some(REFUSAL_TIMEOUT)),
             "the time is counted from the second refusal"
         );
@@ -398,8 +414,8 @@ mod tests {
             stranded.reconcile(pods.iter().map(|pod| (pod, expired_reason())), REFUSAL_TIMEOUT, at(second))
         };
         assert_eq!(recreated_pods(&all(&mut stranded, 0)), ["team/a", "team/b"]);
-        let rescue = all(&mut stranded, 4);
-        assert_eq!((recreated_pods(&rescue), rescue.requeue), (vec![], Some(at(6))));
+        let stranded_actions = all(&mut stranded, 4);
+        assert_eq!((recreated_pods(&stranded_actions), stranded_actions.requeue), (vec![], Some(at(6))));
         assert_eq!(
             recreated_pods(&stranded.reconcile([(&other, expired_reason())], REFUSAL_TIMEOUT, at(5))),
             ["team/c"],
@@ -407,8 +423,8 @@ mod tests {
         );
         let (mut second, mut times) = (10, Vec::new());
         while times.len() < 9 {
-            let rescue = all(&mut stranded, second);
-            assert_eq!(recreated_pods(&rescue).len(), 2, "at {second}");
+            let stranded_actions = all(&mut stranded, second);
+            assert_eq!(recreated_pods(&stranded_actions).len(), 2, "at {second}");
             times.push(second);
             second += all(&mut stranded, second + 1).requeue.unwrap().as_secs() + 1;
         }
@@ -425,12 +441,12 @@ mod tests {
         let mut stranded = StrandedPods::default();
         let mut batches = Vec::new();
         for second in 0..4 {
-            let rescue =
+            let stranded_actions =
                 stranded.reconcile(left.iter().map(|pod| (*pod, expired_reason())), REFUSAL_TIMEOUT, at(second));
-            let gone: BTreeSet<String> = rescue.recreate.iter().map(|one| one.uid.clone()).collect();
+            let gone: BTreeSet<String> = stranded_actions.recreate.iter().map(|one| one.uid.clone()).collect();
             left.retain(|pod| !gone.contains(&**pod.metadata.uid.as_ref().unwrap()));
             batches.push(gone.len());
-            assert!(left.is_empty() || rescue.requeue == Some(at(1)));
+            assert!(left.is_empty() || stranded_actions.requeue == Some(at(1)));
         }
         assert_eq!(batches, [32, 32, 32, 4]);
     }

@@ -1,8 +1,9 @@
 //! Releases for which it is unknown whether the API server applied them.
 //!
-//! A timeout or a lost connection does not show whether the pod was released. If it was, it may be
-//! bound before the watch reports its release. So the pod keeps its reservation, and the same patch
-//! is retried. The patch applies only to one version of the pod, so it cannot apply twice.
+//! A timeout or a lost connection does not show whether the pod was released. If the pod was
+//! released, it may be bound before the watch reports the release. So the pod keeps its
+//! reservation, and the same patch is retried. The patch applies only to one version of the pod, so
+//! it cannot apply twice.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_plan::ledger::Ledger;
@@ -21,7 +22,7 @@ const RETRY_MARGIN_SECONDS: u64 = 60;
 pub(super) struct UnansweredReleases(BTreeMap<String, Release>);
 
 impl UnansweredReleases {
-    /// Records a release. Its patch must be the one that was sent.
+    /// Records a release. Its patch must be the patch that was sent.
     pub(super) fn record(&mut self, release: Release) {
         self.0.insert(release.pod.clone(), release);
     }
@@ -41,8 +42,8 @@ impl UnansweredReleases {
         self.0.retain(|name, _| present.contains(name));
     }
 
-    /// Returns whether a pod at the gate shows that its release was not and will not be applied.
-    /// This is so if the pod is newer than the version that the patch applies to.
+    /// Returns whether a pod at the gate shows that its release was not and will not be applied,
+    /// because the pod is newer than the version that the patch applies to.
     pub(super) fn is_refuted_by(&self, name: &str, pod: &PodObject) -> bool {
         let number = |version: Option<&str>| version.and_then(|version| version.parse::<u64>().ok());
         let sent = self.0.get(name).and_then(|release| number(patch::resource_version(&release.patch)));

@@ -1,4 +1,4 @@
-//! Explains why a pod at the gate is not placeable, and whether that can change.
+//! Explains why a pod at the gate is not placeable, and whether it may become placeable.
 use std::time::Duration;
 
 use cleave_api::names::{RESOURCE_GPU, RESOURCE_MIG_PREFIX};
@@ -52,8 +52,8 @@ impl Verdict {
             sized_slice_gib(resource).is_some() || resource.starts_with(RESOURCE_MIG_PREFIX) || resource == RESOURCE_GPU
         };
         match (self, demand) {
-            // Demand decides which resources exist, so Cleave may create a missing resource for the
-            // pod.
+            // Pending pods determine which resources exist, so Cleave may create a missing resource
+            // for the pod.
             (Self::Never { impossible, .. }, Some(waiting))
                 if waiting.reason != Reason::Malformed
                     && (impossible == PermanentObstacle::NotOffered || device_requests.iter().any(is_partitioned)) =>
@@ -66,14 +66,14 @@ impl Verdict {
     }
 }
 
-/// What a pod at the gate needs from autoscalers.
+/// The need that a pod at the gate has for autoscalers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AutoscalerNeed {
     /// Another node, if the pod still needs one after this time.
     Node(Duration),
-    /// A node with larger GPUs than the known ones and those of the policies.
+    /// A node with larger GPUs than the known GPUs and the GPUs of the policies.
     LargerGpu,
-    /// Nothing: the pod gets room without another node, or another node would not help.
+    /// Nothing: the pod is about to get room without another node, or another node would not help.
     Nothing,
 }
 

@@ -227,7 +227,7 @@ fn slice_memory_mib(gpu: &cleave_plan::snapshot::Gpu, slice: &cleave_plan::snaps
     total.saturating_mul(count) / u64::from(parts)
 }
 
-/// Adds exclusions and missing slices to the reports of the policies.
+/// Adds excluded nodes and GPUs, and missing slices, to the reports of the policies.
 fn report_to_policies(plan: &mut Plan, observed: &Observed, outcome: &Outcome, planned: &ExplainedPlan) {
     let Outcome { repartitioned, excluded_nodes, excluded_gpus, changing, .. } = outcome;
     for (node, gpus) in &plan.demand {

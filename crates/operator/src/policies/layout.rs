@@ -20,7 +20,7 @@ pub enum Error {
     DoesNotFit(Vec<String>),
 }
 
-/// Memory slices of a GPU as bits. NVML counts at most 8 today.
+/// Memory slices of a GPU as bits. Today's GPUs have at most 8.
 type Mask = u64;
 
 /// Returns the first memory slice of each instance, in the order of `layout`.
@@ -53,7 +53,8 @@ pub(super) fn place_instances(
     if place_remaining(&wanted, &old, 0, &mut starts) { Ok(starts) } else { Err(Error::DoesNotFit(layout.to_vec())) }
 }
 
-/// Places the first instance of `wanted`, then the others. Returns true if all instances fit.
+/// Places the first instance of `wanted`, then the remaining instances. Returns true if all
+/// instances fit.
 fn place_remaining(
     wanted: &[(usize, &MigProfileStatus)],
     old: &[(&str, u32, Mask)],

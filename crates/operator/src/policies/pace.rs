@@ -14,13 +14,13 @@ const MAX_GATHERING: Duration = Duration::from_secs(60);
 /// [`FIRST_CHANGE_DELAY`] when the cluster is quiet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PlanPace {
-    between: Duration,
+    interval: Duration,
     last: Option<Duration>,
 }
 
 impl Default for PlanPace {
     fn default() -> Self {
-        Self { between: PLAN_INTERVALS.0, last: None }
+        Self { interval: PLAN_INTERVALS.0, last: None }
     }
 }
 
@@ -29,18 +29,18 @@ impl PlanPace {
     pub(crate) fn plan_delay(&mut self, now: Duration) -> Duration {
         let Some(last) = self.last else { return FIRST_CHANGE_DELAY };
         let since = now.saturating_sub(last);
-        if since >= self.between * 2 {
-            self.between = PLAN_INTERVALS.0;
+        if since >= self.interval * 2 {
+            self.interval = PLAN_INTERVALS.0;
             return FIRST_CHANGE_DELAY;
         }
-        self.between.saturating_sub(since).max(FIRST_CHANGE_DELAY)
+        self.interval.saturating_sub(since).max(FIRST_CHANGE_DELAY)
     }
 
     /// Records a plan. `more` states whether further changes arrived during the wait before the
     /// plan.
     pub(crate) fn record_plan(&mut self, now: Duration, more: bool) {
         self.last = Some(now);
-        self.between = if more { (self.between * 2).min(PLAN_INTERVALS.1) } else { PLAN_INTERVALS.0 };
+        self.interval = if more { (self.interval * 2).min(PLAN_INTERVALS.1) } else { PLAN_INTERVALS.0 };
     }
 }
 

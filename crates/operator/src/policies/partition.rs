@@ -74,7 +74,7 @@ pub(crate) fn observed_slices(gpu: &GpuStatus, each: Option<&InstanceShare>) -> 
     slices
 }
 
-/// Returns the slices of a GPU once it has this partition. Slices in use remain in use.
+/// Returns the slices that a GPU has after it gets this partition. Slices in use remain in use.
 pub(crate) fn desired_slices(partition: &Partition, gpu: &GpuStatus) -> Vec<SliceGroup> {
     let mut all: Vec<SliceGroup> = Vec::new();
     let Partition { whole, mps, time_slicing, mig } = partition;
@@ -225,8 +225,8 @@ fn mps_partition(
 /// Returns the memory limits and thread limits of k slices of a resource, for each k.
 ///
 /// The list covers the maximum number of slices of the GPU, and its last entry is the whole GPU. If
-/// the length depended on the present number of slices, the limits of slices in use would change.
-/// So would the daemon's defaults, which are the last entries.
+/// the length depended on the current number of slices, a change of that number would change the
+/// limits of slices in use. It would also change the daemon's defaults, which are the last entries.
 fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);
@@ -393,8 +393,8 @@ mod tests {
         assert_eq!((&mps.slices[1].memory_mib[..], &mps.slices[1].threads[..]), (&[all / 2, all][..], &[50, 100][..]));
     }
 
-    /// The agent compares limits, and uses the last limit of each list as the daemon's default. The
-    /// agent could not apply a changed limit while a client runs.
+    /// The limits must not change: the agent cannot apply a changed limit while a client runs. The
+    /// last limit of each list is the daemon's default.
     #[test]
     fn the_limits_of_a_slice_do_not_depend_on_the_others() {
         let small = mps(&[free_slices(SLICE_10GB_RESOURCE, 1)], &gpu(), None);

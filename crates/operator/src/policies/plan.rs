@@ -57,7 +57,7 @@ pub struct Report {
     pub demand: Option<&'static str>,
     /// How a change of the policy reaches its nodes.
     pub rollout: RolloutRules,
-    /// How far the last change has reached. Set by `staging`.
+    /// Progress of the last change. Set by `staging`.
     pub progress: RolloutProgress,
     /// Number of slices that pods request and that the policy's GPUs do not have yet.
     pub wanted: u32,
@@ -174,8 +174,8 @@ pub fn plan(observed: &Observed) -> Plan {
 /// Computes the desired state of one node and adds it to the plan.
 fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     report_node(name, node, policies, plan);
-    // Never write a malformed `GpuNode`. The spec is unknown, and another writer or an older
-    // version of the operator wrote the object.
+    // Never write to a malformed `GpuNode`: its spec is unknown. Another writer or an older version
+    // of the operator wrote the object.
     let Ok(current) = node.spec() else { return };
     let Some(gpus) = node.reported() else {
         // Create the object so that the agent can report its status. An existing spec is kept.
@@ -219,7 +219,7 @@ fn report_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
 }
 
 /// Computes the desired state of one GPU. Returns `None` for a whole GPU without a policy.
-/// `current` is the GPU's present spec.
+/// `current` is the GPU's current spec.
 fn plan_gpu(
     (name, node): (&str, &Node),
     gpu: &GpuStatus,
@@ -398,7 +398,8 @@ pub(crate) fn mig_instance_partition(
         }
         InstanceShare::Mps(share) => {
             let resource = shared_instance_resource(profile, share.resource.as_deref());
-            // The compute mode is a setting of the GPU. With MIG, it is never EXCLUSIVE_PROCESS.
+            // The compute mode is a setting of the GPU. On a GPU in MIG mode, the compute mode is
+            // never EXCLUSIVE_PROCESS.
             let partition = mps_partition(share, &resource, Mebibytes(memory), ComputeMode::Default)?;
             MigPartition { mps: Some(partition), ..MigPartition::default() }
         }

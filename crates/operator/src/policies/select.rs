@@ -1,7 +1,7 @@
 //! Selects the policy that each GPU follows. Pure.
 //!
 //! A policy matches a GPU if the node has all of the policy's labels and each list of the policy
-//! (models, UUIDs, indices) contains the GPU. If several policies match, the first in the order of
+//! (models, UUIDs, indices) contains the GPU. If several policies match, the policy with the lowest
 //! [`PolicyRank`] wins. The order prefers policies that select GPUs more precisely, then policies
 //! that select nodes more precisely, then older policies, then the first by name.
 use std::cmp::Reverse;

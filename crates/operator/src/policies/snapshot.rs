@@ -11,7 +11,7 @@
 //! | follows another policy, or none | its slices. It is never repartitioned. |
 //!
 //! If the kubelet does not list the devices of a bound pod yet, the slices in use are unknown.
-//! Until the kubelet lists the devices, every GPU to which they may belong keeps its slices.
+//! Until the kubelet lists these devices, every GPU to which they may belong keeps its slices.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,7 +43,7 @@ const FAILURE_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration:
 /// changed it.
 const MAX_WATCH_LAG: Duration = Duration::from_secs(10);
 
-/// Identifies a GPU by the name of its node and its UUID.
+/// Identifies a GPU by its node's name and its UUID.
 pub type GpuKey = (String, String);
 
 /// Progress of a GPU towards its desired partition.
@@ -71,8 +71,8 @@ pub struct History {
     failures: BTreeMap<GpuKey, PartitionFailure>,
     /// The node of each pod in the last plan.
     pub placements: BTreeMap<String, String>,
-    /// Written specs that a watch may not have returned yet, each with the previous generation and
-    /// the time of the write.
+    /// Written specs that the watch may not have returned yet, each with the previous generation
+    /// and the time of the write.
     written: BTreeMap<String, (Option<i64>, GpuNodeSpec, Duration)>,
 }
 
@@ -306,7 +306,7 @@ struct NodeBuilder<'a> {
 }
 
 impl NodeBuilder<'_> {
-    // long: one GPU after the other, with each reason why the planner leaves it out
+    // long: handles each reason to exclude a GPU from planning
     fn add(&self, gpus: &[GpuStatus], pods: &[&Claimant], input: &mut PlannerInput) {
         let demand = self.plan.demand.get(self.name);
         let deadline = apply_deadline(self.plan, self.name);
@@ -356,7 +356,7 @@ impl NodeBuilder<'_> {
                         .excluded_gpus
                         .insert(at.clone(), format!("the last repartitioning failed: {}", failure.message));
                     fix_slices(&mut planned);
-                    // The GPU is pinned, so its present slices become its desired partition.
+                    // The GPU is pinned, so its current slices become its desired partition.
                     if !changing && exclusion.is_none() {
                         input.repartitionable.insert(at);
                     }
@@ -446,7 +446,7 @@ impl NodeBuilder<'_> {
         planned
     }
 
-    /// Converts a GPU that is not partitioned on demand. Pods can use its present or desired
+    /// Converts a GPU that is not partitioned on demand. Pods can use its current or desired
     /// slices.
     fn fixed(&self, gpu: &GpuStatus, planned: &mut Gpu) {
         let wanted =
@@ -457,8 +457,7 @@ impl NodeBuilder<'_> {
         };
         let named = planned.slices.iter().map(|slice| slice.resource.as_str());
         let shares: BTreeSet<&str> = named.filter(|name| names_shares(name)).collect();
-        // The planner has the default names. Only a name that a policy sets must be passed to the
-        // planner.
+        // The planner knows the default names. Pass only a name that a policy sets.
         planned.resource_name = shares.first().map(|&name| name.to_owned());
         if let Some(slice) = planned.slices.iter().find(|slice| slice.profile.is_some()) {
             planned.mig_sharing =

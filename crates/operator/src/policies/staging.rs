@@ -1,11 +1,11 @@
-//! Holds a changed policy back from nodes whose wave has not begun. Pure: callers pass in the time.
+//! Withholds a changed policy from nodes whose wave has not begun. Pure: callers pass in the time.
 //!
-//! A node that is held back keeps its entries in `GpuNode.spec`. So the specs themselves store
-//! which nodes a change has reached, and a new leader continues. These changes are not held back:
+//! A node that is held back keeps its entries in `GpuNode.spec`. So the specs themselves record
+//! which nodes a change has reached, and a new leader can continue. These changes apply at once:
 //!
 //! - GPUs without an entry in the spec, such as those of new nodes;
 //! - GPUs without a policy that receive their first one, unless the policy is paused;
-//! - GPUs that policies no longer select: they become whole;
+//! - GPUs that policies no longer select, which become whole;
 //! - GPUs that are partitioned on demand.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -21,11 +21,12 @@ use crate::policies::waves::{self, NodeState, NodeView, Phase, RolloutProgress};
 use crate::read::{Node, Observed};
 
 /// Time for which a failure must last before it is reported. Agents retry failed steps, and an MPS
-/// daemon is briefly unavailable while its settings change. Until then, no further node changes.
+/// daemon is briefly unavailable while its settings change. Until the failure is reported or ends,
+/// no further node changes.
 pub const FAILURE_TIME: Duration = Duration::from_secs(10);
 
 /// Time for which a node must serve the newest partition before it proves the change. A daemon that
-/// exits soon after its start is Active for a moment.
+/// exits soon after its start is briefly Active.
 pub const PROOF_TIME: Duration = Duration::from_secs(10);
 
 /// Taints of a node whose kubelet does not report.
@@ -56,15 +57,15 @@ struct Service {
     /// The MPS daemons of these GPUs, each with its device, its PID, and the number of restarts. A
     /// daemon may restart between two passes.
     daemons: Vec<(String, Option<u32>, u32)>,
-    /// Since when the node serves without interruption. `None` while it does not serve.
+    /// When the node began to serve without interruption. `None` while it does not serve.
     since: Option<Duration>,
     /// Whether the node served for [`PROOF_TIME`] before the current change began. The change does
     /// not cause later failures of this node.
     precedes: bool,
 }
 
-/// A change of a policy's partitions. It begins when a GPU of the policy gets another newest
-/// partition, and ends when all nodes serve or another change begins.
+/// A change of a policy's partitions. The change begins when a GPU of the policy gets another
+/// newest partition. It ends when all nodes serve or another change begins.
 #[derive(Debug, Clone, Default)]
 struct PolicyChange {
     /// The newest partitions, by node, until all nodes serve.
@@ -74,7 +75,8 @@ struct PolicyChange {
     affected: BTreeMap<String, AffectedNode>,
     /// Whether a former leader may have begun the change.
     is_inherited: bool,
-    /// Whether the previous change was incomplete. Nodes of it may have the newest partition.
+    /// Whether the previous change was incomplete. Nodes of that change may have the newest
+    /// partition.
     follows_incomplete: bool,
 }
 
@@ -134,18 +136,20 @@ impl PolicyChange {
     }
 }
 
-/// What the operator remembers about changes and failures. Times are durations since the process
-/// started.
+/// State of changes and failures that the operator keeps between passes. Times are durations since
+/// the process started.
 ///
-/// A new leader starts with an empty memory. It reports failures after [`FAILURE_TIME`] again, and
-/// a node that failed before the change then stops the rollout. During this time, no node changes.
-/// The next wave of a new leader is one node, because it does not know which nodes have changed.
+/// A new leader starts with an empty memory. The new leader reports failures only after
+/// [`FAILURE_TIME`], and a node that failed before the change then stops the rollout. During this
+/// time, no node changes. The next wave of a new leader is one node, because it does not know which
+/// nodes have changed.
 #[derive(Debug, Clone, Default)]
 pub struct Staging {
     /// Nodes that failed and have not served since.
     failing: BTreeMap<PolicyAndNode, NodeFailure>,
-    /// Changing nodes whose agent does not report: the generation that it has read, and since when.
-    silent: BTreeMap<PolicyAndNode, (i64, Duration)>,
+    /// Changing nodes whose agent does not report. Each value is the last generation that the agent
+    /// read, and when the agent stopped reporting.
+    not_reporting: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
     /// How long nodes serve the partitions in their specs.
@@ -155,7 +159,7 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// Restores the present entries of nodes whose wave has not begun, and records the progress of
+    /// Restores the current entries of nodes whose wave has not begun, and records the progress of
     /// each policy. Returns the time until the next decision, even if nothing changes.
     pub fn hold_back(&mut self, plan: &mut Plan, observed: &Observed, now: Duration) -> Option<Duration> {
         let mut next = None;
@@ -176,9 +180,9 @@ impl Staging {
             let present =
                 views.keys().filter_map(|name| nodes(name).map(|(node, desired)| (name.as_str(), node, desired)));
             self.begin_change(policy, report.rollout.paused, present, now);
-            let rolls_out = views.values().any(|view| !view.newest) || self.is_rolling_out(policy);
+            let rolls_out = views.values().any(|view| !view.has_newest) || self.is_rolling_out(policy);
             if !rolls_out {
-                self.record_preceding(policy, &BTreeSet::new(), now);
+                self.record_serving_before_change(policy, &BTreeSet::new(), now);
             }
             for (name, view) in &mut views {
                 let (Some((node, desired)), Some(gpus)) = (nodes(name), gpu_sets.get(name)) else { continue };
@@ -193,7 +197,7 @@ impl Staging {
                 }
                 let failure = self.update(&key, view, node, now);
                 let deadline = self.update_silent(&key, view, node, now);
-                view.excused |= precedes && view.newest && view.failing;
+                view.excused |= precedes && view.has_newest && view.failing;
                 next = [next, proof, failure, deadline].into_iter().flatten().min();
                 seen.insert(key);
             }
@@ -215,13 +219,14 @@ impl Staging {
             }
         }
         self.failing.retain(|key, _| seen.contains(key));
-        self.silent.retain(|key, _| seen.contains(key));
+        self.not_reporting.retain(|key, _| seen.contains(key));
         self.failed_before.retain(|key| seen.contains(key));
         self.services.retain(|key, _| seen.contains(key));
         next
     }
 
-    /// Begins a new change if the newest partitions of a policy's nodes belong to one.
+    /// Begins a new change if the newest partitions of a policy's nodes do not belong to the last
+    /// change.
     fn begin_change<'a>(
         &mut self,
         policy: &str,
@@ -243,7 +248,7 @@ impl Staging {
         }
         if is_followed {
             *change = PolicyChange { follows_incomplete: !change.affected.is_empty(), ..PolicyChange::default() };
-            self.record_preceding(policy, &remaining, now);
+            self.record_serving_before_change(policy, &remaining, now);
         }
     }
 
@@ -268,7 +273,7 @@ impl Staging {
 
     /// Records which nodes of a policy served before the next change. The partitions of `changed`
     /// nodes are those of the last change, which may cause later failures.
-    fn record_preceding(&mut self, policy: &str, changed: &BTreeSet<&str>, now: Duration) {
+    fn record_serving_before_change(&mut self, policy: &str, changed: &BTreeSet<&str>, now: Duration) {
         let of_policy = self.services.range_mut((policy.to_owned(), String::new())..);
         let of_policy = of_policy.take_while(|((of, _), _)| of == policy);
         for (_, service) in of_policy.filter(|((_, name), _)| !changed.contains(name.as_str())) {
@@ -291,8 +296,8 @@ impl Staging {
         (node, desired): (&Node, &GpuNodeSpec),
     ) {
         let Some(change) = self.changes.get_mut(policy) else { return };
-        if !view.newest || change.is_inherited && view.state == NodeState::WaitingForPods {
-            let changing = if view.newest { &gpus.waiting } else { &gpus.staged };
+        if !view.has_newest || change.is_inherited && view.state == NodeState::WaitingForPods {
+            let changing = if view.has_newest { &gpus.waiting } else { &gpus.staged };
             change.affected.entry(name.clone()).or_default().gpus.extend(changing.iter().cloned());
         }
         if let Some(affected) = change.affected.get_mut(name) {
@@ -300,23 +305,23 @@ impl Staging {
         }
         let Some(affected) = change.affected.get_mut(name).filter(|affected| !affected.gpus.is_empty()) else {
             change.affected.remove(name);
-            view.may_be_canary = view.newest && (change.is_inherited || change.follows_incomplete);
+            view.may_be_canary = view.has_newest && (change.is_inherited || change.follows_incomplete);
             return;
         };
         let mut changing = gpus_of(policy, Some(desired)).filter(|gpu| affected.gpus.contains(&gpu.uuid));
         view.affected = true;
         view.cordoned = node.unschedulable || changing.all(|gpu| gpu.cordoned);
-        if view.newest {
-            view.serves = !affected.gpus.is_disjoint(&gpus.serving);
+        if view.has_newest {
+            view.has_serving_gpu = !affected.gpus.is_disjoint(&gpus.serving);
         }
-        if !view.newest || !view.cordoned {
+        if !view.has_newest || !view.cordoned {
             affected.cordoned = view.cordoned;
         }
         view.withdrawn = view.cordoned && !affected.cordoned;
     }
 
-    /// Updates since when a node serves the partitions in its spec without interruption. Returns
-    /// the time until it has served for [`PROOF_TIME`].
+    /// Updates the time at which a node began to serve the partitions in its spec without
+    /// interruption. Returns the time until it has served for [`PROOF_TIME`].
     fn update_service(
         &mut self,
         key: &PolicyAndNode,
@@ -325,7 +330,7 @@ impl Staging {
         is_present: bool,
         now: Duration,
     ) -> Option<Duration> {
-        let current = || present_entries(&key.0, node, desired);
+        let current = || current_entries(&key.0, node, desired);
         let is_same =
             |service: &Service| current().all(|entry| service.partitions.get(&entry.uuid) == Some(&entry.partition));
         if !self.services.get(key).is_some_and(is_same) {
@@ -352,12 +357,12 @@ impl Staging {
         }
         let since = *service.since.get_or_insert(now);
         let left = PROOF_TIME.saturating_sub(now.saturating_sub(since));
-        view.steady = left.is_zero();
+        view.is_steady = left.is_zero();
         Some(left).filter(|left| !left.is_zero())
     }
 
-    /// Hides that a node does not serve at the moment. The node has served the newest partition,
-    /// and no change is in progress, so the outage is no failure of a change.
+    /// Counts a node that does not serve as serving. The node has served the newest partition, and
+    /// no change is in progress, so the outage is not the failure of a change.
     fn hide_outage(&mut self, key: &PolicyAndNode, view: &mut NodeView) {
         if matches!(view.state, NodeState::Failed(_)) {
             self.failed_before.insert(key.clone());
@@ -367,11 +372,11 @@ impl Staging {
         }
     }
 
-    /// Applies the loss of a node or of a GPU to a view. A loss without a rollout is no failure of
-    /// a rollout, and a loss that precedes the change is excused.
+    /// Applies the loss of a node or of a GPU to a view. A loss outside a rollout is not a rollout
+    /// failure, and a loss before the change is excused.
     fn update_lost(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>, rolls_out: bool) {
         match loss {
-            Some(_) if !view.newest || !rolls_out => _ = self.failed_before.insert(key.clone()),
+            Some(_) if !view.has_newest || !rolls_out => _ = self.failed_before.insert(key.clone()),
             Some(_) if matches!(view.state, NodeState::Failed(_)) => {}
             Some(why) => view.state = NodeState::Failed(why),
             None if view.state == NodeState::Serving => _ = self.failed_before.remove(key),
@@ -398,7 +403,7 @@ impl Staging {
             view.failing = true;
             left = Some(FAILURE_TIME.saturating_sub(now.saturating_sub(failure.since))).filter(|left| !left.is_zero());
             view.state = if left.is_some() { NodeState::Changing } else { NodeState::Failed(failure.why.clone()) };
-            if left.is_none() && !view.newest {
+            if left.is_none() && !view.has_newest {
                 self.failed_before.insert(key.clone());
             }
             self.failing.insert(key.clone(), failure);
@@ -407,8 +412,8 @@ impl Staging {
         left
     }
 
-    /// Lets a changed node fail if its agent does not report until the deadline. Returns the time
-    /// until then.
+    /// Marks a changed node as failed if its agent does not report before the deadline. Returns the
+    /// time until the deadline.
     fn update_silent(
         &mut self,
         key: &PolicyAndNode,
@@ -417,16 +422,16 @@ impl Staging {
         now: Duration,
     ) -> Option<Duration> {
         let reports = agent_has_read_spec(node) && view.agent_ready;
-        if !view.newest || view.state != NodeState::Changing || reports {
-            self.silent.remove(key);
+        if !view.has_newest || view.state != NodeState::Changing || reports {
+            self.not_reporting.remove(key);
             return None;
         }
         let read = node.object()?.status.as_ref()?.observed_generation;
-        let since = match self.silent.get(key) {
+        let since = match self.not_reporting.get(key) {
             Some((of, since)) if *of == read => *since,
             _ => now,
         };
-        self.silent.insert(key.clone(), (read, since));
+        self.not_reporting.insert(key.clone(), (read, since));
         let left = DEFAULT_APPLY_DEADLINE.saturating_sub(now.saturating_sub(since));
         if left.is_zero() {
             let why = format!("the agent has not reported the change within {} s", DEFAULT_APPLY_DEADLINE.as_secs());
@@ -447,7 +452,7 @@ fn partitions(policy: &str, spec: Option<&GpuNodeSpec>) -> Partitions {
 }
 
 /// Returns the entries in a node's spec of the GPUs that are to follow a policy.
-fn present_entries<'a>(policy: &str, node: &'a Node, desired: &'a GpuNodeSpec) -> impl Iterator<Item = &'a GpuSpec> {
+fn current_entries<'a>(policy: &str, node: &'a Node, desired: &'a GpuNodeSpec) -> impl Iterator<Item = &'a GpuSpec> {
     let present = node.object().map_or(&[][..], |object| &object.spec.gpus);
     gpus_of(policy, Some(desired)).filter_map(|desired| present.iter().find(|present| present.uuid == desired.uuid))
 }
@@ -467,12 +472,12 @@ fn is_staged(current: &GpuSpec, desired: &GpuSpec, paused: bool) -> bool {
 fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -> Option<(NodeView, GpuSets)> {
     let object = node.object()?;
     let mut view = NodeView {
-        newest: true,
+        has_newest: true,
         state: NodeState::Serving,
         failing: false,
-        between: false,
-        serves: false,
-        steady: false,
+        is_between_partitions: false,
+        has_serving_gpu: false,
+        is_steady: false,
         in_use: false,
         agent_ready: node.agent.is_some_and(|agent| agent.ready),
         affected: false,
@@ -487,15 +492,15 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         let Some(gpu) = node.reported()?.iter().find(|gpu| gpu.uuid == desired.uuid) else { continue };
         any = true;
         let staged = is_staged(current, desired, rules.paused);
-        view.newest &= !staged;
+        view.has_newest &= !staged;
         let has_partition = has_partition(&current.partition, gpu);
-        view.between |= staged && !has_partition;
+        view.is_between_partitions |= staged && !has_partition;
         view.in_use |= staged && gpu.slices.iter().any(|slice| slice.in_use > 0);
         let state = if desired.cordoned || !gpu.health.class.is_empty() {
             // A cordoned GPU is excused. `loss` judges a faulted one.
             None
         } else if staged || current.partition == desired.partition {
-            // An unread spec of a staged GPU that has its partition is a write for another GPU.
+            // If a staged GPU has its partition, the unread spec was written for another GPU.
             gpu_state(node, current, gpu, agent_has_read_spec(node) || staged && has_partition)
         } else {
             Some(NodeState::Changing)
@@ -506,7 +511,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
             (&mut gpus.serving, state == Some(NodeState::Serving)),
         ];
         sets.into_iter().filter(|(_, belongs)| *belongs).for_each(|(set, _)| _ = set.insert(gpu.uuid.clone()));
-        view.serves |= state == Some(NodeState::Serving);
+        view.has_serving_gpu |= state == Some(NodeState::Serving);
         view.state = view.state.max(state.unwrap_or(NodeState::Serving));
     }
     any.then_some((view, gpus))
@@ -562,7 +567,7 @@ fn daemon_serves(daemon: &MpsStatus, gpu: &GpuStatus) -> bool {
     daemon.state == daemon_state::ACTIVE && (is_faulted || slices.all(|slices| slices.unhealthy < slices.total))
 }
 
-/// Restores the present entries of a policy's GPUs that a wave would change.
+/// Restores the current entries of a policy's GPUs that a wave would change.
 fn restore(policy: &str, paused: bool, current: &GpuNodeSpec, desired: &mut GpuNodeSpec) {
     for entry in desired.gpus.iter_mut().filter(|entry| entry.policy.as_deref() == Some(policy)) {
         let present = current.gpus.iter().find(|present| present.uuid == entry.uuid);

@@ -113,11 +113,11 @@ pub fn event(changed: &Condition) -> Option<Event> {
         CONDITION_CONFLICT => changed.status == "False",
         _ => changed.status == "True",
     };
-    // Of the conditions that improve, only Ready causes an Event, because users wait for it.
+    // Among conditions that improve, only Ready causes an Event, because users wait for it.
     if good && changed.type_ != CONDITION_READY {
         return None;
     }
-    // Other conditions report these reasons too, or the reasons apply only briefly.
+    // Other conditions also report these reasons, or the reasons apply only briefly.
     let reported_elsewhere = match changed.reason.as_str() {
         reason::MALFORMED | reason::INVALID => changed.type_ != CONDITION_ACCEPTED,
         reason::OVERRIDDEN => changed.type_ != CONDITION_CONFLICT,
@@ -302,7 +302,7 @@ fn rolled_out_verdict(report: &Report) -> Verdict {
     }
 }
 
-/// Returns how many nodes a change has reached, and the names of the others.
+/// Returns how many nodes a change has reached, and the names of the other nodes.
 fn rollout_sentence(progress: &RolloutProgress) -> String {
     let RolloutProgress { phase: _, updated, changing, waiting, failed, pending, unsteady, cordoned } = progress;
     let mut parts: Vec<String> = Vec::new();
@@ -350,7 +350,7 @@ fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
         return Verdict::false_with(reason::NO_NODE_MATCHES, "no node matches spec.nodeSelector");
     }
     if report.following.is_empty() && report.unsupported.is_empty() {
-        return nothing_to_share(report);
+        return no_gpu_verdict(report);
     }
     let mut problems = problems(report, observed, plan);
     if !report.unsupported.is_empty() {
@@ -391,7 +391,7 @@ fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
 }
 
 /// Returns why a valid policy has no GPU.
-fn nothing_to_share(report: &Report) -> Verdict {
+fn no_gpu_verdict(report: &Report) -> Verdict {
     if !report.unreported.is_empty() {
         let nodes = join_names(report.unreported.iter().cloned().collect());
         return Verdict::false_with(reason::AGENT_NOT_REPORTING, format!("no agent has reported the GPUs of {nodes}"));

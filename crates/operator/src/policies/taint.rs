@@ -18,13 +18,14 @@ use crate::read::{Node, Observed};
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT};
 
 /// Time for which an agent may be not ready before its node is tainted. An upgrade of the agent
-/// needs a second. The start of a node needs more.
+/// takes a second. The start of a node takes longer.
 pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
-/// First delay after the taint of a node could not be written. Each further failure doubles it.
+/// First delay after the taint of a node could not be written. Each further failure doubles the
+/// delay.
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum delay after the taint of a node could not be written.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// Effect of the taint. The effect keeps new pods away, and running pods continue.
+/// Effect of the taint. The effect excludes new pods, and running pods continue.
 const EFFECT: &str = "NoSchedule";
 
 /// Key and effect of the taint.
@@ -79,7 +80,7 @@ impl TaintBackoff {
         failures.until = now.saturating_add(delay);
     }
 
-    /// Returns whether the taint of a node is not written now.
+    /// Returns whether the write of a node's taint is delayed.
     pub(crate) fn is_delayed(&self, node: &str, now: Duration) -> bool {
         self.0.get(node).is_some_and(|failures| failures.until > now)
     }

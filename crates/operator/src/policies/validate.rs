@@ -1,7 +1,8 @@
 //! Parses a policy's fields into types that cannot represent an invalid policy. Pure.
 //!
-//! The rules equal the CRD's rules (`cleave_api::sharingpolicy`). The operator checks them again,
-//! because an object may have been stored under an older CRD, or under a CRD without the rules.
+//! The rules are the same as in the CRD (`cleave_api::sharingpolicy`). The operator checks them
+//! again, because an object may have been stored under an older CRD, or under a CRD without the
+//! rules.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -263,8 +264,8 @@ fn quoted_part(text: &str) -> String {
 /// # Errors
 /// Returns the first rule that the policy violates.
 pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec) -> Result<Policy, Error> {
-    // No `..`, so that the compiler points here when a field is added.
-    // The gatekeeper reads `replica_placement`. All its values are valid.
+    // No `..`, so that the compiler points here when a field is added. The gatekeeper reads
+    // `replica_placement`, of which all values are valid.
     let SharingPolicySpec {
         node_selector,
         gpus,
@@ -491,9 +492,9 @@ fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
     }
 }
 
-/// Returns the demand of mode Auto. Sized slices, MIG instances and whole GPUs are always allowed.
-/// Shares and replicas are allowed only if their sections specify a number. A `mig.layout` is
-/// checked and then ignored, because pods determine the instances.
+/// Returns the on-demand partitioning of mode Auto. Sized slices, MIG instances and whole GPUs are
+/// always allowed. Shares and replicas are allowed only if their sections specify a number. A
+/// `mig.layout` is checked and then ignored, because pods determine the instances.
 fn auto_demand(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
     let each = match mig_share(mig, None)? {
         SharingMode::Mig { each, .. } | SharingMode::Demand(Demand { each, .. }) => by_demand(each)?,

@@ -1,19 +1,19 @@
 //! Decides which nodes a changed policy reaches now. Pure.
 //!
-//! The first node to change is the canary. The others follow in waves, once a node that changed has
+//! The first node to change is the canary. The other nodes follow in waves, once a changed node has
 //! served the newest partition for some time:
 //!
-//! - A canary that can never serve, such as one with cordoned GPUs, holds back all nodes that are
-//!   cordoned or failed too. A node that can serve replaces it. A canary that an administrator
-//!   cordons after it began holds no node back.
+//! - A canary that can never serve, such as one with cordoned GPUs, also holds back all nodes that
+//!   are cordoned or failed. A node that can serve replaces it. A canary that an administrator
+//!   cordons after its change began holds no node back.
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
 //! - Nodes whose GPUs are in use wait for their pods after their spec is written. They count
 //!   separately, so they do not keep unused nodes from changing.
 //! - If a node fails, no further node changes, unless `onFailure: Continue` is set. The failure is
 //!   reported only if it lasts.
 //! - If a node has served the newest partition for some time, nodes that are still between older
-//!   partitions, or that failed to reach one, change at once. They serve nothing that the change
-//!   could end. So a policy that is changed back first repairs the nodes that it broke.
+//!   partitions, or that failed to reach one, change at once. These nodes serve nothing that the
+//!   change could end. So a policy that is reverted first repairs the nodes that it broke.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::sharingpolicy::OnFailure;
@@ -38,18 +38,19 @@ pub enum NodeState {
 #[expect(clippy::struct_excessive_bools, reason = "independent facts about a node")]
 pub struct NodeView {
     /// Whether the node's spec has the newest partition of the policy.
-    pub newest: bool,
+    pub has_newest: bool,
     /// State relative to the partition in the spec.
     pub state: NodeState,
-    /// Whether a GPU or its MPS daemon fails now. [`NodeState::Failed`] only follows if that lasts.
+    /// Whether a GPU or its MPS daemon fails now. The state becomes [`NodeState::Failed`] only if
+    /// the failure lasts.
     pub failing: bool,
-    /// Whether a GPU that changes does not have the older partition either.
-    pub between: bool,
+    /// Whether a GPU that changes does not serve its older partition either.
+    pub is_between_partitions: bool,
     /// Whether at least one GPU serves the partition in the spec. If the current change has reached
     /// the node, only GPUs that it changed count.
-    pub serves: bool,
+    pub has_serving_gpu: bool,
     /// Whether the node has served the partition in its spec for a minimum time.
-    pub steady: bool,
+    pub is_steady: bool,
     /// Whether pods use a GPU that changes.
     pub in_use: bool,
     /// Whether the node's agent is ready. Other nodes cannot change.
@@ -68,11 +69,11 @@ pub struct NodeView {
     pub excused: bool,
 }
 
-/// How far a change has reached.
+/// Progress of a change.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Phase {
-    /// All nodes serve the newest partition. Those that the change affected and that serve have
-    /// done so for some time.
+    /// All nodes have the newest partition. The affected nodes that serve have served for some
+    /// time.
     #[default]
     Complete,
     /// Nodes are changing or pending.
@@ -115,10 +116,10 @@ impl RolloutProgress {
 /// Decides which of a policy's nodes change now. The others keep their partition: they are
 /// [`RolloutProgress::pending`].
 pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> RolloutProgress {
-    let failed = |view: &NodeView| view.newest && !view.excused && matches!(view.state, NodeState::Failed(_));
+    let failed = |view: &NodeView| view.has_newest && !view.excused && matches!(view.state, NodeState::Failed(_));
     let stopped = rules.on_failure == OnFailure::Stop && nodes.values().any(failed);
     // A new failure also holds nodes back: a new leader does not know how old a failure is.
-    let failing = |view: &NodeView| view.newest && !view.excused && view.failing;
+    let failing = |view: &NodeView| view.has_newest && !view.excused && view.failing;
     let held = stopped || rules.on_failure == OnFailure::Stop && nodes.values().any(failing);
     let proven = nodes.values().any(proves_change);
     let mut begin = BTreeSet::new();
@@ -132,15 +133,15 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
     let is_proven = is_proven_by_changed(nodes);
     for (name, view) in nodes {
         let name = name.clone();
-        let hold = if is_proven { None } else { hold(rules, view) };
-        if is_unsteady(view) || hold == Some(HeldNodes::All) && is_serving(view) {
+        let hold = if is_proven { None } else { withheld_by(rules, view) };
+        if is_unsteady(view) || hold == Some(WithheldNodes::All) && is_serving(view) {
             progress.unsteady.insert(name.clone());
-        } else if hold == Some(HeldNodes::Unfit) && view.cordoned {
+        } else if hold == Some(WithheldNodes::Unfit) && view.cordoned {
             progress.cordoned.insert(name.clone());
         }
         match &view.state {
-            _ if !view.newest && !begin.contains(name.as_str()) => _ = progress.pending.insert(name),
-            _ if !view.newest => _ = progress.changing.insert(name),
+            _ if !view.has_newest && !begin.contains(name.as_str()) => _ = progress.pending.insert(name),
+            _ if !view.has_newest => _ = progress.changing.insert(name),
             NodeState::Serving => progress.updated += 1,
             NodeState::WaitingForPods => _ = progress.waiting.insert(name),
             NodeState::Changing => _ = progress.changing.insert(name),
@@ -159,17 +160,17 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
 
 /// Returns whether a node serves the partition in its spec now.
 pub fn is_serving(view: &NodeView) -> bool {
-    view.serves && matches!(view.state, NodeState::Serving | NodeState::WaitingForPods)
+    view.has_serving_gpu && matches!(view.state, NodeState::Serving | NodeState::WaitingForPods)
 }
 
 /// Returns whether a node shows that the newest partition works.
 fn proves_change(view: &NodeView) -> bool {
-    view.newest && view.steady && is_serving(view)
+    view.has_newest && view.is_steady && is_serving(view)
 }
 
 /// Returns whether a node that the change has reached serves, but not for long enough.
 fn is_unsteady(view: &NodeView) -> bool {
-    view.newest && view.affected && !view.steady && is_serving(view)
+    view.has_newest && view.affected && !view.is_steady && is_serving(view)
 }
 
 /// Returns whether a node that the change affects proves it. Nodes that never changed may differ
@@ -179,7 +180,7 @@ fn is_proven_by_changed(nodes: &BTreeMap<String, NodeView>) -> bool {
 }
 
 fn ready_pending_nodes(nodes: &BTreeMap<String, NodeView>) -> impl Iterator<Item = (&str, &NodeView)> {
-    let may_begin = |(_, view): &(&String, &NodeView)| !view.newest && view.agent_ready;
+    let may_begin = |(_, view): &(&String, &NodeView)| !view.has_newest && view.agent_ready;
     nodes.iter().filter(may_begin).map(|(name, view)| (name.as_str(), view))
 }
 
@@ -189,8 +190,8 @@ fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) ->
     let is_broken = move |view: &NodeView| match view.state {
         NodeState::Failed(_) => true,
         NodeState::WaitingForPods => !held,
-        // Otherwise, a daemon restarts: the node serves its older partition soon.
-        NodeState::Changing => view.between && !held,
+        // Otherwise a daemon is restarting, and the node will soon serve its older partition.
+        NodeState::Changing => view.is_between_partitions && !held,
         NodeState::Serving => false,
     };
     ready_pending_nodes(nodes).filter(move |(_, view)| proven && is_broken(view)).map(|(name, _)| name)
@@ -222,45 +223,45 @@ fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&st
 
 /// Which pending nodes a changed node holds back until the change is proven.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum HeldNodes {
+enum WithheldNodes {
     /// All nodes: the changed node may serve soon.
     All,
     /// Nodes in use: the changed node waits for its pods.
     InUse,
-    /// Nodes that are unlikely to serve, as the changed node does not serve.
+    /// Nodes that are unlikely to serve, because the changed node does not serve.
     Unfit,
 }
 
 /// Returns which pending nodes a node holds back until the change is proven.
-fn hold(rules: RolloutRules, view: &NodeView) -> Option<HeldNodes> {
+fn withheld_by(rules: RolloutRules, view: &NodeView) -> Option<WithheldNodes> {
     let is_canary = view.affected && !view.withdrawn;
     match view.state {
-        _ if !view.newest => None,
-        _ if is_serving(view) => (!view.steady && (is_canary || view.may_be_canary)).then_some(HeldNodes::All),
-        NodeState::Changing => (is_canary || !view.excused).then_some(HeldNodes::All),
-        NodeState::WaitingForPods => (is_canary || !view.excused).then_some(HeldNodes::InUse),
-        NodeState::Serving => is_canary.then_some(HeldNodes::Unfit),
+        _ if !view.has_newest => None,
+        _ if is_serving(view) => (!view.is_steady && (is_canary || view.may_be_canary)).then_some(WithheldNodes::All),
+        NodeState::Changing => (is_canary || !view.excused).then_some(WithheldNodes::All),
+        NodeState::WaitingForPods => (is_canary || !view.excused).then_some(WithheldNodes::InUse),
+        NodeState::Serving => is_canary.then_some(WithheldNodes::Unfit),
         // A failure that is not excused stops all nodes, or none.
         NodeState::Failed(_) => {
-            (is_canary && view.excused && rules.on_failure == OnFailure::Stop).then_some(HeldNodes::Unfit)
+            (is_canary && view.excused && rules.on_failure == OnFailure::Stop).then_some(WithheldNodes::Unfit)
         }
     }
 }
 
-/// Returns whether a pending node would reveal little about the change.
+/// Returns whether a pending node is a poor test of the change.
 const fn is_unfit(view: &NodeView) -> bool {
     view.excused || view.cordoned || matches!(view.state, NodeState::Failed(_))
 }
 
-/// Returns the next node to change while the change is not proven. It replaces an older change that
-/// never finishes, so it does not wait for that change.
+/// Returns the next node to change while the change is not proven. It does not wait for an older
+/// change on the same node, because that change may never finish.
 fn canary(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Option<&str> {
-    let holds: Vec<HeldNodes> = nodes.values().filter_map(|view| hold(rules, view)).collect();
+    let holds: Vec<WithheldNodes> = nodes.values().filter_map(|view| withheld_by(rules, view)).collect();
     let is_held = |view: &NodeView| {
         holds.iter().any(|hold| match hold {
-            HeldNodes::All => true,
-            HeldNodes::InUse => view.in_use,
-            HeldNodes::Unfit => is_unfit(view),
+            WithheldNodes::All => true,
+            WithheldNodes::InUse => view.in_use,
+            WithheldNodes::Unfit => is_unfit(view),
         })
     };
     let candidates = ready_pending_nodes(nodes).filter(|(_, view)| !is_held(view));

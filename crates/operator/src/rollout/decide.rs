@@ -23,8 +23,8 @@ pub(crate) const STEADY_TIME: Duration = Duration::from_secs(10);
 pub(crate) const UPDATE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for which replacement is suspended after the API server refused to delete a pod.
 const REFUSAL_BACKOFF: Duration = Duration::from_secs(60);
-/// At most one in this many MPS hosts is replaced at a time, once an MPS host of the newest
-/// revision has served.
+/// Divisor of the number of MPS hosts: at most one in this many is replaced at a time, once an MPS
+/// host of the newest revision has served.
 const BATCH_DIVISOR: usize = 10;
 /// Maximum number of nodes that a message names.
 const MAX_NAMED_NODES: usize = 4;
@@ -52,7 +52,7 @@ pub struct Step {
     pub replace: Vec<Replacement>,
     /// Why replacement stopped and which `DaemonSet` is affected. `None` if this was already
     /// reported.
-    pub news: Option<(String, ObjectReference)>,
+    pub stop_report: Option<(String, ObjectReference)>,
     /// Whether replacement is stopped.
     pub stopped: bool,
     /// Nodes whose outdated MPS host is not replaced yet, each with the reason.
@@ -85,7 +85,7 @@ pub(crate) struct Rollout {
     /// The UIDs of deleted MPS hosts, by node, until a successor serves.
     deleted: BTreeMap<String, String>,
     outages: BTreeMap<String, Outage>,
-    /// When the suspension ends that began when the API server refused a deletion.
+    /// End of the suspension after the API server refused a deletion.
     suspended: Option<Duration>,
     /// Why replacement is stopped, as last reported.
     reported: Option<String>,
@@ -118,7 +118,7 @@ impl Rollout {
         step.stopped = stopped.is_some();
         if stopped != self.reported {
             let set = nodes.values().find_map(|view| view.host.as_ref()).map(daemon_set_reference);
-            step.news = stopped.clone().zip(set);
+            step.stop_report = stopped.clone().zip(set);
             self.reported = stopped;
         }
         self.close_nodes(nodes, up, step.stopped);
@@ -171,7 +171,7 @@ impl Rollout {
         self.suspended = Some(up.saturating_add(REFUSAL_BACKOFF));
     }
 
-    /// Records the MPS hosts that do not serve, and since when they have not served.
+    /// Records the MPS hosts that do not serve, and when each stopped serving.
     fn update_outages(&mut self, nodes: &BTreeMap<String, MpsHostView>, up: Duration) {
         self.outages.retain(|name, _| nodes.contains_key(name));
         for (name, view) in nodes {
@@ -234,9 +234,9 @@ impl Rollout {
                 host.outdated && !host.terminating && view.busy.is_none() && !self.closed.contains_key(*name)
             })
             .filter(|(name, _, _)| !self.outages.contains_key(*name))
-            // MPS hosts that do not serve come last. A failure of the successor of such an MPS host
-            // would reveal little about the release.
-            .map(|(name, view, host)| (!host.ready || view.trouble.is_some(), name.clone(), host.uid.clone()))
+            // MPS hosts that do not serve come last. The failure of such an MPS host's successor
+            // would not show whether the release works.
+            .map(|(name, view, host)| (!host.ready || view.daemon_problem.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();
         let room = max_replacing.saturating_sub(replacing.saturating_add(self.closed.len()));

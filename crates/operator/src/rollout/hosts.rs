@@ -105,7 +105,7 @@ pub struct MpsHost {
     /// Hash that names the revision of the pod.
     pub hash: String,
     /// Name and UID of the MPS host's `DaemonSet`.
-    pub set: (String, String),
+    pub daemon_set: (String, String),
     /// Whether the MPS host's `DaemonSet` has a newer revision.
     pub outdated: bool,
     /// Whether the pod is ready.
@@ -116,7 +116,8 @@ pub struct MpsHost {
 
 impl MpsHost {
     fn of(pod: &AgentPod, newest: &NewestRevisions) -> Self {
-        let set = controller(&pod.metadata).map(|owner| (owner.name.clone(), owner.uid.clone())).unwrap_or_default();
+        let daemon_set =
+            controller(&pod.metadata).map(|owner| (owner.name.clone(), owner.uid.clone())).unwrap_or_default();
         let hash = revision_hash(&pod.metadata).unwrap_or_default().to_owned();
         Self {
             pod: format!("{}/{}", pod.namespace().unwrap_or_default(), pod.name_any()),
@@ -125,7 +126,7 @@ impl MpsHost {
             ready: read::is_ready(pod),
             terminating: pod.metadata.deletion_timestamp.is_some(),
             hash,
-            set,
+            daemon_set,
         }
     }
 }
@@ -149,8 +150,8 @@ pub(super) fn daemon_set_reference(host: &MpsHost) -> ObjectReference {
         api_version: Some("apps/v1".to_owned()),
         kind: Some("DaemonSet".to_owned()),
         namespace: host.pod.split_once('/').map(|(namespace, _)| namespace.to_owned()),
-        name: Some(host.set.0.clone()),
-        uid: Some(host.set.1.clone()),
+        name: Some(host.daemon_set.0.clone()),
+        uid: Some(host.daemon_set.1.clone()),
         ..ObjectReference::default()
     }
 }

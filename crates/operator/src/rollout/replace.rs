@@ -48,7 +48,7 @@ async fn delete(client: &Client, watched: &MpsHostStores, host: &MpsHost) -> Res
     // that the watches returned.
     let revisions: Api<Revision> = Api::namespaced(client.clone(), &watched.namespace);
     let listed = revisions.list(&ListParams::default()).await?;
-    if !NewestRevisions::of(&listed.items).is_outdated(&host.set.1, &host.hash) {
+    if !NewestRevisions::of(&listed.items).is_outdated(&host.daemon_set.1, &host.hash) {
         return Ok(false);
     }
     let Some((namespace, name)) = host.pod.split_once('/') else { return Ok(false) };

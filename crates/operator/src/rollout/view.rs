@@ -1,4 +1,4 @@
-//! Describes the state of MPS on a node: what uses MPS, and whether it serves.
+//! Describes the state of MPS on a node: which pods use MPS, and whether MPS serves.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::GpuNode;
@@ -14,7 +14,7 @@ const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct MpsState {
     /// Why a daemon does not serve. `None` if all daemons serve, or if the GPU itself is the cause.
-    pub trouble: Option<String>,
+    pub daemon_problem: Option<String>,
     /// A pod or program that uses MPS on the node, or why the users are unknown.
     pub user: Option<String>,
     /// Time-sliced resources of the node whose names MPS shares could also have.
@@ -36,7 +36,7 @@ impl MpsState {
                 let why = if daemon.message.is_empty() { String::new() } else { format!(": {}", daemon.message) };
                 format!("the MPS daemon of {} is {state}{why}", daemon.device)
             };
-            found.trouble = found.trouble.or_else(|| idle.map(describe));
+            found.daemon_problem = found.daemon_problem.or_else(|| idle.map(describe));
         }
         let is_current = object.metadata.generation.is_none_or(|generation| status.observed_generation >= generation);
         let allocated = || {
@@ -92,7 +92,7 @@ pub(crate) struct MpsHostView {
     /// The node's MPS host. `None` if the node has no MPS host.
     pub host: Option<MpsHost>,
     /// Why a daemon does not serve.
-    pub trouble: Option<String>,
+    pub daemon_problem: Option<String>,
     /// A pod or program that uses MPS on the node, or has a reservation for MPS shares.
     pub busy: Option<String>,
     /// Whether the node is unreachable or cordoned. Failures on such a node do not count against a
@@ -102,8 +102,8 @@ pub(crate) struct MpsHostView {
 
 impl MpsHostView {
     /// Returns why the MPS host or one of its daemons does not serve, and whether the MPS host
-    /// itself is down. An outdated MPS host need not serve, so it counts only if `deleted` is its
-    /// UID.
+    /// itself is down. An outdated MPS host need not serve, so its outage counts only if `deleted`
+    /// is its UID.
     pub(super) fn outage(&self, deleted: Option<&str>) -> Option<(String, bool)> {
         let Some(host) = &self.host else { return Some(("the node has no MPS host".to_owned(), true)) };
         let pod = &host.pod;
@@ -113,7 +113,7 @@ impl MpsHostView {
                 (deleted == Some(uid)).then(|| (format!("{pod} is being deleted"), true))
             }
             MpsHost { ready: false, .. } => Some((format!("{pod} is not ready"), true)),
-            _ => self.trouble.clone().map(|trouble| (trouble, false)),
+            _ => self.daemon_problem.clone().map(|daemon_problem| (daemon_problem, false)),
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::pods::{PodCondition, PodObject, full_name};
 /// Delay before the operator retries an eviction that a disruption budget refused or that had no
 /// effect.
 pub(crate) const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
-/// Time for which a written condition counts even if the watch has not returned it.
+/// Time for which a written condition counts although the watch has not returned it.
 const WATCH_LAG: Duration = Duration::from_secs(10);
 /// Maximum length of a condition's message, in characters.
 const MAX_MESSAGE: usize = 1000;
@@ -70,7 +70,7 @@ pub(crate) struct FindingTracker {
 }
 
 impl FindingTracker {
-    /// Drops all state. Call this when another process leads or has led.
+    /// Drops all state. Call this after another process has led.
     pub(crate) fn reset(&mut self) {
         *self = Self::default();
     }
@@ -192,7 +192,7 @@ pub(crate) mod tests {
 
     fn finding(uid: &str, kind: &str) -> Value {
         json!({"kind": kind, "gpu": "GPU-a", "device": "GPU-a", "uid": uid, "message": format!("{kind}: why"),
-            // The operator ignores these two fields, because the UID identifies the pod.
+            // The operator ignores the name and the namespace, because the UID identifies the pod.
             "namespace": "kube-system", "pod": "other"})
     }
 

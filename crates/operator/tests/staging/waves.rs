@@ -55,7 +55,7 @@ fn a_new_leader_continues() {
     assert_eq!(world.pass(), ["n1"], "it does not know which nodes have changed");
     world.serve("n1");
     assert_eq!(world.pass(), ["n2", "n3"]);
-    // A node that waits for pods was begun by the former leader.
+    // The former leader began the change of the node that waits for pods.
     let mut world = World::with_policy(5, FIVE);
     (0..5).for_each(|at| world.use_slice(&format!("n{at}")));
     world.set_policy("p", TEN_BY_TWO);
@@ -562,7 +562,7 @@ fn a_node_that_failed_before_the_change_does_not_stop_it() {
     world.gpu("n1").health = health.clone();
     world.wait_for_proof();
     assert_eq!(world.pass(), ["n3"]);
-    // Once it has served, its next failure counts.
+    // After the node has served, its next failure counts.
     world.serve_all();
     world.pass();
     world.set_policy("p", FIVE);
@@ -610,7 +610,7 @@ fn only_partitions_are_staged() {
     let held = &world.object("n2").spec.gpus[0];
     assert!(held.cordoned && held.enforcement == Enforcement::Evict);
     assert_eq!(world.shares(), [10, 5, 5]);
-    // Without the policy, all GPUs become whole.
+    // After the policy's deletion, all GPUs become whole.
     world.observed.policies.clear();
     assert_eq!(world.pass(), ["n0", "n1", "n2"]);
     assert_eq!(world.shares(), [0, 0, 0]);
@@ -635,7 +635,7 @@ fn gpus_on_demand_are_not_staged() {
     world.gpu("n0").mps = vec![MpsStatus { state: "Starting".to_owned(), ..MpsStatus::default() }];
     assert_eq!(world.condition("RolledOut").0, "True");
     world.gpu("n0").mps.clear();
-    // From demand to a fixed partition, the change is staged.
+    // A change from on-demand partitioning to a fixed partition is staged.
     world.pass();
     world.serve_all();
     world.set_policy("p", TEN);

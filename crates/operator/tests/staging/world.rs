@@ -104,7 +104,7 @@ impl World {
         written
     }
 
-    /// Writes the changed specs, and does not plan again afterwards. Returns the nodes.
+    /// Writes the changed specs without planning again. Returns the nodes.
     pub(crate) fn write(&mut self) -> Vec<String> {
         let (plan, _) = self.staged_plan();
         let mut written = Vec::new();
@@ -117,7 +117,7 @@ impl World {
         written
     }
 
-    /// Lets a node serve its spec, until that proves the change.
+    /// Lets a node serve its spec until it proves the change.
     pub(crate) fn serve(&mut self, node: &str) {
         self.apply(node);
         self.wait_for_proof();
@@ -129,7 +129,7 @@ impl World {
         self.wait_for_proof();
     }
 
-    /// Lets the operator see what nodes serve, and lets them serve long enough to prove a change.
+    /// Runs the operator, and lets the nodes serve long enough to prove a change.
     pub(crate) fn wait_for_proof(&mut self) {
         self.staged_plan();
         self.now += PROOF_TIME;

@@ -23,24 +23,25 @@ pub(super) struct RequiredDomains<'a> {
     /// The subject's anti-affinity.
     anti_affinity: &'a [PodAffinityTerm],
     /// Domains with a pod that matches all terms of the subject's affinity.
-    attracting: Domains<'a>,
+    attracting_domains: Domains<'a>,
     /// Whether the subject may be the first pod of a group: it matches its own affinity, and no pod
     /// in any domain matches.
-    first: bool,
+    may_be_first: bool,
     /// Domains with a pod that matches a term of the subject's anti-affinity.
-    avoided: Domains<'a>,
+    avoided_domains: Domains<'a>,
     /// Domains with a pod that has anti-affinity to the subject.
-    repelling: Domains<'a>,
+    repelling_domains: Domains<'a>,
 }
 
 impl<'a> RequiredDomains<'a> {
     pub(super) fn new(subject: &Subject<'a>, namespaces: &impl Fn(&str) -> Option<&'a Labels>) -> Self {
         let affinity = subject.rules.affinity.as_slice();
         let own = subject.namespace;
-        let first = affinity.iter().all(|term| term.selects(own, subject.labels, own, namespaces) == TermMatch::Yes);
+        let may_be_first =
+            affinity.iter().all(|term| term.selects(own, subject.labels, own, namespaces) == TermMatch::Yes);
         let anti_affinity = subject.rules.anti_affinity.as_slice();
-        let (attracting, avoided, repelling) = Default::default();
-        Self { affinity, anti_affinity, attracting, first, avoided, repelling }
+        let (attracting_domains, avoided_domains, repelling_domains) = Default::default();
+        Self { affinity, anti_affinity, attracting_domains, may_be_first, avoided_domains, repelling_domains }
     }
 
     /// Records the domain of a placed pod that the subject's affinity or anti-affinity selects.
@@ -63,16 +64,16 @@ impl<'a> RequiredDomains<'a> {
             }
             if let Some(node) = node(placed.node).filter(|_| least != TermMatch::No) {
                 for (key, value) in self.affinity.iter().filter_map(|term| domain(term, node)) {
-                    self.first = false;
+                    self.may_be_first = false;
                     if least == TermMatch::Yes {
-                        self.attracting.entry(key).or_default().insert(value);
+                        self.attracting_domains.entry(key).or_default().insert(value);
                     }
                 }
             }
         }
         for term in self.anti_affinity.iter().filter(|term| selects(term) != TermMatch::No) {
             if let Some((key, value)) = node(placed.node).and_then(|node| domain(term, node)) {
-                self.avoided.entry(key).or_default().insert(value);
+                self.avoided_domains.entry(key).or_default().insert(value);
             }
         }
     }
@@ -93,7 +94,7 @@ impl<'a> RequiredDomains<'a> {
                 continue;
             }
             if let Some((key, value)) = node(placed.node).and_then(|node| domain(term, node)) {
-                self.repelling.entry(key).or_default().insert(value);
+                self.repelling_domains.entry(key).or_default().insert(value);
             }
         }
     }
@@ -108,16 +109,16 @@ impl<'a> RequiredDomains<'a> {
             node.labels.get(key).is_some_and(|value| contains_domain(domains, key, value))
         };
         let key = |term: &PodAffinityTerm| term.topology_key.clone();
-        let unmatched = |term: &&PodAffinityTerm| !inside(&self.attracting, &term.topology_key);
-        if !self.first
+        let unmatched = |term: &&PodAffinityTerm| !inside(&self.attracting_domains, &term.topology_key);
+        if !self.may_be_first
             && let Some(term) = self.affinity.iter().find(unmatched)
         {
             return Err(Conflict::PodAffinity { topology_key: key(term) });
         }
-        if let Some(term) = self.anti_affinity.iter().find(|term| inside(&self.avoided, &term.topology_key)) {
+        if let Some(term) = self.anti_affinity.iter().find(|term| inside(&self.avoided_domains, &term.topology_key)) {
             return Err(Conflict::PodAntiAffinity { topology_key: key(term) });
         }
-        match self.repelling.keys().find(|key| inside(&self.repelling, key)) {
+        match self.repelling_domains.keys().find(|key| inside(&self.repelling_domains, key)) {
             Some(key) => Err(Conflict::AntiAffinityOf { topology_key: (*key).to_owned() }),
             None => Ok(()),
         }

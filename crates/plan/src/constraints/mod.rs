@@ -12,9 +12,9 @@
 //! [`NodeChecker::new`] makes at most [`MAX_REQUIREMENTS`] comparisons for each node, and twice as
 //! many for each placed pod. A subject with more rules is refused on every node
 //! ([`Conflict::TooManyRules`]). A placed pod's anti-affinity terms and host ports beyond the limit
-//! are ignored. Nodes and pods are read only if a rule needs them. If a pod has no rules, only
-//! placed pods with anti-affinity or host ports are read. [`NodeChecker::check_node`] looks up each
-//! of the subject's rules once.
+//! are ignored. The checker reads nodes and pods only if a rule needs them. For a pod without
+//! rules, it reads only placed pods with anti-affinity or host ports. [`NodeChecker::check_node`]
+//! looks up each of the subject's rules once.
 mod affinity;
 mod conflict;
 mod pods;
@@ -96,8 +96,8 @@ impl<'a> NodeChecker<'a> {
         checker
     }
 
-    /// Returns a checker that checks nodes as the scheduler does once the subject is narrowed to
-    /// one node.
+    /// Returns a checker that checks nodes as the scheduler does after a release narrows the
+    /// subject to one node.
     #[must_use]
     pub fn narrowed(mut self) -> Self {
         self.spread.narrow();

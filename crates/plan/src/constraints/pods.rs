@@ -30,7 +30,7 @@ pub struct Subject<'a> {
     pub labels: &'a Labels,
     /// Rules of the pod.
     pub rules: &'a Rules,
-    /// The pod with its node selector, node affinity and tolerations. These fields decide which
+    /// The pod with its node selector, node affinity and tolerations. These fields determine which
     /// nodes count for spread constraints.
     pub pod: &'a Pod,
     /// Required node affinity of each bound `PersistentVolume` that the pod mounts. A volume

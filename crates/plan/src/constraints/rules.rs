@@ -14,7 +14,7 @@ pub struct Rules {
     pub anti_affinity: Vec<PodAffinityTerm>,
     /// Topology spread constraints. Only constraints with `DoNotSchedule` refuse a node.
     pub spread: Vec<SpreadConstraint>,
-    /// Host ports of all containers, sidecars included.
+    /// Host ports of all containers, including sidecars.
     pub ports: Vec<HostPort>,
 }
 
@@ -25,8 +25,8 @@ impl Rules {
         affinity.is_empty() && anti_affinity.is_empty() && spread.is_empty() && ports.is_empty()
     }
 
-    /// Returns whether a pod with these rules can keep other pods off nodes. Such a pod must be
-    /// passed to [`NodeChecker::new`](super::NodeChecker::new) in `repelling`.
+    /// Returns whether a pod with these rules can exclude other pods from nodes. Pass such a pod to
+    /// [`NodeChecker::new`](super::NodeChecker::new) in `repelling`.
     pub fn repels(&self) -> bool {
         !self.anti_affinity.is_empty() || !self.ports.is_empty()
     }
@@ -195,8 +195,8 @@ pub struct HostPort {
     pub port: u16,
 }
 
-/// Address that stands for every address of a node. kube-scheduler does not treat IPv6's `::` like
-/// this.
+/// Address that means every address of a node. kube-scheduler does not treat IPv6's `::` in this
+/// way.
 const EVERY_ADDRESS: &str = "0.0.0.0";
 
 impl HostPort {

@@ -13,7 +13,7 @@ use crate::snapshot::Node;
 struct DomainCounts<'a> {
     constraint: &'a SpreadConstraint,
     /// Labels of the subject that selected pods must have, from `matchLabelKeys`.
-    common: Vec<(&'a String, &'a String)>,
+    common_labels: Vec<(&'a String, &'a String)>,
     /// Number of selected pods by the value of the topology key.
     domains: BTreeMap<&'a str, i64>,
     /// Number of selected pods by node.
@@ -21,21 +21,21 @@ struct DomainCounts<'a> {
     /// Whether the pods of a single node must not exceed the maximum skew.
     narrowed: bool,
     /// 1 if the subject itself is selected, otherwise 0.
-    own: i64,
+    subject_count: i64,
     /// Number of selected pods in the domain with the fewest.
-    least: i64,
+    lowest_count: i64,
 }
 
 impl DomainCounts<'_> {
     fn selects(&self, labels: &Labels) -> bool {
         self.constraint.label_selector.as_ref().is_some_and(|selector| selector.matches(labels))
-            && self.common.iter().all(|(key, value)| labels.get(*key) == Some(*value))
+            && self.common_labels.iter().all(|(key, value)| labels.get(*key) == Some(*value))
     }
 
     /// Returns whether the selector has no requirements. kube-scheduler counts no pods for such a
     /// selector.
     fn counts_nothing(&self) -> bool {
-        self.common.is_empty() && self.constraint.label_selector.as_ref().is_none_or(LabelSelector::is_empty)
+        self.common_labels.is_empty() && self.constraint.label_selector.as_ref().is_none_or(LabelSelector::is_empty)
     }
 }
 
@@ -52,8 +52,16 @@ impl<'a> SpreadCounts<'a> {
             let keys = constraint.match_label_keys.iter();
             let common = keys.filter_map(|key| subject.labels.get_key_value(key)).collect();
             let (domains, nodes) = (BTreeMap::new(), BTreeMap::new());
-            let mut count = DomainCounts { constraint, common, domains, nodes, narrowed: false, own: 0, least: 0 };
-            count.own = i64::from(count.selects(subject.labels));
+            let mut count = DomainCounts {
+                constraint,
+                common_labels: common,
+                domains,
+                nodes,
+                narrowed: false,
+                subject_count: 0,
+                lowest_count: 0,
+            };
+            count.subject_count = i64::from(count.selects(subject.labels));
             count
         };
         Self { counts: subject.rules.spread.iter().filter(|one| one.is_hard()).map(count).collect() }
@@ -64,9 +72,9 @@ impl<'a> SpreadCounts<'a> {
     }
 
     /// Finds the domains of each constraint: the values of its topology key on nodes that count. A
-    /// node counts if it has every topology key and no policy ignores it. Returns all nodes with
-    /// every topology key. Each node has two flags: whether the subject's node affinity selects the
-    /// node, and whether the subject tolerates the node's taints.
+    /// node counts if it has every topology key and no policy ignores the node. Returns all nodes
+    /// with every topology key. Each node has two flags: whether the subject's node affinity
+    /// selects the node, and whether the subject tolerates the node's taints.
     pub(super) fn find_domains(
         &mut self,
         subject: &Subject<'a>,
@@ -115,7 +123,7 @@ impl<'a> SpreadCounts<'a> {
         for count in &mut self.counts {
             let domains = i64::try_from(count.domains.len()).unwrap_or(i64::MAX);
             let enough = domains >= i64::from(count.constraint.min_domains.unwrap_or(1));
-            count.least = count.domains.values().copied().min().filter(|_| enough).unwrap_or(0);
+            count.lowest_count = count.domains.values().copied().min().filter(|_| enough).unwrap_or(0);
         }
     }
 
@@ -140,7 +148,7 @@ impl<'a> SpreadCounts<'a> {
             let value = node.labels.get(&count.constraint.topology_key);
             let there = value.and_then(|value| count.domains.get(value.as_str())).copied().unwrap_or(0);
             let here = count.nodes.get(node.name.as_str()).copied().filter(|_| count.narrowed).unwrap_or(0);
-            (there - count.least).max(here) + count.own > i64::from(count.constraint.max_skew)
+            (there - count.lowest_count).max(here) + count.subject_count > i64::from(count.constraint.max_skew)
         };
         match self.counts.iter().find(skewed).map(|count| count.constraint) {
             Some(one) => Err(Conflict::Spread { topology_key: one.topology_key.clone(), max_skew: one.max_skew }),

@@ -35,7 +35,7 @@ pub enum NoFit {
     /// node is empty.
     #[error("each part of the request fits on a device, but no node has room for all parts, even if the node is empty")]
     TooMany,
-    /// No node has that many devices, even when the node is empty. Each request is for one unit.
+    /// No node has that many units, even when the node is empty. Each request is for one unit.
     #[error("no node has {requested} {resource}: the largest has {most}")]
     TooFew {
         /// Name of the extended resource.
@@ -45,7 +45,7 @@ pub enum NoFit {
         /// Units of the node with the most units.
         most: u32,
     },
-    /// A device is large enough, but does not have enough free units.
+    /// A device is large enough, but has too few free units.
     #[error("no device has {requested} {resource} free: the emptiest has {most}")]
     NotFree {
         /// Name of the extended resource.
@@ -90,14 +90,13 @@ pub(super) fn requested_units(device_requests: &[DeviceRequest]) -> RequestedUni
     wanted
 }
 
-/// How good a placement on a node is: its score (higher is better), and the remaining units of the
+/// Rank of a placement on a node: its score (higher is better), and the remaining units of the
 /// chosen devices (lower is better).
 pub(super) type NodeRank = (f64, u32);
 
 impl Node {
-    /// Returns how good the best placement of all requests is. The result equals the result of
-    /// [`Node::fit_requests`]. For one request, this function is faster, because it is called for
-    /// every node.
+    /// Returns the rank of the best placement of all requests, as [`Node::fit_requests`] finds it.
+    /// This function is called for every node, so it has a faster path for one request.
     pub(super) fn rank_node<S: Score>(&self, wanted: &RequestedUnits<'_>, score: &S) -> Result<NodeRank, NoFit> {
         let mut resources = wanted.iter();
         let (Some((resource, units)), None) = (resources.next(), resources.next()) else {
@@ -207,7 +206,7 @@ fn for_each_device<S: Score>(
         .zip(free)
         .map(|(device_units, free)| to_thousandths(*free, device_units.capacity()))
         .collect();
-    // Other resources are 0, because the scheduler checks them.
+    // Pass 0 for other resources, because the scheduler checks them.
     let node = placement::Node { model: model.to_owned(), cpu_total: 0, cpu: 0, gpus };
     let before = score.precompute(&node);
     for (device, (device_units, &free)) in units_by_device.values().zip(free).enumerate() {

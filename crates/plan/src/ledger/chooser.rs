@@ -1,5 +1,5 @@
-//! Chooses devices for pods by a score. Nodes of the ledger are stored as the score needs them, and
-//! ranks are cached, so that a choice costs little in a large cluster.
+//! Chooses devices for pods by a score. Stores the ledger's nodes in the form that the score needs,
+//! and caches ranks, so that a choice takes little time in a large cluster.
 //!
 //! ```text
 //!  Ledger ──[synchronize: changed nodes]──▶ Chooser ──[candidates, best first]──▶ Ledger::choose
@@ -17,7 +17,8 @@ use super::request::DeviceRequest;
 use crate::placement::learned::{Learner, to_thousandths};
 use crate::placement::{self, Candidate, Demand, LearnedScore, Placer, ReplicaCounts, Score};
 
-/// Maximum number of resources whose requests are learned. Other resources use the tightest fit.
+/// Maximum number of resources whose requests are learned. All other resources use the tightest
+/// fit.
 const MAX_LEARNED_RESOURCES: usize = 64;
 /// Maximum size of all tables together.
 const LIMITS: Limits = Limits { tables: 256, ranks: 1 << 21 };
@@ -65,12 +66,12 @@ impl Siblings {
     }
 }
 
-/// Properties of a pod, other than its requests, that decide which devices the ledger chooses.
+/// Properties of a pod, other than its requests, that determine which devices the ledger chooses.
 #[derive(Debug, Clone, Copy)]
 pub struct ChoiceCriteria<'a> {
     /// CPU that the pod requests, in thousandths of a core.
     pub cpu: u64,
-    /// Replicas that the pod is kept apart from: first from their GPUs, then from their nodes.
+    /// Replicas that the pod is kept apart from, first by GPU and then by node.
     pub siblings: &'a Siblings,
 }
 
@@ -93,7 +94,7 @@ struct NodeRow {
     devices: Vec<String>,
 }
 
-/// Limits of what the tables keep.
+/// Limits of the tables' size.
 #[derive(Debug, Clone, Copy)]
 struct Limits {
     /// Number of tables above which tables without nodes are dropped. GPUs that are partitioned on
@@ -234,8 +235,8 @@ impl<S: Score> Chooser<S> {
 }
 
 impl<S: Score> Chooser<S> {
-    /// Clears the caches of the tables that were not used for the longest time, until the others
-    /// are within the limit.
+    /// Clears the caches of the least recently used tables, until the remaining caches are within
+    /// the limit.
     fn clear_oldest(&mut self) {
         self.choices += 1;
         let all = || self.tables.values().flat_map(BTreeMap::values);
@@ -266,7 +267,7 @@ impl Chooser<LearnedScore> {
     }
 
     /// Learns a new score if enough pods arrived. Learns at most one score in each call, because
-    /// that takes milliseconds.
+    /// learning takes milliseconds.
     ///
     /// `waiting` are the requests of pods that wait, with their CPU.
     pub fn learn(&mut self, waiting: impl Iterator<Item = (Vec<DeviceRequest>, u64)>) {
@@ -360,7 +361,7 @@ fn equal_requests(device_requests: &[DeviceRequest]) -> Option<(&str, u32, u32)>
     others.iter().all(|ask| ask == first).then(|| (first.resource.as_str(), first.units.get(), count))
 }
 
-/// Returns the requests in the form that is learned, with units in `per_gpu`.
+/// Returns the requests in the form that the learner counts, with units in `per_gpu`.
 fn to_demand(device_requests: &[DeviceRequest], cpu: u64, models: Vec<String>) -> Option<(&str, Demand)> {
     let (resource, per_gpu, gpus) = equal_requests(device_requests)?;
     Some((resource, Demand { cpu, gpus, per_gpu, models }))

@@ -13,7 +13,7 @@ pub(super) struct Claims {
     equal: Interner<Claim>,
 }
 
-/// The comparison ignores which claims are shared.
+/// The comparison ignores which pods share a claim.
 impl PartialEq for Claims {
     fn eq(&self, other: &Self) -> bool {
         self.by_pod == other.by_pod
@@ -33,7 +33,7 @@ impl Claims {
         self.by_pod.contains_key(pod)
     }
 
-    /// Returns the name of a pod as its claim has it, so that other maps share it.
+    /// Returns the shared name of a pod with a claim, so that other maps share its memory.
     pub(super) fn shared_name(&self, pod: &str) -> Option<Arc<str>> {
         self.by_pod.get_key_value(pod).map(|(name, _)| Arc::clone(name))
     }
@@ -50,7 +50,7 @@ impl Claims {
         self.by_pod.remove(pod)
     }
 
-    /// Changes the claim of a pod, if it has one. Other pods keep theirs.
+    /// Changes the claim of a pod, if the pod has one. Claims of other pods do not change.
     pub(super) fn change(&mut self, pod: &str, change: impl FnOnce(&mut Claim)) {
         if let Some(claim) = self.by_pod.get_mut(pod) {
             change(claim);
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     fn claim(node: &str) -> Claim {
-        Claim { device_requests: Vec::new(), place: Place::Bound(node.to_owned()), noted: BTreeMap::new() }
+        Claim { device_requests: Vec::new(), place: Place::Bound(node.to_owned()), annotated: BTreeMap::new() }
     }
 
     #[test]

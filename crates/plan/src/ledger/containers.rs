@@ -1,5 +1,5 @@
 //! Computes a pod's requests from its containers. The kubelet allocates separate units to each
-//! container, but reuses the units of an init container for later containers.
+//! container, except that later containers reuse the units of init containers.
 use std::collections::BTreeMap;
 
 use super::request::{DeviceRequest, Units};
@@ -7,10 +7,9 @@ use super::request::{DeviceRequest, Units};
 /// When a container runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContainerKind {
-    /// Runs to completion before later containers. The container's units are reused for later
-    /// containers.
+    /// Runs to completion before later containers start. Later containers reuse its units.
     Init,
-    /// An init container with `restartPolicy: Always`. The container's units are not reused.
+    /// An init container with `restartPolicy: Always`. No other container reuses its units.
     Sidecar,
     /// An ordinary container.
     Main,
@@ -21,7 +20,7 @@ pub enum ContainerKind {
 pub struct Container {
     /// When the container runs.
     pub kind: ContainerKind,
-    /// Units of each resource, from its limits.
+    /// Units of each resource, from the container's limits.
     pub limits: BTreeMap<String, u32>,
 }
 
@@ -49,12 +48,13 @@ pub struct RequestPart {
     pub needed: Units,
 }
 
-/// Returns the requests of a pod: one request for each part that must be on one device. Pass
-/// containers in the kubelet's order: init containers and sidecars as written, then the others.
+/// Returns the requests of a pod: one request for each group of units that must be on one device.
+/// Pass containers in the kubelet's order: init containers and sidecars in the order of the spec,
+/// then the other containers.
 ///
 /// A container first uses the units of completed init containers, and all units of one container
-/// are on one device. So an init container of 2 and a container of 5 are one request of 5. An init
-/// container of 5 before containers of 3 and 4 is one request of 7.
+/// are on one device. So an init container with 2 units and a container with 5 are one request for
+/// 5 units. An init container with 5 units before containers with 3 and 4 is one request for 7.
 pub fn device_requests(containers: &[Container]) -> Vec<DeviceRequest> {
     let request = |resource: &str, group: &UnitGroup| {
         Some(DeviceRequest { resource: resource.to_owned(), units: Units::new(group.units)? })
@@ -80,8 +80,9 @@ pub fn request_parts(containers: &[Container]) -> Vec<RequestPart> {
     found.into_iter().filter_map(part).collect()
 }
 
-/// Groups the units of the containers by device. Calls `belongs` for each container with its index,
-/// the resource, the index of its group, and the units that the group needs so far.
+/// Groups the units of the containers by device. For each container and resource, calls `belongs`
+/// with the index of the container, the resource, the index of its group, and the units that the
+/// group needs so far.
 fn group_units(
     containers: &[Container],
     mut belongs: impl FnMut(usize, &str, usize, u32),

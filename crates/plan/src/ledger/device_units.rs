@@ -1,4 +1,4 @@
-//! Counts the units of one resource on one device. Units are subtracted only in this module.
+//! Counts the units of one resource on one device. Only this module subtracts units.
 use std::collections::BTreeMap;
 
 use super::request::Units;

@@ -15,9 +15,9 @@ pub struct Claim {
     /// Nodes on which the pod may run.
     pub place: Place,
     /// The reservations in the pod's annotation, by node. Agents follow them when they allocate.
-    /// After a swap, these are the reservations of the pod that swapped its units with this pod.
-    /// The list is empty for a pod that bypassed the gate.
-    pub noted: BTreeMap<String, Vec<Reservation>>,
+    /// After two pods swapped units, each has the other pod's reservations here. The list is empty
+    /// for a pod that bypassed the gate.
+    pub annotated: BTreeMap<String, Vec<Reservation>>,
 }
 
 /// Nodes on which a claim's pod may run.

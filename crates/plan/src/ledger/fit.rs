@@ -38,11 +38,11 @@ impl Fits {
     }
 }
 
-/// Why a fit was not reserved. The ledger has not changed.
+/// Why a fit was not reserved. In this case, the ledger does not change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ReserveError {
     /// The pod already has a claim.
-    #[error("the pod already has a claim: release that claim first")]
+    #[error("the pod already has a claim: remove that claim first")]
     Claimed,
     /// Units of the fit are no longer free.
     #[error("units of the fit are no longer free")]

@@ -13,7 +13,7 @@ use super::request::{DeviceRequest, Units};
 pub(super) struct NodeClaim<'a> {
     device_requests: &'a [DeviceRequest],
     /// The pod's annotated reservations on the node.
-    noted: &'a [Reservation],
+    annotated: &'a [Reservation],
     /// The pod's allocations on the node.
     allocated: &'a [AllocatedUnits],
 }
@@ -27,10 +27,10 @@ pub(super) fn claims_on_node<'a>(
 ) -> Vec<NodeClaim<'a>> {
     let of = |pod: &Arc<str>| {
         let claim = claims.get(pod);
-        let noted = claim.and_then(|claim| claim.noted.get(node));
+        let annotated = claim.and_then(|claim| claim.annotated.get(node));
         NodeClaim {
             device_requests: claim.map(|claim| claim.device_requests.as_slice()).unwrap_or_default(),
-            noted: noted.map(Vec::as_slice).unwrap_or_default(),
+            annotated: annotated.map(Vec::as_slice).unwrap_or_default(),
             allocated: allocated.get(pod).map(AsRef::as_ref).unwrap_or_default(),
         }
     };
@@ -48,10 +48,10 @@ fn matches_units(note: &Reservation, part: &AllocatedUnits) -> bool {
 impl<'a> NodeClaim<'a> {
     /// Compares allocations with annotated reservations. Returns the indices of reservations
     /// without an allocation, and the allocations without a reservation.
-    fn compare_with_notes(&self) -> (Vec<usize>, Vec<&'a AllocatedUnits>) {
-        let mut left: Vec<usize> = (0..self.noted.len()).collect();
+    fn compare_with_annotation(&self) -> (Vec<usize>, Vec<&'a AllocatedUnits>) {
+        let mut left: Vec<usize> = (0..self.annotated.len()).collect();
         let elsewhere = self.allocated.iter().filter(|part| {
-            let index = left.iter().position(|note| matches_device(&self.noted[*note], part));
+            let index = left.iter().position(|note| matches_device(&self.annotated[*note], part));
             index.map(|index| left.remove(index)).is_none()
         });
         let elsewhere = elsewhere.collect();
@@ -62,13 +62,16 @@ impl<'a> NodeClaim<'a> {
 /// Swaps the annotated reservations of pods that were allocated each other's units. If a pod was
 /// allocated other units, and no other pod's annotation names them, its reservation moves to these
 /// units.
-pub(super) fn follow_swaps(claims: &mut Claims, pods: &BTreeSet<Arc<str>>, node: &str, allocated: &Allocations) {
+pub(super) fn swap_reservations(claims: &mut Claims, pods: &BTreeSet<Arc<str>>, node: &str, allocated: &Allocations) {
     let all = claims_on_node(claims, pods, node, allocated);
-    if all.iter().all(|one| one.allocated.is_empty() || one.noted.is_empty() || one.compare_with_notes().1.is_empty()) {
+    if all
+        .iter()
+        .all(|one| one.allocated.is_empty() || one.annotated.is_empty() || one.compare_with_annotation().1.is_empty())
+    {
         return;
     }
-    let mut notes: Vec<Vec<Reservation>> = all.iter().map(|one| one.noted.to_vec()).collect();
-    let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(NodeClaim::compare_with_notes).unzip();
+    let mut notes: Vec<Vec<Reservation>> = all.iter().map(|one| one.annotated.to_vec()).collect();
+    let (mut left, elsewhere): (Vec<_>, Vec<_>) = all.iter().map(NodeClaim::compare_with_annotation).unzip();
     for (pod, parts) in elsewhere.into_iter().enumerate() {
         for part in parts {
             // A swap with an earlier pod may already have moved the reservation to this device.
@@ -84,7 +87,7 @@ pub(super) fn follow_swaps(claims: &mut Claims, pods: &BTreeSet<Arc<str>>, node:
             }
         }
     }
-    let changed = pods.iter().zip(&all).zip(notes).filter(|((_, one), notes)| one.noted != notes.as_slice());
+    let changed = pods.iter().zip(&all).zip(notes).filter(|((_, one), notes)| one.annotated != notes.as_slice());
     let changed: Vec<(Arc<str>, Vec<Reservation>)> = changed.map(|((pod, _), notes)| (pod.clone(), notes)).collect();
     set_reservations(claims, node, changed);
 }
@@ -92,7 +95,7 @@ pub(super) fn follow_swaps(claims: &mut Claims, pods: &BTreeSet<Arc<str>>, node:
 /// Replaces the annotated reservations of these pods on a node, in the ledger only.
 pub(super) fn set_reservations(claims: &mut Claims, node: &str, notes: Vec<(Arc<str>, Vec<Reservation>)>) {
     for (pod, notes) in notes {
-        claims.change(&pod, |claim| drop(claim.noted.insert(node.to_owned(), notes)));
+        claims.change(&pod, |claim| drop(claim.annotated.insert(node.to_owned(), notes)));
     }
 }
 
@@ -136,27 +139,27 @@ pub(super) fn reserve_missing(
     claimed: &[NodeClaim<'_>],
 ) -> Vec<DeviceRequest> {
     let mut wanted: BTreeMap<&str, Vec<Units>> = BTreeMap::new();
-    let mut noted: Vec<&Reservation> = Vec::new();
+    let mut annotated: Vec<&Reservation> = Vec::new();
     // If the kubelet has allocated a part of a request, reserve the rest on the same device.
     let mut started_on: BTreeSet<(&str, &str)> = BTreeSet::new();
     for one in claimed {
-        let (left, _) = one.compare_with_notes();
-        let mut left: Vec<&Reservation> = left.into_iter().map(|note| &one.noted[note]).collect();
+        let (left, _) = one.compare_with_annotation();
+        let mut left: Vec<&Reservation> = left.into_iter().map(|note| &one.annotated[note]).collect();
         for (resource, missing) in missing_units(one.device_requests, one.allocated) {
             started_on.extend(missing.iter().filter_map(|(_, device)| Some((resource, (*device)?))));
             for (units, _) in missing {
                 wanted.entry(resource).or_default().push(units);
                 let note = left.iter().position(|note| note.units == units && note.resource == resource);
-                noted.extend(note.map(|note| left.remove(note)));
+                annotated.extend(note.map(|note| left.remove(note)));
             }
         }
     }
     // Place large reservations first, because they are harder to place elsewhere.
-    noted.sort_unstable_by(|one, other| other.units.cmp(&one.units).then_with(|| one.cmp(other)));
+    annotated.sort_unstable_by(|one, other| other.units.cmp(&one.units).then_with(|| one.cmp(other)));
     for device_units in units_by_device.values_mut().flat_map(BTreeMap::values_mut) {
         *device_units = device_units.without_reservations();
     }
-    for note in noted {
+    for note in annotated {
         let Some(missing) = wanted.get_mut(note.resource.as_str()) else { continue };
         let Some(index) = missing.iter().position(|units| *units == note.units) else { continue };
         let device_units =
@@ -209,14 +212,14 @@ fn reserve_sizes(units_by_device: &mut UnitsByDevice, started_on: &[bool], sizes
     left
 }
 
-/// Units that a pod still needs, and the device on which a part of the request is allocated.
+/// Units that a pod still needs, and the device on which the rest of the request is allocated.
 type Missing<'a> = (Units, Option<&'a str>);
 
 /// Returns the units that a pod still needs, by resource.
 ///
 /// Each allocation satisfies a request of its size, if the pod has one. Otherwise the allocation
 /// satisfies a part of the smallest larger request, because several containers can share one
-/// request. Any further allocation reduces the remaining requests, the largest first.
+/// request. Any other allocation reduces the remaining requests, the largest first.
 pub(super) fn missing_units<'a>(
     device_requests: &'a [DeviceRequest],
     allocated: &'a [AllocatedUnits],

@@ -12,15 +12,16 @@
 //!    request and the kubelet has not allocated yet.
 //! 2. A reservation remains on the device that the pod's annotation names, while it fits on this
 //!    device and is needed.
-//! 3. Any other needed unit is reserved on a device with enough free units, if one exists.
+//! 3. Any other needed unit is reserved on a device with enough free units, if such a device
+//!    exists.
 //!
-//! A claim has a copy of the reservations in its pod's annotation ([`Claim::noted`]). The copies
-//! follow allocations: if a pod was allocated the units that another pod's annotation names, the
-//! copies of the two pods are swapped. The annotations do not change. The ledger has no other
+//! A claim has a copy of the reservations in its pod's annotation ([`Claim::annotated`]). The
+//! copies follow allocations: if a pod was allocated the units that another pod's annotation names,
+//! the copies of the two pods are swapped. The annotations do not change. The ledger has no other
 //! history. Therefore:
 //!
-//! - The units reserved on a device never exceed its free units. `device_units.rs` contains the
-//!   only subtraction, and the only function that adds a reservation.
+//! - The units reserved on a device never exceed its free units. Only `device_units.rs` subtracts
+//!   units or adds a reservation.
 //! - A ledger rebuilt from observations and annotations equals the lost ledger, unless a node is
 //!   short of units ([`Ledger::rebuild`]).
 //!
@@ -120,9 +121,9 @@ impl Ledger {
 
     /// Finds up to `most` placements for a pod on these nodes, best first.
     ///
-    /// On each node, every request is placed on the device with the best score, unless another
-    /// request would then not fit. If a placement exists, it is found. Nothing is reserved. A pod
-    /// without requests fits on every node.
+    /// On each node, every request is placed on the device with the best score, unless this choice
+    /// would prevent another request from fitting. If a placement exists, it is found. Nothing is
+    /// reserved. A pod without requests fits on every node.
     ///
     /// [Nominated](Self::nominate) units are not free here. Use [`Self::fit_for`] for a pod with a
     /// priority or a nomination.
@@ -216,9 +217,9 @@ impl Ledger {
         let pod = pod.to_owned();
         nodes.map(move |(claim, name)| {
             let allocations = self.nodes.get(name).and_then(|node| node.allocations.get(pod.as_str()));
-            let noted = claim.noted.get(name).into_iter().flatten().map(|note| note.device.as_str());
+            let annotated = claim.annotated.get(name).into_iter().flatten().map(|note| note.device.as_str());
             let allocated = allocations.into_iter().flatten().map(|part| &*part.device);
-            (name, if allocations.is_some() { allocated.collect() } else { noted.collect() })
+            (name, if allocations.is_some() { allocated.collect() } else { annotated.collect() })
         })
     }
 
@@ -286,10 +287,10 @@ impl Ledger {
             taken.push((node, take));
         }
         let nodes = fits.places.iter().map(|fit| fit.node.clone()).collect();
-        let noted = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
+        let annotated = fits.places.iter().map(|fit| (fit.node.clone(), fit.takes.clone())).collect();
         self.insert(
             Arc::from(pod),
-            Claim { device_requests: fits.device_requests.clone(), place: Place::OneOf { nodes, expires }, noted },
+            Claim { device_requests: fits.device_requests.clone(), place: Place::OneOf { nodes, expires }, annotated },
         );
         fits.places.iter().for_each(|fit| self.update_reservations(&fit.node));
         Ok(())
@@ -304,12 +305,12 @@ impl Ledger {
             return;
         }
         let mut touched = BTreeSet::from([node.to_owned()]);
-        let mut noted = BTreeMap::new();
+        let mut annotated = BTreeMap::new();
         if let Some(mut before) = self.remove(pod) {
             touched.extend(before.place.nodes().into_iter().map(str::to_owned));
-            noted.extend(before.noted.remove_entry(node));
+            annotated.extend(before.annotated.remove_entry(node));
         }
-        self.insert(Arc::from(pod), Claim { device_requests: device_requests.to_vec(), place, noted });
+        self.insert(Arc::from(pod), Claim { device_requests: device_requests.to_vec(), place, annotated });
         touched.iter().for_each(|node| self.update_reservations(node));
     }
 
@@ -421,19 +422,21 @@ impl Ledger {
     /// Victims are pods of strictly lower priority that are in `holders` and have allocations on
     /// the node. Victims free units of devices and what the node is missing
     /// ([`PreemptionNode::missing`]). Reserved units remain reserved. Units that are nominated for
-    /// other pods of the same or higher priority remain nominated. A node that is short of a
-    /// requested resource is excluded. The units and other resources of terminating pods count as
-    /// free, so no pod is preempted for units that become free anyway. While the victims terminate,
-    /// another call returns no further victims.
+    /// other pods of the same or higher priority remain nominated. A node that has too few units of
+    /// a requested resource for its claims is excluded. The units and other resources of
+    /// terminating pods count as free, so no pod is preempted for units that become free anyway.
+    /// While the victims terminate, another call returns no further victims.
     ///
     /// For each way to place the requests on devices, as many pods as possible are kept: first pods
-    /// of higher priority, then pods that started earlier. A disruption budget never allows fewer
-    /// evictions than it has victims. The best way has the lowest maximum priority, then the lowest
-    /// sum of priorities, then the fewest victims. The last criterion is the latest start among the
-    /// victims of the highest priority. Among equal ways, the first by name is chosen.
+    /// of higher priority, then pods that started earlier. The victims never exceed the evictions
+    /// that their disruption budgets allow. The best way has victims with the lowest maximum
+    /// priority, then the lowest sum of priorities, then the fewest victims. The last criterion is
+    /// the latest start among the victims of the highest priority. Among equal ways, the first by
+    /// name is chosen.
     ///
     /// If a budget limits the victims, a possible preemption is always found for a pod with one
-    /// request on a node that is missing nothing. In other cases the search may miss one.
+    /// request on a node that is missing nothing. In other cases, the search may miss a possible
+    /// preemption.
     ///
     /// Callers must not pass pods with `preemptionPolicy: Never`. They must exclude pods that
     /// cannot be evicted, and pods on devices that cannot serve, from `holders`. A preemption on
@@ -458,8 +461,8 @@ impl Ledger {
     /// Nominates units for a pod: free units, and units that terminating pods will free. Replaces
     /// an earlier nomination.
     ///
-    /// Nominated units are not reserved. Agents do not read nominations, and no pod is released to
-    /// use the units. Released pods take precedence.
+    /// Nominated units are not reserved: agents do not read nominations, no pod is released to use
+    /// the units, and released pods take precedence.
     ///
     /// # Errors
     /// Returns an error if the pod has a claim: it is already released and needs no nomination.
@@ -549,7 +552,7 @@ impl Ledger {
         let Some(node) = self.nodes.get_mut(name) else { return };
         let none = BTreeSet::new();
         let pods = self.pods.get(name).unwrap_or(&none);
-        layout::follow_swaps(&mut self.claims, pods, name, &node.allocations);
+        layout::swap_reservations(&mut self.claims, pods, name, &node.allocations);
         node.short = layout::reserve_missing(
             &mut node.units_by_device,
             &layout::claims_on_node(&self.claims, pods, name, &node.allocations),

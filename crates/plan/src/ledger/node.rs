@@ -38,8 +38,8 @@ pub(super) struct Node {
     pub(super) short: Vec<DeviceRequest>,
 }
 
-/// Units of one device that the kubelet has allocated to a pod. Its texts are shared with the other
-/// allocations of the node, because a large cluster has many.
+/// Units of one device that the kubelet has allocated to a pod. The strings are shared with other
+/// allocations of the node, because a large cluster has many allocations.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct AllocatedUnits {
     /// Name of the extended resource.
@@ -57,8 +57,8 @@ pub(super) type Allocations = BTreeMap<Arc<str>, Box<[AllocatedUnits]>>;
 pub(super) type Nominated = BTreeMap<(String, String), u32>;
 
 impl Node {
-    /// Creates a node without reservations. `shared_name` returns the name of a pod as other maps
-    /// have it.
+    /// Creates a node without reservations. `shared_name` returns the copy of a pod's name that
+    /// other maps use.
     pub(super) fn of(facts: NodeFacts, shared_name: impl Fn(&str) -> Option<Arc<str>>) -> Self {
         let mut allocations: BTreeMap<Arc<str>, Vec<AllocatedUnits>> = BTreeMap::new();
         let mut texts: BTreeSet<Arc<str>> = BTreeSet::new();
@@ -141,8 +141,7 @@ impl Node {
         })
     }
 
-    /// Returns the node without the nominated units, as other pods may use it. Nominated units
-    /// count as reserved.
+    /// Returns the node as other pods may use it: nominated units count as reserved.
     pub(super) fn without_nominated(&self, nominated: &Nominated) -> Self {
         let mut node = self.clone();
         for ((resource, device), &units) in nominated {

@@ -16,7 +16,7 @@ pub(super) fn assign_to_devices(
     free: &[u32],
     order: &mut dyn FnMut(u32, &[u32]) -> Vec<usize>,
 ) -> Option<Vec<usize>> {
-    // Place the largest sizes first, while room remains.
+    // Place the largest sizes first, while most room remains.
     let mut indexed: Vec<(usize, u32)> = sizes.iter().copied().enumerate().collect();
     indexed.sort_by_key(|&(index, size)| (std::cmp::Reverse(size), index));
     let mut search = DeviceSearch { order, failed: BTreeSet::new(), states: 0 };
@@ -54,7 +54,7 @@ impl DeviceSearch<'_> {
         for device in (self.order)(size, free) {
             let Some(before) = free.get(device).copied() else { continue };
             let Some(left) = before.checked_sub(size) else { continue };
-            // Devices with equal free units are equal for all remaining sizes.
+            // Devices with equal free units are equivalent for all remaining sizes.
             if !tried.insert(before) {
                 continue;
             }

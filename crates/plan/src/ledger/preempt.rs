@@ -1,8 +1,8 @@
 //! Decides which pods to preempt so that a pod of higher priority fits.
 //!
 //! Chooses victims as kube-scheduler does, with one difference. kube-scheduler sums the units of a
-//! node's GPUs, so the units that it frees may be on two GPUs and therefore useless. Here, each way
-//! to place the requests on devices is considered separately. A pod is preempted only if it frees
+//! node's GPUs, so the units that it frees may be on two GPUs and fit no request. Here, each way to
+//! place the requests on devices is considered separately. A pod is preempted only if it frees
 //! units on a chosen device.
 //!
 //! The units are then [nominated](super::Ledger::nominate). Until the units are reserved for the
@@ -36,29 +36,30 @@ pub struct PendingPod<'a> {
     pub device_requests: &'a [DeviceRequest],
 }
 
-/// Properties of a pod with allocations that decide whether it is preempted.
+/// Properties of a pod with allocations that determine whether it is preempted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Holder<'a> {
     /// Priority of the pod.
     pub priority: i32,
-    /// When the pod started. The operator passes the time at which the pod was created.
+    /// When the pod started. The operator passes the pod's creation time.
     pub started: Moment,
-    /// The disruption budget that limits evictions of the pod, as an index of
-    /// [`Holders::budgets`]. `None` if no budget limits them.
+    /// Index in [`Holders::budgets`] of the disruption budget that limits the pod's eviction.
+    /// `None` if no budget limits the eviction.
     pub budget: Option<usize>,
     /// Whether the pod is terminating. The units of a terminating pod become free without
     /// preemption.
     pub ending: bool,
-    /// The pod's requests for CPU, memory and other resources of the node, which become free with
-    /// the pod. `None` if they are free already.
+    /// The pod's requests for CPU, memory and other resources of the node, which the pod's eviction
+    /// frees. `None` if these resources are already free.
     pub requests: Option<&'a BTreeMap<String, Quantity>>,
 }
 
 /// Pods with allocations, and the disruption budgets that limit their eviction.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Holders<'a> {
-    /// Pods by node and name. Excludes pods that must not be evicted now. A node may list an
-    /// allocation of a deleted pod whose name a new pod on another node has.
+    /// Pods by node and name. Excludes pods that must not be evicted now. The node is part of the
+    /// key, because a new pod on another node may have the name of a deleted pod that a node still
+    /// lists.
     pub pods: BTreeMap<String, BTreeMap<String, Holder<'a>>>,
     /// Number of evictions that each disruption budget allows now.
     pub budgets: Vec<u32>,
@@ -70,8 +71,8 @@ impl<'a> Holders<'a> {
         self.pods.get(node)?.get(pod)
     }
 
-    /// Records that these pods on a node are being evicted. The pods count as terminating, and the
-    /// pods' budgets allow fewer evictions.
+    /// Records that these pods on a node are being evicted. From now on, the pods count as
+    /// terminating, and their budgets allow fewer evictions.
     pub fn evict<'v>(&mut self, node: &str, victims: impl IntoIterator<Item = &'v String>) {
         let Some(pods) = self.pods.get_mut(node) else { return };
         for victim in victims {
@@ -90,8 +91,8 @@ pub struct PreemptionNode<'a> {
     /// Name of the node.
     pub name: &'a str,
     /// CPU, memory and other resources of the node that must become free before the pod fits, in
-    /// thousandths. Pod slots are the resource `pods`. The map is empty if the node has enough of
-    /// everything but units of devices.
+    /// thousandths. Pod slots are the resource `pods`. The map is empty if the node lacks only
+    /// units of devices.
     pub missing: BTreeMap<&'a str, u128>,
 }
 
@@ -137,8 +138,8 @@ pub(super) struct SearchedNode<'a> {
 }
 
 /// Returns the cheapest preemption on these nodes. Returns `None` if no preemption helps. Among
-/// equal preemptions, the preemption on the first node. The pods of the second set of `holders` are
-/// not preempted.
+/// equal preemptions, returns the preemption on the first node. The second set in `holders`
+/// contains pods that are not preempted.
 pub(super) fn cheapest_preemption<'a>(
     pending: PendingPod<'_>,
     nodes: impl Iterator<Item = SearchedNode<'a>>,
@@ -166,8 +167,9 @@ struct LimitedResource<'a> {
     resource: &'a str,
     /// UUID of the device. The UUID is empty for a resource of the node.
     device: &'a str,
-    /// Amount that is free if all candidates are preempted. For a resource of the node, minus the
-    /// amount that the pending pod needs. Negative if more is needed or reserved than exists.
+    /// Amount that is free if all candidates are preempted. For a resource of the node, the amount
+    /// that the pending pod needs is subtracted. The value is negative if more is needed or
+    /// reserved than exists.
     most: i128,
 }
 
@@ -181,7 +183,7 @@ struct PossibleVictim<'a> {
 
 /// A node from the point of view of one pending pod.
 struct PreemptionSearch<'a> {
-    /// First the slots of devices, then the missing resources of the node.
+    /// The slots of devices, then the slots of the node's missing resources.
     slots: Vec<LimitedResource<'a>>,
     /// Number of slots of devices.
     device_slots: usize,
@@ -289,7 +291,8 @@ impl<'a> PreemptionSearch<'a> {
         found
     }
 
-    /// Adds to `found` each way to place the requests that are not in `chosen` yet.
+    /// Completes `chosen` in every possible way: places the requests that it lacks, and adds each
+    /// result to `found`.
     fn collect_assignments(
         &self,
         left: &mut [i128],
@@ -331,7 +334,7 @@ impl<'a> PreemptionSearch<'a> {
             let of = |slot: &LimitedResource<'_>| {
                 device_requests.first().is_some_and(|(_, request)| request.resource == slot.resource)
             };
-            // The other slots are missing amounts, not devices.
+            // The remaining slots are missing amounts of the node, not devices.
             let devices = || self.slots.iter().take(self.device_slots);
             let first = devices().position(of)?;
             let free =
@@ -356,7 +359,7 @@ impl<'a> PreemptionSearch<'a> {
         // evict the pods of the budget that free the most.
         self.candidates_to_evict(spare.clone(), &self.evictable_candidates(|_| 0)).or_else(|| {
             let needed = self.needed_amounts(&spare);
-            self.candidates_to_evict(spare, &self.evictable_candidates(|candidate| candidate.help_towards(&needed)))
+            self.candidates_to_evict(spare, &self.evictable_candidates(|candidate| candidate.freed_fraction(&needed)))
         })
     }
 
@@ -409,7 +412,7 @@ impl<'a> PreemptionSearch<'a> {
     }
 }
 
-/// Spare amounts by slot. Only slots that the pending pod needs.
+/// Spare amounts by slot. Contains only slots that the pending pod needs.
 type Spare = BTreeMap<usize, i128>;
 
 impl PossibleVictim<'_> {
@@ -422,8 +425,8 @@ impl PossibleVictim<'_> {
         }
     }
 
-    /// Returns the sum of the parts of each needed amount that the pod frees, in millionths.
-    fn help_towards(&self, needed: &Spare) -> i128 {
+    /// Returns the sum, over all needed amounts, of the fraction that the pod frees, in millionths.
+    fn freed_fraction(&self, needed: &Spare) -> i128 {
         let part = |(slot, amount): &(usize, i128)| {
             needed.get(slot).map(|needed| amount.min(needed).saturating_mul(1_000_000) / needed)
         };

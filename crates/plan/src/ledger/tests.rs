@@ -168,8 +168,8 @@ fn reservations_stay_on_the_annotated_device_when_other_pods_end() {
         reserve(&mut ledger, pod, &[size], 9);
     }
     assert_eq!(reserved_units(&ledger, "n"), [units_on("a", 1), units_on("a", 9), units_on("b", 1), units_on("b", 9)]);
-    let noted = |ledger: &Ledger, pod: &str| ledger.claim(pod).unwrap().noted["n"][0].device.clone();
-    assert_eq!((noted(&ledger, "r"), noted(&ledger, "s")), ("a".to_owned(), "b".to_owned()));
+    let annotated = |ledger: &Ledger, pod: &str| ledger.claim(pod).unwrap().annotated["n"][0].device.clone();
+    assert_eq!((annotated(&ledger, "r"), annotated(&ledger, "s")), ("a".to_owned(), "b".to_owned()));
     ledger.release("r");
     assert_eq!(
         reserved_units(&ledger, "n"),
@@ -204,7 +204,7 @@ fn the_annotated_reservation_of_a_pod_allocated_elsewhere_blocks_no_device() {
     // Annotations are not rewritten: the first pod's annotation still names the device of the last
     // pod.
     let mut claims = claims_of(&ledger);
-    claims.get_mut("first").unwrap().noted.get_mut("n").unwrap()[0].device = "b".to_owned();
+    claims.get_mut("first").unwrap().annotated.get_mut("n").unwrap()[0].device = "b".to_owned();
     let nodes = BTreeMap::from([("n".to_owned(), node(&[0, 0, 5], &[("first", "c", 5)]))]);
     let rebuilt = Ledger::rebuild(Facts { nodes, claims });
     assert_eq!(rebuilt.unplaced_requests("n"), []);
@@ -353,7 +353,7 @@ fn a_ledger_can_be_rebuilt() {
     let facts = Facts { nodes: BTreeMap::from([("n".to_owned(), node(&[0, 5], &[]))]), claims: claims_of(&ledger) };
     assert_eq!(Ledger::rebuild(facts.clone()), ledger);
     let mut unwritten = facts.clone();
-    unwritten.claims.values_mut().for_each(|claim| claim.noted.clear());
+    unwritten.claims.values_mut().for_each(|claim| claim.annotated.clear());
     let unwritten = Ledger::rebuild(unwritten);
     assert_eq!(
         reserved_units(&unwritten, "n").iter().map(|(_, size)| *size).sum::<u32>(),
@@ -385,7 +385,7 @@ fn typical_requests_decide_on_which_device_units_remain_free() {
     assert_eq!(device(&ledger.fit(&device_requests(&[6]), ["n"], 1, &value).unwrap()), "b");
 }
 
-/// Computed once, because it takes a second without optimization.
+/// Learned only once, because learning takes a second without optimization.
 static LEARNED_VALUE: LazyLock<CapacityValue> = LazyLock::new(|| {
     let mut observed = ObservedDemands::new(None);
     for per_gpu in [600, 400, 300] {

@@ -2,9 +2,10 @@
 use super::value::{self, CapacityValue};
 use super::{Demand, Node, ObservedDemands, Rank, Score, THOUSANDTHS_PER_GPU, Tightest, TypicalPod};
 
-/// Number of arrived pods after which an arrival has half of its weight.
+/// Number of arrivals after which the weight of an earlier arrival has halved.
 const HALF_LIFE_PODS: f64 = 4_000.0;
-/// Number of pods below which the score is the tightest fit, because too few requests are known.
+/// Number of counted pods below which the score is the tightest fit, because too few requests are
+/// known.
 const MIN_PODS_TO_LEARN: usize = 50;
 /// Maximum number of kinds of pods that are ranked when the score is updated.
 const MAX_RANKED_KINDS: usize = 256;
@@ -41,8 +42,8 @@ impl Score for LearnedScore {
 
 /// Counts the pods that request one resource, and learns the score from them.
 ///
-/// Requests are counted in units of the resource. Requests are converted to thousandths of a GPU
-/// only for the GPUs that the score is for, because GPUs can have different numbers of units.
+/// Requests are counted in units of the resource. [`Self::score`] converts them to thousandths of a
+/// GPU, because GPUs can have different numbers of units.
 #[derive(Debug, Clone)]
 pub struct Learner {
     observed: ObservedDemands,
@@ -81,8 +82,8 @@ impl Learner {
         self.learned_at = self.pods;
     }
 
-    /// Returns the most frequent requests for GPUs of `capacity` units. The ranks of these requests
-    /// can be computed before the next such pod arrives.
+    /// Returns the most frequent requests for GPUs of `capacity` units, so that the caller can
+    /// compute their ranks before the next such pod arrives.
     pub fn frequent_requests(&self, capacity: u32) -> impl Iterator<Item = Demand> {
         let fits = move |kind: &&Demand| {
             if kind.gpus == 1 { kind.per_gpu <= capacity } else { kind.per_gpu == capacity }

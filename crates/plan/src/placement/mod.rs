@@ -1,4 +1,4 @@
-//! Ranks the GPUs that fit a pod, so that as many typical requests as possible still fit later.
+//! Ranks the GPUs that fit a pod, so that as many typical requests as possible fit later.
 //!
 //! The ledger chooses with a [`Score`]. The operator's score is [`LearnedScore`]: the tightest fit
 //! until enough pods have arrived, then [`CapacityValue`], which is computed from the typical
@@ -35,7 +35,7 @@ pub struct Node {
 }
 
 /// One way to place a pod on a node: the index of the pod's GPU. `None` for a pod with several
-/// GPUs, which has at most one way.
+/// GPUs, because it has at most one way.
 pub type Way = Option<usize>;
 
 impl Node {
@@ -71,19 +71,20 @@ impl Node {
     }
 }
 
-/// How good a choice is: highest score first, then lowest `spread`, then least remaining capacity.
+/// Rank of a choice. The highest score is best, then the lowest `spread`, then the least remaining
+/// capacity.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rank {
     /// Score. Higher is better.
     pub score: f64,
-    /// Among equal scores, lower is better.
+    /// Decides between equal scores. Lower is better.
     pub spread: f64,
-    /// Remaining thousandths of the GPU. Among equal spreads, lower is better.
+    /// Remaining thousandths of the GPU. Decides between equal spreads. Lower is better.
     pub left: u32,
 }
 
 impl Rank {
-    /// Compares two choices. The better one is greater.
+    /// Compares two choices. The better choice is greater.
     fn compare(&self, other: &Self) -> std::cmp::Ordering {
         self.score
             .total_cmp(&other.score)

@@ -1,4 +1,4 @@
-//! Nodes with cached ranks for each kind of pod. Only changed nodes are ranked again.
+//! Caches the ranks of nodes for each kind of pod. Ranks only changed nodes again.
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BinaryHeap};
 
@@ -7,8 +7,8 @@ use super::{Demand, Node, Rank, Score};
 /// A node and the way to place a pod on it, with its rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
-    /// Replicas of the pod's controller on the GPU, then on the node. Fewer are better, regardless
-    /// of the rank.
+    /// Number of replicas of the pod's controller on the GPU, then on the node. Fewer are better,
+    /// regardless of the rank.
     replicas: (u32, u32),
     rank: Rank,
     /// Index of the node.
@@ -45,7 +45,7 @@ pub struct ReplicaCounts {
     pub on_gpus: BTreeMap<usize, u32>,
 }
 
-/// The best way to place one kind of pod on one node, in few bytes.
+/// The best way to place one kind of pod on one node, in a compact form.
 #[derive(Debug, Clone, Copy)]
 struct BestWay {
     score: f64,
@@ -72,8 +72,8 @@ impl BestWay {
     }
 }
 
-/// Cached results for one kind of pod. They include the changes before a position in the log of
-/// changes.
+/// Cached results for one kind of pod. The results include all changes before a position in the log
+/// of changes.
 #[derive(Debug, Clone)]
 struct CachedRanks {
     best: Vec<BestWay>,
@@ -91,8 +91,8 @@ pub struct Placer<S: Score> {
     changes: Vec<usize>,
 }
 
-/// The older half of the log of changes is dropped when the log is this many times longer than the
-/// list of nodes.
+/// Maximum length of the log of changes, as a multiple of the number of nodes. A longer log loses
+/// its older half.
 const MAX_CHANGES_PER_NODE: usize = 8;
 /// Maximum number of cached ranks, of 24 bytes each.
 const MAX_CACHED_RANKS: usize = 1 << 19;
@@ -206,8 +206,7 @@ impl<S: Score> Placer<S> {
         cached_ranks.seen = seen;
     }
 
-    /// Drops the kinds of pods that were not placed for the longest time, until another kind fits
-    /// into the cache.
+    /// Drops the least recently placed kinds of pods, until another kind fits into the cache.
     fn drop_oldest_ranks(&mut self) {
         while self.cached_ranks.len() > 1
             && (self.cached_ranks.len() + 1).saturating_mul(self.nodes.len()) > MAX_CACHED_RANKS
@@ -243,8 +242,8 @@ impl<S: Score> Placer<S> {
 
 /// The nodes and GPUs that fit a pod, best first, with the indices of the GPUs that the pod uses.
 ///
-/// Most pods use the first candidate. So a linear search finds the first candidate, and the others
-/// are ordered only when the second candidate is needed.
+/// Most pods use the first candidate. So a linear search finds the first candidate, and the other
+/// candidates are ordered only when the second is needed.
 #[derive(Debug)]
 pub struct Candidates<'a> {
     nodes: &'a [Node],
@@ -299,7 +298,8 @@ mod tests {
     use super::super::{Tightest, remaining_thousandths};
     use super::*;
 
-    /// Prefers the node with the least free capacity. So every change of a node changes its rank.
+    /// Prefers the node with the least free capacity, so that every change of a node changes its
+    /// rank.
     #[derive(Clone, Default)]
     struct Fullest;
 
@@ -367,7 +367,7 @@ mod tests {
     }
 
     proptest! {
-        /// Cached results equal computed ones.
+        /// Cached results equal freshly computed results.
         #[test]
         fn cached_results_equal_computed_ones(steps in prop::collection::vec((1u32..=10, 0..6usize), 1..60)) {
             let mut placer = Placer::new((0..3).map(|_| node(&[1000, 1000])).collect(), Fullest);

@@ -108,11 +108,11 @@ impl CapacityValue {
         }
     }
 
-    /// Adapts the value to pending pods. The score then prefers free parts that no pending pod
-    /// needs to whole GPUs that pending pods wait for.
+    /// Adapts the value to pending pods. The adapted score places pods on free parts that no
+    /// pending pod needs, rather than on whole GPUs that pending pods wait for.
     ///
-    /// The adaptation has an effect only if pods terminate. Without the adaptation, pods that share
-    /// GPUs would prevent GPUs from becoming whole again.
+    /// The adaptation has an effect only if pods terminate. Otherwise, pods that share GPUs would
+    /// prevent GPUs from becoming whole again.
     #[must_use]
     pub fn with_pending<'a>(mut self, waiting: impl Iterator<Item = &'a Demand>) -> Self {
         let (mut whole, mut all) = (0u64, 0u64);
@@ -173,8 +173,9 @@ impl Score for CapacityValue {
             // A pod with several GPUs uses whole GPUs.
             None => f64::from(demand.gpus) * (self.gpu_value(demand.per_gpu)),
         };
-        // Equal losses are sums of the same values in another order, so their last bits differ.
-        // Without the rounding, these bits would decide instead of the next criterion.
+        // Equal losses may differ in their last bits, because they are sums of the same values in
+        // another order. Without the rounding, these bits would decide instead of the next
+        // criterion.
         let lost = (lost * LOSS_STEPS).round() / LOSS_STEPS;
         let compact = cpu / 128_000.0 + free / 8_000.0;
         let spared = if demand.gpus == 1 { self.spare_cpu * before.cpu_rich } else { 0.0 };

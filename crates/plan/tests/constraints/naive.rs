@@ -1,5 +1,5 @@
-//! Implements the rules a second time, from their definitions, for one node at a time and without
-//! indexes or counts.
+//! A second implementation of the rules, from their definitions. It checks one node at a time,
+//! without indexes or counts.
 use std::collections::BTreeSet;
 
 use cleave_plan::constraints::{

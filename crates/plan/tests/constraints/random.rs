@@ -85,7 +85,7 @@ fn host_port() -> impl Strategy<Value = HostPort> {
         .prop_map(|(ip, protocol, port)| HostPort { ip, protocol, port })
 }
 
-/// Returns at most two of each kind of rule, often none.
+/// Generates rules: at most two of each kind, often none.
 fn some_of<T: std::fmt::Debug + Clone + 'static>(
     one: impl Strategy<Value = T> + 'static,
 ) -> impl Strategy<Value = Vec<T>> {

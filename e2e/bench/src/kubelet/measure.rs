@@ -12,7 +12,7 @@ use super::occupancy::{PodChurn, count_gpus, fits_on_one_gpu, gpu_of_id, random_
 use super::process::{Launcher, PLUGIN_REACTION_TIMEOUT, Plugin, read_load, read_memory};
 use super::report::{BenchmarkReport, Figure, SortedDurations};
 
-/// Number of calls before the measured ones, so that caches and the connection's windows settle.
+/// Number of calls before the measured calls, so that caches and the connection's windows settle.
 const WARM_UP_CALLS: usize = 50;
 
 /// Number of calls after each start that measure how fast the machine is at that time.
@@ -24,7 +24,8 @@ const PUBLISHED_FLOOR_MEDIAN: f64 = 0.058;
 /// Median from exec to Register in the published measurement, in milliseconds.
 const PUBLISHED_REGISTER_MEDIAN: f64 = 8.9;
 
-/// Maximum of the 99th percentile of `Allocate`, in multiples of that of an empty call.
+/// Maximum of the 99th percentile of `Allocate`, as a multiple of the 99th percentile of an empty
+/// call.
 const MAX_ALLOCATE_FLOORS: f64 = 3.0;
 
 /// Maximum processor time of a plugin without requests, in milliseconds per minute.
@@ -62,7 +63,8 @@ pub(super) async fn measure_starts_and_stops(
         floors.push(measure_floor(&client, FLOOR_CALLS_PER_START).await?.quantile(0.5));
         exits.push(plugin.stop().await?);
     }
-    // A busy machine slows the start and the empty call. A quiet one never makes the goal stricter.
+    // A busy machine slows both the start and the empty call, so the goal grows with the empty
+    // call's time. A fast empty call never makes the goal stricter.
     floors.sort_by(f64::total_cmp);
     let floor = floors.get(floors.len() / 2).copied().unwrap_or(PUBLISHED_FLOOR_MEDIAN);
     let slowdown = (floor / PUBLISHED_FLOOR_MEDIAN).max(1.0);

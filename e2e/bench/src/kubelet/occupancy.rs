@@ -44,7 +44,7 @@ const POD_SIZES_IN_SHARES: [usize; 4] = [1, 1, 2, 5];
 pub(super) struct PodChurn<'a> {
     free: BTreeSet<&'a str>,
     total: usize,
-    /// Allocated shares. The key is the number of the arrival that they are freed before.
+    /// Allocated shares, by the number of the arrival before which they are freed.
     leaving: BTreeMap<usize, Vec<&'a str>>,
     longest: usize,
     arrivals: usize,
@@ -67,8 +67,8 @@ impl<'a> PodChurn<'a> {
         }
     }
 
-    /// Returns the size of the next pod, and the free shares in random order, or `None` if fewer
-    /// are free than the pod needs.
+    /// Returns the size of the next pod, and the free shares in random order. Returns `None` if the
+    /// pod needs more shares than are free.
     pub(super) fn next_pod(&mut self) -> (usize, Option<Vec<&'a str>>) {
         self.arrivals += 1;
         let remaining = self.leaving.split_off(&(self.arrivals + 1));

@@ -317,7 +317,7 @@ pub(super) fn read_memory(pid: u32) -> Result<ProcessMemory> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ProcessLoad {
     pub(super) time: Duration,
-    /// Part of `time` in the threads that call NVML. A simulated NVML uses most of it.
+    /// Part of `time` in the threads that call NVML. The simulated NVML uses most of this time.
     pub(super) nvml_time: Duration,
     pub(super) switches: u64,
     pub(super) threads: usize,

@@ -1,4 +1,4 @@
-//! The report: measured figures next to published ones and goals, as a table or as JSON.
+//! The report: measured figures beside published figures and goals, as a table or as JSON.
 use std::fmt;
 
 use serde::Serialize;

@@ -44,8 +44,8 @@ pub(super) fn run<P: PlacementPolicy>(policy: Policy, seed: u64, mut cluster: Cl
         .collect();
     ensure!(!pods.is_empty(), "the list has no creation and deletion times");
     let capacity: u64 = cluster.hosts().iter().map(|host| u64::from(host.free_gpu_thousandths())).sum();
-    // Little's law: arrivals per second such that demand · lifetime is the offered load times the
-    // capacity.
+    // Little's law gives the arrivals per second for which demand · lifetime is the offered load
+    // times the capacity.
     let work: f64 = pods.iter().map(|(pod, life)| f64::from(pod.demand.total()) * life).sum::<f64>()
         / f64::from(u32::try_from(pods.len())?);
     let rate = OFFERED_LOAD_PER_CAPACITY * ratio(capacity, 1) / work;

@@ -41,7 +41,7 @@ pub(super) struct Cluster<S: Score> {
 /// How pods without GPUs are placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum CpuPodPlacement {
-    /// The placement policy under test places them too, as the published policies do.
+    /// The placement policy under test also places these pods, as the published policies do.
     Policy,
     /// The pod goes to the node with the most free CPU and memory, as with the default scheduler.
     Scheduler,

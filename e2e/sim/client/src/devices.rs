@@ -30,7 +30,7 @@ enum ContainerDevices<'a> {
 }
 
 impl DeviceSelection {
-    /// Reads the device selection of this process.
+    /// Reads this process's device selection.
     pub(crate) fn from_environment() -> Self {
         let text = |name| std::env::var(name).ok();
         let dev = text(DEV_DIRECTORY_ENV).unwrap_or_else(|| "/dev".to_owned());

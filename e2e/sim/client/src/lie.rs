@@ -41,7 +41,7 @@ pub(crate) enum HandshakeViolation {
     AdministratorAfterClient,
     /// Announces a command of 2^60 bytes.
     LongCommand,
-    /// Opens this many connections and sends nothing.
+    /// Opens this many connections and sends nothing on them.
     Flood(usize),
     /// Sends this many of the three words to the server, then closes all sockets.
     Vanish(usize),
@@ -274,7 +274,7 @@ fn perform_violation(connection: &Connection, lie: HandshakeViolation) -> io::Re
         }
         HandshakeViolation::Pid(pid) => introduce(Credentials { pid, ..own }, KIND_CLIENT),
         HandshakeViolation::Root => introduce(Credentials { uid: 0, gid: 0, ..own }, KIND_CLIENT),
-        // These violations concern the server only, so the daemon receives a valid introduction.
+        // These violations concern only the server, so the daemon receives a valid introduction.
         HandshakeViolation::Unread
         | HandshakeViolation::Vanish(_)
         | HandshakeViolation::Mute(_)

@@ -20,7 +20,7 @@ pub struct MachineDescription {
     /// The GPUs, in the order of their indices.
     #[serde(default)]
     pub gpus: Vec<GpuDescription>,
-    /// How the GPUs are linked. By default each GPU has a host bridge of its own and no NVLinks.
+    /// How the GPUs are linked. By default, each GPU has a separate host bridge and no NVLinks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub topology: Option<MachineTopology>,
     /// Models that this description adds to the built-in ones.

@@ -47,7 +47,7 @@ pub enum ContextError {
     Unavailable {
         /// The device's UUID.
         device: String,
-        /// The rule that applies, and the process that uses the device.
+        /// The rule that refuses the context, and the process that uses the device.
         reason: String,
     },
     /// The request exceeds the free memory.

@@ -1,4 +1,4 @@
-//! Open NVML sessions: the driver counts them as users of a GPU, and of its modules.
+//! Open NVML sessions. The driver counts them as users of a GPU and of the driver's modules.
 //!
 //! A session holds a locked file under `sessions/` for the driver, and one for each GPU that NVML
 //! has initialized. The kernel releases the lock when the process ends for any reason.
@@ -17,7 +17,7 @@ const SESSIONS_DIRECTORY: &str = "sessions";
 /// The directory of the sessions that use the driver.
 const DRIVER: &str = "driver";
 
-/// One use of the driver or of a GPU. It ends when the value is dropped.
+/// One use of the driver or of a GPU. The use ends when this value is dropped.
 #[derive(Debug)]
 pub struct SessionLease {
     path: PathBuf,
@@ -41,7 +41,7 @@ impl Machine {
     }
 
     /// Returns the number of open NVML sessions of the driver, or of the GPU with this UUID. Omits
-    /// those of this process if `others` is true.
+    /// the sessions of this process if `others` is true.
     #[must_use]
     pub fn open_sessions(&self, gpu: Option<&str>, others: bool) -> usize {
         let entries = fs::read_dir(self.sessions_of(gpu)).into_iter().flatten().flatten();
@@ -72,7 +72,7 @@ impl Drop for SessionLease {
     }
 }
 
-/// Returns the beginning of the names of this process's files.
+/// Returns the prefix of the names of this process's files.
 fn own_prefix() -> String {
     let PidRef { pid, namespace, start } = PidRef::of_this_process();
     format!("{namespace}-{pid}-{start}-")
@@ -85,7 +85,7 @@ fn create_shared_directory(path: &Path) -> Result<(), Error> {
         return Ok(());
     }
     fs::create_dir_all(path).map_err(io_error("make", path))?;
-    // Ignore errors: another user may have created it at the same time.
+    // Ignore errors: another user may have created the directory at the same time.
     let _ = fs::set_permissions(path, fs::Permissions::from_mode(0o777));
     Ok(())
 }

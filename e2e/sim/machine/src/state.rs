@@ -75,8 +75,8 @@ pub struct Gpu {
     pub pci: PciAddress,
     /// The nearest NUMA node, if the machine has more than one.
     pub numa_node: Option<u32>,
-    /// The host bridge and the PCIe switches between the CPU and the GPU, in this order. GPUs share
-    /// those that their paths begin with.
+    /// The host bridge and the PCIe switches between the CPU and the GPU, in this order. GPUs with
+    /// a common start of the path share these bridges and switches.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pcie_path: Vec<u32>,
     /// The other ends of the GPU's NVLinks, by link number.

@@ -83,7 +83,7 @@ impl Machine {
             fs::set_permissions(dir, Permissions::from_mode(0o777)).map_err(io_error("open up", dir))?;
         }
         let _lock = machine.lock()?;
-        // Leases and numbers of the old machine must not be mistaken for those of the new one.
+        // Leases and numbers of the old machine must not be mistaken for those of the new machine.
         if let Ok(old) = machine.load_state() {
             fresh.boot = old.boot + 1;
             fresh.last_id = old.last_id;
@@ -190,8 +190,8 @@ impl Machine {
         Ok(self.live_processes(&*self.snapshot()?))
     }
 
-    /// Returns the contexts of a state whose processes are alive. Within [`Machine::update`] no
-    /// other process can add one.
+    /// Returns the contexts of a state whose processes are alive. Within [`Machine::update`], no
+    /// other process can add a context.
     #[must_use]
     pub fn live_processes(&self, state: &State) -> Vec<Process> {
         self.live_processes_where(state, |_| true)

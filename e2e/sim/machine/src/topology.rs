@@ -13,10 +13,10 @@ use crate::state::{Gpu, NvLinkEnd};
 pub enum MachineTopology {
     /// A DGX-1 with V100: eight GPUs, each with six NVLinks to four others.
     HybridCubeMesh,
-    /// A DGX or HGX with A100 or newer GPUs: NVSwitches connect all GPUs, and each two GPUs share a
-    /// PCIe switch.
+    /// A DGX or HGX with A100 or newer GPUs: NVSwitches connect all GPUs, and each pair of GPUs
+    /// shares a PCIe switch.
     NvSwitch,
-    /// A server with PCIe boards only. Each GPU has a host bridge of its own.
+    /// A server with PCIe boards only. Each GPU has a separate host bridge.
     TwoSockets,
 }
 
@@ -100,12 +100,12 @@ pub enum CommonAncestor {
     HostBridge,
     /// A NUMA node.
     NumaNode,
-    /// Nothing but the machine.
+    /// Only the machine itself.
     Machine,
 }
 
 impl Gpu {
-    /// Returns the lowest common part of the paths to the CPU of this GPU and another one.
+    /// Returns the lowest common part of the paths from this GPU and another GPU to the CPU.
     #[must_use]
     pub fn common_ancestor(&self, other: &Self) -> CommonAncestor {
         let common = self.pcie_path.iter().zip(&other.pcie_path).take_while(|(one, other)| one == other).count();

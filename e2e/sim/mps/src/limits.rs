@@ -68,7 +68,8 @@ impl ClientSettings {
         settings
     }
 
-    /// Sets a device's limit and replaces one with the same name. 0 removes it.
+    /// Sets a device's limit and replaces an existing limit with the same name. 0 removes the
+    /// limit.
     pub fn set_memory_limit(&mut self, device: &str, value: &str) {
         self.memory.retain(|limit| limit.device != device);
         if parse_bytes(value) != Some(0) {
@@ -76,8 +77,8 @@ impl ClientSettings {
         }
     }
 
-    /// Returns the limit that was set for a name, as the daemon prints it. Limits from 1 G on are
-    /// in whole G, rounded down, and lower ones in whole M.
+    /// Returns the limit that was set for a name, as the daemon prints it. Limits from 1 G are in
+    /// whole G, rounded down, and lower limits are in whole M.
     pub fn format_memory_limit(&self, device: &str) -> Option<String> {
         let limit = self.memory.iter().find(|limit| limit.device == device)?;
         let mib = parse_bytes(&limit.value)? >> 20;

@@ -398,7 +398,7 @@ mod tests {
         let (kept, sent) = Connection::pair().unwrap();
         a.send_fd(b"fd", sent.as_fd()).unwrap();
         drop(sent);
-        // nix returns no ancillary data if some of it had no space.
+        // nix returns no ancillary data if the buffer had too little space for all of the data.
         assert_eq!(b.recv_credentials(16).unwrap().unwrap().credentials, None);
         assert!(kept.is_closed());
     }

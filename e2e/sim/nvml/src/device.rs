@@ -98,7 +98,7 @@ pub(crate) fn nvlink_peer_pci(view: &MachineView, end: NvLinkEnd) -> Result<PciA
             let gpu = view.state.gpus.iter().find(|gpu| gpu.index == index).ok_or(Code::NOT_FOUND)?;
             Ok(gpu.pci)
         }
-        // Beyond the buses of the GPUs.
+        // The bus numbers are above those of the GPUs.
         NvLinkEnd::Switch(number) => Ok(PciAddress { domain: 0, bus: 0xf0 + number, device: 0 }),
     }
 }
@@ -125,7 +125,7 @@ pub(crate) fn is_bus_id(pci: sim_machine::PciAddress, text: &str) -> bool {
 /// The kind of processes that an NVML list contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProcessList {
-    /// All compute processes, MPS clients and servers included.
+    /// All compute processes, including MPS clients and servers.
     Compute,
     /// MPS clients.
     Mps,

@@ -6,13 +6,13 @@
 //! `nvmlInit` reports that the driver is not loaded.
 //!
 //! Return codes, two-call conventions and the calls that MIG devices support follow a real H200
-//! with driver 580, measured with MIG off. All other behaviour follows NVIDIA's documentation.
-//! Functions that are not simulated are exported too, and return `NVML_ERROR_NOT_SUPPORTED`. Errors
-//! and hangs that `simgpu fail` and `simgpu hang` inject take precedence.
+//! with driver 580, measured with MIG off. All other behaviour follows NVIDIA's documentation. The
+//! library also exports functions that are not simulated. They return `NVML_ERROR_NOT_SUPPORTED`.
+//! Errors and hangs that `simgpu fail` and `simgpu hang` inject take precedence.
 //!
-//! The number of SMs comes from the same calls as with a real library. For a MIG device it is in
-//! `nvmlDeviceGetAttributes`. For a whole GPU it is `nvmlDeviceGetNumGpuCores` divided by the cores
-//! of an SM. Alternatively, if the largest GPU instance profile has all SMs (Hopper), it is the
+//! The number of SMs comes from the same calls as with a real library. For a MIG device,
+//! `nvmlDeviceGetAttributes` returns it. For a whole GPU, divide `nvmlDeviceGetNumGpuCores` by the
+//! cores of an SM. Alternatively, if the largest GPU instance profile has all SMs (Hopper), use the
 //! number of that profile.
 
 // This crate is a C ABI with raw pointers and unmangled symbols. Only `abi::raw` dereferences

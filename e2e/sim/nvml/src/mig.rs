@@ -88,7 +88,8 @@ pub(crate) fn set_mig_mode(view: &MachineView, uuid: &str, on: bool) -> Result<s
     view.machine.update(|state| {
         let processes = device::processes_on_gpu(&view.machine, state, uuid);
         let is_ampere = state.model(state.gpu(uuid)?)?.architecture == "Ampere";
-        // The caller's own session is no user, but an event registration opens the GPU once more.
+        // The caller's own session does not count as a user, but an event registration opens the
+        // GPU a second time.
         let sessions = || view.machine.open_sessions(Some(uuid), true) > 0 || events::is_registered(uuid);
         let busy = !processes.is_empty() || (is_ampere && sessions());
         let (gpu, model) = gpu_to_change(state, uuid)?;

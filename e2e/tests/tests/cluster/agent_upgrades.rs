@@ -1,5 +1,5 @@
-//! Tests of roll-outs of the agents: an old agent hands over to the new one on its node, and serves
-//! again if the new one fails.
+//! Tests rollouts of the agents. An old agent hands over to the new agent on its node, and serves
+//! again if the new agent fails.
 use std::collections::BTreeMap;
 use std::io::Write as _;
 
@@ -57,7 +57,7 @@ impl<'a> Agents<'a> {
         wait_until("all agents are of the newest revision", || self.is_rolled_out())
     }
 
-    /// Returns the agents' pods by UID, without terminating ones.
+    /// Returns the agents' pods by UID, except terminating pods.
     fn pods(&self) -> Result<BTreeMap<String, Value>> {
         let selector = "labelSelector=app.kubernetes.io/component=agent";
         let pods = self.cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?{selector}"))?;
@@ -79,7 +79,7 @@ impl Drop for Agents<'_> {
 fn a_roll_out_of_agents_that_fail_after_they_take_over_stops_at_the_first_node() -> Result<()> {
     let cluster = Cluster::connect()?;
     let agents = Agents::read(&cluster)?;
-    // The roll-out may begin on any node.
+    // The rollout may begin on any node.
     let scope = Scope::new(&cluster, "broken-agents")?;
     let spec = json!({"nodeSelector": {"kubernetes.io/os": "linux"}, "mode": "Mps", "mps": {"units": 10}});
     scope.create_policy("shares-on-all-nodes", &spec)?;
@@ -87,7 +87,7 @@ fn a_roll_out_of_agents_that_fail_after_they_take_over_stops_at_the_first_node()
     for node in old.values().map(|pod| text(&pod["spec"]["nodeName"])) {
         wait_until(&format!("{node} offers shares"), || Ok(cluster.allocatable(&node, SHARES_RESOURCE)? > 0))?;
     }
-    // Such an agent takes over, but never serves.
+    // With this setting, an agent takes over but never serves.
     agents.set_env(&[("CLEAVE_RELAY_DIR", "/run/none"), ("CLEAVE_PROBATION", "5")])?;
     let new_pods = || -> Result<Vec<Value>> {
         Ok(agents.pods()?.into_iter().filter(|(uid, _)| !old.contains_key(uid)).map(|(_, pod)| pod).collect())

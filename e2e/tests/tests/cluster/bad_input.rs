@@ -1,5 +1,5 @@
-//! Tests unusual pods, hundreds of pods that cannot run, and an unusual node: other pods run as
-//! soon as usual. Unit tests of the gatekeeper have the same cases with more objects.
+//! Tests that unusual pods, hundreds of pods that cannot run, and an unusual node do not delay
+//! other pods. Unit tests of the gatekeeper have the same cases with more objects.
 use std::io::Write as _;
 
 use anyhow::{Result, ensure};
@@ -68,7 +68,8 @@ fn five_hundred_pods_that_can_never_run_delay_no_pod_that_can() -> Result<()> {
     create_many_pods(&scope, 11)?;
     check_another_pod(&scope, "first")?;
     wait_for_event(&scope, "many-0", "the largest has 10")?;
-    // The operator releases them all as unschedulable. A patch does not grow with the cluster.
+    // The operator releases all of these pods as unschedulable. The size of a patch does not depend
+    // on the cluster's size.
     let last = format!("many-{}", MANY_PODS - 1);
     wait_until("the last of them is released", || Ok(!is_gated(&cluster.get(&scope.pod_path(&last))?)))?;
     wait_until("the scheduler has examined the last of them", || {
@@ -96,7 +97,7 @@ fn a_policy_that_is_deleted_while_five_hundred_pods_wait_delays_no_other_pod() -
     }
     create_many_pods(&scope, 10)?;
     cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
-    // The idle GPU becomes whole, although hundreds of pods wait for its shares.
+    // The idle GPU becomes a whole GPU, although hundreds of pods wait for its shares.
     scope.create_pod_on_node(NODE, "whole", &json!({"nvidia.com/gpu": 1}), SLEEP_FOREVER_SCRIPT)?;
     wait_until("the operator has planned without the policy", || {
         let gpus = cluster.gpunode(NODE)?["spec"]["gpus"].as_array().cloned().unwrap_or_default();

@@ -33,8 +33,8 @@ const IGNORE_SIGTERM_SCRIPT: &str = "trap '' TERM; exec cleave-client --hold for
 /// Sets the clock that Cleave's programs read. Dropping the value restores the machine's clock.
 struct Clocks<'a> {
     cluster: &'a Cluster,
-    /// One operator: a process is found by its node, and two operators may be on one node. Restored
-    /// after the clock.
+    /// Runs one operator, because tests find a process by its node and two operators may be on one
+    /// node. Restored after the clock.
     _operators: Setting,
 }
 
@@ -55,7 +55,7 @@ impl<'a> Clocks<'a> {
             kubectl(&["-n", SYSTEM_NAMESPACE, "set", "env", workload, change])?;
         }
         // The update strategy is OnDelete, so delete the MPS hosts. The MPS daemons exit with their
-        // hosts.
+        // MPS hosts.
         kubectl(&["-n", SYSTEM_NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/component=mps-host", "--wait"])?;
         for workload in [WORKLOADS[0], WORKLOADS[2]] {
             kubectl(&["-n", SYSTEM_NAMESPACE, "rollout", "status", workload, "--timeout=120s"])?;
@@ -70,7 +70,7 @@ impl<'a> Clocks<'a> {
             let (status, nodes) = (&hosts["status"], self.cluster.nodes()?.len());
             let is_current = status["observedGeneration"] == hosts["metadata"]["generation"]
                 && status["updatedNumberScheduled"].as_u64() == u64::try_from(nodes).ok();
-            // An operator that does not lead is ready too. It acquires the lease at most 2 s after
+            // An operator that does not lead is also ready. It acquires the lease at most 2 s after
             // the former operator has released it, or 17 s after that operator was killed.
             Ok(settled && is_current && component_pod(self.cluster, "operator").map(|_| true)?)
         })
@@ -196,7 +196,8 @@ fn clock_jumps_lose_no_share_reservation_or_grace_period_and_restart_nothing() -
             "{leaving} got {took:?} of its grace of {GRACE_SECONDS} s while the clock is off by {off} s"
         );
         wait_until(&format!("{leaving} no longer exists"), || Ok(cluster.find(&scope.pod_path(&leaving))?.is_none()))?;
-        // A pod that is released and served shows that operator and agent have run since the jump.
+        // A pod that is released and runs shows that the operator and the agent have worked since
+        // the jump.
         let probe = format!("probe-{at}");
         scope.create_pod_on_node(NODE, &probe, &json!({SHARES_RESOURCE: 2}), HOLD_CLIENT_SCRIPT)?;
         scope.wait_until_running(&probe)?;

@@ -129,7 +129,7 @@ fn pods_of_mixed_mig_profiles_are_served_by_partitioning() -> Result<()> {
         held.extend(devices);
     }
     ensure!(held.iter().collect::<BTreeSet<_>>().len() == wanted.len(), "two pods are on the same instance: {held:?}");
-    // The agent creates another instance beside the allocated ones.
+    // The agent creates another instance beside the allocated instances.
     let before = pod_states(&cluster, &scope, &["a", "b", "c", "d", "e"])?;
     create_pod(&scope, "f", "nvidia.com/mig-1g.5gb", 1)?;
     scope.wait_until_running("f")?;
@@ -186,7 +186,7 @@ fn sized_slices_are_split_and_merged_and_a_waiting_pod_gets_an_event() -> Result
         "the client reports {report}, and its limit is {limit} MiB"
     );
     ensure!(before == pod_states(&cluster, &scope, &stay)?, "a running pod was disturbed");
-    // The reverse: two small slices replace the large one.
+    // In reverse, two small slices replace the large slice.
     scope.delete_pod("twenty", 0)?;
     for name in ["again-0", "again-1"] {
         create_pod(&scope, name, SLICE_10GB_RESOURCE, 1)?;
@@ -245,7 +245,7 @@ struct StoppedAgent;
 
 impl Drop for StoppedAgent {
     fn drop(&mut self) {
-        // Harmless if the kubelet has already restarted the agent.
+        // The signal is harmless if the kubelet has already restarted the agent.
         if let Err(error) = signal_program(NODE, "cleave-agent", "CONT") {
             eprintln!("failed to continue the agent: {error:#}");
         }
@@ -323,7 +323,7 @@ fn kill_component(cluster: &Cluster, victim: Victim) -> Result<()> {
 }
 
 /// Waits until the repartitioning of [`NODE`] that follows the plan in `before` reaches a step or
-/// finishes, or until `pod` is bound without one.
+/// finishes, or until `pod` is bound without a repartitioning.
 fn wait_for_step(scope: &Scope, pod: &str, step: Step, before: &Value) -> Result<()> {
     let cluster = scope.cluster;
     let plan = |node: &Value| text(&node["spec"]["planId"]);
@@ -427,8 +427,8 @@ fn measure_start(scope: &Scope, node_name: &str, name: &str, resource: &str) -> 
 fn a_pod_that_needs_a_repartitioning_runs_and_its_start_times_are_printed() -> Result<()> {
     const ADDED_NODE: &str = "node3";
     let cluster = Cluster::connect()?;
-    // This node's kubelet reports at Kubernetes' default interval. Those of the other nodes report
-    // more often.
+    // This node's kubelet reports at Kubernetes' default interval. The kubelets of the other nodes
+    // report more often.
     let _added = AddedNodes::new(&cluster, &[ADDED_NODE])?;
     let scope = dynamic_scope_on_node(&cluster, ADDED_NODE, "times", &[0], &json!({"mode": "Auto"}))?;
     wait_until("the added node has a GPU", || {

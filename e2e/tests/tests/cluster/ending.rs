@@ -69,7 +69,7 @@ fn check_which_containers_get_sleeps(scope: &Scope) -> Result<()> {
     ] {
         wait_for_prestop_sleeps(scope, &pod_requesting(&limits), &[None])?;
     }
-    // Several containers with and without hooks, and init containers.
+    // The pod has several containers with and without hooks, and init containers.
     let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 1}));
     let main = pod["spec"]["containers"][0].clone();
     let container = |name: &str, change: Value| {
@@ -251,8 +251,8 @@ fn delete_busy_pods(scope: &Scope, deletion: Deletion) -> Result<DeletionCount> 
         })?;
         count.deletions += 1;
         // Wait by running a command in the neighbour's container. A broken neighbour reports its
-        // error within milliseconds of the client's death, and the command takes longer. Ignore
-        // errors: the command fails if the neighbour has exited.
+        // error within milliseconds of the client's death, which is less time than the command
+        // takes. Ignore errors: the command fails if the neighbour has exited.
         let _ = scope.exec_in_pod("neighbour", &["true"]);
         count.broken += usize::from(ensure_neighbour(scope)?);
     }
@@ -386,7 +386,7 @@ fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> 
     on_node(NODE, &["sh", "-c", write, SHUTDOWN_STATE_PATH])?;
     wait_until("the program without a SIGTERM handler is terminated", || Ok(count_clients(&scope, "first")? == 0))?;
     let took = begun.elapsed();
-    // A program with a handler is terminated 9 s after the begin at the earliest.
+    // A program with a handler is terminated no earlier than 9 s after the start of the shutdown.
     ensure!(took < Duration::from_secs(8), "the program was terminated after {took:?}");
     ensure!(
         count_clients(&scope, "polite")? == 1 && count_clients(&scope, "later")? == 1,
@@ -401,7 +401,8 @@ fn at_a_node_shutdown_pods_are_terminated_through_mps_in_order_of_priority() -> 
     })?;
     let took = begun.elapsed();
     ensure!(took > Duration::from_secs(7), "the program was terminated after {took:?} of 12 s");
-    // The next group starts when the period ends, or when no pod of the first group remains.
+    // The kubelet terminates the next group when the period ends, or when no pod of the first group
+    // remains.
     wait_until("the pod of the next group is terminated", || Ok(count_clients(&scope, "later")? == 0))?;
     let took = begun.elapsed();
     ensure!(took > Duration::from_secs(9), "the program was terminated after {took:?}");

@@ -105,7 +105,8 @@ fn a_pod_that_no_gpu_can_ever_serve_is_reported_as_unschedulable() -> Result<()>
     })?;
     ensure!(condition["status"] == "False", "{condition}");
     wait_for_event(&scope, "eleven", "the largest has 10")?;
-    // The requirement that the release adds names no node, so it does not grow with the cluster.
+    // The release adds a requirement that names no node, so its size does not depend on the
+    // cluster's size.
     let affinity = cluster.get(&scope.pod_path("eleven"))?["spec"]["affinity"].to_string();
     ensure!(!affinity.contains("kubernetes.io/hostname") && !affinity.contains("NotIn"), "{affinity}");
     Ok(())
@@ -128,8 +129,8 @@ fn a_pod_that_needs_another_node_is_reported_to_autoscalers_and_stays_gated() ->
     }
     scope.create_pod("eleven", &json!({SHARES_RESOURCE: 11}), SLEEP_FOREVER_SCRIPT)?;
     scope.create_pod("more", &json!({SHARES_RESOURCE: 5}), SLEEP_FOREVER_SCRIPT)?;
-    // A node of the same kind would not help "eleven", so no node must be added for it. It may be
-    // released meanwhile.
+    // A node of the same kind would not help "eleven", so no node must be added for this pod. The
+    // operator may have released the pod meanwhile.
     let reported = (true, "Unschedulable".to_owned());
     wait_without_violation(
         "the pod is reported",
@@ -240,7 +241,8 @@ fn create_pod_with_several_containers(scope: &Scope) -> Result<()> {
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &several).map(drop)
 }
 
-/// Containers and their numbers of shares, by `app` label, or by name for a pod without one.
+/// Containers and their numbers of shares, by the pod's `app` label, or by its name without such a
+/// label.
 type SharesByApp = BTreeMap<String, Vec<(String, usize)>>;
 
 /// Reads the allocations of these pods.
@@ -421,22 +423,23 @@ fn kill_agent() -> Result<()> {
     wait_until("an agent is killed", || Ok(signal_program(NODE, "cleave-agent", "KILL").is_ok()))
 }
 
-/// Starts a roll-out of the agents.
+/// Starts a rollout of the agents.
 fn roll_out_agents() -> Result<()> {
     run_program("kubectl", &["rollout", "restart", "daemonset/cleave-agent", "-n", SYSTEM_NAMESPACE]).map(drop)
 }
 
-/// Waits until the last roll-out of the agents has ended.
+/// Waits until the last rollout of the agents is complete.
 fn wait_for_rollout() -> Result<()> {
     let arguments = ["rollout", "status", "daemonset/cleave-agent", "-n", SYSTEM_NAMESPACE, "--timeout", "2m"];
     run_program("kubectl", &arguments).map(drop)
 }
 
-/// Interval at which the leading operator is killed in a storm of the default size, and in a storm
-/// whose size `STORM` sets. A new leader reserves nothing for 5 s, so kills make a storm longer.
+/// Intervals at which the leading operator is killed: in a storm of the default size, and in a
+/// storm whose size `STORM` sets. A new leader reserves nothing for 5 s, so kills make a storm
+/// longer.
 const LEADER_KILL_INTERVALS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
 
-/// Kills the leading operator at an interval, on a thread of its own. The other replica takes over.
+/// Kills the leading operator at an interval, on a separate thread. The other replica takes over.
 struct LeaderKiller {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<u32>>,
@@ -456,7 +459,7 @@ impl LeaderKiller {
         let mut last_kill = Instant::now();
         while !stopped.load(Ordering::Relaxed) {
             if last_kill.elapsed() >= interval
-                // If the other replica does not lead yet, there is nothing to kill.
+                // If the other replica does not lead yet, no leader exists to kill.
                 && let Ok(leader) = component_pod(&cluster, "operator")
             {
                 last_kill = Instant::now();

@@ -213,7 +213,7 @@ fn check_gate_is_protected(scope: &Scope) -> Result<()> {
         change
     };
     let create = |name: &str, limits: &Value| {
-        // The operator does not release a pod that has another gate too.
+        // The operator does not release a pod that also has another gate.
         let mut pod = pod(name, limits, "true");
         set_gates(&mut pod, &[OTHER_GATE_NAME, GATE_NAME]);
         scope.cluster.create(&pods, &pod)
@@ -290,7 +290,7 @@ fn with_gating_off_no_pod_is_gated() -> Result<()> {
     let scope = Scope::new(&cluster, "gate-none")?;
     let _gating = Setting::change(GATE_VALUE, "none")?;
     wait_for_gates(&scope, &pod_requesting(&json!({SHARES_RESOURCE: 2})), &[])?;
-    // A user may remove a gate that the user has set.
+    // Users may remove gates that they have set themselves.
     let mut pod = pod_requesting(&json!({SHARES_RESOURCE: 2}));
     set_gates(&mut pod, &[OTHER_GATE_NAME, GATE_NAME]);
     scope.cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &pod)?;

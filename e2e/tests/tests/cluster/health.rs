@@ -298,7 +298,8 @@ impl TaintSetting {
 
 impl Drop for TaintSetting {
     fn drop(&mut self) {
-        // Remove the taint here: the operator might remove it only after the next test has started.
+        // Remove the taint here, because the operator might remove it only after the next test has
+        // started.
         let _ = kubectl(&["taint", "node", NODE, "cleave.dev/unhealthy-"]);
     }
 }

@@ -126,7 +126,7 @@ impl<'a> TestBed<'a> {
     /// Runs all attempts and prints their outcomes. Fails if one is not the expected one.
     fn run(&self, attempts: &[Attempt]) -> Result<()> {
         let mut out = std::io::stderr();
-        // The state does not show a restart of the agent by its supervisor, so compare PIDs too.
+        // The state does not show a restart of the agent by its supervisor, so also compare PIDs.
         let programs = || ["cleave-agent", "cleave-mps-host"].map(|program| wait_for_pid(NODE, program));
         let own = programs().into_iter().collect::<Result<Vec<_>>>()?;
         let mut before = self.read_state()?;
@@ -178,8 +178,8 @@ fn create_owner(scope: &Scope, account: &str) -> Result<String> {
     }
     let token = cluster.token(ns, account, None)?;
     let owner = Cluster::by_token(&token, None)?;
-    // The API server applies roles with a short delay. Before that, it would refuse an attempt for
-    // lack of rights.
+    // The API server applies roles with a short delay. Before the role applies, the API server
+    // would refuse an attempt for lack of rights.
     for (resource, subresource) in [("configmaps", ""), ("pods", "binding")] {
         let attributes = json!({"namespace": ns, "verb": "create", "resource": resource, "subresource": subresource});
         let review = json!({

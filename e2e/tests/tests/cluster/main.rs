@@ -46,7 +46,7 @@ const SHARES_RESOURCE: &str = "nvidia.com/gpu-mps";
 const HOLD_CLIENT_SCRIPT: &str = "exec cleave-client --hold forever";
 
 /// Creates a namespace, and a policy that divides each GPU of [`NODE`] into ten strict shares.
-/// Waits until it is applied.
+/// Waits until the policy is applied.
 fn ten_shares<'a>(cluster: &'a Cluster, name: &str) -> Result<Scope<'a>> {
     ten_shares_of(cluster, name, None)
 }

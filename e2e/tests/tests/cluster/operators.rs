@@ -1,5 +1,5 @@
-//! Tests the replicas of the operator: where they run, how another one takes over, and what the
-//! operator's and the agents' tokens can change.
+//! Tests the replicas of the operator: where they run, and how another replica takes over. Also
+//! tests what the tokens of the operator and the agents can change.
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{Cluster, Refused, SYSTEM_NAMESPACE, Scope, pod, text, wait_until};
 use serde_json::{Value, json};
@@ -53,7 +53,7 @@ fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
     scope.wait_until_running("before")?;
     let old = leader_identity(&cluster)?;
     cluster.delete(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{old}"), Some(0))?;
-    // The new leader must see the shares of both, whoever releases them.
+    // The new leader must count the shares of both pods, regardless of which replica releases them.
     scope.create_pod("first", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
     scope.create_pod("second", &json!({SHARES_RESOURCE: 7}), HOLD_CLIENT_SCRIPT)?;
     // The standby, or the new replica that replaces the old leader.
@@ -64,7 +64,7 @@ fn the_other_operator_takes_over_when_the_leader_is_killed() -> Result<()> {
     for name in ["first", "second"] {
         scope.wait_until_running(name)?;
     }
-    // The old leader may have released the pods: it leads until its containers end.
+    // The old leader may have released the pods, because it leads until its containers end.
     wait_until("the new leader has marked its pod before it waits for its watch of pods", || {
         let leader = leader_identity(&cluster)?;
         let marked = cluster.get(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods/{leader}"))?;
@@ -85,7 +85,7 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
     let cluster = Cluster::connect()?;
     let scope = Scope::new(&cluster, "operator-token")?;
     let mut waits = pod("waits", &json!({SHARES_RESOURCE: 1}), "true");
-    // The operator itself does not release a pod that has another gate too.
+    // The operator itself does not release a pod that also has another gate.
     waits["spec"]["schedulingGates"] = json!([{"name": OTHER_GATE_NAME}, {"name": GATE_NAME}]);
     cluster.create(&format!("/api/v1/namespaces/{}/pods", scope.namespace), &waits)?;
     let path = scope.pod_path("waits");
@@ -123,7 +123,7 @@ fn the_operators_token_changes_only_what_placement_needs() -> Result<()> {
     check_forbidden(operator.patch(&status, &with("Ready")), "status.conditions[Ready]")?;
     check_forbidden(operator.patch(&status, &json!({"status": {"phase": "Failed"}})), "status.phase")?;
     operator.patch(&status, &with("cleave.dev/Placed"))?;
-    // What a release changes.
+    // The changes that a release makes to a pod.
     operator.patch(
         &path,
         &json!({

@@ -243,7 +243,8 @@ fn a_changed_policy_reaches_one_node_after_the_other_and_can_be_paused_and_chang
     wait_for_rollout(&cluster, "staged", "RolloutPaused", &counts(0, 0, 2))?;
     ensure!(shares_in_specs(&cluster, &nodes)? == [json!(5), json!(5)], "a paused policy changed a node");
 
-    // Both nodes are in use, so the first one waits for its pod, and the second one for the first.
+    // Both nodes are in use, so the first node waits for its pod, and the second node waits for the
+    // first.
     cluster.patch(&path, &json!({"spec": {"rollout": {"paused": false}}}))?;
     wait_for_rollout(&cluster, "staged", "RollingOut", &counts(0, 1, 1))?;
     ensure!(shares_in_specs(&cluster, &nodes)? == [json!(10), json!(5)], "not one node changed");

@@ -1,5 +1,5 @@
-//! Tests preemption: pods of lower priority are evicted for one of higher priority, on one GPU and
-//! within disruption budgets.
+//! Tests preemption: pods of lower priority are evicted for a pod of higher priority, on one GPU
+//! and within disruption budgets.
 use std::io::Write as _;
 use std::time::Duration;
 
@@ -54,8 +54,8 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
             pod["metadata"]["labels"] = json!({"keep": "me"});
         }
         cluster.create(&pods, &pod)?;
-        // Of pods with equal priority, the youngest is evicted first. The protected pods must be
-        // the younger ones, and start times are whole seconds.
+        // Among pods with equal priority, the youngest is evicted first. The protected pods must be
+        // younger than the other pods, and start times are whole seconds.
         std::thread::sleep(Duration::from_millis(1100));
     }
     cluster.create(
@@ -85,7 +85,7 @@ fn a_pod_of_higher_priority_preempts_on_one_gpu_and_respects_disruption_budgets(
     cluster.delete(&scope.pod_path("patient"), Some(0))?;
     cluster.create(&pods, &with("high", "e2e-high"))?;
     scope.wait_until_running("high")?;
-    // Its node reports free shares before the API server deletes the pod.
+    // The node reports free shares before the API server deletes the pod.
     wait_until("the pod without a budget is gone", || Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none()))?;
     for (index, before) in before.iter().enumerate().skip(1) {
         ensure!(
@@ -146,7 +146,7 @@ fn a_pod_preempts_on_a_node_without_free_cpu() -> Result<()> {
     wait_for_shares_of_one_gpu(&cluster, &scope, "low", 1)?;
     create_pod(&scope, &pod_with_high_priority(pod_with_cpu("high", 1, free / 2)))?;
     scope.wait_until_running("high")?;
-    // A pod whose containers have exited still exists briefly.
+    // Wait for the deletion: a pod whose containers have exited still exists briefly.
     let low = cluster.find(&scope.pod_path("low"))?;
     let is_evicted = low.is_none_or(|low| !low["metadata"]["deletionTimestamp"].is_null());
     ensure!(is_evicted, "both pods fit, so the test proves nothing");
@@ -168,7 +168,7 @@ fn eight_waiting_pods_that_no_eviction_helps_do_not_block_the_ninth() -> Result<
         scope.wait_until_running(name)?;
         wait_for_shares_of_one_gpu(&cluster, &scope, name, 1)?;
     }
-    // Each pod requests another amount, so that each needs its own search.
+    // Each pod requests a different amount, so that each needs a separate search.
     for index in 0..8 {
         let name = format!("hopeless-{index}");
         create_pod(&scope, &pod_with_high_priority(pod_with_cpu(&name, 1, free * 3 / 4 + 50 + index)))?;
@@ -199,8 +199,8 @@ fn a_pod_with_two_disruption_budgets_does_not_block_preemption() -> Result<()> {
             pod["metadata"]["labels"] = json!({"app": "twice"});
         }
         create_pod(&scope, &pod)?;
-        // Of pods with equal priority, the youngest is preferred as a victim, and creation times
-        // are whole seconds. The first pod is the only one without budgets.
+        // Among pods with equal priority, the youngest is preferred as a victim, and creation times
+        // are whole seconds. Only the first pod has no budget.
         std::thread::sleep(Duration::from_millis(1100));
     }
     for index in 0..GPUS_PER_NODE {
@@ -210,7 +210,7 @@ fn a_pod_with_two_disruption_budgets_does_not_block_preemption() -> Result<()> {
     }
     create_pod(&scope, &pod_with_high_priority(pod("high", &json!({SHARES_RESOURCE: 6}), SLEEP_FOREVER_SCRIPT)))?;
     scope.wait_until_running("high")?;
-    // Its node reports free shares before the API server deletes the pod.
+    // The node reports free shares before the API server deletes the pod.
     wait_until("the pod without a budget is gone", || Ok(cluster.find(&scope.pod_path("seven-0"))?.is_none()))?;
     for index in 1..GPUS_PER_NODE {
         ensure!(cluster.find(&scope.pod_path(&format!("seven-{index}")))?.is_some(), "seven-{index} was evicted");

@@ -39,7 +39,7 @@ fn node_file(path: &str) -> Result<PathBuf> {
     Ok(state.join("nodes").join(NODE).join("host").join(path.trim_start_matches('/')))
 }
 
-/// Keeps [`NODE`] without power. Dropping the value starts the node if it is still down.
+/// Keeps [`NODE`] powered off. Dropping the value starts the node if it is still down.
 struct PowerCut;
 
 impl PowerCut {
@@ -138,12 +138,12 @@ fn container_ids(scope: &Scope) -> Result<BTreeSet<String>> {
     Ok(scope.pods()?.iter().map(|pod| text(&pod["status"]["containerStatuses"][0]["containerID"])).collect())
 }
 
-/// Effect of a reboot on a pod of the node.
+/// The effect of a reboot on a pod of the node.
 #[derive(Debug, PartialEq, Eq)]
 enum Outcome {
-    /// The kubelet started a new container for it.
+    /// The kubelet started a new container for the pod.
     Restarted,
-    /// The kubelet permanently rejected it.
+    /// The kubelet permanently rejected the pod.
     Rejected,
 }
 
@@ -315,8 +315,8 @@ fn check_deployment(scope: &Scope, first: &[String], containers: &BTreeSet<Strin
         REPLICAS - restarted,
         BARE_POD_SHARES.len() - bare,
     )?;
-    // The operator releases no replacement pods to the node until the node's agent serves, so
-    // rejections are few.
+    // The operator releases no replacement pods to the node until the node's agent serves, so few
+    // pods are rejected.
     ensure!(rejected <= 3 * REPLICAS, "the kubelet rejected {rejected} pods for {REPLICAS} replicas");
     Ok(())
 }

@@ -124,7 +124,7 @@ fn a_killed_kubelet_disturbs_no_pod() -> Result<()> {
 }
 
 /// Returns a check that reports a violation if the node does not offer all its shares. The kubelet
-/// relay serves the shares also while the agent is absent.
+/// relay also serves the shares while the agent is absent.
 fn fewer_than_all(cluster: &Cluster) -> impl FnMut() -> Result<Option<String>> + '_ {
     || {
         let offered = cluster.allocatable(NODE, SHARES_RESOURCE)?;

@@ -265,7 +265,7 @@ fn a_released_pod_whose_node_is_cordoned_before_binding_is_recreated() -> Result
     if node == NODE {
         wait_for_advice(&scope, "bare")?;
     }
-    // The node accepts the pod again: no decision was permanent.
+    // The node accepts the pod again, which shows that no decision was permanent.
     cordon.set(false)?;
     scope.wait_until_running("bare")?;
     wait_until("the condition is True", || {

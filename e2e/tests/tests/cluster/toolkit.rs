@@ -115,7 +115,8 @@ fn a_pod_without_shares_cannot_set_visible_devices() -> Result<()> {
     Ok(())
 }
 
-/// What the policy prevents, and the other ways by which an image's variable has the same effect.
+/// Tests the access that the policy prevents, and other ways in which an image's variable grants
+/// the same access.
 #[test]
 #[ignore = "e2e/toolkit/test runs it"]
 fn without_the_policy_visible_devices_gives_every_gpu() -> Result<()> {

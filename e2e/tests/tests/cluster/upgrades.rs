@@ -17,8 +17,8 @@ use crate::{
 /// Annotation of the template. The tests change it to simulate an upgrade of the chart.
 const RELEASE_ANNOTATION: &str = "e2e/release";
 
-/// The `DaemonSet` of the MPS hosts. Dropping the value restores it, and waits until all hosts
-/// match.
+/// The `DaemonSet` of the MPS hosts. Dropping the value restores the `DaemonSet`, and waits until
+/// all MPS hosts match.
 struct Template<'a> {
     cluster: &'a Cluster,
     path: String,
@@ -84,7 +84,7 @@ impl Drop for Template<'_> {
     }
 }
 
-/// Returns the MPS host pods by node, without terminating ones.
+/// Returns the MPS host pods by node, except terminating pods.
 fn mps_host_pods(cluster: &Cluster) -> Result<BTreeMap<String, Value>> {
     let selector = "labelSelector=app.kubernetes.io/component=mps-host";
     let pods = cluster.list(&format!("/api/v1/namespaces/{SYSTEM_NAMESPACE}/pods?{selector}"))?;

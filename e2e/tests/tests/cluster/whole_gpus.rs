@@ -43,7 +43,7 @@ fn no_pod_for_whole_gpus_is_refused_while_gpus_are_repartitioned() -> Result<()>
     let spec = cluster.get(&format!("{POLICIES_PATH}/ten-shares"))?["spec"].clone();
     for round in 0..5 {
         let name = format!("whole-{round}");
-        // The kubelet reports whole GPUs for some time after the policy was applied.
+        // The kubelet still reports whole GPUs for some time after the policy is applied.
         cluster.delete(&format!("{POLICIES_PATH}/ten-shares"), None)?;
         wait_until_offered(&cluster, WHOLE_GPU_RESOURCE, GPUS_PER_NODE)?;
         scope.create_policy("ten-shares", &spec)?;
@@ -64,7 +64,7 @@ fn no_pod_for_whole_gpus_is_refused_while_gpus_are_repartitioned() -> Result<()>
 }
 
 /// A node without a kubelet, on which another device plugin serves whole GPUs. Agents do not run on
-/// it, because it has no label `kubernetes.io/os`. Dropping it deletes the node.
+/// it, because it has no label `kubernetes.io/os`. Dropping the value deletes the node.
 struct OtherNode<'a>(&'a Cluster);
 
 impl<'a> OtherNode<'a> {

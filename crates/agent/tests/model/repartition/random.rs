@@ -40,10 +40,10 @@ enum RandomEvent {
 
 /// A placement of a MIG instance: profile, first slice, number of slices, and number of MPS shares
 /// (0 for a whole instance).
-type MigPlace = (&'static str, u32, u32, u32);
+type MigPlacement = (&'static str, u32, u32, u32);
 
 /// Placements on an H100. A spec contains placements that do not overlap.
-const PLACES: [MigPlace; 12] = [
+const PLACEMENTS: [MigPlacement; 12] = [
     ("1g.10gb", 0, 1, 0),
     ("1g.10gb", 1, 1, 4),
     ("1g.10gb", 2, 1, 0),
@@ -59,9 +59,9 @@ const PLACES: [MigPlace; 12] = [
 ];
 
 /// Returns the placements at these indices. Omits placements that overlap an earlier one.
-fn non_overlapping_places(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
-    let mut chosen: Vec<MigPlace> = Vec::new();
-    for place in picks.iter().map(|pick| PLACES[pick % PLACES.len()]) {
+fn non_overlapping_placements(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
+    let mut chosen: Vec<MigPlacement> = Vec::new();
+    for place in picks.iter().map(|pick| PLACEMENTS[pick % PLACEMENTS.len()]) {
         if chosen.iter().all(|other| place.1 >= other.1 + other.2 || other.1 >= place.1 + place.2) {
             chosen.push(place);
         }
@@ -72,7 +72,7 @@ fn non_overlapping_places(picks: &[usize]) -> Vec<(&'static str, u32, u32)> {
 fn random_event() -> impl Strategy<Value = RandomEvent> {
     let call = prop::sample::select(vec!["gi", "ci", "ci-destroy", "gi-destroy", "mode"]);
     prop_oneof![
-        3 => prop::collection::vec(0..PLACES.len(), 0..5).prop_map(RandomEvent::WantInstances),
+        3 => prop::collection::vec(0..PLACEMENTS.len(), 0..5).prop_map(RandomEvent::WantInstances),
         1 => Just(RandomEvent::WantWhole),
         1 => Just(RandomEvent::WantShares),
         3 => any::<usize>().prop_map(RandomEvent::Allocate),
@@ -97,7 +97,7 @@ impl TestNode {
     fn apply_event(&mut self, event: &RandomEvent) {
         match event {
             RandomEvent::WantInstances(picks) => {
-                self.set_spec(vec![mig_spec(GPU_UUID, &non_overlapping_places(picks))]);
+                self.set_spec(vec![mig_spec(GPU_UUID, &non_overlapping_placements(picks))]);
             }
             RandomEvent::WantWhole => self.set_spec(vec![]),
             RandomEvent::WantShares => self.set_spec(vec![mps_spec(GPU_UUID, 4)]),
@@ -135,7 +135,7 @@ impl TestNode {
                 self.restart_agent(*with_checkpoint);
             }
             RandomEvent::CreateByHand(pick) => {
-                let (profile, start, _, _) = PLACES[pick % PLACES.len()];
+                let (profile, start, _, _) = PLACEMENTS[pick % PLACEMENTS.len()];
                 let mut gpu = self.gpu.lock();
                 if let (true, Ok(instance)) = (gpu.state.mig, gpu.create_gpu_instance(profile, start)) {
                     let _ = gpu.create_compute_instance(instance);
@@ -160,14 +160,14 @@ proptest! {
     #[test]
     fn after_any_events_devices_in_use_stay_and_the_spec_is_applied_once_they_are_free(
         sequence in prop::collection::vec(random_event(), 1..120),
-        last in prop::collection::vec(0..PLACES.len(), 0..5),
+        last in prop::collection::vec(0..PLACEMENTS.len(), 0..5),
     ) {
         let mut node = TestNode::new("H100-80");
         node.set_spec(vec![]);
         for event in &sequence {
             node.apply_event(event);
         }
-        let wanted = non_overlapping_places(&last);
+        let wanted = non_overlapping_placements(&last);
         node.set_spec(vec![mig_spec(GPU_UUID, &wanted)]);
         node.gpu.lock().failures.clear();
         node.gpu.lock().processes.clear();

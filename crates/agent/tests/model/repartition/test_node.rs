@@ -236,7 +236,7 @@ impl TestNode {
         (0..ROUNDS_FOR_ANY_CHANGE).for_each(|_| self.run_round());
     }
 
-    /// Runs rounds until the spec is applied, or all rounds if it is not.
+    /// Runs rounds until the spec is applied, but no more than the maximum.
     pub(super) fn run_until_applied(&mut self) {
         self.reconcile();
         for _ in 0..ROUNDS_FOR_ANY_CHANGE {

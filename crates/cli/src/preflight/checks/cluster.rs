@@ -5,13 +5,13 @@ use super::super::report::{Reason, Report, join_names};
 use super::nodes::names;
 use super::view::{View, items};
 
-/// The oldest Kubernetes that the chart accepts.
+/// The oldest Kubernetes version that the chart accepts.
 pub(in super::super) const OLDEST_SUPPORTED: MajorMinor = MajorMinor(1, 34);
-/// The newest Kubernetes on which the cluster tests ran.
+/// The newest Kubernetes version with which the cluster tests ran.
 pub(in super::super) const NEWEST_TESTED: MajorMinor = MajorMinor(1, 36);
-/// The first Kubernetes in which `MutatingAdmissionPolicies` are on by default.
+/// The first Kubernetes version in which `MutatingAdmissionPolicies` are enabled by default.
 const MUTATING_POLICIES_SINCE: MajorMinor = MajorMinor(1, 36);
-/// The priority classes of Cleave's pods: of the `DaemonSets`, and of the operator.
+/// Priority classes of Cleave's pods: first of the `DaemonSets`, then of the operator.
 pub(in super::super) const SYSTEM_PRIORITY_CLASSES: [&str; 2] = ["system-node-critical", "system-cluster-critical"];
 
 /// Adds the findings about the cluster as a whole.
@@ -20,7 +20,7 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
     check_version(view, report);
     check_platform(view, report);
     check_priority_classes(view, report);
-    if view.installed {
+    if view.has_agents {
         report.info(
             Reason::AlreadyInstalled,
             "Cleave's agents are installed in this cluster.",
@@ -56,7 +56,7 @@ fn failure<T>(known: &Known<Vec<T>>) -> Option<&String> {
     known.as_ref().err()
 }
 
-/// Checks the version of the API server, and which admission policies it has.
+/// Checks the version and the admission policies of the API server.
 fn check_version(view: &View<'_>, report: &mut Report) {
     let version = view.facts.server.as_ref().ok().and_then(|server| MajorMinor::parse(server.text()));
     if let (Ok(server), None) = (&view.facts.server, version) {
@@ -130,8 +130,8 @@ fn check_platform(view: &View<'_>, report: &mut Report) {
     check_autopilot(view, report);
 }
 
-/// Reports nodes of GKE Autopilot. GKE starts their names with `gk3-`, and no label distinguishes
-/// them. A Standard cluster may have some such nodes.
+/// Reports nodes of GKE Autopilot. Their names start with `gk3-`, and no label distinguishes them.
+/// A Standard cluster may have some such nodes.
 fn check_autopilot(view: &View<'_>, report: &mut Report) {
     let autopilot = |node: &&&Node| Platform::of(node) == Some(Platform::Gke) && node.metadata.name.starts_with("gk3-");
     if !view.nodes.is_empty() && view.nodes.iter().all(|node| autopilot(&node)) {

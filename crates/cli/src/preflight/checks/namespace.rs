@@ -7,14 +7,14 @@ use super::super::report::{Level, Reason, Report, counted};
 use super::cluster::SYSTEM_PRIORITY_CLASSES;
 use super::view::{View, items};
 
-/// The label with which a namespace chooses its Pod Security Standard.
+/// The label that sets the Pod Security Standard of a namespace.
 const POD_SECURITY_LABEL: &str = "pod-security.kubernetes.io/enforce";
 /// The scope of a quota that selects pods by their priority class.
 const PRIORITY_SCOPE: &str = "PriorityClass";
-/// `DaemonSets` of Cleave: the agents and the MPS hosts.
-const DAEMON_SETS: u64 = 2;
-/// Replicas of the operator, by default.
-const OPERATORS: u64 = 2;
+/// Number of Cleave's `DaemonSets`: the agents and the MPS hosts.
+const DAEMON_SET_COUNT: u64 = 2;
+/// Default number of the operator's replicas.
+const OPERATOR_REPLICAS: u64 = 2;
 
 /// Adds the findings about the namespace.
 pub(super) fn check(view: &View<'_>, report: &mut Report) {
@@ -114,7 +114,7 @@ fn check_quotas(view: &View<'_>, report: &mut Report) {
         items(&view.facts.limit_ranges).iter().filter(|range| range.metadata.namespace == *name).collect();
     for quota in &quotas {
         check_required_limits(quota, &limit_ranges, report);
-        if !view.installed {
+        if !view.has_agents {
             check_pod_count(view, quota, report);
         }
     }
@@ -133,9 +133,9 @@ fn check_quotas(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Returns whether a quota applies to Cleave's pods of a priority class. They run until they are
-/// deleted, and have requests.
-fn applies(quota: &ResourceQuota, class: &str) -> bool {
+/// Returns whether a quota applies to Cleave's pods of a priority class. These pods have requests
+/// and no deadline.
+fn quota_applies(quota: &ResourceQuota, class: &str) -> bool {
     let scope = |scope: &str| matches!(scope, "NotTerminating" | "NotBestEffort" | PRIORITY_SCOPE);
     quota.spec.scopes.iter().all(|name| scope(name))
         && quota.spec.scope_selector.match_expressions.iter().all(|requirement| {
@@ -153,13 +153,13 @@ fn applies(quota: &ResourceQuota, class: &str) -> bool {
 fn selects_priority_class(quota: &ResourceQuota, class: &str) -> bool {
     let named = |scope_name: &str, values: &[String]| scope_name == PRIORITY_SCOPE && values.iter().any(|v| v == class);
     let mut requirements = quota.spec.scope_selector.match_expressions.iter();
-    applies(quota, class) && requirements.any(|one| one.operator == "In" && named(&one.scope_name, &one.values))
+    quota_applies(quota, class) && requirements.any(|one| one.operator == "In" && named(&one.scope_name, &one.values))
 }
 
-/// Reports a quota of limits that Cleave's containers do not have. The API server then refuses the
-/// pods, unless a `LimitRange` sets the limits.
+/// Reports a quota for limits that Cleave's containers do not set. With such a quota, the API
+/// server refuses the pods unless a `LimitRange` sets the limits.
 fn check_required_limits(quota: &ResourceQuota, limit_ranges: &[&LimitRange], report: &mut Report) {
-    if !SYSTEM_PRIORITY_CLASSES.into_iter().any(|class| applies(quota, class)) {
+    if !SYSTEM_PRIORITY_CLASSES.into_iter().any(|class| quota_applies(quota, class)) {
         return;
     }
     let has_default = |resource: &str| {
@@ -185,8 +185,8 @@ fn check_required_limits(quota: &ResourceQuota, limit_ranges: &[&LimitRange], re
 fn check_pod_count(view: &View<'_>, quota: &ResourceQuota, report: &mut Report) {
     let [node_class, operator_class] = SYSTEM_PRIORITY_CLASSES;
     let nodes = u64::try_from(view.gpu_nodes.len()).unwrap_or(u64::MAX).max(1);
-    let daemons = if applies(quota, node_class) { nodes.saturating_mul(DAEMON_SETS) } else { 0 };
-    let operators = if applies(quota, operator_class) { OPERATORS } else { 0 };
+    let daemons = if quota_applies(quota, node_class) { nodes.saturating_mul(DAEMON_SET_COUNT) } else { 0 };
+    let operators = if quota_applies(quota, operator_class) { OPERATOR_REPLICAS } else { 0 };
     let needed = daemons.saturating_add(operators);
     for resource in ["pods", "count/pods"] {
         let Some(hard) = quota.spec.hard.get(resource).and_then(Quantity::count) else { continue };

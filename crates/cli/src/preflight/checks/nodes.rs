@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::super::facts::{MajorMinor, Node, PodSpec};
 use super::super::platform::Platform;
 use super::super::report::{Reason, Report, counted, join_names};
-use super::view::{View, can_run, chart_labels, is_discovered, is_gpu_resource};
+use super::view::{View, can_run, chart_labels, is_discovery_label, is_gpu_resource};
 
 /// Keys of taints that the operator tolerates by default.
 pub(in super::super) const OPERATOR_TOLERATIONS: [&str; 2] =
@@ -18,8 +18,8 @@ pub(in super::super) const OPERATOR_TOLERATIONS: [&str; 2] =
 const ARCHITECTURES: [&str; 2] = ["amd64", "arm64"];
 /// The first containerd that supports CDI.
 const CONTAINERD_WITH_CDI: MajorMinor = MajorMinor(1, 7);
-/// The oldest kernel that Cleave supports. `pidfd_open`, with which the MPS host sees that a client
-/// has ended, is in Linux 5.3.
+/// The oldest kernel that Cleave supports. The MPS host detects the exit of clients with
+/// `pidfd_open`, which Linux has since 5.3.
 const OLDEST_KERNEL: MajorMinor = MajorMinor(5, 4);
 
 /// Returns whether a device plugin serves GPUs on the node now.
@@ -54,7 +54,7 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
                       run preflight again when one exists.";
         report.warning(
             Reason::NoGpuNodes,
-            "No node has a label of a GPU or a resource of GPUs, so nothing about GPU nodes was checked.",
+            "No node has a GPU label or a GPU resource, so preflight did not check GPU nodes.",
             action,
         );
         return;
@@ -76,14 +76,13 @@ fn check_gpus(view: &View<'_>, report: &mut Report) {
     check_labels(view, report);
 }
 
-/// Reports GPU nodes that the chart does not select, and those that it selects only by labels that
-/// may disappear.
+/// Reports GPU nodes that the chart does not select, or selects only by labels that may disappear.
 fn check_labels(view: &View<'_>, report: &mut Report) {
     let (mut unlabelled, mut discovered) = (Vec::new(), Vec::new());
     for &node in &view.gpu_nodes {
         if chart_labels(node).next().is_none() {
             unlabelled.push(node);
-        } else if chart_labels(node).all(is_discovered) {
+        } else if chart_labels(node).all(is_discovery_label) {
             discovered.push(node);
         }
     }
@@ -102,11 +101,11 @@ fn check_labels(view: &View<'_>, report: &mut Report) {
             Reason::GpuLabelNotStable,
             format!(
                 "Only node feature discovery or GPU feature discovery labels {} as GPU nodes. If it removes its \
-                 labels, for example when it restarts, Kubernetes deletes Cleave's pods there. All programs that use \
-                 MPS then end.",
+                 labels, for example when it restarts, Kubernetes deletes Cleave's pods there. This ends all \
+                 programs that use MPS.",
                 names(discovered)
             ),
-            "Label the nodes cleave.dev/gpu=true too: in their node pool, in a MachineConfig, by the kubelet's option \
+            "Also label the nodes cleave.dev/gpu=true: in their node pool, in a MachineConfig, by the kubelet's option \
              --node-labels, or with `kubectl label node NODE cleave.dev/gpu=true`.",
         );
     }
@@ -136,7 +135,10 @@ fn check_runtimes(view: &View<'_>, report: &mut Report) {
     for (version, nodes) in without_cdi {
         report.warning(
             Reason::ContainerRuntimeWithoutCdi,
-            format!("containerd {version} on {} does not support CDI. 1.7 is the first that does.", names(nodes)),
+            format!(
+                "containerd {version} on {} does not support CDI. Version 1.7 and newer versions do.",
+                names(nodes)
+            ),
             "Upgrade containerd, or use agent.deviceListStrategy Envvar or DeviceNodes.",
         );
     }
@@ -155,7 +157,7 @@ fn check_kernels(view: &View<'_>, report: &mut Report) {
             Reason::KernelTooOld,
             format!(
                 "The kernel is {kernel} on {}. Cleave needs {OLDEST_KERNEL} or newer: \
-                 without pidfd_open the MPS host cannot see that a client has ended.",
+                 without pidfd_open the MPS host cannot detect the exit of a client.",
                 names(nodes)
             ),
             format!("Use nodes with Linux {OLDEST_KERNEL} or newer."),
@@ -179,7 +181,7 @@ fn check_architectures(view: &View<'_>, report: &mut Report) {
             report.info(
                 Reason::Arm64,
                 format!("The architecture is arm64 on {}.", names(nodes)),
-                "Build the image for arm64 too. `make release` builds both architectures.",
+                "Also build the image for arm64. `make release` builds both architectures.",
             );
         }
     }
@@ -204,7 +206,7 @@ fn check_taints(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Returns the taints of a node that keep pods away, and that no controller removes.
+/// Returns the taints of a node that exclude pods, and that no controller removes.
 fn lasting_taints(node: &Node) -> impl Iterator<Item = &Taint> {
     node.spec.taints.iter().filter(|taint| {
         let refusal = NodeRefusal::Taint { key: taint.key.clone(), value: taint.value.clone() };
@@ -212,7 +214,7 @@ fn lasting_taints(node: &Node) -> impl Iterator<Item = &Taint> {
     })
 }
 
-/// Checks how many nodes can run the operator.
+/// Checks whether enough nodes can run the operator's replicas.
 fn check_operator(view: &View<'_>, report: &mut Report) {
     if view.nodes.is_empty() {
         return;
@@ -249,7 +251,7 @@ fn check_operator(view: &View<'_>, report: &mut Report) {
     }
 }
 
-/// Returns whether the node is one of EKS Auto Mode.
+/// Returns whether EKS Auto Mode manages the node.
 pub(super) fn is_eks_auto(node: &Node) -> bool {
     Platform::of(node) == Some(Platform::EksBottlerocket) && node.status.node_info.os_image.contains("EKS Auto")
 }

@@ -1,36 +1,36 @@
 //! Checks for other software that manages the same GPUs, and for the driver's location.
 use super::super::facts::{DaemonSet, Node};
-use super::super::platform::{DriverLayout, Platform, RuntimeClassUse};
+use super::super::platform::{DriverLocation, Platform, RuntimeClassUse};
 use super::super::report::{Reason, Report};
 use super::nodes::{is_eks_auto, names, serves_gpus};
 use super::view::{View, can_run, is_cleave, items};
 
-/// What a `DaemonSet` does.
+/// Function of a `DaemonSet`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// It offers GPUs to the kubelet.
+    /// Advertises GPUs to the kubelet.
     Plugin,
-    /// It allocates GPUs through dynamic resource allocation.
+    /// Allocates GPUs through dynamic resource allocation.
     Dra,
-    /// It changes MIG modes.
+    /// Changes MIG modes.
     MigManager,
-    /// It runs the driver.
+    /// Runs the driver.
     Driver,
 }
 
-/// Software that a `DaemonSet` can be recognized as.
+/// A known product, with the rule that recognizes its `DaemonSet`.
 struct Product {
     role: Role,
     name: &'static str,
-    /// How to keep the software off a node.
+    /// How an administrator excludes the software from a node.
     action: &'static str,
     /// Whether a `DaemonSet` belongs to the software.
-    is: fn(&DaemonSet) -> bool,
+    recognizes: fn(&DaemonSet) -> bool,
 }
 
 /// The name of NVIDIA's `RuntimeClass`.
 const RUNTIME_CLASS: &str = "nvidia";
-/// Start of the labels by which `DaemonSets` of the GPU Operator select their nodes.
+/// Prefix of the labels by which `DaemonSets` of the GPU Operator select their nodes.
 const GPU_OPERATOR_LABELS: &str = "nvidia.com/gpu.deploy.";
 /// Custom resource definitions of software that manages GPUs.
 const DEFINITIONS: [(&str, &str, &str); 3] = [
@@ -39,14 +39,14 @@ const DEFINITIONS: [(&str, &str, &str); 3] = [
         "NVIDIA's GPU Operator",
         "Set devicePlugin.enabled and migManager.enabled to false in the GPU Operator's chart or ClusterPolicy.",
     ),
-    ("elasticquotas.nos.nebuly.com", "Nos", "Let Nos partition no node that Cleave will manage."),
+    ("elasticquotas.nos.nebuly.com", "Nos", "Do not let Nos partition nodes that Cleave will manage."),
     (
         "computedomains.resource.nvidia.com",
         "NVIDIA's DRA driver",
         "Install it with resources.gpus.enabled=false. It may still provide ComputeDomains.",
     ),
 ];
-/// The container of NVIDIA's DRA driver that allocates GPUs. The other one allocates
+/// The container of NVIDIA's DRA driver that allocates GPUs. The driver's other container allocates
 /// `ComputeDomain`s.
 const DRA_GPU_CONTAINER: &str = "gpus";
 
@@ -57,51 +57,51 @@ static PRODUCTS: [Product; 12] = [
         role: Role::Driver,
         name: "NVIDIA's driver container",
         action: "",
-        is: |set| {
-            selects(set, "nvidia.com/gpu.deploy.driver")
+        recognizes: |set| {
+            selects_label(set, "nvidia.com/gpu.deploy.driver")
                 || is_named(set, "nvidia-driver-daemonset")
-                || runs(set, "nvidia/driver:")
+                || uses_image(set, "nvidia/driver:")
         },
     },
     Product {
         role: Role::MigManager,
         name: "NVIDIA's MIG manager",
         action: "Label the nodes nvidia.com/gpu.deploy.mig-manager=false, or set agent.migMode to Never.",
-        is: |set| {
-            selects(set, "nvidia.com/gpu.deploy.mig-manager")
+        recognizes: |set| {
+            selects_label(set, "nvidia.com/gpu.deploy.mig-manager")
                 || is_named(set, "nvidia-mig-manager")
-                || runs(set, "k8s-mig-manager")
+                || uses_image(set, "k8s-mig-manager")
         },
     },
     Product {
         role: Role::Dra,
         name: "NVIDIA's DRA driver",
-        action: "Keep the driver's kubelet plugin off the nodes, or install the driver with resources.gpus.enabled=false.",
-        is: |set| is_named(set, "nvidia-dra-driver") || runs(set, "k8s-dra-driver-gpu"),
+        action: "Exclude the nodes from the driver's kubelet plugin, or install the driver with resources.gpus.enabled=false.",
+        recognizes: |set| is_named(set, "nvidia-dra-driver") || uses_image(set, "k8s-dra-driver-gpu"),
     },
     Product {
         role: Role::Plugin,
         name: "the device plugin of HAMi",
         action: "Remove the label gpu=on from the nodes, or uninstall HAMi.",
-        is: |set| is_named(set, "hami-device-plugin") || runs(set, "projecthami/"),
+        recognizes: |set| is_named(set, "hami-device-plugin") || uses_image(set, "projecthami/"),
     },
     Product {
         role: Role::Plugin,
         name: "Nos",
         action: "Remove the label nos.nebuly.com/gpu-partitioning from the nodes, or uninstall Nos.",
-        is: |set| runs(set, "nebuly") || is_named(set, "nos-mig-agent") || is_named(set, "nos-gpu-agent"),
+        recognizes: |set| uses_image(set, "nebuly") || is_named(set, "nos-mig-agent") || is_named(set, "nos-gpu-agent"),
     },
     Product {
         role: Role::Plugin,
         name: "the device plugin of Volcano",
-        action: "Keep the plugin's DaemonSet off the nodes by a node selector.",
-        is: |set| is_named(set, "volcano-device-plugin") || runs(set, "volcano-vgpu-device-plugin"),
+        action: "Exclude the nodes with a node selector in the plugin's DaemonSet.",
+        recognizes: |set| is_named(set, "volcano-device-plugin") || uses_image(set, "volcano-vgpu-device-plugin"),
     },
     Product {
         role: Role::Plugin,
         name: "the GPU share plugin of Alibaba Cloud",
         action: "Remove the label gpushare=true from the nodes.",
-        is: |set| is_named(set, "gpushare-device-plugin") || runs(set, "gpushare-plugin"),
+        recognizes: |set| is_named(set, "gpushare-device-plugin") || uses_image(set, "gpushare-plugin"),
     },
     Product {
         role: Role::Plugin,
@@ -111,32 +111,35 @@ static PRODUCTS: [Product; 12] = [
                  nvidia-driver-installer/cos/daemonset-preloaded.yaml for Container-Optimized OS, or \
                  nvidia-driver-installer/ubuntu/daemonset-preloaded.yaml for Ubuntu, of the repository \
                  GoogleCloudPlatform/container-engine-accelerators.",
-        is: |set| set.metadata.namespace == "kube-system" && is_named(set, "nvidia-gpu-device-plugin"),
+        recognizes: |set| set.metadata.namespace == "kube-system" && is_named(set, "nvidia-gpu-device-plugin"),
     },
     Product {
         role: Role::Plugin,
         name: "the device plugin of NVIDIA's GPU Operator",
         action: "Label the nodes nvidia.com/gpu.deploy.device-plugin=false. To disable the plugin on all nodes, set \
                  devicePlugin.enabled=false in the GPU Operator's chart.",
-        is: |set| selects(set, "nvidia.com/gpu.deploy.device-plugin"),
+        recognizes: |set| selects_label(set, "nvidia.com/gpu.deploy.device-plugin"),
     },
     Product {
         role: Role::Plugin,
         name: "the MPS control daemon of NVIDIA's device plugin",
         action: "Remove MPS from the configuration of NVIDIA's device plugin.",
-        is: |set| is_named(set, "mps-control-daemon"),
+        recognizes: |set| is_named(set, "mps-control-daemon"),
     },
     Product {
         role: Role::Plugin,
         name: "NVIDIA's device plugin",
-        action: "Delete the plugin's DaemonSet, or keep the DaemonSet off the nodes by a node affinity.",
-        is: |set| (is_named(set, "nvidia-device-plugin") || runs(set, "k8s-device-plugin")) && !discovers_features(set),
+        action: "Delete the plugin's DaemonSet, or exclude the nodes with a node affinity in the DaemonSet.",
+        recognizes: |set| {
+            (is_named(set, "nvidia-device-plugin") || uses_image(set, "k8s-device-plugin"))
+                && !is_feature_discovery(set)
+        },
     },
     Product {
         role: Role::Plugin,
         name: "a device plugin for NVIDIA GPUs",
-        action: "Delete the plugin's DaemonSet, or keep the DaemonSet off the nodes by a node affinity.",
-        is: |set| is_named(set, "nvidia-gpu-device-plugin") || is_named(set, "gpu-device-plugin-nvidia"),
+        action: "Delete the plugin's DaemonSet, or exclude the nodes with a node affinity in the DaemonSet.",
+        recognizes: |set| is_named(set, "nvidia-gpu-device-plugin") || is_named(set, "gpu-device-plugin-nvidia"),
     },
 ];
 
@@ -144,16 +147,16 @@ fn is_named(set: &DaemonSet, part: &str) -> bool {
     set.metadata.name.contains(part)
 }
 
-fn runs(set: &DaemonSet, image: &str) -> bool {
+fn uses_image(set: &DaemonSet, image: &str) -> bool {
     set.spec.template.spec.containers.iter().any(|container| container.image.contains(image))
 }
 
-fn selects(set: &DaemonSet, label: &str) -> bool {
+fn selects_label(set: &DaemonSet, label: &str) -> bool {
     set.spec.template.spec.node_selector.contains_key(label)
 }
 
 /// Returns whether the `DaemonSet` is GPU feature discovery, which is in the device plugin's image.
-fn discovers_features(set: &DaemonSet) -> bool {
+fn is_feature_discovery(set: &DaemonSet) -> bool {
     let command = |command: &String| command.contains("feature-discovery");
     is_named(set, "feature-discovery")
         || set.spec.template.spec.containers.iter().any(|container| container.command.iter().any(command))
@@ -161,9 +164,9 @@ fn discovers_features(set: &DaemonSet) -> bool {
 
 /// A `DaemonSet` that was recognized.
 struct RecognizedDaemonSet<'a> {
-    set: &'a DaemonSet,
+    daemon_set: &'a DaemonSet,
     product: &'static Product,
-    /// The GPU nodes on which it runs.
+    /// The GPU nodes on which the `DaemonSet` runs.
     nodes: Vec<&'a Node>,
 }
 
@@ -177,18 +180,18 @@ pub(super) fn check(view: &View<'_>, report: &mut Report) {
     check_driver(view, &found, report);
 }
 
-/// Recognizes a `DaemonSet`, and computes on which GPU nodes it runs. Returns `None` for a
+/// Recognizes a `DaemonSet`, and finds the GPU nodes on which it runs. Returns `None` for a
 /// `DaemonSet` of Cleave or of an unknown product.
 fn recognize<'a>(view: &View<'a>, set: &'a DaemonSet) -> Option<RecognizedDaemonSet<'a>> {
     if is_cleave(set) {
         return None;
     }
-    let product = PRODUCTS.iter().find(|product| (product.is)(set))?;
+    let product = PRODUCTS.iter().find(|product| (product.recognizes)(set))?;
     let nodes = view.gpu_nodes.iter().filter(|node| can_run(&set.spec.template.spec, node)).copied().collect();
-    Some(RecognizedDaemonSet { set, product, nodes })
+    Some(RecognizedDaemonSet { daemon_set: set, product, nodes })
 }
 
-fn of_role<'f, 'a>(
+fn with_role<'f, 'a>(
     found: &'f [RecognizedDaemonSet<'a>],
     role: Role,
 ) -> impl Iterator<Item = &'f RecognizedDaemonSet<'a>> {
@@ -197,8 +200,8 @@ fn of_role<'f, 'a>(
 
 /// Reports other device plugins. Two plugins on a node must not serve the same GPUs.
 fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
-    for plugin in of_role(found, Role::Plugin) {
-        let (set, name) = (plugin.set.metadata.full_name(), plugin.product.name);
+    for plugin in with_role(found, Role::Plugin) {
+        let (set, name) = (plugin.daemon_set.metadata.full_name(), plugin.product.name);
         if plugin.nodes.is_empty() {
             report.info(
                 Reason::RivalPluginElsewhere,
@@ -220,10 +223,10 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
         }
     }
     let explained = |node: &Node| {
-        let plugins = of_role(found, Role::Plugin).chain(of_role(found, Role::Dra));
+        let plugins = with_role(found, Role::Plugin).chain(with_role(found, Role::Dra));
         plugins.flat_map(|plugin| &plugin.nodes).any(|other| other.metadata.name == node.metadata.name)
     };
-    if view.facts.daemon_sets.is_err() || view.installed {
+    if view.facts.daemon_sets.is_err() || view.has_agents {
         return;
     }
     let served: Vec<&Node> =
@@ -237,8 +240,8 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
             "Set settings.kubelet-device-plugins.nvidia.enabled to false in the user data. Bottlerocket 1.63 is the \
              first version with this setting."
         } else {
-            "Find the program that registered with the kubelet, and stop it. If a plugin was removed just now, wait \
-             until the resources are gone."
+            "Find the program that registered with the kubelet, and stop it. If a plugin was just removed, wait \
+             until the kubelet no longer reports its resources."
         };
         report.error(
             Reason::GpusServedByOthers,
@@ -248,8 +251,8 @@ fn check_plugins(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mu
     }
 }
 
-/// Reports software that is installed, but runs no device plugin on the GPU nodes. It may do so
-/// later.
+/// Reports software that is installed but runs no device plugin on the GPU nodes. The software may
+/// start one later.
 fn check_definitions(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     let runs_plugins = found.iter().any(|found| {
         matches!(found.product.role, Role::Plugin | Role::Dra | Role::MigManager) && !found.nodes.is_empty()
@@ -269,15 +272,15 @@ fn check_definitions(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report:
 /// Reports NVIDIA's DRA driver, if it allocates GPUs.
 fn check_dra(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     let allocates = |found: &&RecognizedDaemonSet<'_>| {
-        found.set.spec.template.spec.containers.iter().any(|container| container.name == DRA_GPU_CONTAINER)
+        found.daemon_set.spec.template.spec.containers.iter().any(|container| container.name == DRA_GPU_CONTAINER)
     };
-    for driver in of_role(found, Role::Dra).filter(allocates).filter(|driver| !driver.nodes.is_empty()) {
+    for driver in with_role(found, Role::Dra).filter(allocates).filter(|driver| !driver.nodes.is_empty()) {
         report.error(
             Reason::DraDriver,
             format!(
                 "DaemonSet {} is NVIDIA's DRA driver, and allocates GPUs on {}. It does not know which GPUs Cleave \
                  allocates.",
-                driver.set.metadata.full_name(),
+                driver.daemon_set.metadata.full_name(),
                 names(driver.nodes.iter().copied())
             ),
             driver.product.action,
@@ -285,16 +288,16 @@ fn check_dra(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
     }
 }
 
-/// Reports NVIDIA's MIG manager. The values leave MIG mode to it.
+/// Reports NVIDIA's MIG manager. The suggested values leave MIG mode to the MIG manager.
 fn check_mig_manager(found: &[RecognizedDaemonSet<'_>], report: &mut Report) {
-    for manager in of_role(found, Role::MigManager).filter(|manager| !manager.nodes.is_empty()) {
+    for manager in with_role(found, Role::MigManager).filter(|manager| !manager.nodes.is_empty()) {
         report.set("agent.migMode", "Never");
         report.warning(
             Reason::MigManager,
             format!(
                 "DaemonSet {} is NVIDIA's MIG manager, and runs on {}. It and Cleave's agents would both change MIG \
                  mode.",
-                manager.set.metadata.full_name(),
+                manager.daemon_set.metadata.full_name(),
                 names(manager.nodes.iter().copied())
             ),
             manager.product.action,
@@ -307,9 +310,9 @@ fn check_driver(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut
     if view.gpu_nodes.is_empty() {
         return;
     }
-    let in_container = of_role(found, Role::Driver).any(|driver| !driver.nodes.is_empty());
-    let layout = DriverLayout::of(view.platform(), in_container);
-    report.info(Reason::DriverLayout, layout.describe(), "");
+    let in_container = with_role(found, Role::Driver).any(|driver| !driver.nodes.is_empty());
+    let driver_location = DriverLocation::of(view.platform(), in_container);
+    report.info(Reason::DriverLayout, driver_location.describe(), "");
     let has_operator = view.daemon_sets.iter().any(|set| {
         let selector = &set.spec.template.spec.node_selector;
         selector.keys().any(|label| label.starts_with(GPU_OPERATOR_LABELS))
@@ -322,8 +325,9 @@ fn check_driver(view: &View<'_>, found: &[RecognizedDaemonSet<'_>], report: &mut
     check_runtime_class(view, uses_operator, report);
 }
 
-/// Checks the `RuntimeClass` wherever the values files set `driver.runtimeClassName`. The file of
-/// the GPU Operator sets it on every platform.
+/// Sets `driver.runtimeClassName` if the platform uses the `RuntimeClass` and it exists. Reports a
+/// missing `RuntimeClass`. The values file of the GPU Operator uses the `RuntimeClass` on every
+/// platform.
 fn check_runtime_class(view: &View<'_>, uses_operator: bool, report: &mut Report) {
     if view.facts.runtime_classes.is_err() {
         return;
@@ -345,8 +349,8 @@ fn check_runtime_class(view: &View<'_>, uses_operator: bool, report: &mut Report
     }
 }
 
-/// Reports the `RuntimeClass` that Cleave's pods will use, and whether it proves that nodes have
-/// NVIDIA's runtime.
+/// Reports the `RuntimeClass` that Cleave's pods will use, and whether this `RuntimeClass` proves
+/// that nodes have NVIDIA's runtime.
 fn report_runtime_class(view: &View<'_>, report: &mut Report) {
     const PODS: &str = "With agent.deviceListStrategy Envvar, add runtimeClassName: nvidia to pods that request GPUs, \
                         unless NVIDIA's runtime is the default runtime.";

@@ -1,4 +1,4 @@
-//! The facts about a cluster, and what several checks derive from them.
+//! The facts about a cluster, and values that several checks derive from them.
 use std::collections::BTreeSet;
 
 use cleave_plan::scheduling::{NodeRefusal, admit};
@@ -7,8 +7,8 @@ use cleave_plan::snapshot;
 use super::super::facts::{DaemonSet, Facts, Node, PodSpec, Target};
 use super::super::platform::Platform;
 
-/// The chart's `nodes.gpuLabels`: Cleave's pods run on nodes with one of them. `None` stands for
-/// any value.
+/// The chart's `nodes.gpuLabels`: Cleave's pods run on nodes with at least one of these labels.
+/// `None` means any value.
 pub(in super::super) const GPU_LABELS: [(&str, Option<&str>); 10] = [
     ("cleave.dev/gpu", Some("true")),
     ("nvidia.com/gpu.present", Some("true")),
@@ -28,27 +28,27 @@ pub(in super::super) const TALOS_GPU_LABELS: [&str; 4] = [
     "extensions.talos.dev/nonfree-kmod-nvidia-production",
     "extensions.talos.dev/nonfree-kmod-nvidia-lts",
 ];
-/// Labels that show GPUs, but are not in `nodes.gpuLabels`.
+/// Labels that identify GPU nodes but are not in `nodes.gpuLabels`.
 const OTHER_GPU_LABELS: [(&str, Option<&str>); 4] = [
     ("accelerator", Some("nvidia")),
     ("eks.amazonaws.com/instance-gpu-manufacturer", Some("nvidia")),
     ("nvidia.com/gpu.count", None),
     ("nvidia.com/gpu.product", None),
 ];
-/// Start of the labels that Talos sets for NVIDIA's system extensions.
+/// Prefix of the labels that Talos sets for NVIDIA's system extensions.
 const TALOS_EXTENSIONS: &str = "extensions.talos.dev/nvidia";
-/// Starts of the labels that node feature discovery and NVIDIA's GPU feature discovery set. Both
-/// may remove them while pods run.
+/// Prefixes of the labels that node feature discovery and NVIDIA's GPU feature discovery set. Both
+/// may remove these labels while pods run.
 const DISCOVERED_LABELS: [&str; 2] = ["feature.node.kubernetes.io/", "nvidia.com/gpu."];
-/// Start of the names of NVIDIA's resources.
+/// Prefix of the names of NVIDIA's resources.
 const NVIDIA_RESOURCES: &str = "nvidia.com/";
-/// Names of resources that are GPUs, after [`NVIDIA_RESOURCES`].
+/// Names of resources that are GPUs, without the prefix [`NVIDIA_RESOURCES`].
 const GPU_RESOURCES: [&str; 3] = ["gpu", "gpu.shared", "pgpu"];
-/// Starts of names of resources that are GPUs or parts of GPUs, after [`NVIDIA_RESOURCES`]. The
-/// last three are of virtual GPUs.
-const GPU_RESOURCE_STARTS: [&str; 5] = ["gpu-", "mig-", "vgpu", "GRID_", "NVIDIA_"];
+/// Prefixes of names of resources that are GPUs or parts of GPUs, without [`NVIDIA_RESOURCES`]. The
+/// last three are for virtual GPUs.
+const GPU_RESOURCE_PREFIXES: [&str; 5] = ["gpu-", "mig-", "vgpu", "GRID_", "NVIDIA_"];
 
-/// The facts, and what several checks derive from them.
+/// The facts, and values that several checks derive from them.
 pub(super) struct View<'a> {
     pub(super) facts: &'a Facts,
     pub(super) target: &'a Target,
@@ -60,7 +60,7 @@ pub(super) struct View<'a> {
     /// Platforms of the GPU nodes, or of all nodes if there is no GPU node.
     pub(super) platforms: BTreeSet<Platform>,
     /// Whether agents of Cleave are installed.
-    pub(super) installed: bool,
+    pub(super) has_agents: bool,
 }
 
 impl<'a> View<'a> {
@@ -75,9 +75,9 @@ impl<'a> View<'a> {
         let gpu_nodes: Vec<&Node> = nodes.iter().filter(|node| has_gpus(node)).filter(selected).copied().collect();
         let of_platform = if gpu_nodes.is_empty() { &nodes } else { &gpu_nodes };
         let daemon_sets = items(&facts.daemon_sets);
-        let installed = daemon_sets.iter().any(is_cleave);
+        let has_agents = daemon_sets.iter().any(is_cleave);
         let platforms = of_platform.iter().filter_map(|node| Platform::of(node)).collect();
-        Self { facts, target, nodes, gpu_nodes, daemon_sets, platforms, installed }
+        Self { facts, target, nodes, gpu_nodes, daemon_sets, platforms, has_agents }
     }
 
     /// Returns the platform, if there is exactly one.
@@ -87,12 +87,12 @@ impl<'a> View<'a> {
     }
 }
 
-/// Returns the objects of a list, or nothing if the list could not be read.
+/// Returns the objects of a list. Returns no objects if the list could not be read.
 pub(super) fn items<T>(known: &Result<Vec<T>, String>) -> &[T] {
     known.as_deref().unwrap_or_default()
 }
 
-/// Returns whether a pod with this specification can run on the node, now or when the node has no
+/// Returns whether a pod with this specification can run on the node, now or without the node's
 /// temporary taints.
 pub(super) fn can_run(pod: &PodSpec, node: &Node) -> bool {
     let constraints = snapshot::Pod {
@@ -110,7 +110,8 @@ pub(super) fn can_run(pod: &PodSpec, node: &Node) -> bool {
     admit(&constraints, &node).map_or_else(|refusal: NodeRefusal| refusal.is_temporary(), |()| true)
 }
 
-/// Returns whether the node has NVIDIA GPUs, by its labels, its resources or its operating system.
+/// Returns whether the labels, the resources or the operating system show that the node has NVIDIA
+/// GPUs.
 fn has_gpus(node: &Node) -> bool {
     chart_labels(node).next().is_some()
         || matching_labels(node, &OTHER_GPU_LABELS).next().is_some()
@@ -123,12 +124,12 @@ fn has_gpus(node: &Node) -> bool {
 /// offers other devices, such as `nvidia.com/hostdev`.
 pub(super) fn is_gpu_resource(name: &str) -> bool {
     name.strip_prefix(NVIDIA_RESOURCES).is_some_and(|name| {
-        GPU_RESOURCES.contains(&name) || GPU_RESOURCE_STARTS.iter().any(|start| name.starts_with(start))
+        GPU_RESOURCES.contains(&name) || GPU_RESOURCE_PREFIXES.iter().any(|start| name.starts_with(start))
     })
 }
 
 /// Returns whether node feature discovery or GPU feature discovery sets the label.
-pub(super) fn is_discovered(label: &str) -> bool {
+pub(super) fn is_discovery_label(label: &str) -> bool {
     DISCOVERED_LABELS.iter().any(|start| label.starts_with(start))
 }
 
@@ -145,7 +146,7 @@ fn is_bottlerocket_for_gpus(os_image: &str) -> bool {
     os_image.starts_with("Bottlerocket") && os_image.to_ascii_lowercase().contains("nvidia")
 }
 
-/// Returns those of the labels that the node has.
+/// Returns the labels in `labels` that the node has.
 fn matching_labels<'a>(
     node: &'a Node,
     labels: &'a [(&'static str, Option<&'static str>)],

@@ -46,8 +46,8 @@ fn is_cleave(configuration: &WebhookConfiguration) -> bool {
     configuration.metadata.labels.get("app.kubernetes.io/name").is_some_and(|name| name == "cleave")
 }
 
-/// Returns whether Cleave's pods cannot be created without an answer of the webhook. Match
-/// conditions are not evaluated.
+/// Returns whether Cleave's pods cannot be created if the webhook does not answer. Does not
+/// evaluate match conditions.
 fn blocks_pods(webhook: &Webhook, namespace: &Labels) -> bool {
     let pod = |component: &str| -> Labels {
         [("app.kubernetes.io/name", "cleave"), ("app.kubernetes.io/instance", "cleave"), (COMPONENT_LABEL, component)]

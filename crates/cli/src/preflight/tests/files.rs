@@ -8,7 +8,7 @@ use crate::preflight::facts::MajorMinor;
 use crate::preflight::read::{from_directory, parse_labels};
 use crate::preflight::text::{render, values_yaml};
 
-/// A directory that is removed at the end of the test.
+/// A directory that the test removes at its end.
 struct Directory(PathBuf);
 
 impl Directory {

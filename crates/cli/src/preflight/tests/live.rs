@@ -23,7 +23,7 @@ async fn read(answer: impl Fn(&str, &str) -> (u16, Value)) -> anyhow::Result<Fac
     tokio::join!(reading, serving).0
 }
 
-/// Drops the client when everything is read, so that the server ends.
+/// Drop the client after the last read, so that the server stops.
 async fn from_cluster_with(client: Client) -> anyhow::Result<Facts> {
     from_cluster(&client, super::NAMESPACE).await
 }

@@ -17,8 +17,8 @@ use super::report::{Finding, Level, Reason, Report};
 /// The namespace of the release in tests.
 const NAMESPACE: &str = "cleave-system";
 
-/// Returns the facts of a cluster with these objects, by resource. Resources that are missing are
-/// empty lists.
+/// Returns the facts of a cluster with these objects, by resource. Missing resources are empty
+/// lists.
 fn facts(objects: &Value) -> Facts {
     fn list<T: DeserializeOwned>(objects: &Value, resource: &str) -> Vec<T> {
         match &objects[resource] {
@@ -115,7 +115,7 @@ fn report_of_node(changes: &Value) -> Report {
     report_of(&json!({"nodes": [with(gpu_node("gpu-1"), changes), gpu_node("gpu-2")]}))
 }
 
-/// Returns the finding with a reason. Fails if there is none, or several.
+/// Returns the only finding with a reason. Panics if the report has none or several.
 #[track_caller]
 fn finding(report: &Report, reason: Reason) -> &Finding {
     let found: Vec<&Finding> = report.findings.iter().filter(|finding| finding.reason == reason).collect();
@@ -155,7 +155,7 @@ fn a_list_that_cannot_be_read_is_reported_and_skips_only_its_checks() {
     let unread = finding(&report, Reason::NotChecked);
     assert_eq!(unread.level, Level::Warning);
     assert!(unread.message.starts_with("Not checked: ") && unread.message.contains("is forbidden"), "{unread:?}");
-    // Only DaemonSets show whether a known plugin serves the GPUs.
+    // Without the list of DaemonSets, the report cannot name the plugin that serves the GPUs.
     assert_eq!(problems(&report), [Reason::NotChecked]);
     assert_eq!(report.gpu_nodes, 2);
 }
@@ -218,7 +218,7 @@ fn missing_admission_policies_are_reported() {
     assert_eq!(finding(&report, Reason::MutatingPoliciesMissing).level, Level::Warning);
     assert_eq!(report.values["admission.gate"], "webhook");
 
-    // Before 1.36 the chart uses the webhook anyway.
+    // Before Kubernetes 1.36, the chart uses the webhook regardless of the policies.
     facts.server = Ok(serde_json::from_value(json!({"gitVersion": "v1.35.1"})).unwrap());
     assert_eq!(problems(&report_with(&facts, &[])), []);
 

@@ -175,7 +175,7 @@ fn webhooks_that_can_block_the_pods_are_reported() {
     let blocks = vec![Reason::WebhookMatchesNamespace];
     for (changes, expected) in [
         (json!({}), blocks.clone()),
-        // The API's default is Fail.
+        // The default of `failurePolicy` in the API is Fail.
         (json!({"failurePolicy": null}), blocks.clone()),
         (json!({"failurePolicy": "Ignore"}), vec![]),
         (json!({"rules": [{"apiGroups": ["*"], "operations": ["*"], "resources": ["*/*"]}]}), blocks.clone()),

@@ -61,7 +61,7 @@ fn labels_that_only_feature_discovery_sets_are_reported() {
         let found = finding(&report, Reason::GpuLabelNotStable);
         assert!(found.level == Level::Warning && found.action.contains("cleave.dev/gpu=true"), "{found:?}");
         assert!(found.message.contains("gpu-1") && !found.message.contains("gpu-2"), "{found:?}");
-        // One lasting label is enough.
+        // A single permanent label suffices.
         assert_eq!(problems(&report_of_node(&labelled)), [], "{label}");
         let accelerator = json!({"metadata": {"labels": {"k8s.amazonaws.com/accelerator": "l4"}}});
         let report = report_of_node(&with(with(without.clone(), &labelled), &accelerator));

@@ -59,7 +59,7 @@ fn described_platforms_have_only_the_problems_of_their_platform() {
         ("gpu-operator", vec![Reason::GpuLabelNotStable]),
     ] {
         let mut found = problems(&report_of_fixture(name));
-        // The descriptions have no files for some lists.
+        // Ignore lists without a file: the descriptions omit some lists.
         found.retain(|reason| *reason != Reason::NotChecked);
         assert_eq!(found, expected, "{name}");
     }

@@ -50,7 +50,7 @@ fn facts_about_the_chart_are_those_of_its_values() {
     let classes = [&values["nodes"]["priorityClassName"], &values["operator"]["priorityClassName"]];
     assert_eq!(json!(classes), json!(SYSTEM_PRIORITY_CLASSES));
     assert_eq!(values["operator"]["replicas"], 2);
-    // Taints of GPU nodes keep no agent away.
+    // Agents tolerate every taint of GPU nodes.
     assert_eq!(values["nodes"]["tolerations"], json!([{"operator": "Exists"}]));
 }
 
@@ -70,7 +70,7 @@ fn each_values_file_exists() {
     }
 }
 
-/// Clusters that need values.
+/// Clusters for which preflight suggests values.
 fn reports_with_values() -> Vec<Report> {
     let manager = json!({"metadata": {"name": "nvidia-mig-manager"}});
     let kubelet = |version: &str| json!({"status": {"nodeInfo": {"kubeletVersion": version}}});
@@ -120,7 +120,7 @@ fn the_job_satisfies_the_restricted_standard() {
     let job = of_kind("Job");
     let pod = &job["spec"]["template"]["spec"];
     assert_eq!(pod["securityContext"]["runAsNonRoot"], true);
-    // OpenShift refuses a given user. The image has a numeric one.
+    // OpenShift refuses an explicit user, so the values remove it. The image sets a numeric user.
     assert!(pod["securityContext"].get("runAsUser").is_none() && pod["securityContext"].get("runAsGroup").is_none());
     assert!(repository_file("deploy/Containerfile").contains("\nUSER 65532:65532\n"));
     assert_eq!(pod["tolerations"], json!([{"operator": "Exists"}]));

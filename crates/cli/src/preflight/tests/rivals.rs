@@ -241,7 +241,8 @@ fn a_runtime_class_is_unused_if_nvidias_runtime_is_the_default() {
         assert_eq!(problems(&report), [], "{os}");
         assert!(!report.values.contains_key("driver.runtimeClassName"), "{os}: {:?}", report.values);
     }
-    // With an unmodified kubelet, an administrator creates it if the runtime is not the default.
+    // With an unmodified kubelet, an administrator creates the `RuntimeClass` if NVIDIA's runtime
+    // is not the default.
     let report = report_of_kubelet("v1.35.0", "Ubuntu 24.04.3 LTS", "nvidia", &[]);
     assert_eq!(report.values["driver.runtimeClassName"], "nvidia");
 }

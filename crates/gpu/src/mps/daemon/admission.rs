@@ -87,7 +87,7 @@ impl Device {
     }
 
     /// Waits until MPS has logged the exit of each exited client, or the time limit for these log
-    /// lines has passed. The server may break a client that connects earlier.
+    /// lines has passed. The server may break a client that connects during this wait.
     pub(crate) async fn wait_until_exits_logged(&self) {
         loop {
             self.clients.borrow_mut().forget_exited(Instant::now());
@@ -108,8 +108,8 @@ impl Device {
 
     /// Handles an unexpected reply to a client's handshake. The reply ends one connection to the
     /// daemon, and the client waits. After several such replies in a row, the status reports that
-    /// clients are held. A driver that was not measured uses an unknown protocol if several replies
-    /// are unexpected before any handshake has succeeded. The next probe handles that.
+    /// clients are held. If a driver was not measured and no handshake has succeeded, several such
+    /// replies mean an unknown protocol. The next probe handles this case.
     pub(crate) fn handle_unexpected_reply(&self) {
         tracing::error!(device = self.name, "unexpected reply to a client's handshake; the client waits");
         if self.handshake.borrow_mut().record_unexpected_reply(Instant::now()) {

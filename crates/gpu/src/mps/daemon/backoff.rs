@@ -3,12 +3,12 @@ use std::time::Duration;
 
 use crate::mps::wire::DaemonState;
 
-/// Minimum run time of a daemon that resets the count of failures.
+/// Run time after which the count of a daemon's failures restarts.
 const MIN_STABLE_RUN_TIME: Duration = Duration::from_secs(60);
 /// Delay after the second consecutive failure.
 const FIRST_RESTART_DELAY: Duration = Duration::from_millis(250);
-/// Maximum delay before a restart. The delay is short because the GPU may be repaired during the
-/// delay.
+/// Maximum delay before a restart. The delay is short, because a GPU that was repaired in the
+/// meantime must serve soon.
 const MAX_RESTART_DELAY: Duration = Duration::from_secs(30);
 /// Minimum number of consecutive failures for the state [`DaemonState::BackOff`].
 const MIN_FAILURES_FOR_BACK_OFF: u32 = 4;

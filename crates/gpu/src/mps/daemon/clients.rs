@@ -1,4 +1,4 @@
-//! The clients of one server: those that MPS lists, and those that a door admitted.
+//! The clients of one server: the clients that MPS lists, and the clients that a door admitted.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ struct AdmittedClient {
     allocation: String,
     pidfd: Option<PidFd>,
     identity: PidFdIdentity,
-    /// When the client's exit was detected. The entry remains until MPS has logged the exit too.
+    /// When the client's exit was detected. The entry remains until MPS has also logged the exit.
     exited_at: Option<Instant>,
 }
 
@@ -46,7 +46,8 @@ pub(super) struct Clients {
     /// PIDs in MPS's latest list, and PIDs of clients admitted since that list.
     listed: BTreeSet<u32>,
     admitted: BTreeMap<u32, AdmittedClient>,
-    /// Clients with contexts that MPS has terminated. Exits of these clients break no other client.
+    /// Clients with contexts that MPS has terminated. When these clients exit, they break no other
+    /// client.
     terminated: BTreeSet<u32>,
 }
 

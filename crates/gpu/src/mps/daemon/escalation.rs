@@ -23,7 +23,7 @@ impl EscalationStep {
     /// Returns the time until the next step is due.
     pub(super) fn time_until_next_step(self) -> Duration {
         let seconds = match self {
-            // Measured on driver 580: programs that exit by themselves do so within 0.3 s.
+            // Measured on driver 580: programs that exit by themselves need at most 0.3 s.
             Self::Wait => 1,
             // Programs that handle a signal need time to exit. All other clients wait during this
             // time.
@@ -81,7 +81,7 @@ impl Escalation {
         }
         let next = match (self.step, clients) {
             (EscalationStep::KillDaemon, _) => return None,
-            // No client can be signalled. The server has to recover.
+            // No client remains to signal: wait for the server to recover.
             (EscalationStep::Wait | EscalationStep::SignalTerm | EscalationStep::SignalKill, 0) => {
                 let since = *self.without_clients_since.get_or_insert(at);
                 (at.saturating_sub(since) >= IDLE_SERVER_RECOVERY_TIME).then_some(EscalationStep::ShutDownServer)

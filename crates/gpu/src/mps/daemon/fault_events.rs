@@ -82,8 +82,9 @@ impl Device {
         let client = self.clients.borrow().client(pid);
         tracing::info!(device = self.name, pid, allocation = client.allocation, "client exited with an open context");
         self.faults.borrow_mut().record_exit(client, Instant::now());
-        // Until the next probe, MPS's last list would count the client, and a door would admit the
-        // next client to this server. The probe itself then finds no change to report.
+        // Otherwise, until the next probe, MPS's last list would include the client, and a door
+        // would admit the next client to this server. The probe itself then finds no change to
+        // report.
         if self.clients.borrow_mut().remove_listed(pid) {
             self.context.notify_status_change();
         }

@@ -1,4 +1,5 @@
-//! What clients' handshakes show about the protocol of a daemon. Pure: the time is an argument.
+//! Evaluates what clients' handshakes show about the protocol of a daemon. Pure: the time is an
+//! argument.
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -11,8 +12,8 @@ use crate::mps::drivers::DriverEvidence;
 /// Restarts have a delay of at most 30 s.
 const MAX_REPORT_TIME: Duration = Duration::from_secs(60);
 
-/// Number of connections to a daemon in a row that must have an unexpected end before the MPS host
-/// draws a conclusion about the daemon. One unexpected packet concerns one connection only.
+/// Number of consecutive connections that must end unexpectedly before the MPS host draws a
+/// conclusion about the daemon. A single unexpected packet concerns only its connection.
 pub(super) const MIN_UNEXPECTED_ENDS: u32 = 3;
 
 /// The replies of a daemon to clients' handshakes.
@@ -25,8 +26,9 @@ pub(super) struct HandshakeRecord {
     succeeded: bool,
     /// Number of unexpected replies of the running daemon since its last expected one.
     unexpected_replies: u32,
-    /// Time of the latest unexpected reply since the MPS host reports that clients are held. `None`
-    /// if they are not. A restart of the daemon does not end the report: an expected reply does.
+    /// Time of the latest unexpected reply while the MPS host reports that clients are held. `None`
+    /// without such a report. An expected reply ends the report, and a restart of the daemon does
+    /// not.
     held_at: Option<Instant>,
     /// Whether the report about held clients ended because no reply arrived for
     /// [`MAX_REPORT_TIME`], and the running daemon has sent no expected reply since.
@@ -107,7 +109,7 @@ impl HandshakeRecord {
         self.unproven
     }
 
-    /// Returns whether the daemon sent only unexpected replies lately, so that doors hold clients.
+    /// Returns whether the daemon's latest replies are all unexpected, so that doors hold clients.
     pub(super) fn are_clients_held(&self) -> bool {
         self.held_at.is_some()
     }

@@ -51,7 +51,8 @@ impl Device {
             if let Err(error) = compute_mode::restore_compute_mode(&self.context, &self.name).await {
                 tracing::error!(device = self.name, %error, "failed to restore compute mode");
             }
-            // A door whose daemon is not desired holds no client because of replies.
+            // A daemon that is not desired sends no replies, so doors hold no client because of
+            // them.
             self.handshake.borrow_mut().end_report();
             self.present.set(false);
             self.context.notify_status_change();
@@ -87,7 +88,7 @@ impl Device {
         }
     }
 
-    /// Runs one instance of the daemon, from its start until all its processes have exited.
+    /// Runs the daemon once, from its start until all its processes have exited.
     async fn run_daemon_once(
         self: &Rc<Self>,
         settings: &DaemonSettings,
@@ -163,7 +164,7 @@ impl Device {
         let child = started.insert(child);
         let exited = async {
             let exit = child.wait_for_exit().await;
-            // Wait: the daemon's last lines may still be in the pipe.
+            // Wait for the log: the daemon's last lines may still be in the pipe.
             let _ = timeout(LAST_LOG_LINES_DEADLINE, log).await;
             exit
         };

@@ -80,20 +80,20 @@ impl Device {
     }
 
     /// Accepts the failure of a probe if it concerns one connection only. An unexpected packet must
-    /// not end the daemon, because its clients would end too. If several probes in a row fail, the
-    /// error concerns the daemon.
+    /// not end the daemon, because this would also end its clients. If several probes in a row
+    /// fail, the error concerns the daemon.
     fn tolerate_unexpected_end(&self, error: DaemonError) -> Result<(), DaemonError> {
         if error.is_descriptor_exhaustion() {
             tracing::warn!(device = self.name, %error, "failed to probe the MPS daemon: no free descriptors");
             return Ok(());
         }
         let failures = self.unexpected_probes.get().saturating_add(1);
-        if !error.is_of_one_connection() || failures >= MIN_UNEXPECTED_ENDS {
+        if !error.concerns_one_connection() || failures >= MIN_UNEXPECTED_ENDS {
             self.unexpected_probes.set(0);
             return Err(error);
         }
         self.unexpected_probes.set(failures);
-        tracing::warn!(device = self.name, %error, failures, "a probe of the MPS daemon had an unexpected end");
+        tracing::warn!(device = self.name, %error, failures, "a probe of the MPS daemon ended unexpectedly");
         Ok(())
     }
 

@@ -185,8 +185,8 @@ fn do_exactly_these_limits_apply(bound: &LimitedView, gpu: TestedGpu) -> bool {
     bound.view.sms == expected_sms(bound.percent, gpu) && is_free_memory_limited(bound.view, bound.limit_mib)
 }
 
-/// Returns whether free memory matches a limit. The context uses a part of the limit: on known
-/// GPUs, less than half of the smallest limit tested.
+/// Returns whether free memory matches a limit. The context uses a part of the limit. On known
+/// GPUs, this part is less than half of the smallest tested limit.
 fn is_free_memory_limited(view: GpuView, limit_mib: u64) -> bool {
     (limit_mib / 2..=limit_mib).contains(&view.free_mib)
 }

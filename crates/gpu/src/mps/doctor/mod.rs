@@ -121,7 +121,7 @@ pub async fn run(args: DoctorArgs) -> Result<bool, DoctorError> {
     let preconditions =
         preconditions::check_preconditions(&args.paths.run_dir, args.idle, &facts, &gpu, compute_mode).await;
     let skip_reason = preconditions.skip_reason();
-    let are_others_visible = preconditions.others == ForeignProcesses::Visible;
+    let are_others_visible = preconditions.foreign_processes == ForeignProcesses::Visible;
     let seen = match (&skip_reason, &facts.control) {
         (None, Some(control)) => {
             test_driver(&build_doctor_setup(&args, control.clone(), &gpu, nvml, are_others_visible)).await?

@@ -14,7 +14,8 @@ pub(super) enum TestOutcome<T> {
 }
 
 impl<T> TestOutcome<T> {
-    /// Reduces the observation to a part of it. Other outcomes are unchanged.
+    /// Returns the outcome with only a part of the observation. Outcomes without an observation do
+    /// not change.
     pub(super) fn map<U>(&self, part: impl FnOnce(&T) -> U) -> TestOutcome<U> {
         match self {
             Self::NotTested(why) => TestOutcome::NotTested(why.clone()),
@@ -51,7 +52,7 @@ pub(super) struct LoggedEvents {
 pub(super) struct CommandExchange {
     pub(super) command: Command,
     pub(super) answer: String,
-    /// For a command that reads a setting: the percentage or MiB that was set before.
+    /// The percentage or MiB that was set before, for a command that reads a setting.
     pub(super) set: Option<u64>,
 }
 

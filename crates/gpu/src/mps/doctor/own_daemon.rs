@@ -119,7 +119,7 @@ impl OwnDaemon {
         let begun = Instant::now();
         loop {
             if let Ok(Some(status)) = self.child.try_wait() {
-                // Wait: the exited daemon's last lines may still be in the pipe.
+                // Wait for the log: the exited daemon's last lines may still be in the pipe.
                 sleep(DAEMON_POLL_INTERVAL * 5).await;
                 let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
                 return Err(OwnDaemonError::Exited { status, last_line: log.last_line.clone() });

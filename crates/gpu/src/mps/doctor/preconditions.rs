@@ -11,20 +11,20 @@ use crate::nvml::{ComputeMode, Gpu};
 /// all processes visible.
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
 
-/// The facts that decide whether the doctor may start a daemon.
+/// The facts that determine whether the doctor may start a daemon.
 #[derive(Debug, Clone)]
 pub(super) struct Preconditions {
     control: bool,
     root: bool,
     mig: bool,
     compute_mode: Option<ComputeMode>,
-    /// Why Cleave may use the GPU. `None` if Cleave does not use the GPU.
+    /// Why Cleave may be using the GPU. `None` if Cleave does not use the GPU.
     cleave: Option<String>,
     /// PIDs of MPS processes that may serve the GPU. `None` if the search failed.
     mps: Option<Vec<u32>>,
     /// Number of processes on the GPU. `None` if NVML does not report it.
     processes: Option<usize>,
-    pub(super) others: ForeignProcesses,
+    pub(super) foreign_processes: ForeignProcesses,
 }
 
 /// Whether processes of other PID namespaces are visible.
@@ -55,7 +55,7 @@ impl Preconditions {
             }
             Self { processes: None, .. } => "NVML does not report which processes use the GPU",
             Self { processes: Some(1..), .. } => "the GPU is in use",
-            Self { others: ForeignProcesses::Hidden, .. } => {
+            Self { foreign_processes: ForeignProcesses::Hidden, .. } => {
                 "processes in other PID namespaces are not visible; pass --idle if no process uses the GPU"
             }
             _ => return None,
@@ -81,7 +81,7 @@ pub(super) async fn check_preconditions(
         cleave: reason_cleave_may_use_gpu(run_dir, &gpu.uuid),
         mps: procfs::find_processes_of_gpu(&gpu.uuid).await,
         processes: facts.gpu.processes,
-        others: match namespace.as_os_str() == INITIAL_PID_NAMESPACE {
+        foreign_processes: match namespace.as_os_str() == INITIAL_PID_NAMESPACE {
             true => ForeignProcesses::Visible,
             false if assume_idle => ForeignProcesses::AssumedNone,
             false => ForeignProcesses::Hidden,
@@ -120,7 +120,7 @@ mod tests {
             cleave: None,
             mps: Some(Vec::new()),
             processes: Some(0),
-            others: ForeignProcesses::Visible,
+            foreign_processes: ForeignProcesses::Visible,
         }
     }
 
@@ -133,7 +133,8 @@ mod tests {
             None
         );
         assert_eq!(
-            Preconditions { others: ForeignProcesses::AssumedNone, ..preconditions_of_free_gpu() }.skip_reason(),
+            Preconditions { foreign_processes: ForeignProcesses::AssumedNone, ..preconditions_of_free_gpu() }
+                .skip_reason(),
             None
         );
         for (preconditions, why) in [
@@ -155,12 +156,12 @@ mod tests {
             (
                 Preconditions {
                     processes: Some(1),
-                    others: ForeignProcesses::AssumedNone,
+                    foreign_processes: ForeignProcesses::AssumedNone,
                     ..preconditions_of_free_gpu()
                 },
                 "in use",
             ),
-            (Preconditions { others: ForeignProcesses::Hidden, ..preconditions_of_free_gpu() }, "--idle"),
+            (Preconditions { foreign_processes: ForeignProcesses::Hidden, ..preconditions_of_free_gpu() }, "--idle"),
         ] {
             let reason = preconditions.skip_reason().unwrap_or_default();
             assert!(reason.contains(why), "{preconditions:?}: {reason:?}");

@@ -181,7 +181,8 @@ impl RunningProgram {
         }
     }
 
-    /// Sends a waiting program its line, so that the program allocates. Returns the result.
+    /// Sends a line to a waiting program, which then allocates. Returns the result of the
+    /// allocation.
     pub(super) async fn resume(&mut self) -> Result<AllocationResult, ProgramError> {
         if let Some(mut input) = self.input.take() {
             // Ignore errors: if the program has exited, the missing answer shows the exit.

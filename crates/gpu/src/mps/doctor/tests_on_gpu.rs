@@ -411,7 +411,7 @@ impl DriverTests<'_> {
         }
     }
 
-    /// Terminates one of two clients.
+    /// Terminates one of two clients, and observes both clients' next calls.
     async fn terminate_client(&self) -> Result<ClientTermination, NoObservation> {
         self.set_usual_limits().await?;
         let server = self.server()?;

@@ -23,7 +23,8 @@ pub(super) async fn relay(client: &Socket, server: &Socket) {
             tokio::select! {
                 biased;
                 sent = server.send_credentials(&data, who) => if sent.is_err() { return },
-                // Also wait for the close: a server that never reads would block the send forever.
+                // Also wait for the close, because a server that never reads would block the send
+                // forever.
                 () = client.wait_until_closed() => return,
             }
         }

@@ -7,18 +7,18 @@ use crate::policies::validate::MaxUnavailable;
 const RULES: RolloutRules =
     RolloutRules { max_unavailable: MaxUnavailable::Nodes(2), paused: false, on_failure: OnFailure::Stop };
 
-/// No node begins to change.
+/// The expected result if no node begins to change.
 const NONE: [usize; 0] = [];
 
 /// Returns a node that has changed and serves the newest partition.
 fn updated_node() -> NodeView {
     NodeView {
-        newest: true,
+        has_newest: true,
         state: NodeState::Serving,
         failing: false,
-        between: false,
-        serves: true,
-        steady: true,
+        is_between_partitions: false,
+        has_serving_gpu: true,
+        is_steady: true,
         in_use: false,
         agent_ready: true,
         affected: true,
@@ -36,11 +36,11 @@ fn unaffected_node() -> NodeView {
 
 /// Returns an unused node that serves an older partition.
 fn older_node() -> NodeView {
-    NodeView { newest: false, ..updated_node() }
+    NodeView { has_newest: false, ..updated_node() }
 }
 
 fn with_state(state: NodeState, view: NodeView) -> NodeView {
-    NodeView { serves: false, state, ..view }
+    NodeView { has_serving_gpu: false, state, ..view }
 }
 
 fn changing_node(view: NodeView) -> NodeView {
@@ -49,7 +49,7 @@ fn changing_node(view: NodeView) -> NodeView {
 
 /// Returns an unused node that has no older partition either.
 fn node_between_partitions() -> NodeView {
-    NodeView { between: true, ..changing_node(older_node()) }
+    NodeView { is_between_partitions: true, ..changing_node(older_node()) }
 }
 
 fn waiting_node(view: NodeView) -> NodeView {
@@ -80,7 +80,7 @@ fn decide_for(rules: RolloutRules, views: &[NodeView]) -> RolloutProgress {
 /// Returns the numbers of the nodes that begin to change.
 fn nodes_that_begin(rules: RolloutRules, views: &[NodeView]) -> Vec<usize> {
     let progress = decide_for(rules, views);
-    let old = views.iter().enumerate().filter(|(_, view)| !view.newest);
+    let old = views.iter().enumerate().filter(|(_, view)| !view.has_newest);
     old.map(|(at, _)| at).filter(|at| !progress.pending.contains(&format!("n{at}"))).collect()
 }
 
@@ -97,7 +97,7 @@ fn the_first_wave_is_one_node() {
 
 #[test]
 fn a_node_that_has_served_only_for_a_moment_proves_nothing() {
-    let young = || NodeView { steady: false, ..updated_node() };
+    let young = || NodeView { is_steady: false, ..updated_node() };
     assert_eq!(
         nodes_that_begin(RULES, &[young(), older_node(), older_node(), failed_node(older_node())]),
         NONE,
@@ -123,7 +123,7 @@ fn a_node_that_has_served_only_for_a_moment_proves_nothing() {
 
 #[test]
 fn cordoned_and_failed_nodes_change_one_at_a_time_until_one_serves() {
-    let young = || NodeView { steady: false, ..updated_node() };
+    let young = || NodeView { is_steady: false, ..updated_node() };
     for unfit in [excused_node, cordoned_node, |view| excused_node(failed_node(view))] {
         assert_eq!(nodes_that_begin(RULES, &[unfit(older_node()), unfit(older_node()), unfit(older_node())]), [0]);
         for canary in [
@@ -156,7 +156,7 @@ fn cordoned_and_failed_nodes_change_one_at_a_time_until_one_serves() {
 
 #[test]
 fn a_change_is_complete_after_the_last_node_has_served_for_some_time() {
-    let young = || NodeView { steady: false, ..updated_node() };
+    let young = || NodeView { is_steady: false, ..updated_node() };
     let progress = decide_for(RULES, &[updated_node(), young()]);
     assert_eq!((progress.phase, progress.updated), (Phase::RollingOut, 2));
     assert_eq!(progress.unsteady, BTreeSet::from(["n1".to_owned()]));
@@ -169,7 +169,7 @@ fn a_change_is_complete_after_the_last_node_has_served_for_some_time() {
 #[test]
 fn a_node_that_may_be_the_canary_of_an_unknown_change_must_serve_for_some_time() {
     let possible_canary = || NodeView { affected: false, may_be_canary: true, ..updated_node() };
-    let young = NodeView { steady: false, ..possible_canary() };
+    let young = NodeView { is_steady: false, ..possible_canary() };
     assert_eq!(nodes_that_begin(RULES, &[young.clone(), older_node(), older_node()]), NONE);
     assert_eq!(decide_for(RULES, &[young, older_node()]).unsteady, BTreeSet::from(["n0".to_owned()]));
     assert_eq!(
@@ -258,7 +258,7 @@ fn unused_nodes_change_first_and_do_not_wait_for_pods() {
 
 #[test]
 fn a_partly_changed_node_that_waits_for_pods_is_a_canary_that_works() {
-    let partly = NodeView { serves: true, ..waiting_node(updated_node()) };
+    let partly = NodeView { has_serving_gpu: true, ..waiting_node(updated_node()) };
     assert_eq!(nodes_that_begin(RULES, &[partly, older_node(), older_node(), older_node()]), [1, 2]);
 }
 

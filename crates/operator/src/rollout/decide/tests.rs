@@ -66,7 +66,7 @@ fn the_mps_host_of_a_node_is_the_one_that_is_not_terminating() {
         (n.pod.as_str(), n.uid.as_str(), n.outdated, n.ready, n.terminating),
         ("system/z", "z-uid", false, true, false)
     );
-    assert_eq!(n.set, ("hosts".to_owned(), "s".to_owned()));
+    assert_eq!(n.daemon_set, ("hosts".to_owned(), "s".to_owned()));
     let m = &found["m"];
     assert!(m.outdated && m.terminating && !m.ready);
 }
@@ -132,15 +132,18 @@ fn renamed_time_sliced_replicas_are_not_mps_shares() {
 
 #[test]
 fn a_daemon_that_does_not_serve_is_reported_unless_the_gpu_is_the_cause() {
-    let trouble = |gpu: Value| MpsState::of(&gpu_node(json!({}), &gpu), true).trouble;
-    assert_eq!(trouble(json!({})), None);
-    assert_eq!(trouble(json!({"mps": []})), None, "a whole GPU has no daemon");
+    let daemon_problem = |gpu: Value| MpsState::of(&gpu_node(json!({}), &gpu), true).daemon_problem;
+    assert_eq!(daemon_problem(json!({})), None);
+    assert_eq!(daemon_problem(json!({"mps": []})), None, "a whole GPU has no daemon");
     let backs_off = json!({"mps": [{"device": "G", "state": "BackOff", "message": "no such file"}]});
-    assert_eq!(trouble(backs_off.clone()).unwrap(), "the MPS daemon of G is BackOff: no such file");
-    assert_eq!(trouble(json!({"mps": [{"device": "G", "state": ""}]})).unwrap(), "the MPS daemon of G is absent");
+    assert_eq!(daemon_problem(backs_off.clone()).unwrap(), "the MPS daemon of G is BackOff: no such file");
+    assert_eq!(
+        daemon_problem(json!({"mps": [{"device": "G", "state": ""}]})).unwrap(),
+        "the MPS daemon of G is absent"
+    );
     let mut lost = backs_off;
     lost["health"] = json!({"healthy": false, "class": "Lost"});
-    assert_eq!(trouble(lost), None);
+    assert_eq!(daemon_problem(lost), None);
 }
 
 /// A small cluster in which all MPS hosts are outdated.
@@ -202,7 +205,7 @@ fn mps_host(node: &str, generation: &str, outdated: bool, ready: bool) -> MpsHos
         pod: format!("system/{node}-{generation}"),
         uid: format!("{node}-{generation}"),
         hash: if outdated { OLD_HASH } else { NEW_HASH }.into(),
-        set: ("hosts".into(), "s".into()),
+        daemon_set: ("hosts".into(), "s".into()),
         outdated,
         ready,
         terminating: false,
@@ -225,12 +228,12 @@ fn shares_of_idle_nodes_are_withheld_and_their_mps_hosts_replaced_one_by_one() {
         (Some(mps_host("n00", "2", false, true)), false),
     ] {
         world.view_of("n00").host = state;
-        world.view_of("n00").trouble = Some("its daemon is Starting".into());
+        world.view_of("n00").daemon_problem = Some("its daemon is Starting".into());
         assert!(world.nodes_to_replace_after(secs(1)).is_empty());
         assert!(!world.rollout.is_withheld("n01"), "the second node waits until the first serves");
         assert_eq!(world.rollout.is_withheld("n00"), withheld);
     }
-    world.view_of("n00").trouble = None;
+    world.view_of("n00").daemon_problem = None;
     assert_eq!(world.replace_next_mps_host(), ["n01"]);
     world.view_of("n01").host = Some(mps_host("n01", "2", false, true));
     assert_eq!(world.update().next, Some(STEADY_TIME));
@@ -269,7 +272,7 @@ fn no_mps_host_is_deleted_twice_and_its_successor_stays() {
     assert!(world.nodes_to_replace_after(secs(10)).is_empty() && world.rollout.is_withheld("n00"));
     world.view_of("n00").host = Some(mps_host("n00", "2", false, true));
     assert!(world.nodes_to_replace_after(secs(10)).is_empty() && !world.rollout.is_withheld("n00"));
-    // Another MPS host replaces the first MPS host while the node is closed.
+    // Another MPS host replaces the first one while the node is closed.
     let mut world = TestCluster::with_nodes(1);
     world.update();
     world.view_of("n00").host = Some(mps_host("n00", "2", true, true));
@@ -286,7 +289,7 @@ fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_
     );
     world.up += secs(1);
     let step = world.update();
-    let (message, set) = step.news.unwrap();
+    let (message, set) = step.stop_report.unwrap();
     assert!(step.stopped && message.contains("node n00: system/n00-2 is not ready"), "{message}");
     assert_eq!(
         (set.kind.as_deref(), set.name.as_deref(), set.namespace.as_deref()),
@@ -295,7 +298,7 @@ fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_
     assert!(!world.rollout.is_withheld("n00"), "from here on the agent reports what the node can serve");
     world.up += secs(1);
     let again = world.update();
-    assert!(again.stopped && again.news.is_none() && again.replace.is_empty(), "it is reported once");
+    assert!(again.stopped && again.stop_report.is_none() && again.replace.is_empty(), "it is reported once");
     assert!(world.nodes_to_replace_after(secs(3600)).is_empty() && !world.rollout.is_withheld("n01"));
     // The MPS host eventually serves.
     let mut served = TestCluster { nodes: world.nodes.clone(), rollout: world.rollout.clone(), up: world.up };
@@ -339,7 +342,7 @@ fn daemons_that_do_not_start_stop_replacement_and_withhold_nothing() {
     let mut world = TestCluster::with_nodes(2);
     assert_eq!(world.replace_next_mps_host(), ["n00"]);
     let view = world.view_of("n00");
-    (view.host, view.trouble) =
+    (view.host, view.daemon_problem) =
         (Some(mps_host("n00", "2", false, true)), Some("the MPS daemon of G is BackOff".into()));
     assert!(world.nodes_to_replace_after(secs(1)).is_empty() && !world.rollout.is_withheld("n00"));
     assert!(world.nodes_to_replace_after(START_TIMEOUT).is_empty() && world.update().stopped);

@@ -232,8 +232,8 @@ impl Daemon {
     /// Signals a change of the state.
     fn notify(&self) {
         self.changed.notify_all();
-        // Ignore errors: the write fails only if the counter is full, and then the reader wakes
-        // too.
+        // Ignore errors: the write fails only if the counter is full, and a full counter also wakes
+        // the reader.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 

@@ -125,7 +125,7 @@ impl Daemon {
         }
         // The link is closed, so the server has exited or is about to.
         let status = child.wait().ok();
-        // Measured: 0 even for a killed server.
+        // Print 0 even for a killed server, as was measured.
         let status = status.and_then(|status| status.code()).unwrap_or(0);
         self.log(&format!("Server {pid} exited with status {status}"));
         let mut state = self.lock();

@@ -100,7 +100,8 @@ impl DaemonState {
         let Some((pid, server)) = self.servers.iter().next() else { return ServerChoice::Start };
         match server.status {
             _ if server.leaving => ServerChoice::Wait,
-            // A server in FAULT receives clients too, and refuses them itself with 807 (not ready).
+            // A server in FAULT also receives clients, and refuses them itself with 807 (not
+            // ready).
             ServerStatus::Active | ServerStatus::Fault if multi_user || server.uid == uid => ServerChoice::Enter(*pid),
             ServerStatus::Active if server.clients.is_empty() => ServerChoice::Replace(*pid),
             ServerStatus::Initializing | ServerStatus::Fault | ServerStatus::Active => ServerChoice::Wait,

@@ -60,7 +60,7 @@ struct PendingTermination {
 pub enum ServerAction {
     /// Notify a client that [`CUDA_ERROR_ILLEGAL_ADDRESS`] broke its context.
     Break(u64),
-    /// Request a client to end its context.
+    /// Request that a client ends its context.
     RequestEnd(u64),
     /// Free the memory of a context that has ended.
     Release(u64),

@@ -286,7 +286,8 @@ impl Server {
         // Messages from before the close still count, up to a limit.
         let mut last_messages = 64;
         loop {
-            // Either socket shows the close. Another process may have a copy of one of them.
+            // Wait for the close of either socket, because another process may have a copy of the
+            // other.
             if !channel.wait_readable_unless_closed(socket) {
                 last_messages -= 1;
                 if last_messages == 0 || !channel.is_readable() {

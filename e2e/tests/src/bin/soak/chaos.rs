@@ -10,7 +10,7 @@ use cleave_e2e::{
 
 use crate::common::{Counts, DYNAMIC_NODE, SHARES_NODE, format_counts, pick};
 
-/// One disruption that was carried out.
+/// A disruption that the soak carried out.
 pub(crate) struct Disruption {
     /// Kind of disruption, from [`DISRUPTIONS`].
     pub(crate) what: &'static str,
@@ -119,7 +119,8 @@ fn run_disruption(cluster: &Cluster, random: &mut Random, what: &str, node: &'st
             run_launcher(&["start", component]).map(drop)
         }
         "MPS daemon" | "MPS server" => kill_mps(cluster, random, what, node),
-        // While either is stopped, requests get no response, a late response, or status 5xx.
+        // While the API server or etcd is stopped, requests get no response, a late response, or
+        // status 5xx.
         "API server stopped" => stop_briefly("apiserver", random),
         "etcd stopped" => stop_briefly("etcd", random),
         "NVML hangs" => simgpu(node, &["hang", "nvmlDevice*", "--seconds", "3", "--count", "3"]).map(drop),

@@ -58,9 +58,9 @@ fn main() -> Result<()> {
         create_and_delete_pods(&scope, &mut random, &mut tracker)?;
         tracker.observe(&Observation::read(&scope)?);
         if random.random_below(6) == 0 {
-            // Wait first: a kubelet permanently rejects pods that arrive during a disruption. The
-            // cluster tests measure these rejections, and docs/explanation/placement.md describes
-            // them.
+            // Wait before creating pods: a kubelet permanently rejects pods that arrive during a
+            // disruption. The cluster tests measure these rejections, and
+            // docs/explanation/placement.md describes them.
             if wait_until_idle(&scope, &mut tracker)? {
                 let since = Timestamp::now();
                 let disruption = chaos.disrupt(&cluster, &mut random)?;
@@ -142,7 +142,7 @@ fn create_policies(scope: &Scope) -> Result<()> {
     Ok(())
 }
 
-/// Waits until both nodes offer all of their GPUs, all are healthy and none has allocations.
+/// Waits until both nodes offer all of their GPUs, and all GPUs are healthy without allocations.
 fn wait_until_settled(scope: &Scope) -> Result<()> {
     let cluster = scope.cluster;
     wait_until("both nodes offer all of their slices", || {

@@ -92,8 +92,8 @@ fn check_that_pod_runs(bed: &TestBed<'_>, name: &str, outcome_prefix: &str) -> R
     }
 }
 
-/// Opens connections that send nothing, more than the agent keeps. The agent closes them, and
-/// answers other requests meanwhile.
+/// Opens more silent connections than the agent keeps open. The agent closes some of them, and
+/// still answers other requests.
 fn open_silent_connections(bed: &TestBed<'_>) -> Result<Outcome> {
     let agent = component_pod(bed.scope.cluster, "agent")?;
     let address = text(&agent["status"]["podIP"]);
@@ -147,7 +147,7 @@ fn create_pod_with_forged_placement(bed: &TestBed<'_>, name: &str, value: &str) 
 
 /// Creates a pod with a thousand node selector terms.
 fn create_pod_with_many_terms(bed: &TestBed<'_>) -> Result<Outcome> {
-    // Each term names two nodes, so that the operator must change every term.
+    // Each term allows two nodes, so that the operator must change every term.
     let term = |index| {
         let values = json!([NODE, format!("elsewhere-{index}")]);
         json!({"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": values}]})

@@ -615,7 +615,7 @@ fn wait_for_violations(bed: &TestBed<'_>, pod: &str, lies: &[&str]) -> Result<Ou
         if outcome.contains("\"open\"") {
             return Ok(Outcome::Succeeded(outcome));
         }
-        // If the door closes the connection early, the client cannot send the rest.
+        // If the door closes the connection early, the client cannot send the remaining packets.
         let ended = outcome.contains("failed to connect to");
         outcomes.push(if ended { format!("closed: {outcome}") } else { outcome });
     }

@@ -34,7 +34,7 @@ const GPU_NODES_REFUSED: ExpectedOutcome = ExpectedOutcome::Refused(&["cannot pa
 /// Creates a namespace with a gated pod `waits`. The operator does not release the pod, because the
 /// pod also has another gate.
 pub(super) fn test_bed(cluster: &Cluster) -> Result<TestBed<'_>> {
-    // The status still names the daemons of the previous test for a moment.
+    // The status may briefly still name the daemons of the previous test.
     wait_until("the node reports no MPS daemons", || Ok(daemon_pids(cluster)?.is_empty()))?;
     let bed = TestBed::new(Scope::new(cluster, "hostile-requests")?)?;
     let mut waits = pod("waits", &json!({SHARES_RESOURCE: 1}), "true");

@@ -1,5 +1,5 @@
-//! Tests unusual and hostile objects: a pass over them is short, each pod gets a message of bounded
-//! length, and no other pod is delayed.
+//! Tests unusual and hostile objects. A pass over such objects is short, each pod gets a message of
+//! bounded length, and no other pod is delayed.
 use std::time::{Duration, Instant};
 
 use cleave_plan::affinity::HOSTNAME;
@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 use super::world::{MPS_RESOURCE, TestCluster, reconcile, released, requesting, reservation};
 use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::{Gatekeeper, MAX_RELEASES, UNSCHEDULABLE_AFTER};
-use crate::placement::stranded::Rescue;
+use crate::placement::stranded::StrandedActions;
 
 /// Time limit of one pass in a debug build on a busy machine. Work that grows exponentially or with
-/// the square of the input exceeds it by far.
+/// the square of the input far exceeds this limit.
 const PASS_LIMIT: Duration = Duration::from_secs(20);
 /// Maximum length of a message. An Event's note has at most 1,000 bytes.
 const MAX_MESSAGE_BYTES: usize = 1000;
@@ -73,7 +73,8 @@ fn a_pod_with_three_hundred_topology_terms_is_judged_and_delays_no_other_pod() {
     let mut all = released(&actions);
     all.sort_unstable();
     assert_eq!(all, [("team/apart", "reserved"), ("team/other", "reserved"), ("team/spread", "reserved")]);
-    // The operator does not evaluate this many terms, so it leaves the scheduler a choice.
+    // The operator does not evaluate this many terms, so it releases the pod to several nodes and
+    // the scheduler chooses.
     let nodes_of = |pod: &str| {
         let release = actions.releases.iter().find(|release| release.pod == pod).unwrap();
         reservation(release).nodes.len()
@@ -103,7 +104,7 @@ fn ten_thousand_pods_that_can_never_run_delay_no_pod_that_can() {
     for index in 0..10 {
         world = world.node(&format!("n{index}"), &[0; 8]);
     }
-    // They come first: a pod of higher priority precedes a pod that can run.
+    // These pods come first, because their priority is higher than that of the pod that can run.
     for index in 0..10_000 {
         world = world.pod_with(&format!("never-{index:05}"), 11, json!({"priority": 1000}));
     }
@@ -112,7 +113,8 @@ fn ten_thousand_pods_that_can_never_run_delay_no_pod_that_can() {
     let first = reconcile_within_limits(&mut keeper, &world, 0);
     assert_eq!(released(&first), [("team/runs", "reserved")]);
     assert_eq!(first.waiting.len(), 10_000, "each pod's Event and condition state why it waits");
-    // They are released in groups, so that a pod that can run waits for one group at most.
+    // The operator releases these pods in groups, so a pod that can run waits for at most one
+    // group.
     let mut world = world;
     assert!(world.apply_release(&first.releases[0]));
     world = world.pod("later", 3);
@@ -148,7 +150,7 @@ fn a_node_whose_hostname_label_differs_from_its_name_is_used_by_its_label() {
     // The next leader finds the same reservation: the pod is not stranded, and its shares are used.
     let world = world.pod("b", 9);
     let actions = reconcile_within_limits(&mut Gatekeeper::default(), &world, 60);
-    assert_eq!((released(&actions), &actions.rescue), (vec![], &Rescue::default()));
+    assert_eq!((released(&actions), &actions.stranded), (vec![], &StrandedActions::default()));
 }
 
 #[test]
@@ -186,7 +188,7 @@ fn a_policy_that_is_deleted_while_five_hundred_pods_wait_releases_none_of_them()
         assert!(actions.waiting.len() >= 498, "{}", actions.waiting.len());
         assert!(actions.releases.iter().all(|release| release.pod == "team/whole"), "{:?}", released(&actions));
     }
-    // Applied again: the pods that were released keep their reservations.
+    // The operator applies the writes again: the released pods keep their reservations.
     let mut again = before;
     again.version = with_whole.version + 1;
     let actions = reconcile_within_limits(&mut keeper, &again, UNSCHEDULABLE_AFTER.as_secs());

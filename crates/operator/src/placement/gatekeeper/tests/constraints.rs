@@ -54,7 +54,8 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
 }
 
 /// The scheduler counts only the domains that the pod's node affinity allows. A released pod allows
-/// one node, so it never has two domains, and the scheduler compares with a domain without pods.
+/// only one node, so only one domain counts. With `minDomains: 2`, the scheduler compares with a
+/// domain without pods.
 #[test]
 fn a_pod_with_min_domains_is_not_released_to_a_node_that_the_scheduler_refuses_then() {
     for (policy, expected) in [("Honor", 2), ("Ignore", 3)] {
@@ -90,10 +91,10 @@ fn replicas_are_spread_over_zones_by_their_constraint() {
 fn optional_fields_of_a_spread_constraint_apply() {
     let in_a = json!({ZONE: "a"});
     let cases = [
-        // Fields, node selector, whether the node of zone b has a taint, and how many of four
-        // replicas are released.
+        // Each case has fields, a node selector, whether the node of zone b has a taint, and the
+        // number of released replicas of four.
         (json!({}), json!({}), false, 4),
-        // The scheduler counts only the node to which a pod is released, so one pod on each node.
+        // The scheduler counts only the node to which a pod is released, so each node gets one pod.
         (json!({"minDomains": 2}), json!({}), false, 2),
         (json!({"minDomains": 2, "nodeAffinityPolicy": "Ignore"}), json!({}), false, 4),
         (json!({"minDomains": 3}), json!({}), false, 2),
@@ -135,7 +136,7 @@ fn a_pod_is_released_only_to_the_node_of_its_volume() {
         {"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": ["n6"]}]}]}}}})];
     let actions = reconcile(&mut Gatekeeper::default(), &world.clone().pod_with("a", 2, mounts.clone()), 0);
     assert_eq!(nodes_of(&actions), [["n6"]]);
-    // A volume without node affinity allows every node, so the pod is released to one.
+    // A volume without node affinity allows every node, so the pod is released to one node.
     world.volumes = vec![json!({"metadata": {"name": "pv"}, "spec": {}})];
     let actions = reconcile(&mut Gatekeeper::default(), &world.pod_with("a", 2, mounts), 0);
     assert_eq!(nodes_of(&actions)[0].len(), 1);

@@ -15,7 +15,7 @@ use crate::policies::demand::{Reason, WaitingPod};
 /// A change of the cluster.
 type ClusterChange = fn(&mut TestCluster);
 
-/// Returns the pods whose report changes, each with whether the pod is reported now.
+/// Returns the pods whose report changes, and whether each pod is now reported.
 fn reports(actions: &Actions) -> Vec<(&str, bool)> {
     actions.reports.iter().map(|report| (report.pod.as_str(), report.message.is_some())).collect()
 }
@@ -70,7 +70,7 @@ fn a_pod_is_reported_while_the_pool_is_full_and_no_longer_when_it_is_released() 
 #[test]
 fn a_pool_grows_from_zero_if_a_policy_offers_the_request() {
     let cases = [
-        // The request, the shares of each policy, and whether the pod is reported.
+        // Each case has the request, the shares of each policy, and whether the pod is reported.
         (3, vec![10], true),
         (10, vec![10], true),
         (11, vec![10], false),
@@ -94,12 +94,12 @@ fn a_pod_that_is_larger_than_any_known_gpu_is_not_reported() {
     let mut world = TestCluster::default().node("n1", &[10]).pod("eleven", 11).pod("one", 1).policy(10);
     let mut keeper = Gatekeeper::default();
     assert_eq!(reports(&reconcile_later(&mut keeper, &world, 60)), [("team/one", true)]);
-    // The last node is removed. A node that is added for the pod would be too small again.
+    // The last node is removed. An autoscaler's new node would be too small again.
     refuse(&mut world, "team/one");
     (world.nodes, world.gpu_nodes, world.agents) = Default::default();
     world.policies = TestCluster::default().policy(20).policies;
     assert_eq!(reports(&reconcile(&mut keeper, &world, 100)), []);
-    // Released without a reservation, the pod must not run on nodes with smaller GPUs.
+    // The pod is released without a reservation, so it must not run on nodes with smaller GPUs.
     world.policies = TestCluster::default().policy(10).policies;
     let actions = reconcile(&mut keeper, &world, 101);
     assert_eq!(released(&actions), []);

@@ -1,4 +1,4 @@
-//! Tests properties of the gatekeeper that must hold however much the watches lag.
+//! Tests properties of the gatekeeper that must hold regardless of how far the watches lag.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::placement::queue::MISSING_TIME;
 enum Step {
     /// A pod that requests this many shares is created.
     Create(u32),
-    /// The gatekeeper reconciles. At most this many releases can be written.
+    /// The gatekeeper reconciles. At most this many release writes succeed.
     Reconcile(usize),
     /// The gatekeeper reconciles, but all answers of the API server are lost.
     LoseAnswers(usize),
@@ -64,7 +64,7 @@ fn a_lagging_watch_leads_to_a_second_reservation_so_a_new_leader_waits_for_it() 
     let released = reconcile(&mut Gatekeeper::default(), &world, 0).releases;
     assert_eq!(released.iter().map(|release| &*release.pod).collect::<Vec<_>>(), ["team/p1"]);
     assert!(world.apply_release(&released[0]), "the former leader releases one pod");
-    // What the new leader's own write requires.
+    // Resource versions that the new leader's own write requires.
     let required = Versions { pods: world.version, ..Versions::default() };
     let second = Gatekeeper::default().reconcile(&lagging, &BTreeMap::new(), at(1)).releases;
     assert!(world.apply_release(&second[0]), "6 and 6 of 10 shares are reserved");
@@ -149,8 +149,8 @@ fn a_pod_whose_release_had_no_answer_keeps_its_reservation_if_it_no_longer_exist
     assert_eq!(reconcile(&mut keeper, &world, 2).releases, [], "p1 may have been bound, and may still use its shares");
 }
 
-/// The seed that found this: a pod of 3 shares is allocated, and deleted without a grace period.
-/// The operator restarts before the node reports the allocation.
+/// Regression test of a random sequence: a pod of 3 shares is allocated, and deleted without a
+/// grace period. The operator restarts before the node reports the allocation.
 #[test]
 fn after_a_restart_shares_of_a_pod_that_was_just_deleted_are_not_reserved() {
     let world = TestCluster::default().node("n1", &[0]).pod("next", 8);
@@ -165,8 +165,8 @@ fn after_a_restart_shares_of_a_pod_that_was_just_deleted_are_not_reserved() {
     assert!(reconcile(&mut keeper, &world, 200).releases.is_empty(), "another process led");
 }
 
-/// The seed that found this: a released pod is bound, allocated, and deleted without a grace
-/// period. The watch of pods then reports only that the pod was deleted.
+/// Regression test of a random sequence: a released pod is bound, allocated, and deleted without a
+/// grace period. The watch of pods then reports only that the pod was deleted.
 #[test]
 fn shares_of_a_deleted_pod_that_was_never_seen_bound_are_not_reserved_at_once() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);

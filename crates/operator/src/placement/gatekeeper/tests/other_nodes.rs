@@ -137,7 +137,7 @@ fn only_other_nodes_that_accept_the_pod_and_have_all_resources_count() {
             if fits { &[("team/a", "reserved"), ("team/b", "other_plugin")] } else { &[("team/a", "reserved")] };
         assert_eq!(released(&actions), expected, "{what}");
     }
-    // Without a label that distinguishes the nodes, the pod could be bound to a full node of
+    // If no label distinguishes the nodes, the scheduler could bind the pod to a full node of
     // Cleave.
     let mut world = with_other_node(cluster_with_waiting_pods(&["a", "b"]), "other", 2);
     let actions = reconcile(&mut Gatekeeper::default(), &world, 0);
@@ -163,13 +163,13 @@ fn a_pod_that_other_nodes_refuse_is_recreated_when_cleaves_nodes_have_room() {
     let actions = reconcile(&mut keeper, &world, 0);
     assert!(actions.releases.iter().all(|release| world.apply_release(release)));
     let recreated = |keeper: &mut Gatekeeper, world: &TestCluster, second| {
-        let rescue = reconcile(keeper, world, second).rescue;
-        rescue.recreate.into_iter().map(|one| one.pod).collect::<Vec<_>>()
+        let stranded_actions = reconcile(keeper, world, second).stranded;
+        stranded_actions.recreate.into_iter().map(|one| one.pod).collect::<Vec<_>>()
     };
     refuse(&mut world, "team/b");
     assert_eq!(recreated(&mut keeper, &world, 1), [""; 0]);
     assert_eq!(recreated(&mut keeper, &world, LONG_SECONDS), [""; 0], "Cleave's node is full too");
-    // The reservation of a is dropped with the pod.
+    // The operator drops the reservation of pod `a` when the pod is deleted.
     drop(world.pods.remove("team/a"));
     for second in [LONG_SECONDS + 10, LONG_SECONDS + 20] {
         assert_eq!(recreated(&mut keeper, &world, second), [""; 0]);

@@ -106,7 +106,7 @@ fn a_pod_that_was_deleted_before_the_watch_reported_its_node_is_waited_for_too()
     }
 }
 
-/// A search that counts the predecessor's node as possible would nominate it for ever.
+/// A search that includes the predecessor's node would nominate the pod for this node forever.
 #[test]
 fn a_recreated_pod_preempts_elsewhere_if_its_predecessor_does_not_end() {
     let mut reality = ActualAllocations::default();
@@ -151,7 +151,7 @@ fn no_pod_is_evicted_for_shares_that_an_earlier_pod_of_its_name_uses_on_another_
         victims(&actions).into_iter().map(str::to_owned).collect::<Vec<_>>()
     };
     assert_eq!(victim(|_| ()), ["team/batch"], "the new pod frees no share of n1");
-    // The grace period of the new pod lasts until the second 300.
+    // The grace period of the new pod ends at second 300.
     let terminating = |pod: &mut Value| pod["metadata"]["deletionTimestamp"] = json!("1970-01-12T13:51:40Z");
     assert_eq!(victim(terminating), ["team/batch"], "the end of the new pod frees no share of n1");
 }
@@ -178,7 +178,7 @@ fn a_predecessor_excludes_only_the_pod_of_its_name_from_its_node() {
 }
 
 /// The kubelet may have admitted the pod, so that its programs use the units. No pod is evicted for
-/// units that are kept for seconds, and units of another GPU would not help: the report of the
+/// units that are kept only for seconds. Units of another GPU would not help: the report of the
 /// first pod would count as that of the second.
 #[test]
 fn a_recreated_pod_waits_until_the_units_of_its_unreported_predecessor_are_reported_or_free() {

@@ -115,7 +115,7 @@ fn a_pod_waits_for_a_terminating_pod_that_its_affinity_selects() {
     for pod in ["team/old", "team/sibling", "team/new"] {
         label_pod(&mut world, pod, "x");
     }
-    // The second 1 000 060, and the test starts at 1 000 000.
+    // This time is second 1 000 060. The test starts at second 1 000 000.
     world.terminate("team/old", "1970-01-12T13:47:40Z");
     let mut keeper = Gatekeeper::default();
     assert_eq!(victims(&reconcile(&mut keeper, &world, 0)), [""; 0]);
@@ -242,7 +242,7 @@ fn a_pod_is_evicted_as_soon_as_its_budget_allows_it() {
     let actions = keeper.reconcile(&cluster, &BTreeMap::new(), at(0));
     assert_eq!((victims(&actions), actions.awaits_budgets), (vec![], true));
     assert_eq!(keeper.reconcile(&cluster, &BTreeMap::new(), at(1)).evictions, []);
-    // Only the budget changes.
+    // Nothing but the budget changes.
     cluster.budgets = with_budget(world, "x", None, 1).cluster().budgets;
     assert_eq!(keeper.reconcile(&cluster, &BTreeMap::new(), at(2)).evictions.len(), 1);
 }
@@ -282,13 +282,14 @@ fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
     world.pods.remove("team/low");
     reality.given.remove("team/low");
     reality.report_on(&mut world, 1);
-    // The newcomer would fit beside the shares of the preemptor, but not beside its CPUs.
+    // The new pod would fit beside the shares of the preemptor, but not beside its CPUs.
     let world = world.pod_with("newcomer", 2, spec_requesting_cpus(1000, "5"));
     let actions = reconcile(&mut keeper, &world, 2);
     assert_eq!((released(&actions).len(), actions.releases[0].pod.as_str()), (1, "team/high"), "{actions:?}");
 }
 
-/// A rule of the pod may refuse the node when its victims are gone. The victims then return.
+/// A rule of the pod may refuse the node after the evictions. The victims' replacements would then
+/// return.
 #[test]
 fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
     let (world, _) = busy_node("6");
@@ -301,7 +302,7 @@ fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
             rounds.push(second);
             keeper.record_eviction(eviction, &EvictionResult::Done, seconds(second));
         }
-        // The node refuses the pod briefly, and then has the victim's replacement.
+        // The node briefly refuses the pod, and then runs the victim's replacement.
         for cordoned in [true, false] {
             world.change(|world| &mut world.nodes, "n1", |node| node["spec"]["unschedulable"] = json!(cordoned));
             if cordoned {
@@ -383,8 +384,8 @@ fn reconcile_until_settled(keeper: &mut Gatekeeper, world: &TestCluster) -> (Vec
     panic!("it does not end");
 }
 
-/// Returns waiting pods of high priority that no eviction helps, because no node has enough CPUs
-/// free. The pods differ, so that each needs its own search.
+/// Returns waiting pods of high priority that no eviction helps, because no node has enough free
+/// CPUs. The pods differ, so that each needs its own search.
 fn with_pods_that_no_eviction_helps(mut world: TestCluster, count: u32) -> TestCluster {
     for index in 0..count {
         let cpus = format!("{}m", 7500 + index);

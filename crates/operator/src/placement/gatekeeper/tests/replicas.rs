@@ -151,7 +151,7 @@ fn cluster_with_past_pods() -> TestCluster {
 
 #[test]
 fn after_a_restart_typical_requests_are_learned_from_the_pods_that_run() {
-    // 6 shares are free on the second GPU, which a typical pod of 6 can use.
+    // The second GPU has 6 free shares, which a typical pod of 6 shares can use.
     let gpu = |world: TestCluster| {
         let world = world.pod("new", 4);
         gpus_by_pod(&reconcile(&mut Gatekeeper::default(), &world, 0))["team/new"].clone()

@@ -40,8 +40,8 @@ fn a_pod_with_an_unbound_volume_is_released_to_several_nodes_and_reserves_on_eac
     );
 }
 
-/// Nodes list allocations by the pod's name. The new pod would count as served by the allocation of
-/// the old one, and its reservation would end.
+/// Nodes list allocations by the pod's name. The old pod's allocation would count as the new pod's,
+/// and the new pod's reservation would end.
 #[test]
 fn a_pod_is_not_released_to_a_node_that_lists_an_earlier_pod_of_its_name() {
     let mut reality = ActualAllocations::default();

@@ -1,5 +1,5 @@
-//! Tests units that are unavailable for a moment, because an agent restarts, a GPU is repartitioned
-//! or a pod was deleted before its node reported it.
+//! Tests units that are briefly unavailable, because an agent restarts, a GPU is repartitioned or a
+//! pod was deleted before its node reported it.
 use serde_json::json;
 
 use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, reconcile, released, requesting, whole_gpus};
@@ -22,8 +22,8 @@ fn reports(actions: &Actions) -> Vec<&str> {
     actions.reports.iter().map(|report| report.pod.as_str()).collect()
 }
 
-/// Returns an empty node `n1` whose agent is away, and a node `n2` with a pod of low priority. Each
-/// has one GPU. The pod `high` fits on `n1`, or on `n2` without the other pod.
+/// Returns an empty node `n1` whose agent is not ready, and a node `n2` with a pod of low priority.
+/// Each has one GPU. The pod `high` fits on `n1`, or on `n2` without the other pod.
 fn node_without_agent() -> TestCluster {
     let low = json!({"nodeName": "n2", "schedulingGates": [], "priority": 0});
     let mut world = TestCluster::default().node("n1", &[0]).node("n2", &[0]).policy(10).pod_with("low", 6, low);
@@ -113,7 +113,7 @@ fn a_pod_does_not_wait_for_the_agent_of_a_node_that_lasts_to_list_its_predecesso
 
 /// Returns a node with two GPUs and the gatekeeper that has seen it. The pod `batch` of low
 /// priority uses 6 shares of one GPU, and the pod `kept` of high priority uses a share of the
-/// other. There the pod `gone` has 6 shares, and its node has not reported that.
+/// other. The pod `gone` has 6 shares of the second GPU, which its node has not reported.
 fn unreported_pod(is_bound: bool) -> (TestCluster, Gatekeeper) {
     let on_n1 = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0});
     let kept = json!({"nodeName": "n1", "schedulingGates": [], "priority": 2000});

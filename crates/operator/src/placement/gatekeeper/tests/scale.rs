@@ -1,4 +1,5 @@
-//! Measures memory and time in large clusters. These tests print figures, and are run by hand:
+//! Measures memory and time in large clusters. These tests print figures, and developers run them
+//! manually:
 //!
 //! `cargo test --release -p cleave-operator --lib -- --ignored --nocapture --test-threads 1 scale`
 use std::collections::BTreeMap;
@@ -39,7 +40,7 @@ fn device(node: usize, gpu: usize) -> String {
     format!("GPU-{node:08x}-0000-4000-8000-{gpu:012x}")
 }
 
-/// Where a pod of the fleet is: its node and its GPU.
+/// The node and the GPU of a pod of the fleet.
 #[derive(Clone, Copy)]
 struct PodLocation {
     node: usize,
@@ -90,7 +91,7 @@ fn name(node: usize) -> String {
     format!("node-{node:04}")
 }
 
-/// A fleet of nodes with eight GPUs, all shared by pods with one share each.
+/// A fleet of nodes with eight GPUs each. All shares are in use by pods with one share each.
 struct Fleet {
     nodes: usize,
     pods: usize,
@@ -120,7 +121,7 @@ impl Fleet {
         fleet
     }
 
-    /// Returns where a pod is. Pods beyond the number of shares use no GPU.
+    /// Returns the node and the GPU of a pod. Pods beyond the number of shares use no GPU.
     fn place(&self, number: usize) -> Option<PodLocation> {
         let (node, slot) = (number % self.nodes, number / self.nodes);
         (slot < GPUS * UNITS).then_some(PodLocation { node, gpu: slot / UNITS })

@@ -132,11 +132,15 @@ fn a_released_pod_whose_node_lost_units_is_stranded_with_the_reason() {
     refuse(&mut world, "team/five");
     let patience = UNSCHEDULABLE_AFTER.as_secs();
     for second in [1, patience] {
-        assert_eq!(reconcile(&mut keeper, &world, second).rescue.recreate, [], "second {second}");
+        assert_eq!(reconcile(&mut keeper, &world, second).stranded.recreate, [], "second {second}");
     }
-    let rescue = reconcile(&mut keeper, &world, 1 + patience).rescue;
-    assert_eq!(rescue.recreate.len(), 1);
-    assert!(rescue.recreate[0].message.contains(&format!("n1: {TOO_FEW}")), "{}", rescue.recreate[0].message);
+    let stranded_actions = reconcile(&mut keeper, &world, 1 + patience).stranded;
+    assert_eq!(stranded_actions.recreate.len(), 1);
+    assert!(
+        stranded_actions.recreate[0].message.contains(&format!("n1: {TOO_FEW}")),
+        "{}",
+        stranded_actions.recreate[0].message
+    );
 }
 
 #[test]
@@ -176,7 +180,8 @@ fn a_nomination_on_a_node_with_a_faulted_gpu_keeps_its_part_of_the_sum() {
     assert_eq!(released(&reconcile(&mut keeper, &with(10), 12)), [("team/three", "reserved")], "a higher priority");
 }
 
-/// Its node lists a victim no longer, but the scheduler counts the victim until its object is gone.
+/// The node no longer lists the victim, but the scheduler counts the victim until its object is
+/// deleted.
 #[test]
 fn no_further_pod_is_evicted_while_a_victim_without_units_still_terminates() {
     let pods = [("a", 0, 0, 8), ("victim", 1, 1, 10), ("other", 2, 2, 10)];
@@ -193,11 +198,11 @@ fn no_further_pod_is_evicted_while_a_victim_without_units_still_terminates() {
     assert_eq!(released(&reconcile(&mut keeper, &world, 12)), [("team/high", "reserved")]);
 }
 
-/// The units of the faulted GPU count in the sum until the object of its pod is gone.
+/// The units of the faulted GPU count in the sum until the object of its pod is deleted.
 #[test]
 fn no_pod_is_evicted_while_a_pod_on_a_faulted_gpu_terminates() {
     let (mut world, mut keeper) = after_fault(with_bound_pod(two_gpus(), ("low", 1), (1, 4)));
-    // At second 30.
+    // The grace period ends at second 30.
     world.terminate("team/a", "1970-01-12T13:47:10Z");
     let mut world = world.pod_with("high", 2, json!({"priority": 9}));
     for second in [1, 89] {

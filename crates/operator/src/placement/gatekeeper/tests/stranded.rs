@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::world::{TestCluster, add_replica_set_pod, nodes_of, reconcile, refuse, released};
 use crate::placement::claims::{MAX_RENEWALS, RESERVATION_TIME};
 use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
-use crate::placement::stranded::{MISSING_NODE_DELAY, Recreation, Rescue};
+use crate::placement::stranded::{MISSING_NODE_DELAY, Recreation, StrandedActions};
 
 /// Seconds after which a pod that fits no GPU is released.
 const UNSCHEDULABLE_SECONDS: u64 = UNSCHEDULABLE_AFTER.as_secs();
@@ -127,7 +127,7 @@ fn cluster_with_pod_released_to_n1(owned: bool) -> (TestCluster, Gatekeeper) {
     assert!(world.apply_release(&reconcile(&mut keeper, &world, 0).releases[0]));
     let actions = reconcile(&mut keeper, &world, 1);
     assert_eq!(
-        (&actions.rescue.recreate, &actions.rescue.advise),
+        (&actions.stranded.recreate, &actions.stranded.placed_reports),
         (&vec![], &vec![]),
         "the scheduler may still bind it"
     );
@@ -155,9 +155,9 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
         let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
         happens(&mut world);
         let actions = reconcile(&mut keeper, &world, 2);
-        assert_eq!((&actions.rescue.recreate, actions.requeue), (&vec![], Some(after)), "{why}");
+        assert_eq!((&actions.stranded.recreate, actions.requeue), (&vec![], Some(after)), "{why}");
         let actions = reconcile(&mut keeper, &world, 2 + after.as_secs());
-        let [Recreation { pod, uid, version, message }] = actions.rescue.recreate.as_slice() else {
+        let [Recreation { pod, uid, version, message }] = actions.stranded.recreate.as_slice() else {
             panic!("{why}: {actions:?}")
         };
         let meta = &world.pods["team/a"]["metadata"];
@@ -169,21 +169,21 @@ fn a_released_pod_whose_node_no_longer_accepts_it_is_recreated() {
 
 #[test]
 fn a_reservation_is_renewed_while_the_scheduler_has_not_refused_the_pod() {
-    // The scheduler is down, or it waits for a volume.
+    // The scheduler is down, or waits for a volume.
     let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
     for times in 1..4 {
         let actions = reconcile(&mut keeper, &world, times * RESERVATION_TIME.as_secs());
-        assert_eq!(actions.rescue.recreate, [], "after {times}");
+        assert_eq!(actions.stranded.recreate, [], "after {times}");
         assert!(keeper.ledger().unwrap().claim("team/a").is_some());
     }
     let actions = reconcile(&mut Gatekeeper::default(), &world, 4 * RESERVATION_TIME.as_secs());
-    assert_eq!(actions.rescue.recreate, [], "an operator that starts later decides the same");
+    assert_eq!(actions.stranded.recreate, [], "an operator that starts later decides the same");
     // No other pod receives the shares of pod `a`.
     let full = world.clone().pod("b", 9);
     assert_eq!(released(&reconcile(&mut keeper, &full, 4 * RESERVATION_TIME.as_secs())), []);
     refuse(&mut world, "team/a");
     assert_eq!(
-        reconcile(&mut keeper, &world, 5 * RESERVATION_TIME.as_secs()).rescue.recreate.len(),
+        reconcile(&mut keeper, &world, 5 * RESERVATION_TIME.as_secs()).stranded.recreate.len(),
         1,
         "the scheduler refused it"
     );
@@ -194,21 +194,21 @@ fn a_pod_whose_reservation_ends_is_recreated_or_gets_advice() {
     let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
     refuse(&mut world, "team/a");
     assert_eq!(
-        reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() - 1).rescue.recreate,
+        reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() - 1).stranded.recreate,
         [],
         "the reservation has not ended"
     );
-    assert_eq!(reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue.recreate.len(), 1);
+    assert_eq!(reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).stranded.recreate.len(), 1);
     assert_eq!(
-        reconcile(&mut Gatekeeper::default(), &world, RESERVATION_TIME.as_secs()).rescue.recreate.len(),
+        reconcile(&mut Gatekeeper::default(), &world, RESERVATION_TIME.as_secs()).stranded.recreate.len(),
         1,
         "a new operator decides the same"
     );
     let (mut world, mut keeper) = cluster_with_pod_released_to_n1(false);
     refuse(&mut world, "team/a");
-    let rescue = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue;
-    assert_eq!(rescue.recreate, [], "no controller would re-create it");
-    let message = rescue.advise[0].message.as_deref().unwrap();
+    let stranded_actions = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).stranded;
+    assert_eq!(stranded_actions.recreate, [], "no controller would re-create it");
+    let message = stranded_actions.placed_reports[0].message.as_deref().unwrap();
     assert!(message.contains("did not bind this pod to n1") && message.contains("Delete and recreate it"), "{message}");
     // The scheduler binds the pod after all, and the condition becomes true.
     world.change(
@@ -219,8 +219,8 @@ fn a_pod_whose_reservation_ends_is_recreated_or_gets_advice() {
             pod["status"]["conditions"] = json!([{"type": CONDITION_PLACED, "status": "False"}]);
         },
     );
-    let rescue = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1).rescue;
-    assert_eq!(rescue.advise.iter().map(|one| &one.message).collect::<Vec<_>>(), [&None]);
+    let stranded_actions = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1).stranded;
+    assert_eq!(stranded_actions.placed_reports.iter().map(|one| &one.message).collect::<Vec<_>>(), [&None]);
 }
 
 #[test]
@@ -230,9 +230,9 @@ fn a_pod_that_the_scheduler_nominated_to_its_node_is_not_stranded() {
     world.change(|world| &mut world.pods, "team/a", |pod| pod["status"]["nominatedNodeName"] = json!("n1"));
     refuse(&mut world, "team/a");
     reconcile(&mut keeper, &world, 2);
-    assert_eq!(reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS + 60).rescue.recreate, []);
+    assert_eq!(reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS + 60).stranded.recreate, []);
     assert_eq!(
-        reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 60).rescue.recreate,
+        reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 60).stranded.recreate,
         [],
         "also after its reservation ended"
     );
@@ -253,18 +253,19 @@ fn a_pod_released_as_unschedulable_is_recreated_once_a_gpu_is_large_enough() {
         "n1 must not take it without a reservation once it has the label: {affinity}"
     );
     assert_eq!(
-        reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS + 100).rescue,
-        Rescue::default(),
+        reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS + 100).stranded,
+        StrandedActions::default(),
         "nothing has changed"
     );
     // The GPU is full, but the pod is evicted: its replacement waits at the gate in order of
     // priority.
     change_node(&mut world, |node| node["metadata"]["labels"]["gen"] = json!("9"));
     reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS);
-    let rescue = reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS + MISSING_NODE_DELAY.as_secs()).rescue;
+    let stranded_actions =
+        reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS + MISSING_NODE_DELAY.as_secs()).stranded;
     assert!(
-        rescue.recreate[0].message.contains("released as unschedulable, but it would fit on a GPU now"),
-        "{rescue:?}"
+        stranded_actions.recreate[0].message.contains("released as unschedulable, but it would fit on a GPU now"),
+        "{stranded_actions:?}"
     );
 }
 
@@ -289,24 +290,24 @@ fn a_job_whose_node_is_removed_after_its_reservation_ended_is_recreated() {
     world.change(|world| &mut world.pods, "team/a", |pod| pod["metadata"]["ownerReferences"][0]["kind"] = json!("Job"));
     refuse(&mut world, "team/a");
     reconcile(&mut keeper, &world, 1);
-    let rescue = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue;
+    let stranded_actions = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).stranded;
     assert_eq!(
-        (rescue.recreate.len(), rescue.advise.len()),
+        (stranded_actions.recreate.len(), stranded_actions.placed_reports.len()),
         (0, 1),
         "the job would count a failure, and the node may still take the pod"
     );
     world.nodes.remove("n1");
     reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1);
-    let rescue = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 30).rescue;
-    assert_eq!(rescue.recreate.len(), 1, "{rescue:?}");
+    let stranded_actions = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 30).stranded;
+    assert_eq!(stranded_actions.recreate.len(), 1, "{stranded_actions:?}");
 }
 
 #[test]
 fn a_temporary_obstacle_when_a_reservation_ends_strands_no_pod() {
     let (mut world, mut keeper) = cluster_with_pod_released_to_n1(false);
     taint_as_not_ready(&mut world);
-    let rescue = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue;
-    assert_eq!((rescue.recreate, rescue.advise), (vec![], vec![]));
+    let stranded_actions = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).stranded;
+    assert_eq!((stranded_actions.recreate, stranded_actions.placed_reports), (vec![], vec![]));
     untaint_node(&mut world);
     reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1);
     assert!(keeper.ledger().unwrap().claim("team/a").is_some(), "the pod's shares are still reserved");
@@ -317,7 +318,7 @@ fn a_pod_that_no_scheduler_handles_keeps_its_reservation_for_an_hour() {
     let (world, mut keeper) = cluster_with_pod_released_to_n1(true);
     let mut hours = 1..20;
     let gone = hours
-        .find(|times| !reconcile(&mut keeper, &world, times * RESERVATION_TIME.as_secs()).rescue.recreate.is_empty());
+        .find(|times| !reconcile(&mut keeper, &world, times * RESERVATION_TIME.as_secs()).stranded.recreate.is_empty());
     assert_eq!(gone, Some(u64::from(MAX_RENEWALS) + 1));
 }
 
@@ -336,7 +337,7 @@ fn a_pod_whose_volume_excludes_all_gpus_is_not_recreated() {
     assert_eq!(released(&actions), [("team/a", "unschedulable")]);
     assert!(world.apply_release(&actions.releases[0]));
     for second in [2, 3, 10] {
-        assert_eq!(reconcile(&mut keeper, &world, second * UNSCHEDULABLE_SECONDS).rescue.recreate, []);
+        assert_eq!(reconcile(&mut keeper, &world, second * UNSCHEDULABLE_SECONDS).stranded.recreate, []);
     }
 }
 
@@ -349,7 +350,7 @@ fn a_pod_that_the_scheduler_did_not_bind_to_a_node_is_released_to_another() {
     assert!(world.apply_release(&actions.releases[0]));
     refuse(&mut world, "team/a");
     reconcile(&mut keeper, &world, 1);
-    assert_eq!(reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).rescue.recreate.len(), 1);
+    assert_eq!(reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).stranded.recreate.len(), 1);
     world.pods.clear();
     let world = add_replica_set_pod(world, "again", json!({}));
     assert_eq!(nodes_of(&reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1)), [["n2"]]);

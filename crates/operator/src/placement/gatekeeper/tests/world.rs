@@ -85,7 +85,7 @@ impl TestCluster {
         self
     }
 
-    /// Adds a policy that divides GPUs into shares.
+    /// Adds a policy that partitions GPUs into shares.
     pub(super) fn policy(mut self, units: u32) -> Self {
         let name = format!("shares-{units}");
         let policy = json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "SharingPolicy", "metadata": {"name": name},
@@ -130,7 +130,7 @@ impl TestCluster {
         self.change(|world| &mut world.pods, pod, |pod| pod["metadata"]["deletionTimestamp"] = json!(until));
     }
 
-    /// Returns the cluster as watches without lag report it.
+    /// Returns the cluster as the watches report it without lag.
     pub(super) fn cluster(&self) -> Cluster {
         let pod = |value: &Value| {
             let mut pod: PodObject = from_json(value.clone());
@@ -204,7 +204,7 @@ pub(super) fn requesting(resource: &str, count: u32) -> Value {
     json!({"containers": [{"name": "main", "resources": {"limits": {resource: count.to_string()}}}]})
 }
 
-/// Adds a node with whole GPUs. `used` has 1 for each GPU in use.
+/// Adds a node with whole GPUs. `used` contains 1 for each GPU in use, otherwise 0.
 pub(super) fn whole_gpus(world: TestCluster, name: &str, used: &[u32]) -> TestCluster {
     const GPU_RESOURCE: &str = "nvidia.com/gpu";
     let mut world = world.node(name, used);

@@ -1,4 +1,4 @@
-//! What must hold during a history, and at its end.
+//! Checks the conditions that must hold during a history and at its end.
 use std::collections::BTreeMap;
 
 use cleave_api::placement::PLACEMENT_ANNOTATION;
@@ -10,9 +10,9 @@ use super::pods::{Owner, require_node};
 use super::scheduler::{list, node_of, text};
 use super::simulation::{CreatedPod, Simulation};
 
-/// Seconds after its release in which a pod that no node accepts must be recreated or get a
-/// condition: its reservation ends after 300 s, and evictions of one controller are delayed by up
-/// to 600 s.
+/// Seconds after its release within which a pod that no node accepts must be recreated or get a
+/// condition. The pod's reservation ends after 300 s, and evictions of one controller are delayed
+/// by up to 600 s.
 const RESCUE_DEADLINE: u64 = 1000;
 
 /// Checks that the units of no GPU are reserved twice.
@@ -33,7 +33,7 @@ pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(),
 }
 
 /// Checks that no pod waits although it could run, or is pinned where it cannot run.
-pub(super) fn no_pod_waits_in_vain(simulation: &Simulation, operator: &Operator) -> Result<(), String> {
+pub(super) fn no_runnable_pod_waits(simulation: &Simulation, operator: &Operator) -> Result<(), String> {
     for (name, pod) in &simulation.api.pods {
         let Some(original) = simulation.originals.get(text(pod, "/metadata/uid")) else { continue };
         if node_of(pod).is_some() {
@@ -53,8 +53,8 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
     let Some(waiting) = operator.last.waiting.get(name) else {
         return Err(format!("nothing states why {name} waits"));
     };
-    // The operator does not know where a volume can be created. If it releases the pods of a
-    // controller several times without effect, it releases them later each time.
+    // The operator does not know where a volume can be created. Each time that it releases a
+    // controller's pods without effect, it delays their next release longer.
     if original.has_new_volume && waiting.message.contains("This pod is released later") {
         return Ok(());
     }
@@ -103,8 +103,9 @@ fn runnable_on<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a str> {
     })
 }
 
-/// Returns the pod as a release narrows it to a node. `minDomains` of a spread constraint then
-/// refuses nodes that it would not refuse otherwise. See "Known limits" on the page Placement.
+/// Returns the pod as a release narrows it to a node. For such a pod, `minDomains` of a spread
+/// constraint refuses nodes that it would otherwise accept. See "Known limits" on the page
+/// Placement.
 fn narrowed(pod: &Value, node: &str) -> Value {
     let mut pod = pod.clone();
     require_node(&mut pod["spec"], json!({"key": HOSTNAME, "operator": "In", "values": [node]}));

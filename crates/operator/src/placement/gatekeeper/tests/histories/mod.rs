@@ -42,7 +42,7 @@ use self::simulation::Simulation;
 const CASES: u32 = 128;
 /// Selects the histories if `PROPTEST_CASES` is not set.
 const SEED: RngSeed = RngSeed::Fixed(1);
-/// Seconds without steps at the end of each history.
+/// Duration of the quiet time at the end of each history, in seconds.
 const QUIET: u64 = 3600;
 /// Maximum number of nodes.
 const MAX_NODES: usize = 6;
@@ -231,7 +231,7 @@ impl World {
         Ok(())
     }
 
-    /// Lets time pass. Watches, agents and kubelets react as slowly as they can.
+    /// Advances the time. Watches, agents and kubelets react as slowly as the models allow.
     fn wait(&mut self, seconds: u64) -> Result<(), String> {
         let begin = self.simulation.now;
         let end = begin + seconds;
@@ -336,7 +336,7 @@ impl World {
             }
             Step::Agent(which, away) => {
                 if let Some(node) = self.node(which) {
-                    self.simulation.set_away(&node, away);
+                    self.simulation.set_agent_stopped(&node, away);
                 }
             }
             Step::RemoveNode(which) => {
@@ -346,7 +346,7 @@ impl World {
             }
             Step::Occupy { node, cpu, app } => {
                 if let Some(node) = self.node(node) {
-                    self.simulation.occupy(&node, cpu, app);
+                    self.simulation.bind_pod_without_gpus(&node, cpu, app);
                 }
             }
             _ => {}
@@ -354,13 +354,13 @@ impl World {
     }
 
     /// Ends all faults.
-    fn heal(&mut self) {
+    fn end_faults(&mut self) {
         let simulation = &mut self.simulation;
         simulation.set_policy(true);
         simulation.gpus.values_mut().for_each(|gpu| gpu.healthy = true);
         for node in simulation.api.nodes.keys().cloned().collect::<Vec<_>>() {
             simulation.set_down(&node, false);
-            simulation.set_away(&node, false);
+            simulation.set_agent_stopped(&node, false);
             simulation.api.change(|api| &mut api.nodes, &node, |node| node["spec"] = json!({}));
         }
     }
@@ -372,14 +372,13 @@ impl World {
         }
         if heals {
             self.simulation.log(|| "all faults end".to_owned());
-            self.heal();
+            self.end_faults();
         }
-        self.stay_quiet()
+        self.run_quiet_time()
     }
 
-    /// Lets the quiet time pass: no further step follows, and components only react to earlier
-    /// steps.
-    fn stay_quiet(&mut self) -> Result<(), String> {
+    /// Runs the quiet time: no further step follows, and components only react to earlier steps.
+    fn run_quiet_time(&mut self) -> Result<(), String> {
         let begin = self.simulation.now;
         let end = begin + QUIET;
         let mut recreations = None;
@@ -399,8 +398,8 @@ impl World {
         // The last reaction may have created a pod.
         self.operator.report_all(&self.simulation);
         self.reconcile(WriteAnswers::Good)?;
-        checks::no_pod_waits_in_vain(&self.simulation, &self.operator)?;
-        // If the time jumped over the second half, nothing was evicted in it.
+        checks::no_runnable_pod_waits(&self.simulation, &self.operator)?;
+        // If the time skipped the second half, no pod was evicted in it.
         let before = recreations.unwrap_or_else(|| self.simulation.recreations.clone());
         checks::no_controller_is_evicted_repeatedly(&self.simulation, &before)
     }
@@ -442,7 +441,7 @@ impl Simulation {
         self.set_agent(node);
     }
 
-    fn set_away(&mut self, node: &str, away: bool) {
+    fn set_agent_stopped(&mut self, node: &str, away: bool) {
         if away {
             self.away.insert(node.to_owned())
         } else {
@@ -457,7 +456,7 @@ impl Simulation {
     }
 
     /// Binds a pod without GPUs to a node, if the node has room.
-    fn occupy(&mut self, node: &str, cpu: u32, app: App) {
+    fn bind_pod_without_gpus(&mut self, node: &str, cpu: u32, app: App) {
         let uid = format!("cpu-{}", self.api.version);
         let pod = json!({"metadata": {"name": uid, "namespace": "team", "uid": uid, "labels": app.labels()},
             "spec": {"nodeName": node, "containers": [{"name": "main", "resources": {"requests": {"cpu": format!("{cpu}m")}}}],
@@ -492,7 +491,7 @@ fn config() -> ProptestConfig {
 proptest! {
     #![proptest_config(config())]
 
-    /// No pod that could run stays unreleased or pinned where it cannot run, and no units are
+    /// Each pod that could run is released and not pinned where it cannot run. No units are
     /// reserved twice.
     #[test]
     fn every_pod_that_can_run_runs(history in history()) {

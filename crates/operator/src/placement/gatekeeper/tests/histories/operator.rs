@@ -108,7 +108,7 @@ pub(super) struct Operator {
     policies: Watch<kube::core::DeserializeGuard<cleave_api::SharingPolicy>>,
     agents: Watch<crate::read::AgentPod>,
     budgets: Watch<crate::read::BudgetObject>,
-    /// The resource version that each watch has reached, and the one that a new leader needs.
+    /// The resource version that each watch has reached, and the version that a new leader needs.
     stored: Versions,
     required: Versions,
     /// Pods with a release without an answer, by UID.
@@ -179,7 +179,7 @@ impl Operator {
         KINDS.iter().for_each(|kind| self.report(simulation, *kind));
     }
 
-    /// Reports the kinds whose watch would otherwise be stale for longer than a watch can be.
+    /// Reports the kinds whose watch would otherwise exceed the maximum staleness.
     pub(super) fn report_stale(&mut self, simulation: &Simulation) {
         for kind in KINDS {
             if self.reported_at[kind as usize] + 30 <= simulation.now {
@@ -212,7 +212,7 @@ impl Operator {
             return Ok(());
         }
         let actions = self.keeper.reconcile(&self.cluster, &BTreeMap::new(), at(simulation.now));
-        // A release without an answer is sent again as it was.
+        // The operator sends a release without an answer again, unchanged.
         let new = actions.releases.iter().filter(|release| !self.unanswered.contains(&release.uid));
         new.into_iter().try_for_each(|release| self.check_release(release))?;
         let mut complete = true;
@@ -220,8 +220,8 @@ impl Operator {
             complete &= self.release(simulation, release, answers.next());
         }
         complete &= self.evict(simulation, &actions.evictions, &mut answers);
-        complete &= actions.rescue.recreate.is_empty() && actions.rescue.advise.is_empty();
-        self.rescue(simulation, &actions, &mut answers);
+        complete &= actions.stranded.recreate.is_empty() && actions.stranded.placed_reports.is_empty();
+        self.handle_stranded(simulation, &actions, &mut answers);
         for report in &actions.reports {
             let reason = if report.message.is_some() { "Unschedulable" } else { "SchedulingGated" };
             let target = (report.pod.as_str(), report.uid.as_str(), Some(report.version.as_str()));
@@ -322,8 +322,8 @@ impl Operator {
     }
 
     /// Evicts stranded pods, and writes the condition of those that no controller recreates.
-    fn rescue(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
-        for one in &actions.rescue.recreate {
+    fn handle_stranded(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
+        for one in &actions.stranded.recreate {
             let owner = owner(simulation, &one.pod);
             simulation.log(|| format!("eviction of {}: {}", one.pod, one.message));
             match evict(simulation, (&one.pod, &one.uid, Some(&one.version)), answers.next()) {
@@ -332,12 +332,12 @@ impl Operator {
                 _ => self.keeper.record_failed_eviction(&one.uid, Duration::from_secs(simulation.now)),
             }
         }
-        for one in &actions.rescue.advise {
-            simulation.log(|| format!("advice for {}: {:?}", one.pod, one.message));
+        for one in &actions.stranded.placed_reports {
+            simulation.log(|| format!("report for {}: {:?}", one.pod, one.message));
             let status = if one.message.is_some() { ("False", "Stranded") } else { ("True", "Bound") };
             let condition = (CONDITION_PLACED, status.0, status.1);
             if !write_condition(simulation, (&one.pod, &one.uid, None), condition, answers.next()) {
-                self.keeper.record_failed_advice(&one.uid);
+                self.keeper.record_failed_placed_report(&one.uid);
             }
         }
     }

@@ -10,7 +10,7 @@ use super::scheduler::ZONE;
 pub(super) const ZONES: [&str; 3] = ["a", "b", "c"];
 /// Names of the claims of bound volumes, one in each zone.
 pub(super) const BOUND_CLAIMS: [&str; 3] = ["bound-a", "bound-b", "bound-c"];
-/// The taint that keeps pods without a toleration away.
+/// Key of a taint that excludes pods without a toleration.
 pub(super) const DEDICATED: &str = "dedicated";
 
 /// What owns a pod.
@@ -18,7 +18,7 @@ pub(super) const DEDICATED: &str = "dedicated";
 pub(super) enum Owner {
     Nothing,
     ReplicaSet,
-    /// Replacements have the same name.
+    /// A controller whose replacement pods keep the name.
     StatefulSet,
     Job,
 }
@@ -80,7 +80,7 @@ impl App {
     }
 }
 
-/// What the pods of one controller, or one pod, have in common.
+/// Template of one pod, or of the pods of one controller.
 #[derive(Debug, Clone)]
 pub(super) struct Template {
     pub(super) owner: Owner,

@@ -16,7 +16,7 @@ use serde_json::Value;
 
 use super::super::world::TestCluster;
 
-/// What the scheduler reads.
+/// The scheduler's inputs.
 pub(super) struct View<'a> {
     pub(super) api: &'a TestCluster,
     /// The zones in which the volumes of each unbound claim can be created.
@@ -181,7 +181,7 @@ impl<'a> View<'a> {
                 wanted.entry(resource).and_modify(|wanted| *wanted += amount);
             }
         }
-        // A resource that the pod does not request cannot refuse it.
+        // A resource that the pod does not request cannot exclude the node.
         let own = requests(pod);
         wanted.iter().all(|(resource, wanted)| {
             let allocatable = &node["status"]["allocatable"][*resource];
@@ -260,7 +260,7 @@ impl<'a> View<'a> {
         keys && (beside || first()) && !avoided
     }
 
-    /// Returns whether the anti-affinity of another pod keeps the pod away from the node.
+    /// Returns whether the anti-affinity of another pod excludes the pod from the node.
     fn is_repelled(&self, pod: &Value, node: &Value) -> bool {
         self.bound_pods().any(|(other, on)| {
             View::terms(other, "podAntiAffinity").iter().any(|term| {

@@ -27,7 +27,7 @@ pub(super) struct Allocation {
 pub(super) struct Gpu {
     pub(super) node: String,
     pub(super) healthy: bool,
-    /// Whether the GPU is divided into shares.
+    /// Whether the GPU is partitioned into shares.
     shared: bool,
     /// The last second in which the GPU could not serve a new pod.
     last_bad: Option<u64>,
@@ -41,7 +41,7 @@ struct Controller {
     created: usize,
 }
 
-/// What a pod was when it was created.
+/// Properties of a pod at its creation.
 #[derive(Debug, Clone)]
 pub(super) struct CreatedPod {
     pub(super) pod: Value,
@@ -56,10 +56,10 @@ pub(super) struct Simulation {
     pub(super) api: TestCluster,
     pub(super) now: u64,
     serial: u32,
-    /// What happened, for the message of a failure.
+    /// Log of the history, for failure messages.
     pub(super) log: Vec<String>,
     controllers: Vec<Controller>,
-    /// Pods as they were created, by UID.
+    /// Properties of the pods at their creation, by UID.
     pub(super) originals: BTreeMap<String, CreatedPod>,
     /// Allocations by the pod's UID.
     pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
@@ -74,7 +74,7 @@ pub(super) struct Simulation {
     pub(super) away: BTreeSet<String>,
     /// Zones of volumes that do not exist yet, by `PersistentVolumeClaim`.
     pub(super) zones: BTreeMap<String, BTreeSet<String>>,
-    /// Whether a policy divides the GPUs.
+    /// Whether a policy partitions the GPUs into shares.
     pub(super) policy: bool,
     /// When each pod was released, by UID.
     pub(super) released_at: BTreeMap<String, u64>,
@@ -157,7 +157,7 @@ impl Simulation {
         self.report_node(&name);
     }
 
-    /// Deletes a node, with all that runs on it.
+    /// Deletes a node and everything that runs on it.
     pub(super) fn remove_node(&mut self, name: &str) {
         self.api.nodes.remove(name);
         self.api.gpu_nodes.remove(name);
@@ -264,7 +264,7 @@ impl Simulation {
         }
     }
 
-    /// Ends a running pod by itself.
+    /// Ends a running pod whose programs have completed.
     pub(super) fn finish(&mut self, name: &str) {
         let uid = self.uid(name).unwrap().to_owned();
         if self.allocations.remove(&uid).is_some() {
@@ -474,7 +474,7 @@ impl Simulation {
         self.api.pods.iter().filter(|(_, pod)| waits(pod)).map(|(name, _)| name.clone()).collect()
     }
 
-    /// Binds a pod to a node that no filter refuses, or reports that there is none.
+    /// Binds a pod to a node that no filter refuses, or reports that no such node exists.
     pub(super) fn schedule(&mut self, name: &str, which: usize) {
         let pod = &self.api.pods[name];
         let view = self.view();
