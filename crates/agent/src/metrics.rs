@@ -211,7 +211,7 @@ impl Metrics {
         registry.register("slices", "Slices advertised to the kubelet", metrics.total.clone());
         registry.register("slices_in_use", "Slices in use by containers", metrics.in_use.clone());
         registry.register("slices_unhealthy", "Slices reported to the kubelet as Unhealthy", metrics.unhealthy.clone());
-        registry.register("gpu_healthy", "Whether a GPU can serve", metrics.gpu_healthy.clone());
+        registry.register("gpu_healthy", "Whether a GPU can serve slices", metrics.gpu_healthy.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         let doors = "1 for each MPS daemon, by whether its doors enforce limits: Hard, Advisory or Unknown";
         registry.register("mps_door", doors, metrics.doors.clone());

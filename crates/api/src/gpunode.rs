@@ -514,11 +514,11 @@ pub struct AllocationStatus {
     pub clients: u32,
 }
 
-/// Whether a GPU can serve slices.
+/// Whether a GPU can serve slices slices.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Health {
-    /// Whether the GPU can serve.
+    /// Whether the GPU can serve slices.
     pub healthy: bool,
     /// What makes the GPU healthy again. `Suspect`: a period without further faults and an answer
     /// from NVML. `NeedsReset`: a reset, or `cleave uncordon`. `Lost`: an answer from NVML. The

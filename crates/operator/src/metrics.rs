@@ -43,7 +43,7 @@ pub(crate) struct Metrics {
     pub(crate) placement_seconds: Histogram,
     /// Time from when a pod was first seen at the gate to the patch that released it.
     pub(crate) gate_wait_seconds: Histogram,
-    /// Pods evicted for pods of higher priority, by result.
+    /// Pods evicted to make room for pods of higher priority, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
     /// Searches for preemption victims.
     pub(crate) preemption_searches: Counter,
@@ -188,7 +188,7 @@ impl Metrics {
             "Time that a pod waited at the placement gate",
             self.gate_wait_seconds.clone(),
         );
-        registry.register("evictions", "Pods evicted for pods of higher priority, by result", self.evictions.clone());
+        registry.register("evictions", "Pods evicted to make room for pods of higher priority, by result", self.evictions.clone());
         registry.register("preemption_searches", "Searches for preemption victims", self.preemption_searches.clone());
         registry.register(
             "stranded_pods_recreated",
