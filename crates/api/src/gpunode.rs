@@ -514,7 +514,7 @@ pub struct AllocationStatus {
     pub clients: u32,
 }
 
-/// Whether a GPU can serve slices slices.
+/// Whether a GPU can serve slices.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Health {
