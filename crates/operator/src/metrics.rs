@@ -188,7 +188,11 @@ impl Metrics {
             "Time that a pod waited at the placement gate",
             self.gate_wait_seconds.clone(),
         );
-        registry.register("evictions", "Pods evicted to make room for pods of higher priority, by result", self.evictions.clone());
+        registry.register(
+            "evictions",
+            "Pods evicted to make room for pods of higher priority, by result",
+            self.evictions.clone(),
+        );
         registry.register("preemption_searches", "Searches for preemption victims", self.preemption_searches.clone());
         registry.register(
             "stranded_pods_recreated",

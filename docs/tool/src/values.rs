@@ -159,7 +159,9 @@ fn parse_comment(lines: &[String]) -> Vec<CommentPart> {
     let mut parts = Vec::new();
     for line in lines {
         let words = line.split_whitespace().collect::<Vec<_>>().join(" ");
-        if line.starts_with("    ") && let Some(CommentPart::Choice(text)) = parts.last_mut() {
+        if line.starts_with("    ")
+            && let Some(CommentPart::Choice(text)) = parts.last_mut()
+        {
             // A further line of the choice.
             text.push(' ');
             text.push_str(&words);
