@@ -216,7 +216,7 @@ impl Metrics {
         let doors = "1 for each MPS daemon, by whether its doors enforce limits: Hard, Advisory or Unknown";
         registry.register("mps_door", doors, metrics.doors.clone());
         registry.register("mps_clients", "MPS clients of a device's allocations", metrics.clients.clone());
-        let help = "1 for each GPU and MIG device that cannot serve or should be reset, by class and reason";
+        let help = "1 for each GPU and MIG device that cannot serve slices or should be reset, by class and reason";
         registry.register("gpu_problem", help, metrics.unhealthy_devices.clone());
         registry.register("xids", "XIDs, by device, number and health class", metrics.xids.clone());
         registry.register(

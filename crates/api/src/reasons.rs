@@ -126,7 +126,7 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
 pub const NODE_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason("GpuNodeExcluded", "Plans exclude the node.", "Read the message."),
     reason("GpuNodeIncluded", "Plans include the node again.", ""),
-    reason("GpuExcluded", "Plans do not repartition one GPU.", "Read the message."),
+    reason("GpuExcluded", "Plans exclude one GPU of the node from repartitioning.", "Read the message."),
 ];
 
 /// Events that the operator publishes on the `DaemonSet` of the MPS hosts.

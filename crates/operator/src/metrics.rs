@@ -57,7 +57,7 @@ pub(crate) struct Metrics {
     pub(crate) hosts_outdated: Gauge,
     /// MPS hosts deleted for replacement, by result.
     pub(crate) hosts_replaced: Family<Outcome, Counter>,
-    /// 1 while the replacement of MPS hosts is stopped because a new MPS host does not serve.
+    /// 1 while the replacement of MPS hosts is stopped because a new MPS host is not working.
     pub(crate) rollout_stopped: Gauge,
     /// Pods at the placement gate, by reason.
     pub(crate) gated: Family<Reason, Gauge>,
@@ -221,7 +221,7 @@ impl Metrics {
         );
         registry.register(
             "mps_host_upgrade_stopped",
-            "1 while the replacement of MPS hosts is stopped because a new MPS host does not serve",
+            "1 while the replacement of MPS hosts is stopped because a new MPS host is not working",
             self.rollout_stopped.clone(),
         );
         registry.register("pods_gated", "Pods at the placement gate, by reason", self.gated.clone());
