@@ -21,7 +21,7 @@ pub(crate) struct LogArgs {
         help_heading = "Log options"
     )]
     log_format: LogFormat,
-    /// Log level, also by module: `info,cleave_agent=debug`.
+    /// Log level, for all modules or for each module: `info,cleave_agent=debug`.
     #[arg(
         long,
         env = "CLEAVE_LOG",

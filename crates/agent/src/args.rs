@@ -13,8 +13,8 @@ pub struct AgentArgs {
     #[arg(long, env = "NODE_NAME")]
     pub node_name: String,
 
-    /// Directory shared with the MPS host. Use the same path on the host and in both pods.
-    /// May be a tmpfs.
+    /// Directory shared with the MPS host. Use the same path on the host and in both pods. The
+    /// directory may be on a tmpfs.
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub run_dir: PathBuf,
 

@@ -211,12 +211,12 @@ impl Metrics {
         registry.register("slices", "Slices advertised to the kubelet", metrics.total.clone());
         registry.register("slices_in_use", "Slices in use by containers", metrics.in_use.clone());
         registry.register("slices_unhealthy", "Slices reported to the kubelet as Unhealthy", metrics.unhealthy.clone());
-        registry.register("gpu_healthy", "Whether a GPU can serve", metrics.gpu_healthy.clone());
+        registry.register("gpu_healthy", "Whether a GPU can serve slices", metrics.gpu_healthy.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         let doors = "1 for each MPS daemon, by whether its doors enforce limits: Hard, Advisory or Unknown";
         registry.register("mps_door", doors, metrics.doors.clone());
         registry.register("mps_clients", "MPS clients of a device's allocations", metrics.clients.clone());
-        let help = "1 for each GPU and MIG device that cannot serve or should be reset, by class and reason";
+        let help = "1 for each GPU and MIG device that cannot serve slices or should be reset, by class and reason";
         registry.register("gpu_problem", help, metrics.unhealthy_devices.clone());
         registry.register("xids", "XIDs, by device, number and health class", metrics.xids.clone());
         registry.register(

@@ -518,7 +518,7 @@ pub struct AllocationStatus {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Health {
-    /// Whether the GPU can serve.
+    /// Whether the GPU can serve slices.
     pub healthy: bool,
     /// What makes the GPU healthy again. `Suspect`: a period without further faults and an answer
     /// from NVML. `NeedsReset`: a reset, or `cleave uncordon`. `Lost`: an answer from NVML. The
@@ -526,7 +526,7 @@ pub struct Health {
     /// serving.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub class: String,
-    /// Why the GPU cannot serve: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,
+    /// Why the GPU cannot serve slices: `XidError`, `EccErrors`, `ResetRequired`, `RowRemapFailed`,
     /// `GpuLost`, `GpuUnreachable`, `DriverUnavailable` or `MpsUnavailable`. `ResetPending` on a
     /// healthy GPU: it serves, and a reset would repair a minor fault.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -555,7 +555,7 @@ pub struct MpsStatus {
     pub pid: Option<u32>,
     /// Whether doors enforce the limits of each allocation. Hard: they do. Advisory: the driver's
     /// MPS handshake is unknown, and the policy accepts that. Unknown: the handshake is unknown,
-    /// and the daemon does not serve.
+    /// and the daemon accepts no clients.
     #[serde(default)]
     pub door: String,
     /// Number of restarts since the MPS host started.

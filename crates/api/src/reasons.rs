@@ -81,7 +81,7 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
     reason("GpuUnhealthy", "A GPU cannot serve slices.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
     reason("GpuResetPending", "A GPU works, but needs a reset.", "Drain the GPU and reset it when convenient."),
     reason("Recovered", "A GPU or its MPS daemon serves slices again.", ""),
-    reason("MpsUnavailable", "An MPS daemon does not serve.", "Read the logs of the node's MPS host."),
+    reason("MpsUnavailable", "An MPS daemon does not accept clients.", "Read the logs of the node's MPS host."),
     reason(
         "GpuFault",
         "A fatal error broke the clients of a GPU. The message names the pods.",
@@ -126,7 +126,7 @@ pub const NODE_EVENTS_OF_AGENT: &[Reason] = &[
 pub const NODE_EVENTS_OF_OPERATOR: &[Reason] = &[
     reason("GpuNodeExcluded", "Plans exclude the node.", "Read the message."),
     reason("GpuNodeIncluded", "Plans include the node again.", ""),
-    reason("GpuExcluded", "Plans do not repartition one GPU.", "Read the message."),
+    reason("GpuExcluded", "Plans exclude one GPU of the node from repartitioning.", "Read the message."),
 ];
 
 /// Events that the operator publishes on the `DaemonSet` of the MPS hosts.
@@ -134,7 +134,7 @@ pub const DAEMONSET_EVENTS: &[Reason] = &[
     reason("MpsHostReplaced", "The MPS host of an idle node was replaced.", ""),
     reason(
         "MpsHostUpgradeStopped",
-        "A new MPS host does not serve. The replacement of MPS hosts has stopped.",
+        "A new MPS host is not working, so the replacement of MPS hosts has stopped.",
         "Repair the MPS host, or run `helm rollback`.",
     ),
 ];
@@ -186,9 +186,9 @@ pub const POLICY_CONDITIONS: &[Reason] = &[
 
 /// Reasons of a `GpuNode`'s conditions.
 pub const NODE_CONDITIONS: &[Reason] = &[
-    reason("Serving", "`Ready` is True: every GPU and MPS daemon serves.", ""),
+    reason("Serving", "`Ready` is True: every GPU serves slices, and every MPS daemon accepts clients.", ""),
     reason("Applied", "`Applied` is True: the node matches its spec.", ""),
-    reason("Healthy", "`GpusHealthy` is True: every GPU can serve.", ""),
+    reason("Healthy", "`GpusHealthy` is True: every GPU can serve slices.", ""),
     reason("DoorsEnforce", "`LimitsEnforced` is True: doors enforce the limits of all shares.", ""),
     reason(
         "UnknownHandshake",
@@ -205,7 +205,7 @@ pub const NODE_CONDITIONS: &[Reason] = &[
     reason("NoGpu", "The driver reports no GPU.", ""),
     reason("GpuUnhealthy", "GPUs cannot serve slices.", "See [Handle failing GPUs](../how-to/failing-gpus.md)."),
     reason("ResetPending", "`GpusHealthy` is True. A GPU works, but needs a reset.", "Reset the GPU when convenient."),
-    reason("MpsUnavailable", "MPS daemons cannot serve.", "Read the logs of the node's MPS host."),
+    reason("MpsUnavailable", "MPS daemons cannot accept clients.", "Read the logs of the node's MPS host."),
     reason("Waiting", "Pods use slices that would change.", "Wait, or drain the GPU."),
     reason("Refused", "The spec cannot be applied.", "Read the message."),
     reason("NoSpec", "The agent has not read a spec.", "Check that the operator runs."),

@@ -48,8 +48,8 @@ pub struct DrainArgs {
     /// Also evict pods that no controller recreates.
     #[arg(long)]
     pub force: bool,
-    /// Then end the GPU's MPS daemons and close NVML, so that the GPU can be reset or the driver
-    /// unloaded. `cleave uncordon` ends this.
+    /// After the drain, end the GPU's MPS daemons and close NVML, so that the GPU can be reset or
+    /// the driver unloaded. Run `cleave uncordon` to return the GPU to service.
     #[arg(long)]
     pub quiesce: bool,
 }

@@ -78,7 +78,7 @@ pub enum Command {
 
     /// Cordon one GPU, evict its pods, and wait until it is free.
     ///
-    /// Evictions respect disruption budgets. The GPU stays cordoned, also when the drain fails or
+    /// Evictions respect disruption budgets. The GPU stays cordoned, even if the drain fails or
     /// times out.
     ///
     /// Exit status: 0 if the GPU is free, 1 on an error, 3 on a timeout.
@@ -92,8 +92,8 @@ pub enum Command {
     /// Check a cluster before installation, and print values for the chart.
     ///
     /// Detects the platform, container runtimes, the driver's location, other device plugins,
-    /// quotas, Pod Security and webhooks. Reads lists of objects and writes nothing. A list that
-    /// may not be read is reported as not checked.
+    /// quotas, Pod Security and webhooks. Reads lists of objects and writes nothing. If you may not
+    /// read a list, the report marks its checks as not done.
     ///
     /// Exit status: 0 if no finding is an error, 1 otherwise.
     #[command(after_long_help = preflight::HELP_EXAMPLES)]

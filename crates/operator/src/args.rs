@@ -55,8 +55,8 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_WEBHOOK", value_name = "NAME")]
     pub webhook: Option<String>,
 
-    /// Add a toleration of taints with the key `nvidia.com/gpu` to pods that request shares, when
-    /// the admission webhook gates them. Pods with a toleration for this key are not changed.
+    /// When the admission webhook gates a pod that requests shares, add a toleration for taints
+    /// with the key `nvidia.com/gpu`. Pods that already tolerate this key are not changed.
     #[arg(long, env = "CLEAVE_TOLERATE_GPU_TAINT", default_value_t = false)]
     pub tolerate_gpu_taint: bool,
 

@@ -43,7 +43,7 @@ pub(crate) struct Metrics {
     pub(crate) placement_seconds: Histogram,
     /// Time from when a pod was first seen at the gate to the patch that released it.
     pub(crate) gate_wait_seconds: Histogram,
-    /// Pods evicted for pods of higher priority, by result.
+    /// Pods evicted to make room for pods of higher priority, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
     /// Searches for preemption victims.
     pub(crate) preemption_searches: Counter,
@@ -57,7 +57,7 @@ pub(crate) struct Metrics {
     pub(crate) hosts_outdated: Gauge,
     /// MPS hosts deleted for replacement, by result.
     pub(crate) hosts_replaced: Family<Outcome, Counter>,
-    /// 1 while the replacement of MPS hosts is stopped because a new MPS host does not serve.
+    /// 1 while the replacement of MPS hosts is stopped because a new MPS host is not working.
     pub(crate) rollout_stopped: Gauge,
     /// Pods at the placement gate, by reason.
     pub(crate) gated: Family<Reason, Gauge>,
@@ -188,7 +188,11 @@ impl Metrics {
             "Time that a pod waited at the placement gate",
             self.gate_wait_seconds.clone(),
         );
-        registry.register("evictions", "Pods evicted for pods of higher priority, by result", self.evictions.clone());
+        registry.register(
+            "evictions",
+            "Pods evicted to make room for pods of higher priority, by result",
+            self.evictions.clone(),
+        );
         registry.register("preemption_searches", "Searches for preemption victims", self.preemption_searches.clone());
         registry.register(
             "stranded_pods_recreated",
@@ -217,7 +221,7 @@ impl Metrics {
         );
         registry.register(
             "mps_host_upgrade_stopped",
-            "1 while the replacement of MPS hosts is stopped because a new MPS host does not serve",
+            "1 while the replacement of MPS hosts is stopped because a new MPS host is not working",
             self.rollout_stopped.clone(),
         );
         registry.register("pods_gated", "Pods at the placement gate, by reason", self.gated.clone());

@@ -159,7 +159,13 @@ fn parse_comment(lines: &[String]) -> Vec<CommentPart> {
     let mut parts = Vec::new();
     for line in lines {
         let words = line.split_whitespace().collect::<Vec<_>>().join(" ");
-        if line.starts_with("  ") {
+        if line.starts_with("    ")
+            && let Some(CommentPart::Choice(text)) = parts.last_mut()
+        {
+            // A further line of the choice.
+            text.push(' ');
+            text.push_str(&words);
+        } else if line.starts_with("  ") {
             parts.push(CommentPart::Choice(match line.trim().split_once("  ") {
                 Some((word, meaning)) => format!("`{word}`: {}", meaning.trim()),
                 None => words,
@@ -183,12 +189,12 @@ mod tests {
 
     #[test]
     fn values_sections_and_choices_are_listed() {
-        let values = "# A file.\n# A name.\nname: \"\"\n\n# The agent.\nagent:\n  # What it does:\n  #   on   it runs\n  # Or not.\n  mode: on\n  selector:\n    a: b\n";
+        let values = "# A file.\n# A name.\nname: \"\"\n\n# The agent.\nagent:\n  # What it does:\n  #   on   it runs\n  #        forever\n  # Or not.\n  mode: on\n  selector:\n    a: b\n";
         let page = render_page(values, SCHEMA).unwrap_or_default();
         for part in [
             "## General\n\n- `name` (`\"\"`): A name.\n",
             "## agent\n\nThe agent.\n\n",
-            "- `agent.mode` (`on`): What it does:\n  - `on`: it runs\n\n  Or not.\n",
+            "- `agent.mode` (`on`): What it does:\n  - `on`: it runs forever\n\n  Or not.\n",
             "- `agent.selector`\n\n  ```yaml\n  a: b\n  ```\n",
         ] {
             assert!(page.contains(part), "{part:?} is not in {page}");

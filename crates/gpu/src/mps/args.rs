@@ -18,8 +18,8 @@ pub struct HostArgs {
 // Paths on the node. Not a doc comment: clap would use it as the command's help.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct PathArgs {
-    /// Directory shared with the agent. Use the same path on the host and in both pods. May be
-    /// a tmpfs.
+    /// Directory shared with the agent. Use the same path on the host and in both pods. The
+    /// directory may be on a tmpfs.
     #[arg(long, env = "CLEAVE_RUN_DIR", value_name = "DIR", default_value = "/run/cleave")]
     pub(crate) run_dir: PathBuf,
 
