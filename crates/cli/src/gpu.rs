@@ -89,6 +89,20 @@ pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeG
     bail!("node {node} has no GPU {name:?}. It has GPUs {}.", all.join(", "))
 }
 
+/// Finds the GPU with this index or UUID, or all GPUs that the node reports if `name` is `None`.
+///
+/// # Errors
+/// Returns an error if the node has no such GPU, or has not reported its GPUs.
+pub(crate) fn find_gpus(object: &GpuNode, node: &str, name: Option<&str>) -> Result<Vec<NodeGpu>> {
+    if let Some(name) = name {
+        return Ok(vec![find_gpu(object, node, name)?]);
+    }
+    let gpus = reported_gpus(object);
+    ensure!(!gpus.is_empty(), "the agent on node {node} has not reported its GPUs");
+    let gpu = |gpu: &GpuStatus| NodeGpu { node: node.to_owned(), index: Some(gpu.index), uuid: gpu.uuid.clone() };
+    Ok(gpus.iter().map(gpu).collect())
+}
+
 /// Returns the value of an annotation of an object.
 pub(crate) fn annotation<'a>(object: &'a GpuNode, name: &str) -> Option<&'a String> {
     object.metadata.annotations.as_ref()?.get(name)
@@ -145,6 +159,16 @@ mod tests {
         let mut unreported = node();
         unreported.status = None;
         let error = find_gpu(&unreported, "n", "0").unwrap_err().to_string();
+        assert_eq!(error, "the agent on node n has not reported its GPUs");
+    }
+
+    #[test]
+    fn finds_all_gpus_that_the_node_reports() {
+        let names: Vec<String> = find_gpus(&node(), "n", None).unwrap().into_iter().map(|gpu| gpu.uuid).collect();
+        assert_eq!(names, ["GPU-a", "GPU-b"]);
+        let mut unreported = node();
+        unreported.status = None;
+        let error = find_gpus(&unreported, "n", None).unwrap_err().to_string();
         assert_eq!(error, "the agent on node n has not reported its GPUs");
     }
 
