@@ -17,7 +17,10 @@ use kube::{Api, Client};
 use serde_json::json;
 
 use crate::client::ClusterArgs;
-use crate::gpu::{GpuArgs, NodeGpu, annotation, cordons, find_gpus, quiesces, read_gpu_node, reported_gpus};
+use crate::gpu::{
+    GpuArgs, NodeGpu, annotation, cordons, find_gpus, find_gpus_and_removed_ones, quiesces, read_gpu_node,
+    reported_gpus,
+};
 
 /// Maximum number of attempts to write an object that others change at the same time.
 const MAX_WRITE_ATTEMPTS: u32 = 5;
@@ -71,7 +74,8 @@ pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
 /// Runs `cleave uncordon`.
 pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
     let client = args.cluster.connect().await?;
-    let changes = update_annotations(&client, &args.node, args.gpu.as_deref(), annotations_without_cordon).await?;
+    let find = |object: &GpuNode| find_gpus_and_removed_ones(object, &args.node, args.gpu.as_deref());
+    let changes = update_annotations(&client, &args.node, find, annotations_without_cordon).await?;
     for (target, changed) in changes {
         println!("{target} {}", if changed { "is uncordoned" } else { "is not cordoned and has no recorded faults" });
     }
@@ -93,7 +97,8 @@ pub(crate) async fn cordon_gpus(client: &Client, node: &str, gpu: Option<&str>, 
     check_reason(reason).with_context(|| format!("invalid reason {reason:?}"))?;
     let wanted = |object: &GpuNode, uuid: &str| annotations_with_cordon(object, uuid, reason.trim());
     let mut cordoned = Vec::new();
-    for (target, changed) in update_annotations(client, node, gpu, wanted).await? {
+    let find = |object: &GpuNode| find_gpus(object, node, gpu);
+    for (target, changed) in update_annotations(client, node, find, wanted).await? {
         println!("{target} is {}", if changed { "cordoned" } else { "already cordoned" });
         cordoned.push(target);
     }
@@ -102,7 +107,8 @@ pub(crate) async fn cordon_gpus(client: &Client, node: &str, gpu: Option<&str>, 
 
 /// Requests the quiesce of one GPU of a node, or of all if `gpu` is `None`.
 pub(crate) async fn quiesce(client: &Client, node: &str, gpu: Option<&str>) -> Result<()> {
-    update_annotations(client, node, gpu, annotations_with_quiesce).await.map(drop)
+    let find = |object: &GpuNode| find_gpus(object, node, gpu);
+    update_annotations(client, node, find, annotations_with_quiesce).await.map(drop)
 }
 
 /// Returns the annotations that quiesce a GPU.
@@ -114,19 +120,19 @@ fn annotations_with_quiesce(object: &GpuNode, uuid: &str) -> Annotations {
     }
 }
 
-/// Writes the annotations that `wanted` computes from the current object, for one GPU or, if `gpu`
-/// is `None`, for all GPUs of the node in one write. Returns whether each GPU needed a change.
+/// Writes the annotations that `wanted` computes from the current object, for the GPUs that `find`
+/// returns, in one write. Returns whether each GPU needed a change.
 async fn update_annotations(
     client: &Client,
     node: &str,
-    gpu: Option<&str>,
+    find: impl Fn(&GpuNode) -> Result<Vec<NodeGpu>>,
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
 ) -> Result<Changes> {
     let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
     let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     for _ in 0..MAX_WRITE_ATTEMPTS {
         let object = read_gpu_node(client, node).await?;
-        let (changes, annotations) = changes_of_gpus(&object, find_gpus(&object, node, gpu)?, &wanted);
+        let (changes, annotations) = changes_of_gpus(&object, find(&object)?, &wanted);
         if annotations.is_empty() {
             return Ok(changes);
         }

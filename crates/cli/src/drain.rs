@@ -116,17 +116,17 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
         if late.is_empty() && (quiescing || !args.quiesce) {
             return Ok(DrainOutcome::Free);
         }
+        if late.is_empty() {
+            quiesce(client, &args.node, args.gpu.as_deref()).await?;
+            quiescing = true;
+            continue;
+        }
         if args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout) {
             let wanted = if quiescing { "quiesced" } else { "free" };
             for target in late {
                 eprintln!("cleave: {target} is not {wanted} after {} s and stays cordoned", args.timeout);
             }
             return Ok(DrainOutcome::TimedOut);
-        }
-        if late.is_empty() {
-            quiesce(client, &args.node, args.gpu.as_deref()).await?;
-            quiescing = true;
-            continue;
         }
         tokio::time::sleep(GPU_POLL_INTERVAL).await;
     }

@@ -197,3 +197,21 @@ async fn a_pod_that_is_reported_after_the_gpu_seemed_to_be_free_is_evicted_too()
     answer_request(&mut server, 200, &quiesced).await;
     assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::Free);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_gpu_that_is_free_at_the_timeout_is_quiesced_and_the_drain_times_out_afterwards() {
+    let (client, mut server) = mock_client();
+    let args = DrainArgs { quiesce: true, ..drain_args(true, 1) };
+    let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
+    answer_cordon(&mut server, &["ns/p"]).await;
+    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    answer_request(&mut server, 200, &pod(true)).await;
+    answer_request(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
+    // One second later, the pod has gone.
+    answer_request(&mut server, 200, &node(&[])).await;
+    answer_request(&mut server, 200, &node(&[])).await;
+    let (_, sent) = answer_request(&mut server, 200, &node(&[])).await;
+    assert_eq!(sent["metadata"]["annotations"], json!({"cleave.dev/quiesce": "GPU-a"}));
+    answer_request(&mut server, 200, &node(&[])).await;
+    assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::TimedOut);
+}
