@@ -127,6 +127,7 @@ pub struct Metrics {
     in_use: Family<SliceLabels, Gauge>,
     unhealthy: Family<SliceLabels, Gauge>,
     gpu_healthy: Family<GpuLabels, Gauge>,
+    gpu_quiesced: Family<GpuLabels, Gauge>,
     restarts: Family<DeviceLabels, Gauge>,
     doors: Family<DoorLabels, Gauge>,
     descriptors: DescriptorMetrics,
@@ -212,6 +213,8 @@ impl Metrics {
         registry.register("slices_in_use", "Slices in use by containers", metrics.in_use.clone());
         registry.register("slices_unhealthy", "Slices reported to the kubelet as Unhealthy", metrics.unhealthy.clone());
         registry.register("gpu_healthy", "Whether a GPU can serve slices", metrics.gpu_healthy.clone());
+        let quiesced = "Whether a GPU is quiesced. While one is, the node's other GPUs are not monitored";
+        registry.register("gpu_quiesced", quiesced, metrics.gpu_quiesced.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         let doors = "1 for each MPS daemon, by whether its doors enforce limits: Hard, Advisory or Unknown";
         registry.register("mps_door", doors, metrics.doors.clone());
@@ -334,6 +337,7 @@ impl Metrics {
             family.clear();
         }
         self.gpu_healthy.clear();
+        self.gpu_quiesced.clear();
         self.unhealthy_devices.clear();
         self.restarts.clear();
         self.doors.clear();
@@ -341,6 +345,8 @@ impl Metrics {
         for gpu in &status.gpus {
             let of_gpu = GpuLabels { gpu: gpu.uuid.clone(), model: gpu.model.clone() };
             self.gpu_healthy.get_or_create(&of_gpu).set(i64::from(gpu.health.healthy));
+            let quiesced = gpu.quiesce.as_ref().is_some_and(|quiesce| quiesce.quiesced);
+            self.gpu_quiesced.get_or_create(&of_gpu).set(i64::from(quiesced));
             let instances = gpu.mig.iter().flat_map(|mig| &mig.instances);
             let instances = instances.filter_map(|instance| Some((&instance.uuid, instance.health.as_ref()?)));
             for (device, health) in instances.chain([(&gpu.uuid, &gpu.health)]) {
@@ -388,6 +394,32 @@ impl Metrics {
 mod tests {
     use super::*;
     use crate::tenants::violations::Tenant;
+
+    #[test]
+    fn gpu_quiesced_is_1_when_the_quiesce_is_complete() {
+        let metrics = Metrics::new();
+        let series = |quiesces: &[(&str, Option<bool>)]| {
+            let gpu = |(uuid, quiesced): &(&str, Option<bool>)| {
+                let mut gpu = serde_json::json!({"uuid": uuid, "index": 0, "model": "H100", "memoryMib": 1, "sms": 1,
+                    "health": {"healthy": true}});
+                if let Some(quiesced) = quiesced {
+                    gpu["quiesce"] = serde_json::json!({"quiesced": quiesced, "message": ""});
+                }
+                gpu
+            };
+            let gpus: Vec<_> = quiesces.iter().map(gpu).collect();
+            metrics.set_node(&serde_json::from_value(serde_json::json!({"gpus": gpus})).unwrap());
+            let text = metrics.encode().unwrap();
+            let value = |line: &str| line.strip_prefix("cleave_agent_gpu_quiesced{gpu=\"").map(str::to_owned);
+            let mut values: Vec<String> = text.lines().filter_map(value).collect();
+            values.sort();
+            values
+        };
+        let of = |uuid: &str, value: u8| format!("{uuid}\",model=\"H100\"}} {value}");
+        let all = series(&[("GPU-a", None), ("GPU-b", Some(false)), ("GPU-c", Some(true))]);
+        assert_eq!(all, [of("GPU-a", 0), of("GPU-b", 0), of("GPU-c", 1)]);
+        assert_eq!(series(&[("GPU-c", None)]), [of("GPU-c", 0)], "removed GPUs have no series");
+    }
 
     #[test]
     fn series_of_removed_tenants_are_deleted_and_unlimited_tenants_have_no_limit() {

@@ -1,6 +1,8 @@
 //! Tests the agent as a process, with a fake kubelet, the MPS host, simulated GPUs and simulated
 //! MPS.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails with a panic")]
+mod bad_gpu;
+mod exhaustion;
 mod faults;
 mod hand_over;
 mod health;

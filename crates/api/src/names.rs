@@ -60,6 +60,9 @@ pub const QUIESCE_ANNOTATION: &str = "cleave.dev/quiesce";
 pub const GPU_DEPLOY_LABEL_PREFIX: &str = "nvidia.com/gpu.deploy.";
 /// Value of such a label while the GPU Operator's driver manager replaces the driver of the node.
 pub const PAUSED_FOR_DRIVER_UPGRADE: &str = "paused-for-driver-upgrade";
+/// Value of such a label while the GPU Operator's MIG manager changes the MIG mode of the node's
+/// GPUs.
+pub const PAUSED_FOR_MIG_CHANGE: &str = "paused-for-mig-change";
 /// Annotation of a `GpuNode` with GPUs whose recorded faults are cleared; see
 /// [`crate::cordon::ClearedFaults`].
 pub const CLEARED_ANNOTATION: &str = "cleave.dev/cleared";

@@ -3,7 +3,9 @@
 //!
 //! The state is in annotations of the `GpuNode`, which the operator reads. A write fails if the
 //! object changed since it was read, so that concurrent administrators cannot overwrite each other.
-use anyhow::{Context as _, Result, bail};
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, Result, anyhow, bail};
 use cleave_api::GpuNode;
 use cleave_api::cordon::{ClearedFaults, check_reason};
 use cleave_api::gpunode::{GpuStatus, Health};
@@ -14,7 +16,11 @@ use kube::core::DeserializeGuard;
 use kube::{Api, Client};
 use serde_json::json;
 
-use crate::gpu::{GpuArgs, NodeGpu, annotation, cordons, find_gpu, quiesces, read_gpu_node, reported_gpus};
+use crate::client::ClusterArgs;
+use crate::gpu::{
+    GpuArgs, NodeGpu, annotation, cordons, find_gpus, find_gpus_and_removed_ones, quiesces, read_gpu_node,
+    reported_gpus,
+};
 
 /// Maximum number of attempts to write an object that others change at the same time.
 const MAX_WRITE_ATTEMPTS: u32 = 5;
@@ -25,7 +31,8 @@ const FIELD_MANAGER: &str = "cleave";
 pub(crate) const HELP_EXAMPLES: &str = "\
 Examples:
   cleave cordon gpu-17 3 --reason \"replace the fan\"
-  cleave uncordon gpu-17 3";
+  cleave uncordon gpu-17 3
+  cleave uncordon gpu-17               all GPUs of the node";
 
 /// Options of `cleave cordon`.
 #[derive(Debug, Clone, clap::Args)]
@@ -41,13 +48,22 @@ pub struct CordonArgs {
 /// Options of `cleave uncordon`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct UncordonArgs {
-    /// The GPU and its cluster.
+    /// Name of the node.
+    #[arg(value_name = "NODE")]
+    node: String,
+    /// Index or UUID of the GPU [default: all GPUs of the node].
+    #[arg(value_name = "GPU")]
+    gpu: Option<String>,
+    /// Connection to the node's cluster.
     #[command(flatten)]
-    gpu: GpuArgs,
+    cluster: ClusterArgs,
 }
 
 /// Annotations and their new values. `None` removes an annotation.
 type Annotations = Vec<(&'static str, Option<String>)>;
+
+/// GPUs, and whether each needs a change.
+type Changes = Vec<(NodeGpu, bool)>;
 
 /// Runs `cleave cordon`.
 pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
@@ -57,9 +73,12 @@ pub(crate) async fn run_cordon(args: CordonArgs) -> Result<()> {
 
 /// Runs `cleave uncordon`.
 pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
-    let client = args.gpu.cluster.connect().await?;
-    let (target, changed) = update_annotations(&client, &args.gpu, annotations_without_cordon).await?;
-    println!("{target} {}", if changed { "is uncordoned" } else { "is not cordoned and has no recorded faults" });
+    let client = args.cluster.connect().await?;
+    let find = |object: &GpuNode| find_gpus_and_removed_ones(object, &args.node, args.gpu.as_deref());
+    let changes = update_annotations(&client, &args.node, find, annotations_without_cordon).await?;
+    for (target, changed) in changes {
+        println!("{target} {}", if changed { "is uncordoned" } else { "is not cordoned and has no recorded faults" });
+    }
     Ok(())
 }
 
@@ -69,16 +88,27 @@ pub(crate) async fn run_uncordon(args: UncordonArgs) -> Result<()> {
 /// Returns an error if the reason is not valid, the GPU does not exist, or the API server refuses
 /// the write.
 pub async fn cordon(client: &Client, gpu: &GpuArgs, reason: &str) -> Result<NodeGpu> {
-    check_reason(reason).with_context(|| format!("invalid reason {reason:?}"))?;
-    let (target, changed) =
-        update_annotations(client, gpu, |object, uuid| annotations_with_cordon(object, uuid, reason.trim())).await?;
-    println!("{target} is {}", if changed { "cordoned" } else { "already cordoned" });
-    Ok(target)
+    let cordoned = cordon_gpus(client, &gpu.node, Some(&gpu.gpu), reason).await?;
+    cordoned.into_iter().next().ok_or_else(|| anyhow!("node {} has no GPU {:?}", gpu.node, gpu.gpu))
 }
 
-/// Requests the quiesce of a GPU.
-pub(crate) async fn quiesce(client: &Client, gpu: &GpuArgs) -> Result<NodeGpu> {
-    Ok(update_annotations(client, gpu, annotations_with_quiesce).await?.0)
+/// Cordons one GPU of a node, or all if `gpu` is `None`, and prints the change.
+pub(crate) async fn cordon_gpus(client: &Client, node: &str, gpu: Option<&str>, reason: &str) -> Result<Vec<NodeGpu>> {
+    check_reason(reason).with_context(|| format!("invalid reason {reason:?}"))?;
+    let wanted = |object: &GpuNode, uuid: &str| annotations_with_cordon(object, uuid, reason.trim());
+    let mut cordoned = Vec::new();
+    let find = |object: &GpuNode| find_gpus(object, node, gpu);
+    for (target, changed) in update_annotations(client, node, find, wanted).await? {
+        println!("{target} is {}", if changed { "cordoned" } else { "already cordoned" });
+        cordoned.push(target);
+    }
+    Ok(cordoned)
+}
+
+/// Requests the quiesce of one GPU of a node, or of all if `gpu` is `None`.
+pub(crate) async fn quiesce(client: &Client, node: &str, gpu: Option<&str>) -> Result<()> {
+    let find = |object: &GpuNode| find_gpus(object, node, gpu);
+    update_annotations(client, node, find, annotations_with_quiesce).await.map(drop)
 }
 
 /// Returns the annotations that quiesce a GPU.
@@ -90,34 +120,58 @@ fn annotations_with_quiesce(object: &GpuNode, uuid: &str) -> Annotations {
     }
 }
 
-/// Writes the annotations that `wanted` computes from the current object. Returns whether a write
-/// was necessary.
+/// Writes the annotations that `wanted` computes from the current object, for the GPUs that `find`
+/// returns, in one write. Returns whether each GPU needed a change.
 async fn update_annotations(
     client: &Client,
-    args: &GpuArgs,
+    node: &str,
+    find: impl Fn(&GpuNode) -> Result<Vec<NodeGpu>>,
     wanted: impl Fn(&GpuNode, &str) -> Annotations,
-) -> Result<(NodeGpu, bool)> {
+) -> Result<Changes> {
     let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
     let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     for _ in 0..MAX_WRITE_ATTEMPTS {
-        let object = read_gpu_node(client, &args.node).await?;
-        let target = find_gpu(&object, &args.node, &args.gpu)?;
-        let annotations = wanted(&object, &target.uuid);
+        let object = read_gpu_node(client, node).await?;
+        let (changes, annotations) = changes_of_gpus(&object, find(&object)?, &wanted);
         if annotations.is_empty() {
-            return Ok((target, false));
+            return Ok(changes);
         }
         let annotations: serde_json::Map<_, _> =
             annotations.into_iter().map(|(name, value)| (name.to_owned(), json!(value))).collect();
         let patch =
             json!({"metadata": {"resourceVersion": object.metadata.resource_version, "annotations": annotations}});
-        match api.patch(&args.node, &manager, &Patch::Merge(patch)).await {
-            Ok(_) => return Ok((target, true)),
+        match api.patch(node, &manager, &Patch::Merge(patch)).await {
+            Ok(_) => return Ok(changes),
             // Retry: the object changed after it was read.
             Err(kube::Error::Api(status)) if status.code == 409 => {}
-            Err(error) => return Err(error).with_context(|| format!("failed to update GpuNode {}", args.node)),
+            Err(error) => return Err(error).with_context(|| format!("failed to update GpuNode {node}")),
         }
     }
-    bail!("failed to update GpuNode {}: it changed during each of {MAX_WRITE_ATTEMPTS} attempts. Try again.", args.node)
+    bail!("failed to update GpuNode {node}: it changed during each of {MAX_WRITE_ATTEMPTS} attempts. Try again.")
+}
+
+/// Returns whether each GPU needs a change, and the annotations with the changes of all.
+fn changes_of_gpus(
+    object: &GpuNode,
+    gpus: Vec<NodeGpu>,
+    wanted: impl Fn(&GpuNode, &str) -> Annotations,
+) -> (Changes, Annotations) {
+    let mut object = object.clone();
+    let mut all = BTreeMap::new();
+    let changes = gpus.into_iter().map(|gpu| {
+        let annotations = wanted(&object, &gpu.uuid);
+        let changed = !annotations.is_empty();
+        let present = object.metadata.annotations.get_or_insert_default();
+        for (name, value) in annotations {
+            match &value {
+                Some(value) => drop(present.insert(name.to_owned(), value.clone())),
+                None => drop(present.remove(name)),
+            }
+            all.insert(name, value);
+        }
+        (gpu, changed)
+    });
+    (changes.collect(), all.into_iter().collect())
 }
 
 /// Returns the annotations that cordon a GPU. An empty reason preserves an existing reason.
@@ -207,6 +261,23 @@ mod tests {
         assert_eq!(annotation(&both, QUIESCE_ANNOTATION).unwrap(), "GPU-a,GPU-b");
         let resumed = with_annotations(&annotations_without_cordon(&both, "GPU-a"), both);
         assert_eq!(annotation(&resumed, QUIESCE_ANNOTATION).unwrap(), "GPU-b");
+    }
+
+    #[test]
+    fn all_gpus_of_a_node_change_in_one_write() {
+        let all = |object: &GpuNode, wanted: fn(&GpuNode, &str) -> Annotations| {
+            let (changes, annotations) = changes_of_gpus(object, find_gpus(object, "n", None).unwrap(), wanted);
+            (changes.into_iter().map(|(_, changed)| changed).collect::<Vec<_>>(), annotations)
+        };
+        let first = with_annotations(&annotations_with_quiesce(&node(), "GPU-a"), node());
+        let (changed, annotations) = all(&first, annotations_with_quiesce);
+        assert_eq!(changed, [false, true]);
+        assert_eq!(annotations, [(QUIESCE_ANNOTATION, Some("GPU-a,GPU-b".to_owned()))]);
+        let both = with_annotations(&annotations, first);
+        let (changed, annotations) = all(&both, annotations_without_cordon);
+        assert_eq!(changed, [true, true]);
+        let cleared = "GPU-a=2026-11-21T20:00:00Z,GPU-b=2026-11-21T20:00:05Z".to_owned();
+        assert_eq!(annotations, [(CLEARED_ANNOTATION, Some(cleared)), (QUIESCE_ANNOTATION, None)]);
     }
 
     #[test]

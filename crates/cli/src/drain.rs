@@ -1,4 +1,5 @@
-//! `cleave drain`: cordons one GPU, evicts its pods, and waits until it is free.
+//! `cleave drain`: cordons one GPU or all GPUs of a node, evicts their pods, and waits until they
+//! are free.
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -11,8 +12,9 @@ use kube::core::PartialObjectMeta;
 use kube::{Api, Client, ResourceExt as _};
 use tokio::time::Instant;
 
-use crate::cordon::{cordon, quiesce};
-use crate::gpu::{GpuArgs, NodeGpu, read_gpu_node, reported_gpus};
+use crate::client::ClusterArgs;
+use crate::cordon::{cordon_gpus, quiesce};
+use crate::gpu::{NodeGpu, read_gpu_node, reported_gpus};
 
 /// Interval of reads of the `GpuNode`.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -28,14 +30,21 @@ pub(crate) const HELP_EXAMPLES: &str = "\
 Examples:
   cleave drain gpu-17 3
   cleave drain gpu-17 3 --force --grace 30 --timeout 0
-  cleave drain gpu-17 3 --quiesce      then nvidia-smi --gpu-reset, then cleave uncordon";
+  cleave drain gpu-17 3 --quiesce      then nvidia-smi --gpu-reset, then cleave uncordon
+  cleave drain gpu-17 --quiesce        all GPUs of the node, to upgrade its driver";
 
 /// Options of `cleave drain`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DrainArgs {
-    /// The GPU and its cluster.
+    /// Name of the node.
+    #[arg(value_name = "NODE")]
+    pub node: String,
+    /// Index or UUID of the GPU. With `--quiesce`, the default is all GPUs of the node.
+    #[arg(value_name = "GPU", required_unless_present = "quiesce")]
+    pub gpu: Option<String>,
+    /// Connection to the node's cluster.
     #[command(flatten)]
-    pub gpu: GpuArgs,
+    pub cluster: ClusterArgs,
     /// Reason, shown to other administrators. Must not contain commas.
     #[arg(long, value_name = "TEXT", default_value = "draining")]
     pub reason: String,
@@ -65,7 +74,7 @@ pub enum DrainOutcome {
 
 /// Runs `cleave drain`.
 pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
-    let config = args.gpu.cluster.kube_config().await?;
+    let config = args.cluster.kube_config().await?;
     let client = Client::try_from(config.clone()).context("failed to create the Kubernetes client")?;
     // The API server answers 429 if a disruption budget forbids an eviction. A client with retries
     // would repeat the request for minutes and delay the evictions of other pods.
@@ -78,61 +87,73 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
     })
 }
 
-/// Drains a GPU and prints the progress. `evictor` is a client that does not retry requests.
+/// Drains a GPU, or all GPUs of a node, and prints the progress. `evictor` is a client that does
+/// not retry requests.
 ///
 /// # Errors
 /// Returns an error if the GPU does not exist, a pod needs `--force`, or the API server refuses a
-/// request. The GPU remains cordoned.
+/// request. The GPUs remain cordoned.
 pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<DrainOutcome> {
     let started = Instant::now();
-    let target = cordon(client, &args.gpu, &args.reason).await?;
+    let targets = cordon_gpus(client, &args.node, args.gpu.as_deref(), &args.reason).await?;
     let mut evictions = BTreeMap::new();
-    let mut printed = GpuUsage::default();
+    let mut printed = vec![String::new(); targets.len()];
+    let mut quiescing = false;
     loop {
-        let object = read_gpu_node(client, &args.gpu.node).await?;
-        let usage = gpu_usage(&object, &target.uuid).unwrap_or_default();
-        if usage == GpuUsage::default() {
-            println!("{target} is free");
-            return if args.quiesce {
-                wait_until_quiesced(client, args, started).await
-            } else {
-                Ok(DrainOutcome::Free)
-            };
+        let object = read_gpu_node(client, &args.node).await?;
+        let states: Vec<GpuState> = targets.iter().map(|target| gpu_state(&object, target, quiescing)).collect();
+        // Also while quiescing: the agent may report a pod after the GPU seemed to be free.
+        let pods = states.iter().flat_map(|state| state.usage.pods.iter().cloned()).collect();
+        evict_due_pods(client, evictor, args, &targets, &pods, &mut evictions).await?;
+        for (state, printed) in states.iter().zip(&mut printed) {
+            if *printed != state.text {
+                println!("{}", state.text);
+                printed.clone_from(&state.text);
+            }
         }
-        evict_due_pods(client, evictor, args, &target, &usage, &mut evictions).await?;
-        if printed != usage {
-            println!("{target}: {usage}");
-            printed = usage;
+        let late: Vec<&NodeGpu> =
+            targets.iter().zip(&states).filter(|(_, state)| !state.done).map(|(target, _)| target).collect();
+        if late.is_empty() && (quiescing || !args.quiesce) {
+            return Ok(DrainOutcome::Free);
+        }
+        if late.is_empty() {
+            quiesce(client, &args.node, args.gpu.as_deref()).await?;
+            quiescing = true;
+            continue;
         }
         if args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout) {
-            eprintln!("cleave: {target} is not free after {} s and stays cordoned", args.timeout);
+            let wanted = if quiescing { "quiesced" } else { "free" };
+            for target in late {
+                eprintln!("cleave: {target} is not {wanted} after {} s and stays cordoned", args.timeout);
+            }
             return Ok(DrainOutcome::TimedOut);
         }
         tokio::time::sleep(GPU_POLL_INTERVAL).await;
     }
 }
 
-/// Requests the quiesce of a free GPU, and waits until its agent reports the end.
-async fn wait_until_quiesced(client: &Client, args: &DrainArgs, started: Instant) -> Result<DrainOutcome> {
-    let target = quiesce(client, &args.gpu).await?;
-    let mut printed = String::new();
-    loop {
-        let object = read_gpu_node(client, &args.gpu.node).await?;
-        let gpu = reported_gpus(&object).iter().find(|gpu| gpu.uuid == target.uuid);
-        let status = gpu.and_then(|gpu| gpu.quiesce.clone()).unwrap_or_default();
-        if status.message != printed {
-            println!("{target}: {}", status.message);
-            printed = status.message;
-        }
-        if status.quiesced {
-            return Ok(DrainOutcome::Free);
-        }
-        if args.timeout > 0 && started.elapsed() >= Duration::from_secs(args.timeout) {
-            eprintln!("cleave: {target} is not quiesced after {} s and stays cordoned", args.timeout);
-            return Ok(DrainOutcome::TimedOut);
-        }
-        tokio::time::sleep(GPU_POLL_INTERVAL).await;
+/// How far the drain of a GPU is.
+struct GpuState {
+    usage: GpuUsage,
+    /// Whether the GPU is free, or quiesced if that is requested.
+    done: bool,
+    /// What `cleave drain` prints.
+    text: String,
+}
+
+/// Returns the state of a GPU that is drained, or that is quiesced.
+fn gpu_state(object: &GpuNode, target: &NodeGpu, quiescing: bool) -> GpuState {
+    let usage = gpu_usage(object, &target.uuid).unwrap_or_default();
+    let free = usage == GpuUsage::default();
+    if !quiescing {
+        let text = if free { format!("{target} is free") } else { format!("{target}: {usage}") };
+        return GpuState { usage, done: free, text };
     }
+    let gpu = reported_gpus(object).iter().find(|gpu| gpu.uuid == target.uuid);
+    let status = gpu.and_then(|gpu| gpu.quiesce.clone()).unwrap_or_default();
+    let message = if status.message.is_empty() { "waiting for the agent" } else { &status.message };
+    let text = format!("{target}: {message}");
+    GpuState { usage, done: status.quiesced, text }
 }
 
 /// The pods that use a GPU, and how many of its devices are in use.
@@ -175,7 +196,7 @@ enum EvictionState {
 
 /// Returns the pods to evict now.
 fn pods_due_for_eviction<'a>(
-    usage: &'a GpuUsage,
+    pods: &'a BTreeSet<String>,
     evictions: &BTreeMap<String, EvictionState>,
     now: Instant,
 ) -> Vec<&'a str> {
@@ -186,7 +207,7 @@ fn pods_due_for_eviction<'a>(
             now.saturating_duration_since(*at) >= EVICTION_RETRY_DELAY
         }
     };
-    usage.pods.iter().filter(due).map(String::as_str).collect()
+    pods.iter().filter(due).map(String::as_str).collect()
 }
 
 /// Returns the pods that no controller recreates, except those that are already terminating.
@@ -203,18 +224,22 @@ async fn evict_due_pods(
     client: &Client,
     evictor: &Client,
     args: &DrainArgs,
-    target: &NodeGpu,
-    usage: &GpuUsage,
+    targets: &[NodeGpu],
+    pods: &BTreeSet<String>,
     evictions: &mut BTreeMap<String, EvictionState>,
 ) -> Result<()> {
     let mut metas = BTreeMap::new();
-    for pod in pods_due_for_eviction(usage, evictions, Instant::now()) {
+    for pod in pods_due_for_eviction(pods, evictions, Instant::now()) {
         metas.extend(read_pod_metadata(client, pod).await?.map(|meta| (pod, meta)));
     }
     let bare = pods_without_controller(metas.iter().map(|(pod, meta)| (*pod, meta)));
+    let cordoned = match targets {
+        [target] => target.to_string(),
+        _ => format!("each GPU on node {}", args.node),
+    };
     ensure!(
         args.force || bare.is_empty(),
-        "no controller recreates these pods: {}. Pass --force to evict them. {target} stays cordoned.",
+        "no controller recreates these pods: {}. Pass --force to evict them. {cordoned} stays cordoned.",
         bare.join(", ")
     );
     for (pod, meta) in &metas {

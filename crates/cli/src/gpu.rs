@@ -1,4 +1,6 @@
 //! Finds one GPU of a node.
+use std::collections::BTreeSet;
+
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use cleave_api::GpuNode;
 use cleave_api::cordon::Cordons;
@@ -75,7 +77,7 @@ pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeG
         return Ok(NodeGpu { node: node.to_owned(), index: Some(gpu.index), uuid: gpu.uuid.clone() });
     }
     // A removed GPU is found by its UUID, so that its cordon can be cleared.
-    if cordons(object).0.contains_key(name) {
+    if unreported_gpus(object).contains(name) {
         return Ok(NodeGpu { node: node.to_owned(), index: None, uuid: name.to_owned() });
     }
     let has_instance = |gpu: &&GpuStatus| {
@@ -87,6 +89,41 @@ pub(crate) fn find_gpu(object: &GpuNode, node: &str, name: &str) -> Result<NodeG
     let all: Vec<String> = gpus.iter().map(|gpu| format!("{} ({})", gpu.index, gpu.uuid)).collect();
     ensure!(!all.is_empty(), "the agent on node {node} has not reported its GPUs");
     bail!("node {node} has no GPU {name:?}. It has GPUs {}.", all.join(", "))
+}
+
+/// Finds the GPU with this index or UUID, or all GPUs that the node reports if `name` is `None`.
+///
+/// # Errors
+/// Returns an error if the node has no such GPU, or has not reported its GPUs.
+pub(crate) fn find_gpus(object: &GpuNode, node: &str, name: Option<&str>) -> Result<Vec<NodeGpu>> {
+    if let Some(name) = name {
+        return Ok(vec![find_gpu(object, node, name)?]);
+    }
+    let gpus = reported_gpus(object);
+    ensure!(!gpus.is_empty(), "the agent on node {node} has not reported its GPUs");
+    let gpu = |gpu: &GpuStatus| NodeGpu { node: node.to_owned(), index: Some(gpu.index), uuid: gpu.uuid.clone() };
+    Ok(gpus.iter().map(gpu).collect())
+}
+
+/// Finds the GPU with this index or UUID. If `name` is `None`, finds all GPUs that the node reports
+/// or an annotation still cordons or quiesces, such as GPUs that were replaced.
+///
+/// # Errors
+/// Returns the errors of [`find_gpus`].
+pub(crate) fn find_gpus_and_removed_ones(object: &GpuNode, node: &str, name: Option<&str>) -> Result<Vec<NodeGpu>> {
+    let removed = unreported_gpus(object);
+    if name.is_some() || removed.is_empty() {
+        return find_gpus(object, node, name);
+    }
+    let mut gpus = find_gpus(object, node, None).unwrap_or_default();
+    gpus.extend(removed.into_iter().map(|uuid| NodeGpu { node: node.to_owned(), index: None, uuid }));
+    Ok(gpus)
+}
+
+/// Returns the GPUs that an annotation cordons or quiesces and that the agent does not report.
+fn unreported_gpus(object: &GpuNode) -> BTreeSet<String> {
+    let named = cordons(object).0.into_keys().chain(quiesces(object).0.into_keys());
+    named.filter(|uuid| reported_gpus(object).iter().all(|gpu| gpu.uuid != *uuid)).collect()
 }
 
 /// Returns the value of an annotation of an object.
@@ -149,10 +186,36 @@ mod tests {
     }
 
     #[test]
+    fn finds_all_gpus_that_the_node_reports() {
+        let names: Vec<String> = find_gpus(&node(), "n", None).unwrap().into_iter().map(|gpu| gpu.uuid).collect();
+        assert_eq!(names, ["GPU-a", "GPU-b"]);
+        let mut unreported = node();
+        unreported.status = None;
+        let error = find_gpus(&unreported, "n", None).unwrap_err().to_string();
+        assert_eq!(error, "the agent on node n has not reported its GPUs");
+    }
+
+    #[test]
     fn finds_a_removed_gpu_that_is_still_cordoned() {
         let mut object = node();
         let annotations = object.metadata.annotations.get_or_insert_default();
         annotations.insert(CORDON_ANNOTATION.to_owned(), "GPU-gone".to_owned());
         assert_eq!(find_gpu(&object, "n", "GPU-gone").unwrap().to_string(), "GPU GPU-gone (removed) on node n");
+    }
+
+    #[test]
+    fn a_whole_node_includes_removed_gpus_only_if_they_can_be_returned_to_service() {
+        let mut object = node();
+        let annotations = object.metadata.annotations.get_or_insert_default();
+        annotations.insert(CORDON_ANNOTATION.to_owned(), "GPU-a".to_owned());
+        annotations.insert(QUIESCE_ANNOTATION.to_owned(), "GPU-gone".to_owned());
+        let uuids = |found: Result<Vec<NodeGpu>>| found.unwrap().into_iter().map(|gpu| gpu.uuid).collect::<Vec<_>>();
+        assert_eq!(uuids(find_gpus(&object, "n", None)), ["GPU-a", "GPU-b"]);
+        assert_eq!(uuids(find_gpus_and_removed_ones(&object, "n", None)), ["GPU-a", "GPU-b", "GPU-gone"]);
+        assert_eq!(uuids(find_gpus_and_removed_ones(&object, "n", Some("1"))), ["GPU-b"]);
+        object.status = None;
+        assert_eq!(uuids(find_gpus_and_removed_ones(&object, "n", None)), ["GPU-a", "GPU-gone"]);
+        object.metadata.annotations = None;
+        assert!(find_gpus_and_removed_ones(&object, "n", None).is_err());
     }
 }

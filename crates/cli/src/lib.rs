@@ -73,15 +73,17 @@ pub enum Command {
     #[command(after_long_help = cordon::HELP_EXAMPLES)]
     Cordon(cordon::CordonArgs),
 
-    /// Make a GPU schedulable again and clear its recorded faults.
+    /// Make GPUs schedulable again, end their quiesce and clear their recorded faults.
+    ///
+    /// Without GPU, this includes GPUs of the node that were cordoned for another reason.
     Uncordon(cordon::UncordonArgs),
 
-    /// Cordon one GPU, evict its pods, and wait until it is free.
+    /// Cordon GPUs, evict their pods, and wait until they are free.
     ///
-    /// Evictions respect disruption budgets. The GPU stays cordoned, even if the drain fails or
+    /// Evictions respect disruption budgets. The GPUs stay cordoned, even if the drain fails or
     /// times out.
     ///
-    /// Exit status: 0 if the GPU is free, 1 on an error, 3 on a timeout.
+    /// Exit status: 0 if the GPUs are free, 1 on an error, 3 on a timeout.
     #[command(after_long_help = drain::HELP_EXAMPLES)]
     Drain(drain::DrainArgs),
 

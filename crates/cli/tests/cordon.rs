@@ -57,7 +57,9 @@ fn gpu_args() -> GpuArgs {
 }
 
 fn drain_args(force: bool, timeout: u64) -> DrainArgs {
-    DrainArgs { gpu: gpu_args(), reason: "fan".into(), grace: Some(5), timeout, force, quiesce: false }
+    let cluster = ClusterArgs::default();
+    let (node, gpu) = ("n".into(), Some("0".into()));
+    DrainArgs { node, gpu, cluster, reason: "fan".into(), grace: Some(5), timeout, force, quiesce: false }
 }
 
 fn pod(controlled: bool) -> Value {
@@ -147,4 +149,69 @@ async fn drain_of_a_free_gpu_ends_at_once() {
     answer_cordon(&mut server, &[]).await;
     answer_request(&mut server, 200, &node(&[])).await;
     assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::Free);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_is_quiesced_when_the_agent_reports_each_of_its_gpus_as_quiesced() {
+    let (client, mut server) = mock_client();
+    let args = DrainArgs { gpu: None, quiesce: true, ..drain_args(false, 0) };
+    let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
+    let two = |quiesced: &[bool]| {
+        let mut object = node(&[]);
+        let gpu = |(index, quiesced): (usize, Option<&bool>)| {
+            json!({"uuid": format!("GPU-{}", ["a", "b"][index]), "index": index, "model": "H100", "memoryMib": 1,
+                "sms": 1, "health": {"healthy": true},
+                "quiesce": quiesced.map(|quiesced| json!({"quiesced": quiesced, "message": "m"}))})
+        };
+        object["status"]["gpus"] = (0..2).map(|index| gpu((index, quiesced.get(index)))).collect();
+        object
+    };
+    answer_request(&mut server, 200, &two(&[])).await;
+    let (_, sent) = answer_request(&mut server, 200, &two(&[])).await;
+    assert_eq!(sent["metadata"]["annotations"], json!({CORDON_ANNOTATION: "GPU-a=fan,GPU-b=fan"}));
+    answer_request(&mut server, 200, &two(&[])).await;
+    answer_request(&mut server, 200, &two(&[])).await;
+    let (_, sent) = answer_request(&mut server, 200, &two(&[])).await;
+    assert_eq!(sent["metadata"]["annotations"], json!({"cleave.dev/quiesce": "GPU-a,GPU-b"}));
+    answer_request(&mut server, 200, &two(&[true, false])).await;
+    assert!(!draining.is_finished());
+    answer_request(&mut server, 200, &two(&[true, true])).await;
+    assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::Free);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pod_that_is_reported_after_the_gpu_seemed_to_be_free_is_evicted_too() {
+    let (client, mut server) = mock_client();
+    let args = DrainArgs { quiesce: true, ..drain_args(false, 0) };
+    let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
+    answer_cordon(&mut server, &[]).await;
+    answer_request(&mut server, 200, &node(&[])).await;
+    // The request for the quiesce.
+    answer_cordon(&mut server, &[]).await;
+    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    assert_eq!(answer_request(&mut server, 200, &pod(true)).await.0, "GET /api/v1/namespaces/ns/pods/p");
+    let (line, _) = answer_request(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
+    assert_eq!(line, "POST /api/v1/namespaces/ns/pods/p/eviction");
+    let mut quiesced = node(&[]);
+    quiesced["status"]["gpus"][0]["quiesce"] = json!({"quiesced": true, "message": "m"});
+    answer_request(&mut server, 200, &quiesced).await;
+    assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::Free);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gpu_that_is_free_at_the_timeout_is_quiesced_and_the_drain_times_out_afterwards() {
+    let (client, mut server) = mock_client();
+    let args = DrainArgs { quiesce: true, ..drain_args(true, 1) };
+    let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
+    answer_cordon(&mut server, &["ns/p"]).await;
+    answer_request(&mut server, 200, &node(&["ns/p"])).await;
+    answer_request(&mut server, 200, &pod(true)).await;
+    answer_request(&mut server, 201, &json!({"kind": "Status", "status": "Success"})).await;
+    // One second later, the pod has gone.
+    answer_request(&mut server, 200, &node(&[])).await;
+    answer_request(&mut server, 200, &node(&[])).await;
+    let (_, sent) = answer_request(&mut server, 200, &node(&[])).await;
+    assert_eq!(sent["metadata"]["annotations"], json!({"cleave.dev/quiesce": "GPU-a"}));
+    answer_request(&mut server, 200, &node(&[])).await;
+    assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::TimedOut);
 }

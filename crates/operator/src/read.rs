@@ -15,7 +15,8 @@ use std::sync::Arc;
 use cleave_api::cordon::{ClearedFaults, Cordons};
 use cleave_api::gpunode::GpuStatus;
 use cleave_api::names::{
-    CLEARED_ANNOTATION, CORDON_ANNOTATION, GPU_DEPLOY_LABEL_PREFIX, PAUSED_FOR_DRIVER_UPGRADE, QUIESCE_ANNOTATION,
+    CLEARED_ANNOTATION, CORDON_ANNOTATION, GPU_DEPLOY_LABEL_PREFIX, PAUSED_FOR_DRIVER_UPGRADE, PAUSED_FOR_MIG_CHANGE,
+    QUIESCE_ANNOTATION,
 };
 use cleave_api::{GpuNode, GpuNodeSpec, SharingPolicy};
 use cleave_plan::Quantity;
@@ -331,10 +332,11 @@ impl Node {
     }
 
     /// Returns whether a GPU must be quiesced: an administrator requests it, or the GPU Operator is
-    /// about to replace the node's driver.
+    /// about to replace the node's driver or to change MIG mode.
     pub fn is_quiesced(&self, uuid: &str) -> bool {
         let paused = |(name, value): (&String, &String)| {
-            name.starts_with(GPU_DEPLOY_LABEL_PREFIX) && value == PAUSED_FOR_DRIVER_UPGRADE
+            name.starts_with(GPU_DEPLOY_LABEL_PREFIX)
+                && matches!(value.as_str(), PAUSED_FOR_DRIVER_UPGRADE | PAUSED_FOR_MIG_CHANGE)
         };
         self.labels.iter().any(paused) || Cordons::read(self.annotation(QUIESCE_ANNOTATION)).0.contains_key(uuid)
     }

@@ -454,7 +454,7 @@ fn failed_and_refused_steps_are_reported_first() {
 }
 
 #[test]
-fn gpus_are_quiesced_by_annotation_and_all_of_a_node_by_the_driver_managers_labels() {
+fn gpus_are_quiesced_by_annotation_and_all_of_a_node_by_the_gpu_operators_labels() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     let states = |world: &TestCluster| -> Vec<(bool, bool)> {
         plan(&world.observed).nodes["n1"].gpus.iter().map(|spec| (spec.quiesced, spec.cordoned)).collect()
@@ -468,10 +468,12 @@ fn gpus_are_quiesced_by_annotation_and_all_of_a_node_by_the_driver_managers_labe
         let labels = &mut world.observed.nodes.get_mut("n1").unwrap().labels;
         labels.insert("nvidia.com/gpu.deploy.device-plugin".to_owned(), value.to_owned());
     };
-    label(&mut world, "paused-for-driver-upgrade");
-    assert_eq!(states(&world), [(true, true); 4]);
-    label(&mut world, "true");
-    assert_eq!(states(&world).iter().filter(|state| state.0).count(), 1, "the annotation alone");
+    for paused in ["paused-for-driver-upgrade", "paused-for-mig-change"] {
+        label(&mut world, paused);
+        assert_eq!(states(&world), [(true, true); 4], "{paused}");
+        label(&mut world, "true");
+        assert_eq!(states(&world).iter().filter(|state| state.0).count(), 1, "the annotation alone");
+    }
 }
 
 #[test]

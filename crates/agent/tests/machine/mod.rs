@@ -128,6 +128,39 @@ impl Machine {
         self.start_agent_as(self.command("cleave"), more);
     }
 
+    /// Starts the agent as the argument of another program, which must replace itself by the agent.
+    pub(crate) fn start_agent_under(&mut self, wrapper: &[&str]) {
+        let command = self.command_under(wrapper);
+        self.start_agent_as(command, &[]);
+    }
+
+    /// Starts the MPS host as [`Self::start_agent_under`] starts the agent.
+    pub(crate) fn start_mps_host_under(&mut self, wrapper: &[&str]) {
+        let command = self.command_under(wrapper);
+        self.start_mps_host_as(command);
+    }
+
+    fn command_under(&self, wrapper: &[&str]) -> Command {
+        let mut command = self.command(wrapper[0]);
+        command.args(&wrapper[1..]).arg(build_programs().join("cleave"));
+        command
+    }
+
+    /// Returns the PID of the last started agent.
+    pub(crate) fn agent_pid(&self) -> u32 {
+        self.agent.as_ref().unwrap().id()
+    }
+
+    /// Returns the PID of the MPS host.
+    pub(crate) fn mps_host_pid(&self) -> u32 {
+        self.host.as_ref().unwrap().id()
+    }
+
+    /// Returns the address of the last started agent's HTTP port.
+    pub(crate) fn agent_address(&self) -> std::net::SocketAddr {
+        ([127, 0, 0, 1], self.agent_port).into()
+    }
+
     /// Starts a second agent with additional arguments. [`Self::kill_first_agent`] kills the first
     /// agent.
     pub(crate) fn start_second_agent(&mut self, more: &[&str]) {
@@ -219,7 +252,10 @@ impl Machine {
 
     /// Starts the MPS host.
     pub(crate) fn start_mps_host(&mut self) {
-        let mut command = self.command("cleave");
+        self.start_mps_host_as(self.command("cleave"));
+    }
+
+    fn start_mps_host_as(&mut self, mut command: Command) {
         command.args(["mps-host", "--mps-control"]).arg(build_programs().join("nvidia-cuda-mps-control"));
         command.arg("--nvml-library").arg(&self.library).arg("--run-dir").arg(self.path("run"));
         self.host = Some(command.stdout(self.open_log("host.log")).stderr(self.open_log("host.log")).spawn().unwrap());

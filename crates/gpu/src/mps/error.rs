@@ -48,6 +48,9 @@ pub enum HostError {
         /// Why the exchange failed.
         source: io::Error,
     },
+    /// The kernel cannot report the end of a client.
+    #[error("failed to open a pidfd of this process. Cleave needs Linux 5.4 or newer")]
+    PidFd(#[source] io::Error),
     /// A system call for signals, inotify or standard output failed.
     #[error("a system call of the MPS host failed")]
     System(#[from] io::Error),

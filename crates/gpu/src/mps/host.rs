@@ -16,7 +16,7 @@ use super::compute_mode::SettableComputeMode;
 use super::context::{HostContext, HostOptions};
 pub use super::error::HostError;
 use super::files::{self, DesiredWatch};
-use super::process::Children;
+use super::process::{Children, PidFd};
 use super::reconciler::Reconciler;
 use super::socket;
 use super::wire::Paths;
@@ -58,6 +58,8 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
     let paths = Paths::new(&args.run_dir);
     let lock = files::prepare_run_directory(&paths)?;
     let max_descriptors = raise_descriptor_limit();
+    // Without pidfds, each client would count as ended at once.
+    PidFd::open(std::process::id()).map_err(HostError::PidFd)?;
     let options = build_host_options(args, subcommand)?;
     let context = Rc::new(HostContext::new(paths, options, Children::start()?, max_descriptors));
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);

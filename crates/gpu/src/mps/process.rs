@@ -14,6 +14,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, WaitStatus};
 use tokio::net::unix::pipe;
 use tokio::signal::unix::{SignalKind, signal};
@@ -148,9 +149,19 @@ fn to_kernel_pid(pid: u32) -> Option<Pid> {
 pub(crate) struct PidFd(OwnedFd);
 
 impl PidFd {
-    /// Opens a pidfd. Returns `None` if no such process exists, or the kernel refuses.
-    pub(crate) fn open(pid: u32) -> Option<Self> {
-        rustix::process::pidfd_open(to_kernel_pid(pid)?, PidfdFlags::NONBLOCK).ok().map(Self)
+    /// Opens a pidfd. Returns `None` if no such process exists.
+    ///
+    /// # Errors
+    /// Returns the kernel's error for any other reason: no descriptor is free, or the kernel is
+    /// older than Linux 5.3.
+    pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
+        let Some(pid) = to_kernel_pid(pid) else { return Ok(None) };
+        // Without `NONBLOCK`, which needs Linux 5.10: a pidfd is only polled, and never read.
+        match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(fd) => Ok(Some(Self(fd))),
+            Err(Errno::SRCH) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Returns whether the process has exited. Never waits.
@@ -169,5 +180,21 @@ impl PidFd {
     pub(crate) async fn wait_for_exit(&self, within: Duration) -> bool {
         let Ok(fd) = self.0.try_clone().and_then(async_fd) else { return self.has_exited() };
         timeout(within, fd.readable()).await.is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pidfd_is_of_a_process_that_exists() {
+        assert!(PidFd::open(std::process::id()).unwrap().is_some_and(|own| !own.has_exited()));
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pidfd = PidFd::open(child.id()).unwrap().expect("not reaped yet");
+        child.wait().unwrap();
+        assert!(pidfd.has_exited());
+        assert!(PidFd::open(child.id()).unwrap().is_none_or(|reused| !reused.has_exited()));
+        assert!(PidFd::open(u32::MAX).unwrap().is_none());
     }
 }

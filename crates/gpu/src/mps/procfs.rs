@@ -98,7 +98,7 @@ fn find_processes(pipe: &Path) -> Vec<(u32, PidFd)> {
     all_pids()
         .filter(|&pid| is_process_of_pipe(pid, pipe))
         // Check again with the pidfd open: the PID may have been reused after the first check.
-        .filter_map(|pid| Some((pid, PidFd::open(pid)?)))
+        .filter_map(|pid| Some((pid, PidFd::open(pid).ok()??)))
         .filter(|&(pid, _)| is_process_of_pipe(pid, pipe))
         .collect()
 }

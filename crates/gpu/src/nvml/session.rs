@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
 use std::ops::ControlFlow;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cleave_plan::topology::{PciePath, Topology};
 use cleave_plan::units::{Mebibytes, Sms};
@@ -32,6 +32,9 @@ pub struct Nvml {
     inner: nvml_wrapper::Nvml,
     /// Last known index of each GPU, by UUID.
     indices: Mutex<BTreeMap<String, u32>>,
+    /// Descriptions that this session has read, by UUID. Most properties do not change while the
+    /// driver is loaded, and reading them takes more time than all others.
+    descriptions: Mutex<BTreeMap<String, Gpu>>,
 }
 
 impl Nvml {
@@ -49,7 +52,7 @@ impl Nvml {
             ));
         };
         match nvml_wrapper::Nvml::builder().lib_path(path).flags(InitFlags::NO_GPUS).init() {
-            Ok(inner) => Ok(Self { inner, indices: Mutex::default() }),
+            Ok(inner) => Ok(Self { inner, indices: Mutex::default(), descriptions: Mutex::default() }),
             Err(Code::LibloadingError(_)) if found.is_none() => Err(NvmlError::NoLibrary(format!(
                 "the usual driver directories and the dynamic loader's path for {}",
                 find::LIBRARY_NAME
@@ -61,7 +64,7 @@ impl Nvml {
     /// Finds a GPU or MIG device by UUID. Uses the last known index of a GPU, because a search by
     /// UUID accesses other GPUs, and one of them may hang.
     fn find_device(&self, uuid: &str) -> Result<Device<'_>, NvmlError> {
-        let index = self.indices.lock().unwrap_or_else(PoisonError::into_inner).get(uuid).copied();
+        let index = lock(&self.indices).get(uuid).copied();
         if let Some(index) = index {
             match self.device_at(index) {
                 Ok(device) if device.uuid().is_ok_and(|found| found == uuid) => return Ok(device),
@@ -83,8 +86,28 @@ impl Nvml {
         })
     }
 
+    /// Describes a GPU. Reads what can change each time, and all other properties once.
     fn describe_gpu(&self, device: &Device<'_>, index: u32) -> Result<Gpu, NvmlError> {
         let uuid = device.uuid().map_err(|code| NvmlError::of("nvmlDeviceGetUUID", code))?;
+        let known = lock(&self.descriptions).get(&uuid).filter(|known| known.index == index).cloned();
+        let mig = read_mig(&self.inner, device, known.as_ref().and_then(|known| known.mig.as_ref()))?;
+        let memory = Mebibytes::from_bytes(cuda_memory(&self.inner, device)?);
+        let described = match known {
+            Some(known) => Gpu { memory, mig, ..known },
+            None => Self::read_constant_properties(device, index, uuid, mig, memory)?,
+        };
+        lock(&self.descriptions).insert(described.uuid.clone(), described.clone());
+        Ok(described)
+    }
+
+    /// Reads the properties that do not change while the driver is loaded.
+    fn read_constant_properties(
+        device: &Device<'_>,
+        index: u32,
+        uuid: String,
+        mig: Option<MigState>,
+        memory: Mebibytes,
+    ) -> Result<Gpu, NvmlError> {
         let capability = device
             .cuda_compute_capability()
             .map_err(|code| NvmlError::of("nvmlDeviceGetCudaComputeCapability", code))?;
@@ -93,7 +116,6 @@ impl Nvml {
             .pci_info()
             .map(|info| sysfs_bus_id(&info.bus_id))
             .map_err(|code| NvmlError::of("nvmlDeviceGetPciInfo", code))?;
-        let mig = read_mig(&self.inner, device)?;
         let cores = if_supported("nvmlDeviceGetNumGpuCores", device.num_cores())?;
         let sms = match cores {
             Some(cores) => Sms(cores / cores_per_sm(compute_capability)),
@@ -104,7 +126,7 @@ impl Nvml {
             index,
             minor: if_supported("nvmlDeviceGetMinorNumber", device.minor_number())?.unwrap_or(index),
             model: device.name().map_err(|code| NvmlError::of("nvmlDeviceGetName", code))?,
-            memory: Mebibytes::from_bytes(cuda_memory(&self.inner, device)?),
+            memory,
             sms,
             numa: numa_node(&pci).or_else(|| device.numa_node_id().ok()),
             pci,
@@ -145,7 +167,7 @@ impl Gpus for Nvml {
 
     fn gpu_at(&self, index: u32) -> Result<Gpu, NvmlError> {
         let gpu = self.describe_gpu(&self.device_at(index)?, index)?;
-        self.indices.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu.uuid.clone(), index);
+        lock(&self.indices).insert(gpu.uuid.clone(), index);
         Ok(gpu)
     }
 
@@ -275,6 +297,10 @@ impl Gpus for Nvml {
     }
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Returns the recovery action that the driver requests. Returns `None` if the driver is too old to
 /// report one or reports an unknown one.
 fn read_requested_recovery(device: &Device<'_>) -> Result<Option<RecoveryAction>, NvmlError> {
@@ -301,10 +327,20 @@ const fn parse_recovery_action(action: u64) -> Option<RecoveryAction> {
     }
 }
 
-fn read_mig(nvml: &nvml_wrapper::Nvml, device: &Device<'_>) -> Result<Option<MigState>, NvmlError> {
+/// Reads the state of MIG. Uses the known profiles while MIG mode does not change: reading them
+/// takes dozens of calls.
+fn read_mig(
+    nvml: &nvml_wrapper::Nvml,
+    device: &Device<'_>,
+    known: Option<&MigState>,
+) -> Result<Option<MigState>, NvmlError> {
     let Some(mode) = if_supported("nvmlDeviceGetMigMode", device.mig_mode())? else { return Ok(None) };
     let enabled = mode.current == 1;
-    let profiles = sys::mig_profiles(nvml, device)?;
+    let known = known.filter(|known| known.enabled == enabled && !known.profiles.is_empty());
+    let profiles = match known {
+        Some(known) => known.profiles.clone(),
+        None => sys::mig_profiles(nvml, device)?,
+    };
     let instances = if enabled { sys::mig_instances(nvml, device, &profiles)? } else { Vec::new() };
     Ok(Some(MigState {
         enabled,

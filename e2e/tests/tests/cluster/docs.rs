@@ -107,7 +107,7 @@ impl<'a> Cleanup<'a> {
     }
 
     fn remove(&self) {
-        let uncordoned = json!({"metadata": {"annotations": {"cleave.dev/cordon": null}}});
+        let uncordoned = json!({"metadata": {"annotations": {"cleave.dev/cordon": null, "cleave.dev/quiesce": null}}});
         let results = [
             kubectl(&["delete", "sharingpolicy", "ten-shares", "--ignore-not-found"]).map(drop),
             delete_demo(self.0),

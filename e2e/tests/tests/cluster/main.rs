@@ -21,6 +21,7 @@ mod network;
 mod operators;
 mod policies;
 mod preemption;
+mod quiesce;
 mod reboot;
 mod restarts;
 mod shares;

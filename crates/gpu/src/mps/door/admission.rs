@@ -150,9 +150,23 @@ impl Door {
 
     /// Admits a client as soon as possible. Returns the reason if the client is refused.
     async fn admit_when_possible(&self, client: &Socket, who: Credentials) -> Option<Refusal> {
-        // From here on the pidfd refers to this process, even if it exits.
-        let mut pidfd = PidFd::open(who.pid);
         let waiting = CountedConnection::new(self);
+        // From here on the pidfd refers to this process, even if it exits.
+        let mut pidfd = loop {
+            match PidFd::open(who.pid) {
+                Ok(pidfd) => break pidfd,
+                // A client without a pidfd would count as ended, and have no limits of clients.
+                Err(error) => {
+                    tracing::warn!(allocation = self.id, pid = who.pid, %error, "failed to open a pidfd; the client waits");
+                    waiting.begin_connection();
+                    tokio::select! {
+                        () = self.closed.cancelled() => return None,
+                        () = client.wait_until_closed_or_readable() => return None,
+                        () = sleep(ADMISSION_RETRY_DELAY) => {}
+                    }
+                }
+            }
+        };
         loop {
             let mut phase = self.device.phase();
             let is_open = phase.borrow().is_open();

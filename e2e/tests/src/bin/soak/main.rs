@@ -1,5 +1,6 @@
 //! Runs pod churn and component failures for a given time, and checks Cleave's promises throughout.
-//! At the end it checks for leftover objects on the nodes and for programs with growing memory.
+//! At the end it checks for leftover objects on the nodes, and for programs with growing memory or
+//! with more memory than their goal.
 //!
 //! `make soak MINUTES=30 SEED=1` starts a cluster of two nodes with four GPUs each and runs this
 //! program. The seed determines all random choices; their effects depend on timing.
@@ -105,15 +106,18 @@ fn main() -> Result<()> {
     println!("{}; {}", tracker.summary(), chaos.summary());
     println!("resident KiB at the start, in the middle, at the end: {}", resources::format_memory_over_time(&memory));
     let grown = resources::grown_programs(&memory);
+    let above = resources::programs_above_goal(&memory);
     println!(
-        "soak: {minutes} minutes, seed {seed}: {} broken promises, {} kinds of leftovers, {} programs with growing memory",
+        "soak: {minutes} minutes, seed {seed}: {} broken promises, {} kinds of leftovers, {} programs with growing memory, {} above their goal",
         tracker.violations.len(),
         left.len(),
-        grown.len()
+        grown.len(),
+        above.len()
     );
     ensure!(tracker.violations.is_empty(), "{:#?}", tracker.violations);
     ensure!(left.is_empty(), "leftovers on the nodes: {left:#?}");
     ensure!(grown.is_empty(), "programs with growing memory: {grown:#?}");
+    ensure!(above.is_empty(), "programs above their memory goal: {above:#?}");
     Ok(())
 }
 

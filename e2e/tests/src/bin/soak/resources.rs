@@ -10,13 +10,23 @@ use crate::common::{DYNAMIC_NODE, SHARES_NODE};
 /// Counts of objects that are created and deleted with pods, by node and kind.
 pub(crate) struct ObjectCounts(BTreeMap<(&'static str, String), u64>);
 
-/// Prints one line `KIND COUNT` for each kind of object.
-const COUNT_SCRIPT: &str = r"
+/// What is counted on all nodes together, because an operator's pod may move to the other node.
+const OPERATOR_CONTAINERS: &str = "operator-containers";
+/// Name under which [`OPERATOR_CONTAINERS`] are counted instead of a node's.
+const ALL_NODES: &str = "all nodes";
+
+/// Prints one line `KIND COUNT` for each kind of object. A container and a sandbox are one
+/// directory each.
+const COUNT_SCRIPT: &str = r#"
+tasks=/run/containerd/io.containerd.runtime.v2.task/k8s.io
+all=$(ls $tasks 2>/dev/null | wc -l)
+operator=$(grep -ls '"io.kubernetes.cri.sandbox-name":"cleave-operator-' $tasks/*/config.json | wc -l)
 echo clients $(grep -lz '^cleave-client' /proc/[0-9]*/cmdline 2>/dev/null | wc -l)
 echo directories $(ls /run/cleave/alloc 2>/dev/null | wc -l)
 echo mounts $(grep -c /run/cleave/alloc /proc/mounts)
-echo containers $(ls /run/containerd/io.containerd.runtime.v2.task/k8s.io 2>/dev/null | wc -l)
-";
+echo containers $((all - operator))
+echo operator-containers $operator
+"#;
 
 impl ObjectCounts {
     /// Counts the objects on all nodes.
@@ -25,7 +35,9 @@ impl ObjectCounts {
         for node in [SHARES_NODE, DYNAMIC_NODE] {
             for line in on_node(node, &["sh", "-c", COUNT_SCRIPT])?.lines() {
                 let (kind, count) = line.split_once(' ').with_context(|| format!("{line:?}"))?;
-                counts.insert((node, kind.to_owned()), count.trim().parse().with_context(|| format!("{line:?}"))?);
+                let count: u64 = count.trim().parse().with_context(|| format!("{line:?}"))?;
+                let node = if kind == OPERATOR_CONTAINERS { ALL_NODES } else { node };
+                *counts.entry((node, kind.to_owned())).or_default() += count;
             }
         }
         Ok(Self(counts))
@@ -87,6 +99,19 @@ pub(crate) fn format_memory_over_time(memory: &[Memory]) -> String {
 /// retain this much after a burst.
 const MAX_GROWTH_KIB: u64 = 4096;
 
+/// Maximum resident memory of each program at the end of the run, in KiB.
+const MEMORY_GOALS_KIB: [(&str, u64); 3] = [("agent", 12 << 10), ("mps-host", 4 << 10), ("operator", 25 << 10)];
+
+/// Describes the programs that have more than their goal at the end of the run.
+pub(crate) fn programs_above_goal(memory: &[Memory]) -> Vec<String> {
+    let Some(last) = memory.last() else { return Vec::new() };
+    let above = |((node, program), now): (&(&'static str, String), &u64)| {
+        let (_, goal) = MEMORY_GOALS_KIB.into_iter().find(|(name, _)| name == program)?;
+        (*now > goal).then(|| format!("{program} of {node}: {now} KiB, goal {goal}"))
+    };
+    last.iter().filter_map(above).collect()
+}
+
 /// Describes the programs whose memory grew by more than [`MAX_GROWTH_KIB`] in the second half of
 /// the run.
 pub(crate) fn grown_programs(memory: &[Memory]) -> Vec<String> {
@@ -97,4 +122,34 @@ pub(crate) fn grown_programs(memory: &[Memory]) -> Vec<String> {
             .then(|| format!("{} of {}: {was} KiB in the middle, {now} at the end", of.1, of.0))
     };
     last.iter().filter_map(more).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts(of: &[(&'static str, &str, u64)]) -> ObjectCounts {
+        ObjectCounts(of.iter().map(|(node, kind, count)| ((*node, (*kind).to_owned()), *count)).collect())
+    }
+
+    #[test]
+    fn an_operator_that_moves_to_another_node_leaves_nothing_behind_and_another_container_does() {
+        let before = counts(&[("node2", "containers", 4), (ALL_NODES, OPERATOR_CONTAINERS, 4)]);
+        assert_eq!(remaining_objects(&before, &before), Vec::<String>::new());
+        let after = counts(&[("node2", "containers", 6), (ALL_NODES, OPERATOR_CONTAINERS, 6)]);
+        let expected = ["operator-containers on all nodes: 4 before, 6 now", "containers on node2: 4 before, 6 now"];
+        assert_eq!(remaining_objects(&before, &after), expected);
+    }
+
+    #[test]
+    fn memory_above_a_goal_at_the_end_is_reported() {
+        let memory = |agent, host| {
+            Memory::from([(("node1", "agent".to_owned()), agent), (("node1", "mps-host".to_owned()), host)])
+        };
+        let over_time = [memory(20_000, 4096), memory(12 << 10, 4096)];
+        assert_eq!(programs_above_goal(&over_time), Vec::<String>::new(), "the goal is met at the end");
+        let over_time = [memory(1, 1), memory((12 << 10) + 1, 4097)];
+        let expected = ["agent of node1: 12289 KiB, goal 12288", "mps-host of node1: 4097 KiB, goal 4096"];
+        assert_eq!(programs_above_goal(&over_time), expected);
+    }
 }

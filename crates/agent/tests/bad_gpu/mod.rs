@@ -1,0 +1,188 @@
+//! Tests nodes of eight GPUs of which one is bad: the other seven serve without a gap.
+use std::collections::BTreeSet;
+use std::process::{Child, Stdio};
+use std::sync::{Arc, Mutex};
+
+use cleave_api::GpuNodeStatus;
+use cleave_kubelet::fake::FakeKubeletState;
+use tokio::task::JoinHandle;
+
+use crate::machine::{MPS_RESOURCE, Machine, container_devices, kill_child, mps_spec, share_ids};
+
+const GPUS: usize = 8;
+const SHARES_PER_GPU: u32 = 10;
+/// The bad GPU, in the middle.
+const BAD: usize = 3;
+/// The bad GPU, as an argument of `simgpu`.
+const BAD_INDEX: &str = "3";
+/// Rounds of new pods on each of the other GPUs while one is bad.
+const ROUNDS: u32 = 3;
+
+/// A node, a program that computes on each of seven GPUs, and a watch of their shares.
+struct SevenGpus {
+    machine: Machine,
+    good: Vec<String>,
+    programs: Vec<Child>,
+    watching: JoinHandle<()>,
+    gaps: Arc<Mutex<BTreeSet<String>>>,
+}
+
+/// A node of eight GPUs on which nothing runs yet.
+fn node_of_eight() -> Machine {
+    let machine = Machine::new(&["8xH200"]);
+    machine.set_spec("first", machine.uuids.iter().map(|gpu| mps_spec(gpu, SHARES_PER_GPU)).collect());
+    machine
+}
+
+fn good_gpus(machine: &Machine) -> Vec<String> {
+    machine.uuids.iter().enumerate().filter(|(index, _)| *index != BAD).map(|(_, uuid)| uuid.clone()).collect()
+}
+
+/// Returns the GPUs of which not all shares are Healthy.
+fn incomplete<'a>(seen: &FakeKubeletState, gpus: &'a [String]) -> Vec<&'a String> {
+    let healthy = seen.endpoints.get(MPS_RESOURCE).map(|endpoint| endpoint.healthy_ids()).unwrap_or_default();
+    let count = |gpu: &String| healthy.iter().filter(|id| id.starts_with(gpu.as_str())).count();
+    gpus.iter().filter(|gpu| count(gpu) != SHARES_PER_GPU as usize).collect()
+}
+
+impl SevenGpus {
+    /// Waits until the good GPUs serve, starts the programs on them, and begins to watch.
+    async fn start(machine: Machine) -> Self {
+        let good = good_gpus(&machine);
+        machine.wait_for_view("seven GPUs serve", |seen| incomplete(seen, &good).is_empty()).await;
+        let (mut programs, mut rows) = (Vec::new(), Vec::new());
+        for gpu in &good {
+            let ids = share_ids(gpu, [0, 1]);
+            let texts: Vec<&str> = ids.iter().map(String::as_str).collect();
+            let given = machine.kubelet.allocate(MPS_RESOURCE, &texts).await.unwrap();
+            machine.kubelet.pre_start(MPS_RESOURCE, &texts).await.unwrap();
+            let mut command = machine.container_command(&given);
+            programs
+                .push(command.args(["--kernel-ms", "5", "--busy", "forever"]).stdout(Stdio::null()).spawn().unwrap());
+            rows.push(container_devices(gpu, MPS_RESOURCE, &ids));
+        }
+        machine.pods.set_devices(&rows);
+        let gaps = Arc::new(Mutex::new(BTreeSet::new()));
+        let (mut state, found, gpus) = (machine.kubelet.state(), Arc::clone(&gaps), good.clone());
+        let watching = tokio::spawn(async move {
+            loop {
+                let missing: Vec<String> = incomplete(&state.borrow_and_update(), &gpus).into_iter().cloned().collect();
+                found.lock().unwrap().extend(missing);
+                if state.changed().await.is_err() {
+                    return;
+                }
+            }
+        });
+        Self { machine, good, programs, watching, gaps }
+    }
+
+    /// Starts a pod on each of the good GPUs, several times. Checks that each gets its GPU.
+    async fn check_new_pods(&self, what: &str) {
+        for round in 0..ROUNDS {
+            for gpu in &self.good {
+                let ids = share_ids(gpu, [2 + round]);
+                let given = self.machine.kubelet.allocate(MPS_RESOURCE, &[&ids[0]]).await.unwrap();
+                self.machine.kubelet.pre_start(MPS_RESOURCE, &[&ids[0]]).await.unwrap();
+                let seen = self.machine.run_client(&given, &[]);
+                assert_eq!(seen["uuid"].as_str(), Some(gpu.as_str()), "{what}, round {round}: {seen}");
+            }
+        }
+    }
+
+    async fn wait_until_bad_is(&self, reason: &str) {
+        let bad = self.machine.uuids[BAD].clone();
+        let is = |status: &GpuNodeStatus| {
+            status.gpus.iter().any(|gpu| gpu.uuid == bad && gpu.health.reason == reason && !gpu.health.healthy)
+        };
+        self.machine.wait_for_status(&format!("the bad GPU is {reason}"), is).await;
+        let none = |seen: &FakeKubeletState| {
+            seen.endpoints[MPS_RESOURCE].healthy_ids().iter().all(|id| !id.starts_with(bad.as_str()))
+        };
+        self.machine.wait_for_view("the bad GPU's shares are Unhealthy", none).await;
+    }
+
+    /// Checks that no good GPU had a gap and that its programs still compute.
+    async fn check_no_gap(mut self) -> Machine {
+        for program in &mut self.programs {
+            assert_eq!(program.try_wait().unwrap(), None, "a program on a good GPU has ended");
+            kill_child(program);
+        }
+        self.watching.abort();
+        let _ = self.watching.await;
+        assert_eq!(*self.gaps.lock().unwrap(), BTreeSet::new(), "GPUs with Unhealthy shares");
+        self.machine
+    }
+}
+
+#[tokio::test]
+async fn seven_gpus_serve_without_a_gap_while_one_hangs_is_lost_and_repeats_xids() {
+    let mut machine = node_of_eight();
+    machine.start_mps_host();
+    machine.start_agent(&[]);
+    let seven = SevenGpus::start(machine).await;
+    let simgpu = |arguments: &[&str]| drop(seven.machine.simgpu(arguments));
+
+    simgpu(&["hang", "nvmlDevice*", "--gpu", BAD_INDEX]);
+    seven.check_new_pods("one GPU hangs").await;
+    seven.wait_until_bad_is("GpuUnreachable").await;
+    seven.check_new_pods("one GPU has hung").await;
+    simgpu(&["clear"]);
+    let all = |seen: &FakeKubeletState| incomplete(seen, &seven.machine.uuids).is_empty();
+    seven.machine.wait_for_view("the GPU has recovered", all).await;
+
+    simgpu(&["lose", BAD_INDEX]);
+    simgpu(&["xid", BAD_INDEX, "79"]);
+    seven.wait_until_bad_is("GpuLost").await;
+    seven.check_new_pods("one GPU is lost").await;
+    simgpu(&["restore", BAD_INDEX]);
+    seven.machine.wait_for_view("the GPU has recovered", all).await;
+
+    let looping = async {
+        for _ in 0..200 {
+            simgpu(&["xid", BAD_INDEX, "48"]);
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::join!(looping, seven.check_new_pods("one GPU repeats XIDs"));
+    seven.wait_until_bad_is("ResetRequired").await;
+    seven.check_no_gap().await;
+}
+
+#[tokio::test]
+async fn seven_gpus_serve_while_one_cannot_be_described_from_the_start() {
+    let mut machine = node_of_eight();
+    machine.simgpu(&["fail", "nvmlDeviceGetName", "--gpu", BAD_INDEX]);
+    machine.start_mps_host();
+    machine.start_agent(&[]);
+    let seven = SevenGpus::start(machine).await;
+    seven.check_new_pods("one GPU cannot be described").await;
+    let reported = |status: &GpuNodeStatus| {
+        status.conditions.iter().any(|condition| {
+            (condition.type_.as_str(), condition.reason.as_str()) == ("GpusHealthy", "GpuUnhealthy")
+                && condition.message.contains("GPU 3")
+        })
+    };
+    seven.machine.wait_for_status("the GPU is reported by its index", reported).await;
+    let machine = seven.check_no_gap().await;
+    machine.simgpu(&["clear"]);
+    machine.wait_for_healthy(MPS_RESOURCE, GPUS * SHARES_PER_GPU as usize).await;
+}
+
+#[tokio::test]
+async fn seven_gpus_serve_after_a_reboot_without_the_eighth() {
+    let mut machine = node_of_eight();
+    machine.start_mps_host();
+    machine.start_agent(&[]);
+    machine.wait_for_healthy(MPS_RESOURCE, GPUS * SHARES_PER_GPU as usize).await;
+    machine.reboot();
+    machine.simgpu(&["lose", BAD_INDEX]);
+    machine.start_mps_host();
+    machine.start_agent(&[]);
+    let seven = SevenGpus::start(machine).await;
+    seven.check_new_pods("one GPU is gone after a reboot").await;
+    let machine = seven.check_no_gap().await;
+    let reported = |status: &GpuNodeStatus| {
+        status.conditions.iter().any(|condition| condition.type_ == "GpusHealthy" && condition.status == "False")
+    };
+    machine.wait_for_status("the missing GPU is reported", reported).await;
+}
