@@ -4,8 +4,8 @@ use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
 
 /// The commands that people run.
-const USER_COMMANDS: [&str; 10] =
-    ["status", "explain", "plan", "simulate", "cordon", "uncordon", "drain", "crds", "preflight", "doctor"];
+const USER_COMMANDS: [&str; 11] =
+    ["status", "explain", "plan", "simulate", "cordon", "uncordon", "drain", "crds", "preflight", "migrate", "doctor"];
 /// The components of the cluster.
 const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
 /// The exit status of a malformed command line.
