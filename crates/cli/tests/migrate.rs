@@ -128,6 +128,24 @@ fn the_order_of_files_does_not_change_policies() {
     assert!(one.policies.contains("units: 10") && one.policies.contains("3g.40gb"), "{}", one.policies);
 }
 
+/// The report's command changes requests, and nothing that only starts like them.
+#[test]
+fn the_sed_command_renames_requests() {
+    let config = "version: v1\nsharing: {mps: {resources: [{name: nvidia.com/gpu, replicas: 10}]}}\n";
+    let report = translate(&[("input.yaml", config)]).unwrap().report;
+    let command = report.lines().map(str::trim).find(|line| line.starts_with("sed -E -i ")).expect("a command");
+    let script = command.split('\'').nth(1).expect("a script in quotes");
+    let manifest = "nvidia.com/gpu: 1\n\"nvidia.com/gpu\": 1, 'nvidia.com/gpu' : 2\nrequests.nvidia.com/gpu: 4\n\
+                    nvidia.com/gpu.product: A100\nkey: nvidia.com/gpu\nnvidia.com/gpumem: 3\n";
+    let expected = "nvidia.com/gpu-mps: 1\n\"nvidia.com/gpu-mps\": 1, 'nvidia.com/gpu' : 2\n\
+                    requests.nvidia.com/gpu-mps: 4\nnvidia.com/gpu.product: A100\nkey: nvidia.com/gpu\nnvidia.com/gpumem: 3\n";
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("manifest.yaml");
+    std::fs::write(&file, manifest).unwrap();
+    let output = std::process::Command::new("sed").args(["-E", script]).arg(&file).output().unwrap();
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), expected, "{script}");
+}
+
 /// Each entry is an input, and a part of the error.
 #[test]
 fn errors_name_the_setting() {
@@ -161,14 +179,14 @@ fn errors_name_the_setting() {
         (mig("{devices: all, mig-enabled: true, mig-devices: {huge: 1}}"), "mig.layout is \"huge\""),
         (mig("{devices: all, mig-enabled: true, mig-devices: {1g.5gb: many}}"), "must be a number of instances"),
         (mig("{devices: [1], mig-enabled: false}, {devices: [0, 1], mig-enabled: false}"), "describes GPU 1 twice"),
-        (mig("{device-filter: A100, devices: all, mig-enabled: false}"), "which is not a PCI device id"),
+        (mig("{device-filter: Tesla, devices: all, mig-enabled: false}"), "which is not a PCI device id"),
         ("kind: ConfigMap\nmetadata: {name: x}\ndata: {a: '{'}\n".to_owned(), "ConfigMap x, a: not valid YAML"),
         (
             "kind: ClusterPolicy\nmetadata: {name: c}\nspec: {devicePlugin: {config: {default: gone}}}\n".to_owned(),
             "the default configuration gone is not in the input",
         ),
         ("gpuPartitioner: {batchWindowIdleSeconds: soon}\n".to_owned(), "batchWindowIdleSeconds is \"soon\""),
-        ("gpuPartitioner: {batchWindowIdleSeconds: 4000000000}\n".to_owned(), "dynamic.idle"),
+        ("gpuPartitioner: {batchWindowIdleSeconds: 4000000000}\n".to_owned(), "it must be at most 999999"),
         (
             "gpuPartitioner: {batchWindowIdleSeconds: 60, batchWindowTimeoutSeconds: 10}\n".to_owned(),
             "dynamic.timeout must not be shorter than dynamic.idle",
@@ -182,6 +200,7 @@ fn errors_name_the_setting() {
                 .to_owned(),
             "it must be a number, at least 2",
         ),
+        (mig("{devices: all, mig-enabled: false}").replace("x:", "two words:"), "cannot be the value of a node label"),
         ("devicePlugin: {deviceSplitCount: ten}\n".to_owned(), "deviceSplitCount is \"ten\""),
         ("nodeconfig: [{name: a}, {name: a}]\n".to_owned(), "node a is described twice"),
         ("kind: Pod\nmetadata: {name: p}\nspec: {containers: 1}\n".to_owned(), "Pod default/p is malformed"),

@@ -42,6 +42,11 @@ impl Section {
         self.keys.get(key).is_some_and(|value| !value.is_null())
     }
 
+    /// Returns a value without taking it.
+    pub(super) fn value(&self, key: &str) -> Option<&Value> {
+        self.keys.get(key)
+    }
+
     fn path_of(&self, key: &str) -> String {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
@@ -145,9 +150,14 @@ impl Section {
 
     /// Takes keys that have no effect on how GPUs are shared, and reports them.
     pub(super) fn drop_keys(&mut self, known: &[(&str, &str)], notes: &mut Notes) {
+        self.take_keys(Outcome::Dropped, known, notes);
+    }
+
+    /// Takes keys, and reports all with one outcome.
+    pub(super) fn take_keys(&mut self, outcome: Outcome, known: &[(&str, &str)], notes: &mut Notes) {
         for (key, reason) in known {
             if let Some((place, _)) = self.take(key) {
-                notes.dropped(place, *reason);
+                notes.add(place, outcome, *reason);
             }
         }
     }

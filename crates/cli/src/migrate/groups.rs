@@ -23,6 +23,8 @@ const HOSTNAME: &str = "kubernetes.io/hostname";
 pub(super) struct Group {
     /// Name of the group's policies.
     pub(super) name: String,
+    /// How the report names the nodes.
+    pub(super) nodes: String,
     /// Labels of the nodes today, by which pods select them. Empty for nodes without a label.
     pub(super) labels: Labels,
     /// `nodeSelector` of the policies. Empty to select all nodes.
@@ -81,6 +83,11 @@ pub(super) fn build(input: &Input, notes: &mut Notes) -> Vec<Group> {
     groups.extend(gke_groups(&input.pools, notes));
     groups.extend(input.hami.iter().flat_map(hami_groups));
     add_whole_rules(&mut groups);
+    if let [only] = groups.as_mut_slice()
+        && only.labels.is_empty()
+    {
+        only.nodes = "All nodes".to_owned();
+    }
     groups
 }
 
@@ -109,7 +116,11 @@ fn keys_of_nodes(input: &Input, notes: &mut Notes) -> BTreeSet<ConfigNames> {
             None
         };
         let plugin = named(PLUGIN_LABEL, &|name| input.plugin.contains_key(name));
-        keys.insert((plugin, named(MIG_LABEL, &|name| input.mig.contains_key(name))));
+        let mig = named(MIG_LABEL, &|name| input.mig.contains_key(name));
+        // NVIDIA's plugin does not start on a node whose label names no configuration.
+        if plugin.is_some() || input.plugin.is_empty() || !node.labels.contains_key(PLUGIN_LABEL) {
+            keys.insert((plugin, mig));
+        }
     }
     for (label, name) in missing {
         notes.decide(
@@ -169,6 +180,13 @@ fn nvidia_group(input: &Input, (plugin, mig): ConfigNames, notes: &mut Notes) ->
     };
     let strategy = config.mig_strategy.or(input.mig_strategy);
     let source = group_name(&labels);
+    if strategy.is_none() && mig_rules.into_iter().flatten().any(|rule| rule.state != MigState::Off) {
+        notes.decide(
+            Place { source: source.clone(), setting: "migStrategy".to_owned(), value: String::new() },
+            "The input does not say how NVIDIA's plugin names instances. With single, the default of the GPU Operator, \
+             pods request nvidia.com/gpu, and have to request nvidia.com/mig-<profile> instead.",
+        );
+    }
     let mut rules = Vec::new();
     for rule in mig_rules.into_iter().flatten() {
         rules.push(mig_rule(rule, config, strategy, &source, notes));
@@ -182,11 +200,11 @@ fn nvidia_group(input: &Input, (plugin, mig): ConfigNames, notes: &mut Notes) ->
             report_unknown_instances(sharing, &source, notes);
         }
     }
-    Group { name, selector: labels.clone(), labels, rules, hami: None }
+    Group { name, nodes: source, selector: labels.clone(), labels, rules, hami: None }
 }
 
 /// Returns how a report names the nodes with these labels.
-pub(super) fn group_name(labels: &Labels) -> String {
+fn group_name(labels: &Labels) -> String {
     if labels.is_empty() {
         return "Nodes without a label of another configuration".to_owned();
     }
@@ -265,13 +283,6 @@ fn mig_rule(
              instance for each pod.",
         );
     }
-    if strategy.is_none() {
-        notes.decide(
-            Place { source: source.to_owned(), setting: "migStrategy".to_owned(), value: String::new() },
-            "The input does not say how NVIDIA's plugin names instances. With single, the default of the GPU Operator, \
-             pods request nvidia.com/gpu, and have to request nvidia.com/mig-<profile> instead.",
-        );
-    }
     let base = |profile: &str| if single { GPU.to_owned() } else { cleave_api::names::mig_resource(profile) };
     let sharing = config.sharing.as_ref();
     let counts: BTreeSet<Option<u32>> = profiles
@@ -338,6 +349,7 @@ fn nos_groups(input: &Input, notes: &mut Notes) -> Vec<Group> {
         let labels = Labels::from([(nos::LABEL.to_owned(), word)]);
         groups.push(Group {
             name: format!("nos-{}", partitioning.word()),
+            nodes: group_name(&labels),
             selector: labels.clone(),
             labels,
             rules: vec![Rule::all(share)],
@@ -388,6 +400,7 @@ fn gke_groups(pools: &BTreeSet<Pool>, notes: &mut Notes) -> Vec<Group> {
         let refuses_above_one = pool.shared.is_some_and(|(strategy, _)| strategy == gke::Strategy::TimeSharing);
         groups.push(Group {
             name: if pool.name.is_empty() { "gke-gpus".to_owned() } else { pool.name.clone() },
+            nodes: source,
             labels: pool.labels.clone(),
             selector,
             rules: share.map(|share| Rule { refuses_above_one, ..Rule::all(share) }).into_iter().collect(),
@@ -401,6 +414,7 @@ fn hami_groups(config: &HamiConfig) -> Vec<Group> {
     let labels = config.node_selector.clone().unwrap_or_else(|| Labels::from([("gpu".to_owned(), "on".to_owned())]));
     let group = |name: String, labels: Labels, share| Group {
         name,
+        nodes: group_name(&labels),
         selector: labels.clone(),
         labels,
         rules: vec![Rule { name: config.names.count.clone(), ..Rule::all(share) }],

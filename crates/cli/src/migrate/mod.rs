@@ -17,6 +17,8 @@ mod preview;
 mod read;
 mod report;
 mod sources;
+#[cfg(test)]
+mod tests;
 mod text;
 mod yaml;
 
@@ -107,6 +109,9 @@ struct Migration {
     values_files: Vec<&'static str>,
     /// Resources that pods must request by another name.
     renames: Vec<Rename>,
+    /// Whether the input configures HAMi, whose requests consist of several resources.
+    #[serde(skip)]
+    from_hami: bool,
     /// What each pod gets, if it was requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pods: Option<Vec<PodPreview>>,
@@ -169,6 +174,7 @@ fn migrate(documents: Vec<Document>, preview: bool) -> Result<Migration> {
     let nested_values = notes.nested_values();
     Ok(Migration {
         renames: plan.renames(),
+        from_hami: input.hami.is_some(),
         report: notes.lines,
         policies: plan.policies,
         values: notes.values,

@@ -1,7 +1,7 @@
 //! Writes the policies of groups of nodes, and finds the names that their shares have. Pure.
 use std::collections::BTreeSet;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use cleave_api::SharingPolicySpec;
 use cleave_api::names::{RESOURCE_MPS, RESOURCE_TIMESLICE, mig_resource};
 use cleave_api::sharingpolicy::GpuSelector;
@@ -10,7 +10,7 @@ use cleave_plan::constraints::Labels;
 use serde::{Deserialize as _, Serialize};
 use serde_json::{Value, json};
 
-use super::groups::{Group, Rule, Share, group_name};
+use super::groups::{Group, Rule, Share};
 use super::input::Input;
 use super::report::{Notes, Place};
 use super::sources::hami::Names;
@@ -32,6 +32,8 @@ pub(super) struct Plan {
 /// What pods get on a group of nodes.
 #[derive(Debug, Clone)]
 pub(super) struct GroupOffers {
+    /// How the report names the nodes.
+    pub(super) nodes: String,
     /// Labels of the nodes today.
     pub(super) labels: Labels,
     /// What pods get for each resource that they request today.
@@ -89,7 +91,7 @@ impl Plan {
         let mut renames = BTreeSet::new();
         for group in self.groups.iter().filter(|group| group.hami.is_none()) {
             for Offer { was, now, .. } in group.offers.iter().filter(|offer| offer.was != offer.now) {
-                renames.insert(Rename { was: was.clone(), now: now.clone(), nodes: group_name(&group.labels) });
+                renames.insert(Rename { was: was.clone(), now: now.clone(), nodes: group.nodes.clone() });
             }
         }
         renames.into_iter().collect()
@@ -104,6 +106,9 @@ pub(super) fn plan(groups: &[Group], input: &Input, notes: &mut Notes) -> Result
     let mut plan = Plan::default();
     let mut names = BTreeSet::new();
     for group in groups {
+        for value in group.selector.values() {
+            ensure!(is_label_value(value), "{value:?} cannot be the value of a node label");
+        }
         let mut offers = Vec::new();
         for rule in &group.rules {
             let mut spec = spec_of(rule, input.nos.filter(|_| group.name.starts_with("nos-")));
@@ -116,7 +121,7 @@ pub(super) fn plan(groups: &[Group], input: &Input, notes: &mut Notes) -> Result
                 }
             }
             let name = unique_name(&group.name, &mut names);
-            check(&name, &spec).with_context(|| group_name(&group.labels))?;
+            check(&name, &spec).with_context(|| group.nodes.clone())?;
             offers.extend(keep_names(rule, &mut spec));
             plan.policies.push(json!({
                 "apiVersion": "cleave.dev/v1alpha1",
@@ -128,10 +133,22 @@ pub(super) fn plan(groups: &[Group], input: &Input, notes: &mut Notes) -> Result
         if group.rules.iter().all(|rule| rule.gpus.is_some()) {
             offers.push(Offer::new(GPU, GPU, Unit::Gpu));
         }
-        plan.groups.push(GroupOffers { labels: group.labels.clone(), offers, hami: group.hami.clone() });
+        plan.groups.push(GroupOffers {
+            nodes: group.nodes.clone(),
+            labels: group.labels.clone(),
+            offers,
+            hami: group.hami.clone(),
+        });
     }
     report_overruled(groups, notes);
     Ok(plan)
+}
+
+/// Returns whether Kubernetes accepts a text as the value of a label.
+fn is_label_value(text: &str) -> bool {
+    let ends = |c: Option<char>| c.is_none_or(|c| c.is_ascii_alphanumeric());
+    let allowed = text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'));
+    allowed && text.len() <= 63 && ends(text.chars().next()) && ends(text.chars().last())
 }
 
 /// Returns whether the operator accepts a policy.
@@ -299,7 +316,7 @@ fn report_overruled(groups: &[Group], notes: &mut Notes) {
                 && special.rules.iter().any(|rule| rule.gpus.is_none())
             {
                 notes.decide(
-                    Place::whole(&group_name(&special.labels)),
+                    Place::whole(&special.nodes),
                     format!(
                         "The policies {0} select GPUs by index or model, so they win over the policies {1} on these \
                          nodes. Give the nodes of {0} a label of their own.",

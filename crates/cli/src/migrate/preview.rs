@@ -4,13 +4,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use cleave_plan::constraints::Labels;
 use serde::Serialize;
 
-use super::groups::group_name;
 use super::input::Node;
 use super::pods::{Container, Workload};
 use super::policies::{GroupOffers, Offer, Plan, Unit};
 use super::sources::gke;
 use super::sources::hami::{self, Names};
 use super::sources::plugin::{GPU, MIG_PREFIX};
+
+/// Start of Nos's resources, which only its quotas count.
+const NOS_PREFIX: &str = "nos.nebuly.com/";
 
 /// A pod with GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -101,7 +103,7 @@ fn container_preview(container: &Container, groups: &[&GroupOffers]) -> Vec<Requ
     let requests = container.requests();
     let mut previews: BTreeMap<String, Vec<(String, Becomes)>> = BTreeMap::new();
     let mut add = |was: String, group: Option<&GroupOffers>, becomes: Becomes| {
-        let nodes = group.map(|group| group_name(&group.labels)).unwrap_or_default();
+        let nodes = group.map(|group| group.nodes.clone()).unwrap_or_default();
         previews.entry(was).or_default().push((nodes, becomes));
     };
     let (of_hami, others): (Vec<&&GroupOffers>, Vec<&&GroupOffers>) = groups
@@ -226,7 +228,10 @@ fn without_offer(name: &str, amount: u64, no_group: bool) -> Becomes {
         let text = "Cleave serves instances that exist already. No policy selects the nodes.";
         return Becomes::new(format!("{name}: {amount}"), text);
     }
-    Becomes::nothing("No policy that the input leads to serves this resource.")
+    if name.starts_with(NOS_PREFIX) {
+        return Becomes::nothing("It counts only in Nos's quotas. Remove it.");
+    }
+    Becomes::nothing("None of the policies serves this resource.")
 }
 
 /// Returns the request of a container to HAMi: several resources that belong together.

@@ -9,6 +9,8 @@ use serde_json::{Map, Value};
 pub(super) enum Outcome {
     /// A policy, a value of the chart or Cleave's default has the same effect.
     Translated,
+    /// The setting belongs to software that stays, and does not change.
+    Kept,
     /// Nothing in Cleave corresponds to the setting, and nothing has to be done.
     Dropped,
     /// Somebody has to choose: the effect cannot be kept, or the input does not determine it.
@@ -19,12 +21,13 @@ pub(super) enum Outcome {
 
 impl Outcome {
     /// All outcomes, in the order of the summary.
-    pub(super) const ALL: [Self; 4] = [Self::Translated, Self::Dropped, Self::Decide, Self::Unknown];
+    pub(super) const ALL: [Self; 5] = [Self::Translated, Self::Kept, Self::Dropped, Self::Decide, Self::Unknown];
 
     /// Returns the word for the outcome in the report.
     pub(super) const fn word(self) -> &'static str {
         match self {
             Self::Translated => "translated",
+            Self::Kept => "kept",
             Self::Dropped => "dropped",
             Self::Decide => "decide",
             Self::Unknown => "unknown",

@@ -83,8 +83,16 @@ fn write_policies(text: &mut String, migration: &Migration) {
 /// Writes the names that manifests must change.
 fn write_renames(text: &mut String, migration: &Migration) {
     let renames = &migration.renames;
-    if renames.is_empty() {
+    if migration.from_hami {
+        let _ = writeln!(
+            text,
+            "\nHAMi: pods that request memory of a GPU request nvidia.com/gpu-<G>gb instead, one by one. With \
+             `--preview`,\nthe report has the request of each pod."
+        );
+    } else if renames.is_empty() {
         let _ = writeln!(text, "\nNo resource changes its name.");
+    }
+    if renames.is_empty() {
         return;
     }
     let _ = writeln!(text, "\nManifests must change, because a policy cannot serve these names:");
@@ -96,7 +104,7 @@ fn write_renames(text: &mut String, migration: &Migration) {
         let is_first = renames.iter().find(|other| other.was == rename.was) == Some(rename);
         if is_only && is_first {
             let was = rename.was.replace('.', "\\.");
-            let _ = writeln!(text, "  sed -E -i 's#\\b{was}(\"?:)#{}\\1#' FILE…", rename.now);
+            let _ = writeln!(text, "  sed -E -i 's#\\b{was}([^a-z0-9._-]?:)#{}\\1#g' FILE…", rename.now);
         } else if is_first {
             let _ = writeln!(text, "  {}: choose the new name by the nodes of each workload.", rename.was);
         }

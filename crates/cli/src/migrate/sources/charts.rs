@@ -72,11 +72,10 @@ pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes:
              nodes.affinity if this selects other nodes.",
         );
     }
+    top.take_keys(Outcome::Kept, &[("nfd", "Node feature discovery may stay installed.")], notes);
     top.drop_keys(
         &[
             ("tolerations", "Cleave's pods on GPU nodes tolerate all taints (nodes.tolerations)."),
-            ("gfd", "GPU feature discovery may stay installed."),
-            ("nfd", "Node feature discovery may stay installed."),
             ("mps", "Cleave's MPS host has its own directory: the chart's value paths.run."),
             ("cdi", "The agent finds NVIDIA's container toolkit itself."),
             ("devicePlugin", "Uninstall the chart, or keep its DaemonSet off the nodes that Cleave manages."),
@@ -131,34 +130,35 @@ fn read_config(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes
     Ok(())
 }
 
-/// Components of the GPU Operator that may stay, or that Cleave replaces.
-const COMPONENTS: [(&str, &str); 22] = [
-    ("driver", "Stays: Cleave uses the driver. Use platforms/gpu-operator.yaml."),
-    ("toolkit", "Stays: containers get their GPUs through it."),
-    ("cdi", "Stays enabled: Cleave gives containers their GPUs by CDI. nriPluginEnabled is not supported."),
-    ("dcgm", "Stays."),
-    ("dcgmExporter", "Stays: it reads the GPUs' metrics. It knows Cleave's pods by the kubelet's API."),
-    ("gfd", "Stays: Cleave sets no labels of GPU models."),
-    ("nfd", "Stays. Label GPU nodes cleave.dev/gpu=true too, because discovery may remove its labels."),
-    ("node-feature-discovery", "Stays. Label GPU nodes cleave.dev/gpu=true too."),
-    ("nodeStatusExporter", "Stays."),
-    ("validator", "Stays. Its check of the plugin is skipped while the plugin is disabled."),
-    ("operator", "Stays."),
-    ("daemonsets", "Stays: a property of the GPU Operator's pods."),
-    ("psa", "Stays."),
-    ("psp", "Stays."),
-    ("gds", "Stays. Cleave does not inject GPUDirect Storage into containers."),
-    ("gdrcopy", "Stays. Cleave does not inject GDRCopy into containers."),
-    ("hostPaths", "Stays."),
-    ("kataManager", "Stays. Cleave does not serve confidential containers."),
-    ("ccManager", "Stays. Cleave does not serve confidential containers."),
-    ("sandboxWorkloads", "Stays. Cleave does not serve virtual machines: keep their nodes out of Cleave."),
-    ("sandboxDevicePlugin", "Stays. It serves virtual machines, on other nodes than Cleave."),
-    ("kataSandboxDevicePlugin", "Stays. It serves virtual machines, on other nodes than Cleave."),
+/// Components of the GPU Operator that stay.
+const COMPONENTS: [(&str, &str); 26] = [
+    ("vgpuManager", "Cleave does not serve virtual machines."),
+    ("vgpuDeviceManager", "Cleave does not serve virtual machines."),
+    ("vfioManager", "Cleave does not serve virtual machines."),
+    ("fabricManager", "It does not serve GPUs."),
+    ("driver", "Cleave uses the driver. Use platforms/gpu-operator.yaml."),
+    ("toolkit", "containers get their GPUs through it."),
+    ("cdi", "Cleave gives containers their GPUs by CDI. nriPluginEnabled is not supported."),
+    ("dcgm", "It does not serve GPUs."),
+    ("dcgmExporter", "it reads the GPUs' metrics. It knows Cleave's pods by the kubelet's API."),
+    ("gfd", "Cleave sets no labels of GPU models."),
+    ("nfd", "Label GPU nodes cleave.dev/gpu=true too, because discovery may remove its labels."),
+    ("node-feature-discovery", "Label GPU nodes cleave.dev/gpu=true too."),
+    ("nodeStatusExporter", "It does not serve GPUs."),
+    ("validator", "Its check of the plugin is skipped while the plugin is disabled."),
+    ("operator", "It does not serve GPUs."),
+    ("daemonsets", "a property of the GPU Operator's pods."),
+    ("psa", "It does not serve GPUs."),
+    ("psp", "It does not serve GPUs."),
+    ("gds", "Cleave does not inject GPUDirect Storage into containers."),
+    ("gdrcopy", "Cleave does not inject GDRCopy into containers."),
+    ("hostPaths", "It does not serve GPUs."),
+    ("kataManager", "Cleave does not serve confidential containers."),
+    ("ccManager", "Cleave does not serve confidential containers."),
+    ("sandboxWorkloads", "Cleave does not serve virtual machines: keep their nodes out of Cleave."),
+    ("sandboxDevicePlugin", "It serves virtual machines, on other nodes than Cleave."),
+    ("kataSandboxDevicePlugin", "It serves virtual machines, on other nodes than Cleave."),
 ];
-
-/// Further components, for virtual machines.
-const VIRTUAL_MACHINES: [&str; 4] = ["vgpuManager", "vgpuDeviceManager", "vfioManager", "fabricManager"];
 
 /// Parses a values file of the GPU Operator, or the `spec` of its `ClusterPolicy`.
 ///
@@ -168,12 +168,15 @@ pub(in crate::migrate) fn parse_operator(source: &str, value: Value, notes: &mut
     let mut top = Section::top(source, value)?;
     let mut facts = ChartFacts { gpu_operator: true, ..ChartFacts::default() };
     notes.use_values_file("platforms/gpu-operator.yaml");
-    notes.decide(
+    let is_off = |part: &str| top.value(part).and_then(|part| part.get("enabled")) == Some(&Value::Bool(false));
+    if !(is_off("devicePlugin") && is_off("migManager")) {
+        notes.decide(
         Place::whole(source),
         "Set devicePlugin.enabled and migManager.enabled to false, so that the GPU Operator neither serves GPUs nor \
          changes MIG. To move node by node, label each node nvidia.com/gpu.deploy.device-plugin=false and \
          nvidia.com/gpu.deploy.mig-manager=false instead.",
-    );
+        );
+    }
     if let Some(mut plugin) = top.section("devicePlugin")? {
         read_device_plugin(&mut plugin, &mut facts, notes)?;
         plugin.finish(notes);
@@ -188,10 +191,7 @@ pub(in crate::migrate) fn parse_operator(source: &str, value: Value, notes: &mut
         read_mig_manager(&mut manager, &mut facts, notes)?;
         manager.finish(notes);
     }
-    top.drop_keys(&COMPONENTS, notes);
-    for key in VIRTUAL_MACHINES {
-        top.drop_keys(&[(key, "Stays. Cleave does not serve virtual machines.")], notes);
-    }
+    top.take_keys(Outcome::Kept, &COMPONENTS, notes);
     top.finish(notes);
     Ok(facts)
 }

@@ -196,8 +196,7 @@ pub(in crate::migrate) fn parse_node_config(
 ) -> Result<()> {
     let mut top = Section::top(source, value)?;
     for mut node in top.sections("nodeconfig")?.unwrap_or_default() {
-        let Some((place, name)) = node.text("name")? else { bail!("{source}: an entry of nodeconfig has no name") };
-        notes.translated(place, "The policy selects the node by kubernetes.io/hostname.");
+        let Some((_, name)) = node.text("name")? else { bail!("{source}: an entry of nodeconfig has no name") };
         let mode = match node.text("operatingmode")? {
             None => OperatingMode::Core,
             Some((place, mode)) => match mode.as_str() {
@@ -206,7 +205,10 @@ pub(in crate::migrate) fn parse_node_config(
                     OperatingMode::Core
                 }
                 "mig" => {
-                    notes.translated(place, "The policy has mode Mig, which creates instances on demand.");
+                    notes.translated(
+                        place,
+                        "A policy for this node, by kubernetes.io/hostname, has mode Mig. It creates instances on demand.",
+                    );
                     OperatingMode::Mig
                 }
                 "mps" => {

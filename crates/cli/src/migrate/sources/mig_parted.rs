@@ -205,9 +205,13 @@ fn models_of(place: &Place, ids: &[String], notes: &mut Notes) -> Result<Vec<Str
         notes.decide(
             place.clone(),
             format!(
-                "The models of these PCI devices are not known to `cleave migrate`: {}. If a node has one, add its \
-                 name as `nvidia-smi -L` prints it to gpus.models of the policy.",
-                unknown.join(", ")
+                "The models of these PCI devices are not known to `cleave migrate`: {}. If a node has one, {}",
+                unknown.join(", "),
+                if models.is_empty() {
+                    "write a policy with its name in gpus.models, as `nvidia-smi -L` prints it."
+                } else {
+                    "add its name to gpus.models of the policy, as `nvidia-smi -L` prints it."
+                }
             ),
         );
     }

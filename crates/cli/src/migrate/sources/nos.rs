@@ -1,12 +1,15 @@
 //! Values of the Nos chart. Pure.
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use serde_json::Value;
 
 use crate::migrate::fields::Section;
-use crate::migrate::report::Notes;
+use crate::migrate::report::{Notes, Place};
 
 /// Label of the nodes that Nos partitions.
 pub(in crate::migrate) const LABEL: &str = "nos.nebuly.com/gpu-partitioning";
+
+/// Maximum number of seconds in a policy.
+const MAX_SECONDS: u32 = 999_999;
 
 /// How Nos partitions the GPUs of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -91,11 +94,22 @@ pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -
 fn read_partitioner(partitioner: &mut Section, notes: &mut Notes) -> Result<NosValues> {
     const POD: &str = "A property of Nos's own pods.";
     let mut values = NosValues::default();
+    let check = |place: &Place, seconds: u32| {
+        ensure!(
+            seconds <= MAX_SECONDS,
+            "{}: {} is {seconds}; it must be at most {MAX_SECONDS}",
+            place.source,
+            place.setting
+        );
+        Ok(())
+    };
     if let Some((place, seconds)) = partitioner.number("batchWindowIdleSeconds", 1)? {
+        check(&place, seconds)?;
         notes.translated(place, "dynamic.idle of the policies. Omit it to plan as soon as pods wait.");
         values.idle_seconds = Some(seconds);
     }
     if let Some((place, seconds)) = partitioner.number("batchWindowTimeoutSeconds", 1)? {
+        check(&place, seconds)?;
         notes.translated(
             place,
             "dynamic.timeout of the policies, which is also the maximum time for a node to apply a partition.",

@@ -5,7 +5,7 @@ use anyhow::{Result, bail, ensure};
 use serde_json::{Value, json};
 
 use crate::migrate::fields::Section;
-use crate::migrate::report::{Notes, Place};
+use crate::migrate::report::{Notes, Outcome, Place};
 
 /// The resource of whole GPUs, and of what replaces them unless it is renamed.
 pub(in crate::migrate) const GPU: &str = "nvidia.com/gpu";
@@ -42,7 +42,7 @@ impl MigStrategy {
             Self::None => notes.translated(
                 place,
                 "MIG is not used. If a GPU is in MIG mode nevertheless, Cleave serves its instances as \
-                 nvidia.com/mig-<profile>, while NVIDIA's plugin served the whole GPU.",
+                 nvidia.com/mig-<profile>, while NVIDIA's plugin serves the whole GPU.",
             ),
             Self::Single => notes.decide(
                 place,
@@ -174,11 +174,11 @@ pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> 
         &[
             ("nvidiaDevRoot", "The agent finds device nodes itself."),
             ("mpsRoot", "Cleave's MPS host has its own directory: the chart's value paths.run."),
-            ("useNodeFeatureAPI", "It belongs to GPU feature discovery, which may stay installed."),
-            ("gfd", "It belongs to GPU feature discovery, which may stay installed."),
         ],
         notes,
     );
+    const DISCOVERY: &str = "It belongs to GPU feature discovery, which may stay installed.";
+    flags.take_keys(Outcome::Kept, &[("useNodeFeatureAPI", DISCOVERY), ("gfd", DISCOVERY)], notes);
     if let Some(mut plugin) = flags.section("plugin")? {
         read_plugin_flags(&mut plugin, notes)?;
         plugin.finish(notes);
