@@ -64,7 +64,7 @@ pub struct MigrateArgs {
     /// Configurations, values, nodes and pods as YAML; `-` reads standard input.
     #[arg(required_unless_present = "from_cluster", value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Read Nodes, ConfigMaps, ClusterPolicies and, for --preview, Pods from the cluster.
+    /// Read nodes, config maps, cluster policies and, for --preview, pods from the cluster.
     #[arg(long)]
     from_cluster: bool,
     /// Show what each pod of the input would get.
@@ -85,7 +85,7 @@ enum MigrateFormat {
     Text,
     /// Everything as one JSON object.
     Json,
-    /// Only the SharingPolicies, as YAML.
+    /// Only the policies, as YAML.
     Policies,
     /// Only the values for the chart, as a values file.
     Values,

@@ -139,13 +139,13 @@ fn container_preview(container: &Container, groups: &[&GroupOffers]) -> Vec<Requ
     let request = |(was, all): (String, Vec<(String, Becomes)>)| RequestPreview {
         container: name.clone(),
         was,
-        becomes: merge(all),
+        becomes: merge(&all),
     };
     previews.into_iter().map(request).collect()
 }
 
 /// Joins equal entries, and names the nodes if entries differ.
-fn merge(all: Vec<(String, Becomes)>) -> Vec<Becomes> {
+fn merge(all: &[(String, Becomes)]) -> Vec<Becomes> {
     let distinct: BTreeSet<&Becomes> = all.iter().map(|(_, becomes)| becomes).collect();
     if distinct.len() == 1 {
         return distinct.into_iter().cloned().collect();
@@ -199,9 +199,8 @@ fn shares(amount: u64, count: u32, device: &str) -> Result<String, String> {
         return Err(format!("A {device} has {count} shares, and all shares of a container are of one {device}."));
     }
     Ok(format!(
-        "{} of the {count} shares of one {device}: {amount}/{count} of its memory, and at most {amount}/{count} of its \
-         SMs.",
-        amount
+        "{amount} of the {count} shares of one {device}: {amount}/{count} of its memory, and at most {amount}/{count} of its \
+         SMs."
     ))
 }
 

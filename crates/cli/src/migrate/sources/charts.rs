@@ -210,7 +210,7 @@ fn read_device_plugin(plugin: &mut Section, facts: &mut ChartFacts, notes: &mut 
         config.finish(notes);
     }
     if let Some((place, value)) = plugin.take("env") {
-        read_env(place, &value, notes);
+        read_env(&place, &value, notes);
     }
     plugin.drop_keys(
         &[
@@ -229,7 +229,7 @@ fn read_device_plugin(plugin: &mut Section, facts: &mut ChartFacts, notes: &mut 
 }
 
 /// Reads environment variables of the plugin. They override its configurations.
-fn read_env(place: Place, value: &Value, notes: &mut Notes) {
+fn read_env(place: &Place, value: &Value, notes: &mut Notes) {
     for variable in value.as_array().into_iter().flatten() {
         let text = |key: &str| variable.get(key).and_then(Value::as_str).unwrap_or_default();
         let (name, value) = (text("name"), text("value"));

@@ -319,7 +319,7 @@ fn report_limit(place: Place, key: &str, value: &Value, notes: &mut Notes) -> Re
         }
         "deviceMemoryScaling" | "deviceCoreScaling" => notes.translated(place, "Nothing is over-committed."),
         "defaultMemory" | "defaultCores" if number > 0.0 => {
-            notes.decide(place, "Cleave has no default request. Pods that request only nvidia.com/gpu get whole GPUs.")
+            notes.decide(place, "Cleave has no default request. Pods that request only nvidia.com/gpu get whole GPUs.");
         }
         _ => notes.dropped(place, "Cleave has no default request."),
     }

@@ -11,6 +11,8 @@ use crate::migrate::report::{Notes, Outcome, Place};
 pub(in crate::migrate) const GPU: &str = "nvidia.com/gpu";
 /// Prefix of the resources of MIG instances.
 pub(in crate::migrate) const MIG_PREFIX: &str = "nvidia.com/mig-";
+/// The reason for settings of GPU feature discovery.
+const DISCOVERY: &str = "It belongs to GPU feature discovery, which may stay installed.";
 /// End of renamed resources.
 const SHARED: &str = ".shared";
 
@@ -177,7 +179,6 @@ pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> 
         ],
         notes,
     );
-    const DISCOVERY: &str = "It belongs to GPU feature discovery, which may stay installed.";
     flags.take_keys(Outcome::Kept, &[("useNodeFeatureAPI", DISCOVERY), ("gfd", DISCOVERY)], notes);
     if let Some(mut plugin) = flags.section("plugin")? {
         read_plugin_flags(&mut plugin, notes)?;
