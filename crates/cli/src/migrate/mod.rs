@@ -1,16 +1,18 @@
 //! `cleave migrate`: translates the configuration of other software that shares GPUs.
 //!
-//! The command writes nothing to a cluster. Each setting of the input has a line in the report: what
-//! it became, or why it has no counterpart. No key is ignored.
+//! The command writes nothing to a cluster. Each setting of the input has a line in the report:
+//! what it became, or why it has no counterpart. No key is ignored.
 //!
 //! ```text
-//!  files ───┐                                        ┌─▶ policies, values
-//!           ├─[read]─▶ Document ─[input, sources]─▶ Input ─[groups]─▶ Group ─[policies]─▶ Plan ─[text]─▶ terminal
-//!  cluster ─┘             (fields, yaml)             └─▶ Notes: the report   └─[preview]─▶ pods
+//!  files ───┐          ┌▶[fields, sources]──▶ Notes: the report
+//!           ├─[read]─▶[input]─▶ Input ─[groups]─▶ Group ─[policies]─▶ Plan ─[preview]─▶ pods
+//!  cluster ─┘                                                          │
+//!                                                                   [text]─▶ terminal
 //! ```
 mod fields;
 mod groups;
 mod input;
+mod migration;
 mod pods;
 mod policies;
 mod preview;
@@ -22,20 +24,14 @@ mod tests;
 mod text;
 mod yaml;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::ValueEnum;
-use serde::Serialize;
-use serde_json::Value;
 
 use crate::client::ClusterArgs;
 use crate::output::{print, to_json};
-use input::Document;
-use policies::Rename;
-use preview::PodPreview;
-use report::{Line, Notes};
+use migration::migrate;
 
 /// Input and examples in the help of `cleave migrate`.
 pub(crate) const INPUT_HELP: &str = "\
@@ -91,32 +87,6 @@ enum MigrateFormat {
     Values,
 }
 
-/// The result.
-#[derive(Debug, Clone, Serialize)]
-#[serde(rename_all = "camelCase")]
-struct Migration {
-    /// What became of each setting, in the order in which the input was read.
-    report: Vec<Line>,
-    /// The policies.
-    policies: Vec<Value>,
-    /// Values of the chart, by path.
-    #[serde(skip)]
-    values: BTreeMap<String, Value>,
-    /// Values of the chart, as the content of a values file.
-    #[serde(rename = "values")]
-    nested_values: Value,
-    /// Values files in the chart's directory. Later files take precedence.
-    values_files: Vec<&'static str>,
-    /// Resources that pods must request by another name.
-    renames: Vec<Rename>,
-    /// Whether the input configures HAMi, whose requests consist of several resources.
-    #[serde(skip)]
-    from_hami: bool,
-    /// What each pod gets, if it was requested.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pods: Option<Vec<PodPreview>>,
-}
-
 /// Runs `cleave migrate`.
 ///
 /// # Errors
@@ -161,25 +131,5 @@ pub fn translate(files: &[(&str, &str)]) -> Result<Translation> {
         report: text::report(&migration),
         policies: text::policies_yaml(&migration)?,
         values: text::values_yaml(&migration)?,
-    })
-}
-
-/// Translates documents. Pure.
-fn migrate(documents: Vec<Document>, preview: bool) -> Result<Migration> {
-    let mut notes = Notes::default();
-    let input = input::parse(documents, &mut notes)?;
-    let groups = groups::build(&input, &mut notes);
-    let plan = policies::plan(&groups, &input, &mut notes)?;
-    let pods = preview.then(|| preview::preview(&input.workloads, &input.nodes, &plan));
-    let nested_values = notes.nested_values();
-    Ok(Migration {
-        renames: plan.renames(),
-        from_hami: input.hami.is_some(),
-        report: notes.lines,
-        policies: plan.policies,
-        values: notes.values,
-        nested_values,
-        values_files: notes.values_files,
-        pods,
     })
 }

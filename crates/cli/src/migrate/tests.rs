@@ -5,8 +5,8 @@ use kube::client::Body;
 use serde_json::{Value, json};
 use tower_test::mock;
 
+use super::migration::{Migration, migrate};
 use super::read::from_cluster;
-use super::{Migration, migrate};
 
 /// Reads a cluster from a server that answers each request by its path and query, and translates
 /// it.

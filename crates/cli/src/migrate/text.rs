@@ -3,7 +3,7 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result};
 
-use super::Migration;
+use super::migration::Migration;
 use super::preview::PodPreview;
 use super::report::{Line, Outcome};
 

@@ -1,4 +1,5 @@
-//! Node pools of GKE, from the labels of nodes or from `gcloud container node-pools describe`. Pure.
+//! Node pools of GKE, from the labels of nodes or from `gcloud container node-pools describe`.
+//! Pure.
 use anyhow::{Context as _, Result, bail, ensure};
 use cleave_plan::constraints::Labels;
 use cleave_plan::mig;
