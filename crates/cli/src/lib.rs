@@ -104,8 +104,8 @@ pub enum Command {
     /// Translate the configuration of other GPU sharing software.
     ///
     /// Reads configurations of NVIDIA's device plugin, the GPU Operator, mig-parted, GKE, Nos and
-    /// HAMi. Reports what each setting becomes, and which names pods must change. Prints policies and
-    /// values for the chart. Writes nothing to the cluster.
+    /// HAMi. Reports what each setting becomes, and which names pods must change. Prints policies
+    /// and values for the chart. Writes nothing to the cluster.
     ///
     /// Exit status: 0 if the input was read, 1 if it contains an error.
     #[command(after_long_help = migrate::INPUT_HELP)]

@@ -27,7 +27,7 @@ const PODS: (&str, &str) = ("/api/v1/pods", "Pod");
 pub(super) fn from_files(files: &[PathBuf]) -> Result<Vec<Document>> {
     let mut documents = Vec::new();
     for path in files {
-        let origin = path.display().to_string();
+        let origin = if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() };
         let text = read_text(path).with_context(|| format!("failed to read {origin}"))?;
         documents.extend(self::documents(&origin, &text)?);
     }
