@@ -99,7 +99,18 @@ fn nvidia_groups(input: &Input, notes: &mut Notes) -> Vec<Group> {
         return Vec::new();
     }
     let keys = if input.nodes.is_empty() { keys_without_nodes(input, notes) } else { keys_of_nodes(input, notes) };
-    keys.into_iter().map(|key| nvidia_group(input, key, notes)).collect()
+    let groups: Vec<Group> = keys.into_iter().map(|key| nvidia_group(input, key, notes)).collect();
+    let has_instances =
+        groups.iter().flat_map(|group| &group.rules).any(|rule| matches!(rule.share, Share::Mig { .. }));
+    let strategies = input.plugin.values().filter_map(|config| config.mig_strategy).chain(input.mig_strategy);
+    if has_instances && strategies.count() == 0 {
+        notes.decide(
+            Place { source: "Nodes".to_owned(), setting: "migStrategy".to_owned(), value: String::new() },
+            "The input does not say how NVIDIA's plugin names instances. With single, the default of the GPU Operator, \
+             pods request nvidia.com/gpu, and have to request nvidia.com/mig-<profile> instead.",
+        );
+    }
+    groups
 }
 
 /// Returns the combinations of configurations of the nodes.
@@ -180,13 +191,6 @@ fn nvidia_group(input: &Input, (plugin, mig): ConfigNames, notes: &mut Notes) ->
     };
     let strategy = config.mig_strategy.or(input.mig_strategy);
     let source = group_name(&labels);
-    if strategy.is_none() && mig_rules.into_iter().flatten().any(|rule| rule.state != MigState::Off) {
-        notes.decide(
-            Place { source: source.clone(), setting: "migStrategy".to_owned(), value: String::new() },
-            "The input does not say how NVIDIA's plugin names instances. With single, the default of the GPU Operator, \
-             pods request nvidia.com/gpu, and have to request nvidia.com/mig-<profile> instead.",
-        );
-    }
     let mut rules = Vec::new();
     for rule in mig_rules.into_iter().flatten() {
         rules.push(mig_rule(rule, config, strategy, &source, notes));

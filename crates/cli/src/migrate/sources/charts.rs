@@ -131,7 +131,11 @@ fn read_config(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes
 }
 
 /// Components of the GPU Operator that stay.
-const COMPONENTS: [(&str, &str); 26] = [
+const COMPONENTS: [(&str, &str); 30] = [
+    ("clusterPolicy", "It does not serve GPUs."),
+    ("gpuCluster", "It does not serve GPUs."),
+    ("platform", "It does not serve GPUs."),
+    ("extraObjects", "They do not serve GPUs."),
     ("vgpuManager", "Cleave does not serve virtual machines."),
     ("vgpuDeviceManager", "Cleave does not serve virtual machines."),
     ("vfioManager", "Cleave does not serve virtual machines."),
@@ -191,6 +195,13 @@ pub(in crate::migrate) fn parse_operator(source: &str, value: Value, notes: &mut
         read_mig_manager(&mut manager, &mut facts, notes)?;
         manager.finish(notes);
     }
+    if let Some((place, _)) = top.take("draDriver") {
+        notes.decide(
+            place,
+            "NVIDIA's DRA driver may stay for ComputeDomains. It must not allocate GPUs of nodes that Cleave manages \
+             (resources.gpus.enabled=false).",
+        );
+    }
     top.take_keys(Outcome::Kept, &COMPONENTS, notes);
     top.finish(notes);
     Ok(facts)
@@ -216,6 +227,7 @@ fn read_device_plugin(plugin: &mut Section, facts: &mut ChartFacts, notes: &mut 
         &[
             ("mps", "Cleave's MPS host has its own directory: the chart's value paths.run."),
             ("args", "Arguments of NVIDIA's plugin."),
+            ("hostNetwork", POD),
             ("repository", POD),
             ("image", POD),
             ("version", POD),
@@ -287,6 +299,7 @@ fn read_mig_manager(manager: &mut Section, facts: &mut ChartFacts, notes: &mut N
             ("gpuClientsConfig", "Cleave changes MIG only where nothing uses the GPU. No client has to be stopped."),
             ("env", OF_MANAGER),
             ("args", OF_MANAGER),
+            ("hostNetwork", OF_MANAGER),
             ("repository", OF_MANAGER),
             ("image", OF_MANAGER),
             ("version", OF_MANAGER),

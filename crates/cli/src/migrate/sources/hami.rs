@@ -131,7 +131,9 @@ pub(in crate::migrate) fn parse_values(
         notes,
     );
     for key in top.keys() {
-        if ["mlu", "hcu", "metax", "enflame", "kunlun", "vastai", "biren"].iter().any(|vendor| key.starts_with(vendor))
+        if ["mlu", "dcu", "hcu", "metax", "enflame", "kunlun", "vastai", "biren"]
+            .iter()
+            .any(|vendor| key.starts_with(vendor))
         {
             top.drop_keys(&[(&key, "Cleave shares GPUs of NVIDIA only.")], notes);
         }
