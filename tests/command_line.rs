@@ -4,8 +4,8 @@ use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
 
 /// The commands that people run.
-const USER_COMMANDS: [&str; 10] =
-    ["status", "explain", "plan", "simulate", "cordon", "uncordon", "drain", "crds", "preflight", "doctor"];
+const USER_COMMANDS: [&str; 11] =
+    ["status", "explain", "plan", "simulate", "cordon", "uncordon", "drain", "crds", "preflight", "migrate", "doctor"];
 /// The components of the cluster.
 const COMPONENTS: [&str; 3] = ["operator", "agent", "mps-host"];
 /// The exit status of a malformed command line.
@@ -65,6 +65,25 @@ fn every_command_accepts_the_log_options_on_either_side() {
     ] {
         assert_eq!(run_cleave(&args, "").status.code(), USAGE_EXIT_CODE, "{args:?}");
     }
+}
+
+#[test]
+fn migrate_prints_each_format_and_fails_only_on_errors_of_the_input() {
+    let config = "version: v1\nunknown: 1\nsharing: {mps: {resources: [{name: nvidia.com/gpu, replicas: 10}]}}\n";
+    let json: serde_json::Value = serde_json::from_str(&stdout_of(&["migrate", "-", "-o", "json"], config)).unwrap();
+    let keys: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
+    assert_eq!(keys, ["policies", "renames", "report", "values", "valuesFiles"]);
+    assert_eq!(json["renames"][0]["now"], "nvidia.com/gpu-mps");
+    let policies = stdout_of(&["migrate", "-", "-o", "policies"], config);
+    assert!(policies.starts_with("apiVersion: cleave.dev/v1alpha1\n") && policies.contains("units: 10"), "{policies}");
+    assert_eq!(stdout_of(&["migrate", "-", "-o", "values"], config), "# No further values are needed.\n");
+    let report = stdout_of(&["migrate", "-", "--preview"], config);
+    assert!(report.contains("  unknown     unknown = 1") && report.contains("\nPods:\n"), "{report}");
+    let refused = run_cleave(&["migrate", "-"], &config.replace("10", "1"));
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(1) && error.contains("standard input: sharing.mps"), "{error}");
+    assert_eq!(run_cleave(&["migrate"], "").status.code(), USAGE_EXIT_CODE);
+    assert_eq!(run_cleave(&["migrate", "/no/such/file"], "").status.code(), Some(1));
 }
 
 #[test]

@@ -10,6 +10,7 @@
 //! | [`drain`] | `drain` | one `GpuNode`, its pods | its annotations, evictions |
 //! | [`crds`] | `crds` | | files |
 //! | [`preflight`] | `preflight` | nodes, `DaemonSets`, quotas, webhooks, or files | |
+//! | [`migrate`] | `migrate` | configurations of other software, or nodes and `ConfigMap`s | |
 //!
 //! `doctor` is in `cleave_gpu`. `client` connects to a cluster, `gpu` finds one GPU of a node,
 //! `output` and `table` print.
@@ -22,6 +23,7 @@ pub mod crds;
 pub mod drain;
 pub mod explain;
 mod gpu;
+pub mod migrate;
 mod output;
 pub mod plan;
 pub mod preflight;
@@ -101,6 +103,16 @@ pub enum Command {
     #[command(after_long_help = preflight::HELP_EXAMPLES)]
     Preflight(preflight::PreflightArgs),
 
+    /// Translate the configuration of other GPU sharing software.
+    ///
+    /// Reads configurations of NVIDIA's device plugin, the GPU Operator, mig-parted, GKE, Nos and
+    /// HAMi. Reports what each setting becomes, and which names pods must change. Prints policies
+    /// and values for the chart. Writes nothing to the cluster.
+    ///
+    /// Exit status: 0 if the input was read, 1 if it contains an error.
+    #[command(after_long_help = migrate::INPUT_HELP)]
+    Migrate(migrate::MigrateArgs),
+
     /// Check that this node's GPU driver enforces limits as Cleave expects.
     ///
     /// Run the doctor on the node as root, in the host's PID namespace. The doctor starts its own
@@ -126,6 +138,7 @@ impl Command {
             Self::Drain(args) => return drain::run(args).await,
             Self::Crds(args) => crds::run(&args),
             Self::Preflight(args) => return preflight::run(args).await,
+            Self::Migrate(args) => migrate::run(args).await,
             Self::Doctor(args) => return Ok(run_doctor(args).await),
         };
         done.map(|()| ExitCode::SUCCESS)

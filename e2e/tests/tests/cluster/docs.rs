@@ -25,11 +25,12 @@ const DEMO_NAMESPACE: &str = "demo";
 /// The namespace in which the pages' placeholder commands run: `e2e-` and the scope's name.
 const SCOPE_NAME: &str = "docs";
 /// The guides, in the order in which they run. The last one deletes all policies.
-const GUIDES: [&str; 18] = [
+const GUIDES: [&str; 19] = [
     "preflight",
     "install",
     "platforms",
     "enable-nodes",
+    "migrate",
     "divide",
     "mig",
     "priorities",

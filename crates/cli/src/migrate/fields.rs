@@ -1,0 +1,187 @@
+//! Reads mappings of the input key by key, so that no key is ignored silently. Pure.
+use anyhow::{Context as _, Result, bail};
+use serde_json::{Map, Value};
+
+use super::report::{Notes, Outcome, Place};
+
+/// Maximum number of characters of a value in the report.
+const MAX_VALUE: usize = 60;
+
+/// A mapping of the input. [`Section::finish`] reports the keys that nothing has taken.
+#[derive(Debug, Clone)]
+pub(super) struct Section {
+    source: String,
+    path: String,
+    keys: Map<String, Value>,
+}
+
+impl Section {
+    /// Returns the top of a source.
+    ///
+    /// # Errors
+    /// The value is not a mapping.
+    pub(super) fn top(source: &str, value: Value) -> Result<Self> {
+        Self::below(source, String::new(), value)
+    }
+
+    fn below(source: &str, path: String, value: Value) -> Result<Self> {
+        let Value::Object(keys) = value else {
+            let at = if path.is_empty() { source.to_owned() } else { format!("{source}: {path}") };
+            bail!("{at} must be a mapping");
+        };
+        Ok(Self { source: source.to_owned(), path, keys })
+    }
+
+    /// Returns the object or file that contains the section.
+    pub(super) fn source(&self) -> &str {
+        &self.source
+    }
+
+    /// Returns whether the section has a key with a value.
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.keys.get(key).is_some_and(|value| !value.is_null())
+    }
+
+    /// Returns a value without taking it.
+    pub(super) fn value(&self, key: &str) -> Option<&Value> {
+        self.keys.get(key)
+    }
+
+    fn path_of(&self, key: &str) -> String {
+        if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
+    }
+
+    fn place_of(&self, key: &str, value: &Value) -> Place {
+        Place { source: self.source.clone(), setting: self.path_of(key), value: shorten(value) }
+    }
+
+    /// Takes a value of any type. A null is the same as no value.
+    pub(super) fn take(&mut self, key: &str) -> Option<(Place, Value)> {
+        let value = self.keys.remove(key).filter(|value| !value.is_null())?;
+        Some((self.place_of(key, &value), value))
+    }
+
+    /// Takes a text. Numbers and booleans are texts too, because YAML reads `1` as a number.
+    ///
+    /// # Errors
+    /// The value is a list or a mapping.
+    pub(super) fn text(&mut self, key: &str) -> Result<Option<(Place, String)>> {
+        let Some((place, value)) = self.take(key) else { return Ok(None) };
+        let text = match value {
+            Value::String(text) => text,
+            Value::Number(number) => number.to_string(),
+            Value::Bool(flag) => flag.to_string(),
+            _ => bail!("{}: {} must be a text", self.source, place.setting),
+        };
+        Ok(Some((place, text)))
+    }
+
+    /// Takes a boolean. The texts `true` and `false` are booleans too.
+    ///
+    /// # Errors
+    /// The value is something else.
+    pub(super) fn flag(&mut self, key: &str) -> Result<Option<(Place, bool)>> {
+        let Some((place, value)) = self.take(key) else { return Ok(None) };
+        let flag = value.as_bool().or_else(|| value.as_str().and_then(|text| text.parse().ok()));
+        let flag = flag.with_context(|| format!("{}: {} must be true or false", self.source, place.setting))?;
+        Ok(Some((place, flag)))
+    }
+
+    /// Takes a whole number from `least` to `u32::MAX`.
+    ///
+    /// # Errors
+    /// The value is something else.
+    pub(super) fn number(&mut self, key: &str, least: u32) -> Result<Option<(Place, u32)>> {
+        let Some((place, value)) = self.take(key) else { return Ok(None) };
+        let number = value.as_u64().or_else(|| value.as_str().and_then(|text| text.parse().ok()));
+        let number = number.and_then(|number| u32::try_from(number).ok()).filter(|number| *number >= least);
+        let number = number.with_context(|| {
+            format!(
+                "{}: {} is {value}; it must be a whole number from {least} to {}",
+                self.source,
+                place.setting,
+                u32::MAX
+            )
+        })?;
+        Ok(Some((place, number)))
+    }
+
+    /// Takes a mapping.
+    ///
+    /// # Errors
+    /// The value is not a mapping.
+    pub(super) fn section(&mut self, key: &str) -> Result<Option<Self>> {
+        let Some((place, value)) = self.take(key) else { return Ok(None) };
+        Self::below(&self.source, place.setting, value).map(Some)
+    }
+
+    /// Takes a list of mappings.
+    ///
+    /// # Errors
+    /// The value is not a list of mappings.
+    pub(super) fn sections(&mut self, key: &str) -> Result<Option<Vec<Self>>> {
+        let Some((place, value)) = self.take(key) else { return Ok(None) };
+        let Value::Array(items) = value else { bail!("{}: {} must be a list", self.source, place.setting) };
+        let items = items.into_iter().enumerate();
+        let sections = items.map(|(at, item)| Self::below(&self.source, format!("{}[{at}]", place.setting), item));
+        sections.collect::<Result<_>>().map(Some)
+    }
+
+    /// Takes a text or a list of texts.
+    ///
+    /// # Errors
+    /// The value is something else.
+    pub(super) fn texts(&mut self, key: &str) -> Result<Option<(Place, Vec<String>)>> {
+        let Some((place, value)) = self.take(key) else { return Ok(None) };
+        let items = match value {
+            Value::Array(items) => items,
+            single => vec![single],
+        };
+        let texts: Option<Vec<String>> = items.iter().map(|item| item.as_str().map(str::to_owned)).collect();
+        let texts =
+            texts.with_context(|| format!("{}: {} must be a text or a list of texts", self.source, place.setting))?;
+        Ok(Some((place, texts)))
+    }
+
+    /// Returns the remaining keys, in order.
+    pub(super) fn keys(&self) -> Vec<String> {
+        self.keys.keys().cloned().collect()
+    }
+
+    /// Takes keys that have no effect on how GPUs are shared, and reports them.
+    pub(super) fn drop_keys(&mut self, known: &[(&str, &str)], notes: &mut Notes) {
+        self.take_keys(Outcome::Dropped, known, notes);
+    }
+
+    /// Takes keys, and reports all with one outcome.
+    pub(super) fn take_keys(&mut self, outcome: Outcome, known: &[(&str, &str)], notes: &mut Notes) {
+        for (key, reason) in known {
+            if let Some((place, _)) = self.take(key) {
+                notes.add(place, outcome, *reason);
+            }
+        }
+    }
+
+    /// Reports the keys that nothing has taken.
+    pub(super) fn finish(self, notes: &mut Notes) {
+        for (key, value) in &self.keys {
+            if !value.is_null() {
+                notes.add(self.place_of(key, value), Outcome::Unknown, "Not known to `cleave migrate`.");
+            }
+        }
+    }
+}
+
+/// Formats a value for the report.
+fn shorten(value: &Value) -> String {
+    let text = match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    if line.chars().count() <= MAX_VALUE {
+        return line;
+    }
+    let start: String = line.chars().take(MAX_VALUE - 1).collect();
+    format!("{start}…")
+}

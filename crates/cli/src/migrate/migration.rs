@@ -1,0 +1,61 @@
+//! The whole translation: from documents to the report, policies and values. Pure.
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::groups;
+use super::input::{self, Document};
+use super::policies::{self, Rename};
+use super::preview::{self, PodPreview};
+use super::report::{Line, Notes};
+
+/// The result.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct Migration {
+    /// What became of each setting, in the order in which the input was read.
+    pub(super) report: Vec<Line>,
+    /// The policies.
+    pub(super) policies: Vec<Value>,
+    /// Values of the chart, by path.
+    #[serde(skip)]
+    pub(super) values: BTreeMap<String, Value>,
+    /// Values of the chart, as the content of a values file.
+    #[serde(rename = "values")]
+    pub(super) nested_values: Value,
+    /// Values files in the chart's directory. Later files take precedence.
+    pub(super) values_files: Vec<&'static str>,
+    /// Resources that pods must request by another name.
+    pub(super) renames: Vec<Rename>,
+    /// Whether the input configures HAMi, whose requests consist of several resources.
+    #[serde(skip)]
+    pub(super) from_hami: bool,
+    /// What each pod gets, if it was requested.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) pods: Option<Vec<PodPreview>>,
+}
+
+/// Translates documents.
+///
+/// # Errors
+/// The input contains something that its own software refuses.
+pub(super) fn migrate(documents: Vec<Document>, preview: bool) -> Result<Migration> {
+    let mut notes = Notes::default();
+    let input = input::parse(documents, &mut notes)?;
+    let groups = groups::build(&input, &mut notes);
+    let plan = policies::plan(&groups, &input, &mut notes)?;
+    let pods = preview.then(|| preview::preview(&input.workloads, &input.nodes, &plan));
+    let nested_values = notes.nested_values();
+    Ok(Migration {
+        renames: plan.renames(),
+        from_hami: input.hami.is_some(),
+        report: notes.lines,
+        policies: plan.policies,
+        values: notes.values,
+        nested_values,
+        values_files: notes.values_files,
+        pods,
+    })
+}

@@ -1,0 +1,329 @@
+//! Writes the policies of groups of nodes, and finds the names that their shares have. Pure.
+use std::collections::BTreeSet;
+
+use anyhow::{Context as _, Result, ensure};
+use cleave_api::SharingPolicySpec;
+use cleave_api::names::{RESOURCE_MPS, RESOURCE_TIMESLICE, mig_resource};
+use cleave_api::sharingpolicy::GpuSelector;
+use cleave_operator::policies::validate::{shared_instance_resource, validate};
+use cleave_plan::constraints::Labels;
+use serde::{Deserialize as _, Serialize};
+use serde_json::{Value, json};
+
+use super::groups::{Group, Rule, Share};
+use super::input::Input;
+use super::report::{Notes, Place};
+use super::sources::hami::Names;
+use super::sources::nos::NosValues;
+use super::sources::plugin::{GPU, SharedBy};
+
+/// Maximum length of a policy's name, without the number of a second policy.
+const MAX_NAME: usize = 60;
+
+/// The policies, and what pods get from them.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Plan {
+    /// The policies, as objects without fields that have their default.
+    pub(super) policies: Vec<Value>,
+    /// What pods get, by group of nodes.
+    pub(super) groups: Vec<GroupOffers>,
+}
+
+/// What pods get on a group of nodes.
+#[derive(Debug, Clone)]
+pub(super) struct GroupOffers {
+    /// How the report names the nodes.
+    pub(super) nodes: String,
+    /// Labels of the nodes today.
+    pub(super) labels: Labels,
+    /// What pods get for each resource that they request today.
+    pub(super) offers: Vec<Offer>,
+    /// The names of HAMi's resources, if HAMi manages the nodes.
+    pub(super) hami: Option<Names>,
+}
+
+/// What pods get for a resource that they request today.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Offer {
+    /// The resource that pods request today. A final `*` stands for any text.
+    pub(super) was: String,
+    /// The resource that pods request from Cleave. A final `*` stands for the same text.
+    pub(super) now: String,
+    /// What one unit is.
+    pub(super) unit: Unit,
+    /// Whether requests above 1 are refused today.
+    pub(super) refuses_above_one: bool,
+}
+
+/// What one unit of a resource is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Unit {
+    /// A GPU.
+    Gpu,
+    /// One of this many shares of a GPU.
+    Share(u32),
+    /// One of this many replicas of a GPU.
+    Replica(u32),
+    /// A MIG instance.
+    Instance,
+    /// One of this many shares of a MIG instance.
+    InstanceShare(u32),
+    /// One of this many replicas of a MIG instance.
+    InstanceReplica(u32),
+    /// A slice whose size is in its name.
+    Sized,
+}
+
+/// A resource that pods must request by another name.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub(super) struct Rename {
+    /// The name today.
+    pub(super) was: String,
+    /// The name in Cleave.
+    pub(super) now: String,
+    /// The nodes on which it has this name.
+    pub(super) nodes: String,
+}
+
+impl Plan {
+    /// Returns the resources that pods must request by another name, in order.
+    pub(super) fn renames(&self) -> Vec<Rename> {
+        let mut renames = BTreeSet::new();
+        for group in self.groups.iter().filter(|group| group.hami.is_none()) {
+            for Offer { was, now, .. } in group.offers.iter().filter(|offer| offer.was != offer.now) {
+                renames.insert(Rename { was: was.clone(), now: now.clone(), nodes: group.nodes.clone() });
+            }
+        }
+        renames.into_iter().collect()
+    }
+}
+
+/// Writes the policies.
+///
+/// # Errors
+/// The operator would refuse a policy, because the input contains something that no GPU can have.
+pub(super) fn plan(groups: &[Group], input: &Input, notes: &mut Notes) -> Result<Plan> {
+    let mut plan = Plan::default();
+    let mut names = BTreeSet::new();
+    for group in groups {
+        for value in group.selector.values() {
+            ensure!(is_label_value(value), "{value:?} cannot be the value of a node label");
+        }
+        let mut offers = Vec::new();
+        for rule in &group.rules {
+            let mut spec = spec_of(rule, input.nos.filter(|_| group.name.starts_with("nos-")));
+            if let Some(object) = spec.as_object_mut() {
+                if !group.selector.is_empty() {
+                    object.insert("nodeSelector".to_owned(), json!(group.selector));
+                }
+                if let Some(gpus) = &rule.gpus {
+                    object.insert("gpus".to_owned(), selector_json(gpus));
+                }
+            }
+            let name = unique_name(&group.name, &mut names);
+            check(&name, &spec).with_context(|| group.nodes.clone())?;
+            offers.extend(keep_names(rule, &mut spec));
+            plan.policies.push(json!({
+                "apiVersion": "cleave.dev/v1alpha1",
+                "kind": "SharingPolicy",
+                "metadata": {"name": name},
+                "spec": spec,
+            }));
+        }
+        if group.rules.iter().all(|rule| rule.gpus.is_some()) {
+            offers.push(Offer::new(GPU, GPU, Unit::Gpu));
+        }
+        plan.groups.push(GroupOffers {
+            nodes: group.nodes.clone(),
+            labels: group.labels.clone(),
+            offers,
+            hami: group.hami.clone(),
+        });
+    }
+    report_overruled(groups, notes);
+    Ok(plan)
+}
+
+/// Returns whether Kubernetes accepts a text as the value of a label.
+fn is_label_value(text: &str) -> bool {
+    let ends = |c: Option<char>| c.is_none_or(|c| c.is_ascii_alphanumeric());
+    let allowed = text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'));
+    allowed && text.len() <= 63 && ends(text.chars().next()) && ends(text.chars().last())
+}
+
+/// Returns whether the operator accepts a policy.
+fn check(name: &str, spec: &Value) -> Result<()> {
+    let spec = SharingPolicySpec::deserialize(spec).with_context(|| format!("policy {name} is malformed"))?;
+    validate(name, None, &spec).with_context(|| format!("policy {name} is not valid"))?;
+    Ok(())
+}
+
+fn selector_json(gpus: &GpuSelector) -> Value {
+    let mut selector = serde_json::Map::new();
+    if !gpus.models.is_empty() {
+        selector.insert("models".to_owned(), json!(gpus.models));
+    }
+    if !gpus.indices.is_empty() {
+        selector.insert("indices".to_owned(), json!(gpus.indices));
+    }
+    Value::Object(selector)
+}
+
+/// Returns the part of a policy that divides GPUs, without fields that have their default.
+fn spec_of(rule: &Rule, nos: Option<NosValues>) -> Value {
+    let mut spec = match &rule.share {
+        Share::Whole => json!({"mode": "Whole"}),
+        Share::Equal(SharedBy::Mps, count) => json!({"mode": "Mps", "mps": equal_mps(*count)}),
+        Share::Equal(SharedBy::TimeSlicing, count) => {
+            json!({"mode": "TimeSlicing", "timeSlicing": {"replicas": count}})
+        }
+        Share::Mig { layout, shared, .. } => {
+            let mut mig = serde_json::Map::new();
+            if let Some(layout) = layout {
+                mig.insert("layout".to_owned(), json!(layout));
+            }
+            match shared {
+                Some((SharedBy::Mps, count)) => {
+                    mig.insert("sharing".to_owned(), json!({"mps": equal_mps(*count)}));
+                }
+                Some((SharedBy::TimeSlicing, count)) => {
+                    mig.insert("sharing".to_owned(), json!({"timeSlicing": {"replicas": count}}));
+                }
+                None => {}
+            }
+            if mig.is_empty() { json!({"mode": "Mig"}) } else { json!({"mode": "Mig", "mig": mig}) }
+        }
+        Share::Sizes => json!({"mode": "Mps", "mps": {"sizes": "Dynamic"}}),
+        Share::Auto(None) => json!({"mode": "Auto"}),
+        Share::Auto(Some(threads)) => json!({"mode": "Auto", "mps": {"threads": threads}}),
+    };
+    let mut dynamic = serde_json::Map::new();
+    let NosValues { idle_seconds, timeout_seconds } = nos.unwrap_or_default();
+    for (key, seconds) in [("idle", idle_seconds), ("timeout", timeout_seconds)] {
+        if let Some(seconds) = seconds {
+            dynamic.insert(key.to_owned(), json!(format!("{seconds}s")));
+        }
+    }
+    if !dynamic.is_empty()
+        && let Some(object) = spec.as_object_mut()
+    {
+        object.insert("dynamic".to_owned(), Value::Object(dynamic));
+    }
+    spec
+}
+
+/// Returns equal shares with the limits of NVIDIA's plugin and GKE: each has its part of the SMs.
+fn equal_mps(count: u32) -> Value {
+    json!({"units": count, "threads": "Strict"})
+}
+
+/// Keeps the names that pods request today, if the operator accepts them, and returns what pods
+/// get.
+fn keep_names(rule: &Rule, spec: &mut Value) -> Vec<Offer> {
+    let refuses_above_one = rule.refuses_above_one;
+    match &rule.share {
+        Share::Whole => vec![Offer::new(&rule.name, GPU, Unit::Gpu)],
+        Share::Equal(by, count) => {
+            let (default, unit) = match by {
+                SharedBy::Mps => (RESOURCE_MPS, Unit::Share(*count)),
+                SharedBy::TimeSlicing => (RESOURCE_TIMESLICE, Unit::Replica(*count)),
+            };
+            let now = keep_name(&rule.name, default, spec);
+            vec![Offer { refuses_above_one, ..Offer::new(&rule.name, &now, unit) }]
+        }
+        Share::Mig { shared, names, .. } if names.is_empty() => {
+            let any = mig_resource("*");
+            let unit = match shared {
+                None => Unit::Instance,
+                Some((SharedBy::Mps, count)) => Unit::InstanceShare(*count),
+                Some((SharedBy::TimeSlicing, count)) => Unit::InstanceReplica(*count),
+            };
+            vec![Offer::new(&any, &any, unit)]
+        }
+        Share::Mig { shared, names, .. } => {
+            let offer = |(profile, was): (&String, &String)| match shared {
+                None => Offer::new(was, &mig_resource(profile), Unit::Instance),
+                Some((by, count)) => {
+                    let default = shared_instance_resource(profile, None);
+                    let now = if names.len() == 1 { keep_name(was, &default, spec) } else { default };
+                    let unit = match by {
+                        SharedBy::Mps => Unit::InstanceShare(*count),
+                        SharedBy::TimeSlicing => Unit::InstanceReplica(*count),
+                    };
+                    Offer { refuses_above_one, ..Offer::new(was, &now, unit) }
+                }
+            };
+            names.iter().map(offer).collect()
+        }
+        Share::Sizes => vec![Offer::new("nvidia.com/gpu-*", "nvidia.com/gpu-*", Unit::Sized)],
+        Share::Auto(_) => {
+            let any = mig_resource("*");
+            vec![
+                Offer::new(&rule.name, GPU, Unit::Gpu),
+                Offer::new("nvidia.com/gpu-*", "nvidia.com/gpu-*", Unit::Sized),
+                Offer::new(&any, &any, Unit::Instance),
+            ]
+        }
+    }
+}
+
+/// Sets the name that pods request today as the policy's `resourceName`, if the operator accepts
+/// it. Returns the name that pods have to request.
+fn keep_name(was: &str, default: &str, spec: &mut Value) -> String {
+    if was == default {
+        return default.to_owned();
+    }
+    let mut named = spec.clone();
+    if let Some(object) = named.as_object_mut() {
+        object.insert("resourceName".to_owned(), json!(was));
+    }
+    if check("renamed", &named).is_ok() {
+        *spec = named;
+        return was.to_owned();
+    }
+    default.to_owned()
+}
+
+impl Offer {
+    fn new(was: &str, now: &str, unit: Unit) -> Self {
+        Self { was: was.to_owned(), now: now.to_owned(), unit, refuses_above_one: false }
+    }
+}
+
+/// Returns a name for a policy that no other policy has.
+fn unique_name(wanted: &str, names: &mut BTreeSet<String>) -> String {
+    let allowed = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
+    let name: String = wanted.chars().map(allowed).take(MAX_NAME).collect();
+    let name = match name.trim_matches('-') {
+        "" => "migrated",
+        name => name,
+    };
+    let numbered = (2..).map(|number| format!("{name}-{number}"));
+    let free = std::iter::once(name.to_owned()).chain(numbered).find(|name| !names.contains(name));
+    let free = free.unwrap_or_default();
+    names.insert(free.clone());
+    free
+}
+
+/// Reports policies that apply to nodes of a more specific group, because they select GPUs.
+fn report_overruled(groups: &[Group], notes: &mut Notes) {
+    for general in groups {
+        let selects_gpus = general.rules.iter().any(|rule| rule.gpus.is_some());
+        for special in groups.iter().filter(|_| selects_gpus) {
+            let contains = general.selector.iter().all(|(key, value)| special.selector.get(key) == Some(value));
+            if contains
+                && general.selector.len() < special.selector.len()
+                && special.rules.iter().any(|rule| rule.gpus.is_none())
+            {
+                notes.decide(
+                    Place::whole(&special.nodes),
+                    format!(
+                        "The policies {0} select GPUs by index or model, so they win over the policies {1} on these \
+                         nodes. Give the nodes of {0} a label of their own.",
+                        general.name, special.name
+                    ),
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Reads documents from files, standard input and the cluster.
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use kube::Client;
+use kube::api::ListParams;
+use kube::core::Request;
+use serde_json::Value;
+
+use super::input::Document;
+use super::yaml;
+
+/// Objects per request of a list.
+const PAGE_SIZE: u32 = 500;
+/// The lists that are always read.
+const LISTS: [(&str, &str); 2] = [("/api/v1/nodes", "Node"), ("/api/v1/configmaps", "ConfigMap")];
+/// The list with the settings of the GPU Operator, which may not be installed.
+const OPERATOR: (&str, &str) = ("/apis/nvidia.com/v1/clusterpolicies", "ClusterPolicy");
+/// The list for the preview.
+const PODS: (&str, &str) = ("/api/v1/pods", "Pod");
+
+/// Reads the documents of files; `-` is standard input.
+///
+/// # Errors
+/// A file cannot be read, or is not valid YAML.
+pub(super) fn from_files(files: &[PathBuf]) -> Result<Vec<Document>> {
+    let mut documents = Vec::new();
+    for path in files {
+        let origin = if path == Path::new("-") { "standard input".to_owned() } else { path.display().to_string() };
+        let text = read_text(path).with_context(|| format!("failed to read {origin}"))?;
+        documents.extend(self::documents(&origin, &text)?);
+    }
+    Ok(documents)
+}
+
+/// Returns the documents of a text.
+///
+/// # Errors
+/// The text is not valid YAML.
+pub(super) fn documents(origin: &str, text: &str) -> Result<Vec<Document>> {
+    let values = yaml::parse_all(text).with_context(|| origin.to_owned())?;
+    Ok(values.into_iter().map(|value| Document { origin: origin.to_owned(), value, chosen: true }).collect())
+}
+
+fn read_text(path: &Path) -> std::io::Result<String> {
+    if path == Path::new("-") {
+        let mut text = String::new();
+        return std::io::stdin().read_to_string(&mut text).map(|_| text);
+    }
+    std::fs::read_to_string(path)
+}
+
+/// Reads nodes, `ConfigMap`s and the settings of the GPU Operator, and pods for the preview.
+///
+/// # Errors
+/// The API server does not answer, or refuses a list.
+pub(super) async fn from_cluster(client: &Client, preview: bool) -> Result<Vec<Document>> {
+    let mut documents = Vec::new();
+    for (path, kind) in LISTS.into_iter().chain(preview.then_some(PODS)) {
+        list(client, path, kind, &mut documents).await.with_context(|| format!("failed to list {path}"))?;
+    }
+    let (path, kind) = OPERATOR;
+    match list(client, path, kind, &mut documents).await {
+        Err(kube::Error::Api(status)) if status.code == 404 => {}
+        other => other.with_context(|| format!("failed to list {path}"))?,
+    }
+    Ok(documents)
+}
+
+/// Reads a list page by page. Objects in a list do not name their kind.
+async fn list(client: &Client, path: &str, kind: &str, documents: &mut Vec<Document>) -> kube::Result<()> {
+    let mut options = ListParams::default().limit(PAGE_SIZE);
+    loop {
+        let request = Request::new(path).list(&options).map_err(kube::Error::BuildRequest)?;
+        let mut page: Value = client.request(request).await?;
+        let items = page.get_mut("items").map(Value::take).unwrap_or_default();
+        let Value::Array(items) = items else { return Ok(()) };
+        for mut item in items {
+            if let Some(object) = item.as_object_mut() {
+                object.insert("kind".to_owned(), kind.into());
+            }
+            documents.push(Document { origin: "the cluster".to_owned(), value: item, chosen: false });
+        }
+        match page.pointer("/metadata/continue").and_then(Value::as_str).filter(|token| !token.is_empty()) {
+            Some(token) => options = options.continue_token(token),
+            None => return Ok(()),
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! The report: what became of each setting of the input. Pure.
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+/// What became of a setting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub(super) enum Outcome {
+    /// A policy, a value of the chart or Cleave's default has the same effect.
+    Translated,
+    /// The setting belongs to software that stays, and does not change.
+    Kept,
+    /// Nothing in Cleave corresponds to the setting, and nothing has to be done.
+    Dropped,
+    /// Somebody has to choose: the effect cannot be kept, or the input does not determine it.
+    Decide,
+    /// The setting is not known to `cleave migrate`.
+    Unknown,
+}
+
+impl Outcome {
+    /// All outcomes, in the order of the summary.
+    pub(super) const ALL: [Self; 5] = [Self::Translated, Self::Kept, Self::Dropped, Self::Decide, Self::Unknown];
+
+    /// Returns the word for the outcome in the report.
+    pub(super) const fn word(self) -> &'static str {
+        match self {
+            Self::Translated => "translated",
+            Self::Kept => "kept",
+            Self::Dropped => "dropped",
+            Self::Decide => "decide",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+/// The report's line about one setting.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct Line {
+    /// The object or file that contains the setting.
+    pub(super) source: String,
+    /// Path of the setting in the source. Empty if the line is about the whole source.
+    pub(super) setting: String,
+    /// Value of the setting, as JSON. Empty if the value does not matter.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub(super) value: String,
+    /// What became of the setting.
+    pub(super) outcome: Outcome,
+    /// The reason, in sentences.
+    pub(super) text: String,
+}
+
+/// Where a setting is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Place {
+    /// The object or file that contains the setting.
+    pub(super) source: String,
+    /// Path of the setting in the source.
+    pub(super) setting: String,
+    /// Value of the setting, as JSON.
+    pub(super) value: String,
+}
+
+impl Place {
+    /// Returns the place of a whole source.
+    pub(super) fn whole(source: &str) -> Self {
+        Self { source: source.to_owned(), setting: String::new(), value: String::new() }
+    }
+}
+
+/// Lines and values of the chart, in the order in which the input was read.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Notes {
+    /// The report's lines.
+    pub(super) lines: Vec<Line>,
+    /// Values of Cleave's chart, by path.
+    pub(super) values: BTreeMap<String, Value>,
+    /// Values files in the chart's directory, without duplicates.
+    pub(super) values_files: Vec<&'static str>,
+}
+
+impl Notes {
+    /// Adds a line.
+    pub(super) fn add(&mut self, place: Place, outcome: Outcome, text: impl Into<String>) {
+        let Place { source, setting, value } = place;
+        self.lines.push(Line { source, setting, value, outcome, text: text.into() });
+    }
+
+    /// Adds a line about a setting with the same effect in Cleave.
+    pub(super) fn translated(&mut self, place: Place, text: impl Into<String>) {
+        self.add(place, Outcome::Translated, text);
+    }
+
+    /// Adds a line about a setting without a counterpart.
+    pub(super) fn dropped(&mut self, place: Place, text: impl Into<String>) {
+        self.add(place, Outcome::Dropped, text);
+    }
+
+    /// Adds a line about a setting that needs a decision.
+    pub(super) fn decide(&mut self, place: Place, text: impl Into<String>) {
+        self.add(place, Outcome::Decide, text);
+    }
+
+    /// Sets a value of the chart. The first setting of the input wins, and another value of a later
+    /// setting needs a decision.
+    pub(super) fn set(&mut self, place: Place, path: &str, value: Value) {
+        match self.values.get(path) {
+            Some(first) if *first != value => {
+                let text = format!("The chart's value {path} is already {first}, from another setting.");
+                self.decide(place, text);
+            }
+            _ => {
+                let text = format!("Chart value {path}: {value}.");
+                self.values.insert(path.to_owned(), value);
+                self.translated(place, text);
+            }
+        }
+    }
+
+    /// Adds a values file of the chart.
+    pub(super) fn use_values_file(&mut self, name: &'static str) {
+        if !self.values_files.contains(&name) {
+            self.values_files.push(name);
+        }
+    }
+
+    /// Returns the values as the content of a values file: nested objects.
+    pub(super) fn nested_values(&self) -> Value {
+        let mut root = Map::new();
+        for (path, value) in &self.values {
+            insert(&mut root, path, value);
+        }
+        Value::Object(root)
+    }
+}
+
+/// Sets the value at a path of names, separated by dots. No path is the start of another path.
+fn insert(object: &mut Map<String, Value>, path: &str, value: &Value) {
+    let Some((first, rest)) = path.split_once('.') else {
+        object.insert(path.to_owned(), value.clone());
+        return;
+    };
+    let below = object.entry(first).or_insert_with(|| Value::Object(Map::new()));
+    if let Value::Object(below) = below {
+        insert(below, rest, value);
+    }
+}

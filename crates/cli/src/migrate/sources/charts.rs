@@ -1,0 +1,314 @@
+//! Values of the chart of NVIDIA's device plugin, values of the GPU Operator's chart, and its
+//! `ClusterPolicy`. Pure.
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::plugin::{MigStrategy, read_flags, read_plugin_flags};
+use crate::migrate::fields::Section;
+use crate::migrate::report::{Notes, Outcome, Place};
+
+/// What a chart says about configurations.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(in crate::migrate) struct ChartFacts {
+    /// The MIG strategy, which overrides that of all configurations.
+    pub(in crate::migrate) mig_strategy: Option<MigStrategy>,
+    /// Name of the `ConfigMap` with the plugin's configurations.
+    pub(in crate::migrate) config_map: Option<String>,
+    /// Configurations in the values themselves, by name.
+    pub(in crate::migrate) configs: Vec<(String, Value)>,
+    /// The plugin's configuration of nodes without a label.
+    pub(in crate::migrate) default_config: Option<String>,
+    /// The MIG manager's configuration of nodes without a label.
+    pub(in crate::migrate) default_mig: Option<String>,
+    /// Whether the GPU Operator is installed. It has no fallback for nodes without a label.
+    pub(in crate::migrate) gpu_operator: bool,
+}
+
+/// The reason for settings of the plugin's own pods.
+const POD: &str = "A property of the plugin's own pods. Cleave's pods have their own settings.";
+
+/// Returns whether a mapping is a values file of NVIDIA's device plugin.
+pub(in crate::migrate) fn is_plugin_values(value: &Value) -> bool {
+    let has_config = ["map", "default", "fallbackStrategies"]
+        .iter()
+        .any(|key| value.get("config").is_some_and(|config| config.get(key).is_some()));
+    let flags = ["migStrategy", "failOnInitError", "deviceListStrategy", "deviceIDStrategy", "compatWithCPUManager"];
+    value.get("version").is_none() && (has_config || flags.iter().any(|key| value.get(key).is_some()))
+}
+
+/// Returns whether a mapping is a values file of the GPU Operator.
+pub(in crate::migrate) fn is_operator_values(value: &Value) -> bool {
+    let parts = ["mig", "migManager", "toolkit", "dcgmExporter", "nodeStatusExporter", "ccManager", "driver"];
+    let plugin = value.get("devicePlugin").is_some_and(|plugin| plugin.get("deviceSplitCount").is_none());
+    parts.iter().any(|key| value.get(key).is_some()) || plugin && value.get("resourceMem").is_none()
+}
+
+/// Parses a values file of NVIDIA's device plugin.
+///
+/// # Errors
+/// A value has a wrong type.
+pub(in crate::migrate) fn parse_plugin_values(source: &str, value: Value, notes: &mut Notes) -> Result<ChartFacts> {
+    let mut top = Section::top(source, value)?;
+    let mut facts = ChartFacts::default();
+    if let Some(mut config) = top.section("config")? {
+        read_config(&mut config, "map", &mut facts, notes)?;
+        config.finish(notes);
+    }
+    facts.mig_strategy = read_flags(&mut top, notes)?;
+    read_plugin_flags(&mut top, notes)?;
+    if let Some((place, _)) = top.flag("compatWithCPUManager")? {
+        notes.dropped(place, "The agent adds device nodes itself under deviceListStrategy DeviceNodes.");
+    }
+    if let Some((place, class)) = top.text("runtimeClassName")? {
+        notes.set(place, "driver.runtimeClassName", json!(class));
+    }
+    if let Some((place, selector)) = top.take("nodeSelector") {
+        notes.set(place, "nodes.nodeSelector", selector);
+    }
+    if let Some((place, _)) = top.take("affinity") {
+        notes.decide(
+            place,
+            "Cleave's agents run on nodes with one of the labels in nodes.gpuLabels. Set nodes.nodeSelector or \
+             nodes.affinity if this selects other nodes.",
+        );
+    }
+    top.take_keys(Outcome::Kept, &[("nfd", "Node feature discovery may stay installed.")], notes);
+    top.drop_keys(
+        &[
+            ("tolerations", "Cleave's pods on GPU nodes tolerate all taints (nodes.tolerations)."),
+            ("mps", "Cleave's MPS host has its own directory: the chart's value paths.run."),
+            ("cdi", "The agent finds NVIDIA's container toolkit itself."),
+            ("devicePlugin", "Uninstall the chart, or keep its DaemonSet off the nodes that Cleave manages."),
+            ("legacyDaemonsetAPI", POD),
+            ("nameOverride", POD),
+            ("fullnameOverride", POD),
+            ("namespaceOverride", POD),
+            ("selectorLabelsOverride", POD),
+            ("allowDefaultNamespace", POD),
+            ("imagePullSecrets", POD),
+            ("image", POD),
+            ("updateStrategy", POD),
+            ("podAnnotations", POD),
+            ("podSecurityContext", POD),
+            ("securityContext", POD),
+            ("resources", POD),
+            ("priorityClassName", POD),
+        ],
+        notes,
+    );
+    top.finish(notes);
+    Ok(facts)
+}
+
+/// Reads which configurations exist and which is the default. `inline` is the key of those in the
+/// values themselves.
+fn read_config(config: &mut Section, inline: &str, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
+    if let Some((place, name)) = config.text("name")?
+        && !name.is_empty()
+    {
+        notes.translated(place, format!("The plugin's configurations are in the ConfigMap {name}."));
+        facts.config_map = Some(name);
+    }
+    if let Some((place, name)) = config.text("default")?
+        && !name.is_empty()
+    {
+        notes.translated(place, "The policies of this configuration select nodes by no label.");
+        facts.default_config = Some(name);
+    }
+    if let Some(mut map) = config.section(inline)? {
+        for name in map.keys() {
+            facts.configs.extend(map.take(&name).map(|(_, value)| (name, value)));
+        }
+    }
+    config.drop_keys(
+        &[
+            ("create", "Cleave's policies replace the ConfigMap."),
+            ("fallbackStrategies", "A policy without nodeSelector applies to nodes without a label."),
+        ],
+        notes,
+    );
+    Ok(())
+}
+
+/// Components of the GPU Operator that stay.
+const COMPONENTS: [(&str, &str); 30] = [
+    ("clusterPolicy", "It does not serve GPUs."),
+    ("gpuCluster", "It does not serve GPUs."),
+    ("platform", "It does not serve GPUs."),
+    ("extraObjects", "They do not serve GPUs."),
+    ("vgpuManager", "Cleave does not serve virtual machines."),
+    ("vgpuDeviceManager", "Cleave does not serve virtual machines."),
+    ("vfioManager", "Cleave does not serve virtual machines."),
+    ("fabricManager", "It does not serve GPUs."),
+    ("driver", "Cleave uses the driver. Use platforms/gpu-operator.yaml."),
+    ("toolkit", "containers get their GPUs through it."),
+    ("cdi", "Cleave gives containers their GPUs by CDI. nriPluginEnabled is not supported."),
+    ("dcgm", "It does not serve GPUs."),
+    ("dcgmExporter", "it reads the GPUs' metrics. It knows Cleave's pods by the kubelet's API."),
+    ("gfd", "Cleave sets no labels of GPU models."),
+    ("nfd", "Label GPU nodes cleave.dev/gpu=true too, because discovery may remove its labels."),
+    ("node-feature-discovery", "Label GPU nodes cleave.dev/gpu=true too."),
+    ("nodeStatusExporter", "It does not serve GPUs."),
+    ("validator", "Its check of the plugin is skipped while the plugin is disabled."),
+    ("operator", "It does not serve GPUs."),
+    ("daemonsets", "a property of the GPU Operator's pods."),
+    ("psa", "It does not serve GPUs."),
+    ("psp", "It does not serve GPUs."),
+    ("gds", "Cleave does not inject GPUDirect Storage into containers."),
+    ("gdrcopy", "Cleave does not inject GDRCopy into containers."),
+    ("hostPaths", "It does not serve GPUs."),
+    ("kataManager", "Cleave does not serve confidential containers."),
+    ("ccManager", "Cleave does not serve confidential containers."),
+    ("sandboxWorkloads", "Cleave does not serve virtual machines: keep their nodes out of Cleave."),
+    ("sandboxDevicePlugin", "It serves virtual machines, on other nodes than Cleave."),
+    ("kataSandboxDevicePlugin", "It serves virtual machines, on other nodes than Cleave."),
+];
+
+/// Parses a values file of the GPU Operator, or the `spec` of its `ClusterPolicy`.
+///
+/// # Errors
+/// A value has a wrong type.
+pub(in crate::migrate) fn parse_operator(source: &str, value: Value, notes: &mut Notes) -> Result<ChartFacts> {
+    let mut top = Section::top(source, value)?;
+    let mut facts = ChartFacts { gpu_operator: true, ..ChartFacts::default() };
+    notes.use_values_file("platforms/gpu-operator.yaml");
+    let is_off = |part: &str| top.value(part).and_then(|part| part.get("enabled")) == Some(&Value::Bool(false));
+    if !(is_off("devicePlugin") && is_off("migManager")) {
+        notes.decide(
+        Place::whole(source),
+        "Set devicePlugin.enabled and migManager.enabled to false, so that the GPU Operator neither serves GPUs nor \
+         changes MIG. To move node by node, label each node nvidia.com/gpu.deploy.device-plugin=false and \
+         nvidia.com/gpu.deploy.mig-manager=false instead.",
+        );
+    }
+    if let Some(mut plugin) = top.section("devicePlugin")? {
+        read_device_plugin(&mut plugin, &mut facts, notes)?;
+        plugin.finish(notes);
+    }
+    if let Some(mut mig) = top.section("mig")? {
+        if let Some((place, text)) = mig.text("strategy")? {
+            facts.mig_strategy = Some(MigStrategy::read(place, &text, notes)?);
+        }
+        mig.finish(notes);
+    }
+    if let Some(mut manager) = top.section("migManager")? {
+        read_mig_manager(&mut manager, &mut facts, notes)?;
+        manager.finish(notes);
+    }
+    if let Some((place, _)) = top.take("draDriver") {
+        notes.decide(
+            place,
+            "NVIDIA's DRA driver may stay for ComputeDomains. It must not allocate GPUs of nodes that Cleave manages \
+             (resources.gpus.enabled=false).",
+        );
+    }
+    top.take_keys(Outcome::Kept, &COMPONENTS, notes);
+    top.finish(notes);
+    Ok(facts)
+}
+
+fn read_device_plugin(plugin: &mut Section, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
+    if let Some((place, enabled)) = plugin.flag("enabled")? {
+        let (outcome, text) = if enabled {
+            (Outcome::Decide, "Switch it off: two plugins must not serve the same GPUs.")
+        } else {
+            (Outcome::Translated, "It is off already, as Cleave needs it.")
+        };
+        notes.add(place, outcome, text);
+    }
+    if let Some(mut config) = plugin.section("config")? {
+        read_config(&mut config, "data", facts, notes)?;
+        config.finish(notes);
+    }
+    if let Some((place, value)) = plugin.take("env") {
+        read_env(&place, &value, notes);
+    }
+    plugin.drop_keys(
+        &[
+            ("mps", "Cleave's MPS host has its own directory: the chart's value paths.run."),
+            ("args", "Arguments of NVIDIA's plugin."),
+            ("hostNetwork", POD),
+            ("repository", POD),
+            ("image", POD),
+            ("version", POD),
+            ("imagePullPolicy", POD),
+            ("imagePullSecrets", POD),
+            ("resources", POD),
+        ],
+        notes,
+    );
+    Ok(())
+}
+
+/// Reads environment variables of the plugin. They override its configurations.
+fn read_env(place: &Place, value: &Value, notes: &mut Notes) {
+    for variable in value.as_array().into_iter().flatten() {
+        let text = |key: &str| variable.get(key).and_then(Value::as_str).unwrap_or_default();
+        let (name, value) = (text("name"), text("value"));
+        let here = Place { setting: format!("{}.{name}", place.setting), value: value.to_owned(), ..place.clone() };
+        match name {
+            "DP_DISABLE_HEALTHCHECKS" => {
+                let xids: Option<Vec<u32>> = value.split(',').map(|xid| xid.trim().parse().ok()).collect();
+                match xids {
+                    Some(xids) => notes.set(here, "agent.ignoreXids", json!(xids)),
+                    None => notes.decide(
+                        here,
+                        "Cleave always checks health. agent.ignoreXids names XIDs that do not affect it.",
+                    ),
+                }
+            }
+            "PASS_DEVICE_SPECS"
+            | "FAIL_ON_INIT_ERROR"
+            | "DP_ENABLE_HEALTHCHECKS"
+            | "NVIDIA_VISIBLE_DEVICES"
+            | "NVIDIA_DRIVER_CAPABILITIES" => notes.dropped(here, "A property of NVIDIA's plugin."),
+            _ => notes.add(here, Outcome::Unknown, "Not known to `cleave migrate`."),
+        }
+    }
+}
+
+fn read_mig_manager(manager: &mut Section, facts: &mut ChartFacts, notes: &mut Notes) -> Result<()> {
+    const OF_MANAGER: &str = "A property of the MIG manager's own pods.";
+    if let Some((place, enabled)) = manager.flag("enabled")? {
+        let (outcome, text) = if enabled {
+            (Outcome::Decide, "Switch it off, or set agent.migMode to Never: only one of them may change MIG.")
+        } else {
+            (Outcome::Translated, "It is off already, as Cleave needs it.")
+        };
+        notes.add(place, outcome, text);
+    }
+    if let Some(mut config) = manager.section("config")? {
+        if let Some((place, name)) = config.text("default")?
+            && !name.is_empty()
+        {
+            notes.translated(place, "The policies of this configuration select nodes by no label.");
+            facts.default_mig = Some(name);
+        }
+        config.drop_keys(
+            &[
+                ("name", "Give this ConfigMap to `cleave migrate` too."),
+                ("create", "Cleave's policies replace the ConfigMap."),
+                ("data", "Give these configurations to `cleave migrate` as a file."),
+            ],
+            notes,
+        );
+        config.finish(notes);
+    }
+    manager.drop_keys(
+        &[
+            ("gpuClientsConfig", "Cleave changes MIG only where nothing uses the GPU. No client has to be stopped."),
+            ("env", OF_MANAGER),
+            ("args", OF_MANAGER),
+            ("hostNetwork", OF_MANAGER),
+            ("repository", OF_MANAGER),
+            ("image", OF_MANAGER),
+            ("version", OF_MANAGER),
+            ("imagePullPolicy", OF_MANAGER),
+            ("imagePullSecrets", OF_MANAGER),
+            ("resources", OF_MANAGER),
+            ("securityContext", OF_MANAGER),
+        ],
+        notes,
+    );
+    Ok(())
+}

@@ -1,0 +1,184 @@
+//! Node pools of GKE, from the labels of nodes or from `gcloud container node-pools describe`.
+//! Pure.
+use anyhow::{Context as _, Result, bail, ensure};
+use cleave_plan::constraints::Labels;
+use cleave_plan::mig;
+use serde_json::Value;
+
+use super::plugin::SharedBy;
+use crate::migrate::fields::Section;
+use crate::migrate::report::{Notes, Place};
+
+/// Label of the nodes of a pool.
+pub(in crate::migrate) const POOL: &str = "cloud.google.com/gke-nodepool";
+/// Label with the model of a node's GPUs.
+pub(in crate::migrate) const ACCELERATOR: &str = "cloud.google.com/gke-accelerator";
+/// Label with the way in which GPUs are shared.
+pub(in crate::migrate) const STRATEGY: &str = "cloud.google.com/gke-gpu-sharing-strategy";
+/// Label with the number of clients of each GPU.
+pub(in crate::migrate) const CLIENTS: &str = "cloud.google.com/gke-max-shared-clients-per-gpu";
+/// Label with the profile of the MIG instances.
+pub(in crate::migrate) const PARTITION: &str = "cloud.google.com/gke-gpu-partition-size";
+
+/// GKE's names of models that support MIG, with NVML's name and the memory in MiB.
+const MODELS: [(&str, &str, u64); 6] = [
+    ("nvidia-tesla-a100", "NVIDIA A100-SXM4-40GB", 40_960),
+    ("nvidia-a100-80gb", "NVIDIA A100-SXM4-80GB", 81_920),
+    ("nvidia-h100-80gb", "NVIDIA H100 80GB HBM3", 81_559),
+    ("nvidia-h100-mega-80gb", "NVIDIA H100 80GB HBM3", 81_559),
+    ("nvidia-h200-141gb", "NVIDIA H200", 143_771),
+    ("nvidia-b200", "NVIDIA B200", 183_359),
+];
+
+/// A node pool with GPUs.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::migrate) struct Pool {
+    /// Name of the pool. Empty if the input does not name it.
+    pub(in crate::migrate) name: String,
+    /// The labels by which pods select the pool.
+    pub(in crate::migrate) labels: Labels,
+    /// How GPUs, or MIG instances, are shared, with the number of clients of each.
+    pub(in crate::migrate) shared: Option<(Strategy, u32)>,
+    /// Profile of the MIG instances.
+    pub(in crate::migrate) partition: Option<String>,
+    /// The MIG instances of each GPU. `None` if the model is not known.
+    pub(in crate::migrate) instances: Option<usize>,
+}
+
+/// How GKE shares GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::migrate) enum Strategy {
+    TimeSharing,
+    Mps,
+}
+
+impl From<Strategy> for SharedBy {
+    fn from(strategy: Strategy) -> Self {
+        match strategy {
+            Strategy::TimeSharing => Self::TimeSlicing,
+            Strategy::Mps => Self::Mps,
+        }
+    }
+}
+
+/// Returns whether a mapping describes a node pool.
+pub(in crate::migrate) fn is_pool(value: &Value) -> bool {
+    value.pointer("/config/accelerators").is_some()
+}
+
+/// Returns whether a node with these labels belongs to a node pool of GKE with GPUs.
+pub(in crate::migrate) fn is_gke_node(labels: &Labels) -> bool {
+    labels.contains_key(ACCELERATOR)
+}
+
+/// Parses a description of a node pool.
+///
+/// # Errors
+/// A field has a wrong type, or names no known strategy.
+pub(in crate::migrate) fn parse(source: &str, value: &Value, notes: &mut Notes) -> Result<Vec<Pool>> {
+    let name = value.get("name").and_then(Value::as_str).unwrap_or_default();
+    let accelerators = value.pointer("/config/accelerators").cloned().unwrap_or_default();
+    let mut wrapper = Section::top(source, serde_json::json!({"accelerators": accelerators}))?;
+    let mut pools = Vec::new();
+    for mut accelerator in wrapper.sections("accelerators")?.unwrap_or_default() {
+        let mut labels = Labels::new();
+        labels.insert(POOL.to_owned(), name.to_owned());
+        let kind = accelerator.text("acceleratorType")?;
+        if let Some((_, kind)) = &kind {
+            labels.insert(ACCELERATOR.to_owned(), kind.clone());
+        }
+        if let Some((_, size)) = accelerator.text("gpuPartitionSize")?
+            && !size.is_empty()
+        {
+            labels.insert(PARTITION.to_owned(), size);
+        }
+        if let Some(mut sharing) = accelerator.section("gpuSharingConfig")? {
+            if let Some((_, strategy)) = sharing.text("gpuSharingStrategy")? {
+                labels.insert(STRATEGY.to_owned(), strategy.to_lowercase().replace('_', "-"));
+            }
+            if let Some((_, clients)) = sharing.text("maxSharedClientsPerGpu")? {
+                labels.insert(CLIENTS.to_owned(), clients);
+            }
+            sharing.finish(notes);
+        }
+        accelerator.drop_keys(
+            &[
+                ("acceleratorCount", "The agent finds the GPUs of a node."),
+                (
+                    "gpuDriverInstallationConfig",
+                    "Create the pool with gpu-driver-version=disabled, and install the driver by Google's DaemonSet.",
+                ),
+            ],
+            notes,
+        );
+        accelerator.finish(notes);
+        pools.push(from_labels(source, &labels, notes)?);
+    }
+    Ok(pools)
+}
+
+/// Returns the pool of a node with these labels, and reports the labels.
+///
+/// # Errors
+/// A label has a value that GKE does not set.
+pub(in crate::migrate) fn from_labels(source: &str, labels: &Labels, notes: &mut Notes) -> Result<Pool> {
+    let place = |label: &str| Place {
+        source: source.to_owned(),
+        setting: label.to_owned(),
+        value: labels.get(label).cloned().unwrap_or_default(),
+    };
+    let strategy = match labels.get(STRATEGY).map(String::as_str) {
+        None => None,
+        Some("time-sharing") => Some(Strategy::TimeSharing),
+        Some("mps") => Some(Strategy::Mps),
+        Some(other) => bail!("{source}: {STRATEGY} is {other:?}; it must be time-sharing or mps"),
+    };
+    let shared = match strategy {
+        None => None,
+        Some(strategy) => {
+            let clients = labels.get(CLIENTS).with_context(|| format!("{source}: {STRATEGY} needs {CLIENTS}"))?;
+            let parsed = clients.parse().ok().filter(|clients| (2..=u32::from(u16::MAX)).contains(clients));
+            let clients: u32 = parsed
+                .with_context(|| format!("{source}: {CLIENTS} is {clients:?}; it must be a number, at least 2"))?;
+            notes.translated(place(STRATEGY), "The mode of the policy.");
+            notes.translated(place(CLIENTS), "The number of shares or replicas of each GPU.");
+            Some((strategy, clients))
+        }
+    };
+    let accelerator = labels.get(ACCELERATOR).map(String::as_str).unwrap_or_default();
+    notes.dropped(place(ACCELERATOR), "New pools have this label too. Pods may keep selecting by it.");
+    let partition = labels.get(PARTITION).cloned();
+    let mut instances = None;
+    if let Some(size) = &partition {
+        ensure!(!size.is_empty(), "{source}: {PARTITION} is empty");
+        instances = instances_of(accelerator, size);
+        let text = match instances {
+            Some(count) => format!("A layout of {count} instances, as many as the model can have."),
+            None => "The model is not known to `cleave migrate`, so instances are created on demand.".to_owned(),
+        };
+        notes.translated(place(PARTITION), text);
+    }
+    let labels =
+        labels.iter().filter(|(label, _)| [POOL, ACCELERATOR, STRATEGY, CLIENTS, PARTITION].contains(&label.as_str()));
+    let labels: Labels = labels.map(|(label, value)| (label.clone(), value.clone())).collect();
+    let name = labels.get(POOL).cloned().unwrap_or_default();
+    Ok(Pool { name, labels, shared, partition, instances })
+}
+
+/// Returns how many instances of a profile a GPU can have.
+fn instances_of(accelerator: &str, profile: &str) -> Option<usize> {
+    let (_, model, memory) = MODELS.iter().find(|(name, ..)| *name == accelerator)?;
+    let profiles = mig::built_in(model, *memory)?;
+    let profile = profiles.into_iter().find(|known| known.name == profile)?;
+    let mut starts = profile.starts.clone();
+    starts.sort_unstable();
+    let mut next = 0;
+    let mut count = 0;
+    for start in starts {
+        if start >= next {
+            count += 1;
+            next = start + profile.size;
+        }
+    }
+    Some(count)
+}

@@ -1,0 +1,438 @@
+//! Values of the HAMi chart, and the configurations in its `ConfigMap`s. Pure.
+use std::collections::BTreeMap;
+
+use anyhow::{Context as _, Result, bail};
+use cleave_api::sharingpolicy::ThreadPolicy;
+use cleave_plan::constraints::Labels;
+use serde_json::Value;
+
+use crate::migrate::fields::Section;
+use crate::migrate::report::{Notes, Outcome, Place};
+
+/// Name of HAMi's scheduler in pods.
+pub(in crate::migrate) const SCHEDULER: &str = "hami-scheduler";
+
+/// The resources that pods request from HAMi.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::migrate) struct Names {
+    /// Number of GPUs.
+    pub(in crate::migrate) count: String,
+    /// Memory of each GPU, in MiB.
+    pub(in crate::migrate) memory: String,
+    /// Memory of each GPU, in percent.
+    pub(in crate::migrate) percentage: String,
+    /// SMs of each GPU, in percent.
+    pub(in crate::migrate) cores: String,
+}
+
+impl Default for Names {
+    fn default() -> Self {
+        Self {
+            count: "nvidia.com/gpu".to_owned(),
+            memory: "nvidia.com/gpumem".to_owned(),
+            percentage: "nvidia.com/gpumem-percentage".to_owned(),
+            cores: "nvidia.com/gpucores".to_owned(),
+        }
+    }
+}
+
+/// What HAMi does on one node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::migrate) enum OperatingMode {
+    /// Limits by a library that is loaded into each program.
+    Core,
+    /// MIG instances, created on demand.
+    Mig,
+}
+
+/// HAMi's settings that affect policies.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(in crate::migrate) struct HamiConfig {
+    /// The names of resources.
+    pub(in crate::migrate) names: Names,
+    /// Labels of the nodes that HAMi manages.
+    pub(in crate::migrate) node_selector: Option<Labels>,
+    /// How strictly SMs are limited.
+    pub(in crate::migrate) threads: Option<ThreadPolicy>,
+    /// Nodes with an operating mode of their own.
+    pub(in crate::migrate) nodes: BTreeMap<String, OperatingMode>,
+}
+
+/// Returns whether a mapping is a values file of HAMi.
+pub(in crate::migrate) fn is_values(value: &Value) -> bool {
+    value.get("resourceMem").is_some()
+        || value.get("resourceCores").is_some()
+        || value.pointer("/devicePlugin/deviceSplitCount").is_some()
+        || value.pointer("/devicePlugin/deviceMemoryScaling").is_some()
+}
+
+/// Returns whether a mapping is the configuration of HAMi's scheduler.
+pub(in crate::migrate) fn is_device_config(value: &Value) -> bool {
+    value.pointer("/nvidia/resourceCountName").is_some()
+}
+
+/// Returns whether a mapping is the configuration of HAMi's nodes.
+pub(in crate::migrate) fn is_node_config(value: &Value) -> bool {
+    value.get("nodeconfig").is_some()
+}
+
+/// The reason for settings of HAMi's own pods and of other vendors.
+const POD: &str = "A property of HAMi's own pods.";
+
+/// Parses a values file.
+///
+/// # Errors
+/// A value has a wrong type.
+pub(in crate::migrate) fn parse_values(
+    source: &str,
+    value: Value,
+    into: &mut HamiConfig,
+    notes: &mut Notes,
+) -> Result<()> {
+    let mut top = Section::top(source, value)?;
+    read_names(
+        &mut top,
+        ["resourceName", "resourceMem", "resourceMemPercentage", "resourceCores", "resourcePriority"],
+        into,
+        notes,
+    )?;
+    if let Some(mut plugin) = top.section("devicePlugin")? {
+        read_device_plugin(&mut plugin, into, notes)?;
+        plugin.finish(notes);
+    }
+    if let Some(mut scheduler) = top.section("scheduler")? {
+        read_scheduler(&mut scheduler, notes)?;
+    }
+    if let Some(mut devices) = top.section("devices")? {
+        if let Some(mut nvidia) = devices.section("nvidia")? {
+            read_nvidia(&mut nvidia, into, notes)?;
+            nvidia.finish(notes);
+        }
+        for key in devices.keys() {
+            devices.drop_keys(&[(&key, "Cleave shares GPUs of NVIDIA only.")], notes);
+        }
+    }
+    top.drop_keys(
+        &[
+            ("schedulerName", "Cleave needs no scheduler of its own. Remove schedulerName from pods."),
+            ("global", POD),
+            ("nameOverride", POD),
+            ("fullnameOverride", POD),
+            ("namespaceOverride", POD),
+            ("platform", "`cleave preflight` detects the platform."),
+            ("openshift", "The chart's value openshift.enabled."),
+            ("selinux", "The chart's value nodes.seLinuxOptions."),
+            ("podSecurityPolicy", POD),
+            ("mockDevicePlugin", POD),
+            ("legacyMetrics", POD),
+            ("prometheus", "See the how-to guide on monitoring."),
+            ("device-config", "Give this configuration to `cleave migrate` as a file."),
+        ],
+        notes,
+    );
+    for key in top.keys() {
+        if ["mlu", "dcu", "hcu", "metax", "enflame", "kunlun", "vastai", "biren"]
+            .iter()
+            .any(|vendor| key.starts_with(vendor))
+        {
+            top.drop_keys(&[(&key, "Cleave shares GPUs of NVIDIA only.")], notes);
+        }
+    }
+    top.finish(notes);
+    Ok(())
+}
+
+/// Parses the configuration of the scheduler (`device-config.yaml`).
+///
+/// # Errors
+/// A value has a wrong type.
+pub(in crate::migrate) fn parse_device_config(
+    source: &str,
+    value: Value,
+    into: &mut HamiConfig,
+    notes: &mut Notes,
+) -> Result<()> {
+    let mut top = Section::top(source, value)?;
+    if let Some(mut nvidia) = top.section("nvidia")? {
+        read_names(
+            &mut nvidia,
+            [
+                "resourceCountName",
+                "resourceMemoryName",
+                "resourceMemoryPercentageName",
+                "resourceCoreName",
+                "resourcePriorityName",
+            ],
+            into,
+            notes,
+        )?;
+        read_limits(&mut nvidia, notes)?;
+        read_nvidia(&mut nvidia, into, notes)?;
+        nvidia.drop_keys(
+            &[
+                ("overwriteEnv", "Containers without shares may set NVIDIA_VISIBLE_DEVICES to void themselves."),
+                ("memoryFactor", "gpumem counts MiB."),
+                ("runtimeClassName", "The chart's value driver.runtimeClassName."),
+                ("migProfileAllowlist", "Cleave reads the profiles of each GPU from NVML."),
+                ("knownMigGeometries", "Cleave reads the profiles of each GPU from NVML."),
+            ],
+            notes,
+        );
+        nvidia.finish(notes);
+    }
+    for key in top.keys() {
+        top.drop_keys(&[(&key, "Cleave shares GPUs of NVIDIA only.")], notes);
+    }
+    Ok(())
+}
+
+/// Parses the configuration of nodes (`config.json`).
+///
+/// # Errors
+/// A value has a wrong type, or a node is described twice.
+pub(in crate::migrate) fn parse_node_config(
+    source: &str,
+    value: Value,
+    into: &mut HamiConfig,
+    notes: &mut Notes,
+) -> Result<()> {
+    let mut top = Section::top(source, value)?;
+    for mut node in top.sections("nodeconfig")?.unwrap_or_default() {
+        let Some((_, name)) = node.text("name")? else { bail!("{source}: an entry of nodeconfig has no name") };
+        let mode = match node.text("operatingmode")? {
+            None => OperatingMode::Core,
+            Some((place, mode)) => match mode.as_str() {
+                "" | "hami-core" => {
+                    notes.translated(place, "The node has the policy of the other nodes.");
+                    OperatingMode::Core
+                }
+                "mig" => {
+                    notes.translated(
+                        place,
+                        "A policy for this node, by kubernetes.io/hostname, has mode Mig. It creates instances on demand.",
+                    );
+                    OperatingMode::Mig
+                }
+                "mps" => {
+                    notes.translated(place, "The node has the policy of the other nodes, which uses MPS.");
+                    OperatingMode::Core
+                }
+                _ => bail!("{source}: {} is {mode:?}; it must be hami-core, mig or mps", place.setting),
+            },
+        };
+        for (key, name) in [("devicesplitcount", "deviceSplitCount"), ("devicememoryscaling", "deviceMemoryScaling")] {
+            if let Some((place, value)) = node.take(key) {
+                report_limit(place, name, &value, notes)?;
+            }
+        }
+        if let Some((place, value)) = node.take("filterdevices") {
+            let lists = value.as_object().into_iter().flat_map(serde_json::Map::values);
+            let (outcome, text) = if lists.into_iter().any(|list| list.as_array().is_some_and(|list| !list.is_empty()))
+            {
+                (
+                    Outcome::Decide,
+                    "Cleave serves all GPUs of a node. Give these GPUs a policy of their own, by gpus.uuids or gpus.indices.",
+                )
+            } else {
+                (Outcome::Translated, "Cleave serves all GPUs of a node.")
+            };
+            notes.add(place, outcome, text);
+        }
+        node.drop_keys(
+            &[
+                ("devicecorescaling", "SMs of sized slices follow their memory."),
+                ("preconfigureddevicememory", "Cleave reads the memory of GPUs from NVML."),
+                ("enablenumatopology", "Cleave's hints to the kubelet include the NUMA node."),
+                ("enablegetpreferredallocation", "Cleave answers the kubelet's question for preferred devices."),
+                ("migstrategy", "The policy has mode Mig if the node's operatingmode is mig."),
+            ],
+            notes,
+        );
+        node.finish(notes);
+        if into.nodes.insert(name.clone(), mode).is_some() {
+            bail!("{source}: node {name} is described twice");
+        }
+    }
+    top.finish(notes);
+    Ok(())
+}
+
+/// Reads the names of resources: count, memory, percentage, cores and priority.
+fn read_names(section: &mut Section, keys: [&str; 5], into: &mut HamiConfig, notes: &mut Notes) -> Result<()> {
+    let [count, memory, percentage, cores, priority] = keys;
+    let texts = [
+        (count, &mut into.names.count, "Pods that request no memory request whole GPUs: nvidia.com/gpu."),
+        (memory, &mut into.names.memory, "Pods request memory as nvidia.com/gpu-<G>gb: 1, in whole GiB."),
+        (percentage, &mut into.names.percentage, "Pods request memory as nvidia.com/gpu-<G>gb: 1, in whole GiB."),
+        (cores, &mut into.names.cores, "SMs of sized slices follow their memory."),
+    ];
+    for (key, name, text) in texts {
+        if let Some((place, value)) = section.text(key)? {
+            *name = value;
+            notes.translated(place, text);
+        }
+    }
+    if let Some((place, _)) = section.text(priority)? {
+        notes.dropped(place, "Cleave has no priority within a GPU. Use the pod's priority class for placement.");
+    }
+    Ok(())
+}
+
+/// Reads how many pods share a GPU, and over-commitment.
+fn read_limits(section: &mut Section, notes: &mut Notes) -> Result<()> {
+    for key in [
+        "deviceSplitCount",
+        "deviceMemoryScaling",
+        "deviceCoreScaling",
+        "defaultMemory",
+        "defaultCores",
+        "defaultGPUNum",
+    ] {
+        if let Some((place, value)) = section.take(key) {
+            report_limit(place, key, &value, notes)?;
+        }
+    }
+    section.drop_keys(
+        &[
+            ("preConfiguredDeviceMemory", "Cleave reads the memory of GPUs from NVML."),
+            ("enableNumaTopology", "Cleave's hints to the kubelet include the NUMA node."),
+        ],
+        notes,
+    );
+    Ok(())
+}
+
+fn report_limit(place: Place, key: &str, value: &Value, notes: &mut Notes) -> Result<()> {
+    let number = value.as_f64().or_else(|| value.as_str().and_then(|text| text.parse().ok()));
+    let number = number
+        .filter(|number| *number >= 0.0)
+        .with_context(|| format!("{}: {} is {value}; it must be a number", place.source, place.setting))?;
+    match key {
+        "deviceSplitCount" => {
+            notes.dropped(place, "Memory limits how many slices a GPU has: at most 48, the clients of an MPS server.");
+        }
+        "deviceMemoryScaling" if number > 1.0 => notes.decide(
+            place,
+            "Cleave gives out no more memory than a GPU has. Pods that relied on more must request less, or share by \
+             time-slicing, which limits no memory.",
+        ),
+        "deviceCoreScaling" if number > 1.0 => {
+            notes.decide(place, "SMs follow memory. mps.threads: Burst gives up to twice that, and Uncapped all SMs.");
+        }
+        "deviceMemoryScaling" | "deviceCoreScaling" => notes.translated(place, "Nothing is over-committed."),
+        "defaultMemory" | "defaultCores" if number > 0.0 => {
+            notes.decide(place, "Cleave has no default request. Pods that request only nvidia.com/gpu get whole GPUs.");
+        }
+        _ => notes.dropped(place, "Cleave has no default request."),
+    }
+    Ok(())
+}
+
+fn read_nvidia(nvidia: &mut Section, into: &mut HamiConfig, notes: &mut Notes) -> Result<()> {
+    if let Some((place, policy)) = nvidia.text("gpuCorePolicy")? {
+        let (threads, text) = match policy.as_str() {
+            "default" | "" => (ThreadPolicy::Burst, "mps.threads: Burst, up to twice the part of the SMs."),
+            "force" => (ThreadPolicy::Strict, "mps.threads: Strict, exactly the part of the SMs."),
+            "disable" => (ThreadPolicy::Uncapped, "mps.threads: Uncapped, no limit of SMs."),
+            _ => bail!("{}: {} is {policy:?}; it must be default, force or disable", place.source, place.setting),
+        };
+        into.threads = Some(threads);
+        notes.translated(place, text);
+    }
+    nvidia.drop_keys(&[("libCudaLogLevel", "Cleave loads no library into programs.")], notes);
+    Ok(())
+}
+
+/// Settings of the device plugin without an effect on policies.
+const PLUGIN_KEYS: [(&[&str], &str); 4] = [
+    (&["migStrategy"], "Cleave serves MIG instances as nvidia.com/mig-<profile> where a policy has mode Mig."),
+    (
+        &["deviceListStrategy", "passDeviceSpecsEnabled", "nvidiaDriverRoot", "nvidiaHookPath"],
+        "The chart's values agent.deviceListStrategy and driver. `cleave preflight` prints them.",
+    ),
+    (&["gdrcopyEnabled", "gdsEnabled", "mofedEnabled"], "Cleave does not inject it."),
+    (
+        &[
+            "enabled",
+            "gpuOperatorToolkitReady",
+            "image",
+            "monitor",
+            "numaRefit",
+            "createRuntimeClass",
+            "extraArgs",
+            "extraEnvs",
+            "service",
+            "pluginPath",
+            "libPath",
+            "podAnnotations",
+            "hostPID",
+            "hostPIDBroker",
+            "hostNetwork",
+            "securityContext",
+            "tolerations",
+            "updateStrategy",
+            "resources",
+        ],
+        POD,
+    ),
+];
+
+fn read_device_plugin(plugin: &mut Section, into: &mut HamiConfig, notes: &mut Notes) -> Result<()> {
+    read_limits(plugin, notes)?;
+    if let Some((place, selector)) = plugin.take("nvidiaNodeSelector") {
+        let labels = serde_json::from_value(selector)
+            .with_context(|| format!("{}: {} must be labels", place.source, place.setting))?;
+        into.node_selector = Some(labels);
+        notes.translated(place, "nodeSelector of the policy. Nodes must keep the labels, or get others.");
+    }
+    if let Some((place, flag)) = plugin.flag("disablecorelimit")? {
+        if flag {
+            into.threads = Some(ThreadPolicy::Uncapped);
+            notes.translated(place, "mps.threads: Uncapped, no limit of SMs.");
+        } else {
+            notes.translated(place, "SMs are limited.");
+        }
+    }
+    if let Some((place, class)) = plugin.text("runtimeClassName")?
+        && !class.is_empty()
+    {
+        notes.set(place, "driver.runtimeClassName", class.into());
+    }
+    if let Some(mut nodes) = plugin.section("nodeConfiguration")? {
+        if let Some((place, config)) = nodes.text("config")?
+            && !config.trim().is_empty()
+        {
+            notes.decide(place, "Give this configuration to `cleave migrate` as a file of its own.");
+        }
+        nodes.drop_keys(&[("externalConfigName", "Give this ConfigMap to `cleave migrate` too.")], notes);
+        nodes.finish(notes);
+    }
+    for (keys, text) in PLUGIN_KEYS {
+        for key in keys {
+            plugin.drop_keys(&[(key, text)], notes);
+        }
+    }
+    Ok(())
+}
+
+fn read_scheduler(scheduler: &mut Section, notes: &mut Notes) -> Result<()> {
+    if let Some(mut policy) = scheduler.section("defaultSchedulerPolicy")? {
+        for key in ["nodeSchedulerPolicy", "gpuSchedulerPolicy"] {
+            match policy.text(key)? {
+                Some((place, word)) if word == "binpack" => {
+                    notes.translated(place, "Cleave fills nodes and GPUs that are in use first.");
+                }
+                Some((place, _)) => notes.decide(
+                    place,
+                    "Cleave keeps only replicas of one controller apart (replicaPlacement: Spread, the default).",
+                ),
+                None => {}
+            }
+        }
+        policy.finish(notes);
+    }
+    for key in scheduler.keys() {
+        scheduler.drop_keys(&[(&key, "Cleave needs no scheduler of its own.")], notes);
+    }
+    Ok(())
+}

@@ -1,0 +1,146 @@
+//! Values of the Nos chart. Pure.
+use anyhow::{Result, ensure};
+use serde_json::Value;
+
+use crate::migrate::fields::Section;
+use crate::migrate::report::{Notes, Place};
+
+/// Label of the nodes that Nos partitions.
+pub(in crate::migrate) const LABEL: &str = "nos.nebuly.com/gpu-partitioning";
+
+/// Maximum number of seconds in a policy.
+const MAX_SECONDS: u32 = 999_999;
+
+/// How Nos partitions the GPUs of a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::migrate) enum Partitioning {
+    Mig,
+    Mps,
+    /// Nos accepts the word, and does nothing.
+    Hybrid,
+}
+
+impl Partitioning {
+    /// Parses a value of [`LABEL`].
+    pub(in crate::migrate) fn parse(text: &str) -> Option<Self> {
+        match text {
+            "mig" => Some(Self::Mig),
+            "mps" => Some(Self::Mps),
+            "hybrid" => Some(Self::Hybrid),
+            _ => None,
+        }
+    }
+
+    /// Returns the value of [`LABEL`].
+    pub(in crate::migrate) const fn word(self) -> &'static str {
+        match self {
+            Self::Mig => "mig",
+            Self::Mps => "mps",
+            Self::Hybrid => "hybrid",
+        }
+    }
+}
+
+/// The values that affect policies.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(in crate::migrate) struct NosValues {
+    /// Seconds without a further pod before Nos plans.
+    pub(in crate::migrate) idle_seconds: Option<u32>,
+    /// Maximum number of seconds before Nos plans.
+    pub(in crate::migrate) timeout_seconds: Option<u32>,
+}
+
+/// Returns whether a mapping is a values file of Nos.
+pub(in crate::migrate) fn is_values(value: &Value) -> bool {
+    value.get("gpuPartitioner").is_some()
+        || value.get("nvidiaGpuResourceMemoryGB").is_some()
+        || value.get("shareTelemetry").is_some()
+}
+
+/// Parses a values file.
+///
+/// # Errors
+/// A value has a wrong type.
+pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -> Result<NosValues> {
+    const QUOTAS: &str =
+        "Nos's quotas. `cleave quotas import` translates ElasticQuota and CompositeElasticQuota objects.";
+    let mut top = Section::top(source, value)?;
+    let mut values = NosValues::default();
+    if let Some(mut partitioner) = top.section("gpuPartitioner")? {
+        values = read_partitioner(&mut partitioner, notes)?;
+        partitioner.finish(notes);
+    }
+    if let Some((place, _)) = top.take("nvidiaGpuResourceMemoryGB") {
+        notes.dropped(
+            place,
+            "It converts nvidia.com/gpu to nos.nebuly.com/gpu-memory in quotas. See the quotas of Cleave.",
+        );
+    }
+    top.drop_keys(
+        &[
+            ("operator", QUOTAS),
+            ("scheduler", "Cleave needs no scheduler of its own. Remove schedulerName: nos-scheduler from pods."),
+            ("shareTelemetry", "Cleave sends no telemetry."),
+            ("allowDefaultNamespace", "Cleave runs in the namespace of its release."),
+            ("nameOverride", "Names of Nos's objects."),
+            ("fullnameOverride", "Names of Nos's objects."),
+        ],
+        notes,
+    );
+    top.finish(notes);
+    Ok(values)
+}
+
+fn read_partitioner(partitioner: &mut Section, notes: &mut Notes) -> Result<NosValues> {
+    const POD: &str = "A property of Nos's own pods.";
+    let mut values = NosValues::default();
+    let check = |place: &Place, seconds: u32| {
+        ensure!(
+            seconds <= MAX_SECONDS,
+            "{}: {} is {seconds}; it must be at most {MAX_SECONDS}",
+            place.source,
+            place.setting
+        );
+        Ok(())
+    };
+    if let Some((place, seconds)) = partitioner.number("batchWindowIdleSeconds", 1)? {
+        check(&place, seconds)?;
+        notes.translated(place, "dynamic.idle of the policies. Omit it to plan as soon as pods wait.");
+        values.idle_seconds = Some(seconds);
+    }
+    if let Some((place, seconds)) = partitioner.number("batchWindowTimeoutSeconds", 1)? {
+        check(&place, seconds)?;
+        notes.translated(
+            place,
+            "dynamic.timeout of the policies, which is also the maximum time for a node to apply a partition.",
+        );
+        values.timeout_seconds = Some(seconds);
+    }
+    if let Some((place, _)) = partitioner.take("knownMigGeometries") {
+        notes.dropped(place, "Cleave reads the profiles and placements of each GPU from NVML.");
+    }
+    partitioner.drop_keys(
+        &[
+            ("devicePlugin", "Cleave's agent serves its own plan. No ConfigMap or delay is needed."),
+            ("scheduler", "Cleave plans for the cluster's own scheduler."),
+            ("migAgent", "Cleave's agent creates instances and reports changes at once."),
+            ("gpuAgent", "Cleave's agent reports changes at once."),
+            ("enabled", POD),
+            ("logLevel", POD),
+            ("replicaCount", POD),
+            ("nameOverride", POD),
+            ("fullnameOverride", POD),
+            ("image", POD),
+            ("kubeRbacProxy", POD),
+            ("leaderElection", POD),
+            ("podSecurityContext", POD),
+            ("resources", POD),
+            ("podAnnotations", POD),
+            ("tolerations", POD),
+            ("affinity", POD),
+            ("nodeSelector", POD),
+        ],
+        notes,
+    );
+    Ok(values)
+}

@@ -1,0 +1,376 @@
+//! Configurations of NVIDIA's device plugin (`version: v1`). Pure.
+use std::collections::BTreeMap;
+
+use anyhow::{Result, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::migrate::fields::Section;
+use crate::migrate::report::{Notes, Outcome, Place};
+
+/// The resource of whole GPUs, and of what replaces them unless it is renamed.
+pub(in crate::migrate) const GPU: &str = "nvidia.com/gpu";
+/// Prefix of the resources of MIG instances.
+pub(in crate::migrate) const MIG_PREFIX: &str = "nvidia.com/mig-";
+/// The reason for settings of GPU feature discovery.
+const DISCOVERY: &str = "It belongs to GPU feature discovery, which may stay installed.";
+/// End of renamed resources.
+const SHARED: &str = ".shared";
+
+/// How the plugin names MIG instances.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(in crate::migrate) enum MigStrategy {
+    /// MIG instances are not served.
+    #[default]
+    None,
+    /// MIG instances are served as `nvidia.com/gpu`.
+    Single,
+    /// MIG instances are served as `nvidia.com/mig-<profile>`.
+    Mixed,
+}
+
+impl MigStrategy {
+    /// Parses the value of `migStrategy`, and reports what it means for pods.
+    ///
+    /// # Errors
+    /// The text is not a strategy.
+    pub(in crate::migrate) fn read(place: Place, text: &str, notes: &mut Notes) -> Result<Self> {
+        let strategy = match text {
+            "none" => Self::None,
+            "single" => Self::Single,
+            "mixed" => Self::Mixed,
+            _ => bail!("{}: {} is {text:?}; it must be none, single or mixed", place.source, place.setting),
+        };
+        match strategy {
+            Self::None => notes.translated(
+                place,
+                "MIG is not used. If a GPU is in MIG mode nevertheless, Cleave serves its instances as \
+                 nvidia.com/mig-<profile>, while NVIDIA's plugin serves the whole GPU.",
+            ),
+            Self::Single => notes.decide(
+                place,
+                "Cleave serves MIG instances as nvidia.com/mig-<profile> only. Pods that request nvidia.com/gpu on \
+                 these nodes must request the instance instead.",
+            ),
+            Self::Mixed => notes.translated(place, "MIG instances have the same names: nvidia.com/mig-<profile>."),
+        }
+        Ok(strategy)
+    }
+}
+
+/// How the plugin shares each device of a resource.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::migrate) enum SharedBy {
+    TimeSlicing,
+    Mps,
+}
+
+/// The `sharing` section.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::migrate) struct Sharing {
+    /// How devices are shared.
+    pub(in crate::migrate) by: SharedBy,
+    /// Whether shared resources end in `.shared`.
+    pub(in crate::migrate) renamed: bool,
+    /// Whether the plugin refuses requests above 1.
+    pub(in crate::migrate) refuses_above_one: bool,
+    /// The number of replicas of each device, by resource.
+    pub(in crate::migrate) replicas: BTreeMap<String, u32>,
+}
+
+impl Sharing {
+    /// Returns the resource under which the plugin serves the shares of a resource.
+    pub(in crate::migrate) fn served_name(&self, resource: &str) -> String {
+        if self.renamed { format!("{resource}{SHARED}") } else { resource.to_owned() }
+    }
+}
+
+/// One configuration.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(in crate::migrate) struct PluginConfig {
+    /// How MIG instances are named, if the configuration says so.
+    pub(in crate::migrate) mig_strategy: Option<MigStrategy>,
+    /// How devices are shared. `None` if they are not.
+    pub(in crate::migrate) sharing: Option<Sharing>,
+}
+
+/// Returns whether a mapping is a configuration of the plugin.
+pub(in crate::migrate) fn is_plugin_config(value: &Value) -> bool {
+    let has = |key: &str| value.get(key).is_some();
+    has("version")
+        && !has("kind")
+        && !has("mig-configs")
+        && ["flags", "sharing", "resources", "imex"].iter().any(|key| has(key))
+        || value.as_object().is_some_and(|keys| keys.len() == 1 && value.get("version") == Some(&json!("v1")))
+}
+
+/// Parses a configuration. Returns `None` for a configuration that Nos wrote.
+///
+/// # Errors
+/// NVIDIA's plugin would refuse the configuration.
+pub(in crate::migrate) fn parse(source: &str, value: Value, notes: &mut Notes) -> Result<Option<PluginConfig>> {
+    let mut top = Section::top(source, value)?;
+    if let Some((place, version)) = top.text("version")? {
+        ensure!(version == "v1", "{source}: version is {version:?}; NVIDIA's device plugin reads v1 only");
+        notes.translated(place, "A configuration of NVIDIA's device plugin.");
+    }
+    let mut config = PluginConfig::default();
+    if let Some(mut flags) = top.section("flags")? {
+        config.mig_strategy = read_flags(&mut flags, notes)?;
+        flags.finish(notes);
+    }
+    if let Some(mut sharing) = top.section("sharing")? {
+        let parsed = read_sharing(&mut sharing, notes)?;
+        sharing.finish(notes);
+        match parsed {
+            ReadSharing::OfNos => return Ok(None),
+            ReadSharing::Parsed(sharing) => config.sharing = sharing,
+        }
+    }
+    top.drop_keys(
+        &[
+            ("resources", "NVIDIA's plugin ignores this section too. A policy's resourceName names shares."),
+            ("imex", "Cleave does not give IMEX channels to pods."),
+        ],
+        notes,
+    );
+    top.finish(notes);
+    Ok(Some(config))
+}
+
+/// Reads `flags`, in a configuration or at the top of a chart's values.
+///
+/// # Errors
+/// A flag has a wrong type or value.
+pub(in crate::migrate) fn read_flags(flags: &mut Section, notes: &mut Notes) -> Result<Option<MigStrategy>> {
+    let strategy = match flags.text("migStrategy")? {
+        Some((place, text)) => Some(MigStrategy::read(place, &text, notes)?),
+        None => None,
+    };
+    if let Some((place, _)) = flags.flag("failOnInitError")? {
+        notes.dropped(place, "Without a driver, Cleave's agent reports that in its GpuNode, and waits.");
+    }
+    if let Some((place, root)) = flags.text("nvidiaDriverRoot")? {
+        driver_root(place, &root, notes);
+    }
+    for (key, what) in [("gdrcopyEnabled", "GDRCopy"), ("gdsEnabled", "GPUDirect Storage"), ("mofedEnabled", "MOFED")] {
+        match flags.flag(key)? {
+            Some((place, true)) => notes.decide(
+                place,
+                format!(
+                    "Cleave does not inject {what}. Add its devices and libraries to every container with \
+                     containers.mounts, or keep these nodes out of Cleave."
+                ),
+            ),
+            Some((place, false)) => notes.dropped(place, format!("Cleave does not inject {what}.")),
+            None => {}
+        }
+    }
+    match flags.text("deviceDiscoveryStrategy")? {
+        Some((place, text)) if text == "tegra" => {
+            notes.decide(place, "Cleave finds GPUs by NVML only. It does not support Tegra.");
+        }
+        Some((place, _)) => notes.translated(place, "Cleave finds GPUs by NVML."),
+        None => {}
+    }
+    flags.drop_keys(
+        &[
+            ("nvidiaDevRoot", "The agent finds device nodes itself."),
+            ("mpsRoot", "Cleave's MPS host has its own directory: the chart's value paths.run."),
+        ],
+        notes,
+    );
+    flags.take_keys(Outcome::Kept, &[("useNodeFeatureAPI", DISCOVERY), ("gfd", DISCOVERY)], notes);
+    if let Some(mut plugin) = flags.section("plugin")? {
+        read_plugin_flags(&mut plugin, notes)?;
+        plugin.finish(notes);
+    }
+    Ok(strategy)
+}
+
+/// Reports the location of the driver.
+fn driver_root(place: Place, root: &str, notes: &mut Notes) {
+    match root {
+        "/" => notes.translated(place, "The agent finds a driver that is installed on the host."),
+        "/run/nvidia/driver" => {
+            notes.use_values_file("platforms/gpu-operator.yaml");
+            notes.translated(place, "The GPU Operator runs the driver in a container: platforms/gpu-operator.yaml.");
+        }
+        _ => notes.decide(
+            place,
+            "Set driver.path to the directory with the driver's programs and libraries, or use the values file of \
+             your platform. `cleave preflight` detects the platform.",
+        ),
+    }
+}
+
+/// Reads how containers get their devices, in `flags.plugin` or at the top of a chart's values.
+///
+/// # Errors
+/// A flag has a wrong type or value.
+pub(in crate::migrate) fn read_plugin_flags(plugin: &mut Section, notes: &mut Notes) -> Result<()> {
+    if let Some((place, strategies)) = plugin.texts("deviceListStrategy")? {
+        for strategy in strategies.iter().flat_map(|text| text.split(',')) {
+            device_list(place.clone(), strategy.trim(), notes)?;
+        }
+    }
+    match plugin.text("deviceIDStrategy")? {
+        Some((place, id)) if id == "index" => {
+            notes.dropped(place, "Containers get GPUs by UUID. Indices change when a GPU is lost.");
+        }
+        Some((place, id)) if id == "uuid" => notes.translated(place, "Containers get GPUs by UUID."),
+        Some((place, id)) => {
+            bail!("{}: {} is {id:?}; it must be uuid or index", place.source, place.setting)
+        }
+        None => {}
+    }
+    if let Some((place, policy)) = plugin.text("sharedDevicesAllocationPolicy")? {
+        match policy.as_str() {
+            "packed" => notes.translated(place, "Cleave fills GPUs that are in use first."),
+            "distributed" => notes.decide(
+                place,
+                "Cleave keeps only replicas of one controller apart (replicaPlacement: Spread, the default). Other \
+                 pods fill GPUs that are in use first.",
+            ),
+            _ => bail!("{}: {} is {policy:?}; it must be distributed or packed", place.source, place.setting),
+        }
+    }
+    plugin.drop_keys(
+        &[
+            ("passDeviceSpecs", "The agent adds device nodes itself under deviceListStrategy DeviceNodes."),
+            ("cdiAnnotationPrefix", "Cleave passes CDI names in the kubelet's own field, not in annotations."),
+            ("nvidiaCTKPath", "The agent finds NVIDIA's container toolkit itself."),
+            ("nvidiaCDIHookPath", "The agent finds NVIDIA's container toolkit itself."),
+            ("containerDriverRoot", "The agent finds the driver itself."),
+        ],
+        notes,
+    );
+    Ok(())
+}
+
+fn device_list(place: Place, strategy: &str, notes: &mut Notes) -> Result<()> {
+    const PATH: &str = "agent.deviceListStrategy";
+    match strategy {
+        "envvar" => notes.set(place, PATH, json!("Envvar")),
+        "cdi-cri" | "cdi-annotations" => notes.set(place, PATH, json!("Cdi")),
+        "volume-mounts" => notes.decide(
+            place,
+            "Cleave does not list devices as volume mounts. Choose Envvar or Cdi for agent.deviceListStrategy.",
+        ),
+        _ => bail!(
+            "{}: {} is {strategy:?}; it must be envvar, volume-mounts, cdi-annotations or cdi-cri",
+            place.source,
+            place.setting
+        ),
+    }
+    Ok(())
+}
+
+/// What a `sharing` section contains.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum ReadSharing {
+    Parsed(Option<Sharing>),
+    /// Slices of a plan of Nos.
+    OfNos,
+}
+
+fn read_sharing(sharing: &mut Section, notes: &mut Notes) -> Result<ReadSharing> {
+    let slicing = sharing.section("timeSlicing")?;
+    let mps = sharing.section("mps")?;
+    let (by, mut section) = match (slicing, mps) {
+        (Some(_), Some(_)) => bail!(
+            "{}: sharing.timeSlicing and sharing.mps exclude each other: the plugin would use mps",
+            sharing.source()
+        ),
+        (Some(slicing), None) => (SharedBy::TimeSlicing, slicing),
+        (None, Some(mps)) => (SharedBy::Mps, mps),
+        (None, None) => return Ok(ReadSharing::Parsed(None)),
+    };
+    let renamed = section.flag("renameByDefault")?;
+    let refuses = section.flag("failRequestsGreaterThanOne")?;
+    let refuses_above_one = refuses.as_ref().map_or(by == SharedBy::Mps, |(_, refuses)| *refuses);
+    let resources = section.sections("resources")?.unwrap_or_default();
+    ensure!(!resources.is_empty(), "{}: {by:?} lists no resources: the plugin refuses that", section.source());
+    if resources.iter().any(|resource| resource.has("memoryGB")) {
+        notes.dropped(
+            Place::whole(section.source()),
+            "Nos wrote this configuration as a part of its plan. Cleave's operator makes its own plan.",
+        );
+        return Ok(ReadSharing::OfNos);
+    }
+    let renamed_value = renamed.as_ref().is_some_and(|(_, renamed)| *renamed);
+    if let Some((place, renamed)) = renamed {
+        let text = if renamed {
+            "The names that pods request end in .shared. See below for the names of Cleave."
+        } else {
+            "Pods request shares by the name of whole devices. See below for the names of Cleave."
+        };
+        notes.translated(place, text);
+    }
+    if let Some((place, _)) = refuses {
+        notes.dropped(place, above_one(by));
+    }
+    let mut replicas = BTreeMap::new();
+    for mut resource in resources {
+        read_resource(&mut resource, by, &mut replicas, notes)?;
+        resource.finish(notes);
+    }
+    section.finish(notes);
+    Ok(ReadSharing::Parsed(Some(Sharing { by, renamed: renamed_value, refuses_above_one, replicas })))
+}
+
+/// Returns what a request above 1 gets from Cleave.
+const fn above_one(by: SharedBy) -> &'static str {
+    match by {
+        SharedBy::Mps => {
+            "A request for N shares gets N shares of one GPU from Cleave: N times the memory and SMs. It is never \
+             refused for that."
+        }
+        SharedBy::TimeSlicing => {
+            "A request for N replicas gets N replicas of one GPU if possible, but not N times the GPU's time. It is \
+             never refused for that."
+        }
+    }
+}
+
+fn read_resource(
+    resource: &mut Section,
+    by: SharedBy,
+    all: &mut BTreeMap<String, u32>,
+    notes: &mut Notes,
+) -> Result<()> {
+    let source = resource.source().to_owned();
+    let Some((_, name)) = resource.text("name")? else { bail!("{source}: a shared resource has no name") };
+    // The plugin adds the prefix where it is missing.
+    let name = if name.contains('/') { name } else { format!("nvidia.com/{name}") };
+    ensure!(
+        name == GPU || name.strip_prefix(MIG_PREFIX).is_some_and(|profile| !profile.is_empty()),
+        "{source}: {name:?} is not a resource that the plugin can share: it must be {GPU} or {MIG_PREFIX}<profile>"
+    );
+    let Some((place, replicas)) = resource.number("replicas", 2)? else {
+        bail!("{source}: {name} has no replicas");
+    };
+    ensure!(all.insert(name.clone(), replicas).is_none(), "{source}: {name} is listed twice");
+    let what = match by {
+        SharedBy::Mps => {
+            format!("{replicas} shares of each device of {name}, each with 1/{replicas} of memory and SMs.")
+        }
+        SharedBy::TimeSlicing => format!("{replicas} replicas of each device of {name}, without limits."),
+    };
+    notes.translated(place, what);
+    if by == SharedBy::Mps && name != GPU {
+        notes.translated(Place::whole(&source), format!("NVIDIA's plugin refuses MPS on {name}. Cleave serves it."));
+    }
+    match resource.take("devices") {
+        Some((place, Value::String(all))) if all == "all" => notes.translated(place, "The policy selects all GPUs."),
+        Some((place, _)) => notes.dropped(
+            place,
+            "NVIDIA's plugin ignores this list and shares all devices, and so does the policy. To share some, add \
+             gpus.indices or gpus.uuids to the policy.",
+        ),
+        None => {}
+    }
+    if let Some((place, _)) = resource.take("rename") {
+        notes.dropped(place, "NVIDIA's plugin ignores this name. A policy's resourceName sets a name.");
+    }
+    Ok(())
+}
