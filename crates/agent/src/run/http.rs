@@ -16,6 +16,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::gpu_readings::GpuSensors;
 use crate::metrics::Metrics;
 
 /// Maximum age of the main loop's heartbeat before the agent counts as dead. The main loop
@@ -37,6 +38,8 @@ pub(super) struct Heartbeat {
 #[derive(Debug)]
 struct ProbeState {
     metrics: Metrics,
+    /// `None` while the agent waits: the agent that serves queries the GPUs.
+    sensors: Option<GpuSensors>,
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
     /// The time until which the agent is ready in any case.
@@ -46,7 +49,7 @@ struct ProbeState {
 /// Serves HTTP requests, forever. Until `ready_until`, the agent is ready in any case.
 pub(super) async fn serve_endpoints(
     addr: SocketAddr,
-    metrics: Metrics,
+    (metrics, sensors): (Metrics, Option<GpuSensors>),
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
     ready_until: Option<Instant>,
@@ -56,7 +59,7 @@ pub(super) async fn serve_endpoints(
         .route("/metrics", get(metrics_text))
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
-        .with_state(Arc::new(ProbeState { metrics, heartbeat, plugins, ready_until }));
+        .with_state(Arc::new(ProbeState { metrics, sensors, heartbeat, plugins, ready_until }));
     cleave_serve::http::serve(listener, router, Limits::default(), CancellationToken::new()).await;
     Ok(())
 }
@@ -71,7 +74,7 @@ impl StandbyEndpoints {
     pub(super) fn start(addr: SocketAddr) -> Self {
         let (heartbeat, heartbeats) = watch::channel(standby_heartbeat(false));
         let none = PluginServerState { directory: DirectoryState::Held, ..PluginServerState::default() };
-        let server = serve_endpoints(addr, Metrics::new(), heartbeats, watch::channel(none).1, None);
+        let server = serve_endpoints(addr, (Metrics::new(), None), heartbeats, watch::channel(none).1, None);
         let server = tokio::spawn(async move {
             if let Err(error) = server.await {
                 tracing::warn!(error = format!("{error:#}"), "a waiting agent cannot report its state");
@@ -94,6 +97,9 @@ impl StandbyEndpoints {
 }
 
 async fn metrics_text(State(probes): State<Arc<ProbeState>>) -> impl IntoResponse {
+    if let Some(sensors) = &probes.sensors {
+        sensors.refresh().await;
+    }
     match probes.metrics.encode() {
         Ok(text) => {
             ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response()

@@ -2,6 +2,7 @@
 mod api;
 mod connect;
 mod files;
+mod gpu_readings;
 mod hand_over;
 mod hardware;
 mod http;
@@ -33,6 +34,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use self::files::FileContents;
+use self::gpu_readings::GpuSensors;
 use self::http::Heartbeat;
 use self::kubelet::ListSchedule;
 use self::main_loop::MainLoop;
@@ -75,7 +77,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
         }
     };
     let now = Instant::now();
-    let metrics = Metrics::new();
+    let metrics = Metrics::for_node(&args.node_name);
     let link = HostLink::new(Paths::new(&args.run_dir));
     let offline = args.offline.clone().map(offline::OfflineDirectory::new);
     let source = offline.map(|directory| (directory.read_spec(1), directory));
@@ -140,6 +142,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     tasks.spawn(termination::run(link.clone(), terminating, termination_events, metrics.clone()));
     tasks.spawn(mps::watch_mps_host(link.clone(), view, inputs.clone()));
     let tenant_handles = (link.clone(), pods.names.clone(), metrics.clone());
+    let sensors = GpuSensors::new(library.clone(), metrics.clone());
     let process_sources = (library, args.proc.clone());
     tasks.spawn(tenants::watch_tenants(process_sources, tenant_handles, snapshots, pod_events, inputs.clone()));
     tasks.spawn(kubelet::list_allocations(Arc::clone(&args), inputs.clone(), listings, metrics.clone()));
@@ -150,7 +153,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     tasks.spawn(files::write_files(store, link, to_write, completed, metrics.clone()));
     let ready_until = serving.start.returns_ready.then(|| now + RETURN_TIMEOUT);
     tasks.spawn(serving.watch.run(heartbeats.clone(), plugin_states.clone(), successor));
-    tasks.spawn(http::serve_endpoints(args.metrics_addr, metrics.clone(), heartbeats, plugin_states, ready_until));
+    let sources = (metrics.clone(), Some(sensors));
+    tasks.spawn(http::serve_endpoints(args.metrics_addr, sources, heartbeats, plugin_states, ready_until));
     let events = (to_publish, pod_events_to_publish);
     match source {
         Some(source) => tasks.spawn(offline::run(source, args.node_name.clone(), pods, inputs, statuses, events)),
