@@ -67,7 +67,7 @@ async fn a_gpu_whose_sensors_hang_hides_no_other_gpu_and_keeps_serving() {
 #[tokio::test]
 async fn an_agent_that_nobody_scrapes_does_not_query_sensors() {
     let machine = Machine::start(&["H200"], |gpus| vec![mps_spec(&gpus[0], 10)]);
-    machine.simgpu(&["fail", "nvmlDeviceGetPowerUsage", "UNKNOWN", "--count", "1000"]);
+    machine.simgpu(&["fail", "nvmlDeviceGetPowerUsage", "--count", "1000"]);
     let remaining = || {
         let shown: Value = serde_json::from_str(&machine.simgpu(&["show", "--output", "json"])).unwrap();
         shown["faults"][0]["remaining"].as_u64().unwrap()
