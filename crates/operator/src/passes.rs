@@ -22,6 +22,7 @@ use crate::events::{self, EventPublisher};
 use crate::metrics::{self, Kind, Outcome, Write};
 use crate::policies::demand::{self, Reason, WaitingPod};
 use crate::policies::pace::{PlanPace, QuietPeriod};
+use crate::policies::repartition::Repartitions;
 use crate::policies::snapshot::History;
 use crate::policies::staging::Staging;
 use crate::policies::status::{WrittenStatus, WrittenStatuses};
