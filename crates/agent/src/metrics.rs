@@ -58,6 +58,11 @@ struct GpuLabels {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct InfoLabels {
+    version: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CallLabels {
     call: &'static str,
 }
@@ -169,6 +174,7 @@ struct FindingLabels {
 /// Handle to the agent's metrics.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
+    info: Family<InfoLabels, Gauge>,
     allocations: Family<AllocateLabels, Counter>,
     split_requests: Family<ResourceLabels, Counter>,
     waits: Family<WaitLabels, Counter>,
@@ -336,6 +342,8 @@ impl Metrics {
         metrics.tenants.register(all.sub_registry_with_prefix("cleave_tenant"));
         metrics.durations.register(all.sub_registry_with_prefix("cleave_agent"));
         let registry = all.sub_registry_with_prefix("cleave_agent");
+        registry.register("info", "1, with the agent's version", metrics.info.clone());
+        metrics.info.get_or_create(&InfoLabels { version: env!("CARGO_PKG_VERSION") }).set(1);
         registry.register(
             "allocations",
             "Allocate calls of the kubelet, by resource and outcome",
