@@ -512,7 +512,7 @@ impl Metrics {
             self.tenants.share_seconds.remove(&label);
         }
         for label in held.keys() {
-            self.tenants.share_seconds.get_or_create(label);
+            drop(self.tenants.share_seconds.get_or_create(label));
             known.namespaces.insert(label.into(), now);
         }
         known.namespaces.retain(|label, held_at| {

@@ -1,0 +1,2 @@
+// Command monitoring checks Cleave's alert rules and its dashboard.
+package main
