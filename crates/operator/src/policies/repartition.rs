@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// The changes that nodes have not completed. Times are durations since the process started.
 #[derive(Debug, Default)]
-pub struct Repartitions(BTreeMap<String, Repartition>);
+pub(crate) struct Repartitions(BTreeMap<String, Repartition>);
 
 #[derive(Debug)]
 struct Repartition {
@@ -17,14 +17,18 @@ struct Repartition {
 impl Repartitions {
     /// Records that a changed spec was written. A node that has not completed the change before
     /// continues the same repartition.
-    pub fn record_write(&mut self, node: &str, plan_id: &str, now: Duration) {
+    pub(crate) fn record_write(&mut self, node: &str, plan_id: &str, now: Duration) {
         let new = || Repartition { plan_id: String::new(), since: now };
         self.0.entry(node.to_owned()).or_insert_with(new).plan_id = plan_id.to_owned();
     }
 
     /// Returns how long each repartition took that has been completed since the last call.
     /// `plan_of` returns the plan that a node serves, or `None` for a node that no longer exists.
-    pub fn take_completed<'a>(&mut self, plan_of: impl Fn(&str) -> Option<&'a str>, now: Duration) -> Vec<Duration> {
+    pub(crate) fn take_completed<'a>(
+        &mut self,
+        plan_of: impl Fn(&str) -> Option<&'a str>,
+        now: Duration,
+    ) -> Vec<Duration> {
         let mut completed = Vec::new();
         self.0.retain(|node, repartition| match plan_of(node) {
             None => false,
@@ -50,14 +54,14 @@ mod tests {
         repartitions.record_write("removed", "p1", seconds(10));
         let mut completed =
             |plan: &'static str, at| repartitions.take_completed(|node| (node == "n").then_some(plan), seconds(at));
-        assert_eq!(completed("p0", 11), []);
+        assert!(completed("p0", 11).is_empty());
         assert_eq!(completed("p1", 15), [seconds(5)]);
-        assert_eq!(completed("p1", 16), [], "counted once");
+        assert!(completed("p1", 16).is_empty(), "counted once");
         repartitions.record_write("n", "p2", seconds(20));
         repartitions.record_write("n", "p3", seconds(25));
         let mut completed =
             |plan: &'static str, at| repartitions.take_completed(|node| (node == "n").then_some(plan), seconds(at));
-        assert_eq!(completed("p2", 30), [], "an older plan");
+        assert!(completed("p2", 30).is_empty(), "an older plan");
         assert_eq!(completed("p3", 50), [seconds(30)]);
     }
 }
