@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/url"
 	"os"
@@ -15,7 +16,7 @@ import (
 )
 
 // timeout is how long each wait may take.
-const timeout = 3 * time.Minute
+const timeout = 5 * time.Minute
 
 // writeConfig writes a configuration of Prometheus that scrapes as the Prometheus Operator would for
 // a rendered PodMonitor, with targets from a file.
@@ -105,36 +106,71 @@ func get(address, path string, query url.Values, data any) error {
 	return json.Unmarshal(answer.Data, data)
 }
 
-// waitUntilFiring waits until all of these alerts fire at the same time.
-func waitUntilFiring(address string, names []string) error {
-	missing := names
-	for end := time.Now().Add(timeout); time.Now().Before(end); time.Sleep(500 * time.Millisecond) {
-		var data struct {
-			Alerts []struct {
-				State       string
-				Labels      map[string]string
-				Annotations map[string]string
-			}
-		}
-		if err := get(address, "/api/v1/alerts", nil, &data); err != nil {
-			return err
-		}
-		missing = slices.Clone(names)
-		for _, alert := range data.Alerts {
-			if alert.State == "firing" {
-				missing = slices.DeleteFunc(missing, func(name string) bool { return name == alert.Labels["alertname"] })
-			}
-		}
-		if len(missing) == 0 {
-			for _, alert := range data.Alerts {
-				if alert.State == "firing" && slices.Contains(names, alert.Labels["alertname"]) {
-					fmt.Printf("fires: %s: %s\n", alert.Labels["alertname"], alert.Annotations["summary"])
-				}
-			}
-			return nil
+// alert is an alert that Prometheus evaluates as pending or firing.
+type alert struct {
+	State       string
+	Labels      map[string]string
+	Annotations map[string]string
+}
+
+// firingAlerts returns the alerts that fire now, by name.
+func firingAlerts(address string) (map[string]alert, error) {
+	var data struct{ Alerts []alert }
+	if err := get(address, "/api/v1/alerts", nil, &data); err != nil {
+		return nil, err
+	}
+	firing := map[string]alert{}
+	for _, alert := range data.Alerts {
+		if alert.State == "firing" {
+			firing[alert.Labels["alertname"]] = alert
 		}
 	}
-	return fmt.Errorf("these alerts do not fire: %s", strings.Join(missing, ", "))
+	return firing, nil
+}
+
+// waitUntilFiring waits until each of these alerts has fired. Alerts about new events end soon.
+func waitUntilFiring(address string, names []string) error {
+	missing := slices.Clone(names)
+	for end := time.Now().Add(timeout); len(missing) > 0 && time.Now().Before(end); time.Sleep(500 * time.Millisecond) {
+		firing, err := firingAlerts(address)
+		if err != nil {
+			return err
+		}
+		missing = slices.DeleteFunc(missing, func(name string) bool {
+			alert, fires := firing[name]
+			if fires {
+				fmt.Printf("fires: %s: %s\n", name, alert.Annotations["summary"])
+			}
+			return fires
+		})
+	}
+	if len(missing) > 0 {
+		return fmt.Errorf("these alerts do not fire: %s", strings.Join(missing, ", "))
+	}
+	return nil
+}
+
+// waitUntilSilent waits until Prometheus has data of all parts, and no alert fires.
+func waitUntilSilent(address string) error {
+	reason := errors.New("Prometheus has not answered")
+	for end := time.Now().Add(timeout); time.Now().Before(end); time.Sleep(500 * time.Millisecond) {
+		firing, err := firingAlerts(address)
+		if err != nil {
+			reason = err
+			continue
+		}
+		var data struct{ Result []any }
+		query := url.Values{"query": {"cleave_operator_leader == 1 and on () (sum(cleave_gpu_up) > 0)"}}
+		if err := get(address, "/api/v1/query", query, &data); err != nil || len(data.Result) == 0 {
+			reason = errors.New("Prometheus has no data of the leading operator and of GPUs")
+			continue
+		}
+		if len(firing) == 0 {
+			return nil
+		}
+		reason = fmt.Errorf("alerts fire without a fault: %s", strings.Join(slices.Sorted(maps.Keys(firing)), ", "))
+	}
+	return reason
 }
 
 // query is one query of a dashboard, with its variables replaced.

@@ -14,7 +14,8 @@ const usage = `usage: monitoring COMMAND ARGUMENT…
                                metrics that exist
   config RENDERED DIR          write DIR/prometheus.yml, which scrapes like a rendered PodMonitor
   targets OUT                  write the pods of a PodList on standard input as scrape targets
-  firing URL ALERT…            wait until these alerts fire
+  silent URL                   wait until Prometheus has data and no alert fires
+  firing URL ALERT…            wait until each of these alerts has fired
   dashboard URL FILE           check that each query of a dashboard returns data`
 
 func main() {
@@ -40,6 +41,8 @@ func run(arguments []string) error {
 		return writeConfig(rest[0], rest[1])
 	case command == "targets" && len(rest) == 1:
 		return writeTargets(os.Stdin, rest[0])
+	case command == "silent" && len(rest) == 1:
+		return waitUntilSilent(rest[0])
 	case command == "firing" && len(rest) >= 2:
 		return waitUntilFiring(rest[0], rest[1:])
 	case command == "dashboard" && len(rest) == 2:
