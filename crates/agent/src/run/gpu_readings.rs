@@ -2,6 +2,7 @@
 //! thread from the first scrape on: a GPU that hangs delays one scrape, by [`GPU_CALL_TIMEOUT`], and
 //! no other call.
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cleave_gpu::nvml::{GpuReadings, Library, NvmlError, Worker};
@@ -35,8 +36,17 @@ impl GpuSensors {
         Self { library, metrics, state: tokio::sync::Mutex::default() }
     }
 
-    /// Queries all GPUs, unless the last query is recent.
-    pub(super) async fn refresh(&self) {
+    /// Queries all GPUs, unless the last query is recent. The query continues if the caller stops
+    /// waiting: a GPU that hangs must miss its deadline even if Prometheus gives up earlier, or it
+    /// would delay each scrape.
+    pub(super) async fn refresh(self: &Arc<Self>) {
+        let sensors = Arc::clone(self);
+        if let Err(error) = tokio::spawn(async move { sensors.query().await }).await {
+            tracing::warn!(%error, "failed to query the sensors of GPUs");
+        }
+    }
+
+    async fn query(&self) {
         let mut state = self.state.lock().await;
         if state.queried_at.is_some_and(|at| at.elapsed() < MIN_QUERY_INTERVAL) {
             return;
@@ -77,8 +87,8 @@ async fn read<'u>(uuid: &'u str, worker: &Worker) -> (&'u str, Result<GpuReading
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
     use std::sync::mpsc::{Receiver, channel};
-    use std::sync::{Arc, Mutex};
 
     use cleave_api::gpunode::{GpuNodeStatus, GpuStatus};
     use cleave_gpu::nvml::{ComputeMode, DriverInfo, Gpu, Gpus, MigActivation, MigInstance, Process};
@@ -146,12 +156,18 @@ mod tests {
         let gpu = |index: u32, uuid: &str| GpuStatus { index, uuid: uuid.into(), ..GpuStatus::default() };
         let status = |gpus| GpuNodeStatus { gpus, ..GpuNodeStatus::default() };
         metrics.set_node(&status(vec![gpu(0, "GPU-a"), gpu(1, "GPU-b")]));
-        let sensors = GpuSensors::new(library.clone(), metrics.clone());
+        let sensors = Arc::new(GpuSensors::new(library.clone(), metrics.clone()));
         let refresh = async || {
             sensors.state.lock().await.queried_at = None;
             sensors.refresh().await;
         };
-        refresh().await;
+        // Prometheus gives up before the deadline of the GPU that hangs.
+        let never_waits = async {
+            while !values(&metrics, "cleave_gpu_up").contains_key("GPU-b") {
+                let _ = tokio::time::timeout(GPU_CALL_TIMEOUT / 10, sensors.refresh()).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(60), never_waits).await.unwrap();
         assert_eq!(values(&metrics, "cleave_gpu_up"), by_uuid(&[("GPU-a", "1"), ("GPU-b", "0")]));
         assert_eq!(values(&metrics, "cleave_gpu_utilization_ratio"), by_uuid(&[("GPU-a", "0.25")]));
         refresh().await;

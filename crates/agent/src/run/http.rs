@@ -10,6 +10,7 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use axum::routing::get;
+use cleave_gpu::nvml::Library;
 use cleave_kubelet::{DirectoryState, PluginServerState};
 use cleave_serve::http::Limits;
 use tokio::sync::watch;
@@ -39,22 +40,24 @@ pub(super) struct Heartbeat {
 struct ProbeState {
     metrics: Metrics,
     /// `None` while the agent waits: the agent that serves queries the GPUs.
-    sensors: Option<GpuSensors>,
+    sensors: Option<Arc<GpuSensors>>,
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
     /// The time until which the agent is ready in any case.
     ready_until: Option<Instant>,
 }
 
-/// Serves HTTP requests, forever. Until `ready_until`, the agent is ready in any case.
+/// Serves HTTP requests, forever. Reports the sensors of GPUs if there is a library. Until
+/// `ready_until`, the agent is ready in any case.
 pub(super) async fn serve_endpoints(
     addr: SocketAddr,
-    (metrics, sensors): (Metrics, Option<GpuSensors>),
+    (metrics, library): (Metrics, Option<Library>),
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
     ready_until: Option<Instant>,
 ) -> anyhow::Result<()> {
     let listener = cleave_serve::tcp::listen(addr).with_context(|| format!("failed to serve metrics at {addr}"))?;
+    let sensors = library.map(|library| Arc::new(GpuSensors::new(library, metrics.clone())));
     let router = Router::new()
         .route("/metrics", get(metrics_text))
         .route("/healthz", get(healthz))

@@ -34,7 +34,6 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use self::files::FileContents;
-use self::gpu_readings::GpuSensors;
 use self::http::Heartbeat;
 use self::kubelet::ListSchedule;
 use self::main_loop::MainLoop;
@@ -142,8 +141,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     tasks.spawn(termination::run(link.clone(), terminating, termination_events, metrics.clone()));
     tasks.spawn(mps::watch_mps_host(link.clone(), view, inputs.clone()));
     let tenant_handles = (link.clone(), pods.names.clone(), metrics.clone());
-    let sensors = GpuSensors::new(library.clone(), metrics.clone());
-    let process_sources = (library, args.proc.clone());
+    let process_sources = (library.clone(), args.proc.clone());
     tasks.spawn(tenants::watch_tenants(process_sources, tenant_handles, snapshots, pod_events, inputs.clone()));
     tasks.spawn(kubelet::list_allocations(Arc::clone(&args), inputs.clone(), listings, metrics.clone()));
     tasks.spawn(kubelet::watch_restarts(plugin_states.clone(), inputs.clone(), stopping));
@@ -153,7 +151,7 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     tasks.spawn(files::write_files(store, link, to_write, completed, metrics.clone()));
     let ready_until = serving.start.returns_ready.then(|| now + RETURN_TIMEOUT);
     tasks.spawn(serving.watch.run(heartbeats.clone(), plugin_states.clone(), successor));
-    let sources = (metrics.clone(), Some(sensors));
+    let sources = (metrics.clone(), Some(library));
     tasks.spawn(http::serve_endpoints(args.metrics_addr, sources, heartbeats, plugin_states, ready_until));
     let events = (to_publish, pod_events_to_publish);
     match source {
