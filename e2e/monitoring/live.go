@@ -18,8 +18,8 @@ import (
 // timeout is how long each wait may take.
 const timeout = 5 * time.Minute
 
-// writeConfig writes a configuration of Prometheus that scrapes as the Prometheus Operator would for
-// a rendered PodMonitor, with targets from a file.
+// writeConfig writes a configuration of Prometheus that scrapes as the Prometheus Operator would
+// for a rendered PodMonitor, with targets from a file.
 func writeConfig(rendered, directory string) error {
 	var monitor struct {
 		Spec struct {

@@ -27,8 +27,8 @@ type ruleGroup struct {
 	Rules []rulefmt.Rule `yaml:"rules"`
 }
 
-// shortened replaces all durations, and shortWait the number of seconds after which a pod has waited
-// long. Prometheus scrapes and evaluates each second in the test.
+// shortened replaces all durations, and shortWait the number of seconds after which a pod has
+// waited long. Prometheus scrapes and evaluates each second in the test.
 const shortened = 20 * time.Second
 const shortWait = 5
 

@@ -1,8 +1,8 @@
 //! Prometheus metrics of the agent.
 //!
-//! All metrics use the same labels: `node`, `gpu` (NVML's index), `uuid` (of the GPU or MIG device),
-//! `namespace`, `pod` and `container` of the pod that uses the device, and `resource`. The series of
-//! GPUs, pods and containers that no longer exist are removed.
+//! All metrics use the same labels: `node`, `gpu` (NVML's index), `uuid` (of the GPU or MIG
+//! device), `namespace`, `pod` and `container` of the pod that uses the device, and `resource`. The
+//! series of GPUs, pods and containers that no longer exist are removed.
 mod gpus;
 
 use std::borrow::Cow;
@@ -197,8 +197,8 @@ pub struct Metrics {
     gpus: GpuMetrics,
     tenants: TenantMetrics,
     known: Arc<Mutex<Known>>,
-    /// Locked while metrics are encoded and while those of the node change, so that no scrape misses
-    /// a series that is being replaced.
+    /// Locked while metrics are encoded and while those of the node change, so that no scrape
+    /// misses a series that is being replaced.
     registry: Arc<Mutex<Registry>>,
 }
 
@@ -486,8 +486,8 @@ impl Metrics {
         self.errors.get_or_create(&ErrorLabels { reason: reason.to_owned() }).inc();
     }
 
-    /// Sets the metrics of the node from its status, and removes the series of devices and pods that
-    /// the status does not list.
+    /// Sets the metrics of the node from its status, and removes the series of devices and pods
+    /// that the status does not list.
     pub fn set_node(&self, status: &GpuNodeStatus) {
         let _update = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();

@@ -1,4 +1,5 @@
-//! Counts share-seconds: how many shares are held, and for how long. Pure: callers pass in the time.
+//! Counts share-seconds: how many shares are held, and for how long. Pure: callers pass in the
+//! time.
 use std::collections::BTreeMap;
 use std::time::Instant;
 

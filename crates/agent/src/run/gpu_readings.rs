@@ -1,6 +1,6 @@
 //! Queries the sensors of GPUs when metrics are scraped, and only then. Each GPU has its own worker
-//! thread from the first scrape on: a GPU that hangs delays one scrape, by [`GPU_CALL_TIMEOUT`], and
-//! no other call.
+//! thread from the first scrape on: a GPU that hangs delays one scrape, by [`GPU_CALL_TIMEOUT`],
+//! and no other call.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
