@@ -1,6 +1,6 @@
 # Targets for contributors. CONTRIBUTING.md describes them.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster test-versions soak fuzz histories check image crds render sbom release docs msrv bench bench-placement bench-scale test-karpenter test-toolkit
+.PHONY: help demo demo-down test test-rust test-go test-cluster test-versions soak fuzz histories check image crds render sbom release docs msrv bench bench-placement bench-scale test-karpenter test-toolkit test-monitoring
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -70,3 +70,6 @@ test-karpenter: ## let Karpenter grow and shrink a pool of simulated nodes
 
 test-toolkit: ## test the chart's defaults with NVIDIA's container toolkit: LAYOUT=default
 	@LAYOUT="$(LAYOUT)" e2e/toolkit/test
+
+test-monitoring: ## test alert rules and the dashboard with Prometheus: PART=rules needs no cluster
+	@e2e/monitoring/test $(PART)

@@ -14,7 +14,7 @@ use crate::allocation::whole_gpus::choose_linked_gpus;
 use crate::allocator::Allocator;
 use crate::container_edits::ContainerEdits;
 use crate::gpu::layout::{Pool, PoolKind, parse_slice_id};
-use crate::metrics::{AllocateOutcome, Metrics};
+use crate::metrics::{AllocateOutcome, KubeletCall, Metrics};
 
 /// Returns whether the choice of slices matters: the available slices belong to several devices,
 /// and `must_include` does not determine the device.
@@ -148,22 +148,30 @@ impl Resource for ServedResource {
 
     fn preferred_devices<'a>(&'a self, request: PreferredRequest<'a>) -> BoxFuture<'a, Result<Vec<String>, Refusal>> {
         Box::pin(async move {
+            let began = Instant::now();
             if let Some(units) = self.units_of_unknown_pod(&request) {
                 self.allocator.wait_for_pod(&self.resource, units).await;
             }
-            Ok(self.choose(&request))
+            let chosen = self.choose(&request);
+            self.metrics.observe_call(KubeletCall::PreferredAllocation, began.elapsed());
+            Ok(chosen)
         })
     }
 
     fn allocate<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<ContainerResponse, Refusal>> {
-        Box::pin(std::future::ready(self.grant(ids)))
+        let began = Instant::now();
+        let granted = self.grant(ids);
+        self.metrics.observe_call(KubeletCall::Allocate, began.elapsed());
+        Box::pin(std::future::ready(granted))
     }
 
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         Box::pin(async move {
             let began = Instant::now();
             let allocation = self.allocator.get_or_allocate(&self.resource, ids).map_err(refusal_for_denial)?;
-            self.allocator.wait_until_ready(&allocation).await.map_err(|why| {
+            let ready = self.allocator.wait_until_ready(&allocation).await;
+            self.metrics.observe_call(KubeletCall::PreStart, began.elapsed());
+            ready.map_err(|why| {
                 tracing::warn!(
                     resource = self.resource,
                     allocation = allocation.id(),

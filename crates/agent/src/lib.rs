@@ -22,6 +22,7 @@
 //!   for `/proc`.
 //! - [`hand_over`]: which of two agents of the node serves. Pure.
 //! - [`node`]: the model of the node, and its decision [`node::Node::reconcile`]. Pure.
+//! - [`share_clock`]: counts share-seconds. Pure.
 //! - [`args`], [`metrics`], [`cdi`], [`toolkit`]: the command line, metrics, the CDI specification,
 //!   and NVIDIA's container toolkit on the host, which knows the driver's files.
 //! - [`container_edits`], [`allocator`]: settings of a container, and the service that allocates.
@@ -61,6 +62,7 @@ pub mod node;
 pub mod object;
 pub mod pods;
 mod run;
+pub mod share_clock;
 pub mod tenants;
 pub mod termination;
 pub mod toolkit;

@@ -1,18 +1,31 @@
 //! Prometheus metrics of the agent.
-use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+//!
+//! All metrics use the same labels: `node`, `gpu` (NVML's index), `uuid` (of the GPU or MIG
+//! device), `namespace`, `pod` and `container` of the pod that uses the device, and `resource`. The
+//! series of GPUs, pods and containers that no longer exist are removed.
+mod gpus;
 
-use cleave_api::gpunode::GpuNodeStatus;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use cleave_api::gpunode::{AllocationStatus, GpuNodeStatus, GpuStatus};
+use cleave_gpu::nvml::GpuReadings;
 use cleave_serve::descriptors::{self, Usage};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
+use self::gpus::{BYTES_PER_MIB, DeviceLabels, GpuMetrics, to_gauge};
 use crate::gpu::mig::{self, MigChange};
 use crate::gpu::xid::FaultClass;
+use crate::share_clock::ShareClock;
 use crate::tenants::violations::TenantUsage;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -32,37 +45,52 @@ pub enum AllocateOutcome {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct SliceLabels {
-    device: String,
+    gpu: String,
+    uuid: String,
     resource: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct GpuLabels {
     gpu: String,
+    uuid: String,
     model: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct DeviceLabels {
-    device: String,
+struct InfoLabels {
+    version: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CallLabels {
+    call: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct MigChangeLabels {
+    change: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DoorLabels {
-    device: String,
+    gpu: String,
+    uuid: String,
     door: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct XidLabels {
-    device: String,
+    gpu: String,
+    uuid: String,
     xid: u64,
     class: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct UnhealthyLabels {
-    device: String,
+    gpu: String,
+    uuid: String,
     class: String,
     reason: String,
 }
@@ -110,6 +138,32 @@ struct TenantLabels {
     pod: String,
     container: String,
     gpu: String,
+    uuid: String,
+}
+
+/// Labels of the shares of one device that a container holds.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
+struct ShareLabels {
+    namespace: String,
+    pod: String,
+    container: String,
+    gpu: String,
+    uuid: String,
+    resource: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
+struct NamespaceLabels {
+    namespace: String,
+    gpu: String,
+    uuid: String,
+    resource: String,
+}
+
+impl From<&ShareLabels> for NamespaceLabels {
+    fn from(ShareLabels { namespace, pod: _, container: _, gpu, uuid, resource }: &ShareLabels) -> Self {
+        Self { namespace: namespace.clone(), gpu: gpu.clone(), uuid: uuid.clone(), resource: resource.clone() }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -120,6 +174,7 @@ struct FindingLabels {
 /// Handle to the agent's metrics.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
+    info: Family<InfoLabels, Gauge>,
     allocations: Family<AllocateLabels, Counter>,
     split_requests: Family<ResourceLabels, Counter>,
     waits: Family<WaitLabels, Counter>,
@@ -138,8 +193,79 @@ pub struct Metrics {
     errors: Family<ErrorLabels, Counter>,
     changes: Family<ChangeLabels, Counter>,
     terminations: Family<TerminationLabels, Counter>,
+    namespace_share_seconds: Family<NamespaceLabels, Counter<f64, AtomicU64>>,
+    durations: DurationMetrics,
+    gpus: GpuMetrics,
     tenants: TenantMetrics,
+    known: Arc<Mutex<Known>>,
+    /// Locked while metrics are encoded and while those of the node change, so that no scrape
+    /// misses a series that is being replaced.
     registry: Arc<Mutex<Registry>>,
+}
+
+/// What has series.
+#[derive(Debug, Default)]
+struct Known {
+    /// Labels of the node's GPUs and MIG devices, by UUID.
+    devices: BTreeMap<String, DeviceLabels>,
+    /// The node's GPUs.
+    gpus: BTreeSet<DeviceLabels>,
+    /// Shares that containers hold.
+    shares: ShareClock<ShareLabels>,
+    /// When a namespace last held shares of a device.
+    namespaces: BTreeMap<NamespaceLabels, Instant>,
+}
+
+/// How long the share-seconds of a namespace that holds no share of a device remain. Prometheus has
+/// read the last value by then. Namespaces may come and go for as long as the agent runs.
+const NAMESPACE_RETENTION: Duration = Duration::from_secs(3600);
+
+/// Durations of operations.
+#[derive(Debug, Clone)]
+struct DurationMetrics {
+    calls: Family<CallLabels, Histogram>,
+    mig_changes: Family<MigChangeLabels, Histogram>,
+}
+
+impl Default for DurationMetrics {
+    fn default() -> Self {
+        Self {
+            // From 1 ms to 8 s. A call may wait for a pod or for a door.
+            calls: Family::new_with_constructor(|| Histogram::new(exponential_buckets(0.001, 2.0, 14))),
+            // From 50 ms to 51 s.
+            mig_changes: Family::new_with_constructor(|| Histogram::new(exponential_buckets(0.05, 2.0, 11))),
+        }
+    }
+}
+
+impl DurationMetrics {
+    fn register(&self, registry: &mut Registry) {
+        let calls = "Time to answer a call of the kubelet, by call, including waits";
+        registry.register("rpc_seconds", calls, self.calls.clone());
+        let changes = "Time of a change of MIG mode or of a MIG instance, by change";
+        registry.register("mig_change_seconds", changes, self.mig_changes.clone());
+    }
+}
+
+/// A call of the kubelet to the device plugin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KubeletCall {
+    /// `Allocate`.
+    Allocate,
+    /// `GetPreferredAllocation`.
+    PreferredAllocation,
+    /// `PreStartContainer`.
+    PreStart,
+}
+
+impl KubeletCall {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Allocate => "Allocate",
+            Self::PreferredAllocation => "GetPreferredAllocation",
+            Self::PreStart => "PreStartContainer",
+        }
+    }
 }
 
 /// Open files of the agent's process.
@@ -167,6 +293,10 @@ impl DescriptorMetrics {
 /// Metrics of containers that use shared devices.
 #[derive(Debug, Clone, Default)]
 struct TenantMetrics {
+    shares: Family<ShareLabels, Gauge>,
+    share_seconds: Family<ShareLabels, Counter<f64, AtomicU64>>,
+    sms: Family<ShareLabels, Gauge>,
+    clients: Family<ShareLabels, Gauge>,
     memory: Family<TenantLabels, Gauge>,
     limit: Family<TenantLabels, Gauge>,
     findings: Family<FindingLabels, Counter>,
@@ -176,6 +306,11 @@ struct TenantMetrics {
 
 impl TenantMetrics {
     fn register(&self, registry: &mut Registry) {
+        registry.register("shares", "Slices of a resource that a container holds on a GPU", self.shares.clone());
+        let share_seconds = "Slices that a container holds on a GPU, multiplied by the seconds for which it holds them";
+        registry.register("share_seconds", share_seconds, self.share_seconds.clone());
+        registry.register("sm_limit", "SMs that a container's processes can use on a GPU", self.sms.clone());
+        registry.register("mps_clients", "MPS clients of a container on a GPU", self.clients.clone());
         let memory = "Memory that a container's processes use on a shared GPU, as NVML reports it";
         registry.register("memory_bytes", memory, self.memory.clone());
         let limit = "Memory limit of a container's shares on a GPU";
@@ -189,14 +324,27 @@ impl TenantMetrics {
 }
 
 impl Metrics {
-    /// Registers all metrics. Metrics of tenants have the prefix `cleave_tenant`, and metrics of
-    /// open files have the prefix `process`. All others have `cleave_agent`.
+    /// Registers all metrics without the label `node`.
     pub fn new() -> Self {
+        Self::with_registry(Registry::default())
+    }
+
+    /// Registers all metrics with the label `node`.
+    pub fn for_node(name: &str) -> Self {
+        Self::with_registry(Registry::with_labels(std::iter::once((Cow::from("node"), Cow::from(name.to_owned())))))
+    }
+
+    /// Registers all metrics. Metrics of GPUs have the prefix `cleave_gpu`, those of tenants
+    /// `cleave_tenant`, and those of open files `process`. All others have `cleave_agent`.
+    fn with_registry(mut all: Registry) -> Self {
         let metrics = Self::default();
-        let mut all = Registry::default();
         metrics.descriptors.register(&mut all);
+        metrics.gpus.register(all.sub_registry_with_prefix("cleave_gpu"));
         metrics.tenants.register(all.sub_registry_with_prefix("cleave_tenant"));
+        metrics.durations.register(all.sub_registry_with_prefix("cleave_agent"));
         let registry = all.sub_registry_with_prefix("cleave_agent");
+        registry.register("info", "1, with the agent's version", metrics.info.clone());
+        metrics.info.get_or_create(&InfoLabels { version: env!("CARGO_PKG_VERSION") }).set(1);
         registry.register(
             "allocations",
             "Allocate calls of the kubelet, by resource and outcome",
@@ -234,6 +382,8 @@ impl Metrics {
         );
         let terminations = "Terminations of MPS clients of terminating pods, by outcome: done, failed, too late";
         registry.register("client_terminations", terminations, metrics.terminations.clone());
+        let share_seconds = "Slices that the containers of a namespace hold on a GPU, multiplied by the seconds for which they hold them";
+        registry.register("namespace_share_seconds", share_seconds, metrics.namespace_share_seconds.clone());
         registry.register("errors", "Failed operations that are retried, by reason", metrics.errors.clone());
         *metrics.registry.lock().unwrap_or_else(PoisonError::into_inner) = all;
         metrics
@@ -257,12 +407,14 @@ impl Metrics {
 
     /// Counts an XID.
     pub fn count_xid(&self, gpu: &str, xid: u64, class: FaultClass) {
-        self.xids.get_or_create(&XidLabels { device: gpu.to_owned(), xid, class: class.as_str() }).inc();
+        let DeviceLabels { gpu, uuid } = self.known().labels(gpu);
+        self.xids.get_or_create(&XidLabels { gpu, uuid, xid, class: class.as_str() }).inc();
     }
 
     /// Counts fatal GPU errors under MPS.
     pub fn count_faults(&self, device: &str, count: u64) {
-        self.faults.get_or_create(&DeviceLabels { device: device.to_owned() }).inc_by(count);
+        let label = self.known().labels(device);
+        self.faults.get_or_create(&label).inc_by(count);
     }
 
     /// Counts the result of terminating a client of a terminating pod.
@@ -272,12 +424,7 @@ impl Metrics {
 
     /// Counts a MIG change.
     pub fn count_mig_change(&self, change: &MigChange, outcome: &mig::ChangeOutcome) {
-        let change = match change {
-            MigChange::Destroy(_) => "destroy",
-            MigChange::Create { .. } => "create",
-            MigChange::Mode(true) => "mode-on",
-            MigChange::Mode(false) => "mode-off",
-        };
+        let change = mig_change_name(change);
         let result = match outcome {
             mig::ChangeOutcome::Done => "done",
             mig::ChangeOutcome::Busy(_) => "busy",
@@ -288,23 +435,35 @@ impl Metrics {
         self.changes.get_or_create(&ChangeLabels { change, result }).inc();
     }
 
+    /// Records how long a MIG change took.
+    pub fn observe_mig_change(&self, change: &MigChange, took: Duration) {
+        let label = MigChangeLabels { change: mig_change_name(change) };
+        self.durations.mig_changes.get_or_create(&label).observe(took.as_secs_f64());
+    }
+
+    /// Records how long the answer to a call of the kubelet took.
+    pub fn observe_call(&self, call: KubeletCall, took: Duration) {
+        self.durations.calls.get_or_create(&CallLabels { call: call.as_str() }).observe(took.as_secs_f64());
+    }
+
     /// Sets the memory use of tenants, and removes the series of tenants without an entry in
     /// `usage`.
     pub fn set_tenants(&self, usage: &[TenantUsage]) {
         let TenantMetrics { memory, limit, known, .. } = &self.tenants;
-        let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         let mut current = BTreeSet::new();
         for TenantUsage { tenant, device, bytes: used, limit_mib } in usage {
+            let DeviceLabels { gpu, uuid } = self.known().labels(device);
             let label = TenantLabels {
                 namespace: tenant.namespace.clone(),
                 pod: tenant.pod.clone(),
                 container: tenant.container.clone(),
-                gpu: device.clone(),
+                gpu,
+                uuid,
             };
-            memory.get_or_create(&label).set(bytes(*used));
+            memory.get_or_create(&label).set(to_gauge(*used));
             match limit_mib {
                 Some(mib) => {
-                    limit.get_or_create(&label).set(bytes(mib.saturating_mul(1 << 20)));
+                    limit.get_or_create(&label).set(to_gauge(mib.saturating_mul(BYTES_PER_MIB)));
                 }
                 None => {
                     limit.remove(&label);
@@ -330,52 +489,149 @@ impl Metrics {
         self.errors.get_or_create(&ErrorLabels { reason: reason.to_owned() }).inc();
     }
 
-    /// Sets the metrics of the node from its status, and removes the series of devices that the
-    /// status does not list.
+    /// Sets the metrics of the node from its status, and removes the series of devices and pods
+    /// that the status does not list.
     pub fn set_node(&self, status: &GpuNodeStatus) {
+        let _update = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let mut known = self.known();
+        self.count_share_seconds(&mut known, now);
+        self.clear_node();
+        known.devices = status.gpus.iter().flat_map(device_labels).collect();
+        let gpus = status.gpus.iter().map(gpu_labels).collect();
+        for removed in std::mem::replace(&mut known.gpus, gpus).difference(&known.gpus) {
+            self.gpus.remove(removed);
+        }
+        let mut held = BTreeMap::new();
+        for gpu in &status.gpus {
+            self.set_gpu(&known, gpu);
+            for allocation in &gpu.allocations {
+                self.set_allocation(&known, allocation, &mut held);
+            }
+        }
+        let ended: Vec<ShareLabels> =
+            known.shares.replace(held.clone()).into_keys().filter(|label| !held.contains_key(label)).collect();
+        for label in ended {
+            self.tenants.share_seconds.remove(&label);
+        }
+        for label in held.keys() {
+            drop(self.tenants.share_seconds.get_or_create(label));
+            known.namespaces.insert(label.into(), now);
+        }
+        known.namespaces.retain(|label, held_at| {
+            let keep = now.saturating_duration_since(*held_at) < NAMESPACE_RETENTION;
+            if !keep {
+                self.namespace_share_seconds.remove(label);
+            }
+            keep
+        });
+    }
+
+    /// Removes the series that [`Self::set_node`] sets.
+    fn clear_node(&self) {
         for family in [&self.total, &self.in_use, &self.unhealthy] {
             family.clear();
         }
         self.gpu_healthy.clear();
         self.gpu_quiesced.clear();
         self.unhealthy_devices.clear();
-        self.restarts.clear();
         self.doors.clear();
+        self.restarts.clear();
         self.clients.clear();
-        for gpu in &status.gpus {
-            let of_gpu = GpuLabels { gpu: gpu.uuid.clone(), model: gpu.model.clone() };
-            self.gpu_healthy.get_or_create(&of_gpu).set(i64::from(gpu.health.healthy));
-            let quiesced = gpu.quiesce.as_ref().is_some_and(|quiesce| quiesce.quiesced);
-            self.gpu_quiesced.get_or_create(&of_gpu).set(i64::from(quiesced));
-            let instances = gpu.mig.iter().flat_map(|mig| &mig.instances);
-            let instances = instances.filter_map(|instance| Some((&instance.uuid, instance.health.as_ref()?)));
-            for (device, health) in instances.chain([(&gpu.uuid, &gpu.health)]) {
-                if !health.reason.is_empty() {
-                    let (device, class, reason) = (device.clone(), health.class.clone(), health.reason.clone());
-                    self.unhealthy_devices.get_or_create(&UnhealthyLabels { device, class, reason }).set(1);
-                }
-            }
-            for slices in &gpu.slices {
-                let label = SliceLabels { device: slices.device.clone(), resource: slices.resource.clone() };
-                self.total.get_or_create(&label).inc_by(i64::from(slices.total));
-                self.in_use.get_or_create(&label).inc_by(i64::from(slices.in_use));
-                self.unhealthy.get_or_create(&label).inc_by(i64::from(slices.unhealthy));
-            }
-            for daemon in &gpu.mps {
-                self.restarts
-                    .get_or_create(&DeviceLabels { device: daemon.device.clone() })
-                    .set(i64::from(daemon.restarts));
-                if !daemon.door.is_empty() {
-                    let (device, door) = (daemon.device.clone(), daemon.door.clone());
-                    self.doors.get_or_create(&DoorLabels { device, door }).set(1);
-                }
-            }
-            for allocation in &gpu.allocations {
-                self.clients
-                    .get_or_create(&DeviceLabels { device: allocation.device.clone() })
-                    .inc_by(i64::from(allocation.clients));
+        self.gpus.clear_status();
+        for family in [&self.tenants.shares, &self.tenants.sms, &self.tenants.clients] {
+            family.clear();
+        }
+    }
+
+    /// Sets the metrics of a GPU and its MIG devices.
+    fn set_gpu(&self, known: &Known, gpu: &GpuStatus) {
+        let label = gpu_labels(gpu);
+        let of_gpu = GpuLabels { gpu: label.gpu.clone(), uuid: label.uuid.clone(), model: gpu.model.clone() };
+        self.gpu_healthy.get_or_create(&of_gpu).set(i64::from(gpu.health.healthy));
+        let quiesced = gpu.quiesce.as_ref().is_some_and(|quiesce| quiesce.quiesced);
+        self.gpu_quiesced.get_or_create(&of_gpu).set(i64::from(quiesced));
+        self.gpus.set_status(&label, gpu);
+        let instances = gpu.mig.iter().flat_map(|mig| &mig.instances);
+        let instances = instances.filter_map(|instance| Some((&instance.uuid, instance.health.as_ref()?)));
+        for (device, health) in instances.chain([(&gpu.uuid, &gpu.health)]) {
+            if !health.reason.is_empty() {
+                let DeviceLabels { gpu, uuid } = known.labels(device);
+                let (class, reason) = (health.class.clone(), health.reason.clone());
+                self.unhealthy_devices.get_or_create(&UnhealthyLabels { gpu, uuid, class, reason }).set(1);
             }
         }
+        for slices in &gpu.slices {
+            let DeviceLabels { gpu, uuid } = known.labels(&slices.device);
+            let label = SliceLabels { gpu, uuid, resource: slices.resource.clone() };
+            self.total.get_or_create(&label).inc_by(i64::from(slices.total));
+            self.in_use.get_or_create(&label).inc_by(i64::from(slices.in_use));
+            self.unhealthy.get_or_create(&label).inc_by(i64::from(slices.unhealthy));
+        }
+        for daemon in &gpu.mps {
+            let label = known.labels(&daemon.device);
+            self.restarts.get_or_create(&label).set(i64::from(daemon.restarts));
+            if !daemon.door.is_empty() {
+                let DeviceLabels { gpu, uuid } = label;
+                self.doors.get_or_create(&DoorLabels { gpu, uuid, door: daemon.door.clone() }).set(1);
+            }
+        }
+    }
+
+    /// Sets the metrics of an allocation, and adds its shares to `held`.
+    fn set_allocation(&self, known: &Known, allocation: &AllocationStatus, held: &mut BTreeMap<ShareLabels, u32>) {
+        let device = known.labels(&allocation.device);
+        self.clients.get_or_create(&device).inc_by(i64::from(allocation.clients));
+        let DeviceLabels { gpu, uuid } = device;
+        let (namespace, pod) = allocation.pod.split_once('/').unwrap_or(("", &allocation.pod));
+        let label = ShareLabels {
+            namespace: namespace.to_owned(),
+            pod: pod.to_owned(),
+            container: allocation.container.clone(),
+            gpu,
+            uuid,
+            resource: allocation.resource.clone(),
+        };
+        let shares = u32::try_from(allocation.ids.len()).unwrap_or(u32::MAX);
+        self.tenants.shares.get_or_create(&label).inc_by(shares.into());
+        if let Some(sms) = allocation.sms {
+            self.tenants.sms.get_or_create(&label).set(sms.into());
+            self.tenants.clients.get_or_create(&label).set(allocation.clients.into());
+        }
+        *held.entry(label).or_default() += shares;
+    }
+
+    /// Counts share-seconds until `now`.
+    fn count_share_seconds(&self, known: &mut Known, now: Instant) {
+        for (label, seconds) in known.shares.advance(now) {
+            self.tenants.share_seconds.get_or_create(label).inc_by(seconds);
+            self.namespace_share_seconds.get_or_create(&label.into()).inc_by(seconds);
+        }
+    }
+
+    /// Returns the UUIDs of the node's GPUs.
+    pub fn gpus(&self) -> Vec<String> {
+        self.known().gpus.iter().map(|label| label.uuid.clone()).collect()
+    }
+
+    /// Sets what NVML reports about a GPU. `None` means that NVML did not answer. Ignores GPUs that
+    /// the last status does not list.
+    pub fn set_readings(&self, uuid: &str, readings: Option<&GpuReadings>) {
+        let known = self.known();
+        let Some(label) = known.gpus.iter().find(|label| label.uuid == uuid) else { return };
+        self.gpus.set_readings(label, readings);
+    }
+
+    /// Removes what NVML reported about a GPU, because the GPU must not be queried now.
+    pub fn forget_readings(&self, uuid: &str) {
+        let known = self.known();
+        if let Some(label) = known.gpus.iter().find(|label| label.uuid == uuid) {
+            self.gpus.forget_readings(label);
+        }
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the text of `/metrics`.
@@ -384,9 +640,42 @@ impl Metrics {
     /// Returns an error if a metric cannot be formatted.
     pub fn encode(&self) -> Result<String, std::fmt::Error> {
         self.descriptors.refresh();
+        let registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
+        self.count_share_seconds(&mut self.known(), Instant::now());
         let mut text = String::new();
-        encode(&mut text, &self.registry.lock().unwrap_or_else(PoisonError::into_inner))?;
+        encode(&mut text, &registry)?;
         Ok(text)
+    }
+}
+
+impl Known {
+    /// Returns the labels of a GPU or MIG device. `gpu` is empty if the status does not list it.
+    fn labels(&self, uuid: &str) -> DeviceLabels {
+        let unknown = || DeviceLabels { gpu: String::new(), uuid: uuid.to_owned() };
+        self.devices.get(uuid).cloned().unwrap_or_else(unknown)
+    }
+}
+
+fn gpu_labels(gpu: &GpuStatus) -> DeviceLabels {
+    DeviceLabels { gpu: gpu.index.to_string(), uuid: gpu.uuid.clone() }
+}
+
+/// Returns the labels of a GPU, of its MIG devices and of other devices that its status mentions.
+fn device_labels(gpu: &GpuStatus) -> impl Iterator<Item = (String, DeviceLabels)> {
+    let instances = gpu.mig.iter().flat_map(|mig| &mig.instances).map(|instance| &instance.uuid);
+    let served = gpu.slices.iter().map(|slices| &slices.device);
+    let allocated = gpu.allocations.iter().map(|allocation| &allocation.device);
+    let devices = instances.chain(served).chain(allocated).chain([&gpu.uuid]);
+    let index = gpu.index.to_string();
+    devices.map(move |uuid| (uuid.clone(), DeviceLabels { gpu: index.clone(), uuid: uuid.clone() }))
+}
+
+fn mig_change_name(change: &MigChange) -> &'static str {
+    match change {
+        MigChange::Destroy(_) => "destroy",
+        MigChange::Create { .. } => "create",
+        MigChange::Mode(true) => "mode-on",
+        MigChange::Mode(false) => "mode-off",
     }
 }
 
@@ -436,7 +725,7 @@ mod tests {
             lines.map(str::to_owned).collect::<Vec<_>>()
         };
         metrics.set_tenants(&[usage("p", Some(4))]);
-        let labels = r#"{namespace="ns",pod="p",container="c",gpu="GPU-a"}"#;
+        let labels = r#"{namespace="ns",pod="p",container="c",gpu="",uuid="GPU-a"}"#;
         assert_eq!(
             series(&metrics),
             [
@@ -458,5 +747,69 @@ mod tests {
             text.contains(r#"cleave_agent_errors_total{reason="nvml"} 1"#),
             "the agent's own metrics have their prefix"
         );
+    }
+    #[test]
+    fn shares_have_series_until_their_container_ends_and_namespaces_keep_their_share_seconds() {
+        let metrics = Metrics::for_node("n");
+        let allocation = AllocationStatus {
+            pod: "ns/p".into(),
+            container: "c".into(),
+            resource: "r".into(),
+            device: "MIG-a".into(),
+            ids: vec!["MIG-a::0".into(), "MIG-a::1".into()],
+            sms: Some(26),
+            memory_mib: Some(3),
+            clients: 4,
+            ..AllocationStatus::default()
+        };
+        let gpu =
+            |allocations| GpuStatus { uuid: "GPU-a".into(), index: 7, sms: 132, allocations, ..GpuStatus::default() };
+        let status = |allocations| GpuNodeStatus { gpus: vec![gpu(allocations)], ..GpuNodeStatus::default() };
+        metrics.set_node(&status(vec![allocation]));
+        let text = metrics.encode().unwrap();
+        let labels = r#"node="n",namespace="ns",pod="p",container="c",gpu="7",uuid="MIG-a",resource="r""#;
+        for line in [
+            &format!("cleave_tenant_shares{{{labels}}} 2"),
+            &format!("cleave_tenant_sm_limit{{{labels}}} 26"),
+            &format!("cleave_tenant_mps_clients{{{labels}}} 4"),
+            r#"cleave_gpu_sms{node="n",gpu="7",uuid="GPU-a"} 132"#,
+            r#"cleave_gpu_sms_allocated{node="n",gpu="7",uuid="GPU-a"} 26"#,
+            r#"cleave_gpu_memory_allocated_bytes{node="n",gpu="7",uuid="GPU-a"} 3145728"#,
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(text.contains(&format!("cleave_tenant_share_seconds_total{{{labels}}}")), "{text}");
+
+        metrics.set_node(&status(vec![]));
+        let text = metrics.encode().unwrap();
+        assert!(!text.contains(r#"pod="p""#), "{text}");
+        let seconds =
+            r#"cleave_agent_namespace_share_seconds_total{node="n",namespace="ns",gpu="7",uuid="MIG-a",resource="r"} "#;
+        assert!(text.contains(seconds), "{text}");
+    }
+
+    #[test]
+    fn a_value_that_nvml_does_not_report_has_no_series_and_energy_begins_again_with_the_driver() {
+        let metrics = Metrics::new();
+        let gpu = GpuStatus { uuid: "GPU-a".into(), ..GpuStatus::default() };
+        metrics.set_node(&GpuNodeStatus { gpus: vec![gpu], ..GpuNodeStatus::default() });
+        let value = |name: &str| {
+            let text = metrics.encode().unwrap();
+            let line = text.lines().find(|line| line.starts_with(&format!("{name}{{")))?;
+            line.rsplit_once(' ').map(|(_, value)| value.to_owned())
+        };
+        let read = |energy_millijoules, busy_percent| {
+            metrics.set_readings(
+                "GPU-a",
+                Some(&GpuReadings { energy_millijoules, busy_percent, ..GpuReadings::default() }),
+            );
+            (value("cleave_gpu_energy_joules_total"), value("cleave_gpu_utilization_ratio"))
+        };
+        assert_eq!(read(Some(2500), Some(50)), (Some("2.5".into()), Some("0.5".into())));
+        assert_eq!(read(Some(4000), None), (Some("4.0".into()), None), "a GPU in MIG mode");
+        assert_eq!(read(Some(1000), Some(0)), (Some("1.0".into()), Some("0.0".into())));
+        assert_eq!(value("cleave_gpu_throttled"), None);
+        metrics.set_readings("GPU-a", None);
+        assert_eq!((value("cleave_gpu_up"), value("cleave_gpu_utilization_ratio")), (Some("0".into()), None));
     }
 }

@@ -9,6 +9,7 @@ mod health;
 mod machine;
 mod mig;
 mod quiesce;
+mod sensors;
 mod tenants;
 mod termination;
 

@@ -46,6 +46,7 @@ mod run;
 mod sums;
 mod task;
 mod tenants;
+mod wait_clock;
 mod watches;
 mod write;
 

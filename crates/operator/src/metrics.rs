@@ -1,5 +1,8 @@
 //! The operator's metrics.
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use cleave_serve::descriptors;
 use prometheus_client::encoding::EncodeLabelSet;
@@ -8,6 +11,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
+
+use crate::policies::demand;
+use crate::wait_clock::WaitClock;
 
 /// The operator's metrics. Clones share their values.
 #[derive(Debug, Clone)]
@@ -33,6 +39,8 @@ pub(crate) struct Metrics {
     /// Time from the first observed change to the last `GpuNode` that a pass writes. Passes that
     /// write no `GpuNode` do not count.
     pub(crate) reaction_seconds: Histogram,
+    /// Time from the write of a changed `GpuNode` until its agent reports that the node serves it.
+    pub(crate) repartition_seconds: Histogram,
     /// Steps that agents reported, by result.
     pub(crate) steps: Family<Outcome, Counter>,
     /// Pods that wait for GPUs, by reason.
@@ -61,6 +69,11 @@ pub(crate) struct Metrics {
     pub(crate) rollout_stopped: Gauge,
     /// Pods at the placement gate, by reason.
     pub(crate) gated: Family<Reason, Gauge>,
+    /// The pods at the placement gate that have waited longest.
+    pub(crate) longest_waits: Family<GatedPod, Gauge<f64, AtomicU64>>,
+    /// Waiting time of all pods at the placement gate, by reason.
+    pub(crate) gated_seconds: Family<Reason, Counter<f64, AtomicU64>>,
+    waits: Arc<Mutex<WaitClock>>,
     /// Pods at the placement gate that are reported to cluster autoscalers.
     pub(crate) reported: Gauge,
     /// The fraction of the free memory of on-demand GPUs that is on partly used GPUs.
@@ -89,6 +102,8 @@ impl Default for Metrics {
             plans: Family::default(),
             plan_seconds: seconds(),
             reaction_seconds: seconds(),
+            // From 0.1 s to 55 minutes: a node may wait for its pods.
+            repartition_seconds: Histogram::new(exponential_buckets(0.1, 2.0, 16)),
             steps: Family::default(),
             pods_waiting: Family::default(),
             pods_released: Family::default(),
@@ -98,6 +113,9 @@ impl Default for Metrics {
             hosts_replaced: Family::default(),
             rollout_stopped: Gauge::default(),
             gated: Family::default(),
+            longest_waits: Family::default(),
+            gated_seconds: Family::default(),
+            waits: Arc::default(),
             reported: Gauge::default(),
             evictions: Family::default(),
             preemption_searches: Counter::default(),
@@ -121,6 +139,14 @@ const PLACEMENT_BUCKETS: [f64; 16] =
 /// Label: why a pod waits.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct Reason {
+    pub(crate) reason: &'static str,
+}
+
+/// Labels: a pod at the placement gate, and why it waits.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct GatedPod {
+    pub(crate) namespace: String,
+    pub(crate) pod: String,
     pub(crate) reason: &'static str,
 }
 
@@ -167,6 +193,11 @@ impl Metrics {
             "reaction_seconds",
             "Time from the first change of an object to the last GpuNode written",
             self.reaction_seconds.clone(),
+        );
+        registry.register(
+            "repartition_seconds",
+            "Time from a changed GpuNode until its node serves it, including waits for pods",
+            self.repartition_seconds.clone(),
         );
         registry.register("steps", "Steps that agents reported, by result", self.steps.clone());
         self.register_placement(registry);
@@ -226,6 +257,16 @@ impl Metrics {
         );
         registry.register("pods_gated", "Pods at the placement gate, by reason", self.gated.clone());
         registry.register(
+            "pod_waiting_seconds",
+            "Time for which a pod has waited at the placement gate; only the 20 pods that have waited longest",
+            self.longest_waits.clone(),
+        );
+        registry.register(
+            "pods_gated_seconds",
+            "Time that pods spent at the placement gate, added up over all pods, by reason",
+            self.gated_seconds.clone(),
+        );
+        registry.register(
             "pods_reported_unschedulable",
             "Pods at the placement gate that are reported as unschedulable, so that autoscalers add nodes",
             self.reported.clone(),
@@ -255,14 +296,44 @@ impl Metrics {
 
     /// Clears the metrics that placement sets; see [`Metrics::reset_passes`].
     pub(crate) fn reset_placement(&self) {
+        self.set_gated(BTreeMap::new(), &[]);
         self.gated.clear();
         self.reported.set(0);
         self.hosts_outdated.set(0);
         self.rollout_stopped.set(0);
     }
 
+    /// Sets the number of pods at the placement gate by reason, and the pods that have waited
+    /// longest, each with its reason.
+    pub(crate) fn set_gated(&self, gated: BTreeMap<&'static str, u32>, longest: &[(&str, &'static str, Duration)]) {
+        let mut waits = self.lock_waits();
+        self.count_waits(&mut waits);
+        for reason in demand::Reason::ALL.map(demand::Reason::as_str) {
+            let pods = gated.get(reason).copied().unwrap_or(0);
+            self.gated.get_or_create(&Reason { reason }).set(pods.into());
+        }
+        waits.replace(gated);
+        self.longest_waits.clear();
+        for (pod, reason, waited) in longest {
+            let (namespace, pod) = pod.split_once('/').unwrap_or(("", pod));
+            let label = GatedPod { namespace: namespace.to_owned(), pod: pod.to_owned(), reason };
+            self.longest_waits.get_or_create(&label).set(waited.as_secs_f64());
+        }
+    }
+
+    fn count_waits(&self, waits: &mut WaitClock) {
+        for (reason, seconds) in waits.advance(Instant::now()) {
+            self.gated_seconds.get_or_create(&Reason { reason }).inc_by(seconds);
+        }
+    }
+
+    fn lock_waits(&self) -> MutexGuard<'_, WaitClock> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Updates the metrics that are computed at each scrape.
     pub(crate) fn refresh(&self, leads: bool) {
+        self.count_waits(&mut self.lock_waits());
         self.leader.set(i64::from(leads));
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
         self.resident.set(resident_bytes(&status).unwrap_or(0));
@@ -287,7 +358,7 @@ mod tests {
     use prometheus_client::encoding::text::encode;
     use prometheus_client::registry::Registry;
 
-    use super::{Kind, Metrics, Reason, resident_bytes};
+    use super::{GatedPod, Kind, Metrics, Reason, resident_bytes};
 
     /// Sets each gauge about the cluster to a value other than 0.
     fn set_all_cluster_gauges(metrics: &Metrics) {
@@ -301,6 +372,7 @@ mod tests {
             hosts_outdated,
             rollout_stopped,
             gated,
+            longest_waits,
             reported,
             fragmentation,
             nodes_excluded,
@@ -321,6 +393,9 @@ mod tests {
             pods_released: _,
             placement_seconds: _,
             gate_wait_seconds: _,
+            gated_seconds: _,
+            waits: _,
+            repartition_seconds: _,
             evictions: _,
             preemption_searches: _,
             stranded_pods_recreated: _,
@@ -331,6 +406,8 @@ mod tests {
         malformed.get_or_create(&Kind { kind: "GpuNode" }).set(1);
         pods_waiting.get_or_create(&Reason { reason: "no_room" }).set(1);
         gated.get_or_create(&Reason { reason: "no_room" }).set(1);
+        let pod = GatedPod { namespace: "team".to_owned(), pod: "a".to_owned(), reason: "no_room" };
+        longest_waits.get_or_create(&pod).set(1.0);
         for gauge in [policies, nodes, hosts_outdated, rollout_stopped, reported, nodes_excluded] {
             gauge.set(1);
         }

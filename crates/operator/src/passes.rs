@@ -22,6 +22,7 @@ use crate::events::{self, EventPublisher};
 use crate::metrics::{self, Kind, Outcome, Write};
 use crate::policies::demand::{self, Reason, WaitingPod};
 use crate::policies::pace::{PlanPace, QuietPeriod};
+use crate::policies::repartition::Repartitions;
 use crate::policies::snapshot::History;
 use crate::policies::staging::Staging;
 use crate::policies::status::{WrittenStatus, WrittenStatuses};
@@ -64,6 +65,7 @@ pub(crate) struct Passes {
     publisher: EventPublisher,
     /// The steps of each node when they were last counted.
     steps: BTreeMap<String, Vec<StepStatus>>,
+    repartitions: Repartitions,
     /// Decides which nodes are tainted. `None` if tainting is disabled.
     taints: Option<Taints>,
     /// When the next pass runs if nothing changes.
@@ -116,6 +118,7 @@ impl Passes {
             pace: PlanPace::default(),
             publisher: EventPublisher::default(),
             steps: BTreeMap::new(),
+            repartitions: Repartitions::default(),
             taints: taint.then(Taints::default),
             next: None,
             retry: None,
@@ -136,6 +139,7 @@ impl Passes {
         self.quiet = QuietPeriod::default();
         self.publisher = EventPublisher::default();
         self.steps.clear();
+        self.repartitions = Repartitions::default();
         self.taints = self.taints.is_some().then(Taints::default);
     }
 
@@ -151,6 +155,7 @@ impl Passes {
         let now = self.now();
         let mut observed = self.context.stores.observe();
         self.count_steps(&observed);
+        self.measure_repartitions(&observed);
         self.history.restore_writes(&mut observed, now);
         let mut plan = plan::plan(&observed);
         self.wakes.set_partitions_on_demand(!plan.demand.is_empty());
@@ -274,6 +279,17 @@ impl Passes {
         }
     }
 
+    /// Records how long nodes took to serve what this process wrote.
+    fn measure_repartitions(&mut self, observed: &Observed) {
+        let plan_of = |name: &str| {
+            let status = observed.nodes.get(name)?.object().and_then(|object| object.status.as_ref());
+            Some(status.map_or("", |status| status.plan_id.as_str()))
+        };
+        for took in self.repartitions.take_completed(plan_of, self.started.elapsed()) {
+            self.context.metrics.repartition_seconds.observe(took.as_secs_f64());
+        }
+    }
+
     /// Publishes Events about the plan on pods and nodes. Does not retry failed Events.
     async fn report_demand(&mut self, outcome: &demand::Outcome, observed: &Observed) {
         let events = self.publisher.events(outcome, observed, self.now());
@@ -311,6 +327,7 @@ impl Passes {
                     &change.spec,
                     self.now(),
                 );
+                self.repartitions.record_write(&change.node, &change.spec.plan_id, self.started.elapsed());
                 written_any = true;
             }
             self.count_write("GpuNode", done, &mut all);

@@ -11,8 +11,9 @@ use syn::{Expr, ExprMethodCall, File, GenericArgument, Item, Lit, Local, Pat, Pa
 use crate::blocks::{fill_generated_parts, table};
 use crate::file::read;
 
-/// Source files that register metrics.
-const METRIC_SOURCES: [&str; 2] = ["crates/agent/src/metrics.rs", "crates/operator/src/metrics.rs"];
+/// Source files that register metrics, by program.
+const METRIC_SOURCES: [&[&str]; 2] =
+    [&["crates/agent/src/metrics.rs", "crates/agent/src/metrics/gpus.rs"], &["crates/operator/src/metrics.rs"]];
 /// Prefix of metrics that are registered without one.
 const PROCESS_PREFIX: &str = "process";
 
@@ -28,11 +29,15 @@ struct Metric {
 /// Returns the page with a table for each prefix of metrics.
 pub(crate) fn render_page(root: &Path, page: &str) -> Result<String> {
     let mut groups: BTreeMap<String, Vec<Metric>> = BTreeMap::new();
-    for source in METRIC_SOURCES {
-        let file = syn::parse_file(&read(&root.join(source))?).with_context(|| format!("failed to parse {source}"))?;
-        for (prefix, metric) in
-            registered_metrics(&file).with_context(|| format!("failed to find metrics in {source}"))?
-        {
+    for sources in METRIC_SOURCES {
+        // One file may register the metrics of a struct in another file.
+        let mut program = syn::parse_file("")?;
+        for source in sources {
+            let file = syn::parse_file(&read(&root.join(source))?);
+            program.items.extend(file.with_context(|| format!("failed to parse {source}"))?.items);
+        }
+        let metrics = registered_metrics(&program);
+        for (prefix, metric) in metrics.with_context(|| format!("failed to find metrics in {sources:?}"))? {
             groups.entry(prefix).or_default().push(metric);
         }
     }

@@ -10,7 +10,8 @@ use crate::file::read;
 use crate::text::MAX_LINE_WIDTH;
 
 /// Directories with pages of the site.
-const PAGE_DIRECTORIES: [&str; 6] = ["tutorial", "how-to", "reference", "explanation", "contributing", "decisions"];
+const PAGE_DIRECTORIES: [&str; 7] =
+    ["tutorial", "how-to", "runbooks", "reference", "explanation", "contributing", "decisions"];
 /// Directories with pages that state for each block of commands how it is tested.
 const DIRECTORIES_WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
 /// Pages outside these directories.

@@ -349,7 +349,7 @@ fn shares_with_an_unknown_handshake_are_unhealthy_at_once() {
         let metrics = crate::metrics::Metrics::new();
         metrics.set_node(&actions.status);
         let text = metrics.encode().unwrap();
-        assert!(text.contains(r#"cleave_agent_mps_door{device="GPU-a",door="Unknown"} 1"#), "{text}");
+        assert!(text.contains(r#"cleave_agent_mps_door{gpu="0",uuid="GPU-a",door="Unknown"} 1"#), "{text}");
     }
 }
 
@@ -372,7 +372,7 @@ fn shares_whose_doors_hold_clients_are_unhealthy_until_the_daemons_replies_are_e
         let metrics = crate::metrics::Metrics::new();
         metrics.set_node(&held.status);
         let text = metrics.encode().unwrap();
-        assert!(text.contains(r#"cleave_agent_mps_door{device="GPU-a",door="Unknown"} 1"#), "{text}");
+        assert!(text.contains(r#"cleave_agent_mps_door{gpu="0",uuid="GPU-a",door="Unknown"} 1"#), "{text}");
         node.record_mps_view(mps_host_view(DaemonState::Active, 0, &desired));
         let served = node.reconcile(&mut table, start);
         assert_eq!((count_healthy(&served), served.status.gpus[0].mps[0].door.as_str()), (10, "Hard"));

@@ -10,12 +10,14 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use axum::routing::get;
+use cleave_gpu::nvml::Library;
 use cleave_kubelet::{DirectoryState, PluginServerState};
 use cleave_serve::http::Limits;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::gpu_readings::GpuSensors;
 use crate::metrics::Metrics;
 
 /// Maximum age of the main loop's heartbeat before the agent counts as dead. The main loop
@@ -37,26 +39,30 @@ pub(super) struct Heartbeat {
 #[derive(Debug)]
 struct ProbeState {
     metrics: Metrics,
+    /// `None` while the agent waits: the agent that serves queries the GPUs.
+    sensors: Option<Arc<GpuSensors>>,
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
     /// The time until which the agent is ready in any case.
     ready_until: Option<Instant>,
 }
 
-/// Serves HTTP requests, forever. Until `ready_until`, the agent is ready in any case.
+/// Serves HTTP requests, forever. Reports the sensors of GPUs if there is a library. Until
+/// `ready_until`, the agent is ready in any case.
 pub(super) async fn serve_endpoints(
     addr: SocketAddr,
-    metrics: Metrics,
+    (metrics, library): (Metrics, Option<Library>),
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
     ready_until: Option<Instant>,
 ) -> anyhow::Result<()> {
     let listener = cleave_serve::tcp::listen(addr).with_context(|| format!("failed to serve metrics at {addr}"))?;
+    let sensors = library.map(|library| Arc::new(GpuSensors::new(library, metrics.clone())));
     let router = Router::new()
         .route("/metrics", get(metrics_text))
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
-        .with_state(Arc::new(ProbeState { metrics, heartbeat, plugins, ready_until }));
+        .with_state(Arc::new(ProbeState { metrics, sensors, heartbeat, plugins, ready_until }));
     cleave_serve::http::serve(listener, router, Limits::default(), CancellationToken::new()).await;
     Ok(())
 }
@@ -71,7 +77,7 @@ impl StandbyEndpoints {
     pub(super) fn start(addr: SocketAddr) -> Self {
         let (heartbeat, heartbeats) = watch::channel(standby_heartbeat(false));
         let none = PluginServerState { directory: DirectoryState::Held, ..PluginServerState::default() };
-        let server = serve_endpoints(addr, Metrics::new(), heartbeats, watch::channel(none).1, None);
+        let server = serve_endpoints(addr, (Metrics::new(), None), heartbeats, watch::channel(none).1, None);
         let server = tokio::spawn(async move {
             if let Err(error) = server.await {
                 tracing::warn!(error = format!("{error:#}"), "failed to serve the endpoints of a waiting agent");
@@ -94,6 +100,9 @@ impl StandbyEndpoints {
 }
 
 async fn metrics_text(State(probes): State<Arc<ProbeState>>) -> impl IntoResponse {
+    if let Some(sensors) = &probes.sensors {
+        sensors.refresh().await;
+    }
     match probes.metrics.encode() {
         Ok(text) => {
             ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response()

@@ -25,7 +25,7 @@ use crate::cdi;
 use crate::checkpoint::StateLock;
 use crate::device_plugin::ServedResource;
 use crate::event::NodeEvent;
-use crate::gpu::mig::{MigOrder, MigOrderResult};
+use crate::gpu::mig::{ChangeOutcome, MigOrder, MigOrderResult};
 use crate::gpu::xid;
 use crate::metrics::Metrics;
 use crate::node::{Actions, Node};
@@ -302,7 +302,11 @@ impl MainLoop {
     /// Starts a MIG change. The result of the change arrives as an input.
     fn start_order(&self, order: MigOrder) {
         let inputs = self.inputs.clone();
-        let send_result = async move |ended| {
+        let (metrics, began) = (self.metrics.clone(), Instant::now());
+        let send_result = async move |ended: MigOrderResult| {
+            if !matches!(ended.outcome, ChangeOutcome::Slow(_)) {
+                metrics.observe_mig_change(&ended.order.change, began.elapsed());
+            }
             if let Some(inputs) = inputs.upgrade() {
                 // Ignore errors: the channel is closed only when the agent ends.
                 let _ = inputs.send(Input::MigOrderResult(ended)).await;

@@ -180,6 +180,15 @@ impl Machine {
         [self.first_agent_port, self.agent_port].map(|port| request_readyz(port).ok())
     }
 
+    /// Returns the value of the agent's metric whose labels contain all of these, such as
+    /// `uuid="GPU-a"`. `None` if there is no such series.
+    pub(crate) fn metric(&self, name: &str, labels: &[&str]) -> Option<f64> {
+        let text = request(self.agent_port, "/metrics").ok()?;
+        let mut series = text.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix('{')?.rsplit_once("} "));
+        let (_, value) = series.find(|(found, _)| labels.iter().all(|label| found.contains(label)))?;
+        value.parse().ok()
+    }
+
     /// Stops the first of two agents (SIGTERM). Returns its exit status.
     pub(crate) fn stop_first_agent(&mut self) -> std::process::ExitStatus {
         terminate(self.first_agent.take().unwrap())
@@ -454,9 +463,14 @@ fn free_port() -> u16 {
 
 /// Requests `/readyz` from an agent. Returns the whole answer.
 fn request_readyz(port: u16) -> std::io::Result<String> {
+    request(port, "/readyz")
+}
+
+/// Requests a path from an agent. Returns the whole answer.
+fn request(port: u16, path: &str) -> std::io::Result<String> {
     let mut agent = std::net::TcpStream::connect(("127.0.0.1", port))?;
     agent.set_read_timeout(Some(TEST_TIMEOUT))?;
-    agent.write_all(b"GET /readyz HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n")?;
+    write!(agent, "GET {path} HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n")?;
     let mut answer = String::new();
     agent.read_to_string(&mut answer)?;
     Ok(answer)

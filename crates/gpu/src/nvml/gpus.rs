@@ -5,8 +5,8 @@ use cleave_plan::topology::Topology;
 
 use super::error::NvmlError;
 use super::model::{
-    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuObservation, GpuVitals, MigActivation, MigInstance,
-    Process,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuObservation, GpuReadings, GpuVitals, MigActivation,
+    MigInstance, Process,
 };
 
 /// A node's GPUs. Threads may make calls concurrently.
@@ -53,6 +53,11 @@ pub trait Gpus: Send + Sync {
     /// only if the GPU or the driver is lost.
     fn vitals(&self, _uuid: &str) -> Result<GpuVitals, NvmlError> {
         Ok(GpuVitals::default())
+    }
+
+    /// Returns what the sensors of a GPU report. Fails only if the GPU or the driver is lost.
+    fn readings(&self, _uuid: &str) -> Result<GpuReadings, NvmlError> {
+        Ok(GpuReadings::default())
     }
 
     /// Returns the processes that use the GPU or MIG device with this UUID, and whether

@@ -8,6 +8,7 @@
 //! | `find` | [`LibrarySearch`], where the library file may be |
 //! | `links` | combines NVLinks and PCIe paths to the node's topology |
 //! | `sys` | the calls that nvml-wrapper lacks; the only unsafe code of the product |
+//! | `readings` | reads the sensors of one GPU |
 //! | `xid` | reads XID events of one GPU |
 //! | `session` | [`Nvml`] implements [`Gpus`] with the loaded library |
 //! | `library` | [`Library`], one session that all threads of a process share |
@@ -23,6 +24,7 @@ mod gpus;
 mod library;
 mod links;
 mod model;
+mod readings;
 mod session;
 mod sys;
 mod watch;
@@ -36,8 +38,8 @@ pub use find::LibrarySearch;
 pub use gpus::Gpus;
 pub use library::{ClosedLibrary, Library};
 pub use model::{
-    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuObservation, GpuVitals, MigActivation, MigInstance,
-    MigProfile, MigState, Process, RecoveryAction,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuObservation, GpuReadings, GpuVitals, MigActivation,
+    MigInstance, MigProfile, MigState, Process, RecoveryAction, ThrottleReason,
 };
 pub use session::Nvml;
 pub use watch::EventWatch;

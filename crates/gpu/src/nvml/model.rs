@@ -1,4 +1,6 @@
 //! GPUs, MIG instances and processes as NVML reports them.
+use std::collections::BTreeSet;
+
 use cleave_plan::units::{Mebibytes, Sms};
 use serde::{Deserialize, Serialize};
 
@@ -64,6 +66,77 @@ pub enum RecoveryAction {
     /// A reset at a convenient time, or an end of peer-to-peer transfers. The GPU works until
     /// the reset.
     Drain,
+}
+
+/// What the sensors of a GPU report at one moment. A field is `None` if this GPU or driver does not
+/// report it: a GPU in MIG mode reports no utilization.
+///
+/// No field is about one process. Under MPS, NVML attributes all utilization of a GPU to its MPS
+/// server, so the utilization of a client is unknown.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GpuReadings {
+    /// Percentage of the driver's last sample period in which a kernel ran
+    /// (`nvmlDeviceGetUtilizationRates`). It does not say how many SMs the kernels used.
+    pub busy_percent: Option<u32>,
+    /// Used memory in bytes, without the driver's own part (`nvmlDeviceGetMemoryInfo_v2`).
+    pub memory_used: Option<u64>,
+    /// Power in milliwatts, averaged by the driver (`nvmlDeviceGetPowerUsage`).
+    pub power_milliwatts: Option<u32>,
+    /// Power limit in milliwatts (`nvmlDeviceGetEnforcedPowerLimit`).
+    pub power_limit_milliwatts: Option<u32>,
+    /// Energy in millijoules since the driver was loaded (`nvmlDeviceGetTotalEnergyConsumption`).
+    pub energy_millijoules: Option<u64>,
+    /// Temperature of the GPU in degrees Celsius (`nvmlDeviceGetTemperature`).
+    pub temperature_celsius: Option<u32>,
+    /// Clock of the SMs in MHz (`nvmlDeviceGetClockInfo`).
+    pub sm_clock_mhz: Option<u32>,
+    /// Clock of the memory in MHz (`nvmlDeviceGetClockInfo`).
+    pub memory_clock_mhz: Option<u32>,
+    /// Why the clocks are lower than they could be (`nvmlDeviceGetCurrentClocksThrottleReasons`).
+    /// Empty if nothing slows the GPU down.
+    pub throttling: Option<BTreeSet<ThrottleReason>>,
+}
+
+/// Why a busy GPU does not run at its full clock (`nvmlClocksEventReasons`). An idle GPU and clocks
+/// that an administrator has set are no reasons.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ThrottleReason {
+    /// The power limit.
+    PowerCap,
+    /// The hardware halves the clocks or more, because of heat, power or a brake signal.
+    HardwareSlowdown,
+    /// Another GPU of the same sync boost group.
+    SyncBoost,
+    /// The driver's temperature limit.
+    Thermal,
+    /// The hardware's temperature limit.
+    HardwareThermal,
+    /// A brake signal, for example of the power supply.
+    PowerBrake,
+}
+
+impl ThrottleReason {
+    /// All reasons.
+    pub const ALL: [Self; 6] = [
+        Self::PowerCap,
+        Self::HardwareSlowdown,
+        Self::SyncBoost,
+        Self::Thermal,
+        Self::HardwareThermal,
+        Self::PowerBrake,
+    ];
+
+    /// Returns the reason's name in metrics.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::PowerCap => "power_cap",
+            Self::HardwareSlowdown => "hardware_slowdown",
+            Self::SyncBoost => "sync_boost",
+            Self::Thermal => "thermal",
+            Self::HardwareThermal => "hardware_thermal",
+            Self::PowerBrake => "power_brake",
+        }
+    }
 }
 
 /// When a new MIG mode takes effect.

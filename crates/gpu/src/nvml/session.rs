@@ -21,10 +21,10 @@ use super::find::{self, LibrarySearch};
 use super::gpus::Gpus;
 use super::links::{self, GpuPorts, ReadPath};
 use super::model::{
-    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuVitals, MigActivation, MigInstance, MigState, Process,
-    RecoveryAction,
+    ComputeMode, DeviceProcesses, DriverInfo, Gpu, GpuEvent, GpuReadings, GpuVitals, MigActivation, MigInstance,
+    MigState, Process, RecoveryAction,
 };
-use super::{sys, xid};
+use super::{readings, sys, xid};
 
 /// The NVML library, loaded and initialized.
 #[derive(Debug)]
@@ -233,6 +233,10 @@ impl Gpus for Nvml {
             remap_failed: rows.map(|rows| rows.failed),
             recovery: read_requested_recovery(&device)?,
         })
+    }
+
+    fn readings(&self, uuid: &str) -> Result<GpuReadings, NvmlError> {
+        readings::read_sensors(&self.find_device(uuid)?)
     }
 
     fn cuda_version(&self) -> Result<(u32, u32), NvmlError> {

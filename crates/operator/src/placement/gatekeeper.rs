@@ -224,6 +224,11 @@ impl Gatekeeper {
         self.stranded.record_failed_eviction(uid, up);
     }
 
+    /// Returns the pods at the gate that have waited longest, at most `count`, longest first.
+    pub(crate) fn longest_waits(&self, count: usize, up: Duration) -> Vec<(&str, Duration)> {
+        self.queue.longest_waits(count, up)
+    }
+
     /// Returns the UIDs of the pods at the gate, by name.
     pub(crate) fn gated_uids(&self) -> BTreeMap<String, String> {
         let gated = self.tracker.unsettled_pods().into_iter().filter(|pod| pod.waits_at_gate());

@@ -85,6 +85,18 @@ impl Queue {
         self.0.get(name).map_or(Duration::ZERO, |gated| up.saturating_sub(gated.since))
     }
 
+    /// Returns the pods that have waited longest, at most `count`, longest first.
+    pub(super) fn longest_waits(&self, count: usize, up: Duration) -> Vec<(&str, Duration)> {
+        let mut oldest = BTreeSet::new();
+        for (name, gated) in &self.0 {
+            oldest.insert((gated.since, name.as_str()));
+            if oldest.len() > count {
+                oldest.pop_last();
+            }
+        }
+        oldest.into_iter().map(|(since, name)| (name, up.saturating_sub(since))).collect()
+    }
+
     /// Returns the time for which a pod has been unplaceable. Returns `None` if `may_pass` is true,
     /// because the obstacle is then temporary.
     pub(super) fn unplaceable_time(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
@@ -159,4 +171,23 @@ pub(super) fn sort_by_priority(waiting: &mut [(String, &PodObject)]) {
         let key = |pod| (Reverse(priority(pod)), created(pod));
         key(pod).cmp(&key(other)).then_with(|| name.cmp(other_name))
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pods_that_wait_longest_are_listed_first() {
+        let mut queue = Queue::default();
+        for (at, name) in ["c", "a", "b", "d"].into_iter().enumerate() {
+            let since = Duration::from_secs(at as u64);
+            let gated =
+                GatedPod { uid: String::new(), since, unplaceable_since: None, refused: None, missing_until: None };
+            queue.0.insert(name.to_owned(), gated);
+        }
+        let seconds = Duration::from_secs;
+        assert_eq!(queue.longest_waits(3, seconds(10)), [("c", seconds(10)), ("a", seconds(9)), ("b", seconds(8))]);
+        assert!(queue.longest_waits(0, seconds(10)).is_empty());
+    }
 }

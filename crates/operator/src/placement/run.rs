@@ -17,7 +17,7 @@ use super::patch;
 use super::stranded::{PlacedReport, Recreation, StrandedActions};
 use crate::events::{self, EventPublisher};
 use crate::evict::{self, EvictionResult};
-use crate::metrics::{Outcome, Reason};
+use crate::metrics::Outcome;
 use crate::pod_condition::{self, Target, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition};
 use crate::policies::demand::WaitingPod;
@@ -125,6 +125,9 @@ impl SteadyClock {
     }
 }
 
+/// Maximum number of waiting pods that metrics name.
+const MAX_LISTED_WAITS: usize = 20;
+
 /// The placement controller.
 pub(crate) struct PlacementController {
     context: Context,
@@ -159,7 +162,7 @@ impl Controller for PlacementController {
         let demand = Arc::clone(&self.demand.borrow_and_update());
         let actions = self.keeper.reconcile_changes(&cluster, changes, &demand, ReconcileTime { up, epoch });
         self.context.metrics.placement_seconds.observe(began.elapsed().as_secs_f64());
-        self.set_gauges(&actions);
+        self.set_gauges(&actions, &demand, up);
         self.context.metrics.preemption_searches.inc_by(actions.preemption_searches);
         let mut writes = self.release_all(&actions.releases).await;
         writes.is_incomplete |= !self.evict_all(&actions.evictions).await;
@@ -540,9 +543,21 @@ impl PlacementController {
         publish_all(&self.context.recorder, &self.context.claim, all).await;
     }
 
-    fn set_gauges(&self, actions: &Actions) {
-        let waiting = i64::try_from(actions.waiting.len()).unwrap_or(i64::MAX);
-        self.context.metrics.gated.get_or_create(&Reason { reason: "no_room" }).set(waiting);
+    /// Updates the gauges of pods at the gate. A pod for GPUs that are partitioned on demand has
+    /// the reason of the plan.
+    fn set_gauges(&self, actions: &Actions, demand: &BTreeMap<String, WaitingPod>, up: Duration) {
+        let reason = |pod: &str, gated: &WaitingPod| demand.get(pod).map_or(gated.reason, |planned| planned.reason);
+        let mut gated = BTreeMap::new();
+        for (pod, waiting) in &actions.waiting {
+            *gated.entry(reason(pod, waiting).as_str()).or_default() += 1;
+        }
+        let mut longest = Vec::new();
+        for (pod, waited) in self.keeper.longest_waits(MAX_LISTED_WAITS, up) {
+            if let Some(waiting) = actions.waiting.get(pod) {
+                longest.push((pod, reason(pod, waiting).as_str(), waited));
+            }
+        }
+        self.context.metrics.set_gated(gated, &longest);
         self.context.metrics.reported.set(i64::try_from(actions.reported).unwrap_or(i64::MAX));
     }
 }

@@ -23,6 +23,7 @@ mod layout;
 pub(crate) mod pace;
 pub(crate) mod partition;
 pub mod plan;
+pub(crate) mod repartition;
 mod select;
 pub mod snapshot;
 pub mod staging;

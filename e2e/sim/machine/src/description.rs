@@ -140,6 +140,8 @@ impl MachineDescription {
             recovery: 0,
             temperature: None,
             utilization: None,
+            throttling: 0,
+            energy_millijoules: 0,
         }
     }
 }

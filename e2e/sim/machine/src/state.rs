@@ -121,6 +121,12 @@ pub struct Gpu {
     /// The percentage of time in which a kernel ran. `None` derives it from the processes.
     #[serde(default)]
     pub utilization: Option<u32>,
+    /// Why the clocks are lower than they could be, as bits of NVML (`nvmlClocksThrottleReason…`).
+    #[serde(default)]
+    pub throttling: u64,
+    /// Energy in millijoules since the driver was loaded. The simulation does not add any.
+    #[serde(default)]
+    pub energy_millijoules: u64,
 }
 
 /// The device at the other end of an NVLink.

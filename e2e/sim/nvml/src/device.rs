@@ -193,6 +193,43 @@ pub(crate) fn power_milliwatts(view: &MachineView, device: &DeviceRef<'_>) -> u3
     (idle + limit.saturating_sub(idle) * utilization_percent(view, device) / 100) * 1000
 }
 
+/// The reasons that the driver can report, as bits.
+pub(crate) const SUPPORTED_THROTTLE_REASONS: u64 = 0x1ff;
+/// Reasons with which the hardware halves the clocks of the SMs.
+const HARDWARE_SLOWDOWN_REASONS: u64 = (sys::nvmlClocksThrottleReasonHwSlowdown
+    | sys::nvmlClocksThrottleReasonHwThermalSlowdown
+    | sys::nvmlClocksThrottleReasonHwPowerBrakeSlowdown) as u64;
+/// Clocks of an idle H200 in MHz, for all models: graphics, SM, memory, video.
+const IDLE_CLOCKS_MHZ: [u32; 4] = [345, 345, 3201, 765];
+/// Highest clocks of an H200 in MHz, for all models: graphics, SM, memory, video.
+const MAX_CLOCKS_MHZ: [u32; 4] = [1980, 1980, 3201, 1545];
+
+/// Returns the reasons why the clocks are not higher: the injected ones, and that the GPU is idle.
+pub(crate) fn throttle_reasons(view: &MachineView, device: &DeviceRef<'_>) -> u64 {
+    let idle = utilization_percent(view, device) == 0;
+    device.gpu.throttling | if idle { u64::from(sys::nvmlClocksThrottleReasonGpuIdle) } else { 0 }
+}
+
+/// Returns the highest clock of a kind. `NVML_CLOCK_COUNT` is not a kind: an H200 with driver 580
+/// answers it with `NVML_ERROR_NOT_SUPPORTED`.
+pub(crate) fn max_clock_mhz(kind: u32) -> Result<u32> {
+    MAX_CLOCKS_MHZ.get(kind as usize).copied().ok_or(Code::NOT_SUPPORTED)
+}
+
+/// Returns the current clock of a kind: low if the GPU is idle, half if the hardware slows it down.
+pub(crate) fn clock_mhz(view: &MachineView, device: &DeviceRef<'_>, kind: u32) -> Result<u32> {
+    let max = max_clock_mhz(kind)?;
+    let reasons = throttle_reasons(view, device);
+    let is_memory = kind == sys::nvmlClockType_enum_NVML_CLOCK_MEM;
+    Ok(if reasons & u64::from(sys::nvmlClocksThrottleReasonGpuIdle) != 0 {
+        IDLE_CLOCKS_MHZ.get(kind as usize).copied().unwrap_or(max)
+    } else if reasons & HARDWARE_SLOWDOWN_REASONS != 0 && !is_memory {
+        max / 2
+    } else {
+        max
+    })
+}
+
 /// Converts a list such as `0-3,8` to words of bits, the least significant first. An empty list
 /// sets the first `all` bits.
 pub(crate) fn to_bit_words(list: &str, words: usize, all: usize) -> Vec<u64> {

@@ -38,7 +38,6 @@ unsupported! {
     nvmlDeviceGetCapabilities
     nvmlDeviceGetClkMonStatus
     nvmlDeviceGetClock
-    nvmlDeviceGetClockInfo
     nvmlDeviceGetClockOffsets
     nvmlDeviceGetConfComputeGpuAttestationReport
     nvmlDeviceGetConfComputeGpuCertificate
@@ -49,8 +48,6 @@ unsupported! {
     nvmlDeviceGetCurrPcieLinkGeneration
     nvmlDeviceGetCurrPcieLinkWidth
     nvmlDeviceGetCurrentClockFreqs
-    nvmlDeviceGetCurrentClocksEventReasons
-    nvmlDeviceGetCurrentClocksThrottleReasons
     nvmlDeviceGetDecoderUtilization
     nvmlDeviceGetDefaultApplicationsClock
     nvmlDeviceGetDefaultEccMode
@@ -92,7 +89,6 @@ unsupported! {
     nvmlDeviceGetJpgUtilization
     nvmlDeviceGetLastBBXFlushTime
     nvmlDeviceGetMarginTemperature
-    nvmlDeviceGetMaxClockInfo
     nvmlDeviceGetMaxCustomerBoostClock
     nvmlDeviceGetMaxPcieLinkGeneration
     nvmlDeviceGetMaxPcieLinkWidth
@@ -141,8 +137,6 @@ unsupported! {
     nvmlDeviceGetSamples
     nvmlDeviceGetSramEccErrorStatus
     nvmlDeviceGetSramUniqueUncorrectedEccErrorCounts
-    nvmlDeviceGetSupportedClocksEventReasons
-    nvmlDeviceGetSupportedClocksThrottleReasons
     nvmlDeviceGetSupportedGraphicsClocks
     nvmlDeviceGetSupportedMemoryClocks
     nvmlDeviceGetSupportedPerformanceStates
@@ -152,7 +146,6 @@ unsupported! {
     nvmlDeviceGetTemperatureV
     nvmlDeviceGetThermalSettings
     nvmlDeviceGetTopologyNearestGpus
-    nvmlDeviceGetTotalEnergyConsumption
     nvmlDeviceGetVbiosVersion
     nvmlDeviceGetVgpuCapabilities
     nvmlDeviceGetVgpuHeterogeneousMode

@@ -12,8 +12,11 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use nvml_wrapper::bitmasks::device::ThrottleReasons;
 use nvml_wrapper::bitmasks::event::EventTypes;
-use nvml_wrapper::enum_wrappers::device::{ComputeMode, EccCounter, MemoryError, TemperatureSensor, TopologyLevel};
+use nvml_wrapper::enum_wrappers::device::{
+    Clock, ComputeMode, EccCounter, MemoryError, TemperatureSensor, TopologyLevel,
+};
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
@@ -539,6 +542,43 @@ fn settings_are_visible_to_other_processes() {
         change_state(machine, |s| s.gpus[0].ecc = [3, 1]);
         let errors = |kind| gpu.total_ecc_errors(kind, EccCounter::Volatile).unwrap();
         assert_eq!((errors(MemoryError::Corrected), errors(MemoryError::Uncorrected)), (3, 1));
+    });
+}
+
+#[test]
+fn clocks_and_throttling_follow_the_use_of_a_gpu_and_a_gpu_in_mig_mode_has_no_utilization() {
+    let name = "clocks_and_throttling_follow_the_use_of_a_gpu_and_a_gpu_in_mig_mode_has_no_utilization";
+    run_in_separate_process(name, &["H100-80"], |machine| {
+        let nvml = nvml();
+        let gpu = nvml.device_by_index(0).unwrap();
+        let reasons = || gpu.current_throttle_reasons().unwrap();
+        let clocks =
+            || [Clock::Graphics, Clock::SM, Clock::Memory, Clock::Video].map(|kind| gpu.clock_info(kind).unwrap());
+        // Measured on an idle H200 with driver 580.
+        assert_eq!((clocks(), reasons()), ([345, 345, 3201, 765], ThrottleReasons::GPU_IDLE));
+        let mut clock = 0;
+        assert_eq!(raw!(nvml, nvmlDeviceGetClockInfo(raw_handle(&gpu), 4, &raw mut clock)), 3, "a count, not a clock");
+        assert_eq!(gpu.max_clock_info(Clock::SM).unwrap(), 1980);
+
+        change_state(machine, |s| s.gpus[0].utilization = Some(50));
+        assert_eq!((gpu.clock_info(Clock::SM).unwrap(), reasons()), (1980, ThrottleReasons::empty()));
+        change_state(machine, |s| s.gpus[0].throttling = ThrottleReasons::HW_THERMAL_SLOWDOWN.bits());
+        assert_eq!((gpu.clock_info(Clock::SM).unwrap(), reasons()), (990, ThrottleReasons::HW_THERMAL_SLOWDOWN));
+        change_state(machine, |s| s.gpus[0].energy_millijoules = 7);
+        assert_eq!(gpu.total_energy_consumption().unwrap(), 7);
+
+        assert_eq!(set_mig_mode(&nvml, &gpu, 1), (0, 0));
+        assert!(matches!(gpu.utilization_rates(), Err(NvmlError::NotSupported)));
+        assert!(
+            gpu.power_usage().is_ok() && gpu.clock_info(Clock::SM).is_ok() && gpu.current_throttle_reasons().is_ok()
+        );
+        let instance = create_gpu_instance(&nvml, &gpu, 9, None).unwrap();
+        create_compute_instance(&nvml, instance, 2).unwrap();
+        let mig = gpu.mig_device_by_index(0).unwrap();
+        assert!(matches!(mig.clock_info(Clock::SM), Err(NvmlError::NotSupported)));
+        assert!(matches!(mig.current_throttle_reasons(), Err(NvmlError::NotSupported)));
+        assert!(matches!(mig.total_energy_consumption(), Err(NvmlError::NotSupported)));
+        assert!(matches!(mig.utilization_rates(), Err(NvmlError::NotSupported)));
     });
 }
 

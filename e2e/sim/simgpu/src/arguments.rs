@@ -138,8 +138,9 @@ pub(crate) enum Command {
         ids: Vec<u64>,
     },
     /// Change a GPU: compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature,
-    /// utilization, remap-pending, remap-failed, recovery (the action that the driver requests:
-    /// none, reset, reboot or drain-and-reset).
+    /// utilization, throttling (reasons why clocks are low, such as power-cap,hardware-thermal),
+    /// energy (millijoules), remap-pending, remap-failed, recovery (the action that the driver
+    /// requests: none, reset, reboot or drain-and-reset).
     Set {
         /// Index or UUID of the GPU.
         gpu: String,

@@ -158,9 +158,11 @@ fn set_property(gpu: &mut Gpu, model: &Model, change: &str, busy: bool) -> Resul
         "cpus" => value.clone_into(&mut gpu.cpus),
         "temperature" => gpu.temperature = parse_number(key, value)?,
         "utilization" => gpu.utilization = parse_number(key, value)?,
+        "throttling" => gpu.throttling = parse_throttle_reasons(value)?,
+        "energy" => gpu.energy_millijoules = parse_number(key, value)?.map_or(0, u64::from),
         _ => bail!(
-            "{key}: known are compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature, utilization, remap-pending, \
-             remap-failed and recovery"
+            "{key}: known are compute-mode, mig, mig-needs-reset, persistence, numa, cpus, temperature, utilization, throttling, \
+             energy, remap-pending, remap-failed and recovery"
         ),
     }
     Ok(())
@@ -172,6 +174,25 @@ fn parse_switch(key: &str, value: &str) -> Result<bool> {
         "off" | "false" | "0" => Ok(false),
         _ => bail!("{key} must be on or off, not {value}"),
     }
+}
+
+/// Parses a list of reasons to the bits of `nvmlClocksThrottleReason…`. An empty list clears them.
+fn parse_throttle_reasons(list: &str) -> Result<u64> {
+    list.split(',').filter(|name| !name.is_empty()).try_fold(0, |all, name| {
+        let bit = match name {
+            "power-cap" => 0x4,
+            "hardware-slowdown" => 0x8,
+            "sync-boost" => 0x10,
+            "thermal" => 0x20,
+            "hardware-thermal" => 0x40,
+            "power-brake" => 0x80,
+            _ => bail!(
+                "throttling must be a list of power-cap, hardware-slowdown, sync-boost, thermal, hardware-thermal and \
+                 power-brake, not {name}"
+            ),
+        };
+        Ok(all | bit)
+    })
 }
 
 fn parse_number(key: &str, value: &str) -> Result<Option<u32>> {

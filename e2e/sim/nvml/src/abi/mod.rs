@@ -208,6 +208,22 @@ exports! {
         }
         degrees.put(gpu.temperature.unwrap_or(33))
     });
+    nvmlDeviceGetTotalEnergyConsumption(device: Handle, millijoules: Out<c_ulonglong>) |own|
+        call_on_gpu(own, device, |_, gpu, _| millijoules.put(gpu.energy_millijoules));
+    nvmlDeviceGetClockInfo(device: Handle, kind: c_uint, mhz: Out<c_uint>) |own| call_on_device(own, device, |view, d| match d.mig {
+        None => mhz.put(device::clock_mhz(view, &d, kind)?),
+        Some(_) => Err(Code::NOT_SUPPORTED),
+    });
+    nvmlDeviceGetMaxClockInfo(device: Handle, kind: c_uint, mhz: Out<c_uint>) |own|
+        call_on_gpu(own, device, |_, _, _| mhz.put(device::max_clock_mhz(kind)?));
+    nvmlDeviceGetCurrentClocksThrottleReasons(device: Handle, reasons: Out<c_ulonglong>) |own|
+        put_throttle_reasons(own, device, reasons);
+    nvmlDeviceGetCurrentClocksEventReasons(device: Handle, reasons: Out<c_ulonglong>) |own|
+        put_throttle_reasons(own, device, reasons);
+    nvmlDeviceGetSupportedClocksThrottleReasons(device: Handle, reasons: Out<c_ulonglong>) |own|
+        call_on_gpu(own, device, |_, _, _| reasons.put(device::SUPPORTED_THROTTLE_REASONS));
+    nvmlDeviceGetSupportedClocksEventReasons(device: Handle, reasons: Out<c_ulonglong>) |own|
+        call_on_gpu(own, device, |_, _, _| reasons.put(device::SUPPORTED_THROTTLE_REASONS));
     nvmlDeviceGetPerformanceState(device: Handle, state: Out<c_uint>) |own| call_on_gpu(own, device, |_, _, _| state.put(0));
 
     nvmlDeviceGetEccMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) |own| call_on_gpu(own, device, |_, _, _| {
@@ -356,6 +372,13 @@ fn put_bits(size: c_uint, set: Out<c_ulong>, list: &str, all: usize) -> Result<(
         return Err(Code::INSUFFICIENT_SIZE);
     }
     device::to_bit_words(list, words, all).into_iter().enumerate().try_for_each(|(at, word)| set.put_at(at, word))
+}
+
+fn put_throttle_reasons(name: &str, device: Handle, reasons: Out<c_ulonglong>) -> Return {
+    call_on_device(name, device, |view, d| match d.mig {
+        None => reasons.put(device::throttle_reasons(view, &d)),
+        Some(_) => Err(Code::NOT_SUPPORTED),
+    })
 }
 
 /// Returns a GPU's number of ECC errors of a kind.

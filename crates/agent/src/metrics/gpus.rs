@@ -1,0 +1,171 @@
+//! Metrics of GPUs: what NVML's sensors report, and what the allocations add up to.
+use std::sync::atomic::AtomicU64;
+
+use cleave_api::gpunode::GpuStatus;
+use cleave_gpu::nvml::{GpuReadings, ThrottleReason};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+/// Labels of a GPU or MIG device. `gpu` is empty until a status lists the device.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelSet)]
+pub(super) struct DeviceLabels {
+    pub(super) gpu: String,
+    pub(super) uuid: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ThrottleLabels {
+    gpu: String,
+    uuid: String,
+    reason: &'static str,
+}
+
+/// Metrics of GPUs.
+#[derive(Debug, Clone, Default)]
+pub(super) struct GpuMetrics {
+    up: Family<DeviceLabels, Gauge>,
+    sms: Family<DeviceLabels, Gauge>,
+    sms_allocated: Family<DeviceLabels, Gauge>,
+    memory: Family<DeviceLabels, Gauge>,
+    memory_allocated: Family<DeviceLabels, Gauge>,
+    memory_used: Family<DeviceLabels, Gauge>,
+    utilization: Family<DeviceLabels, Gauge<f64, AtomicU64>>,
+    power: Family<DeviceLabels, Gauge<f64, AtomicU64>>,
+    power_limit: Family<DeviceLabels, Gauge<f64, AtomicU64>>,
+    energy: Family<DeviceLabels, Counter<f64, AtomicU64>>,
+    temperature: Family<DeviceLabels, Gauge>,
+    sm_clock: Family<DeviceLabels, Gauge>,
+    memory_clock: Family<DeviceLabels, Gauge>,
+    throttled: Family<ThrottleLabels, Gauge>,
+}
+
+impl GpuMetrics {
+    pub(super) fn register(&self, registry: &mut Registry) {
+        registry.register("up", "1 if NVML answered the last query about the GPU, else 0", self.up.clone());
+        registry.register("sms", "Streaming multiprocessors (SMs) of the GPU", self.sms.clone());
+        let allocated = "Sum of the SM limits of the allocations on the GPU and its MIG devices";
+        registry.register("sms_allocated", allocated, self.sms_allocated.clone());
+        registry.register("memory_bytes", "Memory of the GPU without the driver's part", self.memory.clone());
+        let allocated = "Sum of the memory limits of the allocations on the GPU and its MIG devices";
+        registry.register("memory_allocated_bytes", allocated, self.memory_allocated.clone());
+        let used = "Used memory of the GPU without the driver's part, as NVML reports it";
+        registry.register("memory_used_bytes", used, self.memory_used.clone());
+        let utilization = "Fraction of the driver's last sample period in which a kernel ran; none in MIG mode";
+        registry.register("utilization_ratio", utilization, self.utilization.clone());
+        registry.register("power_watts", "Power of the GPU", self.power.clone());
+        registry.register("power_limit_watts", "Power limit of the GPU", self.power_limit.clone());
+        registry.register("energy_joules", "Energy that the GPU used since the driver was loaded", self.energy.clone());
+        registry.register("temperature_celsius", "Temperature of the GPU", self.temperature.clone());
+        registry.register("sm_clock_hertz", "Clock of the SMs", self.sm_clock.clone());
+        registry.register("memory_clock_hertz", "Clock of the memory", self.memory_clock.clone());
+        let throttled = "1 for each reason that lowers the GPU's clocks now, else 0";
+        registry.register("throttled", throttled, self.throttled.clone());
+    }
+
+    /// Removes the series that [`Self::set_status`] sets.
+    pub(super) fn clear_status(&self) {
+        for family in [&self.sms, &self.sms_allocated, &self.memory, &self.memory_allocated] {
+            family.clear();
+        }
+    }
+
+    /// Sets what the status says about a GPU.
+    pub(super) fn set_status(&self, label: &DeviceLabels, gpu: &GpuStatus) {
+        let bytes = |mib: u64| to_gauge(mib.saturating_mul(BYTES_PER_MIB));
+        self.sms.get_or_create(label).set(gpu.sms.into());
+        self.memory.get_or_create(label).set(bytes(gpu.memory_mib));
+        let limited_sms: u32 = gpu.allocations.iter().filter_map(|allocation| allocation.sms).sum();
+        self.sms_allocated.get_or_create(label).set(limited_sms.into());
+        let limited_memory = gpu.allocations.iter().filter_map(|allocation| allocation.memory_mib).sum();
+        self.memory_allocated.get_or_create(label).set(bytes(limited_memory));
+    }
+
+    /// Removes all series of a GPU that the status no longer lists, except those of the status.
+    pub(super) fn remove(&self, label: &DeviceLabels) {
+        self.forget_readings(label);
+        self.energy.remove(label);
+    }
+
+    /// Removes what NVML reported about a GPU.
+    pub(super) fn forget_readings(&self, label: &DeviceLabels) {
+        self.up.remove(label);
+        self.remove_values(label);
+    }
+
+    /// Removes the values that NVML reports, except the energy, which is a counter.
+    fn remove_values(&self, label: &DeviceLabels) {
+        for family in [&self.memory_used, &self.temperature, &self.sm_clock, &self.memory_clock] {
+            family.remove(label);
+        }
+        for family in [&self.utilization, &self.power, &self.power_limit] {
+            family.remove(label);
+        }
+        for reason in ThrottleReason::ALL {
+            self.throttled.remove(&throttle_labels(label, reason));
+        }
+    }
+
+    /// Sets the values that NVML reports, and removes those that it does not report. `None` means
+    /// that NVML did not answer.
+    pub(super) fn set_readings(&self, label: &DeviceLabels, readings: Option<&GpuReadings>) {
+        self.up.get_or_create(label).set(readings.is_some().into());
+        self.remove_values(label);
+        let Some(readings) = readings else { return };
+        if let Some(joules) = readings.energy_millijoules.map(millis) {
+            // A counter cannot be set: add the difference. It begins again with the driver.
+            if self.energy.get_or_create(label).get() > joules {
+                self.energy.remove(label);
+            }
+            let counter = self.energy.get_or_create(label);
+            counter.inc_by(joules - counter.get());
+        }
+        let mhz = |mhz: u32| i64::from(mhz) * 1_000_000;
+        let integers = [
+            (&self.memory_used, readings.memory_used.map(to_gauge)),
+            (&self.temperature, readings.temperature_celsius.map(i64::from)),
+            (&self.sm_clock, readings.sm_clock_mhz.map(mhz)),
+            (&self.memory_clock, readings.memory_clock_mhz.map(mhz)),
+        ];
+        for (family, value) in integers {
+            if let Some(value) = value {
+                family.get_or_create(label).set(value);
+            }
+        }
+        let fractions = [
+            (&self.utilization, readings.busy_percent.map(|percent| f64::from(percent) / 100.0)),
+            (&self.power, readings.power_milliwatts.map(|power| millis(power.into()))),
+            (&self.power_limit, readings.power_limit_milliwatts.map(|power| millis(power.into()))),
+        ];
+        for (family, value) in fractions {
+            if let Some(value) = value {
+                family.get_or_create(label).set(value);
+            }
+        }
+        if let Some(throttling) = &readings.throttling {
+            for reason in ThrottleReason::ALL {
+                let active = throttling.contains(&reason);
+                self.throttled.get_or_create(&throttle_labels(label, reason)).set(active.into());
+            }
+        }
+    }
+}
+
+fn throttle_labels(DeviceLabels { gpu, uuid }: &DeviceLabels, reason: ThrottleReason) -> ThrottleLabels {
+    ThrottleLabels { gpu: gpu.clone(), uuid: uuid.clone(), reason: reason.as_str() }
+}
+
+pub(super) const BYTES_PER_MIB: u64 = 1 << 20;
+
+/// Converts a number to a gauge's value. Numbers that do not fit become the maximum.
+pub(super) fn to_gauge(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+/// Converts thousandths of a unit to units.
+#[allow(clippy::cast_precision_loss, reason = "a metric is a float; 2^53 mJ are more than a GPU uses in 400 years")]
+fn millis(thousandths: u64) -> f64 {
+    thousandths as f64 / 1000.0
+}

@@ -1,0 +1,69 @@
+//! Counts share-seconds: how many shares are held, and for how long. Pure: callers pass in the
+//! time.
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// The shares that holders have now, and until when their share-seconds are counted.
+#[derive(Debug, Clone)]
+pub struct ShareClock<K> {
+    held: BTreeMap<K, u32>,
+    counted_until: Option<Instant>,
+}
+
+impl<K> Default for ShareClock<K> {
+    fn default() -> Self {
+        Self { held: BTreeMap::new(), counted_until: None }
+    }
+}
+
+impl<K: Ord> ShareClock<K> {
+    /// Returns the share-seconds of each holder since the last call. Passes nothing if time has not
+    /// advanced.
+    pub fn advance(&mut self, now: Instant) -> impl Iterator<Item = (&K, f64)> {
+        let before = self.counted_until.replace(now).unwrap_or(now);
+        let seconds = now.saturating_duration_since(before).as_secs_f64();
+        self.held.iter().map(move |(holder, shares)| (holder, f64::from(*shares) * seconds))
+    }
+
+    /// Replaces the holders. Call [`Self::advance`] with the same time before, or the time since
+    /// its last call counts for the new holders.
+    pub fn replace(&mut self, held: BTreeMap<K, u32>) -> BTreeMap<K, u32> {
+        std::mem::replace(&mut self.held, held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Advances the clock and adds the share-seconds of each holder to `total`.
+    fn count(clock: &mut ShareClock<&'static str>, now: Instant, total: &mut BTreeMap<&'static str, f64>) {
+        for (holder, seconds) in clock.advance(now) {
+            *total.entry(holder).or_default() += seconds;
+        }
+    }
+
+    #[test]
+    fn share_seconds_count_from_the_allocation_to_its_end_whenever_they_are_read() {
+        let start = Instant::now();
+        let at = |seconds: u64| start + Duration::from_secs(seconds);
+        let (mut clock, mut total) = (ShareClock::default(), BTreeMap::new());
+        count(&mut clock, at(0), &mut total);
+        clock.replace(BTreeMap::from([("a", 3)]));
+        // A scrape between two changes of allocations.
+        count(&mut clock, at(4), &mut total);
+        count(&mut clock, at(10), &mut total);
+        let ended = clock.replace(BTreeMap::from([("a", 1), ("b", 2)]));
+        assert_eq!(ended, BTreeMap::from([("a", 3)]));
+        count(&mut clock, at(15), &mut total);
+        clock.replace(BTreeMap::new());
+        count(&mut clock, at(100), &mut total);
+        assert_eq!(total, BTreeMap::from([("a", 35.0), ("b", 10.0)]));
+        // The clock of the machine never goes back. Nothing is subtracted even if it did.
+        clock.replace(BTreeMap::from([("a", 1)]));
+        count(&mut clock, at(50), &mut total);
+        assert_eq!(total["a"], 35.0);
+    }
+}

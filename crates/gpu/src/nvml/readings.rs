@@ -1,0 +1,54 @@
+//! Reads the sensors of one GPU.
+use std::collections::BTreeSet;
+
+use nvml_wrapper::Device;
+use nvml_wrapper::bitmasks::device::ThrottleReasons;
+use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
+
+use super::error::{NvmlError, if_known};
+use super::model::{GpuReadings, ThrottleReason};
+
+/// Returns what the sensors of a GPU report. Fails only if the GPU or the driver is lost.
+pub(super) fn read_sensors(device: &Device<'_>) -> Result<GpuReadings, NvmlError> {
+    let memory = if_known("nvmlDeviceGetMemoryInfo_v2", device.memory_info())?;
+    let busy = if_known("nvmlDeviceGetUtilizationRates", device.utilization_rates())?;
+    let reasons = if_known("nvmlDeviceGetCurrentClocksThrottleReasons", device.current_throttle_reasons())?;
+    Ok(GpuReadings {
+        busy_percent: busy.map(|rates| rates.gpu),
+        memory_used: memory.map(|memory| memory.used),
+        power_milliwatts: if_known("nvmlDeviceGetPowerUsage", device.power_usage())?,
+        power_limit_milliwatts: if_known("nvmlDeviceGetEnforcedPowerLimit", device.enforced_power_limit())?,
+        energy_millijoules: if_known("nvmlDeviceGetTotalEnergyConsumption", device.total_energy_consumption())?,
+        temperature_celsius: if_known("nvmlDeviceGetTemperature", device.temperature(TemperatureSensor::Gpu))?,
+        sm_clock_mhz: if_known("nvmlDeviceGetClockInfo", device.clock_info(Clock::SM))?,
+        memory_clock_mhz: if_known("nvmlDeviceGetClockInfo", device.clock_info(Clock::Memory))?,
+        throttling: reasons.map(parse_throttle_reasons),
+    })
+}
+
+fn parse_throttle_reasons(reasons: ThrottleReasons) -> BTreeSet<ThrottleReason> {
+    let flag = |reason: &ThrottleReason| match reason {
+        ThrottleReason::PowerCap => ThrottleReasons::SW_POWER_CAP,
+        ThrottleReason::HardwareSlowdown => ThrottleReasons::HW_SLOWDOWN,
+        ThrottleReason::SyncBoost => ThrottleReasons::SYNC_BOOST,
+        ThrottleReason::Thermal => ThrottleReasons::SW_THERMAL_SLOWDOWN,
+        ThrottleReason::HardwareThermal => ThrottleReasons::HW_THERMAL_SLOWDOWN,
+        ThrottleReason::PowerBrake => ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN,
+    };
+    ThrottleReason::ALL.into_iter().filter(|reason| reasons.contains(flag(reason))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_idle_gpu_and_set_clocks_are_not_throttled() {
+        // Bits of nvml.h: idle, application clocks, display clocks.
+        assert!(parse_throttle_reasons(ThrottleReasons::from_bits_truncate(0x1 | 0x2 | 0x100)).is_empty());
+        // Power cap and hardware thermal slowdown.
+        let reasons = parse_throttle_reasons(ThrottleReasons::from_bits_truncate(0x4 | 0x40));
+        assert_eq!(reasons, BTreeSet::from([ThrottleReason::PowerCap, ThrottleReason::HardwareThermal]));
+        assert_eq!(parse_throttle_reasons(ThrottleReasons::from_bits_truncate(0xfc)).len(), ThrottleReason::ALL.len());
+    }
+}
