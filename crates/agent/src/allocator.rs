@@ -101,7 +101,8 @@ impl Allocator {
         if allocation.mps.is_some()
             && let Err(error) = self.link.create_allocation_directory(&allocation.id())
         {
-            // Not fatal for the pod: the start of its container retries and reports the error.
+            // This error is not fatal: `PreStartContainer` creates the directory again, and
+            // reports the error if that fails.
             tracing::error!(%error, allocation = allocation.id(), "failed to create an allocation's directory");
         }
         self.allocated.notify_one();

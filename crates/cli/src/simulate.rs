@@ -228,7 +228,7 @@ impl SimulationInput {
             }
             observed.add_gpu_node(&object);
         }
-        for node in observed.nodes.values_mut().filter(|node| node.has_object()) {
+        for node in observed.nodes.values_mut().filter(|node| node.has_gpu_node()) {
             node.agent = Some(Agent { ready: true });
         }
         for value in pods {

@@ -421,7 +421,7 @@ impl Passes {
         let size = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         let malformed_policies = observed.policies.values().filter(|policy| policy.is_err()).count();
         let nodes = observed.nodes.values();
-        let malformed_nodes = nodes.filter(|node| node.has_object() && node.object().is_none()).count();
+        let malformed_nodes = nodes.filter(|node| node.has_gpu_node() && node.object().is_none()).count();
         self.context.metrics.malformed.get_or_create(&Kind { kind: "SharingPolicy" }).set(size(malformed_policies));
         self.context.metrics.malformed.get_or_create(&Kind { kind: "GpuNode" }).set(size(malformed_nodes));
         let in_force = plan.policies.values().filter(|report| report.invalid.is_none()).count();

@@ -351,7 +351,7 @@ impl Node {
     }
 
     /// Returns whether the node has a `GpuNode`, malformed or not.
-    pub fn has_object(&self) -> bool {
+    pub fn has_gpu_node(&self) -> bool {
         self.gpu_node.is_some()
     }
 
@@ -484,7 +484,7 @@ impl Observed {
 
     /// Replaces all pods.
     pub fn set_pods<'a>(&mut self, objects: impl Iterator<Item = &'a PodObject>) {
-        let gpu_node = |name: &str| self.nodes.get(name).is_some_and(Node::has_object);
+        let gpu_node = |name: &str| self.nodes.get(name).is_some_and(Node::has_gpu_node);
         // Plans do not need pods on nodes without GPUs.
         let found = objects.filter(|pod| pod.node().is_none_or(gpu_node)).filter_map(pods::claimant);
         self.pods = found.collect();

@@ -436,7 +436,7 @@ fn consent_to_advisory_limits_applies_while_shares_are_in_use() {
     let advisory = Some(("False".into(), "AdvisoryLimits".into()));
     assert_eq!(condition(&actions, CONDITION_LIMITS_ENFORCED), advisory);
     assert_eq!(condition(&actions, CONDITION_READY), Some(("True".into(), "Serving".into())));
-    // Withdrawn consent also applies at once, although the pod still uses its share.
+    // The withdrawal of consent also takes effect at once, although the pod still uses its share.
     node.record_gpu_node(spec_object(10));
     assert_eq!(count_healthy(&node.reconcile(&mut table, later)), 0);
 }

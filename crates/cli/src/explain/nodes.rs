@@ -22,7 +22,7 @@ impl PodContext<'_> {
     pub(super) fn node_views(&self, assignments: &[Assignment], state: PodState) -> Vec<NodeView> {
         let wanted = self.planning_pod();
         let free = self.free_amounts();
-        let ours = self.live.observed.nodes.iter().filter(|(_, node)| node.has_object());
+        let ours = self.live.observed.nodes.iter().filter(|(_, node)| node.has_gpu_node());
         ours.map(|(name, node)| {
             let refusal = match node.gpu_node.as_ref().map(|object| &object.0) {
                 Some(Err(invalid)) => Some(format!("the GpuNode is malformed: {}", invalid.error)),

@@ -94,7 +94,7 @@ async fn run_host(args: PathArgs, subcommand: Option<&str>) -> Result<(), HostEr
     Ok(())
 }
 
-/// Returns the options of daemons. Compute modes are set by a child process of this program.
+/// Returns the options of daemons. A child process of this program sets the compute modes.
 fn build_host_options(args: PathArgs, subcommand: Option<&str>) -> Result<HostOptions, HostError> {
     let PathArgs { run_dir: _, mps_control, mps_library_path, nvml_library, driver_version_file } = args;
     let mut compute_mode = vec![std::env::current_exe()?.into_os_string()];

@@ -8,8 +8,8 @@ use sim_mps::seqpacket::Connection;
 use crate::node::{Node, default_daemon, parse_limits, send_signal, wait_until};
 use crate::{ALLOCATION_A, ALLOCATION_B, node_with_two_tenants};
 
-const UNKNOWN_GREETING: &str = "mps:handshake";
-const UNKNOWN_REPLY: &str = "mps:reply";
+const UNKNOWN_HANDSHAKE_FAULT: &str = "mps:handshake";
+const UNKNOWN_REPLY_FAULT: &str = "mps:reply";
 
 /// Returns a node with a running MPS host and a daemon that has this fault.
 fn start_node_with_fault(fault: &str, driver: &str, accept_advisory: bool) -> Node {
@@ -54,7 +54,7 @@ fn check_relay(node: &Node) {
 
 #[test]
 fn an_unknown_handshake_is_relayed_only_with_consent() {
-    let mut node = start_node_with_fault(UNKNOWN_GREETING, "999.1", false);
+    let mut node = start_node_with_fault(UNKNOWN_HANDSHAKE_FAULT, "999.1", false);
     let refused = wait_until_refused(&node);
     assert!(refused.message.contains("handshake is unknown"), "{}", refused.message);
     node.desire_daemon(0, DaemonSettings { default_threads: Some(40), accept_advisory: true, ..default_daemon() });
@@ -90,7 +90,7 @@ fn consent_to_advisory_limits_does_not_restart_a_daemon_whose_doors_enforce_limi
 
 #[test]
 fn a_client_that_waited_while_the_handshake_was_unknown_is_limited_once_it_is_known() {
-    let node = start_node_with_fault(UNKNOWN_GREETING, "999.1", false);
+    let node = start_node_with_fault(UNKNOWN_HANDSHAKE_FAULT, "999.1", false);
     wait_until_refused(&node);
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     node.wait_for_status("the client waits", |status| status.allocations[ALLOCATION_A].waiting == 1);
@@ -102,7 +102,7 @@ fn a_client_that_waited_while_the_handshake_was_unknown_is_limited_once_it_is_kn
 
 #[test]
 fn unknown_replies_of_a_driver_that_was_not_measured_close_its_doors() {
-    let node = start_node_with_fault(UNKNOWN_REPLY, "570.124.06", false);
+    let node = start_node_with_fault(UNKNOWN_REPLY_FAULT, "570.124.06", false);
     node.wait_for_state(0, DaemonState::Active);
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     let refused = wait_until_refused(&node);
@@ -122,7 +122,7 @@ fn unknown_replies_of_a_driver_that_was_not_measured_close_its_doors() {
 
 #[test]
 fn accepted_unknown_replies_make_limits_advisory_until_the_daemon_restarts() {
-    let node = start_node_with_fault(UNKNOWN_REPLY, "570.124.06", true);
+    let node = start_node_with_fault(UNKNOWN_REPLY_FAULT, "570.124.06", true);
     let before = node.wait_for_state(0, DaemonState::Active);
     let uuid = node.uuid(0);
     let _waits = node.start_client(ALLOCATION_A, &[]);
@@ -142,7 +142,7 @@ fn accepted_unknown_replies_make_limits_advisory_until_the_daemon_restarts() {
 
 #[test]
 fn the_drivers_version_is_read_again_for_each_daemon() {
-    let node = start_node_with_fault(UNKNOWN_REPLY, "580.159.04", false);
+    let node = start_node_with_fault(UNKNOWN_REPLY_FAULT, "580.159.04", false);
     let before = node.wait_for_state(0, DaemonState::Active);
     node.set_driver_version("570.124.06");
     send_signal(before.pid.unwrap(), Signal::KILL);
@@ -158,7 +158,7 @@ fn clients_that_a_measured_driver_holds_are_reported_and_running_ones_are_unharm
     assert_eq!(parse_limits(&running.read_line()), (66, Some(20480)));
     let before = node.daemon_status(0);
     assert!(!before.holds_clients);
-    node.inject_fault(UNKNOWN_REPLY, None, FaultEffect::Code(1), None);
+    node.inject_fault(UNKNOWN_REPLY_FAULT, None, FaultEffect::Code(1), None);
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     let uuid = node.uuid(0);
     let held = node.wait_for_status("held clients are reported", |status| status.daemons[&uuid].holds_clients);
@@ -175,7 +175,7 @@ fn clients_that_a_measured_driver_holds_are_reported_and_running_ones_are_unharm
 #[test]
 fn a_daemon_that_starts_after_a_time_without_daemon_holds_no_clients() {
     let mut node = node_with_two_tenants();
-    node.inject_fault(UNKNOWN_REPLY, None, FaultEffect::Code(1), None);
+    node.inject_fault(UNKNOWN_REPLY_FAULT, None, FaultEffect::Code(1), None);
     let mut waits = node.start_client(ALLOCATION_A, &[]);
     let uuid = node.uuid(0);
     node.wait_for_status("held clients are reported", |status| status.daemons[&uuid].holds_clients);
@@ -195,7 +195,7 @@ fn a_daemon_that_starts_after_a_time_without_daemon_holds_no_clients() {
 fn unexpected_replies_of_a_measured_driver_end_only_their_connections() {
     let node = node_with_two_tenants();
     let before = node.daemon_status(0);
-    node.inject_fault(UNKNOWN_REPLY, None, FaultEffect::Code(1), Some(5));
+    node.inject_fault(UNKNOWN_REPLY_FAULT, None, FaultEffect::Code(1), Some(5));
     assert_eq!(node.run_and_read_limits(ALLOCATION_A), (26, Some(8192)), "the client waits, and is admitted");
     assert!(node.machine.snapshot().unwrap().faults.is_empty(), "all five replies were sent");
     let after = node.daemon_status(0);
@@ -210,7 +210,7 @@ fn an_unexpected_packet_to_a_probe_ends_no_daemon_but_persistent_ones_do() {
     assert_eq!(parse_limits(&holds.read_line()), (26, Some(8192)));
     let before = node.daemon_status(0);
     let recoveries = || node.read_mps_host_log().matches("answers probes again").count();
-    for (call, count, recovery) in [("mps:command:get_server_status", 2, 1), (UNKNOWN_GREETING, 2, 2)] {
+    for (call, count, recovery) in [("mps:command:get_server_status", 2, 1), (UNKNOWN_HANDSHAKE_FAULT, 2, 2)] {
         node.inject_fault(call, None, FaultEffect::Code(7), Some(count));
         wait_until("two probes failed and one succeeded", || recoveries() == recovery);
         assert_eq!(node.run_and_read_limits(ALLOCATION_B), (66, Some(20480)));

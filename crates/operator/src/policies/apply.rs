@@ -44,7 +44,7 @@ pub fn changes(plan: &Plan, observed: &Observed) -> Vec<GpuNodeChange> {
             node: name.clone(),
             uid: node.uid.clone(),
             spec: spec.clone(),
-            create: !node.has_object(),
+            create: !node.has_gpu_node(),
         })
     };
     plan.nodes.iter().filter_map(differs).collect()

@@ -179,7 +179,7 @@ fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     let Ok(current) = node.spec() else { return };
     let Some(gpus) = node.reported() else {
         // Create the object so that the agent can report its status. An existing spec is kept.
-        if node.agent.is_some() && !node.has_object() {
+        if node.agent.is_some() && !node.has_gpu_node() {
             plan.nodes.insert(name.to_owned(), GpuNodeSpec::default());
         }
         return;

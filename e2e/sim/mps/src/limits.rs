@@ -123,7 +123,8 @@ pub enum ClientMemoryLimit {
     Escaped,
 }
 
-/// Parses a client's `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` for the devices that it sees.
+/// Returns the effect of a client's `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` on one device. `devices` are
+/// the devices that the client sees, and `used` is the index of the device that it uses.
 pub fn parse_client_memory_limit(text: Option<&str>, devices: &[DeviceName<'_>], used: usize) -> ClientMemoryLimit {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return ClientMemoryLimit::Unset };
     let mut outcome = ClientMemoryLimit::Unset;

@@ -39,7 +39,7 @@ const DEFINITIONS: [(&str, &str, &str); 3] = [
         "NVIDIA's GPU Operator",
         "Set devicePlugin.enabled and migManager.enabled to false in the GPU Operator's chart or ClusterPolicy.",
     ),
-    ("elasticquotas.nos.nebuly.com", "Nos", "Do not let Nos partition nodes that Cleave will manage."),
+    ("elasticquotas.nos.nebuly.com", "Nos", "Do not let Nos partition GPUs of nodes that Cleave will manage."),
     (
         "computedomains.resource.nvidia.com",
         "NVIDIA's DRA driver",

@@ -120,8 +120,8 @@ fn has_gpus(node: &Node) -> bool {
         || is_bottlerocket_for_gpus(&node.status.node_info.os_image)
 }
 
-/// Returns whether a resource consists of NVIDIA GPUs or parts of them. NVIDIA's network operator
-/// offers other devices, such as `nvidia.com/hostdev`.
+/// Returns whether a resource consists of NVIDIA GPUs or parts of them. The NVIDIA Network
+/// Operator advertises other devices, such as `nvidia.com/hostdev`.
 pub(super) fn is_gpu_resource(name: &str) -> bool {
     name.strip_prefix(NVIDIA_RESOURCES).is_some_and(|name| {
         GPU_RESOURCES.contains(&name) || GPU_RESOURCE_PREFIXES.iter().any(|start| name.starts_with(start))

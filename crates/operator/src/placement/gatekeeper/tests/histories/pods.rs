@@ -202,7 +202,7 @@ fn push(spec: &mut Value, pointer: &[&str], item: Value) {
 
 impl Rule {
     /// Returns the zones in which the volume of this rule can be created.
-    pub(super) fn new_volume_zones(&self) -> Option<impl Iterator<Item = &'static str>> {
+    pub(super) fn zones_of_new_volume(&self) -> Option<impl Iterator<Item = &'static str>> {
         let Self::NewVolume(zones) = *self else { return None };
         Some(ZONES.into_iter().enumerate().filter(move |(index, _)| zones & (1 << index) != 0).map(|(_, zone)| zone))
     }
