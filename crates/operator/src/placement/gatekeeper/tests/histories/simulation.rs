@@ -190,7 +190,7 @@ impl Simulation {
         let pod = template.pod(name, &uid, controller, &uid);
         let mut has_new_volume = false;
         for (index, rule) in template.rules.iter().enumerate() {
-            let Some(zones) = rule.new_volume_zones() else { continue };
+            let Some(zones) = rule.zones_of_new_volume() else { continue };
             has_new_volume = true;
             let claim = format!("{uid}-{index}");
             self.api.volume_claims.push(json!({"metadata": {"name": claim, "namespace": "team"}, "spec": {}}));
