@@ -55,13 +55,13 @@ impl SevenGpus {
             let ids = share_ids(gpu, [0, 1]);
             let texts: Vec<&str> = ids.iter().map(String::as_str).collect();
             let given = machine.kubelet.allocate(MPS_RESOURCE, &texts).await.unwrap();
+            rows.push(container_devices(gpu, MPS_RESOURCE, &ids));
+            machine.pods.set_devices(&rows);
             machine.kubelet.pre_start(MPS_RESOURCE, &texts).await.unwrap();
             let mut command = machine.container_command(&given);
             programs
                 .push(command.args(["--kernel-ms", "5", "--busy", "forever"]).stdout(Stdio::null()).spawn().unwrap());
-            rows.push(container_devices(gpu, MPS_RESOURCE, &ids));
         }
-        machine.pods.set_devices(&rows);
         let gaps = Arc::new(Mutex::new(BTreeSet::new()));
         let (mut state, found, gpus) = (machine.kubelet.state(), Arc::clone(&gaps), good.clone());
         let watching = tokio::spawn(async move {
@@ -175,6 +175,7 @@ async fn seven_gpus_serve_after_a_reboot_without_the_eighth() {
     machine.start_agent(&[]);
     machine.wait_for_healthy(MPS_RESOURCE, GPUS * SHARES_PER_GPU as usize).await;
     machine.reboot();
+    machine.kubelet.restart().unwrap();
     machine.simgpu(&["lose", BAD_INDEX]);
     machine.start_mps_host();
     machine.start_agent(&[]);

@@ -2,8 +2,8 @@
 //! replaces the file atomically and increases a generation number.
 
 use std::fs::{self, File, OpenOptions, Permissions};
-use std::io::{ErrorKind, Read, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::io::{ErrorKind, Write};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -45,6 +45,9 @@ pub struct BegunCall {
 struct MachineHandle {
     dir: PathBuf,
     cache: Mutex<Option<Arc<State>>>,
+    /// The open file with the generation number. A driver's calls need no free file descriptor
+    /// either.
+    generation: Mutex<Option<File>>,
     pids: PidResolver,
 }
 
@@ -94,7 +97,14 @@ impl Machine {
     }
 
     fn new_handle(dir: PathBuf) -> Self {
-        Self { inner: Arc::new(MachineHandle { dir, cache: Mutex::default(), pids: PidResolver::default() }) }
+        Self {
+            inner: Arc::new(MachineHandle {
+                dir,
+                cache: Mutex::default(),
+                generation: Mutex::default(),
+                pids: PidResolver::default(),
+            }),
+        }
     }
 
     /// Returns the machine's directory.
@@ -124,8 +134,15 @@ impl Machine {
     /// Returns the number of the latest change that was started.
     fn generation(&self) -> Result<u64, Error> {
         let path = self.path(GENERATION_FILE);
+        let mut open = self.inner.generation.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_current = |file: &File| file.metadata().is_ok_and(|found| found.nlink() > 0);
+        let file = match open.take().filter(is_current) {
+            Some(file) => file,
+            None => File::open(&path).map_err(io_error("read", &path))?,
+        };
         let mut bytes = [0; 8];
-        File::open(&path).and_then(|mut f| f.read_exact(&mut bytes)).map_err(io_error("read", &path))?;
+        file.read_exact_at(&mut bytes, 0).map_err(io_error("read", &path))?;
+        *open = Some(file);
         Ok(u64::from_le_bytes(bytes))
     }
 
@@ -327,8 +344,7 @@ impl Machine {
             _ => {}
         }
         open_shared(&fresh, true).and_then(|mut f| f.write_all(&text)).map_err(io_error("write", &fresh))?;
-        let raised = open_shared(&number, false)
-            .and_then(|f| std::os::unix::fs::FileExt::write_all_at(&f, &state.generation.to_le_bytes(), 0));
+        let raised = open_shared(&number, false).and_then(|f| f.write_all_at(&state.generation.to_le_bytes(), 0));
         raised.map_err(io_error("write", &number))?;
         fs::rename(&fresh, &path).map_err(io_error("replace", &path))?;
         *self.inner.cache.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(state));
