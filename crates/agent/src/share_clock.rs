@@ -64,6 +64,6 @@ mod tests {
         // The clock of the machine never goes back. Nothing is subtracted even if it did.
         clock.replace(BTreeMap::from([("a", 1)]));
         count(&mut clock, at(50), &mut total);
-        assert_eq!(total["a"], 35.0);
+        assert_eq!(total, BTreeMap::from([("a", 35.0), ("b", 10.0)]));
     }
 }

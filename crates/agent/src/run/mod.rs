@@ -152,9 +152,8 @@ pub async fn run(args: AgentArgs) -> anyhow::Result<()> {
     tasks.spawn(files::write_files(store, link, to_write, completed, metrics.clone()));
     let ready_until = serving.start.returns_ready.then(|| now + RETURN_TIMEOUT);
     tasks.spawn(serving.watch.run(heartbeats.clone(), plugin_states.clone(), successor));
-    let sources = (metrics.clone(), Some(library));
+    let (sources, events) = ((metrics.clone(), Some(library)), (to_publish, pod_events_to_publish));
     tasks.spawn(http::serve_endpoints(args.metrics_addr, sources, heartbeats, plugin_states, ready_until));
-    let events = (to_publish, pod_events_to_publish);
     match source {
         Some(source) => tasks.spawn(offline::run(source, args.node_name.clone(), pods, inputs, statuses, events)),
         None => tasks.spawn(api::run(args, pods, inputs, statuses, events, metrics)),
