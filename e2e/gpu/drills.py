@@ -900,7 +900,73 @@ def killed(results):
     results.check("the kernel killed them", reasons.get("OOMKilled", 0) == sum(reasons.values()), reasons=reasons)
 
 
-DRILLS = {drill.__name__: drill for drill in (doctor, limits, door, worth, fault, churn, isolation, hostile, neighbour, unended, killed)}
+class ToolkitPod(Pod):
+    """A pod whose image contains Python and no part of the driver, under the layout's RuntimeClass."""
+
+    def __init__(self, name, *command, runtime_class=None, image="drill-python", **more):
+        super().__init__(name, *command, **more)
+        container, spec = self.manifest["spec"]["containers"][0], self.manifest["spec"]
+        container["image"] = f"localhost/{image}:dev"
+        for volumes in (container["volumeMounts"], spec["volumes"]):
+            volumes[:] = [volume for volume in volumes if volume["name"] != "usr"]
+        # The node has the RuntimeClass in all layouts.
+        if runtime_class:
+            spec["runtimeClassName"] = runtime_class
+
+
+def toolkit(results):
+    """Runs real programs by NVIDIA's container toolkit, with the chart's default values."""
+    layout = os.environ["DRILL_LAYOUT"]
+    # The RuntimeClass of pods with GPUs, and the one with which NVIDIA's runtime handles a pod.
+    gpu_class = "nvidia" if layout == "class" else None
+    nvidia_class = "nvidia" if layout in ("class", "operator") else None
+    shutil.copy(HERE / "sees.py", DIRECTORY / "sees.py")
+    see = lambda name, **more: ToolkitPod(name, "/usr/bin/python3", "/drill/sees.py", f"/drill/{name}.log", program=None, **more)
+    gpus = query_gpu("uuid").splitlines()
+
+    shares(10, "Strict")
+    pods = {k: ToolkitPod(f"toolkit-{k}", "--touch", "--allocate", "--wait", "/drill/never", count=k, runtime_class=gpu_class) for k in (2, 3)}
+    create(*pods.values())
+    lines = {k: {**pod.line("sms", 90), **pod.line("firstKernel", 30)} for k, pod in pods.items()}
+    results.check("pods with 2 and 3 shares compute, and see their shares' SMs", all(line.get("sms") == sms(k) and "firstKernel" in line for k, line in lines.items()), lines=lines)
+    reported = {k: next((a["usableMib"] for a in status()["allocations"] if a["pod"] == f"{NAMESPACE}/{pod.name}"), None) for k, pod in pods.items()}
+    results.check("they can allocate the usable memory that `cleave status` reports, within 16 MiB", all(reported[k] and abs(line["allocatableMiB"] - reported[k]) <= 16 for k, line in lines.items()), reported=reported)
+    nothing = [see("nothing", count=0)] + ([see("nothing-class", count=0, runtime_class=nvidia_class)] if nvidia_class else [])
+    create(*nothing)
+    seen = {pod.name: pod.line("nodes", 60) for pod in nothing}
+    results.check("a pod without GPUs sees neither the driver nor a GPU", all(not line["nodes"] and not line["driver"] for line in seen.values()), seen=seen)
+
+    def refusal(pod):
+        try:
+            create(pod)
+        except RuntimeError as error:
+            return str(error)[-300:]
+        return None
+
+    refused = refusal(see("all", count=0, env={"NVIDIA_VISIBLE_DEVICES": "all"}, runtime_class=nvidia_class))
+    results.check("admission refuses a pod without shares that sets NVIDIA_VISIBLE_DEVICES", refused and "sets NVIDIA_VISIBLE_DEVICES" in refused, refused=refused)
+    # What admission cannot see: the variable of an image. security.md lists how to prevent it.
+    images = [see("image-all", count=0, image="drill-all")] + ([see("image-all-class", count=0, image="drill-all", runtime_class=nvidia_class)] if nvidia_class else [])
+    create(*images)
+    results.note(imageSetsAll={pod.name: pod.line("nodes", 60) for pod in images})
+    delete(*pods.values(), *nothing, *images)
+
+    policy("TimeSlicing", TIMESLICE, 4, replicas=4)
+    pod = ToolkitPod("toolkit-replica", "--touch", resource=TIMESLICE, runtime_class=gpu_class)
+    create(pod)
+    line = {**pod.line("sms", 60), **pod.line("firstKernel", 30)}
+    results.check("a pod with a replica computes, and sees the whole GPU", line.get("sms") == sms(10) and "firstKernel" in line, line=line)
+    delete(pod)
+    kubectl("delete", "sharingpolicy", "--all")
+    wait("the GPU is offered as a whole", lambda: get("node", NODE)["status"]["allocatable"].get("nvidia.com/gpu") == str(len(gpus)), 60, 0.2)
+    pod = ToolkitPod("toolkit-whole", "--touch", resource="nvidia.com/gpu", runtime_class=gpu_class)
+    create(pod)
+    line = {**pod.line("sms", 60), **pod.line("firstKernel", 30)}
+    results.check("a pod with a whole GPU computes, and sees all of its SMs", line.get("sms") == sms(10) and "firstKernel" in line, line=line)
+    delete(pod)
+
+
+DRILLS = {drill.__name__: drill for drill in (doctor, limits, door, worth, fault, churn, isolation, hostile, neighbour, unended, killed, toolkit)}
 
 
 def main(out, names):
