@@ -699,7 +699,8 @@ mod tests {
             let gpus: Vec<_> = quiesces.iter().map(gpu).collect();
             metrics.set_node(&serde_json::from_value(serde_json::json!({"gpus": gpus})).unwrap());
             let text = metrics.encode().unwrap();
-            let value = |line: &str| line.strip_prefix("cleave_agent_gpu_quiesced{gpu=\"").map(str::to_owned);
+            let value =
+                |line: &str| Some(line.strip_prefix("cleave_agent_gpu_quiesced{")?.split_once("uuid=\"")?.1.to_owned());
             let mut values: Vec<String> = text.lines().filter_map(value).collect();
             values.sort();
             values

@@ -75,9 +75,10 @@ pub enum Command {
     #[command(after_long_help = cordon::HELP_EXAMPLES)]
     Cordon(cordon::CordonArgs),
 
-    /// Make GPUs schedulable again, end their quiesce and clear their recorded faults.
+    /// Make GPUs schedulable again, and clear their recorded faults.
     ///
-    /// Without GPU, this includes GPUs of the node that were cordoned for another reason.
+    /// The command also ends the quiesce of the GPUs. Without GPU, this includes GPUs of the node that
+    /// were cordoned for another reason.
     Uncordon(cordon::UncordonArgs),
 
     /// Cordon GPUs, evict their pods, and wait until they are free.

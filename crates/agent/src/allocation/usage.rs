@@ -12,12 +12,6 @@ use crate::gpu::layout::parse_slice_id;
 /// Name of the user of an allocation that PodResources does not list.
 const UNLISTED_USER: &str = "a pod that is being admitted";
 
-/// Maximum number of allocations of one slice that are kept without a sign of life. The kubelet
-/// gives a slice to another pod only when the pod before has ended. Only the containers of one pod
-/// can have allocations of one slice at the same time: its init containers, and the container that
-/// follows them.
-const MAX_ALLOCATIONS_OF_A_SLICE: usize = 16;
-
 /// Allocations by id. The kubelet does not announce the end of an allocation. The agent infers the
 /// end from the PodResources list, after a grace period.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -42,17 +36,6 @@ impl SliceCounts {
                 None => drop(of_resource.insert(id.clone(), 1)),
             }
         }
-    }
-
-    /// Returns whether each slice has more allocations than are kept without a sign of life.
-    fn are_all_crowded(&self, allocation: &Allocation) -> bool {
-        let of_resource = self.0.get(&allocation.resource);
-        let count = |id| of_resource.and_then(|counts| counts.get(id)).copied().unwrap_or_default();
-        allocation.ids.iter().all(|id| count(id) > MAX_ALLOCATIONS_OF_A_SLICE)
-    }
-
-    fn has_crowded(&self) -> bool {
-        self.0.values().flat_map(BTreeMap::values).any(|count| *count > MAX_ALLOCATIONS_OF_A_SLICE)
     }
 
     /// Removes the slices of an ended allocation, which was added before.
@@ -157,28 +140,6 @@ impl Allocations {
             keep
         });
         removed
-    }
-
-    /// Removes the oldest allocations whose slices have all been allocated again, each more than
-    /// [`MAX_ALLOCATIONS_OF_A_SLICE`] times. Their pods have ended, although the kubelet has not
-    /// confirmed it yet. Without this, the number of allocations within the grace period would be
-    /// unlimited. Keeps allocations that the kubelet has listed, or for which `busy` reports
-    /// clients. No slice becomes free.
-    pub fn remove_superseded(&mut self, busy: impl Fn(&str) -> bool) {
-        if !self.slices.has_crowded() {
-            return;
-        }
-        let candidates = self.by_id.iter().filter(|(id, entry)| !entry.seen && !busy(id));
-        let mut candidates: Vec<(Instant, String)> = candidates.map(|(id, entry)| (entry.at, id.clone())).collect();
-        candidates.sort_unstable();
-        for (_, id) in candidates {
-            if let Some(entry) = self.by_id.get(&id)
-                && self.slices.are_all_crowded(&entry.allocation)
-            {
-                self.slices.remove(&entry.allocation);
-                self.by_id.remove(&id);
-            }
-        }
     }
 
     /// Marks the listed allocations. Removes no allocation, because the list may be incomplete.
@@ -400,41 +361,6 @@ pub(crate) mod tests {
                 .len(),
             1
         );
-    }
-
-    #[test]
-    fn repeated_allocations_of_the_same_slices_end_the_oldest_ones_without_a_sign_of_life() {
-        let start = Instant::now();
-        let name = |slice: usize| format!("GPU-a::{slice}");
-        let pairs = || (0..8).flat_map(move |one| (one + 1..8).map(move |other| (name(one), name(other))));
-        let mut allocations = Allocations::default();
-        let mut order = Vec::new();
-        // Each slice has three allocations with each of seven others.
-        for third in ["GPU-b::0", "GPU-b::1", "GPU-b::2"] {
-            for (one, other) in pairs() {
-                let added = allocation(&[&one, &other, third]);
-                let at = start + Duration::from_millis(u64::try_from(order.len()).unwrap());
-                order.push(added.id());
-                allocations.insert(added, at);
-            }
-        }
-        allocations.by_id.get_mut(&order[1]).unwrap().seen = true;
-        let slices = |of: &Allocations| of.slices().map(|(_, id)| id.clone()).collect::<BTreeSet<String>>();
-        let before = slices(&allocations);
-        allocations.remove_superseded(|id| *id == order[2]);
-        assert_eq!(before, slices(&allocations), "no slice becomes free");
-        let is_kept = |number: usize| allocations.get(&order[number]).is_some();
-        assert!(!is_kept(0), "the oldest one has ended");
-        assert!(is_kept(1), "the kubelet lists it");
-        assert!(is_kept(2), "it has clients");
-        assert!(is_kept(order.len() - 1), "the newest one is needed");
-
-        let mut few = Allocations::default();
-        for (one, other) in pairs().take(MAX_ALLOCATIONS_OF_A_SLICE) {
-            few.insert(allocation(&[&one, &other]), start);
-        }
-        few.remove_superseded(has_no_clients);
-        assert_eq!(few.iter().count(), MAX_ALLOCATIONS_OF_A_SLICE, "containers of one pod");
     }
 
     #[test]

@@ -382,7 +382,8 @@ impl Node {
         // assumes that its kubelet has also just started. However, the kubelet removes nothing from
         // its checkpoint before all of its pods are known.
         let settling = requested_at.saturating_duration_since(self.kubelet_since) < self.grace;
-        let busy = self.busy_allocations();
+        let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
+        let busy: BTreeSet<&str> = clients.filter_map(|client| client.allocation.as_deref()).collect();
         let over = if settling && kubelet_checkpoint.is_none() {
             allocations.mark_listed(&rows);
             0
@@ -407,12 +408,6 @@ impl Node {
         }
         self.pod_resources = Some(rows);
         over
-    }
-
-    /// Returns the ids of the allocations with MPS clients.
-    fn busy_allocations(&self) -> BTreeSet<&str> {
-        let clients = self.view.status.daemons.values().flat_map(|daemon| &daemon.clients);
-        clients.filter_map(|client| client.allocation.as_deref()).collect()
     }
 
     /// Restores an allocation after a lost checkpoint, from the kubelet's list of ids and the MPS

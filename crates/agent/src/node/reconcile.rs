@@ -41,8 +41,6 @@ impl Node {
     /// Decides the next actions, and updates the table.
     pub fn reconcile(&mut self, table: &mut AllocationTable, now: Instant) -> Actions {
         let hardware = self.tracker.hardware();
-        let busy = self.busy_allocations();
-        table.allocations.remove_superseded(|id| busy.contains(id));
         let in_use = self.slices_in_use(&table.allocations);
         let usage = in_use.as_ref().filter(|_| self.pod_resources.is_some());
         let partitions: BTreeMap<String, Partition> = self
