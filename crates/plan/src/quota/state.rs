@@ -1,7 +1,10 @@
 //! Accounts and room together, while a pass changes them.
+use std::collections::{BTreeMap, BTreeSet};
+
 use super::account::Accounts;
 use super::amount::Amount;
-use super::class::Since;
+use super::class::{Class, Since};
+use super::gang::{Gangs, Part};
 use super::room::{GpuRoom, Nominee, Rank};
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
@@ -13,10 +16,29 @@ pub(super) struct State<'w> {
     pub(super) now: Moment,
     pub(super) accounts: Accounts<'w>,
     pub(super) gpus: Vec<GpuRoom>,
+    /// Free room of each GPU if no room were kept for pods. 0 if too much is used.
+    pub(super) unused: Vec<Amount>,
+    /// Sum of `unused`.
+    all_unused: i128,
+    /// GPUs on which room is or was kept for pods, or pods leave. Few.
+    special: BTreeSet<usize>,
     /// GPU of each pod that runs, also of pods released in this pass.
     running: Vec<Option<usize>>,
     /// GPU of each nominated pod.
     nominated: Vec<Option<usize>>,
+    /// Reservations of pods that have waited long, by account.
+    reserved: BTreeMap<usize, Reservation>,
+    /// Position of the present pod among the pods that have waited long.
+    position: usize,
+}
+
+/// Room that is reserved for a pod that has waited long.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Reservation {
+    pub(super) pod: PodId,
+    pub(super) gpu: usize,
+    /// Position of the pod among all such pods.
+    position: usize,
 }
 
 impl<'w> State<'w> {
@@ -39,15 +61,30 @@ impl<'w> State<'w> {
                         accounts.hold_leaving(id);
                     }
                 }
-                Place::Waiting { nominated: Some(gpu) } => {
+                Place::Waiting { nominated: Some(gpu) } if keeps_room(world, accounts.gangs(), id) => {
                     nominated[at] = Some(gpu);
                     counted.push((id, gpu, Since { at: now, nominated: Some(pod.created) }));
                 }
-                Place::Waiting { nominated: None } => {}
+                Place::Waiting { .. } => {}
             }
         }
         accounts.add_all(counted.into_iter());
-        let mut state = Self { world, now, accounts, gpus, running, nominated };
+        let unused: Vec<Amount> = gpus.iter().map(GpuRoom::unused).collect();
+        let all_unused = unused.iter().map(|&unused| i128::from(unused)).sum();
+        let special = (0..gpus.len()).filter(|&gpu| gpus[gpu].leaving() > 0).collect();
+        let mut state = Self {
+            world,
+            now,
+            accounts,
+            unused,
+            all_unused,
+            special,
+            gpus,
+            running,
+            nominated,
+            reserved: BTreeMap::new(),
+            position: usize::MAX,
+        };
         for at in 0..world.pods.len() {
             if let Some(gpu) = state.nominated[at] {
                 state.keep_room(PodId(at), gpu);
@@ -59,19 +96,32 @@ impl<'w> State<'w> {
     /// Keeps room for a pod that counts already, with the rank of its present class.
     fn keep_room(&mut self, id: PodId, gpu: usize) {
         let Some(class) = self.accounts.class(id) else { return };
-        let pod = self.world.pod(id);
-        let rank = Rank { account: self.accounts.account_of(id), class, priority: pod.priority };
+        let (pod, rank) = (self.world.pod(id), self.rank(id, class));
+        self.special.insert(gpu);
         self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
     }
 
+    /// Returns what a pod costs, without the rest of its gang.
     pub(super) fn charge(&self, id: PodId) -> Amount {
         self.world.pod(id).charge
     }
 
     /// Returns the rank that a waiting pod has on a GPU.
     pub(super) fn rank_on(&self, id: PodId, gpu: usize) -> Rank {
-        let class = self.accounts.class_with(id, gpu, &[]);
-        Rank { account: self.accounts.account_of(id), class, priority: self.world.pod(id).priority }
+        self.rank_of(&[(id, gpu)])
+    }
+
+    /// Returns the rank that a waiting unit has on GPUs.
+    pub(super) fn rank_of(&self, parts: &[Part]) -> Rank {
+        let class = self.accounts.class_with(parts, &[]);
+        parts.first().map_or(Rank { account: 0, class, priority: i32::MIN }, |&(id, _)| self.rank(id, class))
+    }
+
+    /// Returns the rank of a pod of a class. The class gives rights only if the quota is enforced.
+    pub(super) fn rank(&self, id: PodId, class: Class) -> Rank {
+        let account = self.accounts.rights_of(id);
+        let class = if self.accounts.quota(account).is_enforced() { class } else { Class::Over };
+        Rank { account, class, priority: self.accounts.priority(id) }
     }
 
     /// Returns the GPU of a pod that runs.
@@ -84,48 +134,195 @@ impl<'w> State<'w> {
         self.nominated[id.0]
     }
 
-    /// Releases a pod to a GPU.
-    pub(super) fn release(&mut self, id: PodId, gpu: usize) {
-        let (rank, charge) = (self.rank_on(id, gpu), self.charge(id));
-        self.gpus[gpu].add(id, charge);
-        self.running[id.0] = Some(gpu);
-        self.accounts.add(id, gpu, Since { at: self.now, nominated: None });
-        self.displace(&rank, gpu);
+    /// Releases the pods of a unit to GPUs.
+    pub(super) fn release(&mut self, parts: &[Part]) {
+        let rank = self.rank_of(parts);
+        for &(id, gpu) in parts {
+            let charge = self.charge(id);
+            self.gpus[gpu].add(id, charge);
+            let unused = self.gpus[gpu].unused();
+            self.all_unused += i128::from(unused) - i128::from(self.unused[gpu]);
+            self.unused[gpu] = unused;
+            self.running[id.0] = Some(gpu);
+        }
+        let now = self.now;
+        self.accounts.add(parts, |_| Since { at: now, nominated: None });
+        self.displace(&rank, parts);
     }
 
-    /// Keeps room of a GPU for a pod.
-    pub(super) fn nominate(&mut self, id: PodId, gpu: usize) {
-        let pod = self.world.pod(id);
-        let rank = self.rank_on(id, gpu);
-        self.accounts.add(id, gpu, Since { at: self.now, nominated: Some(pod.created) });
-        self.nominated[id.0] = Some(gpu);
-        self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
-        self.displace(&rank, gpu);
+    /// Keeps room of GPUs for the pods of a unit.
+    pub(super) fn nominate(&mut self, parts: &[Part], rank: Rank) {
+        let (world, now) = (self.world, self.now);
+        self.accounts.add(parts, |id| Since { at: now, nominated: Some(world.pod(id).created) });
+        for &(id, gpu) in parts {
+            self.nominated[id.0] = Some(gpu);
+            self.special.insert(gpu);
+            self.gpus[gpu].nominate(Nominee { id, rank, charge: world.pod(id).charge });
+        }
+        self.displace(&rank, parts);
     }
 
-    /// Keeps no more room for a pod. Returns the GPU.
-    pub(super) fn withdraw(&mut self, id: PodId) -> Option<usize> {
-        let gpu = self.nominated[id.0].take()?;
-        self.gpus[gpu].withdraw(id);
-        self.accounts.remove(id);
-        Some(gpu)
+    /// Keeps no more room for a pod and the rest of its unit. Returns the GPUs, or nothing if no
+    /// room was kept.
+    pub(super) fn withdraw(&mut self, id: PodId) -> Vec<Part> {
+        let unit = self.accounts.gangs().unit(id).to_vec();
+        let take = |id: PodId| Some((id, self.nominated[id.0].take()?));
+        let parts: Vec<Part> = unit.into_iter().filter_map(take).collect();
+        for &(id, gpu) in &parts {
+            self.gpus[gpu].withdraw(id);
+            self.accounts.remove(id);
+        }
+        parts
     }
 
-    /// Evicts a pod. It holds its room until it is gone, and has no rights.
+    /// Returns whether pods leave.
+    pub(super) fn has_leavers(&self) -> bool {
+        self.gpus.iter().any(|gpu| gpu.leaving() > 0)
+    }
+
+    /// Returns whether enough pods of a waiting pod's gang exist: they wait, or run and were not
+    /// evicted.
+    pub(super) fn is_complete(&self, id: PodId) -> bool {
+        let gangs = self.accounts.gangs();
+        let is_present = |pod: &&PodId| {
+            self.running[pod.0].is_some() || matches!(self.world.pod(**pod).place, Place::Waiting { .. })
+        };
+        gangs.of(id).is_none() || gangs.members(id).iter().filter(is_present).count() >= gangs.size(id)
+    }
+
+    /// Evicts a pod. It holds its room until it is gone, and has no rights. If its gang is not
+    /// complete without it, no room is kept for the rest.
     pub(super) fn evict(&mut self, id: PodId) {
         let Some(gpu) = self.running[id.0].take() else { return };
         let charge = self.charge(id);
+        self.special.insert(gpu);
         self.gpus[gpu].leave(id, charge);
         self.accounts.remove(id);
         self.accounts.hold_leaving(id);
+        let gangs = self.accounts.gangs();
+        let waiting = gangs.of(id).and_then(|gang| gangs.waiting_of(gang).first().copied());
+        if let Some(head) = waiting.filter(|&head| self.nominated(head).is_some() && !self.is_complete(head)) {
+            self.withdraw(head);
+        }
+    }
+
+    /// Reserves room for pods that have waited long. The first of them comes first.
+    pub(super) fn reserve_all(&mut self, pods: Vec<(PodId, usize)>) {
+        for (position, (pod, gpu)) in pods.into_iter().enumerate() {
+            self.reserve(Reservation { pod, gpu, position });
+        }
+    }
+
+    fn reserve(&mut self, reservation: Reservation) {
+        let Reservation { pod: id, gpu, position } = reservation;
+        let (rank, charge) = (self.rank_on(id, gpu), self.charge(id));
+        self.special.insert(gpu);
+        self.gpus[gpu].reserve(Some((Nominee { id, rank, charge }, position)));
+        self.reserved.insert(rank.account, reservation);
+    }
+
+    /// Starts the decision about a pod. Its own reservation does not count meanwhile.
+    pub(super) fn start_turn(&mut self, id: PodId) -> Option<Reservation> {
+        let account = self.accounts.rights_of(id);
+        let reservation = self.reserved.get(&account).copied().filter(|reservation| reservation.pod == id);
+        self.position = reservation.map_or(usize::MAX, |reservation| reservation.position);
+        let Reservation { gpu, .. } = reservation?;
+        self.reserved.remove(&account);
+        self.gpus[gpu].reserve(None);
+        reservation
+    }
+
+    /// Ends the decision about a pod. A pod that still waits keeps its reservation.
+    pub(super) fn end_turn(&mut self, kept: Option<Reservation>) {
+        if let Some(reservation) = kept {
+            self.reserve(reservation);
+        }
+        self.position = usize::MAX;
+    }
+
+    /// Returns the room of a GPU that counts as free when a pod of this rank leaves enough for
+    /// other quotas. Pods that have waited longer come first, and others do not matter.
+    pub(super) fn free_beside_older(&self, gpu: usize, rank: &Rank) -> i128 {
+        self.gpus[gpu].free_before(rank, self.position)
+    }
+
+    /// Returns whether room of a GPU is or was kept for pods, or pods leave it.
+    pub(super) fn is_special(&self, gpu: usize) -> bool {
+        self.special.contains(&gpu)
+    }
+
+    /// Returns the room of all GPUs that counts as free: see [`Self::free_beside_older`]. With
+    /// `later`, pods that leave count as gone.
+    pub(super) fn all_free(&self, rank: &Rank, later: bool) -> i128 {
+        let free = |gpu: usize| {
+            let leaving = if later { self.gpus[gpu].leaving() } else { 0 };
+            (self.free_beside_older(gpu, rank) + leaving).max(0)
+        };
+        let difference = |&gpu: &usize| free(gpu) - i128::from(self.unused[gpu]);
+        self.all_unused + self.special.iter().map(difference).sum::<i128>()
+    }
+
+    /// Returns whether a pod would use what another pod of its quota, which has waited long and is
+    /// as important, needs of the quota's maximum or guarantee.
+    pub(super) fn overtakes(&self, id: PodId) -> bool {
+        let (accounts, account) = (&self.accounts, self.accounts.rights_of(id));
+        let reserved = self.reserved.get(&account).map(|reservation| self.world.pod(reservation.pod));
+        let Some(first) = reserved.filter(|first| first.priority >= accounts.priority(id)) else { return false };
+        let both = accounts.charge(id).plus(first.charge);
+        let quota = accounts.quota(account);
+        let exceeds_max = quota.max().is_some_and(|max| accounts.held(account).plus(both) > max);
+        let is_within = !first.borrows && quota.cells().is_none();
+        quota.is_enforced() && (exceeds_max || is_within && accounts.used(account).plus(both) > quota.min())
+    }
+
+    /// Returns whether each pod whose room is kept, and still is in another state, is within its
+    /// guarantee there if it is here. A pod may count earlier than nominated pods, and so own a GPU
+    /// in their place.
+    pub(super) fn keeps_guarantees_in(&self, after: &Self) -> bool {
+        let nominated = (0..self.nominated.len()).map(PodId).filter(|&id| after.nominated(id).is_some());
+        let is_within = |state: &Self, id: PodId| {
+            let class = state.accounts.class(id);
+            class.is_some_and(|class| state.rank(id, class).class == Class::In)
+        };
+        let mut within = nominated.filter(|&id| is_within(self, id));
+        within.all(|id| is_within(after, id))
+    }
+
+    /// Returns whether a unit may be released to GPUs without a loss for nominated pods.
+    pub(super) fn may_release(&self, parts: &[Part]) -> bool {
+        let is_own = |other: usize| {
+            let account = self.accounts.account_of(PodId(other));
+            parts.iter().any(|&(id, _)| self.accounts.account_of(id) == account)
+        };
+        let is_on = |at: usize| parts.iter().any(|&(_, gpu)| gpu == at);
+        let is_near = |(other, at): (usize, &Option<usize>)| at.is_some_and(|at| is_on(at) || is_own(other));
+        if !self.accounts.has_cells() || !self.nominated.iter().enumerate().any(is_near) {
+            return true;
+        }
+        let mut after = self.clone();
+        after.release(parts);
+        self.keeps_guarantees_in(&after)
     }
 
     /// Withdraws nominations of lower rank whose room has been taken.
-    fn displace(&mut self, rank: &Rank, gpu: usize) {
-        let world = self.world;
-        let key = |id: PodId| (world.pod(id).created, &world.pod(id).name);
-        for id in self.gpus[gpu].displaced(rank, key) {
-            self.withdraw(id);
+    fn displace(&mut self, rank: &Rank, parts: &[Part]) {
+        for &(_, gpu) in parts {
+            for id in self.displaced(rank, gpu, 0) {
+                self.withdraw(id);
+            }
         }
     }
+
+    /// Returns the nominated pods of lower rank for which a GPU has no room, after `more` of its
+    /// room is freed. The rest of their gangs loses its room too.
+    pub(super) fn displaced(&self, rank: &Rank, gpu: usize, more: i128) -> Vec<PodId> {
+        let world = self.world;
+        self.gpus[gpu].displaced(rank, more, |id: PodId| (world.pod(id).created, &world.pod(id).name))
+    }
+}
+
+/// Returns whether a nomination is valid: of a gang, room is kept for all pods or for none.
+fn keeps_room(world: &World, gangs: &Gangs, id: PodId) -> bool {
+    let is_nominated = |id: &PodId| matches!(world.pod(*id).place, Place::Waiting { nominated: Some(_) });
+    gangs.members(id).len() >= gangs.size(id) && gangs.unit(id).iter().all(is_nominated)
 }
