@@ -1,6 +1,6 @@
 # Targets for contributors. CONTRIBUTING.md describes them.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-down test test-rust test-go test-cluster test-versions soak fuzz histories check image crds render sbom release docs msrv bench bench-placement bench-scale test-karpenter test-toolkit
+.PHONY: help demo demo-down test test-rust test-go test-cluster test-versions soak fuzz histories quotas check image crds render sbom release docs msrv bench bench-placement bench-scale test-karpenter test-toolkit
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -37,6 +37,9 @@ fuzz: ## fuzz every parser of input from outside Cleave: SECONDS=60 SEED=1 TARGE
 
 histories: ## run 10,000 random histories against a model of kube-scheduler: CASES=10000
 	@CASES="$(CASES)" e2e/test histories
+
+quotas: ## check each property of quotas on 100,000 random worlds: QUOTA_WORLDS=100000
+	@QUOTA_WORLDS="$(QUOTA_WORLDS)" e2e/test quotas
 
 crds: ## write crds/ from the types
 	@e2e/test crds

@@ -13,6 +13,7 @@ fn settings() -> Settings {
         min_runtime_fair_share: 0,
         min_runtime_reclaim: 0,
         budget_patience: None,
+        ageing: None,
         max_preemptors: usize::MAX,
         ..Settings::default()
     }

@@ -48,6 +48,8 @@ pub(super) struct Accounts<'w> {
 struct Cells<'w> {
     order: BTreeSet<(Since, &'w str, PodId)>,
     limits: Vec<usize>,
+    /// Whether some of these quotas are enforced. Other quotas own nothing.
+    are_enforced: bool,
     ownership: Ownership,
 }
 
@@ -66,6 +68,7 @@ impl<'w> Accounts<'w> {
             world.quotas.values().copied().chain([nothing, nothing.with_mode(Mode::Count)]).collect();
         let cells = quotas.iter().any(|quota| quota.cells().is_some()).then(|| Cells {
             order: BTreeSet::new(),
+            are_enforced: quotas.iter().any(|quota| quota.cells().is_some() && quota.is_enforced()),
             limits: quotas.iter().map(|quota| quota.cells().unwrap_or(0)).collect(),
             ownership: Ownership::assign(world.gpus.len(), &vec![0; quotas.len()], std::iter::empty()),
         });
@@ -158,13 +161,20 @@ impl<'w> Accounts<'w> {
 
     /// Determines who owns which GPU, and the classes of accounts that guarantee cells.
     fn assign_cells(&mut self) {
-        let Some(ownership) = self.ownership_without(&[]) else { return };
+        let Some(ownership) = self.ownership_without(&[], false) else { return };
         for account in &mut self.entries {
             if account.quota.cells().is_some() {
                 account.over = Amount::ZERO;
             }
         }
-        for &(id, class) in &ownership.classes {
+        let mut classes = ownership.classes.clone();
+        if self.entries.iter().any(|account| account.quota.cells().is_some() && !account.quota.is_enforced()) {
+            // Quotas that are not enforced own nothing. Their pods' classes are what they would be.
+            let as_if = self.ownership_without(&[], true).map(|ownership| ownership.classes).unwrap_or_default();
+            let of_unenforced = |(id, _): &(PodId, Class)| !self.entries[self.account_of[id.0]].quota.is_enforced();
+            classes.extend(as_if.into_iter().filter(of_unenforced));
+        }
+        for (id, class) in classes {
             if let Some(counted) = &mut self.counted[id.0] {
                 counted.class = class;
             }
@@ -178,13 +188,17 @@ impl<'w> Accounts<'w> {
         }
     }
 
-    /// Returns who would own which GPU without some pods. Returns `None` if no quota guarantees
-    /// cells.
-    fn ownership_without(&self, without: &[PodId]) -> Option<Ownership> {
+    /// Returns who would own which GPU without some pods. `with_unenforced` includes quotas that are
+    /// not enforced. Returns `None` if no quota guarantees cells.
+    fn ownership_without(&self, without: &[PodId], with_unenforced: bool) -> Option<Ownership> {
         let cells = self.cells.as_ref()?;
         let occupants = cells.order.iter().filter(|(_, _, id)| !without.contains(id)).filter_map(|&(_, _, id)| {
             let (counted, account) = (self.counted[id.0]?, self.account_of[id.0]);
-            let is_counted = self.entries[account].quota.cells().is_none();
+            let quota = &self.entries[account].quota;
+            if !quota.is_enforced() && !with_unenforced {
+                return None;
+            }
+            let is_counted = quota.cells().is_none();
             let charge = self.world.pod(id).charge;
             let class = is_counted.then_some(counted.class);
             Some(Occupant { id, account, gpu: counted.gpu, charge, counted: class })
@@ -195,6 +209,13 @@ impl<'w> Accounts<'w> {
     /// Returns the account of a pod.
     pub(super) fn account_of(&self, id: PodId) -> usize {
         self.account_of[id.0]
+    }
+
+    /// Returns the account whose rights a pod has. Quotas that are not enforced give no rights: their
+    /// pods are treated like pods outside of all quotas.
+    pub(super) fn rights_of(&self, id: PodId) -> usize {
+        let account = self.account_of[id.0];
+        if self.entries[account].quota.is_enforced() { account } else { self.len() - 1 }
     }
 
     /// Returns the number of accounts.
@@ -221,6 +242,10 @@ impl<'w> Accounts<'w> {
     /// Returns what an account uses beyond its guarantee, after it uses `more` and `less`.
     pub(super) fn excess(&self, account: usize, more: Amount, less: Amount) -> Amount {
         let Account { quota, used, over, .. } = &self.entries[account];
+        if !quota.is_enforced() {
+            let outside = self.entries.iter().filter(|other| !other.quota.is_enforced());
+            return outside.map(|other| other.used).sum::<Amount>().plus(more).minus(less);
+        }
         match quota.cells() {
             Some(_) => over.plus(more).minus(less),
             None => used.plus(more).minus(less).minus(quota.min()),
@@ -229,7 +254,19 @@ impl<'w> Accounts<'w> {
 
     /// Returns the share of an account, after it uses `more` and `less`.
     pub(super) fn share(&self, account: usize, more: Amount, less: Amount) -> Share {
-        Share { excess: self.excess(account, more, less), weight: self.quota(account).weight() }
+        let quota = self.quota(account);
+        let weight = if quota.is_enforced() { quota.weight() } else { 1 };
+        Share { excess: self.excess(account, more, less), weight }
+    }
+
+    /// Returns the pods of an account that count, the most important first.
+    pub(super) fn members(&self, account: usize) -> impl Iterator<Item = PodId> {
+        self.entries[account].members.iter().map(|member| member.id)
+    }
+
+    /// Returns whether quotas own GPUs.
+    pub(super) fn has_cells(&self) -> bool {
+        self.cells.as_ref().is_some_and(|cells| cells.are_enforced)
     }
 
     /// Returns the class of a pod that counts.
@@ -256,7 +293,7 @@ impl<'w> Accounts<'w> {
             return fit.next(pod.charge);
         };
         if without.iter().any(|&gone| self.class(gone) == Some(Class::In)) {
-            let ownership = self.ownership_without(without);
+            let ownership = self.ownership_without(without, false);
             return ownership.map_or(Class::Over, |ownership| ownership.class_of_next(account, gpu, limit));
         }
         cells.ownership.class_of_next(account, gpu, limit)

@@ -100,15 +100,35 @@ impl<'s, 'w> Search<'s, 'w> {
             Kind::Priority => self.candidates_of_own(),
             _ => Vec::new(),
         };
-        let mut best: Option<(Cost, Way)> = None;
-        for gpu in 0..self.state.gpus.len() {
-            let Some(victims) = self.way(kind, gpu, &own) else { continue };
-            let cost = cost(&victims);
-            if best.as_ref().is_none_or(|(least, _)| cost < *least) {
-                best = Some((cost, Way { gpu, victims: victims.iter().map(|victim| victim.id).collect() }));
-            }
+        let ways = (0..self.state.gpus.len()).filter_map(|gpu| {
+            let victims = self.way(kind, gpu, &own)?;
+            let names = victims.iter().map(|victim| victim.id).collect();
+            Some((cost(&victims), Way { gpu, victims: names }))
+        });
+        if !self.state.accounts.has_cells() {
+            let best = ways.min_by(|(one, a), (other, b)| (one, a.gpu).cmp(&(other, b.gpu)));
+            return best.map(|((protected, ..), way)| (protected == 0, way));
         }
+        let mut ways: Vec<(Cost, Way)> = ways.collect();
+        ways.sort_by(|(one, a), (other, b)| (one, a.gpu).cmp(&(other, b.gpu)));
+        let best = ways.into_iter().find(|(_, way)| self.holds_after(kind, way));
         best.map(|((protected, ..), way)| (protected == 0, way))
+    }
+
+    /// Returns whether the rules hold in the state after an exchange. In a pool with cells, an
+    /// exchange can change who owns GPUs, and so the classes of other pods.
+    fn holds_after(&self, kind: Kind, way: &Way) -> bool {
+        let mut after = self.state.clone();
+        way.victims.iter().for_each(|victim| after.evict(*victim));
+        after.nominate(self.taker, way.gpu, self.state.rank_on(self.taker, way.gpu));
+        let share = |account: usize| after.accounts.share(account, Amount::ZERO, Amount::ZERO);
+        let is_fair = |victim: &PodId| share(self.account) <= share(self.state.accounts.account_of(*victim));
+        let holds = match kind {
+            Kind::Reclaim => after.accounts.class(self.taker) == Some(Class::In),
+            Kind::FairShare => way.victims.iter().all(is_fair),
+            Kind::Priority => true,
+        };
+        holds && self.state.keeps_guarantees_in(&after)
     }
 
     /// Returns the victims on one GPU, or `None` if no set of victims makes room and may leave.
@@ -199,13 +219,16 @@ impl<'s, 'w> Search<'s, 'w> {
             let sum = less.entry(victim.account).or_default();
             *sum = sum.plus(victim.charge);
         }
+        if kind != Kind::Reclaim {
+            self.add_displaced(gpu, rank, victims, &mut less);
+        }
         match kind {
             Kind::Reclaim => true,
             Kind::FairShare => {
                 let share = accounts.share(self.account, self.charge, Amount::ZERO);
-                let is_higher =
-                    |(&account, &less): (&usize, &Amount)| share <= accounts.share(account, Amount::ZERO, less);
-                less.iter().all(is_higher) && self.leaves_kept_room(rank, victims, &less)
+                let after = |account: usize| accounts.share(account, Amount::ZERO, less[&account]);
+                victims.iter().all(|victim| share <= after(victim.account))
+                    && self.leaves_kept_room(rank, victims, &less)
             }
             Kind::Priority => {
                 let used = accounts.used(self.account);
@@ -220,6 +243,18 @@ impl<'s, 'w> Search<'s, 'w> {
         }
     }
 
+    /// Adds what accounts lose whose pods' nominations would be withdrawn.
+    fn add_displaced(&self, gpu: usize, rank: &Rank, victims: &[Candidate], less: &mut BTreeMap<usize, Amount>) {
+        let freed: Amount = victims.iter().filter(|victim| victim.gpu == gpu).map(|victim| victim.charge).sum();
+        for id in self.state.displaced(rank, gpu, i128::from(freed) - i128::from(self.charge)) {
+            let account = self.state.accounts.account_of(id);
+            if account != self.account {
+                let sum = less.entry(account).or_default();
+                *sum = sum.plus(self.state.charge(id));
+            }
+        }
+    }
+
     /// Returns whether enough stays free for other quotas after the exchange.
     fn leaves_kept_room(&self, rank: &Rank, victims: &[Candidate], less: &BTreeMap<usize, Amount>) -> bool {
         let kept = self.state.accounts.kept_from(self.account, less);
@@ -227,7 +262,7 @@ impl<'s, 'w> Search<'s, 'w> {
             return true;
         }
         let gpus = &self.state.gpus;
-        let free_on = |gpu: usize| gpus[gpu].free_later(rank);
+        let free_on = |gpu: usize| self.state.free_beside_older(gpu, rank) + gpus[gpu].leaving();
         let sum = || (0..gpus.len()).map(|gpu| free_on(gpu).max(0)).sum();
         let mut free: i128 = *self.free[usize::from(rank.class == Class::In)].get_or_init(sum);
         let mut freed: BTreeMap<usize, i128> = BTreeMap::new();

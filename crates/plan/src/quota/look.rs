@@ -2,6 +2,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 
+use super::ageing::reservations;
 use super::amount::Amount;
 use super::class::{Class, Share};
 use super::exchange::{Found, Kind, Search, Way};
@@ -47,7 +48,8 @@ pub enum Wait {
     Protected,
     /// No GPU is large enough.
     NoGpuFits,
-    /// Other pods come first: one pass looks for victims for a few pods only.
+    /// Other pods come first: one pass looks for victims for a few pods only, or a pod of its quota
+    /// that is as important has waited long.
     Later,
 }
 
@@ -92,11 +94,13 @@ pub fn look(world: &World, now: Moment) -> Outcome {
 }
 
 /// A pass.
-struct Pass<'w> {
-    state: State<'w>,
-    /// Waiting pods of each account, the most important first.
+pub(super) struct Pass<'w> {
+    pub(super) state: State<'w>,
+    /// Waiting pods by the account whose rights they have, the most important first.
     queues: Vec<VecDeque<PodId>>,
-    outcome: Outcome,
+    pub(super) outcome: Outcome,
+    /// Size of the largest GPU.
+    largest: Amount,
     /// Number of pods for which victims may still be searched.
     preemptors: usize,
 }
@@ -106,14 +110,14 @@ type Turn<'w> = (Option<Share>, Reverse<i32>, Moment, &'w str, PodId);
 
 enum Decision {
     Release(usize),
-    Nominate(usize),
+    Nominate(usize, Rank),
     Exchange(Kind, Way),
     Wait(Wait),
 }
 
 impl<'w> Pass<'w> {
-    fn new(world: &'w World, now: Moment) -> Self {
-        let state = State::new(world, now);
+    pub(super) fn new(world: &'w World, now: Moment) -> Self {
+        let mut state = State::new(world, now);
         let mut queues = vec![VecDeque::new(); state.accounts.len()];
         let mut waiting: Vec<PodId> = (0..world.pods.len()).map(PodId).collect();
         waiting.retain(|id| matches!(world.pod(*id).place, Place::Waiting { .. }));
@@ -122,23 +126,45 @@ impl<'w> Pass<'w> {
             (Reverse(pod.priority), pod.created, &pod.name, id)
         });
         for id in waiting {
-            queues[state.accounts.account_of(id)].push_back(id);
+            queues[state.accounts.rights_of(id)].push_back(id);
         }
-        Self { state, queues, outcome: Outcome::default(), preemptors: world.settings.max_preemptors }
+        state.reserve_all(reservations(&state, &queues));
+        let largest = world.gpus.iter().copied().max().unwrap_or_default();
+        Self { state, queues, outcome: Outcome::default(), largest, preemptors: world.settings.max_preemptors }
     }
 
-    /// Takes the next waiting pod: of the first pods of all quotas, pods within a guarantee come
-    /// first, and then pods whose quota has the lowest share with them.
-    fn next(&mut self) -> Option<PodId> {
-        let firsts = self.queues.iter().filter_map(VecDeque::front);
-        let (.., id) = firsts.map(|&id| self.turn(id)).min()?;
-        self.queues[self.state.accounts.account_of(id)].pop_front()
+    /// Takes the next waiting pod. Pods that cannot get room come first, so that they delay nobody.
+    /// Of the first pods of all quotas, pods within a guarantee are next, and then pods whose quota
+    /// has the lowest share with them.
+    pub(super) fn next(&mut self) -> Option<PodId> {
+        let firsts = || self.queues.iter().filter_map(VecDeque::front).copied();
+        let hopeless = firsts().find(|&id| self.is_hopeless(id));
+        let id = hopeless.or_else(|| firsts().map(|id| self.turn(id)).min().map(|(.., id)| id))?;
+        self.queues[self.state.accounts.rights_of(id)].pop_front()
+    }
+
+    /// Returns whether no GPU is large enough for a pod, or it waits for its quota's guarantee.
+    fn is_hopeless(&self, id: PodId) -> bool {
+        let pod = self.state.world.pod(id);
+        pod.charge > self.largest || !pod.borrows && self.state.nominated(id).is_none() && !self.may_borrow(id)
+    }
+
+    /// Returns whether a pod that does not count yet may use room: it is within its quota's
+    /// guarantee, or it borrows.
+    fn may_borrow(&self, id: PodId) -> bool {
+        let accounts = &self.state.accounts;
+        let is_enforced = accounts.quota(accounts.account_of(id)).is_enforced();
+        !is_enforced || self.state.world.pod(id).borrows || accounts.is_within(id)
     }
 
     fn turn(&self, id: PodId) -> Turn<'w> {
         let (accounts, pod) = (&self.state.accounts, self.state.world.pod(id));
-        let account = accounts.account_of(id);
+        let account = accounts.rights_of(id);
         let share = match self.state.nominated(id) {
+            None if !accounts.quota(account).is_enforced() => Some(accounts.share(account, pod.charge, Amount::ZERO)),
+            Some(_) if !accounts.quota(account).is_enforced() => {
+                Some(accounts.share(account, Amount::ZERO, Amount::ZERO))
+            }
             None if accounts.is_within(id) => None,
             None => Some(accounts.share(account, pod.charge, Amount::ZERO)),
             // The pod counts already.
@@ -152,49 +178,58 @@ impl<'w> Pass<'w> {
         (share, Reverse(pod.priority), pod.created, &pod.name, id)
     }
 
-    fn decide(&mut self, id: PodId) {
-        let own_place = self.state.withdraw(id);
+    pub(super) fn decide(&mut self, id: PodId) {
+        let reservation = self.state.start_turn(id);
+        let class = self.state.accounts.class(id);
+        let own_place = self.state.withdraw(id).zip(class).map(|(gpu, class)| (gpu, self.state.rank(id, class)));
         let wait = match self.decision(id, own_place) {
             Decision::Release(gpu) => {
                 self.state.release(id, gpu);
                 self.outcome.released.push(Released { pod: id, gpu });
                 return;
             }
-            Decision::Nominate(gpu) => {
-                self.state.nominate(id, gpu);
+            Decision::Nominate(gpu, rank) => {
+                self.state.nominate(id, gpu, rank);
                 Wait::Nominated
             }
             Decision::Exchange(kind, Way { gpu, victims }) => {
+                let rank = self.state.rank_on(id, gpu);
                 victims.iter().for_each(|victim| self.state.evict(*victim));
-                self.state.nominate(id, gpu);
+                self.state.nominate(id, gpu, rank);
                 if !victims.is_empty() {
                     self.outcome.exchanges.push(Exchange { kind, taker: id, victims });
                 }
                 Wait::Nominated
             }
-            Decision::Wait(wait) => wait,
+            Decision::Wait(wait) => {
+                self.state.end_turn(reservation);
+                wait
+            }
         };
         self.outcome.waits.insert(id, wait);
     }
 
-    fn decision(&mut self, id: PodId, own_place: Option<usize>) -> Decision {
+    fn decision(&mut self, id: PodId, own_place: Option<(usize, Rank)>) -> Decision {
         let (accounts, pod) = (&self.state.accounts, self.state.world.pod(id));
         let account = accounts.account_of(id);
         let quota = accounts.quota(account);
         let max = quota.max().filter(|_| quota.is_enforced());
         let is_within = accounts.is_within(id);
-        if quota.is_enforced() && !pod.borrows && !is_within {
+        if !self.may_borrow(id) {
             return Decision::Wait(Wait::WaitsForGuarantee);
         }
-        if self.state.gpus.iter().all(|gpu| gpu.size() < pod.charge) {
+        if pod.charge > self.largest {
             return Decision::Wait(Wait::NoGpuFits);
         }
         if max.is_some_and(|max| pod.charge > max) {
             return Decision::Wait(Wait::LargerThanMax);
         }
         let is_over_max = max.is_some_and(|max| accounts.held(account).plus(pod.charge) > max);
-        if let Some(decision) = own_place.and_then(|gpu| self.own_place(id, gpu, is_over_max, max)) {
+        if let Some(decision) = own_place.and_then(|place| self.own_place(id, place, is_over_max, max)) {
             return decision;
+        }
+        if self.state.overtakes(id) {
+            return Decision::Wait(Wait::Later);
         }
         if let Some(gpu) = (!is_over_max).then(|| self.free_gpu(id, is_within)).flatten() {
             return Decision::Release(gpu);
@@ -216,14 +251,20 @@ impl<'w> Pass<'w> {
 
     /// Decides for a pod whose room is kept: the pod gets the room, or waits for it. What must stay
     /// free for others was considered when the pod was nominated.
-    fn own_place(&self, id: PodId, gpu: usize, is_over_max: bool, max: Option<Amount>) -> Option<Decision> {
+    fn own_place(
+        &self,
+        id: PodId,
+        (gpu, rank): (usize, Rank),
+        is_over_max: bool,
+        max: Option<Amount>,
+    ) -> Option<Decision> {
         let (accounts, charge) = (&self.state.accounts, self.state.charge(id));
-        let (room, rank) = (&self.state.gpus[gpu], self.state.rank_on(id, gpu));
-        if !is_over_max && room.free(&rank) >= i128::from(charge) {
+        let room = &self.state.gpus[gpu];
+        if !is_over_max && room.unreserved(&rank) >= i128::from(charge) {
             return Some(Decision::Release(gpu));
         }
         let is_allowed = max.is_none_or(|max| accounts.used(accounts.account_of(id)).plus(charge) <= max);
-        (is_allowed && room.free_later(&rank) >= i128::from(charge)).then_some(Decision::Nominate(gpu))
+        (is_allowed && room.unreserved_later(&rank) >= i128::from(charge)).then_some(Decision::Nominate(gpu, rank))
     }
 
     /// Returns the GPU on which the pod fits now, with the least free room. A borrower leaves
@@ -231,13 +272,16 @@ impl<'w> Pass<'w> {
     fn free_gpu(&self, id: PodId, is_within: bool) -> Option<usize> {
         let accounts = &self.state.accounts;
         let (account, charge) = (accounts.account_of(id), i128::from(self.state.charge(id)));
-        let is_of_cells = accounts.quota(account).cells().is_some();
-        let general = self.state.rank_on(id, 0);
+        let quota = accounts.quota(account);
+        let is_of_cells = quota.cells().is_some() && quota.is_enforced();
+        // In cells only a pod within the guarantee has a class that depends on the GPU.
+        let general = if is_of_cells { self.state.rank(id, Class::Over) } else { self.state.rank_on(id, 0) };
         let rank_on = |gpu: usize| if is_of_cells { self.state.rank_on(id, gpu) } else { general };
         let free = |gpu: usize, rank: &Rank| self.state.gpus[gpu].free(rank);
-        if accounts.quota(account).is_enforced() && !is_within {
+        if quota.is_enforced() && !is_within {
             let kept = accounts.kept_from(account, &BTreeMap::new());
-            let all = || (0..self.state.gpus.len()).map(|gpu| free(gpu, &general).max(0)).sum::<i128>();
+            let left = |gpu: usize| self.state.free_beside_older(gpu, &general).max(0);
+            let all = || (0..self.state.gpus.len()).map(left).sum::<i128>();
             if kept > Amount::ZERO && all() - charge < i128::from(kept) {
                 return None;
             }
@@ -245,11 +289,17 @@ impl<'w> Pass<'w> {
         let fitting =
             (0..self.state.gpus.len()).map(|gpu| (gpu, free(gpu, &rank_on(gpu)))).filter(|(_, free)| *free >= charge);
         // A pod with rights prefers a GPU that its quota owns.
-        let key = |&(gpu, free): &(usize, i128)| (!(is_within && accounts.owns(account, gpu)), free, gpu);
-        fitting.min_by_key(key).map(|(gpu, _)| gpu)
+        let key =
+            |&(gpu, free): &(usize, i128)| (!(is_of_cells && is_within && accounts.owns(account, gpu)), free, gpu);
+        if !accounts.has_cells() {
+            return fitting.min_by_key(key).map(|(gpu, _)| gpu);
+        }
+        let mut fitting: Vec<(usize, i128)> = fitting.collect();
+        fitting.sort_by_key(key);
+        fitting.into_iter().map(|(gpu, _)| gpu).find(|&gpu| self.state.may_release(id, gpu))
     }
 
-    fn finish(self) -> Outcome {
+    pub(super) fn finish(self) -> Outcome {
         let Self { state, mut outcome, .. } = self;
         let all = || (0..state.world.pods.len()).map(PodId);
         outcome.nominations = all().filter_map(|id| Some((id, state.nominated(id)?))).collect();

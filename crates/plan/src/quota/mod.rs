@@ -15,12 +15,14 @@
 //! | `room` | free room of each GPU, and room that is nominated |
 //! | `state` | accounts and room together, while a pass changes them |
 //! | `exchange` | which pods leave so that another fits |
+//! | `ageing` | which pods have waited so long that room is reserved for them |
 //! | `look` | one pass over the waiting pods |
 //! | `simulate` | passes until nothing changes |
 //!
 //! Everything is a function of the pods, GPUs and quotas that the caller passes in. No counter
 //! survives a pass, so a restart changes nothing.
 mod account;
+mod ageing;
 mod amount;
 mod cells;
 mod class;
@@ -30,6 +32,8 @@ mod room;
 mod simulate;
 mod spec;
 mod state;
+#[cfg(test)]
+mod tests;
 mod world;
 
 pub use amount::{Amount, GPU, MigSlice, Requested, charge_per_gpu};

@@ -39,6 +39,8 @@ pub(super) struct GpuRoom {
     /// Pods that run on the GPU, without those that leave.
     pub(super) pods: Vec<PodId>,
     nominees: Vec<Nominee>,
+    /// A pod that has waited long, and its position among all such pods.
+    reserved: Option<(Nominee, usize)>,
 }
 
 impl GpuRoom {
@@ -51,9 +53,20 @@ impl GpuRoom {
         self.room
     }
 
-    /// Returns the room that is free now for a pod of this rank. Negative if more is nominated or
-    /// used than exists.
+    /// Returns the room that is free now for a pod of this rank. Negative if more is nominated,
+    /// reserved or used than exists.
     pub(super) fn free(&self, rank: &Rank) -> i128 {
+        self.free_before(rank, usize::MAX)
+    }
+
+    /// Returns the room that is free now if only the pods before a position have reserved some.
+    pub(super) fn free_before(&self, rank: &Rank, position: usize) -> i128 {
+        let seen = self.reserved.filter(|(reserved, at)| *at < position && rank.sees(&reserved.rank));
+        self.unreserved(rank) - seen.map_or(0, |(reserved, _)| i128::from(reserved.charge))
+    }
+
+    /// Returns the room that is free now for a pod of this rank, reserved room included.
+    pub(super) fn unreserved(&self, rank: &Rank) -> i128 {
         let seen = self.nominees.iter().filter(|nominee| rank.sees(&nominee.rank)).map(|nominee| nominee.charge);
         i128::from(self.room) - i128::from(self.held) - i128::from(seen.sum::<Amount>())
     }
@@ -61,6 +74,31 @@ impl GpuRoom {
     /// Returns the room that is free for a pod of this rank once pods have left.
     pub(super) fn free_later(&self, rank: &Rank) -> i128 {
         self.free(rank) + i128::from(self.leaving)
+    }
+
+    /// Returns what leaves.
+    pub(super) fn leaving(&self) -> i128 {
+        i128::from(self.leaving)
+    }
+
+    /// Returns the room that is free for a pod of this rank once pods have left, reserved room
+    /// included.
+    pub(super) fn unreserved_later(&self, rank: &Rank) -> i128 {
+        self.unreserved(rank) + i128::from(self.leaving)
+    }
+
+    /// Returns what is nominated.
+    pub(super) fn nominated(&self) -> Amount {
+        self.nominees.iter().map(|nominee| nominee.charge).sum()
+    }
+
+    pub(super) const fn has_nominees(&self) -> bool {
+        !self.nominees.is_empty()
+    }
+
+    /// Reserves room for the pod at this position of the pods that have waited long, or for none.
+    pub(super) const fn reserve(&mut self, pod: Option<(Nominee, usize)>) {
+        self.reserved = pod;
     }
 
     /// Adds a pod that runs.
@@ -92,11 +130,11 @@ impl GpuRoom {
     }
 
     /// Returns the pods of lower rank for which no room is left, after a pod of this rank took
-    /// some.
-    /// The last in the order of importance come first. `key` decides between pods of equal rank.
-    pub(super) fn displaced<K: Ord>(&self, rank: &Rank, key: impl Fn(PodId) -> K) -> Vec<PodId> {
-        let nominated: Amount = self.nominees.iter().map(|nominee| nominee.charge).sum();
-        let mut left = i128::from(self.room) - i128::from(self.held) + i128::from(self.leaving) - i128::from(nominated);
+    /// some. `more` is room that is still to be freed or, if negative, to be taken. The last in the
+    /// order of importance come first. `key` decides between pods of equal rank.
+    pub(super) fn displaced<K: Ord>(&self, rank: &Rank, more: i128, key: impl Fn(PodId) -> K) -> Vec<PodId> {
+        let room = i128::from(self.room) - i128::from(self.held) + i128::from(self.leaving);
+        let mut left = room - i128::from(self.nominated()) + more;
         let mut unseen: Vec<&Nominee> = self.nominees.iter().filter(|nominee| !rank.sees(&nominee.rank)).collect();
         unseen.sort_by_key(|nominee| (nominee.rank.class, nominee.rank.priority, std::cmp::Reverse(key(nominee.id))));
         let mut displaced = Vec::new();
@@ -140,11 +178,13 @@ mod tests {
         let taker = rank(1, Class::In, 0);
         assert_eq!((gpu.free(&taker), gpu.free_later(&taker)), (2, 8));
         gpu.add(PodId(9), Amount(4));
-        assert_eq!(gpu.displaced(&taker, |id| id), [PodId(2)]);
+        assert_eq!(gpu.displaced(&taker, 0, |id| id), [PodId(2)]);
+        assert_eq!(gpu.displaced(&taker, -2, |id| id), [PodId(2), PodId(1)]);
+        assert_eq!(gpu.displaced(&taker, 2, |id| id), []);
         gpu.add(PodId(10), Amount(2));
-        assert_eq!(gpu.displaced(&taker, |id| id), [PodId(2), PodId(1)]);
+        assert_eq!(gpu.displaced(&taker, 0, |id| id), [PodId(2), PodId(1)]);
         assert_eq!(
-            gpu.displaced(&rank(2, Class::Over, 9), |id| id),
+            gpu.displaced(&rank(2, Class::Over, 9), 0, |id| id),
             [],
             "a borrower of another quota sees all of them"
         );

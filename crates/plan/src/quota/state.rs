@@ -1,7 +1,9 @@
 //! Accounts and room together, while a pass changes them.
+use std::collections::BTreeMap;
+
 use super::account::Accounts;
 use super::amount::Amount;
-use super::class::Since;
+use super::class::{Class, Since};
 use super::room::{GpuRoom, Nominee, Rank};
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
@@ -17,6 +19,19 @@ pub(super) struct State<'w> {
     running: Vec<Option<usize>>,
     /// GPU of each nominated pod.
     nominated: Vec<Option<usize>>,
+    /// Reservations of pods that have waited long, by account.
+    reserved: BTreeMap<usize, Reservation>,
+    /// Position of the present pod among the pods that have waited long.
+    position: usize,
+}
+
+/// Room that is reserved for a pod that has waited long.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Reservation {
+    pub(super) pod: PodId,
+    pub(super) gpu: usize,
+    /// Position of the pod among all such pods.
+    position: usize,
 }
 
 impl<'w> State<'w> {
@@ -47,7 +62,8 @@ impl<'w> State<'w> {
             }
         }
         accounts.add_all(counted.into_iter());
-        let mut state = Self { world, now, accounts, gpus, running, nominated };
+        let mut state =
+            Self { world, now, accounts, gpus, running, nominated, reserved: BTreeMap::new(), position: usize::MAX };
         for at in 0..world.pods.len() {
             if let Some(gpu) = state.nominated[at] {
                 state.keep_room(PodId(at), gpu);
@@ -59,8 +75,7 @@ impl<'w> State<'w> {
     /// Keeps room for a pod that counts already, with the rank of its present class.
     fn keep_room(&mut self, id: PodId, gpu: usize) {
         let Some(class) = self.accounts.class(id) else { return };
-        let pod = self.world.pod(id);
-        let rank = Rank { account: self.accounts.account_of(id), class, priority: pod.priority };
+        let (pod, rank) = (self.world.pod(id), self.rank(id, class));
         self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
     }
 
@@ -70,8 +85,14 @@ impl<'w> State<'w> {
 
     /// Returns the rank that a waiting pod has on a GPU.
     pub(super) fn rank_on(&self, id: PodId, gpu: usize) -> Rank {
-        let class = self.accounts.class_with(id, gpu, &[]);
-        Rank { account: self.accounts.account_of(id), class, priority: self.world.pod(id).priority }
+        self.rank(id, self.accounts.class_with(id, gpu, &[]))
+    }
+
+    /// Returns the rank of a pod of a class. The class gives rights only if the quota is enforced.
+    pub(super) fn rank(&self, id: PodId, class: Class) -> Rank {
+        let account = self.accounts.rights_of(id);
+        let class = if self.accounts.quota(account).is_enforced() { class } else { Class::Over };
+        Rank { account, class, priority: self.world.pod(id).priority }
     }
 
     /// Returns the GPU of a pod that runs.
@@ -94,9 +115,8 @@ impl<'w> State<'w> {
     }
 
     /// Keeps room of a GPU for a pod.
-    pub(super) fn nominate(&mut self, id: PodId, gpu: usize) {
+    pub(super) fn nominate(&mut self, id: PodId, gpu: usize, rank: Rank) {
         let pod = self.world.pod(id);
-        let rank = self.rank_on(id, gpu);
         self.accounts.add(id, gpu, Since { at: self.now, nominated: Some(pod.created) });
         self.nominated[id.0] = Some(gpu);
         self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
@@ -120,12 +140,95 @@ impl<'w> State<'w> {
         self.accounts.hold_leaving(id);
     }
 
+    /// Reserves room for pods that have waited long. The first of them comes first.
+    pub(super) fn reserve_all(&mut self, pods: Vec<(PodId, usize)>) {
+        for (position, (pod, gpu)) in pods.into_iter().enumerate() {
+            self.reserve(Reservation { pod, gpu, position });
+        }
+    }
+
+    fn reserve(&mut self, reservation: Reservation) {
+        let Reservation { pod: id, gpu, position } = reservation;
+        let (rank, charge) = (self.rank_on(id, gpu), self.charge(id));
+        self.gpus[gpu].reserve(Some((Nominee { id, rank, charge }, position)));
+        self.reserved.insert(rank.account, reservation);
+    }
+
+    /// Starts the decision about a pod. Its own reservation does not count meanwhile.
+    pub(super) fn start_turn(&mut self, id: PodId) -> Option<Reservation> {
+        let account = self.accounts.rights_of(id);
+        let reservation = self.reserved.get(&account).copied().filter(|reservation| reservation.pod == id);
+        self.position = reservation.map_or(usize::MAX, |reservation| reservation.position);
+        let Reservation { gpu, .. } = reservation?;
+        self.reserved.remove(&account);
+        self.gpus[gpu].reserve(None);
+        reservation
+    }
+
+    /// Ends the decision about a pod. A pod that still waits keeps its reservation.
+    pub(super) fn end_turn(&mut self, kept: Option<Reservation>) {
+        if let Some(reservation) = kept {
+            self.reserve(reservation);
+        }
+        self.position = usize::MAX;
+    }
+
+    /// Returns the room of a GPU that counts as free when a pod of this rank leaves enough for
+    /// other quotas. Pods that have waited longer come first, and others do not matter.
+    pub(super) fn free_beside_older(&self, gpu: usize, rank: &Rank) -> i128 {
+        self.gpus[gpu].free_before(rank, self.position)
+    }
+
+    /// Returns whether a pod would use what another pod of its quota, which has waited long and is
+    /// as important, needs of the quota's maximum or guarantee.
+    pub(super) fn overtakes(&self, id: PodId) -> bool {
+        let (account, pod) = (self.accounts.rights_of(id), self.world.pod(id));
+        let reserved = self.reserved.get(&account).map(|reservation| self.world.pod(reservation.pod));
+        let Some(first) = reserved.filter(|first| first.priority >= pod.priority) else { return false };
+        let (accounts, both) = (&self.accounts, pod.charge.plus(first.charge));
+        let quota = accounts.quota(account);
+        let exceeds_max = quota.max().is_some_and(|max| accounts.held(account).plus(both) > max);
+        let is_within = !first.borrows && quota.cells().is_none();
+        quota.is_enforced() && (exceeds_max || is_within && accounts.used(account).plus(both) > quota.min())
+    }
+
+    /// Returns whether each pod whose room is kept, and still is in another state, is within its
+    /// guarantee there if it is here. A pod may count earlier than nominated pods, and so own a GPU
+    /// in their place.
+    pub(super) fn keeps_guarantees_in(&self, after: &Self) -> bool {
+        let nominated = (0..self.nominated.len()).map(PodId).filter(|&id| after.nominated(id).is_some());
+        let is_within = |state: &Self, id: PodId| {
+            let class = state.accounts.class(id);
+            class.is_some_and(|class| state.rank(id, class).class == Class::In)
+        };
+        let mut within = nominated.filter(|&id| is_within(self, id));
+        within.all(|id| is_within(after, id))
+    }
+
+    /// Returns whether a pod may be released to a GPU without a loss for nominated pods.
+    pub(super) fn may_release(&self, id: PodId, gpu: usize) -> bool {
+        let account = self.accounts.account_of(id);
+        let is_own = |other: usize| self.accounts.account_of(PodId(other)) == account;
+        let is_near = |(other, at): (usize, &Option<usize>)| at.is_some_and(|at| at == gpu || is_own(other));
+        if !self.accounts.has_cells() || !self.nominated.iter().enumerate().any(is_near) {
+            return true;
+        }
+        let mut after = self.clone();
+        after.release(id, gpu);
+        self.keeps_guarantees_in(&after)
+    }
+
     /// Withdraws nominations of lower rank whose room has been taken.
     fn displace(&mut self, rank: &Rank, gpu: usize) {
-        let world = self.world;
-        let key = |id: PodId| (world.pod(id).created, &world.pod(id).name);
-        for id in self.gpus[gpu].displaced(rank, key) {
+        for id in self.displaced(rank, gpu, 0) {
             self.withdraw(id);
         }
+    }
+
+    /// Returns the nominated pods of lower rank for which a GPU has no room, after `more` of its
+    /// room is freed.
+    pub(super) fn displaced(&self, rank: &Rank, gpu: usize, more: i128) -> Vec<PodId> {
+        let world = self.world;
+        self.gpus[gpu].displaced(rank, more, |id: PodId| (world.pod(id).created, &world.pod(id).name))
     }
 }

@@ -81,6 +81,8 @@ pub struct Settings {
     /// How long a disruption budget may keep a borrower whose room is guaranteed to others. `None`
     /// means forever.
     pub budget_patience: Option<u64>,
+    /// How long a pod waits before room is reserved for it. `None` means forever.
+    pub ageing: Option<u64>,
     /// Maximum number of pods for which one pass looks for victims.
     pub max_preemptors: usize,
 }
@@ -92,6 +94,7 @@ impl Default for Settings {
             min_runtime_reclaim: 0,
             grace_cap: 300,
             budget_patience: Some(600),
+            ageing: Some(600),
             max_preemptors: 8,
         }
     }

@@ -1,0 +1,444 @@
+//! The rules of quotas, written as plainly as possible: sums are added up anew each time.
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::fmt;
+
+use super::super::{Amount, Class, Mode, Owner, Place, Quota, Share, World};
+use super::worlds::describe;
+use crate::ledger::Moment;
+
+/// A pool at a time.
+#[derive(Clone)]
+pub(super) struct Pool {
+    pub(super) world: World,
+    pub(super) now: Moment,
+    /// Rank of each nominated pod.
+    pub(super) ranks: BTreeMap<usize, Rank>,
+    /// Pods that have waited long: the GPU on which room is reserved for them, and their rank.
+    pub(super) reserved: BTreeMap<usize, (usize, Rank)>,
+    /// All pods that have waited long, the first first.
+    old: Vec<usize>,
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at {}: {}", self.now.0, describe(&self.world))
+    }
+}
+
+/// Account, class and priority of a pod that has or wants room.
+pub(super) type Rank = (Owner, Class, i32);
+
+/// Classes of all pods, and who owns which GPU.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Classes {
+    pub(super) of: BTreeMap<usize, Class>,
+    pub(super) owner: Vec<Option<Owner>>,
+    /// What pods within a guarantee use of each GPU.
+    pub(super) guaranteed: Vec<Amount>,
+}
+
+impl Classes {
+    pub(super) fn cells(&self, owner: &Owner) -> usize {
+        self.owner.iter().flatten().filter(|one| *one == owner).count()
+    }
+}
+
+pub(super) fn has_cells(quota: &Quota) -> bool {
+    quota.cells().is_some()
+}
+
+impl Pool {
+    /// Returns a pool for questions that do not depend on nominations.
+    pub(super) fn at(world: World, now: Moment) -> Self {
+        Self { world, now, ranks: BTreeMap::new(), reserved: BTreeMap::new(), old: Vec::new() }
+    }
+
+    pub(super) fn new(world: &World, now: Moment) -> Self {
+        let mut pool = Self::at(world.clone(), now);
+        let classes = pool.classes();
+        for at in 0..world.pods.len() {
+            if pool.nominated(at).is_some() {
+                pool.ranks.insert(at, pool.rank(at, classes.of[&at]));
+            }
+        }
+        pool
+    }
+
+    /// Returns the quota of a pod. A pod whose quota does not exist has none.
+    pub(super) fn owner(&self, pod: usize) -> Owner {
+        match &self.world.pods[pod].owner {
+            Owner::Quota(name) if !self.world.quotas.contains_key(name) => Owner::Unnamed,
+            owner => owner.clone(),
+        }
+    }
+
+    pub(super) fn quota(&self, owner: &Owner) -> Quota {
+        match owner {
+            Owner::Quota(name) => self.world.quotas[name],
+            Owner::Unnamed => Quota::new(Amount::ZERO),
+            Owner::Outside => Quota::new(Amount::ZERO).with_mode(Mode::Count),
+        }
+    }
+
+    /// Returns whose rights a pod has. Quotas that are not enforced give none.
+    pub(super) fn rights(&self, pod: usize) -> Owner {
+        let owner = self.owner(pod);
+        if self.quota(&owner).is_enforced() { owner } else { Owner::Outside }
+    }
+
+    pub(super) fn rank(&self, pod: usize, class: Class) -> Rank {
+        let rights = self.rights(pod);
+        let class = if rights == Owner::Outside { Class::Over } else { class };
+        (rights, class, self.world.pods[pod].priority)
+    }
+
+    pub(super) fn pods(&self) -> impl Iterator<Item = usize> + use<> {
+        0..self.world.pods.len()
+    }
+
+    pub(super) fn charge(&self, pod: usize) -> Amount {
+        self.world.pods[pod].charge
+    }
+
+    pub(super) fn nominated(&self, pod: usize) -> Option<usize> {
+        match self.world.pods[pod].place {
+            Place::Waiting { nominated } => nominated,
+            _ => None,
+        }
+    }
+
+    /// Returns the GPU on which a pod counts: it runs there, or room is kept for it.
+    pub(super) fn counts_on(&self, pod: usize) -> Option<usize> {
+        match self.world.pods[pod].place {
+            Place::Running { gpu, .. } => Some(gpu),
+            _ => self.nominated(pod),
+        }
+    }
+
+    /// Since when a pod counts. Nominated pods count from now on, after all others.
+    pub(super) fn since(&self, pod: usize) -> (Moment, Option<Moment>) {
+        match self.world.pods[pod].place {
+            Place::Running { since, .. } => (since, None),
+            _ => (self.now, Some(self.world.pods[pod].created)),
+        }
+    }
+
+    pub(super) fn sum(&self, is_counted: impl Fn(usize) -> bool) -> Amount {
+        self.pods().filter(|&pod| is_counted(pod)).map(|pod| self.charge(pod)).sum()
+    }
+
+    /// Returns what a quota uses, without pods that leave.
+    pub(super) fn used(&self, owner: &Owner) -> Amount {
+        self.sum(|pod| self.owner(pod) == *owner && self.counts_on(pod).is_some())
+    }
+
+    /// Returns what a quota holds, with pods that leave.
+    pub(super) fn held(&self, owner: &Owner) -> Amount {
+        let leaves = |pod: usize| matches!(self.world.pods[pod].place, Place::Leaving { held: true, .. });
+        self.used(owner).plus(self.sum(|pod| self.owner(pod) == *owner && leaves(pod)))
+    }
+
+    /// Returns the class of each pod that counts.
+    pub(super) fn classes(&self) -> Classes {
+        let mut classes = BTreeMap::new();
+        let counting: Vec<usize> = self.pods().filter(|&pod| self.counts_on(pod).is_some()).collect();
+        let mut important = counting.clone();
+        important
+            .sort_by_key(|&pod| (Reverse(self.world.pods[pod].priority), self.since(pod), &self.world.pods[pod].name));
+        let mut left: BTreeMap<Owner, Amount> = BTreeMap::new();
+        for pod in important {
+            let owner = self.owner(pod);
+            let left = left.entry(owner.clone()).or_insert_with(|| self.quota(&owner).min());
+            let is_within = self.charge(pod) <= *left;
+            if is_within {
+                *left = left.minus(self.charge(pod));
+            }
+            classes.insert(pod, if is_within { Class::In } else { Class::Over });
+        }
+        if self.world.quotas.values().all(|quota| !has_cells(quota)) {
+            let gpus = self.world.gpus.len();
+            return Classes { of: classes, owner: vec![None; gpus], guaranteed: vec![Amount::ZERO; gpus] };
+        }
+        // Quotas that are not enforced own nothing. Their pods' classes are what they would be.
+        let as_if = self.with_cells(&counting, classes.clone());
+        let enforced: Vec<usize> =
+            counting.into_iter().filter(|&pod| self.quota(&self.owner(pod)).is_enforced()).collect();
+        let mut real = self.with_cells(&enforced, classes);
+        for (pod, class) in as_if.of {
+            if !enforced.contains(&pod) {
+                real.of.insert(pod, class);
+            }
+        }
+        real
+    }
+
+    /// Determines the classes of pods whose quotas guarantee cells, from the other pods' classes.
+    pub(super) fn with_cells(&self, counting: &[usize], counted: BTreeMap<usize, Class>) -> Classes {
+        let gpus = self.world.gpus.len();
+        let mut classes = Classes { of: counted, owner: vec![None; gpus], guaranteed: vec![Amount::ZERO; gpus] };
+        let mut oldest: Vec<usize> = counting.to_vec();
+        oldest.sort_by_key(|&pod| (self.since(pod), &self.world.pods[pod].name));
+        for pod in oldest {
+            let (owner, gpu) = (self.owner(pod), self.counts_on(pod).unwrap());
+            if has_cells(&self.quota(&owner)) {
+                classes.of.insert(pod, self.class_in_cells(&classes, &owner, gpu));
+            }
+            if classes.of[&pod] == Class::In {
+                classes.guaranteed[gpu] = classes.guaranteed[gpu].plus(self.charge(pod));
+                classes.owner[gpu].get_or_insert(owner);
+            }
+        }
+        classes
+    }
+
+    pub(super) fn class_in_cells(&self, classes: &Classes, owner: &Owner, gpu: usize) -> Class {
+        let limit = self.quota(owner).cells().unwrap();
+        match &classes.owner[gpu] {
+            Some(other) if other == owner => Class::In,
+            None if classes.cells(owner) < limit => Class::In,
+            _ => Class::Over,
+        }
+    }
+
+    /// Returns the class of a pod on a GPU after others are gone. It is the last of its priority.
+    pub(super) fn class_with(&self, pod: usize, gpu: usize, without: &[usize]) -> Class {
+        let owner = self.owner(pod);
+        let quota = self.quota(&owner);
+        let mut others: Vec<usize> = self.pods().filter(|&other| self.counts_on(other).is_some()).collect();
+        others.retain(|other| !without.contains(other));
+        if has_cells(&quota) {
+            others.retain(|&other| self.quota(&self.owner(other)).is_enforced());
+            return self.class_in_cells(&self.with_cells(&others, self.classes().of), &owner, gpu);
+        }
+        let priority = |pod: usize| self.world.pods[pod].priority;
+        others.retain(|&other| self.owner(other) == owner && priority(other) >= priority(pod));
+        others.sort_by_key(|&other| (Reverse(priority(other)), self.since(other), &self.world.pods[other].name));
+        let mut left = quota.min();
+        for other in others {
+            left = if self.charge(other) <= left { left.minus(self.charge(other)) } else { left };
+        }
+        if self.charge(pod) <= left { Class::In } else { Class::Over }
+    }
+
+    /// Returns what a quota has beyond its guarantee after it uses `more` and `less`.
+    pub(super) fn share(&self, owner: &Owner, more: Amount, less: Amount) -> Share {
+        let quota = self.quota(owner);
+        let excess = if !quota.is_enforced() {
+            let is_outside = |pod: usize| self.counts_on(pod).is_some() && self.rights(pod) == Owner::Outside;
+            self.sum(is_outside).plus(more).minus(less)
+        } else if has_cells(&quota) {
+            let classes = self.classes();
+            self.sum(|pod| self.owner(pod) == *owner && classes.of.get(&pod) == Some(&Class::Over))
+                .plus(more)
+                .minus(less)
+        } else {
+            self.used(owner).plus(more).minus(less).minus(quota.min())
+        };
+        Share { excess, weight: if quota.is_enforced() { quota.weight() } else { 1 } }
+    }
+
+    /// Returns whether a waiting pod is within its quota's guarantee.
+    pub(super) fn is_within(&self, pod: usize) -> bool {
+        let (owner, charge) = (self.owner(pod), self.charge(pod));
+        let quota = self.quota(&owner);
+        let Some(limit) = quota.cells() else { return self.used(&owner).plus(charge) <= quota.min() };
+        let classes = self.classes();
+        let has_room = |gpu: usize| {
+            classes.owner[gpu].as_ref() == Some(&owner) && self.world.gpus[gpu].minus(classes.guaranteed[gpu]) >= charge
+        };
+        classes.cells(&owner) < limit || (0..self.world.gpus.len()).any(has_room)
+    }
+
+    /// Returns all quotas, and what pods without a quota are counted against.
+    pub(super) fn owners(&self) -> Vec<Owner> {
+        let quotas = self.world.quotas.keys().cloned().map(Owner::Quota);
+        quotas.chain([Owner::Unnamed, Owner::Outside]).collect()
+    }
+
+    /// Returns what must stay free for other quotas after some pods have left.
+    pub(super) fn kept(&self, owner: &Owner, without: &[usize]) -> Amount {
+        let others = self.owners().into_iter().filter(|other| other != owner && self.quota(other).is_enforced());
+        let kept = |other: Owner| {
+            let gone: Amount =
+                without.iter().filter(|&&pod| self.owner(pod) == other).map(|&pod| self.charge(pod)).sum();
+            self.quota(&other).unlent().minus(self.used(&other).minus(gone))
+        };
+        others.map(kept).sum()
+    }
+
+    pub(super) fn sees(rank: &Rank, nominee: &Rank) -> bool {
+        if rank.1 != nominee.1 { rank.1 < nominee.1 } else { rank.0 != nominee.0 || rank.2 <= nominee.2 }
+    }
+
+    pub(super) fn rank_on(&self, pod: usize, gpu: usize) -> Rank {
+        self.rank(pod, self.class_with(pod, gpu, &[]))
+    }
+
+    /// Returns the room of a GPU that a pod of this rank sees: now, or after pods have left.
+    pub(super) fn free(&self, gpu: usize, rank: &Rank, later: bool) -> i128 {
+        let takes = |pod: usize| match self.world.pods[pod].place {
+            Place::Running { gpu: at, .. } => at == gpu,
+            Place::Leaving { gpu: at, .. } => at == gpu && !later,
+            Place::Waiting { nominated } => nominated == Some(gpu) && Self::sees(rank, &self.ranks[&pod]),
+        };
+        i128::from(self.world.gpus[gpu]) - i128::from(self.sum(takes))
+    }
+
+    /// As [`Self::free`], without room that is reserved for pods that have waited long.
+    pub(super) fn unreserved(&self, gpu: usize, rank: &Rank, later: bool) -> i128 {
+        let seen = self.reserved.iter().filter(|(_, (at, reserved))| *at == gpu && Self::sees(rank, reserved));
+        self.free(gpu, rank, later) - seen.map(|(&pod, _)| i128::from(self.charge(pod))).sum::<i128>()
+    }
+
+    /// Reserves room for pods that have waited long.
+    pub(super) fn reserve(&mut self, waiting: &[usize]) {
+        let Some(ageing) = self.world.settings.ageing else { return };
+        let pods = &self.world.pods;
+        let may_run = |pod: usize| {
+            let owner = self.rights(pod);
+            let quota = self.quota(&owner);
+            let is_before = |other: usize| match pods[other].place {
+                Place::Running { since, .. } => since <= pods[pod].created || pods[other].priority > pods[pod].priority,
+                _ => self.nominated(other).is_some(),
+            };
+            let used = self.sum(|other| self.rights(other) == owner && is_before(other)).plus(self.charge(pod));
+            let is_never = !pods[pod].borrows && !has_cells(&quota);
+            let fits = quota.max().is_none_or(|max| used <= max) && (!is_never || used <= quota.min());
+            !quota.is_enforced() || fits
+        };
+        let first = |owner: Owner| {
+            let old = waiting.iter().copied().filter(|&pod| self.rights(pod) == owner && may_run(pod));
+            let old = old.filter(|&pod| pods[pod].created.0 + ageing <= self.now.0);
+            old.min_by_key(|&pod| (Reverse(pods[pod].priority), pods[pod].created, &pods[pod].name))
+        };
+        let mut old: Vec<usize> = self.owners().into_iter().filter_map(first).collect();
+        old.retain(|&pod| self.nominated(pod).is_none());
+        let is_within = |pod: usize| self.rights(pod) != Owner::Outside && self.is_within(pod);
+        old.sort_by_key(|&pod| (!is_within(pod), pods[pod].created, pods[pod].name.clone()));
+        for pod in old {
+            if let Some(gpu) = self.overtaken_on(pod) {
+                let rank = self.rank_on(pod, gpu);
+                self.reserved.insert(pod, (gpu, rank));
+                self.old.push(pod);
+            }
+        }
+    }
+
+    /// Returns the GPU on which a pod was overtaken, and whose last pod was released first.
+    pub(super) fn overtaken_on(&self, pod: usize) -> Option<usize> {
+        let of_cells = has_cells(&self.quota(&self.rights(pod))) && self.is_within(pod);
+        let is_older =
+            |other: usize| self.nominated(other).is_some() || self.since(other).0 <= self.world.pods[pod].created;
+        let possible = (0..self.world.gpus.len()).filter(|&gpu| {
+            let older = self.sum(|other| self.counts_on(other) == Some(gpu) && is_older(other));
+            self.world.gpus[gpu].minus(older) >= self.charge(pod)
+                && (!of_cells || self.class_with(pod, gpu, &[]) == Class::In)
+                && self.reserved.values().all(|(other, _)| *other != gpu)
+        });
+        let last_release = |gpu: usize| {
+            let on = self.pods().filter(|&other| self.counts_on(other) == Some(gpu));
+            on.map(|other| self.since(other).0).max()
+        };
+        possible.min_by_key(|&gpu| (last_release(gpu), gpu))
+    }
+
+    /// Returns whether a pod would use what a pod of its quota that has waited long needs.
+    pub(super) fn overtakes(&self, pod: usize) -> bool {
+        let (owner, charge) = (self.rights(pod), self.charge(pod));
+        let quota = self.quota(&owner);
+        let pods = &self.world.pods;
+        let mut firsts = self.reserved.keys().filter(|&&first| {
+            first != pod && self.rights(first) == owner && pods[first].priority >= pods[pod].priority
+        });
+        quota.is_enforced()
+            && firsts.any(|&first| {
+                let both = charge.plus(self.charge(first));
+                quota.max().is_some_and(|max| self.held(&owner).plus(both) > max)
+                    || !pods[first].borrows && !has_cells(&quota) && self.used(&owner).plus(both) > quota.min()
+            })
+    }
+
+    /// Returns the room of a GPU that counts when a pod leaves enough for other quotas. Of the pods
+    /// that have waited long, only those before the pod count.
+    pub(super) fn beside_older(&self, pod: usize, gpu: usize, rank: &Rank, later: bool) -> i128 {
+        let mut pool = self.clone();
+        let before: Vec<usize> = self.old.iter().copied().take_while(|&old| old != pod).collect();
+        pool.reserved.retain(|other, _| before.contains(other));
+        pool.unreserved(gpu, rank, later)
+    }
+
+    // What follows changes the pool.
+
+    pub(super) fn nominate(&mut self, pod: usize, gpu: usize, rank: &Rank, victims: &[usize]) {
+        for &victim in victims {
+            let Some(gpu) = self.counts_on(victim) else { continue };
+            self.world.pods[victim].place = Place::Leaving { gpu, held: true };
+        }
+        self.place(pod, Place::Waiting { nominated: Some(gpu) }, rank, gpu);
+    }
+
+    /// Returns whether nominated pods that are within a guarantee are so in another pool.
+    pub(super) fn keeps_guarantees_in(&self, after: &Self) -> bool {
+        let (before, classes) = (self.classes(), after.classes());
+        let nominated = self.pods().filter(|&pod| self.nominated(pod).is_some() && after.nominated(pod).is_some());
+        let mut within = nominated.filter(|&pod| self.rank(pod, before.of[&pod]).1 == Class::In);
+        within.all(|pod| classes.of[&pod] == Class::In)
+    }
+
+    /// Returns whether quotas own GPUs.
+    pub(super) fn has_cells(&self) -> bool {
+        self.world.quotas.values().any(|quota| has_cells(quota) && quota.is_enforced())
+    }
+
+    /// Returns whether a pod may be released to a GPU without a loss for nominated pods.
+    pub(super) fn may_release(&self, pod: usize, gpu: usize) -> bool {
+        let is_near =
+            |other: usize| self.nominated(other).is_some_and(|at| at == gpu || self.owner(other) == self.owner(pod));
+        if !self.has_cells() || !self.pods().any(is_near) {
+            return true;
+        }
+        let mut after = self.clone();
+        after.place(pod, Place::Running { gpu, since: self.now }, &self.rank_on(pod, gpu), gpu);
+        self.keeps_guarantees_in(&after)
+    }
+
+    pub(super) fn place(&mut self, pod: usize, place: Place, rank: &Rank, gpu: usize) {
+        self.world.pods[pod].place = place;
+        if self.nominated(pod).is_some() {
+            self.ranks.insert(pod, rank.clone());
+        }
+        for other in self.displaced(gpu, rank, 0) {
+            self.withdraw(other);
+        }
+    }
+
+    /// Returns the nominated pods of lower rank for which a GPU has no room after `more` is freed.
+    pub(super) fn displaced(&self, gpu: usize, rank: &Rank, more: i128) -> Vec<usize> {
+        let mut unseen: Vec<usize> = self.pods().filter(|&other| self.nominated(other) == Some(gpu)).collect();
+        unseen.retain(|other| !Self::sees(rank, &self.ranks[other]));
+        unseen.sort_by_key(|&other| {
+            let pod = &self.world.pods[other];
+            (self.ranks[&other].1, self.ranks[&other].2, Reverse((pod.created, pod.name.clone())))
+        });
+        let mut left = self.room_after_all(gpu) + more;
+        unseen.retain(|&other| {
+            let is_displaced = left < 0;
+            left += if is_displaced { i128::from(self.charge(other)) } else { 0 };
+            is_displaced
+        });
+        unseen
+    }
+
+    /// Returns the room that is left on a GPU once pods have left and nominated pods have arrived.
+    pub(super) fn room_after_all(&self, gpu: usize) -> i128 {
+        i128::from(self.world.gpus[gpu]) - i128::from(self.sum(|pod| self.counts_on(pod) == Some(gpu)))
+    }
+
+    pub(super) fn withdraw(&mut self, pod: usize) -> Option<usize> {
+        let gpu = self.nominated(pod)?;
+        self.world.pods[pod].place = Place::Waiting { nominated: None };
+        self.ranks.remove(&pod);
+        Some(gpu)
+    }
+}
