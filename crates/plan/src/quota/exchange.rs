@@ -6,6 +6,7 @@
 //! exchanges. Of a gang, all pods stay or leave.
 use std::cell::OnceCell;
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
 use super::amount::Amount;
 use super::class::{Class, Share, Since};
@@ -27,6 +28,9 @@ pub enum Kind {
 
 /// Pods of this priority and above are never evicted: components of the system.
 const NEVER_EVICTED: i32 = 2_000_000_000;
+/// Maximum number of pods of a quota that may leave so that it stays below its maximum. These are
+/// the least important.
+const MAX_OVER_MAXIMUM: usize = 256;
 
 /// The GPUs for a unit, and the pods that leave.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -124,15 +128,67 @@ impl<'s, 'w> Search<'s, 'w> {
             return None;
         }
         let pod = self.state.world.pod(self.taker);
-        let gpus = (0..self.state.gpus.len()).filter(|&gpu| pod.may_use(gpu));
-        let ways = gpus.filter_map(|gpu| Some((self.way(kind, gpu, &own)?, gpu)));
-        let mut ways: Vec<(Cost, usize, Vec<Candidate>)> =
-            ways.map(|(victims, gpu)| (cost(&victims), gpu, victims)).collect();
+        let own_on = self.freed_by(&own);
+        let is_final = self.state.accounts.has_cells();
+        let mut ways: Vec<(Cost, usize, Vec<Candidate>)> = Vec::new();
+        let mut has_seen_free = false;
+        for gpu in (0..self.state.gpus.len()).filter(|&gpu| pod.may_use(gpu)) {
+            // Without cells the cheapest way is the best, and no other is of interest.
+            let best = ways.first().filter(|_| !is_final).map(|(cost, ..)| cost);
+            if !self.may_be_better(kind, gpu, &own_on, best) {
+                continue;
+            }
+            if kind == Kind::Priority
+                && !is_final
+                && self.rank.is_some()
+                && !own_on.contains_key(&gpu)
+                && !self.state.is_special(gpu)
+            {
+                // Such GPUs have enough free room, so the same pods leave for each of them.
+                if std::mem::replace(&mut has_seen_free, true) {
+                    continue;
+                }
+            }
+            let Some(victims) = self.way(kind, gpu, &own) else { continue };
+            let cost = cost(&victims);
+            if is_final || best.is_none_or(|best| cost < *best) {
+                ways.truncate(if is_final { usize::MAX } else { 0 });
+                ways.push((cost, gpu, victims));
+            }
+        }
         ways.sort_by(|(one, a, _), (other, b, _)| (one, a).cmp(&(other, b)));
         ways.into_iter().find_map(|((protected, ..), gpu, victims)| {
             let way = self.way_of(vec![(self.taker, gpu)], &victims);
             self.holds_after(kind, &way).then_some((protected == 0, way))
         })
+    }
+
+    /// Returns whether the pod could fit on a GPU if pods left, and whether this could cost less than
+    /// the best way so far. A quick check that is right if it returns `false`.
+    fn may_be_better(&self, kind: Kind, gpu: usize, own_on: &BTreeMap<usize, i128>, best: Option<&Cost>) -> bool {
+        let Some(rank) = self.rank else { return true };
+        let missing = i128::from(self.charge) - self.state.gpus[gpu].free_later(&rank);
+        if missing <= 0 {
+            return true;
+        }
+        if best.is_some_and(|&(protected, has_victims, ..)| protected == 0 && !has_victims) {
+            return false;
+        }
+        if kind == Kind::Priority {
+            return own_on.get(&gpu).is_some_and(|&own| own >= missing);
+        }
+        let accounts = &self.state.accounts;
+        let (mut freed, mut largest) = (0, None);
+        for &id in &self.state.gpus[gpu].pods {
+            let account = accounts.account_of(id);
+            if account != self.account && accounts.class(id) == Some(Class::Over) {
+                freed += i128::from(self.state.charge(id));
+                largest = largest.max(Some(accounts.share(account, Amount::ZERO, Amount::ZERO)));
+            }
+        }
+        // Ways without protected pods are ordered by the victims' smallest share.
+        let is_worse = best.is_some_and(|&(protected, _, Reverse(share), ..)| protected == 0 && largest < share);
+        freed >= missing && !is_worse
     }
 
     /// Returns a way. Of gangs, all pods leave.
@@ -192,8 +248,12 @@ impl<'s, 'w> Search<'s, 'w> {
                 self.one_alone(free, &parts, &rank, &candidates)
             }
             Kind::Priority => {
-                let own: Vec<Candidate> =
-                    own.iter().map(|one| Candidate { on: self.freed_on(one.id, gpu), ..*one }).collect();
+                let on_gpu = |one: &Candidate| Candidate { on: self.freed_on(one.id, gpu), ..*one };
+                let own: Vec<Candidate> = match self.spare() {
+                    Some(_) => own.iter().map(on_gpu).collect(),
+                    // Pods on other GPUs are of no use.
+                    None => self.own_on(gpu),
+                };
                 let over_only =
                     |own: &[Candidate]| own.iter().copied().filter(|one| one.class == Class::Over).collect();
                 self.priority_way(&parts, &rank, own.clone())
@@ -218,12 +278,8 @@ impl<'s, 'w> Search<'s, 'w> {
         Some(i128::from(max) - i128::from(after))
     }
 
-    fn priority_way(&self, parts: &[Part], rank: &Rank, mut own: Vec<Candidate>) -> Option<Vec<Candidate>> {
+    fn priority_way(&self, parts: &[Part], rank: &Rank, own: Vec<Candidate>) -> Option<Vec<Candidate>> {
         let spare = self.spare();
-        if spare.is_none() {
-            // Pods on other GPUs are of no use.
-            own.retain(|one| one.on > Amount::ZERO);
-        }
         let free = self.state.gpus[parts[0].1].free_later(rank);
         let victims = self.leaving(free, &own, spare)?;
         self.is_legal(Kind::Priority, parts, rank, &victims).then_some(victims)
@@ -303,15 +359,35 @@ impl<'s, 'w> Search<'s, 'w> {
     /// quota.
     fn candidates_of_own(&self) -> Vec<Candidate> {
         let accounts = &self.state.accounts;
-        let is_enforced = accounts.quota(self.account).is_enforced();
-        let of_account = |account: usize| {
-            let is_own = if is_enforced { account == self.account } else { !accounts.quota(account).is_enforced() };
-            is_own.then(|| accounts.members(account)).into_iter().flatten()
-        };
-        let priority = accounts.priority(self.taker);
+        let of_account = |account: usize| self.is_own(account).then(|| accounts.members(account)).into_iter().flatten();
         let first = |id: &PodId| self.running_with(*id).next() == Some(*id);
         let pods = (0..accounts.len()).flat_map(of_account).filter(first);
-        self.sorted(pods.filter_map(|id| self.candidate(id, None)).filter(|one| one.priority < priority))
+        let mut own = self.sorted(pods.filter_map(|id| self.own_candidate(id)));
+        if self.spare().is_some() {
+            own.drain(..own.len().saturating_sub(MAX_OVER_MAXIMUM));
+        }
+        own
+    }
+
+    /// Returns the pods that may leave for the pod by priority alone and use a GPU.
+    fn own_on(&self, gpu: usize) -> Vec<Candidate> {
+        let first_on =
+            |id: &PodId| self.running_with(*id).find(|&pod| self.state.gpu_of(pod) == Some(gpu)) == Some(*id);
+        let pods = self.state.gpus[gpu].pods.iter().copied().filter(first_on);
+        let own = pods.filter(|&id| self.is_own(self.state.accounts.account_of(id)));
+        let own = own.filter_map(|id| self.own_candidate(id));
+        self.sorted(own.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
+    }
+
+    /// Returns whether pods of an account may leave for the pod by priority alone.
+    fn is_own(&self, account: usize) -> bool {
+        let accounts = &self.state.accounts;
+        let is_enforced = accounts.quota(self.account).is_enforced();
+        if is_enforced { account == self.account } else { !accounts.quota(account).is_enforced() }
+    }
+
+    fn own_candidate(&self, id: PodId) -> Option<Candidate> {
+        self.candidate(id, None).filter(|one| one.priority < self.state.accounts.priority(self.taker))
     }
 
     /// Returns a pod or its gang, if it runs and is not part of the system.

@@ -305,9 +305,7 @@ impl<'w> Pass<'w> {
         let general = if is_of_cells { self.state.rank(id, Class::Over) } else { self.state.rank_of(&unit) };
         if quota.is_enforced() && !is_within {
             let kept = accounts.kept_from(account, &BTreeMap::new());
-            let left = |gpu: usize| self.state.free_beside_older(gpu, &general).max(0);
-            let all = || (0..self.state.gpus.len()).map(left).sum::<i128>();
-            if kept > Amount::ZERO && all() - charge < i128::from(kept) {
+            if kept > Amount::ZERO && self.state.all_free(&general, false) - charge < i128::from(kept) {
                 return None;
             }
         }
@@ -317,7 +315,8 @@ impl<'w> Pass<'w> {
         let rank_on = |gpu: usize| if is_of_cells { self.state.rank_on(id, gpu) } else { general };
         let pod = self.state.world.pod(id);
         let free = |gpu: usize| (gpu, self.state.gpus[gpu].free(&rank_on(gpu)));
-        let fitting = (0..self.state.gpus.len()).map(free).filter(|&(gpu, free)| free >= charge && pod.may_use(gpu));
+        let large = (0..self.state.gpus.len()).filter(|&gpu| i128::from(self.state.unused[gpu]) >= charge);
+        let fitting = large.map(free).filter(|&(gpu, free)| free >= charge && pod.may_use(gpu));
         // A pod with rights prefers a GPU that its quota owns.
         let key =
             |&(gpu, free): &(usize, i128)| (!(is_of_cells && is_within && accounts.owns(account, gpu)), free, gpu);

@@ -43,7 +43,7 @@ impl Search<'_, '_> {
     }
 
     /// Returns what victims free on each GPU.
-    fn freed_by(&self, victims: &[Candidate]) -> BTreeMap<usize, i128> {
+    pub(super) fn freed_by(&self, victims: &[Candidate]) -> BTreeMap<usize, i128> {
         let mut freed = BTreeMap::new();
         for pod in victims.iter().flat_map(|victim| self.running_with(victim.id)) {
             if let Some(gpu) = self.state.gpu_of(pod) {
@@ -88,8 +88,8 @@ impl Search<'_, '_> {
         }
         let gpus = &self.state.gpus;
         let free_on = |gpu: usize| self.state.free_beside_older(gpu, rank) + gpus[gpu].leaving();
-        let sum = || (0..gpus.len()).map(|gpu| free_on(gpu).max(0)).sum();
-        let mut free: i128 = *self.free[usize::from(rank.class == Class::In)].get_or_init(sum);
+        let mut free: i128 =
+            *self.free[usize::from(rank.class == Class::In)].get_or_init(|| self.state.all_free(rank, true));
         for (&gpu, freed) in freed {
             free += (free_on(gpu) + freed).max(0) - free_on(gpu).max(0);
         }

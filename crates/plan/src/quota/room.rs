@@ -76,6 +76,11 @@ impl GpuRoom {
         self.free(rank) + i128::from(self.leaving)
     }
 
+    /// Returns the room that is free now if no room were kept for pods.
+    pub(super) const fn unused(&self) -> Amount {
+        self.room.minus(self.held)
+    }
+
     /// Returns what leaves.
     pub(super) fn leaving(&self) -> i128 {
         i128::from(self.leaving)

@@ -1,5 +1,5 @@
 //! Accounts and room together, while a pass changes them.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::account::Accounts;
 use super::amount::Amount;
@@ -16,6 +16,12 @@ pub(super) struct State<'w> {
     pub(super) now: Moment,
     pub(super) accounts: Accounts<'w>,
     pub(super) gpus: Vec<GpuRoom>,
+    /// Free room of each GPU if no room were kept for pods. 0 if too much is used.
+    pub(super) unused: Vec<Amount>,
+    /// Sum of `unused`.
+    all_unused: i128,
+    /// GPUs on which room is or was kept for pods, or pods leave. Few.
+    special: BTreeSet<usize>,
     /// GPU of each pod that runs, also of pods released in this pass.
     running: Vec<Option<usize>>,
     /// GPU of each nominated pod.
@@ -63,8 +69,22 @@ impl<'w> State<'w> {
             }
         }
         accounts.add_all(counted.into_iter());
-        let mut state =
-            Self { world, now, accounts, gpus, running, nominated, reserved: BTreeMap::new(), position: usize::MAX };
+        let unused: Vec<Amount> = gpus.iter().map(GpuRoom::unused).collect();
+        let all_unused = unused.iter().map(|&unused| i128::from(unused)).sum();
+        let special = (0..gpus.len()).filter(|&gpu| gpus[gpu].leaving() > 0).collect();
+        let mut state = Self {
+            world,
+            now,
+            accounts,
+            unused,
+            all_unused,
+            special,
+            gpus,
+            running,
+            nominated,
+            reserved: BTreeMap::new(),
+            position: usize::MAX,
+        };
         for at in 0..world.pods.len() {
             if let Some(gpu) = state.nominated[at] {
                 state.keep_room(PodId(at), gpu);
@@ -77,6 +97,7 @@ impl<'w> State<'w> {
     fn keep_room(&mut self, id: PodId, gpu: usize) {
         let Some(class) = self.accounts.class(id) else { return };
         let (pod, rank) = (self.world.pod(id), self.rank(id, class));
+        self.special.insert(gpu);
         self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
     }
 
@@ -119,6 +140,9 @@ impl<'w> State<'w> {
         for &(id, gpu) in parts {
             let charge = self.charge(id);
             self.gpus[gpu].add(id, charge);
+            let unused = self.gpus[gpu].unused();
+            self.all_unused += i128::from(unused) - i128::from(self.unused[gpu]);
+            self.unused[gpu] = unused;
             self.running[id.0] = Some(gpu);
         }
         let now = self.now;
@@ -132,6 +156,7 @@ impl<'w> State<'w> {
         self.accounts.add(parts, |id| Since { at: now, nominated: Some(world.pod(id).created) });
         for &(id, gpu) in parts {
             self.nominated[id.0] = Some(gpu);
+            self.special.insert(gpu);
             self.gpus[gpu].nominate(Nominee { id, rank, charge: world.pod(id).charge });
         }
         self.displace(&rank, parts);
@@ -170,6 +195,7 @@ impl<'w> State<'w> {
     pub(super) fn evict(&mut self, id: PodId) {
         let Some(gpu) = self.running[id.0].take() else { return };
         let charge = self.charge(id);
+        self.special.insert(gpu);
         self.gpus[gpu].leave(id, charge);
         self.accounts.remove(id);
         self.accounts.hold_leaving(id);
@@ -190,6 +216,7 @@ impl<'w> State<'w> {
     fn reserve(&mut self, reservation: Reservation) {
         let Reservation { pod: id, gpu, position } = reservation;
         let (rank, charge) = (self.rank_on(id, gpu), self.charge(id));
+        self.special.insert(gpu);
         self.gpus[gpu].reserve(Some((Nominee { id, rank, charge }, position)));
         self.reserved.insert(rank.account, reservation);
     }
@@ -217,6 +244,22 @@ impl<'w> State<'w> {
     /// other quotas. Pods that have waited longer come first, and others do not matter.
     pub(super) fn free_beside_older(&self, gpu: usize, rank: &Rank) -> i128 {
         self.gpus[gpu].free_before(rank, self.position)
+    }
+
+    /// Returns whether room of a GPU is or was kept for pods, or pods leave it.
+    pub(super) fn is_special(&self, gpu: usize) -> bool {
+        self.special.contains(&gpu)
+    }
+
+    /// Returns the room of all GPUs that counts as free: see [`Self::free_beside_older`]. With
+    /// `later`, pods that leave count as gone.
+    pub(super) fn all_free(&self, rank: &Rank, later: bool) -> i128 {
+        let free = |gpu: usize| {
+            let leaving = if later { self.gpus[gpu].leaving() } else { 0 };
+            (self.free_beside_older(gpu, rank) + leaving).max(0)
+        };
+        let difference = |&gpu: &usize| free(gpu) - i128::from(self.unused[gpu]);
+        self.all_unused + self.special.iter().map(difference).sum::<i128>()
     }
 
     /// Returns whether a pod would use what another pod of its quota, which has waited long and is
