@@ -254,10 +254,10 @@ impl<'s, 'w> Search<'s, 'w> {
                     // Pods on other GPUs are of no use.
                     None => self.own_on(gpu),
                 };
-                let over_only =
-                    |own: &[Candidate]| own.iter().copied().filter(|one| one.class == Class::Over).collect();
-                self.priority_way(&parts, &rank, own.clone())
-                    .or_else(|| self.priority_way(&parts, &rank, over_only(&own)))
+                self.priority_way(&parts, &rank, &own).or_else(|| {
+                    let over: Vec<Candidate> = own.iter().copied().filter(|one| one.class == Class::Over).collect();
+                    self.priority_way(&parts, &rank, &over)
+                })
             }
         }
     }
@@ -278,10 +278,10 @@ impl<'s, 'w> Search<'s, 'w> {
         Some(i128::from(max) - i128::from(after))
     }
 
-    fn priority_way(&self, parts: &[Part], rank: &Rank, own: Vec<Candidate>) -> Option<Vec<Candidate>> {
+    fn priority_way(&self, parts: &[Part], rank: &Rank, own: &[Candidate]) -> Option<Vec<Candidate>> {
         let spare = self.spare();
         let free = self.state.gpus[parts[0].1].free_later(rank);
-        let victims = self.leaving(free, &own, spare)?;
+        let victims = self.leaving(free, own, spare)?;
         self.is_legal(Kind::Priority, parts, rank, &victims).then_some(victims)
     }
 

@@ -27,7 +27,7 @@ pub(super) type Part = (PodId, usize);
 pub(super) struct Gangs {
     /// Gang of each pod.
     of: Vec<Option<usize>>,
-    gangs: Vec<Members>,
+    all: Vec<Members>,
     /// All pods. The slice with one element is the unit of a pod without a gang.
     pods: Vec<PodId>,
 }
@@ -46,14 +46,14 @@ impl Gangs {
     /// Finds the gangs. Pods of different accounts are never of one gang.
     pub(super) fn new(world: &World, account_of: &[usize]) -> Self {
         let mut by_name: BTreeMap<(usize, &str), usize> = BTreeMap::new();
-        let (mut of, mut gangs) = (vec![None; world.pods.len()], Vec::<Members>::new());
+        let (mut of, mut all) = (vec![None; world.pods.len()], Vec::<Members>::new());
         for (at, pod) in world.pods.iter().enumerate() {
             let Some(gang) = &pod.gang else { continue };
-            let index = *by_name.entry((account_of[at], &gang.name)).or_insert(gangs.len());
-            if index == gangs.len() {
-                gangs.push(Members { priority: i32::MIN, ..Members::default() });
+            let index = *by_name.entry((account_of[at], &gang.name)).or_insert(all.len());
+            if index == all.len() {
+                all.push(Members { priority: i32::MIN, ..Members::default() });
             }
-            let members = &mut gangs[index];
+            let members = &mut all[index];
             members.size = members.size.max(gang.size);
             members.priority = members.priority.max(pod.priority);
             match pod.place {
@@ -64,11 +64,11 @@ impl Gangs {
             members.pods.push(PodId(at));
             of[at] = Some(index);
         }
-        for members in &mut gangs {
+        for members in &mut all {
             members.pods.sort_by_key(|id| (&world.pod(*id).name, *id));
             members.waiting.sort_by_key(|id| (&world.pod(*id).name, *id));
         }
-        Self { of, gangs, pods: (0..world.pods.len()).map(PodId).collect() }
+        Self { of, all, pods: (0..world.pods.len()).map(PodId).collect() }
     }
 
     /// Returns the gang of a pod. A pod that left before the pass has none.
@@ -78,32 +78,32 @@ impl Gangs {
 
     /// Returns the pods of a pod's gang, the first name first, or the pod alone.
     pub(super) fn members(&self, id: PodId) -> &[PodId] {
-        self.of[id.0].map_or(&self.pods[id.0..=id.0], |gang| &self.gangs[gang].pods)
+        self.of[id.0].map_or(&self.pods[id.0..=id.0], |gang| &self.all[gang].pods)
     }
 
     /// Returns the pods of a gang.
     pub(super) fn members_of(&self, gang: usize) -> &[PodId] {
-        &self.gangs[gang].pods
+        &self.all[gang].pods
     }
 
     /// Returns the pods of a gang that wait.
     pub(super) fn waiting_of(&self, gang: usize) -> &[PodId] {
-        &self.gangs[gang].waiting
+        &self.all[gang].waiting
     }
 
     /// Returns the pods that are released together with a waiting pod, and the pod.
     pub(super) fn unit(&self, id: PodId) -> &[PodId] {
-        self.of[id.0].map_or(&self.pods[id.0..=id.0], |gang| &self.gangs[gang].waiting)
+        self.of[id.0].map_or(&self.pods[id.0..=id.0], |gang| &self.all[gang].waiting)
     }
 
     /// Returns how many pods of a pod's gang must exist before one is released.
     pub(super) fn size(&self, id: PodId) -> usize {
-        self.of[id.0].map_or(1, |gang| self.gangs[gang].size)
+        self.of[id.0].map_or(1, |gang| self.all[gang].size)
     }
 
     /// Returns the priority of a pod: the highest of its gang.
     pub(super) fn priority(&self, world: &World, id: PodId) -> i32 {
-        self.of[id.0].map_or(world.pod(id).priority, |gang| self.gangs[gang].priority)
+        self.of[id.0].map_or(world.pod(id).priority, |gang| self.all[gang].priority)
     }
 
     /// Returns what a waiting pod's unit costs.

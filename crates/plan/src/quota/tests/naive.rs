@@ -304,7 +304,7 @@ impl Pool {
     }
 
     pub(super) fn sees(rank: &Rank, nominee: &Rank) -> bool {
-        if rank.1 != nominee.1 { rank.1 < nominee.1 } else { rank.0 != nominee.0 || rank.2 <= nominee.2 }
+        if rank.1 == nominee.1 { rank.0 != nominee.0 || rank.2 <= nominee.2 } else { rank.1 < nominee.1 }
     }
 
     pub(super) fn rank_on(&self, pod: usize, gpu: usize) -> Rank {
