@@ -9,7 +9,7 @@ use super::super::state::State;
 use super::super::{Amount, Class, Kind, Mode, Outcome, Owner, Place, Pod, PodId, Wait, World, look};
 use super::config;
 use super::naive::Pool;
-use super::steps::{each_pass, each_step, steps};
+use super::steps::{each_pass, steps};
 use super::worlds::{ANY, Run, Start, count, describe, histories, worlds};
 use crate::ledger::{
     Allocation, DeviceFacts, DeviceRequest, Holder, Holders, Ledger, Moment, NodeFacts, PendingPod, Units,
@@ -120,15 +120,17 @@ proptest! {
     /// What pods within a guarantee use never exceeds the guarantee.
     #[test]
     fn r7_pods_within_a_guarantee_use_no_more_than_the_guarantee(history in histories()) {
-        each_step(&history, |step| {
-            let (pool, classes) = (&step.after, step.after.classes());
+        each_pass(&history, |run, outcome| {
+            let mut after = run.clone();
+            after.apply(outcome);
+            let pool = Pool::at(after.world, run.now);
             for owner in pool.owners().into_iter().filter(|owner| pool.quota(owner).is_enforced()) {
                 let quota = pool.quota(&owner);
-                let within = classes.of.iter().filter(|(pod, class)| **class == Class::In && pool.owner(**pod) == owner);
-                let sum: Amount = within.map(|(pod, _)| pool.world.pods[*pod].charge).sum();
+                let is_within = |pod: &usize| pool.owner(*pod) == owner && outcome.classes[*pod] == Some(Class::In);
+                let gpus: BTreeSet<Option<usize>> = pool.pods().filter(is_within).map(|pod| pool.counts_on(pod)).collect();
                 match quota.cells() {
-                    Some(cells) => assert!(classes.cells(&owner) <= cells, "{step:?}"),
-                    None => assert!(sum <= quota.min(), "{step:?}"),
+                    Some(cells) => assert!(gpus.len() <= cells, "{pool:?}"),
+                    None => assert!(pool.sum(|pod| is_within(&pod)) <= quota.min(), "{pool:?}"),
                 }
             }
         });
