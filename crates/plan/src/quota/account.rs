@@ -206,8 +206,8 @@ impl<'w> Accounts<'w> {
         }
     }
 
-    /// Returns who would own which GPU without some pods. `with_unenforced` includes quotas that are
-    /// not enforced. Returns `None` if no quota guarantees cells.
+    /// Returns who would own which GPU without some pods. `with_unenforced` includes quotas that
+    /// are not enforced. Returns `None` if no quota guarantees cells.
     fn ownership_without(&self, without: &[PodId], with_unenforced: bool) -> Option<Ownership> {
         let cells = self.cells.as_ref()?;
         let occupant = |id: PodId| {
@@ -263,8 +263,8 @@ impl<'w> Accounts<'w> {
         self.account_of[id.0]
     }
 
-    /// Returns the account whose rights a pod has. Quotas that are not enforced give no rights: their
-    /// pods are treated like pods outside of all quotas.
+    /// Returns the account whose rights a pod has. Quotas that are not enforced give no rights:
+    /// their pods are treated like pods outside of all quotas.
     pub(super) fn rights_of(&self, id: PodId) -> usize {
         let account = self.account_of[id.0];
         if self.entries[account].quota.is_enforced() { account } else { self.len() - 1 }

@@ -163,8 +163,8 @@ impl<'s, 'w> Search<'s, 'w> {
         })
     }
 
-    /// Returns whether the pod could fit on a GPU if pods left, and whether this could cost less than
-    /// the best way so far. A quick check that is right if it returns `false`.
+    /// Returns whether the pod could fit on a GPU if pods left, and whether this could cost less
+    /// than the best way so far. A quick check that is right if it returns `false`.
     fn may_be_better(&self, kind: Kind, gpu: usize, own_on: &BTreeMap<usize, i128>, best: Option<&Cost>) -> bool {
         let Some(rank) = self.rank else { return true };
         let missing = i128::from(self.charge) - self.state.gpus[gpu].free_later(&rank);

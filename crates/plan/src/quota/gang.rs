@@ -11,8 +11,8 @@
 //! A gang that waits holds nothing, except room for all of its pods. So two gangs never wait for
 //! each other. Pods that replace lost pods of a running gang are released together too.
 //!
-//! A pod without a gang is treated like a gang of one pod. Such a group of pods is a *unit*, and its
-//! *head* is the waiting pod with the first name.
+//! A pod without a gang is treated like a gang of one pod. Such a group of pods is a *unit*, and
+//! its *head* is the waiting pod with the first name.
 use std::collections::BTreeMap;
 
 use super::amount::Amount;

@@ -328,8 +328,8 @@ impl<'w> Pass<'w> {
         fitting.into_iter().map(|(gpu, _)| vec![(id, gpu)]).find(|parts| self.state.may_release(parts))
     }
 
-    /// Returns the GPUs on which a gang fits now. A gang with a right to cells prefers GPUs on which
-    /// it is within the guarantee.
+    /// Returns the GPUs on which a gang fits now. A gang with a right to cells prefers GPUs on
+    /// which it is within the guarantee.
     fn free_gang_place(&self, id: PodId, general: Rank, has_cells: bool) -> Option<Vec<Part>> {
         let (world, accounts) = (self.state.world, &self.state.accounts);
         let unit = accounts.gangs().unit(id);

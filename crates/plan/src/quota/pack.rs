@@ -9,8 +9,8 @@ use super::world::{PodId, World};
 /// step for each pod if all pods have the same size.
 const MAX_STEPS: usize = 10_000;
 
-/// Finds a GPU for each pod: the large pods first, each on the tightest GPU that leaves room for the
-/// others. `room` is the free room of each GPU, negative if too much is used.
+/// Finds a GPU for each pod: the large pods first, each on the tightest GPU that leaves room for
+/// the others. `room` is the free room of each GPU, negative if too much is used.
 ///
 /// The search is exact up to [`MAX_STEPS`]. Without `restricted`, pods may use all GPUs.
 pub(super) fn pack(world: &World, pods: &[PodId], room: &[i128], restricted: bool) -> Option<Vec<Part>> {

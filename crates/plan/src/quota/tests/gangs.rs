@@ -104,8 +104,8 @@ fn whole_gangs(pool: &Pool) -> Vec<Vec<usize>> {
 proptest! {
     #![proptest_config(config())]
 
-    /// Each pass releases all waiting pods of a gang or none, keeps room for all or none, and evicts
-    /// all or none.
+    /// Each pass releases all waiting pods of a gang or none, keeps room for all or none, and
+    /// evicts all or none.
     #[test]
     fn gangs_start_wait_and_leave_together(history in histories_of(&GANGS)) {
         each_pass(&history, |run, outcome| assert_together(&Pool::at(run.world.clone(), run.now), outcome));
@@ -138,7 +138,8 @@ proptest! {
         });
     }
 
-    /// Pods within a guarantee use no more than the guarantee, and the pods of a gang have one class.
+    /// Pods within a guarantee use no more than the guarantee, and the pods of a gang have one
+    /// class.
     #[test]
     fn gangs_have_one_class(history in histories_of(&GANGS)) {
         each_pass(&history, |run, outcome| {
@@ -177,9 +178,9 @@ proptest! {
         });
     }
 
-    /// The pool comes to rest within 50 passes, though evicted pods are replaced at once, and nobody
-    /// leaves more than three times. No two gangs wait for each other: a gang that waits has no free
-    /// room, and a gang within its guarantee would not fit if all borrowers left.
+    /// The pool comes to rest within 50 passes, though evicted pods are replaced at once, and
+    /// nobody leaves more than three times. No two gangs wait for each other: a gang that waits has
+    /// no free room, and a gang within its guarantee would not fit if all borrowers left.
     #[test]
     fn pools_with_gangs_come_to_rest(start in worlds(&PLAIN)) {
         let rest = simulate(start.0.clone(), 50, |world, outcome| assert_together(&Pool::at(world.clone(), Moment(0)), outcome));
@@ -209,7 +210,8 @@ proptest! {
         }
     }
 
-    /// An empty pool has room for a gang within its guarantee, though other gangs want the same room.
+    /// An empty pool has room for a gang within its guarantee, though other gangs want the same
+    /// room.
     #[test]
     fn in_an_empty_pool_one_of_many_gangs_starts(Start(mut start) in worlds(&PLAIN)) {
         start.pods.iter_mut().for_each(|pod| pod.place = Place::Waiting { nominated: None });
@@ -226,7 +228,8 @@ proptest! {
     }
 
     /// A gang of one pod is treated like a pod, unless it waits for pods to leave: then a gang
-    /// chooses among the pods of all GPUs. In cells, a gang prefers GPUs of which its quota may own enough.
+    /// chooses among the pods of all GPUs. In cells, a gang prefers GPUs of which its quota may own
+    /// enough.
     #[test]
     fn a_gang_of_one_is_a_pod(history in histories_of(&Shape { guarantees: Guarantees::Counts, ..ANY })) {
         each_pass(&history, |run, outcome| {
