@@ -124,7 +124,7 @@ impl<'s, 'w> Search<'s, 'w> {
             let way = self.way_of(parts, &victims);
             return self.holds_after(kind, &way).then(|| (victims.iter().all(|one| !one.is_protected), way));
         }
-        if kind == Kind::Priority && own.is_empty() && !self.state.has_leavers() {
+        if kind == Kind::Priority && own.is_empty() && !self.state.accounts.has_cells() && !self.state.has_leavers() {
             return None;
         }
         let pod = self.state.world.pod(self.taker);

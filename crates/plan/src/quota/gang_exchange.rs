@@ -79,6 +79,10 @@ impl Search<'_, '_> {
 
     /// Returns one candidate that makes room alone and may leave, as for one pod.
     fn gang_alone(&self, rank: &Rank, candidates: &[Candidate]) -> Option<(Vec<Part>, Vec<Candidate>)> {
+        if self.fit(&self.rooms(Kind::FairShare, rank, &[]), self.spare()).is_some() {
+            // The gang fits already, so no pod's leaving makes room.
+            return None;
+        }
         let mut order = candidates.to_vec();
         order.sort_by_cached_key(|one| self.alone_key(one));
         order.into_iter().take(MAX_ALONE).find_map(|one| {

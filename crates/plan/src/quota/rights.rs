@@ -6,6 +6,7 @@ use super::class::Class;
 use super::exchange::{Candidate, Kind, Search};
 use super::gang::Part;
 use super::room::Rank;
+use super::world::PodId;
 
 impl Search<'_, '_> {
     /// Returns whether these victims may leave for the unit.
@@ -21,7 +22,7 @@ impl Search<'_, '_> {
             *sum = sum.plus(victim.charge);
         }
         let freed = self.freed_by(victims);
-        self.add_displaced(parts, rank, &freed, &mut less);
+        self.add_displaced(parts, rank, victims, &freed, &mut less);
         match kind {
             Kind::Reclaim => true,
             Kind::FairShare => {
@@ -58,6 +59,7 @@ impl Search<'_, '_> {
         &self,
         parts: &[Part],
         rank: &Rank,
+        victims: &[Candidate],
         freed: &BTreeMap<usize, i128>,
         less: &mut BTreeMap<usize, Amount>,
     ) {
@@ -72,12 +74,21 @@ impl Search<'_, '_> {
             .filter(|&id| accounts.account_of(id) != self.account)
             .flat_map(|id| accounts.gangs().unit(id).iter().copied())
             .collect();
+        displaced.extend(victims.iter().flat_map(|victim| self.rest_without(victim)));
         displaced.sort_unstable();
         displaced.dedup();
         for id in displaced {
             let sum = less.entry(accounts.account_of(id)).or_default();
             *sum = sum.plus(self.state.charge(id));
         }
+    }
+
+    /// Returns the nominated pods of a victim's gang that are too few without the victim.
+    fn rest_without(&self, victim: &Candidate) -> impl Iterator<Item = PodId> {
+        let gangs = self.state.accounts.gangs();
+        let waiting = gangs.of(victim.id).map(|gang| gangs.waiting_of(gang)).unwrap_or_default();
+        let rest = waiting.iter().copied().filter(|&id| self.state.nominated(id).is_some());
+        rest.filter(move |_| waiting.len() < gangs.size(victim.id))
     }
 
     /// Returns whether enough stays free for other quotas after the exchange.
