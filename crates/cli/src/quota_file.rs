@@ -108,6 +108,7 @@ impl QuotaFile {
             min_runtime_fair_share: 0,
             min_runtime_reclaim: 0,
             budget_patience: None,
+            ageing: None,
             max_preemptors: usize::MAX,
             ..Settings::default()
         };
@@ -189,5 +190,7 @@ fn pod(row: WaitingRow, place: Place, flags: &Flags, quotas: &BTreeMap<String, Q
         borrows: flags.borrow,
         preempts: flags.preempts,
         protected: flags.protected.then_some(Moment(0)),
+        gang: None,
+        gpus: None,
     })
 }

@@ -34,6 +34,8 @@ fn pod(name: &str, quota: &str, tenths: u64, priority: i32, created: u64, gpu: O
         borrows: true,
         preempts: true,
         protected: None,
+        gang: None,
+        gpus: None,
     }
 }
 

@@ -1,6 +1,7 @@
 //! `cleave-bench`: measures Cleave, and compares it with published figures or other policies.
 mod kubelet;
 mod planner;
+mod quotas;
 mod topology;
 mod trace;
 
@@ -18,6 +19,8 @@ enum Cli {
     Kubelet(kubelet::KubeletArgs),
     /// Measure the planner on 10 to 1,000 nodes.
     Planner(planner::PlannerArgs),
+    /// Measure a pass over waiting pods with quotas.
+    Quotas(quotas::QuotasArgs),
     /// Measure the choice of whole GPUs by their links.
     Topology(topology::TopologyArgs),
     /// Measure placement policies on a public GPU trace.
@@ -28,6 +31,7 @@ fn main() -> anyhow::Result<()> {
     match Cli::parse() {
         Cli::Kubelet(args) => kubelet::run(&args),
         Cli::Planner(args) => planner::run(&args),
+        Cli::Quotas(args) => quotas::run(&args),
         Cli::Topology(args) => topology::run(&args),
         Cli::Trace(args) => trace::run(&args),
     }

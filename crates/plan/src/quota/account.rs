@@ -1,10 +1,13 @@
 //! What each quota uses, and the class of each pod.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use super::amount::Amount;
 use super::cells::{Occupant, Ownership};
 use super::class::{Class, FirstFit, Importance, Share, Since};
+use super::gang::{Gangs, Part};
+use super::pack::pack;
 use super::spec::{Mode, Quota};
 use super::world::{Owner, PodId, World};
 
@@ -37,6 +40,7 @@ pub(super) struct Accounts<'w> {
     entries: Vec<Account<'w>>,
     /// Account of each pod.
     account_of: Vec<usize>,
+    gangs: Arc<Gangs>,
     /// Pods that count, by pod.
     counted: Vec<Option<Counted>>,
     /// GPUs that quotas own, if a quota guarantees cells.
@@ -63,6 +67,7 @@ impl<'w> Accounts<'w> {
             Owner::Unnamed => unnamed,
             Owner::Outside => outside,
         });
+        let account_of: Vec<usize> = account_of.collect();
         let nothing = Quota::new(Amount::ZERO);
         let quotas: Vec<Quota> =
             world.quotas.values().copied().chain([nothing, nothing.with_mode(Mode::Count)]).collect();
@@ -70,7 +75,7 @@ impl<'w> Accounts<'w> {
             order: BTreeSet::new(),
             are_enforced: quotas.iter().any(|quota| quota.cells().is_some() && quota.is_enforced()),
             limits: quotas.iter().map(|quota| quota.cells().unwrap_or(0)).collect(),
-            ownership: Ownership::assign(world.gpus.len(), &vec![0; quotas.len()], std::iter::empty()),
+            ownership: Ownership::assign(world.gpus.len(), &vec![0; quotas.len()], &[]),
         });
         let account = |quota| Account {
             quota,
@@ -81,7 +86,8 @@ impl<'w> Accounts<'w> {
         };
         Self {
             world,
-            account_of: account_of.collect(),
+            gangs: Arc::new(Gangs::new(world, &account_of)),
+            account_of,
             counted: vec![None; world.pods.len()],
             entries: quotas.into_iter().map(account).collect(),
             cells,
@@ -97,11 +103,13 @@ impl<'w> Accounts<'w> {
         self.assign_cells();
     }
 
-    /// Counts a pod.
-    pub(super) fn add(&mut self, id: PodId, gpu: usize, since: Since) {
-        self.insert(id, gpu, since);
-        self.count_classes(self.account_of[id.0]);
-        self.assign_cells();
+    /// Counts the pods of a unit, each since the given time.
+    pub(super) fn add(&mut self, parts: &[Part], since: impl Fn(PodId) -> Since) {
+        parts.iter().for_each(|&(id, gpu)| self.insert(id, gpu, since(id)));
+        if let Some((id, _)) = parts.first() {
+            self.count_classes(self.account_of[id.0]);
+            self.assign_cells();
+        }
     }
 
     /// Stops counting a pod.
@@ -125,7 +133,7 @@ impl<'w> Accounts<'w> {
 
     fn importance(&self, id: PodId, since: Since) -> Importance<'w> {
         let pod = self.world.pod(id);
-        Importance { priority: Reverse(pod.priority), since, name: &pod.name, id }
+        Importance { priority: Reverse(self.priority(id)), since, name: &pod.name, id }
     }
 
     fn insert(&mut self, id: PodId, gpu: usize, since: Since) {
@@ -141,22 +149,32 @@ impl<'w> Accounts<'w> {
 
     /// Determines the classes of an account that guarantees an amount.
     fn count_classes(&mut self, account: usize) {
-        let Account { quota, members, over, .. } = &mut self.entries[account];
+        let Account { quota, members, .. } = &self.entries[account];
         if quota.cells().is_some() {
             return;
         }
-        let mut fit = FirstFit::new(quota.min());
-        *over = Amount::ZERO;
-        for member in members.iter() {
+        let (mut fit, mut over) = (FirstFit::new(quota.min()), Amount::ZERO);
+        let mut of_gangs = BTreeMap::new();
+        for member in members {
             let charge = self.world.pod(member.id).charge;
-            let class = fit.next(charge);
+            let class = match self.gangs.of(member.id) {
+                None => fit.next(charge),
+                Some(gang) => *of_gangs.entry(gang).or_insert_with(|| fit.next(self.counted_of(gang, &[]))),
+            };
             if class == Class::Over {
-                *over = over.plus(charge);
+                over = over.plus(charge);
             }
             if let Some(counted) = &mut self.counted[member.id.0] {
                 counted.class = class;
             }
         }
+        self.entries[account].over = over;
+    }
+
+    /// Returns what the pods of a gang cost that count, without some pods.
+    fn counted_of(&self, gang: usize, without: &[PodId]) -> Amount {
+        let pods = self.gangs.members_of(gang).iter().filter(|id| self.counted[id.0].is_some());
+        pods.filter(|id| !without.contains(id)).map(|&id| self.world.pod(id).charge).sum()
     }
 
     /// Determines who owns which GPU, and the classes of accounts that guarantee cells.
@@ -192,7 +210,7 @@ impl<'w> Accounts<'w> {
     /// not enforced. Returns `None` if no quota guarantees cells.
     fn ownership_without(&self, without: &[PodId], with_unenforced: bool) -> Option<Ownership> {
         let cells = self.cells.as_ref()?;
-        let occupants = cells.order.iter().filter(|(_, _, id)| !without.contains(id)).filter_map(|&(_, _, id)| {
+        let occupant = |id: PodId| {
             let (counted, account) = (self.counted[id.0]?, self.account_of[id.0]);
             let quota = &self.entries[account].quota;
             if !quota.is_enforced() && !with_unenforced {
@@ -201,9 +219,43 @@ impl<'w> Accounts<'w> {
             let is_counted = quota.cells().is_none();
             let charge = self.world.pod(id).charge;
             let class = is_counted.then_some(counted.class);
-            Some(Occupant { id, account, gpu: counted.gpu, charge, counted: class })
-        });
-        Some(Ownership::assign(self.world.gpus.len(), &cells.limits, occupants))
+            let gang = self.gangs.of(id);
+            Some(Occupant { id, account, gpu: counted.gpu, charge, counted: class, gang })
+        };
+        let mut seen = BTreeSet::new();
+        let mut occupants = Vec::with_capacity(cells.order.len());
+        for &(_, _, id) in cells.order.iter().filter(|(_, _, id)| !without.contains(id)) {
+            match self.gangs.of(id) {
+                None => occupants.extend(occupant(id)),
+                // A gang counts as one pod, in the place of its first pod.
+                Some(gang) if seen.insert(gang) => {
+                    let stays = self.gangs.members_of(gang).iter().filter(|id| !without.contains(id));
+                    occupants.extend(stays.filter_map(|&id| occupant(id)));
+                }
+                Some(_) => {}
+            }
+        }
+        Some(Ownership::assign(self.world.gpus.len(), &cells.limits, &occupants))
+    }
+
+    /// Returns the gangs.
+    pub(super) fn gangs(&self) -> &Gangs {
+        &self.gangs
+    }
+
+    /// Returns the priority of a pod: the highest of its gang.
+    pub(super) fn priority(&self, id: PodId) -> i32 {
+        self.gangs.priority(self.world, id)
+    }
+
+    /// Returns what a waiting pod's unit costs.
+    pub(super) fn charge(&self, id: PodId) -> Amount {
+        self.gangs.charge(self.world, id)
+    }
+
+    /// Returns the pods of a pod's gang that count, or the pod alone.
+    pub(super) fn counted_with(&self, id: PodId) -> impl Iterator<Item = PodId> {
+        self.gangs.members(id).iter().copied().filter(|member| self.counted[member.0].is_some())
     }
 
     /// Returns the account of a pod.
@@ -279,35 +331,86 @@ impl<'w> Accounts<'w> {
         self.counted[id.0].map(|counted| counted.since)
     }
 
-    /// Returns the class that a pod would have on a GPU after some pods are gone. The pod must not
+    /// Returns the class that a unit would have on GPUs after some pods are gone. The unit must not
     /// count yet. Among pods of equal priority it is the last.
-    pub(super) fn class_with(&self, id: PodId, gpu: usize, without: &[PodId]) -> Class {
+    pub(super) fn class_with(&self, parts: &[Part], without: &[PodId]) -> Class {
+        let Some(&(id, _)) = parts.first() else { return Class::Over };
         let account = self.account_of[id.0];
-        let (pod, Account { quota, members, .. }) = (self.world.pod(id), &self.entries[account]);
+        let Account { quota, members, .. } = &self.entries[account];
         let (Some(limit), Some(cells)) = (quota.cells(), &self.cells) else {
-            let mut fit = FirstFit::new(quota.min());
-            let more_important = members.iter().take_while(|member| member.priority <= Reverse(pod.priority));
-            for member in more_important.filter(|member| !without.contains(&member.id)) {
-                fit.next(self.world.pod(member.id).charge);
-            }
-            return fit.next(pod.charge);
+            return self.count_class_with(quota.min(), members, parts, without);
         };
+        let gpus: Vec<usize> = parts.iter().map(|&(_, gpu)| gpu).collect();
+        let rest_borrows = self.counted_with(id).any(|mate| self.class(mate) == Some(Class::Over));
+        if rest_borrows {
+            return Class::Over;
+        }
         if without.iter().any(|&gone| self.class(gone) == Some(Class::In)) {
             let ownership = self.ownership_without(without, false);
-            return ownership.map_or(Class::Over, |ownership| ownership.class_of_next(account, gpu, limit));
+            return ownership.map_or(Class::Over, |ownership| ownership.class_of_next(account, &gpus, limit));
         }
-        cells.ownership.class_of_next(account, gpu, limit)
+        cells.ownership.class_of_next(account, &gpus, limit)
     }
 
-    /// Returns whether an account is guaranteed room for a pod that does not count yet.
+    fn count_class_with(
+        &self,
+        min: Amount,
+        members: &BTreeSet<Importance<'w>>,
+        parts: &[Part],
+        without: &[PodId],
+    ) -> Class {
+        let (id, charge) = (parts[0].0, parts.iter().map(|(id, _)| self.world.pod(*id).charge).sum::<Amount>());
+        let (priority, own) = (Reverse(self.priority(id)), self.gangs.of(id));
+        let mut fit = FirstFit::new(min);
+        let mut seen = BTreeSet::new();
+        let more_important = members.iter().take_while(|member| member.priority <= priority);
+        for member in more_important.filter(|member| !without.contains(&member.id)) {
+            match self.gangs.of(member.id) {
+                None => {
+                    fit.next(self.world.pod(member.id).charge);
+                }
+                // The rest of the gang counts already. With it the gang has the rest's position.
+                Some(gang) if own == Some(gang) => return fit.next(charge.plus(self.counted_of(gang, without))),
+                Some(gang) if seen.insert(gang) => {
+                    fit.next(self.counted_of(gang, without));
+                }
+                Some(_) => {}
+            }
+        }
+        fit.next(charge)
+    }
+
+    /// Returns whether an account is guaranteed room for a unit that does not count yet.
     pub(super) fn is_within(&self, id: PodId) -> bool {
-        let (account, charge) = (self.account_of[id.0], self.world.pod(id).charge);
+        let (account, charge) = (self.account_of[id.0], self.charge(id));
         let Account { quota, used, .. } = &self.entries[account];
         let (Some(limit), Some(Cells { ownership, .. })) = (quota.cells(), &self.cells) else {
             return used.plus(charge) <= quota.min();
         };
-        let has_room = |gpu: usize| self.world.gpus[gpu].minus(ownership.guaranteed[gpu]) >= charge;
-        ownership.cells[account] < limit || ownership.owned_by(account).any(has_room)
+        let room = |gpu: usize| self.world.gpus[gpu].minus(ownership.guaranteed[gpu]);
+        if let [_] = self.gangs.unit(id) {
+            let has_room = |gpu: usize| room(gpu) >= charge;
+            return ownership.cells[account] < limit || ownership.owned_by(account).any(has_room);
+        }
+        // The gang fits on the quota's GPUs and on GPUs that it may still own, wherever they are.
+        let largest = self.world.gpus.iter().copied().max().unwrap_or_default();
+        let new = limit.saturating_sub(ownership.cells[account]).min(self.gangs.unit(id).len());
+        let owned = ownership.owned_by(account).map(|gpu| i128::from(room(gpu)));
+        let rooms: Vec<i128> = owned.chain(std::iter::repeat_n(i128::from(largest), new)).collect();
+        pack(self.world, self.gangs.unit(id), &rooms, false).is_some()
+    }
+
+    /// Returns which GPUs an account owns: `Some(true)`, or `Some(false)` if nobody owns the GPU.
+    /// Also returns how many GPUs of nobody it may still own.
+    pub(super) fn cells_for(&self, account: usize) -> (impl Fn(usize) -> Option<bool>, usize) {
+        let cells = self.cells.as_ref();
+        let limit = self.quota(account).cells().unwrap_or(0);
+        let new = limit.saturating_sub(cells.map_or(0, |cells| cells.ownership.cells[account]));
+        let is_own = move |gpu: usize| match cells.map(|cells| cells.ownership.owner[gpu])? {
+            Some(owner) => (owner == account).then_some(true),
+            None => Some(false),
+        };
+        (is_own, new)
     }
 
     /// Returns whether an account owns a GPU.

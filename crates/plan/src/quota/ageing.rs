@@ -13,7 +13,7 @@
 //! | one pod of each quota at a time: the first that has waited long | its quota's order stays |
 //! | one reservation on each GPU, the longest waiting pod first | reserved room is unused |
 //! | none if older or more important pods of the quota use its maximum | it might never end |
-
+//! | none for gangs | their pods need room on several GPUs |
 //! **Bound.** Let `E` be the first time at which room is reserved for the pod. If no pod of its
 //! class or of a lower class runs longer than `T`, the pod is released at `E + T` at the latest, by
 //! the next pass. Reasons: all pods on the GPU were released before `E`. Of the possible GPUs, the
@@ -40,9 +40,12 @@ use crate::ledger::Moment;
 /// `queues` are the waiting pods of each account, the most important first.
 pub(super) fn reservations(state: &State<'_>, queues: &[VecDeque<PodId>]) -> Vec<(PodId, usize)> {
     let Some(ageing) = state.world.settings.ageing else { return Vec::new() };
+    let is_alone = |id: &PodId| state.world.pod(*id).gang.is_none();
     let is_old = |id: &PodId| state.world.pod(*id).created.0.saturating_add(ageing) <= state.now.0;
-    let mut old: Vec<PodId> =
-        queues.iter().filter_map(|queue| queue.iter().copied().filter(is_old).find(|&id| may_run(state, id))).collect();
+    let mut old: Vec<PodId> = queues
+        .iter()
+        .filter_map(|queue| queue.iter().copied().filter(is_alone).filter(is_old).find(|&id| may_run(state, id)))
+        .collect();
     old.retain(|&id| state.nominated(id).is_none());
     if old.is_empty() {
         return Vec::new();
@@ -75,7 +78,7 @@ fn may_run(state: &State<'_>, id: PodId) -> bool {
     let is_before = |other: PodId| {
         let is_released =
             accounts.since(other).is_some_and(|since| since.nominated.is_none() && since.at > pod.created);
-        !is_released || state.world.pod(other).priority > pod.priority
+        !is_released || accounts.priority(other) > pod.priority
     };
     let used: Amount =
         accounts.members(account).filter(|&other| is_before(other)).map(|other| state.charge(other)).sum();
@@ -96,11 +99,11 @@ fn last_release(state: &State<'_>, gpu: usize) -> Moment {
 /// Returns whether a pod would fit on a GPU if no pod had been released there after its creation.
 fn is_overtaken_on(state: &State<'_>, id: PodId, gpu: usize) -> bool {
     let (accounts, pod, room) = (&state.accounts, state.world.pod(id), &state.gpus[gpu]);
-    if room.size() < pod.charge {
+    if room.size() < pod.charge || !pod.may_use(gpu) {
         return false;
     }
     let is_of_cells = accounts.quota(accounts.rights_of(id)).cells().is_some();
-    if is_of_cells && accounts.is_within(id) && accounts.class_with(id, gpu, &[]) == Class::Over {
+    if is_of_cells && accounts.is_within(id) && accounts.class_with(&[(id, gpu)], &[]) == Class::Over {
         return false;
     }
     let is_older = |other: &&PodId| accounts.since(**other).is_some_and(|since| since.at <= pod.created);

@@ -4,6 +4,8 @@
 //! were released. A pod of such a quota is within the guarantee if the quota owns the pod's GPU. It
 //! is also within if nobody owns the GPU, and the quota owns fewer GPUs than it is guaranteed. A
 //! GPU belongs to the quota of its first pod within a guarantee.
+use std::collections::BTreeSet;
+
 use super::amount::Amount;
 use super::class::Class;
 use super::world::PodId;
@@ -18,6 +20,8 @@ pub(super) struct Occupant {
     pub(super) charge: Amount,
     /// Class of the pod if its quota guarantees an amount. `None` if its quota guarantees cells.
     pub(super) counted: Option<Class>,
+    /// Gang of the pod. The pods of a gang follow each other.
+    pub(super) gang: Option<usize>,
 }
 
 /// Which account owns each GPU.
@@ -36,36 +40,49 @@ pub(super) struct Ownership {
 impl Ownership {
     /// Assigns GPUs to accounts. Occupants are in the order in which they were released. `limits`
     /// is the number of guaranteed GPUs of each account.
-    pub(super) fn assign(gpus: usize, limits: &[usize], occupants: impl Iterator<Item = Occupant>) -> Self {
+    pub(super) fn assign(gpus: usize, limits: &[usize], occupants: &[Occupant]) -> Self {
         let mut ownership = Self {
             owner: vec![None; gpus],
             cells: vec![0; limits.len()],
             guaranteed: vec![Amount::ZERO; gpus],
             classes: Vec::new(),
         };
-        for Occupant { id, account, gpu, charge, counted } in occupants {
-            let class = counted.unwrap_or_else(|| ownership.class_of_next(account, gpu, limits[account]));
-            if counted.is_none() {
-                ownership.classes.push((id, class));
-            }
-            if class == Class::In {
-                ownership.guaranteed[gpu] = ownership.guaranteed[gpu].plus(charge);
-                if ownership.owner[gpu].is_none() {
-                    ownership.owner[gpu] = Some(account);
-                    ownership.cells[account] += 1;
+        for unit in occupants.chunk_by(|one, next| one.gang.is_some() && one.gang == next.gang) {
+            let Occupant { account, counted, .. } = unit[0];
+            let class = counted.unwrap_or_else(|| match unit {
+                [one] => ownership.class_of_next(account, &[one.gpu], limits[account]),
+                many => {
+                    let gpus: Vec<usize> = many.iter().map(|one| one.gpu).collect();
+                    ownership.class_of_next(account, &gpus, limits[account])
+                }
+            });
+            for &Occupant { id, gpu, charge, .. } in unit {
+                if counted.is_none() {
+                    ownership.classes.push((id, class));
+                }
+                if class == Class::In {
+                    ownership.guaranteed[gpu] = ownership.guaranteed[gpu].plus(charge);
+                    if ownership.owner[gpu].is_none() {
+                        ownership.owner[gpu] = Some(account);
+                        ownership.cells[account] += 1;
+                    }
                 }
             }
         }
         ownership
     }
 
-    /// Returns the class that the next pod of an account has on a GPU.
-    pub(super) fn class_of_next(&self, account: usize, gpu: usize, limit: usize) -> Class {
-        match self.owner[gpu] {
-            Some(owner) if owner == account => Class::In,
-            None if self.cells[account] < limit => Class::In,
-            _ => Class::Over,
-        }
+    /// Returns the class that the next unit of an account has on these GPUs: within the guarantee
+    /// if the account owns all of them, or may own those that nobody owns.
+    pub(super) fn class_of_next(&self, account: usize, gpus: &[usize], limit: usize) -> Class {
+        let is_new = |gpu: usize| self.owner[gpu].is_none();
+        let is_foreign = |&gpu: &usize| self.owner[gpu].is_some_and(|owner| owner != account);
+        let new = match gpus {
+            &[gpu] => usize::from(is_new(gpu)),
+            many => many.iter().filter(|&&gpu| is_new(gpu)).collect::<BTreeSet<_>>().len(),
+        };
+        let is_in = !gpus.iter().any(is_foreign) && (new == 0 || self.cells[account] + new <= limit);
+        if is_in { Class::In } else { Class::Over }
     }
 
     /// Returns the GPUs of an account.
@@ -79,7 +96,7 @@ mod tests {
     use super::*;
 
     fn occupant(id: usize, account: usize, gpu: usize, counted: Option<Class>) -> Occupant {
-        Occupant { id: PodId(id), account, gpu, charge: Amount(5), counted }
+        Occupant { id: PodId(id), account, gpu, charge: Amount(5), counted, gang: None }
     }
 
     #[test]
@@ -94,14 +111,16 @@ mod tests {
             occupant(5, 2, 2, Some(Class::In)),
             occupant(6, 1, 2, None),
         ];
-        let ownership = Ownership::assign(4, &[1, 2, 0], occupants.into_iter());
+        let ownership = Ownership::assign(4, &[1, 2, 0], &occupants);
         assert_eq!(ownership.owner, [Some(0), Some(1), Some(2), None]);
         let classes: Vec<(usize, bool)> =
             ownership.classes.iter().map(|(id, class)| (id.0, *class == Class::In)).collect();
         assert_eq!(classes, [(1, true), (2, false), (3, true), (4, true), (6, false)]);
         assert_eq!(ownership.guaranteed, [Amount(10), Amount(5), Amount(5), Amount(0)]);
         assert_eq!(ownership.owned_by(1).collect::<Vec<_>>(), [1]);
-        let next = |account, gpu, limit| ownership.class_of_next(account, gpu, limit);
+        let next = |account, gpu, limit| ownership.class_of_next(account, &[gpu], limit);
+        let both = [ownership.class_of_next(0, &[0, 3], 1), ownership.class_of_next(0, &[0, 3, 3], 2)];
+        assert_eq!(both, [Class::Over, Class::In], "a gang is within as a whole");
         assert_eq!(
             [next(0, 0, 1), next(0, 3, 1), next(1, 3, 2), next(1, 0, 2)],
             [Class::In, Class::Over, Class::In, Class::Over]

@@ -3,13 +3,13 @@
 //! For each GPU, all pods that may leave are thought away. Then each of them stays if the waiting
 //! pod still fits, the most important first. What remains are the victims. Rules about rights
 //! judge the complete set of victims, because judging them one at a time leads to endless
-//! exchanges.
+//! exchanges. Of a gang, all pods stay or leave.
 use std::cell::OnceCell;
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
 
 use super::amount::Amount;
 use super::class::{Class, Share, Since};
+use super::gang::Part;
 use super::room::Rank;
 use super::state::State;
 use super::world::PodId;
@@ -28,10 +28,10 @@ pub enum Kind {
 /// Pods of this priority and above are never evicted: components of the system.
 const NEVER_EVICTED: i32 = 2_000_000_000;
 
-/// A GPU, and the pods that leave it.
+/// The GPUs for a unit, and the pods that leave.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Way {
-    pub(super) gpu: usize,
+    pub(super) parts: Vec<Part>,
     /// Victims, the most important first.
     pub(super) victims: Vec<PodId>,
 }
@@ -45,17 +45,20 @@ pub(super) enum Found {
     Nothing,
 }
 
-/// A pod that may leave.
+/// A pod or a gang that may leave.
 #[derive(Debug, Clone, Copy)]
-struct Candidate {
-    id: PodId,
-    gpu: usize,
-    account: usize,
-    charge: Amount,
+pub(super) struct Candidate {
+    /// The pod, or the first pod of the gang.
+    pub(super) id: PodId,
+    /// What it frees on the GPU at hand.
+    on: Amount,
+    pub(super) account: usize,
+    /// What all of it costs.
+    pub(super) charge: Amount,
     priority: i32,
     since: Since,
     is_protected: bool,
-    class: Class,
+    pub(super) class: Class,
     share: Share,
 }
 
@@ -64,18 +67,25 @@ type Cost = (usize, bool, Reverse<Option<Share>>, Option<i32>, Amount, i128, usi
 
 /// A search for one waiting pod.
 pub(super) struct Search<'s, 'w> {
-    state: &'s State<'w>,
-    taker: PodId,
-    account: usize,
-    charge: Amount,
+    pub(super) state: &'s State<'w>,
+    /// Head of the unit that waits.
+    pub(super) taker: PodId,
+    pub(super) account: usize,
+    /// What the unit costs.
+    pub(super) charge: Amount,
     /// Free room of all GPUs that a pod of each class sees: of those that borrow, and of others.
-    free: [OnceCell<i128>; 2],
+    pub(super) free: [OnceCell<i128>; 2],
+    /// Rank of the unit, if it does not depend on the GPU.
+    rank: Option<Rank>,
 }
 
 impl<'s, 'w> Search<'s, 'w> {
     pub(super) fn new(state: &'s State<'w>, taker: PodId) -> Self {
-        let account = state.accounts.account_of(taker);
-        Self { state, taker, account, charge: state.charge(taker), free: [OnceCell::new(), OnceCell::new()] }
+        let (accounts, account) = (&state.accounts, state.accounts.account_of(taker));
+        let parts: Vec<Part> = accounts.gangs().unit(taker).iter().map(|&id| (id, 0)).collect();
+        let rank = accounts.quota(account).cells().is_none().then(|| state.rank_of(&parts));
+        let free = [OnceCell::new(), OnceCell::new()];
+        Self { state, taker, account, charge: accounts.charge(taker), free, rank }
     }
 
     /// Finds pods to evict for a pod. `is_over_max` means that the pod's quota would exceed its
@@ -94,33 +104,61 @@ impl<'s, 'w> Search<'s, 'w> {
         if is_protected { Found::Protected } else { Found::Nothing }
     }
 
+    /// Returns the rank of the unit on GPUs.
+    pub(super) fn rank_of(&self, parts: &[Part]) -> Rank {
+        self.rank.unwrap_or_else(|| self.state.rank_of(parts))
+    }
+
     /// Returns the best way of a kind, and whether it evicts no protected pod.
     fn best(&self, kind: Kind) -> Option<(bool, Way)> {
         let own: Vec<Candidate> = match kind {
             Kind::Priority => self.candidates_of_own(),
             _ => Vec::new(),
         };
-        let ways = (0..self.state.gpus.len()).filter_map(|gpu| {
-            let victims = self.way(kind, gpu, &own)?;
-            let names = victims.iter().map(|victim| victim.id).collect();
-            Some((cost(&victims), Way { gpu, victims: names }))
-        });
-        if !self.state.accounts.has_cells() {
-            let best = ways.min_by(|(one, a), (other, b)| (one, a.gpu).cmp(&(other, b.gpu)));
-            return best.map(|((protected, ..), way)| (protected == 0, way));
+        if self.state.accounts.gangs().of(self.taker).is_some() {
+            let (parts, victims) = self.gang_way(kind, own)?;
+            let way = self.way_of(parts, &victims);
+            return self.holds_after(kind, &way).then(|| (victims.iter().all(|one| !one.is_protected), way));
         }
-        let mut ways: Vec<(Cost, Way)> = ways.collect();
-        ways.sort_by(|(one, a), (other, b)| (one, a.gpu).cmp(&(other, b.gpu)));
-        let best = ways.into_iter().find(|(_, way)| self.holds_after(kind, way));
-        best.map(|((protected, ..), way)| (protected == 0, way))
+        if kind == Kind::Priority && own.is_empty() && !self.state.has_leavers() {
+            return None;
+        }
+        let pod = self.state.world.pod(self.taker);
+        let gpus = (0..self.state.gpus.len()).filter(|&gpu| pod.may_use(gpu));
+        let ways = gpus.filter_map(|gpu| Some((self.way(kind, gpu, &own)?, gpu)));
+        let mut ways: Vec<(Cost, usize, Vec<Candidate>)> =
+            ways.map(|(victims, gpu)| (cost(&victims), gpu, victims)).collect();
+        ways.sort_by(|(one, a, _), (other, b, _)| (one, a).cmp(&(other, b)));
+        ways.into_iter().find_map(|((protected, ..), gpu, victims)| {
+            let way = self.way_of(vec![(self.taker, gpu)], &victims);
+            self.holds_after(kind, &way).then_some((protected == 0, way))
+        })
+    }
+
+    /// Returns a way. Of gangs, all pods leave.
+    fn way_of(&self, parts: Vec<Part>, victims: &[Candidate]) -> Way {
+        Way { parts, victims: self.pods_of(victims) }
+    }
+
+    /// Returns the pods of candidates.
+    pub(super) fn pods_of(&self, candidates: &[Candidate]) -> Vec<PodId> {
+        candidates.iter().flat_map(|one| self.running_with(one.id)).collect()
+    }
+
+    /// Returns the running pods of a pod's gang, or the pod.
+    pub(super) fn running_with(&self, id: PodId) -> impl Iterator<Item = PodId> {
+        self.state.accounts.counted_with(id).filter(|&pod| self.state.gpu_of(pod).is_some())
     }
 
     /// Returns whether the rules hold in the state after an exchange. In a pool with cells, an
     /// exchange can change who owns GPUs, and so the classes of other pods.
     fn holds_after(&self, kind: Kind, way: &Way) -> bool {
+        if !self.state.accounts.has_cells() {
+            return true;
+        }
         let mut after = self.state.clone();
         way.victims.iter().for_each(|victim| after.evict(*victim));
-        after.nominate(self.taker, way.gpu, self.state.rank_on(self.taker, way.gpu));
+        after.nominate(&way.parts, self.rank_of(&way.parts));
         let share = |account: usize| after.accounts.share(account, Amount::ZERO, Amount::ZERO);
         let is_fair = |victim: &PodId| share(self.account) <= share(self.state.accounts.account_of(*victim));
         let holds = match kind {
@@ -136,7 +174,8 @@ impl<'s, 'w> Search<'s, 'w> {
         if self.state.gpus[gpu].size() < self.charge {
             return None;
         }
-        let rank = self.state.rank_on(self.taker, gpu);
+        let parts = [(self.taker, gpu)];
+        let rank = self.rank_of(&parts);
         match kind {
             Kind::Reclaim | Kind::FairShare => {
                 let is_of_cells = self.state.accounts.quota(self.account).cells().is_some();
@@ -146,50 +185,66 @@ impl<'s, 'w> Search<'s, 'w> {
                 }
                 let candidates = self.candidates_on(gpu, kind);
                 let free = self.state.gpus[gpu].free_later(&rank);
-                let victims = self.leaving(gpu, free, &candidates, None)?;
-                if self.is_legal(kind, gpu, &rank, &victims) {
+                let victims = self.leaving(free, &candidates, None)?;
+                if self.is_legal(kind, &parts, &rank, &victims) {
                     return Some(victims);
                 }
-                self.one_alone(gpu, free, &rank, &candidates)
+                self.one_alone(free, &parts, &rank, &candidates)
             }
             Kind::Priority => {
+                let own: Vec<Candidate> =
+                    own.iter().map(|one| Candidate { on: self.freed_on(one.id, gpu), ..*one }).collect();
                 let over_only =
                     |own: &[Candidate]| own.iter().copied().filter(|one| one.class == Class::Over).collect();
-                self.priority_way(gpu, &rank, own.to_vec()).or_else(|| self.priority_way(gpu, &rank, over_only(own)))
+                self.priority_way(&parts, &rank, own.clone())
+                    .or_else(|| self.priority_way(&parts, &rank, over_only(&own)))
             }
         }
     }
 
-    fn priority_way(&self, gpu: usize, rank: &Rank, mut own: Vec<Candidate>) -> Option<Vec<Candidate>> {
-        let accounts = &self.state.accounts;
-        let quota = accounts.quota(self.account);
-        let after = |used: Amount| used.plus(self.charge);
-        let max = quota.max().filter(|max| quota.is_enforced() && after(accounts.used(self.account)) > *max);
-        if max.is_none() {
-            // Pods on other GPUs are of no use.
-            own.retain(|one| one.gpu == gpu);
-        }
-        let free = self.state.gpus[gpu].free_later(rank);
-        let spare = max.map(|max| i128::from(max) - i128::from(after(accounts.used(self.account))));
-        let victims = self.leaving(gpu, free, &own, spare)?;
-        self.is_legal(Kind::Priority, gpu, rank, &victims).then_some(victims)
+    /// Returns what a pod or its gang uses of a GPU.
+    fn freed_on(&self, id: PodId, gpu: usize) -> Amount {
+        let on = self.running_with(id).filter(|&pod| self.state.gpu_of(pod) == Some(gpu));
+        on.map(|pod| self.state.charge(pod)).sum()
     }
 
-    /// Returns the candidates that leave so that the pod fits. Candidates are in the order in which
-    /// they stay. `spare` is what is left of the quota's maximum, negative if it is exceeded.
-    fn leaving(&self, gpu: usize, free: i128, candidates: &[Candidate], spare: Option<i128>) -> Option<Vec<Candidate>> {
-        let on_gpu = |one: &&Candidate| one.gpu == gpu;
+    /// Returns what would be left of the quota's maximum if the unit were released and no pod left:
+    /// a negative number, or `None` if the maximum is not exceeded.
+    pub(super) fn spare(&self) -> Option<i128> {
+        let (accounts, account) = (&self.state.accounts, self.account);
+        let after = accounts.used(account).plus(self.charge);
+        let quota = accounts.quota(account);
+        let max = quota.max().filter(|max| quota.is_enforced() && after > *max)?;
+        Some(i128::from(max) - i128::from(after))
+    }
+
+    fn priority_way(&self, parts: &[Part], rank: &Rank, mut own: Vec<Candidate>) -> Option<Vec<Candidate>> {
+        let spare = self.spare();
+        if spare.is_none() {
+            // Pods on other GPUs are of no use.
+            own.retain(|one| one.on > Amount::ZERO);
+        }
+        let free = self.state.gpus[parts[0].1].free_later(rank);
+        let victims = self.leaving(free, &own, spare)?;
+        self.is_legal(Kind::Priority, parts, rank, &victims).then_some(victims)
+    }
+
+    /// Returns the candidates that leave so that the pod fits on a GPU. Candidates are in the order
+    /// in which they stay. `spare` is what is left of the quota's maximum, negative if it is
+    /// exceeded.
+    fn leaving(&self, free: i128, candidates: &[Candidate], spare: Option<i128>) -> Option<Vec<Candidate>> {
+        let on = |all: i128, one: &Candidate| all + i128::from(one.on);
         let sum = |all: i128, one: &Candidate| all + i128::from(one.charge);
-        let mut free = candidates.iter().filter(on_gpu).fold(free - i128::from(self.charge), sum);
+        let mut free = candidates.iter().fold(free - i128::from(self.charge), on);
         let mut spare = spare.map(|spare| candidates.iter().fold(spare, sum));
         if free < 0 || spare.is_some_and(|spare| spare < 0) {
             return None;
         }
         let leaves = |one: &&Candidate| {
-            let charge = i128::from(one.charge);
-            let stays = (one.gpu != gpu || free >= charge) && spare.is_none_or(|spare| spare >= charge);
+            let (on, charge) = (i128::from(one.on), i128::from(one.charge));
+            let stays = free >= on && spare.is_none_or(|spare| spare >= charge);
             if stays {
-                free -= if one.gpu == gpu { charge } else { 0 };
+                free -= on;
                 spare = spare.map(|spare| spare - charge);
             }
             !stays
@@ -199,99 +254,48 @@ impl<'s, 'w> Search<'s, 'w> {
 
     /// Returns one candidate that makes room alone and may leave: the lowest priority, then the
     /// smallest, then the youngest.
-    fn one_alone(&self, gpu: usize, free: i128, rank: &Rank, candidates: &[Candidate]) -> Option<Vec<Candidate>> {
-        let helps = |one: &&Candidate| free + i128::from(one.charge) >= i128::from(self.charge);
-        let may_leave = |one: &&Candidate| self.is_legal(Kind::FairShare, gpu, rank, &[**one]);
-        let name = |one: &Candidate| &self.state.world.pod(one.id).name;
-        let key = |one: &&Candidate| (one.is_protected, one.priority, one.charge, Reverse((one.since, name(one))));
-        candidates.iter().filter(helps).filter(may_leave).min_by_key(key).map(|one| vec![*one])
+    fn one_alone(&self, free: i128, parts: &[Part], rank: &Rank, candidates: &[Candidate]) -> Option<Vec<Candidate>> {
+        let helps = |one: &&Candidate| free + i128::from(one.on) >= i128::from(self.charge);
+        let may_leave = |one: &&Candidate| self.is_legal(Kind::FairShare, parts, rank, &[**one]);
+        let one = candidates.iter().filter(helps).filter(may_leave).min_by_key(|one| self.alone_key(one));
+        one.map(|one| vec![*one])
     }
 
-    /// Returns whether these victims may leave for the pod.
-    fn is_legal(&self, kind: Kind, gpu: usize, rank: &Rank, victims: &[Candidate]) -> bool {
-        let accounts = &self.state.accounts;
-        let quota = accounts.quota(self.account);
-        if !quota.is_enforced() {
-            return true;
-        }
-        let mut less: BTreeMap<usize, Amount> = BTreeMap::new();
-        for victim in victims {
-            let sum = less.entry(victim.account).or_default();
-            *sum = sum.plus(victim.charge);
-        }
-        if kind != Kind::Reclaim {
-            self.add_displaced(gpu, rank, victims, &mut less);
-        }
-        match kind {
-            Kind::Reclaim => true,
-            Kind::FairShare => {
-                let share = accounts.share(self.account, self.charge, Amount::ZERO);
-                let after = |account: usize| accounts.share(account, Amount::ZERO, less[&account]);
-                victims.iter().all(|victim| share <= after(victim.account))
-                    && self.leaves_kept_room(rank, victims, &less)
-            }
-            Kind::Priority => {
-                let used = accounts.used(self.account);
-                let own = less.get(&self.account).copied().unwrap_or_default();
-                let after = used.plus(self.charge).minus(own);
-                let names: Vec<PodId> = victims.iter().map(|victim| victim.id).collect();
-                let all_over = victims.iter().all(|victim| victim.class == Class::Over);
-                quota.max().is_none_or(|max| after <= max)
-                    && (all_over || accounts.class_with(self.taker, gpu, &names) == Class::In)
-                    && (after <= quota.min() || after <= used || self.leaves_kept_room(rank, victims, &less))
-            }
-        }
-    }
-
-    /// Adds what accounts lose whose pods' nominations would be withdrawn.
-    fn add_displaced(&self, gpu: usize, rank: &Rank, victims: &[Candidate], less: &mut BTreeMap<usize, Amount>) {
-        let freed: Amount = victims.iter().filter(|victim| victim.gpu == gpu).map(|victim| victim.charge).sum();
-        for id in self.state.displaced(rank, gpu, i128::from(freed) - i128::from(self.charge)) {
-            let account = self.state.accounts.account_of(id);
-            if account != self.account {
-                let sum = less.entry(account).or_default();
-                *sum = sum.plus(self.state.charge(id));
-            }
-        }
-    }
-
-    /// Returns whether enough stays free for other quotas after the exchange.
-    fn leaves_kept_room(&self, rank: &Rank, victims: &[Candidate], less: &BTreeMap<usize, Amount>) -> bool {
-        let kept = self.state.accounts.kept_from(self.account, less);
-        if kept == Amount::ZERO {
-            return true;
-        }
-        let gpus = &self.state.gpus;
-        let free_on = |gpu: usize| self.state.free_beside_older(gpu, rank) + gpus[gpu].leaving();
-        let sum = || (0..gpus.len()).map(|gpu| free_on(gpu).max(0)).sum();
-        let mut free: i128 = *self.free[usize::from(rank.class == Class::In)].get_or_init(sum);
-        let mut freed: BTreeMap<usize, i128> = BTreeMap::new();
-        for victim in victims {
-            *freed.entry(victim.gpu).or_default() += i128::from(victim.charge);
-        }
-        for (gpu, freed) in freed {
-            free += (free_on(gpu) + freed).max(0) - free_on(gpu).max(0);
-        }
-        free - i128::from(self.charge) >= i128::from(kept)
+    /// Returns the position of a candidate in the order in which one leaves alone.
+    pub(super) fn alone_key(&self, one: &Candidate) -> impl Ord + use<'s, 'w> {
+        let name = &self.state.world.pod(one.id).name;
+        (one.is_protected, one.priority, one.charge, Reverse((one.since, name)))
     }
 
     /// Returns the pods of other quotas on a GPU that may leave, in the order in which they stay.
     fn candidates_on(&self, gpu: usize, kind: Kind) -> Vec<Candidate> {
-        let settings = &self.state.world.settings;
-        let min_runtime = match kind {
-            Kind::Reclaim => settings.min_runtime_reclaim,
-            _ => settings.min_runtime_fair_share,
-        };
-        let may_leave = |one: &Candidate| {
-            let is_old = one.since.at.0.saturating_add(min_runtime) <= self.state.now.0;
-            one.account != self.account && one.class == Class::Over && is_old
-        };
         let pods = self.state.gpus[gpu].pods.iter();
-        let patience = settings.budget_patience.filter(|_| kind == Kind::Reclaim);
-        self.sorted(
-            pods.filter_map(|&id| self.candidate(id, patience))
-                .filter(|one| may_leave(one) && self.state.accounts.quota(one.account).is_enforced()),
-        )
+        let first_on =
+            |id: &PodId| self.running_with(*id).find(|&pod| self.state.gpu_of(pod) == Some(gpu)) == Some(*id);
+        let of_others = pods.copied().filter(first_on).filter_map(|id| self.candidate_of_others(id, kind));
+        self.sorted(of_others.map(|one| Candidate { on: self.freed_on(one.id, gpu), ..one }))
+    }
+
+    /// Returns all pods of other quotas that may leave, in the order in which they stay.
+    pub(super) fn candidates_of_others(&self, kind: Kind) -> Vec<Candidate> {
+        let first = |id: &PodId| self.running_with(*id).next() == Some(*id);
+        let pods = (0..self.state.world.pods.len()).map(PodId).filter(|&id| self.state.gpu_of(id).is_some());
+        self.sorted(pods.filter(first).filter_map(|id| self.candidate_of_others(id, kind)))
+    }
+
+    fn candidate_of_others(&self, id: PodId, kind: Kind) -> Option<Candidate> {
+        let (accounts, settings) = (&self.state.accounts, &self.state.world.settings);
+        let account = accounts.account_of(id);
+        if account == self.account || accounts.class(id) != Some(Class::Over) || !accounts.quota(account).is_enforced()
+        {
+            return None;
+        }
+        let (min_runtime, patience) = match kind {
+            Kind::Reclaim => (settings.min_runtime_reclaim, settings.budget_patience),
+            _ => (settings.min_runtime_fair_share, None),
+        };
+        let one = self.candidate(id, patience)?;
+        (one.since.at.0.saturating_add(min_runtime) <= self.state.now.0).then_some(one)
     }
 
     /// Returns the pods of lower priority that may leave for the pod by priority alone. These are
@@ -300,31 +304,35 @@ impl<'s, 'w> Search<'s, 'w> {
     fn candidates_of_own(&self) -> Vec<Candidate> {
         let accounts = &self.state.accounts;
         let is_enforced = accounts.quota(self.account).is_enforced();
-        let is_own = |id: &PodId| {
-            let account = accounts.account_of(*id);
-            if is_enforced { account == self.account } else { !accounts.quota(account).is_enforced() }
+        let of_account = |account: usize| {
+            let is_own = if is_enforced { account == self.account } else { !accounts.quota(account).is_enforced() };
+            is_own.then(|| accounts.members(account)).into_iter().flatten()
         };
-        let priority = self.state.world.pod(self.taker).priority;
-        let pods = (0..self.state.world.pods.len()).map(PodId).filter(is_own);
+        let priority = accounts.priority(self.taker);
+        let first = |id: &PodId| self.running_with(*id).next() == Some(*id);
+        let pods = (0..accounts.len()).flat_map(of_account).filter(first);
         self.sorted(pods.filter_map(|id| self.candidate(id, None)).filter(|one| one.priority < priority))
     }
 
-    /// Returns a pod that runs and is not part of the system.
+    /// Returns a pod or its gang, if it runs and is not part of the system.
     fn candidate(&self, id: PodId, patience: Option<u64>) -> Option<Candidate> {
-        let (state, pod) = (self.state, self.state.world.pod(id));
-        let gpu = state.gpu_of(id).filter(|_| pod.priority < NEVER_EVICTED)?;
-        let account = state.accounts.account_of(id);
+        let (state, accounts) = (self.state, &self.state.accounts);
+        let priority = accounts.priority(id);
+        let gpu = state.gpu_of(id).filter(|_| priority < NEVER_EVICTED)?;
+        let account = accounts.account_of(id);
         let is_kept = |since: u64| patience.is_none_or(|patience| state.now.0 < since.saturating_add(patience));
+        let is_protected = |id: PodId| state.world.pod(id).protected.is_some_and(|since| is_kept(since.0));
+        let first = self.running_with(id).next()?;
         Some(Candidate {
-            id,
-            gpu,
+            id: first,
+            on: if first == id { state.charge(id) } else { self.freed_on(id, gpu) },
             account,
-            charge: pod.charge,
-            priority: pod.priority,
-            since: state.accounts.since(id)?,
-            is_protected: pod.protected.is_some_and(|since| is_kept(since.0)),
-            class: state.accounts.class(id)?,
-            share: state.accounts.share(account, Amount::ZERO, Amount::ZERO),
+            charge: self.running_with(id).map(|pod| state.charge(pod)).sum(),
+            priority,
+            since: self.running_with(id).filter_map(|pod| accounts.since(pod)).min()?,
+            is_protected: self.running_with(id).any(is_protected),
+            class: accounts.class(id)?,
+            share: accounts.share(account, Amount::ZERO, Amount::ZERO),
         })
     }
 

@@ -6,6 +6,8 @@ use super::ageing::reservations;
 use super::amount::Amount;
 use super::class::{Class, Share};
 use super::exchange::{Found, Kind, Search, Way};
+use super::gang::Part;
+use super::pack::pack;
 use super::room::Rank;
 use super::state::State;
 use super::world::{Place, PodId, World};
@@ -25,7 +27,7 @@ pub struct Released {
 pub struct Exchange {
     /// Why they leave.
     pub kind: Kind,
-    /// The pod that gets their room.
+    /// The pod that gets their room. For a gang this is the waiting pod with the first name.
     pub taker: PodId,
     /// The pods that leave, the most important first.
     pub victims: Vec<PodId>,
@@ -48,6 +50,8 @@ pub enum Wait {
     Protected,
     /// No GPU is large enough.
     NoGpuFits,
+    /// Pods of its gang are missing.
+    GangIncomplete,
     /// Other pods come first: one pass looks for victims for a few pods only, or a pod of its quota
     /// that is as important has waited long.
     Later,
@@ -64,6 +68,7 @@ impl Wait {
             Self::WaitsForGuarantee => "WaitsForGuarantee",
             Self::Protected => "Protected",
             Self::NoGpuFits => "NoGpuFits",
+            Self::GangIncomplete => "GangIncomplete",
             Self::Later => "Later",
         }
     }
@@ -72,7 +77,7 @@ impl Wait {
 /// What a pass decides.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Outcome {
-    /// Pods to release, in the order of the decisions.
+    /// Pods to release, in the order of the decisions. The pods of a gang follow each other.
     pub released: Vec<Released>,
     /// Pods to evict, in the order of the decisions.
     pub exchanges: Vec<Exchange>,
@@ -96,12 +101,12 @@ pub fn look(world: &World, now: Moment) -> Outcome {
 /// A pass.
 pub(super) struct Pass<'w> {
     pub(super) state: State<'w>,
-    /// Waiting pods by the account whose rights they have, the most important first.
+    /// Heads of waiting units by the account whose rights they have, the most important first.
     queues: Vec<VecDeque<PodId>>,
     pub(super) outcome: Outcome,
-    /// Size of the largest GPU.
-    largest: Amount,
-    /// Number of pods for which victims may still be searched.
+    /// Whether a pod's unit would not even fit if all GPUs were empty. `false` for other pods.
+    never_fits: Vec<bool>,
+    /// Number of units for which victims may still be searched.
     preemptors: usize,
 }
 
@@ -109,8 +114,8 @@ pub(super) struct Pass<'w> {
 type Turn<'w> = (Option<Share>, Reverse<i32>, Moment, &'w str, PodId);
 
 enum Decision {
-    Release(usize),
-    Nominate(usize, Rank),
+    Release(Vec<Part>),
+    Nominate(Vec<Part>, Rank),
     Exchange(Kind, Way),
     Wait(Wait),
 }
@@ -119,18 +124,24 @@ impl<'w> Pass<'w> {
     pub(super) fn new(world: &'w World, now: Moment) -> Self {
         let mut state = State::new(world, now);
         let mut queues = vec![VecDeque::new(); state.accounts.len()];
+        let mut outcome = Outcome::default();
         let mut waiting: Vec<PodId> = (0..world.pods.len()).map(PodId).collect();
         waiting.retain(|id| matches!(world.pod(*id).place, Place::Waiting { .. }));
-        waiting.sort_by_key(|&id| {
-            let pod = world.pod(id);
-            (Reverse(pod.priority), pod.created, &pod.name, id)
+        let gangs = state.accounts.gangs();
+        let incomplete = waiting.iter().filter(|&&id| !state.is_complete(id));
+        outcome.waits.extend(incomplete.map(|&id| (id, Wait::GangIncomplete)));
+        waiting.retain(|&id| state.is_complete(id) && gangs.unit(id).first() == Some(&id));
+        waiting.sort_by_cached_key(|&id| {
+            (Reverse(state.accounts.priority(id)), gangs.created(world, id), &world.pod(id).name, id)
         });
+        let mut never_fits = vec![false; world.pods.len()];
+        let largest = world.gpus.iter().copied().max().unwrap_or_default();
         for id in waiting {
+            never_fits[id.0] = !fits_in_empty_pool(world, gangs.unit(id), largest);
             queues[state.accounts.rights_of(id)].push_back(id);
         }
         state.reserve_all(reservations(&state, &queues));
-        let largest = world.gpus.iter().copied().max().unwrap_or_default();
-        Self { state, queues, outcome: Outcome::default(), largest, preemptors: world.settings.max_preemptors }
+        Self { state, queues, outcome, never_fits, preemptors: world.settings.max_preemptors }
     }
 
     /// Takes the next waiting pod. Pods that cannot get room come first, so that they delay nobody.
@@ -145,8 +156,7 @@ impl<'w> Pass<'w> {
 
     /// Returns whether no GPU is large enough for a pod, or it waits for its quota's guarantee.
     fn is_hopeless(&self, id: PodId) -> bool {
-        let pod = self.state.world.pod(id);
-        pod.charge > self.largest || !pod.borrows && self.state.nominated(id).is_none() && !self.may_borrow(id)
+        self.never_fits[id.0] || self.state.nominated(id).is_none() && !self.may_borrow(id)
     }
 
     /// Returns whether a pod that does not count yet may use room: it is within its quota's
@@ -154,19 +164,20 @@ impl<'w> Pass<'w> {
     fn may_borrow(&self, id: PodId) -> bool {
         let accounts = &self.state.accounts;
         let is_enforced = accounts.quota(accounts.account_of(id)).is_enforced();
-        !is_enforced || self.state.world.pod(id).borrows || accounts.is_within(id)
+        let borrows = |id: &PodId| self.state.world.pod(*id).borrows;
+        !is_enforced || accounts.gangs().unit(id).iter().all(borrows) || accounts.is_within(id)
     }
 
     fn turn(&self, id: PodId) -> Turn<'w> {
-        let (accounts, pod) = (&self.state.accounts, self.state.world.pod(id));
-        let account = accounts.rights_of(id);
+        let accounts = &self.state.accounts;
+        let (account, charge) = (accounts.rights_of(id), accounts.charge(id));
         let share = match self.state.nominated(id) {
-            None if !accounts.quota(account).is_enforced() => Some(accounts.share(account, pod.charge, Amount::ZERO)),
+            None if !accounts.quota(account).is_enforced() => Some(accounts.share(account, charge, Amount::ZERO)),
             Some(_) if !accounts.quota(account).is_enforced() => {
                 Some(accounts.share(account, Amount::ZERO, Amount::ZERO))
             }
             None if accounts.is_within(id) => None,
-            None => Some(accounts.share(account, pod.charge, Amount::ZERO)),
+            None => Some(accounts.share(account, charge, Amount::ZERO)),
             // The pod counts already.
             Some(_) if accounts.quota(account).cells().is_some() => match accounts.class(id) {
                 Some(Class::In) => None,
@@ -175,27 +186,31 @@ impl<'w> Pass<'w> {
             Some(_) if accounts.used(account) <= accounts.quota(account).min() => None,
             Some(_) => Some(accounts.share(account, Amount::ZERO, Amount::ZERO)),
         };
-        (share, Reverse(pod.priority), pod.created, &pod.name, id)
+        let world = self.state.world;
+        let created = accounts.gangs().created(world, id);
+        (share, Reverse(accounts.priority(id)), created, &world.pod(id).name, id)
     }
 
+    /// Decides for a unit. `id` is its head.
     pub(super) fn decide(&mut self, id: PodId) {
         let reservation = self.state.start_turn(id);
         let class = self.state.accounts.class(id);
-        let own_place = self.state.withdraw(id).zip(class).map(|(gpu, class)| (gpu, self.state.rank(id, class)));
+        let parts = self.state.withdraw(id);
+        let own_place = class.filter(|_| !parts.is_empty()).map(|class| (parts, self.state.rank(id, class)));
         let wait = match self.decision(id, own_place) {
-            Decision::Release(gpu) => {
-                self.state.release(id, gpu);
-                self.outcome.released.push(Released { pod: id, gpu });
+            Decision::Release(parts) => {
+                self.state.release(&parts);
+                self.outcome.released.extend(parts.into_iter().map(|(pod, gpu)| Released { pod, gpu }));
                 return;
             }
-            Decision::Nominate(gpu, rank) => {
-                self.state.nominate(id, gpu, rank);
+            Decision::Nominate(parts, rank) => {
+                self.state.nominate(&parts, rank);
                 Wait::Nominated
             }
-            Decision::Exchange(kind, Way { gpu, victims }) => {
-                let rank = self.state.rank_on(id, gpu);
+            Decision::Exchange(kind, Way { parts, victims }) => {
+                let rank = self.state.rank_of(&parts);
                 victims.iter().for_each(|victim| self.state.evict(*victim));
-                self.state.nominate(id, gpu, rank);
+                self.state.nominate(&parts, rank);
                 if !victims.is_empty() {
                     self.outcome.exchanges.push(Exchange { kind, taker: id, victims });
                 }
@@ -206,36 +221,40 @@ impl<'w> Pass<'w> {
                 wait
             }
         };
-        self.outcome.waits.insert(id, wait);
+        self.outcome.waits.extend(self.state.accounts.gangs().unit(id).iter().map(|&pod| (pod, wait)));
     }
 
-    fn decision(&mut self, id: PodId, own_place: Option<(usize, Rank)>) -> Decision {
-        let (accounts, pod) = (&self.state.accounts, self.state.world.pod(id));
-        let account = accounts.account_of(id);
+    fn decision(&mut self, id: PodId, own_place: Option<(Vec<Part>, Rank)>) -> Decision {
+        let accounts = &self.state.accounts;
+        let (account, charge) = (accounts.account_of(id), accounts.charge(id));
         let quota = accounts.quota(account);
         let max = quota.max().filter(|_| quota.is_enforced());
         let is_within = accounts.is_within(id);
+        if !self.state.is_complete(id) {
+            return Decision::Wait(Wait::GangIncomplete);
+        }
         if !self.may_borrow(id) {
             return Decision::Wait(Wait::WaitsForGuarantee);
         }
-        if pod.charge > self.largest {
+        if self.never_fits[id.0] {
             return Decision::Wait(Wait::NoGpuFits);
         }
-        if max.is_some_and(|max| pod.charge > max) {
+        if max.is_some_and(|max| charge > max) {
             return Decision::Wait(Wait::LargerThanMax);
         }
-        let is_over_max = max.is_some_and(|max| accounts.held(account).plus(pod.charge) > max);
+        let is_over_max = max.is_some_and(|max| accounts.held(account).plus(charge) > max);
         if let Some(decision) = own_place.and_then(|place| self.own_place(id, place, is_over_max, max)) {
             return decision;
         }
         if self.state.overtakes(id) {
             return Decision::Wait(Wait::Later);
         }
-        if let Some(gpu) = (!is_over_max).then(|| self.free_gpu(id, is_within)).flatten() {
-            return Decision::Release(gpu);
+        if let Some(parts) = (!is_over_max).then(|| self.free_place(id, is_within)).flatten() {
+            return Decision::Release(parts);
         }
         let wait = if is_over_max { Wait::OverMax } else { Wait::NoRoom };
-        if !pod.preempts {
+        let preempts = |id: &PodId| self.state.world.pod(*id).preempts;
+        if !accounts.gangs().unit(id).iter().all(preempts) {
             return Decision::Wait(wait);
         }
         if self.preemptors == 0 {
@@ -254,30 +273,36 @@ impl<'w> Pass<'w> {
     fn own_place(
         &self,
         id: PodId,
-        (gpu, rank): (usize, Rank),
+        (parts, rank): (Vec<Part>, Rank),
         is_over_max: bool,
         max: Option<Amount>,
     ) -> Option<Decision> {
-        let (accounts, charge) = (&self.state.accounts, self.state.charge(id));
-        let room = &self.state.gpus[gpu];
-        if !is_over_max && room.unreserved(&rank) >= i128::from(charge) {
-            return Some(Decision::Release(gpu));
+        let accounts = &self.state.accounts;
+        let mut wanted: BTreeMap<usize, Amount> = BTreeMap::new();
+        for &(pod, gpu) in &parts {
+            let sum = wanted.entry(gpu).or_default();
+            *sum = sum.plus(self.state.charge(pod));
         }
-        let is_allowed = max.is_none_or(|max| accounts.used(accounts.account_of(id)).plus(charge) <= max);
-        (is_allowed && room.unreserved_later(&rank) >= i128::from(charge)).then_some(Decision::Nominate(gpu, rank))
+        let gpus = &self.state.gpus;
+        if !is_over_max && wanted.iter().all(|(&gpu, &wanted)| gpus[gpu].unreserved(&rank) >= i128::from(wanted)) {
+            return Some(Decision::Release(parts));
+        }
+        let used = accounts.used(accounts.account_of(id)).plus(accounts.charge(id));
+        let fits_later = |(&gpu, &wanted): (&usize, &Amount)| gpus[gpu].unreserved_later(&rank) >= i128::from(wanted);
+        let is_allowed = max.is_none_or(|max| used <= max) && wanted.iter().all(fits_later);
+        is_allowed.then_some(Decision::Nominate(parts, rank))
     }
 
-    /// Returns the GPU on which the pod fits now, with the least free room. A borrower leaves
+    /// Returns the GPUs on which the unit fits now, with the least free room. A borrower leaves
     /// enough free for others.
-    fn free_gpu(&self, id: PodId, is_within: bool) -> Option<usize> {
+    fn free_place(&self, id: PodId, is_within: bool) -> Option<Vec<Part>> {
         let accounts = &self.state.accounts;
-        let (account, charge) = (accounts.account_of(id), i128::from(self.state.charge(id)));
+        let (account, charge) = (accounts.account_of(id), i128::from(accounts.charge(id)));
         let quota = accounts.quota(account);
         let is_of_cells = quota.cells().is_some() && quota.is_enforced();
-        // In cells only a pod within the guarantee has a class that depends on the GPU.
-        let general = if is_of_cells { self.state.rank(id, Class::Over) } else { self.state.rank_on(id, 0) };
-        let rank_on = |gpu: usize| if is_of_cells { self.state.rank_on(id, gpu) } else { general };
-        let free = |gpu: usize, rank: &Rank| self.state.gpus[gpu].free(rank);
+        let unit: Vec<Part> = accounts.gangs().unit(id).iter().map(|&pod| (pod, 0)).collect();
+        // In cells only a unit within the guarantee has a class that depends on the GPU.
+        let general = if is_of_cells { self.state.rank(id, Class::Over) } else { self.state.rank_of(&unit) };
         if quota.is_enforced() && !is_within {
             let kept = accounts.kept_from(account, &BTreeMap::new());
             let left = |gpu: usize| self.state.free_beside_older(gpu, &general).max(0);
@@ -286,17 +311,37 @@ impl<'w> Pass<'w> {
                 return None;
             }
         }
-        let fitting =
-            (0..self.state.gpus.len()).map(|gpu| (gpu, free(gpu, &rank_on(gpu)))).filter(|(_, free)| *free >= charge);
+        if accounts.gangs().of(id).is_some() {
+            return self.free_gang_place(id, general, is_of_cells && is_within);
+        }
+        let rank_on = |gpu: usize| if is_of_cells { self.state.rank_on(id, gpu) } else { general };
+        let pod = self.state.world.pod(id);
+        let free = |gpu: usize| (gpu, self.state.gpus[gpu].free(&rank_on(gpu)));
+        let fitting = (0..self.state.gpus.len()).map(free).filter(|&(gpu, free)| free >= charge && pod.may_use(gpu));
         // A pod with rights prefers a GPU that its quota owns.
         let key =
             |&(gpu, free): &(usize, i128)| (!(is_of_cells && is_within && accounts.owns(account, gpu)), free, gpu);
         if !accounts.has_cells() {
-            return fitting.min_by_key(key).map(|(gpu, _)| gpu);
+            return fitting.min_by_key(key).map(|(gpu, _)| vec![(id, gpu)]);
         }
         let mut fitting: Vec<(usize, i128)> = fitting.collect();
         fitting.sort_by_key(key);
-        fitting.into_iter().map(|(gpu, _)| gpu).find(|&gpu| self.state.may_release(id, gpu))
+        fitting.into_iter().map(|(gpu, _)| vec![(id, gpu)]).find(|parts| self.state.may_release(parts))
+    }
+
+    /// Returns the GPUs on which a gang fits now. A gang with a right to cells prefers GPUs on which
+    /// it is within the guarantee.
+    fn free_gang_place(&self, id: PodId, general: Rank, has_cells: bool) -> Option<Vec<Part>> {
+        let (world, accounts) = (self.state.world, &self.state.accounts);
+        let unit = accounts.gangs().unit(id);
+        let free = |rank: &Rank| self.state.gpus.iter().map(|gpu| gpu.free(rank)).collect::<Vec<i128>>();
+        let in_cells = || {
+            let rooms = accounts.only_cells(accounts.account_of(id), free(&self.state.rank(id, Class::In)));
+            pack(world, unit, &rooms, true).filter(|parts| accounts.class_with(parts, &[]) == Class::In)
+        };
+        let may_release = |parts: &Vec<Part>| self.state.may_release(parts);
+        let parts = has_cells.then(in_cells).flatten().filter(may_release);
+        parts.or_else(|| pack(world, unit, &free(&general), true).filter(may_release))
     }
 
     pub(super) fn finish(self) -> Outcome {
@@ -311,5 +356,20 @@ impl<'w> Pass<'w> {
         }
         outcome.classes = all().map(|id| state.accounts.class(id)).collect();
         outcome
+    }
+}
+
+/// Returns whether a unit fits if all GPUs are empty. `largest` is the size of the largest GPU.
+fn fits_in_empty_pool(world: &World, unit: &[PodId], largest: Amount) -> bool {
+    match unit {
+        &[id] => {
+            let pod = world.pod(id);
+            let fits = |(gpu, size): (usize, &Amount)| *size >= pod.charge && pod.may_use(gpu);
+            pod.charge <= largest && (pod.gpus.is_none() || world.gpus.iter().enumerate().any(fits))
+        }
+        many => {
+            let rooms: Vec<i128> = world.gpus.iter().map(|&size| size.into()).collect();
+            pack(world, many, &rooms, true).is_some()
+        }
     }
 }

@@ -11,10 +11,14 @@
 //! | `world` | the pods, GPUs and quotas of a pool |
 //! | `class` | classes of pods, shares of quotas, and the order of pods in a quota |
 //! | `cells` | classes and ownership of GPUs for `guarantee: Cells` |
+//! | `gang` | pods that are released, counted and evicted together |
+//! | `pack` | GPUs for several pods at once |
 //! | `account` | what each quota uses, and the class of each pod |
 //! | `room` | free room of each GPU, and room that is nominated |
 //! | `state` | accounts and room together, while a pass changes them |
 //! | `exchange` | which pods leave so that another fits |
+//! | `gang_exchange` | which pods leave so that a gang fits |
+//! | `rights` | whether these pods may leave |
 //! | `ageing` | which pods have waited so long that room is reserved for them |
 //! | `look` | one pass over the waiting pods |
 //! | `simulate` | passes until nothing changes |
@@ -27,7 +31,11 @@ mod amount;
 mod cells;
 mod class;
 mod exchange;
+mod gang;
+mod gang_exchange;
 mod look;
+mod pack;
+mod rights;
 mod room;
 mod simulate;
 mod spec;
@@ -42,4 +50,4 @@ pub use exchange::Kind;
 pub use look::{Exchange, Outcome, Released, Wait, look};
 pub use simulate::{Leave, Rest, Restless, simulate};
 pub use spec::{Guarantee, InvalidQuota, Mode, Namespaces, Quota, QuotaSpec, Unit};
-pub use world::{Owner, Place, Pod, PodId, Settings, World};
+pub use world::{Gang, Owner, Place, Pod, PodId, Settings, World};

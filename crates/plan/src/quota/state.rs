@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use super::account::Accounts;
 use super::amount::Amount;
 use super::class::{Class, Since};
+use super::gang::{Gangs, Part};
 use super::room::{GpuRoom, Nominee, Rank};
 use super::world::{Place, PodId, World};
 use crate::ledger::Moment;
@@ -54,11 +55,11 @@ impl<'w> State<'w> {
                         accounts.hold_leaving(id);
                     }
                 }
-                Place::Waiting { nominated: Some(gpu) } => {
+                Place::Waiting { nominated: Some(gpu) } if keeps_room(world, accounts.gangs(), id) => {
                     nominated[at] = Some(gpu);
                     counted.push((id, gpu, Since { at: now, nominated: Some(pod.created) }));
                 }
-                Place::Waiting { nominated: None } => {}
+                Place::Waiting { .. } => {}
             }
         }
         accounts.add_all(counted.into_iter());
@@ -79,20 +80,27 @@ impl<'w> State<'w> {
         self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
     }
 
+    /// Returns what a pod costs, without the rest of its gang.
     pub(super) fn charge(&self, id: PodId) -> Amount {
         self.world.pod(id).charge
     }
 
     /// Returns the rank that a waiting pod has on a GPU.
     pub(super) fn rank_on(&self, id: PodId, gpu: usize) -> Rank {
-        self.rank(id, self.accounts.class_with(id, gpu, &[]))
+        self.rank_of(&[(id, gpu)])
+    }
+
+    /// Returns the rank that a waiting unit has on GPUs.
+    pub(super) fn rank_of(&self, parts: &[Part]) -> Rank {
+        let class = self.accounts.class_with(parts, &[]);
+        parts.first().map_or(Rank { account: 0, class, priority: i32::MIN }, |&(id, _)| self.rank(id, class))
     }
 
     /// Returns the rank of a pod of a class. The class gives rights only if the quota is enforced.
     pub(super) fn rank(&self, id: PodId, class: Class) -> Rank {
         let account = self.accounts.rights_of(id);
         let class = if self.accounts.quota(account).is_enforced() { class } else { Class::Over };
-        Rank { account, class, priority: self.world.pod(id).priority }
+        Rank { account, class, priority: self.accounts.priority(id) }
     }
 
     /// Returns the GPU of a pod that runs.
@@ -105,39 +113,71 @@ impl<'w> State<'w> {
         self.nominated[id.0]
     }
 
-    /// Releases a pod to a GPU.
-    pub(super) fn release(&mut self, id: PodId, gpu: usize) {
-        let (rank, charge) = (self.rank_on(id, gpu), self.charge(id));
-        self.gpus[gpu].add(id, charge);
-        self.running[id.0] = Some(gpu);
-        self.accounts.add(id, gpu, Since { at: self.now, nominated: None });
-        self.displace(&rank, gpu);
+    /// Releases the pods of a unit to GPUs.
+    pub(super) fn release(&mut self, parts: &[Part]) {
+        let rank = self.rank_of(parts);
+        for &(id, gpu) in parts {
+            let charge = self.charge(id);
+            self.gpus[gpu].add(id, charge);
+            self.running[id.0] = Some(gpu);
+        }
+        let now = self.now;
+        self.accounts.add(parts, |_| Since { at: now, nominated: None });
+        self.displace(&rank, parts);
     }
 
-    /// Keeps room of a GPU for a pod.
-    pub(super) fn nominate(&mut self, id: PodId, gpu: usize, rank: Rank) {
-        let pod = self.world.pod(id);
-        self.accounts.add(id, gpu, Since { at: self.now, nominated: Some(pod.created) });
-        self.nominated[id.0] = Some(gpu);
-        self.gpus[gpu].nominate(Nominee { id, rank, charge: pod.charge });
-        self.displace(&rank, gpu);
+    /// Keeps room of GPUs for the pods of a unit.
+    pub(super) fn nominate(&mut self, parts: &[Part], rank: Rank) {
+        let (world, now) = (self.world, self.now);
+        self.accounts.add(parts, |id| Since { at: now, nominated: Some(world.pod(id).created) });
+        for &(id, gpu) in parts {
+            self.nominated[id.0] = Some(gpu);
+            self.gpus[gpu].nominate(Nominee { id, rank, charge: world.pod(id).charge });
+        }
+        self.displace(&rank, parts);
     }
 
-    /// Keeps no more room for a pod. Returns the GPU.
-    pub(super) fn withdraw(&mut self, id: PodId) -> Option<usize> {
-        let gpu = self.nominated[id.0].take()?;
-        self.gpus[gpu].withdraw(id);
-        self.accounts.remove(id);
-        Some(gpu)
+    /// Keeps no more room for a pod and the rest of its unit. Returns the GPUs, or nothing if no
+    /// room was kept.
+    pub(super) fn withdraw(&mut self, id: PodId) -> Vec<Part> {
+        let unit = self.accounts.gangs().unit(id).to_vec();
+        let take = |id: PodId| Some((id, self.nominated[id.0].take()?));
+        let parts: Vec<Part> = unit.into_iter().filter_map(take).collect();
+        for &(id, gpu) in &parts {
+            self.gpus[gpu].withdraw(id);
+            self.accounts.remove(id);
+        }
+        parts
     }
 
-    /// Evicts a pod. It holds its room until it is gone, and has no rights.
+    /// Returns whether pods leave.
+    pub(super) fn has_leavers(&self) -> bool {
+        self.gpus.iter().any(|gpu| gpu.leaving() > 0)
+    }
+
+    /// Returns whether enough pods of a waiting pod's gang exist: they wait, or run and were not
+    /// evicted.
+    pub(super) fn is_complete(&self, id: PodId) -> bool {
+        let gangs = self.accounts.gangs();
+        let is_present = |pod: &&PodId| {
+            self.running[pod.0].is_some() || matches!(self.world.pod(**pod).place, Place::Waiting { .. })
+        };
+        gangs.of(id).is_none() || gangs.members(id).iter().filter(is_present).count() >= gangs.size(id)
+    }
+
+    /// Evicts a pod. It holds its room until it is gone, and has no rights. If its gang is not
+    /// complete without it, no room is kept for the rest.
     pub(super) fn evict(&mut self, id: PodId) {
         let Some(gpu) = self.running[id.0].take() else { return };
         let charge = self.charge(id);
         self.gpus[gpu].leave(id, charge);
         self.accounts.remove(id);
         self.accounts.hold_leaving(id);
+        let gangs = self.accounts.gangs();
+        let waiting = gangs.of(id).and_then(|gang| gangs.waiting_of(gang).first().copied());
+        if let Some(head) = waiting.filter(|&head| self.nominated(head).is_some() && !self.is_complete(head)) {
+            self.withdraw(head);
+        }
     }
 
     /// Reserves room for pods that have waited long. The first of them comes first.
@@ -182,10 +222,10 @@ impl<'w> State<'w> {
     /// Returns whether a pod would use what another pod of its quota, which has waited long and is
     /// as important, needs of the quota's maximum or guarantee.
     pub(super) fn overtakes(&self, id: PodId) -> bool {
-        let (account, pod) = (self.accounts.rights_of(id), self.world.pod(id));
+        let (accounts, account) = (&self.accounts, self.accounts.rights_of(id));
         let reserved = self.reserved.get(&account).map(|reservation| self.world.pod(reservation.pod));
-        let Some(first) = reserved.filter(|first| first.priority >= pod.priority) else { return false };
-        let (accounts, both) = (&self.accounts, pod.charge.plus(first.charge));
+        let Some(first) = reserved.filter(|first| first.priority >= accounts.priority(id)) else { return false };
+        let both = accounts.charge(id).plus(first.charge);
         let quota = accounts.quota(account);
         let exceeds_max = quota.max().is_some_and(|max| accounts.held(account).plus(both) > max);
         let is_within = !first.borrows && quota.cells().is_none();
@@ -205,30 +245,41 @@ impl<'w> State<'w> {
         within.all(|id| is_within(after, id))
     }
 
-    /// Returns whether a pod may be released to a GPU without a loss for nominated pods.
-    pub(super) fn may_release(&self, id: PodId, gpu: usize) -> bool {
-        let account = self.accounts.account_of(id);
-        let is_own = |other: usize| self.accounts.account_of(PodId(other)) == account;
-        let is_near = |(other, at): (usize, &Option<usize>)| at.is_some_and(|at| at == gpu || is_own(other));
+    /// Returns whether a unit may be released to GPUs without a loss for nominated pods.
+    pub(super) fn may_release(&self, parts: &[Part]) -> bool {
+        let is_own = |other: usize| {
+            let account = self.accounts.account_of(PodId(other));
+            parts.iter().any(|&(id, _)| self.accounts.account_of(id) == account)
+        };
+        let is_on = |at: usize| parts.iter().any(|&(_, gpu)| gpu == at);
+        let is_near = |(other, at): (usize, &Option<usize>)| at.is_some_and(|at| is_on(at) || is_own(other));
         if !self.accounts.has_cells() || !self.nominated.iter().enumerate().any(is_near) {
             return true;
         }
         let mut after = self.clone();
-        after.release(id, gpu);
+        after.release(parts);
         self.keeps_guarantees_in(&after)
     }
 
     /// Withdraws nominations of lower rank whose room has been taken.
-    fn displace(&mut self, rank: &Rank, gpu: usize) {
-        for id in self.displaced(rank, gpu, 0) {
-            self.withdraw(id);
+    fn displace(&mut self, rank: &Rank, parts: &[Part]) {
+        for &(_, gpu) in parts {
+            for id in self.displaced(rank, gpu, 0) {
+                self.withdraw(id);
+            }
         }
     }
 
     /// Returns the nominated pods of lower rank for which a GPU has no room, after `more` of its
-    /// room is freed.
+    /// room is freed. The rest of their gangs loses its room too.
     pub(super) fn displaced(&self, rank: &Rank, gpu: usize, more: i128) -> Vec<PodId> {
         let world = self.world;
         self.gpus[gpu].displaced(rank, more, |id: PodId| (world.pod(id).created, &world.pod(id).name))
     }
+}
+
+/// Returns whether a nomination is valid: of a gang, room is kept for all pods or for none.
+fn keeps_room(world: &World, gangs: &Gangs, id: PodId) -> bool {
+    let is_nominated = |id: &PodId| matches!(world.pod(*id).place, Place::Waiting { nominated: Some(_) });
+    gangs.members(id).len() >= gangs.size(id) && gangs.unit(id).iter().all(is_nominated)
 }

@@ -1,5 +1,6 @@
 //! The pods, GPUs and quotas of one pool, as a pass reads them.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use super::amount::Amount;
 use super::spec::Quota;
@@ -46,6 +47,18 @@ pub enum Place {
     },
 }
 
+/// Pods that are of use only together. They are released together, counted as one pod, and evicted
+/// together.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Gang {
+    /// Name of the gang. Pods with the same owner and the same name are one gang, so a name must
+    /// include the namespace if a quota has several.
+    pub name: String,
+    /// Number of pods without which none of them is released. If pods of a gang disagree, the
+    /// largest number is valid.
+    pub size: usize,
+}
+
 /// A pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pod {
@@ -67,6 +80,17 @@ pub struct Pod {
     pub preempts: bool,
     /// Since when a disruption budget refuses to evict the pod. `None` if the pod may be evicted.
     pub protected: Option<Moment>,
+    /// The gang of the pod. Most pods have none.
+    pub gang: Option<Gang>,
+    /// The GPUs that the pod may use, as indexes of [`World::gpus`]. `None` means all.
+    pub gpus: Option<Arc<BTreeSet<usize>>>,
+}
+
+impl Pod {
+    /// Returns whether the pod may use a GPU.
+    pub fn may_use(&self, gpu: usize) -> bool {
+        self.gpus.as_ref().is_none_or(|gpus| gpus.contains(&gpu))
+    }
 }
 
 /// Settings of the cluster. Durations are in seconds.

@@ -81,6 +81,8 @@ impl Stream {
             borrows: !matches!(self.limit, Limit::Never),
             preempts: true,
             protected: None,
+            gang: None,
+            gpus: None,
         }
     }
 
@@ -135,7 +137,6 @@ impl Stream {
             if outcome.released.iter().any(|released| released.pod.0 == 0) {
                 return seconds;
             }
-            if std::env::var("TRACE").is_ok() { println!("{}{:?}", super::worlds::describe(&run.world), outcome); }
             run.apply(&outcome);
             run.replace(false);
         }
@@ -188,9 +189,4 @@ fn no_room_is_reserved_beside_older_pods() {
     world.pods.push(stream.pod(9, 2, 5, 11));
     let released: Vec<usize> = look(&world, Moment(20)).released.iter().map(|released| released.pod.0).collect();
     assert_eq!(released, [2]);
-}
-#[test]
-fn trace_me() {
-    let stream = Stream { limit: Limit::Max, gpus: 2, large: 7, ageing: 1, runtime: 5, running: vec![(2, 1, 1), (2, 1, 0), (0, 4, 0), (0, 2, 1)], arriving: vec![(0, 4), (2, 2), (3, 1), (3, 4)] };
-    println!("{}", stream.wait(20));
 }

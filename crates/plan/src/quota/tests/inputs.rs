@@ -17,7 +17,7 @@ use crate::ledger::{
 
 /// An outcome with names instead of positions. Pods that are not in the filter are left out.
 #[derive(Debug, PartialEq, Eq)]
-struct Named {
+pub(super) struct Named {
     released: Vec<(String, usize)>,
     exchanges: Vec<(Kind, String, Vec<String>)>,
     nominations: BTreeMap<String, usize>,
@@ -25,7 +25,7 @@ struct Named {
     classes: BTreeMap<String, Option<Class>>,
 }
 
-fn named(world: &World, outcome: &Outcome, of: impl Fn(&Pod) -> bool) -> Named {
+pub(super) fn named(world: &World, outcome: &Outcome, of: impl Fn(&Pod) -> bool) -> Named {
     let name = |id: PodId| world.pod(id).name.clone();
     let is_included = |id: &PodId| of(world.pod(*id));
     let released = outcome.released.iter().filter(|released| is_included(&released.pod));
@@ -48,7 +48,7 @@ fn named(world: &World, outcome: &Outcome, of: impl Fn(&Pod) -> bool) -> Named {
 }
 
 /// Checks that a state equals the state that is built from its pods.
-fn assert_rebuilt(kept: &State<'_>, pool: &Pool) {
+pub(super) fn assert_rebuilt(kept: &State<'_>, pool: &Pool) {
     let rebuilt = State::new(&pool.world, pool.now);
     let show = || describe(&pool.world);
     for account in 0..kept.accounts.len() {
@@ -63,7 +63,8 @@ fn assert_rebuilt(kept: &State<'_>, pool: &Pool) {
     for pod in (0..pool.world.pods.len()).map(PodId) {
         let facts = |state: &State<'_>| {
             let accounts = &state.accounts;
-            let within = accounts.class(pod).is_none().then(|| accounts.is_within(pod));
+            let waits = matches!(pool.world.pod(pod).place, Place::Waiting { nominated: None });
+            let within = waits.then(|| accounts.is_within(pod));
             (accounts.class(pod), accounts.since(pod), state.gpu_of(pod), state.nominated(pod), within)
         };
         assert_eq!(facts(kept), facts(&rebuilt), "{}", show());
@@ -265,6 +266,8 @@ fn r11_a_quota_that_only_counts_has_classes() {
         borrows: true,
         preempts: true,
         protected: None,
+        gang: None,
+        gpus: None,
     };
     let world = World {
         gpus: vec![super::worlds::tenths(10)],

@@ -10,6 +10,7 @@
 //! | `rest` | R5, R6: what holds when nothing changes any more |
 //! | `inputs` | R7 to R11: what does not depend on what |
 //! | `ageing` | a stream of small pods does not starve a large pod |
+//! | `gangs` | pods that start, wait and leave together |
 //! | `models` | R12, R13: agreement with the naive model, and speed |
 //!
 //! `cargo test` runs the same [`WORLDS`] worlds for each property each time, so that it never fails
@@ -17,6 +18,7 @@
 //! random.
 mod ageing;
 mod exchanges;
+mod gangs;
 mod inputs;
 mod models;
 mod naive;

@@ -1,6 +1,6 @@
 //! The rules of quotas, written as plainly as possible: sums are added up anew each time.
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use super::super::{Amount, Class, Mode, Owner, Place, Quota, Share, World};
@@ -144,17 +144,21 @@ impl Pool {
         let mut classes = BTreeMap::new();
         let counting: Vec<usize> = self.pods().filter(|&pod| self.counts_on(pod).is_some()).collect();
         let mut important = counting.clone();
-        important
-            .sort_by_key(|&pod| (Reverse(self.world.pods[pod].priority), self.since(pod), &self.world.pods[pod].name));
+        important.sort_by_key(|&pod| (Reverse(self.priority(pod)), self.since(pod), &self.world.pods[pod].name));
         let mut left: BTreeMap<Owner, Amount> = BTreeMap::new();
         for pod in important {
+            if classes.contains_key(&pod) {
+                continue;
+            }
             let owner = self.owner(pod);
             let left = left.entry(owner.clone()).or_insert_with(|| self.quota(&owner).min());
-            let is_within = self.charge(pod) <= *left;
+            let gang: Vec<usize> = counting.iter().copied().filter(|&other| self.are_together(pod, other)).collect();
+            let charge = self.sum(|other| gang.contains(&other));
+            let is_within = charge <= *left;
             if is_within {
-                *left = left.minus(self.charge(pod));
+                *left = left.minus(charge);
             }
-            classes.insert(pod, if is_within { Class::In } else { Class::Over });
+            classes.extend(gang.into_iter().map(|pod| (pod, if is_within { Class::In } else { Class::Over })));
         }
         if self.world.quotas.values().all(|quota| !has_cells(quota)) {
             let gpus = self.world.gpus.len();
@@ -179,26 +183,58 @@ impl Pool {
         let mut classes = Classes { of: counted, owner: vec![None; gpus], guaranteed: vec![Amount::ZERO; gpus] };
         let mut oldest: Vec<usize> = counting.to_vec();
         oldest.sort_by_key(|&pod| (self.since(pod), &self.world.pods[pod].name));
+        let mut seen = BTreeSet::new();
         for pod in oldest {
-            let (owner, gpu) = (self.owner(pod), self.counts_on(pod).unwrap());
-            if has_cells(&self.quota(&owner)) {
-                classes.of.insert(pod, self.class_in_cells(&classes, &owner, gpu));
+            if !seen.insert(pod) {
+                continue;
             }
-            if classes.of[&pod] == Class::In {
-                classes.guaranteed[gpu] = classes.guaranteed[gpu].plus(self.charge(pod));
-                classes.owner[gpu].get_or_insert(owner);
+            let owner = self.owner(pod);
+            let gang: Vec<usize> = counting.iter().copied().filter(|&other| self.are_together(pod, other)).collect();
+            let gpus: Vec<usize> = gang.iter().filter_map(|&pod| self.counts_on(pod)).collect();
+            seen.extend(gang.iter().copied());
+            if has_cells(&self.quota(&owner)) {
+                let class = self.class_in_cells(&classes, &owner, &gpus);
+                gang.iter().for_each(|&pod| {
+                    classes.of.insert(pod, class);
+                });
+            }
+            for (pod, gpu) in gang.into_iter().zip(gpus) {
+                if classes.of[&pod] == Class::In {
+                    classes.guaranteed[gpu] = classes.guaranteed[gpu].plus(self.charge(pod));
+                    classes.owner[gpu].get_or_insert(owner.clone());
+                }
             }
         }
         classes
     }
 
-    pub(super) fn class_in_cells(&self, classes: &Classes, owner: &Owner, gpu: usize) -> Class {
+    pub(super) fn class_in_cells(&self, classes: &Classes, owner: &Owner, gpus: &[usize]) -> Class {
         let limit = self.quota(owner).cells().unwrap();
-        match &classes.owner[gpu] {
-            Some(other) if other == owner => Class::In,
-            None if classes.cells(owner) < limit => Class::In,
-            _ => Class::Over,
+        let mut after = classes.clone();
+        for &gpu in gpus {
+            let is_mine = after.owner[gpu].get_or_insert_with(|| owner.clone()) == owner;
+            let is_new = classes.owner[gpu].is_none();
+            if !is_mine || is_new && after.cells(owner) > limit {
+                return Class::Over;
+            }
         }
+        Class::In
+    }
+
+    /// Returns the priority of a pod: the highest of its gang.
+    pub(super) fn priority(&self, pod: usize) -> i32 {
+        let members = self.pods().filter(|&other| self.are_together(pod, other));
+        members.map(|other| self.world.pods[other].priority).max().unwrap()
+    }
+
+    /// Returns whether two pods are the same, or of one gang. Pods that leave are of no gang.
+    pub(super) fn are_together(&self, pod: usize, other: usize) -> bool {
+        let gang = |pod: usize| {
+            let one = &self.world.pods[pod];
+            let stays = !matches!(one.place, Place::Leaving { .. });
+            one.gang.as_ref().filter(|_| stays).map(|gang| (self.owner(pod), &gang.name))
+        };
+        pod == other || gang(pod).is_some() && gang(pod) == gang(other)
     }
 
     /// Returns the class of a pod on a GPU after others are gone. It is the last of its priority.
@@ -209,7 +245,7 @@ impl Pool {
         others.retain(|other| !without.contains(other));
         if has_cells(&quota) {
             others.retain(|&other| self.quota(&self.owner(other)).is_enforced());
-            return self.class_in_cells(&self.with_cells(&others, self.classes().of), &owner, gpu);
+            return self.class_in_cells(&self.with_cells(&others, self.classes().of), &owner, &[gpu]);
         }
         let priority = |pod: usize| self.world.pods[pod].priority;
         others.retain(|&other| self.owner(other) == owner && priority(other) >= priority(pod));

@@ -11,7 +11,7 @@ use proptest::option;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::super::{Amount, Guarantee, Mode, Owner, Place, Pod, Quota, Settings, World};
+use super::super::{Amount, Gang, Guarantee, Mode, Owner, Place, Pod, Quota, Settings, World};
 use crate::ledger::Moment;
 
 /// A tenth of a GPU.
@@ -27,6 +27,7 @@ pub(super) const fn tenths(tenths: u64) -> Amount {
 /// What quotas of a random world guarantee.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Guarantees {
+    Counts,
     Cells,
     Both,
 }
@@ -40,9 +41,12 @@ pub(super) struct Shape {
     pub(super) counted_only: bool,
     /// Whether some pods are exempt from quotas, protected, do not borrow, or evict nobody.
     pub(super) flags: bool,
+    /// Whether some pods are of gangs.
+    pub(super) gangs: bool,
 }
 
-pub(super) const ANY: Shape = Shape { pods: 2..15, guarantees: Guarantees::Both, counted_only: true, flags: true };
+pub(super) const ANY: Shape =
+    Shape { pods: 2..15, guarantees: Guarantees::Both, counted_only: true, flags: true, gangs: false };
 
 /// The limits of a quota.
 #[derive(Debug, Clone)]
@@ -65,6 +69,8 @@ pub(super) struct Row {
     priority: i32,
     gpu: Option<usize>,
     flag: Flag,
+    /// Number and size of the gang.
+    gang: Option<(usize, usize)>,
 }
 
 /// A property that few pods have.
@@ -107,6 +113,7 @@ pub(super) struct History {
 
 fn limits(guarantees: Guarantees, counted_only: bool) -> impl Strategy<Value = Limits> {
     let guarantee = match guarantees {
+        Guarantees::Counts => Just(Guarantee::Count).boxed(),
         Guarantees::Cells => Just(Guarantee::Cells).boxed(),
         Guarantees::Both => prop_oneof![2 => Just(Guarantee::Count), 1 => Just(Guarantee::Cells)].boxed(),
     };
@@ -119,7 +126,7 @@ fn limits(guarantees: Guarantees, counted_only: bool) -> impl Strategy<Value = L
     })
 }
 
-fn row(flags: bool) -> impl Strategy<Value = Row> {
+fn row(flags: bool, gangs: bool) -> impl Strategy<Value = Row> {
     let few = prop_oneof![
         3 => Just(Flag::DoesNotBorrow),
         2 => Just(Flag::EvictsNobody),
@@ -129,15 +136,17 @@ fn row(flags: bool) -> impl Strategy<Value = Row> {
     ];
     let flag = prop_oneof![6 => Just(Flag::None), 1 => few].prop_map(move |flag| if flags { flag } else { Flag::None });
     let size = select(vec![1, 2, 3, 4, 5, 8, 10_u64]);
-    (0..QUOTAS.len() + 2, size, -1..3_i32, option::of(0..4_usize), flag)
-        .prop_map(|(owner, tenths, priority, gpu, flag)| Row { owner, tenths, priority, gpu, flag })
+    let gang = (0..4_usize, 1..4_usize);
+    let gang = if gangs { option::weighted(0.7, gang).boxed() } else { Just(None).boxed() };
+    (0..QUOTAS.len() + 2, size, -1..3_i32, option::of(0..4_usize), flag, gang)
+        .prop_map(|(owner, tenths, priority, gpu, flag, gang)| Row { owner, tenths, priority, gpu, flag, gang })
 }
 
-fn event() -> impl Strategy<Value = Event> {
+fn event(gangs: bool, guarantees: Guarantees) -> impl Strategy<Value = Event> {
     prop_oneof![
-        6 => row(true).prop_map(|row| Event::Arrive(Row { gpu: None, ..row })),
+        6 => row(true, gangs).prop_map(|row| Event::Arrive(Row { gpu: None, ..row })),
         4 => any::<usize>().prop_map(Event::End),
-        2 => (any::<usize>(), limits(Guarantees::Both, true)).prop_map(|(quota, limits)| Event::Edit(quota, limits)),
+        2 => (any::<usize>(), limits(guarantees, true)).prop_map(|(quota, limits)| Event::Edit(quota, limits)),
         1 => any::<usize>().prop_map(Event::Delete),
         1 => any::<usize>().prop_map(Event::Protect),
         1 => any::<usize>().prop_map(Event::Fail),
@@ -151,7 +160,7 @@ fn event() -> impl Strategy<Value = Event> {
 pub(super) fn worlds(shape: &Shape) -> impl Strategy<Value = Start> + use<> {
     let gpus = vec(prop_oneof![1 => Just(0_u64), 6 => Just(10)], 1..5);
     let quotas = vec(limits(shape.guarantees, shape.counted_only), 1..=QUOTAS.len());
-    (gpus, quotas, vec(row(shape.flags), shape.pods.clone())).prop_map(|(gpus, quotas, rows)| {
+    (gpus, quotas, vec(row(shape.flags, shape.gangs), shape.pods.clone())).prop_map(|(gpus, quotas, rows)| {
         let names = QUOTAS.iter().map(|name| (*name).to_owned());
         let mut world = World {
             gpus: gpus.into_iter().map(tenths).collect(),
@@ -169,17 +178,24 @@ pub(super) fn worlds(shape: &Shape) -> impl Strategy<Value = Start> + use<> {
 
 /// Returns random histories, with random settings.
 pub(super) fn histories() -> impl Strategy<Value = History> {
+    histories_of(&ANY)
+}
+
+/// Returns random histories of worlds of a shape, with random settings.
+pub(super) fn histories_of(shape: &Shape) -> impl Strategy<Value = History> + use<> {
     let settings = (
         select(vec![0, 0, 3_u64]),
         select(vec![None, Some(4_u64)]),
         select(vec![1, 8, usize::MAX]),
         select(vec![None, Some(0), Some(4_u64)]),
     );
-    (worlds(&ANY), settings, vec(event(), 1..12)).prop_map(|(mut start, settings, events)| {
-        let set = &mut start.0.settings;
-        (set.min_runtime_fair_share, set.budget_patience, set.max_preemptors, set.ageing) = settings;
-        History { start, events }
-    })
+    (worlds(shape), settings, vec(event(shape.gangs, shape.guarantees), 1..12)).prop_map(
+        |(mut start, settings, events)| {
+            let set = &mut start.0.settings;
+            (set.min_runtime_fair_share, set.budget_patience, set.max_preemptors, set.ageing) = settings;
+            History { start, events }
+        },
+    )
 }
 
 /// Settings without limits of time.
@@ -221,6 +237,8 @@ impl Row {
             borrows: self.flag != Flag::DoesNotBorrow,
             preempts: self.flag != Flag::EvictsNobody,
             protected: (self.flag == Flag::Protected).then_some(created),
+            gang: self.gang.map(|(number, size)| Gang { name: format!("g{number}"), size }),
+            gpus: None,
         }
     }
 }
@@ -336,8 +354,9 @@ pub(super) fn describe(world: &World) -> String {
         line(format!("  quota {name}: {quota:?}"));
     }
     for pod in &world.pods {
-        let Pod { name, owner, charge, priority, created, place, borrows, preempts, protected } = pod;
-        let flags = format!("borrows {borrows} preempts {preempts} protected {protected:?}");
+        let Pod { name, owner, charge, priority, created, place, borrows, preempts, protected, gang, gpus } = pod;
+        let gang = gang.as_ref().map(|gang| format!("{} of {}", gang.name, gang.size));
+        let flags = format!("borrows {borrows} preempts {preempts} protected {protected:?} {gang:?} {gpus:?}");
         line(format!("  {name} {owner:?} {charge} priority {priority} created {} {place:?} {flags}", created.0));
     }
     text

@@ -1,0 +1,118 @@
+//! Gangs: pods that are released, counted and evicted together.
+//!
+//! | what | rule |
+//! |---|---|
+//! | release | once `size` pods exist, all that wait are released by one pass, or none |
+//! | room that is kept | for all that wait, or for none |
+//! | class | one class for all, from the sum of what they cost |
+//! | eviction | if one leaves, all leave, and all count |
+//! | priority | the highest of its pods |
+//!
+//! A gang that waits holds nothing, except room for all of its pods. So two gangs never wait for
+//! each other. Pods that replace lost pods of a running gang are released together too.
+//!
+//! A pod without a gang is treated like a gang of one pod. Such a group of pods is a *unit*, and its
+//! *head* is the waiting pod with the first name.
+use std::collections::BTreeMap;
+
+use super::amount::Amount;
+use super::world::{Place, PodId, World};
+use crate::ledger::Moment;
+
+/// A pod and the index of its GPU.
+pub(super) type Part = (PodId, usize);
+
+/// The gangs of a pool.
+#[derive(Debug, Clone)]
+pub(super) struct Gangs {
+    /// Gang of each pod.
+    of: Vec<Option<usize>>,
+    gangs: Vec<Members>,
+    /// All pods. The slice with one element is the unit of a pod without a gang.
+    pods: Vec<PodId>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Members {
+    /// Pods that do not leave when the pass begins, in the order of their names.
+    pods: Vec<PodId>,
+    /// Pods that wait when the pass begins, in the order of their names.
+    waiting: Vec<PodId>,
+    size: usize,
+    priority: i32,
+}
+
+impl Gangs {
+    /// Finds the gangs. Pods of different accounts are never of one gang.
+    pub(super) fn new(world: &World, account_of: &[usize]) -> Self {
+        let mut by_name: BTreeMap<(usize, &str), usize> = BTreeMap::new();
+        let (mut of, mut gangs) = (vec![None; world.pods.len()], Vec::<Members>::new());
+        for (at, pod) in world.pods.iter().enumerate() {
+            let Some(gang) = &pod.gang else { continue };
+            let index = *by_name.entry((account_of[at], &gang.name)).or_insert(gangs.len());
+            if index == gangs.len() {
+                gangs.push(Members { priority: i32::MIN, ..Members::default() });
+            }
+            let members = &mut gangs[index];
+            members.size = members.size.max(gang.size);
+            members.priority = members.priority.max(pod.priority);
+            match pod.place {
+                Place::Waiting { .. } => members.waiting.push(PodId(at)),
+                Place::Running { .. } => {}
+                Place::Leaving { .. } => continue,
+            }
+            members.pods.push(PodId(at));
+            of[at] = Some(index);
+        }
+        for members in &mut gangs {
+            members.pods.sort_by_key(|id| (&world.pod(*id).name, *id));
+            members.waiting.sort_by_key(|id| (&world.pod(*id).name, *id));
+        }
+        Self { of, gangs, pods: (0..world.pods.len()).map(PodId).collect() }
+    }
+
+    /// Returns the gang of a pod. A pod that left before the pass has none.
+    pub(super) fn of(&self, id: PodId) -> Option<usize> {
+        self.of[id.0]
+    }
+
+    /// Returns the pods of a pod's gang, the first name first, or the pod alone.
+    pub(super) fn members(&self, id: PodId) -> &[PodId] {
+        self.of[id.0].map_or(&self.pods[id.0..=id.0], |gang| &self.gangs[gang].pods)
+    }
+
+    /// Returns the pods of a gang.
+    pub(super) fn members_of(&self, gang: usize) -> &[PodId] {
+        &self.gangs[gang].pods
+    }
+
+    /// Returns the pods of a gang that wait.
+    pub(super) fn waiting_of(&self, gang: usize) -> &[PodId] {
+        &self.gangs[gang].waiting
+    }
+
+    /// Returns the pods that are released together with a waiting pod, and the pod.
+    pub(super) fn unit(&self, id: PodId) -> &[PodId] {
+        self.of[id.0].map_or(&self.pods[id.0..=id.0], |gang| &self.gangs[gang].waiting)
+    }
+
+    /// Returns how many pods of a pod's gang must exist before one is released.
+    pub(super) fn size(&self, id: PodId) -> usize {
+        self.of[id.0].map_or(1, |gang| self.gangs[gang].size)
+    }
+
+    /// Returns the priority of a pod: the highest of its gang.
+    pub(super) fn priority(&self, world: &World, id: PodId) -> i32 {
+        self.of[id.0].map_or(world.pod(id).priority, |gang| self.gangs[gang].priority)
+    }
+
+    /// Returns what a waiting pod's unit costs.
+    pub(super) fn charge(&self, world: &World, id: PodId) -> Amount {
+        self.unit(id).iter().map(|&pod| world.pod(pod).charge).sum()
+    }
+
+    /// Returns when the last pod of a waiting pod's unit was created.
+    pub(super) fn created(&self, world: &World, id: PodId) -> Moment {
+        self.unit(id).iter().map(|&pod| world.pod(pod).created).max().unwrap_or(world.pod(id).created)
+    }
+}

@@ -1,0 +1,98 @@
+//! Decides whether the victims of an exchange may leave.
+use std::collections::BTreeMap;
+
+use super::amount::Amount;
+use super::class::Class;
+use super::exchange::{Candidate, Kind, Search};
+use super::gang::Part;
+use super::room::Rank;
+
+impl Search<'_, '_> {
+    /// Returns whether these victims may leave for the unit.
+    pub(super) fn is_legal(&self, kind: Kind, parts: &[Part], rank: &Rank, victims: &[Candidate]) -> bool {
+        let accounts = &self.state.accounts;
+        let quota = accounts.quota(self.account);
+        if !quota.is_enforced() || kind == Kind::Reclaim {
+            return true;
+        }
+        let mut less: BTreeMap<usize, Amount> = BTreeMap::new();
+        for victim in victims {
+            let sum = less.entry(victim.account).or_default();
+            *sum = sum.plus(victim.charge);
+        }
+        let freed = self.freed_by(victims);
+        self.add_displaced(parts, rank, &freed, &mut less);
+        match kind {
+            Kind::Reclaim => true,
+            Kind::FairShare => {
+                let share = accounts.share(self.account, self.charge, Amount::ZERO);
+                let after = |account: usize| accounts.share(account, Amount::ZERO, less[&account]);
+                victims.iter().all(|victim| share <= after(victim.account))
+                    && self.leaves_kept_room(rank, &freed, &less)
+            }
+            Kind::Priority => {
+                let used = accounts.used(self.account);
+                let own = less.get(&self.account).copied().unwrap_or_default();
+                let after = used.plus(self.charge).minus(own);
+                let all_over = victims.iter().all(|victim| victim.class == Class::Over);
+                quota.max().is_none_or(|max| after <= max)
+                    && (all_over || accounts.class_with(parts, &self.pods_of(victims)) == Class::In)
+                    && (after <= quota.min() || after <= used || self.leaves_kept_room(rank, &freed, &less))
+            }
+        }
+    }
+
+    /// Returns what victims free on each GPU.
+    fn freed_by(&self, victims: &[Candidate]) -> BTreeMap<usize, i128> {
+        let mut freed = BTreeMap::new();
+        for pod in victims.iter().flat_map(|victim| self.running_with(victim.id)) {
+            if let Some(gpu) = self.state.gpu_of(pod) {
+                *freed.entry(gpu).or_default() += i128::from(self.state.charge(pod));
+            }
+        }
+        freed
+    }
+
+    /// Adds what accounts lose whose pods' nominations would be withdrawn.
+    fn add_displaced(
+        &self,
+        parts: &[Part],
+        rank: &Rank,
+        freed: &BTreeMap<usize, i128>,
+        less: &mut BTreeMap<usize, Amount>,
+    ) {
+        let mut left = freed.clone();
+        for &(id, gpu) in parts {
+            *left.entry(gpu).or_default() -= i128::from(self.state.charge(id));
+        }
+        let accounts = &self.state.accounts;
+        let mut displaced: Vec<_> = parts
+            .iter()
+            .flat_map(|(_, gpu)| self.state.displaced(rank, *gpu, left[gpu]))
+            .filter(|&id| accounts.account_of(id) != self.account)
+            .flat_map(|id| accounts.gangs().unit(id).iter().copied())
+            .collect();
+        displaced.sort_unstable();
+        displaced.dedup();
+        for id in displaced {
+            let sum = less.entry(accounts.account_of(id)).or_default();
+            *sum = sum.plus(self.state.charge(id));
+        }
+    }
+
+    /// Returns whether enough stays free for other quotas after the exchange.
+    fn leaves_kept_room(&self, rank: &Rank, freed: &BTreeMap<usize, i128>, less: &BTreeMap<usize, Amount>) -> bool {
+        let kept = self.state.accounts.kept_from(self.account, less);
+        if kept == Amount::ZERO {
+            return true;
+        }
+        let gpus = &self.state.gpus;
+        let free_on = |gpu: usize| self.state.free_beside_older(gpu, rank) + gpus[gpu].leaving();
+        let sum = || (0..gpus.len()).map(|gpu| free_on(gpu).max(0)).sum();
+        let mut free: i128 = *self.free[usize::from(rank.class == Class::In)].get_or_init(sum);
+        for (&gpu, freed) in freed {
+            free += (free_on(gpu) + freed).max(0) - free_on(gpu).max(0);
+        }
+        free - i128::from(self.charge) >= i128::from(kept)
+    }
+}
