@@ -252,11 +252,11 @@ impl Node {
 }
 
 impl ConditionValue {
-    fn new(status: &str, reason: &str, message: &str) -> Self {
+    pub(crate) fn new(status: &str, reason: &str, message: &str) -> Self {
         Self { status: status.to_owned(), reason: reason.to_owned(), message: message.to_owned() }
     }
 
-    fn of(condition: &Condition) -> Self {
+    pub(crate) fn of(condition: &Condition) -> Self {
         Self::new(&condition.status, &condition.reason, &condition.message)
     }
 }

@@ -87,7 +87,10 @@ pub(super) fn parse_gigabytes(field: &str, written: &Quantity, size: u64) -> Res
 fn is_finer_than_milli(text: &str) -> bool {
     let fraction = text.split_once('.').map_or("", |(_, fraction)| fraction);
     let digits = fraction.trim_end_matches(|c: char| !c.is_ascii_digit()).trim_end_matches('0').len();
-    text.ends_with(['n', 'u']) || text.contains("e-") || text.contains("E-") || digits > if text.ends_with('m') { 0 } else { 3 }
+    text.ends_with(['n', 'u'])
+        || text.contains("e-")
+        || text.contains("E-")
+        || digits > if text.ends_with('m') { 0 } else { 3 }
 }
 
 /// Writes an amount as a `GpuQuota` does: `2.5` GPUs, or `40Gi` of memory.

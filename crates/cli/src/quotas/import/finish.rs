@@ -141,9 +141,8 @@ fn build(draft: &Draft, name: &str) -> Result<GpuQuota, String> {
 /// Returns whether a text is a name of a Kubernetes object.
 fn is_dns_name(name: &str, longest: usize, with_dots: bool) -> bool {
     let is_edge = |byte: Option<&u8>| byte.is_some_and(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
-    let is_inner = |byte: u8| {
-        byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-' || (with_dots && byte == b'.')
-    };
+    let is_inner =
+        |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-' || (with_dots && byte == b'.');
     let bytes = name.as_bytes();
     bytes.len() <= longest && is_edge(bytes.first()) && is_edge(bytes.last()) && name.bytes().all(is_inner)
 }

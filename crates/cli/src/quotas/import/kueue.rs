@@ -158,7 +158,8 @@ fn selection(name: &str, spec: &ClusterQueueSpec, objects: &Objects) -> Result<(
     let namespaces: BTreeSet<String> =
         own.map(|queue| queue.metadata.namespace.clone().unwrap_or_else(|| "default".to_owned())).collect();
     if !namespaces.is_empty() {
-        let note = "Namespaces are those of its LocalQueues. All GPU pods of a namespace count, with or without a queue.";
+        let note =
+            "Namespaces are those of its LocalQueues. All GPU pods of a namespace count, with or without a queue.";
         return Ok((Selection::Names(namespaces.into_iter().collect()), vec![note.to_owned()]));
     }
     let selector = spec.namespace_selector.clone().unwrap_or_default();
@@ -224,7 +225,9 @@ fn loss_notes(spec: &ClusterQueueSpec) -> Vec<String> {
     }
     let borrow = preemption.borrow_within_cohort.and_then(|borrow| borrow.policy);
     if let Some(policy) = borrow.filter(|policy| policy != "Never") {
-        notes.push(format!("borrowWithinCohort is {policy}. Between borrowers, Cleave compares shares and not priority."));
+        notes.push(format!(
+            "borrowWithinCohort is {policy}. Between borrowers, Cleave compares shares and not priority."
+        ));
     }
     notes
 }
@@ -237,7 +240,9 @@ fn pool_notes(model: Option<&str>, limits: &PoolLimits) -> Vec<String> {
     }
     notes.push(match model {
         Some(model) => format!("Pool {model} is the model of flavor {flavors}."),
-        None => format!("The model of flavor {flavors} is not obvious. Set gpus.models if the cluster has several models."),
+        None => {
+            format!("The model of flavor {flavors} is not obvious. Set gpus.models if the cluster has several models.")
+        }
     });
     notes
 }

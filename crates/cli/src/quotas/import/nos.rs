@@ -223,7 +223,9 @@ fn set_weights(drafts: &mut [Draft], imported: &mut Import) {
     let scaled = scale_weights(&guarantees);
     for (draft, weight) in drafts.iter_mut().zip(scaled.weights) {
         if draft.weight == 0 {
-            draft.notes.push("Without a guarantee, Nos gives no part of what is unused. Weight 1 is the least.".to_owned());
+            draft
+                .notes
+                .push("Without a guarantee, Nos gives no part of what is unused. Weight 1 is the least.".to_owned());
         }
         draft.weight = u64::from(weight);
     }
