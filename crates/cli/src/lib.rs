@@ -45,7 +45,8 @@ pub use output::OutputFormat;
 pub enum Command {
     /// Show nodes, GPUs, policies, and the pods that use them.
     ///
-    /// Reads every GpuNode and SharingPolicy, and shows what the agents and the operator reported.
+    /// Reads every GpuNode, SharingPolicy and GpuQuota, and shows what the agents and the operator
+    /// reported.
     Status(status::StatusArgs),
 
     /// Show quotas: what teams are guaranteed, use, borrow and wait for.

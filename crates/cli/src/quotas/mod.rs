@@ -19,6 +19,7 @@ use crate::client::ClusterArgs;
 use crate::output::{print, to_json, to_yaml};
 use report::QuotasReport;
 
+pub(crate) use text::render_short;
 pub use text::{render, render_one};
 
 /// Examples in the help of `cleave quotas`.
@@ -104,10 +105,20 @@ pub(crate) async fn run(args: QuotasArgs) -> Result<ExitCode> {
 }
 
 /// Lists the quotas of a cluster. A cluster without the CRD has none.
-pub(crate) async fn list_quotas(client: &Client) -> Result<Vec<DeserializeGuard<GpuQuota>>> {
+async fn list_quotas(client: &Client) -> Result<Vec<DeserializeGuard<GpuQuota>>> {
     let quotas = Api::<DeserializeGuard<GpuQuota>>::all(client.clone());
     match quotas.list(&ListParams::default()).await {
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(Vec::new()),
+        listed => Ok(listed.context("failed to list GpuQuotas")?.items),
+    }
+}
+
+/// Lists the quotas of a cluster for commands that show them beside other objects. A user who may
+/// not list quotas sees none.
+pub(crate) async fn list_quotas_if_allowed(client: &Client) -> Result<Vec<DeserializeGuard<GpuQuota>>> {
+    let quotas = Api::<DeserializeGuard<GpuQuota>>::all(client.clone());
+    match quotas.list(&ListParams::default()).await {
+        Err(kube::Error::Api(status)) if matches!(status.code, 403 | 404) => Ok(Vec::new()),
         listed => Ok(listed.context("failed to list GpuQuotas")?.items),
     }
 }

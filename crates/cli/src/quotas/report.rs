@@ -86,6 +86,9 @@ pub struct Quota {
     pub enforced: Option<ConditionValue>,
     /// Whether the status describes an older version of the spec.
     pub outdated: bool,
+    /// Whether the object could not be parsed. Its amounts are not known.
+    #[serde(skip)]
+    pub is_malformed: bool,
 }
 
 /// The quotas of a pool together.
@@ -114,7 +117,7 @@ impl QuotasReport {
         let mut quotas: Vec<Quota> = quotas.into_iter().map(Quota::new).collect();
         quotas.sort_by(|a, b| (&a.models, &a.name).cmp(&(&b.models, &b.name)));
         let mut by_pool: BTreeMap<(Vec<String>, bool), Vec<&Quota>> = BTreeMap::new();
-        for quota in &quotas {
+        for quota in quotas.iter().filter(|quota| !quota.is_malformed) {
             by_pool.entry((quota.models.clone(), quota.unit == QuotaUnit::Memory)).or_default().push(quota);
         }
         let pools = by_pool.into_iter().map(|((models, _), quotas)| Pool::new(models, &quotas)).collect();
@@ -134,6 +137,7 @@ impl Quota {
         let (spec, status) = (object.spec, object.status.unwrap_or_default());
         let condition = |type_: &str| status.conditions.iter().find(|condition: &&Condition| condition.type_ == type_);
         let unknown = || ConditionValue::new("Unknown", "NotReported", "the operator has not evaluated the quota yet");
+        let is_malformed = malformed.is_some();
         let ready = match malformed {
             Some(error) => ConditionValue::new("False", "Malformed", &error),
             None => condition(CONDITION_READY).map_or_else(unknown, ConditionValue::of),
@@ -153,6 +157,7 @@ impl Quota {
             ready,
             guaranteed: condition(CONDITION_GUARANTEED).map(ConditionValue::of),
             enforced: condition(CONDITION_ENFORCED).map(ConditionValue::of),
+            is_malformed,
             outdated: has_status && status.observed_generation < generation,
             used: status.used,
             held: status.held,

@@ -85,8 +85,12 @@ fn pool_line(pool: &Pool) -> String {
         QuotaUnit::Memory => " of memory",
     };
     format!(
-        "{name}: {}{unit} guaranteed; quotas use {}, borrow {} and lend {}; {} pods wait\n",
-        pool.guaranteed, pool.used, pool.borrowed, pool.lent, pool.waiting
+        "{name}: {}{unit} guaranteed; quotas use {}, borrow {} and lend {}; {} wait\n",
+        pool.guaranteed,
+        pool.used,
+        pool.borrowed,
+        pool.lent,
+        pods_text(pool.waiting)
     )
 }
 
@@ -135,9 +139,9 @@ pub fn render_one(quota: &Quota) -> String {
     line("Weight", &quota.weight.to_string());
     line("Mode", &format!("{:?}", quota.mode));
     line("Used", &quota.used);
-    line("Within", &format!("{} ({} pods)", or_dash(&quota.in_quota), quota.pods.within));
-    line("Borrowed", &format!("{} ({} pods)", or_dash(&quota.borrowed), quota.pods.over));
-    line("Held", &format!("{} ({} pods are being deleted)", or_dash(&quota.held), quota.pods.leaving));
+    line("Within", &format!("{} ({})", or_dash(&quota.in_quota), pods_text(quota.pods.within)));
+    line("Borrowed", &format!("{} ({})", or_dash(&quota.borrowed), pods_text(quota.pods.over)));
+    line("Held", &format!("{} (being deleted: {})", or_dash(&quota.held), pods_text(quota.pods.leaving)));
     line("Lent", &quota.lent);
     line("Share", &quota.share);
     if let Some(cells) = quota.cells {
@@ -145,7 +149,7 @@ pub fn render_one(quota: &Quota) -> String {
     }
     let requested =
         if quota.waiting.gpus.is_empty() { String::new() } else { format!(", which request {}", quota.waiting.gpus) };
-    line("Waiting", &format!("{} pods{requested}", quota.waiting.pods));
+    line("Waiting", &format!("{}{requested}", pods_text(quota.waiting.pods)));
     for (reason, pods) in &quota.waiting.reasons {
         line(&format!("  {reason}"), &pods.to_string());
     }
@@ -169,4 +173,26 @@ pub fn render_one(quota: &Quota) -> String {
 
 fn or_dash(text: &str) -> &str {
     if text.is_empty() { "-" } else { text }
+}
+
+fn pods_text(pods: u32) -> String {
+    if pods == 1 { "1 pod".to_owned() } else { format!("{pods} pods") }
+}
+
+/// Renders the quotas as a short table, without pools and problems.
+pub(crate) fn render_short(quotas: &[Quota]) -> String {
+    let mut table = Table::new(&["QUOTA", "POOL", "MIN", "USED", "BORROWED", "WAITING", "GUARANTEED"]);
+    for quota in quotas {
+        let (pool, waiting) = (quota.models.join(","), quota.waiting.pods.to_string());
+        table.add_row(&[
+            &quota.name,
+            &pool,
+            &quota.min,
+            &quota.used,
+            &quota.borrowed,
+            &waiting,
+            &guaranteed_word(quota),
+        ]);
+    }
+    table.render()
 }

@@ -203,8 +203,8 @@ impl Objects {
             "LocalQueue" if group == KUEUE_GROUP => push(&mut self.local_queues, &mut self.malformed, origin, object),
             "ResourceFlavor" if group == KUEUE_GROUP => {
                 let spec = object.get_mut("spec").map(Value::take).unwrap_or_default();
-                let spec: Option<FlavorSpec> = parse(&mut self.malformed, origin, spec);
-                self.flavors.insert(name, spec.unwrap_or_default());
+                let spec: Option<Option<FlavorSpec>> = parse(&mut self.malformed, origin, spec);
+                self.flavors.insert(name, spec.flatten().unwrap_or_default());
             }
             "Cohort" if group == KUEUE_GROUP => {
                 self.cohorts.insert(name);

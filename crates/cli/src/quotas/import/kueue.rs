@@ -239,7 +239,7 @@ fn pool_notes(model: Option<&str>, limits: &PoolLimits) -> Vec<String> {
         notes.push(format!("Adds up the flavors {flavors}: their GPUs are one pool."));
     }
     notes.push(match model {
-        Some(model) => format!("Pool {model} is the model of flavor {flavors}."),
+        Some(model) => format!("Model {model} comes from flavor {flavors}."),
         None => {
             format!("The model of flavor {flavors} is not obvious. Set gpus.models if the cluster has several models.")
         }

@@ -217,19 +217,23 @@ impl Counted {
     }
 }
 
-/// Sets weights in the ratio of the guarantees, as Nos shares what is unused.
+/// Sets weights in the ratio of the guarantees, as Nos shares what is unused. Amounts of different
+/// units have no ratio.
 fn set_weights(drafts: &mut [Draft], imported: &mut Import) {
-    let guarantees: Vec<u64> = drafts.iter().map(|draft| draft.weight).collect();
-    let scaled = scale_weights(&guarantees);
-    for (draft, weight) in drafts.iter_mut().zip(scaled.weights) {
-        if draft.weight == 0 {
-            draft
-                .notes
-                .push("Without a guarantee, Nos gives no part of what is unused. Weight 1 is the least.".to_owned());
+    for unit in [Unit::Gpus, Unit::Memory] {
+        let guarantees: Vec<u64> = drafts.iter().filter(|draft| draft.unit == unit).map(|draft| draft.weight).collect();
+        let scaled = scale_weights(&guarantees);
+        for (draft, weight) in drafts.iter_mut().filter(|draft| draft.unit == unit).zip(scaled.weights) {
+            if draft.weight == 0 {
+                let note = "Without a guarantee, Nos gives no part of what is unused. Weight 1 is the least.";
+                draft.notes.push(note.to_owned());
+            }
+            draft.weight = u64::from(weight);
         }
-        draft.weight = u64::from(weight);
-    }
-    if !scaled.is_exact {
-        imported.notes.push("Weights are rounded to 1 to 1000: the ratio of the guarantees is too large.".to_owned());
+        if !scaled.is_exact {
+            imported
+                .notes
+                .push("Weights are rounded to 1 to 1000: the ratio of the guarantees is too large.".to_owned());
+        }
     }
 }

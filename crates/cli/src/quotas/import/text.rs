@@ -34,7 +34,8 @@ pub fn render_report(import: &Import) -> String {
     let counts = [import.quotas.len(), import.skipped.len(), import.refused.len()];
     let [quotas, skipped, refused] = counts;
     let s = if quotas == 1 { "" } else { "s" };
-    let _ = writeln!(text, "{quotas} GpuQuota{s} printed; {skipped} objects skipped, {refused} not imported.");
+    let _ =
+        writeln!(text, "{quotas} GpuQuota{s} printed. Objects skipped: {skipped}. Objects not imported: {refused}.");
     let lines = |text: &mut String, heading: &str, all: &[Refusal]| {
         for Refusal { origin, reason } in all {
             let _ = writeln!(text, "{heading}: {}: {}.", one_line(origin), one_line(reason));
