@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 mod golden;
 
+use std::collections::BTreeMap;
+
 use cleave_api::{GpuNode, GpuQuota, SharingPolicy};
 use cleave_cli::explain::report::{Explanation, NodeView, PodState};
 use cleave_cli::explain::{LiveCluster, explain_pod, render};
@@ -152,7 +154,8 @@ fn quotas_of_the_pods_namespace_are_described() {
             |objects| {
                 let pod = objects.pods.iter_mut().find(|pod| pod.metadata.name.as_deref() == Some("a")).unwrap();
                 let label = class.map(|class| ("cleave.dev/capacity".to_owned(), class.to_owned()));
-                pod.metadata.labels = Some(label.into_iter().collect());
+                let labels: BTreeMap<String, String> = label.into_iter().collect();
+                pod.metadata.labels = Some(labels.into());
                 let namespace = serde_json::json!({"metadata": {"name": "demo", "labels": {"team": "d"}}});
                 objects.namespaces.push(serde_json::from_value(namespace).unwrap());
             },
