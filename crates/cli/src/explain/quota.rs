@@ -3,6 +3,7 @@
 //! The sentences repeat what the operator reported: the status of the pod's quotas, and the pod's
 //! label. The reason why a pod waits is part of the verdict.
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 
 use cleave_api::gpuquota::{QuotaMode, QuotaUnit};
 use cleave_operator::pods::PodObject;
@@ -25,9 +26,9 @@ pub(super) fn quota_sentences(live: &LiveCluster, pod: &PodObject) -> Vec<String
     }
     let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
     let objects = live.cluster.namespaces.iter();
-    let labels =
+    let mut labels =
         objects.filter(|object| object.metadata.name.as_deref() == Some(namespace)).map(|object| object.labels());
-    let labels = labels.last().cloned().unwrap_or_default();
+    let labels = labels.next_back().cloned().unwrap_or_default();
     let class = pod.metadata.labels.as_ref().and_then(|labels| labels.get(CAPACITY_LABEL)).map(String::as_str);
     let own: Vec<&Quota> = live.quotas.iter().filter(|quota| selects(quota, namespace, &labels)).collect();
     if own.is_empty() {
@@ -54,13 +55,13 @@ fn sentence(quota: &Quota, class: Option<&str>) -> String {
         _ => format!("{name} uses {used} and is guaranteed {min}{unit}."),
     };
     if let Some(max) = &quota.max {
-        text.push_str(&format!(" Its maximum is {max}."));
+        let _ = write!(text, " Its maximum is {max}.");
     }
     if quota.mode == QuotaMode::Count {
         text.push_str(" The quota only counts (mode Count).");
     }
     if quota.ready.status == "False" {
-        text.push_str(&format!(" The quota is not ready: {}.", quota.ready.message.trim_end_matches('.')));
+        let _ = write!(text, " The quota is not ready: {}.", quota.ready.message.trim_end_matches('.'));
     }
     text
 }

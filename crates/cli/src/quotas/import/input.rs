@@ -236,7 +236,7 @@ fn push<S: DeserializeOwned>(
 ) {
     let metadata = object.get_mut("metadata").map(Value::take).unwrap_or_default();
     let metadata = parse::<Option<Metadata>>(malformed, origin.clone(), metadata).flatten().unwrap_or_default();
-    let spec = object.get_mut("spec").map(Value::take).unwrap_or_else(|| Value::Object(serde_json::Map::new()));
+    let spec = object.get_mut("spec").map_or_else(|| Value::Object(serde_json::Map::new()), Value::take);
     if let Some(spec) = parse(malformed, origin, spec) {
         into.push(Object { metadata, spec });
     }
