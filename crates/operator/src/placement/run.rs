@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cleave_api::names::CONDITION_PLACED;
-use futures::StreamExt as _;
+use futures::{FutureExt as _, StreamExt as _};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
 use tokio::sync::watch;
@@ -14,9 +14,10 @@ use super::actions::{Actions, Eviction, Release, ReleaseReason, Report};
 use super::cluster::{Cluster, ReconcileTime};
 use super::gatekeeper::Gatekeeper;
 use super::patch;
+use super::quotas::QuotaSettings;
 use super::stranded::{Advice, Recreation, Rescue};
 use crate::events::{self, EventPublisher};
-use crate::evict::{self, EvictionResult};
+use crate::evict::{self, EvictionOptions, EvictionResult};
 use crate::metrics::{Outcome, Reason};
 use crate::pod_condition::{self, Target, WriteResult};
 use crate::pods::{POD_SCHEDULED, PodCondition};
@@ -31,6 +32,11 @@ use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT, publish, publish_all};
 const BATCH_WINDOW: Duration = Duration::from_millis(5);
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
+
+/// Maximum time after the start for which pods wait until quotas are listed.
+const QUOTA_LIST_TIME: Duration = Duration::from_secs(10);
+/// Delay before it is checked again whether quotas are listed.
+const QUOTA_POLL: Duration = Duration::from_millis(100);
 
 /// The inputs of the controller.
 pub(crate) struct ControllerInputs {
@@ -49,6 +55,8 @@ pub(crate) struct ControllerInputs {
     pub(crate) report_unschedulable: bool,
     /// Whether nodes that only look free to cluster autoscalers are tainted.
     pub(crate) taint_fragmented: bool,
+    /// Settings of quotas.
+    pub(crate) quotas: QuotaSettings,
 }
 
 /// Why a pod was not released.
@@ -152,6 +160,9 @@ impl Controller for PlacementController {
             self.clock = SteadyClock::read();
             return None;
         }
+        if !self.knows_quotas() {
+            return Some(QUOTA_POLL);
+        }
         let began = Instant::now();
         let (cluster, changes) = (self.cluster(), self.context.stores.pods.changes());
         let up = self.started.elapsed();
@@ -191,11 +202,19 @@ impl PlacementController {
                 .with_agent_labels(agent_labels)
                 .with_reports(parts.report_unschedulable)
                 .with_taints(parts.taint_fragmented)
+                .with_quotas(parts.quotas)
                 .with_settling_delay(),
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
         }
+    }
+
+    /// Returns whether quotas are listed. Without them, a pod could exceed its quota's maximum. A
+    /// cluster may not have the resource, so after some time its absence counts.
+    fn knows_quotas(&self) -> bool {
+        self.started.elapsed() > QUOTA_LIST_TIME
+            || self.context.stores.quotas.wait_until_ready().now_or_never().is_some_and(|listed| listed.is_ok())
     }
 
     /// Returns the current content of the stores, without pods.
@@ -210,6 +229,7 @@ impl PlacementController {
             hosts: self.hosts.as_ref().and_then(MpsHostStores::state),
             volume_claims: stores.volume_claims.state(),
             volumes: stores.volumes.state(),
+            quotas: stores.quotas.state(),
             budgets: stores.budgets.state(),
             namespaces: stores.namespaces.state(),
         }
@@ -364,20 +384,29 @@ impl PlacementController {
     async fn evict_all(&mut self, evictions: &[Eviction]) -> bool {
         let mut unsuccessful: BTreeSet<&str> = BTreeSet::new();
         for eviction in evictions {
-            let Eviction { pod, uid, preemptor } = eviction;
+            let Eviction { pod, uid, preemptor, quota } = eviction;
             if !self.context.claim.is_current() {
                 return true;
             }
             if unsuccessful.contains(preemptor.as_str()) {
                 continue;
             }
-            let evicted = evict::evict(&self.context.client, pod, uid).await;
+            let options =
+                EvictionOptions { grace: quota.as_ref().and_then(|quota| quota.grace), timeout: WRITE_TIMEOUT };
+            let evicted = if quota.as_ref().is_some_and(|quota| quota.force) {
+                evict::delete(&self.context.client, pod, uid, options).await
+            } else {
+                evict::evict_with(&self.context.client, pod, uid, options).await
+            };
             self.keeper.record_eviction(eviction, &evicted, self.started.elapsed());
             self.context.metrics.evictions.get_or_create(&Outcome { result: evicted.as_str() }).inc();
             match &evicted {
                 EvictionResult::Done => {
                     tracing::info!(pod, preemptor, "preempted a pod");
-                    let event = events::preempted_event(preemptor);
+                    let event = match quota {
+                        Some(quota) => events::reclaimed_event(preemptor, &quota.message),
+                        None => events::preempted_event(preemptor),
+                    };
                     publish(&self.context.recorder, &event, &events::pod_reference(pod, uid)).await;
                     continue;
                 }

@@ -23,7 +23,7 @@ mod layout;
 pub(crate) mod pace;
 pub(crate) mod partition;
 pub mod plan;
-mod select;
+pub(crate) mod select;
 pub mod snapshot;
 pub mod staging;
 pub mod status;

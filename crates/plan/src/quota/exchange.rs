@@ -26,7 +26,7 @@ pub enum Kind {
 }
 
 /// Pods of this priority and above are never evicted: components of the system.
-const NEVER_EVICTED: i32 = 2_000_000_000;
+pub(super) const NEVER_EVICTED: i32 = 2_000_000_000;
 
 /// The GPUs for a unit, and the pods that leave.
 #[derive(Debug, Clone, PartialEq, Eq)]
