@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use cleave_api::GpuQuotaStatus;
 use cleave_api::names::CONDITION_PLACED;
 use cleave_api::placement::{Placement, ReservedUnits};
 use cleave_plan::ledger::{Chooser, DeviceRequest, Fits, Ledger, Moment, Place, Reservation};
@@ -21,7 +22,7 @@ use super::pod_tracker::PodTracker;
 use super::preemption::PreemptionSearch;
 use super::preemptors::Preemptors;
 use super::queue::{self, Queue};
-use super::quotas::{Order, QuotaPass, QuotaSettings, QuotaWorlds};
+use super::quotas::{self, Order, QuotaPass, QuotaSettings, QuotaWorlds};
 use super::returning::Returning;
 use super::search::{Candidate, PlacementSearch};
 use super::stranded::{self, Advice, Rescue, StrandedPods};
@@ -239,6 +240,28 @@ impl Gatekeeper {
     pub(crate) fn gated_uids(&self) -> BTreeMap<String, String> {
         let gated = self.tracker.unsettled_pods().into_iter().filter(|pod| pod.waits_at_gate());
         gated.map(|pod| (full_name(&pod.metadata), pod.uid().unwrap_or_default())).collect()
+    }
+
+    /// Returns the statuses of quotas that differ from those in the cluster. `waits` is what each
+    /// pod at the gate waits for.
+    pub(crate) fn quota_statuses(
+        &self,
+        cluster: &Cluster,
+        waits: &BTreeMap<String, WaitingPod>,
+        now: ReconcileTime,
+    ) -> Vec<(String, GpuQuotaStatus)> {
+        let Some(ledger) = &self.ledger else { return Vec::new() };
+        let unsettled = self.tracker.unsettled_pods();
+        let waiting: Vec<(String, &PodObject)> = unsettled
+            .iter()
+            .filter(|pod| pod.node().is_none() && pod.waits_at_gate())
+            .map(|pod| (full_name(&pod.metadata), pod.as_ref()))
+            .filter(|(name, _)| ledger.claim(name).is_none())
+            .collect();
+        let waiting = waiting.iter().map(|(name, pod)| (name.as_str(), *pod));
+        let is_evicted = |uid: &str| self.evictions.is_accepted(uid);
+        let state = (&self.tracker, ledger);
+        quotas::statuses(cluster, state, waiting, is_evicted, (&self.quotas, now.epoch), waits)
     }
 
     /// Returns the ledger, after the first reconcile.

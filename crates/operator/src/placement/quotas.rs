@@ -7,10 +7,12 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
+use cleave_api::GpuQuotaStatus;
 use cleave_plan::ledger::{Fits, Holder, Holders, Ledger, Moment, Preemption, Rank};
 use cleave_plan::quota::{
     Amount, Book, Class, GPU, Kind, Owner, Place, Pod, PodId, Quota, Rights, Settings, Unit, Wait, World,
 };
+use jiff::Timestamp;
 
 use super::claims::RESERVATION_TIME;
 use super::cluster::Cluster;
@@ -20,6 +22,7 @@ use super::search::Candidate;
 use crate::pods::{PodObject, full_name};
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::quotas::charge::NodeCosts;
+use crate::quotas::status::{self, PoolView};
 use crate::quotas::validate::{Quotas, Unnamed};
 
 /// Time after the end of a pod's grace period for which it counts against its quota's maximum.
@@ -213,6 +216,35 @@ impl QuotaWorlds {
             gpus: None,
         });
     }
+}
+
+/// Returns the statuses of quotas that differ from those in the cluster.
+pub(super) fn statuses<'a>(
+    cluster: &Cluster,
+    state: (&PodTracker, &Ledger),
+    waiting: impl Iterator<Item = (&'a str, &'a PodObject)>,
+    is_evicted: impl Fn(&str) -> bool,
+    (settings, now): (&QuotaSettings, u64),
+    waits: &BTreeMap<String, WaitingPod>,
+) -> Vec<(String, GpuQuotaStatus)> {
+    if cluster.quotas.is_empty() {
+        return Vec::new();
+    }
+    let quotas = quotas_of(cluster, settings.unnamed);
+    let worlds = QuotaWorlds::new(cluster, state, waiting, is_evicted, (settings, now));
+    let pools = worlds.iter().flat_map(|worlds| &worlds.pools).zip(&quotas.pools);
+    let views: Vec<PoolView<'_>> = pools
+        .map(|(pool, of)| PoolView { world: &pool.world, book: Book::new(&pool.world, Moment(now)), unit: of.unit })
+        .collect();
+    let time = Timestamp::from_second(i64::try_from(now).unwrap_or(0)).unwrap_or_default();
+    let objects = cluster.quotas.iter().filter_map(|object| object.0.as_ref().ok());
+    let statuses = objects.filter_map(|quota| {
+        let name = quota.metadata.name.as_deref()?;
+        let view = views.iter().find(|view| view.world.quotas.contains_key(name));
+        let status = status::status(quota, (view, quotas.problems.get(name)), waits, time);
+        (quota.status.as_ref() != Some(&status)).then(|| (name.to_owned(), status))
+    });
+    statuses.collect()
 }
 
 fn created(pod: &PodObject) -> Moment {

@@ -4,10 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use cleave_api::GpuQuota;
 use cleave_api::names::CONDITION_PLACED;
 use futures::{FutureExt as _, StreamExt as _};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
+use kube::Api;
+use kube::api::{Patch, PatchParams};
 use tokio::sync::watch;
 
 use super::actions::{Actions, Eviction, Release, ReleaseReason, Report};
@@ -35,6 +38,8 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// Maximum time after the start for which pods wait until quotas are listed.
 const QUOTA_LIST_TIME: Duration = Duration::from_secs(10);
+/// Minimum time between two writes of the statuses of quotas.
+const QUOTA_STATUS_INTERVAL: Duration = Duration::from_millis(500);
 /// Delay before it is checked again whether quotas are listed.
 const QUOTA_POLL: Duration = Duration::from_millis(100);
 
@@ -140,6 +145,8 @@ pub(crate) struct PlacementController {
     demand: watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>,
     hosts: Option<MpsHostStores>,
     keeper: Gatekeeper,
+    /// Earliest time at which statuses of quotas are written.
+    next_quota_statuses: Duration,
     publisher: EventPublisher,
     started: Instant,
     clock: SteadyClock,
@@ -182,11 +189,12 @@ impl Controller for PlacementController {
         if let Some(step) = &actions.rollout {
             self.roll_out(step).await;
         }
+        let statuses = self.write_quota_statuses(&cluster, &actions, ReconcileTime { up, epoch }).await;
         drop(cluster);
         self.report(&actions, &demand, up).await;
         let events = self.publisher.is_waiting().then_some(events::EVENT_CHECK_DELAY);
         let taints = self.keeper.next_taint_retry(self.started.elapsed());
-        next_delay(&actions, writes, events.into_iter().chain(taints).min())
+        next_delay(&actions, writes, events.into_iter().chain(taints).chain(statuses).min())
     }
 }
 
@@ -204,6 +212,7 @@ impl PlacementController {
                 .with_taints(parts.taint_fragmented)
                 .with_quotas(parts.quotas)
                 .with_settling_delay(),
+            next_quota_statuses: Duration::ZERO,
             publisher: EventPublisher::default(),
             started: Instant::now(),
             clock: SteadyClock::read(),
@@ -233,6 +242,45 @@ impl PlacementController {
             budgets: stores.budgets.state(),
             namespaces: stores.namespaces.state(),
         }
+    }
+
+    /// Writes the statuses of quotas that changed. Returns the time until they are due again.
+    async fn write_quota_statuses(
+        &mut self,
+        cluster: &Cluster,
+        actions: &Actions,
+        now: ReconcileTime,
+    ) -> Option<Duration> {
+        if cluster.quotas.is_empty() {
+            return None;
+        }
+        let left = self.next_quota_statuses.saturating_sub(now.up);
+        if !left.is_zero() {
+            return Some(left);
+        }
+        self.next_quota_statuses = now.up.saturating_add(QUOTA_STATUS_INTERVAL);
+        for (name, status) in self.keeper.quota_statuses(cluster, &actions.waiting, now) {
+            if !self.context.claim.is_current() {
+                return None;
+            }
+            let quotas = Api::<GpuQuota>::all(self.context.client.clone());
+            let patch = Patch::Merge(serde_json::json!({"status": status}));
+            let params = PatchParams::default();
+            let written = quotas.patch_status(&name, &params, &patch);
+            match tokio::time::timeout(WRITE_TIMEOUT, written).await {
+                Ok(Ok(_)) => {}
+                Ok(Err(error)) => {
+                    tracing::warn!(
+                        quota = name,
+                        error = &error as &dyn std::error::Error,
+                        "failed to write the status of a quota"
+                    );
+                }
+                Err(_) => tracing::warn!(quota = name, "failed to write the status of a quota: no answer"),
+            }
+        }
+        // Changes within the interval have no later reconcile of their own.
+        Some(QUOTA_STATUS_INTERVAL)
     }
 
     /// Releases pods.

@@ -39,6 +39,31 @@ pub struct Rights {
     pub is_within_max_later: bool,
 }
 
+/// What a quota uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Usage {
+    /// What running and nominated pods use.
+    pub used: Amount,
+    /// The same, with pods that leave.
+    pub held: Amount,
+    /// What pods within the guarantee use.
+    pub within: Amount,
+    /// What pods use that borrow.
+    pub over: Amount,
+    /// What the quota uses beyond its guarantee.
+    pub excess: Amount,
+    /// The unused part of the guarantee that others may use.
+    pub lent: Amount,
+    /// Weight of the quota.
+    pub weight: u32,
+    /// Number of pods within the guarantee.
+    pub pods_within: u32,
+    /// Number of pods that borrow.
+    pub pods_over: u32,
+    /// Number of GPUs that the quota owns, if it guarantees cells.
+    pub cells: Option<usize>,
+}
+
 /// A position in the order of waiting pods; lower is earlier. Pods within a guarantee are first.
 pub type Turn<'w> = (Option<Share>, std::cmp::Reverse<i32>, Moment, &'w str);
 
@@ -107,6 +132,32 @@ impl<'w> Book<'w> {
             self.accounts.remove(id);
             self.accounts.hold_leaving(id);
         }
+    }
+
+    /// Returns what a quota of the pool uses. Returns `None` if the pool has no quota of this name.
+    pub fn usage(&self, name: &str) -> Option<Usage> {
+        let account = self.world.quotas.keys().position(|quota| quota == name)?;
+        let quota = self.accounts.quota(account);
+        let used = self.accounts.used(account);
+        let mut usage = Usage { used, held: self.accounts.held(account), weight: quota.weight(), ..Usage::default() };
+        for id in self.accounts.members(account) {
+            let (pods, amount) = match self.accounts.class(id) {
+                Some(Class::In) => (&mut usage.pods_within, &mut usage.within),
+                _ => (&mut usage.pods_over, &mut usage.over),
+            };
+            *pods += 1;
+            *amount = amount.plus(self.world.pod(id).charge);
+        }
+        usage.lent = quota.min().minus(used).min(quota.min().minus(quota.unlent()));
+        usage.excess = if quota.cells().is_some() { usage.over } else { used.minus(quota.min()) };
+        usage.cells =
+            quota.cells().map(|_| (0..self.world.gpus.len()).filter(|&gpu| self.accounts.owns(account, gpu)).count());
+        Some(usage)
+    }
+
+    /// Returns the amount of the pool's healthy GPUs.
+    pub fn healthy(&self) -> Amount {
+        self.size()
     }
 
     /// Returns the limits of a pod's quota. A pod without a quota has no guarantee and no maximum.

@@ -47,7 +47,7 @@ mod tests;
 mod world;
 
 pub use amount::{Amount, GPU, MigSlice, Requested, charge_per_gpu};
-pub use book::{Book, Rights, Turn};
+pub use book::{Book, Rights, Turn, Usage};
 pub use class::{Class, Share};
 pub use exchange::Kind;
 pub use look::{Exchange, Outcome, Released, Wait, look};

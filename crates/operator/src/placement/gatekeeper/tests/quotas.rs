@@ -2,11 +2,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::names::GATE;
-use cleave_plan::quota::Settings;
+use cleave_plan::quota::{Kind, Settings};
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, at, reservation};
 use crate::evict::EvictionResult;
+use crate::placement::actions::Actions;
 use crate::placement::gatekeeper::Gatekeeper;
 use crate::placement::quotas::QuotaSettings;
 use crate::policies::demand::Reason;
@@ -25,6 +27,8 @@ struct Case {
     evicted: Vec<(String, String, String)>,
     /// Whether a new leader decides each time.
     loses_leader: bool,
+    /// Whether promises are checked after each reconcile.
+    is_checked: bool,
 }
 
 /// A pod: name, quota, shares and priority.
@@ -50,7 +54,7 @@ impl Case {
             world.quotas.push(json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota", "metadata": {"name": name}, "spec": spec}));
         }
         let (evicted, reality) = (Vec::new(), ActualAllocations::default());
-        Self { world, reality, gpus, keeper: keeper(), seconds: 0, evicted, loses_leader: false }
+        Self { world, reality, gpus, keeper: keeper(), seconds: 0, evicted, loses_leader: false, is_checked: false }
     }
 
     fn add(&mut self, (name, quota, shares, priority): PodOfCase<'_>, device: Option<usize>) {
@@ -97,11 +101,18 @@ impl Case {
                 self.keeper = keeper();
             }
             let actions = self.keeper.reconcile(&self.world.cluster(), &BTreeMap::new(), at(self.seconds));
+            let before = self.used();
+            if self.is_checked {
+                self.check_promises(&before, &actions);
+            }
             for release in &actions.releases {
                 assert!(self.world.apply_release(release), "{release:?}");
                 let reserved = reservation(release).nodes["n1"][0].clone();
                 self.reality.given.insert(release.pod.clone(), (reserved.device, reserved.units));
                 self.world.change(|world| &mut world.pods, &release.pod, |pod| pod["spec"]["nodeName"] = json!("n1"));
+            }
+            if self.is_checked {
+                self.check_promises(&before, &Actions::default());
             }
             for eviction in &actions.evictions {
                 let kind = eviction.quota.as_ref().map_or_else(|| "-".to_owned(), |quota| format!("{:?}", quota.kind));
@@ -122,6 +133,48 @@ impl Case {
     fn is_running(&self) -> BTreeSet<String> {
         let running = self.world.pods.iter().filter(|(_, pod)| pod["spec"]["nodeName"].is_string());
         running.map(|(name, _)| short(name)).collect()
+    }
+
+    /// Checks the promises that hold after each reconcile: no quota exceeds its maximum (R1), pods
+    /// of other quotas leave only if they borrowed, and important pods of the system never do (R2),
+    /// and the quota that reclaims stays within its guarantee (R3).
+    fn check_promises(&self, before: &BTreeMap<String, u32>, actions: &Actions) {
+        let used = self.used();
+        for (quota, used) in &used {
+            if let Some(max) = self.limit(quota, "max") {
+                assert!(*used <= max || used <= before.get(quota).unwrap_or(&0), "{quota} uses {used} of {max}");
+            }
+        }
+        for eviction in &actions.evictions {
+            let kind = eviction.quota.as_ref().unwrap().kind;
+            let namespace = |name: &str| name.split_once('/').unwrap().0.to_owned();
+            let (taker, victim) = (namespace(&eviction.preemptor), namespace(&eviction.pod));
+            assert_eq!(kind == Kind::Priority, taker == victim, "{eviction:?}");
+            if kind != Kind::Priority {
+                let min = self.limit(&victim, "min").unwrap_or(0);
+                assert!(before.get(&victim).is_some_and(|used| *used > min), "{eviction:?}: only borrowers leave");
+            }
+            if kind == Kind::Reclaim {
+                let units = TestCluster::units(&self.world.pods[&eviction.preemptor]);
+                let min = self.limit(&taker, "min").unwrap_or(0);
+                assert!(before.get(&taker).unwrap_or(&0) + units <= min, "{eviction:?}: the taker is within");
+            }
+        }
+    }
+
+    /// Returns the shares that the pods of each namespace use.
+    fn used(&self) -> BTreeMap<String, u32> {
+        let mut used = BTreeMap::new();
+        for (pod, (_, units)) in &self.reality.given {
+            *used.entry(pod.split_once('/').unwrap().0.to_owned()).or_default() += units;
+        }
+        used
+    }
+
+    fn limit(&self, quota: &str, field: &str) -> Option<u32> {
+        let spec = self.world.quotas.iter().find(|object| object["metadata"]["name"] == quota)?;
+        let text = spec["spec"][field].as_str()?;
+        Some(text.strip_suffix('m').unwrap().parse::<u32>().unwrap() / 100)
     }
 
     /// Checks the evictions, in order, and the pods that run at rest. The result is the same if the
@@ -263,6 +316,30 @@ fn a_pod_that_does_not_borrow_waits_for_its_guarantee() {
 }
 
 #[test]
+fn the_status_says_what_is_used_borrowed_and_awaited() {
+    let mut case = Case::new(1, &[("a", json!({"min": 5})), ("b", json!({"min": 5, "max": 12}))])
+        .running(&[(("b1", "b", 5, 0), 0), (("b2", "b", 5, 0), 0)])
+        .waiting(&[("a1", "a", 5, 0), ("b3", "b", 5, 0)]);
+    case.reality.report_on(&mut case.world, 1);
+    let cluster = case.world.cluster();
+    let mut keeper = keeper();
+    let actions = keeper.reconcile(&cluster, &BTreeMap::new(), at(9));
+    keeper.record_eviction(&actions.evictions[0], &EvictionResult::Done, at(9).up);
+    let statuses: BTreeMap<_, _> = keeper.quota_statuses(&cluster, &actions.waiting, at(9)).into_iter().collect();
+    let (a, b) = (&statuses["a"], &statuses["b"]);
+    assert_eq!((a.used.as_str(), a.pods.within, a.waiting.pods, a.waiting.gpus.as_str()), ("0.5", 1, 1, "0.5"));
+    let guaranteed = |status: &cleave_api::GpuQuotaStatus| status.conditions[1].reason.clone();
+    assert_eq!((guaranteed(a).as_str(), guaranteed(b).as_str()), ("Reclaiming", "Kept"));
+    assert_eq!((b.used.as_str(), b.held.as_str(), b.pods.leaving), ("0.5", "1", 1));
+    assert_eq!(b.waiting.reasons, BTreeMap::from([("OverMax".to_owned(), 1)]));
+    let mut seen = case.world.clone();
+    for quota in &mut seen.quotas {
+        quota["status"] = json!(statuses[quota["metadata"]["name"].as_str().unwrap()]);
+    }
+    assert_eq!(keeper.quota_statuses(&seen.cluster(), &actions.waiting, at(10)), [], "only differences are written");
+}
+
+#[test]
 fn quotas_that_only_count_change_nothing() {
     let case = |quotas: &[(&str, Value)]| {
         Case::new(1, quotas)
@@ -274,4 +351,51 @@ fn quotas_that_only_count_change_nothing() {
     let (with, without) = (case(&[("a", counted.clone()), ("b", counted)]), case(&[]));
     assert_eq!((&with.evicted, with.is_running()), (&without.evicted, without.is_running()));
     assert_eq!(without.evicted.len(), 1, "priority alone decides: {:?}", without.evicted);
+}
+
+/// Limits of a quota in a random case: min, max beyond it, and weight.
+type Limits = (u32, Option<u32>, u32);
+
+fn random_quota((min, more, weight): Limits) -> Value {
+    let mut spec = json!({"min": min, "weight": weight});
+    if let Some(more) = more {
+        spec["max"] = json!(min + more);
+    }
+    spec
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Pods that are evicted come back at once, as a Deployment's do, and yet it comes to rest. A
+    /// leader that is lost before each decision decides the same.
+    #[test]
+    fn promises_hold_at_each_step_and_it_comes_to_rest(
+        limits in proptest::collection::vec((0_u32..12, proptest::option::of(0_u32..10), 1_u32..4), 2..4),
+        pods in proptest::collection::vec((0_usize..4, 1_u32..9, 0_i32..3), 1..14),
+        gpus in 1_usize..3,
+        first in 0_usize..10,
+        loses_leader: bool,
+    ) {
+        const NAMES: [&str; 4] = ["a", "b", "c", "-"];
+        let quotas: Vec<(&str, Value)> =
+            limits.iter().zip(NAMES).map(|(limits, name)| (name, random_quota(*limits))).collect();
+        let names: Vec<String> = (0..pods.len()).map(|at| format!("p{at}")).collect();
+        let of: Vec<PodOfCase<'_>> = pods
+            .iter()
+            .zip(&names)
+            .map(|((quota, shares, priority), name)| (name.as_str(), if *quota < quotas.len() { NAMES[*quota] } else { "-" }, *shares, *priority))
+            .collect();
+        let (early, late) = of.split_at(first.min(of.len()));
+        let mut case = Case::new(gpus, &quotas).waiting(early);
+        (case.is_checked, case.loses_leader) = (true, loses_leader);
+        let mut case = case.until_rest();
+        case.evicted.clear();
+        let case = case.waiting(late).until_rest();
+        let mut times: BTreeMap<&str, usize> = BTreeMap::new();
+        for (_, _, victim) in &case.evicted {
+            *times.entry(victim.as_str()).or_default() += 1;
+        }
+        prop_assert!(times.values().all(|times| *times <= 2), "{:?}", case.evicted);
+    }
 }
