@@ -25,8 +25,8 @@ struct Case {
     seconds: u64,
     /// Evictions: why, for whom, and who.
     evicted: Vec<(String, String, String)>,
-    /// Whether a new leader decides each time.
-    loses_leader: bool,
+    /// Reconciles before which the leader is lost, as bits: the first reconcile is the lowest bit.
+    losses: u64,
     /// Whether promises are checked after each reconcile.
     is_checked: bool,
 }
@@ -54,7 +54,7 @@ impl Case {
             world.quotas.push(json!({"apiVersion": "cleave.dev/v1alpha1", "kind": "GpuQuota", "metadata": {"name": name}, "spec": spec}));
         }
         let (evicted, reality) = (Vec::new(), ActualAllocations::default());
-        Self { world, reality, gpus, keeper: keeper(), seconds: 0, evicted, loses_leader: false, is_checked: false }
+        Self { world, reality, gpus, keeper: keeper(), seconds: 0, evicted, losses: 0, is_checked: false }
     }
 
     fn add(&mut self, (name, quota, shares, priority): PodOfCase<'_>, device: Option<usize>) {
@@ -97,9 +97,10 @@ impl Case {
             self.seconds += 1;
             assert!(self.seconds < end, "it does not come to rest: {:?}", self.evicted);
             self.reality.report_on(&mut self.world, self.gpus);
-            if self.loses_leader {
+            if self.losses & 1 == 1 {
                 self.keeper = keeper();
             }
+            self.losses >>= 1;
             let actions = self.keeper.reconcile(&self.world.cluster(), &BTreeMap::new(), at(self.seconds));
             let before = self.used();
             if self.is_checked {
@@ -185,7 +186,7 @@ impl Case {
             reality: ActualAllocations { given: self.reality.given.clone(), ending: BTreeMap::new() },
             keeper: keeper(),
             evicted: Vec::new(),
-            loses_leader: true,
+            losses: u64::MAX,
             ..self
         };
         for case in [self, lost] {
@@ -195,7 +196,7 @@ impl Case {
                 .iter()
                 .map(|(kind, taker, victim)| ((*kind).to_owned(), (*taker).to_owned(), (*victim).to_owned()))
                 .collect();
-            assert_eq!(rest.evicted.iter().map(of).collect::<Vec<_>>(), expected, "leader lost: {}", rest.loses_leader);
+            assert_eq!(rest.evicted.iter().map(of).collect::<Vec<_>>(), expected, "in order");
             assert_eq!(rest.is_running(), running.iter().map(|name| (*name).to_owned()).collect(), "at rest");
         }
     }
@@ -367,15 +368,15 @@ fn random_quota((min, more, weight): Limits) -> Value {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Pods that are evicted come back at once, as a Deployment's do, and yet it comes to rest. A
-    /// leader that is lost before each decision decides the same.
+    /// Pods that are evicted come back at once, as a Deployment's do, and yet it comes to rest, also
+    /// if the leader is lost before any of the first decisions.
     #[test]
     fn promises_hold_at_each_step_and_it_comes_to_rest(
         limits in proptest::collection::vec((0_u32..12, proptest::option::of(0_u32..10), 1_u32..4), 2..4),
         pods in proptest::collection::vec((0_usize..4, 1_u32..9, 0_i32..3), 1..14),
         gpus in 1_usize..3,
         first in 0_usize..10,
-        loses_leader: bool,
+        losses in 0_u64..256,
     ) {
         const NAMES: [&str; 4] = ["a", "b", "c", "-"];
         let quotas: Vec<(&str, Value)> =
@@ -388,7 +389,7 @@ proptest! {
             .collect();
         let (early, late) = of.split_at(first.min(of.len()));
         let mut case = Case::new(gpus, &quotas).waiting(early);
-        (case.is_checked, case.loses_leader) = (true, loses_leader);
+        (case.is_checked, case.losses) = (true, losses);
         let mut case = case.until_rest();
         case.evicted.clear();
         let case = case.waiting(late).until_rest();
@@ -396,6 +397,8 @@ proptest! {
         for (_, _, victim) in &case.evicted {
             *times.entry(victim.as_str()).or_default() += 1;
         }
-        prop_assert!(times.values().all(|times| *times <= 2), "{:?}", case.evicted);
+        // A leader that is lost between an eviction and the release may decide otherwise.
+        let most = 2 + losses.count_ones() as usize;
+        prop_assert!(times.values().all(|times| *times <= most), "{:?}", case.evicted);
     }
 }
