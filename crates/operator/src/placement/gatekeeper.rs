@@ -559,7 +559,7 @@ impl Gatekeeper {
         let candidates: Vec<Candidate<'_>> = waiting.map(candidate).collect();
         let mut search =
             PlacementSearch::new(input, (nodes, tracker, &*claims), ledger, chooser).with_quotas(worlds.as_ref());
-        let mut order = Order::new(quotas.as_ref(), &candidates);
+        let mut order = Order::new(quotas.as_ref(), candidates.iter().map(|candidate| candidate.name.as_str()));
         let offers = LazyCell::new(|| Offers::of_policies(input.cluster.policies.iter().map(AsRef::as_ref)));
         let evictability = Evictability::new(&input.cluster.budgets, evictions, input.now.epoch);
         let mut preemption = PreemptionSearch::new((nodes, tracker), evictability, claims, preemptors, up);

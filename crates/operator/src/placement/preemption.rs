@@ -15,7 +15,7 @@ use super::pod_tracker::PodTracker;
 use super::preemptors::{Preemptors, SearchScope};
 use super::quotas::{QuotaPass, QuotaTurn, capped_grace};
 use super::search::{Candidate, PlacementSearch, SearchKey};
-use super::verdict::Verdict;
+use super::verdict::{PreemptionProspect, Verdict};
 use crate::pods::{PodObject, full_name};
 
 /// Maximum number of waiting pods per reconcile for which preemption is searched for the first
@@ -51,20 +51,6 @@ pub(super) struct PreemptionSearch<'a> {
     /// Whether no pods are evicted now, because the API server limits requests.
     is_paused: bool,
     up: Duration,
-}
-
-/// Whether preemption makes room for a waiting pod.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum PreemptionProspect {
-    /// The pod is nominated: its victims are evicted or terminate.
-    Nominated,
-    /// Only pods that disruption budgets protect could make room.
-    Protected,
-    /// No preemption helps, or the pod may not preempt others.
-    Impossible,
-    /// It is not this pod's turn, or room is being made for it without evictions. The result of the
-    /// last search applies.
-    Unknown,
 }
 
 /// The result of one search.

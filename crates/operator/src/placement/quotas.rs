@@ -17,8 +17,7 @@ use jiff::Timestamp;
 use super::claims::RESERVATION_TIME;
 use super::cluster::Cluster;
 use super::pod_tracker::PodTracker;
-use super::preemption::PreemptionProspect;
-use super::search::Candidate;
+use super::verdict::PreemptionProspect;
 use crate::pods::{PodObject, full_name};
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::quotas::charge::NodeCosts;
@@ -588,11 +587,11 @@ pub(super) enum Order {
 }
 
 impl Order {
-    /// `candidates` are sorted by priority and age.
-    pub(super) fn new(quotas: Option<&QuotaPass<'_>>, candidates: &[Candidate<'_>]) -> Self {
+    /// `names` are sorted by priority and age.
+    pub(super) fn new<'n>(quotas: Option<&QuotaPass<'_>>, names: impl ExactSizeIterator<Item = &'n str>) -> Self {
         match quotas {
-            None => Self::Sorted(0..candidates.len()),
-            Some(pass) => Self::ByQuota(pass.queues(candidates.iter().map(|candidate| candidate.name.as_str()))),
+            None => Self::Sorted(0..names.len()),
+            Some(pass) => Self::ByQuota(pass.queues(names)),
         }
     }
 

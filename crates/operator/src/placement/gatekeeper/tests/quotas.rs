@@ -368,8 +368,8 @@ fn random_quota((min, more, weight): Limits) -> Value {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Pods that are evicted come back at once, as a Deployment's do, and yet it comes to rest, also
-    /// if the leader is lost before any of the first decisions.
+    /// Pods that are evicted come back at once, as a Deployment's do, and yet it comes to rest,
+    /// also if the leader is lost before any of the first decisions.
     #[test]
     fn promises_hold_at_each_step_and_it_comes_to_rest(
         limits in proptest::collection::vec((0_u32..12, proptest::option::of(0_u32..10), 1_u32..4), 2..4),
