@@ -4,6 +4,7 @@ use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex};
 
 use cleave_api::GpuNodeStatus;
+use cleave_kubelet::ContainerDevices;
 use cleave_kubelet::fake::FakeKubeletState;
 use tokio::task::JoinHandle;
 
@@ -23,6 +24,8 @@ struct SevenGpus {
     machine: Machine,
     good: Vec<String>,
     programs: Vec<Child>,
+    /// What the kubelet lists for the programs.
+    rows: Vec<ContainerDevices>,
     watching: JoinHandle<()>,
     gaps: Arc<Mutex<BTreeSet<String>>>,
 }
@@ -73,7 +76,7 @@ impl SevenGpus {
                 }
             }
         });
-        Self { machine, good, programs, watching, gaps }
+        Self { machine, good, programs, rows, watching, gaps }
     }
 
     /// Starts a pod on each of the good GPUs, several times. Checks that each gets its GPU.
@@ -82,6 +85,10 @@ impl SevenGpus {
             for gpu in &self.good {
                 let ids = share_ids(gpu, [2 + round]);
                 let given = self.machine.kubelet.allocate(MPS_RESOURCE, &[&ids[0]]).await.unwrap();
+                // The kubelet lists a pod while it runs. The agent ends allocations that are not listed.
+                let mut rows = self.rows.clone();
+                rows.push(container_devices(&format!("new-{gpu}"), MPS_RESOURCE, &ids));
+                self.machine.pods.set_devices(&rows);
                 self.machine.kubelet.pre_start(MPS_RESOURCE, &[&ids[0]]).await.unwrap();
                 let seen = self.machine.run_client(&given, &[]);
                 assert_eq!(seen["uuid"].as_str(), Some(gpu.as_str()), "{what}, round {round}: {seen}");
