@@ -685,33 +685,6 @@ mod tests {
     use crate::tenants::violations::Tenant;
 
     #[test]
-    fn gpu_quiesced_is_1_when_the_quiesce_is_complete() {
-        let metrics = Metrics::new();
-        let series = |quiesces: &[(&str, Option<bool>)]| {
-            let gpu = |(uuid, quiesced): &(&str, Option<bool>)| {
-                let mut gpu = serde_json::json!({"uuid": uuid, "index": 0, "model": "H100", "memoryMib": 1, "sms": 1,
-                    "health": {"healthy": true}});
-                if let Some(quiesced) = quiesced {
-                    gpu["quiesce"] = serde_json::json!({"quiesced": quiesced, "message": ""});
-                }
-                gpu
-            };
-            let gpus: Vec<_> = quiesces.iter().map(gpu).collect();
-            metrics.set_node(&serde_json::from_value(serde_json::json!({"gpus": gpus})).unwrap());
-            let text = metrics.encode().unwrap();
-            let value =
-                |line: &str| Some(line.strip_prefix("cleave_agent_gpu_quiesced{")?.split_once("uuid=\"")?.1.to_owned());
-            let mut values: Vec<String> = text.lines().filter_map(value).collect();
-            values.sort();
-            values
-        };
-        let of = |uuid: &str, value: u8| format!("{uuid}\",model=\"H100\"}} {value}");
-        let all = series(&[("GPU-a", None), ("GPU-b", Some(false)), ("GPU-c", Some(true))]);
-        assert_eq!(all, [of("GPU-a", 0), of("GPU-b", 0), of("GPU-c", 1)]);
-        assert_eq!(series(&[("GPU-c", None)]), [of("GPU-c", 0)], "removed GPUs have no series");
-    }
-
-    #[test]
     fn series_of_removed_tenants_are_deleted_and_unlimited_tenants_have_no_limit() {
         let metrics = Metrics::new();
         let usage = |pod: &str, limit_mib| TenantUsage {

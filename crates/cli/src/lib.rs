@@ -77,8 +77,8 @@ pub enum Command {
 
     /// Make GPUs schedulable again, and clear their recorded faults.
     ///
-    /// The command also ends the quiesce of the GPUs. Without GPU, this includes GPUs of the node that
-    /// were cordoned for another reason.
+    /// The command also ends the quiesce of the GPUs. Without GPU, this includes GPUs of the node
+    /// that were cordoned for another reason.
     Uncordon(cordon::UncordonArgs),
 
     /// Cordon GPUs, evict their pods, and wait until they are free.

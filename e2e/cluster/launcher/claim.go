@@ -94,8 +94,8 @@ func (c *cluster) loadAddresses() {
 
 // ownsDevice reports whether a network device of the machine belongs to this cluster. A device gets
 // its owner's marker as its alias just after its creation, so the name identifies the owner of a
-// device without an alias. A cluster without addresses has created no device. Its addresses here are
-// those of the first cluster, which may be starting.
+// device without an alias. A cluster without addresses has created no device. Its addresses here
+// are those of the first cluster, which may be starting.
 func (l layout) ownsDevice(device *netlink.LinkAttrs) bool {
 	if device.Alias != "" {
 		return device.Alias == l.marker()

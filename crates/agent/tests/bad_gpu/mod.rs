@@ -85,7 +85,8 @@ impl SevenGpus {
             for gpu in &self.good {
                 let ids = share_ids(gpu, [2 + round]);
                 let given = self.machine.kubelet.allocate(MPS_RESOURCE, &[&ids[0]]).await.unwrap();
-                // The kubelet lists a pod while it runs. The agent ends allocations that are not listed.
+                // The kubelet lists a pod while it runs. The agent ends allocations that are not
+                // listed.
                 let mut rows = self.rows.clone();
                 rows.push(container_devices(&format!("new-{gpu}"), MPS_RESOURCE, &ids));
                 self.machine.pods.set_devices(&rows);

@@ -65,12 +65,8 @@ fn main() -> Result<()> {
             if wait_until_idle(&scope, &mut tracker)? {
                 let since = Timestamp::now();
                 let disruption = chaos.disrupt(&cluster, &mut random)?;
-                disruptions.push(format!(
-                    "{since} to {}: {} on {}",
-                    Timestamp::now(),
-                    disruption.what,
-                    disruption.node
-                ));
+                let (what, node) = (&disruption.what, &disruption.node);
+                disruptions.push(format!("{since} to {}: {what} on {node}", Timestamp::now()));
                 tracker.record_disruption(&disruption, since);
                 tracker.observe(&Observation::read(&scope)?);
             }
