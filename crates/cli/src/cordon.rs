@@ -105,10 +105,9 @@ pub(crate) async fn cordon_gpus(client: &Client, node: &str, gpu: Option<&str>, 
     Ok(cordoned)
 }
 
-/// Requests the quiesce of one GPU of a node, or of all if `gpu` is `None`.
-pub(crate) async fn quiesce(client: &Client, node: &str, gpu: Option<&str>) -> Result<()> {
-    let find = |object: &GpuNode| find_gpus(object, node, gpu);
-    update_annotations(client, node, find, annotations_with_quiesce).await.map(drop)
+/// Requests the quiesce of GPUs of a node.
+pub(crate) async fn quiesce(client: &Client, node: &str, gpus: &[NodeGpu]) -> Result<()> {
+    update_annotations(client, node, |_| Ok(gpus.to_vec()), annotations_with_quiesce).await.map(drop)
 }
 
 /// Returns the annotations that quiesce a GPU.

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 
 use crate::client::ClusterArgs;
 use crate::cordon::{cordon_gpus, quiesce};
-use crate::gpu::{NodeGpu, read_gpu_node, reported_gpus};
+use crate::gpu::{NodeGpu, find_gpus, read_gpu_node, reported_gpus};
 
 /// Interval of reads of the `GpuNode`.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -95,7 +95,7 @@ pub(crate) async fn run(args: DrainArgs) -> Result<ExitCode> {
 /// request. The GPUs remain cordoned.
 pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Result<DrainOutcome> {
     let started = Instant::now();
-    let targets = cordon_gpus(client, &args.node, args.gpu.as_deref(), &args.reason).await?;
+    let mut targets = cordon_gpus(client, &args.node, args.gpu.as_deref(), &args.reason).await?;
     let mut evictions = BTreeMap::new();
     let mut printed = vec![String::new(); targets.len()];
     let mut quiescing = false;
@@ -117,7 +117,16 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
             return Ok(DrainOutcome::Free);
         }
         if late.is_empty() {
-            quiesce(client, &args.node, args.gpu.as_deref()).await?;
+            // A drain of the node also drains GPUs that the agent reports only now.
+            let new = if args.gpu.is_none() { unknown_gpus(&object, &args.node, &targets)? } else { Vec::new() };
+            if !new.is_empty() {
+                for gpu in new {
+                    targets.extend(cordon_gpus(client, &args.node, Some(&gpu.uuid), &args.reason).await?);
+                }
+                printed.resize(targets.len(), String::new());
+                continue;
+            }
+            quiesce(client, &args.node, &targets).await?;
             quiescing = true;
             continue;
         }
@@ -130,6 +139,13 @@ pub async fn drain(client: &Client, evictor: &Client, args: &DrainArgs) -> Resul
         }
         tokio::time::sleep(GPU_POLL_INTERVAL).await;
     }
+}
+
+/// Returns the GPUs that the agent reports and that are not among `targets`.
+fn unknown_gpus(object: &GpuNode, node: &str, targets: &[NodeGpu]) -> Result<Vec<NodeGpu>> {
+    let mut gpus = find_gpus(object, node, None)?;
+    gpus.retain(|gpu| targets.iter().all(|target| target.uuid != gpu.uuid));
+    Ok(gpus)
 }
 
 /// How far the drain of a GPU is.

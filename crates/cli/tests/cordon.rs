@@ -180,6 +180,36 @@ async fn a_node_is_quiesced_when_the_agent_reports_each_of_its_gpus_as_quiesced(
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_gpu_that_is_reported_during_the_drain_of_a_node_is_drained_before_the_quiesce() {
+    let (client, mut server) = mock_client();
+    let args = DrainArgs { gpu: None, quiesce: true, ..drain_args(false, 0) };
+    let draining = tokio::spawn(async move { drain(&client, &client, &args).await });
+    let gpus = |uuids: &[&str], quiesced: bool| {
+        let mut object = node(&[]);
+        let gpu = |(index, uuid): (usize, &&str)| {
+            json!({"uuid": uuid, "index": index, "model": "H100", "memoryMib": 1, "sms": 1,
+                "health": {"healthy": true}, "quiesce": {"quiesced": quiesced, "message": "m"}})
+        };
+        object["status"]["gpus"] = uuids.iter().enumerate().map(gpu).collect();
+        object
+    };
+    answer_request(&mut server, 200, &gpus(&["GPU-a"], false)).await;
+    answer_request(&mut server, 200, &gpus(&["GPU-a"], false)).await;
+    // The agent reports a second GPU, and the first has another index now.
+    let both = |quiesced| gpus(&["GPU-b", "GPU-a"], quiesced);
+    answer_request(&mut server, 200, &both(false)).await;
+    answer_request(&mut server, 200, &both(false)).await;
+    let (_, sent) = answer_request(&mut server, 200, &both(false)).await;
+    assert_eq!(sent["metadata"]["annotations"], json!({CORDON_ANNOTATION: "GPU-b=fan"}));
+    answer_request(&mut server, 200, &both(false)).await;
+    answer_request(&mut server, 200, &both(false)).await;
+    let (_, sent) = answer_request(&mut server, 200, &both(false)).await;
+    assert_eq!(sent["metadata"]["annotations"], json!({"cleave.dev/quiesce": "GPU-a,GPU-b"}));
+    answer_request(&mut server, 200, &both(true)).await;
+    assert_eq!(draining.await.unwrap().unwrap(), DrainOutcome::Free);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_pod_that_is_reported_after_the_gpu_seemed_to_be_free_is_evicted_too() {
     let (client, mut server) = mock_client();
     let args = DrainArgs { quiesce: true, ..drain_args(false, 0) };

@@ -236,7 +236,14 @@ impl Gpus for Nvml {
     }
 
     fn readings(&self, uuid: &str) -> Result<GpuReadings, NvmlError> {
-        readings::read_sensors(&self.find_device(uuid)?)
+        // Never search by UUID for sensors: the search accesses other GPUs, and one of them may hang.
+        let index = lock(&self.indices).get(uuid).copied().ok_or_else(|| NvmlError::NotFound(uuid.to_owned()))?;
+        let device = self.device_at(index)?;
+        if device.uuid().is_ok_and(|found| found == uuid) {
+            readings::read_sensors(&device)
+        } else {
+            Err(NvmlError::NotFound(uuid.to_owned()))
+        }
     }
 
     fn cuda_version(&self) -> Result<(u32, u32), NvmlError> {
