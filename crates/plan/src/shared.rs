@@ -46,7 +46,7 @@ impl<T: ?Sized> Default for Interner<T> {
 }
 
 impl<T: ?Sized + Eq + Hash> Interner<T> {
-    /// Replaces a value by the equal value that was interned before, if there is one.
+    /// Replaces `value` with the interned equal value. If there is none, interns `value`.
     pub fn intern(&mut self, value: &mut Arc<T>) {
         if let Some(known) = self.values.get(&**value) {
             *value = Arc::clone(known);

@@ -135,7 +135,8 @@ impl Visit<'_> for RegisterCallFinder {
     }
 }
 
-/// Finds `self.field.register(all.sub_registry_with_prefix(prefix))`: prefixes by field.
+/// Collects the registry prefix of each field, from calls of
+/// `self.field.register(all.sub_registry_with_prefix(prefix))`.
 #[derive(Debug, Default)]
 struct PrefixFinder(BTreeMap<String, String>);
 

@@ -80,7 +80,7 @@ impl StandbyEndpoints {
         let server = serve_endpoints(addr, (Metrics::new(), None), heartbeats, watch::channel(none).1, None);
         let server = tokio::spawn(async move {
             if let Err(error) = server.await {
-                tracing::warn!(error = format!("{error:#}"), "failed to serve the endpoints of a waiting agent");
+                tracing::warn!(error = format!("{error:#}"), "failed to serve the endpoints of a standby agent");
             }
         });
         Self { heartbeat, server: AbortOnDropHandle::new(server) }

@@ -220,7 +220,7 @@ fn wait_until_consistent(scope: &Scope) -> Result<()> {
     })
 }
 
-/// Returns the SMs for this many of a GPU's ten shares.
+/// Returns the number of SMs of an allocation with `shares` of a GPU's ten shares.
 fn sms_of_shares(shares: u64) -> u64 {
     // Limits are whole TPCs, of two SMs each.
     match shares {

@@ -212,7 +212,7 @@ fn read_device_plugin(plugin: &mut Section, facts: &mut ChartFacts, notes: &mut 
         let (outcome, text) = if enabled {
             (Outcome::Decide, "Switch it off: two plugins must not serve the same GPUs.")
         } else {
-            (Outcome::Translated, "It is off already, as Cleave needs it.")
+            (Outcome::Translated, "It is already disabled, as Cleave requires.")
         };
         notes.add(place, outcome, text);
     }
@@ -273,7 +273,7 @@ fn read_mig_manager(manager: &mut Section, facts: &mut ChartFacts, notes: &mut N
         let (outcome, text) = if enabled {
             (Outcome::Decide, "Switch it off, or set agent.migMode to Never: only one of them may change MIG.")
         } else {
-            (Outcome::Translated, "It is off already, as Cleave needs it.")
+            (Outcome::Translated, "It is already disabled, as Cleave requires.")
         };
         notes.add(place, outcome, text);
     }

@@ -1,4 +1,4 @@
-//! R7 to R11: classes and passes as functions of the pool.
+//! Tests that classes and passes depend only on the pool (properties R7 to R11).
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::collection::vec;
