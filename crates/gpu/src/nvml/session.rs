@@ -236,7 +236,8 @@ impl Gpus for Nvml {
     }
 
     fn readings(&self, uuid: &str) -> Result<GpuReadings, NvmlError> {
-        // Never search by UUID for sensors: the search accesses other GPUs, and one of them may hang.
+        // Never search by UUID for sensors. The search accesses other GPUs, and one of them may
+        // hang.
         let index = lock(&self.indices).get(uuid).copied().ok_or_else(|| NvmlError::NotFound(uuid.to_owned()))?;
         let device = self.device_at(index)?;
         if device.uuid().is_ok_and(|found| found == uuid) {
