@@ -97,7 +97,7 @@ fn a_quiesced_gpu_is_reset_while_pods_use_and_start_on_the_other_one() -> Result
     drain(&[])?;
     service.check_refused(&["reset", &gpu], "in use")?;
     let printed = drain(&["--quiesce"])?;
-    ensure!(printed.contains("quiesced: its MPS daemons have ended"), "{printed}");
+    ensure!(printed.contains("quiesced: its MPS daemons have exited"), "{printed}");
     service.simulator.simgpu(&["reset", &gpu])?;
 
     wait_until_offered(&cluster, 10)?;
@@ -153,6 +153,6 @@ fn a_drained_node_is_quiesced_for_a_driver_reload() -> Result<()> {
     service.check_refused(&["unload"], "in use")?;
     let options = ["--quiesce", "--force", "--grace", "1", "--timeout", "80"];
     let printed = run_program(&cleave_path(), &[&["drain", NODE], &options[..]].concat())?;
-    ensure!(printed.matches("quiesced: its MPS daemons have ended").count() == 2, "{printed}");
+    ensure!(printed.matches("quiesced: its MPS daemons have exited").count() == 2, "{printed}");
     check_driver_reload(&service, &scope, || run_program(&cleave_path(), &["uncordon", NODE]).map(drop))
 }
