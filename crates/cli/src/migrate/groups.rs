@@ -258,7 +258,7 @@ fn limited(by: SharedBy, count: u32, source: &str, notes: &mut Notes) -> u32 {
     count.min(most)
 }
 
-/// Returns what becomes of an entry of mig-parted, with the plugin's sharing.
+/// Returns the result for an entry of mig-parted, with the plugin's sharing.
 fn mig_rule(
     rule: &MigRule,
     config: &PluginConfig,

@@ -19,7 +19,7 @@ const NOS_PREFIX: &str = "nos.nebuly.com/";
 pub(super) struct PodPreview {
     /// Kind, namespace and name.
     pub(super) pod: String,
-    /// What becomes of each request.
+    /// The result for each request.
     pub(super) requests: Vec<RequestPreview>,
     /// What else must change in the pod.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -33,11 +33,11 @@ pub(super) struct RequestPreview {
     pub(super) container: String,
     /// The request today.
     pub(super) was: String,
-    /// What becomes of it, by nodes on which the pod may run. Entries that are equal are one.
+    /// The result, by nodes on which the pod may run. Entries that are equal are one.
     pub(super) becomes: Vec<Becomes>,
 }
 
-/// What becomes of a request.
+/// The result for a request.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub(super) struct Becomes {
     /// The request to Cleave. `None` if there is no counterpart.
