@@ -6,9 +6,8 @@ use anyhow::{Context as _, Result};
 use super::migration::Migration;
 use super::preview::PodPreview;
 use super::report::{Line, Outcome};
+use crate::preflight::text::write_wrapped;
 
-/// Maximum number of characters of a line.
-const WIDTH: usize = 100;
 /// Columns of the outcome.
 const OUTCOME_WIDTH: usize = 12;
 
@@ -131,31 +130,6 @@ fn write_pods(text: &mut String, pods: &[PodPreview]) {
         for note in &pod.notes {
             write_wrapped(text, "    - ", note);
         }
-    }
-}
-
-/// Writes words in lines of at most [`WIDTH`] characters. The first line starts with `start`, and
-/// the other lines are indented as far.
-fn write_wrapped(text: &mut String, start: &str, words: &str) {
-    let indent = start.chars().count();
-    let mut column = 0;
-    for word in words.split_whitespace() {
-        let length = word.chars().count();
-        if column == 0 {
-            text.push_str(start);
-            column = indent;
-        } else if column + 1 + length > WIDTH {
-            let _ = write!(text, "\n{:indent$}", "");
-            column = indent;
-        } else {
-            text.push(' ');
-            column += 1;
-        }
-        text.push_str(word);
-        column += length;
-    }
-    if column > 0 {
-        text.push('\n');
     }
 }
 

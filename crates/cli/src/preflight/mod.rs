@@ -15,7 +15,7 @@ mod read;
 mod report;
 #[cfg(test)]
 mod tests;
-mod text;
+pub(crate) mod text;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

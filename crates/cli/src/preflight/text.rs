@@ -49,7 +49,7 @@ const fn level_name(level: Level) -> &'static str {
 
 /// Writes words in lines of at most [`WIDTH`] characters. The first line starts with `start`, and
 /// the other lines have the same indentation.
-fn write_wrapped(text: &mut String, start: &str, words: &str) {
+pub(crate) fn write_wrapped(text: &mut String, start: &str, words: &str) {
     let indent = start.chars().count();
     let mut column = 0;
     for word in words.split_whitespace() {
