@@ -56,12 +56,12 @@ prerequisites() {
   fi
 }
 
-# Builds the product, unless a release of it is used, the simulated hardware and the test programs.
+# Builds the product, unless a release of it is used, the simulated hardware and the test program.
 build() {
   local product=(-p cleave)
   [ -z "$release" ] || product=()
   say "Building ${product:+Cleave and }the simulated hardware"
-  (cd "$root" && cargo build --profile "$profile" --locked "${product[@]}" -p simgpu -p sim-nvml -p sim-mps -p sim-clock -p cleave-client -p cleave-bench)
+  (cd "$root" && cargo build --profile "$profile" --locked "${product[@]}" -p simgpu -p sim-nvml -p sim-mps -p sim-clock -p cleave-client)
 }
 
 # Puts the simulated driver where nodes mount it as /opt/simgpu.

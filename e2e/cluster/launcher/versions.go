@@ -17,7 +17,7 @@ const versionVariable = "CLEAVE_KUBERNETES"
 type kubernetes struct{ minor, patch int }
 
 // defaultKubernetes is the version of kube/go.mod.
-var defaultKubernetes = kubernetes{minor: 36, patch: 4}
+var defaultKubernetes = kubernetes{minor: 37, patch: 2}
 
 func (k kubernetes) String() string { return fmt.Sprintf("1.%d.%d", k.minor, k.patch) }
 

@@ -49,11 +49,11 @@ func TestVersionsAreTheDefaultAndTheDirectories(t *testing.T) {
 	if found, err := versions(); err != nil || !slices.Equal(found, []kubernetes{defaultKubernetes}) {
 		t.Errorf("without directories: %v, %v", found, err)
 	}
-	for _, name := range []string{"1.37.2", "1.34.4", "1.34.10"} {
+	for _, name := range []string{"1.38.2", "1.34.4", "1.34.10"} {
 		write(t, filepath.Join(source, "kube", "versions", name, "go.mod"), "")
 	}
 	found, err := versions()
-	if expected := []kubernetes{{34, 4}, {34, 10}, defaultKubernetes, {37, 2}}; err != nil || !slices.Equal(found, expected) {
+	if expected := []kubernetes{{34, 4}, {34, 10}, defaultKubernetes, {38, 2}}; err != nil || !slices.Equal(found, expected) {
 		t.Errorf("got %v, %v", found, err)
 	}
 	for _, name := range []string{"latest", defaultKubernetes.String()} {
@@ -112,6 +112,44 @@ func TestVersionsDifferOnlyInKubernetes(t *testing.T) {
 				t.Errorf("%s of %s is built again", u.name, k)
 			}
 			keys[key] = k.String()
+		}
+	}
+}
+
+// requirements returns the versions that a go.mod requires, except those that it replaces.
+func requirements(t *testing.T, path string) map[string]string {
+	t.Helper()
+	content, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := make(map[string]string)
+	for _, line := range strings.Split(string(content), "\n") {
+		fields := strings.Fields(strings.TrimPrefix(strings.TrimSpace(line), "require "))
+		if len(fields) >= 2 && strings.Contains(fields[0], ".") && strings.HasPrefix(fields[1], "v") {
+			found[fields[0]] = fields[1]
+		}
+	}
+	for _, line := range strings.Split(string(content), "\n") {
+		if module, _, ok := strings.Cut(strings.TrimSpace(line), " => "); ok {
+			delete(found, module)
+		}
+	}
+	return found
+}
+
+// Go compiles a package once for all programs only if they use the same version of the package's
+// module. With different versions a first build takes minutes longer.
+func TestGoModsShareTheVersionsOfModules(t *testing.T) {
+	kube := requirements(t, "../kube/go.mod")
+	if len(kube) < 50 {
+		t.Fatalf("kube/go.mod requires only %d modules", len(kube))
+	}
+	for _, dir := range []string{"../helm", "../containerd", "../../platforms", "../../placement"} {
+		for module, version := range requirements(t, filepath.Join(dir, "go.mod")) {
+			if shared, ok := kube[module]; ok && shared != version {
+				t.Errorf("%s requires %s %s, and kube requires %s: run go get %[2]s@VERSION in both, with the newer version", dir, module, version, shared)
+			}
 		}
 	}
 }

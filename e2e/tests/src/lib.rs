@@ -568,9 +568,12 @@ pub fn allocation_errors(node: &Value, pods: &BTreeSet<String>, units: Option<us
     errors
 }
 
-/// Returns the pods without a deletion timestamp, as `namespace/name`.
-pub fn not_deleted(pods: &[Value]) -> BTreeSet<String> {
-    let remains = |pod: &&Value| pod["metadata"]["deletionTimestamp"].is_null();
+/// Returns the pods that nobody deletes and whose containers have not ended, as `namespace/name`.
+pub fn live_pods(pods: &[Value]) -> BTreeSet<String> {
+    let remains = |pod: &&Value| {
+        let has_ended = matches!(text(&pod["status"]["phase"]).as_str(), "Failed" | "Succeeded");
+        pod["metadata"]["deletionTimestamp"].is_null() && !has_ended
+    };
     let name = |pod: &Value| format!("{}/{}", text(&pod["metadata"]["namespace"]), text(&pod["metadata"]["name"]));
     pods.iter().filter(remains).map(name).collect()
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use cleave_e2e::{
-    Cluster, Random, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, allocation_errors, not_deleted, pod, run_launcher,
+    Cluster, Random, SYSTEM_NAMESPACE, Scope, WAIT_TIMEOUT, allocation_errors, live_pods, pod, run_launcher,
     run_program, signal_component, signal_program, text, wait_for, wait_until, wait_without_violation,
 };
 use serde_json::{Value, json};
@@ -332,8 +332,31 @@ struct StormObservations {
     ran: BTreeSet<String>,
     /// Pods that the kubelet permanently rejected, with the reason.
     rejected: BTreeMap<String, String>,
+    /// Pods that nobody deleted and whose container ended, with the container's state. Every
+    /// container sleeps, so only a failure ends it.
+    ended: BTreeMap<String, String>,
     /// Pods with shares of two GPUs, and GPUs with too many shares allocated.
     errors: BTreeSet<String>,
+}
+
+/// Maximum time from the end of a container until the API server and the `GpuNode` show it.
+const END_REPORT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Returns the allocation errors of `pods` that last while nobody deletes pods. The kubelet reuses
+/// the slices of a container that ended by itself before it reports the end. An error of Cleave
+/// lasts as long as the containers.
+fn lasting_allocation_errors(scope: &Scope, pods: &[Value]) -> Result<BTreeSet<String>> {
+    let start = Instant::now();
+    let mut live = live_pods(pods);
+    loop {
+        let errors = allocation_errors(&scope.cluster.gpunode(NODE)?, &live, Some(10));
+        if errors.is_empty() || start.elapsed() >= END_REPORT_TIMEOUT {
+            return Ok(errors);
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        let still = live_pods(&scope.pods()?);
+        live.retain(|pod| still.contains(pod));
+    }
 }
 
 /// Reads all pods and their allocations, and adds them to `observed`.
@@ -343,16 +366,19 @@ fn observe(scope: &Scope, observed: &mut StormObservations) -> Result<Vec<Value>
         let name = text(&pod["metadata"]["name"]);
         match text(&pod["status"]["phase"]).as_str() {
             "Running" => drop(observed.ran.insert(name)),
-            // A deleted pod with a killed container is also `Failed` briefly, but has no reason. A
-            // pod that the kubelet rejected has a reason.
+            // A pod that the kubelet rejected has a reason.
             "Failed" if !text(&pod["status"]["reason"]).is_empty() => {
                 let why = format!("{}: {}", text(&pod["status"]["reason"]), text(&pod["status"]["message"]));
                 observed.rejected.insert(name, why);
             }
+            // A deleted pod with a killed container is also `Failed` briefly.
+            "Failed" if pod["metadata"]["deletionTimestamp"].is_null() => {
+                observed.ended.insert(name, pod["status"]["containerStatuses"].to_string());
+            }
             _ => {}
         }
     }
-    observed.errors.extend(allocation_errors(&scope.cluster.gpunode(NODE)?, &not_deleted(&pods), Some(10)));
+    observed.errors.extend(lasting_allocation_errors(scope, &pods)?);
     Ok(pods)
 }
 
@@ -514,11 +540,12 @@ fn no_pod_of_a_storm_is_rejected_or_split_when_components_are_killed() -> Result
     let plain = run_storm(&scope, count.min(40), &mut Random::seeded(seed), |_| Ok(()))?;
     let _ = writeln!(
         std::io::stderr(),
-        "storm, seed {seed}: with the gate {} pods, {} ran, {} rejected, {} split or over-committed, killed {killed:?} and {leaders} leading operators; without it {} pods, {} ran, {} rejected",
+        "storm, seed {seed}: with the gate {} pods, {} ran, {} rejected, {} split or over-committed, {} ended by themselves, killed {killed:?} and {leaders} leading operators; without it {} pods, {} ran, {} rejected",
         gated.created,
         gated.ran.len(),
         gated.rejected.len(),
         gated.errors.len(),
+        gated.ended.len(),
         plain.created,
         plain.ran.len(),
         plain.rejected.len()

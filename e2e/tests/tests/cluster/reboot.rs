@@ -13,7 +13,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 use cleave_e2e::{
-    Cluster, SYSTEM_NAMESPACE, Scope, TEST_LABEL, WAIT_TIMEOUT, allocation_errors, driver_directory, not_deleted,
+    Cluster, SYSTEM_NAMESPACE, Scope, TEST_LABEL, WAIT_TIMEOUT, allocation_errors, driver_directory, live_pods,
     on_node, pod, run_launcher, text, wait_for, wait_until,
 };
 use serde_json::{Value, json};
@@ -189,7 +189,7 @@ fn wait_until_consistent(scope: &Scope) -> Result<()> {
         let mut running = scope.pods()?;
         running.retain(|pod| text(&pod["spec"]["nodeName"]) == NODE && runs_in_new_container(pod, &BTreeSet::new()));
         let node = scope.cluster.gpunode(NODE)?;
-        let errors = allocation_errors(&node, &not_deleted(&running), Some(10));
+        let errors = allocation_errors(&node, &live_pods(&running), Some(10));
         ensure!(errors.is_empty(), "{errors:#?}");
         let mut reported: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for gpu in node["status"]["gpus"].as_array().into_iter().flatten() {

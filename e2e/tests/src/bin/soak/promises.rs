@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use anyhow::Result;
-use cleave_e2e::{Scope, allocation_errors, not_deleted, text};
+use cleave_e2e::{Scope, allocation_errors, live_pods, text};
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use serde_json::Value;
 
@@ -121,7 +121,7 @@ impl Tracker {
         for pod in &observation.pods {
             self.check_pod(pod);
         }
-        let pods = not_deleted(&observation.pods);
+        let pods = live_pods(&observation.pods);
         for (node, object) in &observation.nodes {
             let units = (*node == SHARES_NODE).then_some(SHARES_PER_GPU);
             let errors = allocation_errors(object, &pods, units);
