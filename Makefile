@@ -68,7 +68,7 @@ bench-placement: ## compare pods per second with an extended resource and DRA on
 bench-scale: ## measure the operator with 1,000 nodes and 80,000 running pods
 	@e2e/placement/bench scale
 
-test-karpenter: ## let Karpenter grow and shrink a pool of simulated nodes
+test-karpenter: ## test a pool of simulated nodes that Karpenter grows and shrinks
 	@e2e/karpenter/test
 
 test-toolkit: ## test the chart's defaults with NVIDIA's container toolkit: LAYOUT=default
