@@ -1,6 +1,6 @@
 //! Draws diagrams as SVG from descriptions in text.
 //!
-//! A description has one statement per line. Boxes stand on a grid of columns and rows.
+//! A description has one statement per line. Boxes are on a grid of columns and rows.
 //!
 //! ```text
 //! title A sentence for readers who cannot see the picture
