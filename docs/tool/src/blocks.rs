@@ -38,7 +38,7 @@ pub(crate) fn fill_generated_parts(
 }
 
 /// Formats a Markdown table.
-pub(crate) fn table(head: &[&str], rows: &[Vec<String>]) -> String {
+pub(crate) fn format_table(head: &[&str], rows: &[Vec<String>]) -> String {
     let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
     let mut out = line(head.iter().map(|&cell| cell.to_owned()).collect());
     let _ = writeln!(out, "|{}", "---|".repeat(head.len()));

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 use cleave_docs_commands::parse_blocks;
 
 use crate::code;
-use crate::file::read;
+use crate::file::read_text_file;
 use crate::text::MAX_LINE_WIDTH;
 
 /// Directories with pages of the site.
@@ -17,12 +17,13 @@ const DIRECTORIES_WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
 /// Pages outside these directories.
 const OTHER_PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
-/// Pages outside of docs/contributing that name files and items of the code.
+/// Pages outside docs/contributing that name files and items of the code.
 const PAGES_WITH_CODE: [&str; 2] = ["CONTRIBUTING.md", "docs/explanation/architecture.md"];
+
 /// Returns the problems of the pages, each as a sentence.
 pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
     let mut problems = Vec::new();
-    let summary = read(&root.join("docs/SUMMARY.md"))?;
+    let summary = read_text_file(&root.join("docs/SUMMARY.md"))?;
     let mut pages: Vec<PathBuf> = OTHER_PAGES.iter().map(PathBuf::from).collect();
     for directory in PAGE_DIRECTORIES {
         let path = root.join("docs").join(directory);
@@ -37,7 +38,7 @@ pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
     }
     pages.sort();
     for page in &pages {
-        let text = read(&root.join(page))?;
+        let text = read_text_file(&root.join(page))?;
         let name = page.display();
         problems.extend(
             long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {MAX_LINE_WIDTH} columns")),
@@ -49,8 +50,8 @@ pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
             problems.extend(code::find_problems(root, &text).into_iter().map(|problem| format!("{name}:{problem}")));
         }
         let directory = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
-        let gone = links(&text).into_iter().filter(|link| !directory.join(link).exists());
-        problems.extend(gone.map(|link| format!("{name}: the target of {link} does not exist")));
+        let missing = relative_links(&text).into_iter().filter(|link| !directory.join(link).exists());
+        problems.extend(missing.map(|link| format!("{name}: the target of {link} does not exist")));
     }
     Ok(problems)
 }
@@ -76,7 +77,7 @@ fn is_address(line: &str) -> bool {
 }
 
 /// Returns the relative links of a Markdown text, without anchors.
-fn links(text: &str) -> Vec<String> {
+fn relative_links(text: &str) -> Vec<String> {
     let targets = text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(target, _)| target);
     let relative = targets.filter(|target| !target.contains("://") && !target.starts_with('#'));
     relative.map(|target| target.split('#').next().unwrap_or(target).to_owned()).collect()
@@ -96,6 +97,6 @@ mod tests {
 
     #[test]
     fn links_to_files_are_found_without_their_anchors() {
-        assert_eq!(links("[a](b.md#c) [d](#e) [f](https://g.h/i.md) [j](../k.md)"), ["b.md", "../k.md"]);
+        assert_eq!(relative_links("[a](b.md#c) [d](#e) [f](https://g.h/i.md) [j](../k.md)"), ["b.md", "../k.md"]);
     }
 }

@@ -26,7 +26,7 @@ pub(crate) fn wrap(text: &str, first: &str, rest: &str) -> String {
 }
 
 /// Returns a wrapped list item.
-pub(crate) fn list_item(text: &str) -> String {
+pub(crate) fn wrap_list_item(text: &str) -> String {
     wrap(text, "- ", "  ")
 }
 
@@ -58,7 +58,7 @@ mod tests {
     #[test]
     fn long_text_is_wrapped_with_an_indentation() {
         let text = "word ".repeat(40);
-        let wrapped = list_item(&text);
+        let wrapped = wrap_list_item(&text);
         assert!(wrapped.lines().all(|line| line.len() <= MAX_LINE_WIDTH), "{wrapped}");
         assert!(wrapped.starts_with("- word ") && wrapped.contains("\n  word "), "{wrapped}");
     }

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use anyhow::{Context as _, Result, bail};
 use serde_json::Value;
 
-use crate::text::{list_item, wrap};
+use crate::text::{wrap, wrap_list_item};
 
 /// Returns the page of a chart's values.
 pub(crate) fn render_page(values: &str, schema: &str) -> Result<String> {
@@ -103,7 +103,7 @@ fn write_entry(out: &mut String, key: &ChartValue) {
         let _ = write!(head, ": {text}");
         parts.next();
     }
-    out.push_str(&list_item(&head));
+    out.push_str(&wrap_list_item(&head));
     for part in parts {
         match part {
             CommentPart::Choice(choice) => out.push_str(&wrap(&choice, "  - ", "    ")),
@@ -129,7 +129,7 @@ fn write_comment(out: &mut String, lines: &[String]) {
     for part in parse_comment(lines) {
         match part {
             CommentPart::Choice(choice) => {
-                out.push_str(&list_item(&choice));
+                out.push_str(&wrap_list_item(&choice));
                 in_list = true;
             }
             CommentPart::Text(text) => {
@@ -162,7 +162,7 @@ fn parse_comment(lines: &[String]) -> Vec<CommentPart> {
         if line.starts_with("    ")
             && let Some(CommentPart::Choice(text)) = parts.last_mut()
         {
-            // A further line of the choice.
+            // This line continues the previous choice.
             text.push(' ');
             text.push_str(&words);
         } else if line.starts_with("  ") {

@@ -8,20 +8,21 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail};
 use serde_json::Value;
 
-use crate::blocks::{fill_generated_parts, table};
-use crate::file::read;
-use crate::text::list_item;
+use crate::blocks::{fill_generated_parts, format_table};
+use crate::file::read_text_file;
+use crate::text::wrap_list_item;
 
-/// Results of the tests, by version.
-const RESULTS: &str = "docs/data/kubernetes-versions.json";
-/// Module that builds the default version. Its directory `versions` has those of other versions.
-const MODULE: &str = "e2e/cluster/kube";
+/// File with the results of the tests, by version.
+const RESULTS_FILE: &str = "docs/data/kubernetes-versions.json";
+/// Module that builds the default version. Its directory `versions` contains the modules of other
+/// versions.
+const DEFAULT_VERSION_MODULE: &str = "e2e/cluster/kube";
 /// Name of the generated part of the page.
-const PART: &str = "kubernetes versions";
+const PART_NAME: &str = "kubernetes versions";
 
 /// Results of the chosen cluster tests on one version.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Results {
+struct VersionResults {
     date: String,
     gate: &'static str,
     passed: usize,
@@ -33,18 +34,19 @@ struct Results {
 /// Returns the page with the table of the repository's versions.
 pub(crate) fn render_page(root: &Path, page: &str) -> Result<String> {
     let versions = buildable_versions(root)?;
-    let results = parse_results(&read(&root.join(RESULTS))?).with_context(|| format!("failed to parse {RESULTS}"))?;
+    let results = parse_results(&read_text_file(&root.join(RESULTS_FILE))?)
+        .with_context(|| format!("failed to parse {RESULTS_FILE}"))?;
     let text = render_versions(&versions, &results)?;
-    fill_generated_parts(page, &[PART.to_owned()], |name| match name {
-        PART => Ok(text.clone()),
+    fill_generated_parts(page, &[PART_NAME.to_owned()], |name| match name {
+        PART_NAME => Ok(text.clone()),
         _ => bail!("there is no such table of versions"),
     })
 }
 
 /// Returns the versions that the launcher builds, from the oldest to the newest.
 fn buildable_versions(root: &Path) -> Result<Vec<String>> {
-    let module = root.join(MODULE);
-    let mut versions = vec![required_kubernetes(&read(&module.join("go.mod"))?)?];
+    let module = root.join(DEFAULT_VERSION_MODULE);
+    let mut versions = vec![required_kubernetes_version(&read_text_file(&module.join("go.mod"))?)?];
     let directory = module.join("versions");
     for entry in std::fs::read_dir(&directory).with_context(|| format!("failed to list {}", directory.display()))? {
         versions.push(entry?.file_name().to_string_lossy().into_owned());
@@ -55,30 +57,30 @@ fn buildable_versions(root: &Path) -> Result<Vec<String>> {
 }
 
 /// Returns the version of `k8s.io/kubernetes` that a `go.mod` requires.
-fn required_kubernetes(go_mod: &str) -> Result<String> {
+fn required_kubernetes_version(go_mod: &str) -> Result<String> {
     let required = go_mod.lines().find_map(|line| line.trim().strip_prefix("k8s.io/kubernetes v"));
     Ok(required.context("go.mod does not require k8s.io/kubernetes")?.to_owned())
 }
 
 /// Parses the results of all versions.
-fn parse_results(json: &str) -> Result<BTreeMap<String, Results>> {
+fn parse_results(json: &str) -> Result<BTreeMap<String, VersionResults>> {
     let records: Vec<Value> = serde_json::from_str(json)?;
     let parse = |record: &Value| {
         let version = text_field(record, "version")?;
-        let results = parse_record(record).with_context(|| format!("the results of {version}"))?;
+        let results = parse_version_results(record).with_context(|| format!("the results of {version}"))?;
         Ok((version, results))
     };
     records.iter().map(parse).collect()
 }
 
 /// Parses the results of one version.
-fn parse_record(record: &Value) -> Result<Results> {
+fn parse_version_results(record: &Value) -> Result<VersionResults> {
     let list = |field: &str| record[field].as_array().with_context(|| format!("{field} is not a list"));
     let names = |field: &str| -> Result<Vec<String>> {
         list(field)?.iter().map(|name| Ok(name.as_str().context("a test has no name")?.to_owned())).collect()
     };
     let skipped = list("skipped")?.iter().map(|one| Ok((text_field(one, "test")?, text_field(one, "reason")?)));
-    Ok(Results {
+    Ok(VersionResults {
         date: text_field(record, "date")?,
         gate: match record["gate"].as_str() {
             Some("policy") => "policy",
@@ -96,9 +98,9 @@ fn text_field(record: &Value, field: &str) -> Result<String> {
 }
 
 /// Returns the table, and below it the tests that did not pass.
-fn render_versions(versions: &[String], results: &BTreeMap<String, Results>) -> Result<String> {
+fn render_versions(versions: &[String], results: &BTreeMap<String, VersionResults>) -> Result<String> {
     if let Some(unknown) = results.keys().find(|version| !versions.contains(version)) {
-        bail!("{RESULTS} has results of {unknown}, which the launcher does not build");
+        bail!("{RESULTS_FILE} has results of {unknown}, which the launcher does not build");
     }
     let row = |version: &String| match results.get(version) {
         Some(found) => vec![
@@ -112,25 +114,25 @@ fn render_versions(versions: &[String], results: &BTreeMap<String, Results>) -> 
         None => vec![version.clone(), String::new(), String::new(), String::new(), String::new(), "not yet".to_owned()],
     };
     let head = ["Kubernetes", "the gate is added by", "passed tests", "skipped", "failed", "tested on"];
-    let mut out = table(&head, &versions.iter().map(row).collect::<Vec<_>>());
-    let items = exceptions(versions, results);
+    let mut out = format_table(&head, &versions.iter().map(row).collect::<Vec<_>>());
+    let items = describe_exceptions(versions, results);
     if !items.is_empty() {
         out.push('\n');
     }
-    out.extend(items.iter().map(|item| list_item(item)));
+    out.extend(items.iter().map(|item| wrap_list_item(item)));
     Ok(out)
 }
 
 /// Returns a sentence for each reason to skip tests, and for each version with failed tests.
-fn exceptions(versions: &[String], results: &BTreeMap<String, Results>) -> Vec<String> {
+fn describe_exceptions(versions: &[String], results: &BTreeMap<String, VersionResults>) -> Vec<String> {
     let tested = || versions.iter().filter_map(|version| Some((version.as_str(), results.get(version)?)));
-    // By reason: versions and tests, each once and in order.
+    // Versions and tests by reason, each once and in order.
     let mut reasons: BTreeMap<&str, (Vec<&str>, Vec<&str>)> = BTreeMap::new();
     for (version, found) in tested() {
         for (test, reason) in &found.skipped {
             let (versions, tests) = reasons.entry(reason).or_default();
-            push_once(versions, version);
-            push_once(tests, test);
+            push_if_absent(versions, version);
+            push_if_absent(tests, test);
         }
     }
     let skipped = reasons.into_iter().map(|(reason, (versions, tests))| {
@@ -143,7 +145,7 @@ fn exceptions(versions: &[String], results: &BTreeMap<String, Results>) -> Vec<S
     skipped.chain(failed).collect()
 }
 
-fn push_once<'a>(list: &mut Vec<&'a str>, item: &'a str) {
+fn push_if_absent<'a>(list: &mut Vec<&'a str>, item: &'a str) {
     if !list.contains(&item) {
         list.push(item);
     }
@@ -201,8 +203,8 @@ mod tests {
     #[test]
     fn the_required_version_is_read_from_go_mod() -> Result<()> {
         let go_mod = "module m\n\nrequire (\n\tk8s.io/kubectl v0.36.4\n\tk8s.io/kubernetes v1.36.4\n)\n";
-        assert_eq!(required_kubernetes(go_mod)?, "1.36.4");
-        assert!(required_kubernetes("module m\n").is_err());
+        assert_eq!(required_kubernetes_version(go_mod)?, "1.36.4");
+        assert!(required_kubernetes_version("module m\n").is_err());
         Ok(())
     }
 }

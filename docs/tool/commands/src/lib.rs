@@ -215,7 +215,7 @@ fn without_random_end(word: &str) -> String {
         lengths.contains(&part.len())
             && part.chars().all(|c| c.is_ascii_digit() || c.is_ascii_lowercase() && !"aeiou".contains(c))
     };
-    // The letters that Kubernetes chooses from have no vowels, but the letters of a hash have some.
+    // Random names of Kubernetes contain no vowels, but a hash may contain vowels.
     let hash = |part: &str| {
         (8..=10).contains(&part.len()) && part.chars().all(|c| c.is_ascii_digit() || c.is_ascii_lowercase())
     };
