@@ -138,7 +138,8 @@ keeps its image.
 - name: run
   hostPath: {path: {{ .Values.paths.run }}, type: DirectoryOrCreate}
 {{- with .Values.driver.path }}
-# A node without a driver gets an empty directory, and its agent reports that there is no driver.
+# On a node without a driver this directory is empty, and the agent reports that the driver is
+# missing.
 - name: driver
   hostPath: {path: {{ . }}, type: DirectoryOrCreate}
 {{- end }}

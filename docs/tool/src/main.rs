@@ -113,7 +113,7 @@ fn generate(root: &Path, check: bool) -> Result<()> {
     Ok(())
 }
 
-/// Prints problems, and fails if there are any.
+/// Prints the problems. Returns an error if the list is not empty.
 fn print_problems(problems: &[String]) -> Result<()> {
     for problem in problems {
         eprintln!("{problem}");
