@@ -1,5 +1,7 @@
-//! Generates the reference pages of the documentation site, and checks the site. The tool reads
-//! only files of the repository, and needs no network and no cluster. `docs/build` runs this tool.
+//! Generates the reference pages of the documentation site, and checks the site.
+//!
+//! The tool reads only files of the repository, and needs no network and no cluster. `docs/build`
+//! runs this tool.
 mod blocks;
 mod cli;
 mod code;

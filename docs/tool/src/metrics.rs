@@ -1,6 +1,7 @@
-//! Generates the tables of metrics from the calls that register them. This module parses the
-//! sources, because a registry without samples contains neither labels nor metrics that have no
-//! sample.
+//! Generates the tables of metrics from the calls that register them.
+//!
+//! This module parses the sources, because a registry without samples contains neither labels nor
+//! metrics that have no sample.
 use std::collections::BTreeMap;
 use std::path::Path;
 
