@@ -1,5 +1,5 @@
 # Cluster tests of e2e/test: their clusters, their two groups, and the versions of Kubernetes.
-# Source this file after lib.sh, do not run it. It uses functions of e2e/test.
+# Source this file after lib.sh, do not run it. This file uses functions of e2e/test.
 
 # with_cluster GPUS1 GPUS2 COMMAND…: runs a command on a fresh cluster of two nodes with Cleave
 # installed, and removes the cluster. `cluster up` gets the options in up_options.
@@ -44,8 +44,8 @@ run_cluster_tests() {
 }
 
 # The modules whose tests run on a second cluster, at the same time as all other tests on the first.
-# The two groups take about the same time. They can run at the same time, because tests wait for
-# Kubernetes most of the time.
+# The two groups take about the same time. The groups can run at the same time, because tests wait
+# for Kubernetes most of the time.
 second_group=(demand ending gate gate_admission health preemption stranded zones)
 
 # Number of inotify instances that a user may have. Linux allows 128 by default, a node uses about
