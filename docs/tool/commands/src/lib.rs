@@ -168,8 +168,8 @@ fn replace_word(text: &str, word: &str, value: &str) -> String {
         out.push_str(before);
         out.push_str(if alone { value } else { word });
         rest = after;
-        // Skip the next character too: an occurrence that starts there is part of the same longer
-        // word.
+        // Also skip the next character. An occurrence that starts at that character is part of the
+        // same longer word.
         if !alone && let Some(next) = rest.chars().next().filter(|next| is_part_of_word(*next)) {
             out.push(next);
             rest = rest.get(next.len_utf8()..).unwrap_or_default();
