@@ -24,8 +24,7 @@ with_cluster() {
   fi
 }
 
-# Run the program of the cluster tests directly: cargo would wait until a concurrent cargo has
-# compiled.
+# Run the program of the cluster tests directly, because cargo would wait for a concurrent cargo.
 cluster_program=
 build_cluster_tests() {
   say "Building the cluster tests"
@@ -61,7 +60,7 @@ raise_watchers() {
   watchers_before=$before
 }
 
-# Runs each cluster test once: on two clusters, or on one if a developer selects tests by TEST or
+# Runs each cluster test once. Uses two clusters, or one if a developer selects tests by TEST or
 # keeps the cluster.
 cluster_tests() {
   local modules=("${second_group[@]/%/::}") log=$demo_dir/second-group.log all module second failed=()

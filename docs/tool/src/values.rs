@@ -1,6 +1,6 @@
 //! Generates the reference page of the chart's values from the comments of `values.yaml`.
 //!
-//! In the schema, a key with properties is a section: the page describes its fields separately.
+//! In the schema, a key with properties is a section, and the page describes its fields separately.
 //! Every other key is one value.
 use std::fmt::Write as _;
 
