@@ -38,7 +38,7 @@ fuzz: ## fuzz every parser of input from outside Cleave: SECONDS=60 SEED=1 TARGE
 histories: ## run 10,000 random histories against a model of kube-scheduler: CASES=10000
 	@CASES="$(CASES)" e2e/test histories
 
-quotas: ## check each property of quotas on 100,000 random worlds: CASES=100000
+quotas: ## check each property of quotas on 100,000 random clusters: CASES=100000
 	@CASES="$(CASES)" e2e/test quotas
 
 crds: ## write crds/ from the types
