@@ -117,7 +117,7 @@ keeps its image.
 
 {{/* Mounts of the containers that use the driver. */}}
 {{- define "cleave.driverMounts" -}}
-# Mount the host's /dev: MIG instances add and remove device nodes while the pod runs.
+# Mount the host's /dev, because MIG instances add and remove device nodes while the pod runs.
 - name: dev
   mountPath: /dev
   mountPropagation: HostToContainer
