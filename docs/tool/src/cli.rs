@@ -4,12 +4,12 @@ use std::fmt::Write as _;
 use anyhow::{Context as _, Result};
 use clap::{Arg, Args as _, Command, Subcommand as _};
 
-use crate::blocks::{fill_generated_parts, format_table};
-use crate::text::wrap;
+use crate::generated_parts::{fill_generated_parts, format_table};
+use crate::wrapping::wrap;
 
 /// Returns all programs with their commands, without the log options of servers. The page describes
 /// these options by hand.
-fn programs() -> Vec<Command> {
+fn documented_programs() -> Vec<Command> {
     // The arguments of a server may set their own name and purpose.
     let server = |name: &'static str, about: &'static str, arguments: fn(Command) -> Command| {
         arguments(Command::new(name)).name(name).about(about).long_about(None::<&str>)
@@ -31,7 +31,7 @@ fn programs() -> Vec<Command> {
 /// Returns the page with a part for each command.
 pub(crate) fn render_page(page: &str) -> Result<String> {
     let mut commands = Vec::new();
-    for mut program in programs() {
+    for mut program in documented_programs() {
         program.build();
         collect_commands(&program, program.get_name(), &mut commands);
     }
@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_argument_has_its_default_and_choices() {
+    fn the_description_of_an_argument_has_its_default_and_choices() {
         let arg = Arg::new("output").short('o').long("output").help("Form").value_name("FORM");
         let arg = arg.value_parser(["text", "json"]).default_value("text");
         let mut command = Command::new("a").about("Do it.").arg(arg).arg(Arg::new("node").required(true));
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn each_program_has_commands_with_a_purpose() {
-        for mut program in programs() {
+        for mut program in documented_programs() {
             program.build();
             let mut commands = Vec::new();
             collect_commands(&program, program.get_name(), &mut commands);

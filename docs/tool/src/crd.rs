@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use anyhow::{Context as _, Result};
 use serde_json::{Map, Value};
 
-use crate::text::{wrap, wrap_list_item};
+use crate::wrapping::{wrap, wrap_list_item};
 
 /// Type of `status.conditions` on the page. Kubernetes documents the fields of a condition.
 const CONDITIONS_TYPE: &str = "list of conditions";
@@ -44,7 +44,7 @@ struct PageWriter {
 impl PageWriter {
     /// Writes the description of a schema as a paragraph.
     fn write_paragraph(&mut self, schema: &Value) {
-        if let Some(text) = description(schema) {
+        if let Some(text) = one_line_description(schema) {
             self.out.push_str(&wrap(&text, "", ""));
             self.out.push('\n');
         }
@@ -118,10 +118,10 @@ impl PageWriter {
             notes.push(format!("default `{text}`"));
         }
         let mut text = format!("`{name}` ({})", notes.join(", "));
-        if let Some(description) = description(field) {
+        if let Some(description) = one_line_description(field) {
             let _ = write!(text, ": {description}");
         }
-        let choices = choices(field);
+        let choices = allowed_values(field);
         if !choices.is_empty() {
             let _ = write!(text, " One of {}.", choices.join(", "));
         }
@@ -189,13 +189,13 @@ fn heading_anchor(heading: &str) -> String {
 }
 
 /// Returns the description of a schema as one line.
-fn description(schema: &Value) -> Option<String> {
+fn one_line_description(schema: &Value) -> Option<String> {
     let text = schema.get("description")?.as_str()?;
     Some(text.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
 /// Returns the allowed values of a field or of its elements, as code spans.
-fn choices(field: &Value) -> Vec<String> {
+fn allowed_values(field: &Value) -> Vec<String> {
     let values = element_schema(field).get("enum").and_then(Value::as_array);
     values.into_iter().flatten().filter_map(Value::as_str).map(|value| format!("`{value}`")).collect()
 }

@@ -6,8 +6,8 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail};
 use cleave_api::reasons::{self, Reason};
 
-use crate::blocks::{fill_generated_parts, format_table};
-use crate::file::read_text_file;
+use crate::generated_parts::{fill_generated_parts, format_table};
+use crate::text_file::read_text_file;
 
 /// Sources that write Events and conditions.
 const EVENT_SOURCES: [&str; 2] = ["crates/agent/src", "crates/operator/src"];
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn each_table_has_a_reason_once() {
+    fn each_table_lists_each_reason_once() {
         for (name, reasons) in REASON_TABLES {
             let names: BTreeSet<&str> = reasons.iter().map(|reason| reason.name).collect();
             assert_eq!(names.len(), reasons.len(), "{name}");

@@ -4,7 +4,7 @@ use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::file::read_text_file;
+use crate::text_file::read_text_file;
 
 /// Pages that mdBook combines from other pages. Links on a combined page are relative to the
 /// original pages.

@@ -2,19 +2,19 @@
 //!
 //! The tool reads only files of the repository, and needs no network and no cluster. `docs/build`
 //! runs this tool.
-mod blocks;
+mod chart_values;
 mod cli;
-mod code;
+mod code_references;
 mod crd;
 mod diagram;
 mod events;
-mod file;
+mod generated_parts;
+mod kubernetes_versions;
 mod links;
 mod metrics;
 mod pages;
-mod text;
-mod values;
-mod versions;
+mod text_file;
+mod wrapping;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -24,7 +24,7 @@ use clap::Parser as _;
 use cleave_api::{GpuNode, SharingPolicy};
 use kube::CustomResourceExt as _;
 
-use crate::file::read_text_file;
+use crate::text_file::read_text_file;
 
 /// Generates reference pages and checks the documentation site.
 #[derive(Debug, clap::Parser)]
@@ -84,7 +84,7 @@ fn generate(root: &Path, check: bool) -> Result<()> {
         ("metrics.md", metrics::render_page(root, &written("metrics.md")?)?),
         (
             "values.md",
-            values::render_page(
+            chart_values::render_page(
                 &read_text_file(&chart.join("values.yaml"))?,
                 &read_text_file(&chart.join("values.schema.json"))?,
             )?,
@@ -93,7 +93,7 @@ fn generate(root: &Path, check: bool) -> Result<()> {
     let mut outputs: Vec<(PathBuf, String)> =
         pages.into_iter().map(|(name, page)| (root.join("docs/reference").join(name), page)).collect();
     let install = root.join("docs/how-to/install.md");
-    let page = versions::render_page(root, &read_text_file(&install)?)?;
+    let page = kubernetes_versions::render_page(root, &read_text_file(&install)?)?;
     outputs.push((install, page));
     let directory = root.join("docs/diagrams");
     for entry in std::fs::read_dir(&directory).with_context(|| format!("failed to list {}", directory.display()))? {

@@ -9,8 +9,8 @@ use anyhow::{Context as _, Result, ensure};
 use syn::visit::{self, Visit};
 use syn::{Expr, ExprMethodCall, File, GenericArgument, Item, Lit, Local, Pat, PathArguments, Type};
 
-use crate::blocks::{fill_generated_parts, format_table};
-use crate::file::read_text_file;
+use crate::generated_parts::{fill_generated_parts, format_table};
+use crate::text_file::read_text_file;
 
 /// Source files that register metrics, by program.
 const METRIC_SOURCES: [&[&str]; 2] =
@@ -214,7 +214,7 @@ fn metric_kind(ty: &Type) -> Option<(&'static str, Option<String>)> {
 mod tests {
     use super::*;
 
-    const SOURCE: &str = r#"
+    const METRICS_SOURCE: &str = r#"
         struct Label { kind: String, result: &'static str }
         struct Metrics { a: Family<Label, Counter>, b: Gauge<f64, AtomicU64>, inner: Inner }
         struct Inner { c: Histogram }
@@ -234,7 +234,7 @@ mod tests {
 
     #[test]
     fn names_types_labels_and_help_are_found() -> Result<()> {
-        let metrics = registered_metrics(&syn::parse_file(SOURCE)?)?;
+        let metrics = registered_metrics(&syn::parse_file(METRICS_SOURCE)?)?;
         let lines: Vec<String> = metrics
             .iter()
             .map(|(prefix, Metric { name, kind, labels, help })| format!("{prefix} {name} {kind} {labels:?} {help}"))

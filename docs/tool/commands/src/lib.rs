@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn other_languages_need_no_comment() {
+    fn blocks_of_other_languages_need_no_comment() {
         assert_eq!(parse_blocks("```yaml\na: b\n```\n```\nprinted\n```\n"), (Vec::new(), Vec::new()));
     }
 

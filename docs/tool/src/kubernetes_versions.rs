@@ -8,9 +8,9 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail};
 use serde_json::Value;
 
-use crate::blocks::{fill_generated_parts, format_table};
-use crate::file::read_text_file;
-use crate::text::wrap_list_item;
+use crate::generated_parts::{fill_generated_parts, format_table};
+use crate::text_file::read_text_file;
+use crate::wrapping::wrap_list_item;
 
 /// File with the results of the tests, by version.
 const RESULTS_FILE: &str = "docs/data/kubernetes-versions.json";
@@ -66,7 +66,7 @@ fn required_kubernetes_version(go_mod: &str) -> Result<String> {
 fn parse_results(json: &str) -> Result<BTreeMap<String, VersionResults>> {
     let records: Vec<Value> = serde_json::from_str(json)?;
     let parse = |record: &Value| {
-        let version = text_field(record, "version")?;
+        let version = string_field(record, "version")?;
         let results = parse_version_results(record).with_context(|| format!("the results of {version}"))?;
         Ok((version, results))
     };
@@ -79,9 +79,9 @@ fn parse_version_results(record: &Value) -> Result<VersionResults> {
     let names = |field: &str| -> Result<Vec<String>> {
         list(field)?.iter().map(|name| Ok(name.as_str().context("a test has no name")?.to_owned())).collect()
     };
-    let skipped = list("skipped")?.iter().map(|one| Ok((text_field(one, "test")?, text_field(one, "reason")?)));
+    let skipped = list("skipped")?.iter().map(|one| Ok((string_field(one, "test")?, string_field(one, "reason")?)));
     Ok(VersionResults {
-        date: text_field(record, "date")?,
+        date: string_field(record, "date")?,
         gate: match record["gate"].as_str() {
             Some("policy") => "policy",
             Some("webhook") => "webhook",
@@ -93,7 +93,7 @@ fn parse_version_results(record: &Value) -> Result<VersionResults> {
     })
 }
 
-fn text_field(record: &Value, field: &str) -> Result<String> {
+fn string_field(record: &Value, field: &str) -> Result<String> {
     Ok(record[field].as_str().with_context(|| format!("{field} is not a string"))?.to_owned())
 }
 
@@ -136,11 +136,11 @@ fn describe_exceptions(versions: &[String], results: &BTreeMap<String, VersionRe
         }
     }
     let skipped = reasons.into_iter().map(|(reason, (versions, tests))| {
-        format!("Skipped on {}: {}. {reason}.", versions.join(", "), code_list(&tests))
+        format!("Skipped on {}: {}. {reason}.", versions.join(", "), format_code_list(&tests))
     });
     let failed = tested().filter(|(_, found)| !found.failed.is_empty()).map(|(version, found)| {
         let tests: Vec<&str> = found.failed.iter().map(String::as_str).collect();
-        format!("Failed on {version}: {}.", code_list(&tests))
+        format!("Failed on {version}: {}.", format_code_list(&tests))
     });
     skipped.chain(failed).collect()
 }
@@ -152,7 +152,7 @@ fn push_if_absent<'a>(list: &mut Vec<&'a str>, item: &'a str) {
 }
 
 /// Joins names as code.
-fn code_list(names: &[&str]) -> String {
+fn format_code_list(names: &[&str]) -> String {
     names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }
 
@@ -160,7 +160,7 @@ fn code_list(names: &[&str]) -> String {
 mod tests {
     use super::*;
 
-    const JSON: &str = r#"[
+    const RESULTS_JSON: &str = r#"[
         {"version": "1.34.4", "date": "2026-11-23", "commit": "abc", "gate": "webhook",
          "passed": ["a::b", "a::c"], "failed": ["d::e"],
          "skipped": [{"test": "f::g", "reason": "It needs a policy"}, {"test": "f::h", "reason": "It needs a policy"}]},
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn each_version_has_a_row_and_tests_that_did_not_pass_are_listed() -> Result<()> {
-        let rendered = render_versions(&versions(&["1.34.4", "1.35.8", "1.36.4"]), &parse_results(JSON)?)?;
+        let rendered = render_versions(&versions(&["1.34.4", "1.35.8", "1.36.4"]), &parse_results(RESULTS_JSON)?)?;
         let expected = "\
 | Kubernetes | the gate is added by | passed tests | skipped | failed | tested on |
 |---|---|---|---|---|---|
@@ -191,9 +191,9 @@ mod tests {
 
     #[test]
     fn results_of_another_version_or_without_a_field_are_errors() -> Result<()> {
-        assert!(render_versions(&versions(&["1.34.4"]), &parse_results(JSON)?).is_err());
+        assert!(render_versions(&versions(&["1.34.4"]), &parse_results(RESULTS_JSON)?).is_err());
         for field in ["version", "date", "gate", "passed", "failed", "skipped"] {
-            let mut records: Vec<Value> = serde_json::from_str(JSON)?;
+            let mut records: Vec<Value> = serde_json::from_str(RESULTS_JSON)?;
             records[0][field] = Value::Null;
             assert!(parse_results(&serde_json::to_string(&records)?).is_err(), "without {field}");
         }

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use anyhow::{Context as _, Result, bail};
 use serde_json::Value;
 
-use crate::text::{wrap, wrap_list_item};
+use crate::wrapping::{wrap, wrap_list_item};
 
 /// Returns the page of a chart's values.
 pub(crate) fn render_page(values: &str, schema: &str) -> Result<String> {
@@ -184,13 +184,13 @@ fn parse_comment(lines: &[String]) -> Vec<CommentPart> {
 mod tests {
     use super::*;
 
-    const SCHEMA: &str = r#"{"properties": {"name": {"type": "string"}, "agent": {"properties":
+    const VALUES_SCHEMA: &str = r#"{"properties": {"name": {"type": "string"}, "agent": {"properties":
         {"mode": {}, "selector": {"type": "object"}}}}}"#;
 
     #[test]
     fn values_sections_and_choices_are_listed() {
         let values = "# A file.\n# A name.\nname: \"\"\n\n# The agent.\nagent:\n  # What it does:\n  #   on   it runs\n  #        forever\n  # Or not.\n  mode: on\n  selector:\n    a: b\n";
-        let page = render_page(values, SCHEMA).unwrap_or_default();
+        let page = render_page(values, VALUES_SCHEMA).unwrap_or_default();
         for part in [
             "## General\n\n- `name` (`\"\"`): A name.\n",
             "## agent\n\nThe agent.\n\n",
@@ -203,6 +203,6 @@ mod tests {
 
     #[test]
     fn a_line_that_is_no_key_is_an_error() {
-        assert!(render_page("- a\n", SCHEMA).is_err());
+        assert!(render_page("- a\n", VALUES_SCHEMA).is_err());
     }
 }
