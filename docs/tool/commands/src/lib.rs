@@ -237,7 +237,7 @@ mod tests {
         blocks.remove(0)
     }
 
-    fn problems(page: &str) -> Vec<String> {
+    fn comment_problems(page: &str) -> Vec<String> {
         parse_blocks(page).1
     }
 
@@ -247,7 +247,7 @@ mod tests {
             ["", "Text.\n", "<!-- run -->\n\n", "<!-- not run -->\n", "<!-- not run: no -->\n", "<!-- later -->\n"]
         {
             let page = format!("{comment}```sh\ncleave status\n```\n");
-            assert_eq!(problems(&page).len(), 1, "{page}");
+            assert_eq!(comment_problems(&page).len(), 1, "{page}");
         }
     }
 
@@ -273,8 +273,11 @@ mod tests {
 
     #[test]
     fn a_placeholder_without_a_value_is_a_problem() {
-        assert_eq!(problems("<!-- run: GPU=3 -->\n```sh\ncleave drain NODE GPU\n```\n"), ["2: NODE has no value"]);
-        assert_eq!(problems("<!-- run: GPU -->\n```sh\ncleave drain GPU\n```\n").len(), 1);
+        assert_eq!(
+            comment_problems("<!-- run: GPU=3 -->\n```sh\ncleave drain NODE GPU\n```\n"),
+            ["2: NODE has no value"]
+        );
+        assert_eq!(comment_problems("<!-- run: GPU -->\n```sh\ncleave drain GPU\n```\n").len(), 1);
     }
 
     #[test]
@@ -289,7 +292,7 @@ mod tests {
         let block = single_block(page);
         assert_eq!(block.output, Some(ShownOutput { text: "a\n".to_owned(), exact: true }));
         assert_eq!(block.test, BlockTest::Run { values: Vec::new(), retry: true });
-        assert_eq!(problems("<!-- output -->\n```\na\n```\n").len(), 1);
+        assert_eq!(comment_problems("<!-- output -->\n```\na\n```\n").len(), 1);
     }
 
     #[test]
