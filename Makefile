@@ -38,7 +38,7 @@ fuzz: ## fuzz every parser of input from outside Cleave: SECONDS=60 SEED=1 TARGE
 histories: ## run 10,000 random histories against a model of kube-scheduler: CASES=10000
 	@CASES="$(CASES)" e2e/test histories
 
-quotas: ## check each property of quotas on 100,000 random worlds: CASES=100000
+quotas: ## check each property of quotas on 100,000 random clusters: CASES=100000
 	@CASES="$(CASES)" e2e/test quotas
 
 crds: ## write crds/ from the types
@@ -68,7 +68,7 @@ bench-placement: ## compare pods per second with an extended resource and DRA on
 bench-scale: ## measure the operator with 1,000 nodes and 80,000 running pods
 	@e2e/placement/bench scale
 
-test-karpenter: ## let Karpenter grow and shrink a pool of simulated nodes
+test-karpenter: ## test a pool of simulated nodes that Karpenter grows and shrinks
 	@e2e/karpenter/test
 
 test-toolkit: ## test the chart's defaults with NVIDIA's container toolkit: LAYOUT=default

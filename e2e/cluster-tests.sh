@@ -1,5 +1,5 @@
-# The cluster tests, for e2e/test: their clusters, their two groups, and the versions of Kubernetes.
-# Source this file after lib.sh, do not run it. It uses functions of e2e/test.
+# Cluster tests of e2e/test: their clusters, their two groups, and the versions of Kubernetes.
+# Source this file after lib.sh, do not run it. This file uses functions of e2e/test.
 
 # with_cluster GPUS1 GPUS2 COMMAND…: runs a command on a fresh cluster of two nodes with Cleave
 # installed, and removes the cluster. `cluster up` gets the options in up_options.
@@ -24,8 +24,7 @@ with_cluster() {
   fi
 }
 
-# Run the program of the cluster tests directly: cargo would wait until a concurrent cargo has
-# compiled.
+# Run the program of the cluster tests directly, because cargo would wait for a concurrent cargo.
 cluster_program=
 build_cluster_tests() {
   say "Building the cluster tests"
@@ -44,7 +43,8 @@ run_cluster_tests() {
 }
 
 # The modules whose tests run on a second cluster, at the same time as all other tests on the first.
-# Both take about as long, because tests wait for Kubernetes most of the time.
+# The two groups take about the same time. The groups can run at the same time, because tests wait
+# for Kubernetes most of the time.
 second_group=(demand ending gate gate_admission health preemption stranded zones)
 
 # Number of inotify instances that a user may have. Linux allows 128 by default, a node uses about
@@ -52,7 +52,7 @@ second_group=(demand ending gate gate_admission health preemption stranded zones
 watchers_file=/proc/sys/fs/inotify/max_user_instances
 watchers=512
 
-# Raises the limit until this script exits. Fails if the machine does not permit it.
+# Raises the limit until this script exits. Fails if the machine does not permit the change.
 raise_watchers() {
   local before; before=$(cat "$watchers_file")
   [ "$before" -lt "$watchers" ] || return 0
@@ -60,7 +60,7 @@ raise_watchers() {
   watchers_before=$before
 }
 
-# Runs each cluster test once: on two clusters, or on one if a developer selects tests by TEST or
+# Runs each cluster test once. Uses two clusters, or one if a developer selects tests by TEST or
 # keeps the cluster.
 cluster_tests() {
   local modules=("${second_group[@]/%/::}") log=$demo_dir/second-group.log all module second failed=()
@@ -82,8 +82,8 @@ cluster_tests() {
 
 # with_test_cluster COMMAND…: runs a command on the cluster that the cluster tests expect.
 with_test_cluster() {
-  # Each test waits twice or more for a status of a kubelet, so these kubelets report often. Nodes
-  # that tests add keep Kubernetes' default interval, and one test repartitions such a node.
+  # Each test waits at least twice for a node status, so these kubelets report often. Nodes that
+  # tests add keep Kubernetes' default interval, and one test repartitions such a node.
   up_options=(--node-status node1=1,node2=2 --network-policies)
   with_cluster 4xH100-80 2xA100-40 "$@"
 }
@@ -159,11 +159,11 @@ record_version() {
 
 # VERSIONS lists the versions of Kubernetes, by default all that the launcher builds.
 versions() {
-  # The recorded results change the tree.
+  # Read the commit before the tests, because the recorded results change the tree.
   local commit version failed=()
   commit=$(git describe --always --dirty --exclude '*' --abbrev=12)
   for version in ${VERSIONS:-$("$cluster" versions)}; do
-    # A separate process removes its cluster also after an error.
+    # Use a separate process, because it removes its cluster even after an error.
     CLEAVE_KUBERNETES=$version e2e/test version "$commit" || failed+=("$version")
   done
   say "The results are in $version_results. Run make docs to update the table in docs/how-to/install.md"

@@ -1,4 +1,4 @@
-# Shared by e2e/demo and e2e/test: from a clean checkout to a local cluster with Cleave installed.
+# Functions of e2e/demo and e2e/test that lead from a clean checkout to a local cluster with Cleave.
 # Source this file, do not run it. All functions are idempotent, and do not repeat builds.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -14,7 +14,7 @@ namespace=cleave-system
 profile=${CLEAVE_PROFILE:-release}
 programs=$root/target/$([ "$profile" = dev ] && echo debug || echo "$profile")
 
-# Also prints the seconds since the script's start.
+# Prints a heading, with the seconds since the script's start.
 say() { printf '\n\033[1m==> %s\033[0m (%d s)\n' "$*" "$SECONDS"; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
@@ -56,7 +56,7 @@ prerequisites() {
   fi
 }
 
-# Builds the product, unless a release of it is used, the simulated hardware and the test program.
+# Builds the simulated hardware and the test programs. Also builds Cleave, unless a release is used.
 build() {
   local product=(-p cleave)
   [ -z "$release" ] || product=()
@@ -67,7 +67,7 @@ build() {
 # Puts the simulated driver where nodes mount it as /opt/simgpu.
 driver() {
   mkdir -p "$driver_dir/lib" "$driver_dir/bin"
-  # Rename: a running program keeps the file it has open.
+  # Rename instead of overwriting, because a running program keeps the file that it has open.
   put() { cp "$1" "$2.new" && chmod 755 "$2.new" && mv "$2.new" "$2"; }
   put "$programs/libnvidia_ml.so" "$driver_dir/lib/libnvidia-ml.so.1"
   put "$programs/nvidia-cuda-mps-control" "$driver_dir/bin/nvidia-cuda-mps-control"
@@ -82,7 +82,7 @@ image() {
   import_image "$tar"
 }
 
-# import_image TAR: imports an image on all nodes, unless they have it.
+# import_image TAR: imports an image on all nodes, unless they already have the image.
 import_image() {
   local imported; imported=$demo_dir/$(basename "$1").imported
   local sum; sum=$(sha256sum <"$1")
@@ -118,7 +118,7 @@ cluster_up() {
   . "$demo_dir/env"
 }
 
-# simulate NODE GPUS: creates a node's simulated GPUs, unless it has some.
+# simulate NODE GPUS: creates a node's simulated GPUs, unless the node already has GPUs.
 simulate() {
   "$cluster" exec-node "$1" sh -c "[ -e /var/lib/simgpu/machine.json ] || /opt/simgpu/bin/simgpu init --machine $1 --gpus $2 >/dev/null"
 }
@@ -126,7 +126,7 @@ simulate() {
 # Prints the machine's address in the cluster's network, from which the API server's proxy connects.
 machine_address() { kubectl config view --output jsonpath='{.clusters[0].cluster.server}' | sed 's|https://\(.*\):.*|\1|'; }
 
-# Installs the chart with the driver under a host path, as on nodes without a container toolkit.
+# Installs the chart. The driver is below a host path, as on nodes without a container toolkit.
 install() {
   say "Installing Cleave${release:+ $release_version} by Helm"
   if [ -n "$release" ]; then set -- --set "image.tag=$release_version" "$@"; fi

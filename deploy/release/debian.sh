@@ -1,5 +1,5 @@
 # Sourced by base and std: downloads Debian packages through a private apt. The machine's own apt
-# configuration, package lists and installed packages stay as they are.
+# configuration, package lists and installed packages do not change.
 #
 # DEBIAN_MIRROR names the mirror. Without it, the first Debian mirror of the machine's apt is used.
 
@@ -12,7 +12,7 @@ debian_options=(
   -o APT::Architecture=amd64 -o APT::Architectures=amd64,arm64 -o Acquire::Languages=none -o APT::Sandbox::User=root
 )
 
-# debian_update SUITE…: reads the package lists of these suites. bookworm includes its updates.
+# debian_update SUITE…: downloads the package lists of these suites. bookworm includes its updates.
 debian_update() {
   local mirror keyring=/usr/share/keyrings/debian-archive-keyring.gpg suite
   command -v apt-get >/dev/null || die "apt-get is not on the PATH: releases are built on Debian or Ubuntu"

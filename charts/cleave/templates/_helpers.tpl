@@ -117,7 +117,7 @@ keeps its image.
 
 {{/* Mounts of the containers that use the driver. */}}
 {{- define "cleave.driverMounts" -}}
-# Mount the host's /dev: MIG instances add and remove device nodes while the pod runs.
+# Mount the host's /dev, because MIG instances add and remove device nodes while the pod runs.
 - name: dev
   mountPath: /dev
   mountPropagation: HostToContainer
@@ -138,7 +138,8 @@ keeps its image.
 - name: run
   hostPath: {path: {{ .Values.paths.run }}, type: DirectoryOrCreate}
 {{- with .Values.driver.path }}
-# A node without a driver gets an empty directory, and its agent reports that there is no driver.
+# On a node without a driver this directory is empty, and the agent reports that the driver is
+# missing.
 - name: driver
   hostPath: {path: {{ . }}, type: DirectoryOrCreate}
 {{- end }}
@@ -308,16 +309,16 @@ webhook
 - name: is-not-gated
   expression: >-
     !{{ include "cleave.isGated" "object" }}
-# The API server refuses gates on pods that have a node. Mirrors of static pods have one. Another
-# policy refuses other such pods with a better message.
+# The API server refuses gates on pods that have a node. Mirrors of static pods have a node. For
+# other pods with a node, another policy returns a better message.
 - name: has-no-node
   expression: object.spec.?nodeName.orValue('') == ''
 {{- end }}
 
 {{/*
-In CEL: whether k can be a resource of MPS shares, whose programs can break each other. Keep it equal
-to cleave-api's `names`. A policy may use such a name for time-slicing. Its containers then sleep
-needlessly.
+In CEL: whether k can be a resource of MPS shares. Programs with MPS shares can break each other. Keep
+it equal to cleave-api's `names`. If a policy uses such a name for time-slicing, containers sleep
+unnecessarily.
 */}}
 {{- define "cleave.isMps" -}}
 ((k.startsWith('nvidia.com/gpu-') && k != 'nvidia.com/gpu-timeslice') || (k.startsWith('nvidia.com/mig-') && k.endsWith('.shared')))
@@ -350,8 +351,8 @@ none
   expression: >-
     object.spec.containers.exists(c, {{ include "cleave.needsPreStop" . }})
     || object.spec.?initContainers.orValue([]).exists(c, c.?restartPolicy.orValue('') == 'Always' && {{ include "cleave.needsPreStop" . }})
-# The API server refuses a sleep longer than the grace period. An equal one would leave no time
-# for SIGTERM.
+# The API server refuses a sleep longer than the grace period. A sleep of equal length leaves no
+# time for SIGTERM.
 - name: grace-period-is-longer
   expression: object.spec.?terminationGracePeriodSeconds.orValue(30) > {{ int .Values.admission.preStopSeconds }}
 - name: has-not-opted-out
@@ -360,7 +361,7 @@ none
 
 {{/*
 In CEL: the maximum number of k on one device, as a string: the contexts of an MPS server, or the
-replicas. Practically unlimited for MIG instances: a container may request several.
+replicas. The number for MIG instances is no real limit, because a container may request several.
 */}}
 {{- define "cleave.maxShares" -}}
 (k == 'nvidia.com/gpu-mps' || k.matches('^nvidia\\.com/gpu-[0-9]+gb$') ? '48' : k.startsWith('nvidia.com/mig-') && !k.endsWith('.shared') ? '1000000' : '100')

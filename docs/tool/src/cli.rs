@@ -4,12 +4,12 @@ use std::fmt::Write as _;
 use anyhow::{Context as _, Result};
 use clap::{Arg, Args as _, Command, Subcommand as _};
 
-use crate::blocks::{fill_generated_parts, table};
-use crate::text::wrap;
+use crate::generated_parts::{fill_generated_parts, format_table};
+use crate::wrapping::wrap;
 
-/// Returns all programs with their commands. The log options of servers are not generated:
-/// the page describes them.
-fn programs() -> Vec<Command> {
+/// Returns all programs with their commands, without the log options of servers. The page describes
+/// these options by hand.
+fn documented_programs() -> Vec<Command> {
     // The arguments of a server may set their own name and purpose.
     let server = |name: &'static str, about: &'static str, arguments: fn(Command) -> Command| {
         arguments(Command::new(name)).name(name).about(about).long_about(None::<&str>)
@@ -31,7 +31,7 @@ fn programs() -> Vec<Command> {
 /// Returns the page with a part for each command.
 pub(crate) fn render_page(page: &str) -> Result<String> {
     let mut commands = Vec::new();
-    for mut program in programs() {
+    for mut program in documented_programs() {
         program.build();
         collect_commands(&program, program.get_name(), &mut commands);
     }
@@ -69,13 +69,14 @@ fn summary_table(commands: &[(String, Command)]) -> String {
         let about = command.get_about().map(ToString::to_string).unwrap_or_default();
         vec![format!("[`{name}`](#{})", name.replace(' ', "-")), about.trim_end_matches('.').to_owned()]
     };
-    table(&["command", "purpose"], &commands.iter().map(row).collect::<Vec<_>>())
+    format_table(&["command", "purpose"], &commands.iter().map(row).collect::<Vec<_>>())
 }
 
 /// Describes a command: its purpose, its usage and its arguments.
 fn describe_command(name: &str, command: &Command) -> String {
     let about = command.get_long_about().or_else(|| command.get_about()).map(ToString::to_string).unwrap_or_default();
-    let mut out: String = about.split("\n\n").map(|paragraph| wrap(&sentence(paragraph), "", "") + "\n").collect();
+    let mut out: String =
+        about.split("\n\n").map(|paragraph| wrap(&with_full_stop(paragraph), "", "") + "\n").collect();
     let arguments: Vec<&Arg> = command
         .get_arguments()
         .filter(|arg| !arg.is_hide_set() && !matches!(arg.get_id().as_str(), "help" | "version"))
@@ -90,7 +91,7 @@ fn describe_command(name: &str, command: &Command) -> String {
         let rows: Vec<Vec<String>> =
             arguments.iter().map(|arg| vec![format!("`{}`", argument_syntax(arg)), describe_argument(arg)]).collect();
         out.push('\n');
-        out.push_str(&table(&["argument", "meaning"], &rows));
+        out.push_str(&format_table(&["argument", "meaning"], &rows));
     }
     out
 }
@@ -115,7 +116,7 @@ fn argument_syntax(arg: &Arg) -> String {
 }
 
 /// Returns a text that ends with a full stop.
-fn sentence(text: &str) -> String {
+fn with_full_stop(text: &str) -> String {
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     if text.is_empty() || text.ends_with(['.', ':']) { text } else { text + "." }
 }
@@ -123,9 +124,9 @@ fn sentence(text: &str) -> String {
 /// Describes an argument: its help, choices, default and environment variable.
 fn describe_argument(arg: &Arg) -> String {
     let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
-    // If the help states a default, clap's format has it in brackets.
+    // In clap's format, the help states a default in brackets.
     let help = help.trim_end_matches(']').replace(" [default: ", ". Default: ");
-    let mut out = sentence(&help).replace('<', "\\<");
+    let mut out = with_full_stop(&help).replace('<', "\\<");
     let quoted = |names: Vec<String>| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
     let choices = arg.get_possible_values();
     let takes_values = arg.get_action().takes_values();
@@ -153,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_argument_has_its_default_and_choices() {
+    fn the_description_of_an_argument_has_its_default_and_choices() {
         let arg = Arg::new("output").short('o').long("output").help("Form").value_name("FORM");
         let arg = arg.value_parser(["text", "json"]).default_value("text");
         let mut command = Command::new("a").about("Do it.").arg(arg).arg(Arg::new("node").required(true));
@@ -168,7 +169,7 @@ mod tests {
 
     #[test]
     fn each_program_has_commands_with_a_purpose() {
-        for mut program in programs() {
+        for mut program in documented_programs() {
             program.build();
             let mut commands = Vec::new();
             collect_commands(&program, program.get_name(), &mut commands);

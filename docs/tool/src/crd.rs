@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 use anyhow::{Context as _, Result};
 use serde_json::{Map, Value};
 
-use crate::text::{list_item, wrap};
+use crate::wrapping::{wrap, wrap_list_item};
 
-/// Type of `status.conditions` on the page. Kubernetes documents its fields.
+/// Type of `status.conditions` on the page. Kubernetes documents the fields of a condition.
 const CONDITIONS_TYPE: &str = "list of conditions";
 
 /// Returns the page of a `CustomResourceDefinition`.
@@ -34,6 +34,7 @@ pub(crate) fn render_page(crd: &Value) -> Result<String> {
     Ok(page.out)
 }
 
+/// The page that is being written.
 struct PageWriter {
     out: String,
     /// Objects that have a section: their properties, and the path under which they are described.
@@ -43,7 +44,7 @@ struct PageWriter {
 impl PageWriter {
     /// Writes the description of a schema as a paragraph.
     fn write_paragraph(&mut self, schema: &Value) {
-        if let Some(text) = description(schema) {
+        if let Some(text) = one_line_description(schema) {
             self.out.push_str(&wrap(&text, "", ""));
             self.out.push('\n');
         }
@@ -66,8 +67,8 @@ impl PageWriter {
     /// Writes a section for an object, and one for each object in it.
     fn write_section(&mut self, path: &str, level: usize, schema: &Value) {
         let Some(properties) = schema.get("properties").and_then(Value::as_object) else { return };
-        // Record the fields with a section before the sections are written: of equal objects, the
-        // outermost is described.
+        // Record the fields with a section before the sections are written, so that the page
+        // describes the outermost of equal objects.
         let mut described = Vec::new();
         for (name, field) in properties {
             let inner = element_schema(field);
@@ -86,14 +87,14 @@ impl PageWriter {
                 .get("required")
                 .and_then(Value::as_array)
                 .is_some_and(|names| names.iter().any(|required| required == name));
-            let entry = self.entry(path, name, field, required);
-            self.out.push_str(&list_item(&entry));
+            let entry = self.describe_field(path, name, field, required);
+            self.out.push_str(&wrap_list_item(&entry));
         }
         let rules = rule_messages(schema);
         if !rules.is_empty() {
             self.out.push_str("\nRules:\n\n");
             for rule in rules {
-                self.out.push_str(&list_item(&rule));
+                self.out.push_str(&wrap_list_item(&rule));
             }
         }
         for (name, field) in &described {
@@ -105,9 +106,9 @@ impl PageWriter {
         }
     }
 
-    /// Returns the list item of one field.
-    fn entry(&self, path: &str, name: &str, field: &Value, required: bool) -> String {
-        let mut notes = vec![self.type_of(path, name, field)];
+    /// Returns the text of one field's list item.
+    fn describe_field(&self, path: &str, name: &str, field: &Value, required: bool) -> String {
+        let mut notes = vec![self.describe_type(path, name, field)];
         if required {
             notes.push("required".to_owned());
         }
@@ -117,10 +118,10 @@ impl PageWriter {
             notes.push(format!("default `{text}`"));
         }
         let mut text = format!("`{name}` ({})", notes.join(", "));
-        if let Some(description) = description(field) {
+        if let Some(description) = one_line_description(field) {
             let _ = write!(text, ": {description}");
         }
-        let choices = choices(field);
+        let choices = allowed_values(field);
         if !choices.is_empty() {
             let _ = write!(text, " One of {}.", choices.join(", "));
         }
@@ -142,13 +143,13 @@ impl PageWriter {
     }
 
     /// Returns a short name of a field's type.
-    fn type_of(&self, path: &str, name: &str, field: &Value) -> String {
+    fn describe_type(&self, path: &str, name: &str, field: &Value) -> String {
         let inner = element_schema(field);
         let of = if is_condition(inner) {
             return CONDITIONS_TYPE.to_owned();
         } else if inner.get("properties").is_some() {
             let path = self.section_of(inner).unwrap_or_else(|| child_path(path, name, field));
-            format!("[object](#{})", anchor(&path))
+            format!("[object](#{})", heading_anchor(&path))
         } else {
             let either = inner.get("x-kubernetes-int-or-string").is_some_and(|either| either == true);
             let untyped = if either { "integer or string" } else { "any" };
@@ -177,21 +178,24 @@ fn element_schema(field: &Value) -> &Value {
     field.get("items").or_else(|| field.get("additionalProperties")).filter(|inner| inner.is_object()).unwrap_or(field)
 }
 
+/// Returns the path of a field. The path of a list ends with `[]`.
 fn child_path(path: &str, name: &str, field: &Value) -> String {
     format!("{path}.{name}{}", if field.get("items").is_some() { "[]" } else { "" })
 }
 
 /// Returns the anchor that mdBook generates for a heading.
-fn anchor(heading: &str) -> String {
+fn heading_anchor(heading: &str) -> String {
     heading.chars().filter(|c| c.is_alphanumeric() || *c == '-' || *c == '_').collect::<String>().to_lowercase()
 }
 
-fn description(schema: &Value) -> Option<String> {
+/// Returns the description of a schema as one line.
+fn one_line_description(schema: &Value) -> Option<String> {
     let text = schema.get("description")?.as_str()?;
     Some(text.split_whitespace().collect::<Vec<_>>().join(" "))
 }
 
-fn choices(field: &Value) -> Vec<String> {
+/// Returns the allowed values of a field or of its elements, as code spans.
+fn allowed_values(field: &Value) -> Vec<String> {
     let values = element_schema(field).get("enum").and_then(Value::as_array);
     values.into_iter().flatten().filter_map(Value::as_str).map(|value| format!("`{value}`")).collect()
 }
@@ -203,6 +207,7 @@ fn rule_messages(schema: &Value) -> Vec<String> {
     rules.map(|rule| rule.replace('<', "\\<")).collect()
 }
 
+/// Returns whether a schema is that of a Kubernetes condition.
 fn is_condition(schema: &Value) -> bool {
     let has = |properties: &Map<String, Value>| properties.contains_key("lastTransitionTime");
     schema.get("properties").and_then(Value::as_object).is_some_and(has)

@@ -1,6 +1,6 @@
 //! Draws diagrams as SVG from descriptions in text.
 //!
-//! A description has one statement per line. Boxes stand on a grid of columns and rows.
+//! A description has one statement per line. Boxes are on a grid of columns and rows.
 //!
 //! ```text
 //! title A sentence for readers who cannot see the picture
@@ -15,15 +15,18 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-/// Size of a box, and gaps between boxes, in pixels.
-const BOX_SIZE: (i32, i32) = (190, 54);
-const BOX_GAP: (i32, i32) = (140, 66);
-const MARGIN: i32 = 40;
-/// Number of characters that fit into a line of a box, and beside an arrow.
-const MAX_BOX_TEXT: usize = 27;
-const MAX_ARROW_TEXT: usize = 22;
-/// Distance between lines of text, in pixels.
-const LINE_HEIGHT: i32 = 15;
+/// Width and height of a box.
+const BOX_SIZE_PIXELS: (i32, i32) = (190, 54);
+/// Horizontal and vertical gap between boxes.
+const BOX_GAP_PIXELS: (i32, i32) = (140, 66);
+/// Margin around the boxes.
+const MARGIN_PIXELS: i32 = 40;
+/// Number of characters that fit into a line of a box.
+const MAX_BOX_TEXT_CHARS: usize = 27;
+/// Number of characters that fit beside an arrow.
+const MAX_ARROW_TEXT_CHARS: usize = 22;
+/// Distance between lines of text.
+const LINE_HEIGHT_PIXELS: i32 = 15;
 
 const SVG_STYLE: &str = "\
 text { font: 13px system-ui, sans-serif; fill: #1b1f24; text-anchor: middle; }
@@ -49,7 +52,7 @@ text { font: 13px system-ui, sans-serif; fill: #1b1f24; text-anchor: middle; }
 struct Diagram {
     title: String,
     groups: Vec<Group>,
-    boxes: Vec<Node>,
+    boxes: Vec<LabelledBox>,
     arrows: Vec<Arrow>,
 }
 
@@ -61,7 +64,7 @@ struct Group {
 }
 
 #[derive(Debug)]
-struct Node {
+struct LabelledBox {
     name: String,
     at: (i32, i32),
     text: Vec<String>,
@@ -71,12 +74,12 @@ struct Node {
 struct Arrow {
     from: (i32, i32),
     to: (i32, i32),
-    both: bool,
+    is_bidirectional: bool,
     text: Vec<String>,
 }
 
 /// Returns the SVG of a description.
-pub(crate) fn svg(description: &str) -> Result<String> {
+pub(crate) fn render_svg(description: &str) -> Result<String> {
     let mut diagram = Diagram::default();
     for (index, line) in description.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         diagram.add_line(line).with_context(|| format!("line {}: {line}", index + 1))?;
@@ -103,14 +106,14 @@ impl Diagram {
             "box" => {
                 let name = fields.first().copied().unwrap_or_default().to_owned();
                 ensure!(self.boxes.iter().all(|known| known.name != name), "{name} is defined twice");
-                self.boxes.push(Node {
+                self.boxes.push(LabelledBox {
                     name,
                     at: (number(1)?, number(2)?),
-                    text: split_lines(&text(3), MAX_BOX_TEXT)?,
+                    text: split_lines(&text(3), MAX_BOX_TEXT_CHARS)?,
                 });
             }
             "arrow" => {
-                let both = match fields.get(1) {
+                let is_bidirectional = match fields.get(1) {
                     Some(&"->") => false,
                     Some(&"<->") => true,
                     _ => bail!("an arrow is `NAME -> NAME` or `NAME <-> NAME`"),
@@ -122,7 +125,12 @@ impl Diagram {
                 };
                 let (from, to) = (at(0)?, at(2)?);
                 ensure!(from.0 == to.0 || from.1 == to.1, "an arrow must connect boxes of one row or one column");
-                self.arrows.push(Arrow { from, to, both, text: split_lines(&text(3), MAX_ARROW_TEXT)? });
+                self.arrows.push(Arrow {
+                    from,
+                    to,
+                    is_bidirectional,
+                    text: split_lines(&text(3), MAX_ARROW_TEXT_CHARS)?,
+                });
             }
             _ => bail!("there is no statement {word}"),
         }
@@ -130,9 +138,10 @@ impl Diagram {
     }
 
     fn draw(&self) -> String {
-        let most = |of: fn(&Node) -> i32| self.boxes.iter().map(of).max().unwrap_or(0);
-        let corner = position((most(|node| node.at.0), most(|node| node.at.1)));
-        let (width, height) = (corner.0 + BOX_SIZE.0 + MARGIN, corner.1 + BOX_SIZE.1 + MARGIN);
+        let most = |of: fn(&LabelledBox) -> i32| self.boxes.iter().map(of).max().unwrap_or(0);
+        let corner = upper_left_corner((most(|node| node.at.0), most(|node| node.at.1)));
+        let (width, height) =
+            (corner.0 + BOX_SIZE_PIXELS.0 + MARGIN_PIXELS, corner.1 + BOX_SIZE_PIXELS.1 + MARGIN_PIXELS);
         let mut out = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" \
              height=\"{height}\" role=\"img\">\n<title>{}</title>\n<style>\n{SVG_STYLE}</style>\n<defs>\
@@ -144,16 +153,16 @@ impl Diagram {
             height - 1,
         );
         for Group { from, to, text } in &self.groups {
-            let (left, top) = position(*from);
-            let (right, bottom) = position(*to);
+            let (left, top) = upper_left_corner(*from);
+            let (right, bottom) = upper_left_corner(*to);
             let _ = writeln!(
                 out,
                 "<rect class=\"group\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\" rx=\"6\"/>\n\
                  <text class=\"small start\" x=\"{}\" y=\"{}\">{}</text>",
                 left - 20,
                 top - 26,
-                right - left + BOX_SIZE.0 + 40,
-                bottom - top + BOX_SIZE.1 + 46,
+                right - left + BOX_SIZE_PIXELS.0 + 40,
+                bottom - top + BOX_SIZE_PIXELS.1 + 46,
                 left - 10,
                 top - 11,
                 escape_xml(text),
@@ -162,14 +171,14 @@ impl Diagram {
         for arrow in &self.arrows {
             arrow.draw(&mut out);
         }
-        for Node { at, text, .. } in &self.boxes {
-            let (x, y) = position(*at);
+        for LabelledBox { at, text, .. } in &self.boxes {
+            let (x, y) = upper_left_corner(*at);
             let _ = writeln!(
                 out,
                 "<rect class=\"box\" x=\"{x}\" y=\"{y}\" width=\"{}\" height=\"{}\" rx=\"5\"/>",
-                BOX_SIZE.0, BOX_SIZE.1
+                BOX_SIZE_PIXELS.0, BOX_SIZE_PIXELS.1
             );
-            write_lines(&mut out, "", (x + BOX_SIZE.0 / 2, y + BOX_SIZE.1 / 2), text);
+            write_lines(&mut out, "", (x + BOX_SIZE_PIXELS.0 / 2, y + BOX_SIZE_PIXELS.1 / 2), text);
         }
         out.push_str("</svg>\n");
         out
@@ -178,18 +187,18 @@ impl Diagram {
 
 impl Arrow {
     fn draw(&self, out: &mut String) {
-        let (from, to) = (position(self.from), position(self.to));
-        let (middle_x, middle_y) = (BOX_SIZE.0 / 2, BOX_SIZE.1 / 2);
+        let (from, to) = (upper_left_corner(self.from), upper_left_corner(self.to));
+        let (middle_x, middle_y) = (BOX_SIZE_PIXELS.0 / 2, BOX_SIZE_PIXELS.1 / 2);
         let (start, end) = if self.from.1 == self.to.1 {
             let right = to.0 > from.0;
-            let (out, into) = if right { (BOX_SIZE.0, 0) } else { (0, BOX_SIZE.0) };
+            let (out, into) = if right { (BOX_SIZE_PIXELS.0, 0) } else { (0, BOX_SIZE_PIXELS.0) };
             ((from.0 + out, from.1 + middle_y), (to.0 + into, to.1 + middle_y))
         } else {
             let down = to.1 > from.1;
-            let (out, into) = if down { (BOX_SIZE.1, 0) } else { (0, BOX_SIZE.1) };
+            let (out, into) = if down { (BOX_SIZE_PIXELS.1, 0) } else { (0, BOX_SIZE_PIXELS.1) };
             ((from.0 + middle_x, from.1 + out), (to.0 + middle_x, to.1 + into))
         };
-        let back = if self.both { " marker-start=\"url(#head)\"" } else { "" };
+        let back = if self.is_bidirectional { " marker-start=\"url(#head)\"" } else { "" };
         let _ = writeln!(
             out,
             "<path class=\"arrow\" d=\"M{} {} L{} {}\" marker-end=\"url(#head)\"{back}/>",
@@ -198,7 +207,7 @@ impl Arrow {
         let middle = (i32::midpoint(start.0, end.0), i32::midpoint(start.1, end.1));
         let count = i32::try_from(self.text.len()).unwrap_or(0);
         if self.from.1 == self.to.1 {
-            write_lines(out, "small", (middle.0, middle.1 - 6 - count * LINE_HEIGHT / 2), &self.text);
+            write_lines(out, "small", (middle.0, middle.1 - 6 - count * LINE_HEIGHT_PIXELS / 2), &self.text);
         } else {
             write_lines(out, "small start", (middle.0 + 10, middle.1), &self.text);
         }
@@ -206,25 +215,28 @@ impl Arrow {
 }
 
 /// Returns the upper left corner of a box.
-fn position((column, row): (i32, i32)) -> (i32, i32) {
-    (MARGIN + column * (BOX_SIZE.0 + BOX_GAP.0), MARGIN + row * (BOX_SIZE.1 + BOX_GAP.1))
+fn upper_left_corner((column, row): (i32, i32)) -> (i32, i32) {
+    (
+        MARGIN_PIXELS + column * (BOX_SIZE_PIXELS.0 + BOX_GAP_PIXELS.0),
+        MARGIN_PIXELS + row * (BOX_SIZE_PIXELS.1 + BOX_GAP_PIXELS.1),
+    )
 }
 
-/// Splits a text into lines. Fails if one of them has more than `most` characters.
-fn split_lines(text: &str, most: usize) -> Result<Vec<String>> {
+/// Splits a text into lines. Fails if one of them has more than `max_chars` characters.
+fn split_lines(text: &str, max_chars: usize) -> Result<Vec<String>> {
     let lines: Vec<String> =
         text.split('|').map(|line| line.trim().to_owned()).filter(|line| !line.is_empty()).collect();
-    let long = lines.iter().find(|line| line.chars().count() > most);
+    let long = lines.iter().find(|line| line.chars().count() > max_chars);
     if let Some(long) = long {
-        bail!("{long:?} is longer than {most} characters: break it with |");
+        bail!("{long:?} is longer than {max_chars} characters: break it with |");
     }
     Ok(lines)
 }
 
 /// Writes lines of text, centred at a point. Lines after the first are small.
 fn write_lines(out: &mut String, class: &str, (x, y): (i32, i32), lines: &[String]) {
-    let first = y - (i32::try_from(lines.len()).unwrap_or(1) - 1) * LINE_HEIGHT / 2 + 4;
-    for (line, y) in lines.iter().zip((first..).step_by(usize::try_from(LINE_HEIGHT).unwrap_or(1))) {
+    let first = y - (i32::try_from(lines.len()).unwrap_or(1) - 1) * LINE_HEIGHT_PIXELS / 2 + 4;
+    for (line, y) in lines.iter().zip((first..).step_by(usize::try_from(LINE_HEIGHT_PIXELS).unwrap_or(1))) {
         let class = if class.is_empty() && y != first { "small" } else { class };
         let class = if class.is_empty() { String::new() } else { format!(" class=\"{class}\"") };
         let _ = writeln!(out, "<text{class} x=\"{x}\" y=\"{y}\">{}</text>", escape_xml(line));
@@ -242,8 +254,8 @@ mod tests {
     #[test]
     fn boxes_and_arrows_are_drawn_in_the_same_way_each_time() -> Result<()> {
         let text = "title A <b>\ngroup 0 0 1 0 Frame\nbox a 0 0 One | two\nbox b 1 0 B\narrow a <-> b both ways\n";
-        let drawn = svg(text)?;
-        assert_eq!(drawn, svg(text)?);
+        let drawn = render_svg(text)?;
+        assert_eq!(drawn, render_svg(text)?);
         for part in ["<title>A &lt;b&gt;</title>", ">One</text>", "class=\"small\"", "marker-start", ">Frame</text>"] {
             assert!(drawn.contains(part), "{part}");
         }
@@ -263,7 +275,7 @@ mod tests {
             "title T\nbox a 0 0 A much longer text than any box can ever hold",
             "title T\ncircle a 0 0",
         ] {
-            assert!(svg(text).is_err(), "{text}");
+            assert!(render_svg(text).is_err(), "{text}");
         }
     }
 }

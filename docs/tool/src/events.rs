@@ -6,8 +6,8 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail};
 use cleave_api::reasons::{self, Reason};
 
-use crate::blocks::{fill_generated_parts, table};
-use crate::file::read;
+use crate::generated_parts::{fill_generated_parts, format_table};
+use crate::text_file::read_text_file;
 
 /// Sources that write Events and conditions.
 const EVENT_SOURCES: [&str; 2] = ["crates/agent/src", "crates/operator/src"];
@@ -28,19 +28,20 @@ const REASON_TABLES: [(&str, &[Reason]); 8] = [
 pub(crate) fn render_page(page: &str) -> Result<String> {
     let required: Vec<String> = REASON_TABLES.iter().map(|(name, _)| (*name).to_owned()).collect();
     fill_generated_parts(page, &required, |name| match REASON_TABLES.iter().find(|(table, _)| *table == name) {
-        Some((_, reasons)) => Ok(table_rows(reasons)),
+        Some((_, reasons)) => Ok(format_reason_table(reasons)),
         None => bail!("there is no such table of reasons"),
     })
 }
 
-fn table_rows(reasons: &[Reason]) -> String {
+/// Formats a table of reasons.
+fn format_reason_table(reasons: &[Reason]) -> String {
     let row = |Reason { name, meaning, action }: &Reason| {
         vec![format!("`{name}`"), (*meaning).to_owned(), (*action).to_owned()]
     };
-    table(&["reason", "meaning", "what to do"], &reasons.iter().map(row).collect::<Vec<_>>())
+    format_table(&["reason", "meaning", "what to do"], &reasons.iter().map(row).collect::<Vec<_>>())
 }
 
-/// Returns the reasons of Events in the code that are in no table, each as a sentence.
+/// Returns the reasons of Events in the code that no table lists, each as a sentence.
 pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
     let known: BTreeSet<&str> =
         reasons::ALL_REASONS.iter().flat_map(|table| table.iter()).map(|reason| reason.name).collect();
@@ -78,7 +79,7 @@ fn rust_files(directory: &Path) -> Result<Vec<(String, String)>> {
         if path.is_dir() {
             files.extend(rust_files(&path)?);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
-            files.push((path.display().to_string(), read(&path)?));
+            files.push((path.display().to_string(), read_text_file(&path)?));
         }
     }
     Ok(files)
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn each_table_has_a_reason_once() {
+    fn each_table_lists_each_reason_once() {
         for (name, reasons) in REASON_TABLES {
             let names: BTreeSet<&str> = reasons.iter().map(|reason| reason.name).collect();
             assert_eq!(names.len(), reasons.len(), "{name}");

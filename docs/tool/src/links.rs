@@ -4,7 +4,7 @@ use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::file::read;
+use crate::text_file::read_text_file;
 
 /// Pages that mdBook combines from other pages. Links on a combined page are relative to the
 /// original pages.
@@ -23,7 +23,7 @@ pub(crate) fn find_problems(site: &Path) -> Result<Vec<String>> {
     collect_files(site, &mut files)?;
     let mut pages = BTreeMap::new();
     for file in files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "html")) {
-        pages.insert(file.clone(), parse_page(&read(file)?));
+        pages.insert(file.clone(), parse_page(&read_text_file(file)?));
     }
     let mut problems = Vec::new();
     let combined =

@@ -1,20 +1,20 @@
 //! Generates the reference pages of the documentation site, and checks the site.
 //!
-//! It reads only files of the repository. It needs no network and no cluster.
-//! `docs/build` runs it.
-mod blocks;
+//! The tool reads only files of the repository, and needs no network and no cluster. `docs/build`
+//! runs this tool.
+mod chart_values;
 mod cli;
-mod code;
+mod code_references;
 mod crd;
 mod diagram;
 mod events;
-mod file;
+mod generated_parts;
+mod kubernetes_versions;
 mod links;
 mod metrics;
 mod pages;
-mod text;
-mod values;
-mod versions;
+mod text_file;
+mod wrapping;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -24,7 +24,7 @@ use clap::Parser as _;
 use cleave_api::{GpuNode, SharingPolicy};
 use kube::CustomResourceExt as _;
 
-use crate::file::read;
+use crate::text_file::read_text_file;
 
 /// Generates reference pages and checks the documentation site.
 #[derive(Debug, clap::Parser)]
@@ -75,7 +75,7 @@ fn run(command: Command) -> Result<()> {
 /// Writes the generated pages and diagrams, or compares them with the committed ones.
 fn generate(root: &Path, check: bool) -> Result<()> {
     let chart = root.join("charts/cleave");
-    let written = |name: &str| read(&root.join("docs/reference").join(name));
+    let written = |name: &str| read_text_file(&root.join("docs/reference").join(name));
     let pages = [
         ("sharingpolicy.md", crd::render_page(&serde_json::to_value(SharingPolicy::crd())?)?),
         ("gpunode.md", crd::render_page(&serde_json::to_value(GpuNode::crd())?)?),
@@ -84,25 +84,29 @@ fn generate(root: &Path, check: bool) -> Result<()> {
         ("metrics.md", metrics::render_page(root, &written("metrics.md")?)?),
         (
             "values.md",
-            values::render_page(&read(&chart.join("values.yaml"))?, &read(&chart.join("values.schema.json"))?)?,
+            chart_values::render_page(
+                &read_text_file(&chart.join("values.yaml"))?,
+                &read_text_file(&chart.join("values.schema.json"))?,
+            )?,
         ),
     ];
     let mut outputs: Vec<(PathBuf, String)> =
         pages.into_iter().map(|(name, page)| (root.join("docs/reference").join(name), page)).collect();
     let install = root.join("docs/how-to/install.md");
-    let page = versions::render_page(root, &read(&install)?)?;
+    let page = kubernetes_versions::render_page(root, &read_text_file(&install)?)?;
     outputs.push((install, page));
     let directory = root.join("docs/diagrams");
     for entry in std::fs::read_dir(&directory).with_context(|| format!("failed to list {}", directory.display()))? {
         let text = entry?.path();
         if text.extension().is_some_and(|extension| extension == "txt") {
-            let svg = diagram::svg(&read(&text)?).with_context(|| format!("failed to draw {}", text.display()))?;
+            let svg = diagram::render_svg(&read_text_file(&text)?)
+                .with_context(|| format!("failed to draw {}", text.display()))?;
             outputs.push((text.with_extension("svg"), svg));
         }
     }
     for (path, page) in outputs {
         if check {
-            let committed = read(&path)?;
+            let committed = read_text_file(&path)?;
             ensure!(committed == page, "{} is outdated: run `make docs` and commit it", path.display());
         } else {
             std::fs::write(&path, page).with_context(|| format!("failed to write {}", path.display()))?;
@@ -111,7 +115,7 @@ fn generate(root: &Path, check: bool) -> Result<()> {
     Ok(())
 }
 
-/// Prints problems, and fails if there are any.
+/// Prints the problems. Returns an error if the list is not empty.
 fn print_problems(problems: &[String]) -> Result<()> {
     for problem in problems {
         eprintln!("{problem}");

@@ -1,6 +1,7 @@
 //! Generates the tables of metrics from the calls that register them.
 //!
-//! Parses the sources: a registry without samples contains neither labels nor empty metrics.
+//! This module parses the sources, because a registry without samples contains neither labels nor
+//! metrics that have no sample.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -8,13 +9,13 @@ use anyhow::{Context as _, Result, ensure};
 use syn::visit::{self, Visit};
 use syn::{Expr, ExprMethodCall, File, GenericArgument, Item, Lit, Local, Pat, PathArguments, Type};
 
-use crate::blocks::{fill_generated_parts, table};
-use crate::file::read;
+use crate::generated_parts::{fill_generated_parts, format_table};
+use crate::text_file::read_text_file;
 
 /// Source files that register metrics, by program.
 const METRIC_SOURCES: [&[&str]; 2] =
     [&["crates/agent/src/metrics.rs", "crates/agent/src/metrics/gpus.rs"], &["crates/operator/src/metrics.rs"]];
-/// Prefix of metrics that are registered without one.
+/// Prefix of metrics that are registered without a prefix.
 const PROCESS_PREFIX: &str = "process";
 
 /// A registered metric.
@@ -33,7 +34,7 @@ pub(crate) fn render_page(root: &Path, page: &str) -> Result<String> {
         // One file may register the metrics of a struct in another file.
         let mut program = syn::parse_file("")?;
         for source in sources {
-            let file = syn::parse_file(&read(&root.join(source))?);
+            let file = syn::parse_file(&read_text_file(&root.join(source))?);
             program.items.extend(file.with_context(|| format!("failed to parse {source}"))?.items);
         }
         let metrics = registered_metrics(&program);
@@ -48,7 +49,7 @@ pub(crate) fn render_page(root: &Path, page: &str) -> Result<String> {
             let labels = labels.iter().map(|label| format!("`{label}`")).collect::<Vec<_>>().join(", ");
             vec![format!("`{name}`"), (*kind).to_owned(), labels, help.clone()]
         };
-        Ok(table(&["metric", "type", "labels", "meaning"], &metrics.iter().map(row).collect::<Vec<_>>()))
+        Ok(format_table(&["metric", "type", "labels", "meaning"], &metrics.iter().map(row).collect::<Vec<_>>()))
     })
 }
 
@@ -89,7 +90,7 @@ fn registered_metrics(file: &File) -> Result<Vec<(String, Metric)>> {
             metrics.push((prefix, Metric { name, kind, labels, help }));
         }
     }
-    ensure!(!metrics.is_empty(), "there are none");
+    ensure!(!metrics.is_empty(), "no call registers a metric");
     Ok(metrics)
 }
 
@@ -213,7 +214,7 @@ fn metric_kind(ty: &Type) -> Option<(&'static str, Option<String>)> {
 mod tests {
     use super::*;
 
-    const SOURCE: &str = r#"
+    const METRICS_SOURCE: &str = r#"
         struct Label { kind: String, result: &'static str }
         struct Metrics { a: Family<Label, Counter>, b: Gauge<f64, AtomicU64>, inner: Inner }
         struct Inner { c: Histogram }
@@ -233,7 +234,7 @@ mod tests {
 
     #[test]
     fn names_types_labels_and_help_are_found() -> Result<()> {
-        let metrics = registered_metrics(&syn::parse_file(SOURCE)?)?;
+        let metrics = registered_metrics(&syn::parse_file(METRICS_SOURCE)?)?;
         let lines: Vec<String> = metrics
             .iter()
             .map(|(prefix, Metric { name, kind, labels, help })| format!("{prefix} {name} {kind} {labels:?} {help}"))

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use cleave_docs_commands::parse_blocks;
 
-use crate::code;
-use crate::file::read;
-use crate::text::MAX_LINE_WIDTH;
+use crate::code_references;
+use crate::text_file::read_text_file;
+use crate::wrapping::MAX_LINE_COLUMNS;
 
 /// Directories with pages of the site.
 const PAGE_DIRECTORIES: [&str; 7] =
@@ -17,12 +17,13 @@ const DIRECTORIES_WITH_COMMANDS: [&str; 2] = ["tutorial", "how-to"];
 /// Pages outside these directories.
 const OTHER_PAGES: [&str; 6] =
     ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/README.md"];
-/// Pages outside of docs/contributing that name files and items of the code.
+/// Pages outside docs/contributing that name files and items of the code.
 const PAGES_WITH_CODE: [&str; 2] = ["CONTRIBUTING.md", "docs/explanation/architecture.md"];
+
 /// Returns the problems of the pages, each as a sentence.
 pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
     let mut problems = Vec::new();
-    let summary = read(&root.join("docs/SUMMARY.md"))?;
+    let summary = read_text_file(&root.join("docs/SUMMARY.md"))?;
     let mut pages: Vec<PathBuf> = OTHER_PAGES.iter().map(PathBuf::from).collect();
     for directory in PAGE_DIRECTORIES {
         let path = root.join("docs").join(directory);
@@ -37,20 +38,22 @@ pub(crate) fn find_problems(root: &Path) -> Result<Vec<String>> {
     }
     pages.sort();
     for page in &pages {
-        let text = read(&root.join(page))?;
+        let text = read_text_file(&root.join(page))?;
         let name = page.display();
         problems.extend(
-            long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {MAX_LINE_WIDTH} columns")),
+            long_lines(&text).into_iter().map(|line| format!("{name}:{line}: longer than {MAX_LINE_COLUMNS} columns")),
         );
         if DIRECTORIES_WITH_COMMANDS.iter().any(|directory| page.starts_with(Path::new("docs").join(directory))) {
             problems.extend(parse_blocks(&text).1.into_iter().map(|problem| format!("{name}:{problem}")));
         }
         if name.to_string().starts_with("docs/contributing/") || PAGES_WITH_CODE.contains(&name.to_string().as_str()) {
-            problems.extend(code::find_problems(root, &text).into_iter().map(|problem| format!("{name}:{problem}")));
+            problems.extend(
+                code_references::find_problems(root, &text).into_iter().map(|problem| format!("{name}:{problem}")),
+            );
         }
         let directory = root.join(page).parent().map(Path::to_owned).unwrap_or_default();
-        let gone = links(&text).into_iter().filter(|link| !directory.join(link).exists());
-        problems.extend(gone.map(|link| format!("{name}: the target of {link} does not exist")));
+        let missing = relative_links(&text).into_iter().filter(|link| !directory.join(link).exists());
+        problems.extend(missing.map(|link| format!("{name}: the target of {link} does not exist")));
     }
     Ok(problems)
 }
@@ -63,7 +66,11 @@ fn long_lines(text: &str) -> Vec<usize> {
     for (index, line) in text.lines().enumerate() {
         if line.trim_start().starts_with("```") {
             in_code = !in_code;
-        } else if !in_code && !line.starts_with('|') && !is_address(line) && line.chars().count() > MAX_LINE_WIDTH {
+        } else if !in_code
+            && !line.starts_with('|')
+            && !is_unbreakable_link(line)
+            && line.chars().count() > MAX_LINE_COLUMNS
+        {
             long.push(index + 1);
         }
     }
@@ -71,12 +78,12 @@ fn long_lines(text: &str) -> Vec<usize> {
 }
 
 /// Returns whether a line is `[name]: address`, or one link that cannot be broken.
-fn is_address(line: &str) -> bool {
+fn is_unbreakable_link(line: &str) -> bool {
     line.starts_with('[') && line.contains("]: ") || !line.trim().contains(char::is_whitespace) && line.contains("](")
 }
 
 /// Returns the relative links of a Markdown text, without anchors.
-fn links(text: &str) -> Vec<String> {
+fn relative_links(text: &str) -> Vec<String> {
     let targets = text.split("](").skip(1).filter_map(|rest| rest.split_once(')')).map(|(target, _)| target);
     let relative = targets.filter(|target| !target.contains("://") && !target.starts_with('#'));
     relative.map(|target| target.split('#').next().unwrap_or(target).to_owned()).collect()
@@ -87,8 +94,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tables_and_code_may_be_long() {
-        let long = "x".repeat(MAX_LINE_WIDTH + 1);
+    fn lines_of_tables_and_code_may_be_long() {
+        let long = "x".repeat(MAX_LINE_COLUMNS + 1);
         let text = format!("| {long} |\n```\n{long}\n```\n{long}\n");
         assert_eq!(long_lines(&text), [5]);
         assert!(long_lines(&format!("[a]: {long}\n[a]({long})\n")).is_empty());
@@ -96,6 +103,6 @@ mod tests {
 
     #[test]
     fn links_to_files_are_found_without_their_anchors() {
-        assert_eq!(links("[a](b.md#c) [d](#e) [f](https://g.h/i.md) [j](../k.md)"), ["b.md", "../k.md"]);
+        assert_eq!(relative_links("[a](b.md#c) [d](#e) [f](https://g.h/i.md) [j](../k.md)"), ["b.md", "../k.md"]);
     }
 }

@@ -168,8 +168,8 @@ fn replace_word(text: &str, word: &str, value: &str) -> String {
         out.push_str(before);
         out.push_str(if alone { value } else { word });
         rest = after;
-        // Skip the next character too: an occurrence that starts there is part of the same longer
-        // word.
+        // Also skip the next character. An occurrence that starts at that character is part of the
+        // same longer word.
         if !alone && let Some(next) = rest.chars().next().filter(|next| is_part_of_word(*next)) {
             out.push(next);
             rest = rest.get(next.len_utf8()..).unwrap_or_default();
@@ -215,7 +215,7 @@ fn without_random_end(word: &str) -> String {
         lengths.contains(&part.len())
             && part.chars().all(|c| c.is_ascii_digit() || c.is_ascii_lowercase() && !"aeiou".contains(c))
     };
-    // The letters that Kubernetes chooses from have no vowels, but the letters of a hash have some.
+    // Random names of Kubernetes contain no vowels, but a hash may contain vowels.
     let hash = |part: &str| {
         (8..=10).contains(&part.len()) && part.chars().all(|c| c.is_ascii_digit() || c.is_ascii_lowercase())
     };
@@ -237,7 +237,7 @@ mod tests {
         blocks.remove(0)
     }
 
-    fn problems(page: &str) -> Vec<String> {
+    fn comment_problems(page: &str) -> Vec<String> {
         parse_blocks(page).1
     }
 
@@ -247,12 +247,12 @@ mod tests {
             ["", "Text.\n", "<!-- run -->\n\n", "<!-- not run -->\n", "<!-- not run: no -->\n", "<!-- later -->\n"]
         {
             let page = format!("{comment}```sh\ncleave status\n```\n");
-            assert_eq!(problems(&page).len(), 1, "{page}");
+            assert_eq!(comment_problems(&page).len(), 1, "{page}");
         }
     }
 
     #[test]
-    fn other_languages_need_no_comment() {
+    fn blocks_of_other_languages_need_no_comment() {
         assert_eq!(parse_blocks("```yaml\na: b\n```\n```\nprinted\n```\n"), (Vec::new(), Vec::new()));
     }
 
@@ -273,8 +273,11 @@ mod tests {
 
     #[test]
     fn a_placeholder_without_a_value_is_a_problem() {
-        assert_eq!(problems("<!-- run: GPU=3 -->\n```sh\ncleave drain NODE GPU\n```\n"), ["2: NODE has no value"]);
-        assert_eq!(problems("<!-- run: GPU -->\n```sh\ncleave drain GPU\n```\n").len(), 1);
+        assert_eq!(
+            comment_problems("<!-- run: GPU=3 -->\n```sh\ncleave drain NODE GPU\n```\n"),
+            ["2: NODE has no value"]
+        );
+        assert_eq!(comment_problems("<!-- run: GPU -->\n```sh\ncleave drain GPU\n```\n").len(), 1);
     }
 
     #[test]
@@ -289,7 +292,7 @@ mod tests {
         let block = single_block(page);
         assert_eq!(block.output, Some(ShownOutput { text: "a\n".to_owned(), exact: true }));
         assert_eq!(block.test, BlockTest::Run { values: Vec::new(), retry: true });
-        assert_eq!(problems("<!-- output -->\n```\na\n```\n").len(), 1);
+        assert_eq!(comment_problems("<!-- output -->\n```\na\n```\n").len(), 1);
     }
 
     #[test]

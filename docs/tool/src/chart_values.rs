@@ -1,13 +1,13 @@
 //! Generates the reference page of the chart's values from the comments of `values.yaml`.
 //!
-//! In the schema, a key with properties is a section: the page describes its fields separately.
+//! In the schema, a key with properties is a section, and the page describes its fields separately.
 //! Every other key is one value.
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, Result, bail};
 use serde_json::Value;
 
-use crate::text::{list_item, wrap};
+use crate::wrapping::{wrap, wrap_list_item};
 
 /// Returns the page of a chart's values.
 pub(crate) fn render_page(values: &str, schema: &str) -> Result<String> {
@@ -103,7 +103,7 @@ fn write_entry(out: &mut String, key: &ChartValue) {
         let _ = write!(head, ": {text}");
         parts.next();
     }
-    out.push_str(&list_item(&head));
+    out.push_str(&wrap_list_item(&head));
     for part in parts {
         match part {
             CommentPart::Choice(choice) => out.push_str(&wrap(&choice, "  - ", "    ")),
@@ -129,7 +129,7 @@ fn write_comment(out: &mut String, lines: &[String]) {
     for part in parse_comment(lines) {
         match part {
             CommentPart::Choice(choice) => {
-                out.push_str(&list_item(&choice));
+                out.push_str(&wrap_list_item(&choice));
                 in_list = true;
             }
             CommentPart::Text(text) => {
@@ -162,7 +162,7 @@ fn parse_comment(lines: &[String]) -> Vec<CommentPart> {
         if line.starts_with("    ")
             && let Some(CommentPart::Choice(text)) = parts.last_mut()
         {
-            // A further line of the choice.
+            // This line continues the previous choice.
             text.push(' ');
             text.push_str(&words);
         } else if line.starts_with("  ") {
@@ -184,13 +184,13 @@ fn parse_comment(lines: &[String]) -> Vec<CommentPart> {
 mod tests {
     use super::*;
 
-    const SCHEMA: &str = r#"{"properties": {"name": {"type": "string"}, "agent": {"properties":
+    const VALUES_SCHEMA: &str = r#"{"properties": {"name": {"type": "string"}, "agent": {"properties":
         {"mode": {}, "selector": {"type": "object"}}}}}"#;
 
     #[test]
     fn values_sections_and_choices_are_listed() {
         let values = "# A file.\n# A name.\nname: \"\"\n\n# The agent.\nagent:\n  # What it does:\n  #   on   it runs\n  #        forever\n  # Or not.\n  mode: on\n  selector:\n    a: b\n";
-        let page = render_page(values, SCHEMA).unwrap_or_default();
+        let page = render_page(values, VALUES_SCHEMA).unwrap_or_default();
         for part in [
             "## General\n\n- `name` (`\"\"`): A name.\n",
             "## agent\n\nThe agent.\n\n",
@@ -203,6 +203,6 @@ mod tests {
 
     #[test]
     fn a_line_that_is_no_key_is_an_error() {
-        assert!(render_page("- a\n", SCHEMA).is_err());
+        assert!(render_page("- a\n", VALUES_SCHEMA).is_err());
     }
 }

@@ -1,7 +1,7 @@
 //! Wraps Markdown text.
 
 /// Maximum number of columns of a line of Markdown.
-pub(crate) const MAX_LINE_WIDTH: usize = 100;
+pub(crate) const MAX_LINE_COLUMNS: usize = 100;
 
 /// Wraps a paragraph. The first line starts with `first`, every other line with `rest`. Code spans
 /// are not broken.
@@ -11,7 +11,7 @@ pub(crate) fn wrap(text: &str, first: &str, rest: &str) -> String {
     let mut empty = true;
     for word in split_words(text) {
         let width = line.chars().count() + usize::from(!empty) + word.chars().count();
-        if !empty && width > MAX_LINE_WIDTH {
+        if !empty && width > MAX_LINE_COLUMNS {
             lines.push(std::mem::replace(&mut line, rest.to_owned()));
             empty = true;
         }
@@ -26,7 +26,7 @@ pub(crate) fn wrap(text: &str, first: &str, rest: &str) -> String {
 }
 
 /// Returns a wrapped list item.
-pub(crate) fn list_item(text: &str) -> String {
+pub(crate) fn wrap_list_item(text: &str) -> String {
     wrap(text, "- ", "  ")
 }
 
@@ -58,14 +58,14 @@ mod tests {
     #[test]
     fn long_text_is_wrapped_with_an_indentation() {
         let text = "word ".repeat(40);
-        let wrapped = list_item(&text);
-        assert!(wrapped.lines().all(|line| line.len() <= MAX_LINE_WIDTH), "{wrapped}");
+        let wrapped = wrap_list_item(&text);
+        assert!(wrapped.lines().all(|line| line.len() <= MAX_LINE_COLUMNS), "{wrapped}");
         assert!(wrapped.starts_with("- word ") && wrapped.contains("\n  word "), "{wrapped}");
     }
 
     #[test]
     fn a_code_span_stays_on_one_line() {
-        let text = format!("{}`a b c` end", "x".repeat(MAX_LINE_WIDTH - 4) + " ");
+        let text = format!("{}`a b c` end", "x".repeat(MAX_LINE_COLUMNS - 4) + " ");
         assert!(wrap(&text, "", "").contains("\n`a b c` end"));
     }
 }

@@ -10,7 +10,7 @@ use std::path::Path;
 /// Directories that a reference can start with.
 const REFERENCE_DIRECTORIES: [&str; 8] = ["charts/", "crates/", "deploy/", "docs/", "e2e/", "proto/", "src/", "tests/"];
 /// Keywords that declare an item.
-const KEYWORDS: [&str; 8] = ["fn", "struct", "enum", "trait", "mod", "const", "static", "type"];
+const ITEM_KEYWORDS: [&str; 8] = ["fn", "struct", "enum", "trait", "mod", "const", "static", "type"];
 
 /// Returns the references of a page that do not exist, each as a sentence without the page.
 pub(crate) fn find_problems(root: &Path, page: &str) -> Vec<String> {
@@ -26,7 +26,7 @@ pub(crate) fn find_problems(root: &Path, page: &str) -> Vec<String> {
             let file = root.join(path);
             match item {
                 _ if !file.exists() => Some(format!("{line}: there is no {path}")),
-                Some(item) if !std::fs::read_to_string(&file).is_ok_and(|text| declares(&text, item)) => {
+                Some(item) if !std::fs::read_to_string(&file).is_ok_and(|text| declares_item(&text, item)) => {
                     Some(format!("{line}: {path} declares no {item}"))
                 }
                 _ => None,
@@ -70,10 +70,10 @@ fn code_spans(line: &str) -> impl Iterator<Item = &str> {
 }
 
 /// Returns whether a Rust file declares an item.
-fn declares(text: &str, item: &str) -> bool {
+fn declares_item(text: &str, item: &str) -> bool {
     let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
     let mut lines = code.map(|line| words(line).collect::<Vec<_>>());
-    lines.any(|words| words.windows(2).any(|pair| KEYWORDS.contains(&pair[0]) && pair[1] == item))
+    lines.any(|words| words.windows(2).any(|pair| ITEM_KEYWORDS.contains(&pair[0]) && pair[1] == item))
 }
 
 /// Returns the words of a text: letters, digits and underscores.
@@ -88,11 +88,12 @@ mod tests {
     #[test]
     fn a_reference_names_a_file_and_an_item_of_it() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-        let right = "`docs/tool/src/code.rs::find_problems`, `docs/tool/src/code.rs` and `docs/tool`";
+        let right =
+            "`docs/tool/src/code_references.rs::find_problems`, `docs/tool/src/code_references.rs` and `docs/tool`";
         assert_eq!(find_problems(&root, right), Vec::<String>::new());
         assert_eq!(find_problems(&root, "a\n`docs/tool/src/none.rs`"), ["2: there is no docs/tool/src/none.rs"]);
-        let missing = "`docs/tool/src/code.rs::absent`";
-        assert_eq!(find_problems(&root, missing), ["1: docs/tool/src/code.rs declares no absent"]);
+        let missing = "`docs/tool/src/code_references.rs::absent`";
+        assert_eq!(find_problems(&root, missing), ["1: docs/tool/src/code_references.rs declares no absent"]);
     }
 
     #[test]
@@ -103,7 +104,7 @@ mod tests {
             assert_eq!(find_problems(&root, &page(known)), Vec::<String>::new(), "{known}");
         }
         let unknown = ["2: no file named on this page contains is_bare_name"];
-        assert_eq!(find_problems(&root, &page("is_bare_name")), unknown, "the page does not name code.rs");
+        assert_eq!(find_problems(&root, &page("is_bare_name")), unknown, "the page does not name code_references.rs");
     }
 
     #[test]
@@ -116,7 +117,7 @@ mod tests {
 
     #[test]
     fn items_in_comments_are_not_declared() {
-        assert!(declares("pub(crate) async fn run(self) {", "run"));
-        assert!(!declares("// fn run()", "run") && !declares("fn runs()", "run"));
+        assert!(declares_item("pub(crate) async fn run(self) {", "run"));
+        assert!(!declares_item("// fn run()", "run") && !declares_item("fn runs()", "run"));
     }
 }

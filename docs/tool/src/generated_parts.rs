@@ -38,7 +38,7 @@ pub(crate) fn fill_generated_parts(
 }
 
 /// Formats a Markdown table.
-pub(crate) fn table(head: &[&str], rows: &[Vec<String>]) -> String {
+pub(crate) fn format_table(head: &[&str], rows: &[Vec<String>]) -> String {
     let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
     let mut out = line(head.iter().map(|&cell| cell.to_owned()).collect());
     let _ = writeln!(out, "|{}", "---|".repeat(head.len()));
@@ -52,11 +52,11 @@ pub(crate) fn table(head: &[&str], rows: &[Vec<String>]) -> String {
 mod tests {
     use super::*;
 
-    const PAGE: &str = "# A\n\n<!-- generated: b -->\nold\n<!-- end of generated -->\n\nText.\n";
+    const PAGE_WITH_PART: &str = "# A\n\n<!-- generated: b -->\nold\n<!-- end of generated -->\n\nText.\n";
 
     #[test]
-    fn the_part_is_replaced_and_the_rest_stays() -> Result<()> {
-        let filled = fill_generated_parts(PAGE, &["b".to_owned()], |name| Ok(format!("new {name}\n")))?;
+    fn the_generated_part_is_replaced_and_the_rest_stays() -> Result<()> {
+        let filled = fill_generated_parts(PAGE_WITH_PART, &["b".to_owned()], |name| Ok(format!("new {name}\n")))?;
         assert_eq!(filled, "# A\n\n<!-- generated: b -->\n\nnew b\n\n<!-- end of generated -->\n\nText.\n");
         assert_eq!(
             fill_generated_parts(&filled, &[], |name| Ok(format!("new {name}")))?,
@@ -69,7 +69,7 @@ mod tests {
     #[test]
     fn a_missing_part_and_a_missing_end_are_errors() {
         let content = |_: &str| Ok(String::new());
-        assert!(fill_generated_parts(PAGE, &["c".to_owned()], content).is_err());
+        assert!(fill_generated_parts(PAGE_WITH_PART, &["c".to_owned()], content).is_err());
         assert!(fill_generated_parts("<!-- generated: b -->\n", &[], content).is_err());
     }
 }
