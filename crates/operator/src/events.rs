@@ -10,13 +10,14 @@ use crate::policies::demand::{Outcome, Reason, WaitingPod};
 use crate::policies::status::shorten;
 use crate::read::Observed;
 
-/// Time for which a pod must wait for room before an Event reports it. Most pods are placed sooner.
+/// How long a pod must wait for free shares before an Event reports the wait. Most pods are placed
+/// sooner.
 const NO_ROOM_EVENT_DELAY: Duration = Duration::from_secs(2);
 /// Minimum time between two Events of one pod with different messages.
 const MIN_EVENT_INTERVAL: Duration = Duration::from_secs(300);
 /// Maximum number of Events per pass. A thousand waiting pods must not cause a thousand Events at
 /// once.
-const MAX_PER_PASS: usize = 20;
+const MAX_EVENTS_PER_PASS: usize = 20;
 /// Maximum length of an Event's note in bytes. The API server refuses notes above 1 KiB.
 const MAX_NOTE_BYTES: usize = 1000;
 
@@ -84,7 +85,7 @@ impl EventPublisher {
             let is_new = reported.last.as_ref().is_none_or(|(message, at)| {
                 *message != waiting.message && now.saturating_sub(*at) >= MIN_EVENT_INTERVAL
             });
-            if !is_new || now.saturating_sub(reported.since) < patience || events.len() >= MAX_PER_PASS {
+            if !is_new || now.saturating_sub(reported.since) < patience || events.len() >= MAX_EVENTS_PER_PASS {
                 continue;
             }
             reported.last = Some((waiting.message.clone(), now));
@@ -114,7 +115,7 @@ impl EventPublisher {
             events.push((node, Event { secondary, ..event(EventType::Warning, "GpuExcluded", &note) }));
         }
         self.excluded_gpus.clone_from(&outcome.excluded_gpus);
-        events.truncate(MAX_PER_PASS);
+        events.truncate(MAX_EVENTS_PER_PASS);
         events
     }
 
@@ -231,17 +232,14 @@ mod tests {
     fn a_pod_without_room_gets_one_event_for_each_reason() {
         let mut publisher = EventPublisher::default();
         let cluster = cluster(1);
-        let full = outcome(1, Reason::NoRoom, "No node can hold it. n1: it is full.");
+        let full = outcome(1, Reason::NoRoom, "No eligible GPU node. n1: full.");
         assert!(publisher.events(&full, &cluster, at(0)).is_empty(), "it may still find room");
         let events = publisher.events(&full, &cluster, at(2));
         let (regarding, event) = &events[0];
         assert_eq!((regarding.namespace.as_deref(), regarding.name.as_deref()), (Some("team"), Some("p0")));
-        assert_eq!(
-            (event.reason.as_str(), event.note.as_deref()),
-            ("NoGpu", Some("No node can hold it. n1: it is full."))
-        );
+        assert_eq!((event.reason.as_str(), event.note.as_deref()), ("NoGpu", Some("No eligible GPU node. n1: full.")));
         assert!(publisher.events(&full, &cluster, at(600)).is_empty(), "the same reason");
-        let other = outcome(1, Reason::NoRoom, "No node can hold it. n1: cordoned.");
+        let other = outcome(1, Reason::NoRoom, "No eligible GPU node. n1: cordoned.");
         assert_eq!(publisher.events(&other, &cluster, at(601)).len(), 1);
         assert!(publisher.events(&full, &cluster, at(602)).is_empty(), "not too often");
     }

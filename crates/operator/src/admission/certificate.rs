@@ -33,14 +33,14 @@ use tokio_util::sync::CancellationToken;
 
 use crate::leader::LeaseGuard;
 
-/// Time for which a certificate is valid.
+/// How long a certificate is valid.
 pub(crate) const VALIDITY: Duration = Duration::from_secs(90 * 24 * 3600);
 /// Time before expiry at which a certificate is renewed.
 pub(crate) const RENEW_BEFORE: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Maximum time that an API server's clock may be behind the operator's clock.
 const MAX_CLOCK_SKEW: Duration = Duration::from_secs(3600);
-/// Delay between publishing a new CA and serving a certificate that the CA signed. During the
-/// delay, API servers receive the CA through their watch of the webhook configuration.
+/// Delay between the publication of a new CA and the first use of a certificate that the CA signed.
+/// During the delay, API servers receive the CA through their watch of the webhook configuration.
 const CA_PUBLICATION_DELAY: Duration = Duration::from_secs(2);
 /// Intervals between reads of the Secret: normally, and while no certificate is served.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
@@ -295,7 +295,7 @@ impl CertificateManager {
                 tracing::warn!(error = &error as &dyn std::error::Error, "failed to update the webhook's certificate");
             }
             let delay = if self.served.borrow().is_some() { POLL_INTERVALS.0 } else { POLL_INTERVALS.1 };
-            // All branches are cancel-safe: a token, a watch channel and a timer.
+            // All branches are cancel-safe: they wait for a token, a watch channel and a timer.
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = leadership.changed() => {}
@@ -341,8 +341,8 @@ impl CertificateManager {
         step: CertificateStep,
         now: SystemTime,
     ) -> Result<Certificate, UpdateError> {
-        // Other replicas still serve the stored certificate, or the last certificate that could be
-        // read. The CA of that certificate must remain trusted.
+        // Other replicas still serve the stored certificate, or the last readable certificate. API
+        // servers must continue to trust its CA.
         let before = stored.or_else(|| self.known.clone()).filter(|before| before.is_trusted(&self.host, now));
         let current = Certificate::create(&self.host, now, before.as_ref())?;
         tracing::info!(secret = self.name, ?step, "creating a new webhook certificate");
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn the_leader_renews_and_any_replica_creates() {
+    fn the_leader_renews_a_certificate_and_any_replica_creates_one() {
         let made = new_certificate();
         let due = now() + VALIDITY - RENEW_BEFORE;
         for (at, leads, expected) in [
@@ -556,7 +556,7 @@ mod tests {
                 )
             );
             updated.unwrap();
-            assert_eq!(bodies[1]["metadata"]["resourceVersion"], "7", "of two concurrent writes, one wins");
+            assert_eq!(bodies[1]["metadata"]["resourceVersion"], "7", "only one of two concurrent writes succeeds");
             let made = stored_certificate(&bodies[1]);
             assert!(made.is_trusted(SERVICE_HOST, now() + RENEW_BEFORE));
             let change = &bodies[3]["webhooks"][0];
@@ -637,7 +637,7 @@ mod tests {
         }
 
         #[tokio::test(start_paused = true)]
-        async fn the_served_certificate_stays_when_the_secret_is_invalid_or_gone() {
+        async fn the_served_certificate_is_kept_when_the_secret_is_invalid_or_missing() {
             let (mut manager, served, mut server) = manager();
             let old = new_certificate();
             let known = webhook_object(Some(&old.secret_data()[AUTHORITIES]));

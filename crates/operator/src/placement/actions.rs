@@ -49,7 +49,7 @@ pub struct Release {
     /// Whether the pod is reported to cluster autoscalers. In this case, the operator withdraws the
     /// report before the release.
     pub reported: bool,
-    /// Time for which the pod waited at the gate.
+    /// How long the pod waited at the gate.
     pub waited: Duration,
     /// JSON Patch (RFC 6902) that releases the pod.
     pub patch: Value,

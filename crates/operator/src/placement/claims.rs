@@ -17,8 +17,8 @@ pub(super) const RESERVATION_TIME: Duration = Duration::from_secs(300);
 /// Maximum number of renewals of a reservation. After an hour, the operator assumes that no
 /// scheduler will bind the pod.
 pub(super) const MAX_RENEWALS: u32 = 11;
-/// Time for which the ledger keeps the claim of a deleted pod if the agent never reported its
-/// allocation. A pod that is deleted without a grace period may still use its shares.
+/// How long the ledger keeps the claim of a deleted pod if the agent never reported its allocation.
+/// A pod that is deleted without a grace period may still use its shares.
 pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
 /// Time after a pod ended or was deleted during which its listed units count as about to be free.
 /// After that, the units count as used until the node reports otherwise. The kubelet may be unable

@@ -36,16 +36,16 @@ use crate::policies::validate::{
     InstanceShare, MpsShare, ReplicaRules, ShareSize, SharingMode, shared_instance_resource, validate,
 };
 
-/// Time for which a pod must find no room before it is reported. Other pods may end and make room.
+/// How long a pod must find no room before it is reported. Other pods may end and make room.
 pub(super) const FULL_AFTER: Duration = Duration::from_secs(10);
-/// Time for which a pod must fit no node before it is reported. A `GpuNode` may be absent for some
-/// time, for example while agents start.
+/// How long a pod must fit no node before it is reported. A `GpuNode` may be absent for some time,
+/// for example while agents start.
 pub(super) const NO_NODE_AFTER: Duration = Duration::from_secs(30);
-/// Time for which a pod that is too large for a GPU is not reported again. A node that was added
-/// for it did not help, and must not be added again.
+/// How long a pod that is too large for a GPU is not reported again. A node that was added for it
+/// did not help, and must not be added again.
 const TOO_LARGE_BACKOFF: Duration = Duration::from_secs(3600);
-/// Time for which a pod must be too large before it counts as too large. A GPU may offer fewer
-/// units temporarily, for example while its policy changes.
+/// How long a pod must be too large before it counts as too large. A GPU may offer fewer units
+/// temporarily, for example while its policy changes.
 pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
 /// Maximum time for which evictions for a pod are delayed while the pod is about to get room
 /// without them.

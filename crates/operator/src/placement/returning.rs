@@ -16,7 +16,7 @@ use super::nodes::{NodeState, Nodes, OUTDATED_TAINTS};
 use super::preemption::PreemptionProspect;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 
-/// Time for which pods wait for the units of a node that are briefly unavailable.
+/// How long pods wait for the units of a node that are briefly unavailable.
 ///
 /// An agent restarts within a second, or within a minute if its image is pulled. A GPU is
 /// repartitioned within a minute. Longer absences, such as the reboot of a server, take about as

@@ -24,14 +24,14 @@ use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::{Controller, PodObject, Replacement, full_name};
 
-/// Time for which a pod's nodes must be missing before the operator acts. A watch may lag.
+/// How long a pod's nodes must be missing before the operator acts. A watch may lag.
 pub(super) const MISSING_NODE_DELAY: Duration = Duration::from_secs(20);
 /// The first delay between two recreations for one controller. Each following delay is twice as
 /// long.
 const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 /// Maximum delay between two recreations for one controller.
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
-/// Time for which a controller must have no stranded pod before its delay is reset.
+/// How long a controller must have no stranded pod before its delay is reset.
 const BACKOFF_RESET_DELAY: Duration = Duration::from_secs(1800);
 /// Minimum delay after which replacements also wait at the gate. Otherwise, pods that the scheduler
 /// repeatedly refuses would reserve GPUs all the time.

@@ -35,8 +35,8 @@ pub const DEFAULT_APPLY_DEADLINE: Duration = Duration::from_secs(30);
 /// Minimum deadline, even if `dynamic.timeout` is shorter. Creating one MIG instance takes a
 /// second.
 const MIN_APPLY_DEADLINE: Duration = Duration::from_secs(5);
-/// Time for which a GPU remains unchanged after it failed to reach a partition: the first and the
-/// maximum backoff.
+/// How long a GPU remains unchanged after it failed to reach a partition: the first and the maximum
+/// backoff.
 const FAILURE_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
 
 /// Maximum time that a watch may lag behind a write. If the spec differs later, another writer
@@ -478,7 +478,7 @@ impl NodeBuilder<'_> {
     /// Marks slices as in use for bound pods whose devices the kubelet does not list yet.
     fn mark_unlisted_in_use(&self, gpus: &[GpuStatus], pods: &[&Claimant], all: &mut [Gpu], input: &mut PlannerInput) {
         for claimant in pods {
-            for (resource, count) in claimant.of_gpus() {
+            for (resource, count) in claimant.gpu_requests() {
                 let listed = |gpu: &GpuStatus| {
                     let of_pod = gpu
                         .allocations

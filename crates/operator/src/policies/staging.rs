@@ -20,13 +20,13 @@ use crate::policies::validate::RolloutRules;
 use crate::policies::waves::{self, NodeState, NodeView, Phase, RolloutProgress};
 use crate::read::{Node, Observed};
 
-/// Time for which a failure must last before it is reported. Agents retry failed steps, and an MPS
-/// daemon is briefly unavailable while its settings change. Until the failure is reported or ends,
-/// no further node changes.
+/// How long a failure must last before it is reported. Agents retry failed steps, and an MPS daemon
+/// is briefly unavailable while its settings change. Until the failure is reported or ends, no
+/// further node changes.
 pub const FAILURE_TIME: Duration = Duration::from_secs(10);
 
-/// Time for which a node must serve the newest partition before it proves the change. A daemon that
-/// exits soon after its start is briefly Active.
+/// How long a node must serve the newest partition before it proves the change. A daemon that exits
+/// soon after its start is briefly Active.
 pub const PROOF_TIME: Duration = Duration::from_secs(10);
 
 /// Taints of a node whose kubelet does not report.

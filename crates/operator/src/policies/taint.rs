@@ -17,8 +17,8 @@ use crate::leader::LeaseGuard;
 use crate::read::{Node, Observed};
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT};
 
-/// Time for which an agent may be not ready before its node is tainted. An upgrade of the agent
-/// takes a second. The start of a node takes longer.
+/// How long an agent may be not ready before its node is tainted. An upgrade of the agent takes a
+/// second. The start of a node takes longer.
 pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// First delay after the taint of a node could not be written. Each further failure doubles the
 /// delay.

@@ -7,7 +7,7 @@ use cleave_plan::ledger::{Ledger, Place};
 
 use super::hosts::MpsHost;
 
-/// Taints of a node whose kubelet does not report.
+/// Taints of a node whose kubelet has stopped reporting.
 const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
 
 /// The state of MPS on a node, according to its `GpuNode`.
@@ -17,7 +17,7 @@ pub(crate) struct MpsState {
     pub daemon_problem: Option<String>,
     /// A pod or program that uses MPS on the node, or why the users are unknown.
     pub user: Option<String>,
-    /// Time-sliced resources of the node whose names MPS shares could also have.
+    /// Time-sliced resources of the node whose names could also be names of MPS shares.
     time_sliced: BTreeSet<String>,
 }
 
@@ -42,7 +42,7 @@ impl MpsState {
         let allocated = || {
             status.gpus.iter().flat_map(|gpu| &gpu.allocations).find(|allocation| found.serves(&allocation.resource))
         };
-        // Slices whose pods are unknown also count as used, because they are not known to be free.
+        // Also count slices in use whose pods are unknown, because they may belong to MPS clients.
         let used =
             || status.gpus.iter().flat_map(|gpu| &gpu.slices).find(|s| s.in_use > 0 && found.serves(&s.resource));
         let user = if !ready {
@@ -63,8 +63,8 @@ impl MpsState {
     }
 }
 
-/// Returns the time-sliced resources whose names MPS shares could also have. Excludes names that
-/// the node uses for both kinds.
+/// Returns the time-sliced resources whose names could also be names of MPS shares. Excludes names
+/// that the node uses for both kinds.
 fn time_sliced_resources(object: &GpuNode) -> BTreeSet<String> {
     let partitions = || object.spec.gpus.iter().map(|gpu| &gpu.partition);
     let instances = || partitions().flat_map(|partition| partition.mig.iter().flatten().map(|mig| &mig.partition));

@@ -103,7 +103,7 @@ struct Fleet {
 
 impl Fleet {
     fn new(nodes: usize, pods: usize) -> Self {
-        let (store, writer) = pod_store::store();
+        let (store, writer) = pod_store::new_store();
         let mut fleet = Self { nodes, pods, version: 1, cluster: Cluster::default(), store, writer };
         for node in 0..nodes {
             let allocatable =
@@ -189,7 +189,7 @@ fn percentiles(mut times: Vec<Duration>) -> impl Debug {
 }
 
 fn measure_memory(what: &str, shares: bool, count: usize) {
-    let (store, mut writer) = pod_store::store();
+    let (store, mut writer) = pod_store::new_store();
     writer.apply(Event::Init);
     let before = resident_bytes();
     for number in 0..count {
