@@ -388,7 +388,7 @@ impl GpuController {
             let done = written == TaintWriteResult::Done;
             self.count_write("Node", done, &mut true);
             let now = self.now();
-            let retry = self.taints.as_mut().and_then(|taints| taints.record(&change.node, done, now));
+            let retry = self.taints.as_mut().and_then(|taints| taints.record_write(&change.node, done, now));
             self.next = self.next.into_iter().chain(retry).min();
         }
         leads

@@ -142,8 +142,8 @@ fn slice_counts(slices: &[SliceGroup]) -> BTreeMap<(Option<u32>, &str), u32> {
     counts
 }
 
-/// Returns whether the agent has not reported the device ids of a slice in use yet. Until it
-/// reports them, it is unknown which slices may be removed.
+/// Returns whether the agent has not reported the device ids of a slice in use yet. Without these
+/// ids, the operator does not know which slices may be removed.
 pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
     gpu.slices.iter().filter(|status| status.device == gpu.uuid && status.resource != RESOURCE_GPU).any(|status| {
         u32::try_from(numbers_in_use(gpu, &status.resource).len()).is_ok_and(|known| known < status.in_use)
@@ -224,14 +224,14 @@ fn mps_partition(
 
 /// Returns the memory limits and thread limits of k slices of a resource, for each k.
 ///
-/// The list covers the maximum number of slices of the GPU, and its last entry is the whole GPU. If
-/// the length depended on the current number of slices, a change of that number would change the
-/// limits of slices in use. It would also change the daemon's defaults, which are the last entries.
+/// The list covers the maximum number of slices of the GPU, and its last entry is the whole GPU.
+/// The length must not depend on the current number of slices. Otherwise a change of that number
+/// would change the limits of slices in use, and the last entries, which are the daemon's defaults.
 fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);
     let all = mps::shareable_memory(total);
-    // For each k: the memory of k slices, and their fraction of the GPU.
+    // Each row contains the memory of k slices, and their fraction of the GPU.
     let rows: Vec<(Mebibytes, u32, u32)> = if let Some(gib) = sized_slice_gib(resource) {
         let one = Mebibytes::from_gib(gib);
         let most = total.0.div_ceil(one.0).clamp(1, u64::from(MAX_CLIENTS));
@@ -241,7 +241,7 @@ fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>,
         };
         (1..=most).map(row).collect()
     } else {
-        let units = units(demand, gpu).ok_or_else(|| format!("the policy does not offer {resource}"))?;
+        let units = units(demand, gpu).ok_or_else(|| format!("the policy does not allow {resource}"))?;
         let row = |k: u32| {
             let memory = match demand.shares {
                 Some(ShareSize::Memory(one)) => Mebibytes(one.0.saturating_mul(u64::from(k)).min(all.0)),
@@ -385,7 +385,7 @@ mod tests {
     const SLICE_20GB_RESOURCE: &str = "nvidia.com/gpu-20gb";
 
     #[test]
-    fn a_sized_slice_has_its_part_of_memory_and_threads() {
+    fn a_sized_slice_gets_proportional_memory_and_threads() {
         let mps = mps(&[free_slices(SLICE_10GB_RESOURCE, 2), free_slices(SLICE_20GB_RESOURCE, 1)], &gpu(), None);
         let all = 40 * 1024 - 128;
         assert_eq!(mps.slices[0].memory_mib, [all / 4, all / 2, all * 3 / 4, all]);
@@ -393,10 +393,10 @@ mod tests {
         assert_eq!((&mps.slices[1].memory_mib[..], &mps.slices[1].threads[..]), (&[all / 2, all][..], &[50, 100][..]));
     }
 
-    /// The limits must not change: the agent cannot apply a changed limit while a client runs. The
-    /// last limit of each list is the daemon's default.
+    /// The agent cannot change a limit while a client runs. The last limit of each list is the
+    /// daemon's default.
     #[test]
-    fn the_limits_of_a_slice_do_not_depend_on_the_others() {
+    fn the_limits_of_a_slice_do_not_depend_on_other_slices() {
         let small = mps(&[free_slices(SLICE_10GB_RESOURCE, 1)], &gpu(), None);
         let large = mps(&[free_slices(SLICE_10GB_RESOURCE, 2), free_slices("nvidia.com/gpu-7gb", 1)], &gpu(), None);
         assert_eq!(small.slices[0].memory_mib, large.slices[0].memory_mib);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_in_use_stay_and_the_lowest_free_ids_are_added() {
+    fn ids_in_use_are_kept_and_the_lowest_free_ids_are_added() {
         let current = mps(&[free_slices(SLICE_10GB_RESOURCE, 4)], &gpu(), None);
         let mut busy = gpu();
         busy.allocations = vec![AllocationStatus {
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_in_use_are_kept_when_the_policy_has_others() {
+    fn limits_in_use_are_kept_when_the_policy_sets_other_limits() {
         let mut old = mps(&[free_slices(SLICE_10GB_RESOURCE, 4)], &gpu(), None);
         old.slices[0].threads = vec![50, 100];
         old.multi_user = false;

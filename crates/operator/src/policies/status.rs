@@ -22,8 +22,9 @@ use crate::policies::staging::PROOF_TIME;
 use crate::policies::waves::{Phase, RolloutProgress};
 use crate::read::{Node, Observed};
 
-/// Maximum number of names in a sentence. A longer list ends with the number of omitted names.
-const MAX_LISTED_NAMES: usize = 8;
+/// Maximum number of items in a list of a message. A longer list ends with the number of omitted
+/// items.
+const MAX_LISTED_ITEMS: usize = 8;
 
 /// A policy's status could not be written.
 #[derive(Debug, thiserror::Error)]
@@ -67,7 +68,7 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
     let differs = |(name, report): (&String, &Report)| {
         let last = written.get(name);
         let (meta, old) = match observed.policies.get(name)? {
-            // If the watch has not returned the last write yet, compare with the written status.
+            // If the watch has not delivered the last write yet, compare with the written status.
             // Otherwise the operator would write the same status twice.
             Ok(policy) => match last.filter(|last| last.from == policy.metadata.resource_version) {
                 Some(last) => (&policy.metadata, Some(last.status.clone())),
@@ -170,7 +171,7 @@ fn evaluate(
             reason: verdict.reason.to_owned(),
             message: verdict.message,
             observed_generation: Some(generation),
-            // As in Kubernetes, the time at which `status` changed. A change of the message does
+            // As in Kubernetes, this is the time at which `status` changed. A changed message does
             // not count.
             last_transition_time: before
                 .filter(|before| before.status == status)
@@ -317,7 +318,7 @@ fn rollout_sentence(progress: &RolloutProgress) -> String {
         (waiting, "waiting for pods"),
         (pending, "pending"),
         (unsteady, &unsteady_for),
-        (cordoned, "hold the others back until they are uncordoned and serve"),
+        (cordoned, "hold back the other nodes until they are uncordoned and serve"),
     ];
     for (nodes, what) in lists {
         if !nodes.is_empty() {
@@ -559,13 +560,13 @@ fn step_problem(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (GpuProblem,
 fn unsupported_message(report: &Report) -> String {
     let sentences: BTreeSet<String> =
         report.unsupported.iter().map(|(at, cannot)| format!("{}: {cannot}", gpu_name(at))).collect();
-    join_names_with(sentences.into_iter().collect(), "; ")
+    join_items(sentences.into_iter().collect(), "; ")
 }
 
-/// Joins sentences, each once and at most [`MAX_LISTED_NAMES`].
+/// Joins distinct sentences, at most [`MAX_LISTED_ITEMS`].
 fn join_sentences(sentences: Vec<String>) -> Vec<String> {
     let distinct: BTreeSet<String> = sentences.into_iter().collect();
-    vec![join_names_with(distinct.into_iter().collect(), "; ")]
+    vec![join_items(distinct.into_iter().collect(), "; ")]
 }
 
 fn gpu_name(at: &GpuRef) -> String {
@@ -588,18 +589,18 @@ fn subject_and_verb(gpus: &[GpuRef]) -> String {
 }
 
 fn join_names(names: Vec<String>) -> String {
-    join_names_with(names, ", ")
+    join_items(names, ", ")
 }
 
-fn join_names_with(mut names: Vec<String>, between: &str) -> String {
-    let more = names.len().saturating_sub(MAX_LISTED_NAMES);
-    names.truncate(MAX_LISTED_NAMES);
+fn join_items(mut names: Vec<String>, between: &str) -> String {
+    let more = names.len().saturating_sub(MAX_LISTED_ITEMS);
+    names.truncate(MAX_LISTED_ITEMS);
     let shown = names.join(between);
     if more == 0 { shown } else { format!("{shown} and {more} more") }
 }
 
 fn join_alternatives(names: &[String]) -> String {
-    join_names_with(names.to_vec(), " or ")
+    join_items(names.to_vec(), " or ")
 }
 
 /// Shortens a text to at most `most` bytes.

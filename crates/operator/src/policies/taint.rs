@@ -1,5 +1,5 @@
 //! Taints nodes that can serve no pod, because all of their GPUs are lost or need a reset, or
-//! because their agent is not ready. Off by default.
+//! because their agent is not ready. This is disabled by default.
 //!
 //! [`Taints`] decides and is pure. [`write_all`] changes only Cleave's taint of a node, with a JSON
 //! patch. [`TaintBackoff`] delays the nodes whose taint could not be written.
@@ -25,7 +25,7 @@ pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum delay after the taint of a node could not be written.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// Effect of the taint. The effect excludes new pods, and running pods continue.
+/// Effect of the taint. The effect excludes new pods and keeps running pods.
 const EFFECT: &str = "NoSchedule";
 
 /// Key and effect of the taint.
@@ -53,9 +53,8 @@ enum Verdict {
     NotReady(Duration),
 }
 
-/// The nodes whose taint could not be written. Each node has its own delay, so that a node whose
-/// taint is refused does not delay the writes for other objects. Times are durations since the
-/// process started.
+/// The nodes whose taint could not be written. Each node has its own delay, so that one refused
+/// taint does not delay other writes. Times are durations since the process started.
 #[derive(Debug, Default)]
 pub(crate) struct TaintBackoff(BTreeMap<String, Failures>);
 
@@ -69,7 +68,7 @@ struct Failures {
 
 impl TaintBackoff {
     /// Records whether the taint of a node was written.
-    pub(crate) fn record(&mut self, node: &str, written: bool, now: Duration) {
+    pub(crate) fn record_write(&mut self, node: &str, written: bool, now: Duration) {
         if written {
             self.0.remove(node);
             return;
@@ -90,7 +89,7 @@ impl TaintBackoff {
         self.0.values().map(|failures| failures.until.saturating_sub(now)).filter(|left| !left.is_zero()).min()
     }
 
-    /// Forgets the failures of all nodes except these.
+    /// Forgets the failures of all other nodes.
     pub(crate) fn retain(&mut self, nodes: &BTreeSet<&str>) {
         self.0.retain(|node, _| nodes.contains(node.as_str()));
     }
@@ -138,8 +137,8 @@ impl Taints {
     }
 
     /// Records whether the taint of a node was written. Returns the time until the next retry.
-    pub(crate) fn record(&mut self, node: &str, written: bool, now: Duration) -> Option<Duration> {
-        self.backoff.record(node, written, now);
+    pub(crate) fn record_write(&mut self, node: &str, written: bool, now: Duration) -> Option<Duration> {
+        self.backoff.record_write(node, written, now);
         self.backoff.next(now)
     }
 
@@ -154,8 +153,8 @@ impl Taints {
             return Verdict::NotReady(now.saturating_sub(since));
         }
         self.away.remove(name);
-        // Suspect GPUs become healthy again within a minute. Other causes, such as an MPS daemon,
-        // are not faults of the GPU.
+        // Suspect GPUs become healthy again within a minute. Other causes, such as a failed MPS
+        // daemon, are not faults of the GPU.
         let is_out = |class: &str| matches!(class, HEALTH_LOST | HEALTH_NEEDS_RESET);
         if gpus.iter().all(|gpu| !gpu.health.healthy && is_out(&gpu.health.class)) {
             return Verdict::Unusable("all GPUs of the node are lost or need a reset");
@@ -197,8 +196,8 @@ pub(crate) enum TaintWriteResult {
     Failed,
 }
 
-/// Writes changes, several at a time, and logs the results. Starts no write when this process may
-/// no longer write: the result of such a change is `None`.
+/// Writes changes, several at a time, and logs the results. Starts no write after this process
+/// loses the permission to write. The result of a skipped change is `None`.
 pub(crate) async fn write_all<'c>(
     client: &Client,
     claim: &LeaseGuard,
@@ -327,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_tainted_after_its_agent_was_not_ready_for_a_minute() {
+    fn a_node_is_tainted_after_its_agent_has_been_not_ready_for_a_minute() {
         let mut taints = Taints::default();
         let away = || Node { agent: Some(Agent { ready: false }), ..node(&[""]) };
         let none = || Node { agent: None, ..node(&[""]) };
@@ -343,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_whose_taint_is_refused_delays_no_other_node() {
+    fn a_refused_taint_does_not_delay_other_nodes() {
         let mut taints = Taints::default();
         let lost = || BTreeMap::from(["n", "m"].map(|name| (name.to_owned(), node(&["Lost"]))));
         let mut observed = Observed { nodes: lost(), ..Observed::default() };
@@ -354,12 +353,12 @@ mod tests {
         let mut now = 9;
         for delay in [1, 2, 4, 8, 16, 32, 60, 60] {
             assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned(), "n".to_owned()], None));
-            assert_eq!(taints.record("m", true, secs(now)), None);
-            assert_eq!(taints.record("n", false, secs(now)), Some(secs(delay)));
+            assert_eq!(taints.record_write("m", true, secs(now)), None);
+            assert_eq!(taints.record_write("n", false, secs(now)), Some(secs(delay)));
             assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned()], Some(delay)));
             now += delay;
         }
-        taints.record("n", false, secs(now));
+        taints.record_write("n", false, secs(now));
         observed.nodes.insert("n".to_owned(), node(&[""]));
         assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned()], None), "n needs no taint");
         observed.nodes = lost();
@@ -367,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_patch_touches_no_other_taint() {
+    fn a_patch_does_not_change_other_taints() {
         let patched = |node: &Node, patch: &Value, before: Value| {
             let mut object = json!({"metadata": {"resourceVersion": node.version}, "spec": before});
             let patch: json_patch::Patch = serde_json::from_value(patch.clone()).unwrap();

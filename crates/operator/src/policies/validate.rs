@@ -21,7 +21,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 /// Maximum number of MIG instances in a layout. No GPU has more.
-const MAX_INSTANCES: usize = 8;
+const MAX_LAYOUT_INSTANCES: usize = 8;
 
 /// A valid policy.
 #[derive(Debug, Clone, PartialEq)]
@@ -96,8 +96,7 @@ pub struct MpsRules {
     pub enforcement: MpsEnforcement,
     /// Maximum number of processes per allocation.
     pub max_clients: Option<u32>,
-    /// Number of parts into which an allocation's memory limit is divided. Each process receives
-    /// one part.
+    /// Number of equal parts of an allocation's memory limit. Each process receives one part.
     pub memory_parts: u32,
 }
 
@@ -172,9 +171,9 @@ pub struct BatchRules {
 pub struct RolloutRules {
     /// Maximum number of nodes that are repartitioned at a time.
     pub max_unavailable: MaxUnavailable,
-    /// Whether nodes keep the partition that they have.
+    /// Whether nodes keep their current partition.
     pub paused: bool,
-    /// What happens to the other nodes when a node fails.
+    /// Whether other nodes still change when a node fails.
     pub on_failure: OnFailure,
 }
 
@@ -253,8 +252,8 @@ pub enum Error {
     Shape(&'static str),
 }
 
-/// Returns the part of a text that an error quotes. A stored text may have any length if the CRD
-/// lacked the rules.
+/// Returns the part of a text that an error quotes. If the CRD lacked the rules, a stored text may
+/// have any length.
 fn quoted_part(text: &str) -> String {
     text.chars().take(100).collect()
 }
@@ -264,8 +263,8 @@ fn quoted_part(text: &str) -> String {
 /// # Errors
 /// Returns the first rule that the policy violates.
 pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec) -> Result<Policy, Error> {
-    // No `..`, so that the compiler points here when a field is added. The gatekeeper reads
-    // `replica_placement`, of which all values are valid.
+    // Do not use `..`, so that the compiler reports an error here when a field is added. All values
+    // of `replica_placement` are valid, and only the gatekeeper reads it.
     let SharingPolicySpec {
         node_selector,
         gpus,
@@ -448,11 +447,11 @@ fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<SharingMode, E
             _ => return Err(Error::Shape("mig.sharing needs either mps or timeSlicing")),
         },
     };
-    let Some(layout) = layout else { return by_demand(each).map(demand) };
+    let Some(layout) = layout else { return check_on_demand_sharing(each).map(demand) };
     if layout.is_empty() {
         return Err(Error::Shape("layout is empty: omit it to partition GPUs as pods request, or name a profile"));
     }
-    if layout.len() > MAX_INSTANCES {
+    if layout.len() > MAX_LAYOUT_INSTANCES {
         return Err(Error::Shape("layout names more than 8 profiles: no GPU can have that many MIG instances"));
     }
     if let Some(wrong) = layout.iter().find(|profile| !is_profile(profile)) {
@@ -483,7 +482,7 @@ fn is_profile(text: &str) -> bool {
 
 /// Checks the sharing of MIG instances that are created on demand. Such instances need a fixed
 /// number of shares, because a request for shares must determine which instance to create.
-fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
+fn check_on_demand_sharing(each: InstanceShare) -> Result<InstanceShare, Error> {
     match each {
         InstanceShare::Mps(MpsShare { size: ShareSize::Memory(_), .. }) => Err(Error::Shape(
             "mig.sharing.mps.unitMemory needs mig.layout: to create instances as pods request them, set mig.sharing.mps.units",
@@ -497,7 +496,7 @@ fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
 /// `mig.layout` is checked and then ignored, because pods determine the instances.
 fn auto_demand(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
     let each = match mig_share(mig, None)? {
-        SharingMode::Mig { each, .. } | SharingMode::Demand(Demand { each, .. }) => by_demand(each)?,
+        SharingMode::Mig { each, .. } | SharingMode::Demand(Demand { each, .. }) => check_on_demand_sharing(each)?,
         _ => InstanceShare::Whole,
     };
     Ok(Demand {
@@ -629,7 +628,8 @@ mod tests {
         }
     }
 
-    /// The operator refuses an object that was stored before a CRD rule existed, by the same rule.
+    /// The operator also applies the CRD's rules to objects that were stored before the rules
+    /// existed.
     #[test]
     fn policies_that_the_crd_refuses_are_invalid() {
         for (name, text) in fixtures("bad") {
@@ -657,10 +657,10 @@ mod tests {
             BatchRules { idle: Some(Duration::from_millis(500)), timeout: Some(Duration::from_secs(90)) }
         );
         let SharingMode::Demand(demand) = validate_yaml(&text("mig-dynamic")).unwrap().share else {
-            panic!("not by demand")
+            panic!("not on demand")
         };
         assert_eq!((demand.words, demand.mode), ("mode Mig without a layout", PlannerMode::Mig));
-        let SharingMode::Demand(auto) = validate_yaml(&text("auto")).unwrap().share else { panic!("not by demand") };
+        let SharingMode::Demand(auto) = validate_yaml(&text("auto")).unwrap().share else { panic!("not on demand") };
         assert_eq!(auto.mode, PlannerMode::Auto);
         assert!(auto.mps.multi_user && auto.mps.limited);
     }
@@ -687,7 +687,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_names_the_field_and_what_it_needs() {
+    fn an_error_names_the_field_and_its_valid_values() {
         let error = validate_yaml(&fixtures("bad").into_iter().find(|(name, _)| name.contains("units-49")).unwrap().1)
             .unwrap_err();
         assert_eq!(error, "mps.units is 49; it must be from 1 to 48");

@@ -67,7 +67,7 @@ fn a_change_reaches_one_node_of_a_pool_with_cordoned_gpus() {
     assert!(world.pass().is_empty(), "the canary proves nothing");
     let (_, reason, message) = world.condition("RolledOut");
     assert_eq!(reason, "RollingOut");
-    assert!(message.contains("hold the others back until they are uncordoned and serve: n0"), "{message}");
+    assert!(message.contains("hold back the other nodes until they are uncordoned and serve: n0"), "{message}");
     let mut other = world.clone();
     set_gpu_cordon(&mut other, "n3", false);
     assert_eq!(other.pass(), ["n3"], "a node that can serve replaces the canary");
