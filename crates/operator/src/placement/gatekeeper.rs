@@ -32,8 +32,8 @@ use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::{self, Rollout, Step};
 
-/// Default time for which a pod must be unplaceable before it is released as unschedulable.
-/// Meanwhile, a policy, a node or its `GpuNode` may be absent.
+/// Default time for which a pod must be unplaceable before it is released as unschedulable. During
+/// this time, a policy, a node or its `GpuNode` may appear.
 pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
 /// Maximum number of pods released per reconcile. The operator writes their patches before it
 /// reconciles again.

@@ -1,5 +1,5 @@
-//! The cluster's nodes. Determines which nodes can run a pod, what serves a resource, and why a pod
-//! is not placeable.
+//! The cluster's nodes. This module determines which nodes can run a pod, what serves a resource,
+//! and why a pod is not placeable.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ pub(super) struct Nodes(pub(super) BTreeMap<String, NodeState>, usize);
 /// The state of one node.
 #[derive(Debug, Default)]
 pub(super) struct NodeState {
-    versions: Versions,
+    versions: NodeStateInputs,
     pub(super) node: PlanNode,
     /// State of MPS that the `GpuNode` reports.
     pub(super) mps: MpsState,
@@ -38,9 +38,9 @@ pub(super) struct NodeState {
     pub(super) model: String,
     /// Names of the policies of the node's devices, by device.
     policies: BTreeMap<String, Arc<str>>,
-    /// Resources that the node's GPUs offer now or after a repartitioning.
+    /// Resources that the node's GPUs serve now or after a repartitioning.
     offers: BTreeSet<String>,
-    /// Numbers of units that the node's GPUs offer now, by resource.
+    /// Current numbers of units of the node's GPUs, by resource.
     pub(super) unit_counts: BTreeMap<String, UnitCounts>,
     /// Resources that Cleave served on the node before its `GpuNode` disappeared, and that the
     /// kubelet still reports.
@@ -51,7 +51,7 @@ pub(super) struct NodeState {
     pub(super) managed: bool,
     /// Whether the agent has written the status of the `GpuNode`.
     has_status: bool,
-    /// Whether the node had a `GpuNode` or an agent since this process knows the node.
+    /// Whether this process has ever seen a `GpuNode` or an agent on the node.
     was_managed: bool,
     /// Pods with allocations on the node.
     allocated: BTreeSet<String>,
@@ -69,33 +69,33 @@ static NO_ABSENCES: BTreeSet<Absence> = BTreeSet::new();
 
 /// The inputs of a [`NodeState`]. The state is computed again only if one of these inputs changes.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Versions<S = String> {
+struct NodeStateInputs<S = String> {
     /// `resourceVersion` of the node.
     node: Option<S>,
     /// `resourceVersion` of the `GpuNode`.
     gpu_node: Option<S>,
     /// Whether the agent is ready. `None` without an agent.
     agent: Option<bool>,
-    /// Whether the node's shares under MPS are withheld while the operator replaces its MPS host.
+    /// Whether the node's MPS shares are withheld while the operator replaces its MPS host.
     withheld: bool,
 }
 
-impl Versions {
-    fn as_deref(&self) -> Versions<&str> {
+impl NodeStateInputs {
+    fn as_deref(&self) -> NodeStateInputs<&str> {
         let Self { node, gpu_node, agent, withheld } = self;
-        Versions { node: node.as_deref(), gpu_node: gpu_node.as_deref(), agent: *agent, withheld: *withheld }
+        NodeStateInputs { node: node.as_deref(), gpu_node: gpu_node.as_deref(), agent: *agent, withheld: *withheld }
     }
 }
 
-impl Versions<&str> {
-    fn into_owned(self) -> Versions {
+impl NodeStateInputs<&str> {
+    fn into_owned(self) -> NodeStateInputs {
         let Self { node, gpu_node, agent, withheld } = self;
-        Versions { node: node.map(str::to_owned), gpu_node: gpu_node.map(str::to_owned), agent, withheld }
+        NodeStateInputs { node: node.map(str::to_owned), gpu_node: gpu_node.map(str::to_owned), agent, withheld }
     }
 }
 
 impl NodeState {
-    fn new(object: &NodeObject, gpu_node: Option<&Arc<DeserializeGuard<GpuNode>>>, versions: Versions) -> Self {
+    fn new(object: &NodeObject, gpu_node: Option<&Arc<DeserializeGuard<GpuNode>>>, versions: NodeStateInputs) -> Self {
         Self {
             node: PlanNode {
                 name: object.metadata.name.clone().unwrap_or_default(),
@@ -182,8 +182,8 @@ impl NodeState {
         free
     }
 
-    /// Returns the units that the scheduler counts as free, by resource, in thousandths: the units
-    /// that are healthy, less the requests of all bound pods. The result is negative if pods
+    /// Returns the units that the scheduler counts as free, by resource, in thousandths. These are
+    /// the healthy units minus the requests of all bound pods. The result is negative if pods
     /// request more.
     ///
     /// The scheduler also counts pods on a faulted GPU, whose units are no longer allocatable, and
@@ -310,7 +310,7 @@ impl Nodes {
             let name = object.metadata.name.as_deref().unwrap_or_default();
             present.insert(name);
             let gpu_node = gpu_nodes.get(name).copied();
-            let versions = Versions {
+            let versions = NodeStateInputs {
                 node: object.metadata.resource_version.as_deref(),
                 gpu_node: gpu_node.and_then(|object| Resource::meta(&**object).resource_version.as_deref()),
                 agent: agents.get(name).copied(),
@@ -385,9 +385,9 @@ impl Nodes {
 
     /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
     /// node still reports their allocations. Ended or deleted pods that `is_ending` accepts count
-    /// as terminating, so that no other pod is evicted for the same units. The units of the other
-    /// ended or deleted pods count as used. The arguments of `is_ending` are the node and the name
-    /// of the pod, because a pod of the same name may run on another node.
+    /// as terminating, so that no other pod is evicted for the same units. The units of other ended
+    /// or deleted pods count as used. `is_ending` receives the node and the name of the pod,
+    /// because a pod of the same name may run on another node.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,
@@ -441,8 +441,8 @@ impl Nodes {
         {
             return Verdict::Waits(why.to_string());
         }
-        // Search again, including the nodes that only temporary obstacles exclude: the pod may only
-        // have to wait.
+        // Search again, including the nodes that only temporary obstacles exclude. On such a node,
+        // the pod only has to wait.
         let is_possible = |state: &&NodeState| {
             state.may_admit_later(pod)
                 && (checks.conflict)(&state.node).map_or_else(|conflict| conflict.is_temporary(), |()| true)
@@ -516,7 +516,7 @@ pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "
 /// What serves a resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ResourceProvider {
-    /// No node offers the resource.
+    /// No node serves the resource.
     Nothing,
     /// Only kubelets of nodes that are not ready and where Cleave never ran report the resource.
     /// Their reports may be old.

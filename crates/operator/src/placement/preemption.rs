@@ -45,7 +45,7 @@ pub(super) struct PreemptionSearch<'a> {
     up: Duration,
 }
 
-/// Whether preemption makes room for a waiting pod.
+/// Whether preemption frees units for a waiting pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PreemptionProspect {
     /// The pod is nominated: its victims are evicted or terminate.

@@ -86,9 +86,9 @@ impl Writes {
 }
 
 /// Returns the delay before the next reconcile if no change wakes the placement controller earlier.
-/// If the API server did not accept writes, the next reconcile does not follow at once, even if it
-/// could write more: it would repeat the same writes. `later` is the time until Events or failed
-/// taint writes are due.
+/// If the API server did not accept writes, the next reconcile does not follow immediately, because
+/// it would repeat the same writes. `later` is the time until Events or failed taint writes are
+/// due.
 fn next_delay(actions: &Actions, writes: Writes, later: Option<Duration>) -> Option<Duration> {
     if writes.is_impaired {
         return Some(RETRY_DELAY);

@@ -266,8 +266,8 @@ impl<'a> PlacementSearch<'a> {
         }
         let eligible = self.eligible_nodes(candidate);
         let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
-        // The search does not rank requests for several parts of GPUs. The search only keeps such
-        // requests off the nodes of replicas.
+        // The search does not rank requests for several parts of GPUs. For such requests, the
+        // search only avoids the nodes of replicas.
         let apart = || with_room().filter(|node| !avoids(node) && siblings.has_none_on(node));
         if candidate.device_requests.len() > 1
             && let Ok(fits) = ledger.fit_for(candidate.pending_pod(), apart(), most, &Tightest)

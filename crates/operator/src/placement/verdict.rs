@@ -73,7 +73,7 @@ pub(super) enum AutoscalerNeed {
     Node(Duration),
     /// A node with larger GPUs than the known GPUs and the GPUs of the policies.
     LargerGpu,
-    /// Nothing: the pod is about to get room without another node, or another node would not help.
+    /// No node: the pod is about to get units without another node, or another node would not help.
     Nothing,
 }
 
