@@ -205,7 +205,7 @@ fn each_gpu_gets_ten_shares_with_limits_for_k_shares() {
 }
 
 #[test]
-fn shares_by_memory_are_as_many_as_fit() {
+fn the_size_of_a_share_determines_the_number_of_shares() {
     let world = TestCluster::default()
         .node_with_four_gpus("n1")
         .policy("by-memory", "mode: Mps\nmps:\n  unitMemory: 10Gi\n  threads: Uncapped");
@@ -231,7 +231,7 @@ fn each_process_gets_a_part_of_the_memory_if_clients_are_split() {
 }
 
 #[test]
-fn only_the_policys_consent_to_advisory_limits_is_written() {
+fn advisory_enforcement_is_written_only_if_the_policy_sets_it() {
     let partition = |field: &str| {
         let spec = format!("mode: Mps\nmps:\n  units: 10{field}");
         let plan = TestCluster::default().node_with_four_gpus("n1").policy("split", &spec).plan();
@@ -336,7 +336,7 @@ fn the_more_specific_policy_wins_and_the_other_reports_it() {
 }
 
 #[test]
-fn a_policy_that_matches_nothing_reports_what_exists() {
+fn a_policy_that_matches_no_gpu_reports_the_existing_gpus() {
     let mut world = TestCluster::default()
         .node("n1", &[("zone", "a")], vec![gpu("n1", 0, "NVIDIA L4", 23_034), gpu("n1", 1, "NVIDIA L4", 23_034)])
         .policy("model", "gpus:\n  models: [A1000]\nmode: Whole")
@@ -376,7 +376,7 @@ fn an_unreported_node_may_have_the_missing_model() {
     let plan = world.plan();
     assert!(!plan.nodes.contains_key("n2"), "the spec of a node without a report stays");
     world.observed.nodes.get_mut("n2").unwrap().gpu_node = None;
-    assert_eq!(world.plan().nodes["n2"], GpuNodeSpec::default(), "an object is created for the agent to report in");
+    assert_eq!(world.plan().nodes["n2"], GpuNodeSpec::default(), "the agent needs an object for its report");
     world.observed.nodes.get_mut("n2").unwrap().agent = None;
     assert!(!world.plan().nodes.contains_key("n2"), "no object is created without an agent");
 }
@@ -454,7 +454,7 @@ fn failed_and_refused_steps_are_reported_first() {
 }
 
 #[test]
-fn gpus_are_quiesced_by_annotation_and_all_of_a_node_by_the_gpu_operators_labels() {
+fn gpus_are_quiesced_by_annotation_and_by_the_gpu_operators_labels() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     let states = |world: &TestCluster| -> Vec<(bool, bool)> {
         plan(&world.observed).nodes["n1"].gpus.iter().map(|spec| (spec.quiesced, spec.cordoned)).collect()
@@ -556,7 +556,7 @@ fn an_invalid_policy_repartitions_no_gpu() {
 }
 
 #[test]
-fn a_malformed_object_affects_no_other_and_is_reported_once() {
+fn a_malformed_object_affects_no_other_object_and_is_reported_once() {
     let mut world = TestCluster::default()
         .node_with_four_gpus("n1")
         .node_with_four_gpus("node22")
@@ -567,7 +567,10 @@ fn a_malformed_object_affects_no_other_and_is_reported_once() {
         Some(Arc::new(DeserializeGuard(Err(InvalidObject { error: "no field".into(), metadata }))));
     let plan = world.plan();
     assert_eq!(plan.nodes["n1"].gpus.len(), 4);
-    assert!(!plan.nodes.contains_key("node22"), "the spec of a malformed object is unknown, so it is not written");
+    assert!(
+        !plan.nodes.contains_key("node22"),
+        "the operator does not write to a malformed object, because its spec is unknown"
+    );
     let found = updates(&plan, &world.observed, &world.written, at(0));
     let broken = found.iter().find(|update| update.policy == "broken").unwrap();
     let accepted = &broken.status.conditions[0];
@@ -604,7 +607,7 @@ fn a_status_is_not_written_twice_while_the_watch_lags() {
     let first = updates(&world.plan(), &world.observed, &world.written, at(0)).remove(0);
     world.written.insert("p".into(), WrittenStatus { from: first.from, status: first.status });
     assert!(updates(&world.plan(), &world.observed, &world.written, at(1)).is_empty());
-    // Once the watch returns a newer object, the status of that object counts.
+    // Once the watch delivers a newer object, the status of that object counts.
     if let Some(Ok(policy)) = world.observed.policies.get_mut("p") {
         policy.metadata.resource_version = Some("later".into());
     }
@@ -627,13 +630,13 @@ fn a_condition_keeps_its_time_until_its_status_changes() {
 }
 
 #[test]
-fn a_spec_stays_while_the_driver_does_not_answer() {
+fn a_spec_is_kept_while_the_driver_does_not_respond() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     world.write_plan();
     world.object("n1").status.as_mut().unwrap().gpus.clear();
     assert!(!world.plan().nodes.contains_key("n1"));
-    // The operator writes a spec to a node that never had GPUs, so that the agent does not wait for
-    // a spec.
+    // The operator writes a spec even for a node that never had GPUs, so that the agent does not
+    // wait for a spec.
     let world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN_SHARES_YAML);
     assert_eq!(world.plan().nodes["n1"].plan_id.len(), 16);
 }

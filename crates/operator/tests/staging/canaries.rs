@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use cleave_api::gpunode::Health;
 use cleave_operator::policies::staging::{FAILURE_TIME, PROOF_TIME};
 
-use crate::world::{FIVE, TEN, TEN_BY_TWO, World};
+use crate::world::{FIVE_SHARES_YAML, TEN_SHARES_TWO_NODES_YAML, TEN_SHARES_YAML, World};
 
 /// Returns the spec of a policy of the nodes with these labels.
 fn spec(selector: &str, units: u32) -> String {
@@ -41,30 +41,30 @@ fn daemon_is_unavailable() -> Health {
 
 #[test]
 fn a_change_reaches_one_node_of_a_cordoned_pool() {
-    let mut world = World::with_policy(5, FIVE);
+    let mut world = World::with_policy(5, FIVE_SHARES_YAML);
     (0..5).for_each(|at| world.observed.nodes.get_mut(&format!("n{at}")).unwrap().unschedulable = true);
-    world.set_policy("p", TEN_BY_TWO);
+    world.set_policy("p", TEN_SHARES_TWO_NODES_YAML);
     assert_eq!(world.pass(), ["n0"]);
     assert!(world.pass().is_empty(), "the canary is being repartitioned");
     world.report_step("n0", "Failed", "");
     world.wait_for_failure();
     assert!(world.pass().is_empty(), "the canary failed");
     world.apply("n0");
-    assert!(world.pass().is_empty(), "the canary serves only for a moment");
+    assert!(world.pass().is_empty(), "the canary has served only briefly");
     world.wait_for_proof();
     assert_eq!(world.write(), ["n1", "n2"]);
 }
 
 #[test]
 fn a_change_reaches_one_node_of_a_pool_with_cordoned_gpus() {
-    let mut world = World::with_policy(5, FIVE);
+    let mut world = World::with_policy(5, FIVE_SHARES_YAML);
     (0..5).for_each(|at| set_gpu_cordon(&mut world, &format!("n{at}"), true));
     world.pass();
     world.serve_all();
-    world.set_policy("p", TEN_BY_TWO);
+    world.set_policy("p", TEN_SHARES_TWO_NODES_YAML);
     assert_eq!(world.pass(), ["n0"]);
     world.serve("n0");
-    assert!(world.pass().is_empty(), "the canary proves nothing");
+    assert!(world.pass().is_empty(), "the canary does not prove the change");
     let (_, reason, message) = world.condition("RolledOut");
     assert_eq!(reason, "RollingOut");
     assert!(message.contains("hold back the other nodes until they are uncordoned and serve: n0"), "{message}");
@@ -82,18 +82,18 @@ fn a_change_reaches_one_node_of_a_pool_with_cordoned_gpus() {
 }
 
 #[test]
-fn a_change_reaches_one_of_the_nodes_that_failed_before_it() {
-    let mut world = World::with_policy(4, FIVE);
+fn a_change_reaches_only_one_node_of_a_pool_that_failed_before() {
+    let mut world = World::with_policy(4, FIVE_SHARES_YAML);
     (0..4).for_each(|at| world.gpu(&format!("n{at}")).health = daemon_is_unavailable());
     world.pass();
     world.now += FAILURE_TIME;
-    world.set_policy("p", TEN_BY_TWO);
+    world.set_policy("p", TEN_SHARES_TWO_NODES_YAML);
     assert_eq!(world.pass(), ["n0"]);
     assert!(world.pass().is_empty());
     world.report_step("n0", "Failed", "");
     world.staged_plan();
     world.now += FAILURE_TIME;
-    assert!(world.pass().is_empty(), "another node that fails would reveal nothing");
+    assert!(world.pass().is_empty(), "a second failed node would not show whether the change works");
     world.serve("n2");
     assert_eq!(world.pass(), ["n2"], "a repaired node replaces the canary");
     world.serve("n2");
@@ -176,16 +176,16 @@ fn faults_of_nodes_that_changed_before_do_not_stop_the_next_change() {
 }
 
 #[test]
-fn a_change_is_complete_after_the_last_node_has_served_for_some_time() {
-    let mut world = World::with_policy(1, FIVE);
-    world.set_policy("p", TEN);
+fn a_change_is_complete_once_the_last_node_has_served_long_enough() {
+    let mut world = World::with_policy(1, FIVE_SHARES_YAML);
+    world.set_policy("p", TEN_SHARES_YAML);
     world.pass();
     world.apply("n0");
     let (status, _, message) = world.condition("RolledOut");
     assert_eq!(status, "False");
     assert!(message.contains("1 of 1 nodes serve the newest partition"), "{message}");
     assert!(message.contains("have served for less than 10 s: n0"), "{message}");
-    assert_eq!(world.staged_plan().1, Some(PROOF_TIME), "the operator looks again when the change is complete");
+    assert_eq!(world.staged_plan().1, Some(PROOF_TIME), "the operator plans again when the change is complete");
     world.now += PROOF_TIME / 5;
     world.gpu("n0").health = daemon_is_unavailable();
     world.wait_for_failure();
@@ -197,7 +197,7 @@ fn a_change_is_complete_after_the_last_node_has_served_for_some_time() {
 }
 
 #[test]
-fn only_gpus_that_the_change_affects_prove_it() {
+fn only_gpus_that_the_change_affects_prove_the_change() {
     let mut world = World::new(0);
     for at in 0..3 {
         world.add_node(at);
@@ -207,8 +207,8 @@ fn only_gpus_that_the_change_affects_prove_it() {
         (first.model, first.memory_mib) = ("NVIDIA A100-SXM4-40GB".to_owned(), 40_960);
         gpus.insert(0, first);
     }
-    world.set_policy("p", TEN_BY_TWO);
-    world.set_policy("q", &format!("gpus: {{models: [A100]}}\n{FIVE}"));
+    world.set_policy("p", TEN_SHARES_TWO_NODES_YAML);
+    world.set_policy("q", &format!("gpus: {{models: [A100]}}\n{FIVE_SHARES_YAML}"));
     world.pass();
     world.serve_all();
     (0..3).for_each(|at| world.use_slice(&format!("n{at}")));
@@ -219,7 +219,7 @@ fn only_gpus_that_the_change_affects_prove_it() {
     world.use_slice("n0");
     world.report_step("n0", "Waiting", "InUse");
     world.wait_for_proof();
-    assert!(world.pass().is_empty(), "the second GPU proves nothing");
+    assert!(world.pass().is_empty(), "the second GPU does not prove the change");
     world.serve("n0");
     assert_eq!(world.pass(), ["n1", "n2"]);
 }

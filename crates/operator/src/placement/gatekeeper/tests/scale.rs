@@ -30,7 +30,7 @@ fn resident_bytes() -> f64 {
     line.trim().trim_end_matches("kB").trim().parse::<f64>().unwrap() * 1024.0
 }
 
-/// Returns the CPU time of this thread. It depends little on other programs.
+/// Returns the CPU time of this thread. Other programs affect CPU time less than wall-clock time.
 fn cpu_time() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     Duration::from_nanos(text.split(' ').next().unwrap().parse().unwrap())

@@ -6,9 +6,9 @@
 //! | `scheduler` | the model of kube-scheduler |
 //! | `simulation` | the true state: API server, kubelets, agents, controllers |
 //! | `operator` | the gatekeeper under test, with lagging watches and lost answers |
-//! | `checks` | what must hold |
+//! | `checks` | conditions that must hold |
 //!
-//! Each history has random steps, and then a quiet time that is longer than each deadline of the
+//! Each history has random steps, followed by a quiet time that is longer than each deadline of the
 //! operator. `cargo test` runs the same [`CASES`] histories each time, so that it never fails by
 //! chance. `PROPTEST_CASES` sets another number, and selects the histories at random.
 //!
@@ -34,7 +34,7 @@ use proptest::test_runner::RngSeed;
 use serde_json::json;
 
 use self::operator::{KINDS, Kind, Operator, WriteAnswers};
-use self::pods::{App, DEDICATED, Owner, Template, template};
+use self::pods::{App, DEDICATED_TAINT, Owner, Template, template};
 use self::scheduler::list;
 use self::simulation::Simulation;
 
@@ -43,7 +43,7 @@ const CASES: u32 = 128;
 /// Selects the histories if `PROPTEST_CASES` is not set.
 const SEED: RngSeed = RngSeed::Fixed(1);
 /// Duration of the quiet time at the end of each history, in seconds.
-const QUIET: u64 = 3600;
+const QUIET_SECONDS: u64 = 3600;
 /// Maximum number of nodes.
 const MAX_NODES: usize = 6;
 
@@ -94,8 +94,8 @@ enum Step {
 
 /// Taints, with their effects.
 const TAINTS: [(&str, &str); 4] = [
-    (DEDICATED, "NoSchedule"),
-    (DEDICATED, "NoExecute"),
+    (DEDICATED_TAINT, "NoSchedule"),
+    (DEDICATED_TAINT, "NoExecute"),
     ("cleave.dev/unhealthy", "NoSchedule"),
     ("node.kubernetes.io/memory-pressure", "NoSchedule"),
 ];
@@ -131,8 +131,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Generates a history: the GPUs of each node at its beginning, its steps, whether pods are
-/// reported to autoscalers, and whether all faults end before the quiet time.
+/// Generates a history: the initial GPUs of each node, the steps, whether pods are reported to
+/// autoscalers, and whether all faults end before the quiet time.
 fn history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
     (
         prop::collection::vec(1_usize..5, 3..=MAX_NODES),
@@ -169,8 +169,8 @@ fn handover() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
 struct World {
     simulation: Simulation,
     operator: Operator,
-    /// The version of the cluster, and the number of pods whose containers have ended, to which
-    /// scheduler, kubelets and agents have reacted.
+    /// The last state to which the scheduler, kubelets and agents have reacted: the version of the
+    /// cluster, and the number of pods whose containers have ended.
     reacted: (u64, u64),
 }
 
@@ -197,7 +197,7 @@ impl World {
         checks::no_units_are_reserved_twice(&self.simulation)
     }
 
-    /// Lets every component react once.
+    /// Runs every component once.
     fn settle(&mut self, which: usize) -> Result<(), String> {
         let Self { simulation, operator, .. } = self;
         simulation.run_kubelets();
@@ -217,7 +217,7 @@ impl World {
         nodes.iter().for_each(|node| self.simulation.report_node(node));
     }
 
-    /// Lets scheduler, kubelets and agents react once.
+    /// Runs the scheduler, the kubelets and the agents once.
     fn react(&mut self, which: usize) -> Result<(), String> {
         let simulation = &mut self.simulation;
         for (index, pod) in simulation.schedulable_pods().into_iter().enumerate() {
@@ -377,15 +377,15 @@ impl World {
         self.run_quiet_time()
     }
 
-    /// Runs the quiet time: no further step follows, and components only react to earlier steps.
+    /// Runs the quiet time, in which components only react to earlier steps.
     fn run_quiet_time(&mut self) -> Result<(), String> {
         let begin = self.simulation.now;
-        let end = begin + QUIET;
+        let end = begin + QUIET_SECONDS;
         let mut recreations = None;
         while self.simulation.now < end {
             let before = self.simulation.api.version;
             let now = self.simulation.now;
-            if now + QUIET / 2 > end && recreations.is_none() {
+            if now + QUIET_SECONDS / 2 > end && recreations.is_none() {
                 recreations = Some(self.simulation.recreations.clone());
             }
             self.settle(0)?;
@@ -491,8 +491,8 @@ fn config() -> ProptestConfig {
 proptest! {
     #![proptest_config(config())]
 
-    /// Each pod that could run is released and not pinned where it cannot run. No units are
-    /// reserved twice.
+    /// Checks that each pod that could run is released, and is not pinned to a node where it cannot
+    /// run. Also checks that no units are reserved twice.
     #[test]
     fn every_pod_that_can_run_runs(history in history()) {
         run(&history).map_err(TestCaseError::fail)?;
