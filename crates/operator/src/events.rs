@@ -89,7 +89,7 @@ impl EventPublisher {
                 continue;
             }
             reported.last = Some((waiting.message.clone(), now));
-            events.push((pod_reference(name, uid), event(type_, reason, &waiting.message)));
+            events.push((pod_reference(name, uid), new_event(type_, reason, &waiting.message)));
         }
         events
     }
@@ -99,12 +99,12 @@ impl EventPublisher {
         for (node, why) in &outcome.excluded_nodes {
             if self.excluded_nodes.get(node) != Some(why) {
                 let note = format!("GPU plans exclude the node: {why}");
-                events.push((node_reference(observed, node), event(EventType::Warning, "GpuNodeExcluded", &note)));
+                events.push((node_reference(observed, node), new_event(EventType::Warning, "GpuNodeExcluded", &note)));
             }
         }
         for node in self.excluded_nodes.keys().filter(|node| !outcome.excluded_nodes.contains_key(*node)) {
             let note = "GPU plans include the node again";
-            events.push((node_reference(observed, node), event(EventType::Normal, "GpuNodeIncluded", note)));
+            events.push((node_reference(observed, node), new_event(EventType::Normal, "GpuNodeIncluded", note)));
         }
         self.excluded_nodes.clone_from(&outcome.excluded_nodes);
         for (at, why) in outcome.excluded_gpus.iter().filter(|(at, why)| self.excluded_gpus.get(*at) != Some(*why)) {
@@ -112,7 +112,7 @@ impl EventPublisher {
             let node = node_reference(observed, &at.0);
             // The recorder would merge the Events of two GPUs, and keep the first note.
             let secondary = Some(ObjectReference { field_path: Some(at.1.clone()), ..node.clone() });
-            events.push((node, Event { secondary, ..event(EventType::Warning, "GpuExcluded", &note) }));
+            events.push((node, Event { secondary, ..new_event(EventType::Warning, "GpuExcluded", &note) }));
         }
         self.excluded_gpus.clone_from(&outcome.excluded_gpus);
         events.truncate(MAX_EVENTS_PER_PASS);
@@ -143,24 +143,24 @@ pub(crate) fn unschedulable_event(message: &str) -> Event {
     let note = format!(
         "{message}. The pod fits on no GPU of the cluster, so it was released as unschedulable. Change its requests or constraints, or add a GPU node, then recreate the pod."
     );
-    event(EventType::Warning, "NoGpuFits", &note)
+    new_event(EventType::Warning, "NoGpuFits", &note)
 }
 
 /// Creates the Event of a released pod that nodes no longer accept.
 pub(crate) fn stranded_event(message: &str) -> Event {
-    Event { action: "Recreate".to_owned(), ..event(EventType::Warning, "Stranded", message) }
+    Event { action: "Recreate".to_owned(), ..new_event(EventType::Warning, "Stranded", message) }
 }
 
 /// Creates the Event of a pod that is evicted for a pod of higher priority.
 pub(crate) fn preempted_event(by: &str) -> Event {
     let note = format!("evicted for {by}, which has a higher priority and needs room on the same GPU");
-    Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Preempted", &note) }
+    Event { action: "Preempt".to_owned(), ..new_event(EventType::Normal, "Preempted", &note) }
 }
 
 /// Creates the Event of a pod that is evicted because it used a GPU outside its share.
 pub(crate) fn outside_share_event(node: &str, message: &str) -> Event {
     let note = format!("evicted from {node}, because the GPU's policy sets `enforcement: Evict`: {message}");
-    Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictedOutsideShare", &note) }
+    Event { action: "Evict".to_owned(), ..new_event(EventType::Warning, "EvictedOutsideShare", &note) }
 }
 
 /// Creates the Event of a pod whose eviction a disruption budget refuses.
@@ -169,7 +169,7 @@ pub(crate) fn protected_event(message: &str) -> Event {
         "The pod exceeded its limits, but a disruption budget prevents its eviction. Delete the pod, or change the \
          budget. The API server answered: {message}"
     );
-    Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
+    Event { action: "Evict".to_owned(), ..new_event(EventType::Warning, "EvictionProtected", &note) }
 }
 
 /// Creates the Event of an MPS host that an MPS host of its `DaemonSet`'s newest revision replaces.
@@ -178,12 +178,12 @@ pub(crate) fn mps_host_replaced_event(node: &str, pod: &str, uid: &str) -> Event
     // The recorder merges Events that differ only in their note. A different `secondary` prevents
     // that.
     let secondary = Some(pod_reference(pod, uid));
-    Event { action: "Replace".to_owned(), secondary, ..event(EventType::Normal, "MpsHostReplaced", &note) }
+    Event { action: "Replace".to_owned(), secondary, ..new_event(EventType::Normal, "MpsHostReplaced", &note) }
 }
 
 /// Creates the Event that reports that the replacement of MPS hosts has stopped.
 pub(crate) fn rollout_stopped_event(message: &str) -> Event {
-    Event { action: "Replace".to_owned(), ..event(EventType::Warning, "MpsHostUpgradeStopped", message) }
+    Event { action: "Replace".to_owned(), ..new_event(EventType::Warning, "MpsHostUpgradeStopped", message) }
 }
 
 fn node_reference(observed: &Observed, node: &str) -> ObjectReference {
@@ -196,7 +196,7 @@ fn node_reference(observed: &Observed, node: &str) -> ObjectReference {
     }
 }
 
-fn event(type_: EventType, reason: &str, note: &str) -> Event {
+fn new_event(type_: EventType, reason: &str, note: &str) -> Event {
     Event {
         type_,
         reason: reason.to_owned(),

@@ -13,7 +13,7 @@ use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::admission::certificate::Served;
+use crate::admission::certificate::CertificateReceiver;
 use crate::leader::LeaseGuard;
 use crate::metrics::Metrics;
 
@@ -29,7 +29,7 @@ pub(crate) struct Health {
     /// The registry that `/metrics` encodes.
     pub(crate) registry: Arc<Registry>,
     /// The webhook's certificate. `None` if the webhook is disabled.
-    pub(crate) certified: Option<Served>,
+    pub(crate) certified: Option<CertificateReceiver>,
 }
 
 /// Serves requests until `stop` is cancelled.

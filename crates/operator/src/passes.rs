@@ -167,7 +167,7 @@ impl GpuController {
         let outcome = self.plan_demand(&mut plan, &observed, now);
         self.next = self.next.into_iter().chain(failures).min();
         self.set_gauges(&observed, &plan);
-        let nodes = self.apply(&plan, &observed, seen).await;
+        let nodes = self.apply_specs(&plan, &observed, seen).await;
         match &outcome {
             Demand::Planned(outcome) => {
                 self.send_waiting_pods(&outcome.waiting);
@@ -300,7 +300,7 @@ impl GpuController {
     }
 
     /// Writes the changed `GpuNode` specs, several at a time. Returns false if a write failed.
-    async fn apply(&mut self, plan: &plan::Plan, observed: &Observed, seen: Instant) -> bool {
+    async fn apply_specs(&mut self, plan: &plan::Plan, observed: &Observed, seen: Instant) -> bool {
         let api: Api<DeserializeGuard<GpuNode>> = Api::all(self.context.client.clone());
         let changes = apply::changes(plan, observed);
         let (api, claim) = (&api, &self.context.claim);
@@ -398,7 +398,7 @@ impl GpuController {
     async fn publish_policy_events(&self, update: &status::Update, observed: &Observed) {
         let Some(Ok(policy)) = observed.policies.get(&update.policy) else { return };
         let regarding: ObjectReference = policy.object_ref(&());
-        for event in update.changed.iter().filter_map(status::event) {
+        for event in update.changed.iter().filter_map(status::condition_event) {
             tracing::info!(
                 policy = policy.name_any(),
                 reason = event.reason,

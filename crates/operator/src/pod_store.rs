@@ -311,8 +311,8 @@ mod tests {
         writer.apply(Event::InitDone)
     }
 
-    const CPU: fn() -> Value = || json!({"cpu": 1});
-    const GPU: fn() -> Value = || json!({"nvidia.com/gpu-mps": 1});
+    const CPU_LIMITS: fn() -> Value = || json!({"cpu": 1});
+    const GPU_LIMITS: fn() -> Value = || json!({"nvidia.com/gpu-mps": 1});
 
     #[test]
     fn a_change_of_fields_that_are_not_stored_has_no_effect() {
@@ -320,7 +320,7 @@ mod tests {
         let running = || json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]});
         let first = list(
             &mut writer,
-            [with_version(raw_pod("gpu", &GPU(), &running()), "1"), raw_pod("cpu", &CPU(), &running())],
+            [with_version(raw_pod("gpu", &GPU_LIMITS(), &running()), "1"), raw_pod("cpu", &CPU_LIMITS(), &running())],
         );
         assert_eq!(first, AffectedControllers { of_gpus: true, of_tenants: true });
         assert_eq!(names(&store.changes()), ["all 2"]);
@@ -329,12 +329,12 @@ mod tests {
         let mut status = running();
         status["podIP"] = json!("10.0.0.1");
         status["conditions"].as_array_mut().unwrap().push(json!({"type": "Initialized", "status": "True"}));
-        let beat = with_version(raw_pod("gpu", &GPU(), &status), "2");
+        let beat = with_version(raw_pod("gpu", &GPU_LIMITS(), &status), "2");
         assert_eq!(writer.apply(Event::Apply(beat)), AffectedControllers::default());
         assert_eq!(names(&store.changes()), Vec::<String>::new());
         let unready = json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]});
         let of_gpus = AffectedControllers { of_gpus: true, of_tenants: false };
-        assert_eq!(writer.apply(Event::Apply(raw_pod("gpu", &GPU(), &unready))), of_gpus);
+        assert_eq!(writer.apply(Event::Apply(raw_pod("gpu", &GPU_LIMITS(), &unready))), of_gpus);
         assert_eq!(names(&store.changes()), ["gpu>gpu"]);
     }
 
@@ -343,12 +343,18 @@ mod tests {
         let (store, mut writer) = new_store();
         list(&mut writer, []);
         store.changes();
-        assert_eq!(writer.apply(Event::Apply(raw_pod("cpu", &CPU(), &json!({})))), AffectedControllers::default());
+        assert_eq!(
+            writer.apply(Event::Apply(raw_pod("cpu", &CPU_LIMITS(), &json!({})))),
+            AffectedControllers::default()
+        );
         assert_eq!(
             writer.apply(Event::Apply(raw_pod("cpu", &json!({"cpu": 2}), &json!({})))),
             AffectedControllers::default()
         );
-        assert_eq!(writer.apply(Event::Delete(raw_pod("cpu", &CPU(), &json!({})))), AffectedControllers::default());
+        assert_eq!(
+            writer.apply(Event::Delete(raw_pod("cpu", &CPU_LIMITS(), &json!({})))),
+            AffectedControllers::default()
+        );
         assert_eq!(names(&store.changes()), ["->cpu", "cpu>cpu", "cpu>-"]);
         assert_eq!(store.state().len(), 0);
     }
@@ -356,7 +362,7 @@ mod tests {
     #[test]
     fn the_resource_version_of_a_gated_pod_is_kept() {
         let gated = |version: &str| {
-            let mut pod = with_version(raw_pod("p", &GPU(), &json!({})), version);
+            let mut pod = with_version(raw_pod("p", &GPU_LIMITS(), &json!({})), version);
             pod.spec.node_name = None;
             pod.spec.scheduling_gates = vec![crate::pods::Gate { name: cleave_api::names::GATE.to_owned() }];
             pod
@@ -370,11 +376,11 @@ mod tests {
     #[test]
     fn a_later_list_removes_deleted_pods_and_keeps_equal_pods() {
         let (store, mut writer) = new_store();
-        list(&mut writer, [raw_pod("a", &GPU(), &json!({})), raw_pod("b", &CPU(), &json!({}))]);
+        list(&mut writer, [raw_pod("a", &GPU_LIMITS(), &json!({})), raw_pod("b", &CPU_LIMITS(), &json!({}))]);
         store.changes();
         let before = store.state();
         assert_eq!(
-            list(&mut writer, [raw_pod("a", &GPU(), &json!({}))]),
+            list(&mut writer, [raw_pod("a", &GPU_LIMITS(), &json!({}))]),
             AffectedControllers::default(),
             "b uses no GPU"
         );
@@ -389,7 +395,7 @@ mod tests {
         let (store, mut writer) = new_store();
         list(&mut writer, []);
         store.changes();
-        let pod = || raw_pod("a", &GPU(), &json!({}));
+        let pod = || raw_pod("a", &GPU_LIMITS(), &json!({}));
         for _ in 0..2 {
             writer.apply(Event::Init);
             writer.apply(Event::InitApply(pod()));
@@ -403,19 +409,22 @@ mod tests {
     #[test]
     fn a_reader_that_forgets_changes_reads_all_pods() {
         let (store, mut writer) = new_store();
-        list(&mut writer, [raw_pod("a", &GPU(), &json!({}))]);
+        list(&mut writer, [raw_pod("a", &GPU_LIMITS(), &json!({}))]);
         store.changes();
         store.forget_changes();
-        writer.apply(Event::Apply(raw_pod("b", &GPU(), &json!({}))));
+        writer.apply(Event::Apply(raw_pod("b", &GPU_LIMITS(), &json!({}))));
         assert_eq!(names(&store.changes()), ["all 2"]);
-        writer.apply(Event::Delete(raw_pod("b", &GPU(), &json!({}))));
+        writer.apply(Event::Delete(raw_pod("b", &GPU_LIMITS(), &json!({}))));
         assert_eq!(names(&store.changes()), ["b>-"]);
     }
 
     #[test]
     fn pods_of_one_controller_share_equal_parts() {
         let (store, mut writer) = new_store();
-        list(&mut writer, (0..1000).map(|number| raw_pod(&format!("p{number}"), &CPU(), &json!({"phase": "Running"}))));
+        list(
+            &mut writer,
+            (0..1000).map(|number| raw_pod(&format!("p{number}"), &CPU_LIMITS(), &json!({"phase": "Running"}))),
+        );
         let state = lock(&writer.state);
         let Interners { names, labels, specs, statuses, .. } = &state.interners;
         assert_eq!((names.count(), labels.count(), specs.count(), statuses.count()), (2, 1, 1, 1));
@@ -427,7 +436,7 @@ mod tests {
     fn bound_pods_share_equal_reservations_with_different_expiry_times() {
         let (store, mut writer) = new_store();
         let reserved = |name: &str, until: u64| {
-            let mut pod = raw_pod(name, &GPU(), &json!({}));
+            let mut pod = raw_pod(name, &GPU_LIMITS(), &json!({}));
             let note = json!({"until": until, "nodes": {"n": [{"resource": "r", "units": 1, "device": "d"}]}});
             pod.metadata.annotations =
                 Some([(cleave_api::placement::PLACEMENT_ANNOTATION.to_owned(), note.to_string())].into());

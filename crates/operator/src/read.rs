@@ -465,11 +465,11 @@ impl Observed {
     /// Adds a node's `GpuNode` as the API server returns it.
     pub fn add_gpu_node(&mut self, object: &DeserializeGuard<GpuNode>) {
         let mut object = object.clone();
-        complete(&mut object);
+        copy_model_fields(&mut object);
         self.add_complete_gpu_node(Arc::new(object));
     }
 
-    /// Adds a node's `GpuNode` whose status is already [complete].
+    /// Adds a node's `GpuNode` whose status is already [complete](copy_model_fields).
     fn add_complete_gpu_node(&mut self, object: Arc<DeserializeGuard<GpuNode>>) {
         if let Some(node) = self.nodes.get_mut(&object.name_any()) {
             node.gpu_node = Some(object);
@@ -494,7 +494,7 @@ impl Observed {
 }
 
 /// Copies the fields that the status contains once for each GPU model to the GPUs of that model.
-pub(crate) fn complete(object: &mut DeserializeGuard<GpuNode>) {
+pub(crate) fn copy_model_fields(object: &mut DeserializeGuard<GpuNode>) {
     if let Ok(GpuNode { status: Some(status), .. }) = &mut object.0 {
         *status = std::mem::take(status).move_profiles_to_gpus();
     }

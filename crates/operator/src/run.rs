@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::admission::certificate::{self, CertificateManager, Served};
+use crate::admission::certificate::{self, CertificateManager, CertificateReceiver};
 use crate::admission::webhook::{self, Namespaces, Reviewer};
 use crate::args::{Label, OperatorArgs};
 use crate::catch_up::{self, Versions};
@@ -167,7 +167,7 @@ fn spawn_lease(
 /// namespaces.
 fn spawn_webhook(
     tasks: &mut Tasks,
-    (listener, manager, served): (TcpListener, CertificateManager, &Served),
+    (listener, manager, served): (TcpListener, CertificateManager, &CertificateReceiver),
     (reviewer, exempt): (Reviewer, Namespaces),
     stop: &CancellationToken,
 ) -> Result<()> {

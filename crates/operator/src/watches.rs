@@ -24,7 +24,8 @@ use crate::metrics::{KindLabel, Metrics};
 use crate::pod_store::{self, AffectedControllers, PodStore};
 use crate::pods::RawPod;
 use crate::read::{
-    AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
+    AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject,
+    copy_model_fields,
 };
 use crate::rollout::{MpsHostStores, Revision};
 
@@ -168,7 +169,7 @@ impl Watches<'_> {
                 WatchRules {
                     trim: |object| {
                         trim_foreign_metadata(object);
-                        complete(object);
+                        copy_model_fields(object);
                     },
                     same: |_, _| false,
                     wake: Wakers::wake_for_gpu_node,

@@ -11,7 +11,7 @@ use cleave_api::gpunode::{
 use cleave_api::sharingpolicy::{Enforcement, SharingPolicy, SharingPolicyStatus};
 use cleave_operator::policies::apply::{self, changes};
 use cleave_operator::policies::plan::{Plan, plan};
-use cleave_operator::policies::status::{WrittenStatus, WrittenStatuses, event, updates};
+use cleave_operator::policies::status::{WrittenStatus, WrittenStatuses, condition_event, updates};
 use cleave_operator::read::{Agent, Node, Observed};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta};
@@ -688,7 +688,7 @@ fn only_conditions_that_need_attention_get_events() {
         ("RolledOut", "False", "Invalid", false),
         ("RolledOut", "True", "RolledOut", false),
     ] {
-        let event = event(&condition(type_, status, reason));
+        let event = condition_event(&condition(type_, status, reason));
         assert_eq!(event.is_some(), expected, "{type_} {status} {reason}");
         // The API server refuses notes above 1 KiB.
         assert!(event.is_none_or(|event| event.note.unwrap().len() <= 1024));

@@ -67,7 +67,7 @@ impl PodClaims {
             let place = placement_of(pod, now)?;
             let name: Arc<str> = Arc::from(full_name(&pod.metadata));
             self.add(Arc::clone(&name), pod);
-            Some((name, claim(pod, place)))
+            Some((name, new_claim(pod, place)))
         });
         Ledger::rebuild_from(nodes, claims)
     }
@@ -175,7 +175,7 @@ impl PodClaims {
 
     fn add_claim(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, place: Place) {
         let name: Arc<str> = Arc::from(name);
-        ledger.adopt(Arc::clone(&name), claim(pod, place));
+        ledger.adopt(Arc::clone(&name), new_claim(pod, place));
         self.add(name, pod);
     }
 
@@ -286,7 +286,7 @@ impl PodClaims {
 }
 
 /// Returns the claim of a pod.
-fn claim(pod: &PodObject, place: Place) -> Claim {
+fn new_claim(pod: &PodObject, place: Place) -> Claim {
     Claim { device_requests: pod.device_requests(), place, annotated: annotated_reservations(pod) }
 }
 

@@ -72,7 +72,7 @@ pub(super) fn node_facts(
         let quiesced = object.spec.gpus.iter().any(|spec| spec.uuid == gpu.uuid && spec.quiesced);
         let usable = ready && gpu.health.healthy && !quiesced && !cordons.0.contains_key(&gpu.uuid);
         let available = usable && planned.is_none();
-        let is_available = |resource: &str| available && !(withheld && mps.serves(resource));
+        let is_available = |resource: &str| available && !(withheld && mps.may_be_mps_resource(resource));
         for slice in &gpu.slices {
             let used = if is_available(&slice.resource) {
                 slice.in_use.saturating_add(slice.unhealthy).min(slice.total)

@@ -18,7 +18,7 @@ use super::pod_tracker::PodTracker;
 use crate::policies::taint::{TaintBackoff, TaintChange, add_patch, remove_patch};
 
 /// Key and effect of the taint.
-const FRAGMENTED: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
+const FRAGMENTED_KEY_AND_EFFECT: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
 /// Maximum number of nodes that change in one reconcile.
 const MAX_CHANGES: usize = 32;
 
@@ -52,7 +52,7 @@ impl FragmentationTaints {
 
     /// Returns the time until a failed write is retried.
     pub(super) fn next_retry(&self, up: Duration) -> Option<Duration> {
-        self.backoff.next(up)
+        self.backoff.time_to_retry(up)
     }
 
     /// Returns the nodes whose taint changes. `reported` are the pods that are reported to
@@ -134,13 +134,14 @@ fn looks_free(
 /// Returns the change of a node's taint. Returns `None` if the taint is already present or absent
 /// as `wanted` requires.
 fn taint_change(name: &str, state: &NodeState, wanted: bool) -> Option<TaintChange> {
-    let is_own = |taint: &cleave_plan::snapshot::Taint| (taint.key.as_str(), taint.effect.as_str()) == FRAGMENTED;
+    let is_own =
+        |taint: &cleave_plan::snapshot::Taint| (taint.key.as_str(), taint.effect.as_str()) == FRAGMENTED_KEY_AND_EFFECT;
     let (why, patch) = match (wanted, state.node.taints.iter().position(is_own)) {
         (true, None) => (
             Some("its free shares are on several GPUs"),
-            add_patch(&FRAGMENTED, &state.node.taints, state.resource_version()),
+            add_patch(&FRAGMENTED_KEY_AND_EFFECT, &state.node.taints, state.resource_version()),
         ),
-        (false, Some(index)) => (None, remove_patch(&FRAGMENTED, index)),
+        (false, Some(index)) => (None, remove_patch(&FRAGMENTED_KEY_AND_EFFECT, index)),
         _ => return None,
     };
     Some(TaintChange { node: name.to_owned(), why, patch })

@@ -5,7 +5,7 @@ use cleave_plan::Quantity;
 use cleave_plan::ledger::{Claim, Ledger, Place};
 use cleave_plan::scheduling::PODS_RESOURCE;
 
-use super::amounts::{self, Free, Shortage};
+use super::amounts::{self, FreeAmounts, Shortage};
 use super::evictions::ends_soon;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
@@ -28,7 +28,7 @@ pub(super) struct FreeResources<'a> {
     /// Requests of terminating pods without units of healthy GPUs, by node. These requests count
     /// only in the scheduler's sum, and only until the pods end.
     ending: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
-    computed: BTreeMap<&'a str, Free<'a>>,
+    computed: BTreeMap<&'a str, FreeAmounts<'a>>,
 }
 
 /// A waiting pod with a nomination.

@@ -83,13 +83,13 @@ impl Offers {
         let mut offers = Self::default();
         for policy in policies.filter_map(|policy| policy.0.as_ref().ok()) {
             if let Ok(valid) = validate(&policy.name_any(), None, &policy.spec) {
-                offers.add(&valid.share);
+                offers.add_mode(&valid.share);
             }
         }
         offers
     }
 
-    fn add(&mut self, share: &SharingMode) {
+    fn add_mode(&mut self, share: &SharingMode) {
         match share {
             SharingMode::Whole => self.add_units(RESOURCE_GPU.to_owned(), 1),
             SharingMode::Mps(mps) => self.add_units(mps.resource().to_owned(), max_shares(mps)),
@@ -340,7 +340,7 @@ impl AutoscalerReports {
             if wanted {
                 actions.reported += 1;
                 let new = || ReportedPods { pod: candidate.plan_pod.clone(), smallest: BTreeMap::new() };
-                groups.entry(candidate.node_key()).or_insert_with(new).add(&candidate.device_requests);
+                groups.entry(candidate.node_key()).or_insert_with(new).add_pod(&candidate.device_requests);
             }
             if let Some(due) = waiter.due.filter(|due| self.enabled && up < *due && !wanted) {
                 actions.requeue_in(due.saturating_sub(up));
@@ -368,7 +368,7 @@ impl AutoscalerReports {
 }
 
 impl ReportedPods {
-    fn add(&mut self, requests: &[DeviceRequest]) {
+    fn add_pod(&mut self, requests: &[DeviceRequest]) {
         let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
         for request in requests {
             *sums.entry(&request.resource).or_default() += u64::from(request.units.get());

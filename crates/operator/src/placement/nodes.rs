@@ -14,7 +14,7 @@ use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
 use kube::core::DeserializeGuard;
 
-use super::amounts::{self, Free, Shortage};
+use super::amounts::{self, FreeAmounts, Shortage};
 use super::cluster::Cluster;
 use super::evictions::Evictability;
 use super::facts::{self, Absence, Availability, UnitCounts};
@@ -176,7 +176,7 @@ impl NodeState {
     /// Returns the node's CPU, memory and other resources that no bound pod requests, in
     /// thousandths. Excludes the resources that Cleave can serve. The result is negative if pods
     /// request more than the node has.
-    pub(super) fn free_resources(&self, tracker: &PodTracker) -> Free<'_> {
+    pub(super) fn free_resources(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let mut free = self.free_resources_with_gpus(tracker);
         free.retain(|resource, _| !is_served(resource));
         free
@@ -189,7 +189,7 @@ impl NodeState {
     /// The scheduler also counts pods on a faulted GPU, whose units are no longer allocatable, and
     /// terminating pods that no longer use units. The result ignores the kubelet's report of
     /// allocatable units, which is some seconds late.
-    pub(super) fn units_free_for_scheduler(&self, tracker: &PodTracker) -> Free<'_> {
+    pub(super) fn units_free_for_scheduler(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let requested = tracker.requested(&self.node.name);
         let free = |(resource, counts): (&'_ String, &UnitCounts)| {
             let requested = requested.and_then(|requested| requested.get(resource)).copied().unwrap_or(0);
@@ -205,7 +205,7 @@ impl NodeState {
 
     /// Returns all of the node's resources that no bound pod requests, in thousandths. The result
     /// is negative if pods request more than the node has.
-    pub(super) fn free_resources_with_gpus(&self, tracker: &PodTracker) -> Free<'_> {
+    pub(super) fn free_resources_with_gpus(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let requested = tracker.requested(&self.node.name);
         let amounts = self.node.allocatable.iter().map(|(resource, quantity)| {
             let requested = requested.and_then(|requested| requested.get(resource)).copied().unwrap_or(0);

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use cleave_plan::scheduling;
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Operator, Pod as PlanPod, Requirement};
 
-use super::amounts::{self, Free};
+use super::amounts::{self, FreeAmounts};
 use super::cluster::{is_released, plan_pod};
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
@@ -25,7 +25,7 @@ pub(super) struct OtherNodes<'a>(Vec<OtherNode<'a>>);
 struct OtherNode<'a> {
     node: &'a PlanNode,
     /// Free resources including GPUs, in thousandths.
-    free: Free<'a>,
+    free: FreeAmounts<'a>,
     /// Label that all of Cleave's nodes have and this node lacks.
     label: (&'a str, &'a str),
 }

@@ -37,7 +37,7 @@ pub(crate) fn served_slices(gpu: &GpuStatus) -> Vec<SliceGroup> {
         let instance = gpu.mig.iter().flat_map(|mig| &mig.instances).find(|instance| instance.uuid == status.device);
         let placement = status.start.or(instance.map(|instance| instance.start)).filter(|_| status.device != gpu.uuid);
         let profile = instance.filter(|_| placement.is_some()).map(|instance| instance.profile.as_str());
-        let one = |in_use, count| SliceGroup { in_use, ..slice(placement, profile, &status.resource, count) };
+        let one = |in_use, count| SliceGroup { in_use, ..slice_group(placement, profile, &status.resource, count) };
         let in_use = status.in_use;
         let free = status.total.saturating_sub(in_use);
         if in_use > 0 {
@@ -69,7 +69,7 @@ pub(crate) fn observed_slices(gpu: &GpuStatus, each: Option<&InstanceShare>) -> 
                 (shared_instance_resource(profile, slicing.resource.as_deref()), slicing.replicas)
             }
         };
-        slices.push(slice(Some(instance.start), Some(profile), &resource, count));
+        slices.push(slice_group(Some(instance.start), Some(profile), &resource, count));
     }
     slices
 }
@@ -87,7 +87,7 @@ pub(crate) fn desired_slices(partition: &Partition, gpu: &GpuStatus) -> Vec<Slic
         let shares = mps.iter().flat_map(|mps| &mps.slices).map(|slices| (&slices.resource, slices.count));
         let replicas = slicing.map(|slicing| (&slicing.resource, slicing.replicas));
         for (resource, count) in equal.into_iter().chain(shares).chain(replicas) {
-            all.push(slice(placement, profile, resource, count));
+            all.push(slice_group(placement, profile, resource, count));
         }
     };
     add(None, None, whole.as_ref(), mps.as_ref(), time_slicing.as_ref());
@@ -110,7 +110,7 @@ pub(crate) fn desired_slices(partition: &Partition, gpu: &GpuStatus) -> Vec<Slic
     slices
 }
 
-fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u32) -> SliceGroup {
+fn slice_group(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u32) -> SliceGroup {
     let is_default = |profile: &&str| {
         let named = mig_resource(profile);
         resource == named || resource.strip_suffix(SHARED_SUFFIX) == Some(&named)
@@ -175,7 +175,7 @@ pub(crate) fn partition(
             Partition { time_slicing: Some(time_sliced_partition(slicing, slicing.resource())), ..Partition::default() }
         }
         Family::Mig => Partition {
-            mig: Some(instances(slices, demand, gpu, current.and_then(|current| current.mig.as_deref()))?),
+            mig: Some(mig_instances(slices, demand, gpu, current.and_then(|current| current.mig.as_deref()))?),
             ..Partition::default()
         },
     })
@@ -199,7 +199,7 @@ fn mps_partition(
         let (memory_mib, threads, max_clients) = match known {
             Some(known) => (known.memory_mib.clone(), known.threads.clone(), known.max_clients),
             None => {
-                let (memory, threads) = limits(resource, demand, gpu)?;
+                let (memory, threads) = limits_by_count(resource, demand, gpu)?;
                 (memory, threads, demand.mps.max_clients)
             }
         };
@@ -227,7 +227,7 @@ fn mps_partition(
 /// The list covers the maximum number of slices of the GPU, and its last entry is the whole GPU.
 /// The length must not depend on the current number of slices. Otherwise a change of that number
 /// would change the limits of slices in use, and the last entries, which are the daemon's defaults.
-fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
+fn limits_by_count(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);
     let all = mps::shareable_memory(total);
@@ -302,7 +302,7 @@ fn number_ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
     ranges
 }
 
-fn instances(
+fn mig_instances(
     slices: &[SliceGroup],
     demand: &Demand,
     gpu: &GpuStatus,
@@ -362,7 +362,7 @@ mod tests {
     }
 
     fn free_slices(resource: &str, count: u32) -> SliceGroup {
-        slice(None, None, resource, count)
+        slice_group(None, None, resource, count)
     }
 
     fn used_slices(resource: &str, count: u32) -> SliceGroup {
@@ -514,8 +514,10 @@ mod tests {
             profiles: vec![profile("1g.5gb+me", 1, &[0, 1]), profile("2g.10gb", 2, &[0, 2, 4])],
             ..MigStatus::default()
         });
-        let slices =
-            [slice(Some(2), None, "nvidia.com/mig-2g.10gb", 1), slice(Some(0), None, "nvidia.com/mig-1g.5gb.me", 1)];
+        let slices = [
+            slice_group(Some(2), None, "nvidia.com/mig-2g.10gb", 1),
+            slice_group(Some(0), None, "nvidia.com/mig-1g.5gb.me", 1),
+        ];
         let mig = partition(&slices, Family::Mig, &demand(), &a100, None).unwrap().mig.unwrap();
         let instances: Vec<(&str, u32)> = mig.iter().map(|one| (one.profile.as_str(), one.start)).collect();
         assert_eq!(instances, [("1g.5gb+me", 0), ("2g.10gb", 2)]);
@@ -523,12 +525,12 @@ mod tests {
             InstanceShare::Mps(MpsShare { size: ShareSize::Units(4), rules: MpsRules::default(), resource: None });
         let shared = Demand { each, ..demand() };
         let slices = [
-            slice(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 3),
-            SliceGroup { in_use: true, ..slice(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 1) },
+            slice_group(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 3),
+            SliceGroup { in_use: true, ..slice_group(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 1) },
         ];
         let mig = partition(&slices, Family::Mig, &shared, &a100, None).unwrap().mig.unwrap();
         assert_eq!((mig.len(), mig[0].partition.mps.as_ref().unwrap().slices[0].count), (1, 4));
-        let unknown = [slice(Some(2), None, "nvidia.com/mig-3g.20gb", 1)];
+        let unknown = [slice_group(Some(2), None, "nvidia.com/mig-3g.20gb", 1)];
         assert!(partition(&unknown, Family::Mig, &demand(), &a100, None).is_err());
     }
 }

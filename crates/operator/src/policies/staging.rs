@@ -31,7 +31,7 @@ pub const FAILURE_TIME: Duration = Duration::from_secs(10);
 pub const PROOF_TIME: Duration = Duration::from_secs(10);
 
 /// Taints of a node whose kubelet has stopped reporting.
-const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+const UNREACHABLE_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
 
 /// The name of a policy and the name of a node.
 type PolicyAndNode = (String, String);
@@ -353,8 +353,8 @@ impl Staging {
         };
         let service = self.services.entry(key.clone()).or_insert_with(new);
         let known = service.daemons.iter().map(|(device, pid, restarts)| (device.as_str(), *pid, *restarts));
-        if !known.eq(daemons(&service.partitions, node)) {
-            let daemons = daemons(&service.partitions, node);
+        if !known.eq(current_daemons(&service.partitions, node)) {
+            let daemons = current_daemons(&service.partitions, node);
             let daemons = daemons.map(|(device, pid, restarts)| (device.to_owned(), pid, restarts)).collect();
             (service.daemons, service.since) = (daemons, None);
         }
@@ -398,7 +398,7 @@ impl Staging {
         now: Duration,
     ) -> Option<Duration> {
         let mut left = None;
-        let partitions = || partitions(&key.0, node.object().map(|object| &object.spec));
+        let partitions = || policy_partitions(&key.0, node.object().map(|object| &object.spec));
         let before = self.failing.remove(key).filter(|before| before.partitions == partitions());
         let failure = match (&view.state, before) {
             (NodeState::Failed(why), before) => {
@@ -456,7 +456,7 @@ fn policy_gpus<'a>(policy: &str, spec: Option<&'a GpuNodeSpec>) -> impl Iterator
 }
 
 /// Returns the partitions of a policy's GPUs in the spec of a node.
-fn partitions(policy: &str, spec: Option<&GpuNodeSpec>) -> Partitions {
+fn policy_partitions(policy: &str, spec: Option<&GpuNodeSpec>) -> Partitions {
     policy_gpus(policy, spec).map(|gpu| (gpu.uuid.clone(), gpu.partition.clone())).collect()
 }
 
@@ -467,7 +467,7 @@ fn current_entries<'a>(policy: &str, node: &'a Node, desired: &'a GpuNodeSpec) -
 }
 
 /// Returns the MPS daemons of these GPUs, each as its device, its PID, and the number of restarts.
-fn daemons<'a>(partitions: &Partitions, node: &'a Node) -> impl Iterator<Item = (&'a str, Option<u32>, u32)> {
+fn current_daemons<'a>(partitions: &Partitions, node: &'a Node) -> impl Iterator<Item = (&'a str, Option<u32>, u32)> {
     let gpus = node.reported().unwrap_or_default().iter().filter(|gpu| partitions.contains_key(&gpu.uuid));
     gpus.flat_map(|gpu| &gpu.mps).map(|daemon| (daemon.device.as_str(), daemon.pid, daemon.restarts))
 }
@@ -536,7 +536,7 @@ fn loss_reason(policy: &str, node: &Node, desired: &GpuNodeSpec) -> Option<Strin
         let Health { class, message, .. } = &gpu.health;
         return Some(format!("GPU {}: {}", gpu.index, if message.is_empty() { class } else { message }));
     }
-    let unreachable = node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()));
+    let unreachable = node.taints.iter().any(|taint| UNREACHABLE_TAINTS.contains(&taint.key.as_str()));
     (unreachable && !node.unschedulable).then(|| "the node is not ready".to_owned())
 }
 

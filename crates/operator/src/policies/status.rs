@@ -78,7 +78,7 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
             Err(invalid) => (&invalid.metadata, last.map(|last| last.status.clone())),
         };
         let generation = meta.generation;
-        let status = evaluate(report, observed, plan, generation.unwrap_or_default(), old.as_ref(), now);
+        let status = policy_status(report, observed, plan, generation.unwrap_or_default(), old.as_ref(), now);
         if old.as_ref() == Some(&status) {
             return None;
         }
@@ -109,7 +109,7 @@ pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) 
 }
 
 /// Returns the Event for a changed condition. Returns `None` if the change needs no Event.
-pub fn event(changed: &Condition) -> Option<Event> {
+pub fn condition_event(changed: &Condition) -> Option<Event> {
     let good = match changed.type_.as_str() {
         CONDITION_CONFLICT => changed.status == "False",
         _ => changed.status == "True",
@@ -139,7 +139,7 @@ pub fn event(changed: &Condition) -> Option<Event> {
 }
 
 /// Computes a policy's status.
-fn evaluate(
+fn policy_status(
     report: &Report,
     observed: &Observed,
     plan: &Plan,
@@ -226,7 +226,7 @@ fn accepted_verdict(report: &Report) -> Verdict {
         None => {}
     }
     // Nodes that have not reported yet may have the missing GPUs.
-    if report.unreported.is_empty() && !report.models.is_empty() && matches_nothing(report) {
+    if report.unreported.is_empty() && !report.models.is_empty() && has_no_matching_gpu(report) {
         let known = report.models.iter().map(|(model, gpus)| format!("{model} ({gpus})"));
         let known = join_names(known.collect());
         if !report.unknown_models.is_empty() {
@@ -261,7 +261,7 @@ fn accepted_verdict(report: &Report) -> Verdict {
 }
 
 /// Returns whether the policy matches no GPU at all.
-fn matches_nothing(report: &Report) -> bool {
+fn has_no_matching_gpu(report: &Report) -> bool {
     report.following.is_empty() && report.unsupported.is_empty() && report.overridden.is_empty()
 }
 
@@ -353,7 +353,7 @@ fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     if report.following.is_empty() && report.unsupported.is_empty() {
         return no_gpu_verdict(report);
     }
-    let mut problems = problems(report, observed, plan);
+    let mut problems = gpu_problems(report, observed, plan);
     if !report.unsupported.is_empty() {
         problems.entry(GpuProblem::Unsupported).or_default().push(unsupported_message(report));
     }
@@ -458,18 +458,18 @@ impl GpuProblem {
 }
 
 /// Returns sentences about the GPUs of a policy that are not ready.
-fn problems(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<GpuProblem, Vec<String>> {
+fn gpu_problems(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<GpuProblem, Vec<String>> {
     let mut problems: BTreeMap<GpuProblem, Vec<String>> = BTreeMap::new();
     for at in &report.following {
         let Some(node) = observed.nodes.get(&at.node) else { continue };
-        if let Some((problem, sentence)) = problem(at, node, plan) {
+        if let Some((problem, sentence)) = gpu_problem(at, node, plan) {
             problems.entry(problem).or_default().push(sentence);
         }
     }
     problems
 }
 
-fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(GpuProblem, String)> {
+fn gpu_problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(GpuProblem, String)> {
     let object = node.object()?;
     let status = object.status.as_ref()?;
     let gpu = status.gpus.iter().find(|gpu| gpu.uuid == at.uuid)?;

@@ -26,10 +26,10 @@ const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum delay after the taint of a node could not be written.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 /// Effect of the taint. The effect excludes new pods and keeps running pods.
-const EFFECT: &str = "NoSchedule";
+const UNHEALTHY_EFFECT: &str = "NoSchedule";
 
 /// Key and effect of the taint.
-const UNHEALTHY: (&str, &str) = (UNHEALTHY_TAINT, EFFECT);
+const UNHEALTHY_KEY_AND_EFFECT: (&str, &str) = (UNHEALTHY_TAINT, UNHEALTHY_EFFECT);
 
 /// A change to one node's taints.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -85,7 +85,7 @@ impl TaintBackoff {
     }
 
     /// Returns the time until the first delay ends. Returns `None` if no delay is in progress.
-    pub(crate) fn next(&self, now: Duration) -> Option<Duration> {
+    pub(crate) fn time_to_retry(&self, now: Duration) -> Option<Duration> {
         self.0.values().map(|failures| failures.until.saturating_sub(now)).filter(|left| !left.is_zero()).min()
     }
 
@@ -113,7 +113,8 @@ impl Taints {
         let mut differing = BTreeSet::new();
         for (name, node) in &observed.nodes {
             let verdict = self.verdict(name, node, now);
-            let tainted = node.taints.iter().position(|taint| taint.key == UNHEALTHY_TAINT && taint.effect == EFFECT);
+            let tainted =
+                node.taints.iter().position(|taint| taint.key == UNHEALTHY_TAINT && taint.effect == UNHEALTHY_EFFECT);
             let (why, patch) = match (verdict, tainted) {
                 (Verdict::NotReady(since), _) if since < NOT_READY_TIMEOUT => {
                     let left = NOT_READY_TIMEOUT.saturating_sub(since);
@@ -121,10 +122,12 @@ impl Taints {
                     continue;
                 }
                 (Verdict::NotReady(_), None) => {
-                    (Some("the agent is not ready"), add_patch(&UNHEALTHY, &node.taints, &node.version))
+                    (Some("the agent is not ready"), add_patch(&UNHEALTHY_KEY_AND_EFFECT, &node.taints, &node.version))
                 }
-                (Verdict::Unusable(why), None) => (Some(why), add_patch(&UNHEALTHY, &node.taints, &node.version)),
-                (Verdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY, index)),
+                (Verdict::Unusable(why), None) => {
+                    (Some(why), add_patch(&UNHEALTHY_KEY_AND_EFFECT, &node.taints, &node.version))
+                }
+                (Verdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY_KEY_AND_EFFECT, index)),
                 _ => continue,
             };
             differing.insert(name.as_str());
@@ -133,13 +136,13 @@ impl Taints {
             }
         }
         self.backoff.retain(&differing);
-        (changes, next.into_iter().chain(self.backoff.next(now)).min())
+        (changes, next.into_iter().chain(self.backoff.time_to_retry(now)).min())
     }
 
     /// Records whether the taint of a node was written. Returns the time until the next retry.
     pub(crate) fn record_write(&mut self, node: &str, written: bool, now: Duration) -> Option<Duration> {
         self.backoff.record_write(node, written, now);
-        self.backoff.next(now)
+        self.backoff.time_to_retry(now)
     }
 
     fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> Verdict {
@@ -205,14 +208,14 @@ pub(crate) async fn write_all<'c>(
 ) -> Vec<(&'c TaintChange, Option<TaintWriteResult>)> {
     let write = |change| async move {
         let may_write = claim.is_current();
-        (change, if may_write { Some(write(client, change).await) } else { None })
+        (change, if may_write { Some(write_change(client, change).await) } else { None })
     };
     let writes: Vec<_> = changes.iter().map(write).collect();
     futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await
 }
 
 /// Writes one change, and logs the result.
-async fn write(client: &Client, change: &TaintChange) -> TaintWriteResult {
+async fn write_change(client: &Client, change: &TaintChange) -> TaintWriteResult {
     let TaintChange { node, why, .. } = change;
     match tokio::time::timeout(WRITE_TIMEOUT, patch_node(client, change)).await {
         Ok(Ok(())) => {
@@ -256,11 +259,11 @@ mod tests {
     use crate::read::Agent;
 
     fn patch_that_adds_to(node: &Node) -> Value {
-        super::add_patch(&UNHEALTHY, &node.taints, &node.version)
+        super::add_patch(&UNHEALTHY_KEY_AND_EFFECT, &node.taints, &node.version)
     }
 
     fn patch_that_removes(index: usize) -> Value {
-        super::remove_patch(&UNHEALTHY, index)
+        super::remove_patch(&UNHEALTHY_KEY_AND_EFFECT, index)
     }
 
     const fn secs(seconds: u64) -> Duration {
@@ -300,7 +303,7 @@ mod tests {
 
     #[test]
     fn a_node_is_tainted_while_all_of_its_gpus_are_lost_or_need_a_reset() {
-        let ours = || vec![taint("other", EFFECT), taint(UNHEALTHY_TAINT, EFFECT)];
+        let ours = || vec![taint("other", UNHEALTHY_EFFECT), taint(UNHEALTHY_TAINT, UNHEALTHY_EFFECT)];
         for (classes, out) in [
             (&["Lost", "NeedsReset"][..], true),
             (&["Lost"], true),
@@ -335,7 +338,7 @@ mod tests {
         assert_eq!(update(&mut taints, node(&[""]), 50), (None, None));
         assert_eq!(update(&mut taints, away(), 60), (None, Some(60)), "the time restarts");
         assert_eq!(update(&mut taints, away(), 120), (Some(true), None));
-        let tainted = |node: Node| Node { taints: vec![taint(UNHEALTHY_TAINT, EFFECT)], ..node };
+        let tainted = |node: Node| Node { taints: vec![taint(UNHEALTHY_TAINT, UNHEALTHY_EFFECT)], ..node };
         assert_eq!(update(&mut taints, tainted(away()), 121), (None, None));
         assert_eq!(update(&mut taints, tainted(node(&[""])), 122), (Some(false), None));
         assert_eq!(update(&mut taints, tainted(away()), 123), (None, Some(60)), "the taint stays meanwhile");
@@ -404,7 +407,7 @@ mod tests {
             let kind = request.headers().get(http::header::CONTENT_TYPE).unwrap().to_str().unwrap().to_owned();
             (format!("{} {}", request.method(), request.uri()), kind)
         };
-        let (written, (line, kind)) = tokio::join!(write(&client, &change), answer);
+        let (written, (line, kind)) = tokio::join!(write_change(&client, &change), answer);
         assert_eq!(written, TaintWriteResult::Done);
         assert_eq!(line, "PATCH /api/v1/nodes/n?fieldManager=cleave-operator");
         assert_eq!(kind, "application/json-patch+json");

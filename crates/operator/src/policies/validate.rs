@@ -322,7 +322,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
     })
 }
 
-fn selector(selector: &GpuSelector) -> Result<GpuSelector, Error> {
+fn parse_selector(selector: &GpuSelector) -> Result<GpuSelector, Error> {
     let GpuSelector { models, uuids, indices } = selector;
     if models.is_empty() && uuids.is_empty() && indices.is_empty() {
         return Err(Error::Shape("gpus selects nothing: omit it to select every GPU, or set models, uuids or indices"));
@@ -381,7 +381,7 @@ fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, E
     let size = match (units, unit_memory) {
         (Some(_), Some(_)) => return Err(Error::Shape("set units or unitMemory, not both")),
         (Some(units), None) => ShareSize::Units(in_range("mps.units", *units, 1, MAX_CLIENTS)?),
-        (None, Some(memory)) => ShareSize::Memory(whole_mebibytes(memory)?),
+        (None, Some(memory)) => ShareSize::Memory(parse_mebibytes(memory)?),
         (None, None) => return Ok(None),
     };
     Ok(Some(MpsShare { size, rules, resource: resource.map(str::to_owned) }))
@@ -547,8 +547,8 @@ fn check_resource(resource: Option<&str>, share: &SharingMode) -> Result<(), Err
 
 fn batch_rules(dynamic: &DynamicPartitioning) -> Result<BatchRules, Error> {
     let DynamicPartitioning { idle, timeout } = dynamic;
-    let idle = idle.as_deref().map(|text| duration("dynamic.idle", text)).transpose()?;
-    let timeout = timeout.as_deref().map(|text| duration("dynamic.timeout", text)).transpose()?;
+    let idle = idle.as_deref().map(|text| parse_duration("dynamic.idle", text)).transpose()?;
+    let timeout = timeout.as_deref().map(|text| parse_duration("dynamic.timeout", text)).transpose()?;
     if let (Some(idle), Some(timeout)) = (idle, timeout)
         && timeout < idle
     {
@@ -580,14 +580,14 @@ fn rollout_rules(rollout: &Rollout) -> Result<RolloutRules, Error> {
     Ok(RolloutRules { max_unavailable, paused: *paused, on_failure: *on_failure })
 }
 
-fn duration(field: &'static str, text: &str) -> Result<Duration, Error> {
+fn parse_duration(field: &'static str, text: &str) -> Result<Duration, Error> {
     let wrong =
         || Error::Text { field, value: text.to_owned(), expected: "a duration, for example 500ms, 10s or 1m30s" };
     let parsed: SignedDuration = text.parse().map_err(|_| wrong())?;
     Duration::try_from(parsed).map_err(|_| wrong())
 }
 
-fn whole_mebibytes(text: &str) -> Result<Mebibytes, Error> {
+fn parse_mebibytes(text: &str) -> Result<Mebibytes, Error> {
     let parsed = [("Gi", 1024), ("Mi", 1)].into_iter().find_map(|(suffix, factor)| {
         let digits = text.strip_suffix(suffix)?;
         let number: u64 = digits.parse().ok().filter(|_| digits.bytes().all(|byte| byte.is_ascii_digit()))?;

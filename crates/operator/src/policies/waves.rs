@@ -128,7 +128,7 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
     if !rules.paused {
         begin.extend(broken_nodes(nodes, proven, held));
         if !held {
-            begin.extend(wave(rules, nodes));
+            begin.extend(next_wave(rules, nodes));
         }
     }
     let mut progress = RolloutProgress::default();
@@ -202,9 +202,9 @@ fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) ->
 
 /// Returns the nodes of the next wave. The first wave is one node, until a node that the change
 /// affects proves it.
-fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&str> {
+fn next_wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&str> {
     if !is_proven_by_changed(nodes) {
-        return canary(rules, nodes).into_iter().collect();
+        return next_canary(rules, nodes).into_iter().collect();
     }
     let limit = rules.max_unavailable.of(nodes.len());
     let count = |state: &NodeState| nodes.values().filter(|view| !view.excused && view.state == *state).count();
@@ -258,7 +258,7 @@ const fn is_unfit(view: &NodeView) -> bool {
 
 /// Returns the next node to change while the change is not proven. This node does not wait for an
 /// older change on itself, because that change may never finish.
-fn canary(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Option<&str> {
+fn next_canary(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Option<&str> {
     let holds: Vec<WithheldNodes> = nodes.values().filter_map(|view| withheld_by(rules, view)).collect();
     let is_held = |view: &NodeView| {
         holds.iter().any(|hold| match hold {

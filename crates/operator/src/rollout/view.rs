@@ -8,7 +8,7 @@ use cleave_plan::ledger::{Ledger, Place};
 use super::hosts::MpsHost;
 
 /// Taints of a node whose kubelet has stopped reporting.
-const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+const UNREACHABLE_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
 
 /// The state of MPS on a node, according to its `GpuNode`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -40,11 +40,20 @@ impl MpsState {
         }
         let is_current = object.metadata.generation.is_none_or(|generation| status.observed_generation >= generation);
         let allocated = || {
-            status.gpus.iter().flat_map(|gpu| &gpu.allocations).find(|allocation| found.serves(&allocation.resource))
+            status
+                .gpus
+                .iter()
+                .flat_map(|gpu| &gpu.allocations)
+                .find(|allocation| found.may_be_mps_resource(&allocation.resource))
         };
         // Also count slices in use whose pods are unknown, because they may belong to MPS clients.
-        let used =
-            || status.gpus.iter().flat_map(|gpu| &gpu.slices).find(|s| s.in_use > 0 && found.serves(&s.resource));
+        let used = || {
+            status
+                .gpus
+                .iter()
+                .flat_map(|gpu| &gpu.slices)
+                .find(|s| s.in_use > 0 && found.may_be_mps_resource(&s.resource))
+        };
         let user = if !ready {
             Some("the agent is not ready".to_owned())
         } else if !is_current {
@@ -58,7 +67,7 @@ impl MpsState {
     }
 
     /// Returns whether a resource is, or may be, a resource of MPS shares on this node.
-    pub(crate) fn serves(&self, resource: &str) -> bool {
+    pub(crate) fn may_be_mps_resource(&self, resource: &str) -> bool {
         is_mps(resource) && !self.time_sliced.contains(resource)
     }
 }
@@ -120,7 +129,7 @@ impl MpsHostView {
 
 /// Returns whether a node is unreachable, or an administrator keeps pods away from the node.
 pub(crate) fn may_be_down(node: &cleave_plan::snapshot::Node) -> bool {
-    node.unschedulable || node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()))
+    node.unschedulable || node.taints.iter().any(|taint| UNREACHABLE_TAINTS.contains(&taint.key.as_str()))
 }
 
 /// Returns, for each node, one pod that uses MPS shares or has a reservation for them, according to

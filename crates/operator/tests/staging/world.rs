@@ -31,7 +31,7 @@ impl World {
     pub(crate) fn new(nodes: usize) -> Self {
         let mut world = Self { observed: Observed::default(), staging: Staging::default(), now: Duration::ZERO };
         (0..nodes).for_each(|at| world.add_node(at));
-        world.pass();
+        world.run_pass();
         world.serve_all();
         world
     }
@@ -40,7 +40,7 @@ impl World {
     pub(crate) fn with_policy(nodes: usize, spec: &str) -> Self {
         let mut world = Self::new(nodes);
         world.set_policy("p", spec);
-        world.pass();
+        world.run_pass();
         world.serve_all();
         world
     }
@@ -98,7 +98,7 @@ impl World {
     }
 
     /// Runs one pass of the operator. Returns the nodes whose spec it writes.
-    pub(crate) fn pass(&mut self) -> Vec<String> {
+    pub(crate) fn run_pass(&mut self) -> Vec<String> {
         let written = self.write();
         assert!(changes(&self.staged_plan().0, &self.observed).is_empty(), "one pass writes everything");
         written
@@ -204,7 +204,7 @@ impl World {
         (found.status.clone(), found.reason.clone(), found.message.clone())
     }
 
-    pub(crate) fn counts(&mut self) -> RolloutStatus {
+    pub(crate) fn rollout_status(&mut self) -> RolloutStatus {
         self.report();
         self.observed.policies["p"].as_ref().unwrap().status.as_ref().unwrap().rollout
     }

@@ -117,7 +117,11 @@ fn renamed_time_sliced_replicas_are_not_mps_shares() {
         json!({"allocations": allocations("nvidia.com/gpu-gold"), "mode": "TimeSlicing", "slices": [], "mps": []});
     let mps = MpsState::of(&gpu_node(sliced.clone(), &time_sliced), true);
     assert_eq!(
-        (mps.user.as_deref(), mps.serves("nvidia.com/gpu-gold"), mps.serves("nvidia.com/gpu-mps")),
+        (
+            mps.user.as_deref(),
+            mps.may_be_mps_resource("nvidia.com/gpu-gold"),
+            mps.may_be_mps_resource("nvidia.com/gpu-mps")
+        ),
         (None, false, true)
     );
     assert!(

@@ -6,7 +6,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::world::{ActualAllocations, GPUS, NODES, TestCluster, at, reconcile, reservation};
+use super::world::{ActualAllocations, GPUS_PER_NODE, NODES, TestCluster, at, reconcile, reservation};
 use crate::catch_up::Versions;
 use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
@@ -190,7 +190,7 @@ proptest! {
     /// gatekeeper that always examines all pods.
     #[test]
     fn no_released_pod_fails_at_the_kubelet(steps in proptest::collection::vec(step(), 1..80)) {
-        let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
+        let mut world = TestCluster::default().node("n1", &[0; GPUS_PER_NODE]).node("n2", &[0; GPUS_PER_NODE]);
         let mut reality = ActualAllocations::default();
         let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default().with_settling_delay(), 0_u32);
         let mut thorough = Gatekeeper::default().with_settling_delay();
@@ -275,7 +275,7 @@ proptest! {
     /// Checks that pods that still wait after all changes fit no device.
     #[test]
     fn a_pod_that_fits_does_not_wait(sizes in proptest::collection::vec(1_u32..=10, 1..20)) {
-        let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
+        let mut world = TestCluster::default().node("n1", &[0; GPUS_PER_NODE]).node("n2", &[0; GPUS_PER_NODE]);
         for (index, units) in sizes.iter().enumerate() {
             world = world.pod(&format!("p{index}"), *units);
         }
@@ -291,7 +291,7 @@ proptest! {
             }
             reality.report(&mut world);
         }
-        let most = NODES.iter().flat_map(|node| (0..GPUS).map(move |index| format!("{node}-GPU-{index}")))
+        let most = NODES.iter().flat_map(|node| (0..GPUS_PER_NODE).map(move |index| format!("{node}-GPU-{index}")))
             .map(|gpu| reality.free(&gpu)).max().unwrap();
         for (name, pod) in &world.pods {
             prop_assert!(reality.given.contains_key(name) || TestCluster::units(pod) > most, "{name} could run: {reality:?}");

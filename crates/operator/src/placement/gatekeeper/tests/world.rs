@@ -264,7 +264,7 @@ pub(super) fn reservation(release: &Release) -> Placement {
 /// The nodes of the property tests.
 pub(super) const NODES: [&str; 2] = ["n1", "n2"];
 /// GPUs per node.
-pub(super) const GPUS: usize = 2;
+pub(super) const GPUS_PER_NODE: usize = 2;
 
 /// The true allocations, as the kubelets record them. A pod that is deleted without a grace period
 /// keeps its shares for some steps.
@@ -284,7 +284,7 @@ impl ActualAllocations {
 
     /// Writes the allocations into the status of the nodes, as agents do.
     pub(super) fn report(&self, world: &mut TestCluster) {
-        self.report_on(world, GPUS);
+        self.report_on(world, GPUS_PER_NODE);
     }
 
     /// Writes the allocations into the status of the nodes. Each node has `gpus` GPUs.

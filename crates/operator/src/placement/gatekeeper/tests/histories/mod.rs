@@ -9,8 +9,8 @@
 //! | `checks` | conditions that must hold |
 //!
 //! Each history has random steps, followed by a quiet time that is longer than each deadline of the
-//! operator. `cargo test` runs the same [`CASES`] histories each time, so that it never fails by
-//! chance. `PROPTEST_CASES` sets another number, and selects the histories at random.
+//! operator. `cargo test` runs the same [`DEFAULT_CASES`] histories each time, so that it never
+//! fails by chance. `PROPTEST_CASES` sets another number, and selects the histories at random.
 //!
 //! Documented exceptions:
 //!
@@ -39,9 +39,9 @@ use self::scheduler::list;
 use self::simulation::Simulation;
 
 /// Number of histories if `PROPTEST_CASES` is not set.
-const CASES: u32 = 128;
+const DEFAULT_CASES: u32 = 128;
 /// Selects the histories if `PROPTEST_CASES` is not set.
-const SEED: RngSeed = RngSeed::Fixed(1);
+const DEFAULT_SEED: RngSeed = RngSeed::Fixed(1);
 /// Duration of the quiet time at the end of each history, in seconds.
 const QUIET_SECONDS: u64 = 3600;
 /// Maximum number of nodes.
@@ -480,16 +480,16 @@ fn run((gpus, steps, reports, heals): &(Vec<usize>, Vec<Step>, bool, bool)) -> R
     })
 }
 
-fn config() -> ProptestConfig {
+fn proptest_config() -> ProptestConfig {
     let mut config = ProptestConfig::default();
     if std::env::var_os("PROPTEST_CASES").is_none() {
-        (config.cases, config.rng_seed) = (CASES, SEED);
+        (config.cases, config.rng_seed) = (DEFAULT_CASES, DEFAULT_SEED);
     }
     config
 }
 
 proptest! {
-    #![proptest_config(config())]
+    #![proptest_config(proptest_config())]
 
     /// Checks that each pod that could run is released, and is not pinned to a node where it cannot
     /// run. Also checks that no units are reserved twice.

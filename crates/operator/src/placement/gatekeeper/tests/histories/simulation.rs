@@ -11,7 +11,7 @@ use super::scheduler::{View, ZONE, label, list, node_of, text, tolerates};
 /// Seconds since the Unix epoch at the beginning of each history, as in `world::at`.
 pub(super) const EPOCH_SECONDS: u64 = 1_000_000;
 /// Shares of each GPU.
-const SHARES: u32 = 10;
+const SHARES_PER_GPU: u32 = 10;
 
 /// Shares of one GPU that are allocated to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -90,7 +90,7 @@ pub(super) struct Simulation {
 impl Simulation {
     /// Creates a cluster. `nodes` contains the number of GPUs of each node.
     pub(super) fn new(nodes: &[usize]) -> Self {
-        let mut api = TestCluster::default().policy(SHARES);
+        let mut api = TestCluster::default().policy(SHARES_PER_GPU);
         api.namespaces = vec![json!({"metadata": {"name": "team", "labels": {}}})];
         for (zone, claim) in ZONES.iter().zip(BOUND_CLAIMS) {
             api.volume_claims
@@ -322,7 +322,7 @@ impl Simulation {
     /// free units.
     pub(super) fn free(&self, device: &str) -> u32 {
         let serves = self.gpus.get(device).is_some_and(|gpu| self.can_serve(gpu));
-        if serves { SHARES - self.used(device) } else { 0 }
+        if serves { SHARES_PER_GPU - self.used(device) } else { 0 }
     }
 
     pub(super) fn used(&self, device: &str) -> u32 {
@@ -416,7 +416,7 @@ impl Simulation {
             let gpu = self.gpus.get_mut(&device).unwrap();
             gpu.shared = policy || gpu.shared && (used > 0 || wanted.contains(&device));
             if gpu.shared && gpu.healthy {
-                allocatable += SHARES;
+                allocatable += SHARES_PER_GPU;
             }
             reports.push((device.clone(), gpu.clone(), used));
         }
@@ -448,9 +448,8 @@ impl Simulation {
                 json!({"pod": pod, "container": format!("c{index}"), "resource": MPS_RESOURCE, "device": device, "ids": ids, "clients": 0})
             })
             .collect();
-        let unhealthy = if gpu.healthy { 0 } else { SHARES };
-        let slice =
-            json!({"device": device, "resource": MPS_RESOURCE, "total": SHARES, "inUse": used, "unhealthy": unhealthy});
+        let unhealthy = if gpu.healthy { 0 } else { SHARES_PER_GPU };
+        let slice = json!({"device": device, "resource": MPS_RESOURCE, "total": SHARES_PER_GPU, "inUse": used, "unhealthy": unhealthy});
         let slices = if gpu.shared { vec![slice] } else { Vec::new() };
         json!({"uuid": device, "index": 0, "model": "H100", "memoryMib": 81559, "sms": 132, "mode": "Mps",
             "health": {"healthy": gpu.healthy}, "allocations": allocations, "slices": slices})
