@@ -42,7 +42,7 @@ pub struct OperatorArgs {
     pub lease: String,
 
     /// Identity of this process in the lease. The identity must be unique among running operators
-    /// and stay the same when the container restarts.
+    /// and must not change when the container restarts.
     #[arg(long, env = "POD_NAME", value_name = "NAME")]
     pub identity: String,
 

@@ -403,7 +403,7 @@ mod tests {
             tokio::time::sleep(Duration::from_secs(45)).await;
             assert_eq!((late.get(), guard.term()), (1, None), "another process may lead");
             tokio::time::sleep(Duration::from_secs(100)).await;
-            assert_eq!((late.get(), guard.term()), (1, Some(2)), "no other process leads; the time is doubled");
+            assert_eq!((late.get(), guard.term()), (1, Some(2)), "no other process leads, and the time is doubled");
             progress.send_replace(versions(50, 40, 45));
             guard.changed().await;
             assert!(guard.is_current());

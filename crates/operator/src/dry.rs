@@ -28,7 +28,7 @@ pub struct DryRun {
     pub plan: Plan,
     /// The decision for each pending pod.
     pub outcome: Outcome,
-    /// The nodes whose `GpuNode.spec` would change.
+    /// The nodes whose `GpuNode.spec` differs from the plan.
     pub changes: Vec<GpuNodeChange>,
 }
 

@@ -15,8 +15,8 @@ use crate::read::Observed;
 const NO_ROOM_EVENT_DELAY: Duration = Duration::from_secs(2);
 /// Minimum time between two Events of one pod with different messages.
 const MIN_EVENT_INTERVAL: Duration = Duration::from_secs(300);
-/// Maximum number of Events per pass. A thousand waiting pods must not cause a thousand Events at
-/// once.
+/// Maximum number of Events per pass. A thousand waiting pods must not cause a thousand Events in
+/// one pass.
 const MAX_EVENTS_PER_PASS: usize = 20;
 /// Maximum length of an Event's note in bytes. The API server refuses notes above 1 KiB.
 const MAX_NOTE_BYTES: usize = 1000;

@@ -52,8 +52,8 @@ async fn readyz(State(health): State<Health>) -> Response {
     }
 }
 
-/// Checks that all objects are listed, that the lease has been read, and that the webhook, if
-/// enabled, has a certificate.
+/// Checks that all objects are listed, the lease has been read, and an enabled webhook has a
+/// certificate.
 fn readiness(listed: bool, known: bool, certified: bool) -> Result<(), &'static str> {
     match (listed, known, certified) {
         (false, ..) => Err("the cluster's objects are not listed yet"),

@@ -3,8 +3,8 @@
 //! [`evaluate`] decides and is pure. [`Elector::run`] reads the lease, decides and writes. The
 //! holder's [`LeaseGuard`] expires before another process may acquire the lease. So a holder that
 //! cannot reach the API server stops writing before another process starts to write. Processes
-//! never compare each other's clocks: a process measures the age of a renewal from the moment when
-//! it reads the changed lease.
+//! never compare each other's clocks: a process measures the age of a renewal from its own read of
+//! the changed lease.
 //!
 //! [`start`] runs the elector on a separate thread. A long pass or many TLS handshakes can keep the
 //! main thread busy, but must not delay a renewal.

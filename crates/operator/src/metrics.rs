@@ -53,7 +53,7 @@ pub(crate) struct Metrics {
     /// Time from the operator's first sight of a pod at the placement gate to the patch that
     /// released the pod.
     pub(crate) gate_wait_seconds: Histogram,
-    /// Pods evicted to make room for pods of higher priority, by result.
+    /// Pods evicted for pods of higher priority, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
     /// Searches for preemption victims.
     pub(crate) preemption_searches: Counter,

@@ -41,7 +41,7 @@ const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Maximum delay after a failed pass.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 
-/// The inputs of the controller.
+/// The inputs of the GPU controller.
 pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
     pub(crate) wakes: Wakers,
@@ -628,8 +628,8 @@ mod tests {
         assert_eq!((leads, passes.next), (true, None), "all writes succeed");
     }
 
-    /// The API server answers only when all these writes have arrived, so sequential writes would
-    /// time out.
+    /// The API server answers only after all writes of a group have arrived, so sequential writes
+    /// would time out.
     #[tokio::test(start_paused = true)]
     async fn specs_of_many_nodes_are_written_at_the_same_time() {
         let (client, mut server) = mock_client();

@@ -104,7 +104,7 @@ pub struct PodMeta {
 }
 
 /// A digest of a controller's UID. The digest needs less memory than the UID. If two controllers
-/// had the same digest, the operator would keep their pods apart needlessly.
+/// have the same digest, the operator needlessly spreads their pods.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ControllerId(u64);
 

@@ -5,7 +5,7 @@
 //! another certificate. The Secret contains the certificate, its key, and the CAs that API servers
 //! must trust: the certificate's own CA and the previous one. API servers therefore also trust a
 //! replica that still serves the previous certificate. [`next_step`] decides and is pure. To detect
-//! expiry, the function verifies the certificate as a client would at a given time.
+//! expiry, the function verifies the certificate like a client at a given time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -525,7 +525,7 @@ mod tests {
             json!({"metadata": {"name": "cleave-webhook"}, "webhooks": [webhook]})
         }
 
-        /// Answers the expected requests and no others. Returns the bodies of the requests.
+        /// Answers only the expected requests. Returns the bodies of the requests.
         async fn answer_requests(server: &mut Server, expected: Vec<(&str, &str, StatusCode, Value)>) -> Vec<Value> {
             let mut bodies = Vec::new();
             for (method, path, status, answer) in expected {

@@ -36,8 +36,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::pods::{Container, RawPod};
 
-/// Path of reviews that add the placement gate. The chart uses the same path. It must stay the same
-/// in all versions: during an upgrade, API servers send reviews to operators of the old version.
+/// Path of reviews that add the placement gate. The chart uses the same path. It must not change
+/// between versions, because API servers also send reviews to operators of the old version during
+/// an upgrade.
 pub const GATE_PATH: &str = "/gate";
 /// Path of reviews that add a preStop hook, which sleeps for `seconds`. The chart uses the same
 /// path.
@@ -82,7 +83,7 @@ pub enum MalformedReview {
     Patch(#[source] SerializePatchError),
 }
 
-/// A change that a review may make to a pod.
+/// A change that the webhook can make to a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PodChange {
     /// Add the placement gate to pods that request GPUs.
@@ -91,7 +92,8 @@ pub enum PodChange {
         /// [`RESOURCE_GPU`].
         tolerate: bool,
     },
-    /// Add a preStop hook that sleeps for this many seconds to containers with MPS shares.
+    /// Add a preStop hook to containers with MPS shares. The hook sleeps for the given number of
+    /// seconds.
     PreStop(u16),
 }
 
@@ -143,8 +145,9 @@ pub fn review(
     Ok(response.into_review())
 }
 
-/// Returns the patch that adds the placement gate to a new pod, and the toleration if `tolerate`.
-/// Returns `None` if the pod requests no GPUs, already has the gate, or is bound.
+/// Returns the patch that adds the placement gate to a new pod. With `tolerate`, the patch also
+/// adds the toleration. Returns `None` if the pod requests no GPUs, already has the gate, or is
+/// bound.
 ///
 /// The chart's match conditions select the resources for which pods wait at the gate. API servers
 /// send no reviews of other pods.

@@ -48,7 +48,7 @@ fn planned_partition<'o>(object: &'o GpuNode, gpu: &GpuStatus) -> Option<&'o Par
 }
 
 /// Returns the node's devices for the ledger, and the pods on devices that serve no new pods.
-/// Evicting those pods would make no units available.
+/// Evictions of those pods free no units for other pods.
 ///
 /// Units that are unavailable now but may be available later count as used:
 ///

@@ -50,7 +50,7 @@ pub struct Gatekeeper {
     unschedulable_after: Duration,
     /// Labels of all nodes with an agent.
     agent_labels: AgentLabels,
-    /// Time after the ledger was built for which the gatekeeper reserves nothing.
+    /// How long the gatekeeper reserves nothing after the ledger was built.
     settle_time: Duration,
     /// Earliest time at which pods get reservations.
     next_reservation: Duration,

@@ -5,7 +5,7 @@
 //! `False` with the reason `Unschedulable`. These autoscalers do not read `spec.schedulingGates`.
 //! The API server gives gated pods the reason `SchedulingGated`, and the scheduler never examines
 //! them. So the operator writes `Unschedulable` for a pod that needs another node. When another
-//! node would no longer help, the operator writes `SchedulingGated` again. The pod stays at the
+//! node would no longer help, the operator writes `SchedulingGated` again. The pod remains at the
 //! gate. If an autoscaler adds a node, the pod gets a reservation.
 //!
 //! | a pod at the gate | is reported |

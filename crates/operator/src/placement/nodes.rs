@@ -55,7 +55,8 @@ pub(super) struct NodeState {
     was_managed: bool,
     /// Pods with allocations on the node.
     allocated: BTreeSet<String>,
-    /// Pods on devices that serve no new pods. Evicting these pods makes no units available.
+    /// Pods on devices that serve no new pods. Evictions of these pods free no units for other
+    /// pods.
     blocked: BTreeSet<String>,
     /// Why units of the node are briefly unavailable. Empty if the end of these absences makes no
     /// units available.

@@ -26,7 +26,7 @@ pub(super) fn release_patch(pod: &PodObject, reason: &ReleaseReason, destination
         Destination::Matching(requirement) => Some(requirement),
         Destination::LargerGpus(device_requests) => larger_gpus_requirement(device_requests),
     };
-    // An affinity that matches no node needs no narrowing, because the pod matches no node anyway.
+    // If an affinity matches no node, the pod already matches no node and needs no narrowing.
     let narrowed = requirement.map(|requirement| narrow(existing_affinity(pod), &requirement).unwrap_or_default());
     operations.extend(narrowed.iter().flatten().map(|operation| json!(operation)));
     let annotation = match reason {

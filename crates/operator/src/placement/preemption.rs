@@ -94,9 +94,9 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// If evictions make room for a pod at the placement gate, evicts the victims and nominates
-    /// the pod. Keeps an earlier nomination while its victims terminate. Returns whether the pod is
-    /// nominated.
+    /// If evictions free enough units for a pod at the placement gate, evicts the victims and
+    /// nominates the pod. Keeps an earlier nomination while its victims terminate. Returns whether
+    /// the pod is nominated.
     ///
     /// `pause` is the time for which evictions are delayed, because this pod is about to get room
     /// without them.

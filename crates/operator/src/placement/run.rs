@@ -32,7 +32,7 @@ const BATCH_WINDOW: Duration = Duration::from_millis(5);
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// The inputs of the controller.
+/// The inputs of the placement controller.
 pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
     /// Notifications that wake the controllers.

@@ -34,7 +34,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(600);
 /// How long a controller must have no stranded pod before its delay is reset.
 const BACKOFF_RESET_DELAY: Duration = Duration::from_secs(1800);
 /// Minimum delay after which replacements also wait at the gate. Otherwise, pods that the scheduler
-/// repeatedly refuses would reserve GPUs all the time.
+/// repeatedly refuses would permanently reserve GPUs.
 const MIN_GATE_DELAY: Duration = Duration::from_secs(40);
 /// Delay before the operator retries a failed eviction.
 const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(30);

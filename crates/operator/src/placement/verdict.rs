@@ -29,9 +29,9 @@ pub(super) enum Verdict {
 pub(super) enum PermanentObstacle {
     /// The pod may not use any node with GPUs.
     Excluded,
-    /// The nodes that the pod may use do not offer the requested resources.
+    /// The nodes that the pod may use do not serve the requested resources.
     NotOffered,
-    /// The nodes that the pod may use offer the resources, but no GPU is large enough, or no node
+    /// The nodes that the pod may use serve the resources, but no GPU is large enough, or no node
     /// has enough GPUs.
     TooLarge,
 }
@@ -66,7 +66,7 @@ impl Verdict {
     }
 }
 
-/// The need that a pod at the gate has for autoscalers.
+/// The node that a cluster autoscaler must add for a pod at the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AutoscalerNeed {
     /// Another node, if the pod still needs one after this time.

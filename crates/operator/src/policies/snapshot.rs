@@ -149,7 +149,7 @@ fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
         }
         counts
     };
-    // Without slices in use, `desired_slices` returns the slices of the partition alone.
+    // Without slices in use, `desired_slices` returns only the slices of the partition.
     let idle = GpuStatus { slices: Vec::new(), ..gpu.clone() };
     let wanted = all(&partition::desired_slices(partition, &idle));
     let in_use: Vec<SliceGroup> = partition::served_slices(gpu).into_iter().filter(|slice| slice.in_use).collect();

@@ -25,7 +25,7 @@ pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum delay after the taint of a node could not be written.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// Effect of the taint. The effect excludes new pods and keeps running pods.
+/// Effect of the taint. The effect keeps new pods off the node and does not evict running pods.
 const UNHEALTHY_EFFECT: &str = "NoSchedule";
 
 /// Key and effect of the taint.

@@ -314,7 +314,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
         name: name.to_owned(),
         created,
         nodes,
-        gpus: gpus.as_ref().map(selector).transpose()?.unwrap_or_default(),
+        gpus: gpus.as_ref().map(parse_selector).transpose()?.unwrap_or_default(),
         share,
         enforcement: *enforcement,
         dynamic: batch_rules,

@@ -81,7 +81,7 @@ pub enum Phase {
     RollingOut,
     /// The policy is paused, and nodes are pending.
     Paused,
-    /// Nodes failed, and others are pending.
+    /// Nodes failed, and other nodes are pending.
     Stopped,
 }
 

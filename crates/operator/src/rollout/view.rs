@@ -127,7 +127,7 @@ impl MpsHostView {
     }
 }
 
-/// Returns whether a node is unreachable, or an administrator keeps pods away from the node.
+/// Returns whether a node is unreachable or cordoned.
 pub(crate) fn may_be_down(node: &cleave_plan::snapshot::Node) -> bool {
     node.unschedulable || node.taints.iter().any(|taint| UNREACHABLE_TAINTS.contains(&taint.key.as_str()))
 }

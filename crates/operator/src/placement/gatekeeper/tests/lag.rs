@@ -15,9 +15,9 @@ use crate::placement::queue::MISSING_TIME;
 /// One event in the life of a cluster.
 #[derive(Debug, Clone)]
 enum Step {
-    /// A pod that requests this many shares is created.
+    /// A pod is created. Contains the number of shares that the pod requests.
     Create(u32),
-    /// The gatekeeper reconciles. At most this many release writes succeed.
+    /// The gatekeeper reconciles. Contains the maximum number of release writes that succeed.
     Reconcile(usize),
     /// The gatekeeper reconciles, but all answers of the API server are lost.
     LoseAnswers(usize),
@@ -272,7 +272,7 @@ proptest! {
         }
     }
 
-    /// Checks that pods that still wait after all changes fit no device.
+    /// Checks that, once nothing changes, waiting pods fit no device.
     #[test]
     fn a_pod_that_fits_does_not_wait(sizes in proptest::collection::vec(1_u32..=10, 1..20)) {
         let mut world = TestCluster::default().node("n1", &[0; GPUS_PER_NODE]).node("n2", &[0; GPUS_PER_NODE]);

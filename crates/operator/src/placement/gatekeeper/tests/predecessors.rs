@@ -106,7 +106,7 @@ fn pods_also_wait_for_a_pod_that_was_deleted_before_the_watch_reported_its_node(
     }
 }
 
-/// A search that includes the predecessor's node would nominate the pod for this node forever.
+/// A search that includes the predecessor's node would always nominate the pod for this node.
 #[test]
 fn a_recreated_pod_preempts_elsewhere_if_its_predecessor_does_not_end() {
     let mut reality = ActualAllocations::default();

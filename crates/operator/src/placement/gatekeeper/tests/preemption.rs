@@ -287,7 +287,7 @@ fn a_pod_preempts_on_a_node_that_lacks_cpu_and_the_freed_cpu_is_kept_for_it() {
     world.pods.remove("team/low");
     reality.given.remove("team/low");
     reality.report_on(&mut world, 1);
-    // The new pod would fit beside the shares of the preemptor, but not beside its CPUs.
+    // After the preemption, enough shares are free for the new pod, but too few CPUs.
     let world = world.pod_with("newcomer", 2, spec_requesting_cpus(1000, "5"));
     let actions = reconcile(&mut keeper, &world, 2);
     assert_eq!((released(&actions).len(), actions.releases[0].pod.as_str()), (1, "team/high"), "{actions:?}");

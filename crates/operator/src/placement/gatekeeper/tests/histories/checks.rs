@@ -10,9 +10,9 @@ use super::pods::{Owner, require_node};
 use super::scheduler::{list, node_of, text};
 use super::simulation::{CreatedPod, Simulation};
 
-/// Seconds after its release within which a pod that no node accepts must be recreated or get a
-/// condition. The pod's reservation ends after 300 s, and evictions of one controller are delayed
-/// by up to 600 s.
+/// Maximum number of seconds from the release of a pod that no node accepts until the pod is
+/// recreated or gets a condition. The pod's reservation ends after 300 s, and evictions of one
+/// controller are delayed by up to 600 s.
 const RESCUE_DEADLINE_SECONDS: u64 = 1000;
 
 /// Checks that the units of no GPU are reserved twice.

@@ -346,7 +346,7 @@ impl Simulation {
     /// are not free.
     ///
     /// # Errors
-    /// Returns an error if a pod is rejected and nothing documented explains the rejection.
+    /// Returns an error if a pod is rejected and no documented exception explains the rejection.
     pub(super) fn admit(&mut self, node: &str) -> Result<(), String> {
         if self.down.contains(node) {
             return Ok(());
