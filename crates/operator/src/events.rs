@@ -153,7 +153,7 @@ pub(crate) fn stranded_event(message: &str) -> Event {
 
 /// Creates the Event of a pod that is evicted for a pod of higher priority.
 pub(crate) fn preempted_event(by: &str) -> Event {
-    let note = format!("evicted for {by}, which has a higher priority and needs room on the same GPU");
+    let note = format!("evicted so that {by}, which has a higher priority, can run");
     Event { action: "Preempt".to_owned(), ..new_event(EventType::Normal, "Preempted", &note) }
 }
 

@@ -253,8 +253,8 @@ pub(crate) fn start(
     };
     let thread = std::thread::Builder::new().name("lease".to_owned());
     // The process ends when the future resolves, so no code joins the thread.
-    thread.spawn(move || drop(report.send(elect()))).context("failed to start the thread of the lease")?;
-    Ok((guard, async { ended.await.context("the thread of the lease panicked")? }))
+    thread.spawn(move || drop(report.send(elect()))).context("failed to start the lease thread")?;
+    Ok((guard, async { ended.await.context("the lease thread panicked")? }))
 }
 
 /// State that an elector shares with its guards.
@@ -547,7 +547,7 @@ mod tests {
         while began.elapsed() <= LEASE_TIME {
             writes.recv_timeout(LEASE_TIME).unwrap();
         }
-        assert!(guard.is_current(), "the lease was renewed meanwhile");
+        assert!(guard.is_current(), "the elector renewed the lease");
         stop.cancel();
         released.cancel();
         ended.await.unwrap();

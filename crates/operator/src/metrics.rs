@@ -184,7 +184,7 @@ impl Metrics {
         registry.register("watch_errors", "Watch errors, by kind; every watch is retried", self.watch_errors.clone());
         registry.register(
             "catch_ups_late",
-            "Terms of leadership in which nothing could be written for a minute, because watches lagged or requests failed",
+            "Terms of leadership in which the operator could not write for a minute, because watches lagged or requests failed",
             self.catch_ups_late.clone(),
         );
         registry.register("malformed_objects", "Objects that do not match their CRD, by kind", self.malformed.clone());
@@ -222,11 +222,7 @@ impl Metrics {
             "Time that a pod waited at the placement gate",
             self.gate_wait_seconds.clone(),
         );
-        registry.register(
-            "evictions",
-            "Pods evicted to make room for pods of higher priority, by result",
-            self.evictions.clone(),
-        );
+        registry.register("evictions", "Pods evicted for pods of higher priority, by result", self.evictions.clone());
         registry.register("preemption_searches", "Searches for preemption victims", self.preemption_searches.clone());
         registry.register(
             "stranded_pods_recreated",
@@ -261,12 +257,12 @@ impl Metrics {
         registry.register("pods_gated", "Pods at the placement gate, by reason", self.gated.clone());
         registry.register(
             "pod_waiting_seconds",
-            "Time for which a pod has waited at the placement gate; only the 20 pods that have waited longest",
+            "How long a pod has waited at the placement gate, for the 20 pods that have waited longest",
             self.longest_waits.clone(),
         );
         registry.register(
             "pods_gated_seconds",
-            "Time that pods spent at the placement gate, added up over all pods, by reason",
+            "Total waiting time of all pods at the placement gate, by reason",
             self.gated_seconds.clone(),
         );
         registry.register(
@@ -441,7 +437,7 @@ mod tests {
         metrics.register(&mut registry);
         set_all_cluster_gauges(&metrics);
         let (gauges, nonzero) = cluster_gauges(&registry);
-        assert_eq!(nonzero, gauges, "set_all_cluster_gauges sets all of them");
+        assert_eq!(nonzero, gauges, "set_all_cluster_gauges sets all gauges");
         metrics.reset_passes();
         metrics.reset_placement();
         assert_eq!(cluster_gauges(&registry).1, BTreeSet::new());

@@ -552,7 +552,7 @@ mod tests {
         };
         let (leads, ()) = tokio::join!(passes.update_taints(&observed), refuse);
         assert!(leads && passes.next.is_some_and(|next| next <= Duration::from_secs(1)), "{:?}", passes.next);
-        assert!(passes.update_taints(&observed).now_or_never().is_some(), "nothing is written before the delay ends");
+        assert!(passes.update_taints(&observed).now_or_never().is_some(), "no request is sent before the delay ends");
     }
 
     #[tokio::test]

@@ -97,7 +97,7 @@ pub struct PodMeta {
     /// Labels of the pod. Affinity and spread constraints of other pods select by them.
     pub labels: Option<Shared<BTreeMap<String, String>>>,
     /// Annotations of the pod. [`PodObject::trim`] drops them.
-    #[expect(clippy::box_collection, reason = "the operator keeps many pods, and none has annotations")]
+    #[expect(clippy::box_collection, reason = "the operator stores many pods without annotations")]
     annotations: Option<Box<BTreeMap<String, String>>>,
     /// The controller that owns the pod. [`PodObject::trim`] drops it.
     owner: Option<Box<Controller>>,
@@ -530,7 +530,7 @@ spec:
   - {resources: {requests: {nvidia.com/gpu: one}}}
   - {resources: {requests: {nvidia.com/gpu: '1'}}}");
         assert_eq!(pod.spec.requests["nvidia.com/gpu"], Quantity::new("one"));
-        assert!(claimant(&pod).is_some(), "the reason is reported to its owner");
+        assert!(claimant(&pod).is_some(), "the pod's owner receives the reason");
     }
 
     const ONE_GPU_YAML: &str = "containers: [{resources: {limits: {nvidia.com/gpu: 1}}}]";

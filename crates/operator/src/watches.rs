@@ -481,7 +481,7 @@ mod tests {
         wakes.set_awaits_budgets(true);
         assert!(woken());
         wakes.set_awaits_budgets(true);
-        assert!(!woken(), "a repeated report wakes nothing");
+        assert!(!woken(), "a repeated report wakes no controller");
         wakes.wake_for_budget();
         assert!(woken());
     }
@@ -505,7 +505,7 @@ mod tests {
         wakes.set_partitions_on_demand(true);
         assert!(woken(&wakes.passes));
         wakes.set_partitions_on_demand(true);
-        assert!(!woken(&wakes.passes), "a repeated report wakes nothing");
+        assert!(!woken(&wakes.passes), "a repeated report wakes no controller");
         wakes.wake_for_pods(GPU_POD_CHANGE);
         assert!(woken(&wakes.passes));
         woken(&wakes.placement);
@@ -531,7 +531,7 @@ mod tests {
         );
         assert!(found.0.as_ref().unwrap().status.as_ref().unwrap().findings.len() == 1);
         wakes.wake_for_gpu_node(Some(&calm));
-        assert!(woken(), "the first reconcile is still to come");
+        assert!(woken(), "every change wakes the controller before its first reconcile");
         wakes.set_has_tenants(false);
         wakes.wake_for_gpu_node(Some(&calm));
         wakes.wake_for_pods(GPU_POD_CHANGE);

@@ -164,7 +164,7 @@ mod tests {
             (
                 vec![budget("a", Value::Null, budget_status(0))],
                 BudgetProtection::None,
-                "a missing selector selects none",
+                "a missing selector selects no pod",
             ),
             (
                 vec![budget("a", json!({"matchLabels": {"app": "db"}}), budget_status(0))],

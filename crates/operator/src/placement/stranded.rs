@@ -431,7 +431,7 @@ mod tests {
         assert_eq!(times, [10, 30, 70, 150, 310, 630, 1230, 1830, 2430]);
         let rested = second + BACKOFF_RESET_DELAY.as_secs() + 600;
         all(&mut stranded, rested);
-        assert_eq!(all(&mut stranded, rested + 1).requeue, Some(at(9)), "the delay restarts from the first");
+        assert_eq!(all(&mut stranded, rested + 1).requeue, Some(at(9)), "the delay restarts at its first value");
     }
 
     #[test]

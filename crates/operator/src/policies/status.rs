@@ -296,7 +296,7 @@ fn rolled_out_verdict(report: &Report) -> Verdict {
         Phase::Stopped => Verdict::false_with(
             reason::ROLLOUT_STOPPED,
             format!(
-                "the rollout stopped, because nodes failed: {}. Repair or cordon the failed nodes, or change the policy back",
+                "the rollout stopped, because nodes failed: {}. Repair or cordon the failed nodes, or revert the policy",
                 sentence()
             ),
         ),

@@ -26,7 +26,7 @@ impl MpsState {
     pub(crate) fn of(object: &GpuNode, ready: bool) -> Self {
         let mut found = Self { time_sliced: time_sliced_resources(object), ..Self::default() };
         let Some(status) = &object.status else {
-            found.user = Some("the agent has not reported what uses MPS".to_owned());
+            found.user = Some("the agent has not reported which pods use MPS".to_owned());
             return found;
         };
         for gpu in status.gpus.iter().filter(|gpu| gpu.health.class.is_empty()) {
