@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repartitioning_is_reported_at_once_and_a_wait_for_the_scheduler_is_not() {
+    fn a_repartitioning_is_reported_immediately_and_a_wait_for_the_scheduler_is_not() {
         let mut publisher = EventPublisher::default();
         let cluster = cluster(1);
         assert_eq!(publisher.events(&outcome(1, Reason::Repartitioning, "On n1"), &cluster, at(0)).len(), 1);

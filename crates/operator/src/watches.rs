@@ -341,7 +341,7 @@ impl Watches<'_> {
     {
         let (metrics, stop) = (self.metrics.clone(), self.stop.clone());
         self.tasks.spawn(async move {
-            let followed = follow(kind, api, config, |event| match event {
+            let followed = watch_objects(kind, api, config, |event| match event {
                 Ok(event) => handle(event),
                 Err(error) => {
                     metrics.watch_errors.get_or_create(&KindLabel { kind }).inc();
@@ -361,7 +361,7 @@ impl Watches<'_> {
 /// Watches objects. At first, existing objects arrive as a stream, so that neither side needs
 /// memory for a whole list. If the API server refuses the stream or ends it early, this function
 /// lists objects in pages from then on. It also uses pages for all later lists.
-async fn follow<K>(
+async fn watch_objects<K>(
     kind: &'static str,
     api: Api<K>,
     config: watcher::Config,

@@ -307,7 +307,7 @@ fn a_mig_layout_uses_nvml_placements_and_its_instances_can_be_shared() {
 }
 
 #[test]
-fn the_more_specific_policy_wins_and_the_other_reports_it() {
+fn the_more_specific_policy_wins_and_the_other_policy_reports_the_conflict() {
     let mut world = TestCluster::default()
         .node_with_four_gpus("n1")
         .policy("all", TEN_SHARES_YAML)
@@ -382,7 +382,7 @@ fn an_unreported_node_may_have_the_missing_model() {
 }
 
 #[test]
-fn a_policy_that_waits_names_the_pods() {
+fn a_policy_that_waits_for_pods_names_them() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     world.write_plan();
     world.assert_condition("p", "Ready", "False", "Applying", "the agent of n1 has not received the new spec yet");
@@ -642,7 +642,7 @@ fn a_spec_is_kept_while_the_driver_does_not_respond() {
 }
 
 #[test]
-fn nodes_without_gpus_are_reported_if_no_node_has_any() {
+fn nodes_without_gpus_are_reported_if_no_node_has_gpus() {
     let mut world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN_SHARES_YAML);
     world.assert_condition("p", "Ready", "False", "NoGpu", "n1");
     let mut world = world.node_with_four_gpus("n2");

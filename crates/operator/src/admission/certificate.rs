@@ -174,9 +174,9 @@ impl Certificate {
 
     /// Returns the certificate's own CA as PEM. Returns `None` if the Secret has no CA.
     fn own_authority(&self) -> Option<String> {
-        const END: &str = "-----END CERTIFICATE-----\n";
+        const PEM_END: &str = "-----END CERTIFICATE-----\n";
         let pem = self.authorities_pem.replace("\r\n", "\n");
-        pem.find(END).map(|end| pem[..end + END.len()].to_owned())
+        pem.find(PEM_END).map(|end| pem[..end + PEM_END.len()].to_owned())
     }
 }
 
@@ -576,7 +576,7 @@ mod tests {
         }
 
         #[tokio::test(start_paused = true)]
-        async fn a_second_replica_serves_the_certificate_of_the_first() {
+        async fn a_second_replica_serves_the_certificate_of_the_first_replica() {
             let (mut manager, served, mut server) = manager();
             let (updated, _) = tokio::join!(
                 manager.update(now(), true),

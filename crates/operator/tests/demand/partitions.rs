@@ -142,7 +142,7 @@ fn an_edited_policy_applies_to_idle_gpus_only() {
 }
 
 #[test]
-fn planned_slices_of_another_policy_count() {
+fn planned_slices_of_another_policy_count_as_free() {
     let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]\nmps:\n  units: 4").node("n1", 2);
     // Both policies were created at the same time. The spec of the second policy's GPU is not
     // written yet.

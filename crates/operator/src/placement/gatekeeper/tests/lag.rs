@@ -168,7 +168,7 @@ fn after_a_restart_shares_of_a_pod_that_was_just_deleted_are_not_reserved() {
 /// Regression test of a random sequence: a released pod is bound, allocated, and deleted without a
 /// grace period. The watch of pods then reports only that the pod was deleted.
 #[test]
-fn shares_of_a_deleted_pod_that_was_never_seen_bound_are_not_reserved_at_once() {
+fn shares_of_a_deleted_pod_that_was_never_seen_bound_are_not_reserved_immediately() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();
     assert!(world.apply_release(&reconcile(&mut keeper, &world, 0).releases[0]));

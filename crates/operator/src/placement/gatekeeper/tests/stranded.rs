@@ -285,7 +285,7 @@ fn a_pod_whose_resource_no_node_serves_is_released_to_any_node() {
 }
 
 #[test]
-fn a_job_whose_node_is_removed_after_its_reservation_ended_is_recreated() {
+fn a_pod_of_a_job_is_recreated_if_its_node_is_removed_after_its_reservation_ended() {
     let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
     world.change(|world| &mut world.pods, "team/a", |pod| pod["metadata"]["ownerReferences"][0]["kind"] = json!("Job"));
     refuse(&mut world, "team/a");
@@ -342,7 +342,7 @@ fn a_pod_whose_volume_excludes_all_gpus_is_not_recreated() {
 }
 
 #[test]
-fn a_pod_that_the_scheduler_did_not_bind_to_a_node_is_released_to_another() {
+fn a_pod_that_the_scheduler_did_not_bind_to_a_node_is_released_to_another_node() {
     let mut world = add_replica_set_pod(TestCluster::default().node("n1", &[2]).node("n2", &[0]), "a", json!({}));
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);

@@ -41,7 +41,7 @@ fn a_pod_waits_while_gpus_are_repartitioned_for_it() {
 }
 
 #[test]
-fn a_pod_waits_if_its_node_lacks_cpu_and_is_released_if_its_selector_matches_none() {
+fn a_pod_waits_if_its_node_lacks_cpu_and_is_released_if_its_selector_matches_no_node() {
     let busy = json!({"containers": [{"resources": {"requests": {"cpu": "6"}, "limits": {MPS_RESOURCE: "2"}}}]});
     let world = |other: Value| {
         TestCluster::default()

@@ -5,7 +5,7 @@ use cleave_api::placement::PLACEMENT_ANNOTATION;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
-use super::operator::{Operator, is_advised, is_replaced, reserved};
+use super::operator::{Operator, has_stranded_condition, is_replaced, reserved};
 use super::pods::{Owner, require_node};
 use super::scheduler::{list, node_of, text};
 use super::simulation::{CreatedPod, Simulation};
@@ -58,7 +58,7 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
     if original.has_new_volume && waiting.message.contains("This pod is released later") {
         return Ok(());
     }
-    match runnable_on(simulation, &original.pod) {
+    match find_runnable_node(simulation, &original.pod) {
         Some(node) => Err(format!("{name} waits, but could run on {node}: {}", waiting.message)),
         None => Ok(()),
     }
@@ -67,13 +67,13 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
 fn check_released(simulation: &Simulation, name: &str, pod: &Value, original: &CreatedPod) -> Result<(), String> {
     let released = simulation.released_at[text(pod, "/metadata/uid")];
     let is_reserved = !pod["metadata"]["annotations"][PLACEMENT_ANNOTATION].is_null();
-    if is_advised(pod) || released + RESCUE_DEADLINE_SECONDS > simulation.now {
+    if has_stranded_condition(pod) || released + RESCUE_DEADLINE_SECONDS > simulation.now {
         return Ok(());
     }
     if is_reserved {
         return Err(format!("{name} ({:?}) is released since {released}, and no node accepts it", original.owner));
     }
-    match runnable_on(simulation, &original.pod) {
+    match find_runnable_node(simulation, &original.pod) {
         Some(node) => Err(format!("{name} was released as unschedulable, but could run on {node}")),
         None => Ok(()),
     }
@@ -81,7 +81,7 @@ fn check_released(simulation: &Simulation, name: &str, pod: &Value, original: &C
 
 /// Returns a node on which a pod could run now. No filter of the scheduler refuses the node, and
 /// its free units that are not reserved for other pods suffice.
-fn runnable_on<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a str> {
+fn find_runnable_node<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a str> {
     let view = simulation.view();
     let mut reserved_units: BTreeMap<String, u32> = BTreeMap::new();
     for other in simulation.api.pods.values() {

@@ -145,7 +145,7 @@ fn history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
 /// Generates a history in which another process leads, or the operator restarts, just after bound
 /// pods were deleted by force. No node has reported their allocations, and their containers still
 /// run. Pods that request shares wait at the gate.
-fn handover() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
+fn handover_history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
     let leader = prop_oneof![Just(Step::Restart), Just(Step::FailOver)];
     let begin = (prop::collection::vec(1_usize..3, 1..3), prop::collection::vec(4_u32..=10, 1..4));
     (begin, (4_u32..=10, 1_usize..4), leader, any::<bool>()).prop_map(
@@ -304,12 +304,12 @@ impl World {
                 simulation.api.budgets.insert(name.clone(), budget);
                 simulation.api.change(|api| &mut api.budgets, &name, |_| ());
             }
-            _ => self.change_a_node(step),
+            _ => self.apply_node_step(step),
         }
     }
 
     /// Changes one node.
-    fn change_a_node(&mut self, step: &Step) {
+    fn apply_node_step(&mut self, step: &Step) {
         match *step {
             Step::ReportNode(which) => {
                 if let Some(node) = self.node(which) {
@@ -390,7 +390,7 @@ impl World {
             }
             self.settle(0)?;
             let changed = self.simulation.api.version != before;
-            let next = [self.operator.due, self.simulation.next_end()].into_iter().flatten().min();
+            let next = [self.operator.due, self.simulation.next_container_end()].into_iter().flatten().min();
             // To save time, the operator may be late, by up to a twentieth of this quiet period.
             let late = now + 1 + (now - begin) / 20;
             self.simulation.now = if changed { now + 1 } else { next.unwrap_or(end).max(late).min(end) };
@@ -501,7 +501,7 @@ proptest! {
     /// A new leader does not know of allocations that no node has reported, so it waits before it
     /// reserves units.
     #[test]
-    fn a_new_leader_reserves_no_units_of_pods_that_were_just_deleted(history in handover()) {
+    fn a_new_leader_reserves_no_units_of_pods_that_were_just_deleted(history in handover_history()) {
         run(&history).map_err(TestCaseError::fail)?;
     }
 }

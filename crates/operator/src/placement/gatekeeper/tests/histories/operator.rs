@@ -262,7 +262,7 @@ impl Operator {
             let version = patch::resource_version(&release.patch).unwrap().to_owned();
             let target = (release.pod.as_str(), release.uid.as_str(), Some(version.as_str()));
             let condition = ("PodScheduled", "False", "SchedulingGated");
-            let is_same = is_version(simulation, target);
+            let is_same = has_version(simulation, target);
             if !is_same || !write_condition(simulation, target, condition, answer) {
                 self.keeper.record_failed_release(&release.pod);
                 return false;
@@ -372,7 +372,7 @@ fn owner(simulation: &Simulation, pod: &str) -> String {
 }
 
 /// Returns whether the API server has this version of the pod.
-fn is_version(simulation: &Simulation, (pod, uid, version): Target<'_>) -> bool {
+fn has_version(simulation: &Simulation, (pod, uid, version): Target<'_>) -> bool {
     simulation.api.pods.get(pod).is_some_and(|pod| {
         text(pod, "/metadata/uid") == uid
             && version.is_none_or(|version| text(pod, "/metadata/resourceVersion") == version)
@@ -386,7 +386,7 @@ fn write_condition(
     (kind, status, reason): (&str, &str, &str),
     answer: WriteAnswer,
 ) -> bool {
-    if matches!(answer, WriteAnswer::Done | WriteAnswer::Lost) && is_version(simulation, target) {
+    if matches!(answer, WriteAnswer::Done | WriteAnswer::Lost) && has_version(simulation, target) {
         simulation.set_condition(target.0, kind, status, reason);
     }
     answer == WriteAnswer::Done
@@ -397,7 +397,7 @@ fn evict(simulation: &mut Simulation, target: Target<'_>, answer: WriteAnswer) -
     if matches!(answer, WriteAnswer::Failed | WriteAnswer::LostRequest) {
         return EvictionResult::Failed("lost".to_owned());
     }
-    if !is_version(simulation, target) {
+    if !has_version(simulation, target) {
         return EvictionResult::NotFound;
     }
     let pod = &simulation.api.pods[target.0];
@@ -433,7 +433,7 @@ pub(super) fn is_replaced(owner: Owner) -> bool {
 }
 
 /// Returns whether the condition of a pod states that the pod is stranded.
-pub(super) fn is_advised(pod: &Value) -> bool {
+pub(super) fn has_stranded_condition(pod: &Value) -> bool {
     list(pod, "/status/conditions").iter().any(|one| one["type"] == CONDITION_PLACED && one["status"] == "False")
 }
 

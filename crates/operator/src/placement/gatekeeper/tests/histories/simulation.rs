@@ -310,7 +310,7 @@ impl Simulation {
     }
 
     /// Returns when the containers of the next deleted pod end.
-    pub(super) fn next_end(&self) -> Option<u64> {
+    pub(super) fn next_container_end(&self) -> Option<u64> {
         self.ending.values().copied().filter(|end| *end > self.now).min()
     }
 
