@@ -41,9 +41,9 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time after which the process logs that the stores still lag, and reads the required resource
 /// versions again. The newest object of a list may have ended or been deleted.
 const WARN_AFTER: Duration = Duration::from_secs(10);
-/// Time in one term after which the process gives up the lease if it still writes nothing. Another
-/// process may have newer stores. Each consecutive late term doubles the time, so that a single
-/// process, or a process in a cluster where watches always lag, eventually becomes ready.
+/// How long the process may lead without a write before it gives up the lease. Another process may
+/// have newer stores. Each consecutive late term doubles the time, so that a single process, or a
+/// process in a cluster where watches always lag, eventually becomes ready.
 const LATE_AFTER: Duration = Duration::from_secs(60);
 /// Maximum number of times that [`LATE_AFTER`] is doubled.
 const MAX_DOUBLINGS: u32 = 4;

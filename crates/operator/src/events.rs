@@ -119,7 +119,7 @@ impl EventPublisher {
         events
     }
 
-    /// Returns whether a pod that waits for room has no Event yet.
+    /// Returns whether a pod waits for free shares and has no Event yet.
     pub(crate) fn is_waiting(&self) -> bool {
         self.pods.values().any(|reported| reported.last.is_none() && reported.reason == Reason::NoRoom)
     }

@@ -65,7 +65,7 @@ pub enum Decision {
     Acquire,
     /// This process holds the lease: renew it.
     Renew,
-    /// Another process holds the lease for at least this long.
+    /// Another process holds the lease. Contains the minimum remaining time.
     Wait(Duration),
 }
 
@@ -290,7 +290,7 @@ pub struct Elector {
     last: Option<ObservedLease>,
     /// Whether any read since the last term began showed that this process does not hold the lease.
     interrupted: bool,
-    /// Time before which this process does not acquire the lease, because it gave the lease up.
+    /// The process does not acquire the lease before this time, because it gave up the lease.
     declines_until: Option<Instant>,
     channels: Channels,
 }
@@ -318,7 +318,7 @@ impl Elector {
                     RETRY_DELAY
                 }
             };
-            // All branches are cancel-safe: a timer, and waits for a token and for a value.
+            // All branches are cancel-safe: they wait for a timer, a token and a value.
             let given_up = async {
                 if self.channels.given_up.changed().await.is_err() {
                     std::future::pending::<()>().await;

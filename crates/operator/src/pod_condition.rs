@@ -18,7 +18,7 @@ pub(crate) struct Target<'a> {
     pub(crate) version: Option<&'a str>,
 }
 
-/// The result of a write of a condition.
+/// The result of writing a condition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum WriteResult {
     /// The condition was written. Contains the pod's new `resourceVersion`.

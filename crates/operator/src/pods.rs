@@ -54,8 +54,8 @@ pub struct PodObject {
     pub controller: Option<Box<Controller>>,
     /// Identifies the controller that owns the pod. Set if the pod requests GPUs.
     pub controller_id: Option<ControllerId>,
-    /// How the pod is placed beside other replicas of its controller. `None` if the policies of the
-    /// GPUs decide.
+    /// How the pod is placed relative to other replicas of its controller. `None` if the policies
+    /// of the GPUs decide.
     pub replica_placement: Option<ReplicaPlacement>,
 }
 
@@ -87,14 +87,15 @@ pub struct PodMeta {
     pub namespace: Option<Arc<str>>,
     /// UID of the pod.
     pub uid: Option<Arc<str>>,
-    /// Resource version of the object. The watch drops it if no write of the operator can depend on
-    /// it.
+    /// Resource version of the object. The watch drops the version if no write of the operator
+    /// depends on it.
     pub resource_version: Option<String>,
     /// Time at which the pod was created.
     pub creation_timestamp: Option<Time>,
     /// Set if the pod is being deleted.
     pub deletion_timestamp: Option<Time>,
-    /// Labels of the pod. Affinity and spread constraints of other pods select by them.
+    /// Labels of the pod. Affinity and spread constraints of other pods select pods by these
+    /// labels.
     pub labels: Option<Shared<BTreeMap<String, String>>>,
     /// Annotations of the pod. [`PodObject::trim`] drops them.
     #[expect(clippy::box_collection, reason = "the operator stores many pods without annotations")]

@@ -438,8 +438,8 @@ fn trim_metadata<K: Resource>(object: &mut K) {
     meta.annotations = None;
 }
 
-/// Drops other writers' metadata. Keeps Cleave's annotations, with which administrators cordon
-/// GPUs, for example.
+/// Drops other writers' metadata. Keeps Cleave's annotations, because administrators use them, for
+/// example to cordon GPUs.
 fn trim_foreign_metadata<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;

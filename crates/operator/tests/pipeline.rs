@@ -530,8 +530,8 @@ fn an_invalid_policy_repartitions_no_gpu() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     world.write_plan();
     let before = world.object("n1").spec.clone();
-    // In turn, the policy is malformed, is invalid (stored under an older CRD), is not supported by
-    // its GPUs, and specifies on-demand partitioning.
+    // In these cases, the policy is malformed, invalid because it was stored under an older CRD,
+    // not supported by its GPUs, or partitions GPUs on demand.
     let malformed =
         TestCluster { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed_policy("p");
     assert_eq!(malformed.plan().nodes["n1"], before);

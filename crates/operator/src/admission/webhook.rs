@@ -1,9 +1,8 @@
 //! The admission webhook. The webhook gates new pods and adds `preStop` hooks to containers with
 //! shares, on API servers without mutating admission policies (Kubernetes before 1.36).
 //!
-//! [`review`] is pure and has no state, so any replica can answer any request. Besides the pod, it
-//! needs only the exempt namespaces, which a review does not include.
-//! [`crate::admission::certificate`] manages the certificate.
+//! [`review`] is pure and has no state, so any replica can answer any request. Its inputs are the
+//! review and the exempt namespaces. [`crate::admission::certificate`] manages the certificate.
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -175,8 +174,8 @@ fn requests_any(pod: &RawPod, is_one: fn(&str) -> bool) -> bool {
     })
 }
 
-/// Returns whether a toleration is for taints whose key is [`RESOURCE_GPU`], or for all taints. The
-/// operator then leaves the pod's tolerations to its owner.
+/// Returns whether a toleration is for taints whose key is [`RESOURCE_GPU`], or for all taints. In
+/// this case, the operator does not change the pod's tolerations.
 fn covers_gpu_taint(toleration: &Toleration) -> bool {
     toleration.key == RESOURCE_GPU || toleration.key.is_empty() && toleration.operator == "Exists"
 }
@@ -310,7 +309,7 @@ pub(crate) async fn serve(
         tokio::time::sleep(linger).await;
     });
     loop {
-        // Cancel-safe: a permit or a connection that this future has not returned is not lost.
+        // Cancel-safe: dropping this future loses no permit and no connection.
         let (stream, permit) = tokio::select! {
             () = &mut end => break,
             accepted = accept(&listener, &connections) => match accepted {

@@ -106,8 +106,9 @@ fn released_units(ledger: &Ledger) -> ReleasedUnits<'_> {
 /// use the node. A node that no reported pod may use does not prevent autoscalers from adding a
 /// node.
 ///
-/// The function uses the larger of two sums: the ledger's, and the autoscaler's, which equals the
-/// scheduler's. An autoscaler counts units that only a deleted pod still uses as free.
+/// The function uses the larger of two sums: the ledger's sum and the autoscaler's sum, which
+/// equals the scheduler's sum. An autoscaler counts units as free if only a deleted pod still uses
+/// them.
 fn looks_free(
     (ledger, released): (&Ledger, &ReleasedUnits<'_>),
     (node, tracker): (&NodeState, &PodTracker),

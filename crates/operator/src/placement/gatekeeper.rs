@@ -117,7 +117,7 @@ impl Gatekeeper {
         Self { agent_labels, ..self }
     }
 
-    /// Reserves nothing for some seconds after each time that the ledger is built from the cluster.
+    /// Reserves nothing for some seconds after each build of the ledger from the cluster.
     ///
     /// A pod that was deleted without a grace period shortly before may still use shares that its
     /// node has not reported. A gatekeeper that saw the pod keeps its claim; see

@@ -524,9 +524,9 @@ pub(super) enum ResourceProvider {
     Outdated,
     /// A device plugin on nodes where Cleave does not run.
     Another,
-    /// Kubelets report the resource on nodes where Cleave runs but does not serve the resource. Or
-    /// they report it on nodes that are not ready and where Cleave ran before. Either another
-    /// plugin serves the resource, or the kubelet's report is old.
+    /// Kubelets report the resource on nodes where Cleave runs but does not serve it, or on nodes
+    /// that are not ready and where Cleave ran before. Either another plugin serves the resource,
+    /// or the kubelet's report is old.
     Unclear,
     /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its
     /// status is missing. The kubelet still reports the resource.

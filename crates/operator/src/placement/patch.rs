@@ -60,7 +60,7 @@ pub(super) fn with_resource_version(patch: &Value, version: String) -> Value {
     patch
 }
 
-/// Returns how much of a required node affinity the pod's spec already has.
+/// Returns which parts of a required node affinity the pod's spec already has.
 fn existing_affinity(pod: &PodObject) -> ExistingAffinity<'_> {
     let Some(affinity) = &pod.spec.affinity else { return ExistingAffinity::Nothing };
     let Some(nodes) = &affinity.node_affinity else { return ExistingAffinity::Affinity };

@@ -69,8 +69,8 @@ impl<'a> ReplicaSearch<'a> {
 
     /// Returns the replicas that the search avoids for a pod.
     ///
-    /// The pod's annotation decides. Without it, the policy of each replica's GPU decides, and a
-    /// replica on a GPU that packs is ignored.
+    /// The pod's annotation decides. Without an annotation, the policy of each replica's GPU
+    /// decides. In this case, a replica is ignored if the policy of its GPU packs replicas.
     pub(super) fn siblings_of(&mut self, pod: &PodObject, ledger: &Ledger) -> &Siblings {
         let Some(controller) = avoided_controller(pod) else { return &self.no_siblings };
         let everywhere = pod.replica_placement == Some(ReplicaPlacement::Spread);

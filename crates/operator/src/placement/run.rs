@@ -543,8 +543,8 @@ impl PlacementController {
         publish_all(&self.context.recorder, &self.context.claim, all).await;
     }
 
-    /// Updates the gauges of pods at the gate. A pod for GPUs that are partitioned on demand has
-    /// the reason of the plan.
+    /// Updates the gauges of pods at the gate. The reason of a pod in `demand` is the plan's
+    /// reason.
     fn set_gauges(&self, actions: &Actions, demand: &BTreeMap<String, WaitingPod>, up: Duration) {
         let reason = |pod: &str, gated: &WaitingPod| demand.get(pod).map_or(gated.reason, |planned| planned.reason);
         let mut gated = BTreeMap::new();

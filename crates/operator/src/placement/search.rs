@@ -47,7 +47,7 @@ pub(super) struct Candidate<'a> {
     unclear: bool,
     /// A requested resource that Cleave may serve on a node whose `GpuNode` is missing.
     missing: Option<String>,
-    /// Whether no node has as many GPUs as the pod requests whole GPUs.
+    /// Whether the pod requests more whole GPUs than any node has.
     too_many_gpus: bool,
 }
 

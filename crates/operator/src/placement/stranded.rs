@@ -147,7 +147,7 @@ pub struct StrandedActions {
 /// State of stranded pods between two reconciles.
 #[derive(Debug, Default)]
 pub(super) struct StrandedPods {
-    /// When each pod's reason not to be bound was first found, by UID.
+    /// When the operator first found why each pod is not bound, by UID.
     since: BTreeMap<String, Duration>,
     /// UIDs of pods whose condition was written.
     reported: BTreeSet<String>,

@@ -26,8 +26,8 @@ type SliceMask = u64;
 /// Returns the first memory slice of each instance, in the order of `layout`.
 ///
 /// Places the largest instances first. Each instance prefers the placement of an existing instance
-/// of its profile, then a free placement, then the lowest. The first arrangement found in this
-/// order wins.
+/// of its profile, then a free placement, then the lowest placement. The first arrangement found in
+/// this order wins.
 pub(super) fn place_instances(
     layout: &[String],
     profiles: &[MigProfileStatus],

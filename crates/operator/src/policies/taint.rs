@@ -49,7 +49,7 @@ enum Verdict {
     Usable,
     /// The node cannot serve pods. Contains the reason.
     Unusable(&'static str),
-    /// The node's agent has been not ready for this long.
+    /// The node's agent is not ready. Contains the time since it became not ready.
     NotReady(Duration),
 }
 

@@ -7,8 +7,8 @@
 //!   are cordoned or failed. A node that can serve replaces this canary. A canary that an
 //!   administrator cordons after its change began holds back no node.
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
-//! - Nodes whose GPUs are in use wait for their pods after their spec is written. They count
-//!   separately, so they do not keep unused nodes from changing.
+//! - Nodes whose GPUs are in use wait for their pods after their spec is written. These nodes count
+//!   separately, so they do not delay unused nodes.
 //! - If a node fails, no further node changes, unless `onFailure: Continue` is set. The failure is
 //!   reported only if it lasts.
 //! - If a node has served the newest partition for some time, nodes that are still between older

@@ -111,8 +111,8 @@ pub(crate) struct MpsHostView {
 
 impl MpsHostView {
     /// Returns why the MPS host or one of its daemons does not serve, and whether the MPS host
-    /// itself is down. An outdated MPS host need not serve, so its outage counts only if `deleted`
-    /// is its UID.
+    /// itself is down. An outdated MPS host does not have to serve, so its outage counts only if
+    /// `deleted` is its UID.
     pub(super) fn outage(&self, deleted: Option<&str>) -> Option<(String, bool)> {
         let Some(host) = &self.host else { return Some(("the node has no MPS host".to_owned(), true)) };
         let pod = &host.pod;

@@ -601,7 +601,7 @@ fn only_partitions_are_staged() {
     assert_eq!(world.run_pass(), ["n0", "n1", "n2"]);
     assert_eq!(world.object("n2").spec.gpus[0].enforcement, Enforcement::Evict);
     world.serve_all();
-    // A GPU that is held back follows administrators, but not the new policy.
+    // A GPU that is held back follows administrators' annotations, but not the new policy.
     world.set_policy("p", TEN_SHARES_YAML);
     world.run_pass();
     let uuid = world.gpu("n2").uuid.clone();

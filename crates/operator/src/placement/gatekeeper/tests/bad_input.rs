@@ -73,8 +73,8 @@ fn a_pod_with_three_hundred_topology_terms_is_released_and_delays_no_other_pod()
     let mut all = released(&actions);
     all.sort_unstable();
     assert_eq!(all, [("team/apart", "reserved"), ("team/other", "reserved"), ("team/spread", "reserved")]);
-    // The operator does not evaluate so large a number of terms, so it releases the pod to several
-    // nodes and the scheduler chooses.
+    // The operator does not evaluate 300 terms, so it releases the pod to several nodes, and the
+    // scheduler chooses a node.
     let nodes_of = |pod: &str| {
         let release = actions.releases.iter().find(|release| release.pod == pod).unwrap();
         reservation(release).nodes.len()

@@ -87,8 +87,8 @@ fn replicas_are_spread_over_zones_by_their_constraint() {
 fn optional_fields_of_a_spread_constraint_are_evaluated() {
     let in_a = json!({ZONE: "a"});
     let cases = [
-        // Each case has fields, a node selector, whether the node of zone b has a taint, and the
-        // number of released replicas of four.
+        // Each case contains fields, a node selector, whether the node of zone b has a taint, and
+        // how many of four replicas are released.
         (json!({}), json!({}), false, 4),
         // The scheduler counts only the node to which a pod is released, so each node gets one pod.
         (json!({"minDomains": 2}), json!({}), false, 2),

@@ -194,7 +194,7 @@ fn no_pod_is_released_while_gpu_nodes_are_missing_and_kubelets_still_report() {
         }),
     ];
     for (what, change) in cases {
-        // One case requests a whole GPU, the other requests a share of a full GPU.
+        // One case requests a whole GPU, and the other case requests a share of a full GPU.
         let whole = whole_gpus(TestCluster::default(), "n1", &[1]).pod_with("a", 1, requesting(GPU_RESOURCE, 1));
         for before in [whole, TestCluster::default().node("n1", &[10]).pod("a", 1)] {
             let mut keeper = gatekeeper_with_agent_labels();

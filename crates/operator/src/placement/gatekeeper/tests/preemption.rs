@@ -260,7 +260,8 @@ fn two_preemptors_do_not_exceed_one_budget() {
     assert_eq!(actions.evictions.len(), 1, "{actions:?}");
 }
 
-/// Returns a node with 8 CPUs and a GPU with room, and a pod of low priority with these CPUs.
+/// Returns a node with 8 CPUs and free shares, and a pod of low priority that requests `cpus` of
+/// the CPUs.
 fn busy_node(cpus: &str) -> (TestCluster, ActualAllocations) {
     let containers = json!([{"resources": {"requests": {"cpu": cpus}, "limits": {MPS_RESOURCE: "2"}}}]);
     let spec = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0, "containers": containers});

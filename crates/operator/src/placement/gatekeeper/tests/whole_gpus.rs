@@ -1,4 +1,4 @@
-//! Tests that pods for whole GPUs wait for a reservation as pods for shares do.
+//! Tests that pods that request whole GPUs wait for a reservation, like pods that request shares.
 use std::collections::BTreeMap;
 
 use serde_json::json;

@@ -391,7 +391,7 @@ impl World {
             self.settle(0)?;
             let changed = self.simulation.api.version != before;
             let next = [self.operator.due, self.simulation.next_container_end()].into_iter().flatten().min();
-            // To save time, the operator may be late, by up to a twentieth of this quiet period.
+            // To save time, the operator may be late by up to a twentieth of this quiet period.
             let late = now + 1 + (now - begin) / 20;
             self.simulation.now = if changed { now + 1 } else { next.unwrap_or(end).max(late).min(end) };
         }
@@ -399,7 +399,8 @@ impl World {
         self.operator.report_all(&self.simulation);
         self.reconcile(WriteAnswers::Good)?;
         checks::no_runnable_pod_waits(&self.simulation, &self.operator)?;
-        // If the time skipped the second half, no pod was evicted in it.
+        // If the simulation skipped the second half of the quiet time, no pod was evicted in that
+        // half.
         let before = recreations.unwrap_or_else(|| self.simulation.recreations.clone());
         checks::no_controller_is_evicted_repeatedly(&self.simulation, &before)
     }

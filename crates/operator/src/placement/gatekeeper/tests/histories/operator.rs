@@ -194,8 +194,8 @@ impl Operator {
         self.due = Some(simulation.now);
     }
 
-    /// Simulates that another process acquires the lease. The new leader's watches lag, and it
-    /// waits for them.
+    /// Simulates that another process acquires the lease. The new leader's watches lag, and the new
+    /// leader waits for them.
     pub(super) fn fail_over(&mut self, simulation: &Simulation) {
         self.keeper.reset();
         let version = simulation.api.version;

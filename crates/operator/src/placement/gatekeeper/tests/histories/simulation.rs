@@ -83,7 +83,7 @@ pub(super) struct Simulation {
     /// Devices with units of pods without a reservation, each with the time until which the
     /// operator may not know of them.
     disturbed: BTreeMap<String, u64>,
-    /// Number of pods that each controller has lost to evictions of the operator, by UID.
+    /// Number of pods that each controller has lost to evictions by the operator, by UID.
     pub(super) recreations: BTreeMap<String, usize>,
 }
 
@@ -273,8 +273,8 @@ impl Simulation {
         }
     }
 
-    /// Ends the containers of deleted pods that are due, and pods that do not tolerate a taint with
-    /// `NoExecute`.
+    /// Ends containers of deleted pods when they are due, and pods that do not tolerate a taint
+    /// with `NoExecute`.
     pub(super) fn run_kubelets(&mut self) {
         for (name, gpu) in &self.gpus.clone() {
             if !self.can_serve(gpu) {
