@@ -42,7 +42,7 @@ pub struct OperatorArgs {
     pub lease: String,
 
     /// Identity of this process in the lease. The identity must be unique among running operators
-    /// and stay the same when the container restarts.
+    /// and must not change when the container restarts.
     #[arg(long, env = "POD_NAME", value_name = "NAME")]
     pub identity: String,
 
@@ -75,8 +75,8 @@ pub struct OperatorArgs {
     #[arg(long, env = "CLEAVE_UNSCHEDULABLE_AFTER_SECONDS", value_name = "SECONDS", default_value_t = 180)]
     pub unschedulable_after_seconds: u64,
 
-    /// Labels that every node with an agent has, as `key=value`. Pods without room on these nodes
-    /// can be released to nodes of another device plugin.
+    /// Labels that every node with an agent has, as `key=value`. Pods that do not fit on these
+    /// nodes can be released to nodes where another device plugin serves GPUs.
     #[arg(long, env = "CLEAVE_NODE_SELECTOR", value_name = "LABELS", value_delimiter = ',')]
     pub node_selector: Vec<Label>,
 
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn the_default_ports_are_on_every_address_of_both_families() {
+    fn the_default_ports_listen_on_all_ipv4_and_ipv6_addresses() {
         let OperatorArgs { metrics_addr, webhook_addr, .. } =
             Cli::try_parse_from(["operator", "--identity", "a"]).unwrap().args;
         assert_eq!(metrics_addr, "[::]:8080".parse().unwrap());

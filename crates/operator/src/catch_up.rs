@@ -1,8 +1,8 @@
 //! After this process acquires the lease, waits until its stores are as new as the lease.
 //!
-//! Watches may lag. A new leader whose watches lack the former leader's last releases would reserve
-//! the same shares again. So a new leader writes only after its watches have stored everything that
-//! was written before it acquired the lease:
+//! Watches may lag. A new leader whose watches have not yet delivered the former leader's last
+//! releases would reserve the same shares again. So a new leader writes only after its watches have
+//! stored everything that was written before it acquired the lease:
 //!
 //! - **Pods.** The process writes an annotation to its own pod. A watch delivers changes in order.
 //!   So once the watch delivers the annotation, the store contains all earlier changes of pods. One
@@ -41,9 +41,9 @@ const RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Time after which the process logs that the stores still lag, and reads the required resource
 /// versions again. The newest object of a list may have ended or been deleted.
 const WARN_AFTER: Duration = Duration::from_secs(10);
-/// Time in one term after which the process gives up the lease if it still writes nothing. Another
-/// process may have newer stores. Each consecutive late term doubles the time, so that a single
-/// process, or a process in a cluster where watches always lag, eventually becomes ready.
+/// How long the process may lead without a write before it gives up the lease. Another process may
+/// have newer stores. Each consecutive late term doubles the time, so that a single process, or a
+/// process in a cluster where watches always lag, eventually becomes ready.
 const LATE_AFTER: Duration = Duration::from_secs(60);
 /// Maximum number of times that [`LATE_AFTER`] is doubled.
 const MAX_DOUBLINGS: u32 = 4;
@@ -105,7 +105,7 @@ fn resource_version_number(object: &impl Resource) -> u64 {
     object.meta().resource_version.as_deref().and_then(|version| version.parse().ok()).unwrap_or(0)
 }
 
-/// State of the wait in one term.
+/// State of the wait for current stores in one term.
 struct CatchUp {
     term: u64,
     began: Instant,
@@ -139,19 +139,15 @@ impl CatchUp {
         }
     }
 
-    /// Returns whether the process has led for too long without writing, and reports that. `before`
-    /// is the number of consecutive late terms before this one.
+    /// Returns whether the process has led for too long without writing. If so, logs and counts the
+    /// late term. `before` is the number of consecutive late terms before this one.
     fn is_term_late(&self, before: u32, late: &Counter) -> bool {
         if self.began.elapsed() < late_after(before) {
             return false;
         }
         late.inc();
         let (term, required) = (self.term, self.required);
-        tracing::error!(
-            term,
-            ?required,
-            "giving up the lease: nothing could be written, because the watches lag or the API server fails"
-        );
+        tracing::error!(term, ?required, "giving up the lease; the stores are still older than the lease");
         true
     }
 }
@@ -165,7 +161,7 @@ fn late_after(before: u32) -> Duration {
 /// Sends the number of each term in which this process leads, once `stored` shows that the stores
 /// are as new as the lease. Runs until `stop` is cancelled. `pod` is the namespace and the name of
 /// this process's pod. `late` counts terms in which the stores take too long. The process gives up
-/// such a term, so that another process can lead.
+/// a late term, so that another process can lead.
 pub(crate) async fn run(
     (client, late): (Client, Counter),
     pod: (String, String),
@@ -182,7 +178,7 @@ pub(crate) async fn run(
             // Versions that were read in an earlier term do not suffice.
             let mut current = last.take().filter(|last| last.term == term).unwrap_or_else(|| CatchUp::new(term));
             if current.attempt(&client, &pod, &mut stored).await {
-                tracing::info!(term, "the watches are as new as the lease");
+                tracing::info!(term, "the stores are as new as the lease");
                 ready.send_replace(term);
                 late_terms = 0;
             } else if current.is_term_late(late_terms, &late) {
@@ -202,7 +198,7 @@ pub(crate) async fn run(
 
 /// Waits until the stores contain the required resource versions. Returns false after
 /// [`WARN_AFTER`]. A watch that lags for long may have lost its connection. Such a watch connects
-/// again within [`crate::watches::WATCH_TIMEOUT`].
+/// again within [`crate::watches::WATCH_TIMEOUT_SECONDS`].
 async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Versions) -> bool {
     let reached = tokio::time::timeout(WARN_AFTER, stored.wait_for(|stored| stored.has_reached(required))).await;
     match reached.map(|reached| reached.is_ok()) {
@@ -211,7 +207,7 @@ async fn wait_until_stored(stored: &mut watch::Receiver<Versions>, required: Ver
         Ok(false) => std::future::pending().await,
         Err(_) => {
             let stored = *stored.borrow();
-            tracing::warn!(?stored, ?required, "watches lag; nothing is written until they are current");
+            tracing::warn!(?stored, ?required, "watches lag; waiting before writes");
             false
         }
     }
@@ -228,8 +224,8 @@ enum Error {
     Timeout,
 }
 
-/// Returns the resource versions that the stores must contain: nothing that was written before this
-/// call is newer.
+/// Returns the resource versions that the stores must contain. No write before this call has a
+/// newer version.
 async fn read_required_versions(client: &Client, pod: &(String, String)) -> Result<Versions, Error> {
     let all = ListParams::default().limit(PAGE_SIZE);
     let pods = match annotate_own_pod(client, pod).await {
@@ -407,7 +403,7 @@ mod tests {
             tokio::time::sleep(Duration::from_secs(45)).await;
             assert_eq!((late.get(), guard.term()), (1, None), "another process may lead");
             tokio::time::sleep(Duration::from_secs(100)).await;
-            assert_eq!((late.get(), guard.term()), (1, Some(2)), "no other process leads; the time is doubled");
+            assert_eq!((late.get(), guard.term()), (1, Some(2)), "no other process leads, and the time is doubled");
             progress.send_replace(versions(50, 40, 45));
             guard.changed().await;
             assert!(guard.is_current());

@@ -28,7 +28,7 @@ pub struct DryRun {
     pub plan: Plan,
     /// The decision for each pending pod.
     pub outcome: Outcome,
-    /// The nodes whose `GpuNode.spec` would change.
+    /// The nodes whose `GpuNode.spec` differs from the plan.
     pub changes: Vec<GpuNodeChange>,
 }
 
@@ -47,7 +47,7 @@ pub fn dry_run(observed: &Observed) -> Result<DryRun> {
     Ok(DryRun { plan, outcome, changes })
 }
 
-/// The objects of a cluster that decisions depend on, listed once.
+/// The objects of a cluster on which decisions depend, listed once.
 #[derive(Debug, Default)]
 pub struct Objects {
     /// All nodes.
@@ -97,7 +97,7 @@ impl Objects {
     /// namespaces.
     ///
     /// # Errors
-    /// Returns an error if a list request fails for a reason other than missing rights.
+    /// Returns an error if a list request fails for a reason other than a missing permission.
     pub async fn list_for_placement(self, client: &Client) -> Result<Self> {
         let all = ListParams::default();
         Ok(Self {
@@ -124,7 +124,7 @@ impl Objects {
     }
 }
 
-/// Lists objects in pages, because one answer with all objects of a large cluster would be huge.
+/// Lists objects in pages, because one response with all objects of a large cluster would be huge.
 async fn list<K>(api: &Api<K>, params: ListParams) -> kube::Result<Vec<K>>
 where
     K: Clone + DeserializeOwned + Debug,
@@ -141,8 +141,8 @@ where
     }
 }
 
-/// Returns the objects, or none if the user may not list them: users need not have all of the
-/// operator's rights.
+/// Returns the objects, or none if the user may not list them. Users do not need all of the
+/// operator's permissions.
 fn objects_if_allowed<K>(kind: &str, listed: kube::Result<Vec<K>>) -> Result<Vec<K>> {
     match listed {
         Err(kube::Error::Api(status)) if status.code == 403 => {

@@ -10,13 +10,14 @@ use crate::policies::demand::{Outcome, Reason, WaitingPod};
 use crate::policies::status::shorten;
 use crate::read::Observed;
 
-/// Time for which a pod must wait for room before an Event reports it. Most pods are placed sooner.
+/// How long a pod must wait for free shares before an Event reports the wait. Most pods are placed
+/// sooner.
 const NO_ROOM_EVENT_DELAY: Duration = Duration::from_secs(2);
 /// Minimum time between two Events of one pod with different messages.
 const MIN_EVENT_INTERVAL: Duration = Duration::from_secs(300);
-/// Maximum number of Events per pass. A thousand waiting pods must not cause a thousand Events at
-/// once.
-const MAX_PER_PASS: usize = 20;
+/// Maximum number of Events per pass. A thousand waiting pods must not cause a thousand Events in
+/// one pass.
+const MAX_EVENTS_PER_PASS: usize = 20;
 /// Maximum length of an Event's note in bytes. The API server refuses notes above 1 KiB.
 const MAX_NOTE_BYTES: usize = 1000;
 
@@ -84,11 +85,11 @@ impl EventPublisher {
             let is_new = reported.last.as_ref().is_none_or(|(message, at)| {
                 *message != waiting.message && now.saturating_sub(*at) >= MIN_EVENT_INTERVAL
             });
-            if !is_new || now.saturating_sub(reported.since) < patience || events.len() >= MAX_PER_PASS {
+            if !is_new || now.saturating_sub(reported.since) < patience || events.len() >= MAX_EVENTS_PER_PASS {
                 continue;
             }
             reported.last = Some((waiting.message.clone(), now));
-            events.push((pod_reference(name, uid), event(type_, reason, &waiting.message)));
+            events.push((pod_reference(name, uid), new_event(type_, reason, &waiting.message)));
         }
         events
     }
@@ -98,12 +99,12 @@ impl EventPublisher {
         for (node, why) in &outcome.excluded_nodes {
             if self.excluded_nodes.get(node) != Some(why) {
                 let note = format!("GPU plans exclude the node: {why}");
-                events.push((node_reference(observed, node), event(EventType::Warning, "GpuNodeExcluded", &note)));
+                events.push((node_reference(observed, node), new_event(EventType::Warning, "GpuNodeExcluded", &note)));
             }
         }
         for node in self.excluded_nodes.keys().filter(|node| !outcome.excluded_nodes.contains_key(*node)) {
             let note = "GPU plans include the node again";
-            events.push((node_reference(observed, node), event(EventType::Normal, "GpuNodeIncluded", note)));
+            events.push((node_reference(observed, node), new_event(EventType::Normal, "GpuNodeIncluded", note)));
         }
         self.excluded_nodes.clone_from(&outcome.excluded_nodes);
         for (at, why) in outcome.excluded_gpus.iter().filter(|(at, why)| self.excluded_gpus.get(*at) != Some(*why)) {
@@ -111,14 +112,14 @@ impl EventPublisher {
             let node = node_reference(observed, &at.0);
             // The recorder would merge the Events of two GPUs, and keep the first note.
             let secondary = Some(ObjectReference { field_path: Some(at.1.clone()), ..node.clone() });
-            events.push((node, Event { secondary, ..event(EventType::Warning, "GpuExcluded", &note) }));
+            events.push((node, Event { secondary, ..new_event(EventType::Warning, "GpuExcluded", &note) }));
         }
         self.excluded_gpus.clone_from(&outcome.excluded_gpus);
-        events.truncate(MAX_PER_PASS);
+        events.truncate(MAX_EVENTS_PER_PASS);
         events
     }
 
-    /// Returns whether a pod that waits for room has no Event yet.
+    /// Returns whether a pod waits for free shares and has no Event yet.
     pub(crate) fn is_waiting(&self) -> bool {
         self.pods.values().any(|reported| reported.last.is_none() && reported.reason == Reason::NoRoom)
     }
@@ -142,24 +143,24 @@ pub(crate) fn unschedulable_event(message: &str) -> Event {
     let note = format!(
         "{message}. The pod fits on no GPU of the cluster, so it was released as unschedulable. Change its requests or constraints, or add a GPU node, then recreate the pod."
     );
-    event(EventType::Warning, "NoGpuFits", &note)
+    new_event(EventType::Warning, "NoGpuFits", &note)
 }
 
 /// Creates the Event of a released pod that nodes no longer accept.
 pub(crate) fn stranded_event(message: &str) -> Event {
-    Event { action: "Recreate".to_owned(), ..event(EventType::Warning, "Stranded", message) }
+    Event { action: "Recreate".to_owned(), ..new_event(EventType::Warning, "Stranded", message) }
 }
 
 /// Creates the Event of a pod that is evicted for a pod of higher priority.
 pub(crate) fn preempted_event(by: &str) -> Event {
-    let note = format!("evicted for {by}, which has a higher priority and needs room on the same GPU");
-    Event { action: "Preempt".to_owned(), ..event(EventType::Normal, "Preempted", &note) }
+    let note = format!("evicted so that {by}, which has a higher priority, can run");
+    Event { action: "Preempt".to_owned(), ..new_event(EventType::Normal, "Preempted", &note) }
 }
 
 /// Creates the Event of a pod that is evicted because it used a GPU outside its share.
 pub(crate) fn outside_share_event(node: &str, message: &str) -> Event {
     let note = format!("evicted from {node}, because the GPU's policy sets `enforcement: Evict`: {message}");
-    Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictedOutsideShare", &note) }
+    Event { action: "Evict".to_owned(), ..new_event(EventType::Warning, "EvictedOutsideShare", &note) }
 }
 
 /// Creates the Event of a pod whose eviction a disruption budget refuses.
@@ -168,7 +169,7 @@ pub(crate) fn protected_event(message: &str) -> Event {
         "The pod exceeded its limits, but a disruption budget prevents its eviction. Delete the pod, or change the \
          budget. The API server answered: {message}"
     );
-    Event { action: "Evict".to_owned(), ..event(EventType::Warning, "EvictionProtected", &note) }
+    Event { action: "Evict".to_owned(), ..new_event(EventType::Warning, "EvictionProtected", &note) }
 }
 
 /// Creates the Event of an MPS host that an MPS host of its `DaemonSet`'s newest revision replaces.
@@ -177,12 +178,12 @@ pub(crate) fn mps_host_replaced_event(node: &str, pod: &str, uid: &str) -> Event
     // The recorder merges Events that differ only in their note. A different `secondary` prevents
     // that.
     let secondary = Some(pod_reference(pod, uid));
-    Event { action: "Replace".to_owned(), secondary, ..event(EventType::Normal, "MpsHostReplaced", &note) }
+    Event { action: "Replace".to_owned(), secondary, ..new_event(EventType::Normal, "MpsHostReplaced", &note) }
 }
 
 /// Creates the Event that reports that the replacement of MPS hosts has stopped.
 pub(crate) fn rollout_stopped_event(message: &str) -> Event {
-    Event { action: "Replace".to_owned(), ..event(EventType::Warning, "MpsHostUpgradeStopped", message) }
+    Event { action: "Replace".to_owned(), ..new_event(EventType::Warning, "MpsHostUpgradeStopped", message) }
 }
 
 fn node_reference(observed: &Observed, node: &str) -> ObjectReference {
@@ -195,7 +196,7 @@ fn node_reference(observed: &Observed, node: &str) -> ObjectReference {
     }
 }
 
-fn event(type_: EventType, reason: &str, note: &str) -> Event {
+fn new_event(type_: EventType, reason: &str, note: &str) -> Event {
     Event {
         type_,
         reason: reason.to_owned(),
@@ -231,17 +232,14 @@ mod tests {
     fn a_pod_without_room_gets_one_event_for_each_reason() {
         let mut publisher = EventPublisher::default();
         let cluster = cluster(1);
-        let full = outcome(1, Reason::NoRoom, "No node can hold it. n1: it is full.");
+        let full = outcome(1, Reason::NoRoom, "No eligible GPU node. n1: full.");
         assert!(publisher.events(&full, &cluster, at(0)).is_empty(), "it may still find room");
         let events = publisher.events(&full, &cluster, at(2));
         let (regarding, event) = &events[0];
         assert_eq!((regarding.namespace.as_deref(), regarding.name.as_deref()), (Some("team"), Some("p0")));
-        assert_eq!(
-            (event.reason.as_str(), event.note.as_deref()),
-            ("NoGpu", Some("No node can hold it. n1: it is full."))
-        );
+        assert_eq!((event.reason.as_str(), event.note.as_deref()), ("NoGpu", Some("No eligible GPU node. n1: full.")));
         assert!(publisher.events(&full, &cluster, at(600)).is_empty(), "the same reason");
-        let other = outcome(1, Reason::NoRoom, "No node can hold it. n1: cordoned.");
+        let other = outcome(1, Reason::NoRoom, "No eligible GPU node. n1: cordoned.");
         assert_eq!(publisher.events(&other, &cluster, at(601)).len(), 1);
         assert!(publisher.events(&full, &cluster, at(602)).is_empty(), "not too often");
     }
@@ -256,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_repartitioning_is_reported_at_once_and_a_wait_for_the_scheduler_is_not() {
+    fn a_repartitioning_is_reported_immediately_and_a_wait_for_the_scheduler_is_not() {
         let mut publisher = EventPublisher::default();
         let cluster = cluster(1);
         assert_eq!(publisher.events(&outcome(1, Reason::Repartitioning, "On n1"), &cluster, at(0)).len(), 1);

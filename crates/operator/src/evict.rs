@@ -22,7 +22,7 @@ pub enum EvictionResult {
     /// The API server limits the number of requests. Contains the time after which to retry. The
     /// response does not show whether the pod can be evicted.
     Throttled(Duration),
-    /// The API server gave no answer. Contains the reason.
+    /// The API server did not answer. Contains the reason.
     Failed(String),
 }
 
@@ -40,7 +40,7 @@ impl EvictionResult {
     }
 }
 
-/// The cause in the status of an eviction that a disruption budget refuses.
+/// The cause in the API server's response when a disruption budget refuses an eviction.
 const BUDGET_CAUSE: &str = "DisruptionBudget";
 
 /// Grace period and time limit of an eviction.
@@ -99,7 +99,7 @@ async fn send_eviction(client: &Client, pod: &str, delete: serde_json::Value, ti
     }
 }
 
-/// Translates the status of the API server's answer to an eviction that it did not accept.
+/// Converts the status with which the API server refuses an eviction.
 fn result_of_status(status: &Status) -> EvictionResult {
     let causes = status.details.iter().flat_map(|details| &details.causes);
     match status.code {
@@ -137,7 +137,8 @@ mod tests {
             eviction_result(429, json!({"retryAfterSeconds": 7})),
             EvictionResult::Throttled(Duration::from_secs(7))
         );
-        // Priority and fairness answers with plain text, for which the client builds a status.
+        // API Priority and Fairness answers with plain text, and the client converts the text to a
+        // status.
         let plain = Status::failure("Too many requests", "Failed to parse error data").with_code(429);
         assert_eq!(result_of_status(&plain), EvictionResult::Throttled(Duration::from_secs(1)));
     }

@@ -13,7 +13,7 @@ use prometheus_client::registry::Registry;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::admission::certificate::Served;
+use crate::admission::certificate::CertificateReceiver;
 use crate::leader::LeaseGuard;
 use crate::metrics::Metrics;
 
@@ -29,7 +29,7 @@ pub(crate) struct Health {
     /// The registry that `/metrics` encodes.
     pub(crate) registry: Arc<Registry>,
     /// The webhook's certificate. `None` if the webhook is disabled.
-    pub(crate) certified: Option<Served>,
+    pub(crate) certified: Option<CertificateReceiver>,
 }
 
 /// Serves requests until `stop` is cancelled.
@@ -37,7 +37,7 @@ pub(crate) async fn serve(listener: TcpListener, health: Health, stop: Cancellat
     let router = Router::new()
         .route("/metrics", get(metrics))
         // The threads that run the passes also answer requests, and the process exits when any of
-        // its tasks ends. Therefore an answer proves that the operator works.
+        // its tasks ends. Therefore a response proves that the operator works.
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readyz))
         .with_state(health);
@@ -52,8 +52,8 @@ async fn readyz(State(health): State<Health>) -> Response {
     }
 }
 
-/// Checks that all objects are listed, that the lease has been read, and that the webhook, if
-/// enabled, has a certificate.
+/// Checks that all objects are listed, the lease has been read, and an enabled webhook has a
+/// certificate.
 fn readiness(listed: bool, known: bool, certified: bool) -> Result<(), &'static str> {
     match (listed, known, certified) {
         (false, ..) => Err("the cluster's objects are not listed yet"),

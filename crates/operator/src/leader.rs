@@ -3,11 +3,11 @@
 //! [`evaluate`] decides and is pure. [`Elector::run`] reads the lease, decides and writes. The
 //! holder's [`LeaseGuard`] expires before another process may acquire the lease. So a holder that
 //! cannot reach the API server stops writing before another process starts to write. Processes
-//! never compare each other's clocks: a process measures the age of a renewal from the moment when
-//! it reads the changed lease.
+//! never compare each other's clocks: a process measures the age of a renewal from its own read of
+//! the changed lease.
 //!
-//! [`start`] runs the elector on a separate thread. A long pass, or many TLS handshakes of the
-//! webhook, keep the main thread busy, but must not delay a renewal.
+//! [`start`] runs the elector on a separate thread. A long pass or many TLS handshakes can keep the
+//! main thread busy, but must not delay a renewal.
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -20,22 +20,22 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// Time for which a lease is valid after a renewal. Kubernetes' own controllers use the same value.
+/// How long a lease is valid after a renewal. Kubernetes' own controllers use the same value.
 pub const LEASE_TIME: Duration = Duration::from_secs(15);
-/// Time for which a [`LeaseGuard`] is valid after the renewal request was sent. A write that starts
-/// while the guard is valid completes or times out before the lease expires.
+/// How long a [`LeaseGuard`] is valid after the renewal request was sent. A write that starts while
+/// the guard is valid completes or times out before the lease expires.
 pub const GUARD_TIME: Duration = Duration::from_secs(10);
-/// Time after which a write that started while a [`LeaseGuard`] was valid is over.
+/// Maximum duration of a write that starts while a [`LeaseGuard`] is valid.
 const WRITE_TIME: Duration = LEASE_TIME.saturating_sub(GUARD_TIME);
 /// Interval between renewals by the holder. A guard remains valid if one renewal fails and the next
 /// succeeds, even if both requests of the failed renewal time out.
 const RENEW_INTERVAL: Duration = Duration::from_secs(3);
-/// Interval at which other processes read the lease.
+/// Interval between reads of the lease by processes that do not hold it.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 /// Delay before a failed request is retried.
 const RETRY_DELAY: Duration = Duration::from_millis(500);
-/// Time after which a process that gave up the lease may acquire it again, if it is free. Another
-/// process needs at most the [`LEASE_TIME`] and one [`POLL_INTERVAL`] to acquire it.
+/// Time after which a process that gave up the lease may acquire it again, if no other process has.
+/// Another process needs at most the [`LEASE_TIME`] and one [`POLL_INTERVAL`] to acquire it.
 pub(crate) const GIVE_UP_TIME: Duration = Duration::from_secs(20);
 /// Time limit of a request to the API server. A renewal is two requests.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
@@ -65,7 +65,7 @@ pub enum Decision {
     Acquire,
     /// This process holds the lease: renew it.
     Renew,
-    /// Another process holds the lease for at least this long.
+    /// Another process holds the lease. Contains the minimum remaining time.
     Wait(Duration),
 }
 
@@ -168,14 +168,13 @@ impl LeaseGuard {
         }
     }
 
-    /// Returns a guard of the same lease that is current only in terms up to the one that `ready`
-    /// contains.
+    /// Returns a guard of the same lease that is current only in terms up to the number in `ready`.
     pub(crate) fn with_readiness(&self, ready: watch::Receiver<u64>) -> Self {
         Self { ready: Some(ready), ..self.clone() }
     }
 
-    /// Ends a term in which this process cannot write, so that another process can lead. If none
-    /// does, this process acquires the lease again after [`GIVE_UP_TIME`].
+    /// Ends a term in which this process cannot write, so that another process can lead. If no
+    /// other process does, this process acquires the lease again after [`GIVE_UP_TIME`].
     pub(crate) fn give_up(&self, term: u64) {
         self.given_up.send_replace(term);
     }
@@ -254,8 +253,8 @@ pub(crate) fn start(
     };
     let thread = std::thread::Builder::new().name("lease".to_owned());
     // The process ends when the future resolves, so no code joins the thread.
-    thread.spawn(move || drop(report.send(elect()))).context("failed to start the thread of the lease")?;
-    Ok((guard, async { ended.await.context("the thread of the lease panicked")? }))
+    thread.spawn(move || drop(report.send(elect()))).context("failed to start the lease thread")?;
+    Ok((guard, async { ended.await.context("the lease thread panicked")? }))
 }
 
 /// State that an elector shares with its guards.
@@ -264,7 +263,7 @@ struct Channels {
     given_up: watch::Receiver<u64>,
 }
 
-/// Returns a guard, and the state through which its elector updates it.
+/// Returns a guard, and the channels through which an elector updates the guard.
 fn new_guard() -> (Channels, LeaseGuard) {
     let (term, terms) = watch::channel(Term::default());
     let (sender, given_up) = watch::channel(0);
@@ -291,7 +290,7 @@ pub struct Elector {
     last: Option<ObservedLease>,
     /// Whether any read since the last term began showed that this process does not hold the lease.
     interrupted: bool,
-    /// Time before which this process does not acquire the lease, because it gave the lease up.
+    /// The process does not acquire the lease before this time, because it gave up the lease.
     declines_until: Option<Instant>,
     channels: Channels,
 }
@@ -319,7 +318,7 @@ impl Elector {
                     RETRY_DELAY
                 }
             };
-            // All branches are cancel-safe: a timer, and waits for a token and for a value.
+            // All branches are cancel-safe: they wait for a timer, a token and a value.
             let given_up = async {
                 if self.channels.given_up.changed().await.is_err() {
                     std::future::pending::<()>().await;
@@ -417,7 +416,7 @@ impl Elector {
         });
     }
 
-    /// Releases the lease, so that the next leader need not wait for the lease to expire.
+    /// Releases the lease, so that the next leader does not wait for the lease to expire.
     async fn release(&mut self) {
         self.set_term(None);
         let released_lease = async {
@@ -464,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absent_lease_is_created_and_a_free_one_is_taken() {
+    fn an_absent_lease_is_created_and_a_free_lease_is_acquired() {
         assert_eq!(evaluate(None, "a", at(0)), Decision::Create);
         assert_eq!(evaluate(Some(&observed("", 0)), "a", at(0)), Decision::Acquire);
         let empty = ObservedLease { spec: lease("", None), since: at(0) };
@@ -488,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_of_another_process_is_taken_only_after_it_expires() {
+    fn a_lease_of_another_process_is_acquired_only_after_it_expires() {
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(100)), Decision::Wait(15 * SECOND));
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(114)), Decision::Wait(SECOND));
         assert_eq!(evaluate(Some(&observed("b", 100)), "a", at(115)), Decision::Acquire);
@@ -510,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guard_expires_before_another_process_may_take_the_lease() {
+    fn a_guard_expires_before_another_process_may_acquire_the_lease() {
         assert!(GUARD_TIME + REQUEST_TIMEOUT < LEASE_TIME);
         let failed = REQUEST_TIMEOUT + REQUEST_TIMEOUT;
         assert!(RENEW_INTERVAL + failed + RETRY_DELAY < GUARD_TIME, "a guard outlives one failed renewal");
@@ -548,7 +547,7 @@ mod tests {
         while began.elapsed() <= LEASE_TIME {
             writes.recv_timeout(LEASE_TIME).unwrap();
         }
-        assert!(guard.is_current(), "the lease was renewed meanwhile");
+        assert!(guard.is_current(), "the elector renewed the lease");
         stop.cancel();
         released.cancel();
         ended.await.unwrap();
@@ -556,7 +555,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_guard_that_waits_for_readiness_is_current_only_in_terms_that_are_ready() {
+    async fn a_guard_with_readiness_is_current_only_in_ready_terms() {
         let (written, _writes) = std::sync::mpsc::channel();
         let api = Api::namespaced(lease_server(written), "default");
         let (mut elector, lease) = Elector::new(api, "l".to_owned(), "me".to_owned());
@@ -578,11 +577,11 @@ mod tests {
         tokio::time::sleep(GUARD_TIME).await;
         assert_eq!((lease.term(), guard.is_current()), (None, false), "the guard has expired");
         elector.poll().await.unwrap();
-        assert_eq!((lease.term(), guard.is_current()), (Some(3), false), "writers have dropped their state");
+        assert_eq!((lease.term(), guard.is_current()), (Some(3), false), "the expiry made writers drop their state");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_process_that_gives_up_the_lease_acquires_it_again_only_if_no_other_does() {
+    async fn a_process_that_gives_up_the_lease_acquires_it_again_only_if_no_other_process_does() {
         for other_leads in [false, true] {
             let (written, writes) = std::sync::mpsc::channel();
             let client = lease_server(written);
@@ -622,7 +621,7 @@ mod tests {
     }
 
     #[test]
-    fn taking_the_lease_counts_a_transition_and_renewing_does_not() {
+    fn acquiring_the_lease_counts_a_transition_and_renewing_it_does_not() {
         let now = Timestamp::UNIX_EPOCH;
         let taken = acquired_lease(Some(&lease("b", Some(15))), "a", now);
         assert_eq!(taken.lease_transitions, Some(4));

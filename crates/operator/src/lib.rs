@@ -8,7 +8,7 @@
 //! | [`placement`] | gated pods, free shares | reservations, released pods |
 //! | `tenants` | `GpuNode.status.findings` | pod conditions, evictions |
 //! | `rollout` | outdated MPS hosts on idle nodes | their replacement, as part of placement |
-//! | [`admission`] | new pods, on API servers without admission policies | answers of the webhook |
+//! | [`admission`] | new pods, on API servers without admission policies | webhook responses |
 //!
 //! All modules read the cluster through [`pods`] and [`read`]. `run` starts the tasks:
 //!
@@ -22,8 +22,8 @@
 //!
 //! The GPUs of one policy can be on many nodes, so one pass plans the whole cluster. Only one pass
 //! runs at a time. If a watch fails, its store keeps the objects that it last received. Every write
-//! requires the lease, and a renewal of the lease requires the API server. So the operator writes
-//! nothing while the API server is unreachable.
+//! requires the lease. The lease expires if the operator cannot reach the API server, so a
+//! disconnected operator stops writing.
 pub mod admission;
 mod args;
 mod catch_up;

@@ -21,13 +21,13 @@ pub(crate) struct Metrics {
     /// Passes over the whole cluster, by result.
     pub(crate) passes: Family<Outcome, Counter>,
     /// Objects written, by kind and result.
-    pub(crate) writes: Family<Write, Counter>,
+    pub(crate) writes: Family<WriteLabels, Counter>,
     /// Errors of watches, by kind. Each watch retries.
-    pub(crate) watch_errors: Family<Kind, Counter>,
+    pub(crate) watch_errors: Family<KindLabel, Counter>,
     /// Terms in which the stores took too long to become as new as the lease.
     pub(crate) catch_ups_late: Counter,
     /// Malformed objects, by kind.
-    pub(crate) malformed: Family<Kind, Gauge>,
+    pub(crate) malformed: Family<KindLabel, Gauge>,
     /// Valid policies.
     pub(crate) policies: Gauge,
     /// Nodes with a desired state.
@@ -44,14 +44,16 @@ pub(crate) struct Metrics {
     /// Steps that agents reported, by result.
     pub(crate) steps: Family<Outcome, Counter>,
     /// Pods that wait for GPUs, by reason.
-    pub(crate) pods_waiting: Family<Reason, Gauge>,
+    pub(crate) pods_waiting: Family<ReasonLabel, Gauge>,
     /// Pods released to the scheduler, by result.
     pub(crate) pods_released: Family<Outcome, Counter>,
-    /// Time of one decision about pods at the gate, with reading the stores, without writes.
+    /// Duration of one decision about gated pods, including reads of the stores and excluding
+    /// writes.
     pub(crate) placement_seconds: Histogram,
-    /// Time from when a pod was first seen at the gate to the patch that released it.
+    /// Time from the operator's first sight of a pod at the placement gate to the patch that
+    /// released the pod.
     pub(crate) gate_wait_seconds: Histogram,
-    /// Pods evicted to make room for pods of higher priority, by result.
+    /// Pods evicted for pods of higher priority, by result.
     pub(crate) evictions: Family<Outcome, Counter>,
     /// Searches for preemption victims.
     pub(crate) preemption_searches: Counter,
@@ -59,7 +61,7 @@ pub(crate) struct Metrics {
     pub(crate) stranded_pods_recreated: Family<Outcome, Counter>,
     /// Pods evicted because they used a GPU outside their share, by result.
     pub(crate) tenant_evictions: Family<Outcome, Counter>,
-    /// Conditions written about whether pods use a GPU only within their share, by result.
+    /// Writes of the condition `WithinShare` of pods, by result.
     pub(crate) tenant_conditions: Family<Outcome, Counter>,
     /// MPS hosts whose `DaemonSet` has a newer revision.
     pub(crate) hosts_outdated: Gauge,
@@ -68,11 +70,11 @@ pub(crate) struct Metrics {
     /// 1 while the replacement of MPS hosts is stopped because a new MPS host is not working.
     pub(crate) rollout_stopped: Gauge,
     /// Pods at the placement gate, by reason.
-    pub(crate) gated: Family<Reason, Gauge>,
+    pub(crate) gated: Family<ReasonLabel, Gauge>,
     /// The pods at the placement gate that have waited longest.
-    pub(crate) longest_waits: Family<GatedPod, Gauge<f64, AtomicU64>>,
+    pub(crate) longest_waits: Family<GatedPodLabels, Gauge<f64, AtomicU64>>,
     /// Waiting time of all pods at the placement gate, by reason.
-    pub(crate) gated_seconds: Family<Reason, Counter<f64, AtomicU64>>,
+    pub(crate) gated_seconds: Family<ReasonLabel, Counter<f64, AtomicU64>>,
     waits: Arc<Mutex<WaitClock>>,
     /// Pods at the placement gate that are reported to cluster autoscalers.
     pub(crate) reported: Gauge,
@@ -132,19 +134,20 @@ impl Default for Metrics {
     }
 }
 
-/// Upper bounds of decisions about pods at the gate, in seconds. Most take some milliseconds.
+/// Upper bounds of the buckets of [`Metrics::placement_seconds`]. Most decisions take a few
+/// milliseconds.
 const PLACEMENT_BUCKETS: [f64; 16] =
     [0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1.0, 5.0];
 
 /// Label: why a pod waits.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct Reason {
+pub(crate) struct ReasonLabel {
     pub(crate) reason: &'static str,
 }
 
 /// Labels: a pod at the placement gate, and why it waits.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct GatedPod {
+pub(crate) struct GatedPodLabels {
     pub(crate) namespace: String,
     pub(crate) pod: String,
     pub(crate) reason: &'static str,
@@ -158,14 +161,14 @@ pub(crate) struct Outcome {
 
 /// Labels: the kind of the written object, and the result of the write.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct Write {
+pub(crate) struct WriteLabels {
     pub(crate) kind: &'static str,
     pub(crate) result: &'static str,
 }
 
 /// Label: a kind of object.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct Kind {
+pub(crate) struct KindLabel {
     pub(crate) kind: &'static str,
 }
 
@@ -181,7 +184,7 @@ impl Metrics {
         registry.register("watch_errors", "Watch errors, by kind; every watch is retried", self.watch_errors.clone());
         registry.register(
             "catch_ups_late",
-            "Terms of leadership in which nothing could be written for a minute, because watches lagged or requests failed",
+            "Terms of leadership in which the operator could not write for a minute, because watches lagged or requests failed",
             self.catch_ups_late.clone(),
         );
         registry.register("malformed_objects", "Objects that do not match their CRD, by kind", self.malformed.clone());
@@ -219,11 +222,7 @@ impl Metrics {
             "Time that a pod waited at the placement gate",
             self.gate_wait_seconds.clone(),
         );
-        registry.register(
-            "evictions",
-            "Pods evicted to make room for pods of higher priority, by result",
-            self.evictions.clone(),
-        );
+        registry.register("evictions", "Pods evicted for pods of higher priority, by result", self.evictions.clone());
         registry.register("preemption_searches", "Searches for preemption victims", self.preemption_searches.clone());
         registry.register(
             "stranded_pods_recreated",
@@ -258,12 +257,12 @@ impl Metrics {
         registry.register("pods_gated", "Pods at the placement gate, by reason", self.gated.clone());
         registry.register(
             "pod_waiting_seconds",
-            "Time for which a pod has waited at the placement gate; only the 20 pods that have waited longest",
+            "How long a pod has waited at the placement gate, for the 20 pods that have waited longest",
             self.longest_waits.clone(),
         );
         registry.register(
             "pods_gated_seconds",
-            "Time that pods spent at the placement gate, added up over all pods, by reason",
+            "Total waiting time of all pods at the placement gate, by reason",
             self.gated_seconds.clone(),
         );
         registry.register(
@@ -278,8 +277,8 @@ impl Metrics {
         );
     }
 
-    /// Clears the metrics that passes set. A process that does not lead reports no values, so the
-    /// sum over all replicas is the leader's value.
+    /// Clears the metrics that passes set. A process that does not lead reports no values, so that
+    /// the sum over all replicas is the leader's value.
     pub(crate) fn reset_passes(&self) {
         self.malformed.clear();
         self.policies.set(0);
@@ -310,20 +309,20 @@ impl Metrics {
         self.count_waits(&mut waits);
         for reason in demand::Reason::ALL.map(demand::Reason::as_str) {
             let pods = gated.get(reason).copied().unwrap_or(0);
-            self.gated.get_or_create(&Reason { reason }).set(pods.into());
+            self.gated.get_or_create(&ReasonLabel { reason }).set(pods.into());
         }
         waits.replace(gated);
         self.longest_waits.clear();
         for (pod, reason, waited) in longest {
             let (namespace, pod) = pod.split_once('/').unwrap_or(("", pod));
-            let label = GatedPod { namespace: namespace.to_owned(), pod: pod.to_owned(), reason };
+            let label = GatedPodLabels { namespace: namespace.to_owned(), pod: pod.to_owned(), reason };
             self.longest_waits.get_or_create(&label).set(waited.as_secs_f64());
         }
     }
 
     fn count_waits(&self, waits: &mut WaitClock) {
         for (reason, seconds) in waits.advance(Instant::now()) {
-            self.gated_seconds.get_or_create(&Reason { reason }).inc_by(seconds);
+            self.gated_seconds.get_or_create(&ReasonLabel { reason }).inc_by(seconds);
         }
     }
 
@@ -358,12 +357,12 @@ mod tests {
     use prometheus_client::encoding::text::encode;
     use prometheus_client::registry::Registry;
 
-    use super::{GatedPod, Kind, Metrics, Reason, resident_bytes};
+    use super::{GatedPodLabels, KindLabel, Metrics, ReasonLabel, resident_bytes};
 
     /// Sets each gauge about the cluster to a value other than 0.
     fn set_all_cluster_gauges(metrics: &Metrics) {
-        // No `..`, so that the compiler points here when a metric is added. A new gauge must be set
-        // below.
+        // Do not use `..`, so that the compiler reports an error here when a metric is added. Set
+        // new gauges below.
         let Metrics {
             malformed,
             policies,
@@ -403,10 +402,10 @@ mod tests {
             tenant_conditions: _,
             hosts_replaced: _,
         } = metrics;
-        malformed.get_or_create(&Kind { kind: "GpuNode" }).set(1);
-        pods_waiting.get_or_create(&Reason { reason: "no_room" }).set(1);
-        gated.get_or_create(&Reason { reason: "no_room" }).set(1);
-        let pod = GatedPod { namespace: "team".to_owned(), pod: "a".to_owned(), reason: "no_room" };
+        malformed.get_or_create(&KindLabel { kind: "GpuNode" }).set(1);
+        pods_waiting.get_or_create(&ReasonLabel { reason: "no_room" }).set(1);
+        gated.get_or_create(&ReasonLabel { reason: "no_room" }).set(1);
+        let pod = GatedPodLabels { namespace: "team".to_owned(), pod: "a".to_owned(), reason: "no_room" };
         longest_waits.get_or_create(&pod).set(1.0);
         for gauge in [policies, nodes, hosts_outdated, rollout_stopped, reported, nodes_excluded] {
             gauge.set(1);
@@ -438,7 +437,7 @@ mod tests {
         metrics.register(&mut registry);
         set_all_cluster_gauges(&metrics);
         let (gauges, nonzero) = cluster_gauges(&registry);
-        assert_eq!(nonzero, gauges, "set_all_cluster_gauges sets all of them");
+        assert_eq!(nonzero, gauges, "set_all_cluster_gauges sets all gauges");
         metrics.reset_passes();
         metrics.reset_placement();
         assert_eq!(cluster_gauges(&registry).1, BTreeSet::new());

@@ -19,7 +19,7 @@ use kube::{Api, Resource as _, ResourceExt};
 use tokio::sync::watch;
 
 use crate::events::{self, EventPublisher};
-use crate::metrics::{self, Kind, Outcome, Write};
+use crate::metrics::{self, KindLabel, Outcome, WriteLabels};
 use crate::policies::demand::{self, Reason, WaitingPod};
 use crate::policies::pace::{PlanPace, QuietPeriod};
 use crate::policies::repartition::Repartitions;
@@ -33,15 +33,15 @@ use crate::task::{Context, Controller, Trigger};
 use crate::watches::Wakers;
 use crate::write::{MAX_IN_FLIGHT, publish, publish_all, with_timeout};
 
-/// Interval between passes while pods wait for room. The interval is necessary because a pod that
-/// frees only CPU and memory does not wake the controller.
+/// Interval between passes while pods wait for free GPUs. The interval is necessary because a pod
+/// that frees only CPU and memory does not wake the controller.
 const WAITING_PODS_INTERVAL: Duration = Duration::from_secs(5);
 /// Delay between a failed pass and the next one. Each further failure doubles the delay.
 const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
 /// Maximum delay after a failed pass.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 
-/// The inputs of the controller.
+/// The inputs of the GPU controller.
 pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
     pub(crate) wakes: Wakers,
@@ -52,7 +52,7 @@ pub(crate) struct ControllerInputs {
 }
 
 /// The GPU controller.
-pub(crate) struct Passes {
+pub(crate) struct GpuController {
     context: Context,
     wakes: Wakers,
     demand: watch::Sender<Arc<BTreeMap<String, WaitingPod>>>,
@@ -88,7 +88,7 @@ enum Demand {
 #[derive(Debug)]
 struct PassFailed;
 
-impl Controller for Passes {
+impl Controller for GpuController {
     fn batch_window(&mut self) -> Duration {
         self.pace.plan_delay(self.started.elapsed())
     }
@@ -103,7 +103,7 @@ impl Controller for Passes {
     }
 }
 
-impl Passes {
+impl GpuController {
     pub(crate) fn new(parts: ControllerInputs) -> Self {
         let ControllerInputs { context, wakes, demand, taint } = parts;
         Self {
@@ -130,8 +130,8 @@ impl Passes {
         self.started.elapsed()
     }
 
-    /// Drops all remembered state of the cluster. While another process leads, that process
-    /// decides, and this state becomes obsolete.
+    /// Drops all remembered state of the cluster. The state becomes obsolete while another process
+    /// leads.
     fn forget(&mut self) {
         self.written = WrittenStatuses::new();
         self.history = History::default();
@@ -143,8 +143,8 @@ impl Passes {
         self.taints = self.taints.is_some().then(Taints::default);
     }
 
-    /// Reads, plans and writes once. Drops all memory while another process leads. `seen` is the
-    /// time at which the first change was seen.
+    /// Reads, plans and writes once. Drops all remembered state if another process leads. `seen` is
+    /// the time at which the controller saw the first change.
     async fn run_pass(&mut self, seen: Instant) -> Result<(), PassFailed> {
         self.next = None;
         if !self.context.claim.is_current() {
@@ -167,14 +167,14 @@ impl Passes {
         let outcome = self.plan_demand(&mut plan, &observed, now);
         self.next = self.next.into_iter().chain(failures).min();
         self.set_gauges(&observed, &plan);
-        let nodes = self.apply(&plan, &observed, seen).await;
+        let nodes = self.apply_specs(&plan, &observed, seen).await;
         match &outcome {
             Demand::Planned(outcome) => {
-                self.send_waiting(&outcome.waiting);
+                self.send_waiting_pods(&outcome.waiting);
                 self.report_demand(outcome, &observed).await;
             }
             Demand::None => {
-                self.send_waiting(&BTreeMap::new());
+                self.send_waiting_pods(&BTreeMap::new());
                 self.context.metrics.reset_demand();
                 self.publisher = EventPublisher::default();
             }
@@ -188,8 +188,8 @@ impl Passes {
         if all { Ok(()) } else { Err(PassFailed) }
     }
 
-    /// Sends the placement controller each pod's reason to wait, if a reason has changed.
-    fn send_waiting(&self, waiting: &BTreeMap<String, WaitingPod>) {
+    /// Sends each pod's reason to wait to the placement controller, if a reason has changed.
+    fn send_waiting_pods(&self, waiting: &BTreeMap<String, WaitingPod>) {
         let modified = self.demand.send_if_modified(|sent| {
             let modified = **sent != *waiting;
             if modified {
@@ -234,7 +234,7 @@ impl Passes {
         self.context.metrics.plans.get_or_create(&Outcome { result }).inc();
         for reason in Reason::ALL {
             let count = outcome.waiting.values().filter(|waiting| waiting.reason == reason).count();
-            let label = metrics::Reason { reason: reason.as_str() };
+            let label = metrics::ReasonLabel { reason: reason.as_str() };
             self.context.metrics.pods_waiting.get_or_create(&label).set(i64::try_from(count).unwrap_or(i64::MAX));
         }
         self.context.metrics.fragmentation.set(f64::from(outcome.fragmentation) / 1000.0);
@@ -279,7 +279,7 @@ impl Passes {
         }
     }
 
-    /// Records how long nodes took to serve what this process wrote.
+    /// Records how long nodes took to serve the specs that this process wrote.
     fn measure_repartitions(&mut self, observed: &Observed) {
         let plan_of = |name: &str| {
             let status = observed.nodes.get(name)?.object().and_then(|object| object.status.as_ref());
@@ -300,7 +300,7 @@ impl Passes {
     }
 
     /// Writes the changed `GpuNode` specs, several at a time. Returns false if a write failed.
-    async fn apply(&mut self, plan: &plan::Plan, observed: &Observed, seen: Instant) -> bool {
+    async fn apply_specs(&mut self, plan: &plan::Plan, observed: &Observed, seen: Instant) -> bool {
         let api: Api<DeserializeGuard<GpuNode>> = Api::all(self.context.client.clone());
         let changes = apply::changes(plan, observed);
         let (api, claim) = (&api, &self.context.claim);
@@ -370,9 +370,9 @@ impl Passes {
         all
     }
 
-    /// Taints the nodes that can serve no pod, several at a time, if that is enabled. Each node has
-    /// its own retries, so a failed write does not fail the pass. Returns false if this process no
-    /// longer leads.
+    /// Taints the nodes that can serve no pod, several at a time, if tainting is enabled. Each node
+    /// has its own retries, so a failed write does not fail the pass. Returns false if this process
+    /// no longer leads.
     async fn update_taints(&mut self, observed: &Observed) -> bool {
         let now = self.now();
         let Some(taints) = &mut self.taints else { return true };
@@ -388,17 +388,17 @@ impl Passes {
             let done = written == TaintWriteResult::Done;
             self.count_write("Node", done, &mut true);
             let now = self.now();
-            let retry = self.taints.as_mut().and_then(|taints| taints.record(&change.node, done, now));
+            let retry = self.taints.as_mut().and_then(|taints| taints.record_write(&change.node, done, now));
             self.next = self.next.into_iter().chain(retry).min();
         }
         leads
     }
 
-    /// Publishes Events about a policy's conditions that changed. Does not retry failed Events.
+    /// Publishes Events about a policy's changed conditions. Does not retry failed Events.
     async fn publish_policy_events(&self, update: &status::Update, observed: &Observed) {
         let Some(Ok(policy)) = observed.policies.get(&update.policy) else { return };
         let regarding: ObjectReference = policy.object_ref(&());
-        for event in update.changed.iter().filter_map(status::event) {
+        for event in update.changed.iter().filter_map(status::condition_event) {
             tracing::info!(
                 policy = policy.name_any(),
                 reason = event.reason,
@@ -412,7 +412,7 @@ impl Passes {
     /// Counts a write in the metrics. Sets `all` to false if the write failed.
     fn count_write(&self, kind: &'static str, done: bool, all: &mut bool) {
         let result = if done { "ok" } else { "failed" };
-        self.context.metrics.writes.get_or_create(&Write { kind, result }).inc();
+        self.context.metrics.writes.get_or_create(&WriteLabels { kind, result }).inc();
         *all &= done;
     }
 
@@ -422,8 +422,12 @@ impl Passes {
         let malformed_policies = observed.policies.values().filter(|policy| policy.is_err()).count();
         let nodes = observed.nodes.values();
         let malformed_nodes = nodes.filter(|node| node.has_gpu_node() && node.object().is_none()).count();
-        self.context.metrics.malformed.get_or_create(&Kind { kind: "SharingPolicy" }).set(size(malformed_policies));
-        self.context.metrics.malformed.get_or_create(&Kind { kind: "GpuNode" }).set(size(malformed_nodes));
+        self.context
+            .metrics
+            .malformed
+            .get_or_create(&KindLabel { kind: "SharingPolicy" })
+            .set(size(malformed_policies));
+        self.context.metrics.malformed.get_or_create(&KindLabel { kind: "GpuNode" }).set(size(malformed_nodes));
         let in_force = plan.policies.values().filter(|report| report.invalid.is_none()).count();
         self.context.metrics.policies.set(size(in_force));
         self.context.metrics.nodes.set(size(plan.nodes.len()));
@@ -481,13 +485,15 @@ mod tests {
     }
 
     /// Returns the controller of an empty cluster, and the receiver of the pods' reasons to wait.
-    fn controller_of_empty_cluster(client: Client) -> (Passes, watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>) {
+    fn controller_of_empty_cluster(
+        client: Client,
+    ) -> (GpuController, watch::Receiver<Arc<BTreeMap<String, WaitingPod>>>) {
         let stores = Stores {
             policies: empty_store(),
             gpu_nodes: empty_store(),
             nodes: empty_store(),
             agents: empty_store(),
-            pods: crate::pod_store::store().0,
+            pods: crate::pod_store::new_store().0,
             volume_claims: empty_store(),
             volumes: empty_store(),
             budgets: empty_store(),
@@ -504,17 +510,17 @@ mod tests {
         };
         let waits = WaitingPod { reason: Reason::Scheduler, message: "On n1".to_owned() };
         let (demand, gated) = watch::channel(Arc::new(BTreeMap::from([("team/p".to_owned(), waits)])));
-        (Passes::new(ControllerInputs { context, wakes: Wakers::default(), demand, taint: false }), gated)
+        (GpuController::new(ControllerInputs { context, wakes: Wakers::default(), demand, taint: false }), gated)
     }
 
     #[tokio::test]
-    async fn without_a_policy_on_demand_no_pod_waits_for_a_plan() {
+    async fn without_an_on_demand_policy_no_pod_waits_for_a_plan() {
         let (mut passes, gated) = controller_of_empty_cluster(mock_client().0);
         let metrics = passes.context.metrics.clone();
         metrics.nodes_excluded.set(3);
         metrics.fragmentation.set(0.5);
         passes.run_pass(Instant::now()).await.unwrap();
-        assert!(gated.borrow().is_empty(), "the gatekeeper would act on the plan of a deleted policy");
+        assert!(gated.borrow().is_empty(), "the gatekeeper must not act on the plan of a deleted policy");
         assert!(passes.wakes.placement.notified().now_or_never().is_some(), "the placement controller is woken");
         assert_eq!((metrics.nodes_excluded.get(), metrics.fragmentation.get()), (0, 0.0));
         passes.run_pass(Instant::now()).await.unwrap();
@@ -532,7 +538,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_refused_taint_delays_no_pass() {
+    async fn a_refused_taint_does_not_delay_the_next_pass() {
         let (client, mut server) = mock_client();
         let (mut passes, _gated) = controller_of_empty_cluster(client);
         passes.taints = Some(Taints::default());
@@ -546,11 +552,11 @@ mod tests {
         };
         let (leads, ()) = tokio::join!(passes.update_taints(&observed), refuse);
         assert!(leads && passes.next.is_some_and(|next| next <= Duration::from_secs(1)), "{:?}", passes.next);
-        assert!(passes.update_taints(&observed).now_or_never().is_some(), "nothing is written before the delay ends");
+        assert!(passes.update_taints(&observed).now_or_never().is_some(), "no request is sent before the delay ends");
     }
 
     #[tokio::test]
-    async fn a_pass_drops_all_memory_while_another_process_leads() {
+    async fn a_pass_drops_all_remembered_state_while_another_process_leads() {
         let (mut passes, _gated) = controller_of_empty_cluster(mock_client().0);
         passes.taints = Some(Taints::default());
         let policy = serde_json::json!({"metadata": {"name": "p"}, "spec": {"mode": "Whole"}});
@@ -575,8 +581,8 @@ mod tests {
             .check_due(["team/p"].into_iter(), (Some(Duration::from_secs(1)), None), Duration::ZERO)
             .unwrap_err();
         passes.count_steps(&observed);
-        let memory = |passes: &Passes| {
-            let Passes { staging, history, taints, written, quiet, steps, .. } = passes;
+        let memory = |passes: &GpuController| {
+            let GpuController { staging, history, taints, written, quiet, steps, .. } = passes;
             [
                 format!("{staging:?}"),
                 format!("{history:?}"),
@@ -595,7 +601,8 @@ mod tests {
         assert!(before.iter().zip(memory(&new)).all(|(before, new)| *before != new), "{before:?}");
     }
 
-    /// Answers requests in two groups, each once [`MAX_IN_FLIGHT`] requests have arrived.
+    /// Answers requests in two groups. Answers each group only after [`MAX_IN_FLIGHT`] requests
+    /// have arrived.
     async fn answer_in_groups(server: &mut Handle<http::Request<Body>, http::Response<Body>>) {
         for _ in 0..2 {
             let mut group = Vec::new();
@@ -621,8 +628,8 @@ mod tests {
         assert_eq!((leads, passes.next), (true, None), "all writes succeed");
     }
 
-    /// The API server answers only when all these writes have arrived, so sequential writes would
-    /// time out.
+    /// The API server answers only after all writes of a group have arrived, so sequential writes
+    /// would time out.
     #[tokio::test(start_paused = true)]
     async fn specs_of_many_nodes_are_written_at_the_same_time() {
         let (client, mut server) = mock_client();

@@ -12,13 +12,13 @@ use crate::write::WRITE_TIMEOUT;
 pub(crate) struct Target<'a> {
     /// The pod, as `namespace/name`.
     pub(crate) pod: &'a str,
-    /// UID of the pod. The condition of another pod with the same name is not written.
+    /// UID of the pod. A write fails if another pod has the same name.
     pub(crate) uid: &'a str,
     /// The `resourceVersion` that the pod must have. `None` for any.
     pub(crate) version: Option<&'a str>,
 }
 
-/// The result of a write of a condition.
+/// The result of writing a condition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum WriteResult {
     /// The condition was written. Contains the pod's new `resourceVersion`.

@@ -14,7 +14,7 @@ use serde::{Deserialize, Deserializer};
 
 use crate::sums::Resources;
 
-/// A field whose value does not matter, only its presence.
+/// A field of which the operator reads only the presence.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PresentField;
 
@@ -42,8 +42,8 @@ pub struct RawPod {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct PodSpec {
-    /// Name of the node, once the pod is bound. `PodObject::trim` moves it, because replicas have
-    /// the same spec otherwise. See `PodObject::node`.
+    /// Name of the node, once the pod is bound. `PodObject::trim` moves the name out of the spec,
+    /// so that replicas have equal specs. See `PodObject::node`.
     pub node_name: Option<String>,
     /// Priority of the pod.
     pub priority: Option<i32>,
@@ -71,7 +71,7 @@ pub struct PodSpec {
     pub topology_spread_constraints: Vec<SpreadConstraint>,
     /// Volumes of the pod.
     pub volumes: Vec<Volume>,
-    /// Claims of dynamic resource allocation. Only the presence of claims matters.
+    /// Claims of dynamic resource allocation. The operator reads only whether there are any.
     pub resource_claims: Vec<PresentField>,
     /// Groups of units. The units of each group must be on one device. Set by `PodObject::trim`.
     /// Excludes interchangeable resources.
@@ -82,7 +82,7 @@ pub struct PodSpec {
     #[serde(skip)]
     pub particular: bool,
     /// Constraints that depend on other pods. Set by `PodObject::trim`. For a bound pod, contains
-    /// only the constraints that keep other pods away.
+    /// only the constraints that exclude other pods.
     #[serde(skip)]
     pub rules: Rules,
     /// Names of the `PersistentVolumeClaim`s that the pod mounts. Kept only while the pod is not
@@ -214,7 +214,7 @@ pub struct Port {
     pub protocol: String,
 }
 
-/// Hashes what `PodObject::trim` keeps.
+/// Hashes only the fields that `PodObject::trim` keeps.
 impl Hash for PodSpec {
     fn hash<H: Hasher>(&self, state: &mut H) {
         (self.priority, &self.node_selector, &self.affinity, &self.tolerations).hash(state);

@@ -4,9 +4,9 @@
 //! this store differs from the stores of other objects:
 //!
 //! - Pods of one controller share labels, requests, constraints and conditions.
-//! - A pod is replaced only if something changed that the operator reads. Other changes wake
-//!   nothing.
-//! - The placement controller reads only the pods that have changed since it last read, see
+//! - The store replaces a pod only if a field that the operator reads has changed. Other changes
+//!   wake no controller.
+//! - The placement controller reads only the pods that have changed since its last read; see
 //!   [`PodStore::changes`].
 use std::collections::{BTreeMap, HashSet};
 use std::hash::{Hash, Hasher};
@@ -19,7 +19,7 @@ use tokio::sync::watch;
 
 use crate::pods::{PodObject, PodSpec, PodStatus, RawPod};
 
-/// Number of recorded changes beyond which the placement controller reads all pods instead.
+/// Maximum number of recorded changes. After more changes, the placement controller reads all pods.
 const MAX_CHANGES: usize = 100_000;
 
 /// The watch of pods has stopped.
@@ -46,9 +46,9 @@ pub enum PodChanges {
 /// Which controllers a change affects.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct AffectedControllers {
-    /// A pod changed that uses GPUs or waits at the gate.
+    /// A changed pod uses GPUs or waits at the placement gate.
     pub(crate) of_gpus: bool,
-    /// A pod changed that has the condition about its share.
+    /// A changed pod has the condition `WithinShare`.
     pub(crate) of_tenants: bool,
 }
 
@@ -79,8 +79,8 @@ pub struct PodStore {
 pub(crate) struct PodWriter {
     state: Arc<Mutex<State>>,
     ready: watch::Sender<bool>,
-    /// The pods of a list that is not complete yet, and the effect of what was changed since the
-    /// last complete list.
+    /// The pods of a list that is not complete yet, and the effect of all changes since the last
+    /// complete list.
     listed: Option<(HashSet<PodByName>, AffectedControllers)>,
 }
 
@@ -132,8 +132,8 @@ impl Interners {
         let mut pod = PodObject::from(raw);
         pod.trim();
         // Only writes to pods that wait for a node depend on the resource version. Without the
-        // resource version, a bound pod equals its earlier state if nothing changed that the
-        // operator reads.
+        // resource version, a bound pod equals its earlier state if no field that the operator
+        // reads has changed.
         if pod.node().is_some() || !(pod.requests_gpus() || pod.waits_at_gate()) {
             pod.metadata.resource_version = None;
         }
@@ -143,8 +143,8 @@ impl Interners {
         if pod.node().is_some()
             && let Some(placement) = &mut pod.placement
         {
-            // The reservation of a bound pod does not end. Without its time, pods with equal
-            // requests on one GPU share one stored reservation.
+            // The reservation of a bound pod does not expire. Without the expiry time, pods with
+            // equal requests on one GPU share one stored reservation.
             placement.until = 0;
             self.placements.share(placement);
         }
@@ -163,17 +163,17 @@ impl State {
             return AffectedControllers::default();
         }
         self.pods.replace(pod.clone());
-        self.record(PodChange { before, now: Some(Arc::clone(&pod.0)) })
+        self.record_change(PodChange { before, now: Some(Arc::clone(&pod.0)) })
     }
 
     /// Removes a pod. Returns the controllers that the removal affects.
     fn remove(&mut self, pod: &PodByName) -> AffectedControllers {
         self.pods.take(pod).map_or_else(AffectedControllers::default, |gone| {
-            self.record(PodChange { before: Some(gone.0), now: None })
+            self.record_change(PodChange { before: Some(gone.0), now: None })
         })
     }
 
-    fn record(&mut self, change: PodChange) -> AffectedControllers {
+    fn record_change(&mut self, change: PodChange) -> AffectedControllers {
         let effect = AffectedControllers::of(&change);
         if let Some(changes) = &mut self.changes {
             changes.push(change);
@@ -192,7 +192,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 /// Creates an empty store.
-pub(crate) fn store() -> (PodStore, PodWriter) {
+pub(crate) fn new_store() -> (PodStore, PodWriter) {
     let (sender, ready) = watch::channel(false);
     let state = Arc::<Mutex<State>>::default();
     (PodStore { state: Arc::clone(&state), ready }, PodWriter { state, ready: sender, listed: None })
@@ -232,13 +232,13 @@ impl PodWriter {
     /// Stores an event. Returns the controllers that it affects. During a list, returns the effect
     /// of all listed pods with the last event.
     ///
-    /// Stores a listed pod at once: it is newer than the stored pod, and a second copy of all pods
-    /// would need much memory.
+    /// Stores each listed pod immediately. A listed pod is newer than the stored pod, and a second
+    /// copy of all pods would need much memory.
     pub(crate) fn apply(&mut self, event: Event<RawPod>) -> AffectedControllers {
         let mut state = lock(&self.state);
         match event {
             Event::Init => {
-                // Keep the effect of an interrupted list: its pods are already stored, so the new
+                // Keep the effect of an interrupted list. Its pods are already stored, so the new
                 // list does not report them as changes.
                 let (_, so_far) = self.listed.take().unwrap_or_default();
                 self.listed = Some((HashSet::new(), so_far));
@@ -311,70 +311,76 @@ mod tests {
         writer.apply(Event::InitDone)
     }
 
-    const CPU: fn() -> Value = || json!({"cpu": 1});
-    const GPU: fn() -> Value = || json!({"nvidia.com/gpu-mps": 1});
+    const CPU_LIMITS: fn() -> Value = || json!({"cpu": 1});
+    const GPU_LIMITS: fn() -> Value = || json!({"nvidia.com/gpu-mps": 1});
 
     #[test]
-    fn a_change_of_nothing_that_is_read_has_no_effect() {
-        let (store, mut writer) = store();
+    fn a_change_of_fields_that_are_not_stored_has_no_effect() {
+        let (store, mut writer) = new_store();
         let running = || json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]});
         let first = list(
             &mut writer,
-            [with_version(raw_pod("gpu", &GPU(), &running()), "1"), raw_pod("cpu", &CPU(), &running())],
+            [with_version(raw_pod("gpu", &GPU_LIMITS(), &running()), "1"), raw_pod("cpu", &CPU_LIMITS(), &running())],
         );
         assert_eq!(first, AffectedControllers { of_gpus: true, of_tenants: true });
         assert_eq!(names(&store.changes()), ["all 2"]);
-        // The changes are a condition that the operator does not read, an address, and the resource
-        // version.
+        // The changed fields are a condition that the operator does not read, an address, and the
+        // resource version.
         let mut status = running();
         status["podIP"] = json!("10.0.0.1");
         status["conditions"].as_array_mut().unwrap().push(json!({"type": "Initialized", "status": "True"}));
-        let beat = with_version(raw_pod("gpu", &GPU(), &status), "2");
+        let beat = with_version(raw_pod("gpu", &GPU_LIMITS(), &status), "2");
         assert_eq!(writer.apply(Event::Apply(beat)), AffectedControllers::default());
         assert_eq!(names(&store.changes()), Vec::<String>::new());
         let unready = json!({"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]});
         let of_gpus = AffectedControllers { of_gpus: true, of_tenants: false };
-        assert_eq!(writer.apply(Event::Apply(raw_pod("gpu", &GPU(), &unready))), of_gpus);
+        assert_eq!(writer.apply(Event::Apply(raw_pod("gpu", &GPU_LIMITS(), &unready))), of_gpus);
         assert_eq!(names(&store.changes()), ["gpu>gpu"]);
     }
 
     #[test]
-    fn a_pod_without_gpus_is_recorded_and_wakes_no_controller() {
-        let (store, mut writer) = store();
+    fn a_changed_pod_without_gpus_is_recorded_but_wakes_no_controller() {
+        let (store, mut writer) = new_store();
         list(&mut writer, []);
         store.changes();
-        assert_eq!(writer.apply(Event::Apply(raw_pod("cpu", &CPU(), &json!({})))), AffectedControllers::default());
+        assert_eq!(
+            writer.apply(Event::Apply(raw_pod("cpu", &CPU_LIMITS(), &json!({})))),
+            AffectedControllers::default()
+        );
         assert_eq!(
             writer.apply(Event::Apply(raw_pod("cpu", &json!({"cpu": 2}), &json!({})))),
             AffectedControllers::default()
         );
-        assert_eq!(writer.apply(Event::Delete(raw_pod("cpu", &CPU(), &json!({})))), AffectedControllers::default());
+        assert_eq!(
+            writer.apply(Event::Delete(raw_pod("cpu", &CPU_LIMITS(), &json!({})))),
+            AffectedControllers::default()
+        );
         assert_eq!(names(&store.changes()), ["->cpu", "cpu>cpu", "cpu>-"]);
         assert_eq!(store.state().len(), 0);
     }
 
     #[test]
-    fn the_version_of_a_pod_at_the_gate_is_kept() {
+    fn the_resource_version_of_a_gated_pod_is_kept() {
         let gated = |version: &str| {
-            let mut pod = with_version(raw_pod("p", &GPU(), &json!({})), version);
+            let mut pod = with_version(raw_pod("p", &GPU_LIMITS(), &json!({})), version);
             pod.spec.node_name = None;
             pod.spec.scheduling_gates = vec![crate::pods::Gate { name: cleave_api::names::GATE.to_owned() }];
             pod
         };
-        let (store, mut writer) = store();
+        let (store, mut writer) = new_store();
         list(&mut writer, [gated("1")]);
-        assert!(writer.apply(Event::Apply(gated("2"))).of_gpus, "the patch that releases it tests the version");
+        assert!(writer.apply(Event::Apply(gated("2"))).of_gpus, "the patch that releases the pod tests the version");
         assert_eq!(store.state()[0].metadata.resource_version.as_deref(), Some("2"));
     }
 
     #[test]
-    fn a_later_list_removes_pods_that_are_gone_and_keeps_what_is_equal() {
-        let (store, mut writer) = store();
-        list(&mut writer, [raw_pod("a", &GPU(), &json!({})), raw_pod("b", &CPU(), &json!({}))]);
+    fn a_later_list_removes_deleted_pods_and_keeps_equal_pods() {
+        let (store, mut writer) = new_store();
+        list(&mut writer, [raw_pod("a", &GPU_LIMITS(), &json!({})), raw_pod("b", &CPU_LIMITS(), &json!({}))]);
         store.changes();
         let before = store.state();
         assert_eq!(
-            list(&mut writer, [raw_pod("a", &GPU(), &json!({}))]),
+            list(&mut writer, [raw_pod("a", &GPU_LIMITS(), &json!({}))]),
             AffectedControllers::default(),
             "b uses no GPU"
         );
@@ -385,11 +391,11 @@ mod tests {
     }
 
     #[test]
-    fn an_interrupted_list_affects_at_the_end_of_the_next_one() {
-        let (store, mut writer) = store();
+    fn an_interrupted_list_takes_effect_at_the_end_of_the_next_list() {
+        let (store, mut writer) = new_store();
         list(&mut writer, []);
         store.changes();
-        let pod = || raw_pod("a", &GPU(), &json!({}));
+        let pod = || raw_pod("a", &GPU_LIMITS(), &json!({}));
         for _ in 0..2 {
             writer.apply(Event::Init);
             writer.apply(Event::InitApply(pod()));
@@ -401,21 +407,24 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_forgets_reads_all_pods() {
-        let (store, mut writer) = store();
-        list(&mut writer, [raw_pod("a", &GPU(), &json!({}))]);
+    fn a_reader_that_forgets_changes_reads_all_pods() {
+        let (store, mut writer) = new_store();
+        list(&mut writer, [raw_pod("a", &GPU_LIMITS(), &json!({}))]);
         store.changes();
         store.forget_changes();
-        writer.apply(Event::Apply(raw_pod("b", &GPU(), &json!({}))));
+        writer.apply(Event::Apply(raw_pod("b", &GPU_LIMITS(), &json!({}))));
         assert_eq!(names(&store.changes()), ["all 2"]);
-        writer.apply(Event::Delete(raw_pod("b", &GPU(), &json!({}))));
+        writer.apply(Event::Delete(raw_pod("b", &GPU_LIMITS(), &json!({}))));
         assert_eq!(names(&store.changes()), ["b>-"]);
     }
 
     #[test]
-    fn pods_of_one_controller_share_what_is_equal() {
-        let (store, mut writer) = store();
-        list(&mut writer, (0..1000).map(|number| raw_pod(&format!("p{number}"), &CPU(), &json!({"phase": "Running"}))));
+    fn pods_of_one_controller_share_equal_parts() {
+        let (store, mut writer) = new_store();
+        list(
+            &mut writer,
+            (0..1000).map(|number| raw_pod(&format!("p{number}"), &CPU_LIMITS(), &json!({"phase": "Running"}))),
+        );
         let state = lock(&writer.state);
         let Interners { names, labels, specs, statuses, .. } = &state.interners;
         assert_eq!((names.count(), labels.count(), specs.count(), statuses.count()), (2, 1, 1, 1));
@@ -424,10 +433,10 @@ mod tests {
     }
 
     #[test]
-    fn bound_pods_share_a_reservation_apart_from_its_time() {
-        let (store, mut writer) = store();
+    fn bound_pods_share_equal_reservations_with_different_expiry_times() {
+        let (store, mut writer) = new_store();
         let reserved = |name: &str, until: u64| {
-            let mut pod = raw_pod(name, &GPU(), &json!({}));
+            let mut pod = raw_pod(name, &GPU_LIMITS(), &json!({}));
             let note = json!({"until": until, "nodes": {"n": [{"resource": "r", "units": 1, "device": "d"}]}});
             pod.metadata.annotations =
                 Some([(cleave_api::placement::PLACEMENT_ANNOTATION.to_owned(), note.to_string())].into());
@@ -438,7 +447,7 @@ mod tests {
         let [Some(a), Some(b)] = [&pods[0], &pods[1]].map(|pod| pod.placement.as_deref()) else { panic!("{pods:?}") };
         assert!(std::ptr::eq(a, b));
         assert_eq!(a.nodes["n"].len(), 1);
-        // The reservation of a pod that is not bound keeps its time.
+        // The reservation of a pod that is not bound keeps its expiry time.
         let mut waiting = reserved("c", 3);
         waiting.spec.node_name = None;
         writer.apply(Event::Apply(waiting));
@@ -447,13 +456,13 @@ mod tests {
 
     #[tokio::test]
     async fn the_store_is_ready_after_the_first_list() {
-        let (store, mut writer) = store();
+        let (store, mut writer) = new_store();
         writer.apply(Event::Init);
         let mut ready = std::pin::pin!(store.wait_until_ready());
         assert!(futures::poll!(&mut ready).is_pending());
         writer.apply(Event::InitDone);
         assert!(ready.await.is_ok());
-        let (other, writer) = super::store();
+        let (other, writer) = super::new_store();
         drop(writer);
         assert!(other.wait_until_ready().await.is_err());
     }

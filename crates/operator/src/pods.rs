@@ -54,8 +54,8 @@ pub struct PodObject {
     pub controller: Option<Box<Controller>>,
     /// Identifies the controller that owns the pod. Set if the pod requests GPUs.
     pub controller_id: Option<ControllerId>,
-    /// How the pod is placed beside other replicas of its controller. `None` if the policies of the
-    /// GPUs decide.
+    /// How the pod is placed relative to other replicas of its controller. `None` if the policies
+    /// of the GPUs decide.
     pub replica_placement: Option<ReplicaPlacement>,
 }
 
@@ -87,24 +87,25 @@ pub struct PodMeta {
     pub namespace: Option<Arc<str>>,
     /// UID of the pod.
     pub uid: Option<Arc<str>>,
-    /// Resource version of the object. The watch drops it if no write of the operator can depend on
-    /// it.
+    /// Resource version of the object. The watch drops the version if no write of the operator
+    /// depends on it.
     pub resource_version: Option<String>,
     /// Time at which the pod was created.
     pub creation_timestamp: Option<Time>,
     /// Set if the pod is being deleted.
     pub deletion_timestamp: Option<Time>,
-    /// Labels of the pod. Affinity and spread constraints of other pods select by them.
+    /// Labels of the pod. Affinity and spread constraints of other pods select pods by these
+    /// labels.
     pub labels: Option<Shared<BTreeMap<String, String>>>,
     /// Annotations of the pod. [`PodObject::trim`] drops them.
-    #[expect(clippy::box_collection, reason = "the operator keeps many pods, and none has annotations")]
+    #[expect(clippy::box_collection, reason = "the operator stores many pods without annotations")]
     annotations: Option<Box<BTreeMap<String, String>>>,
     /// The controller that owns the pod. [`PodObject::trim`] drops it.
     owner: Option<Box<Controller>>,
 }
 
 /// A digest of a controller's UID. The digest needs less memory than the UID. If two controllers
-/// had the same digest, the operator would keep their pods apart needlessly.
+/// have the same digest, the operator needlessly spreads their pods.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ControllerId(u64);
 
@@ -151,9 +152,10 @@ impl Controller {
     }
 }
 
-/// Maximum number of claims that are read from one pod. No CSI driver mounts more on one node.
+/// Maximum number of claims that the operator reads from one pod. No CSI driver mounts more on one
+/// node.
 const MAX_VOLUME_CLAIMS: usize = 128;
-/// Maximum number of devices that are listed for one pod. No node has more devices.
+/// Maximum number of devices that the operator lists for one pod. No node has more devices.
 const MAX_DEVICES: u64 = 1024;
 
 /// The condition in which the scheduler reports whether it found a node.
@@ -179,7 +181,7 @@ pub struct Claimant {
 
 impl Claimant {
     /// Returns the pod's requests for GPU resources, as whole numbers.
-    pub fn of_gpus(&self) -> impl Iterator<Item = (&str, u64)> {
+    pub fn gpu_requests(&self) -> impl Iterator<Item = (&str, u64)> {
         let served = |(name, quantity): (&'_ String, &Quantity)| is_served(name).then(|| quantity.count()).flatten();
         self.pod.requests.iter().filter_map(move |one| Some((one.0.as_str(), served(one).filter(|&count| count > 0)?)))
     }
@@ -249,7 +251,7 @@ impl PodObject {
         let owner = self.metadata.owner.take().filter(|_| requests_gpus);
         if let Some(owner) = &owner {
             self.controller_id = Some(ControllerId::of(&owner.uid));
-            // Ignore Jobs: a Job retries its pods, and the scheduler's default spreading also
+            // Ignore Jobs. A Job retries its pods, and the scheduler's default spreading also
             // excludes Jobs.
             if owner.kind == "Job" && self.replica_placement.is_none() {
                 self.replica_placement = Some(ReplicaPlacement::Pack);
@@ -295,8 +297,8 @@ impl PodObject {
     }
 
     /// Returns whether the condition `PodScheduled` has the reason `Unschedulable`. The scheduler
-    /// writes it for a released pod that it could not bind. The operator writes it for a pod at the
-    /// gate that another node would help.
+    /// writes it for a released pod that it could not bind. The operator writes it for a gated pod
+    /// that an additional node could serve.
     pub fn is_reported_unschedulable(&self) -> bool {
         let reported = |condition: &PodCondition| condition.status == "False" && condition.reason == "Unschedulable";
         self.condition(POD_SCHEDULED).is_some_and(reported)
@@ -377,8 +379,8 @@ fn take_rules(spec: &mut PodSpec) -> Rules {
     Rules { affinity, anti_affinity, spread, ports: ports.collect() }
 }
 
-/// Returns the names of the claims of a pod's volumes. A claim that is created with the pod is
-/// named after the pod.
+/// Returns the names of the claims of a pod's volumes. The name of a claim that is created with the
+/// pod begins with the pod's name.
 fn volume_claims(spec: &PodSpec, pod: &str) -> Vec<String> {
     let claim = |volume: &Volume| match (&volume.persistent_volume_claim, &volume.ephemeral) {
         (Some(claim), _) => Some(claim.claim_name.clone()),
@@ -402,8 +404,8 @@ pub fn claimant(pod: &PodObject) -> Option<Claimant> {
         return None;
     }
     let released_to = || {
-        // One node has a reservation for the pod. The pod counts as bound, so that the planner does
-        // not repartition a GPU with the reservation.
+        // The pod has a reservation on one node. The pod counts as bound, so that the planner does
+        // not repartition the reserved GPU.
         let placement = pod.placement.as_ref().filter(|_| pod.spec.scheduling_gates.is_empty())?;
         placement.nodes.keys().next().filter(|_| placement.nodes.len() == 1).map(String::as_str)
     };
@@ -447,7 +449,7 @@ pub fn full_name(meta: &PodMeta) -> String {
 
 /// Returns the sum of a pod's requests, as the scheduler computes it. The sum covers all containers
 /// and sidecars, or the largest init container with the sidecars that start before it, whichever is
-/// more. Pod-level requests replace this sum. The overhead is added.
+/// more. Pod-level requests replace this sum. The result includes the overhead.
 pub fn requests(spec: &PodSpec) -> BTreeMap<String, Quantity> {
     let mut containers = Sum::default();
     spec.containers.iter().for_each(|container| containers.add(&container.resources));
@@ -488,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_are_summed_as_the_scheduler_sums_them() {
+    fn requests_are_summed_as_in_the_scheduler() {
         let pod = pod("
 spec:
   overhead: {cpu: 100m}
@@ -529,7 +531,7 @@ spec:
   - {resources: {requests: {nvidia.com/gpu: one}}}
   - {resources: {requests: {nvidia.com/gpu: '1'}}}");
         assert_eq!(pod.spec.requests["nvidia.com/gpu"], Quantity::new("one"));
-        assert!(claimant(&pod).is_some(), "the reason is reported to its owner");
+        assert!(claimant(&pod).is_some(), "the pod's owner receives the reason");
     }
 
     const ONE_GPU_YAML: &str = "containers: [{resources: {limits: {nvidia.com/gpu: 1}}}]";
@@ -550,7 +552,7 @@ spec:
         terminating.metadata.deletion_timestamp = Some(Time(Timestamp::UNIX_EPOCH));
         assert_eq!(claimant(&terminating), None);
         terminating.bind("n1");
-        assert!(claimant(&terminating).is_some(), "it keeps its devices until it is gone");
+        assert!(claimant(&terminating).is_some(), "a terminating pod keeps its devices until it ends");
     }
 
     #[test]
@@ -592,7 +594,7 @@ spec:
         assert_eq!(
             texts(&pod.spec.device_requests),
             ["6 gpu-mps", "3 mig-1g.10gb.shared"],
-            "units of the init container are used again, on its device"
+            "the containers reuse the init container's units and device"
         );
         assert_eq!(texts(&pod.device_requests())[2..], ["1 mig-1g.10gb", "1 mig-1g.10gb"]);
     }
@@ -604,7 +606,7 @@ spec:
         let claimant = claimant(&pod(&format!("spec: {{{ONE_GPU_YAML}, {affinity}}}"))).unwrap();
         assert_eq!(claimant.pod.affinity, [NodeSelectorTerm::default()]);
         assert_eq!(claimant.pod.name, "team/p");
-        assert_eq!(claimant.of_gpus().collect::<Vec<_>>(), [("nvidia.com/gpu", 1)]);
+        assert_eq!(claimant.gpu_requests().collect::<Vec<_>>(), [("nvidia.com/gpu", 1)]);
     }
 
     #[test]

@@ -2,13 +2,13 @@
 //!
 //! Each watch drops the fields that the operator does not use before it stores an object:
 //!
-//! | object | what is kept |
+//! | object | stored fields |
 //! |---|---|
-//! | `SharingPolicy` | everything but `managedFields` and annotations |
-//! | `GpuNode` | everything but `managedFields` and annotations of other writers |
-//! | node | what the scheduler reads |
+//! | `SharingPolicy` | all except `managedFields` and annotations |
+//! | `GpuNode` | all except `managedFields` and annotations of other writers |
+//! | node | fields that the scheduler reads |
 //! | agent pod | its node and its Ready condition |
-//! | pod | what [`crate::pods`] keeps |
+//! | pod | fields of [`crate::pods::PodObject`] |
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -35,8 +35,8 @@ use serde::Deserialize;
 use crate::pod_store::{self, PodStore};
 use crate::pods::{self, Claimant, NodeSelector, PodObject};
 
-/// Field selector of pods that have not ended. Ended pods use no devices, so the API server need
-/// not send them.
+/// Field selector of pods that have not ended. Ended pods use no devices, so the API server does
+/// not need to send them.
 pub(crate) const LIVING_PODS: &str = "status.phase!=Succeeded,status.phase!=Failed";
 
 /// Stored `SharingPolicy`s, by name.
@@ -56,7 +56,7 @@ pub type BudgetStore = Store<BudgetObject>;
 /// Labels of namespaces.
 pub type NamespaceStore = Store<NamespaceObject>;
 
-/// A namespace with its labels alone.
+/// A namespace, of which only the metadata is stored.
 pub type NamespaceObject = PartialObjectMeta<Namespace>;
 
 /// The fields of a `PersistentVolumeClaim` that the operator reads.
@@ -331,8 +331,8 @@ impl Node {
         Cordons::read(self.annotation(CORDON_ANNOTATION))
     }
 
-    /// Returns whether a GPU must be quiesced: an administrator requests it, or the GPU Operator is
-    /// about to replace the node's driver or to change MIG mode.
+    /// Returns whether a GPU must be quiesced. An administrator requests this, or the GPU Operator
+    /// is about to replace the node's driver or to change MIG mode.
     pub fn is_quiesced(&self, uuid: &str) -> bool {
         let paused = |(name, value): (&String, &String)| {
             name.starts_with(GPU_DEPLOY_LABEL_PREFIX)
@@ -355,7 +355,8 @@ impl Node {
         self.gpu_node.is_some()
     }
 
-    /// Returns the desired state in the node's `GpuNode`. The default if no `GpuNode` exists.
+    /// Returns the desired state in the node's `GpuNode`. Returns the default if no `GpuNode`
+    /// exists.
     ///
     /// # Errors
     /// Returns an error if the object is malformed.
@@ -425,7 +426,7 @@ impl Stores {
         let mut observed = Observed::default();
         self.nodes.state().iter().for_each(|node| observed.add_node(node));
         self.agents.state().iter().for_each(|pod| observed.add_agent(pod));
-        self.gpu_nodes.state().into_iter().for_each(|object| observed.share_gpu_node(object));
+        self.gpu_nodes.state().into_iter().for_each(|object| observed.add_complete_gpu_node(object));
         self.policies.state().iter().for_each(|policy| observed.add_policy(policy));
         observed
     }
@@ -464,12 +465,12 @@ impl Observed {
     /// Adds a node's `GpuNode` as the API server returns it.
     pub fn add_gpu_node(&mut self, object: &DeserializeGuard<GpuNode>) {
         let mut object = object.clone();
-        complete(&mut object);
-        self.share_gpu_node(Arc::new(object));
+        copy_model_fields(&mut object);
+        self.add_complete_gpu_node(Arc::new(object));
     }
 
-    /// Adds a node's `GpuNode` whose status is already [complete].
-    fn share_gpu_node(&mut self, object: Arc<DeserializeGuard<GpuNode>>) {
+    /// Adds a node's `GpuNode` whose status is already [complete](copy_model_fields).
+    fn add_complete_gpu_node(&mut self, object: Arc<DeserializeGuard<GpuNode>>) {
         if let Some(node) = self.nodes.get_mut(&object.name_any()) {
             node.gpu_node = Some(object);
         }
@@ -492,8 +493,8 @@ impl Observed {
     }
 }
 
-/// Copies to each GPU the fields that a status states once for all GPUs of a model.
-pub(crate) fn complete(object: &mut DeserializeGuard<GpuNode>) {
+/// Copies the fields that the status contains once for each GPU model to the GPUs of that model.
+pub(crate) fn copy_model_fields(object: &mut DeserializeGuard<GpuNode>) {
     if let Ok(GpuNode { status: Some(status), .. }) = &mut object.0 {
         *status = std::mem::take(status).move_profiles_to_gpus();
     }

@@ -14,42 +14,40 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::admission::certificate::{self, CertificateManager, Served};
+use crate::admission::certificate::{self, CertificateManager, CertificateReceiver};
 use crate::admission::webhook::{self, Namespaces, Reviewer};
 use crate::args::{Label, OperatorArgs};
 use crate::catch_up::{self, Versions};
 use crate::http::{Health, serve};
 use crate::leader::{self, LeaseGuard};
 use crate::metrics::Metrics;
-use crate::passes::{self, Passes};
+use crate::passes::{self, GpuController};
 use crate::placement::{self, PlacementController};
 use crate::task::{self, Context};
 use crate::tenants::TenantController;
-use crate::watches::{WATCH_TIMEOUT, Wakers, Watches};
+use crate::watches::{WATCH_TIMEOUT_SECONDS, Wakers, Watches};
 
 /// The operator's tasks. Each task returns its name and its result.
 type Tasks = JoinSet<(&'static str, Result<()>)>;
 
-/// Time for which a connection to the API server may deliver nothing after a request. Without this
-/// limit, a watch that is requested over a dead connection would hang until the kernel closes the
-/// connection after 15 minutes. The time is longer than the time after which a watch ends; see
-/// [`WATCH_TIMEOUT`].
-const READ_TIMEOUT: Duration = Duration::from_secs(WATCH_TIMEOUT as u64 + 15);
+/// Maximum time without data from the API server after a request. Without this limit, a watch
+/// request on a dead connection hangs until the kernel closes the connection after 15 minutes. The
+/// limit is longer than the lifetime of a watch, [`WATCH_TIMEOUT_SECONDS`].
+const READ_TIMEOUT: Duration = Duration::from_secs(WATCH_TIMEOUT_SECONDS as u64 + 15);
 
-/// Finds the API server, for clients without their own retries. Each task retries within its own
-/// deadline. The default client would retry a 429 for minutes, but the API server returns 429 when
-/// a disruption budget protects a pod.
+/// Returns the configuration of a client that does not retry requests. Each task retries within its
+/// own deadline. By default, a client retries HTTP 429 for minutes, but the API server also returns
+/// 429 when a disruption budget protects a pod.
 async fn find_api_server() -> Result<kube::Config> {
     let mut config = kube::Config::infer().await.context("failed to find the API server")?;
     config.default_retry = false;
     Ok(with_read_timeout(config))
 }
 
-/// Limits the time for which connections may deliver nothing after a request.
+/// Applies [`READ_TIMEOUT`] to connections.
 fn with_read_timeout(mut config: kube::Config) -> kube::Config {
     config.read_timeout = Some(READ_TIMEOUT);
-    // Without this, the limit would include the time for which a connection was idle before the
-    // request.
+    // Without this setting, the limit includes the connection's idle time before the request.
     config.reset_reader_on_write = true;
     config
 }
@@ -61,7 +59,8 @@ fn with_read_timeout(mut config: kube::Config) -> kube::Config {
 pub async fn run(args: OperatorArgs) -> Result<()> {
     let OperatorArgs { namespace, agent_selector, lease, identity, metrics_addr, webhook, webhook_addr, .. } = args;
     cleave_serve::descriptors::raise_limit();
-    // Two crypto providers may be linked. Ignore errors: one of them may be installed already.
+    // The build may link two crypto providers. Ignore the error, because one of them may already be
+    // installed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let listener = listen(metrics_addr)?;
     let webhook = match webhook {
@@ -120,8 +119,12 @@ pub async fn run(args: OperatorArgs) -> Result<()> {
         taint_fragmented: args.taint_fragmented,
     });
     let tenants = TenantController::new(context.clone(), wakes.clone());
-    let passes =
-        Passes::new(passes::ControllerInputs { context: context.clone(), wakes, demand, taint: args.taint_unhealthy });
+    let passes = GpuController::new(passes::ControllerInputs {
+        context: context.clone(),
+        wakes,
+        demand,
+        taint: args.taint_unhealthy,
+    });
     tasks.spawn(async move {
         let (passes, placement, tenants) = tokio::join!(
             task::run(passes, context.clone(), passes_wake),
@@ -160,11 +163,11 @@ fn spawn_lease(
     Ok((lease, claim))
 }
 
-/// Starts the webhook and the task that manages its certificate. `exempt` contains the namespaces
-/// that the reviewer reads.
+/// Starts the webhook and the task that manages its certificate. `exempt` stores the exempt
+/// namespaces.
 fn spawn_webhook(
     tasks: &mut Tasks,
-    (listener, manager, served): (TcpListener, CertificateManager, &Served),
+    (listener, manager, served): (TcpListener, CertificateManager, &CertificateReceiver),
     (reviewer, exempt): (Reviewer, Namespaces),
     stop: &CancellationToken,
 ) -> Result<()> {
@@ -239,6 +242,6 @@ mod tests {
         let params = WatchParams::default();
         let watched = tokio::time::timeout(Duration::from_secs(900), pods.watch(&params, "0")).await;
         assert!(watched.expect("the request ends").is_err());
-        assert!(began.elapsed() > Duration::from_secs(u64::from(WATCH_TIMEOUT) + 5), "no watch is cut short");
+        assert!(began.elapsed() > Duration::from_secs(u64::from(WATCH_TIMEOUT_SECONDS) + 5), "no watch is cut short");
     }
 }

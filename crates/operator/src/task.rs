@@ -31,7 +31,7 @@ pub(crate) struct Context {
 /// The cause of a reconcile.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Trigger {
-    /// The time at which the first change was seen.
+    /// When the controller saw the first change.
     pub(crate) seen: Instant,
     /// Whether more changes followed within the batch window.
     pub(crate) more: bool,
@@ -67,7 +67,7 @@ pub(crate) async fn run(mut controller: impl Controller, context: Context, wake:
     loop {
         let mut trigger = None;
         // Cancel-safe: `notified` keeps its permit when dropped, and `changed` reads a watch
-        // channel. The other branches are a token and a timer.
+        // channel. The other branches wait for a token and a timer.
         tokio::select! {
             () = stop.cancelled() => return Ok(()),
             () = wake.notified() => {

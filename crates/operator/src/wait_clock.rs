@@ -2,7 +2,8 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// The pods that wait now, and until when their waiting time is counted.
+/// The number of waiting pods for each reason, and the time until which their waiting time is
+/// counted.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct WaitClock {
     waiting: BTreeMap<&'static str, u32>,
@@ -30,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waiting_time_is_counted_for_each_reason_whenever_it_is_read() {
+    fn waiting_time_is_counted_for_each_reason_at_each_read() {
         let start = Instant::now();
         let (mut clock, mut total) = (WaitClock::default(), BTreeMap::new());
         let mut count = |clock: &mut WaitClock, at: u64| {

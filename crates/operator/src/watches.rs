@@ -20,29 +20,30 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::catch_up::{StoreVersion, VersionOfKind, Versions};
-use crate::metrics::{Kind, Metrics};
+use crate::metrics::{KindLabel, Metrics};
 use crate::pod_store::{self, AffectedControllers, PodStore};
 use crate::pods::RawPod;
 use crate::read::{
-    AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject, complete,
+    AgentPod, BudgetObject, LIVING_PODS, NamespaceObject, NodeObject, Stores, VolumeClaimObject, VolumeObject,
+    copy_model_fields,
 };
 use crate::rollout::{MpsHostStores, Revision};
 
 /// Seconds after which a watch ends and continues at the last resource version that it received. A
-/// watch on which nothing arrives, because its connection is lost without notice, ends 5 s later.
-pub(crate) const WATCH_TIMEOUT: u32 = 30;
+/// watch on a connection that was silently lost ends 5 s later.
+pub(crate) const WATCH_TIMEOUT_SECONDS: u32 = 30;
 
 /// Returns the configuration of all watches.
-fn config() -> watcher::Config {
-    watcher::Config::default().timeout(WATCH_TIMEOUT)
+fn watch_config() -> watcher::Config {
+    watcher::Config::default().timeout(WATCH_TIMEOUT_SECONDS)
 }
 
-/// Rules for an object kind: which fields are stored, and which changes wake controllers.
+/// Rules for one kind of object: which fields are stored, and which changes wake controllers.
 struct WatchRules<K> {
     /// Drops unused fields before an object is stored.
     trim: fn(&mut K),
-    /// Returns whether two trimmed versions of an object are equal. Then the change wakes no
-    /// controller. Heartbeats of nodes are such changes.
+    /// Returns whether two trimmed versions of an object are equal. A change between equal
+    /// versions, such as a node's heartbeat, wakes no controller.
     same: fn(&K, &K) -> bool,
     /// Wakes the controllers that read the object. `None` means that all objects were listed.
     wake: fn(&Wakers, Option<&K>),
@@ -57,8 +58,8 @@ pub(crate) struct Wakers {
     /// Whether the last pass found that no GPU is partitioned on demand. If so, pods do not wake
     /// passes.
     ignore_pods: Arc<AtomicBool>,
-    /// Whether no agent reports a pod that uses a GPU outside its share, and no pod has the
-    /// condition about it. If so, pods without the condition do not wake the tenants.
+    /// Whether no agent reports a finding about a pod, and no pod has the condition `WithinShare`.
+    /// If so, pods without the condition do not wake the tenant controller.
     ignore_tenants: Arc<AtomicBool>,
     /// Whether no waiting pod may preempt others. If so, disruption budgets do not wake the
     /// placement controller.
@@ -68,13 +69,13 @@ pub(crate) struct Wakers {
 impl Wakers {
     /// Wakes the placement controller if a waiting pod may preempt others. Budgets change with each
     /// pod that becomes ready.
-    fn budget(&self) {
+    fn wake_for_budget(&self) {
         if !self.ignore_budgets.load(Ordering::Acquire) {
             self.placement.notify_one();
         }
     }
 
-    /// Records whether a waiting pod may preempt others. If there was none before, wakes the
+    /// Records whether a waiting pod may preempt others. If no pod could before, wakes the
     /// placement controller again, because a budget that changed during the current reconcile did
     /// not wake it.
     pub(crate) fn set_awaits_budgets(&self, awaits: bool) {
@@ -85,19 +86,21 @@ impl Wakers {
     }
 
     /// Wakes the placement controller.
-    fn placement(&self) {
+    fn wake_placement(&self) {
         self.placement.notify_one();
     }
 
-    /// Wakes the controllers that plan and place. The tenants read only `GpuNode`s and pods.
-    fn planners(&self) {
+    /// Wakes the controllers that plan and place. The tenant controller reads only `GpuNode`s and
+    /// pods.
+    fn wake_planners(&self) {
         self.passes.notify_one();
         self.placement.notify_one();
     }
 
-    /// Wakes the controllers that a changed `GpuNode` affects. Findings concern the tenants.
-    fn gpu_node(&self, node: Option<&DeserializeGuard<GpuNode>>) {
-        self.planners();
+    /// Wakes the controllers that a changed `GpuNode` affects. Findings affect the tenant
+    /// controller.
+    fn wake_for_gpu_node(&self, node: Option<&DeserializeGuard<GpuNode>>) {
+        self.wake_planners();
         let status =
             |node: &DeserializeGuard<GpuNode>| Some(!node.0.as_ref().ok()?.status.as_ref()?.findings.is_empty());
         let concerns_tenants = node.is_none_or(|node| status(node).unwrap_or_default());
@@ -108,7 +111,7 @@ impl Wakers {
 
     /// Wakes the controllers that a change of pods affects. Pods change often, and a pass covers
     /// all nodes. So pods wake passes only if a GPU is partitioned on demand.
-    fn pods(&self, effect: AffectedControllers) {
+    fn wake_for_pods(&self, effect: AffectedControllers) {
         if effect.of_gpus {
             if !self.ignore_pods.load(Ordering::Acquire) {
                 self.passes.notify_one();
@@ -120,8 +123,8 @@ impl Wakers {
         }
     }
 
-    /// Records whether the tenants have found pods to report or evict. If there were none before,
-    /// wakes the tenants again: a pod that changed meanwhile did not wake them.
+    /// Records whether the tenant controller has pods to report or evict. If it had none before,
+    /// wakes it again, because a pod that changed meanwhile did not wake it.
     pub(crate) fn set_has_tenants(&self, has: bool) {
         let before = self.ignore_tenants.swap(!has, Ordering::AcqRel);
         if has && before {
@@ -130,8 +133,8 @@ impl Wakers {
     }
 
     /// Records whether the current pass found a GPU that is partitioned on demand. If the previous
-    /// pass found none, wakes the passes again: a pod that changed during the current pass did not
-    /// wake them.
+    /// pass found none, requests another pass, because a pod that changed during the current pass
+    /// did not request one.
     pub(crate) fn set_partitions_on_demand(&self, decide: bool) {
         let before = self.ignore_pods.swap(!decide, Ordering::AcqRel);
         if decide && before {
@@ -153,68 +156,76 @@ pub(crate) struct Watches<'a> {
 impl Watches<'_> {
     /// Starts the watches that fill [`Stores`].
     pub(crate) fn start_stores(&mut self, client: &Client, namespace: &str, agent_selector: &str) -> Stores {
-        let agents = config().labels(agent_selector);
+        let agents = watch_config().labels(agent_selector);
         Stores {
             policies: self.store_objects(
                 "SharingPolicy",
-                (Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), config()),
-                WatchRules { trim: trim_metadata, same: |_, _| false, wake: |wakes, _| wakes.planners() },
+                (Api::<DeserializeGuard<SharingPolicy>>::all(client.clone()), watch_config()),
+                WatchRules { trim: trim_metadata, same: |_, _| false, wake: |wakes, _| wakes.wake_planners() },
             ),
-            gpu_nodes: self.store_version(
+            gpu_nodes: self.store_objects_and_version(
                 "GpuNode",
-                (Api::<DeserializeGuard<GpuNode>>::all(client.clone()), config()),
+                (Api::<DeserializeGuard<GpuNode>>::all(client.clone()), watch_config()),
                 WatchRules {
                     trim: |object| {
                         trim_foreign_metadata(object);
-                        complete(object);
+                        copy_model_fields(object);
                     },
                     same: |_, _| false,
-                    wake: Wakers::gpu_node,
+                    wake: Wakers::wake_for_gpu_node,
                 },
                 Some(|versions| &mut versions.gpu_nodes),
             ),
-            nodes: self.store_version(
+            nodes: self.store_objects_and_version(
                 "Node",
-                (Api::<NodeObject>::all(client.clone()), config()),
-                WatchRules { trim: trim_metadata, same: NodeObject::is_same, wake: |wakes, _| wakes.planners() },
+                (Api::<NodeObject>::all(client.clone()), watch_config()),
+                WatchRules { trim: trim_metadata, same: NodeObject::is_same, wake: |wakes, _| wakes.wake_planners() },
                 Some(|versions| &mut versions.nodes),
             ),
             agents: self.store_objects(
                 "AgentPod",
                 (Api::<AgentPod>::namespaced(client.clone(), namespace), agents),
-                WatchRules { trim: trim_metadata, same: AgentPod::is_same, wake: |wakes, _| wakes.planners() },
+                WatchRules { trim: trim_metadata, same: AgentPod::is_same, wake: |wakes, _| wakes.wake_planners() },
             ),
-            pods: self.store_pods(Api::<RawPod>::all(client.clone()), config().fields(LIVING_PODS)),
+            pods: self.store_pods(Api::<RawPod>::all(client.clone()), watch_config().fields(LIVING_PODS)),
             // The scheduler also reads volumes and namespaces' labels. Only the placement
             // controller needs these objects.
             volume_claims: self.store_objects(
                 "PersistentVolumeClaim",
-                (Api::<VolumeClaimObject>::all(client.clone()), config()),
+                (Api::<VolumeClaimObject>::all(client.clone()), watch_config()),
                 WatchRules {
                     trim: trim_metadata,
                     same: VolumeClaimObject::is_same,
-                    wake: |wakes, _| wakes.placement(),
+                    wake: |wakes, _| wakes.wake_placement(),
                 },
             ),
             volumes: self.store_objects(
                 "PersistentVolume",
-                (Api::<VolumeObject>::all(client.clone()), config()),
-                WatchRules { trim: trim_metadata, same: VolumeObject::is_same, wake: |wakes, _| wakes.placement() },
+                (Api::<VolumeObject>::all(client.clone()), watch_config()),
+                WatchRules {
+                    trim: trim_metadata,
+                    same: VolumeObject::is_same,
+                    wake: |wakes, _| wakes.wake_placement(),
+                },
             ),
             budgets: self.store_objects(
                 "PodDisruptionBudget",
-                (Api::<BudgetObject>::all(client.clone()), config()),
-                WatchRules { trim: trim_metadata, same: BudgetObject::is_same, wake: |wakes, _| wakes.budget() },
+                (Api::<BudgetObject>::all(client.clone()), watch_config()),
+                WatchRules {
+                    trim: trim_metadata,
+                    same: BudgetObject::is_same,
+                    wake: |wakes, _| wakes.wake_for_budget(),
+                },
             ),
             namespaces: self.store_objects(
                 "NamespaceLabels",
-                (Api::<NamespaceObject>::all(client.clone()), config()),
+                (Api::<NamespaceObject>::all(client.clone()), watch_config()),
                 WatchRules {
                     trim: trim_metadata,
                     same: |_, _| true,
                     wake: |wakes, namespace| {
                         if namespace.is_none() {
-                            wakes.placement();
+                            wakes.wake_placement();
                         }
                     },
                 },
@@ -224,7 +235,7 @@ impl Watches<'_> {
 
     /// Watches the namespaces that are exempt from admission.
     pub(crate) fn exempt_namespaces(&mut self, client: &Client) -> Store<PartialObjectMeta<Namespace>> {
-        let namespaces = (Api::<PartialObjectMeta<Namespace>>::all(client.clone()), config().labels(ALLOW_LABEL));
+        let namespaces = (Api::<PartialObjectMeta<Namespace>>::all(client.clone()), watch_config().labels(ALLOW_LABEL));
         // Only the webhook reads these objects.
         self.store_objects(
             "Namespace",
@@ -236,24 +247,24 @@ impl Watches<'_> {
     /// Watches the objects that decide which MPS hosts to replace. Only the placement controller
     /// reads them.
     pub(crate) fn start_host_stores(&mut self, client: &Client, namespace: &str, selector: &str) -> MpsHostStores {
-        let pods = (Api::<AgentPod>::namespaced(client.clone(), namespace), config().labels(selector));
-        let revisions = (Api::<Revision>::namespaced(client.clone(), namespace), config());
+        let pods = (Api::<AgentPod>::namespaced(client.clone(), namespace), watch_config().labels(selector));
+        let revisions = (Api::<Revision>::namespaced(client.clone(), namespace), watch_config());
         MpsHostStores {
             pods: self.store_objects(
                 "MpsHostPod",
                 pods,
-                WatchRules { trim: trim_metadata, same: AgentPod::is_same, wake: |wakes, _| wakes.placement() },
+                WatchRules { trim: trim_metadata, same: AgentPod::is_same, wake: |wakes, _| wakes.wake_placement() },
             ),
             revisions: self.store_objects(
                 "ControllerRevision",
                 revisions,
-                WatchRules { trim: trim_metadata, same: |_, _| false, wake: |wakes, _| wakes.placement() },
+                WatchRules { trim: trim_metadata, same: |_, _| false, wake: |wakes, _| wakes.wake_placement() },
             ),
             namespace: namespace.to_owned(),
         }
     }
 
-    /// Stores the objects of a watch; see [`Watches::store_version`].
+    /// Stores the objects of a watch; see [`Watches::store_objects_and_version`].
     fn store_objects<K>(
         &mut self,
         kind: &'static str,
@@ -263,12 +274,12 @@ impl Watches<'_> {
     where
         K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
     {
-        self.store_version(kind, watched, rules, None)
+        self.store_objects_and_version(kind, watched, rules, None)
     }
 
     /// Stores the objects of a watch until the process stops. `of_kind` selects the field for the
     /// store's version.
-    fn store_version<K>(
+    fn store_objects_and_version<K>(
         &mut self,
         kind: &'static str,
         watched: (Api<K>, watcher::Config),
@@ -308,13 +319,13 @@ impl Watches<'_> {
 
     /// Stores the pods of a watch until the process stops.
     fn store_pods(&mut self, pods: Api<RawPod>, config: watcher::Config) -> PodStore {
-        let (store, mut writer) = pod_store::store();
+        let (store, mut writer) = pod_store::new_store();
         let (wakes, versions, mut version) = (self.wakes.clone(), self.versions.clone(), StoreVersion::default());
         self.watch("Pod", (pods, config), move |event| {
             let reached = version.version_after(&event);
             let effect = writer.apply(event);
             publish_version(&versions, |versions| &mut versions.pods, reached);
-            wakes.pods(effect);
+            wakes.wake_for_pods(effect);
         });
         store
     }
@@ -330,10 +341,10 @@ impl Watches<'_> {
     {
         let (metrics, stop) = (self.metrics.clone(), self.stop.clone());
         self.tasks.spawn(async move {
-            let followed = follow(kind, api, config, |event| match event {
+            let followed = watch_objects(kind, api, config, |event| match event {
                 Ok(event) => handle(event),
                 Err(error) => {
-                    metrics.watch_errors.get_or_create(&Kind { kind }).inc();
+                    metrics.watch_errors.get_or_create(&KindLabel { kind }).inc();
                     tracing::warn!(kind, error = &error as &dyn std::error::Error, "watch failed; retrying");
                 }
             });
@@ -347,10 +358,10 @@ impl Watches<'_> {
     }
 }
 
-/// Watches objects. At first, existing objects arrive as a stream, so that neither side holds a
-/// whole list. If the API server refuses such a stream, or ends one early, objects are listed in
-/// pages from then on. Objects that must be listed again are also listed in pages.
-async fn follow<K>(
+/// Watches objects. At first, existing objects arrive as a stream, so that neither side needs
+/// memory for a whole list. If the API server refuses the stream or ends it early, this function
+/// lists objects in pages from then on. It also uses pages for all later lists.
+async fn watch_objects<K>(
     kind: &'static str,
     api: Api<K>,
     config: watcher::Config,
@@ -364,8 +375,8 @@ async fn follow<K>(
     let (mut events, mut streamed) = (start(config.clone().streaming_lists()), StreamedList::default());
     while let Some(event) = events.next().await {
         let needs_pages = streamed.needs_pages(&event);
-        // Do not count this error: without the API server's feature, each operator would count one
-        // for each kind.
+        // Do not count this error. An API server without the feature refuses the stream of each
+        // kind once.
         if !(needs_pages && event.is_err()) {
             handle(event);
         }
@@ -376,8 +387,8 @@ async fn follow<K>(
     }
 }
 
-/// Decides when to list in pages instead of streaming. Only the first list is streamed: the API
-/// server streams its cache, which may be older than what is stored. A list in pages is current.
+/// Decides when to list in pages instead of streaming. Only the first list is streamed, because the
+/// API server streams its cache, which may be older than the store. A list in pages is current.
 #[derive(Debug, Default, PartialEq, Eq)]
 enum StreamedList {
     /// No list has begun.
@@ -401,8 +412,9 @@ impl StreamedList {
         let next = match (&*self, event) {
             (Self::Idle, Ok(Event::Init)) => Self::Began,
             (Self::Began, Ok(Event::InitDone)) => Self::Done,
-            // The stream ended before the list was complete, for example at `WATCH_TIMEOUT`. The
-            // watcher starts the next stream without an error, and that may end early again.
+            // The stream ended before the list was complete, for example at
+            // `WATCH_TIMEOUT_SECONDS`. The watcher starts the next stream without an error, and the
+            // next stream may also end early.
             (Self::Began | Self::Done, Ok(Event::Init)) => Self::Paged,
             (Self::Idle | Self::Began | Self::Done, Err(error)) if refused(error) => Self::Paged,
             _ => return false,
@@ -426,8 +438,8 @@ fn trim_metadata<K: Resource>(object: &mut K) {
     meta.annotations = None;
 }
 
-/// Drops other writers' metadata. Cleave's annotations are kept, because administrators use them,
-/// for example to cordon GPUs.
+/// Drops other writers' metadata. Keeps Cleave's annotations, because administrators use them, for
+/// example to cordon GPUs.
 fn trim_foreign_metadata<K: Resource>(object: &mut K) {
     let meta = object.meta_mut();
     meta.managed_fields = None;
@@ -456,51 +468,48 @@ mod tests {
     }
 
     #[test]
-    fn budgets_wake_the_gate_only_while_a_pod_may_preempt_and_no_change_is_missed() {
+    fn budgets_wake_placement_only_while_a_pod_may_preempt_and_no_change_is_missed() {
         let wakes = Wakers::default();
         let woken = || wakes.placement.notified().now_or_never().is_some();
-        wakes.budget();
+        wakes.wake_for_budget();
         assert!(woken(), "before the first reconcile");
         wakes.set_awaits_budgets(false);
-        wakes.budget();
+        wakes.wake_for_budget();
         assert!(!woken());
         // This budget changes after the placement controller has read the budgets.
-        wakes.budget();
+        wakes.wake_for_budget();
         wakes.set_awaits_budgets(true);
         assert!(woken());
         wakes.set_awaits_budgets(true);
-        assert!(!woken(), "a repeated report wakes nothing");
-        wakes.budget();
+        assert!(!woken(), "a repeated report wakes no controller");
+        wakes.wake_for_budget();
         assert!(woken());
     }
 
-    const OF_GPUS: AffectedControllers = AffectedControllers { of_gpus: true, of_tenants: false };
+    const GPU_POD_CHANGE: AffectedControllers = AffectedControllers { of_gpus: true, of_tenants: false };
 
     #[test]
-    fn pods_wake_passes_only_if_a_gpu_is_shared_by_demand_and_none_is_missed() {
+    fn pods_wake_passes_only_if_a_gpu_is_partitioned_on_demand_and_none_is_missed() {
         let wakes = Wakers::default();
         let woken = |of: &Arc<Notify>| of.notified().now_or_never().is_some();
-        wakes.pods(OF_GPUS);
-        assert!(
-            woken(&wakes.passes) && woken(&wakes.placement),
-            "before the first pass it is not known whether pods decide"
-        );
+        wakes.wake_for_pods(GPU_POD_CHANGE);
+        assert!(woken(&wakes.passes) && woken(&wakes.placement), "before the first pass, pods may affect the plan");
         wakes.set_partitions_on_demand(false);
-        wakes.pods(OF_GPUS);
+        wakes.wake_for_pods(GPU_POD_CHANGE);
         assert!(!woken(&wakes.passes) && woken(&wakes.placement));
-        wakes.planners();
+        wakes.wake_planners();
         assert!(woken(&wakes.passes) && woken(&wakes.placement));
         // This pod changes after the pass has read the pods and before the pass reports that GPUs
         // are partitioned on demand.
-        wakes.pods(OF_GPUS);
+        wakes.wake_for_pods(GPU_POD_CHANGE);
         wakes.set_partitions_on_demand(true);
         assert!(woken(&wakes.passes));
         wakes.set_partitions_on_demand(true);
-        assert!(!woken(&wakes.passes), "a repeated report wakes nothing");
-        wakes.pods(OF_GPUS);
+        assert!(!woken(&wakes.passes), "a repeated report wakes no controller");
+        wakes.wake_for_pods(GPU_POD_CHANGE);
         assert!(woken(&wakes.passes));
         woken(&wakes.placement);
-        wakes.pods(AffectedControllers::default());
+        wakes.wake_for_pods(AffectedControllers::default());
         assert!(!woken(&wakes.passes) && !woken(&wakes.placement), "a pod without GPUs");
     }
 
@@ -511,7 +520,7 @@ mod tests {
     }
 
     #[test]
-    fn tenants_are_woken_only_by_findings_and_what_follows_from_them() {
+    fn the_tenant_controller_is_woken_only_by_findings_and_reported_pods() {
         let wakes = Wakers::default();
         let woken = || wakes.tenants.notified().now_or_never().is_some();
         let (calm, found) = (
@@ -521,29 +530,29 @@ mod tests {
             ),
         );
         assert!(found.0.as_ref().unwrap().status.as_ref().unwrap().findings.len() == 1);
-        wakes.gpu_node(Some(&calm));
-        assert!(woken(), "nothing is known before the first reconcile");
+        wakes.wake_for_gpu_node(Some(&calm));
+        assert!(woken(), "every change wakes the controller before its first reconcile");
         wakes.set_has_tenants(false);
-        wakes.gpu_node(Some(&calm));
-        wakes.pods(OF_GPUS);
-        wakes.planners();
+        wakes.wake_for_gpu_node(Some(&calm));
+        wakes.wake_for_pods(GPU_POD_CHANGE);
+        wakes.wake_planners();
         assert!(!woken());
-        wakes.gpu_node(Some(&found));
+        wakes.wake_for_gpu_node(Some(&found));
         assert!(woken());
-        wakes.pods(AffectedControllers { of_gpus: false, of_tenants: true });
+        wakes.wake_for_pods(AffectedControllers { of_gpus: false, of_tenants: true });
         assert!(woken(), "a pod has the condition");
-        wakes.pods(OF_GPUS);
+        wakes.wake_for_pods(GPU_POD_CHANGE);
         assert!(!woken());
         wakes.set_has_tenants(true);
         assert!(woken(), "the pod changed meanwhile");
-        wakes.gpu_node(Some(&calm));
+        wakes.wake_for_gpu_node(Some(&calm));
         assert!(woken(), "the finding is over");
-        wakes.gpu_node(None);
+        wakes.wake_for_gpu_node(None);
         assert!(woken(), "all nodes were listed");
     }
 
     #[test]
-    fn only_the_first_list_is_streamed_and_only_if_the_api_server_can() {
+    fn only_the_first_list_is_streamed_and_only_if_the_api_server_supports_it() {
         let refused = |code: u16| {
             let status = kube::core::Status { code, ..kube::core::Status::default() };
             Err(watcher::Error::WatchStartFailed(kube::Error::Api(Box::new(status))))
@@ -562,13 +571,13 @@ mod tests {
         let again = needs(listed().into_iter().chain([object(), Ok(Event::Init)]).collect());
         assert_eq!(again, [false, false, false, false, true], "a second stream may be older than the store");
         let no_longer = needs(listed().into_iter().chain([refused(422), refused(422)]).collect());
-        assert_eq!(no_longer, [false, false, false, true, false], "an older API server answers");
+        assert_eq!(no_longer, [false, false, false, true, false], "an older API server responds");
         let paged = needs([refused(400)].into_iter().chain(listed()).chain(cut()).chain([refused(422)]).collect());
         assert_eq!(paged, [true, false, false, false, false, false, false, false]);
     }
 
     #[test]
-    fn a_store_that_is_replaced_by_an_older_list_has_an_older_version() {
+    fn a_list_older_than_the_store_lowers_the_version_of_the_store() {
         let node = |version: &str| {
             let mut node = NodeObject::default();
             node.metadata.resource_version = Some(version.to_owned());
@@ -590,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn a_heartbeat_changes_nothing_that_is_read() {
+    fn a_heartbeat_does_not_change_the_stored_node() {
         let node = |version: &str, cpu: &str, beat: &str| -> NodeObject {
             let status = serde_json::json!({"allocatable": {"cpu": cpu}, "images": [beat],
                 "conditions": [{"type": "Ready", "status": "True", "lastHeartbeatTime": beat}]});

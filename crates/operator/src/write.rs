@@ -7,8 +7,9 @@ use kube::runtime::events::{Event, Recorder};
 
 use crate::leader::LeaseGuard;
 
-/// Time limit of one write. A [`LeaseGuard`](crate::leader::LeaseGuard) expires this long before
-/// its lease. So a write that starts while the guard is valid ends before another process can lead.
+/// Time limit of one write. The lease outlasts its [`LeaseGuard`](crate::leader::LeaseGuard) by the
+/// same time. So a write that starts while the guard is valid ends before another process can
+/// acquire the lease.
 pub(crate) const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum number of writes in flight of one task.

@@ -11,7 +11,7 @@ use cleave_api::gpunode::{
 use cleave_api::sharingpolicy::{Enforcement, SharingPolicy, SharingPolicyStatus};
 use cleave_operator::policies::apply::{self, changes};
 use cleave_operator::policies::plan::{Plan, plan};
-use cleave_operator::policies::status::{WrittenStatus, WrittenStatuses, event, updates};
+use cleave_operator::policies::status::{WrittenStatus, WrittenStatuses, condition_event, updates};
 use cleave_operator::read::{Agent, Node, Observed};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, ObjectMeta};
@@ -205,7 +205,7 @@ fn each_gpu_gets_ten_shares_with_limits_for_k_shares() {
 }
 
 #[test]
-fn shares_by_memory_are_as_many_as_fit() {
+fn the_size_of_a_share_determines_the_number_of_shares() {
     let world = TestCluster::default()
         .node_with_four_gpus("n1")
         .policy("by-memory", "mode: Mps\nmps:\n  unitMemory: 10Gi\n  threads: Uncapped");
@@ -231,7 +231,7 @@ fn each_process_gets_a_part_of_the_memory_if_clients_are_split() {
 }
 
 #[test]
-fn only_the_policys_consent_to_advisory_limits_is_written() {
+fn advisory_enforcement_is_written_only_if_the_policy_sets_it() {
     let partition = |field: &str| {
         let spec = format!("mode: Mps\nmps:\n  units: 10{field}");
         let plan = TestCluster::default().node_with_four_gpus("n1").policy("split", &spec).plan();
@@ -307,7 +307,7 @@ fn a_mig_layout_uses_nvml_placements_and_its_instances_can_be_shared() {
 }
 
 #[test]
-fn the_more_specific_policy_wins_and_the_other_reports_it() {
+fn the_more_specific_policy_wins_and_the_other_policy_reports_the_conflict() {
     let mut world = TestCluster::default()
         .node_with_four_gpus("n1")
         .policy("all", TEN_SHARES_YAML)
@@ -336,7 +336,7 @@ fn the_more_specific_policy_wins_and_the_other_reports_it() {
 }
 
 #[test]
-fn a_policy_that_matches_nothing_reports_what_exists() {
+fn a_policy_that_matches_no_gpu_reports_the_existing_gpus() {
     let mut world = TestCluster::default()
         .node("n1", &[("zone", "a")], vec![gpu("n1", 0, "NVIDIA L4", 23_034), gpu("n1", 1, "NVIDIA L4", 23_034)])
         .policy("model", "gpus:\n  models: [A1000]\nmode: Whole")
@@ -376,13 +376,13 @@ fn an_unreported_node_may_have_the_missing_model() {
     let plan = world.plan();
     assert!(!plan.nodes.contains_key("n2"), "the spec of a node without a report stays");
     world.observed.nodes.get_mut("n2").unwrap().gpu_node = None;
-    assert_eq!(world.plan().nodes["n2"], GpuNodeSpec::default(), "an object is created for the agent to report in");
+    assert_eq!(world.plan().nodes["n2"], GpuNodeSpec::default(), "the agent needs an object for its report");
     world.observed.nodes.get_mut("n2").unwrap().agent = None;
     assert!(!world.plan().nodes.contains_key("n2"), "no object is created without an agent");
 }
 
 #[test]
-fn a_policy_that_waits_names_the_pods() {
+fn a_policy_that_waits_for_pods_names_them() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     world.write_plan();
     world.assert_condition("p", "Ready", "False", "Applying", "the agent of n1 has not received the new spec yet");
@@ -454,7 +454,7 @@ fn failed_and_refused_steps_are_reported_first() {
 }
 
 #[test]
-fn gpus_are_quiesced_by_annotation_and_all_of_a_node_by_the_gpu_operators_labels() {
+fn gpus_are_quiesced_by_annotation_and_by_the_gpu_operators_labels() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     let states = |world: &TestCluster| -> Vec<(bool, bool)> {
         plan(&world.observed).nodes["n1"].gpus.iter().map(|spec| (spec.quiesced, spec.cordoned)).collect()
@@ -530,8 +530,8 @@ fn an_invalid_policy_repartitions_no_gpu() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     world.write_plan();
     let before = world.object("n1").spec.clone();
-    // In turn, the policy is malformed, is invalid (stored under an older CRD), is not supported by
-    // its GPUs, and specifies on-demand partitioning.
+    // In these cases, the policy is malformed, invalid because it was stored under an older CRD,
+    // not supported by its GPUs, or partitions GPUs on demand.
     let malformed =
         TestCluster { observed: world.observed.clone(), written: WrittenStatuses::new() }.malformed_policy("p");
     assert_eq!(malformed.plan().nodes["n1"], before);
@@ -556,7 +556,7 @@ fn an_invalid_policy_repartitions_no_gpu() {
 }
 
 #[test]
-fn a_malformed_object_affects_no_other_and_is_reported_once() {
+fn a_malformed_object_affects_no_other_object_and_is_reported_once() {
     let mut world = TestCluster::default()
         .node_with_four_gpus("n1")
         .node_with_four_gpus("node22")
@@ -567,7 +567,10 @@ fn a_malformed_object_affects_no_other_and_is_reported_once() {
         Some(Arc::new(DeserializeGuard(Err(InvalidObject { error: "no field".into(), metadata }))));
     let plan = world.plan();
     assert_eq!(plan.nodes["n1"].gpus.len(), 4);
-    assert!(!plan.nodes.contains_key("node22"), "the spec of a malformed object is unknown, so it is not written");
+    assert!(
+        !plan.nodes.contains_key("node22"),
+        "the operator does not write to a malformed object, because its spec is unknown"
+    );
     let found = updates(&plan, &world.observed, &world.written, at(0));
     let broken = found.iter().find(|update| update.policy == "broken").unwrap();
     let accepted = &broken.status.conditions[0];
@@ -604,7 +607,7 @@ fn a_status_is_not_written_twice_while_the_watch_lags() {
     let first = updates(&world.plan(), &world.observed, &world.written, at(0)).remove(0);
     world.written.insert("p".into(), WrittenStatus { from: first.from, status: first.status });
     assert!(updates(&world.plan(), &world.observed, &world.written, at(1)).is_empty());
-    // Once the watch returns a newer object, the status of that object counts.
+    // Once the watch delivers a newer object, the status of that object counts.
     if let Some(Ok(policy)) = world.observed.policies.get_mut("p") {
         policy.metadata.resource_version = Some("later".into());
     }
@@ -627,19 +630,19 @@ fn a_condition_keeps_its_time_until_its_status_changes() {
 }
 
 #[test]
-fn a_spec_stays_while_the_driver_does_not_answer() {
+fn a_spec_is_kept_while_the_driver_does_not_respond() {
     let mut world = TestCluster::default().node_with_four_gpus("n1").policy("p", TEN_SHARES_YAML);
     world.write_plan();
     world.object("n1").status.as_mut().unwrap().gpus.clear();
     assert!(!world.plan().nodes.contains_key("n1"));
-    // The operator writes a spec to a node that never had GPUs, so that the agent does not wait for
-    // a spec.
+    // The operator writes a spec even for a node that never had GPUs, so that the agent does not
+    // wait for a spec.
     let world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN_SHARES_YAML);
     assert_eq!(world.plan().nodes["n1"].plan_id.len(), 16);
 }
 
 #[test]
-fn nodes_without_gpus_are_reported_if_no_node_has_any() {
+fn nodes_without_gpus_are_reported_if_no_node_has_gpus() {
     let mut world = TestCluster::default().node("n1", &[], Vec::new()).policy("p", TEN_SHARES_YAML);
     world.assert_condition("p", "Ready", "False", "NoGpu", "n1");
     let mut world = world.node_with_four_gpus("n2");
@@ -685,7 +688,7 @@ fn only_conditions_that_need_attention_get_events() {
         ("RolledOut", "False", "Invalid", false),
         ("RolledOut", "True", "RolledOut", false),
     ] {
-        let event = event(&condition(type_, status, reason));
+        let event = condition_event(&condition(type_, status, reason));
         assert_eq!(event.is_some(), expected, "{type_} {status} {reason}");
         // The API server refuses notes above 1 KiB.
         assert!(event.is_none_or(|event| event.note.unwrap().len() <= 1024));

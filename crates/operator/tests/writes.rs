@@ -91,7 +91,7 @@ async fn a_policy_status_is_applied_without_the_spec() {
 /// The API server answers with the whole object. A malformed object was still written, and must not
 /// be written again at each pass.
 #[tokio::test]
-async fn a_malformed_answer_is_not_a_failure() {
+async fn a_malformed_response_is_not_a_failed_write() {
     let (client, mut server) = mock_client();
     let stored = json!({"metadata": {"name": "p"}, "spec": {"mode": "Sliced", "gpus": 7}});
     let policies: Api<DeserializeGuard<SharingPolicy>> = Api::all(client.clone());
@@ -126,9 +126,9 @@ fn lease(holder: Option<&str>) -> Value {
     })
 }
 
-/// The clock is paused, so only timers advance it and the test does not wait.
+/// The clock is paused, so only timers advance the clock and the test does not wait.
 #[tokio::test(start_paused = true)]
-async fn a_free_lease_is_taken_renewed_and_released() {
+async fn a_free_lease_is_acquired_renewed_and_released() {
     let (client, mut server) = mock_client();
     let api: Api<Lease> = Api::default_namespaced(client);
     let (elector, guard) = Elector::new(api, "l".into(), "a".into());
@@ -140,7 +140,7 @@ async fn a_free_lease_is_taken_renewed_and_released() {
     assert_eq!((method.as_str(), uri.as_str()), ("GET", "/apis/coordination.k8s.io/v1/namespaces/default/leases/l"));
     let (method, _, body) = answer_request(&mut server, StatusCode::OK, &lease(Some("a"))).await;
     assert_eq!((method.as_str(), &body["spec"]["holderIdentity"]), ("PUT", &json!("a")));
-    assert_eq!(body["metadata"]["resourceVersion"], "7", "of two concurrent writes, one gets a conflict");
+    assert_eq!(body["metadata"]["resourceVersion"], "7", "one of two concurrent writes gets a conflict");
     assert_eq!(body["spec"]["leaseTransitions"], 2);
 
     // The lease is renewed. From this request on, this process leads.
@@ -177,7 +177,7 @@ async fn a_free_lease_is_taken_renewed_and_released() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lease_of_another_process_is_taken_only_after_it_expires() {
+async fn a_lease_of_another_process_is_acquired_only_after_it_expires() {
     let (client, mut server) = mock_client();
     let (elector, guard) = Elector::new(Api::default_namespaced(client), "l".into(), "a".into());
     let started = tokio::time::Instant::now();
@@ -287,11 +287,7 @@ async fn a_dry_run_reads_the_cluster_and_writes_nothing() {
     );
     let run = dry::dry_run(&observed.unwrap()).unwrap();
     assert_eq!(run.outcome.waiting["team/one"].reason, Reason::Repartitioning);
-    assert_eq!(
-        run.outcome.waiting["team/odd"].reason,
-        Reason::NoRoom,
-        "its constraints are unknown, and only this pod waits"
-    );
+    assert_eq!(run.outcome.waiting["team/odd"].reason, Reason::NoRoom, "only the pod with unknown constraints waits");
     assert_eq!(run.changes.len(), 1);
     assert_eq!(run.changes[0].spec.gpus[0].partition.mps.as_ref().unwrap().slices[0].count, 1);
 }

@@ -5,7 +5,7 @@
 //! another certificate. The Secret contains the certificate, its key, and the CAs that API servers
 //! must trust: the certificate's own CA and the previous one. API servers therefore also trust a
 //! replica that still serves the previous certificate. [`next_step`] decides and is pure. To detect
-//! expiry, the function verifies the certificate as a client would at a given time.
+//! expiry, the function verifies the certificate like a client at a given time.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -33,23 +33,23 @@ use tokio_util::sync::CancellationToken;
 
 use crate::leader::LeaseGuard;
 
-/// Time for which a certificate is valid.
+/// How long a certificate is valid.
 pub(crate) const VALIDITY: Duration = Duration::from_secs(90 * 24 * 3600);
 /// Time before expiry at which a certificate is renewed.
 pub(crate) const RENEW_BEFORE: Duration = Duration::from_secs(30 * 24 * 3600);
 /// Maximum time that an API server's clock may be behind the operator's clock.
 const MAX_CLOCK_SKEW: Duration = Duration::from_secs(3600);
-/// Delay between publishing a new CA and serving a certificate that the CA signed. During the
-/// delay, API servers receive the CA through their watch of the webhook configuration.
+/// Delay between the publication of a new CA and the first use of a certificate that the CA signed.
+/// During the delay, API servers receive the CA through their watch of the webhook configuration.
 const CA_PUBLICATION_DELAY: Duration = Duration::from_secs(2);
 /// Intervals between reads of the Secret: normally, and while no certificate is served.
 const POLL_INTERVALS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(1));
 /// Time limit of a request to the API server.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(4);
 /// Keys of the Secret's data, as in Secrets of type `kubernetes.io/tls`.
-const CERTIFICATE: &str = "tls.crt";
-const KEY: &str = "tls.key";
-const AUTHORITIES: &str = "ca.crt";
+const CERTIFICATE_ENTRY: &str = "tls.crt";
+const KEY_ENTRY: &str = "tls.key";
+const AUTHORITIES_ENTRY: &str = "ca.crt";
 
 /// A certificate could not be created or read.
 #[derive(Debug, thiserror::Error)]
@@ -116,19 +116,24 @@ impl Certificate {
             let bytes = data.get(name).ok_or(Error::Lacks(name))?;
             Ok(String::from_utf8_lossy(&bytes.0).into_owned())
         };
-        Self::new(part(CERTIFICATE)?, part(KEY)?, part(AUTHORITIES)?).map(Some)
+        Self::new(part(CERTIFICATE_ENTRY)?, part(KEY_ENTRY)?, part(AUTHORITIES_ENTRY)?).map(Some)
     }
 
     /// Returns the data of the Secret that stores this certificate.
     pub(crate) fn secret_data(&self) -> BTreeMap<String, ByteString> {
-        let parts = [(CERTIFICATE, &self.chain_pem), (KEY, &self.key_pem), (AUTHORITIES, &self.authorities_pem)];
+        let parts = [
+            (CERTIFICATE_ENTRY, &self.chain_pem),
+            (KEY_ENTRY, &self.key_pem),
+            (AUTHORITIES_ENTRY, &self.authorities_pem),
+        ];
         parts.into_iter().map(|(name, text)| (name.to_owned(), ByteString(text.clone().into_bytes()))).collect()
     }
 
     fn new(chain_pem: String, key_pem: String, authorities_pem: String) -> Result<Self, Error> {
-        let chain = parse_certificates(&chain_pem, CERTIFICATE)?;
-        let authorities = parse_certificates(&authorities_pem, AUTHORITIES)?;
-        let private = PrivateKeyDer::from_pem_slice(key_pem.as_bytes()).map_err(|error| Error::Pem(KEY, error))?;
+        let chain = parse_certificates(&chain_pem, CERTIFICATE_ENTRY)?;
+        let authorities = parse_certificates(&authorities_pem, AUTHORITIES_ENTRY)?;
+        let private =
+            PrivateKeyDer::from_pem_slice(key_pem.as_bytes()).map_err(|error| Error::Pem(KEY_ENTRY, error))?;
         let provider = crypto_provider();
         let served = CertifiedKey::from_der(chain, private, &provider).map_err(Error::Unusable)?;
         let mut roots = RootCertStore::empty();
@@ -169,9 +174,9 @@ impl Certificate {
 
     /// Returns the certificate's own CA as PEM. Returns `None` if the Secret has no CA.
     fn own_authority(&self) -> Option<String> {
-        const END: &str = "-----END CERTIFICATE-----\n";
+        const PEM_END: &str = "-----END CERTIFICATE-----\n";
         let pem = self.authorities_pem.replace("\r\n", "\n");
-        pem.find(END).map(|end| pem[..end + END.len()].to_owned())
+        pem.find(PEM_END).map(|end| pem[..end + PEM_END.len()].to_owned())
     }
 }
 
@@ -226,11 +231,11 @@ pub(crate) fn next_step(stored: Option<&Certificate>, host: &str, now: SystemTim
 }
 
 /// Receives the certificate to serve. `None` until the first certificate exists.
-pub(crate) type Served = watch::Receiver<Option<Arc<CertifiedKey>>>;
+pub(crate) type CertificateReceiver = watch::Receiver<Option<Arc<CertifiedKey>>>;
 
 /// Serves the current certificate on each new connection.
 #[derive(Debug)]
-struct CurrentCertificate(Served);
+struct CurrentCertificate(CertificateReceiver);
 
 impl ResolvesServerCert for CurrentCertificate {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
@@ -242,7 +247,7 @@ impl ResolvesServerCert for CurrentCertificate {
 ///
 /// # Errors
 /// Returns an error if the TLS library does not support the configuration.
-pub(crate) fn tls_config(served: Served) -> Result<Arc<ServerConfig>, rustls::Error> {
+pub(crate) fn tls_config(served: CertificateReceiver) -> Result<Arc<ServerConfig>, rustls::Error> {
     let mut config = ServerConfig::builder_with_provider(crypto_provider())
         .with_safe_default_protocol_versions()?
         .with_no_client_auth()
@@ -280,7 +285,12 @@ pub(crate) struct CertificateManager {
 
 impl CertificateManager {
     /// Creates a manager, and the receiver of the served certificate.
-    pub(crate) fn new(client: &kube::Client, namespace: &str, name: String, claim: LeaseGuard) -> (Self, Served) {
+    pub(crate) fn new(
+        client: &kube::Client,
+        namespace: &str,
+        name: String,
+        claim: LeaseGuard,
+    ) -> (Self, CertificateReceiver) {
         let (served, receiver) = watch::channel(None);
         let host = format!("{name}.{namespace}.svc");
         let secrets = Api::namespaced(client.clone(), namespace);
@@ -295,7 +305,7 @@ impl CertificateManager {
                 tracing::warn!(error = &error as &dyn std::error::Error, "failed to update the webhook's certificate");
             }
             let delay = if self.served.borrow().is_some() { POLL_INTERVALS.0 } else { POLL_INTERVALS.1 };
-            // All branches are cancel-safe: a token, a watch channel and a timer.
+            // All branches are cancel-safe: they wait for a token, a watch channel and a timer.
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = leadership.changed() => {}
@@ -341,8 +351,8 @@ impl CertificateManager {
         step: CertificateStep,
         now: SystemTime,
     ) -> Result<Certificate, UpdateError> {
-        // Other replicas still serve the stored certificate, or the last certificate that could be
-        // read. The CA of that certificate must remain trusted.
+        // Other replicas still serve the stored certificate, or the last readable certificate. API
+        // servers must continue to trust its CA.
         let before = stored.or_else(|| self.known.clone()).filter(|before| before.is_trusted(&self.host, now));
         let current = Certificate::create(&self.host, now, before.as_ref())?;
         tracing::info!(secret = self.name, ?step, "creating a new webhook certificate");
@@ -414,7 +424,7 @@ mod tests {
         assert!(Certificate::from_secret_data(&BTreeMap::new()).unwrap().is_none());
         let emptied = made.secret_data().into_keys().map(|key| (key, ByteString(Vec::new()))).collect();
         assert!(Certificate::from_secret_data(&emptied).unwrap().is_none());
-        for part in [CERTIFICATE, KEY, AUTHORITIES] {
+        for part in [CERTIFICATE_ENTRY, KEY_ENTRY, AUTHORITIES_ENTRY] {
             for spoiled in
                 [&b""[..], b"\xff", b"none", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
             {
@@ -428,10 +438,10 @@ mod tests {
         }
         // The key or the CA belongs to another certificate.
         let mut data = made.secret_data();
-        data.insert(KEY.to_owned(), other.secret_data()[KEY].clone());
+        data.insert(KEY_ENTRY.to_owned(), other.secret_data()[KEY_ENTRY].clone());
         assert!(Certificate::from_secret_data(&data).is_err());
         let mut data = made.secret_data();
-        data.insert(AUTHORITIES.to_owned(), other.secret_data()[AUTHORITIES].clone());
+        data.insert(AUTHORITIES_ENTRY.to_owned(), other.secret_data()[AUTHORITIES_ENTRY].clone());
         assert!(!Certificate::from_secret_data(&data).unwrap().unwrap().is_trusted(SERVICE_HOST, now()));
     }
 
@@ -440,12 +450,12 @@ mod tests {
         let first = new_certificate();
         let second = Certificate::create(SERVICE_HOST, now() + RENEW_BEFORE, Some(&first)).unwrap();
         let third = Certificate::create(SERVICE_HOST, now() + VALIDITY, Some(&second)).unwrap();
-        let bundle = |current: &Certificate| current.secret_data()[AUTHORITIES].clone();
+        let bundle = |current: &Certificate| current.secret_data()[AUTHORITIES_ENTRY].clone();
         // The server presents the first certificate to a client that trusts the second
         // certificate's CAs.
         let mut served = second.secret_data();
-        served.insert(CERTIFICATE.to_owned(), first.secret_data()[CERTIFICATE].clone());
-        served.insert(KEY.to_owned(), first.secret_data()[KEY].clone());
+        served.insert(CERTIFICATE_ENTRY.to_owned(), first.secret_data()[CERTIFICATE_ENTRY].clone());
+        served.insert(KEY_ENTRY.to_owned(), first.secret_data()[KEY_ENTRY].clone());
         assert!(
             Certificate::from_secret_data(&served).unwrap().unwrap().is_trusted(SERVICE_HOST, now() + RENEW_BEFORE)
         );
@@ -459,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn the_leader_renews_and_any_replica_creates() {
+    fn the_leader_renews_a_certificate_and_any_replica_creates_one() {
         let made = new_certificate();
         let due = now() + VALIDITY - RENEW_BEFORE;
         for (at, leads, expected) in [
@@ -494,7 +504,7 @@ mod tests {
         const SECRET_PATH: &str = "/api/v1/namespaces/cleave-system/secrets/cleave-webhook";
         const WEBHOOK_PATH: &str = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/cleave-webhook";
 
-        fn manager() -> (CertificateManager, Served, Server) {
+        fn manager() -> (CertificateManager, CertificateReceiver, Server) {
             let (service, server) = mock::pair();
             let client = kube::Client::new(service, "default");
             let (_, claim) = Elector::new(Api::namespaced(client.clone(), "default"), "l".into(), "me".into());
@@ -515,7 +525,7 @@ mod tests {
             json!({"metadata": {"name": "cleave-webhook"}, "webhooks": [webhook]})
         }
 
-        /// Answers the expected requests and no others. Returns the bodies of the requests.
+        /// Answers only the expected requests. Returns the bodies of the requests.
         async fn answer_requests(server: &mut Server, expected: Vec<(&str, &str, StatusCode, Value)>) -> Vec<Value> {
             let mut bodies = Vec::new();
             for (method, path, status, answer) in expected {
@@ -556,17 +566,17 @@ mod tests {
                 )
             );
             updated.unwrap();
-            assert_eq!(bodies[1]["metadata"]["resourceVersion"], "7", "of two concurrent writes, one wins");
+            assert_eq!(bodies[1]["metadata"]["resourceVersion"], "7", "only one of two concurrent writes succeeds");
             let made = stored_certificate(&bodies[1]);
             assert!(made.is_trusted(SERVICE_HOST, now() + RENEW_BEFORE));
             let change = &bodies[3]["webhooks"][0];
             assert_eq!(change["name"], "gate.cleave.dev");
-            assert_eq!(change["clientConfig"]["caBundle"], bodies[1]["data"][AUTHORITIES]);
+            assert_eq!(change["clientConfig"]["caBundle"], bodies[1]["data"][AUTHORITIES_ENTRY]);
             assert_eq!(served.borrow().as_ref().unwrap().cert, made.served.cert);
         }
 
         #[tokio::test(start_paused = true)]
-        async fn a_second_replica_serves_the_certificate_of_the_first() {
+        async fn a_second_replica_serves_the_certificate_of_the_first_replica() {
             let (mut manager, served, mut server) = manager();
             let (updated, _) = tokio::join!(
                 manager.update(now(), true),
@@ -587,7 +597,12 @@ mod tests {
                     &mut server,
                     vec![
                         ("GET", SECRET_PATH, StatusCode::OK, secret_object(&made.secret_data())),
-                        ("GET", WEBHOOK_PATH, StatusCode::OK, webhook_object(Some(&made.secret_data()[AUTHORITIES]))),
+                        (
+                            "GET",
+                            WEBHOOK_PATH,
+                            StatusCode::OK,
+                            webhook_object(Some(&made.secret_data()[AUTHORITIES_ENTRY]))
+                        ),
                     ]
                 )
             );
@@ -600,7 +615,7 @@ mod tests {
             let (mut manager, served, mut server) = manager();
             let old = new_certificate();
             let due = now() + VALIDITY - RENEW_BEFORE + MAX_CLOCK_SKEW;
-            let known = webhook_object(Some(&old.secret_data()[AUTHORITIES]));
+            let known = webhook_object(Some(&old.secret_data()[AUTHORITIES_ENTRY]));
             // A process that does not lead keeps the stored certificate.
             let (updated, _) = tokio::join!(
                 manager.update(due, false),
@@ -637,10 +652,10 @@ mod tests {
         }
 
         #[tokio::test(start_paused = true)]
-        async fn the_served_certificate_stays_when_the_secret_is_invalid_or_gone() {
+        async fn the_served_certificate_is_kept_when_the_secret_is_invalid_or_missing() {
             let (mut manager, served, mut server) = manager();
             let old = new_certificate();
-            let known = webhook_object(Some(&old.secret_data()[AUTHORITIES]));
+            let known = webhook_object(Some(&old.secret_data()[AUTHORITIES_ENTRY]));
             let (updated, _) = tokio::join!(
                 manager.update(now(), false),
                 answer_requests(
@@ -653,7 +668,7 @@ mod tests {
             );
             updated.unwrap();
             let mut spoiled = old.secret_data();
-            spoiled.insert(CERTIFICATE.to_owned(), ByteString(b"none".to_vec()));
+            spoiled.insert(CERTIFICATE_ENTRY.to_owned(), ByteString(b"none".to_vec()));
             let (updated, bodies) = tokio::join!(
                 manager.update(now(), false),
                 answer_requests(

@@ -1,9 +1,8 @@
 //! The admission webhook. The webhook gates new pods and adds `preStop` hooks to containers with
 //! shares, on API servers without mutating admission policies (Kubernetes before 1.36).
 //!
-//! [`review`] is pure and has no state, so any replica can answer any request. Besides the pod, it
-//! needs only the exempt namespaces, which a review does not include.
-//! [`crate::admission::certificate`] manages the certificate.
+//! [`review`] is pure and has no state, so any replica can answer any request. Its inputs are the
+//! review and the exempt namespaces. [`crate::admission::certificate`] manages the certificate.
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -36,8 +35,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::pods::{Container, RawPod};
 
-/// Path of reviews that add the placement gate. The chart uses the same path. It must stay the same
-/// in all versions: during an upgrade, API servers send reviews to operators of the old version.
+/// Path of reviews that add the placement gate. The chart uses the same path. It must not change
+/// between versions, because API servers also send reviews to operators of the old version during
+/// an upgrade.
 pub const GATE_PATH: &str = "/gate";
 /// Path of reviews that add a preStop hook, which sleeps for `seconds`. The chart uses the same
 /// path.
@@ -50,7 +50,7 @@ const MAX_BODY_BYTES: usize = 4 << 20;
 /// Maximum number of bodies that are read at the same time. Together with [`MAX_BODY_BYTES`], this
 /// limits the memory that unknown clients can use.
 const MAX_CONCURRENT_BODIES: usize = 16;
-/// Maximum number of open connections. Bounds the memory that unknown clients can use.
+/// Maximum number of open connections. Limits the memory that unknown clients can use.
 const MAX_CONNECTIONS: usize = 256;
 /// Time limit of a TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -59,10 +59,10 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit of a whole request. The API server waits for 10 s.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(8);
-/// Time for which the webhook still answers requests after `stop` is cancelled. API servers need
-/// some time to switch to another replica.
+/// How long the webhook still answers requests after `stop` is cancelled. API servers need some
+/// time to switch to another replica.
 pub(crate) const DRAIN_TIME: Duration = Duration::from_secs(3);
-/// Maximum time for open requests after [`DRAIN_TIME`].
+/// How long open requests may continue after [`DRAIN_TIME`].
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The request is not a review of a pod.
@@ -82,7 +82,7 @@ pub enum MalformedReview {
     Patch(#[source] SerializePatchError),
 }
 
-/// A change that a review may make to a pod.
+/// A change that the webhook can make to a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PodChange {
     /// Add the placement gate to pods that request GPUs.
@@ -91,7 +91,8 @@ pub enum PodChange {
         /// [`RESOURCE_GPU`].
         tolerate: bool,
     },
-    /// Add a preStop hook that sleeps for this many seconds to containers with MPS shares.
+    /// Add a preStop hook to containers with MPS shares. The hook sleeps for the given number of
+    /// seconds.
     PreStop(u16),
 }
 
@@ -143,8 +144,9 @@ pub fn review(
     Ok(response.into_review())
 }
 
-/// Returns the patch that adds the placement gate to a new pod, and the toleration if `tolerate`.
-/// Returns `None` if the pod requests no GPUs, already has the gate, or is bound.
+/// Returns the patch that adds the placement gate to a new pod. With `tolerate`, the patch also
+/// adds the toleration. Returns `None` if the pod requests no GPUs, already has the gate, or is
+/// bound.
 ///
 /// The chart's match conditions select the resources for which pods wait at the gate. API servers
 /// send no reviews of other pods.
@@ -156,7 +158,7 @@ fn gate_patch(pod: &RawPod, tolerate: bool) -> Option<Patch> {
     }
     let mut changes =
         vec![append_operation(["spec", "schedulingGates"], spec.scheduling_gates.is_empty(), json!({"name": GATE}))];
-    if tolerate && requests_any(pod, is_shared) && !spec.tolerations.iter().any(decides_gpu_taint) {
+    if tolerate && requests_any(pod, is_shared) && !spec.tolerations.iter().any(covers_gpu_taint) {
         let toleration = json!({"key": RESOURCE_GPU, "operator": "Exists"});
         changes.push(append_operation(["spec", "tolerations"], spec.tolerations.is_empty(), toleration));
     }
@@ -172,9 +174,9 @@ fn requests_any(pod: &RawPod, is_one: fn(&str) -> bool) -> bool {
     })
 }
 
-/// Returns whether a toleration is for taints whose key is [`RESOURCE_GPU`], or for all taints. The
-/// pod's owner then decides which of these taints the pod tolerates.
-fn decides_gpu_taint(toleration: &Toleration) -> bool {
+/// Returns whether a toleration is for taints whose key is [`RESOURCE_GPU`], or for all taints. In
+/// this case, the operator does not change the pod's tolerations.
+fn covers_gpu_taint(toleration: &Toleration) -> bool {
     toleration.key == RESOURCE_GPU || toleration.key.is_empty() && toleration.operator == "Exists"
 }
 
@@ -307,7 +309,7 @@ pub(crate) async fn serve(
         tokio::time::sleep(linger).await;
     });
     loop {
-        // Cancel-safe: a permit or a connection that this future has not returned is not lost.
+        // Cancel-safe: dropping this future loses no permit and no connection.
         let (stream, permit) = tokio::select! {
             () = &mut end => break,
             accepted = accept(&listener, &connections) => match accepted {
@@ -447,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn the_gate_is_added_once_and_other_gates_stay() {
+    fn the_gate_is_added_once_and_other_gates_are_kept() {
         let gated = |gates: Value| {
             let mut spec = pod_spec_with_limits(&json!({MPS_RESOURCE: "1"}));
             spec["schedulingGates"] = gates;
@@ -477,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_with_shares_tolerate_the_gpu_taint_unless_their_owner_decides() {
+    fn pods_with_shares_tolerate_the_gpu_taint_unless_they_have_their_own_toleration() {
         let tolerations = |limits: &Value, own: &Value, tolerate: bool| {
             let mut spec = pod_spec_with_limits(limits);
             if !own.is_null() {
@@ -577,7 +579,7 @@ mod tests {
         assert_eq!(
             pre_stop_seconds(&review(None, &Value::Null), 30, false),
             [None],
-            "as long as the default grace period"
+            "the sleep uses up the default grace period"
         );
         assert_eq!(pre_stop_seconds(&review(None, &Value::Null), 0, false), [None]);
         assert_eq!(pre_stop_seconds(&review(None, &json!({"cleave.dev/pre-stop": "none"})), 1, false), [None]);
@@ -723,7 +725,7 @@ mod tests {
         }
 
         #[tokio::test]
-        async fn the_same_path_adds_the_toleration_if_the_operator_is_configured_to() {
+        async fn the_gate_path_adds_the_toleration_only_if_configured() {
             let current = new_certificate(None);
             for tolerate in [false, true] {
                 let server = Server::start_with(Some(&current), tolerate).await;

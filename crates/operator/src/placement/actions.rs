@@ -1,4 +1,5 @@
-//! The decisions of one reconcile: pods to release, pods to evict, and why other pods wait.
+//! The decisions of one reconcile: pods to release, pods to evict, and the reasons why other pods
+//! wait.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ pub enum ReleaseReason {
     Reserved(Placement),
     /// The pod requests nothing that Cleave serves.
     NotServed,
-    /// Cleave's nodes have no room for the pod, and nodes of another device plugin have room.
+    /// The pod fits on no node of Cleave, but on nodes of another device plugin.
     OtherPlugin,
     /// The pod fits no GPU of the cluster. Contains the explanation for the pod's owner.
     Unschedulable(String),
@@ -49,7 +50,7 @@ pub struct Release {
     /// Whether the pod is reported to cluster autoscalers. In this case, the operator withdraws the
     /// report before the release.
     pub reported: bool,
-    /// Time for which the pod waited at the gate.
+    /// How long the pod waited at the gate.
     pub waited: Duration,
     /// JSON Patch (RFC 6902) that releases the pod.
     pub patch: Value,
@@ -87,13 +88,13 @@ const WAITING_RECHECK_TIME: Duration = Duration::from_secs(5);
 pub struct Actions {
     /// Pods to release, in order of priority and age.
     pub releases: Vec<Release>,
-    /// Pods to evict. The shares that they free are kept for the preemptor.
+    /// Pods to evict. The ledger keeps the freed shares for the preemptor.
     pub evictions: Vec<Eviction>,
     /// Pods that wait at the gate, each with the reason.
     pub waiting: BTreeMap<String, WaitingPod>,
     /// Pods whose report to cluster autoscalers changes.
     pub reports: Vec<Report>,
-    /// Number of pods at the gate that are to be reported to cluster autoscalers.
+    /// Number of pods at the gate that must be reported to cluster autoscalers.
     pub reported: usize,
     /// Nodes whose taint for cluster autoscalers changes. See [`super::fragments`].
     pub taints: Vec<TaintChange>,
@@ -118,8 +119,8 @@ impl Actions {
     }
 
     /// Returns the delay before the next reconcile, if no change wakes the placement controller
-    /// earlier. A change of a pod without GPUs does not wake the controller, but may free CPU, or
-    /// affect rules of a waiting pod.
+    /// earlier. A change of a pod without GPUs does not wake the controller, but may free CPU or
+    /// affect the rules of a waiting pod.
     pub(super) fn delay(&self) -> Option<Duration> {
         let recheck = (!self.waiting.is_empty()).then_some(WAITING_RECHECK_TIME);
         self.requeue.into_iter().chain(recheck).min()
@@ -146,7 +147,7 @@ mod tests {
     use crate::policies::demand::Reason;
 
     #[test]
-    fn waiting_pods_are_examined_again_although_nothing_wakes_the_gate() {
+    fn waiting_pods_are_rechecked_even_if_no_change_wakes_the_controller() {
         let mut actions = Actions::default();
         assert_eq!(actions.delay(), None, "no pod waits");
         actions.waiting.insert("team/a".to_owned(), WaitingPod { reason: Reason::NoRoom, message: String::new() });

@@ -6,7 +6,7 @@ use cleave_plan::Quantity;
 use cleave_plan::scheduling::PODS_RESOURCE;
 
 /// Free amounts by resource. Negative if pods request more than the node has.
-pub(super) type Free<'a> = BTreeMap<&'a str, i128>;
+pub(super) type FreeAmounts<'a> = BTreeMap<&'a str, i128>;
 
 /// The kind of resource that a node lacks for a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,13 +49,16 @@ pub(super) fn amount(requests: &Requests, resource: &str) -> i128 {
 }
 
 /// Returns whether the free amounts suffice for these requested amounts and one more pod.
-pub(super) fn has_room_for_pod<'r>(free: &Free<'_>, mut requested: impl Iterator<Item = (&'r str, i128)>) -> bool {
+pub(super) fn has_room_for_pod<'r>(
+    free: &FreeAmounts<'_>,
+    mut requested: impl Iterator<Item = (&'r str, i128)>,
+) -> bool {
     let has_slot = free.get(PODS_RESOURCE).is_none_or(|slots| *slots >= amount(&BTreeMap::new(), PODS_RESOURCE));
     has_slot && requested.all(|(resource, wanted)| free.get(resource).is_some_and(|free| *free >= wanted))
 }
 
 /// Subtracts the resources that a pod uses, including its pod slot.
-pub(super) fn subtract(free: &mut Free<'_>, requests: &Requests) {
+pub(super) fn subtract(free: &mut FreeAmounts<'_>, requests: &Requests) {
     for (name, free) in free.iter_mut() {
         *free = free.saturating_sub(amount(requests, name));
     }
@@ -77,7 +80,7 @@ mod tests {
 
     #[test]
     fn free_amounts_cover_a_pod_only_if_each_resource_and_a_slot_are_free() {
-        let free = |pods: i128| Free::from([("cpu", 2000), ("nvidia.com/gpu", 1000), (PODS_RESOURCE, pods)]);
+        let free = |pods: i128| FreeAmounts::from([("cpu", 2000), ("nvidia.com/gpu", 1000), (PODS_RESOURCE, pods)]);
         let cases: [Case; 7] = [
             (&[("cpu", "2")], 1000, true, true),
             (&[("cpu", "2001m")], 1000, false, false),
@@ -95,16 +98,20 @@ mod tests {
             );
             assert_eq!(found, (without_gpus, with_gpus), "{amounts:?}");
         }
-        assert!(has_room_for_pod(&Free::new(), [].into_iter()), "a node that lists no slots has no limit");
+        assert!(has_room_for_pod(&FreeAmounts::new(), [].into_iter()), "a node that lists no slots has no limit");
     }
 
     #[test]
     fn a_pod_uses_its_requests_and_one_slot() {
-        let mut free = Free::from([("cpu", 2000), ("memory", 5), ("nvidia.com/gpu", 1000), (PODS_RESOURCE, 3000)]);
+        let mut free =
+            FreeAmounts::from([("cpu", 2000), ("memory", 5), ("nvidia.com/gpu", 1000), (PODS_RESOURCE, 3000)]);
         subtract(
             &mut free,
             &requests(&[("cpu", "2500m"), ("nvidia.com/gpu", "1"), ("unknown", "1"), (PODS_RESOURCE, "9")]),
         );
-        assert_eq!(free, Free::from([("cpu", -500), ("memory", 5), ("nvidia.com/gpu", 0), (PODS_RESOURCE, 2000)]));
+        assert_eq!(
+            free,
+            FreeAmounts::from([("cpu", -500), ("memory", 5), ("nvidia.com/gpu", 0), (PODS_RESOURCE, 2000)])
+        );
     }
 }

@@ -137,12 +137,20 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_protected_as_by_the_eviction_api() {
+    fn budgets_protect_a_pod_as_in_the_eviction_api() {
         let web = || json!({"matchLabels": {"app": "web"}});
         for (budgets, expected, why) in [
             (vec![], BudgetProtection::None, "no budget"),
-            (vec![budget("a", web(), budget_status(1))], BudgetProtection::Budget(0), "one budget with room"),
-            (vec![budget("a", web(), budget_status(0))], BudgetProtection::Protected, "one budget without room"),
+            (
+                vec![budget("a", web(), budget_status(1))],
+                BudgetProtection::Budget(0),
+                "one budget that allows an eviction",
+            ),
+            (
+                vec![budget("a", web(), budget_status(0))],
+                BudgetProtection::Protected,
+                "one budget that allows no eviction",
+            ),
             (
                 vec![budget("a", web(), budget_status(1)), budget("b", json!({}), budget_status(1))],
                 BudgetProtection::Protected,
@@ -156,7 +164,7 @@ mod tests {
             (
                 vec![budget("a", Value::Null, budget_status(0))],
                 BudgetProtection::None,
-                "a missing selector selects none",
+                "a missing selector selects no pod",
             ),
             (
                 vec![budget("a", json!({"matchLabels": {"app": "db"}}), budget_status(0))],
@@ -192,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn budgets_spare_only_pods_that_are_ready_or_needed() {
+    fn budgets_protect_only_pods_that_are_ready_or_needed() {
         let selector = json!({"matchLabels": {"app": "web"}});
         let protection = |budget: &Arc<BudgetObject>, pod: &PodObject| {
             DisruptionBudgets::new(std::slice::from_ref(budget)).protection(pod)
@@ -208,7 +216,7 @@ mod tests {
         let enough =
             json!({"observedGeneration": 2, "disruptionsAllowed": 0, "currentHealthy": 2, "desiredHealthy": 2});
         let enough = budget("a", selector.clone(), enough);
-        assert_eq!(protection(&enough, &unready), BudgetProtection::None, "enough others are healthy");
+        assert_eq!(protection(&enough, &unready), BudgetProtection::None, "enough other pods are healthy");
         assert_eq!(protection(&enough, &running_pod()), BudgetProtection::Protected);
         let mut always = (*too_few).clone();
         always.spec.unhealthy_pod_eviction_policy = Some("AlwaysAllow".to_owned());

@@ -17,12 +17,12 @@ pub(super) const RESERVATION_TIME: Duration = Duration::from_secs(300);
 /// Maximum number of renewals of a reservation. After an hour, the operator assumes that no
 /// scheduler will bind the pod.
 pub(super) const MAX_RENEWALS: u32 = 11;
-/// Time for which the ledger keeps the claim of a deleted pod if the agent never reported its
-/// allocation. A pod that is deleted without a grace period may still use its shares.
+/// How long the ledger keeps the claim of a deleted pod if the agent never reported its allocation.
+/// A pod that is deleted without a grace period may still use its shares.
 pub(super) const UNREPORTED_CLAIM_TIME: Duration = Duration::from_secs(5);
-/// Time after a pod ended or was deleted during which its listed units count as about to be free.
-/// After that, the units count as used until the node reports otherwise. The kubelet may be unable
-/// to stop the pod's programs, and other pods must not wait for it.
+/// How long the listed units of an ended or deleted pod count as about to be free. After that, the
+/// units count as used until the node reports otherwise. The kubelet may be unable to stop the
+/// pod's programs, and other pods must not wait for these units.
 pub(super) const LISTED_TIME: Duration = Duration::from_secs(60);
 
 /// State of the pods that have claims in the ledger, by pod name.
@@ -45,7 +45,7 @@ pub(super) struct PodClaims {
     /// Pods that ended or were deleted less than [`LISTED_TIME`] ago, by name and node, each with
     /// the time. A new pod may have the name of such a pod.
     ended: BTreeMap<String, BTreeMap<String, Duration>>,
-    /// When the ledger was built. The time at which other pods ended is unknown.
+    /// When the ledger was built. Pods that are not in `ended` count as ended at this time.
     built: Duration,
     /// Nodes on which reservations have ended.
     freed: BTreeSet<String>,
@@ -67,7 +67,7 @@ impl PodClaims {
             let place = placement_of(pod, now)?;
             let name: Arc<str> = Arc::from(full_name(&pod.metadata));
             self.add(Arc::clone(&name), pod);
-            Some((name, claim(pod, place)))
+            Some((name, new_claim(pod, place)))
         });
         Ledger::rebuild_from(nodes, claims)
     }
@@ -103,8 +103,8 @@ impl PodClaims {
     }
 
     /// Ends the claim of an earlier pod of the same name. Returns false if the earlier pod may
-    /// still use shares that its node has not reported. Then its claim lasts for up to
-    /// [`UNREPORTED_CLAIM_TIME`], and the new pod stays at the gate.
+    /// still use shares that its node has not reported. In this case, the claim lasts for up to
+    /// [`UNREPORTED_CLAIM_TIME`], and the new pod remains at the gate.
     pub(super) fn end_predecessor_claim(
         &mut self,
         ledger: &mut Ledger,
@@ -175,7 +175,7 @@ impl PodClaims {
 
     fn add_claim(&mut self, ledger: &mut Ledger, name: &str, pod: &PodObject, place: Place) {
         let name: Arc<str> = Arc::from(name);
-        ledger.adopt(Arc::clone(&name), claim(pod, place));
+        ledger.adopt(Arc::clone(&name), new_claim(pod, place));
         self.add(name, pod);
     }
 
@@ -210,7 +210,7 @@ impl PodClaims {
         }
     }
 
-    /// Records pods that ended or were deleted, each with its name and its node. Forgets those that
+    /// Records pods that ended or were deleted, each with its name and its node. Forgets pods that
     /// ended [`LISTED_TIME`] ago.
     pub(super) fn record_ended_pods(&mut self, ended: impl IntoIterator<Item = (String, String)>, up: Duration) {
         self.ended.retain(|_, nodes| {
@@ -231,8 +231,8 @@ impl PodClaims {
         }
     }
 
-    /// Returns whether the units of an ended or deleted pod, which the node still lists, count as
-    /// about to be free. After [`LISTED_TIME`], these units count as used.
+    /// Returns whether units that the node still lists for an ended or deleted pod count as about
+    /// to be free. After [`LISTED_TIME`], these units count as used.
     pub(super) fn is_ending(&self, node: &str, name: &str, up: Duration) -> bool {
         let ended = self.ended.get(name).and_then(|nodes| nodes.get(node)).copied().unwrap_or(self.built);
         up < ended.saturating_add(LISTED_TIME)
@@ -286,7 +286,7 @@ impl PodClaims {
 }
 
 /// Returns the claim of a pod.
-fn claim(pod: &PodObject, place: Place) -> Claim {
+fn new_claim(pod: &PodObject, place: Place) -> Claim {
     Claim { device_requests: pod.device_requests(), place, annotated: annotated_reservations(pod) }
 }
 

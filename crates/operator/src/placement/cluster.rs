@@ -45,8 +45,8 @@ pub struct Cluster {
 pub struct ReconcileTime {
     /// Time since the process started.
     pub up: Duration,
-    /// Seconds since the Unix epoch, by a clock that is never adjusted while this process leads. An
-    /// adjustment of the node's clock must not end or prolong reservations.
+    /// Seconds since the Unix epoch, from a clock that is never adjusted while this process leads.
+    /// An adjustment of the node's clock must not end or prolong reservations.
     pub epoch: u64,
 }
 
@@ -67,8 +67,8 @@ pub(super) fn is_released(pod: &PodObject) -> bool {
     pod.node().is_none() && pod.spec.scheduling_gates.is_empty() && pod.metadata.deletion_timestamp.is_none()
 }
 
-/// Converts a pod to the form that the planner uses. For a pod without GPU requests, the result
-/// contains only the pod's other requests.
+/// Converts a pod to the planner's input. For a pod without GPU requests, the result contains only
+/// the pod's other requests.
 pub(super) fn plan_pod(pod: &PodObject) -> PlanPod {
     let plain = || PlanPod { requests: pod.spec.requests.clone(), ..Default::default() };
     claimant(pod).map_or_else(plain, |found| found.pod)

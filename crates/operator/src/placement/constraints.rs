@@ -53,15 +53,14 @@ pub(super) struct Volumes {
     pub(super) unbound: bool,
 }
 
-/// Namespace, labels, rules and volumes of a pod. These checks allow the same nodes for pods with
-/// equal keys.
+/// Namespace, labels, rules and volumes of a pod. Pods with equal keys may use the same nodes.
 pub(super) type ConstraintKey<'a> = (&'a str, &'a BTreeMap<String, String>, &'a Rules, Volumes);
 
 const NO_LABELS: &BTreeMap<String, String> = &BTreeMap::new();
 
 impl<'a> Constraints<'a> {
-    /// Indexes the pods, volumes and namespaces that rules refer to. `unsettled` are
-    /// the pods of `tracker` that contain all pods with a reservation.
+    /// Indexes the pods, volumes and namespaces that rules refer to. `unsettled` is a subset of the
+    /// pods in `tracker` that includes all pods with a reservation.
     pub(super) fn new(
         cluster: &'a Cluster,
         nodes: &'a Nodes,
@@ -164,7 +163,7 @@ impl<'a> Constraints<'a> {
         let repelling = self.repelling.iter().filter_map(|pod| Some(placed_pod(pod, pod.node()?)));
         let (all, repelling) = (bound.chain(reserved()), repelling.chain(reserved()));
         let checker = NodeChecker::new(subject, all_nodes, all, repelling, |name| namespaces.get(name).copied());
-        // Check the pod's rules as the release changes them: it narrows the pod to one node.
+        // Check the rules that the pod has after its release, which narrows the pod to one node.
         Some(checker.narrowed())
     }
 
@@ -195,7 +194,7 @@ fn placed_pod<'p>(pod: &'p PodObject, node: &'p str) -> PlacedPod<'p> {
     }
 }
 
-/// Checks a node against the rules of a pod. A pod without rules has no conflict.
+/// Checks whether the rules of a pod allow a node. A pod without rules has no conflict.
 ///
 /// # Errors
 /// Returns the rule that excludes the node.

@@ -14,8 +14,9 @@ use crate::read::BudgetObject;
 
 /// Time for which an evicted pod counts as terminating before the watch reports its deletion.
 const ACCEPTED_TIME: Duration = Duration::from_secs(10);
-/// Time after its deletion timestamp, which includes the grace period, for which a pod counts as
-/// terminating. A pod that still runs then may never end, and other pods must not wait for it.
+/// How long a pod counts as terminating after its deletion timestamp, which includes the grace
+/// period. A pod that still runs after this time may never end, and other pods must not wait for
+/// it.
 pub(super) const TERMINATION_TIME: Duration = Duration::from_secs(60);
 /// Delay before another eviction of a pod after the first refusal. Each further refusal doubles the
 /// delay.

@@ -22,12 +22,12 @@ pub(super) enum Absence {
     Partition(String),
 }
 
-/// Conditions besides the `GpuNode` that determine which units of a node are available.
+/// Conditions that, besides the `GpuNode`, determine which units of a node are available.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Availability<'a> {
     /// Whether the node's agent is ready. A pod that starts on a node without an agent fails.
     pub(super) ready: bool,
-    /// Whether shares under MPS are withheld, because the operator replaces the node's MPS host.
+    /// Whether MPS shares are withheld, because the operator is replacing the node's MPS host.
     pub(super) withheld: bool,
     /// Absences that count as if they had ended.
     pub(super) over: &'a BTreeSet<Absence>,
@@ -41,14 +41,14 @@ pub(super) fn absences(object: &GpuNode, ready: bool) -> BTreeSet<Absence> {
     partitions.chain((!ready).then_some(Absence::Agent)).collect()
 }
 
-/// Returns the partition that the spec states for a GPU, if the GPU has another partition.
+/// Returns the partition of a GPU in the spec, if the GPU has another partition.
 fn planned_partition<'o>(object: &'o GpuNode, gpu: &GpuStatus) -> Option<&'o Partition> {
     let spec = object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid)?;
     (!partition::has_partition(&spec.partition, gpu)).then_some(&spec.partition)
 }
 
 /// Returns the node's devices for the ledger, and the pods on devices that serve no new pods.
-/// Evicting those pods would make no units available.
+/// Evictions of those pods free no units for other pods.
 ///
 /// Units that are unavailable now but may be available later count as used:
 ///
@@ -72,7 +72,7 @@ pub(super) fn node_facts(
         let quiesced = object.spec.gpus.iter().any(|spec| spec.uuid == gpu.uuid && spec.quiesced);
         let usable = ready && gpu.health.healthy && !quiesced && !cordons.0.contains_key(&gpu.uuid);
         let available = usable && planned.is_none();
-        let is_available = |resource: &str| available && !(withheld && mps.serves(resource));
+        let is_available = |resource: &str| available && !(withheld && mps.may_be_mps_resource(resource));
         for slice in &gpu.slices {
             let used = if is_available(&slice.resource) {
                 slice.in_use.saturating_add(slice.unhealthy).min(slice.total)
@@ -106,7 +106,7 @@ pub(super) fn node_facts(
     (facts, blocked)
 }
 
-/// Numbers of units of one resource on a node.
+/// The numbers of all units and of healthy units of one resource on a node.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct UnitCounts {
     pub(super) total: u64,
@@ -115,9 +115,9 @@ pub(super) struct UnitCounts {
     pub(super) healthy: u64,
 }
 
-/// Returns the numbers of units that the node's GPUs offer, by resource. A GPU's health does not
-/// determine which units are healthy. Units stay healthy while an MPS daemon is briefly
-/// unavailable, and units in use stay healthy on a cordoned GPU.
+/// Returns the numbers of units of the node's GPUs, by resource. A GPU's health does not determine
+/// which units are healthy. Units remain healthy while an MPS daemon is briefly unavailable, and
+/// units in use remain healthy on a cordoned GPU.
 pub(super) fn unit_counts(object: &GpuNode) -> BTreeMap<String, UnitCounts> {
     let mut counts: BTreeMap<String, UnitCounts> = BTreeMap::new();
     let slices = object.status.iter().flat_map(|status| &status.gpus).flat_map(|gpu| &gpu.slices);

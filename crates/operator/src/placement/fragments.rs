@@ -1,11 +1,11 @@
-//! Taints nodes that look free to autoscalers although no GPU has enough free units. Off by
-//! default. Pure.
+//! Taints nodes that look free to autoscalers although no GPU has enough free units. This is
+//! disabled by default. Pure.
 //!
 //! Autoscalers sum the free units of a node's GPUs. If two GPUs together have six free shares, an
 //! autoscaler assumes that a pod with five shares fits, and adds no node. Karpenter treats the
-//! effect `PreferNoSchedule` like a rule when it searches for a node, so it skips tainted nodes.
-//! The scheduler may still use tainted nodes, and pods that Cleave releases to these nodes are not
-//! affected.
+//! effect `PreferNoSchedule` as a strict rule when it searches for a node, so it skips tainted
+//! nodes. The scheduler may still use tainted nodes, so the taint does not affect pods that Cleave
+//! releases to these nodes.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use super::pod_tracker::PodTracker;
 use crate::policies::taint::{TaintBackoff, TaintChange, add_patch, remove_patch};
 
 /// Key and effect of the taint.
-const FRAGMENTED: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
+const FRAGMENTED_KEY_AND_EFFECT: (&str, &str) = (FRAGMENTED_TAINT, "PreferNoSchedule");
 /// Maximum number of nodes that change in one reconcile.
 const MAX_CHANGES: usize = 32;
 
@@ -32,7 +32,7 @@ pub(super) struct FragmentationTaints {
 }
 
 impl FragmentationTaints {
-    /// Creates the taints without decisions. If `enabled` is false, no node is changed.
+    /// Creates the state before the first decision. If `enabled` is false, no node is changed.
     pub(super) fn new(enabled: bool) -> Self {
         Self { enabled, decided: BTreeMap::new(), backoff: TaintBackoff::default() }
     }
@@ -42,9 +42,9 @@ impl FragmentationTaints {
         self.enabled
     }
 
-    /// Records whether a node's taint was written. If not, a later reconcile writes it.
+    /// Records whether a node's taint was written. If not, a later reconcile retries the write.
     pub(super) fn record_write(&mut self, node: &str, written: bool, up: Duration) {
-        self.backoff.record(node, written, up);
+        self.backoff.record_write(node, written, up);
         if !written {
             self.decided.remove(node);
         }
@@ -52,7 +52,7 @@ impl FragmentationTaints {
 
     /// Returns the time until a failed write is retried.
     pub(super) fn next_retry(&self, up: Duration) -> Option<Duration> {
-        self.backoff.next(up)
+        self.backoff.time_to_retry(up)
     }
 
     /// Returns the nodes whose taint changes. `reported` are the pods that are reported to
@@ -102,11 +102,13 @@ fn released_units(ledger: &Ledger) -> ReleasedUnits<'_> {
     released
 }
 
-/// Returns whether the sum of a node's free units suffices for one of the pods that may use the
-/// node. A node that no reported pod may use does not keep autoscalers from adding a node.
+/// Returns whether the sum of a node's free units suffices for one of the reported pods that may
+/// use the node. A node that no reported pod may use does not prevent autoscalers from adding a
+/// node.
 ///
-/// The function uses the larger of two sums: the ledger's, and the autoscaler's, which equals the
-/// scheduler's. An autoscaler counts units that only a deleted pod still uses as free.
+/// The function uses the larger of two sums: the ledger's sum and the autoscaler's sum, which
+/// equals the scheduler's sum. An autoscaler counts units as free if only a deleted pod still uses
+/// them.
 fn looks_free(
     (ledger, released): (&Ledger, &ReleasedUnits<'_>),
     (node, tracker): (&NodeState, &PodTracker),
@@ -119,7 +121,7 @@ fn looks_free(
     for usage in ledger.devices(&node.node.name) {
         *free.entry(usage.resource).or_default() += u64::from(usage.free);
     }
-    // Without an agent, the kubelet offers no units.
+    // Without an agent, the kubelet advertises no units.
     for (resource, milli) in node.units_free_for_scheduler(tracker).into_iter().filter(|_| node.has_ready_agent()) {
         let released = released.get(&(node.node.name.as_str(), resource)).copied().unwrap_or(0);
         let units = u64::try_from(milli / 1000).unwrap_or(0).saturating_sub(released);
@@ -130,16 +132,17 @@ fn looks_free(
     reported.iter().any(|pods| pods.smallest.iter().any(suffices) && node.may_admit_later(&pods.pod))
 }
 
-/// Returns the change of a node's taint. Returns `None` if the node already has the taint, or lacks
-/// the taint, as `wanted` states.
+/// Returns the change of a node's taint. Returns `None` if the taint is already present or absent
+/// as `wanted` requires.
 fn taint_change(name: &str, state: &NodeState, wanted: bool) -> Option<TaintChange> {
-    let is_own = |taint: &cleave_plan::snapshot::Taint| (taint.key.as_str(), taint.effect.as_str()) == FRAGMENTED;
+    let is_own =
+        |taint: &cleave_plan::snapshot::Taint| (taint.key.as_str(), taint.effect.as_str()) == FRAGMENTED_KEY_AND_EFFECT;
     let (why, patch) = match (wanted, state.node.taints.iter().position(is_own)) {
         (true, None) => (
             Some("its free shares are on several GPUs"),
-            add_patch(&FRAGMENTED, &state.node.taints, state.resource_version()),
+            add_patch(&FRAGMENTED_KEY_AND_EFFECT, &state.node.taints, state.resource_version()),
         ),
-        (false, Some(index)) => (None, remove_patch(&FRAGMENTED, index)),
+        (false, Some(index)) => (None, remove_patch(&FRAGMENTED_KEY_AND_EFFECT, index)),
         _ => return None,
     };
     Some(TaintChange { node: name.to_owned(), why, patch })

@@ -5,7 +5,7 @@ use cleave_plan::Quantity;
 use cleave_plan::ledger::{Claim, Ledger, Place};
 use cleave_plan::scheduling::PODS_RESOURCE;
 
-use super::amounts::{self, Free, Shortage};
+use super::amounts::{self, FreeAmounts, Shortage};
 use super::evictions::ends_soon;
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
@@ -14,21 +14,21 @@ use crate::pods::PodObject;
 /// Free resources by node, in thousandths. Pods that are released to a node count as if they were
 /// bound to it. A node's free resources are computed when they are first needed.
 ///
-/// The units of GPUs are those that the scheduler counts as free. The ledger decides whether a GPU
-/// has room. The sum can only be smaller than the ledger's while a GPU is faulted, or while a
-/// terminating pod no longer uses units.
+/// The units of GPUs are the units that the scheduler counts as free. The ledger decides whether a
+/// GPU has room. The scheduler's sum is smaller than the ledger's sum only while a GPU is faulted,
+/// or while a terminating pod no longer uses its units.
 pub(super) struct FreeResources<'a> {
     nodes: &'a Nodes,
     tracker: &'a PodTracker,
     /// Requests of the pods that are released to each node but not bound.
     released: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
-    /// Waiting pods with a nomination on each node, by name. Pods of the same or lower
-    /// priority do not see the resources that these pods request as free.
+    /// Waiting pods with a nomination on each node, by name. For pods of the same or lower
+    /// priority, the resources that these pods request do not count as free.
     nominated: BTreeMap<String, BTreeMap<String, Nominee<'a>>>,
     /// Requests of terminating pods without units of healthy GPUs, by node. These requests count
-    /// only in the scheduler's sum, and are about to end.
+    /// only in the scheduler's sum, and only until the pods end.
     ending: BTreeMap<&'a str, Vec<&'a BTreeMap<String, Quantity>>>,
-    computed: BTreeMap<&'a str, Free<'a>>,
+    computed: BTreeMap<&'a str, FreeAmounts<'a>>,
 }
 
 /// A waiting pod with a nomination.
@@ -100,7 +100,7 @@ impl<'a> FreeResources<'a> {
     }
 
     /// Returns the kind of resource that a node lacks for a pod. Returns `None` if the node lacks
-    /// nothing, or if only the ledger shows that its GPUs have no room.
+    /// no resource, or if only the ledger shows that the node's GPUs have no room.
     pub(super) fn shortage(&mut self, node: &str, pod: Requester<'_>) -> Option<Shortage> {
         if !self.has_room(node, pod) {
             return Some(Shortage::Resources);
@@ -108,8 +108,8 @@ impl<'a> FreeResources<'a> {
         self.missing_units(node, pod).next().map(|_| Shortage::Units)
     }
 
-    /// Returns the amount of each resource that a node is missing for a pod. Returns `None` if the
-    /// node has no `GpuNode`, or is too small for the pod even without other pods.
+    /// Returns the amount of each resource that a node lacks for a pod. Returns `None` if the node
+    /// has no `GpuNode`, or is too small for the pod even without other pods.
     pub(super) fn missing_resources<'r>(&mut self, node: &str, pod: Requester<'r>) -> Option<BTreeMap<&'r str, u128>> {
         let allocatable = &self.nodes.0.get(node)?.node.allocatable;
         self.compute_free(node)?;
@@ -133,10 +133,10 @@ impl<'a> FreeResources<'a> {
         Some(missing)
     }
 
-    /// Returns the units that a node with a faulted GPU is missing for a pod in the scheduler's
-    /// sum, by resource, in thousandths. Terminating pods without units do not count: they are
-    /// about to end. A node without a faulted GPU is missing no units: if the ledger has free units
-    /// there, the sum includes them as soon as terminating pods have ended.
+    /// Returns the units that a node with a faulted GPU lacks for a pod in the scheduler's sum, by
+    /// resource, in thousandths. Terminating pods without units do not count, because they are
+    /// about to end. A node without a faulted GPU lacks no units. If the ledger has free units on
+    /// such a node, the sum includes them as soon as terminating pods have ended.
     pub(super) fn units_missing_by_faults<'r>(&mut self, node: &str, pod: Requester<'r>) -> BTreeMap<&'r str, u128> {
         let (nodes, ending) = (self.nodes, self.ending.get(node).cloned().unwrap_or_default());
         let missing = self.missing_units(node, pod);
@@ -149,9 +149,9 @@ impl<'a> FreeResources<'a> {
         left.collect()
     }
 
-    /// Returns the units that a node is missing for a pod in the scheduler's sum, by resource, in
-    /// thousandths. A resource that the node does not offer now does not count as missing, because
-    /// the ledger handles planned partitions.
+    /// Returns the units that a node lacks for a pod in the scheduler's sum, by resource, in
+    /// thousandths. Ignores resources that the node does not serve now, because the ledger handles
+    /// planned partitions.
     fn missing_units<'r>(&mut self, node: &str, pod: Requester<'r>) -> impl Iterator<Item = (&'r str, u128)> {
         self.compute_free(node);
         let free = self.computed.get(node);

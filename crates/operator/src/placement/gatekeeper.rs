@@ -32,8 +32,8 @@ use crate::pods::{PodObject, full_name, is_interchangeable};
 use crate::policies::demand::{Reason, WaitingPod};
 use crate::rollout::{self, Rollout, Step};
 
-/// Default time for which a pod must be unplaceable before it is released as unschedulable.
-/// Meanwhile, a policy, a node or its `GpuNode` may be absent.
+/// Default time for which a pod must be unplaceable before it is released as unschedulable. During
+/// this time, a policy, a node or its `GpuNode` may appear.
 pub const UNSCHEDULABLE_AFTER: Duration = Duration::from_secs(180);
 /// Maximum number of pods released per reconcile. The operator writes their patches before it
 /// reconciles again.
@@ -50,7 +50,7 @@ pub struct Gatekeeper {
     unschedulable_after: Duration,
     /// Labels of all nodes with an agent.
     agent_labels: AgentLabels,
-    /// Time after the ledger was built for which the gatekeeper reserves nothing.
+    /// How long the gatekeeper reserves nothing after the ledger was built.
     settle_time: Duration,
     /// Earliest time at which pods get reservations.
     next_reservation: Duration,
@@ -117,7 +117,7 @@ impl Gatekeeper {
         Self { agent_labels, ..self }
     }
 
-    /// Reserves nothing for some seconds after each time that the ledger is built from the cluster.
+    /// Reserves nothing for some seconds after each build of the ledger from the cluster.
     ///
     /// A pod that was deleted without a grace period shortly before may still use shares that its
     /// node has not reported. A gatekeeper that saw the pod keeps its claim; see

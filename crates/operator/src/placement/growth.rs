@@ -5,16 +5,16 @@
 //! `False` with the reason `Unschedulable`. These autoscalers do not read `spec.schedulingGates`.
 //! The API server gives gated pods the reason `SchedulingGated`, and the scheduler never examines
 //! them. So the operator writes `Unschedulable` for a pod that needs another node. When another
-//! node would no longer help, the operator writes `SchedulingGated` again. The pod stays at the
+//! node would no longer help, the operator writes `SchedulingGated` again. The pod remains at the
 //! gate. If an autoscaler adds a node, the pod gets a reservation.
 //!
 //! | a pod at the gate | is reported |
 //! |---|---|
-//! | fits no free units, and nothing is about to make room for it | after [`FULL_AFTER`] |
-//! | fits no node of the cluster, but a policy offers what it requests | after [`NO_NODE_AFTER`] |
-//! | is larger than what a GPU offers | never |
+//! | fits no free units, and no preemption, repartitioning or returning unit will serve it | after [`FULL_AFTER`] |
+//! | fits no node of the cluster, but a policy allows its request | after [`NO_NODE_AFTER`] |
+//! | requests more than one GPU has | never |
 //! | waits for a preemption, a repartitioning, an MPS host or the agent of a node | not now |
-//! | fits a node whose agent is away, or a GPU that is repartitioned | if that lasts ([`returning`](super::returning)) |
+//! | fits a node whose agent is not ready, or a GPU that is being repartitioned | if that lasts ([`returning`](super::returning)) |
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -36,60 +36,60 @@ use crate::policies::validate::{
     InstanceShare, MpsShare, ReplicaRules, ShareSize, SharingMode, shared_instance_resource, validate,
 };
 
-/// Time for which a pod must find no room before it is reported. Other pods may end and make room.
+/// How long a pod must find no free units before it is reported. Other pods may end and free units.
 pub(super) const FULL_AFTER: Duration = Duration::from_secs(10);
-/// Time for which a pod must fit no node before it is reported. A `GpuNode` may be absent for some
-/// time, for example while agents start.
+/// How long a pod must fit no node before it is reported. A `GpuNode` may be absent for some time,
+/// for example while agents start.
 pub(super) const NO_NODE_AFTER: Duration = Duration::from_secs(30);
-/// Time for which a pod that is too large for a GPU is not reported again. A node that was added
-/// for it did not help, and must not be added again.
+/// How long a pod that is too large for every GPU is not reported again. If an autoscaler added a
+/// node for the pod, the node did not help, and the autoscaler must not add another one.
 const TOO_LARGE_BACKOFF: Duration = Duration::from_secs(3600);
-/// Time for which a pod must be too large before it counts as too large. A GPU may offer fewer
-/// units temporarily, for example while its policy changes.
+/// How long a pod must be too large before it counts as too large. A GPU may temporarily have fewer
+/// units, for example while its policy changes.
 pub(super) const TOO_LARGE_AFTER: Duration = Duration::from_secs(30);
-/// Maximum time for which evictions for a pod are delayed while the pod is about to get room
-/// without them.
+/// Maximum time for which evictions for a pod are delayed because the pod is about to get units
+/// without evictions.
 pub(super) const MAX_PREEMPTION_PAUSE: Duration = Duration::from_secs(60);
-/// Delay before the operator writes a report again if the watch does not show it.
+/// Delay before the operator writes a report again that the watch has not delivered.
 const WRITE_AGAIN_AFTER: Duration = Duration::from_secs(10);
 /// Maximum number of reports in one reconcile.
 const MAX_REPORTS: usize = 64;
 /// Delay before the next reconcile if there are more reports.
 const NEXT_REPORTS_DELAY: Duration = Duration::from_millis(50);
 
-/// The policies' offer for a request.
+/// Whether the policies allow a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Offer {
-    /// No policy offers the resource.
+enum PolicySupport {
+    /// No policy allows the resource.
     Nothing,
-    /// A policy offers the resource, but too few units of one device.
+    /// A policy allows the resource, but too few units of one device.
     TooFew,
-    /// A policy offers enough units of one device.
+    /// A policy allows enough units of one device.
     Enough,
 }
 
-/// The units of GPUs that the policies offer.
+/// The units of GPUs that the policies allow.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Offers {
     /// The maximum number of units of one device, by resource.
     units: BTreeMap<String, u32>,
-    /// Whether a policy partitions GPUs on demand. Such a policy may offer any resource and size.
+    /// Whether a policy partitions GPUs on demand. Such a policy may allow any resource and size.
     any: bool,
 }
 
 impl Offers {
-    /// Returns the units that these policies offer. Malformed and invalid policies offer no units.
+    /// Returns the units that these policies allow. Malformed and invalid policies allow no units.
     pub(super) fn of_policies<'a>(policies: impl Iterator<Item = &'a DeserializeGuard<SharingPolicy>>) -> Self {
         let mut offers = Self::default();
         for policy in policies.filter_map(|policy| policy.0.as_ref().ok()) {
             if let Ok(valid) = validate(&policy.name_any(), None, &policy.spec) {
-                offers.add(&valid.share);
+                offers.add_mode(&valid.share);
             }
         }
         offers
     }
 
-    fn add(&mut self, share: &SharingMode) {
+    fn add_mode(&mut self, share: &SharingMode) {
         match share {
             SharingMode::Whole => self.add_units(RESOURCE_GPU.to_owned(), 1),
             SharingMode::Mps(mps) => self.add_units(mps.resource().to_owned(), max_shares(mps)),
@@ -116,26 +116,27 @@ impl Offers {
         *most = units.max(*most);
     }
 
-    /// Returns the policies' worst offer for any of these requests.
-    fn worst_offer(&self, requests: &[DeviceRequest]) -> Offer {
-        let offer = |request: &DeviceRequest| match self.units.get(&request.resource) {
-            Some(units) if *units >= request.units.get() => Offer::Enough,
-            _ if self.any && is_served(&request.resource) => Offer::Enough,
-            Some(_) => Offer::TooFew,
-            None => Offer::Nothing,
+    /// Returns the policies' support for the least supported of these requests.
+    fn least_support(&self, requests: &[DeviceRequest]) -> PolicySupport {
+        let support = |request: &DeviceRequest| match self.units.get(&request.resource) {
+            Some(units) if *units >= request.units.get() => PolicySupport::Enough,
+            _ if self.any && is_served(&request.resource) => PolicySupport::Enough,
+            Some(_) => PolicySupport::TooFew,
+            None => PolicySupport::Nothing,
         };
-        requests.iter().map(offer).min().unwrap_or(Offer::Nothing)
+        requests.iter().map(support).min().unwrap_or(PolicySupport::Nothing)
     }
 
-    /// Returns the need of a pod that is not placeable, if nothing makes room for it.
+    /// Returns the need of a pod that is not placeable and will not get units of the cluster's
+    /// GPUs.
     fn need(&self, requests: &[DeviceRequest], impossible: Option<PermanentObstacle>) -> AutoscalerNeed {
-        match (impossible, self.worst_offer(requests)) {
+        match (impossible, self.least_support(requests)) {
             (None, _) => AutoscalerNeed::Node(FULL_AFTER),
-            (Some(PermanentObstacle::TooLarge), _) | (Some(_), Offer::TooFew) => AutoscalerNeed::LargerGpu,
-            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), Offer::Enough) => {
+            (Some(PermanentObstacle::TooLarge), _) | (Some(_), PolicySupport::TooFew) => AutoscalerNeed::LargerGpu,
+            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), PolicySupport::Enough) => {
                 AutoscalerNeed::Node(NO_NODE_AFTER)
             }
-            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), Offer::Nothing) => {
+            (Some(PermanentObstacle::Excluded | PermanentObstacle::NotOffered), PolicySupport::Nothing) => {
                 AutoscalerNeed::Nothing
             }
         }
@@ -147,7 +148,7 @@ pub(super) struct NeedInputs<'a> {
     pub(super) offers: &'a Offers,
     /// Why the pod waits, according to the plan for GPUs that are partitioned on demand.
     pub(super) demand: Option<&'a WaitingPod>,
-    /// Whether preemption makes room for the pod.
+    /// Whether preemption frees units for the pod.
     pub(super) preemption: PreemptionProspect,
     /// Which MPS hosts are being replaced on nodes that the pod may use. Empty if no MPS host
     /// is being replaced.
@@ -157,7 +158,7 @@ pub(super) struct NeedInputs<'a> {
 }
 
 impl<'a> NeedInputs<'a> {
-    /// Returns the circumstances before the search for a preemption.
+    /// Returns the inputs before the search for preemption victims.
     pub(super) const fn new(
         offers: &'a Offers,
         demand: Option<&'a WaitingPod>,
@@ -167,7 +168,7 @@ impl<'a> NeedInputs<'a> {
         Self { offers, demand, preemption: PreemptionProspect::Unknown, withheld, returns }
     }
 
-    /// Returns whether the pod is about to get room without evictions.
+    /// Returns whether the pod is about to get units without evictions.
     fn gets_room_without_evictions(&self, candidate: &Candidate<'_>) -> bool {
         let planned = |waiting: &WaitingPod| {
             matches!(waiting.reason, Reason::Repartitioning | Reason::Scheduler | Reason::NodeChanging)
@@ -222,7 +223,7 @@ struct UnplaceablePod {
     too_large_since: Option<Duration>,
     /// When the pod was last too large for at least [`TOO_LARGE_AFTER`].
     too_large: Option<Duration>,
-    /// When the pod first was about to get room without evictions.
+    /// When the pod was first about to get units without evictions.
     room_since: Option<Duration>,
     /// Whether the last write reported the pod, and when.
     written: Option<(bool, Duration)>,
@@ -240,13 +241,13 @@ impl AutoscalerReports {
         self.enabled
     }
 
-    /// Returns the pods that are to be reported.
+    /// Returns the pods that must be reported.
     pub(super) fn reported(&self) -> &[ReportedPods] {
         &self.reported
     }
 
-    /// Returns the time for which evictions for the pod are delayed, because the pod is about to
-    /// get room without them. Returns `None` if evictions need not wait.
+    /// Returns how long to delay evictions for the pod, because the pod is about to get units
+    /// without evictions. Returns `None` if there is no delay.
     pub(super) fn preemption_pause(
         &mut self,
         candidate: &Candidate<'_>,
@@ -262,7 +263,7 @@ impl AutoscalerReports {
 
     /// Records that the operator itself delays the pod. Another node would not help.
     pub(super) fn record_delayed(&mut self, pod: &PodObject, up: Duration) {
-        self.record(&pod.uid().unwrap_or_default(), AutoscalerNeed::Nothing, true, up);
+        self.record_need(&pod.uid().unwrap_or_default(), AutoscalerNeed::Nothing, true, up);
     }
 
     /// Determines and records the need of a pod that is not placeable.
@@ -282,11 +283,11 @@ impl AutoscalerReports {
             offers.need(&candidate.device_requests, verdict.permanent_obstacle())
         };
         let reported = candidate.pod.is_reported_unschedulable();
-        // A search for a preemption may show that the pod needs no new node. An existing report is
-        // not withdrawn while the pod waits for another search.
+        // A search for preemption victims may show that the pod needs no new node. Do not withdraw
+        // an existing report while the pod waits for another search.
         let is_decided = *preemption != PreemptionProspect::Unknown || reported;
         let uid = candidate.pod.uid().unwrap_or_default();
-        self.record(&uid, need, is_decided, up);
+        self.record_need(&uid, need, is_decided, up);
         if verdict.permanent_obstacle().is_none() {
             self.forget_too_large(&uid);
         }
@@ -296,9 +297,8 @@ impl AutoscalerReports {
         PlacementOutlook { need, message: message + withheld, may_pass }
     }
 
-    /// Records the need of a pod. If the need is not determined yet, the pod is not reported
-    /// earlier than planned before.
-    fn record(&mut self, uid: &str, need: AutoscalerNeed, is_decided: bool, up: Duration) {
+    /// Records the need of a pod. A need that is not final does not make the report due earlier.
+    fn record_need(&mut self, uid: &str, need: AutoscalerNeed, is_decided: bool, up: Duration) {
         let waiter = self.pods.entry(uid.to_owned()).or_default();
         // The pod was too large until now.
         if waiter.too_large_since.is_some_and(|since| since.saturating_add(TOO_LARGE_AFTER) <= up) {
@@ -320,14 +320,14 @@ impl AutoscalerReports {
         }
     }
 
-    /// Records that a report could not be written. A later reconcile writes it.
+    /// Records that a report could not be written. A later reconcile retries the write.
     pub(super) fn record_failed_write(&mut self, uid: &str) {
         if let Some(waiter) = self.pods.get_mut(uid) {
             waiter.written = None;
         }
     }
 
-    /// Adds the reports about the pods at the gate that stay there. Forgets all other pods.
+    /// Adds the reports about the pods that remain at the gate. Forgets all other pods.
     pub(super) fn add_reports(&mut self, candidates: &[Candidate<'_>], up: Duration, actions: &mut Actions) {
         let mut before = std::mem::take(&mut self.pods);
         let mut groups: BTreeMap<NodeKey<'_>, ReportedPods> = BTreeMap::new();
@@ -340,7 +340,7 @@ impl AutoscalerReports {
             if wanted {
                 actions.reported += 1;
                 let new = || ReportedPods { pod: candidate.plan_pod.clone(), smallest: BTreeMap::new() };
-                groups.entry(candidate.node_key()).or_insert_with(new).add(&candidate.device_requests);
+                groups.entry(candidate.node_key()).or_insert_with(new).add_pod(&candidate.device_requests);
             }
             if let Some(due) = waiter.due.filter(|due| self.enabled && up < *due && !wanted) {
                 actions.requeue_in(due.saturating_sub(up));
@@ -368,7 +368,7 @@ impl AutoscalerReports {
 }
 
 impl ReportedPods {
-    fn add(&mut self, requests: &[DeviceRequest]) {
+    fn add_pod(&mut self, requests: &[DeviceRequest]) {
         let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
         for request in requests {
             *sums.entry(&request.resource).or_default() += u64::from(request.units.get());
@@ -381,15 +381,15 @@ impl ReportedPods {
 }
 
 impl UnplaceablePod {
-    /// Returns whether the pod is to be reported. After a change of the leader a report stays,
-    /// although the new leader has not waited yet.
+    /// Returns whether the pod must be reported. After a change of the leader, an existing report
+    /// remains even before the new leader has waited.
     fn is_report_due(&self, reported: bool, up: Duration) -> bool {
         let futile = self.too_large.is_some_and(|at| up < at.saturating_add(TOO_LARGE_BACKOFF));
         !futile && self.due.is_some_and(|due| due <= up || reported)
     }
 
-    /// Returns the time until which the same report is not written again. Returns `None` if the
-    /// last report differs, or there is none.
+    /// Returns the earliest time to write the same report again. Returns `None` if the last report
+    /// differs or does not exist.
     fn earliest_rewrite(&self, wanted: bool) -> Option<Duration> {
         let (written, at) = self.written?;
         (written == wanted).then(|| at.saturating_add(WRITE_AGAIN_AFTER))

@@ -11,9 +11,9 @@ use super::pod_tracker::PodTracker;
 use crate::pods::{PodObject, full_name};
 
 /// Name of the CPU resource.
-const CPU: &str = "cpu";
-/// Maximum number of pods that are counted after a start. The newest pods are counted, because
-/// older pods would have little weight.
+const CPU_RESOURCE: &str = "cpu";
+/// Maximum number of pods that are counted after a start. Only the newest pods are counted, because
+/// older pods have little weight.
 const MAX_COUNTED_AT_START: usize = 16_000;
 /// Maximum number of different node selectors and affinities that are evaluated in one reconcile.
 /// Further pods count as pods that can run on any model.
@@ -24,7 +24,7 @@ type Selectors = (BTreeMap<String, String>, Vec<NodeSelectorTerm>);
 
 /// Returns the amount of CPU, in thousandths of a core.
 pub(super) fn cpu_millis(requests: &BTreeMap<String, Quantity>) -> u64 {
-    requests.get(CPU).and_then(Quantity::milli).unwrap_or(0)
+    requests.get(CPU_RESOURCE).and_then(Quantity::milli).unwrap_or(0)
 }
 
 /// Passes the CPU of all nodes to the chooser. Pods that are released to a node count as if they
@@ -47,7 +47,7 @@ pub(super) fn update_cpu(
     }
     for (name, state) in nodes.0.iter().filter(|(_, state)| state.managed) {
         let total = cpu_millis(&state.node.allocatable);
-        let bound = tracker.requested(name).and_then(|requested| requested.get(CPU)).copied().unwrap_or(0);
+        let bound = tracker.requested(name).and_then(|requested| requested.get(CPU_RESOURCE)).copied().unwrap_or(0);
         let bound = u64::try_from(bound).unwrap_or(u64::MAX);
         let used = bound.saturating_add(released.get(name.as_str()).copied().unwrap_or(0));
         chooser.set_cpu(name, NodeCpu { total, free: total.saturating_sub(used) });
@@ -76,8 +76,8 @@ pub(super) fn count_arrived_pods(chooser: &mut Chooser, nodes: &Nodes, arrived: 
 }
 
 /// Counts the pods that run when the operator starts, because the operator keeps no record of
-/// earlier pods. The result differs from a record: short-lived pods are missing, and selectors of
-/// bound pods are not known. Both differences shrink as pods arrive.
+/// earlier pods. The result differs from a complete record, because short-lived pods are missing
+/// and selectors of bound pods are unknown. Both differences shrink as pods arrive.
 pub(super) fn count_running_pods(chooser: &mut Chooser, tracker: &PodTracker) {
     let mut pods: Vec<&PodObject> =
         tracker.living_pods().filter(|pod| pod.requests_gpus() && !pod.waits_at_gate()).collect();

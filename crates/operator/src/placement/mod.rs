@@ -4,13 +4,13 @@
 //!  stores ─▶ cluster ─[facts]─▶ ledger ─▶ gatekeeper ─▶ Actions ─▶ run: one patch per pod
 //! ```
 //!
-//! | step | module | what |
+//! | step | module | purpose |
 //! |---|---|---|
-//! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and what the ledger and the scheduler's rules need of them |
+//! | read | `cluster`, `nodes`, `facts`, `pod_tracker`, `claims` | the objects, and the facts that the ledger and the scheduler's rules need |
 //! | decide | `gatekeeper` | [`Actions`] of one reconcile |
 //! | | `queue` | order and back-off of the pods at the gate |
 //! | | `unanswered` | releases to send again |
-//! | | `learning`, `replicas` | what the search ranks nodes by |
+//! | | `learning`, `replicas` | data by which the search ranks nodes |
 //! | | `search`, `constraints`, `free_resources`, `amounts`, `verdict` | a placement for a pod, or why it is not placeable |
 //! | | `preemption`, `preemptors`, `evictions`, `budgets` | pods to evict for pods of higher priority |
 //! | | `stranded` | released pods to evict |

@@ -23,7 +23,8 @@ pub(super) fn host_views(
     }
     let mut hosts = rollout::mps_hosts_by_node(hosts, &newest);
     let outdated = hosts.values().any(|host| host.outdated);
-    let serves = |node: &str, resource: &str| nodes.0.get(node).is_some_and(|state| state.mps.serves(resource));
+    let serves =
+        |node: &str, resource: &str| nodes.0.get(node).is_some_and(|state| state.mps.may_be_mps_resource(resource));
     let mut pending = if outdated { rollout::pending_users(ledger, serves) } else { BTreeMap::new() };
     let mut views = BTreeMap::new();
     for (name, state) in nodes.0.iter().filter(|(_, state)| state.managed) {

@@ -1,5 +1,5 @@
-//! The cluster's nodes. Determines which nodes can run a pod, what serves a resource, and why a pod
-//! is not placeable.
+//! The cluster's nodes. This module determines which nodes can run a pod, what serves a resource,
+//! and why a pod is not placeable.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use cleave_plan::snapshot::{Node as PlanNode, Pod as PlanPod};
 use kube::Resource;
 use kube::core::DeserializeGuard;
 
-use super::amounts::{self, Free, Shortage};
+use super::amounts::{self, FreeAmounts, Shortage};
 use super::cluster::Cluster;
 use super::evictions::Evictability;
 use super::facts::{self, Absence, Availability, UnitCounts};
@@ -30,7 +30,7 @@ pub(super) struct Nodes(pub(super) BTreeMap<String, NodeState>, usize);
 /// The state of one node.
 #[derive(Debug, Default)]
 pub(super) struct NodeState {
-    versions: Versions,
+    versions: NodeStateInputs,
     pub(super) node: PlanNode,
     /// State of MPS that the `GpuNode` reports.
     pub(super) mps: MpsState,
@@ -38,9 +38,9 @@ pub(super) struct NodeState {
     pub(super) model: String,
     /// Names of the policies of the node's devices, by device.
     policies: BTreeMap<String, Arc<str>>,
-    /// Resources that the node's GPUs offer now or after a repartitioning.
+    /// Resources that the node's GPUs serve now or after a repartitioning.
     offers: BTreeSet<String>,
-    /// Numbers of units that the node's GPUs offer now, by resource.
+    /// Current numbers of units of the node's GPUs, by resource.
     pub(super) unit_counts: BTreeMap<String, UnitCounts>,
     /// Resources that Cleave served on the node before its `GpuNode` disappeared, and that the
     /// kubelet still reports.
@@ -51,11 +51,12 @@ pub(super) struct NodeState {
     pub(super) managed: bool,
     /// Whether the agent has written the status of the `GpuNode`.
     has_status: bool,
-    /// Whether the node had a `GpuNode` or an agent since this process knows the node.
+    /// Whether this process has ever seen a `GpuNode` or an agent on the node.
     was_managed: bool,
     /// Pods with allocations on the node.
     allocated: BTreeSet<String>,
-    /// Pods on devices that serve no new pods. Evicting these pods makes no units available.
+    /// Pods on devices that serve no new pods. Evictions of these pods free no units for other
+    /// pods.
     blocked: BTreeSet<String>,
     /// Why units of the node are briefly unavailable. Empty if the end of these absences makes no
     /// units available.
@@ -69,33 +70,33 @@ static NO_ABSENCES: BTreeSet<Absence> = BTreeSet::new();
 
 /// The inputs of a [`NodeState`]. The state is computed again only if one of these inputs changes.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Versions<S = String> {
+struct NodeStateInputs<S = String> {
     /// `resourceVersion` of the node.
     node: Option<S>,
     /// `resourceVersion` of the `GpuNode`.
     gpu_node: Option<S>,
     /// Whether the agent is ready. `None` without an agent.
     agent: Option<bool>,
-    /// Whether the node's shares under MPS are withheld while the operator replaces its MPS host.
+    /// Whether the node's MPS shares are withheld while the operator replaces its MPS host.
     withheld: bool,
 }
 
-impl Versions {
-    fn as_deref(&self) -> Versions<&str> {
+impl NodeStateInputs {
+    fn as_deref(&self) -> NodeStateInputs<&str> {
         let Self { node, gpu_node, agent, withheld } = self;
-        Versions { node: node.as_deref(), gpu_node: gpu_node.as_deref(), agent: *agent, withheld: *withheld }
+        NodeStateInputs { node: node.as_deref(), gpu_node: gpu_node.as_deref(), agent: *agent, withheld: *withheld }
     }
 }
 
-impl Versions<&str> {
-    fn into_owned(self) -> Versions {
+impl NodeStateInputs<&str> {
+    fn into_owned(self) -> NodeStateInputs {
         let Self { node, gpu_node, agent, withheld } = self;
-        Versions { node: node.map(str::to_owned), gpu_node: gpu_node.map(str::to_owned), agent, withheld }
+        NodeStateInputs { node: node.map(str::to_owned), gpu_node: gpu_node.map(str::to_owned), agent, withheld }
     }
 }
 
 impl NodeState {
-    fn new(object: &NodeObject, gpu_node: Option<&Arc<DeserializeGuard<GpuNode>>>, versions: Versions) -> Self {
+    fn new(object: &NodeObject, gpu_node: Option<&Arc<DeserializeGuard<GpuNode>>>, versions: NodeStateInputs) -> Self {
         Self {
             node: PlanNode {
                 name: object.metadata.name.clone().unwrap_or_default(),
@@ -176,20 +177,20 @@ impl NodeState {
     /// Returns the node's CPU, memory and other resources that no bound pod requests, in
     /// thousandths. Excludes the resources that Cleave can serve. The result is negative if pods
     /// request more than the node has.
-    pub(super) fn free_resources(&self, tracker: &PodTracker) -> Free<'_> {
+    pub(super) fn free_resources(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let mut free = self.free_resources_with_gpus(tracker);
         free.retain(|resource, _| !is_served(resource));
         free
     }
 
-    /// Returns the units that the scheduler counts as free, by resource, in thousandths: the units
-    /// that are healthy, less the requests of all bound pods. The result is negative if pods
+    /// Returns the units that the scheduler counts as free, by resource, in thousandths. These are
+    /// the healthy units minus the requests of all bound pods. The result is negative if pods
     /// request more.
     ///
     /// The scheduler also counts pods on a faulted GPU, whose units are no longer allocatable, and
     /// terminating pods that no longer use units. The result ignores the kubelet's report of
     /// allocatable units, which is some seconds late.
-    pub(super) fn units_free_for_scheduler(&self, tracker: &PodTracker) -> Free<'_> {
+    pub(super) fn units_free_for_scheduler(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let requested = tracker.requested(&self.node.name);
         let free = |(resource, counts): (&'_ String, &UnitCounts)| {
             let requested = requested.and_then(|requested| requested.get(resource)).copied().unwrap_or(0);
@@ -205,7 +206,7 @@ impl NodeState {
 
     /// Returns all of the node's resources that no bound pod requests, in thousandths. The result
     /// is negative if pods request more than the node has.
-    pub(super) fn free_resources_with_gpus(&self, tracker: &PodTracker) -> Free<'_> {
+    pub(super) fn free_resources_with_gpus(&self, tracker: &PodTracker) -> FreeAmounts<'_> {
         let requested = tracker.requested(&self.node.name);
         let amounts = self.node.allocatable.iter().map(|(resource, quantity)| {
             let requested = requested.and_then(|requested| requested.get(resource)).copied().unwrap_or(0);
@@ -310,7 +311,7 @@ impl Nodes {
             let name = object.metadata.name.as_deref().unwrap_or_default();
             present.insert(name);
             let gpu_node = gpu_nodes.get(name).copied();
-            let versions = Versions {
+            let versions = NodeStateInputs {
                 node: object.metadata.resource_version.as_deref(),
                 gpu_node: gpu_node.and_then(|object| Resource::meta(&**object).resource_version.as_deref()),
                 agent: agents.get(name).copied(),
@@ -385,9 +386,9 @@ impl Nodes {
 
     /// Returns the pods with allocations that preemption can evict, and ended or deleted pods whose
     /// node still reports their allocations. Ended or deleted pods that `is_ending` accepts count
-    /// as terminating, so that no other pod is evicted for the same units. The units of the other
-    /// ended or deleted pods count as used. The arguments of `is_ending` are the node and the name
-    /// of the pod, because a pod of the same name may run on another node.
+    /// as terminating, so that no other pod is evicted for the same units. The units of other ended
+    /// or deleted pods count as used. `is_ending` receives the node and the name of the pod,
+    /// because a pod of the same name may run on another node.
     pub(super) fn holders<'a>(
         &self,
         tracker: &'a PodTracker,
@@ -441,8 +442,8 @@ impl Nodes {
         {
             return Verdict::Waits(why.to_string());
         }
-        // Search again, including the nodes that only temporary obstacles exclude: the pod may only
-        // have to wait.
+        // Search again, including the nodes that only temporary obstacles exclude. On such a node,
+        // the pod only has to wait.
         let is_possible = |state: &&NodeState| {
             state.may_admit_later(pod)
                 && (checks.conflict)(&state.node).map_or_else(|conflict| conflict.is_temporary(), |()| true)
@@ -516,16 +517,16 @@ pub(super) const OUTDATED_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "
 /// What serves a resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ResourceProvider {
-    /// No node offers the resource.
+    /// No node serves the resource.
     Nothing,
     /// Only kubelets of nodes that are not ready and where Cleave never ran report the resource.
     /// Their reports may be old.
     Outdated,
     /// A device plugin on nodes where Cleave does not run.
     Another,
-    /// Kubelets report the resource on nodes where Cleave runs but does not serve the resource. Or
-    /// they report it on nodes that are not ready and where Cleave ran before. Either another
-    /// plugin serves the resource, or the kubelet's report is old.
+    /// Kubelets report the resource on nodes where Cleave runs but does not serve it, or on nodes
+    /// that are not ready and where Cleave ran before. Either another plugin serves the resource,
+    /// or the kubelet's report is old.
     Unclear,
     /// Cleave served the resource on a node, or its agent may serve it, but the `GpuNode` or its
     /// status is missing. The kubelet still reports the resource.

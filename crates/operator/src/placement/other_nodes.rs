@@ -1,16 +1,16 @@
-//! Nodes on which another device plugin serves GPUs, in clusters where Cleave serves the same
+//! Finds nodes on which another device plugin serves GPUs, in clusters where Cleave serves the same
 //! resources on other nodes.
 //!
 //! A pod that fits on no node of Cleave is released to such nodes if they have room for it. The pod
-//! gets no reservation, because the other plugin would not follow it. A label requirement excludes
-//! the pod from Cleave's nodes. Agents run only on nodes with the labels of the chart's
-//! `nodes.nodeSelector`. So no node without one of these labels ever becomes a node of Cleave.
+//! gets no reservation, because the other plugin would ignore the reservation. A label requirement
+//! excludes the pod from Cleave's nodes. Agents run only on nodes with the labels of the chart's
+//! `nodes.nodeSelector`. So a node that lacks one of these labels never becomes a node of Cleave.
 use std::collections::BTreeMap;
 
 use cleave_plan::scheduling;
 use cleave_plan::snapshot::{Node as PlanNode, NodeSelectorTerm, Operator, Pod as PlanPod, Requirement};
 
-use super::amounts::{self, Free};
+use super::amounts::{self, FreeAmounts};
 use super::cluster::{is_released, plan_pod};
 use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
@@ -24,8 +24,8 @@ pub(super) struct OtherNodes<'a>(Vec<OtherNode<'a>>);
 
 struct OtherNode<'a> {
     node: &'a PlanNode,
-    /// Free resources, GPUs included, in thousandths.
-    free: Free<'a>,
+    /// Free resources including GPUs, in thousandths.
+    free: FreeAmounts<'a>,
     /// Label that all of Cleave's nodes have and this node lacks.
     label: (&'a str, &'a str),
 }

@@ -26,7 +26,7 @@ pub(super) fn release_patch(pod: &PodObject, reason: &ReleaseReason, destination
         Destination::Matching(requirement) => Some(requirement),
         Destination::LargerGpus(device_requests) => larger_gpus_requirement(device_requests),
     };
-    // An affinity that matches no node needs no narrowing: the pod still matches no node.
+    // If an affinity matches no node, the pod already matches no node and needs no narrowing.
     let narrowed = requirement.map(|requirement| narrow(existing_affinity(pod), &requirement).unwrap_or_default());
     operations.extend(narrowed.iter().flatten().map(|operation| json!(operation)));
     let annotation = match reason {
@@ -60,7 +60,7 @@ pub(super) fn with_resource_version(patch: &Value, version: String) -> Value {
     patch
 }
 
-/// Returns how much of a required node affinity the pod's spec already has.
+/// Returns which parts of a required node affinity the pod's spec already has.
 fn existing_affinity(pod: &PodObject) -> ExistingAffinity<'_> {
     let Some(affinity) = &pod.spec.affinity else { return ExistingAffinity::Nothing };
     let Some(nodes) = &affinity.node_affinity else { return ExistingAffinity::Affinity };

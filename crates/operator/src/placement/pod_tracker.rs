@@ -14,7 +14,7 @@ use crate::pods::{PodObject, full_name, is_living};
 #[derive(Debug, Default)]
 pub(super) struct PodTracker {
     /// The pods, by the address of their object. The watch creates a new object for each change.
-    /// The map keeps its objects, so a new object never has the address of a tracked one.
+    /// The map keeps its objects, so a new object never has the address of a tracked object.
     pods: HashMap<usize, Arc<PodObject>>,
     /// The pods that are not settled, by name.
     unsettled: BTreeMap<String, Arc<PodObject>>,
@@ -37,8 +37,8 @@ impl PodTracker {
     /// Updates the tracked pods. The cost depends on the number of changes, unless `changes`
     /// contains all pods.
     ///
-    /// Returns the names of pods that may have ended or been deleted. These are pods that were not
-    /// settled before, and settled pods whose object was replaced or deleted.
+    /// Returns the names of pods that may have ended or been deleted. These are the pods that were
+    /// not settled before, and settled pods whose object was replaced or deleted.
     pub(super) fn update(&mut self, changes: PodChanges) -> BTreeSet<String> {
         let mut maybe_deleted = std::mem::take(&mut self.unsettled_names);
         let mut removed = Vec::new();
@@ -80,8 +80,8 @@ impl PodTracker {
         (!self.unsettled.get(&name).is_some_and(is_same)).then_some((name, pod.node()?.to_owned()))
     }
 
-    /// Takes the bound pods with GPUs that have ended or were deleted since the last call, each
-    /// with its name and its node.
+    /// Removes and returns the bound pods with GPUs that have ended or were deleted since the last
+    /// call, each with its name and its node.
     pub(super) fn take_ended_pods(&mut self) -> Vec<(String, String)> {
         std::mem::take(&mut self.ended)
     }
@@ -151,7 +151,7 @@ impl PodTracker {
         self.unsettled.remove(name);
     }
 
-    /// Takes the nodes on which pods have changed since the last call.
+    /// Removes and returns the nodes on which pods have changed since the last call.
     pub(super) fn take_changed_nodes(&mut self) -> BTreeSet<String> {
         std::mem::take(&mut self.changed_nodes)
     }
@@ -235,14 +235,14 @@ mod tests {
     }
 
     /// Updates the tracker with all pods. Returns the names of the pods that are not settled, and
-    /// the names of pods that may be gone.
+    /// the names of pods that may have ended or been deleted.
     fn update(tracker: &mut PodTracker, pods: &[Arc<PodObject>]) -> (Vec<String>, BTreeSet<String>) {
         let maybe_deleted = tracker.update(PodChanges::All(pods.to_vec()));
         (tracker.unsettled_pods().iter().map(|pod| full_name(&pod.metadata)).collect(), maybe_deleted)
     }
 
     #[test]
-    fn a_settled_pod_is_skipped_until_it_changes_or_is_gone() {
+    fn a_settled_pod_is_skipped_until_it_changes_or_is_deleted() {
         let (a, b) = (pod("a", "n", "1"), pod("b", "n", "2"));
         let mut tracker = PodTracker::default();
         let both = [Arc::clone(&a), Arc::clone(&b)];
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_lead_to_the_same_state_as_all_pods() {
+    fn changes_lead_to_the_same_state_as_a_list_of_all_pods() {
         let (a, b, c) = (pod("a", "n", "1"), pod("b", "m", "2"), pod("c", "n", "4"));
         let (mut all, mut some) = (PodTracker::default(), PodTracker::default());
         for tracker in [&mut all, &mut some] {
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_has_ended_if_it_is_gone_or_another_pod_has_its_name() {
+    fn a_pod_has_ended_if_it_was_deleted_or_another_pod_has_its_name() {
         let with_uid = |uid: &str, node: &str| {
             let mut pod = PodObject::clone(&pod("a", node, "1"));
             pod.metadata.uid = Some(uid.into());
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sums_of_a_node_match_its_pods_after_pods_are_added_and_removed() {
+    fn the_sums_of_a_node_match_its_pods_after_additions_and_removals() {
         let mut tracker = PodTracker::default();
         let (a, b) = (pod("a", "n", "1"), pod("b", "n", "1500m"));
         let requested = |tracker: &PodTracker| {

@@ -45,7 +45,7 @@ pub(super) struct PreemptionSearch<'a> {
     up: Duration,
 }
 
-/// Whether preemption makes room for a waiting pod.
+/// Whether preemption frees units for a waiting pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PreemptionProspect {
     /// The pod is nominated: its victims are evicted or terminate.
@@ -94,9 +94,9 @@ impl<'a> PreemptionSearch<'a> {
         }
     }
 
-    /// If evictions make room for a pod at the placement gate, evicts the victims and nominates
-    /// the pod. Keeps an earlier nomination while its victims terminate. Returns whether the pod is
-    /// nominated.
+    /// If evictions free enough units for a pod at the placement gate, evicts the victims and
+    /// nominates the pod. Keeps an earlier nomination while its victims terminate. Returns whether
+    /// the pod is nominated.
     ///
     /// `pause` is the time for which evictions are delayed, because this pod is about to get room
     /// without them.

@@ -10,8 +10,8 @@ use crate::read::BudgetObject;
 
 /// Maximum number of waiting pods per reconcile with a repeated search for preemption victims.
 const MAX_REPEATED_SEARCHES: usize = 8;
-/// Time after which a search without result is repeated even if nothing has changed. Changes that
-/// this module does not track, such as another pod's labels, take effect then.
+/// Time after which a search without result is repeated even if nothing has changed. After this
+/// time, changes that this module does not track, such as another pod's labels, take effect.
 pub(super) const RECHECK_TIME: Duration = Duration::from_secs(60);
 /// Time after which a search is repeated for a pod with rules about other pods or volumes. A change
 /// of any node may affect such rules.
@@ -46,7 +46,7 @@ pub(super) struct Preemptors {
 }
 
 /// The evictions for one waiting pod. Evictions have no effect if the pod's rules then refuse the
-/// node. Without a delay, the victims' replacements would be evicted again and again.
+/// node. Without a delay, the operator would repeatedly evict the victims' replacements.
 #[derive(Debug)]
 struct EvictionRounds {
     count: u32,
@@ -153,8 +153,8 @@ impl Preemptors {
         self.budgets = now;
     }
 
-    /// Returns the waiting pods whose turn it is: among the pods that another search may help,
-    /// those with the oldest searches.
+    /// Returns the waiting pods whose turn it is. These are the pods with the oldest searches,
+    /// among the pods that another search may help.
     pub(super) fn pods_in_turn(&self, up: Duration) -> BTreeSet<String> {
         let due = self.waiting.iter().filter(|(_, one)| self.scope_of(one, up) != SearchScope::Nothing);
         let mut due: Vec<(u64, &String)> = due.map(|(name, one)| (one.turn, name)).collect();
@@ -191,7 +191,7 @@ impl Preemptors {
         self.changed.get(node).is_some_and(|changed| *changed > version)
     }
 
-    /// Records that evictions make room for the pod.
+    /// Records that evictions free enough units for the pod.
     pub(super) fn record_success(&mut self, name: &str) {
         self.waiting.remove(name);
     }
@@ -243,7 +243,7 @@ impl Preemptors {
         self.is_deferred = true;
     }
 
-    /// Ends a reconcile: adds to `actions` when the next reconcile is necessary.
+    /// Ends a reconcile, and records in `actions` when the next reconcile is due.
     pub(super) fn finish_reconcile(&self, up: Duration, actions: &mut Actions) {
         actions.more |= self.is_deferred;
         actions.awaits_budgets = !self.waiting.is_empty();

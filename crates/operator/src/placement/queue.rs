@@ -1,4 +1,4 @@
-//! The pods that wait at the gate, their waiting times, and the releases that the API server
+//! Tracks the pods that wait at the gate, their waiting times, and the releases that the API server
 //! refused.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,8 +17,8 @@ pub(super) const MAX_REFUSALS: u32 = 3;
 pub(super) const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum delay before a refused release is attempted again.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// Time for which a pod that no longer exists is not released again, if the watch still has it. A
-/// watch is stale for at most 35 s.
+/// How long a pod that no longer exists is not released again, if the watch still has it. A watch
+/// is stale for at most 35 s.
 pub(super) const MISSING_TIME: Duration = Duration::from_secs(60);
 /// Maximum length of a reported message of the API server, in characters.
 const MAX_MESSAGE_CHARS: usize = 300;
@@ -36,8 +36,8 @@ struct GatedPod {
     /// temporary.
     unplaceable_since: Option<Duration>,
     refused: Option<Refusals>,
-    /// The API server does not have the pod, according to its answer to a release. Until this time,
-    /// the pod is not released again.
+    /// Until this time, the pod is not released again, because the API server answered a release
+    /// with "not found".
     missing_until: Option<Duration>,
 }
 
@@ -80,7 +80,7 @@ impl Queue {
         arrived
     }
 
-    /// Returns the time for which a pod has waited.
+    /// Returns how long a pod has waited.
     pub(super) fn waiting_time(&self, name: &str, up: Duration) -> Duration {
         self.0.get(name).map_or(Duration::ZERO, |gated| up.saturating_sub(gated.since))
     }
@@ -97,8 +97,8 @@ impl Queue {
         oldest.into_iter().map(|(since, name)| (name, up.saturating_sub(since))).collect()
     }
 
-    /// Returns the time for which a pod has been unplaceable. Returns `None` if `may_pass` is true,
-    /// because the obstacle is then temporary.
+    /// Returns how long a pod has been unplaceable. Returns `None` if `may_pass` is true, because
+    /// the obstacle is then temporary.
     pub(super) fn unplaceable_time(&mut self, name: &str, may_pass: bool, up: Duration) -> Option<Duration> {
         let gated = self.0.get_mut(name)?;
         gated.unplaceable_since = if may_pass { None } else { gated.unplaceable_since.or(Some(up)) };
@@ -108,7 +108,7 @@ impl Queue {
     /// Records that the API server refused to release a pod.
     ///
     /// The refusal may be permanent, for example because of the pod's size. Therefore the pod does
-    /// not reserve shares at each reconcile, and a message explains the refusal to its owner.
+    /// not reserve shares at each reconcile, and a message explains the refusal to the pod's owner.
     pub(super) fn record_refusal(&mut self, name: &str, message: &str, up: Duration) {
         let Some(gated) = self.0.get_mut(name) else { return };
         let times = gated.refused.as_ref().map_or(1, |before| before.times.saturating_add(1));
@@ -127,15 +127,15 @@ impl Queue {
         }
     }
 
-    /// Returns the time for which a pod that no longer exists is not released again. Returns `None`
-    /// if the pod may be released now.
+    /// Returns how long a pod that no longer exists is not released again. Returns `None` if the
+    /// pod may be released now.
     pub(super) fn missing_time(&self, name: &str, up: Duration) -> Option<Duration> {
         let until = self.0.get(name)?.missing_until?;
         Some(until.saturating_sub(up)).filter(|left| !left.is_zero())
     }
 
     /// Removes from `waiting` the pods that no longer exist, and the pods whose release is delayed.
-    /// Reports why the latter wait.
+    /// Reports why the release is delayed.
     pub(super) fn remove_delayed<'a>(
         &self,
         ledger: &mut Ledger,
@@ -178,7 +178,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pods_that_wait_longest_are_listed_first() {
+    fn the_longest_waiting_pods_are_listed_first() {
         let mut queue = Queue::default();
         for (at, name) in ["c", "a", "b", "d"].into_iter().enumerate() {
             let since = Duration::from_secs(at as u64);

@@ -1,5 +1,5 @@
-//! Finds the nodes and devices of the replicas of a pod's controller, so that the pod can be kept
-//! apart from them.
+//! Finds the nodes and devices of the replicas of a pod's controller, so that the search can avoid
+//! them.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -44,8 +44,8 @@ impl ReplicaIndex {
     }
 }
 
-/// Finds the replicas that pods are kept apart from, within one reconcile. Locates the replicas of
-/// a controller once, and adds the reservations of this reconcile.
+/// Finds the replicas that the search avoids for a pod, within one reconcile. Locates the replicas
+/// of a controller once, and adds the reservations of this reconcile.
 pub(super) struct ReplicaSearch<'a> {
     index: &'a ReplicaIndex,
     nodes: &'a Nodes,
@@ -67,10 +67,10 @@ impl<'a> ReplicaSearch<'a> {
         Self { index, nodes, packing, known: BTreeMap::new(), no_siblings: Siblings::default() }
     }
 
-    /// Returns the replicas that a pod is kept apart from.
+    /// Returns the replicas that the search avoids for a pod.
     ///
-    /// The pod's annotation decides. Without it, the policy of each replica's GPU decides, and a
-    /// replica on a GPU that packs is ignored.
+    /// The pod's annotation decides. Without an annotation, the policy of each replica's GPU
+    /// decides. In this case, a replica is ignored if the policy of its GPU packs replicas.
     pub(super) fn siblings_of(&mut self, pod: &PodObject, ledger: &Ledger) -> &Siblings {
         let Some(controller) = avoided_controller(pod) else { return &self.no_siblings };
         let everywhere = pod.replica_placement == Some(ReplicaPlacement::Spread);
@@ -99,8 +99,8 @@ impl<'a> ReplicaSearch<'a> {
     }
 }
 
-/// Returns the controller whose replicas the pod is kept apart from. Returns `None` if the pod has
-/// no controller, or packs replicas.
+/// Returns the controller whose replicas the search avoids for the pod. Returns `None` if the pod
+/// has no controller, or packs replicas.
 fn avoided_controller(pod: &PodObject) -> Option<ControllerId> {
     pod.controller_id.filter(|_| pod.replica_placement != Some(ReplicaPlacement::Pack))
 }

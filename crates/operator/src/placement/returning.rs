@@ -1,6 +1,7 @@
-//! Units that are briefly unavailable: an agent restarts, a GPU is being repartitioned, or a pod
-//! was deleted before its node reported it. A pod that these units can serve needs no other node
-//! yet, and the operator delays evictions for it. Pure: callers pass in the time.
+//! Tracks units that are briefly unavailable, because an agent restarts, a GPU is being
+//! repartitioned, or a pod was deleted before its node reported it. A pod that these units can
+//! serve needs no other node yet, and the operator delays evictions for the pod. Pure: callers pass
+//! in the time.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,16 +17,16 @@ use super::nodes::{NodeState, Nodes, OUTDATED_TAINTS};
 use super::preemption::PreemptionProspect;
 use super::search::{Candidate, PlacementSearch, SearchKey};
 
-/// Time for which pods wait for the units of a node that are briefly unavailable.
+/// How long pods wait for the units of a node that are briefly unavailable.
 ///
 /// An agent restarts within a second, or within a minute if its image is pulled. A GPU is
 /// repartitioned within a minute. Longer absences, such as the reboot of a server, take about as
 /// long as an autoscaler needs to add a node.
 pub(super) const RETURN_TIME: Duration = Duration::from_secs(120);
 
-/// Nodes with units that are briefly unavailable: when each absence began, as durations since the
-/// process started. Each absence has its own time: a GPU may wait for days for its repartitioning,
-/// and must not use up the time of an agent that restarts.
+/// Nodes with units that are briefly unavailable, and when each absence began. Times are durations
+/// since the process started. Each absence has its own time. Otherwise a GPU that waits for days to
+/// be repartitioned would use up the time of an agent that restarts.
 #[derive(Debug, Default)]
 pub(super) struct Returning(BTreeMap<String, BTreeMap<Absence, Duration>>);
 
@@ -91,7 +92,7 @@ pub(super) struct ReturningUnits<'a> {
 
 impl<'a> ReturningUnits<'a> {
     /// Returns whether a pod fits units that return soon, and promises these units to the pod. A
-    /// pod with a nomination needs none.
+    /// pod with a nomination needs no such units.
     pub(super) fn serve(
         &mut self,
         ledger: &Ledger,
@@ -119,7 +120,7 @@ impl<'a> ReturningUnits<'a> {
         let fits = |returned: &Ledger, on: &[&str]| {
             returned.fit_for(candidate.pending_pod(), on.iter().copied(), 1, &Tightest).ok()
         };
-        // Rules between pods cost more than units, so they are evaluated last.
+        // Evaluate rules between pods last, because they cost more time than the check of units.
         let has_units: Vec<&str> = admitted.filter(|name| fits(returned, &[name]).is_some()).collect();
         let found = (!has_units.is_empty())
             .then(|| search.with_room(ledger, candidate, has_units.into_iter()))
@@ -133,8 +134,8 @@ impl<'a> ReturningUnits<'a> {
         returned.reserve(&candidate.name, &found, Moment(u64::MAX)).is_ok()
     }
 
-    /// Ends the promise of units to a pod if a preemption makes room for it. Other pods may then
-    /// wait for the units.
+    /// Ends the promise of units to a pod if a preemption frees units for the pod. Other pods may
+    /// then wait for the promised units.
     pub(super) fn end_promise(&mut self, pod: &str, preemption: PreemptionProspect) {
         if let Some(returned) = self.ledger.as_mut().filter(|_| preemption == PreemptionProspect::Nominated) {
             returned.release(pod);

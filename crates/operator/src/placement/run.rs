@@ -32,7 +32,7 @@ const BATCH_WINDOW: Duration = Duration::from_millis(5);
 /// Delay between a failed write and the next reconcile, even if nothing has changed.
 const RETRY_DELAY: Duration = Duration::from_secs(1);
 
-/// The inputs of the controller.
+/// The inputs of the placement controller.
 pub(crate) struct ControllerInputs {
     pub(crate) context: Context,
     /// Notifications that wake the controllers.
@@ -86,9 +86,9 @@ impl Writes {
 }
 
 /// Returns the delay before the next reconcile if no change wakes the placement controller earlier.
-/// If the API server did not accept writes, the next reconcile does not follow at once, even if it
-/// could write more: it would repeat the same writes. `later` is the time until Events or failed
-/// taint writes are due.
+/// If the API server did not accept writes, the next reconcile does not follow immediately, because
+/// it would repeat the same writes. `later` is the time until Events or failed taint writes are
+/// due.
 fn next_delay(actions: &Actions, writes: Writes, later: Option<Duration>) -> Option<Duration> {
     if writes.is_impaired {
         return Some(RETRY_DELAY);
@@ -543,8 +543,8 @@ impl PlacementController {
         publish_all(&self.context.recorder, &self.context.claim, all).await;
     }
 
-    /// Updates the gauges of pods at the gate. A pod for GPUs that are partitioned on demand has
-    /// the reason of the plan.
+    /// Updates the gauges of pods at the gate. The reason of a pod in `demand` is the plan's
+    /// reason.
     fn set_gauges(&self, actions: &Actions, demand: &BTreeMap<String, WaitingPod>, up: Duration) {
         let reason = |pod: &str, gated: &WaitingPod| demand.get(pod).map_or(gated.reason, |planned| planned.reason);
         let mut gated = BTreeMap::new();

@@ -47,7 +47,7 @@ pub(super) struct Candidate<'a> {
     unclear: bool,
     /// A requested resource that Cleave may serve on a node whose `GpuNode` is missing.
     missing: Option<String>,
-    /// Whether no node has as many GPUs as the pod requests whole GPUs.
+    /// Whether the pod requests more whole GPUs than any node has.
     too_many_gpus: bool,
 }
 
@@ -152,9 +152,9 @@ impl<'a> Candidate<'a> {
             // plugin serves the resources on nodes where Cleave runs.
             return self.release(ReleaseReason::NotServed, Destination::Anywhere, waited);
         }
-        // Without a reservation, the pod would fail on any node that offers the resource, including
-        // nodes that the pod may not use now. If no node offers the resource, any node that is
-        // added may serve the pod.
+        // Without a reservation, the pod would fail on any node that serves the resource, including
+        // nodes that the pod may not use now. If no node serves the resource, any new node may
+        // serve the pod.
         let needs_larger = self.offered || need == AutoscalerNeed::LargerGpu;
         let destination =
             if needs_larger { Destination::LargerGpus(&self.device_requests) } else { Destination::Anywhere };
@@ -266,8 +266,8 @@ impl<'a> PlacementSearch<'a> {
         }
         let eligible = self.eligible_nodes(candidate);
         let with_room = || eligible.iter().copied().filter(|node| allows(node) && has_room(node));
-        // The search does not rank requests for several parts of GPUs. The search only keeps such
-        // requests off the nodes of replicas.
+        // The search does not rank requests for several parts of GPUs. For such requests, the
+        // search only avoids the nodes of replicas.
         let apart = || with_room().filter(|node| !avoids(node) && siblings.has_none_on(node));
         if candidate.device_requests.len() > 1
             && let Ok(fits) = ledger.fit_for(candidate.pending_pod(), apart(), most, &Tightest)
@@ -318,10 +318,10 @@ impl<'a> PlacementSearch<'a> {
         known.entry(candidate.node_key()).or_insert_with(|| self.nodes.eligible_nodes(&candidate.plan_pod)).clone()
     }
 
-    /// Returns the nodes on which preemption may make room for the pod, each with the CPU, memory
-    /// and other resources that it is missing, and with the units that it is missing in the
-    /// scheduler's sum because of faulted GPUs. These are eligible nodes that other rules allow and
-    /// that `is_searched` accepts.
+    /// Returns the nodes on which preemption may help the pod: eligible nodes that other rules
+    /// allow and that `is_searched` accepts. For each node, returns the CPU, memory and other
+    /// resources that it lacks. Also returns the units that it lacks in the scheduler's sum because
+    /// of faulted GPUs.
     pub(super) fn preemption_nodes(
         &self,
         ledger: &Ledger,
@@ -343,8 +343,8 @@ impl<'a> PlacementSearch<'a> {
             .collect()
     }
 
-    /// Returns the nodes of this list that rules between pods and volumes allow, and that have
-    /// enough CPU, memory and other resources for the pod.
+    /// Returns the given nodes that rules between pods and volumes allow, and that have enough CPU,
+    /// memory and other resources for the pod.
     pub(super) fn with_room<'n>(
         &self,
         ledger: &Ledger,

@@ -2,15 +2,15 @@
 //! callers pass in the time.
 //!
 //! A scheduling gate cannot be added again. So if a pod has lost its reservation, or its nodes no
-//! longer accept it, its controller must recreate it. The operator evicts the pod, and the
+//! longer accept it, the pod's controller must recreate it. The operator evicts the pod, and the
 //! replacement waits at the gate. The operator never deletes a pod that no controller recreates.
 //! Instead, a condition and an Event state how to resolve the problem.
 //!
 //! | a released pod that is not bound | is stranded |
 //! |---|---|
-//! | Its reservation ended, and the scheduler refuses it or its GPUs have no room. | at once |
+//! | Its reservation ended, and the scheduler refuses it or its GPUs have no room. | immediately |
 //! | All its nodes were deleted. | after [`MISSING_NODE_DELAY`] |
-//! | All its nodes are cordoned, tainted or full. | after the time that also releases a pod as unschedulable |
+//! | All its nodes are cordoned, tainted or full. | after the time after which a gated pod is released as unschedulable |
 //! | It was released to nodes of another device plugin, the scheduler refuses it, and it would fit on a node of Cleave now. | after [`MISSING_NODE_DELAY`] |
 //! | It was released as unschedulable, and would wait or fit now. | after [`MISSING_NODE_DELAY`] |
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,17 +24,17 @@ use super::nodes::Nodes;
 use super::pod_tracker::PodTracker;
 use crate::pods::{Controller, PodObject, Replacement, full_name};
 
-/// Time for which a pod's nodes must be missing before the operator acts. A watch may lag.
+/// How long a pod's nodes must be missing before the operator acts. A watch may lag.
 pub(super) const MISSING_NODE_DELAY: Duration = Duration::from_secs(20);
 /// The first delay between two recreations for one controller. Each following delay is twice as
 /// long.
 const FIRST_BACKOFF: Duration = Duration::from_secs(10);
 /// Maximum delay between two recreations for one controller.
 const MAX_BACKOFF: Duration = Duration::from_secs(600);
-/// Time for which a controller must have no stranded pod before its delay is reset.
+/// How long a controller must have no stranded pod before its delay is reset.
 const BACKOFF_RESET_DELAY: Duration = Duration::from_secs(1800);
 /// Minimum delay after which replacements also wait at the gate. Otherwise, pods that the scheduler
-/// repeatedly refuses would reserve GPUs all the time.
+/// repeatedly refuses would permanently reserve GPUs.
 const MIN_GATE_DELAY: Duration = Duration::from_secs(40);
 /// Delay before the operator retries a failed eviction.
 const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(30);
@@ -122,7 +122,7 @@ pub struct Recreation {
 }
 
 /// A pod whose condition `Placed` changes. Either the pod is stranded and no controller recreates
-/// it, or a stranded pod was bound after all.
+/// it, or the stranded pod was bound later.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacedReport {
     /// The pod, as `namespace/name`.
@@ -147,7 +147,7 @@ pub struct StrandedActions {
 /// State of stranded pods between two reconciles.
 #[derive(Debug, Default)]
 pub(super) struct StrandedPods {
-    /// When each pod's reason not to be bound was first found, by UID.
+    /// When the operator first found why each pod is not bound, by UID.
     since: BTreeMap<String, Duration>,
     /// UIDs of pods whose condition was written.
     reported: BTreeSet<String>,
@@ -171,10 +171,10 @@ struct Backoff {
 }
 
 impl StrandedPods {
-    /// Decides how to handle the released pods in `found`. Each pod comes with the reason why the
-    /// pod is not bound.
+    /// Decides how to handle the released pods in `found`. Each pod has the reason why it is not
+    /// bound.
     ///
-    /// `patience` is the time for which nodes must refuse a pod for temporary reasons before it is
+    /// `patience` is how long nodes must refuse a pod for temporary reasons before the pod is
     /// stranded.
     pub(super) fn reconcile<'a>(
         &mut self,
@@ -278,13 +278,13 @@ impl StrandedPods {
         self.failed.insert(uid.to_owned(), up.saturating_add(EVICTION_RETRY_DELAY));
     }
 
-    /// Records that a pod's condition could not be written. A later reconcile writes it.
+    /// Records that a pod's condition could not be written. A later reconcile retries the write.
     pub(super) fn record_failed_placed_report(&mut self, uid: &str) {
         self.reported.remove(uid);
     }
 
-    /// Returns the time for which the gatekeeper delays a pod because pods of its controller were
-    /// recreated repeatedly. Returns `None` if the pod is not delayed.
+    /// Returns how long the gatekeeper delays a pod because pods of its controller were recreated
+    /// repeatedly. Returns `None` if the pod is not delayed.
     pub(super) fn gate_delay(&self, pod: &PodObject, up: Duration) -> Option<Duration> {
         let backoff = self.owners.get(&pod.controller.as_ref()?.uid)?;
         let delayed = up < backoff.until && backoff.delay >= MIN_GATE_DELAY;
@@ -431,7 +431,7 @@ mod tests {
         assert_eq!(times, [10, 30, 70, 150, 310, 630, 1230, 1830, 2430]);
         let rested = second + BACKOFF_RESET_DELAY.as_secs() + 600;
         all(&mut stranded, rested);
-        assert_eq!(all(&mut stranded, rested + 1).requeue, Some(at(9)), "the delay restarts from the first");
+        assert_eq!(all(&mut stranded, rested + 1).requeue, Some(at(9)), "the delay restarts at its first value");
     }
 
     #[test]

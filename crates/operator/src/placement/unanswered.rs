@@ -1,4 +1,4 @@
-//! Releases for which it is unknown whether the API server applied them.
+//! Tracks releases that the API server may or may not have applied.
 //!
 //! A timeout or a lost connection does not show whether the pod was released. If the pod was
 //! released, it may be bound before the watch reports the release. So the pod keeps its
@@ -42,8 +42,8 @@ impl UnansweredReleases {
         self.0.retain(|name, _| present.contains(name));
     }
 
-    /// Returns whether a pod at the gate shows that its release was not and will not be applied,
-    /// because the pod is newer than the version that the patch applies to.
+    /// Returns whether a pod at the gate shows that its release was not and will not be applied.
+    /// This is the case if the pod is newer than the version that the patch applies to.
     pub(super) fn is_refuted_by(&self, name: &str, pod: &PodObject) -> bool {
         let number = |version: Option<&str>| version.and_then(|version| version.parse::<u64>().ok());
         let sent = self.0.get(name).and_then(|release| number(patch::resource_version(&release.patch)));

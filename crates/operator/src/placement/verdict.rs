@@ -29,9 +29,9 @@ pub(super) enum Verdict {
 pub(super) enum PermanentObstacle {
     /// The pod may not use any node with GPUs.
     Excluded,
-    /// The nodes that the pod may use do not offer the requested resources.
+    /// The nodes that the pod may use do not serve the requested resources.
     NotOffered,
-    /// The nodes that the pod may use offer the resources, but no GPU is large enough, or no node
+    /// The nodes that the pod may use serve the resources, but no GPU is large enough, or no node
     /// has enough GPUs.
     TooLarge,
 }
@@ -66,14 +66,14 @@ impl Verdict {
     }
 }
 
-/// The need that a pod at the gate has for autoscalers.
+/// The node that a cluster autoscaler must add for a pod at the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AutoscalerNeed {
     /// Another node, if the pod still needs one after this time.
     Node(Duration),
     /// A node with larger GPUs than the known GPUs and the GPUs of the policies.
     LargerGpu,
-    /// Nothing: the pod is about to get room without another node, or another node would not help.
+    /// No node: the pod is about to get units without another node, or another node would not help.
     Nothing,
 }
 

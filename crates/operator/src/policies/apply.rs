@@ -56,12 +56,12 @@ pub fn changes(plan: &Plan, observed: &Observed) -> Vec<GpuNodeChange> {
 /// Returns an error if the API server refuses the write or cannot be reached.
 pub async fn write(api: &Api<DeserializeGuard<GpuNode>>, change: &GpuNodeChange) -> Result<(), Error> {
     let params = PatchParams::apply(OPERATOR_FIELD_MANAGER).force();
-    let written = api.patch(&change.node, &params, &Patch::Apply(body(change))).await;
+    let written = api.patch(&change.node, &params, &Patch::Apply(apply_body(change))).await;
     written.map(drop).map_err(|source| Error { node: change.node.clone(), source })
 }
 
 /// Returns the object to apply. The node is its owner, so the object is deleted with the node.
-fn body(change: &GpuNodeChange) -> Value {
+fn apply_body(change: &GpuNodeChange) -> Value {
     // No `blockOwnerDeletion`: the field requires permission to update the node's finalizers.
     let owner = OwnerReference {
         api_version: "v1".to_owned(),

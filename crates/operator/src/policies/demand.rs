@@ -17,7 +17,7 @@ use cleave_plan::device::sized_slice_gib;
 use cleave_plan::{ExplainedPlan, GpuPlan, Policy, Violation};
 
 use crate::policies::partition;
-use crate::policies::plan::{ByDemand, Plan, plan_id};
+use crate::policies::plan::{OnDemandGpu, Plan, plan_id};
 use crate::policies::snapshot::{GpuKey, History, PlannerInput, build};
 use crate::read::Observed;
 
@@ -136,8 +136,7 @@ fn apply_plan(
                 }
                 desired.partition = partition;
             }
-            // The GPU serves slices that its policy no longer allows. The slices are kept until the
-            // pods that use them end.
+            // Keep slices that the policy no longer allows until the pods that use them end.
             Err(why) => {
                 outcome.excluded_gpus.insert(at, why);
             }
@@ -148,7 +147,7 @@ fn apply_plan(
 
 fn gpu_partition(
     gpu: &GpuPlan,
-    by_demand: &ByDemand,
+    by_demand: &OnDemandGpu,
     status: &GpuStatus,
     current: &Partition,
 ) -> Result<Partition, String> {

@@ -20,14 +20,14 @@ pub enum Error {
     DoesNotFit(Vec<String>),
 }
 
-/// Memory slices of a GPU as bits. Today's GPUs have at most 8.
-type Mask = u64;
+/// One bit for each memory slice of a GPU. Current GPUs have at most 8.
+type SliceMask = u64;
 
 /// Returns the first memory slice of each instance, in the order of `layout`.
 ///
 /// Places the largest instances first. Each instance prefers the placement of an existing instance
-/// of its profile, then a free placement, then the lowest. The first arrangement found in this
-/// order wins.
+/// of its profile, then a free placement, then the lowest placement. The first arrangement found in
+/// this order wins.
 pub(super) fn place_instances(
     layout: &[String],
     profiles: &[MigProfileStatus],
@@ -42,7 +42,7 @@ pub(super) fn place_instances(
         wanted.push((at, profile));
     }
     wanted.sort_by(|(a_at, a), (b_at, b)| (b.size, &a.name, a_at).cmp(&(a.size, &b.name, b_at)));
-    let old: Vec<(&str, u32, Mask)> = existing
+    let old: Vec<(&str, u32, SliceMask)> = existing
         .iter()
         .filter_map(|instance| {
             let profile = profiles.iter().find(|profile| profile.name == instance.profile)?;
@@ -57,12 +57,12 @@ pub(super) fn place_instances(
 /// instances fit.
 fn place_remaining(
     wanted: &[(usize, &MigProfileStatus)],
-    old: &[(&str, u32, Mask)],
-    taken: Mask,
+    old: &[(&str, u32, SliceMask)],
+    taken: SliceMask,
     starts: &mut [u32],
 ) -> bool {
     let Some(((at, profile), rest)) = wanted.split_first() else { return true };
-    let mut places: Vec<(u32, Mask)> =
+    let mut places: Vec<(u32, SliceMask)> =
         profile.starts.iter().filter_map(|&start| Some((start, slice_mask(start, profile.size)?))).collect();
     places.sort_unstable_by_key(|&(start, place)| {
         let exists = old.iter().any(|&(name, at, _)| name == profile.name && at == start);
@@ -80,7 +80,7 @@ fn place_remaining(
     false
 }
 
-fn slice_mask(start: u32, size: u32) -> Option<Mask> {
+fn slice_mask(start: u32, size: u32) -> Option<SliceMask> {
     let ones = 1_u64.checked_shl(size)?.checked_sub(1).filter(|&ones| ones > 0)?;
     // If bits were shifted out, two overlapping placements could seem disjoint.
     ones.checked_shl(start).filter(|mask| mask.count_ones() == size)
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn existing_instances_of_the_layout_stay() {
+    fn existing_instances_of_the_layout_keep_their_placement() {
         let existing = [instance("1g.5gb", 5), instance("2g.10gb", 2)];
         assert_eq!(place_instances(&layout(&["1g.5gb", "2g.10gb"]), &a100(), &existing), Ok(vec![5, 2]));
         assert_eq!(place_instances(&layout(&["3g.20gb", "1g.5gb"]), &a100(), &[instance("1g.5gb", 0)]), Ok(vec![4, 0]));

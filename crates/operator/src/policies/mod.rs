@@ -16,7 +16,7 @@
 //! | report | `taint` | the taint on nodes that can serve no pod, if enabled |
 //!
 //! `pace` decides when the steps run. Only [`apply`], [`status`] and `taint` send requests to the
-//! API server, in separate functions. All decisions are pure.
+//! API server, and they do so in separate functions. All decisions are pure.
 pub mod apply;
 pub mod demand;
 mod layout;

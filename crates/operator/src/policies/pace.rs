@@ -8,7 +8,7 @@ pub(crate) const FIRST_CHANGE_DELAY: Duration = Duration::from_millis(50);
 /// Minimum and maximum time between two plans under load.
 const PLAN_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// Maximum time to wait for further pods if a policy sets `dynamic.idle` and no `dynamic.timeout`.
-const MAX_GATHERING: Duration = Duration::from_secs(60);
+const MAX_GATHERING_TIME: Duration = Duration::from_secs(60);
 
 /// Increases the interval between plans while changes continue, and plans after
 /// [`FIRST_CHANGE_DELAY`] when the cluster is quiet.
@@ -75,7 +75,7 @@ impl QuietPeriod {
             self.first.get_or_insert(now);
         }
         let (Some(first), Some(last)) = (self.first, self.last) else { return Ok(()) };
-        let until = (last + idle).min(first + timeout.unwrap_or(MAX_GATHERING));
+        let until = (last + idle).min(first + timeout.unwrap_or(MAX_GATHERING_TIME));
         if now < until {
             return Err(until.saturating_sub(now));
         }
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_a_quiet_cluster_is_planned_almost_at_once() {
+    fn a_change_of_a_quiet_cluster_is_planned_after_a_short_delay() {
         let mut pace = PlanPace::default();
         assert_eq!(pace.plan_delay(ms(0)), FIRST_CHANGE_DELAY);
         pace.record_plan(ms(50), false);

@@ -37,7 +37,7 @@ pub(crate) fn served_slices(gpu: &GpuStatus) -> Vec<SliceGroup> {
         let instance = gpu.mig.iter().flat_map(|mig| &mig.instances).find(|instance| instance.uuid == status.device);
         let placement = status.start.or(instance.map(|instance| instance.start)).filter(|_| status.device != gpu.uuid);
         let profile = instance.filter(|_| placement.is_some()).map(|instance| instance.profile.as_str());
-        let one = |in_use, count| SliceGroup { in_use, ..slice(placement, profile, &status.resource, count) };
+        let one = |in_use, count| SliceGroup { in_use, ..slice_group(placement, profile, &status.resource, count) };
         let in_use = status.in_use;
         let free = status.total.saturating_sub(in_use);
         if in_use > 0 {
@@ -69,7 +69,7 @@ pub(crate) fn observed_slices(gpu: &GpuStatus, each: Option<&InstanceShare>) -> 
                 (shared_instance_resource(profile, slicing.resource.as_deref()), slicing.replicas)
             }
         };
-        slices.push(slice(Some(instance.start), Some(profile), &resource, count));
+        slices.push(slice_group(Some(instance.start), Some(profile), &resource, count));
     }
     slices
 }
@@ -87,7 +87,7 @@ pub(crate) fn desired_slices(partition: &Partition, gpu: &GpuStatus) -> Vec<Slic
         let shares = mps.iter().flat_map(|mps| &mps.slices).map(|slices| (&slices.resource, slices.count));
         let replicas = slicing.map(|slicing| (&slicing.resource, slicing.replicas));
         for (resource, count) in equal.into_iter().chain(shares).chain(replicas) {
-            all.push(slice(placement, profile, resource, count));
+            all.push(slice_group(placement, profile, resource, count));
         }
     };
     add(None, None, whole.as_ref(), mps.as_ref(), time_slicing.as_ref());
@@ -110,7 +110,7 @@ pub(crate) fn desired_slices(partition: &Partition, gpu: &GpuStatus) -> Vec<Slic
     slices
 }
 
-fn slice(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u32) -> SliceGroup {
+fn slice_group(placement: Option<u32>, profile: Option<&str>, resource: &str, count: u32) -> SliceGroup {
     let is_default = |profile: &&str| {
         let named = mig_resource(profile);
         resource == named || resource.strip_suffix(SHARED_SUFFIX) == Some(&named)
@@ -142,8 +142,8 @@ fn slice_counts(slices: &[SliceGroup]) -> BTreeMap<(Option<u32>, &str), u32> {
     counts
 }
 
-/// Returns whether the agent has not reported the device ids of a slice in use yet. Until it
-/// reports them, it is unknown which slices may be removed.
+/// Returns whether the agent has not reported the device ids of a slice in use yet. Without these
+/// ids, the operator does not know which slices may be removed.
 pub(crate) fn has_unknown_ids(gpu: &GpuStatus) -> bool {
     gpu.slices.iter().filter(|status| status.device == gpu.uuid && status.resource != RESOURCE_GPU).any(|status| {
         u32::try_from(numbers_in_use(gpu, &status.resource).len()).is_ok_and(|known| known < status.in_use)
@@ -175,7 +175,7 @@ pub(crate) fn partition(
             Partition { time_slicing: Some(time_sliced_partition(slicing, slicing.resource())), ..Partition::default() }
         }
         Family::Mig => Partition {
-            mig: Some(instances(slices, demand, gpu, current.and_then(|current| current.mig.as_deref()))?),
+            mig: Some(mig_instances(slices, demand, gpu, current.and_then(|current| current.mig.as_deref()))?),
             ..Partition::default()
         },
     })
@@ -199,7 +199,7 @@ fn mps_partition(
         let (memory_mib, threads, max_clients) = match known {
             Some(known) => (known.memory_mib.clone(), known.threads.clone(), known.max_clients),
             None => {
-                let (memory, threads) = limits(resource, demand, gpu)?;
+                let (memory, threads) = limits_by_count(resource, demand, gpu)?;
                 (memory, threads, demand.mps.max_clients)
             }
         };
@@ -224,14 +224,14 @@ fn mps_partition(
 
 /// Returns the memory limits and thread limits of k slices of a resource, for each k.
 ///
-/// The list covers the maximum number of slices of the GPU, and its last entry is the whole GPU. If
-/// the length depended on the current number of slices, a change of that number would change the
-/// limits of slices in use. It would also change the daemon's defaults, which are the last entries.
-fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
+/// The list covers the maximum number of slices of the GPU, and its last entry is the whole GPU.
+/// The length must not depend on the current number of slices. Otherwise a change of that number
+/// would change the limits of slices in use, and the last entries, which are the daemon's defaults.
+fn limits_by_count(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>, Vec<u8>), String> {
     let MpsRules { threads, limited, memory_parts, .. } = demand.mps;
     let total = Mebibytes(gpu.memory_mib);
     let all = mps::shareable_memory(total);
-    // For each k: the memory of k slices, and their fraction of the GPU.
+    // Each row contains the memory of k slices, and their fraction of the GPU.
     let rows: Vec<(Mebibytes, u32, u32)> = if let Some(gib) = sized_slice_gib(resource) {
         let one = Mebibytes::from_gib(gib);
         let most = total.0.div_ceil(one.0).clamp(1, u64::from(MAX_CLIENTS));
@@ -241,7 +241,7 @@ fn limits(resource: &str, demand: &Demand, gpu: &GpuStatus) -> Result<(Vec<u64>,
         };
         (1..=most).map(row).collect()
     } else {
-        let units = units(demand, gpu).ok_or_else(|| format!("the policy does not offer {resource}"))?;
+        let units = units(demand, gpu).ok_or_else(|| format!("the policy does not allow {resource}"))?;
         let row = |k: u32| {
             let memory = match demand.shares {
                 Some(ShareSize::Memory(one)) => Mebibytes(one.0.saturating_mul(u64::from(k)).min(all.0)),
@@ -302,7 +302,7 @@ fn number_ranges(numbers: &BTreeSet<u32>) -> Vec<(u32, u32)> {
     ranges
 }
 
-fn instances(
+fn mig_instances(
     slices: &[SliceGroup],
     demand: &Demand,
     gpu: &GpuStatus,
@@ -362,7 +362,7 @@ mod tests {
     }
 
     fn free_slices(resource: &str, count: u32) -> SliceGroup {
-        slice(None, None, resource, count)
+        slice_group(None, None, resource, count)
     }
 
     fn used_slices(resource: &str, count: u32) -> SliceGroup {
@@ -385,7 +385,7 @@ mod tests {
     const SLICE_20GB_RESOURCE: &str = "nvidia.com/gpu-20gb";
 
     #[test]
-    fn a_sized_slice_has_its_part_of_memory_and_threads() {
+    fn a_sized_slice_gets_proportional_memory_and_threads() {
         let mps = mps(&[free_slices(SLICE_10GB_RESOURCE, 2), free_slices(SLICE_20GB_RESOURCE, 1)], &gpu(), None);
         let all = 40 * 1024 - 128;
         assert_eq!(mps.slices[0].memory_mib, [all / 4, all / 2, all * 3 / 4, all]);
@@ -393,10 +393,10 @@ mod tests {
         assert_eq!((&mps.slices[1].memory_mib[..], &mps.slices[1].threads[..]), (&[all / 2, all][..], &[50, 100][..]));
     }
 
-    /// The limits must not change: the agent cannot apply a changed limit while a client runs. The
-    /// last limit of each list is the daemon's default.
+    /// The agent cannot change a limit while a client runs. The last limit of each list is the
+    /// daemon's default.
     #[test]
-    fn the_limits_of_a_slice_do_not_depend_on_the_others() {
+    fn the_limits_of_a_slice_do_not_depend_on_other_slices() {
         let small = mps(&[free_slices(SLICE_10GB_RESOURCE, 1)], &gpu(), None);
         let large = mps(&[free_slices(SLICE_10GB_RESOURCE, 2), free_slices("nvidia.com/gpu-7gb", 1)], &gpu(), None);
         assert_eq!(small.slices[0].memory_mib, large.slices[0].memory_mib);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_in_use_stay_and_the_lowest_free_ids_are_added() {
+    fn ids_in_use_are_kept_and_the_lowest_free_ids_are_added() {
         let current = mps(&[free_slices(SLICE_10GB_RESOURCE, 4)], &gpu(), None);
         let mut busy = gpu();
         busy.allocations = vec![AllocationStatus {
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_in_use_are_kept_when_the_policy_has_others() {
+    fn limits_in_use_are_kept_when_the_policy_sets_other_limits() {
         let mut old = mps(&[free_slices(SLICE_10GB_RESOURCE, 4)], &gpu(), None);
         old.slices[0].threads = vec![50, 100];
         old.multi_user = false;
@@ -514,8 +514,10 @@ mod tests {
             profiles: vec![profile("1g.5gb+me", 1, &[0, 1]), profile("2g.10gb", 2, &[0, 2, 4])],
             ..MigStatus::default()
         });
-        let slices =
-            [slice(Some(2), None, "nvidia.com/mig-2g.10gb", 1), slice(Some(0), None, "nvidia.com/mig-1g.5gb.me", 1)];
+        let slices = [
+            slice_group(Some(2), None, "nvidia.com/mig-2g.10gb", 1),
+            slice_group(Some(0), None, "nvidia.com/mig-1g.5gb.me", 1),
+        ];
         let mig = partition(&slices, Family::Mig, &demand(), &a100, None).unwrap().mig.unwrap();
         let instances: Vec<(&str, u32)> = mig.iter().map(|one| (one.profile.as_str(), one.start)).collect();
         assert_eq!(instances, [("1g.5gb+me", 0), ("2g.10gb", 2)]);
@@ -523,12 +525,12 @@ mod tests {
             InstanceShare::Mps(MpsShare { size: ShareSize::Units(4), rules: MpsRules::default(), resource: None });
         let shared = Demand { each, ..demand() };
         let slices = [
-            slice(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 3),
-            SliceGroup { in_use: true, ..slice(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 1) },
+            slice_group(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 3),
+            SliceGroup { in_use: true, ..slice_group(Some(2), None, "nvidia.com/mig-2g.10gb.shared", 1) },
         ];
         let mig = partition(&slices, Family::Mig, &shared, &a100, None).unwrap().mig.unwrap();
         assert_eq!((mig.len(), mig[0].partition.mps.as_ref().unwrap().slices[0].count), (1, 4));
-        let unknown = [slice(Some(2), None, "nvidia.com/mig-3g.20gb", 1)];
+        let unknown = [slice_group(Some(2), None, "nvidia.com/mig-3g.20gb", 1)];
         assert!(partition(&unknown, Family::Mig, &demand(), &a100, None).is_err());
     }
 }

@@ -34,12 +34,12 @@ pub struct Plan {
     pub policies: BTreeMap<String, Report>,
     /// GPUs that are partitioned on demand, by node and UUID. In `nodes`, these GPUs keep their
     /// partition until [`crate::policies::demand`] decides.
-    pub demand: BTreeMap<String, BTreeMap<String, ByDemand>>,
+    pub demand: BTreeMap<String, BTreeMap<String, OnDemandGpu>>,
 }
 
 /// A GPU that is partitioned on demand.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ByDemand {
+pub struct OnDemandGpu {
     /// Name of the GPU's policy.
     pub policy: String,
     /// The partitions that the policy allows.
@@ -61,7 +61,7 @@ pub struct Report {
     pub progress: RolloutProgress,
     /// Number of slices that pods request and that the policy's GPUs do not have yet.
     pub wanted: u32,
-    /// Nodes and GPUs of the policy that plans exclude, each with the reason.
+    /// Nodes and GPUs of the policy that are excluded from plans, each with the reason.
     pub excluded: BTreeMap<String, String>,
     /// Nodes that the policy selects.
     pub nodes: BTreeSet<String>,
@@ -165,7 +165,7 @@ pub fn plan(observed: &Observed) -> Plan {
     }
     for policy in &policies {
         if let Some(report) = plan.policies.get_mut(&policy.name) {
-            find_unknown(policy, observed, report);
+            report_unknown_selectors(policy, observed, report);
         }
     }
     plan
@@ -174,19 +174,19 @@ pub fn plan(observed: &Observed) -> Plan {
 /// Computes the desired state of one node and adds it to the plan.
 fn plan_node(name: &str, node: &Node, policies: &[Policy], plan: &mut Plan) {
     report_node(name, node, policies, plan);
-    // Never write to a malformed `GpuNode`: its spec is unknown. Another writer or an older version
-    // of the operator wrote the object.
+    // Never write to a malformed `GpuNode`, because its spec is unknown. Another writer or an older
+    // version of the operator wrote the object.
     let Ok(current) = node.spec() else { return };
     let Some(gpus) = node.reported() else {
-        // Create the object so that the agent can report its status. An existing spec is kept.
+        // Create the object so that the agent can report its status. Keep an existing spec.
         if node.agent.is_some() && !node.has_gpu_node() {
             plan.nodes.insert(name.to_owned(), GpuNodeSpec::default());
         }
         return;
     };
     if gpus.is_empty() && !current.gpus.is_empty() {
-        // If all GPUs disappear at the same time, the driver has failed and the GPUs are still
-        // installed. Keep the spec.
+        // Keep the spec. If all GPUs disappear at the same time, the driver has failed, and the
+        // GPUs are still installed.
         return;
     }
     let mut desired: Vec<GpuSpec> = Vec::with_capacity(gpus.len());
@@ -248,7 +248,7 @@ fn plan_gpu(
         Ok(None) => {
             if let SharingMode::Demand(demand) = &winner.share {
                 let by_demand =
-                    ByDemand { policy: winner.name.clone(), demand: demand.clone(), batch_rules: winner.dynamic };
+                    OnDemandGpu { policy: winner.name.clone(), demand: demand.clone(), batch_rules: winner.dynamic };
                 plan.demand.entry(name.to_owned()).or_default().insert(gpu.uuid.clone(), by_demand);
             }
             current.map_or_else(|| whole_gpu_spec(&gpu.uuid).partition, |current| current.partition.clone())
@@ -278,7 +278,7 @@ fn apply_annotations(node: &Node, desired: &mut [GpuSpec]) {
     }
 }
 
-fn find_unknown(policy: &Policy, observed: &Observed, report: &mut Report) {
+fn report_unknown_selectors(policy: &Policy, observed: &Observed, report: &mut Report) {
     let nodes = observed.nodes.values().filter(|node| selects_node(policy, &node.labels));
     let gpus: Vec<&GpuStatus> = nodes.filter_map(Node::reported).flatten().collect();
     report.unknown_models = policy

@@ -15,15 +15,15 @@ struct Repartition {
 }
 
 impl Repartitions {
-    /// Records that a changed spec was written. A node that has not completed the change before
+    /// Records that a changed spec was written. A node that has not completed the previous change
     /// continues the same repartition.
     pub(crate) fn record_write(&mut self, node: &str, plan_id: &str, now: Duration) {
         let new = || Repartition { plan_id: String::new(), since: now };
         self.0.entry(node.to_owned()).or_insert_with(new).plan_id = plan_id.to_owned();
     }
 
-    /// Returns how long each repartition took that has been completed since the last call.
-    /// `plan_of` returns the plan that a node serves, or `None` for a node that no longer exists.
+    /// Returns the durations of repartitions that were completed since the last call. `plan_of`
+    /// returns the plan that a node serves, or `None` for a node that no longer exists.
     pub(crate) fn take_completed<'a>(
         &mut self,
         plan_of: impl Fn(&str) -> Option<&'a str>,

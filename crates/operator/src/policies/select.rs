@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_a_part_between_word_boundaries() {
+    fn a_model_matches_only_between_word_boundaries() {
         let product = "NVIDIA A100-SXM4-40GB";
         for part in ["A100", "NVIDIA A100", "a100-sxm4", "40GB", product] {
             assert!(matches_model(part, product), "{part}");
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn the_more_specific_policy_wins_then_the_older_then_the_first_by_name() {
+    fn the_more_specific_policy_wins_then_the_older_policy_then_the_first_name() {
         let gpu = |uuids: &[&str], indices: &[u32]| GpuSelector {
             uuids: uuids.iter().map(|&uuid| uuid.to_owned()).collect(),
             indices: indices.to_vec(),
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_needs_all_labels() {
+    fn a_policy_selects_a_node_only_if_all_labels_match() {
         let labels = BTreeMap::from([("l0".to_owned(), "v".to_owned()), ("l1".to_owned(), "w".to_owned())]);
         assert!(selects_node(&policy("p", 0, 0, GpuSelector::default()), &labels));
         assert!(selects_node(&policy("p", 0, 1, GpuSelector::default()), &labels));
@@ -174,7 +174,7 @@ mod tests {
         }
 
         #[test]
-        fn any_model_can_be_searched_for(wanted in ".{0,12}", product in ".{0,24}") {
+        fn model_matching_accepts_any_text(wanted in ".{0,12}", product in ".{0,24}") {
             matches_model(&wanted, &product);
         }
     }

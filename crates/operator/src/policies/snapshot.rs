@@ -7,7 +7,7 @@
 //! | is being repartitioned | its desired slices. Other GPUs of its node are not repartitioned. |
 //! | waits for pods that use slices to remove | its slices. It may be repartitioned around them. |
 //! | did not reach its partition in time | its slices. It remains unchanged during a backoff. |
-//! | is cordoned or unhealthy, or whose agent does not answer | nothing. |
+//! | is cordoned or unhealthy, or whose agent does not respond | nothing. |
 //! | follows another policy, or none | its slices. It is never repartitioned. |
 //!
 //! If the kubelet does not list the devices of a bound pod yet, the slices in use are unknown.
@@ -26,7 +26,7 @@ use cleave_plan::snapshot::{Gpu, MigSharing, Node as PlanNode, SliceGroup, Snaps
 
 use crate::pods::{Claimant, Sum};
 use crate::policies::partition;
-use crate::policies::plan::{ByDemand, Plan};
+use crate::policies::plan::{OnDemandGpu, Plan};
 use crate::policies::validate::{InstanceShare, ShareSize};
 use crate::read::{Node, Observed};
 
@@ -35,12 +35,12 @@ pub const DEFAULT_APPLY_DEADLINE: Duration = Duration::from_secs(30);
 /// Minimum deadline, even if `dynamic.timeout` is shorter. Creating one MIG instance takes a
 /// second.
 const MIN_APPLY_DEADLINE: Duration = Duration::from_secs(5);
-/// Time for which a GPU remains unchanged after it failed to reach a partition: the first and the
-/// maximum backoff.
+/// How long a GPU remains unchanged after it failed to reach a partition: the first and the maximum
+/// backoff.
 const FAILURE_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(600));
 
-/// Maximum time that a watch may lag behind a write. If the spec differs later, another writer
-/// changed it.
+/// Maximum time that a watch may lag behind a write. If the spec still differs after this time,
+/// another writer changed it.
 const MAX_WATCH_LAG: Duration = Duration::from_secs(10);
 
 /// Identifies a GPU by its node's name and its UUID.
@@ -71,7 +71,7 @@ pub struct History {
     failures: BTreeMap<GpuKey, PartitionFailure>,
     /// The node of each pod in the last plan.
     pub placements: BTreeMap<String, String>,
-    /// Written specs that the watch may not have returned yet, each with the previous generation
+    /// Written specs that the watch may not have delivered yet, each with the previous generation
     /// and the time of the write.
     written: BTreeMap<String, (Option<i64>, GpuNodeSpec, Duration)>,
 }
@@ -133,7 +133,7 @@ fn apply_deadline(plan: &Plan, node: &str) -> Duration {
 
 /// Returns the agent's message about the pods that block a GPU's change, with a leading colon.
 /// Returns "" if the agent reports no message.
-fn waits_for(node: &Node, gpu: &GpuStatus) -> String {
+fn blocking_pods_message(node: &Node, gpu: &GpuStatus) -> String {
     let steps = node.object().and_then(|object| object.status.as_ref()).map_or(&[][..], |status| &status.steps);
     let step =
         steps.iter().find(|step| step.gpu == gpu.uuid && step.result == STEP_WAITING && !step.message.is_empty());
@@ -149,7 +149,7 @@ fn has_room_for_all_in_use(partition: &Partition, gpu: &GpuStatus) -> bool {
         }
         counts
     };
-    // Without slices in use, `desired_slices` returns the slices of the partition alone.
+    // Without slices in use, `desired_slices` returns only the slices of the partition.
     let idle = GpuStatus { slices: Vec::new(), ..gpu.clone() };
     let wanted = all(&partition::desired_slices(partition, &idle));
     let in_use: Vec<SliceGroup> = partition::served_slices(gpu).into_iter().filter(|slice| slice.in_use).collect();
@@ -215,7 +215,7 @@ impl History {
                     let since = self.changing.get(&at).map_or(now, |(_, since)| *since);
                     let deadline = apply_deadline(plan, name);
                     if agent_has_read_spec(node) && now.saturating_sub(since) >= deadline {
-                        let why = waits_for(node, gpu);
+                        let why = blocking_pods_message(node, gpu);
                         progress = GpuProgress::Failed(format!(
                             "the agent did not finish within {} s{why}",
                             deadline.as_secs()
@@ -225,7 +225,7 @@ impl History {
                 match &progress {
                     GpuProgress::Changing => {}
                     // Keep the start time. Otherwise the deadline of a late GPU would restart
-                    // although its desired partition has not changed.
+                    // without a change of its desired partition.
                     GpuProgress::Failed(message) => self.record_failure(&at, &spec.partition, message, now),
                     GpuProgress::Reached | GpuProgress::Blocked => {
                         self.changing.remove(&at);
@@ -290,7 +290,7 @@ pub fn build(observed: &Observed, plan: &Plan, history: &mut History, now: Durat
         };
         let pods = on_node.get(name.as_str()).map_or(&[][..], Vec::as_slice);
         let builder = NodeBuilder { name, node, plan, history, progress: &progress, now };
-        builder.add(gpus, pods, &mut input);
+        builder.add_node(gpus, pods, &mut input);
     }
     input
 }
@@ -307,7 +307,7 @@ struct NodeBuilder<'a> {
 
 impl NodeBuilder<'_> {
     // long: handles each reason to exclude a GPU from planning
-    fn add(&self, gpus: &[GpuStatus], pods: &[&Claimant], input: &mut PlannerInput) {
+    fn add_node(&self, gpus: &[GpuStatus], pods: &[&Claimant], input: &mut PlannerInput) {
         let demand = self.plan.demand.get(self.name);
         let deadline = apply_deadline(self.plan, self.name);
         let exclusion = self.exclusion(deadline, input);
@@ -332,7 +332,7 @@ impl NodeBuilder<'_> {
         for gpu in gpus {
             let by_demand = demand.and_then(|demand| demand.get(&gpu.uuid));
             let at = (self.name.to_owned(), gpu.uuid.clone());
-            let mut planned = self.gpu(gpu, by_demand);
+            let mut planned = self.build_gpu(gpu, by_demand);
             // A daemon that starts or stops because of a change is part of the change.
             let starting =
                 self.progress.get(&at) == Some(&GpuProgress::Changing) && gpu.health.reason == HEALTH_MPS_UNAVAILABLE;
@@ -403,7 +403,7 @@ impl NodeBuilder<'_> {
         Some(format!("the agent did not read the GpuNode spec within {} s", deadline.as_secs()))
     }
 
-    fn gpu(&self, gpu: &GpuStatus, by_demand: Option<&ByDemand>) -> Gpu {
+    fn build_gpu(&self, gpu: &GpuStatus, by_demand: Option<&OnDemandGpu>) -> Gpu {
         let spec = self.node.object().and_then(|object| object.spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid));
         let profile = |profile: &cleave_api::gpunode::MigProfileStatus| Profile {
             name: profile.name.clone(),
@@ -421,8 +421,8 @@ impl NodeBuilder<'_> {
             profiles: Some(gpu.mig.iter().flat_map(|mig| &mig.profiles).map(profile).collect()),
             ..Gpu::default()
         };
-        let Some(ByDemand { demand, .. }) = by_demand else {
-            self.fixed(gpu, &mut planned);
+        let Some(OnDemandGpu { demand, .. }) = by_demand else {
+            self.add_fixed_slices(gpu, &mut planned);
             return planned;
         };
         planned.mode = demand.mode;
@@ -448,7 +448,7 @@ impl NodeBuilder<'_> {
 
     /// Converts a GPU that is not partitioned on demand. Pods can use its current or desired
     /// slices.
-    fn fixed(&self, gpu: &GpuStatus, planned: &mut Gpu) {
+    fn add_fixed_slices(&self, gpu: &GpuStatus, planned: &mut Gpu) {
         let wanted =
             self.plan.nodes.get(self.name).and_then(|spec| spec.gpus.iter().find(|spec| spec.uuid == gpu.uuid));
         planned.slices = match wanted {
@@ -478,7 +478,7 @@ impl NodeBuilder<'_> {
     /// Marks slices as in use for bound pods whose devices the kubelet does not list yet.
     fn mark_unlisted_in_use(&self, gpus: &[GpuStatus], pods: &[&Claimant], all: &mut [Gpu], input: &mut PlannerInput) {
         for claimant in pods {
-            for (resource, count) in claimant.of_gpus() {
+            for (resource, count) in claimant.gpu_requests() {
                 let listed = |gpu: &GpuStatus| {
                     let of_pod = gpu
                         .allocations

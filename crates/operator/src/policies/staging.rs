@@ -1,10 +1,11 @@
 //! Withholds a changed policy from nodes whose wave has not begun. Pure: callers pass in the time.
 //!
 //! A node that is held back keeps its entries in `GpuNode.spec`. So the specs themselves record
-//! which nodes a change has reached, and a new leader can continue. These changes apply at once:
+//! which nodes a change has reached, and a new leader can continue. These changes apply
+//! immediately:
 //!
 //! - GPUs without an entry in the spec, such as those of new nodes;
-//! - GPUs without a policy that receive their first one, unless the policy is paused;
+//! - GPUs that receive their first policy, unless the policy is paused;
 //! - GPUs that policies no longer select, which become whole;
 //! - GPUs that are partitioned on demand.
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,25 +21,25 @@ use crate::policies::validate::RolloutRules;
 use crate::policies::waves::{self, NodeState, NodeView, Phase, RolloutProgress};
 use crate::read::{Node, Observed};
 
-/// Time for which a failure must last before it is reported. Agents retry failed steps, and an MPS
-/// daemon is briefly unavailable while its settings change. Until the failure is reported or ends,
-/// no further node changes.
+/// How long a failure must last before it is reported. Agents retry failed steps, and an MPS daemon
+/// is briefly unavailable while its settings change. Until the failure is reported or ends, no
+/// further node changes.
 pub const FAILURE_TIME: Duration = Duration::from_secs(10);
 
-/// Time for which a node must serve the newest partition before it proves the change. A daemon that
-/// exits soon after its start is briefly Active.
+/// How long a node must serve the newest partition before it proves the change. A daemon that exits
+/// soon after its start is briefly Active.
 pub const PROOF_TIME: Duration = Duration::from_secs(10);
 
-/// Taints of a node whose kubelet does not report.
-const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+/// Taints of a node whose kubelet has stopped reporting.
+const UNREACHABLE_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
 
-/// Names a policy and a node.
+/// The name of a policy and the name of a node.
 type PolicyAndNode = (String, String);
 
 /// Partitions of a policy's GPUs on a node, by UUID.
 type Partitions = BTreeMap<String, Partition>;
 
-/// A failure of a node.
+/// A node's failure to reach or to serve its partitions.
 #[derive(Debug, Clone)]
 struct NodeFailure {
     /// The partitions that the node failed to reach or to serve.
@@ -49,9 +50,9 @@ struct NodeFailure {
     why: String,
 }
 
-/// How long a node serves the partitions in its spec.
+/// The period for which a node has served the partitions in its spec.
 #[derive(Debug, Clone)]
-struct Service {
+struct ServingPeriod {
     /// The partitions in the spec.
     partitions: Partitions,
     /// The MPS daemons of these GPUs, each with its device, its PID, and the number of restarts. A
@@ -103,8 +104,8 @@ struct GpuSets {
 
 impl PolicyChange {
     /// Returns whether a node's newest partitions belong to a later change. A GPU that joins the
-    /// policy with a partition of the change extends it.
-    fn is_followed(
+    /// policy with a partition of this change extends this change.
+    fn has_successor(
         &self,
         policy: &str,
         paused: bool,
@@ -113,7 +114,7 @@ impl PolicyChange {
         desired: &GpuNodeSpec,
     ) -> bool {
         let known = self.partitions.get(name);
-        gpus_of(policy, Some(desired)).any(|gpu| match known.and_then(|known| known.get(&gpu.uuid)) {
+        policy_gpus(policy, Some(desired)).any(|gpu| match known.and_then(|known| known.get(&gpu.uuid)) {
             Some(known) => *known != gpu.partition,
             None => {
                 let present = current.gpus.iter().find(|current| current.uuid == gpu.uuid);
@@ -132,17 +133,17 @@ impl PolicyChange {
         let known = self.partitions.get(name);
         let differs =
             |gpu: &GpuSpec| known.and_then(|known| known.get(&gpu.uuid)).is_some_and(|of| *of != gpu.partition);
-        self.affected.contains_key(name) && !gpus_of(policy, Some(desired)).any(differs)
+        self.affected.contains_key(name) && !policy_gpus(policy, Some(desired)).any(differs)
     }
 }
 
 /// State of changes and failures that the operator keeps between passes. Times are durations since
 /// the process started.
 ///
-/// A new leader starts with an empty memory. The new leader reports failures only after
+/// A new leader starts without this state. The new leader reports failures only after
 /// [`FAILURE_TIME`], and a node that failed before the change then stops the rollout. During this
-/// time, no node changes. The next wave of a new leader is one node, because it does not know which
-/// nodes have changed.
+/// time, no node changes. The next wave of a new leader is one node, because the leader does not
+/// know which nodes have changed.
 #[derive(Debug, Clone, Default)]
 pub struct Staging {
     /// Nodes that failed and have not served since.
@@ -152,8 +153,8 @@ pub struct Staging {
     not_reporting: BTreeMap<PolicyAndNode, (i64, Duration)>,
     /// Nodes that failed or were lost with an older partition, until they serve.
     failed_before: BTreeSet<PolicyAndNode>,
-    /// How long nodes serve the partitions in their specs.
-    services: BTreeMap<PolicyAndNode, Service>,
+    /// The periods for which nodes have served the partitions in their specs.
+    services: BTreeMap<PolicyAndNode, ServingPeriod>,
     /// The last change of each policy.
     changes: BTreeMap<String, PolicyChange>,
 }
@@ -172,7 +173,7 @@ impl Staging {
             let (mut views, mut gpu_sets) = (BTreeMap::new(), BTreeMap::new());
             for name in names {
                 let (Some(node), Some(desired)) = (observed.nodes.get(name), plan.nodes.get(name)) else { continue };
-                let Some((view, gpus)) = view(policy, report.rollout, node, desired) else { continue };
+                let Some((view, gpus)) = node_view(policy, report.rollout, node, desired) else { continue };
                 views.insert(name.to_owned(), view);
                 gpu_sets.insert(name.to_owned(), gpus);
             }
@@ -188,15 +189,15 @@ impl Staging {
                 let (Some((node, desired)), Some(gpus)) = (nodes(name), gpu_sets.get(name)) else { continue };
                 let key = (policy.clone(), name.clone());
                 self.update_affected(&key, view, gpus, (node, desired));
-                let loss = loss(policy, node, desired);
+                let loss = loss_reason(policy, node, desired);
                 let proof = self.update_service(&key, view, (node, desired), loss.is_none(), now);
-                self.update_lost(&key, view, loss, rolls_out);
+                self.update_loss(&key, view, loss, rolls_out);
                 let precedes = self.services.get(&key).is_some_and(|service| service.precedes);
                 if precedes && !rolls_out {
                     self.hide_outage(&key, view);
                 }
-                let failure = self.update(&key, view, node, now);
-                let deadline = self.update_silent(&key, view, node, now);
+                let failure = self.update_failure(&key, view, node, now);
+                let deadline = self.update_not_reporting(&key, view, node, now);
                 view.excused |= precedes && view.has_newest && view.failing;
                 next = [next, proof, failure, deadline].into_iter().flatten().min();
                 seen.insert(key);
@@ -215,7 +216,7 @@ impl Staging {
         for (node, policy, paused) in held {
             let current = observed.nodes.get(&node).and_then(Node::object).map(|object| &object.spec);
             if let (Some(current), Some(desired)) = (current, plan.nodes.get_mut(&node)) {
-                restore(&policy, paused, current, desired);
+                restore_entries(&policy, paused, current, desired);
             }
         }
         self.failing.retain(|key, _| seen.contains(key));
@@ -241,7 +242,7 @@ impl Staging {
         let (mut is_followed, mut remaining) = (false, BTreeSet::new());
         for (name, node, desired) in nodes {
             let Some(object) = node.object() else { continue };
-            is_followed |= change.is_followed(policy, paused, name, &object.spec, desired);
+            is_followed |= change.has_successor(policy, paused, name, &object.spec, desired);
             if change.still_applies(policy, name, desired) {
                 remaining.insert(name);
             }
@@ -262,7 +263,7 @@ impl Staging {
         change.partitions.retain(|name, _| observed.nodes.contains_key(name));
         change.affected.retain(|name, _| observed.nodes.contains_key(name));
         for (name, desired) in plan.nodes.iter().filter(|(name, _)| observed.nodes.contains_key(*name)) {
-            for gpu in gpus_of(policy, Some(desired)) {
+            for gpu in policy_gpus(policy, Some(desired)) {
                 if change.partitions.get(name).is_none_or(|known| !known.contains_key(&gpu.uuid)) {
                     let known = change.partitions.entry(name.clone()).or_default();
                     known.insert(gpu.uuid.clone(), gpu.partition.clone());
@@ -286,8 +287,9 @@ impl Staging {
         self.changes.get(policy).is_some_and(|change| !change.affected.is_empty())
     }
 
-    /// Updates whether the current change affects a node, and by which GPUs the node proves it. A
-    /// node that waits for pods is affected too if a former leader may have begun it.
+    /// Updates whether the current change affects a node, and which of the node's GPUs prove the
+    /// change. A node that waits for pods is also affected if a former leader may have begun the
+    /// change.
     fn update_affected(
         &mut self,
         (policy, name): &PolicyAndNode,
@@ -301,14 +303,14 @@ impl Staging {
             change.affected.entry(name.clone()).or_default().gpus.extend(changing.iter().cloned());
         }
         if let Some(affected) = change.affected.get_mut(name) {
-            affected.gpus.retain(|uuid| gpus_of(policy, Some(desired)).any(|gpu| gpu.uuid == *uuid));
+            affected.gpus.retain(|uuid| policy_gpus(policy, Some(desired)).any(|gpu| gpu.uuid == *uuid));
         }
         let Some(affected) = change.affected.get_mut(name).filter(|affected| !affected.gpus.is_empty()) else {
             change.affected.remove(name);
             view.may_be_canary = view.has_newest && (change.is_inherited || change.follows_incomplete);
             return;
         };
-        let mut changing = gpus_of(policy, Some(desired)).filter(|gpu| affected.gpus.contains(&gpu.uuid));
+        let mut changing = policy_gpus(policy, Some(desired)).filter(|gpu| affected.gpus.contains(&gpu.uuid));
         view.affected = true;
         view.cordoned = node.unschedulable || changing.all(|gpu| gpu.cordoned);
         if view.has_newest {
@@ -331,8 +333,9 @@ impl Staging {
         now: Duration,
     ) -> Option<Duration> {
         let current = || current_entries(&key.0, node, desired);
-        let is_same =
-            |service: &Service| current().all(|entry| service.partitions.get(&entry.uuid) == Some(&entry.partition));
+        let is_same = |service: &ServingPeriod| {
+            current().all(|entry| service.partitions.get(&entry.uuid) == Some(&entry.partition))
+        };
         if !self.services.get(key).is_some_and(is_same) {
             self.services.remove(key);
         }
@@ -342,7 +345,7 @@ impl Staging {
             }
             return None;
         }
-        let new = || Service {
+        let new = || ServingPeriod {
             partitions: current().map(|entry| (entry.uuid.clone(), entry.partition.clone())).collect(),
             daemons: Vec::new(),
             since: None,
@@ -350,8 +353,8 @@ impl Staging {
         };
         let service = self.services.entry(key.clone()).or_insert_with(new);
         let known = service.daemons.iter().map(|(device, pid, restarts)| (device.as_str(), *pid, *restarts));
-        if !known.eq(daemons(&service.partitions, node)) {
-            let daemons = daemons(&service.partitions, node);
+        if !known.eq(current_daemons(&service.partitions, node)) {
+            let daemons = current_daemons(&service.partitions, node);
             let daemons = daemons.map(|(device, pid, restarts)| (device.to_owned(), pid, restarts)).collect();
             (service.daemons, service.since) = (daemons, None);
         }
@@ -362,7 +365,7 @@ impl Staging {
     }
 
     /// Counts a node that does not serve as serving. The node has served the newest partition, and
-    /// no change is in progress, so the outage is not the failure of a change.
+    /// no change is in progress, so no change caused the outage.
     fn hide_outage(&mut self, key: &PolicyAndNode, view: &mut NodeView) {
         if matches!(view.state, NodeState::Failed(_)) {
             self.failed_before.insert(key.clone());
@@ -374,7 +377,7 @@ impl Staging {
 
     /// Applies the loss of a node or of a GPU to a view. A loss outside a rollout is not a rollout
     /// failure, and a loss before the change is excused.
-    fn update_lost(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>, rolls_out: bool) {
+    fn update_loss(&mut self, key: &PolicyAndNode, view: &mut NodeView, loss: Option<String>, rolls_out: bool) {
         match loss {
             Some(_) if !view.has_newest || !rolls_out => _ = self.failed_before.insert(key.clone()),
             Some(_) if matches!(view.state, NodeState::Failed(_)) => {}
@@ -387,9 +390,15 @@ impl Staging {
     /// Applies the recorded failures of a node to its view. Returns the time until a failure
     /// counts. A failure lasts until the policy's GPUs serve, wait for pods, or get other
     /// partitions.
-    fn update(&mut self, key: &PolicyAndNode, view: &mut NodeView, node: &Node, now: Duration) -> Option<Duration> {
+    fn update_failure(
+        &mut self,
+        key: &PolicyAndNode,
+        view: &mut NodeView,
+        node: &Node,
+        now: Duration,
+    ) -> Option<Duration> {
         let mut left = None;
-        let partitions = || partitions(&key.0, node.object().map(|object| &object.spec));
+        let partitions = || policy_partitions(&key.0, node.object().map(|object| &object.spec));
         let before = self.failing.remove(key).filter(|before| before.partitions == partitions());
         let failure = match (&view.state, before) {
             (NodeState::Failed(why), before) => {
@@ -414,7 +423,7 @@ impl Staging {
 
     /// Marks a changed node as failed if its agent does not report before the deadline. Returns the
     /// time until the deadline.
-    fn update_silent(
+    fn update_not_reporting(
         &mut self,
         key: &PolicyAndNode,
         view: &mut NodeView,
@@ -442,23 +451,23 @@ impl Staging {
 }
 
 /// Returns a policy's GPUs in the spec of a node.
-fn gpus_of<'a>(policy: &str, spec: Option<&'a GpuNodeSpec>) -> impl Iterator<Item = &'a GpuSpec> {
+fn policy_gpus<'a>(policy: &str, spec: Option<&'a GpuNodeSpec>) -> impl Iterator<Item = &'a GpuSpec> {
     spec.into_iter().flat_map(|spec| &spec.gpus).filter(move |gpu| gpu.policy.as_deref() == Some(policy))
 }
 
 /// Returns the partitions of a policy's GPUs in the spec of a node.
-fn partitions(policy: &str, spec: Option<&GpuNodeSpec>) -> Partitions {
-    gpus_of(policy, spec).map(|gpu| (gpu.uuid.clone(), gpu.partition.clone())).collect()
+fn policy_partitions(policy: &str, spec: Option<&GpuNodeSpec>) -> Partitions {
+    policy_gpus(policy, spec).map(|gpu| (gpu.uuid.clone(), gpu.partition.clone())).collect()
 }
 
-/// Returns the entries in a node's spec of the GPUs that are to follow a policy.
+/// Returns the entries in a node's spec for the GPUs that will follow a policy.
 fn current_entries<'a>(policy: &str, node: &'a Node, desired: &'a GpuNodeSpec) -> impl Iterator<Item = &'a GpuSpec> {
     let present = node.object().map_or(&[][..], |object| &object.spec.gpus);
-    gpus_of(policy, Some(desired)).filter_map(|desired| present.iter().find(|present| present.uuid == desired.uuid))
+    policy_gpus(policy, Some(desired)).filter_map(|desired| present.iter().find(|present| present.uuid == desired.uuid))
 }
 
 /// Returns the MPS daemons of these GPUs, each as its device, its PID, and the number of restarts.
-fn daemons<'a>(partitions: &Partitions, node: &'a Node) -> impl Iterator<Item = (&'a str, Option<u32>, u32)> {
+fn current_daemons<'a>(partitions: &Partitions, node: &'a Node) -> impl Iterator<Item = (&'a str, Option<u32>, u32)> {
     let gpus = node.reported().unwrap_or_default().iter().filter(|gpu| partitions.contains_key(&gpu.uuid));
     gpus.flat_map(|gpu| &gpu.mps).map(|daemon| (daemon.device.as_str(), daemon.pid, daemon.restarts))
 }
@@ -469,7 +478,7 @@ fn is_staged(current: &GpuSpec, desired: &GpuSpec, paused: bool) -> bool {
 }
 
 /// Describes the GPUs of a policy on a node. Returns `None` if the node's spec has none of them.
-fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -> Option<(NodeView, GpuSets)> {
+fn node_view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -> Option<(NodeView, GpuSets)> {
     let object = node.object()?;
     let mut view = NodeView {
         has_newest: true,
@@ -497,7 +506,7 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
         view.is_between_partitions |= staged && !has_partition;
         view.in_use |= staged && gpu.slices.iter().any(|slice| slice.in_use > 0);
         let state = if desired.cordoned || !gpu.health.class.is_empty() {
-            // A cordoned GPU is excused. `loss` judges a faulted one.
+            // A cordoned GPU is excused. [`loss_reason`] handles a faulted GPU.
             None
         } else if staged || current.partition == desired.partition {
             // If a staged GPU has its partition, the unread spec was written for another GPU.
@@ -517,9 +526,9 @@ fn view(policy: &str, rules: RolloutRules, node: &Node, desired: &GpuNodeSpec) -
     any.then_some((view, gpus))
 }
 
-/// Returns why a node or a GPU of a policy cannot serve any partition. Administrators excuse nodes
-/// and GPUs with a cordon.
-fn loss(policy: &str, node: &Node, desired: &GpuNodeSpec) -> Option<String> {
+/// Returns why a node or a GPU of a policy cannot serve any partition. Ignores cordoned nodes and
+/// GPUs.
+fn loss_reason(policy: &str, node: &Node, desired: &GpuNodeSpec) -> Option<String> {
     let follows = |entry: &GpuSpec| entry.policy.as_deref() == Some(policy) && !entry.cordoned;
     let judged = |gpu: &GpuStatus| desired.gpus.iter().any(|entry| entry.uuid == gpu.uuid && follows(entry));
     let faulted = |gpu: &&GpuStatus| !gpu.health.class.is_empty() && judged(gpu);
@@ -527,7 +536,7 @@ fn loss(policy: &str, node: &Node, desired: &GpuNodeSpec) -> Option<String> {
         let Health { class, message, .. } = &gpu.health;
         return Some(format!("GPU {}: {}", gpu.index, if message.is_empty() { class } else { message }));
     }
-    let unreachable = node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()));
+    let unreachable = node.taints.iter().any(|taint| UNREACHABLE_TAINTS.contains(&taint.key.as_str()));
     (unreachable && !node.unschedulable).then(|| "the node is not ready".to_owned())
 }
 
@@ -556,9 +565,9 @@ fn gpu_state(node: &Node, spec: &GpuSpec, gpu: &GpuStatus, has_read: bool) -> Op
     Some(if applied && serves { NodeState::Serving } else { NodeState::Changing })
 }
 
-/// Returns whether an MPS daemon serves. The agent lists all slices of a device as Unhealthy before
-/// it changes them, and until the MPS host has applied their daemon's settings. While the slices
-/// are Unhealthy, the daemon's state may still be that of the daemon with the older settings.
+/// Returns whether an MPS daemon serves. Before the agent changes the slices of a device, it lists
+/// all of them as Unhealthy, until the MPS host has applied the daemon's settings. While the slices
+/// are Unhealthy, the reported state may be that of the daemon with the older settings.
 fn daemon_serves(daemon: &MpsStatus, gpu: &GpuStatus) -> bool {
     let instances = gpu.mig.iter().flat_map(|mig| &mig.instances);
     let is_faulted =
@@ -568,11 +577,11 @@ fn daemon_serves(daemon: &MpsStatus, gpu: &GpuStatus) -> bool {
 }
 
 /// Restores the current entries of a policy's GPUs that a wave would change.
-fn restore(policy: &str, paused: bool, current: &GpuNodeSpec, desired: &mut GpuNodeSpec) {
+fn restore_entries(policy: &str, paused: bool, current: &GpuNodeSpec, desired: &mut GpuNodeSpec) {
     for entry in desired.gpus.iter_mut().filter(|entry| entry.policy.as_deref() == Some(policy)) {
         let present = current.gpus.iter().find(|present| present.uuid == entry.uuid);
         if let Some(present) = present.filter(|present| is_staged(present, entry, paused)) {
-            // Administrators' annotations apply at once.
+            // Administrators' annotations apply immediately.
             let (cordoned, quiesced, cleared) = (entry.cordoned, entry.quiesced, entry.cleared.clone());
             *entry = GpuSpec { cordoned, quiesced, cleared, ..present.clone() };
         }

@@ -22,8 +22,9 @@ use crate::policies::staging::PROOF_TIME;
 use crate::policies::waves::{Phase, RolloutProgress};
 use crate::read::{Node, Observed};
 
-/// Maximum number of names in a sentence. A longer list ends with the number of omitted names.
-const MAX_LISTED_NAMES: usize = 8;
+/// Maximum number of items in a list of a message. A longer list ends with the number of omitted
+/// items.
+const MAX_LISTED_ITEMS: usize = 8;
 
 /// A policy's status could not be written.
 #[derive(Debug, thiserror::Error)]
@@ -67,7 +68,7 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
     let differs = |(name, report): (&String, &Report)| {
         let last = written.get(name);
         let (meta, old) = match observed.policies.get(name)? {
-            // If the watch has not returned the last write yet, compare with the written status.
+            // If the watch has not delivered the last write yet, compare with the written status.
             // Otherwise the operator would write the same status twice.
             Ok(policy) => match last.filter(|last| last.from == policy.metadata.resource_version) {
                 Some(last) => (&policy.metadata, Some(last.status.clone())),
@@ -77,7 +78,7 @@ pub fn updates(plan: &Plan, observed: &Observed, written: &WrittenStatuses, now:
             Err(invalid) => (&invalid.metadata, last.map(|last| last.status.clone())),
         };
         let generation = meta.generation;
-        let status = evaluate(report, observed, plan, generation.unwrap_or_default(), old.as_ref(), now);
+        let status = policy_status(report, observed, plan, generation.unwrap_or_default(), old.as_ref(), now);
         if old.as_ref() == Some(&status) {
             return None;
         }
@@ -108,7 +109,7 @@ pub async fn write(api: &Api<DeserializeGuard<SharingPolicy>>, update: &Update) 
 }
 
 /// Returns the Event for a changed condition. Returns `None` if the change needs no Event.
-pub fn event(changed: &Condition) -> Option<Event> {
+pub fn condition_event(changed: &Condition) -> Option<Event> {
     let good = match changed.type_.as_str() {
         CONDITION_CONFLICT => changed.status == "False",
         _ => changed.status == "True",
@@ -138,7 +139,7 @@ pub fn event(changed: &Condition) -> Option<Event> {
 }
 
 /// Computes a policy's status.
-fn evaluate(
+fn policy_status(
     report: &Report,
     observed: &Observed,
     plan: &Plan,
@@ -170,7 +171,7 @@ fn evaluate(
             reason: verdict.reason.to_owned(),
             message: verdict.message,
             observed_generation: Some(generation),
-            // As in Kubernetes, the time at which `status` changed. A change of the message does
+            // As in Kubernetes, this is the time at which `status` changed. A changed message does
             // not count.
             last_transition_time: before
                 .filter(|before| before.status == status)
@@ -225,7 +226,7 @@ fn accepted_verdict(report: &Report) -> Verdict {
         None => {}
     }
     // Nodes that have not reported yet may have the missing GPUs.
-    if report.unreported.is_empty() && !report.models.is_empty() && matches_nothing(report) {
+    if report.unreported.is_empty() && !report.models.is_empty() && has_no_matching_gpu(report) {
         let known = report.models.iter().map(|(model, gpus)| format!("{model} ({gpus})"));
         let known = join_names(known.collect());
         if !report.unknown_models.is_empty() {
@@ -260,7 +261,7 @@ fn accepted_verdict(report: &Report) -> Verdict {
 }
 
 /// Returns whether the policy matches no GPU at all.
-fn matches_nothing(report: &Report) -> bool {
+fn has_no_matching_gpu(report: &Report) -> bool {
     report.following.is_empty() && report.unsupported.is_empty() && report.overridden.is_empty()
 }
 
@@ -295,7 +296,7 @@ fn rolled_out_verdict(report: &Report) -> Verdict {
         Phase::Stopped => Verdict::false_with(
             reason::ROLLOUT_STOPPED,
             format!(
-                "the rollout stopped, because nodes failed: {}. Repair or cordon the failed nodes, or change the policy back",
+                "the rollout stopped, because nodes failed: {}. Repair or cordon the failed nodes, or revert the policy",
                 sentence()
             ),
         ),
@@ -317,7 +318,7 @@ fn rollout_sentence(progress: &RolloutProgress) -> String {
         (waiting, "waiting for pods"),
         (pending, "pending"),
         (unsteady, &unsteady_for),
-        (cordoned, "hold the others back until they are uncordoned and serve"),
+        (cordoned, "hold back the other nodes until they are uncordoned and serve"),
     ];
     for (nodes, what) in lists {
         if !nodes.is_empty() {
@@ -352,7 +353,7 @@ fn ready_verdict(report: &Report, observed: &Observed, plan: &Plan) -> Verdict {
     if report.following.is_empty() && report.unsupported.is_empty() {
         return no_gpu_verdict(report);
     }
-    let mut problems = problems(report, observed, plan);
+    let mut problems = gpu_problems(report, observed, plan);
     if !report.unsupported.is_empty() {
         problems.entry(GpuProblem::Unsupported).or_default().push(unsupported_message(report));
     }
@@ -457,18 +458,18 @@ impl GpuProblem {
 }
 
 /// Returns sentences about the GPUs of a policy that are not ready.
-fn problems(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<GpuProblem, Vec<String>> {
+fn gpu_problems(report: &Report, observed: &Observed, plan: &Plan) -> BTreeMap<GpuProblem, Vec<String>> {
     let mut problems: BTreeMap<GpuProblem, Vec<String>> = BTreeMap::new();
     for at in &report.following {
         let Some(node) = observed.nodes.get(&at.node) else { continue };
-        if let Some((problem, sentence)) = problem(at, node, plan) {
+        if let Some((problem, sentence)) = gpu_problem(at, node, plan) {
             problems.entry(problem).or_default().push(sentence);
         }
     }
     problems
 }
 
-fn problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(GpuProblem, String)> {
+fn gpu_problem(at: &GpuRef, node: &Node, plan: &Plan) -> Option<(GpuProblem, String)> {
     let object = node.object()?;
     let status = object.status.as_ref()?;
     let gpu = status.gpus.iter().find(|gpu| gpu.uuid == at.uuid)?;
@@ -559,13 +560,13 @@ fn step_problem(at: &GpuRef, gpu: &GpuStatus, step: &StepStatus) -> (GpuProblem,
 fn unsupported_message(report: &Report) -> String {
     let sentences: BTreeSet<String> =
         report.unsupported.iter().map(|(at, cannot)| format!("{}: {cannot}", gpu_name(at))).collect();
-    join_names_with(sentences.into_iter().collect(), "; ")
+    join_items(sentences.into_iter().collect(), "; ")
 }
 
-/// Joins sentences, each once and at most [`MAX_LISTED_NAMES`].
+/// Joins distinct sentences, at most [`MAX_LISTED_ITEMS`].
 fn join_sentences(sentences: Vec<String>) -> Vec<String> {
     let distinct: BTreeSet<String> = sentences.into_iter().collect();
-    vec![join_names_with(distinct.into_iter().collect(), "; ")]
+    vec![join_items(distinct.into_iter().collect(), "; ")]
 }
 
 fn gpu_name(at: &GpuRef) -> String {
@@ -588,18 +589,18 @@ fn subject_and_verb(gpus: &[GpuRef]) -> String {
 }
 
 fn join_names(names: Vec<String>) -> String {
-    join_names_with(names, ", ")
+    join_items(names, ", ")
 }
 
-fn join_names_with(mut names: Vec<String>, between: &str) -> String {
-    let more = names.len().saturating_sub(MAX_LISTED_NAMES);
-    names.truncate(MAX_LISTED_NAMES);
+fn join_items(mut names: Vec<String>, between: &str) -> String {
+    let more = names.len().saturating_sub(MAX_LISTED_ITEMS);
+    names.truncate(MAX_LISTED_ITEMS);
     let shown = names.join(between);
     if more == 0 { shown } else { format!("{shown} and {more} more") }
 }
 
 fn join_alternatives(names: &[String]) -> String {
-    join_names_with(names.to_vec(), " or ")
+    join_items(names.to_vec(), " or ")
 }
 
 /// Shortens a text to at most `most` bytes.

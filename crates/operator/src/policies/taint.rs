@@ -1,5 +1,5 @@
 //! Taints nodes that can serve no pod, because all of their GPUs are lost or need a reset, or
-//! because their agent is not ready. Off by default.
+//! because their agent is not ready. This is disabled by default.
 //!
 //! [`Taints`] decides and is pure. [`write_all`] changes only Cleave's taint of a node, with a JSON
 //! patch. [`TaintBackoff`] delays the nodes whose taint could not be written.
@@ -17,19 +17,19 @@ use crate::leader::LeaseGuard;
 use crate::read::{Node, Observed};
 use crate::write::{MAX_IN_FLIGHT, WRITE_TIMEOUT};
 
-/// Time for which an agent may be not ready before its node is tainted. An upgrade of the agent
-/// takes a second. The start of a node takes longer.
+/// How long an agent may be not ready before its node is tainted. An upgrade of the agent takes a
+/// second. The start of a node takes longer.
 pub(crate) const NOT_READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// First delay after the taint of a node could not be written. Each further failure doubles the
 /// delay.
 const FIRST_BACKOFF: Duration = Duration::from_secs(1);
 /// Maximum delay after the taint of a node could not be written.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
-/// Effect of the taint. The effect excludes new pods, and running pods continue.
-const EFFECT: &str = "NoSchedule";
+/// Effect of the taint. The effect keeps new pods off the node and does not evict running pods.
+const UNHEALTHY_EFFECT: &str = "NoSchedule";
 
 /// Key and effect of the taint.
-const UNHEALTHY: (&str, &str) = (UNHEALTHY_TAINT, EFFECT);
+const UNHEALTHY_KEY_AND_EFFECT: (&str, &str) = (UNHEALTHY_TAINT, UNHEALTHY_EFFECT);
 
 /// A change to one node's taints.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,13 +49,12 @@ enum Verdict {
     Usable,
     /// The node cannot serve pods. Contains the reason.
     Unusable(&'static str),
-    /// The node's agent has been not ready for this long.
+    /// The node's agent is not ready. Contains the time since it became not ready.
     NotReady(Duration),
 }
 
-/// The nodes whose taint could not be written. Each node has its own delay, so that a node whose
-/// taint is refused does not delay the writes for other objects. Times are durations since the
-/// process started.
+/// The nodes whose taint could not be written. Each node has its own delay, so that one refused
+/// taint does not delay other writes. Times are durations since the process started.
 #[derive(Debug, Default)]
 pub(crate) struct TaintBackoff(BTreeMap<String, Failures>);
 
@@ -69,7 +68,7 @@ struct Failures {
 
 impl TaintBackoff {
     /// Records whether the taint of a node was written.
-    pub(crate) fn record(&mut self, node: &str, written: bool, now: Duration) {
+    pub(crate) fn record_write(&mut self, node: &str, written: bool, now: Duration) {
         if written {
             self.0.remove(node);
             return;
@@ -86,11 +85,11 @@ impl TaintBackoff {
     }
 
     /// Returns the time until the first delay ends. Returns `None` if no delay is in progress.
-    pub(crate) fn next(&self, now: Duration) -> Option<Duration> {
+    pub(crate) fn time_to_retry(&self, now: Duration) -> Option<Duration> {
         self.0.values().map(|failures| failures.until.saturating_sub(now)).filter(|left| !left.is_zero()).min()
     }
 
-    /// Forgets the failures of all nodes except these.
+    /// Forgets the failures of all other nodes.
     pub(crate) fn retain(&mut self, nodes: &BTreeSet<&str>) {
         self.0.retain(|node, _| nodes.contains(node.as_str()));
     }
@@ -114,7 +113,8 @@ impl Taints {
         let mut differing = BTreeSet::new();
         for (name, node) in &observed.nodes {
             let verdict = self.verdict(name, node, now);
-            let tainted = node.taints.iter().position(|taint| taint.key == UNHEALTHY_TAINT && taint.effect == EFFECT);
+            let tainted =
+                node.taints.iter().position(|taint| taint.key == UNHEALTHY_TAINT && taint.effect == UNHEALTHY_EFFECT);
             let (why, patch) = match (verdict, tainted) {
                 (Verdict::NotReady(since), _) if since < NOT_READY_TIMEOUT => {
                     let left = NOT_READY_TIMEOUT.saturating_sub(since);
@@ -122,10 +122,12 @@ impl Taints {
                     continue;
                 }
                 (Verdict::NotReady(_), None) => {
-                    (Some("the agent is not ready"), add_patch(&UNHEALTHY, &node.taints, &node.version))
+                    (Some("the agent is not ready"), add_patch(&UNHEALTHY_KEY_AND_EFFECT, &node.taints, &node.version))
                 }
-                (Verdict::Unusable(why), None) => (Some(why), add_patch(&UNHEALTHY, &node.taints, &node.version)),
-                (Verdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY, index)),
+                (Verdict::Unusable(why), None) => {
+                    (Some(why), add_patch(&UNHEALTHY_KEY_AND_EFFECT, &node.taints, &node.version))
+                }
+                (Verdict::Usable, Some(index)) => (None, remove_patch(&UNHEALTHY_KEY_AND_EFFECT, index)),
                 _ => continue,
             };
             differing.insert(name.as_str());
@@ -134,13 +136,13 @@ impl Taints {
             }
         }
         self.backoff.retain(&differing);
-        (changes, next.into_iter().chain(self.backoff.next(now)).min())
+        (changes, next.into_iter().chain(self.backoff.time_to_retry(now)).min())
     }
 
     /// Records whether the taint of a node was written. Returns the time until the next retry.
-    pub(crate) fn record(&mut self, node: &str, written: bool, now: Duration) -> Option<Duration> {
-        self.backoff.record(node, written, now);
-        self.backoff.next(now)
+    pub(crate) fn record_write(&mut self, node: &str, written: bool, now: Duration) -> Option<Duration> {
+        self.backoff.record_write(node, written, now);
+        self.backoff.time_to_retry(now)
     }
 
     fn verdict(&mut self, name: &str, node: &Node, now: Duration) -> Verdict {
@@ -154,8 +156,8 @@ impl Taints {
             return Verdict::NotReady(now.saturating_sub(since));
         }
         self.away.remove(name);
-        // Suspect GPUs become healthy again within a minute. Other causes, such as an MPS daemon,
-        // are not faults of the GPU.
+        // Suspect GPUs become healthy again within a minute. Other causes, such as a failed MPS
+        // daemon, are not faults of the GPU.
         let is_out = |class: &str| matches!(class, HEALTH_LOST | HEALTH_NEEDS_RESET);
         if gpus.iter().all(|gpu| !gpu.health.healthy && is_out(&gpu.health.class)) {
             return Verdict::Unusable("all GPUs of the node are lost or need a reset");
@@ -197,8 +199,8 @@ pub(crate) enum TaintWriteResult {
     Failed,
 }
 
-/// Writes changes, several at a time, and logs the results. Starts no write when this process may
-/// no longer write: the result of such a change is `None`.
+/// Writes changes, several at a time, and logs the results. Starts no write after this process
+/// loses the permission to write. The result of a skipped change is `None`.
 pub(crate) async fn write_all<'c>(
     client: &Client,
     claim: &LeaseGuard,
@@ -206,14 +208,14 @@ pub(crate) async fn write_all<'c>(
 ) -> Vec<(&'c TaintChange, Option<TaintWriteResult>)> {
     let write = |change| async move {
         let may_write = claim.is_current();
-        (change, if may_write { Some(write(client, change).await) } else { None })
+        (change, if may_write { Some(write_change(client, change).await) } else { None })
     };
     let writes: Vec<_> = changes.iter().map(write).collect();
     futures::stream::iter(writes).buffer_unordered(MAX_IN_FLIGHT).collect().await
 }
 
 /// Writes one change, and logs the result.
-async fn write(client: &Client, change: &TaintChange) -> TaintWriteResult {
+async fn write_change(client: &Client, change: &TaintChange) -> TaintWriteResult {
     let TaintChange { node, why, .. } = change;
     match tokio::time::timeout(WRITE_TIMEOUT, patch_node(client, change)).await {
         Ok(Ok(())) => {
@@ -257,11 +259,11 @@ mod tests {
     use crate::read::Agent;
 
     fn patch_that_adds_to(node: &Node) -> Value {
-        super::add_patch(&UNHEALTHY, &node.taints, &node.version)
+        super::add_patch(&UNHEALTHY_KEY_AND_EFFECT, &node.taints, &node.version)
     }
 
     fn patch_that_removes(index: usize) -> Value {
-        super::remove_patch(&UNHEALTHY, index)
+        super::remove_patch(&UNHEALTHY_KEY_AND_EFFECT, index)
     }
 
     const fn secs(seconds: u64) -> Duration {
@@ -301,7 +303,7 @@ mod tests {
 
     #[test]
     fn a_node_is_tainted_while_all_of_its_gpus_are_lost_or_need_a_reset() {
-        let ours = || vec![taint("other", EFFECT), taint(UNHEALTHY_TAINT, EFFECT)];
+        let ours = || vec![taint("other", UNHEALTHY_EFFECT), taint(UNHEALTHY_TAINT, UNHEALTHY_EFFECT)];
         for (classes, out) in [
             (&["Lost", "NeedsReset"][..], true),
             (&["Lost"], true),
@@ -327,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_tainted_after_its_agent_was_not_ready_for_a_minute() {
+    fn a_node_is_tainted_after_its_agent_has_been_not_ready_for_a_minute() {
         let mut taints = Taints::default();
         let away = || Node { agent: Some(Agent { ready: false }), ..node(&[""]) };
         let none = || Node { agent: None, ..node(&[""]) };
@@ -336,14 +338,14 @@ mod tests {
         assert_eq!(update(&mut taints, node(&[""]), 50), (None, None));
         assert_eq!(update(&mut taints, away(), 60), (None, Some(60)), "the time restarts");
         assert_eq!(update(&mut taints, away(), 120), (Some(true), None));
-        let tainted = |node: Node| Node { taints: vec![taint(UNHEALTHY_TAINT, EFFECT)], ..node };
+        let tainted = |node: Node| Node { taints: vec![taint(UNHEALTHY_TAINT, UNHEALTHY_EFFECT)], ..node };
         assert_eq!(update(&mut taints, tainted(away()), 121), (None, None));
         assert_eq!(update(&mut taints, tainted(node(&[""])), 122), (Some(false), None));
         assert_eq!(update(&mut taints, tainted(away()), 123), (None, Some(60)), "the taint stays meanwhile");
     }
 
     #[test]
-    fn a_node_whose_taint_is_refused_delays_no_other_node() {
+    fn a_refused_taint_does_not_delay_other_nodes() {
         let mut taints = Taints::default();
         let lost = || BTreeMap::from(["n", "m"].map(|name| (name.to_owned(), node(&["Lost"]))));
         let mut observed = Observed { nodes: lost(), ..Observed::default() };
@@ -354,12 +356,12 @@ mod tests {
         let mut now = 9;
         for delay in [1, 2, 4, 8, 16, 32, 60, 60] {
             assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned(), "n".to_owned()], None));
-            assert_eq!(taints.record("m", true, secs(now)), None);
-            assert_eq!(taints.record("n", false, secs(now)), Some(secs(delay)));
+            assert_eq!(taints.record_write("m", true, secs(now)), None);
+            assert_eq!(taints.record_write("n", false, secs(now)), Some(secs(delay)));
             assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned()], Some(delay)));
             now += delay;
         }
-        taints.record("n", false, secs(now));
+        taints.record_write("n", false, secs(now));
         observed.nodes.insert("n".to_owned(), node(&[""]));
         assert_eq!(changed(&mut taints, &observed, now), (vec!["m".to_owned()], None), "n needs no taint");
         observed.nodes = lost();
@@ -367,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_patch_touches_no_other_taint() {
+    fn a_patch_does_not_change_other_taints() {
         let patched = |node: &Node, patch: &Value, before: Value| {
             let mut object = json!({"metadata": {"resourceVersion": node.version}, "spec": before});
             let patch: json_patch::Patch = serde_json::from_value(patch.clone()).unwrap();
@@ -405,7 +407,7 @@ mod tests {
             let kind = request.headers().get(http::header::CONTENT_TYPE).unwrap().to_str().unwrap().to_owned();
             (format!("{} {}", request.method(), request.uri()), kind)
         };
-        let (written, (line, kind)) = tokio::join!(write(&client, &change), answer);
+        let (written, (line, kind)) = tokio::join!(write_change(&client, &change), answer);
         assert_eq!(written, TaintWriteResult::Done);
         assert_eq!(line, "PATCH /api/v1/nodes/n?fieldManager=cleave-operator");
         assert_eq!(kind, "application/json-patch+json");

@@ -21,7 +21,7 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 /// Maximum number of MIG instances in a layout. No GPU has more.
-const MAX_INSTANCES: usize = 8;
+const MAX_LAYOUT_INSTANCES: usize = 8;
 
 /// A valid policy.
 #[derive(Debug, Clone, PartialEq)]
@@ -96,8 +96,7 @@ pub struct MpsRules {
     pub enforcement: MpsEnforcement,
     /// Maximum number of processes per allocation.
     pub max_clients: Option<u32>,
-    /// Number of parts into which an allocation's memory limit is divided. Each process receives
-    /// one part.
+    /// Number of equal parts of an allocation's memory limit. Each process receives one part.
     pub memory_parts: u32,
 }
 
@@ -161,7 +160,7 @@ pub struct ReplicaRules {
 /// Time to wait for further pods before GPUs are repartitioned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct BatchRules {
-    /// Plan once no further pod has arrived for this long.
+    /// How long no further pod must arrive before the operator plans.
     pub idle: Option<Duration>,
     /// Maximum time to wait for further pods. Also the deadline for a node to change.
     pub timeout: Option<Duration>,
@@ -172,9 +171,9 @@ pub struct BatchRules {
 pub struct RolloutRules {
     /// Maximum number of nodes that are repartitioned at a time.
     pub max_unavailable: MaxUnavailable,
-    /// Whether nodes keep the partition that they have.
+    /// Whether nodes keep their current partition.
     pub paused: bool,
-    /// What happens to the other nodes when a node fails.
+    /// Whether other nodes still change when a node fails.
     pub on_failure: OnFailure,
 }
 
@@ -253,8 +252,8 @@ pub enum Error {
     Shape(&'static str),
 }
 
-/// Returns the part of a text that an error quotes. A stored text may have any length if the CRD
-/// lacked the rules.
+/// Returns the part of a text that an error quotes. If the CRD lacked the rules, a stored text may
+/// have any length.
 fn quoted_part(text: &str) -> String {
     text.chars().take(100).collect()
 }
@@ -264,8 +263,8 @@ fn quoted_part(text: &str) -> String {
 /// # Errors
 /// Returns the first rule that the policy violates.
 pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec) -> Result<Policy, Error> {
-    // No `..`, so that the compiler points here when a field is added. The gatekeeper reads
-    // `replica_placement`, of which all values are valid.
+    // Do not use `..`, so that the compiler reports an error here when a field is added. All values
+    // of `replica_placement` are valid, and only the gatekeeper reads it.
     let SharingPolicySpec {
         node_selector,
         gpus,
@@ -315,7 +314,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
         name: name.to_owned(),
         created,
         nodes,
-        gpus: gpus.as_ref().map(selector).transpose()?.unwrap_or_default(),
+        gpus: gpus.as_ref().map(parse_selector).transpose()?.unwrap_or_default(),
         share,
         enforcement: *enforcement,
         dynamic: batch_rules,
@@ -323,7 +322,7 @@ pub fn validate(name: &str, created: Option<Timestamp>, spec: &SharingPolicySpec
     })
 }
 
-fn selector(selector: &GpuSelector) -> Result<GpuSelector, Error> {
+fn parse_selector(selector: &GpuSelector) -> Result<GpuSelector, Error> {
     let GpuSelector { models, uuids, indices } = selector;
     if models.is_empty() && uuids.is_empty() && indices.is_empty() {
         return Err(Error::Shape("gpus selects nothing: omit it to select every GPU, or set models, uuids or indices"));
@@ -382,7 +381,7 @@ fn equal_shares(mps: &Mps, resource: Option<&str>) -> Result<Option<MpsShare>, E
     let size = match (units, unit_memory) {
         (Some(_), Some(_)) => return Err(Error::Shape("set units or unitMemory, not both")),
         (Some(units), None) => ShareSize::Units(in_range("mps.units", *units, 1, MAX_CLIENTS)?),
-        (None, Some(memory)) => ShareSize::Memory(whole_mebibytes(memory)?),
+        (None, Some(memory)) => ShareSize::Memory(parse_mebibytes(memory)?),
         (None, None) => return Ok(None),
     };
     Ok(Some(MpsShare { size, rules, resource: resource.map(str::to_owned) }))
@@ -448,11 +447,11 @@ fn mig_share(mig: Option<&Mig>, resource: Option<&str>) -> Result<SharingMode, E
             _ => return Err(Error::Shape("mig.sharing needs either mps or timeSlicing")),
         },
     };
-    let Some(layout) = layout else { return by_demand(each).map(demand) };
+    let Some(layout) = layout else { return check_on_demand_sharing(each).map(demand) };
     if layout.is_empty() {
         return Err(Error::Shape("layout is empty: omit it to partition GPUs as pods request, or name a profile"));
     }
-    if layout.len() > MAX_INSTANCES {
+    if layout.len() > MAX_LAYOUT_INSTANCES {
         return Err(Error::Shape("layout names more than 8 profiles: no GPU can have that many MIG instances"));
     }
     if let Some(wrong) = layout.iter().find(|profile| !is_profile(profile)) {
@@ -483,7 +482,7 @@ fn is_profile(text: &str) -> bool {
 
 /// Checks the sharing of MIG instances that are created on demand. Such instances need a fixed
 /// number of shares, because a request for shares must determine which instance to create.
-fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
+fn check_on_demand_sharing(each: InstanceShare) -> Result<InstanceShare, Error> {
     match each {
         InstanceShare::Mps(MpsShare { size: ShareSize::Memory(_), .. }) => Err(Error::Shape(
             "mig.sharing.mps.unitMemory needs mig.layout: to create instances as pods request them, set mig.sharing.mps.units",
@@ -497,7 +496,7 @@ fn by_demand(each: InstanceShare) -> Result<InstanceShare, Error> {
 /// `mig.layout` is checked and then ignored, because pods determine the instances.
 fn auto_demand(mps: Option<&Mps>, slicing: Option<&TimeSlicing>, mig: Option<&Mig>) -> Result<Demand, Error> {
     let each = match mig_share(mig, None)? {
-        SharingMode::Mig { each, .. } | SharingMode::Demand(Demand { each, .. }) => by_demand(each)?,
+        SharingMode::Mig { each, .. } | SharingMode::Demand(Demand { each, .. }) => check_on_demand_sharing(each)?,
         _ => InstanceShare::Whole,
     };
     Ok(Demand {
@@ -548,8 +547,8 @@ fn check_resource(resource: Option<&str>, share: &SharingMode) -> Result<(), Err
 
 fn batch_rules(dynamic: &DynamicPartitioning) -> Result<BatchRules, Error> {
     let DynamicPartitioning { idle, timeout } = dynamic;
-    let idle = idle.as_deref().map(|text| duration("dynamic.idle", text)).transpose()?;
-    let timeout = timeout.as_deref().map(|text| duration("dynamic.timeout", text)).transpose()?;
+    let idle = idle.as_deref().map(|text| parse_duration("dynamic.idle", text)).transpose()?;
+    let timeout = timeout.as_deref().map(|text| parse_duration("dynamic.timeout", text)).transpose()?;
     if let (Some(idle), Some(timeout)) = (idle, timeout)
         && timeout < idle
     {
@@ -581,14 +580,14 @@ fn rollout_rules(rollout: &Rollout) -> Result<RolloutRules, Error> {
     Ok(RolloutRules { max_unavailable, paused: *paused, on_failure: *on_failure })
 }
 
-fn duration(field: &'static str, text: &str) -> Result<Duration, Error> {
+fn parse_duration(field: &'static str, text: &str) -> Result<Duration, Error> {
     let wrong =
         || Error::Text { field, value: text.to_owned(), expected: "a duration, for example 500ms, 10s or 1m30s" };
     let parsed: SignedDuration = text.parse().map_err(|_| wrong())?;
     Duration::try_from(parsed).map_err(|_| wrong())
 }
 
-fn whole_mebibytes(text: &str) -> Result<Mebibytes, Error> {
+fn parse_mebibytes(text: &str) -> Result<Mebibytes, Error> {
     let parsed = [("Gi", 1024), ("Mi", 1)].into_iter().find_map(|(suffix, factor)| {
         let digits = text.strip_suffix(suffix)?;
         let number: u64 = digits.parse().ok().filter(|_| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
@@ -629,7 +628,8 @@ mod tests {
         }
     }
 
-    /// The operator refuses an object that was stored before a CRD rule existed, by the same rule.
+    /// The operator also applies the CRD's rules to objects that were stored before the rules
+    /// existed.
     #[test]
     fn policies_that_the_crd_refuses_are_invalid() {
         for (name, text) in fixtures("bad") {
@@ -657,10 +657,10 @@ mod tests {
             BatchRules { idle: Some(Duration::from_millis(500)), timeout: Some(Duration::from_secs(90)) }
         );
         let SharingMode::Demand(demand) = validate_yaml(&text("mig-dynamic")).unwrap().share else {
-            panic!("not by demand")
+            panic!("not on demand")
         };
         assert_eq!((demand.words, demand.mode), ("mode Mig without a layout", PlannerMode::Mig));
-        let SharingMode::Demand(auto) = validate_yaml(&text("auto")).unwrap().share else { panic!("not by demand") };
+        let SharingMode::Demand(auto) = validate_yaml(&text("auto")).unwrap().share else { panic!("not on demand") };
         assert_eq!(auto.mode, PlannerMode::Auto);
         assert!(auto.mps.multi_user && auto.mps.limited);
     }
@@ -687,7 +687,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_names_the_field_and_what_it_needs() {
+    fn an_error_names_the_field_and_its_valid_values() {
         let error = validate_yaml(&fixtures("bad").into_iter().find(|(name, _)| name.contains("units-49")).unwrap().1)
             .unwrap_err();
         assert_eq!(error, "mps.units is 49; it must be from 1 to 48");

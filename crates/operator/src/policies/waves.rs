@@ -4,16 +4,17 @@
 //! served the newest partition for some time:
 //!
 //! - A canary that can never serve, such as one with cordoned GPUs, also holds back all nodes that
-//!   are cordoned or failed. A node that can serve replaces it. A canary that an administrator
-//!   cordons after its change began holds no node back.
+//!   are cordoned or failed. A node that can serve replaces this canary. A canary that an
+//!   administrator cordons after its change began holds back no node.
 //! - At most `maxUnavailable` nodes are repartitioned at a time.
-//! - Nodes whose GPUs are in use wait for their pods after their spec is written. They count
-//!   separately, so they do not keep unused nodes from changing.
+//! - Nodes whose GPUs are in use wait for their pods after their spec is written. These nodes count
+//!   separately, so they do not delay unused nodes.
 //! - If a node fails, no further node changes, unless `onFailure: Continue` is set. The failure is
 //!   reported only if it lasts.
 //! - If a node has served the newest partition for some time, nodes that are still between older
-//!   partitions, or that failed to reach one, change at once. These nodes serve nothing that the
-//!   change could end. So a policy that is reverted first repairs the nodes that it broke.
+//!   partitions, or that failed to reach one, change immediately. These nodes serve nothing that
+//!   the change could interrupt. So when an administrator reverts a policy, the operator repairs
+//!   the broken nodes first.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::sharingpolicy::OnFailure;
@@ -44,14 +45,14 @@ pub struct NodeView {
     /// Whether a GPU or its MPS daemon fails now. The state becomes [`NodeState::Failed`] only if
     /// the failure lasts.
     pub failing: bool,
-    /// Whether a GPU that changes does not serve its older partition either.
+    /// Whether a changing GPU no longer serves its older partition.
     pub is_between_partitions: bool,
     /// Whether at least one GPU serves the partition in the spec. If the current change has reached
-    /// the node, only GPUs that it changed count.
+    /// the node, only GPUs that the change affects count.
     pub has_serving_gpu: bool,
     /// Whether the node has served the partition in its spec for a minimum time.
     pub is_steady: bool,
-    /// Whether pods use a GPU that changes.
+    /// Whether pods use a changing GPU.
     pub in_use: bool,
     /// Whether the node's agent is ready. Other nodes cannot change.
     pub agent_ready: bool,
@@ -80,7 +81,7 @@ pub enum Phase {
     RollingOut,
     /// The policy is paused, and nodes are pending.
     Paused,
-    /// Nodes failed, and others are pending.
+    /// Nodes failed, and other nodes are pending.
     Stopped,
 }
 
@@ -99,9 +100,10 @@ pub struct RolloutProgress {
     pub failed: BTreeMap<String, String>,
     /// Nodes that keep an older partition until their wave begins.
     pub pending: BTreeSet<String>,
-    /// Changed nodes that have not served for long enough. Also counted above.
+    /// Changed nodes that have not served for long enough. Other fields also count these nodes.
     pub unsteady: BTreeSet<String>,
-    /// Cordoned nodes that changed, do not serve, and hold other nodes back. Also counted above.
+    /// Cordoned nodes that changed, do not serve, and hold back other nodes. Other fields also
+    /// count these nodes.
     pub cordoned: BTreeSet<String>,
 }
 
@@ -113,12 +115,12 @@ impl RolloutProgress {
     }
 }
 
-/// Decides which of a policy's nodes change now. The others keep their partition: they are
+/// Decides which of a policy's nodes change now. The other nodes keep their partition and are
 /// [`RolloutProgress::pending`].
 pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> RolloutProgress {
     let failed = |view: &NodeView| view.has_newest && !view.excused && matches!(view.state, NodeState::Failed(_));
     let stopped = rules.on_failure == OnFailure::Stop && nodes.values().any(failed);
-    // A new failure also holds nodes back: a new leader does not know how old a failure is.
+    // A new failure also holds back nodes, because a new leader does not know how old a failure is.
     let failing = |view: &NodeView| view.has_newest && !view.excused && view.failing;
     let held = stopped || rules.on_failure == OnFailure::Stop && nodes.values().any(failing);
     let proven = nodes.values().any(proves_change);
@@ -126,7 +128,7 @@ pub fn decide(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Rollou
     if !rules.paused {
         begin.extend(broken_nodes(nodes, proven, held));
         if !held {
-            begin.extend(wave(rules, nodes));
+            begin.extend(next_wave(rules, nodes));
         }
     }
     let mut progress = RolloutProgress::default();
@@ -173,8 +175,8 @@ fn is_unsteady(view: &NodeView) -> bool {
     view.has_newest && view.affected && !view.is_steady && is_serving(view)
 }
 
-/// Returns whether a node that the change affects proves it. Nodes that never changed may differ
-/// from those that are pending.
+/// Returns whether a node that the change affects proves the change. Unaffected nodes may differ
+/// from pending nodes.
 fn is_proven_by_changed(nodes: &BTreeMap<String, NodeView>) -> bool {
     nodes.values().any(|view| view.affected && proves_change(view))
 }
@@ -190,7 +192,8 @@ fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) ->
     let is_broken = move |view: &NodeView| match view.state {
         NodeState::Failed(_) => true,
         NodeState::WaitingForPods => !held,
-        // Otherwise a daemon is restarting, and the node will soon serve its older partition.
+        // If the node still has its older partition, a daemon is restarting and the node will soon
+        // serve again.
         NodeState::Changing => view.is_between_partitions && !held,
         NodeState::Serving => false,
     };
@@ -199,9 +202,9 @@ fn broken_nodes(nodes: &BTreeMap<String, NodeView>, proven: bool, held: bool) ->
 
 /// Returns the nodes of the next wave. The first wave is one node, until a node that the change
 /// affects proves it.
-fn wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&str> {
+fn next_wave(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> BTreeSet<&str> {
     if !is_proven_by_changed(nodes) {
-        return canary(rules, nodes).into_iter().collect();
+        return next_canary(rules, nodes).into_iter().collect();
     }
     let limit = rules.max_unavailable.of(nodes.len());
     let count = |state: &NodeState| nodes.values().filter(|view| !view.excused && view.state == *state).count();
@@ -241,7 +244,7 @@ fn withheld_by(rules: RolloutRules, view: &NodeView) -> Option<WithheldNodes> {
         NodeState::Changing => (is_canary || !view.excused).then_some(WithheldNodes::All),
         NodeState::WaitingForPods => (is_canary || !view.excused).then_some(WithheldNodes::InUse),
         NodeState::Serving => is_canary.then_some(WithheldNodes::Unfit),
-        // A failure that is not excused stops all nodes, or none.
+        // Depending on `onFailure`, a failure that is not excused stops all nodes or none.
         NodeState::Failed(_) => {
             (is_canary && view.excused && rules.on_failure == OnFailure::Stop).then_some(WithheldNodes::Unfit)
         }
@@ -253,9 +256,9 @@ const fn is_unfit(view: &NodeView) -> bool {
     view.excused || view.cordoned || matches!(view.state, NodeState::Failed(_))
 }
 
-/// Returns the next node to change while the change is not proven. It does not wait for an older
-/// change on the same node, because that change may never finish.
-fn canary(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Option<&str> {
+/// Returns the next node to change while the change is not proven. This node does not wait for an
+/// older change on itself, because that change may never finish.
+fn next_canary(rules: RolloutRules, nodes: &BTreeMap<String, NodeView>) -> Option<&str> {
     let holds: Vec<WithheldNodes> = nodes.values().filter_map(|view| withheld_by(rules, view)).collect();
     let is_held = |view: &NodeView| {
         holds.iter().any(|hold| match hold {

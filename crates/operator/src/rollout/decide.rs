@@ -10,21 +10,21 @@ use k8s_openapi::api::core::v1::ObjectReference;
 use super::hosts::{MpsHost, daemon_set_reference};
 use super::view::MpsHostView;
 
-/// Time for which MPS must be unused on a closed node before its MPS host is replaced. During this
-/// time, the watches report pods that bypass the gate.
+/// How long MPS must be unused on a closed node before its MPS host is replaced. During this time,
+/// the watches report pods that bypass the gate.
 pub(crate) const IDLE_TIME: Duration = Duration::from_secs(2);
 /// Maximum time from the deletion of an MPS host until its successor serves.
 pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(300);
-/// Time for which an MPS host must serve before other MPS hosts are replaced. A crash-looping MPS
-/// host serves only briefly.
+/// How long an MPS host must serve before other MPS hosts are replaced. A crash-looping MPS host
+/// serves only briefly.
 pub(crate) const STEADY_TIME: Duration = Duration::from_secs(10);
 /// Minimum time between two updates. The placement controller reconciles more often, on each change
 /// of a pod.
 pub(crate) const UPDATE_INTERVAL: Duration = Duration::from_secs(1);
-/// Time for which replacement is suspended after the API server refused to delete a pod.
+/// How long replacement is suspended after the API server refused to delete a pod.
 const REFUSAL_BACKOFF: Duration = Duration::from_secs(60);
-/// Divisor of the number of MPS hosts: at most one in this many is replaced at a time, once an MPS
-/// host of the newest revision has served.
+/// Once an MPS host of the newest revision has served, the operator replaces at most one in ten MPS
+/// hosts at a time.
 const BATCH_DIVISOR: usize = 10;
 /// Maximum number of nodes that a message names.
 const MAX_NAMED_NODES: usize = 4;
@@ -159,7 +159,7 @@ impl Rollout {
         self.outages.insert(node.clone(), Outage { since: up, why, down: true, late: false, serving: None });
     }
 
-    /// Records that the pod of an MPS host was not deleted, or no longer exists. Reopens the node.
+    /// Records that the pod of an MPS host was not deleted or no longer exists. Reopens the node.
     pub(crate) fn record_no_deletion(&mut self, node: &str) {
         self.closed.remove(node);
     }
@@ -224,8 +224,8 @@ impl Rollout {
         let max_replacing = if proven { (hosts().count() / BATCH_DIVISOR).max(1) } else { 1 };
         let excused = |name: &String| nodes.get(name).is_some_and(|view| view.excused);
         let replacing = self.outages.keys().filter(|name| self.deleted.contains_key(*name) || !excused(name)).count();
-        // MPS hosts may have stopped serving since nodes were closed, so too many nodes may be
-        // closed now.
+        // Reopen nodes if too many are closed. This happens when MPS hosts stop serving after nodes
+        // were closed.
         while !self.closed.is_empty() && replacing.saturating_add(self.closed.len()) > max_replacing {
             self.closed.pop_last();
         }
@@ -234,8 +234,8 @@ impl Rollout {
                 host.outdated && !host.terminating && view.busy.is_none() && !self.closed.contains_key(*name)
             })
             .filter(|(name, _, _)| !self.outages.contains_key(*name))
-            // MPS hosts that do not serve come last. The failure of such an MPS host's successor
-            // would not show whether the release works.
+            // Replace MPS hosts that do not serve last. If such a node's new MPS host also fails,
+            // the failure does not show whether the new release works.
             .map(|(name, view, host)| (!host.ready || view.daemon_problem.is_some(), name.clone(), host.uid.clone()))
             .collect();
         next.sort();

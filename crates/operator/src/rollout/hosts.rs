@@ -60,7 +60,7 @@ impl MpsHostStores {
 pub(crate) struct NewestRevisions(BTreeMap<String, (i64, String)>);
 
 impl NewestRevisions {
-    /// Finds the newest revision of each `DaemonSet`. Ignores revisions without an owner or the
+    /// Finds the newest revision of each `DaemonSet`. Ignores revisions that lack an owner or the
     /// label.
     pub(crate) fn of<'a>(revisions: impl IntoIterator<Item = &'a Revision>) -> Self {
         let mut newest: BTreeMap<String, (i64, String)> = BTreeMap::new();

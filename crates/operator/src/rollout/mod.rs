@@ -1,31 +1,33 @@
-//! Replaces MPS hosts of an older release when nothing uses MPS on their node. Disabled unless
-//! configured.
+//! Replaces MPS hosts of an older release when nothing uses MPS on their node. This is disabled by
+//! default.
 //!
 //! When an MPS host's pod stops, its MPS daemons and all of their clients stop. So the `DaemonSet`
 //! has the strategy `OnDelete`: it replaces a pod only after the pod's deletion. The operator
 //! deletes the pod only while no pod has MPS shares on the node or a reservation for them. The
-//! state of an MPS host decides what happens:
+//! action depends on the state of the MPS host:
 //!
-//! - It has its `DaemonSet`'s newest revision and serves: it is kept.
-//! - It has an older revision, and a pod uses MPS or the agent is outdated too: it is kept.
-//! - It has an older revision and is unused: no MPS shares are reserved on its node. If it is still
-//!   unused after `decide::IDLE_TIME`, its pod is deleted.
-//! - It is terminating, absent or not ready: no MPS shares are reserved on its node, for at most
-//!   `decide::START_TIMEOUT`. Other MPS hosts are replaced once it has served for
-//!   `decide::STEADY_TIME`.
-//! - It does not serve within `decide::START_TIMEOUT`: replacement stops until it serves or its
-//!   `DaemonSet` changes. An Event reports the stop.
+//! - It has its `DaemonSet`'s newest revision and serves: the operator keeps it.
+//! - It has an older revision, and a pod uses MPS or the agent is also outdated: the operator keeps
+//!   it.
+//! - It has an older revision and is unused: the operator closes the node and reserves no MPS
+//!   shares there. If the MPS host is still unused after `decide::IDLE_TIME`, the operator deletes
+//!   its pod.
+//! - It is terminating, absent or not ready: for at most `decide::START_TIMEOUT`, the operator
+//!   reserves no MPS shares on the node. The operator replaces other MPS hosts once this one has
+//!   served for `decide::STEADY_TIME`.
+//! - It does not serve within `decide::START_TIMEOUT`: replacement stops until the MPS host serves
+//!   or its `DaemonSet` changes. An Event reports the stop.
 //!
-//! | step | module | what |
+//! | step | module | purpose |
 //! |---|---|---|
 //! | read | `hosts`, `view` | pods and revisions, and the state of MPS on each node |
 //! | decide | `decide` | [`Step`]: the pods to delete now |
 //! | apply | `replace` | the deletion, by UID |
 //!
-//! The decision is part of placement's reconcile ([`crate::placement`]). So nothing is reserved
-//! between the moment a node is found idle and the moment it is closed. [`Rollout`] remembers only
-//! its own actions and times. Each update reads again which MPS hosts are outdated, terminating or
-//! not ready, so a new leader can continue.
+//! The decision is part of placement's reconcile ([`crate::placement`]). So the operator reserves
+//! nothing between the check that a node is idle and the closing of the node. [`Rollout`] remembers
+//! only its own actions and their times. Each update reads again which MPS hosts are outdated,
+//! terminating or not ready, so a new leader can continue.
 mod decide;
 mod hosts;
 mod replace;

@@ -7,8 +7,8 @@ use cleave_plan::ledger::{Ledger, Place};
 
 use super::hosts::MpsHost;
 
-/// Taints of a node whose kubelet does not report.
-const UNREACHABLE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+/// Taints of a node whose kubelet has stopped reporting.
+const UNREACHABLE_TAINTS: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
 
 /// The state of MPS on a node, according to its `GpuNode`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub(crate) struct MpsState {
     pub daemon_problem: Option<String>,
     /// A pod or program that uses MPS on the node, or why the users are unknown.
     pub user: Option<String>,
-    /// Time-sliced resources of the node whose names MPS shares could also have.
+    /// Time-sliced resources of the node whose names could also be names of MPS shares.
     time_sliced: BTreeSet<String>,
 }
 
@@ -26,7 +26,7 @@ impl MpsState {
     pub(crate) fn of(object: &GpuNode, ready: bool) -> Self {
         let mut found = Self { time_sliced: time_sliced_resources(object), ..Self::default() };
         let Some(status) = &object.status else {
-            found.user = Some("the agent has not reported what uses MPS".to_owned());
+            found.user = Some("the agent has not reported which pods use MPS".to_owned());
             return found;
         };
         for gpu in status.gpus.iter().filter(|gpu| gpu.health.class.is_empty()) {
@@ -40,11 +40,20 @@ impl MpsState {
         }
         let is_current = object.metadata.generation.is_none_or(|generation| status.observed_generation >= generation);
         let allocated = || {
-            status.gpus.iter().flat_map(|gpu| &gpu.allocations).find(|allocation| found.serves(&allocation.resource))
+            status
+                .gpus
+                .iter()
+                .flat_map(|gpu| &gpu.allocations)
+                .find(|allocation| found.may_be_mps_resource(&allocation.resource))
         };
-        // Slices whose pods are unknown also count as used, because they are not known to be free.
-        let used =
-            || status.gpus.iter().flat_map(|gpu| &gpu.slices).find(|s| s.in_use > 0 && found.serves(&s.resource));
+        // Also count slices in use whose pods are unknown, because they may belong to MPS clients.
+        let used = || {
+            status
+                .gpus
+                .iter()
+                .flat_map(|gpu| &gpu.slices)
+                .find(|s| s.in_use > 0 && found.may_be_mps_resource(&s.resource))
+        };
         let user = if !ready {
             Some("the agent is not ready".to_owned())
         } else if !is_current {
@@ -58,13 +67,13 @@ impl MpsState {
     }
 
     /// Returns whether a resource is, or may be, a resource of MPS shares on this node.
-    pub(crate) fn serves(&self, resource: &str) -> bool {
+    pub(crate) fn may_be_mps_resource(&self, resource: &str) -> bool {
         is_mps(resource) && !self.time_sliced.contains(resource)
     }
 }
 
-/// Returns the time-sliced resources whose names MPS shares could also have. Excludes names that
-/// the node uses for both kinds.
+/// Returns the time-sliced resources whose names could also be names of MPS shares. Excludes names
+/// that the node uses for both kinds.
 fn time_sliced_resources(object: &GpuNode) -> BTreeSet<String> {
     let partitions = || object.spec.gpus.iter().map(|gpu| &gpu.partition);
     let instances = || partitions().flat_map(|partition| partition.mig.iter().flatten().map(|mig| &mig.partition));
@@ -102,8 +111,8 @@ pub(crate) struct MpsHostView {
 
 impl MpsHostView {
     /// Returns why the MPS host or one of its daemons does not serve, and whether the MPS host
-    /// itself is down. An outdated MPS host need not serve, so its outage counts only if `deleted`
-    /// is its UID.
+    /// itself is down. An outdated MPS host does not have to serve, so its outage counts only if
+    /// `deleted` is its UID.
     pub(super) fn outage(&self, deleted: Option<&str>) -> Option<(String, bool)> {
         let Some(host) = &self.host else { return Some(("the node has no MPS host".to_owned(), true)) };
         let pod = &host.pod;
@@ -118,9 +127,9 @@ impl MpsHostView {
     }
 }
 
-/// Returns whether a node is unreachable, or an administrator keeps pods away from the node.
+/// Returns whether a node is unreachable or cordoned.
 pub(crate) fn may_be_down(node: &cleave_plan::snapshot::Node) -> bool {
-    node.unschedulable || node.taints.iter().any(|taint| UNREACHABLE.contains(&taint.key.as_str()))
+    node.unschedulable || node.taints.iter().any(|taint| UNREACHABLE_TAINTS.contains(&taint.key.as_str()))
 }
 
 /// Returns, for each node, one pod that uses MPS shares or has a reservation for them, according to

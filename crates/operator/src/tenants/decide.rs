@@ -16,10 +16,10 @@ use crate::pods::{PodCondition, PodObject, full_name};
 /// Delay before the operator retries an eviction that a disruption budget refused or that had no
 /// effect.
 pub(crate) const EVICTION_RETRY_DELAY: Duration = Duration::from_secs(5);
-/// Time for which a written condition counts although the watch has not returned it.
+/// How long a written condition counts before the watch delivers it.
 const WATCH_LAG: Duration = Duration::from_secs(10);
 /// Maximum length of a condition's message, in characters.
-const MAX_MESSAGE: usize = 1000;
+const MAX_MESSAGE_CHARS: usize = 1000;
 
 /// A condition to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,7 +58,7 @@ pub(crate) struct Actions {
     pub next: Option<Duration>,
 }
 
-/// Written conditions and evictions, until the watches return them.
+/// Written conditions and evictions, until the watches deliver them.
 #[derive(Debug, Default)]
 pub(crate) struct FindingTracker {
     /// Written conditions and when they were written, by pod UID.
@@ -100,7 +100,7 @@ impl FindingTracker {
             let uid = pod.metadata.uid.as_deref().unwrap_or_default();
             let findings = pod.node().and_then(|node| found.get(&(node, uid))).map_or(&[][..], Vec::as_slice);
             let has = pod.status.conditions.iter().find(|condition| condition.type_ == CONDITION_WITHIN_SHARE);
-            // Most pods are skipped here, because no agent ever reported them.
+            // This skips most pods, because no agent ever reported them.
             if findings.is_empty() && has.is_none() && !self.written.contains_key(uid) {
                 continue;
             }
@@ -171,7 +171,7 @@ fn findings_condition(findings: &[PolicyFinding<'_>]) -> PodCondition {
         type_: CONDITION_WITHIN_SHARE.to_owned(),
         status: if within { "True" } else { "False" }.to_owned(),
         reason: findings.first().map_or(WITHIN_SHARE_REASON, |(finding, _)| finding.kind.as_str()).to_owned(),
-        message: messages.join("; ").chars().take(MAX_MESSAGE).collect(),
+        message: messages.join("; ").chars().take(MAX_MESSAGE_CHARS).collect(),
     }
 }
 

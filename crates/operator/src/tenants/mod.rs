@@ -5,7 +5,7 @@
 //! operator accepts an agent's findings only about pods of the agent's own node. `GpuNode.spec`,
 //! which the operator itself writes, decides whether the pods are evicted.
 //!
-//! | step | module | what |
+//! | step | module | purpose |
 //! |---|---|---|
 //! | decide | `decide` | findings and pods → conditions to write, pods to evict |
 //! | apply, report | `run` | the writes, Events and metrics |

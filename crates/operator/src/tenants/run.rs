@@ -14,12 +14,12 @@ use crate::write::publish;
 /// Time to wait for further changes after the first one.
 const BATCH_WINDOW: Duration = Duration::from_millis(200);
 
-/// The controller of tenants.
+/// Writes the conditions of pods and evicts pods, as [`FindingTracker`] decides.
 pub(crate) struct TenantController {
     context: Context,
     wakes: Wakers,
     tracker: FindingTracker,
-    /// UIDs of pods that have an Event about the disruption budget that protects them.
+    /// UIDs of pods for which an Event already reports that a disruption budget protects the pod.
     protected: BTreeSet<String>,
     started: Instant,
 }
@@ -30,7 +30,7 @@ impl TenantController {
     }
 
     /// Evicts a pod and reports the eviction. If a disruption budget prevents the eviction, reports
-    /// that once.
+    /// the refusal once.
     async fn evict(&mut self, eviction: &Eviction) {
         let Eviction { pod, uid, node, message } = eviction;
         let evicted = evict(&self.context.client, pod, uid).await;
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_condition_is_merged_into_the_status_of_that_pod_alone() {
+    async fn a_condition_is_merged_into_the_status_of_its_own_pod_only() {
         let (client, mut server) = mock_client();
         let first = outside_mps_update(true);
         let (done, (line, kind, body)) =
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_failed_write_is_retried_unless_the_pod_is_gone() {
+    async fn a_failed_write_is_retried_unless_the_pod_no_longer_exists() {
         let (client, mut server) = mock_client();
         for (code, done) in [(500, false), (403, false), (404, true), (409, true), (422, true)] {
             let condition = outside_mps_update(true);

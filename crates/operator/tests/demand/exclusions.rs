@@ -13,7 +13,7 @@ use kube::core::error_boundary::InvalidObject;
 use crate::world::{PolicyReadiness, SLICE_10GB_RESOURCE, SLICE_20GB_RESOURCE, TestCluster, assert_waits};
 
 #[test]
-fn an_unreachable_node_is_excluded_until_it_answers() {
+fn an_unreachable_node_is_excluded_until_its_agent_reports() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     world.pod("one", SLICE_10GB_RESOURCE, 1);
     let (_, _) = world.run_pass();
@@ -41,7 +41,7 @@ fn an_unreachable_node_is_excluded_until_it_answers() {
 }
 
 #[test]
-fn a_node_whose_agent_is_not_ready_is_excluded_at_once() {
+fn a_node_whose_agent_is_not_ready_is_excluded_immediately() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     world.observed.nodes.get_mut("n1").unwrap().agent = Some(Agent { ready: false });
     world.pod("one", SLICE_10GB_RESOURCE, 1);
@@ -83,7 +83,7 @@ fn no_gpu_is_repartitioned_on_a_node_where_the_pod_cannot_run() {
 }
 
 #[test]
-fn a_malformed_pod_or_node_affects_no_other() {
+fn a_malformed_pod_or_node_affects_no_other_pod_or_node() {
     let mut world = TestCluster::new("mode: Auto").node("n1", 1).node("n2", 1);
     let error = "no field".to_owned();
     world.observed.nodes.get_mut("n2").unwrap().gpu_node =

@@ -51,11 +51,7 @@ fn sized_slices_follow_demand_and_an_idle_gpu_changes_its_mode() {
         world.remove_pod(pod);
     }
     world.settle();
-    assert_eq!(
-        world.count("n1", 0, SLICE_10GB_RESOURCE),
-        2,
-        "free slices stay until a pod needs a slice in their place"
-    );
+    assert_eq!(world.count("n1", 0, SLICE_10GB_RESOURCE), 2, "free slices remain until a pod needs a different slice");
     world.pod("mig", MIG_1G_RESOURCE, 1);
     world.settle();
     assert!(world.is_bound("mig"), "an idle GPU changes from MPS to MIG");
@@ -67,7 +63,7 @@ fn sized_slices_follow_demand_and_an_idle_gpu_changes_its_mode() {
 }
 
 #[test]
-fn pods_that_free_slices_can_serve_change_nothing() {
+fn pods_that_free_slices_can_serve_cause_no_repartitioning() {
     let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]")
         .policy("fixed", "gpus:\n  indices: [0]\nmode: Mps\nmps:\n  units: 4")
         .node("n1", 3);
@@ -146,7 +142,7 @@ fn an_edited_policy_applies_to_idle_gpus_only() {
 }
 
 #[test]
-fn planned_slices_of_another_policy_count() {
+fn planned_slices_of_another_policy_count_as_free() {
     let mut world = TestCluster::new("mode: Auto\ngpus:\n  indices: [1]\nmps:\n  units: 4").node("n1", 2);
     // Both policies were created at the same time. The spec of the second policy's GPU is not
     // written yet.
@@ -160,7 +156,7 @@ fn planned_slices_of_another_policy_count() {
 }
 
 #[test]
-fn shares_of_an_instance_in_use_stay_when_the_policy_is_edited() {
+fn shares_of_an_instance_in_use_are_kept_when_the_policy_is_edited() {
     let sharing =
         |units: u32| format!("mode: Mig\nmig:\n  sharing:\n    mps:\n      units: {units}\n      threads: Strict");
     let mut world = TestCluster::new(&sharing(4)).node("n1", 1);

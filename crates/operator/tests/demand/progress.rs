@@ -15,8 +15,8 @@ fn a_node_gets_no_second_change_while_it_changes() {
     world.pod("first", SLICE_10GB_RESOURCE, 1);
     world.run_pass();
     let written = world.object("n1").spec.clone();
-    // The node has not read its spec. A pod that another GPU of the node could serve waits, and no
-    // second change is started.
+    // The node has not read its spec. A pod that another GPU of the node could serve waits, and the
+    // operator starts no second change.
     world.pod("second", MIG_1G_RESOURCE, 1);
     world.now += Duration::from_secs(1);
     let (_, outcome) = world.run_pass();
@@ -75,7 +75,7 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
     };
     fail(&mut world);
     let (plan, outcome) = world.run_pass();
-    assert!(world.partition("n1", 0).whole.is_some(), "the present partition is restored");
+    assert!(world.partition("n1", 0).whole.is_some(), "the operator restores the current partition");
     assert!(
         outcome.excluded_gpus.values().any(|why| why.contains("Insufficient Resources")),
         "{:?}",
@@ -92,7 +92,7 @@ fn a_failed_change_is_undone_and_retried_after_a_backoff() {
     world.now += Duration::from_secs(4);
     world.run_pass();
     assert_eq!(world.written_nodes(), [] as [&str; 0], "the backoff has not ended");
-    // During the backoff, a pod can use the GPU's present slices.
+    // During the backoff, a pod can use the GPU's current slices.
     world.pod("whole", WHOLE_GPU_RESOURCE, 1);
     let (_, outcome) = world.run_pass();
     assert_waits(&outcome, "whole", Reason::Scheduler, "GPU");
@@ -175,7 +175,7 @@ fn a_plan_that_a_new_pod_makes_obsolete_is_replaced() {
     world.remove_pod("one");
     world.pod("mig", MIG_1G_RESOURCE, 1);
     world.run_pass();
-    // Before the node reads its spec, a pod is allocated the free slice.
+    // Before the node reads its spec, the kubelet allocates the free slice to a pod.
     world.pod("late", SLICE_10GB_RESOURCE, 1);
     world.pods.get_mut("team/late").unwrap().bind("n1");
     let partition = world.partition("n1", 0);
@@ -204,7 +204,7 @@ fn a_plan_that_a_new_pod_makes_obsolete_is_replaced() {
         ..StepStatus::default()
     }];
     let (_, outcome) = world.run_pass();
-    assert_eq!(world.count("n1", 0, SLICE_10GB_RESOURCE), 1, "the slices in use stay");
+    assert_eq!(world.count("n1", 0, SLICE_10GB_RESOURCE), 1, "the slices in use are kept");
     assert_waits(&outcome, "mig", Reason::NoRoom, "in use");
     world.settle();
     world.remove_pod("late");
@@ -225,7 +225,7 @@ fn a_bound_pod_uses_its_slice_before_the_kubelet_lists_it() {
     let (_, outcome) = world.run_pass();
     assert_eq!(world.written_nodes(), [] as [&str; 0], "the pod's slice would be removed");
     assert_waits(&outcome, "whole", Reason::NoRoom, "");
-    // No other pod is allocated the slice.
+    // The kubelet allocates the slice to no other pod.
     world.pod("two", SLICE_10GB_RESOURCE, 1);
     let (_, outcome) = world.run_pass();
     assert_ne!(outcome.waiting["team/two"].reason, Reason::Scheduler);

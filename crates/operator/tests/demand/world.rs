@@ -1,4 +1,4 @@
-//! Simulates a cluster. The nodes of the cluster apply specs or fail, as the test directs.
+//! Simulates a cluster. The test controls whether the nodes apply their specs or fail.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -296,7 +296,7 @@ impl TestCluster {
         panic!("the cluster does not settle: {:?}", self.changes);
     }
 
-    /// Returns the part of the policy's status that says whether the policy is ready.
+    /// Returns the part of the policy's status that reports whether the policy is ready.
     pub(crate) fn readiness(&self, plan: &Plan) -> PolicyReadiness {
         let update = updates(plan, &self.observed, &WrittenStatuses::new(), Timestamp::UNIX_EPOCH).remove(0);
         let ready = update.status.conditions.iter().find(|condition| condition.type_ == "Ready").unwrap().clone();
@@ -304,7 +304,7 @@ impl TestCluster {
     }
 }
 
-/// The part of a policy's status that says whether the policy is ready.
+/// The part of a policy's status that reports whether the policy is ready.
 pub(crate) struct PolicyReadiness {
     /// Reason of the condition Ready.
     pub(crate) reason: String,

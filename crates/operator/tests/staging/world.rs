@@ -1,4 +1,4 @@
-//! A cluster of nodes that follow policies.
+//! Simulates a cluster of nodes that follow policies.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
 
-pub(crate) const FIVE: &str = "mode: Mps\nmps: {units: 5}";
-pub(crate) const TEN: &str = "mode: Mps\nmps: {units: 10}";
-pub(crate) const TEN_BY_TWO: &str = "mode: Mps\nmps: {units: 10}\nrollout: {maxUnavailable: 2}";
+pub(crate) const FIVE_SHARES_YAML: &str = "mode: Mps\nmps: {units: 5}";
+pub(crate) const TEN_SHARES_YAML: &str = "mode: Mps\nmps: {units: 10}";
+pub(crate) const TEN_SHARES_TWO_NODES_YAML: &str = "mode: Mps\nmps: {units: 10}\nrollout: {maxUnavailable: 2}";
 
 /// A cluster of nodes with one GPU each, named n0, n1 and so on.
 #[derive(Clone)]
@@ -31,7 +31,7 @@ impl World {
     pub(crate) fn new(nodes: usize) -> Self {
         let mut world = Self { observed: Observed::default(), staging: Staging::default(), now: Duration::ZERO };
         (0..nodes).for_each(|at| world.add_node(at));
-        world.pass();
+        world.run_pass();
         world.serve_all();
         world
     }
@@ -40,7 +40,7 @@ impl World {
     pub(crate) fn with_policy(nodes: usize, spec: &str) -> Self {
         let mut world = Self::new(nodes);
         world.set_policy("p", spec);
-        world.pass();
+        world.run_pass();
         world.serve_all();
         world
     }
@@ -98,7 +98,7 @@ impl World {
     }
 
     /// Runs one pass of the operator. Returns the nodes whose spec it writes.
-    pub(crate) fn pass(&mut self) -> Vec<String> {
+    pub(crate) fn run_pass(&mut self) -> Vec<String> {
         let written = self.write();
         assert!(changes(&self.staged_plan().0, &self.observed).is_empty(), "one pass writes everything");
         written
@@ -117,7 +117,7 @@ impl World {
         written
     }
 
-    /// Lets a node serve its spec until it proves the change.
+    /// Makes a node serve its spec until the node proves the change.
     pub(crate) fn serve(&mut self, node: &str) {
         self.apply(node);
         self.wait_for_proof();
@@ -129,7 +129,7 @@ impl World {
         self.wait_for_proof();
     }
 
-    /// Runs the operator, and lets the nodes serve long enough to prove a change.
+    /// Runs the operator, and advances the time until the serving nodes prove a change.
     pub(crate) fn wait_for_proof(&mut self) {
         self.staged_plan();
         self.now += PROOF_TIME;
@@ -153,7 +153,7 @@ impl World {
         }
     }
 
-    /// Lets the agent of a node read its spec and report one step.
+    /// Simulates that the agent of a node reads its spec and reports one step.
     pub(crate) fn report_step(&mut self, node: &str, result: &str, reason: &str) {
         let object = self.object(node);
         let status = object.status.as_mut().unwrap();
@@ -167,7 +167,7 @@ impl World {
         }];
     }
 
-    /// Lets a pod use a slice of a node.
+    /// Allocates a slice of a node to a pod.
     pub(crate) fn use_slice(&mut self, node: &str) {
         self.gpu(node).slices[0].in_use = 1;
     }
@@ -177,7 +177,7 @@ impl World {
         self.observed.nodes.get_mut(node).unwrap().taints = vec![taint];
     }
 
-    /// Returns the number of shares in the spec of each node. 0 for a whole GPU.
+    /// Returns the number of shares in the spec of each node. A whole GPU counts as 0 shares.
     pub(crate) fn shares(&mut self) -> Vec<u32> {
         let names: Vec<String> = self.observed.nodes.keys().cloned().collect();
         let shares = |object: &GpuNode| object.spec.gpus[0].partition.mps.as_ref().map_or(0, |mps| mps.slices[0].count);
@@ -204,12 +204,12 @@ impl World {
         (found.status.clone(), found.reason.clone(), found.message.clone())
     }
 
-    pub(crate) fn counts(&mut self) -> RolloutStatus {
+    pub(crate) fn rollout_status(&mut self) -> RolloutStatus {
         self.report();
         self.observed.policies["p"].as_ref().unwrap().status.as_ref().unwrap().rollout
     }
 
-    /// Lets a failure last long enough to count.
+    /// Advances the time until a failure counts.
     pub(crate) fn wait_for_failure(&mut self) {
         let (_, next) = self.staged_plan();
         assert_eq!(next, Some(FAILURE_TIME), "the operator plans again when the failure counts");

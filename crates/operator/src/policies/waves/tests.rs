@@ -8,7 +8,7 @@ const RULES: RolloutRules =
     RolloutRules { max_unavailable: MaxUnavailable::Nodes(2), paused: false, on_failure: OnFailure::Stop };
 
 /// The expected result if no node begins to change.
-const NONE: [usize; 0] = [];
+const NO_NODES: [usize; 0] = [];
 
 /// Returns a node that has changed and serves the newest partition.
 fn updated_node() -> NodeView {
@@ -47,7 +47,7 @@ fn changing_node(view: NodeView) -> NodeView {
     with_state(NodeState::Changing, view)
 }
 
-/// Returns an unused node that has no older partition either.
+/// Returns an unused node that no longer serves its older partition.
 fn node_between_partitions() -> NodeView {
     NodeView { is_between_partitions: true, ..changing_node(older_node()) }
 }
@@ -89,28 +89,28 @@ fn the_first_wave_is_one_node() {
     assert_eq!(nodes_that_begin(RULES, &[older_node(), older_node(), older_node(), older_node()]), [0]);
     assert_eq!(
         nodes_that_begin(RULES, &[changing_node(updated_node()), older_node(), older_node()]),
-        NONE,
+        NO_NODES,
         "the canary has not finished"
     );
     assert_eq!(decide_for(RULES, &[older_node(), older_node()]).phase, Phase::RollingOut);
 }
 
 #[test]
-fn a_node_that_has_served_only_for_a_moment_proves_nothing() {
+fn a_node_that_served_only_briefly_does_not_prove_the_change() {
     let young = || NodeView { is_steady: false, ..updated_node() };
     assert_eq!(
         nodes_that_begin(RULES, &[young(), older_node(), older_node(), failed_node(older_node())]),
-        NONE,
+        NO_NODES,
         "the canary may still fail"
     );
     assert_eq!(nodes_that_begin(RULES, &[young(), updated_node(), older_node(), older_node()]), [2, 3]);
     let kept = NodeView { affected: false, ..young() };
-    assert_eq!(nodes_that_begin(RULES, &[kept, older_node(), older_node()]), [1], "it is no canary");
+    assert_eq!(nodes_that_begin(RULES, &[kept, older_node(), older_node()]), [1], "this node is not a canary");
     let withdrawn = |view: NodeView| NodeView { withdrawn: true, ..cordoned_node(excused_node(view)) };
     assert_eq!(
         nodes_that_begin(RULES, &[withdrawn(young()), older_node(), older_node()]),
         [1],
-        "a person has cordoned the canary"
+        "an administrator cordoned the canary"
     );
     assert_eq!(
         nodes_that_begin(
@@ -134,7 +134,7 @@ fn cordoned_and_failed_nodes_change_one_at_a_time_until_one_serves() {
         ] {
             assert_eq!(
                 nodes_that_begin(RULES, &[unfit(canary.clone()), unfit(older_node()), unfit(older_node())]),
-                NONE,
+                NO_NODES,
                 "{canary:?}"
             );
         }
@@ -155,7 +155,7 @@ fn cordoned_and_failed_nodes_change_one_at_a_time_until_one_serves() {
 }
 
 #[test]
-fn a_change_is_complete_after_the_last_node_has_served_for_some_time() {
+fn a_change_is_complete_once_the_last_node_is_steady() {
     let young = || NodeView { is_steady: false, ..updated_node() };
     let progress = decide_for(RULES, &[updated_node(), young()]);
     assert_eq!((progress.phase, progress.updated), (Phase::RollingOut, 2));
@@ -167,15 +167,15 @@ fn a_change_is_complete_after_the_last_node_has_served_for_some_time() {
 }
 
 #[test]
-fn a_node_that_may_be_the_canary_of_an_unknown_change_must_serve_for_some_time() {
+fn a_node_that_may_be_the_canary_of_an_unknown_change_must_become_steady() {
     let possible_canary = || NodeView { affected: false, may_be_canary: true, ..updated_node() };
     let young = NodeView { is_steady: false, ..possible_canary() };
-    assert_eq!(nodes_that_begin(RULES, &[young.clone(), older_node(), older_node()]), NONE);
+    assert_eq!(nodes_that_begin(RULES, &[young.clone(), older_node(), older_node()]), NO_NODES);
     assert_eq!(decide_for(RULES, &[young, older_node()]).unsteady, BTreeSet::from(["n0".to_owned()]));
     assert_eq!(
         nodes_that_begin(RULES, &[possible_canary(), older_node(), older_node()]),
         [1],
-        "it proves nothing, because the change is unknown"
+        "the node does not prove an unknown change"
     );
 }
 
@@ -188,7 +188,7 @@ fn nodes_that_the_change_does_not_affect_prove_only_repairs() {
     );
     assert_eq!(
         nodes_that_begin(RULES, &[unaffected_node(), changing_node(updated_node()), older_node(), older_node()]),
-        NONE
+        NO_NODES
     );
     assert_eq!(nodes_that_begin(RULES, &[unaffected_node(), updated_node(), older_node(), older_node()]), [2, 3]);
     assert_eq!(
@@ -201,7 +201,7 @@ fn nodes_that_the_change_does_not_affect_prove_only_repairs() {
 }
 
 #[test]
-fn after_the_canary_the_limit_applies() {
+fn after_the_canary_the_number_of_changing_nodes_is_limited() {
     assert_eq!(nodes_that_begin(RULES, &[updated_node(), older_node(), older_node(), older_node()]), [1, 2]);
     assert_eq!(
         nodes_that_begin(RULES, &[updated_node(), changing_node(updated_node()), older_node(), older_node()]),
@@ -212,7 +212,7 @@ fn after_the_canary_the_limit_applies() {
             RULES,
             &[updated_node(), changing_node(updated_node()), changing_node(updated_node()), older_node()]
         ),
-        NONE
+        NO_NODES
     );
     let all = RolloutRules { max_unavailable: MaxUnavailable::Percent(100), ..RULES };
     assert_eq!(nodes_that_begin(all, &[updated_node(), older_node(), older_node(), older_node()]), [1, 2, 3]);
@@ -233,7 +233,7 @@ fn unused_nodes_change_first_and_do_not_wait_for_pods() {
         "no node is unused"
     );
     let canary_waits = [waiting_node(updated_node()), node_in_use(older_node()), node_in_use(older_node())];
-    assert_eq!(nodes_that_begin(RULES, &canary_waits), NONE, "one canary at a time");
+    assert_eq!(nodes_that_begin(RULES, &canary_waits), NO_NODES, "one canary at a time");
     assert_eq!(
         nodes_that_begin(RULES, &[waiting_node(updated_node()), node_in_use(older_node()), older_node()]),
         [2],
@@ -246,7 +246,7 @@ fn unused_nodes_change_first_and_do_not_wait_for_pods() {
         node_in_use(older_node()),
         older_node(),
     ];
-    assert_eq!(nodes_that_begin(RULES, &waits), [4], "as many nodes wait as may, and the unused one changes");
+    assert_eq!(nodes_that_begin(RULES, &waits), [4], "no further node may wait, so only the unused node changes");
     assert_eq!(
         nodes_that_begin(
             RULES,
@@ -257,18 +257,18 @@ fn unused_nodes_change_first_and_do_not_wait_for_pods() {
 }
 
 #[test]
-fn a_partly_changed_node_that_waits_for_pods_is_a_canary_that_works() {
+fn a_partly_changed_node_that_waits_for_pods_can_prove_the_change() {
     let partly = NodeView { has_serving_gpu: true, ..waiting_node(updated_node()) };
     assert_eq!(nodes_that_begin(RULES, &[partly, older_node(), older_node(), older_node()]), [1, 2]);
 }
 
 #[test]
-fn a_failed_node_stops_the_others() {
+fn a_failed_node_stops_other_nodes() {
     let views = [failed_node(updated_node()), updated_node(), older_node()];
     let progress = decide_for(RULES, &views);
     assert_eq!((progress.phase, progress.updated), (Phase::Stopped, 1));
     assert_eq!(progress.failed, BTreeMap::from([("n0".to_owned(), "why".to_owned())]));
-    assert_eq!(nodes_that_begin(RULES, &views), NONE);
+    assert_eq!(nodes_that_begin(RULES, &views), NO_NODES);
     let onward = RolloutRules { on_failure: OnFailure::Continue, ..RULES };
     assert_eq!(nodes_that_begin(onward, &views), [2]);
     assert_eq!(
@@ -286,7 +286,7 @@ fn a_failed_node_stops_the_others() {
 }
 
 #[test]
-fn a_young_failure_holds_the_others_back() {
+fn a_recent_failure_holds_back_other_nodes() {
     let failing = |view: NodeView| NodeView { failing: true, ..changing_node(view) };
     let views =
         [failing(updated_node()), updated_node(), older_node(), node_between_partitions(), failed_node(older_node())];
@@ -310,17 +310,17 @@ fn a_paused_policy_changes_no_node() {
         vec![updated_node(), older_node()],
         vec![updated_node(), failed_node(older_node())],
     ] {
-        assert_eq!(nodes_that_begin(paused, &views), NONE, "{views:?}");
+        assert_eq!(nodes_that_begin(paused, &views), NO_NODES, "{views:?}");
         assert_eq!(decide_for(paused, &views).phase, Phase::Paused);
     }
     assert_eq!(decide_for(paused, &[updated_node()]).phase, Phase::Complete);
 }
 
 #[test]
-fn a_policy_that_is_changed_back_repairs_nodes_at_once() {
+fn a_reverted_policy_repairs_broken_nodes_immediately() {
     let one = RolloutRules { max_unavailable: MaxUnavailable::Nodes(1), ..RULES };
-    // n0 kept the partition to which the policy was changed back. The other nodes were already
-    // being repartitioned.
+    // n0 kept the partition that the policy has again. The other nodes were already being
+    // repartitioned.
     let views = [
         updated_node(),
         failed_node(older_node()),
@@ -341,7 +341,7 @@ fn a_policy_that_is_changed_back_repairs_nodes_at_once() {
     assert_eq!(nodes_that_begin(one, &stopped), [2], "only repairs continue");
     let restarting =
         [updated_node(), changing_node(older_node()), changing_node(older_node()), older_node(), older_node()];
-    assert_eq!(nodes_that_begin(one, &restarting), NONE, "they serve an older partition soon");
+    assert_eq!(nodes_that_begin(one, &restarting), NO_NODES, "they will soon serve an older partition");
     assert_eq!(
         nodes_that_begin(RULES, &[updated_node(), changing_node(older_node()), older_node(), older_node()]),
         [2]
@@ -349,7 +349,7 @@ fn a_policy_that_is_changed_back_repairs_nodes_at_once() {
 }
 
 #[test]
-fn an_unproven_change_does_not_wait_for_an_older_one_that_never_finishes() {
+fn an_unproven_change_does_not_wait_for_an_older_change_that_never_finishes() {
     assert_eq!(
         nodes_that_begin(
             RULES,
@@ -366,15 +366,15 @@ fn an_unproven_change_does_not_wait_for_an_older_one_that_never_finishes() {
     assert_eq!(
         nodes_that_begin(RULES, &[excused_node(older_node()), node_in_use(older_node())]),
         [1],
-        "a failure of the node would reveal nothing"
+        "a failure of this node would not show whether the change works"
     );
 }
 
 #[test]
-fn nodes_without_a_ready_agent_stay_pending() {
+fn nodes_without_a_ready_agent_remain_pending() {
     let away = NodeView { agent_ready: false, ..older_node() };
     assert_eq!(nodes_that_begin(RULES, &[away.clone(), older_node()]), [1]);
-    assert_eq!(nodes_that_begin(RULES, &[updated_node(), away]), NONE);
+    assert_eq!(nodes_that_begin(RULES, &[updated_node(), away]), NO_NODES);
 }
 
 #[test]
@@ -388,9 +388,9 @@ fn excused_nodes_do_not_count_as_unavailable() {
     );
 }
 
-/// Every rollout ends, never exceeds its limit, and begins with one node.
+/// Checks that every rollout ends, never exceeds its limit, and begins with one node.
 #[test]
-fn rollouts_of_any_size_end_within_their_limit() {
+fn rollouts_of_any_size_end_and_respect_their_limit() {
     for (count, limit) in (1..12).flat_map(|count| (1..6).map(move |limit| (count, limit))) {
         let rules = RolloutRules { max_unavailable: MaxUnavailable::Nodes(limit), ..RULES };
         let mut views = vec![older_node(); count];

@@ -117,7 +117,11 @@ fn renamed_time_sliced_replicas_are_not_mps_shares() {
         json!({"allocations": allocations("nvidia.com/gpu-gold"), "mode": "TimeSlicing", "slices": [], "mps": []});
     let mps = MpsState::of(&gpu_node(sliced.clone(), &time_sliced), true);
     assert_eq!(
-        (mps.user.as_deref(), mps.serves("nvidia.com/gpu-gold"), mps.serves("nvidia.com/gpu-mps")),
+        (
+            mps.user.as_deref(),
+            mps.may_be_mps_resource("nvidia.com/gpu-gold"),
+            mps.may_be_mps_resource("nvidia.com/gpu-mps")
+        ),
         (None, false, true)
     );
     assert!(
@@ -189,8 +193,8 @@ impl TestCluster {
         step.replace.into_iter().map(|one| one.node).collect()
     }
 
-    /// Waits until the serving MPS hosts count as steady and a node is closed and settled, and
-    /// deletes the MPS host of that node.
+    /// Waits until the serving MPS hosts count as steady and a closed node has been idle long
+    /// enough. Then deletes the MPS host of that node.
     fn replace_next_mps_host(&mut self) -> Vec<String> {
         self.update();
         self.up += STEADY_TIME;
@@ -243,7 +247,7 @@ fn shares_of_idle_nodes_are_withheld_and_their_mps_hosts_replaced_one_by_one() {
 }
 
 #[test]
-fn an_mps_host_in_use_stays_even_if_its_use_starts_while_shares_are_withheld() {
+fn an_mps_host_in_use_is_kept_even_if_its_use_starts_while_shares_are_withheld() {
     let mut world = TestCluster::with_nodes(1);
     world.view_of("n00").busy = Some("team/p has 2 nvidia.com/gpu-mps".into());
     let step = world.update();
@@ -260,7 +264,7 @@ fn an_mps_host_in_use_stays_even_if_its_use_starts_while_shares_are_withheld() {
 }
 
 #[test]
-fn no_mps_host_is_deleted_twice_and_its_successor_stays() {
+fn no_mps_host_is_deleted_twice_and_its_successor_is_kept() {
     let mut world = TestCluster::with_nodes(1);
     world.update();
     world.up += IDLE_TIME;
@@ -295,7 +299,7 @@ fn an_mps_host_that_does_not_serve_in_time_stops_replacement_until_it_serves_or_
         (set.kind.as_deref(), set.name.as_deref(), set.namespace.as_deref()),
         (Some("DaemonSet"), Some("hosts"), Some("system"))
     );
-    assert!(!world.rollout.is_withheld("n00"), "from here on the agent reports what the node can serve");
+    assert!(!world.rollout.is_withheld("n00"), "from here on, the agent's report decides which shares are free");
     world.up += secs(1);
     let again = world.update();
     assert!(again.stopped && again.stop_report.is_none() && again.replace.is_empty(), "it is reported once");
@@ -387,7 +391,7 @@ fn unreachable_and_cordoned_nodes_do_not_stop_replacement() {
     assert_eq!(
         world.replace_next_mps_host(),
         ["n01"],
-        "an excused node that does not come back does not stop the others"
+        "an excused node that does not recover does not stop the others"
     );
 }
 

@@ -1,5 +1,5 @@
-//! Tests unusual and hostile objects. A pass over such objects is short, each pod gets a message of
-//! bounded length, and no other pod is delayed.
+//! Tests unusual and hostile objects. A pass over such objects is short, each message has a limited
+//! length, and no other pod is delayed.
 use std::time::{Duration, Instant};
 
 use cleave_plan::affinity::HOSTNAME;
@@ -16,7 +16,7 @@ const PASS_LIMIT: Duration = Duration::from_secs(20);
 /// Maximum length of a message. An Event's note has at most 1,000 bytes.
 const MAX_MESSAGE_BYTES: usize = 1000;
 
-/// Reconciles, and checks the time that it takes and the length of each message.
+/// Reconciles, and checks the duration and the length of each message.
 fn reconcile_within_limits(keeper: &mut Gatekeeper, world: &TestCluster, seconds: u64) -> Actions {
     let begun = Instant::now();
     let actions = reconcile(keeper, world, seconds);
@@ -28,7 +28,7 @@ fn reconcile_within_limits(keeper: &mut Gatekeeper, world: &TestCluster, seconds
     actions
 }
 
-/// Returns a spec with this number of containers, each of which requests this many shares.
+/// Returns a spec with `count` containers. Each container requests `shares` shares.
 fn containers(count: u32, shares: u32) -> Value {
     let container =
         |index| json!({"name": format!("c{index}"), "resources": {"limits": {MPS_RESOURCE: shares.to_string()}}});
@@ -37,13 +37,13 @@ fn containers(count: u32, shares: u32) -> Value {
 
 #[test]
 fn a_pod_with_twenty_containers_fits_or_waits_and_delays_no_other_pod() {
-    // Three containers of three shares fit on a GPU, so twenty need seven GPUs.
+    // Three containers of three shares fit on a GPU, so twenty containers need seven GPUs.
     let world = TestCluster::default().node("n1", &[0; 7]).node("n2", &[0; 6]);
     let fits = world.clone().pod_with("twenty", 3, containers(20, 3));
     let actions = reconcile_within_limits(&mut Gatekeeper::default(), &fits, 0);
     assert_eq!(released(&actions), [("team/twenty", "reserved")]);
-    // Two containers of four shares fit on a GPU, so twenty fit on no node. Some GPUs are partly
-    // used, so that the search has many cases.
+    // Two containers of four shares fit on a GPU, so twenty containers fit on no node. Some GPUs
+    // are partly used, so that the search has many cases.
     let world = TestCluster::default().node("n1", &[0, 1, 2, 3, 4, 5, 6]).node("n2", &[6, 5, 4, 3, 2, 1, 0]);
     let world = world.pod_with("twenty", 4, containers(20, 4)).pod("other", 1);
     let actions = reconcile_within_limits(&mut Gatekeeper::default(), &world, 0);
@@ -52,7 +52,7 @@ fn a_pod_with_twenty_containers_fits_or_waits_and_delays_no_other_pod() {
 }
 
 #[test]
-fn a_pod_with_three_hundred_topology_terms_is_judged_and_delays_no_other_pod() {
+fn a_pod_with_three_hundred_topology_terms_is_released_and_delays_no_other_pod() {
     let labels = json!({"matchLabels": {"app": "web"}});
     let spread: Vec<Value> = (0..300)
         .map(|index| json!({"topologyKey": format!("zone-{index}"), "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule", "labelSelector": labels}))
@@ -73,8 +73,8 @@ fn a_pod_with_three_hundred_topology_terms_is_judged_and_delays_no_other_pod() {
     let mut all = released(&actions);
     all.sort_unstable();
     assert_eq!(all, [("team/apart", "reserved"), ("team/other", "reserved"), ("team/spread", "reserved")]);
-    // The operator does not evaluate this many terms, so it releases the pod to several nodes and
-    // the scheduler chooses.
+    // The operator does not evaluate 300 terms, so it releases the pod to several nodes, and the
+    // scheduler chooses a node.
     let nodes_of = |pod: &str| {
         let release = actions.releases.iter().find(|release| release.pod == pod).unwrap();
         reservation(release).nodes.len()
@@ -83,7 +83,7 @@ fn a_pod_with_three_hundred_topology_terms_is_judged_and_delays_no_other_pod() {
 }
 
 #[test]
-fn an_annotation_of_250_kib_is_not_kept_and_does_not_stop_the_release() {
+fn an_annotation_of_250_kib_is_not_stored_and_does_not_prevent_the_release() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("large", 1).pod("other", 1);
     let long = "x".repeat(250 << 10);
     let annotations =
@@ -99,7 +99,7 @@ fn an_annotation_of_250_kib_is_not_kept_and_does_not_stop_the_release() {
 }
 
 #[test]
-fn ten_thousand_pods_that_can_never_run_delay_no_pod_that_can() {
+fn ten_thousand_pods_that_can_never_run_delay_no_pod_that_can_run() {
     let mut world = TestCluster::default();
     for index in 0..10 {
         world = world.node(&format!("n{index}"), &[0; 8]);
@@ -130,12 +130,12 @@ fn ten_thousand_pods_that_can_never_run_delay_no_pod_that_can() {
         let actions = reconcile_within_limits(&mut keeper, &world, after);
         actions.releases.iter().for_each(|release| assert!(world.apply_release(release)));
         passes += 1;
-        assert!(passes <= 2, "a pod that can run waits for groups of pods that cannot");
+        assert!(passes <= 2, "a pod that can run waits for pods that cannot run");
     }
 }
 
 #[test]
-fn a_node_whose_hostname_label_differs_from_its_name_is_used_by_its_label() {
+fn pods_are_narrowed_to_a_node_by_its_hostname_label_even_if_its_name_differs() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 2);
     world.change(|world| &mut world.nodes, "n1", |node| node["metadata"]["labels"][HOSTNAME] = json!("ip-10-0-0-1"));
     let mut keeper = Gatekeeper::default();
@@ -147,14 +147,15 @@ fn a_node_whose_hostname_label_differs_from_its_name_is_used_by_its_label() {
     assert_eq!(pod.pointer(terms), Some(&expected), "the scheduler reads the label");
     let placement = TestCluster::placement(pod).unwrap();
     assert_eq!(placement.nodes.into_keys().collect::<Vec<_>>(), ["n1"], "the agent reads the node's name");
-    // The next leader finds the same reservation: the pod is not stranded, and its shares are used.
+    // The next leader finds the same reservation, so the pod is not stranded and its shares count
+    // as used.
     let world = world.pod("b", 9);
     let actions = reconcile_within_limits(&mut Gatekeeper::default(), &world, 60);
     assert_eq!((released(&actions), &actions.stranded), (vec![], &StrandedActions::default()));
 }
 
 #[test]
-fn a_policy_that_is_deleted_while_five_hundred_pods_wait_releases_none_of_them() {
+fn deleting_a_policy_while_five_hundred_pods_wait_releases_none_of_them() {
     let mut world = TestCluster::default().node("n1", &[0, 0]).policy(10);
     for index in 0..500 {
         world = world.pod(&format!("p{index:03}"), 10);
@@ -188,7 +189,7 @@ fn a_policy_that_is_deleted_while_five_hundred_pods_wait_releases_none_of_them()
         assert!(actions.waiting.len() >= 498, "{}", actions.waiting.len());
         assert!(actions.releases.iter().all(|release| release.pod == "team/whole"), "{:?}", released(&actions));
     }
-    // The operator applies the writes again: the released pods keep their reservations.
+    // When the operator applies the writes again, the released pods keep their reservations.
     let mut again = before;
     again.version = with_whole.version + 1;
     let actions = reconcile_within_limits(&mut keeper, &again, UNSCHEDULABLE_AFTER.as_secs());

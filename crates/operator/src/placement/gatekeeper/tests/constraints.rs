@@ -40,11 +40,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
     // The released pods still count after the watch has reported them.
     actions.releases.iter().for_each(|release| assert!(world.apply_release(release)));
     assert_eq!(released(&reconcile(&mut keeper, &world, 1)), []);
-    assert_eq!(
-        released(&reconcile(&mut Gatekeeper::default(), &world, 2)),
-        [],
-        "an operator that takes over decides the same"
-    );
+    assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &world, 2)), [], "a new leader makes the same decision");
     // A pod's anti-affinity also excludes pods without rules.
     let world = world.pod("plain", 2);
     let mut alike = world.clone();
@@ -57,7 +53,7 @@ fn replicas_with_anti_affinity_are_released_to_different_nodes_in_one_reconcile(
 /// only one node, so only one domain counts. With `minDomains: 2`, the scheduler compares with a
 /// domain without pods.
 #[test]
-fn a_pod_with_min_domains_is_not_released_to_a_node_that_the_scheduler_refuses_then() {
+fn a_pod_with_min_domains_is_not_released_to_a_node_that_the_scheduler_then_refuses() {
     for (policy, expected) in [("Honor", 2), ("Ignore", 3)] {
         let spread = json!({"topologySpreadConstraints": [{"maxSkew": 1, "minDomains": 2, "topologyKey": HOSTNAME,
             "whenUnsatisfiable": "DoNotSchedule", "nodeAffinityPolicy": policy, "labelSelector": {"matchLabels": {"app": "web"}}}]});
@@ -88,11 +84,11 @@ fn replicas_are_spread_over_zones_by_their_constraint() {
 }
 
 #[test]
-fn optional_fields_of_a_spread_constraint_apply() {
+fn optional_fields_of_a_spread_constraint_are_evaluated() {
     let in_a = json!({ZONE: "a"});
     let cases = [
-        // Each case has fields, a node selector, whether the node of zone b has a taint, and the
-        // number of released replicas of four.
+        // Each case contains fields, a node selector, whether the node of zone b has a taint, and
+        // how many of four replicas are released.
         (json!({}), json!({}), false, 4),
         // The scheduler counts only the node to which a pod is released, so each node gets one pod.
         (json!({"minDomains": 2}), json!({}), false, 2),

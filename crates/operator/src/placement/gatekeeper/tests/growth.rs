@@ -31,7 +31,8 @@ fn restore_gate(world: &mut TestCluster, pod: &str) {
     world.change(|world| &mut world.pods, pod, |pod| pod["status"]["conditions"] = gated);
 }
 
-/// Adds a pod of the lowest priority to the node `n1`, with this many of its used shares.
+/// Adds a pod of the lowest priority to the node `n1`. The pod has `shares` of the node's used
+/// shares.
 fn with_low_priority_pod(world: TestCluster, shares: u32) -> TestCluster {
     let bound = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0});
     let mut world = world.pod_with("low", shares, bound).policy(10);
@@ -47,11 +48,11 @@ const FULL_SECONDS: u64 = FULL_AFTER.as_secs();
 const NO_NODE_SECONDS: u64 = NO_NODE_AFTER.as_secs();
 
 #[test]
-fn a_pod_is_reported_while_the_pool_is_full_and_no_longer_when_it_is_released() {
+fn a_pod_is_reported_while_the_pool_is_full_and_until_it_is_released() {
     let mut world = TestCluster::default().node("n1", &[7, 7]).pod("five", 5).policy(10);
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0);
-    assert_eq!((reports(&first), first.reported), (vec![], 0), "pods that end may make room");
+    assert_eq!((reports(&first), first.reported), (vec![], 0), "pods may end and free shares");
     assert!(first.requeue.is_some_and(|requeue| requeue <= FULL_AFTER), "{:?}", first.requeue);
     let due = reconcile(&mut keeper, &world, FULL_SECONDS);
     assert_eq!((reports(&due), due.reported), (vec![("team/five", true)], 1));
@@ -68,7 +69,7 @@ fn a_pod_is_reported_while_the_pool_is_full_and_no_longer_when_it_is_released() 
 }
 
 #[test]
-fn a_pool_grows_from_zero_if_a_policy_offers_the_request() {
+fn a_pool_grows_from_zero_if_a_policy_allows_the_request() {
     let cases = [
         // Each case has the request, the shares of each policy, and whether the pod is reported.
         (3, vec![10], true),
@@ -94,7 +95,7 @@ fn a_pod_that_is_larger_than_any_known_gpu_is_not_reported() {
     let mut world = TestCluster::default().node("n1", &[10]).pod("eleven", 11).pod("one", 1).policy(10);
     let mut keeper = Gatekeeper::default();
     assert_eq!(reports(&reconcile_later(&mut keeper, &world, 60)), [("team/one", true)]);
-    // The last node is removed. An autoscaler's new node would be too small again.
+    // The last node is removed. An autoscaler's new node would also be too small.
     refuse(&mut world, "team/one");
     (world.nodes, world.gpu_nodes, world.agents) = Default::default();
     world.policies = TestCluster::default().policy(20).policies;
@@ -109,7 +110,7 @@ fn a_pod_that_is_larger_than_any_known_gpu_is_not_reported() {
 }
 
 #[test]
-fn a_pod_that_is_too_large_for_a_moment_or_until_a_gpu_is_larger_is_reported() {
+fn a_pod_that_is_too_large_only_briefly_or_until_a_larger_gpu_exists_is_reported() {
     let larger = |world: &mut TestCluster| {
         world.change(
             |world| &mut world.gpu_nodes,
@@ -155,7 +156,7 @@ fn a_pod_that_cleave_delays_is_not_reported() {
 }
 
 #[test]
-fn evictions_pause_for_a_limited_time_while_room_is_made_otherwise() {
+fn evictions_pause_for_a_limited_time_while_a_pod_may_get_units_without_them() {
     let world = with_low_priority_pod(TestCluster::default().node("n1", &[6]), 6).pod_with(
         "high",
         6,
@@ -176,7 +177,7 @@ fn evictions_pause_for_a_limited_time_while_room_is_made_otherwise() {
 }
 
 #[test]
-fn a_pod_for_which_room_is_made_is_not_reported() {
+fn a_pod_that_is_about_to_get_units_is_not_reported() {
     let world = with_low_priority_pod(TestCluster::default().node("n1", &[6]), 6).pod_with(
         "high",
         6,
@@ -229,7 +230,7 @@ fn a_pod_is_not_reported_while_the_status_of_a_node_is_missing() {
 }
 
 #[test]
-fn pods_that_fit_a_node_whose_agent_is_away_for_a_moment_are_not_reported() {
+fn pods_that_fit_a_node_whose_agent_is_briefly_not_ready_are_not_reported() {
     let not_ready: ClusterChange = |world| {
         world.change(
             |world| &mut world.agents,
@@ -312,7 +313,7 @@ fn pods_that_fit_a_gpu_after_its_repartitioning_are_not_reported() {
 }
 
 #[test]
-fn rules_between_pods_count_on_nodes_whose_agent_is_away() {
+fn rules_between_pods_count_on_nodes_whose_agent_is_not_ready() {
     let term = json!({"labelSelector": {"matchLabels": {"app": "web"}}, "topologyKey": "kubernetes.io/hostname"});
     let apart = json!({"affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}});
     let mut world = TestCluster::default().node("n1", &[10]).node("n2", &[0]).policy(10);
@@ -344,7 +345,7 @@ fn a_new_leader_changes_no_report_and_no_taint_before_it_reserves() {
     keeper.reset();
     assert_eq!(reconcile(&mut keeper, &world, 61).taints, []);
     world.pods.clear();
-    assert_eq!(reconcile(&mut keeper, &world, 120).taints.len(), 1, "the settings stay after a change of the leader");
+    assert_eq!(reconcile(&mut keeper, &world, 120).taints.len(), 1, "a change of the leader keeps the settings");
 }
 
 #[test]
@@ -354,7 +355,7 @@ fn a_report_is_withdrawn_when_another_node_would_not_help() {
     let demand = |reason| BTreeMap::from([("team/a".to_owned(), WaitingPod { reason, message: "planned".into() })]);
     let mut keeper = Gatekeeper::default();
     let actions = keeper.reconcile(&world.cluster(), &demand(Reason::NoRoom), at(0));
-    assert_eq!((reports(&actions), actions.reported), (vec![], 1), "a new leader keeps the report of the former one");
+    assert_eq!((reports(&actions), actions.reported), (vec![], 1), "a new leader keeps the former leader's report");
     let actions = keeper.reconcile(&world.cluster(), &demand(Reason::Repartitioning), at(1));
     assert_eq!((reports(&actions), actions.reported), (vec![("team/a", false)], 0));
     restore_gate(&mut world, "team/a");
@@ -381,7 +382,7 @@ fn reports_can_be_disabled() {
 }
 
 #[test]
-fn reports_are_bounded_and_repeated_after_a_failure() {
+fn reports_are_limited_per_reconcile_and_repeated_after_a_failure() {
     let mut world = TestCluster::default().node("n1", &[10]).policy(10);
     for index in 0..1000 {
         world = world.pod(&format!("pod-{index:04}"), 1);

@@ -1,4 +1,4 @@
-//! Tests properties of the gatekeeper that must hold regardless of how far the watches lag.
+//! Tests properties of the gatekeeper that must hold however far the watches lag.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::world::{ActualAllocations, GPUS, NODES, TestCluster, at, reconcile, reservation};
+use super::world::{ActualAllocations, GPUS_PER_NODE, NODES, TestCluster, at, reconcile, reservation};
 use crate::catch_up::Versions;
 use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
@@ -15,9 +15,9 @@ use crate::placement::queue::MISSING_TIME;
 /// One event in the life of a cluster.
 #[derive(Debug, Clone)]
 enum Step {
-    /// A pod that requests this many shares is created.
+    /// A pod is created. Contains the number of shares that the pod requests.
     Create(u32),
-    /// The gatekeeper reconciles. At most this many release writes succeed.
+    /// The gatekeeper reconciles. Contains the maximum number of release writes that succeed.
     Reconcile(usize),
     /// The gatekeeper reconciles, but all answers of the API server are lost.
     LoseAnswers(usize),
@@ -57,7 +57,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 /// Without [`crate::catch_up`], a new leader would reserve shares twice.
 #[test]
-fn a_lagging_watch_leads_to_a_second_reservation_so_a_new_leader_waits_for_it() {
+fn a_lagging_watch_leads_to_a_second_reservation_so_a_new_leader_waits_for_the_watch() {
     let world = TestCluster::default().node("n1", &[0]).pod("p2", 6);
     let (lagging, stored) = (world.cluster(), Versions { pods: world.version, ..Versions::default() });
     let mut world = world.pod_with("p1", 6, json!({"priority": 10}));
@@ -67,8 +67,8 @@ fn a_lagging_watch_leads_to_a_second_reservation_so_a_new_leader_waits_for_it() 
     // Resource versions that the new leader's own write requires.
     let required = Versions { pods: world.version, ..Versions::default() };
     let second = Gatekeeper::default().reconcile(&lagging, &BTreeMap::new(), at(1)).releases;
-    assert!(world.apply_release(&second[0]), "6 and 6 of 10 shares are reserved");
-    assert!(!stored.has_reached(required), "so the new leader does not act on this watch");
+    assert!(world.apply_release(&second[0]), "two pods reserve 6 of 10 shares each");
+    assert!(!stored.has_reached(required), "the new leader must not act on this watch");
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn a_pod_that_no_longer_exists_is_released_once() {
     sent.sort();
     let mut expected: Vec<String> = names().map(|name| format!("team/{name}")).collect();
     expected.sort();
-    assert_eq!(sent, expected, "each pod once, although the watch still has all of them");
+    assert_eq!(sent, expected, "each pod is released once, although the watch still has all of them");
     let limit = MISSING_TIME.as_secs();
     let actions = reconcile(&mut keeper, &world, limit - 1);
     assert_eq!((actions.releases.len(), actions.more, actions.waiting.len()), (0, false, 0));
@@ -134,7 +134,7 @@ fn a_pod_that_no_longer_exists_is_released_once() {
     let first = reconcile(&mut keeper, &world, 0).releases.remove(0);
     keeper.record_missing_pod(&first.pod, &first.uid, at(0).up);
     let again = reconcile(&mut keeper, &world, limit).releases;
-    assert_eq!(again[0].pod, first.pod, "the watch reports every deletion earlier, so the answer was wrong");
+    assert_eq!(again[0].pod, first.pod, "the watch would have reported a deletion by now, so the answer was wrong");
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn after_a_restart_shares_of_a_pod_that_was_just_deleted_are_not_reserved() {
 /// Regression test of a random sequence: a released pod is bound, allocated, and deleted without a
 /// grace period. The watch of pods then reports only that the pod was deleted.
 #[test]
-fn shares_of_a_deleted_pod_that_was_never_seen_bound_are_not_reserved_at_once() {
+fn shares_of_a_deleted_pod_that_was_never_seen_bound_are_not_reserved_immediately() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();
     assert!(world.apply_release(&reconcile(&mut keeper, &world, 0).releases[0]));
@@ -183,18 +183,19 @@ fn shares_of_a_deleted_pod_that_was_never_seen_bound_are_not_reserved_at_once() 
 }
 
 proptest! {
-    /// A released pod always finds its units on the device in its annotation, despite lagging
-    /// watches, failed writes and restarts of the operator.
+    /// Checks that a released pod always finds its units on the device in its annotation, despite
+    /// lagging watches, failed writes and restarts of the operator.
     ///
-    /// A gatekeeper that examines only changed pods also makes the same decisions as a gatekeeper
-    /// that examines all pods each time.
+    /// Also checks that a gatekeeper that examines only changed pods makes the same decisions as a
+    /// gatekeeper that always examines all pods.
     #[test]
     fn no_released_pod_fails_at_the_kubelet(steps in proptest::collection::vec(step(), 1..80)) {
-        let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
+        let mut world = TestCluster::default().node("n1", &[0; GPUS_PER_NODE]).node("n2", &[0; GPUS_PER_NODE]);
         let mut reality = ActualAllocations::default();
         let (mut watched, mut keeper, mut names) = (world.cluster(), Gatekeeper::default().with_settling_delay(), 0_u32);
         let mut thorough = Gatekeeper::default().with_settling_delay();
-        // The resource version of the watched pods, and the one that a new leader must have seen.
+        // The resource version of the watched pods, and the version that a new leader must have
+        // seen.
         let (mut stored, mut required) = (Versions::default(), Versions::default());
         for (second, step) in steps.into_iter().enumerate() {
             let ActualAllocations { given, ending } = &mut reality;
@@ -271,10 +272,10 @@ proptest! {
         }
     }
 
-    /// Once nothing changes, the pods that still wait fit no device.
+    /// Checks that, once nothing changes, waiting pods fit no device.
     #[test]
     fn a_pod_that_fits_does_not_wait(sizes in proptest::collection::vec(1_u32..=10, 1..20)) {
-        let mut world = TestCluster::default().node("n1", &[0; GPUS]).node("n2", &[0; GPUS]);
+        let mut world = TestCluster::default().node("n1", &[0; GPUS_PER_NODE]).node("n2", &[0; GPUS_PER_NODE]);
         for (index, units) in sizes.iter().enumerate() {
             world = world.pod(&format!("p{index}"), *units);
         }
@@ -290,7 +291,7 @@ proptest! {
             }
             reality.report(&mut world);
         }
-        let most = NODES.iter().flat_map(|node| (0..GPUS).map(move |index| format!("{node}-GPU-{index}")))
+        let most = NODES.iter().flat_map(|node| (0..GPUS_PER_NODE).map(move |index| format!("{node}-GPU-{index}")))
             .map(|gpu| reality.free(&gpu)).max().unwrap();
         for (name, pod) in &world.pods {
             prop_assert!(reality.given.contains_key(name) || TestCluster::units(pod) > most, "{name} could run: {reality:?}");

@@ -9,7 +9,7 @@ use crate::placement::cluster::ReconcileTime;
 use crate::placement::gatekeeper::Gatekeeper;
 
 #[test]
-fn no_share_is_reserved_on_a_node_from_the_reconcile_that_finds_its_outdated_host_idle() {
+fn no_share_is_reserved_on_a_node_once_its_outdated_mps_host_is_found_idle() {
     let mut world = TestCluster::default().node("n1", &[0, 0]).mps_host("n1", "old").pod("a", 2);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
@@ -22,7 +22,7 @@ fn no_share_is_reserved_on_a_node_from_the_reconcile_that_finds_its_outdated_hos
     let step = actions.rollout.unwrap();
     keeper.rollout.record_replacement(&step.replace[0], at(2).up);
     world.hosts = Some(BTreeMap::new());
-    assert_eq!(released(&reconcile(&mut keeper, &world, 10)), [], "the MPS host is gone");
+    assert_eq!(released(&reconcile(&mut keeper, &world, 10)), [], "the MPS host is deleted");
     // A new leader makes the same decision.
     assert_eq!(released(&reconcile(&mut Gatekeeper::default(), &world, 11)), []);
     world = world.mps_host("n1", "new");
@@ -35,7 +35,7 @@ fn no_share_is_reserved_on_a_node_from_the_reconcile_that_finds_its_outdated_hos
 }
 
 #[test]
-fn an_outdated_mps_host_stays_while_a_pod_has_shares_or_a_reservation_and_serves_others() {
+fn an_outdated_mps_host_is_kept_while_a_pod_has_shares_or_a_reservation_and_serves_others() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 2);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
@@ -53,7 +53,7 @@ fn an_outdated_mps_host_stays_while_a_pod_has_shares_or_a_reservation_and_serves
     assert_eq!(
         stays(&mut Gatekeeper::default(), &world, 11),
         "team/a has a reservation",
-        "an operator that takes over decides the same"
+        "a new leader makes the same decision"
     );
     world.change(
         |world| &mut world.gpu_nodes,
@@ -110,11 +110,7 @@ fn an_mps_host_is_replaced_on_a_node_whose_gpus_are_cordoned_or_time_sliced() {
     let one = json!({"containers": [{"resources": {"limits": {replicas: "1"}}}]});
     world = world.pod_with("t", 1, one);
     let mut keeper = Gatekeeper::default();
-    assert_eq!(
-        released(&reconcile(&mut keeper, &world, 0)),
-        [("team/t", "reserved")],
-        "only shares under MPS are withheld"
-    );
+    assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/t", "reserved")], "only MPS shares are withheld");
     assert_eq!(nodes_of_replaced_mps_hosts(&reconcile(&mut keeper, &world, 2)), ["n1"]);
 }
 

@@ -1,5 +1,5 @@
 //! Tests clusters in which Cleave serves a resource on some nodes, and another device plugin serves
-//! it on others.
+//! it on other nodes.
 use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ use crate::placement::stranded::MISSING_NODE_DELAY;
 type ClusterChange = fn(&mut TestCluster);
 
 const GPU_RESOURCE: &str = "nvidia.com/gpu";
-const LONG_SECONDS: u64 = 10 * UNSCHEDULABLE_AFTER.as_secs();
+const LONG_WAIT_SECONDS: u64 = 10 * UNSCHEDULABLE_AFTER.as_secs();
 
 /// Adds a node on which another device plugin serves whole GPUs.
 fn with_other_node(mut world: TestCluster, name: &str, gpus: u32) -> TestCluster {
@@ -39,7 +39,7 @@ fn add_agent_labels(world: &mut TestCluster, node: &str) {
 }
 
 /// Returns a cluster with one whole GPU on Cleave's node n1, and pods at the gate that request one
-/// each.
+/// GPU each.
 fn cluster_with_waiting_pods(pods: &[&str]) -> TestCluster {
     let mut world = whole_gpus(TestCluster::default(), "n1", &[0]);
     label_node(&mut world, "n1");
@@ -58,7 +58,7 @@ fn bind_pod(world: &mut TestCluster, pod: &str, node: &str) {
 }
 
 #[test]
-fn pods_for_a_resource_that_cleave_does_not_serve_are_released_at_once() {
+fn pods_that_request_a_resource_that_cleave_does_not_serve_are_released_immediately() {
     let world = TestCluster::default().node("n1", &[0]).pod_with("a", 1, requesting(GPU_RESOURCE, 1));
     let mut world = with_other_node(world, "other", 1);
     for taken in [false, true] {
@@ -76,7 +76,7 @@ fn pods_for_a_resource_that_cleave_does_not_serve_are_released_at_once() {
 }
 
 #[test]
-fn pods_use_cleaves_nodes_first_and_then_as_many_gpus_as_other_nodes_have_free() {
+fn pods_use_cleaves_nodes_first_and_then_the_free_gpus_of_other_nodes() {
     let mut world = with_other_node(cluster_with_waiting_pods(&["a", "b", "c", "d", "taker"]), "other", 3);
     world.change(|world| &mut world.pods, "team/taker", |pod| pod["spec"]["schedulingGates"] = json!([]));
     bind_pod(&mut world, "team/taker", "other");
@@ -91,13 +91,13 @@ fn pods_use_cleaves_nodes_first_and_then_as_many_gpus_as_other_nodes_have_free()
         &spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
     let away = json!([{"matchExpressions": [{"key": "gpu", "operator": "NotIn", "values": ["cleave"]}]}]);
     assert_eq!(*terms, away, "a label, not a list of nodes");
-    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [], "b and c are not bound yet, but count");
+    assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [], "b and c count although they are not bound yet");
     bind_pod(&mut world, "team/b", "other");
     bind_pod(&mut world, "team/c", "other");
     assert_eq!(released(&reconcile(&mut keeper, &world, 2)), []);
-    assert_eq!(released(&reconcile(&mut keeper, &world, LONG_SECONDS)), [], "d may fit later");
+    assert_eq!(released(&reconcile(&mut keeper, &world, LONG_WAIT_SECONDS)), [], "d may fit later");
     drop(world.pods.remove("team/b"));
-    assert_eq!(released(&reconcile(&mut keeper, &world, LONG_SECONDS + 1)), [("team/d", "other_plugin")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, LONG_WAIT_SECONDS + 1)), [("team/d", "other_plugin")]);
 }
 
 #[test]
@@ -168,17 +168,17 @@ fn a_pod_that_other_nodes_refuse_is_recreated_when_cleaves_nodes_have_room() {
     };
     refuse(&mut world, "team/b");
     assert_eq!(recreated(&mut keeper, &world, 1), [""; 0]);
-    assert_eq!(recreated(&mut keeper, &world, LONG_SECONDS), [""; 0], "Cleave's node is full too");
+    assert_eq!(recreated(&mut keeper, &world, LONG_WAIT_SECONDS), [""; 0], "Cleave's node is full too");
     // The operator drops the reservation of pod `a` when the pod is deleted.
     drop(world.pods.remove("team/a"));
-    for second in [LONG_SECONDS + 10, LONG_SECONDS + 20] {
+    for second in [LONG_WAIT_SECONDS + 10, LONG_WAIT_SECONDS + 20] {
         assert_eq!(recreated(&mut keeper, &world, second), [""; 0]);
     }
-    assert_eq!(recreated(&mut keeper, &world, LONG_SECONDS + 20 + MISSING_NODE_DELAY.as_secs()), ["team/b"]);
+    assert_eq!(recreated(&mut keeper, &world, LONG_WAIT_SECONDS + 20 + MISSING_NODE_DELAY.as_secs()), ["team/b"]);
 }
 
 #[test]
-fn nothing_is_released_while_gpu_nodes_are_missing_and_kubelets_still_report() {
+fn no_pod_is_released_while_gpu_nodes_are_missing_and_kubelets_still_report() {
     let cases: [(&str, ClusterChange); 3] = [
         ("the GpuNode is deleted", |world| drop(world.gpu_nodes.remove("n1"))),
         ("the GpuNode and the agent are deleted", |world| {
@@ -194,14 +194,14 @@ fn nothing_is_released_while_gpu_nodes_are_missing_and_kubelets_still_report() {
         }),
     ];
     for (what, change) in cases {
-        // One case requests a whole GPU, the other requests a share of a full GPU.
+        // One case requests a whole GPU, and the other case requests a share of a full GPU.
         let whole = whole_gpus(TestCluster::default(), "n1", &[1]).pod_with("a", 1, requesting(GPU_RESOURCE, 1));
         for before in [whole, TestCluster::default().node("n1", &[10]).pod("a", 1)] {
             let mut keeper = gatekeeper_with_agent_labels();
             assert_eq!(released(&reconcile(&mut keeper, &before, 0)), []);
             let mut world = before.clone();
             change(&mut world);
-            for second in [1, LONG_SECONDS, 2 * LONG_SECONDS] {
+            for second in [1, LONG_WAIT_SECONDS, 2 * LONG_WAIT_SECONDS] {
                 let actions = reconcile(&mut keeper, &world, second);
                 assert_eq!(released(&actions), [], "{what}");
                 assert!(actions.waiting["team/a"].message.contains("its GpuNode"), "{what}: {actions:?}");
@@ -218,7 +218,7 @@ fn nothing_is_released_while_gpu_nodes_are_missing_and_kubelets_still_report() {
     reconcile(&mut keeper, &world, 1);
     world.change(|world| &mut world.nodes, "n1", |node| node["status"]["allocatable"][MPS_RESOURCE] = json!("0"));
     reconcile(&mut keeper, &world, 2);
-    assert_eq!(released(&reconcile(&mut keeper, &world, LONG_SECONDS)), [("team/a", "unschedulable")]);
+    assert_eq!(released(&reconcile(&mut keeper, &world, LONG_WAIT_SECONDS)), [("team/a", "unschedulable")]);
 }
 
 #[test]
@@ -227,12 +227,12 @@ fn other_nodes_do_not_hide_that_a_gpu_node_is_missing() {
     let mut keeper = gatekeeper_with_agent_labels();
     world.gpu_nodes = BTreeMap::new();
     let actions = reconcile(&mut keeper, &world, 0);
-    assert_eq!(released(&actions), [("team/a", "other_plugin")], "as many as the other node has GPUs");
+    assert_eq!(released(&actions), [("team/a", "other_plugin")], "the other node has only one GPU");
     assert!(actions.waiting["team/b"].message.contains("its GpuNode"), "{actions:?}");
 }
 
 #[test]
-fn a_node_of_another_plugin_that_is_not_ready_delays_no_pod() {
+fn a_not_ready_node_of_another_plugin_delays_no_pod() {
     let not_ready = |world: &mut TestCluster, node: &str| {
         let taints = json!([{"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"}]);
         world.change(|world| &mut world.nodes, node, |node| node["spec"]["taints"] = taints);
@@ -244,7 +244,7 @@ fn a_node_of_another_plugin_that_is_not_ready_delays_no_pod() {
     for mut keeper in [gatekeeper_with_agent_labels(), Gatekeeper::default()] {
         assert_eq!(released(&reconcile(&mut keeper, &world, 0)), [("team/a", "not_managed")]);
     }
-    // The labels of nodes with an agent may be those of every node, such as `kubernetes.io/os`.
+    // The labels of nodes with an agent may be labels of every node, such as `kubernetes.io/os`.
     let mut labelled = world.clone();
     add_agent_labels(&mut labelled, "dead");
     let mut keeper = gatekeeper_with_agent_labels();
@@ -262,11 +262,11 @@ fn a_node_of_another_plugin_that_is_not_ready_delays_no_pod() {
         assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [], "an agent: {had_agent}");
         world.change(|world| &mut world.nodes, "dead", |_| ());
         assert_eq!(released(&reconcile(&mut keeper, &world, 2)), [], "an agent: {had_agent}");
-        assert!(!released(&reconcile(&mut keeper, &world, LONG_SECONDS)).is_empty());
+        assert!(!released(&reconcile(&mut keeper, &world, LONG_WAIT_SECONDS)).is_empty());
     }
     // No other node reports the resource, and the report of this node may be old.
     not_ready(&mut world, "other");
     let mut keeper = gatekeeper_with_agent_labels();
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
-    assert!(!released(&reconcile(&mut keeper, &world, LONG_SECONDS)).is_empty());
+    assert!(!released(&reconcile(&mut keeper, &world, LONG_WAIT_SECONDS)).is_empty());
 }

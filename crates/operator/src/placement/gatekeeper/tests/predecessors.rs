@@ -1,5 +1,5 @@
-//! Tests preemption while a node still lists allocations of a pod that was deleted, although a new
-//! pod has its name.
+//! Tests preemption while a node still lists allocations of a deleted pod, and a new pod already
+//! has the same name.
 use serde_json::{Value, json};
 
 use super::world::{ActualAllocations, TestCluster, reconcile, released};
@@ -12,7 +12,7 @@ fn victims(actions: &Actions) -> Vec<&str> {
     actions.evictions.iter().map(|eviction| eviction.pod.as_str()).collect()
 }
 
-/// Adds a bound pod with this many shares of a GPU.
+/// Adds a bound pod with shares of a GPU.
 fn with_bound_pod(
     world: TestCluster,
     reality: &mut ActualAllocations,
@@ -62,7 +62,7 @@ fn a_recreated_pod_waits_for_the_shares_of_its_predecessor_and_no_pod_is_evicted
 }
 
 #[test]
-fn other_pods_too_wait_for_the_shares_of_a_pod_that_was_recreated() {
+fn other_pods_also_wait_for_the_shares_of_a_pod_that_was_recreated() {
     let (world, _) = two_pods();
     let mut keeper = Gatekeeper::default();
     for second in [0, 100] {
@@ -78,7 +78,7 @@ fn other_pods_too_wait_for_the_shares_of_a_pod_that_was_recreated() {
 
 /// The kubelet may admit a pod before the watch reports that the pod is bound.
 #[test]
-fn a_pod_that_was_deleted_before_the_watch_reported_its_node_is_waited_for_too() {
+fn pods_also_wait_for_a_pod_that_was_deleted_before_the_watch_reported_its_node() {
     for is_recreated in [false, true] {
         let mut reality = ActualAllocations::default();
         let mut world =
@@ -106,7 +106,7 @@ fn a_pod_that_was_deleted_before_the_watch_reported_its_node_is_waited_for_too()
     }
 }
 
-/// A search that includes the predecessor's node would nominate the pod for this node forever.
+/// A search that includes the predecessor's node would always nominate the pod for this node.
 #[test]
 fn a_recreated_pod_preempts_elsewhere_if_its_predecessor_does_not_end() {
     let mut reality = ActualAllocations::default();
@@ -177,9 +177,9 @@ fn a_predecessor_excludes_only_the_pod_of_its_name_from_its_node() {
     }
 }
 
-/// The kubelet may have admitted the pod, so that its programs use the units. No pod is evicted for
-/// units that are kept only for seconds. Units of another GPU would not help: the report of the
-/// first pod would count as that of the second.
+/// The kubelet may have admitted the first pod, so its programs may use the units. No pod is
+/// evicted for units that are kept only for seconds. Units of another GPU would not help, because
+/// the node's report about the first pod would count for the second pod.
 #[test]
 fn a_recreated_pod_waits_until_the_units_of_its_unreported_predecessor_are_reported_or_free() {
     for is_reported_later in [false, true] {

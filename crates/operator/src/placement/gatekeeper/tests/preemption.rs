@@ -13,7 +13,7 @@ use crate::placement::cluster::Cluster;
 use crate::placement::gatekeeper::Gatekeeper;
 
 #[test]
-fn a_pod_preempts_one_of_lower_priority_and_gets_its_shares() {
+fn a_pod_preempts_a_pod_of_lower_priority_and_gets_its_shares() {
     let mut world = TestCluster::default().node("n1", &[0, 0]);
     let mut reality = ActualAllocations::default();
     for (name, units, device, priority) in [("low", 7, 0, 1), ("other", 9, 1, 5), ("small", 3, 0, 3)] {
@@ -29,7 +29,7 @@ fn a_pod_preempts_one_of_lower_priority_and_gets_its_shares() {
     assert_eq!(
         (evicted, released(&actions)),
         (vec![("team/low", "team/high")], vec![]),
-        "the pod of lowest priority, and no more than needed"
+        "the operator evicts only the pod of the lowest priority"
     );
     let uid = world.pods["team/low"]["metadata"]["uid"].as_str().unwrap();
     assert_eq!(actions.evictions[0].uid, uid);
@@ -67,10 +67,10 @@ fn a_pod_of_equal_priority_or_with_preemption_policy_never_preempts_no_pod() {
     }
 }
 
-/// Without the victim, the preemptor's affinity would refuse the node. The victim's controller
-/// would recreate it, and it would be evicted again.
+/// Without the victim, the preemptor's affinity would exclude the node. The victim's controller
+/// would recreate the victim, and the operator would evict it again.
 #[test]
-fn a_pod_that_another_must_run_beside_is_not_preempted_for_it() {
+fn a_pod_that_the_preemptors_affinity_needs_is_not_evicted() {
     let mut world =
         TestCluster::default().node("n1", &[0]).pod_with("beside", 2, json!({"nodeName": "n1", "schedulingGates": []}));
     world.change(|world| &mut world.pods, "team/beside", |pod| pod["metadata"]["labels"] = json!({"app": "web"}));
@@ -85,12 +85,12 @@ fn a_pod_that_another_must_run_beside_is_not_preempted_for_it() {
         world.change(|world| &mut world.pods, "team/high", |pod| pod["metadata"]["labels"] = json!({"app": "own"}));
         reconcile(&mut Gatekeeper::default(), &world, 0).evictions.len()
     };
-    assert_eq!(evictions("web"), 0, "without the victim, no node has a pod that the affinity selects");
+    assert_eq!(evictions("web"), 0, "without the victim, the affinity selects no pod");
     assert_eq!(evictions("own"), 1, "the pod is the first of its group");
 }
 
-/// The labels of a `Deployment` whose pods must run in the same zone: a replacement waits for the
-/// pod that it replaces.
+/// In a `Deployment` whose pods must run in the same zone, a new pod waits for the pod that it
+/// replaces.
 #[test]
 fn a_pod_waits_for_a_terminating_pod_that_its_affinity_selects() {
     let mut world = TestCluster::default().node("n1", &[0, 0]).node("n2", &[0, 0]);
@@ -122,8 +122,8 @@ fn a_pod_waits_for_a_terminating_pod_that_its_affinity_selects() {
     assert!(keeper.ledger().unwrap().nominations().contains_key("team/new"), "it waits for the shares");
 }
 
-/// The scheduler may refuse the node. The pod would then be recreated, and would preempt others
-/// repeatedly.
+/// The scheduler may refuse the node. The pod's controller would then recreate the pod, and the pod
+/// would repeatedly preempt others.
 #[test]
 fn a_pod_whose_volume_is_not_bound_preempts_no_pod() {
     let (mut world, _) = busy_node("2");
@@ -132,14 +132,15 @@ fn a_pod_whose_volume_is_not_bound_preempts_no_pod() {
         let world = world.clone().pod_with("high", 9, json!({"priority": 9, "volumes": mounts}));
         reconcile(&mut Gatekeeper::default(), &world, 0).evictions.len()
     };
-    assert_eq!(evicted(&world), 0, "no node is known on which the volume can be created");
+    assert_eq!(evicted(&world), 0, "the operator knows no node where the volume can be created");
     world.volume_claims =
         vec![json!({"metadata": {"name": "data", "namespace": "team"}, "spec": {"volumeName": "pv"}})];
     world.volumes = vec![json!({"metadata": {"name": "pv"}, "spec": {}})];
     assert_eq!(evicted(&world), 1, "each node can mount the volume");
 }
 
-/// Returns two pods, each on its own GPU. One of the pods must be evicted for a third pod.
+/// Returns two running pods, each on its own GPU, and a waiting pod. The operator must evict one
+/// running pod for the waiting pod.
 fn cluster_with_two_victims_and_a_preemptor() -> (TestCluster, ActualAllocations) {
     let mut world = TestCluster::default().node("n1", &[0, 0]);
     let mut reality = ActualAllocations::default();
@@ -161,7 +162,7 @@ fn seconds(seconds: u64) -> Duration {
 }
 
 #[test]
-fn a_pod_that_cannot_be_evicted_is_avoided_and_another_is_evicted() {
+fn a_pod_that_cannot_be_evicted_is_avoided_and_another_pod_is_evicted() {
     for result in [
         // The Eviction API refuses a pod with two disruption budgets.
         EvictionResult::Refused("This pod has more than one PodDisruptionBudget".to_owned()),
@@ -180,7 +181,11 @@ fn a_pod_that_cannot_be_evicted_is_avoided_and_another_is_evicted() {
         let again = reconcile(&mut keeper, &world, 10);
         assert_eq!(victims(&again), [first.pod.as_str()], "the first delay is over");
         keeper.record_eviction(&first, &result, seconds(10));
-        assert_eq!(victims(&reconcile(&mut keeper, &world, 11)), [second.pod.as_str()], "its next delay is longer");
+        assert_eq!(
+            victims(&reconcile(&mut keeper, &world, 11)),
+            [second.pod.as_str()],
+            "the pod's next delay is longer"
+        );
     }
 }
 
@@ -242,7 +247,7 @@ fn a_pod_is_evicted_as_soon_as_its_budget_allows_it() {
     let actions = keeper.reconcile(&cluster, &BTreeMap::new(), at(0));
     assert_eq!((victims(&actions), actions.awaits_budgets), (vec![], true));
     assert_eq!(keeper.reconcile(&cluster, &BTreeMap::new(), at(1)).evictions, []);
-    // Nothing but the budget changes.
+    // Only the budget changes.
     cluster.budgets = with_budget(world, "x", None, 1).cluster().budgets;
     assert_eq!(keeper.reconcile(&cluster, &BTreeMap::new(), at(2)).evictions.len(), 1);
 }
@@ -255,7 +260,8 @@ fn two_preemptors_do_not_exceed_one_budget() {
     assert_eq!(actions.evictions.len(), 1, "{actions:?}");
 }
 
-/// Returns a node with 8 CPUs and a GPU with room, and a pod of low priority with these CPUs.
+/// Returns a node with 8 CPUs and free shares, and a pod of low priority that requests `cpus` of
+/// the CPUs.
 fn busy_node(cpus: &str) -> (TestCluster, ActualAllocations) {
     let containers = json!([{"resources": {"requests": {"cpu": cpus}, "limits": {MPS_RESOURCE: "2"}}}]);
     let spec = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0, "containers": containers});
@@ -271,7 +277,7 @@ fn spec_requesting_cpus(priority: i32, cpus: &str) -> Value {
 }
 
 #[test]
-fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
+fn a_pod_preempts_on_a_node_that_lacks_cpu_and_the_freed_cpu_is_kept_for_it() {
     let (world, mut reality) = busy_node("6");
     let mut world = world.pod_with("high", 2, spec_requesting_cpus(1000, "4"));
     let mut keeper = Gatekeeper::default();
@@ -282,16 +288,16 @@ fn a_pod_preempts_on_a_node_that_lacks_cpu_and_its_cpu_is_kept() {
     world.pods.remove("team/low");
     reality.given.remove("team/low");
     reality.report_on(&mut world, 1);
-    // The new pod would fit beside the shares of the preemptor, but not beside its CPUs.
+    // After the preemption, enough shares are free for the new pod, but too few CPUs.
     let world = world.pod_with("newcomer", 2, spec_requesting_cpus(1000, "5"));
     let actions = reconcile(&mut keeper, &world, 2);
     assert_eq!((released(&actions).len(), actions.releases[0].pod.as_str()), (1, "team/high"), "{actions:?}");
 }
 
-/// A rule of the pod may refuse the node after the evictions. The victims' replacements would then
+/// A rule of the pod may exclude the node after the evictions. The victims' replacements would then
 /// return.
 #[test]
-fn a_pod_that_evicts_others_in_vain_waits_longer_each_time() {
+fn a_pod_whose_evictions_have_no_effect_waits_longer_each_time() {
     let (world, _) = busy_node("6");
     let mut world = world.pod_with("high", 2, spec_requesting_cpus(1000, "4"));
     let mut keeper = Gatekeeper::default();
@@ -338,7 +344,7 @@ fn a_round_of_many_evictions_counts_once_and_is_completed_after_throttling() {
 }
 
 #[test]
-fn a_search_that_helps_nobody_any_more_does_not_repeat_reconciles_without_a_delay() {
+fn a_search_that_no_longer_helps_any_pod_does_not_cause_immediate_reconciles() {
     let mut world = with_pods_that_no_eviction_helps(node_with_cpus_that_no_eviction_frees(), 1);
     let mut keeper = Gatekeeper::default();
     assert_eq!(reconcile(&mut keeper, &world, 0).preemption_searches, 1);
@@ -351,7 +357,7 @@ fn a_search_that_helps_nobody_any_more_does_not_repeat_reconciles_without_a_dela
 }
 
 #[test]
-fn a_pod_of_lower_priority_does_not_use_cpu_that_is_nominated() {
+fn a_pod_of_lower_priority_does_not_use_cpu_of_a_nomination() {
     let (world, _) = busy_node("6");
     // Two of eight CPUs are free.
     let world =
@@ -411,7 +417,7 @@ fn pods_that_no_eviction_helps_do_not_block_other_preemptors() {
     );
     let (evicted, reconciles) = reconcile_until_settled(&mut Gatekeeper::default(), &world);
     assert_eq!(evicted, ["team/low"]);
-    assert!((4..12).contains(&reconciles), "work of a reconcile is bounded, and no pod is skipped: {reconciles}");
+    assert!((4..12).contains(&reconciles), "a reconcile does limited work and skips no pod: {reconciles}");
 }
 
 #[test]
@@ -468,7 +474,7 @@ fn a_search_without_result_is_repeated_only_after_a_change() {
 }
 
 #[test]
-fn a_victim_that_does_not_terminate_delays_no_preemptor() {
+fn a_victim_that_does_not_terminate_does_not_block_the_preemptor() {
     let (mut world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
@@ -495,7 +501,7 @@ fn no_other_pod_is_evicted_for_shares_that_a_deleted_pod_frees() {
 }
 
 #[test]
-fn no_pod_waits_for_long_for_a_deleted_pod_whose_node_still_lists_it() {
+fn pods_wait_only_briefly_for_a_deleted_pod_whose_node_still_lists_it() {
     let (mut world, _) = cluster_with_two_victims_and_a_preemptor();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0).evictions[0].pod.clone();
@@ -513,5 +519,5 @@ fn no_pod_waits_for_long_for_a_deleted_pod_whose_node_still_lists_it() {
         assert_eq!(victims(&reconcile(&mut keeper, &world, second)), [""; 0], "second {second}");
     }
     let actions = reconcile(&mut keeper, &world, 500 + limit);
-    assert_eq!((victims(&actions), released(&actions)), (vec![second], vec![]), "the listed units stay used");
+    assert_eq!((victims(&actions), released(&actions)), (vec![second], vec![]), "the listed units still count as used");
 }

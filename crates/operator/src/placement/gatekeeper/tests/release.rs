@@ -90,7 +90,7 @@ fn a_pod_that_fits_on_no_gpu_is_released_after_minutes_to_larger_gpus_on_any_nod
 }
 
 #[test]
-fn a_pod_that_requests_nothing_that_cleave_serves_is_released_unchanged() {
+fn a_pod_without_requests_that_cleave_serves_is_released_unchanged() {
     let mig = json!({"containers": [{"resources": {"limits": {"nvidia.com/mig-1g.10gb": "1"}}}]});
     let plain = json!({"containers": [{"resources": {"limits": {"cpu": "1"}}}]});
     let mut world = TestCluster::default().node("n1", &[0]).pod_with("mig", 1, mig).pod_with("plain", 1, plain);
@@ -119,15 +119,15 @@ fn every_term_of_the_pods_own_affinity_is_narrowed() {
         &spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
     let ours = json!({"key": HOSTNAME, "operator": "In", "values": ["n1"]});
     assert_eq!((&terms[0]["matchExpressions"][1], &terms[1]["matchExpressions"][0]), (&ours, &ours));
-    assert_eq!(terms[2], json!({}), "an empty term matches no node and stays empty");
+    assert_eq!(terms[2], json!({}), "an empty term matches no node and remains empty");
 }
 
 #[test]
-fn a_pod_whose_release_is_always_refused_reserves_nothing_and_reports_the_reason() {
+fn a_pod_whose_release_is_always_refused_has_no_reservation_and_reports_the_reason() {
     let world = TestCluster::default().node("n1", &[4]).pod("a", 4).pod("b", 4);
     let mut keeper = Gatekeeper::default();
     let mut second = 0;
-    // The first refusals do not delay the pod: the pod may have changed after the decision.
+    // The first refusals do not delay the pod, because the pod may have changed after the decision.
     for _ in 0..MAX_REFUSALS {
         assert_eq!(released(&reconcile(&mut keeper, &world, second)), [("team/a", "reserved")]);
         keeper.record_refused_release("team/a", "metadata.annotations: Too long", at(second).up);

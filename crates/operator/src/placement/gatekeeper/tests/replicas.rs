@@ -62,7 +62,7 @@ fn set_policy(world: &mut TestCluster, placement: &str) {
 }
 
 #[test]
-fn replicas_use_different_gpus_and_nodes_before_they_share_one() {
+fn replicas_use_different_gpus_and_nodes_before_they_share_a_gpu() {
     let mut world = cluster_with_replicas(2);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
@@ -99,7 +99,7 @@ fn pods_without_a_controller_and_pods_of_other_controllers_share_a_gpu() {
 }
 
 #[test]
-fn pods_of_a_job_share_a_gpu_unless_their_annotation_says_spread() {
+fn pods_of_a_job_share_a_gpu_unless_their_annotation_requests_spreading() {
     let mut world = cluster_with_replicas(4);
     for at in 0..4 {
         world.change(
@@ -131,7 +131,7 @@ fn a_policy_or_an_annotation_packs_replicas() {
     assert_eq!(count_gpus(&reconcile(&mut Gatekeeper::default(), &world, 0)), 4, "another value has no effect");
 }
 
-/// Returns pods of 6 and 4 shares that run on a node without free GPUs.
+/// Returns a cluster in which pods of 6 and 4 shares run on a node without free GPUs.
 fn cluster_with_past_pods() -> TestCluster {
     let mut world = TestCluster::default();
     for at in 0..60 {
@@ -150,7 +150,7 @@ fn cluster_with_past_pods() -> TestCluster {
 }
 
 #[test]
-fn after_a_restart_typical_requests_are_learned_from_the_pods_that_run() {
+fn after_a_restart_typical_requests_are_learned_from_running_pods() {
     // The second GPU has 6 free shares, which a typical pod of 6 shares can use.
     let gpu = |world: TestCluster| {
         let world = world.pod("new", 4);
@@ -161,7 +161,7 @@ fn after_a_restart_typical_requests_are_learned_from_the_pods_that_run() {
 }
 
 #[test]
-fn typical_requests_are_learned_from_pods_that_arrive() {
+fn typical_requests_are_learned_from_arriving_pods() {
     let mut world = TestCluster::default().node("full", &[10]);
     let mut keeper = Gatekeeper::default();
     for at in 0..60 {
@@ -178,7 +178,7 @@ fn typical_requests_are_learned_from_pods_that_arrive() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Spreading and learning only order the GPUs: a pod that fits on a GPU is released.
+    /// Spreading and learning only order the GPUs, so a pod that fits on a GPU is always released.
     #[test]
     fn a_replica_that_fits_is_always_released(
         used in prop::collection::vec(prop::collection::vec(0_u32..=10, 1..4), 1..4),

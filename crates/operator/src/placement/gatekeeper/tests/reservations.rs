@@ -22,7 +22,7 @@ fn reserved_shares_are_not_reserved_twice_while_watches_lag() {
 }
 
 #[test]
-fn a_pod_with_an_unbound_volume_is_released_to_several_nodes_and_reserves_on_each() {
+fn a_pod_with_an_unbound_volume_is_released_to_several_nodes_and_reserves_shares_on_each() {
     let volume = json!({"volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]});
     let mut world = TestCluster::default().node("n1", &[0]).node("n2", &[0]).pod_with("a", 6, volume);
     let mut keeper = Gatekeeper::default();
@@ -40,13 +40,13 @@ fn a_pod_with_an_unbound_volume_is_released_to_several_nodes_and_reserves_on_eac
     );
 }
 
-/// Nodes list allocations by the pod's name. The old pod's allocation would count as the new pod's,
-/// and the new pod's reservation would end.
+/// Nodes list allocations by the pod's name. The old pod's allocation would count as the new pod's
+/// allocation, and end the new pod's reservation.
 #[test]
 fn a_pod_is_not_released_to_a_node_that_lists_an_earlier_pod_of_its_name() {
     let mut reality = ActualAllocations::default();
     reality.given.insert("team/web-0".into(), ("n1-GPU-0".into(), 6));
-    // The pod at the gate replaces the deleted one.
+    // The pod at the gate replaces the deleted pod.
     let mut world = TestCluster::default().node("n1", &[0, 0]).pod("web-0", 6);
     reality.report(&mut world);
     let mut keeper = Gatekeeper::default();
@@ -83,7 +83,7 @@ fn the_reservation_of_a_pod_that_is_not_bound_in_time_ends() {
 }
 
 #[test]
-fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_others() {
+fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_other_reservations() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let ahead = ReconcileTime { epoch: at(3_600).epoch, ..at(0) };
     let actions = Gatekeeper::default().reconcile(&world.cluster(), &BTreeMap::new(), ahead);
@@ -99,7 +99,7 @@ fn a_reservation_by_an_operator_whose_clock_was_ahead_lasts_no_longer_than_other
 }
 
 #[test]
-fn the_claim_of_a_pod_that_is_deleted_before_its_node_reported_it_is_kept_for_seconds() {
+fn the_claim_of_a_pod_that_is_deleted_before_its_node_reported_it_is_kept_briefly() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();
     assert!(world.apply_release(&reconcile(&mut keeper, &world, 0).releases[0]));
@@ -116,7 +116,7 @@ fn the_claim_of_a_pod_that_is_deleted_before_its_node_reported_it_is_kept_for_se
 }
 
 #[test]
-fn a_new_pod_of_the_same_name_gets_a_reservation_of_its_own() {
+fn a_new_pod_of_the_same_name_gets_its_own_reservation() {
     let mut world = TestCluster::default().node("n1", &[0]).pod("a", 6);
     let mut keeper = Gatekeeper::default();
     assert!(world.apply_release(&reconcile(&mut keeper, &world, 0).releases[0]));

@@ -1,5 +1,5 @@
-//! Tests units that are briefly unavailable, because an agent restarts, a GPU is repartitioned or a
-//! pod was deleted before its node reported it.
+//! Tests units that are briefly unavailable, because an agent restarts, a GPU is being
+//! repartitioned, or a pod was deleted before its node reported it.
 use serde_json::json;
 
 use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, reconcile, released, requesting, whole_gpus};
@@ -23,7 +23,7 @@ fn reports(actions: &Actions) -> Vec<&str> {
 }
 
 /// Returns an empty node `n1` whose agent is not ready, and a node `n2` with a pod of low priority.
-/// Each has one GPU. The pod `high` fits on `n1`, or on `n2` without the other pod.
+/// Each node has one GPU. The pod `high` fits on `n1`, or on `n2` without the other pod.
 fn node_without_agent() -> TestCluster {
     let low = json!({"nodeName": "n2", "schedulingGates": [], "priority": 0});
     let mut world = TestCluster::default().node("n1", &[0]).node("n2", &[0]).policy(10).pod_with("low", 6, low);
@@ -35,7 +35,7 @@ fn node_without_agent() -> TestCluster {
 }
 
 #[test]
-fn no_pod_is_evicted_while_the_agent_of_a_node_with_room_is_away_for_a_moment() {
+fn no_pod_is_evicted_while_the_agent_of_a_node_with_room_is_briefly_not_ready() {
     let mut world = node_without_agent();
     let mut keeper = Gatekeeper::default();
     let first = reconcile(&mut keeper, &world, 0);
@@ -53,7 +53,7 @@ fn no_pod_is_evicted_while_the_agent_of_a_node_with_room_is_away_for_a_moment() 
 }
 
 #[test]
-fn pods_are_evicted_if_the_agent_stays_away_and_the_units_of_its_node_serve_another_pod() {
+fn pods_are_evicted_if_the_agent_does_not_return_or_its_units_serve_another_pod() {
     let world = node_without_agent().pod_with("other", 6, json!({"priority": 0}));
     let pause = MAX_PREEMPTION_PAUSE.as_secs();
     let mut keeper = Gatekeeper::default();
@@ -68,7 +68,7 @@ fn pods_are_evicted_if_the_agent_stays_away_and_the_units_of_its_node_serve_anot
 }
 
 #[test]
-fn pods_wait_for_an_agent_although_a_gpu_of_its_node_has_waited_for_its_repartitioning_for_long() {
+fn a_gpu_that_waits_for_long_to_be_repartitioned_does_not_shorten_the_wait_for_an_agent() {
     let mut world = whole_gpus(TestCluster::default(), "n1", &[0, 0]).policy(10);
     let mps = json!({"multiUser": true, "computeMode": "ExclusiveProcess", "slices": [{"resource": MPS_RESOURCE, "count": 10}]});
     let gpu = json!({"uuid": "n1-GPU-0", "enforcement": "Report", "partition": {"mps": mps}});
@@ -90,7 +90,7 @@ fn pods_wait_for_an_agent_although_a_gpu_of_its_node_has_waited_for_its_repartit
 }
 
 #[test]
-fn a_pod_does_not_wait_for_the_agent_of_a_node_that_lasts_to_list_its_predecessor() {
+fn a_pod_does_not_wait_for_the_agent_of_a_node_that_still_lists_its_predecessor() {
     let low = json!({"nodeName": "n2", "schedulingGates": [], "priority": 0});
     let mut world = TestCluster::default().node("n1", &[0, 0]).node("n2", &[0, 0]);
     let mut reality = ActualAllocations::default();
@@ -111,9 +111,9 @@ fn a_pod_does_not_wait_for_the_agent_of_a_node_that_lasts_to_list_its_predecesso
     assert_eq!(evictions, ["team/web-0"], "the other pod waits for n1");
 }
 
-/// Returns a node with two GPUs and the gatekeeper that has seen it. The pod `batch` of low
-/// priority uses 6 shares of one GPU, and the pod `kept` of high priority uses a share of the
-/// other. The pod `gone` has 6 shares of the second GPU, which its node has not reported.
+/// Returns a node with two GPUs, and a gatekeeper that has seen the node. The pod `batch` of low
+/// priority uses 6 shares of one GPU. The pod `kept` of high priority uses a share of the other
+/// GPU. The pod `gone` has 6 shares of that GPU, which the node has not reported.
 fn unreported_pod(is_bound: bool) -> (TestCluster, Gatekeeper) {
     let on_n1 = json!({"nodeName": "n1", "schedulingGates": [], "priority": 0});
     let kept = json!({"nodeName": "n1", "schedulingGates": [], "priority": 2000});
@@ -157,7 +157,7 @@ fn no_pod_is_evicted_for_shares_of_a_deleted_pod_that_its_node_has_not_reported(
 }
 
 #[test]
-fn pods_are_evicted_at_once_if_the_shares_of_a_deleted_pod_do_not_suffice() {
+fn pods_are_evicted_immediately_if_the_shares_of_a_deleted_pod_do_not_suffice() {
     // The shares of the deleted pod serve one of two pods.
     let (mut world, mut keeper) = unreported_pod(true);
     world.pods.remove("team/gone");

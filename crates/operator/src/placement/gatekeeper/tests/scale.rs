@@ -19,9 +19,9 @@ use crate::placement::gatekeeper::Gatekeeper;
 use crate::pod_store::{self, PodStore, PodWriter};
 use crate::pods::RawPod;
 
-const GPUS: usize = 8;
-const UNITS: usize = 10;
-const MIB: f64 = 1_048_576.0;
+const GPUS_PER_NODE: usize = 8;
+const UNITS_PER_GPU: usize = 10;
+const BYTES_PER_MIB: f64 = 1_048_576.0;
 
 /// Returns the resident memory of this process in bytes.
 fn resident_bytes() -> f64 {
@@ -30,7 +30,7 @@ fn resident_bytes() -> f64 {
     line.trim().trim_end_matches("kB").trim().parse::<f64>().unwrap() * 1024.0
 }
 
-/// Returns the CPU time of this thread. It depends little on other programs.
+/// Returns the CPU time of this thread. Other programs affect CPU time less than wall-clock time.
 fn cpu_time() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     Duration::from_nanos(text.split(' ').next().unwrap().parse().unwrap())
@@ -103,11 +103,10 @@ struct Fleet {
 
 impl Fleet {
     fn new(nodes: usize, pods: usize) -> Self {
-        let (store, writer) = pod_store::store();
+        let (store, writer) = pod_store::new_store();
         let mut fleet = Self { nodes, pods, version: 1, cluster: Cluster::default(), store, writer };
         for node in 0..nodes {
-            let allocatable =
-                json!({"cpu": "192", "memory": "2Ti", "pods": "250", MPS_RESOURCE: (GPUS * UNITS).to_string()});
+            let allocatable = json!({"cpu": "192", "memory": "2Ti", "pods": "250", MPS_RESOURCE: (GPUS_PER_NODE * UNITS_PER_GPU).to_string()});
             let labels = json!({HOSTNAME: name(node), "kubernetes.io/os": "linux", "topology.kubernetes.io/zone": "a"});
             let meta = json!({"name": name(node), "uid": name(node), "resourceVersion": "1", "labels": labels});
             let object = json!({"metadata": meta, "spec": {}, "status": {"allocatable": allocatable}});
@@ -124,7 +123,7 @@ impl Fleet {
     /// Returns the node and the GPU of a pod. Pods beyond the number of shares use no GPU.
     fn place(&self, number: usize) -> Option<PodLocation> {
         let (node, slot) = (number % self.nodes, number / self.nodes);
-        (slot < GPUS * UNITS).then_some(PodLocation { node, gpu: slot / UNITS })
+        (slot < GPUS_PER_NODE * UNITS_PER_GPU).then_some(PodLocation { node, gpu: slot / UNITS_PER_GPU })
     }
 
     fn listed_pod(&self, number: usize) -> RawPod {
@@ -134,22 +133,22 @@ impl Fleet {
 
     fn gpu_node(&self, node: usize) -> Arc<DeserializeGuard<cleave_api::GpuNode>> {
         let mut gpus: Vec<Value> = Vec::new();
-        for gpu in 0..GPUS {
+        for gpu in 0..GPUS_PER_NODE {
             let mut allocations = Vec::new();
-            for slot in gpu * UNITS..(gpu + 1) * UNITS {
+            for slot in gpu * UNITS_PER_GPU..(gpu + 1) * UNITS_PER_GPU {
                 let number = slot * self.nodes + node;
                 if number < self.pods {
                     let meta = pod(number, None, Some(node), None).metadata;
                     allocations.push(json!({"pod": format!("{}/{}", meta.namespace.unwrap(), meta.name.unwrap()),
                         "container": "main", "resource": MPS_RESOURCE, "device": device(node, gpu),
-                        "ids": [format!("{}::{}", device(node, gpu), slot % UNITS)],
+                        "ids": [format!("{}::{}", device(node, gpu), slot % UNITS_PER_GPU)],
                         "threads": 10, "sms": 13, "memoryMib": 8155, "clients": 0}));
                 }
             }
             gpus.push(
                 json!({"uuid": device(node, gpu), "index": gpu, "model": "NVIDIA H100 80GB HBM3", "memoryMib": 81559,
                 "sms": 132, "mode": "Mps", "health": {"healthy": true},
-                "slices": [{"device": device(node, gpu), "resource": MPS_RESOURCE, "total": UNITS,
+                "slices": [{"device": device(node, gpu), "resource": MPS_RESOURCE, "total": UNITS_PER_GPU,
                     "inUse": allocations.len(), "unhealthy": 0}],
                 "mps": [{"device": device(node, gpu), "state": "Active", "pid": 4000 + gpu, "restarts": 0}],
                 "allocations": allocations}),
@@ -189,11 +188,11 @@ fn percentiles(mut times: Vec<Duration>) -> impl Debug {
 }
 
 fn measure_memory(what: &str, shares: bool, count: usize) {
-    let (store, mut writer) = pod_store::store();
+    let (store, mut writer) = pod_store::new_store();
     writer.apply(Event::Init);
     let before = resident_bytes();
     for number in 0..count {
-        let place = PodLocation { node: number % 1000, gpu: number / 1000 % GPUS };
+        let place = PodLocation { node: number % 1000, gpu: number / 1000 % GPUS_PER_NODE };
         let object = pod(number, shares.then_some("1"), Some(number % 1000), shares.then_some(place));
         writer.apply(Event::InitApply(object));
     }
@@ -202,7 +201,7 @@ fn measure_memory(what: &str, shares: bool, count: usize) {
     println!(
         "{what}: {:.0} bytes a pod, {:.0} MiB in all",
         used / f64::from(u32::try_from(count).unwrap()),
-        used / MIB
+        used / BYTES_PER_MIB
     );
     assert_eq!(store.state().len(), count);
 }
@@ -224,7 +223,7 @@ fn measure_reconciles(nodes: usize, pods: usize) {
     let with_pods = resident_bytes();
     let mut keeper = Gatekeeper::default();
     let (first, _) = fleet.reconcile(&mut keeper, 0);
-    let mib = |bytes: f64| format!("{:.0} MiB", bytes / MIB);
+    let mib = |bytes: f64| format!("{:.0} MiB", bytes / BYTES_PER_MIB);
     println!(
         "{nodes} nodes, {pods} pods: objects of nodes {}, pods {}, ledger and the rest {}; first reconcile {first:?}",
         mib(with_nodes - start),
@@ -264,7 +263,7 @@ fn measure_reconciles(nodes: usize, pods: usize) {
         fleet.writer.apply(Event::Apply(fleet.listed_pod(number)));
     });
     // Half of the pods end.
-    fleet.pods = fleet.nodes * GPUS * UNITS / 2;
+    fleet.pods = fleet.nodes * GPUS_PER_NODE * UNITS_PER_GPU / 2;
     for node in 0..fleet.nodes {
         fleet.version += 1;
         fleet.cluster.gpu_nodes[node] = fleet.gpu_node(node);

@@ -1,5 +1,5 @@
-//! Tests that the operator releases no pod to a node whose units the scheduler counts as used: the
-//! pods on a faulted GPU still count, although their units are no longer allocatable.
+//! Tests that the operator releases no pod to a node whose units the scheduler counts as used. The
+//! scheduler counts pods on a faulted GPU, although their units are no longer allocatable.
 use serde_json::{Value, json};
 
 use super::world::{ActualAllocations, MPS_RESOURCE, TestCluster, nodes_of, reconcile, refuse, released, reservation};
@@ -7,10 +7,10 @@ use crate::placement::gatekeeper::{Gatekeeper, UNSCHEDULABLE_AFTER};
 use crate::placement::growth::FULL_AFTER;
 use crate::placement::returning::RETURN_TIME;
 
-const TOO_FEW: &str =
+const TOO_FEW_UNITS_MESSAGE: &str =
     "too few free units in the scheduler's sum, which includes pods on faulted GPUs and pods that terminate";
 
-/// Adds a pod that is bound to `n1` and has shares of one of its GPUs.
+/// Adds a pod that is bound to `n1` and has shares of a GPU of `n1`.
 fn with_bound_pod(mut world: TestCluster, (name, priority): (&str, i32), (gpu, shares): (usize, u32)) -> TestCluster {
     let spec = json!({"nodeName": "n1", "schedulingGates": [], "priority": priority});
     world = world.pod_with(name, shares, spec);
@@ -89,14 +89,14 @@ fn a_pod_is_released_to_a_node_with_a_faulted_gpu_only_if_the_scheduler_counts_e
         "ten shares are allocatable, and pods request eight of them"
     );
     let message = &actions.waiting["team/five"].message;
-    assert_eq!(*message, format!("No eligible GPU node: 1 node (n1) has {TOO_FEW}"));
+    assert_eq!(*message, format!("No eligible GPU node: 1 node (n1) has {TOO_FEW_UNITS_MESSAGE}"));
     let actions = reconcile(&mut keeper, &world, 20 + FULL_AFTER.as_secs());
     let reported: Vec<&str> = actions.reports.iter().map(|report| report.pod.as_str()).collect();
-    assert_eq!(reported, ["team/five", "team/two"], "an autoscaler that counts as the scheduler adds a node");
+    assert_eq!(reported, ["team/five", "team/two"], "an autoscaler that counts like the scheduler adds a node");
 }
 
 #[test]
-fn a_pod_prefers_a_sound_node_to_one_whose_sum_is_too_small() {
+fn a_pod_prefers_a_healthy_node_to_a_node_whose_sum_is_too_small() {
     let (world, mut keeper) = cluster_with_faulted_gpu();
     let actions = reconcile(&mut keeper, &world.node("n2", &[0, 0]).pod("five", 5), 10);
     assert_eq!(nodes_of(&actions), [["n2"]]);
@@ -137,7 +137,7 @@ fn a_released_pod_whose_node_lost_units_is_stranded_with_the_reason() {
     let stranded_actions = reconcile(&mut keeper, &world, 1 + patience).stranded;
     assert_eq!(stranded_actions.recreate.len(), 1);
     assert!(
-        stranded_actions.recreate[0].message.contains(&format!("n1: {TOO_FEW}")),
+        stranded_actions.recreate[0].message.contains(&format!("n1: {TOO_FEW_UNITS_MESSAGE}")),
         "{}",
         stranded_actions.recreate[0].message
     );
@@ -151,7 +151,7 @@ fn pods_are_preempted_only_if_the_scheduler_then_counts_enough_units() {
         actions.evictions.len()
     };
     assert_eq!(evictions(9, 2), 1, "without the victim, two units remain in the sum");
-    assert_eq!(evictions(9, 3), 0, "the sum would be too small without the victim too");
+    assert_eq!(evictions(9, 3), 0, "even without the victim, the sum is too small");
     assert_eq!(evictions(4, 2), 1, "the GPU has room, but the sum has not");
 }
 
@@ -217,7 +217,7 @@ fn no_pod_is_evicted_while_a_pod_on_a_faulted_gpu_terminates() {
 }
 
 #[test]
-fn the_sum_of_today_does_not_count_for_units_that_return() {
+fn the_current_sum_does_not_count_for_units_that_return() {
     let mut world = two_gpus();
     world.change(
         |world| &mut world.gpu_nodes,
@@ -243,7 +243,7 @@ fn the_sum_of_today_does_not_count_for_units_that_return() {
 }
 
 #[test]
-fn a_node_is_tainted_if_only_the_sum_of_the_scheduler_has_room() {
+fn a_node_is_tainted_if_only_the_scheduler_sum_has_room() {
     // The pods of the first node were deleted by force, and their programs still run.
     let reality = |world: &mut TestCluster| {
         let mut reality = ActualAllocations::default();
@@ -275,5 +275,5 @@ fn a_node_is_tainted_if_only_the_sum_of_the_scheduler_has_room() {
     };
     assert_eq!(tainted(claimed), [""; 0], "a released pod is about to use eight of them");
     let away: fn(&mut TestCluster) = |world| drop(world.agents.remove("n1"));
-    assert_eq!(tainted(away), [""; 0], "the kubelet offers no units without an agent");
+    assert_eq!(tainted(away), [""; 0], "without an agent, the kubelet advertises no units");
 }

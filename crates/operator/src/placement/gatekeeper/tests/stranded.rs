@@ -34,7 +34,7 @@ fn untaint_node(world: &mut TestCluster) {
 }
 
 #[test]
-fn a_pod_stays_gated_during_a_temporary_obstacle_of_any_length() {
+fn a_pod_remains_gated_during_a_temporary_obstacle_of_any_length() {
     let cases: [(&str, ClusterChange, ClusterChange); 5] = [
         (
             "is cordoned",
@@ -177,7 +177,7 @@ fn a_reservation_is_renewed_while_the_scheduler_has_not_refused_the_pod() {
         assert!(keeper.ledger().unwrap().claim("team/a").is_some());
     }
     let actions = reconcile(&mut Gatekeeper::default(), &world, 4 * RESERVATION_TIME.as_secs());
-    assert_eq!(actions.stranded.recreate, [], "an operator that starts later decides the same");
+    assert_eq!(actions.stranded.recreate, [], "an operator that starts later makes the same decision");
     // No other pod receives the shares of pod `a`.
     let full = world.clone().pod("b", 9);
     assert_eq!(released(&reconcile(&mut keeper, &full, 4 * RESERVATION_TIME.as_secs())), []);
@@ -202,15 +202,15 @@ fn a_pod_whose_reservation_ends_is_recreated_or_gets_advice() {
     assert_eq!(
         reconcile(&mut Gatekeeper::default(), &world, RESERVATION_TIME.as_secs()).stranded.recreate.len(),
         1,
-        "a new operator decides the same"
+        "a new leader makes the same decision"
     );
     let (mut world, mut keeper) = cluster_with_pod_released_to_n1(false);
     refuse(&mut world, "team/a");
     let stranded_actions = reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs()).stranded;
-    assert_eq!(stranded_actions.recreate, [], "no controller would re-create it");
+    assert_eq!(stranded_actions.recreate, [], "no controller recreates the pod");
     let message = stranded_actions.placed_reports[0].message.as_deref().unwrap();
     assert!(message.contains("did not bind this pod to n1") && message.contains("Delete and recreate it"), "{message}");
-    // The scheduler binds the pod after all, and the condition becomes true.
+    // The scheduler later binds the pod, and the condition becomes true.
     world.change(
         |world| &mut world.pods,
         "team/a",
@@ -250,15 +250,15 @@ fn a_pod_released_as_unschedulable_is_recreated_once_a_gpu_is_large_enough() {
     let affinity = world.pods["team/a"]["spec"]["affinity"].to_string();
     assert!(
         affinity.contains("largest.cleave.dev/gpu-mps"),
-        "n1 must not take it without a reservation once it has the label: {affinity}"
+        "n1 must not run the pod without a reservation once n1 has the label: {affinity}"
     );
     assert_eq!(
         reconcile(&mut keeper, &world, UNSCHEDULABLE_SECONDS + 100).stranded,
         StrandedActions::default(),
         "nothing has changed"
     );
-    // The GPU is full, but the pod is evicted: its replacement waits at the gate in order of
-    // priority.
+    // The GPU is full, but the operator still evicts the pod. Its replacement waits at the gate in
+    // order of priority.
     change_node(&mut world, |node| node["metadata"]["labels"]["gen"] = json!("9"));
     reconcile(&mut keeper, &world, 2 * UNSCHEDULABLE_SECONDS);
     let stranded_actions =
@@ -270,7 +270,7 @@ fn a_pod_released_as_unschedulable_is_recreated_once_a_gpu_is_large_enough() {
 }
 
 #[test]
-fn a_pod_whose_resource_no_node_offers_is_released_to_any_node() {
+fn a_pod_whose_resource_no_node_serves_is_released_to_any_node() {
     let mut world = TestCluster::default().pod("a", 2);
     let mut keeper = Gatekeeper::default();
     assert_eq!(released(&reconcile(&mut keeper, &world, 0)), []);
@@ -285,7 +285,7 @@ fn a_pod_whose_resource_no_node_offers_is_released_to_any_node() {
 }
 
 #[test]
-fn a_job_whose_node_is_removed_after_its_reservation_ended_is_recreated() {
+fn a_pod_of_a_job_is_recreated_if_its_node_is_removed_after_its_reservation_ended() {
     let (mut world, mut keeper) = cluster_with_pod_released_to_n1(true);
     world.change(|world| &mut world.pods, "team/a", |pod| pod["metadata"]["ownerReferences"][0]["kind"] = json!("Job"));
     refuse(&mut world, "team/a");
@@ -294,7 +294,7 @@ fn a_job_whose_node_is_removed_after_its_reservation_ended_is_recreated() {
     assert_eq!(
         (stranded_actions.recreate.len(), stranded_actions.placed_reports.len()),
         (0, 1),
-        "the job would count a failure, and the node may still take the pod"
+        "the Job would count a failure, and the node may still run the pod"
     );
     world.nodes.remove("n1");
     reconcile(&mut keeper, &world, RESERVATION_TIME.as_secs() + 1);
@@ -342,7 +342,7 @@ fn a_pod_whose_volume_excludes_all_gpus_is_not_recreated() {
 }
 
 #[test]
-fn a_pod_that_the_scheduler_did_not_bind_to_a_node_is_released_to_another() {
+fn a_pod_that_the_scheduler_did_not_bind_to_a_node_is_released_to_another_node() {
     let mut world = add_replica_set_pod(TestCluster::default().node("n1", &[2]).node("n2", &[0]), "a", json!({}));
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);

@@ -12,7 +12,11 @@ fn a_pod_waits_until_one_gpu_has_enough_free_shares() {
     let mut world = TestCluster::default().node("n1", &[7, 7]).pod("five", 5).pod("three", 3);
     let mut keeper = Gatekeeper::default();
     let actions = reconcile(&mut keeper, &world, 0);
-    assert_eq!(released(&actions), [("team/three", "reserved")], "a pod that fits does not wait for one that does not");
+    assert_eq!(
+        released(&actions),
+        [("team/three", "reserved")],
+        "a pod that fits does not wait for a pod that does not fit"
+    );
     assert!(actions.waiting["team/five"].message.contains("no device has 5 nvidia.com/gpu-mps free"), "{actions:?}");
     world.change(|world| &mut world.gpu_nodes, "n1", |node| node["status"]["gpus"][1]["slices"][0]["inUse"] = json!(4));
     assert_eq!(released(&reconcile(&mut keeper, &world, 1)), [("team/five", "reserved")]);
@@ -37,7 +41,7 @@ fn a_pod_waits_while_gpus_are_repartitioned_for_it() {
 }
 
 #[test]
-fn a_pod_waits_if_its_node_lacks_cpu_and_is_released_if_its_selector_matches_none() {
+fn a_pod_waits_if_its_node_lacks_cpu_and_is_released_if_its_selector_matches_no_node() {
     let busy = json!({"containers": [{"resources": {"requests": {"cpu": "6"}, "limits": {MPS_RESOURCE: "2"}}}]});
     let world = |other: Value| {
         TestCluster::default()

@@ -1,4 +1,4 @@
-//! Tests that pods for whole GPUs wait for a reservation as pods for shares do.
+//! Tests that pods that request whole GPUs wait for a reservation, like pods that request shares.
 use std::collections::BTreeMap;
 
 use serde_json::json;
@@ -11,7 +11,7 @@ use crate::policies::demand::{Reason, WaitingPod};
 /// Begins or ends an obstacle.
 type ClusterChange<'a> = &'a dyn Fn(&mut TestCluster, bool);
 
-/// Adds a pod at the gate that requests this many whole GPUs.
+/// Adds a pod at the gate that requests `count` whole GPUs.
 fn with_whole_gpu_pod(world: TestCluster, name: &str, count: u32) -> TestCluster {
     world.pod_with(name, 1, requesting("nvidia.com/gpu", count))
 }
@@ -22,7 +22,7 @@ fn waiting_message<'a>(actions: &'a Actions, pod: &str) -> &'a str {
 }
 
 #[test]
-fn whole_gpus_are_reserved_on_one_node() {
+fn the_whole_gpus_of_a_pod_are_reserved_on_one_node() {
     let world = whole_gpus(TestCluster::default(), "n1", &[0, 1, 0, 1]);
     let world = whole_gpus(world, "n2", &[1, 1, 0, 0]);
     let mut world = with_whole_gpu_pod(with_whole_gpu_pod(with_whole_gpu_pod(world, "a", 2), "b", 2), "c", 1);
@@ -85,7 +85,7 @@ fn a_pod_waits_while_its_gpu_is_repartitioned_cordoned_or_unhealthy() {
 }
 
 #[test]
-fn a_pod_waits_for_gpus_that_become_whole_on_demand_if_a_node_has_as_many() {
+fn a_pod_waits_for_gpus_that_become_whole_on_demand_if_one_node_has_enough_gpus() {
     let world =
         with_whole_gpu_pod(with_whole_gpu_pod(whole_gpus(TestCluster::default(), "n1", &[0]), "two", 2), "three", 3);
     let mut world = world;

@@ -48,7 +48,7 @@ impl TestCluster {
     }
 
     /// Adds a node whose GPUs have ten shares each. `used` is the number of used shares of each
-    /// GPU. The pods that use them are not in the cluster's list.
+    /// GPU. The cluster does not list the pods that use these shares.
     pub(super) fn node(mut self, name: &str, used: &[u32]) -> Self {
         let node = json!({"metadata": {"name": name, "uid": name, "labels": {HOSTNAME: name}},
             "status": {"allocatable": {"cpu": "8", "pods": "110", MPS_RESOURCE: (used.len() * 10).to_string()}}});
@@ -95,12 +95,12 @@ impl TestCluster {
         self
     }
 
-    /// Adds a pod at the gate that requests this many shares.
+    /// Adds a pod at the gate that requests `shares` shares.
     pub(super) fn pod(self, name: &str, shares: u32) -> Self {
         self.pod_with(name, shares, json!({}))
     }
 
-    /// Adds a pod at the gate that requests this many shares. Other fields of its spec come from
+    /// Adds a pod at the gate that requests `shares` shares. Other fields of its spec come from
     /// `spec`.
     pub(super) fn pod_with(mut self, name: &str, shares: u32, mut spec: Value) -> Self {
         let mut pod = json!({"metadata": {"name": name, "namespace": "team", "uid": format!("{name}-{}", self.version)},
@@ -125,7 +125,7 @@ impl TestCluster {
         objects(self).insert(name.into(), object);
     }
 
-    /// Deletes a bound pod. Its grace period lasts until a time of day.
+    /// Deletes a bound pod. The pod's grace period ends at the time `until`.
     pub(super) fn terminate(&mut self, pod: &str, until: &str) {
         self.change(|world| &mut world.pods, pod, |pod| pod["metadata"]["deletionTimestamp"] = json!(until));
     }
@@ -199,7 +199,7 @@ impl TestCluster {
     }
 }
 
-/// Returns a pod's spec with one container that requests this many of a resource.
+/// Returns a pod's spec with one container that requests `count` units of a resource.
 pub(super) fn requesting(resource: &str, count: u32) -> Value {
     json!({"containers": [{"name": "main", "resources": {"limits": {resource: count.to_string()}}}]})
 }
@@ -238,12 +238,12 @@ pub(super) fn nodes_of_replaced_mps_hosts(actions: &Actions) -> Vec<&str> {
     actions.rollout.iter().flat_map(|step| &step.replace).map(|one| one.node.as_str()).collect()
 }
 
-/// Returns the time this many seconds after the operator's start.
+/// Returns the time `seconds` after the operator's start.
 pub(super) fn at(seconds: u64) -> ReconcileTime {
     ReconcileTime { up: Duration::from_secs(seconds), epoch: 1_000_000 + seconds }
 }
 
-/// Reconciles at this many seconds after the start, with watches that do not lag.
+/// Reconciles at `seconds` after the start, with watches that do not lag.
 pub(super) fn reconcile(keeper: &mut Gatekeeper, world: &TestCluster, seconds: u64) -> Actions {
     keeper.reconcile(&world.cluster(), &BTreeMap::new(), at(seconds))
 }
@@ -264,7 +264,7 @@ pub(super) fn reservation(release: &Release) -> Placement {
 /// The nodes of the property tests.
 pub(super) const NODES: [&str; 2] = ["n1", "n2"];
 /// GPUs per node.
-pub(super) const GPUS: usize = 2;
+pub(super) const GPUS_PER_NODE: usize = 2;
 
 /// The true allocations, as the kubelets record them. A pod that is deleted without a grace period
 /// keeps its shares for some steps.
@@ -284,10 +284,10 @@ impl ActualAllocations {
 
     /// Writes the allocations into the status of the nodes, as agents do.
     pub(super) fn report(&self, world: &mut TestCluster) {
-        self.report_on(world, GPUS);
+        self.report_on(world, GPUS_PER_NODE);
     }
 
-    /// Writes the allocations into the status of the nodes, each of which has this number of GPUs.
+    /// Writes the allocations into the status of the nodes. Each node has `gpus` GPUs.
     pub(super) fn report_on(&self, world: &mut TestCluster, gpus: usize) {
         for node in world.gpu_nodes.keys().cloned().collect::<Vec<_>>() {
             let gpus: Vec<(String, u32)> = (0..gpus)

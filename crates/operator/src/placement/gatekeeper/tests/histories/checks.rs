@@ -5,15 +5,15 @@ use cleave_api::placement::PLACEMENT_ANNOTATION;
 use cleave_plan::affinity::HOSTNAME;
 use serde_json::{Value, json};
 
-use super::operator::{Operator, is_advised, is_replaced, reserved};
+use super::operator::{Operator, has_stranded_condition, is_replaced, reserved};
 use super::pods::{Owner, require_node};
 use super::scheduler::{list, node_of, text};
 use super::simulation::{CreatedPod, Simulation};
 
-/// Seconds after its release within which a pod that no node accepts must be recreated or get a
-/// condition. The pod's reservation ends after 300 s, and evictions of one controller are delayed
-/// by up to 600 s.
-const RESCUE_DEADLINE: u64 = 1000;
+/// Maximum number of seconds from the release of a pod that no node accepts until the pod is
+/// recreated or gets a condition. The pod's reservation ends after 300 s, and evictions of one
+/// controller are delayed by up to 600 s.
+const RESCUE_DEADLINE_SECONDS: u64 = 1000;
 
 /// Checks that the units of no GPU are reserved twice.
 pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(), String> {
@@ -32,7 +32,7 @@ pub(super) fn no_units_are_reserved_twice(simulation: &Simulation) -> Result<(),
     Ok(())
 }
 
-/// Checks that no pod waits although it could run, or is pinned where it cannot run.
+/// Checks that no pod that could run waits or is pinned to a node where it cannot run.
 pub(super) fn no_runnable_pod_waits(simulation: &Simulation, operator: &Operator) -> Result<(), String> {
     for (name, pod) in &simulation.api.pods {
         let Some(original) = simulation.originals.get(text(pod, "/metadata/uid")) else { continue };
@@ -53,12 +53,12 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
     let Some(waiting) = operator.last.waiting.get(name) else {
         return Err(format!("nothing states why {name} waits"));
     };
-    // The operator does not know where a volume can be created. Each time that it releases a
-    // controller's pods without effect, it delays their next release longer.
+    // The operator does not know where a volume can be created. After each release of a
+    // controller's pods without effect, the operator delays their next release longer.
     if original.has_new_volume && waiting.message.contains("This pod is released later") {
         return Ok(());
     }
-    match runnable_on(simulation, &original.pod) {
+    match find_runnable_node(simulation, &original.pod) {
         Some(node) => Err(format!("{name} waits, but could run on {node}: {}", waiting.message)),
         None => Ok(()),
     }
@@ -67,21 +67,21 @@ fn check_gated(simulation: &Simulation, operator: &Operator, name: &str, origina
 fn check_released(simulation: &Simulation, name: &str, pod: &Value, original: &CreatedPod) -> Result<(), String> {
     let released = simulation.released_at[text(pod, "/metadata/uid")];
     let is_reserved = !pod["metadata"]["annotations"][PLACEMENT_ANNOTATION].is_null();
-    if is_advised(pod) || released + RESCUE_DEADLINE > simulation.now {
+    if has_stranded_condition(pod) || released + RESCUE_DEADLINE_SECONDS > simulation.now {
         return Ok(());
     }
     if is_reserved {
         return Err(format!("{name} ({:?}) is released since {released}, and no node accepts it", original.owner));
     }
-    match runnable_on(simulation, &original.pod) {
+    match find_runnable_node(simulation, &original.pod) {
         Some(node) => Err(format!("{name} was released as unschedulable, but could run on {node}")),
         None => Ok(()),
     }
 }
 
-/// Returns a node on which a pod could run now: no filter of the scheduler refuses it, and the free
-/// units that are not reserved for other pods suffice.
-fn runnable_on<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a str> {
+/// Returns a node on which a pod could run now. No filter of the scheduler refuses the node, and
+/// its free units that are not reserved for other pods suffice.
+fn find_runnable_node<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a str> {
     let view = simulation.view();
     let mut reserved_units: BTreeMap<String, u32> = BTreeMap::new();
     for other in simulation.api.pods.values() {
@@ -103,9 +103,9 @@ fn runnable_on<'a>(simulation: &'a Simulation, pod: &Value) -> Option<&'a str> {
     })
 }
 
-/// Returns the pod as a release narrows it to a node. For such a pod, `minDomains` of a spread
-/// constraint refuses nodes that it would otherwise accept. See "Known limits" on the page
-/// Placement.
+/// Returns the pod after a release that narrows the pod to a node. For such a pod, `minDomains` of
+/// a spread constraint excludes nodes that the constraint would otherwise allow. See "Known limits"
+/// on the page Placement.
 fn narrowed(pod: &Value, node: &str) -> Value {
     let mut pod = pod.clone();
     require_node(&mut pod["spec"], json!({"key": HOSTNAME, "operator": "In", "values": [node]}));

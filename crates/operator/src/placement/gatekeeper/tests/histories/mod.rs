@@ -6,11 +6,11 @@
 //! | `scheduler` | the model of kube-scheduler |
 //! | `simulation` | the true state: API server, kubelets, agents, controllers |
 //! | `operator` | the gatekeeper under test, with lagging watches and lost answers |
-//! | `checks` | what must hold |
+//! | `checks` | conditions that must hold |
 //!
-//! Each history has random steps, and then a quiet time that is longer than each deadline of the
-//! operator. `cargo test` runs the same [`CASES`] histories each time, so that it never fails by
-//! chance. `PROPTEST_CASES` sets another number, and selects the histories at random.
+//! Each history has random steps, followed by a quiet time that is longer than each deadline of the
+//! operator. `cargo test` runs the same [`DEFAULT_CASES`] histories each time, so that it never
+//! fails by chance. `PROPTEST_CASES` sets another number, and selects the histories at random.
 //!
 //! Documented exceptions:
 //!
@@ -34,16 +34,16 @@ use proptest::test_runner::RngSeed;
 use serde_json::json;
 
 use self::operator::{KINDS, Kind, Operator, WriteAnswers};
-use self::pods::{App, DEDICATED, Owner, Template, template};
+use self::pods::{App, DEDICATED_TAINT, Owner, Template, template};
 use self::scheduler::list;
 use self::simulation::Simulation;
 
 /// Number of histories if `PROPTEST_CASES` is not set.
-const CASES: u32 = 128;
+const DEFAULT_CASES: u32 = 128;
 /// Selects the histories if `PROPTEST_CASES` is not set.
-const SEED: RngSeed = RngSeed::Fixed(1);
+const DEFAULT_SEED: RngSeed = RngSeed::Fixed(1);
 /// Duration of the quiet time at the end of each history, in seconds.
-const QUIET: u64 = 3600;
+const QUIET_SECONDS: u64 = 3600;
 /// Maximum number of nodes.
 const MAX_NODES: usize = 6;
 
@@ -94,8 +94,8 @@ enum Step {
 
 /// Taints, with their effects.
 const TAINTS: [(&str, &str); 4] = [
-    (DEDICATED, "NoSchedule"),
-    (DEDICATED, "NoExecute"),
+    (DEDICATED_TAINT, "NoSchedule"),
+    (DEDICATED_TAINT, "NoExecute"),
     ("cleave.dev/unhealthy", "NoSchedule"),
     ("node.kubernetes.io/memory-pressure", "NoSchedule"),
 ];
@@ -131,8 +131,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Generates a history: the GPUs of each node at its beginning, its steps, whether pods are
-/// reported to autoscalers, and whether all faults end before the quiet time.
+/// Generates a history: the initial GPUs of each node, the steps, whether pods are reported to
+/// autoscalers, and whether all faults end before the quiet time.
 fn history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
     (
         prop::collection::vec(1_usize..5, 3..=MAX_NODES),
@@ -145,7 +145,7 @@ fn history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
 /// Generates a history in which another process leads, or the operator restarts, just after bound
 /// pods were deleted by force. No node has reported their allocations, and their containers still
 /// run. Pods that request shares wait at the gate.
-fn handover() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
+fn handover_history() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
     let leader = prop_oneof![Just(Step::Restart), Just(Step::FailOver)];
     let begin = (prop::collection::vec(1_usize..3, 1..3), prop::collection::vec(4_u32..=10, 1..4));
     (begin, (4_u32..=10, 1_usize..4), leader, any::<bool>()).prop_map(
@@ -169,8 +169,8 @@ fn handover() -> impl Strategy<Value = (Vec<usize>, Vec<Step>, bool, bool)> {
 struct World {
     simulation: Simulation,
     operator: Operator,
-    /// The version of the cluster, and the number of pods whose containers have ended, to which
-    /// scheduler, kubelets and agents have reacted.
+    /// The last state to which the scheduler, kubelets and agents have reacted: the version of the
+    /// cluster, and the number of pods whose containers have ended.
     reacted: (u64, u64),
 }
 
@@ -197,7 +197,7 @@ impl World {
         checks::no_units_are_reserved_twice(&self.simulation)
     }
 
-    /// Lets every component react once.
+    /// Runs every component once.
     fn settle(&mut self, which: usize) -> Result<(), String> {
         let Self { simulation, operator, .. } = self;
         simulation.run_kubelets();
@@ -217,7 +217,7 @@ impl World {
         nodes.iter().for_each(|node| self.simulation.report_node(node));
     }
 
-    /// Lets scheduler, kubelets and agents react once.
+    /// Runs the scheduler, the kubelets and the agents once.
     fn react(&mut self, which: usize) -> Result<(), String> {
         let simulation = &mut self.simulation;
         for (index, pod) in simulation.schedulable_pods().into_iter().enumerate() {
@@ -304,12 +304,12 @@ impl World {
                 simulation.api.budgets.insert(name.clone(), budget);
                 simulation.api.change(|api| &mut api.budgets, &name, |_| ());
             }
-            _ => self.change_a_node(step),
+            _ => self.apply_node_step(step),
         }
     }
 
     /// Changes one node.
-    fn change_a_node(&mut self, step: &Step) {
+    fn apply_node_step(&mut self, step: &Step) {
         match *step {
             Step::ReportNode(which) => {
                 if let Some(node) = self.node(which) {
@@ -377,21 +377,21 @@ impl World {
         self.run_quiet_time()
     }
 
-    /// Runs the quiet time: no further step follows, and components only react to earlier steps.
+    /// Runs the quiet time, in which components only react to earlier steps.
     fn run_quiet_time(&mut self) -> Result<(), String> {
         let begin = self.simulation.now;
-        let end = begin + QUIET;
+        let end = begin + QUIET_SECONDS;
         let mut recreations = None;
         while self.simulation.now < end {
             let before = self.simulation.api.version;
             let now = self.simulation.now;
-            if now + QUIET / 2 > end && recreations.is_none() {
+            if now + QUIET_SECONDS / 2 > end && recreations.is_none() {
                 recreations = Some(self.simulation.recreations.clone());
             }
             self.settle(0)?;
             let changed = self.simulation.api.version != before;
-            let next = [self.operator.due, self.simulation.next_end()].into_iter().flatten().min();
-            // To save time, the operator may be late, by up to a twentieth of this quiet period.
+            let next = [self.operator.due, self.simulation.next_container_end()].into_iter().flatten().min();
+            // To save time, the operator may be late by up to a twentieth of this quiet period.
             let late = now + 1 + (now - begin) / 20;
             self.simulation.now = if changed { now + 1 } else { next.unwrap_or(end).max(late).min(end) };
         }
@@ -399,7 +399,8 @@ impl World {
         self.operator.report_all(&self.simulation);
         self.reconcile(WriteAnswers::Good)?;
         checks::no_runnable_pod_waits(&self.simulation, &self.operator)?;
-        // If the time skipped the second half, no pod was evicted in it.
+        // If the simulation skipped the second half of the quiet time, no pod was evicted in that
+        // half.
         let before = recreations.unwrap_or_else(|| self.simulation.recreations.clone());
         checks::no_controller_is_evicted_repeatedly(&self.simulation, &before)
     }
@@ -480,19 +481,19 @@ fn run((gpus, steps, reports, heals): &(Vec<usize>, Vec<Step>, bool, bool)) -> R
     })
 }
 
-fn config() -> ProptestConfig {
+fn proptest_config() -> ProptestConfig {
     let mut config = ProptestConfig::default();
     if std::env::var_os("PROPTEST_CASES").is_none() {
-        (config.cases, config.rng_seed) = (CASES, SEED);
+        (config.cases, config.rng_seed) = (DEFAULT_CASES, DEFAULT_SEED);
     }
     config
 }
 
 proptest! {
-    #![proptest_config(config())]
+    #![proptest_config(proptest_config())]
 
-    /// Each pod that could run is released and not pinned where it cannot run. No units are
-    /// reserved twice.
+    /// Checks that each pod that could run is released, and is not pinned to a node where it cannot
+    /// run. Also checks that no units are reserved twice.
     #[test]
     fn every_pod_that_can_run_runs(history in history()) {
         run(&history).map_err(TestCaseError::fail)?;
@@ -501,7 +502,7 @@ proptest! {
     /// A new leader does not know of allocations that no node has reported, so it waits before it
     /// reserves units.
     #[test]
-    fn a_new_leader_reserves_no_units_of_pods_that_were_just_deleted(history in handover()) {
+    fn a_new_leader_reserves_no_units_of_pods_that_were_just_deleted(history in handover_history()) {
         run(&history).map_err(TestCaseError::fail)?;
     }
 }

@@ -1,5 +1,4 @@
-//! The operator in the histories: a gatekeeper that reads lagging watches, and writes that may
-//! fail.
+//! The operator in the histories: a gatekeeper with lagging watches and with writes that may fail.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +10,7 @@ use serde_json::Value;
 use super::super::world::{TestCluster, at, from_json};
 use super::pods::Owner;
 use super::scheduler::{list, node_of, text};
-use super::simulation::{EPOCH, Simulation};
+use super::simulation::{EPOCH_SECONDS, Simulation};
 use crate::catch_up::Versions;
 use crate::evict::EvictionResult;
 use crate::placement::actions::{Actions, Eviction, Release, ReleaseReason};
@@ -111,7 +110,7 @@ pub(super) struct Operator {
     /// The resource version that each watch has reached, and the version that a new leader needs.
     stored: Versions,
     required: Versions,
-    /// Pods with a release without an answer, by UID.
+    /// UIDs of pods with an unanswered release.
     unanswered: BTreeSet<String>,
     /// When each kind was last reported.
     reported_at: [u64; KINDS.len()],
@@ -195,7 +194,8 @@ impl Operator {
         self.due = Some(simulation.now);
     }
 
-    /// Lets another process acquire the lease. Its watches lag, and it waits for them.
+    /// Simulates that another process acquires the lease. The new leader's watches lag, and the new
+    /// leader waits for them.
     pub(super) fn fail_over(&mut self, simulation: &Simulation) {
         self.keeper.reset();
         let version = simulation.api.version;
@@ -212,7 +212,7 @@ impl Operator {
             return Ok(());
         }
         let actions = self.keeper.reconcile(&self.cluster, &BTreeMap::new(), at(simulation.now));
-        // The operator sends a release without an answer again, unchanged.
+        // The operator sends an unanswered release again, unchanged.
         let new = actions.releases.iter().filter(|release| !self.unanswered.contains(&release.uid));
         new.into_iter().try_for_each(|release| self.check_release(release))?;
         let mut complete = true;
@@ -262,7 +262,7 @@ impl Operator {
             let version = patch::resource_version(&release.patch).unwrap().to_owned();
             let target = (release.pod.as_str(), release.uid.as_str(), Some(version.as_str()));
             let condition = ("PodScheduled", "False", "SchedulingGated");
-            let is_same = is_version(simulation, target);
+            let is_same = has_version(simulation, target);
             if !is_same || !write_condition(simulation, target, condition, answer) {
                 self.keeper.record_failed_release(&release.pod);
                 return false;
@@ -299,8 +299,7 @@ impl Operator {
         answer == WriteAnswer::Done && applied
     }
 
-    /// Preempts pods, as `run` does. Returns false if a retry is
-    /// necessary.
+    /// Evicts victims, as `run` does. Returns false if a retry is necessary.
     fn evict(&mut self, simulation: &mut Simulation, evictions: &[Eviction], answers: &mut WriteAnswers) -> bool {
         let mut unsuccessful: Vec<&str> = Vec::new();
         for eviction in evictions {
@@ -321,7 +320,8 @@ impl Operator {
         unsuccessful.is_empty()
     }
 
-    /// Evicts stranded pods, and writes the condition of those that no controller recreates.
+    /// Evicts stranded pods, and writes the condition of stranded pods that no controller
+    /// recreates.
     fn handle_stranded(&mut self, simulation: &mut Simulation, actions: &Actions, answers: &mut WriteAnswers) {
         for one in &actions.stranded.recreate {
             let owner = owner(simulation, &one.pod);
@@ -351,8 +351,8 @@ impl Operator {
             let uid = pod.uid().unwrap_or_default();
             let has_claim = self.keeper.ledger().is_some_and(|ledger| ledger.claim(&name).is_some());
             if !has_claim && pod.metadata.deletion_timestamp.is_none() {
-                if placement.until > EPOCH + simulation.now {
-                    return Err(format!("{name} lost its reservation before {}", placement.until - EPOCH));
+                if placement.until > EPOCH_SECONDS + simulation.now {
+                    return Err(format!("{name} lost its reservation before {}", placement.until - EPOCH_SECONDS));
                 }
                 if simulation.dropped.insert(uid) {
                     simulation.log(|| format!("the reservation of {name} has ended"));
@@ -372,7 +372,7 @@ fn owner(simulation: &Simulation, pod: &str) -> String {
 }
 
 /// Returns whether the API server has this version of the pod.
-fn is_version(simulation: &Simulation, (pod, uid, version): Target<'_>) -> bool {
+fn has_version(simulation: &Simulation, (pod, uid, version): Target<'_>) -> bool {
     simulation.api.pods.get(pod).is_some_and(|pod| {
         text(pod, "/metadata/uid") == uid
             && version.is_none_or(|version| text(pod, "/metadata/resourceVersion") == version)
@@ -386,7 +386,7 @@ fn write_condition(
     (kind, status, reason): (&str, &str, &str),
     answer: WriteAnswer,
 ) -> bool {
-    if matches!(answer, WriteAnswer::Done | WriteAnswer::Lost) && is_version(simulation, target) {
+    if matches!(answer, WriteAnswer::Done | WriteAnswer::Lost) && has_version(simulation, target) {
         simulation.set_condition(target.0, kind, status, reason);
     }
     answer == WriteAnswer::Done
@@ -397,7 +397,7 @@ fn evict(simulation: &mut Simulation, target: Target<'_>, answer: WriteAnswer) -
     if matches!(answer, WriteAnswer::Failed | WriteAnswer::LostRequest) {
         return EvictionResult::Failed("lost".to_owned());
     }
-    if !is_version(simulation, target) {
+    if !has_version(simulation, target) {
         return EvictionResult::NotFound;
     }
     let pod = &simulation.api.pods[target.0];
@@ -433,7 +433,7 @@ pub(super) fn is_replaced(owner: Owner) -> bool {
 }
 
 /// Returns whether the condition of a pod states that the pod is stranded.
-pub(super) fn is_advised(pod: &Value) -> bool {
+pub(super) fn has_stranded_condition(pod: &Value) -> bool {
     list(pod, "/status/conditions").iter().any(|one| one["type"] == CONDITION_PLACED && one["status"] == "False")
 }
 

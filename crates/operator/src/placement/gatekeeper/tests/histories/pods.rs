@@ -11,7 +11,7 @@ pub(super) const ZONES: [&str; 3] = ["a", "b", "c"];
 /// Names of the claims of bound volumes, one in each zone.
 pub(super) const BOUND_CLAIMS: [&str; 3] = ["bound-a", "bound-b", "bound-c"];
 /// Key of a taint that excludes pods without a toleration.
-pub(super) const DEDICATED: &str = "dedicated";
+pub(super) const DEDICATED_TAINT: &str = "dedicated";
 
 /// What owns a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub(super) enum Rule {
     NotZone(usize),
     /// Required node affinity to nodes of a later generation.
     Generation,
-    /// A toleration of the taint [`DEDICATED`].
+    /// A toleration of the taint [`DEDICATED_TAINT`].
     Tolerate,
     HostPort(u16),
     /// A bound volume in a zone.
@@ -217,7 +217,7 @@ impl Rule {
                 require_node(spec, json!({"key": ZONE, "operator": "NotIn", "values": [ZONES[*zone]]}));
             }
             Self::Generation => require_node(spec, json!({"key": "generation", "operator": "Gt", "values": ["8"]})),
-            Self::Tolerate => push(spec, &["tolerations"], json!({"key": DEDICATED, "operator": "Exists"})),
+            Self::Tolerate => push(spec, &["tolerations"], json!({"key": DEDICATED_TAINT, "operator": "Exists"})),
             Self::HostPort(port) => push(
                 &mut spec["containers"][0],
                 &["ports"],

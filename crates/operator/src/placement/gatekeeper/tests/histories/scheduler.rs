@@ -1,5 +1,6 @@
-//! A model of kube-scheduler's filters, written from the documentation of Kubernetes. It reads the
-//! API objects and shares no code with the operator. It does not preempt and has no scores.
+//! A model of kube-scheduler's filters, written from the documentation of Kubernetes. The model
+//! reads the API objects and shares no code with the operator. It does not preempt and has no
+//! scores.
 //!
 //! | plugin | rule |
 //! |---|---|
@@ -27,7 +28,7 @@ pub(super) struct View<'a> {
 pub(super) const ZONE: &str = "topology.kubernetes.io/zone";
 const REQUIRED: &str = "requiredDuringSchedulingIgnoredDuringExecution";
 
-/// Returns a part of an object. `path` has the names of fields and the indices of lists.
+/// Returns a part of an object. `path` contains names of fields and indices of lists.
 fn value_at<'a>(object: &'a Value, path: &str) -> Option<&'a Value> {
     path.split('/').skip(1).try_fold(object, |value, key| match value {
         Value::Array(list) => list.get(key.parse::<usize>().ok()?),
@@ -237,7 +238,7 @@ impl<'a> View<'a> {
         })
     }
 
-    /// Returns the required affinity of a pod, and whether the term selects another pod.
+    /// Returns the required terms of a pod's affinity of this kind.
     fn terms(pod: &'a Value, kind: &str) -> &'a [Value] {
         list(&pod["spec"]["affinity"][kind], "/requiredDuringSchedulingIgnoredDuringExecution")
     }

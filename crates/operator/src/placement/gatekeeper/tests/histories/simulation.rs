@@ -1,4 +1,4 @@
-//! The true state of the simulated cluster: the API server, kubelets, agents and controllers.
+//! Simulates the true state of a cluster: the API server, kubelets, agents and controllers.
 use std::collections::{BTreeMap, BTreeSet};
 
 use cleave_api::placement::{PLACEMENT_ANNOTATION, Placement};
@@ -9,11 +9,11 @@ use super::pods::{BOUND_CLAIMS, Owner, Template, ZONES};
 use super::scheduler::{View, ZONE, label, list, node_of, text, tolerates};
 
 /// Seconds since the Unix epoch at the beginning of each history, as in `world::at`.
-pub(super) const EPOCH: u64 = 1_000_000;
+pub(super) const EPOCH_SECONDS: u64 = 1_000_000;
 /// Shares of each GPU.
-const SHARES: u32 = 10;
+const SHARES_PER_GPU: u32 = 10;
 
-/// Shares of one GPU that a container has.
+/// Shares of one GPU that are allocated to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Allocation {
     pub(super) pod: String,
@@ -63,7 +63,7 @@ pub(super) struct Simulation {
     pub(super) originals: BTreeMap<String, CreatedPod>,
     /// Allocations by the pod's UID.
     pub(super) allocations: BTreeMap<String, Vec<Allocation>>,
-    /// Deleted pods: when their containers end, by UID.
+    /// When the containers of each deleted pod end, by UID.
     ending: BTreeMap<String, u64>,
     /// Number of deleted pods whose containers have ended.
     pub(super) ended: u64,
@@ -83,14 +83,14 @@ pub(super) struct Simulation {
     /// Devices with units of pods without a reservation, each with the time until which the
     /// operator may not know of them.
     disturbed: BTreeMap<String, u64>,
-    /// Number of pods that each controller has lost to evictions of the operator, by UID.
+    /// Number of pods that each controller has lost to evictions by the operator, by UID.
     pub(super) recreations: BTreeMap<String, usize>,
 }
 
 impl Simulation {
-    /// Creates a cluster with nodes of this many GPUs each.
+    /// Creates a cluster. `nodes` contains the number of GPUs of each node.
     pub(super) fn new(nodes: &[usize]) -> Self {
-        let mut api = TestCluster::default().policy(SHARES);
+        let mut api = TestCluster::default().policy(SHARES_PER_GPU);
         api.namespaces = vec![json!({"metadata": {"name": "team", "labels": {}}})];
         for (zone, claim) in ZONES.iter().zip(BOUND_CLAIMS) {
             api.volume_claims
@@ -133,7 +133,7 @@ impl Simulation {
         self.serial
     }
 
-    /// Adds a node. Its zone follows from its number.
+    /// Adds a node. The node's number determines its zone.
     pub(super) fn add_node(&mut self, gpus: usize) {
         let number = self.api.nodes.len();
         let free = |number: &usize| !self.api.nodes.contains_key(&format!("n{number}"));
@@ -241,8 +241,8 @@ impl Simulation {
         Some(text(self.api.pods.get(pod)?, "/metadata/uid"))
     }
 
-    /// Deletes a pod. A bound pod terminates for some seconds, unless it is deleted by force: then
-    /// its containers may run for up to four seconds more.
+    /// Deletes a pod. A bound pod terminates for some seconds. If the pod is deleted by force, its
+    /// object disappears immediately, and its containers may run for up to four more seconds.
     pub(super) fn delete(&mut self, name: &str, force: bool, seconds: u64) {
         let pod = &self.api.pods[name];
         let uid = text(pod, "/metadata/uid").to_owned();
@@ -258,8 +258,9 @@ impl Simulation {
         } else {
             let grace = 1 + seconds % 30;
             self.ending.insert(uid, self.now + grace);
-            let at =
-                jiff::Timestamp::from_second(i64::try_from(EPOCH + self.now + grace).unwrap()).unwrap().to_string();
+            let at = jiff::Timestamp::from_second(i64::try_from(EPOCH_SECONDS + self.now + grace).unwrap())
+                .unwrap()
+                .to_string();
             self.api.change(|api| &mut api.pods, name, |pod| pod["metadata"]["deletionTimestamp"] = json!(at));
         }
     }
@@ -272,8 +273,8 @@ impl Simulation {
         }
     }
 
-    /// Ends the containers of deleted pods whose time has come, and pods that do not tolerate a
-    /// taint with `NoExecute`.
+    /// Ends containers of deleted pods when they are due, and pods that do not tolerate a taint
+    /// with `NoExecute`.
     pub(super) fn run_kubelets(&mut self) {
         for (name, gpu) in &self.gpus.clone() {
             if !self.can_serve(gpu) {
@@ -309,7 +310,7 @@ impl Simulation {
     }
 
     /// Returns when the containers of the next deleted pod end.
-    pub(super) fn next_end(&self) -> Option<u64> {
+    pub(super) fn next_container_end(&self) -> Option<u64> {
         self.ending.values().copied().filter(|end| *end > self.now).min()
     }
 
@@ -317,20 +318,20 @@ impl Simulation {
         gpu.healthy && gpu.shared && !self.down.contains(&gpu.node) && !self.away.contains(&gpu.node)
     }
 
-    /// Returns the free units of a GPU, regardless of reservations. A GPU that cannot serve has
-    /// none.
+    /// Returns the free units of a GPU, regardless of reservations. A GPU that cannot serve has no
+    /// free units.
     pub(super) fn free(&self, device: &str) -> u32 {
         let serves = self.gpus.get(device).is_some_and(|gpu| self.can_serve(gpu));
-        if serves { SHARES - self.used(device) } else { 0 }
+        if serves { SHARES_PER_GPU - self.used(device) } else { 0 }
     }
 
     pub(super) fn used(&self, device: &str) -> u32 {
         self.allocations.values().flatten().filter(|part| part.device == device).map(|part| part.units).sum()
     }
 
-    /// Returns whether a pod without a reservation took units of a device after another pod was
-    /// released to it. A pod whose reservation has ended has no gate, so the scheduler may bind it
-    /// at any time.
+    /// Returns whether a pod without a reservation received units of a device after another pod was
+    /// released to the device. A pod whose reservation has ended has no gate, so the scheduler may
+    /// bind it at any time.
     pub(super) fn is_disturbed(&self, uid: &str, device: &str) -> bool {
         let released = self.released_at.get(uid).copied().unwrap_or(0);
         self.disturbed.get(device).is_some_and(|until| *until >= released)
@@ -345,7 +346,7 @@ impl Simulation {
     /// are not free.
     ///
     /// # Errors
-    /// Returns an error if a pod is rejected and nothing documented explains the rejection.
+    /// Returns an error if a pod is rejected and no documented exception explains the rejection.
     pub(super) fn admit(&mut self, node: &str) -> Result<(), String> {
         if self.down.contains(node) {
             return Ok(());
@@ -399,7 +400,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Writes what the agent and the kubelet of a node report.
+    /// Writes the reports of a node's agent and kubelet.
     pub(super) fn report_node(&mut self, name: &str) {
         if self.down.contains(name) {
             return;
@@ -415,7 +416,7 @@ impl Simulation {
             let gpu = self.gpus.get_mut(&device).unwrap();
             gpu.shared = policy || gpu.shared && (used > 0 || wanted.contains(&device));
             if gpu.shared && gpu.healthy {
-                allocatable += SHARES;
+                allocatable += SHARES_PER_GPU;
             }
             reports.push((device.clone(), gpu.clone(), used));
         }
@@ -447,15 +448,14 @@ impl Simulation {
                 json!({"pod": pod, "container": format!("c{index}"), "resource": MPS_RESOURCE, "device": device, "ids": ids, "clients": 0})
             })
             .collect();
-        let unhealthy = if gpu.healthy { 0 } else { SHARES };
-        let slice =
-            json!({"device": device, "resource": MPS_RESOURCE, "total": SHARES, "inUse": used, "unhealthy": unhealthy});
+        let unhealthy = if gpu.healthy { 0 } else { SHARES_PER_GPU };
+        let slice = json!({"device": device, "resource": MPS_RESOURCE, "total": SHARES_PER_GPU, "inUse": used, "unhealthy": unhealthy});
         let slices = if gpu.shared { vec![slice] } else { Vec::new() };
         json!({"uuid": device, "index": 0, "model": "H100", "memoryMib": 81559, "sms": 132, "mode": "Mps",
             "health": {"healthy": gpu.healthy}, "allocations": allocations, "slices": slices})
     }
 
-    /// Returns the devices that pods without an allocation have a reservation on. A GPU with a
+    /// Returns the devices on which pods without an allocation have a reservation. A GPU with a
     /// reservation is not repartitioned.
     fn reserved_devices(&self) -> BTreeSet<String> {
         let reserved = self.api.pods.values().filter(|pod| !self.allocations.contains_key(text(pod, "/metadata/uid")));
