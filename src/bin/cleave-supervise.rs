@@ -18,10 +18,10 @@ use anyhow::{Context as _, bail};
 use nix::sys::signal::{SigSet, Signal};
 use rustix::process::{Pid, WaitOptions, WaitStatus};
 
-/// First argument of the process between the supervisor and the program. That process sets a parent
-/// death signal, which remains in effect after exec.
-const CHILD_FLAG: &str = "--under=";
-/// The signals that are forwarded.
+/// Prefix of the first argument of the process between the supervisor and the program. That process
+/// sets a parent death signal, which remains in effect after exec.
+const PARENT_PID_FLAG: &str = "--under=";
+/// Signals that the supervisor forwards to the program.
 const FORWARDED_SIGNALS: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
 /// Maximum number of restarts within a period, and the period. After the maximum, the supervisor
@@ -31,11 +31,11 @@ const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
 /// `ListAndWatch` stream would also close the new stream.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
 /// Offset from a signal's number to the exit status, as in a shell.
-const SIGNAL_EXIT_CODE: i32 = 128;
+const SIGNAL_EXIT_CODE_OFFSET: i32 = 128;
 
 fn main() -> ExitCode {
     let mut args: VecDeque<OsString> = std::env::args_os().skip(1).collect();
-    let under = args.front().and_then(|first| first.to_str()?.strip_prefix(CHILD_FLAG)).map(str::to_owned);
+    let under = args.front().and_then(|first| first.to_str()?.strip_prefix(PARENT_PID_FLAG)).map(str::to_owned);
     let ended = match under {
         Some(parent) => {
             args.pop_front();
@@ -84,7 +84,7 @@ impl RecentRestarts {
         let (most, within) = MAX_RESTARTS;
         self.0.retain(|at| now.saturating_duration_since(*at) < within);
         if stopping || self.0.len() >= most {
-            return code(SIGNAL_EXIT_CODE + signal);
+            return code(SIGNAL_EXIT_CODE_OFFSET + signal);
         }
         self.0.push_back(now);
         Reaction::Restart
@@ -110,8 +110,8 @@ fn supervise(command: &[OsString]) -> anyhow::Result<u8> {
             let _ = rustix::process::kill_process(worker, signal);
             continue;
         }
-        // One SIGCHLD can stand for several exited processes. PID 1 of a container also
-        // receives SIGCHLD for orphans.
+        // One SIGCHLD can report several exited processes. PID 1 of a container also receives
+        // SIGCHLD for orphans.
         while let Some((pid, status)) = reap_child()? {
             let Some(end) = program_end(status).filter(|_| pid == worker) else { continue };
             match restarts.reaction_to(end, stopping, Instant::now()) {
@@ -135,7 +135,7 @@ fn awaited_signals() -> SigSet {
 fn start_program(program: &OsString, args: &[OsString]) -> anyhow::Result<Pid> {
     let own = rustix::process::getpid().as_raw_pid();
     // Do not start this program by its path: an upgrade may have replaced the file.
-    let child = Command::new("/proc/self/exe").arg(format!("{CHILD_FLAG}{own}")).arg(program).args(args).spawn();
+    let child = Command::new("/proc/self/exe").arg(format!("{PARENT_PID_FLAG}{own}")).arg(program).args(args).spawn();
     Ok(Pid::from_child(&child.with_context(|| format!("failed to start {}", program.display()))?))
 }
 
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_program_is_restarted_twenty_times_a_minute_at_most() {
+    fn a_killed_program_is_restarted_at_most_twenty_times_a_minute() {
         let start = Instant::now();
         let mut restarts = RecentRestarts::default();
         for second in 0..20 {

@@ -13,7 +13,7 @@ use crate::files::write_atomically;
 
 /// CDI kind (vendor and class) of the devices.
 const CDI_KIND: &str = "cleave.dev/gpu";
-/// Version of CDI that the devices need.
+/// Lowest version of CDI that the devices need.
 const CDI_VERSION: &str = "0.5.0";
 /// Name of the file in the CDI directory.
 const CDI_SPECIFICATION_FILE: &str = "cleave.dev-gpu.json";
@@ -147,7 +147,7 @@ impl DriverEdits {
     }
 }
 
-/// Parses a version such as `0.5.0`, so that versions can be compared.
+/// Parses a version such as `0.5.0` for comparison.
 fn parse_version(version: &str) -> Option<Vec<u32>> {
     version.split('.').map(|part| part.parse().ok()).collect()
 }
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn the_specification_has_the_higher_version() {
+    fn the_specification_has_the_higher_of_both_cdi_versions() {
         let nodes = BTreeMap::from([("GPU-0".to_owned(), Vec::new())]);
         for (version, expected) in [("0.3.0", "0.5.0"), ("0.10.0", "0.10.0"), ("", "0.5.0")] {
             let edits = DriverEdits { cdi_version: version.into(), edits: json!({}) };
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_list_the_existing_nodes() {
+    fn devices_list_only_existing_device_nodes() {
         let host = tempfile::tempdir().unwrap();
         let touch = |path: &str, text: &str| {
             let path = host.path().join(path);
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_specification_describes_the_devices_that_it_lists() {
+    fn a_specification_lists_exactly_its_devices() {
         let directory = tempfile::tempdir().unwrap();
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
         assert!(!specification_lists_devices(directory.path(), &names(&["MIG-a"])), "there is no specification");

@@ -106,7 +106,7 @@ pub enum DecodeError {
     /// Another version of the agent wrote the file.
     #[error("the file has version {0}; this agent reads version {FORMAT_VERSION}")]
     Version(u32),
-    /// A value is impossible, for this reason.
+    /// A value is impossible. The text states why.
     #[error("the file is damaged: {0}")]
     Invalid(String),
 }

@@ -14,7 +14,7 @@
 //!
 //! Modules. Each module uses only modules listed before it:
 //!
-//! - [`event`], [`object`], [`clock`], [`cgroup`]: plain types that all others share.
+//! - [`event`], [`object`], [`clock`], [`cgroup`]: plain types that all other modules use.
 //! - [`gpu`]: state of GPUs, and how they are partitioned. Pure.
 //! - [`allocation`]: which slices containers use, or will use. Pure.
 //! - [`mps`], [`checkpoint`], [`mig_order`]: access to the MPS host, to the checkpoint and to NVML.
@@ -31,8 +31,8 @@
 //!   [`node`] assume that the kubelet allocates extended resources and lists them in PodResources.
 //! - `run`: the tasks.
 //!
-//! Front ends answer from [`allocation::table::AllocationTable`], under a lock that is never held
-//! across an await or I/O. The main loop is notified afterwards. A separate task terminates the
+//! Front ends answer from [`allocation::table::AllocationTable`] under a lock, and then notify the
+//! main loop. No front end holds the lock across an await or I/O. A separate task terminates the
 //! programs of terminating pods, and waits for no other task. The first device lists come from the
 //! checkpoint, before NVML, PodResources and the API server have answered.
 // The unit tests share fixtures with the model tests. The fixtures refer to this crate by its name.

@@ -1,10 +1,9 @@
 //! NVIDIA's Container Toolkit on the host.
 //!
-//! With CDI and without a driver directory, the agent reuses the toolkit's knowledge of which of
-//! the driver's files a container needs. `nvidia-ctk cdi generate` prints a specification of all
-//! GPUs. The agent takes the edits that are common to all devices: libraries, programs, sockets and
-//! hooks. The agent lists the device nodes itself, because a container may get only the nodes of
-//! its GPU.
+//! With CDI and without a driver directory, the toolkit determines which of the driver's files a
+//! container needs. `nvidia-ctk cdi generate` prints a specification of all GPUs. The agent uses
+//! the edits that are common to all devices: libraries, programs, sockets and hooks. The agent
+//! lists the device nodes itself, because a container may get only the nodes of its GPU.
 use std::io;
 use std::os::unix::fs::chroot;
 use std::os::unix::process::CommandExt;
@@ -28,11 +27,12 @@ const HOOK_PROGRAM: &str = "nvidia-cdi-hook";
 /// `PATH` of the generator.
 const HOST_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// `TMPDIR` of the generator, which writes its output to a temporary file first. The agent's view
-/// of the host's root is read-only, but this directory is a mount of its own.
+/// of the host's root is read-only, but this directory is a separate mount.
 const HOST_TEMPORARY_DIRECTORY: &str = "/dev/shm";
 /// Maximum time that the generator may take. The generator calls NVML, which hangs if a GPU hangs.
 const GENERATOR_TIMEOUT: Duration = Duration::from_secs(60);
-/// Directory of an MPS daemon that is not Cleave's. Its socket would let programs bypass doors.
+/// Directory of an MPS daemon that is not Cleave's. The daemon's socket would let programs bypass
+/// doors.
 const FOREIGN_MPS_DIRECTORY: &str = "/tmp/nvidia-mps";
 
 /// Why the toolkit's edits are not available.

@@ -24,7 +24,7 @@ use crate::server::{CurrentResource, Session, StreamMode};
 /// The resources to serve, by name.
 type DesiredResources = BTreeMap<ResourceName, Arc<dyn Resource>>;
 
-/// Directory and timings.
+/// Configuration of a [`PluginServer`]: the kubelet's directory, delays and deadlines.
 #[derive(Clone, Debug)]
 pub struct PluginServerConfig {
     /// The kubelet's device plugin directory, an absolute path; see
@@ -172,7 +172,7 @@ pub enum ResourcePhase {
     Ending,
 }
 
-/// Serves resources to the kubelet until it is dropped.
+/// Serves resources to the kubelet until this value is dropped.
 pub struct PluginServer {
     wanted: watch::Sender<DesiredResources>,
     run: watch::Sender<TaskCommand>,
@@ -180,7 +180,7 @@ pub struct PluginServer {
     manager: AbortOnDropHandle<()>,
 }
 
-/// Instruction to a task.
+/// A command to a task: serve, or end for one of two reasons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TaskCommand {
     Serve,
@@ -191,11 +191,11 @@ enum TaskCommand {
 }
 
 impl PluginServer {
-    /// Starts the plugins without resources. Must be called within a tokio runtime with I/O and
+    /// Starts the server without resources. Must be called within a tokio runtime with I/O and
     /// time.
     ///
-    /// The state reports temporary problems, for example another process that serves or a missing
-    /// directory. The plugins then retry.
+    /// The server retries after temporary problems, such as another serving process or a missing
+    /// directory. The state reports these problems.
     ///
     /// # Errors
     /// Returns [`DirectoryError`] if the path of the directory is invalid.
@@ -228,10 +228,10 @@ impl PluginServer {
         }
     }
 
-    /// Ends all streams and releases the directory, like [`shutdown`](Self::shutdown).
+    /// Does the same as [`shutdown`](Self::shutdown), for callers that only have a reference.
     pub async fn stop(&self) {
         self.run.send_replace(TaskCommand::Shutdown);
-        // The manager's end drops the sender of the state.
+        // The manager drops the sender of the state when it ends.
         let mut states = self.state.clone();
         while states.changed().await.is_ok() {}
     }
@@ -281,7 +281,7 @@ impl PluginManager {
                         tracing::error!(%error, "failed to use the device plugin directory");
                     }
                     DirectoryState::Held | DirectoryState::Opening => {
-                        tracing::debug!(state = ?now, "device plugin directory");
+                        tracing::debug!(state = ?now, "device plugin directory changed state");
                     }
                 }
                 state.directory = now;
@@ -570,14 +570,14 @@ impl Plugin {
     }
 
     /// Waits until the kubelet that disconnected has cleaned up the old stream. Returns at once if
-    /// another kubelet has started. Such a kubelet can admit pods 12 ms after it listens, and
+    /// another kubelet has started. A new kubelet can admit pods 12 ms after it listens, and
     /// rejects pods that request unregistered resources.
     async fn wait_for_cleanup(&mut self, kubelet: SocketId) {
         let settled = tokio::time::Instant::now() + self.timings.settle;
         self.directory_changes.mark_unchanged();
         while self.directory.kubelet_socket_id() == Some(kubelet) && !self.is_stopping() {
-            // The socket of a killed kubelet remains until the next kubelet removes it. That
-            // kubelet removes Cleave's socket first.
+            // The socket of a killed kubelet remains until the next kubelet removes it. The next
+            // kubelet removes Cleave's socket before its predecessor's.
             tokio::select! {
                 () = wait_until_stopped(&mut self.run) => return,
                 () = tokio::time::sleep_until(settled) => return,
@@ -776,7 +776,7 @@ mod tests {
     }
 
     #[test]
-    fn ready_means_that_the_kubelet_streams_every_resource() {
+    fn the_server_is_ready_when_the_kubelet_streams_every_resource() {
         let name = |name: &str| ResourceName::parse(name).expect("a name");
         let streaming = ResourceState { phase: ResourcePhase::Streaming, ..ResourceState::default() };
         let mut state = PluginServerState { directory: DirectoryState::Held, ..PluginServerState::default() };

@@ -81,8 +81,8 @@ pub(crate) enum OwnSocketError {
     Path,
 }
 
-/// Makes the same first call as the kubelet, so that a registration is attempted only if it can
-/// succeed.
+/// Makes the kubelet's first call to Cleave's own socket. A registration cannot succeed if this
+/// call fails.
 pub(crate) async fn call_own_socket(socket: &Path) -> Result<(), OwnSocketError> {
     let endpoint = socket.to_str().and_then(unix_endpoint).ok_or(OwnSocketError::Path)?;
     let call = async {
@@ -138,9 +138,9 @@ pub(crate) enum RegistrationCause {
     OptionsChanged,
 }
 
-/// Returns the next step for a registered plugin, from the observed state instead of events. Events
-/// can be lost, late or repeated: the creation of `kubelet.sock` can be reported after the
-/// registration with that socket.
+/// Returns the next step for a registered plugin. Decides from the observed state, because events
+/// can be lost, late or repeated. For example, inotify can report the creation of `kubelet.sock`
+/// after the registration with that socket.
 pub(crate) fn next_registration_step(seen: &PluginObservation, grace: Duration) -> RegistrationStep {
     let streaming = seen.streamless_for.is_none();
     match seen.kubelet {
@@ -155,8 +155,8 @@ pub(crate) fn next_registration_step(seen: &PluginObservation, grace: Duration) 
         return RegistrationStep::Register(RegistrationCause::OptionsChanged);
     }
     match seen.streamless_for {
-        // Do not register again: the devices would be briefly unavailable. The kubelet's connection
-        // works without the file.
+        // Do not register again, because a registration makes the devices unavailable for a moment.
+        // The kubelet's connection works without the file.
         None if !seen.reachable => RegistrationStep::Rebind,
         None => RegistrationStep::Keep,
         Some(_) if !seen.reachable => RegistrationStep::Register(RegistrationCause::SocketLost),
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_streaming_plugin_is_kept() {
+    fn a_streaming_plugin_does_not_register_again() {
         let (seen, _) = healthy_observation();
         assert_eq!(next_registration_step(&seen, STREAM_GRACE), RegistrationStep::Keep);
         assert_eq!(

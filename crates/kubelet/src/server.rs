@@ -236,8 +236,8 @@ impl DeviceListFeed {
             }
             if let Some(devices) = &mut self.devices {
                 let now = Arc::clone(&devices.borrow_and_update());
-                // Compare the pointers instead of the contents: an equal list is published so that
-                // the kubelet writes its checkpoint.
+                // Compare the pointers instead of the contents: a resource publishes an equal list
+                // to make the kubelet write its checkpoint.
                 if !self.sent.as_ref().is_some_and(|sent| Arc::ptr_eq(sent, &now)) {
                     self.sent = Some(Arc::clone(&now));
                     return Some(now);

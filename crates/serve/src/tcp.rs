@@ -7,7 +7,7 @@ use rustix::net::sockopt::set_ipv6_v6only;
 use tokio::net::{TcpListener, TcpSocket};
 
 /// Maximum number of connections that wait to be accepted. The kernel may apply a lower limit.
-const BACKLOG: u32 = 1024;
+const LISTEN_BACKLOG: u32 = 1024;
 
 /// Listens on an address. A listener on `[::]` also accepts IPv4, regardless of the node's
 /// `net.ipv6.bindv6only`. If the node's kernel has no IPv6, listens on `0.0.0.0` instead.
@@ -52,31 +52,31 @@ fn open(address: SocketAddr) -> io::Result<TcpListener> {
     // A restarted program can use its port while old connections remain in TIME_WAIT.
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
-    socket.listen(BACKLOG)
+    socket.listen(LISTEN_BACKLOG)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn on(address: &str) -> SocketAddr {
+    fn socket_address(address: &str) -> SocketAddr {
         address.parse().unwrap()
     }
 
     /// Listens on a simulated node where creating or binding an IPv6 socket fails with `errno`.
     /// Returns the listener's address.
     fn listen_without_ipv6(address: &str, errno: Errno) -> io::Result<SocketAddr> {
-        listen_with(on(address), |address| if address.is_ipv6() { Err(errno.into()) } else { Ok(address) })
+        listen_with(socket_address(address), |address| if address.is_ipv6() { Err(errno.into()) } else { Ok(address) })
     }
 
     #[test]
     fn without_ipv6_every_address_means_every_ipv4_address() {
         for errno in [Errno::AFNOSUPPORT, Errno::ADDRNOTAVAIL] {
-            assert_eq!(listen_without_ipv6("[::]:8080", errno).unwrap(), on("0.0.0.0:8080"));
+            assert_eq!(listen_without_ipv6("[::]:8080", errno).unwrap(), socket_address("0.0.0.0:8080"));
             assert!(listen_without_ipv6("[::1]:8080", errno).is_err(), "a chosen address is not replaced");
         }
         let busy = listen_without_ipv6("[::]:8080", Errno::ADDRINUSE).unwrap_err();
         assert_eq!(busy.kind(), io::ErrorKind::AddrInUse, "a busy port is reported");
-        assert_eq!(listen_without_ipv6("10.0.0.1:80", Errno::AFNOSUPPORT).unwrap(), on("10.0.0.1:80"));
+        assert_eq!(listen_without_ipv6("10.0.0.1:80", Errno::AFNOSUPPORT).unwrap(), socket_address("10.0.0.1:80"));
     }
 }

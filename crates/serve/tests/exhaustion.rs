@@ -23,7 +23,7 @@ const SERVE: &str = "TEST_SERVE_HEADER_TIMEOUT_MS";
 /// Time limit of each read and write. Longer than any step takes on a busy machine.
 const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Number of connections that the kernel queues for the server.
-const BACKLOG: u32 = 1024;
+const LISTEN_BACKLOG: u32 = 1024;
 /// Limit of open files of the server: as low as in some container runtimes.
 const DESCRIPTORS: u64 = 256;
 
@@ -63,7 +63,7 @@ fn the_server_of_the_other_tests() {
     runtime.block_on(async {
         let socket = tokio::net::TcpSocket::new_v4().unwrap();
         socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
-        let listener = socket.listen(BACKLOG).unwrap();
+        let listener = socket.listen(LISTEN_BACKLOG).unwrap();
         println!("serving {}", listener.local_addr().unwrap());
         let open = || async { descriptors::usage().unwrap().open.to_string() };
         let limits = http::Limits { headers: Duration::from_millis(headers.parse().unwrap()), ..Default::default() };

@@ -70,9 +70,10 @@ pub struct OpenReservation<'a> {
 /// Progress of a container's request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RequestState {
-    /// `Allocate` has not been called.
+    /// The kubelet has not called `Allocate` for the request.
     Pending,
-    /// `Allocate` was called at this time. The agent assumes that the call was for this request.
+    /// The kubelet called `Allocate` at this time. The agent assumes that the call was for this
+    /// request.
     Answered(Instant),
     /// The kubelet lists the container, or has admitted its pod.
     Listed,
@@ -232,7 +233,7 @@ impl PendingAllocations {
         self.pods.retain(|uid, _| uids.contains(uid));
     }
 
-    /// Records that `Allocate` returned this many slices of a device.
+    /// Records that `Allocate` returned `units` slices of a device.
     pub fn record_allocate_answer(&mut self, resource: &str, units: u32, device: &str, now: Instant) {
         if self.watch == PodWatchState::Disabled {
             return;
@@ -260,7 +261,7 @@ impl PendingAllocations {
         });
     }
 
-    /// Records the kubelet's list, which was requested at `requested_at`.
+    /// Records the kubelet's list that the agent requested at `requested_at`.
     pub fn record_pod_resources_list(&mut self, rows: &[ContainerDevices], requested_at: Instant) {
         for row in rows {
             let Some((device, _)) = row.ids.first().and_then(|id| parse_slice_id(id)) else { continue };

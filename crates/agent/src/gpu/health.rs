@@ -76,7 +76,7 @@ pub mod reason {
 pub enum FaultCause {
     /// An error with this XID.
     Xid(u64),
-    /// This number of new uncorrected memory errors.
+    /// New uncorrected memory errors, with their number.
     EccErrors(u64),
 }
 
@@ -104,7 +104,7 @@ pub struct HealthRecord {
     /// Faults that have not ended.
     #[serde(default, rename = "findings", skip_serializing_if = "Vec::is_empty")]
     pub faults: Vec<RecordedFault>,
-    /// Number of uncorrected memory errors since the last reset.
+    /// The driver's count of uncorrected memory errors since the last reset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uncorrected: Option<u64>,
     /// When the driver first requested a reset. `None` if it requests none now.
@@ -189,7 +189,7 @@ impl HealthHistory {
         class
     }
 
-    /// Records a full answer of NVML, requested at `requested_at`, with the UUIDs of the GPU's MIG
+    /// Records NVML's full answer to a query at `requested_at`, with the UUIDs of the GPU's MIG
     /// devices.
     pub fn record_answer(&mut self, requested_at: Instant, devices: &[&str]) {
         if std::mem::take(&mut self.was_lost) {
@@ -236,7 +236,7 @@ impl HealthHistory {
         self.reset_wanted = None;
     }
 
-    /// Ends the faults up to `until`, which an administrator cleared.
+    /// Ends the faults up to `until`, because an administrator cleared them.
     pub fn clear_faults(&mut self, until: &Time) {
         self.faults.retain(|fault| fault.recorded.last > *until);
     }
@@ -449,7 +449,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn only_new_memory_errors_count_also_across_a_restart() {
+    fn only_new_memory_errors_count_even_across_a_restart() {
         let start = Instant::now();
         let mut history = HealthHistory::default();
         history.record_vitals(vitals_with_errors(7), event_time(start));

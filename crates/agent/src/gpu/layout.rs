@@ -157,8 +157,8 @@ pub struct TargetLayout {
     pub layout: Layout,
     /// The GPU changes that the rest of the spec needs, in order.
     pub changes: Vec<MigChange>,
-    /// Explains which part of the spec is ignored as impossible. The note is empty if the whole
-    /// spec is possible.
+    /// Explains which part of the spec the agent ignores because it is impossible. Empty if the
+    /// whole spec is possible.
     pub note: String,
 }
 

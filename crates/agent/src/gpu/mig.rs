@@ -10,8 +10,8 @@ use cleave_api::gpunode::{MigInstanceSpec, Partition, StepStatus};
 use cleave_api::names::{STEP_DONE, STEP_FAILED, STEP_IN_USE, STEP_WAITING};
 use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState, Process};
 
-/// Maximum number of attempts of a failing change. After that, the agent retries it only when the
-/// spec or the GPU changes.
+/// Maximum number of attempts at a failing change. After the last attempt, the agent retries only
+/// when the spec or the GPU changes.
 pub const MAX_CHANGE_ATTEMPTS: u32 = 5;
 /// Delay after the first failed attempt. Each further failure doubles it.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
@@ -98,7 +98,7 @@ pub fn needed_changes(gpu: &Gpu, target: MigTarget<'_>) -> Result<Vec<MigChange>
     }
 }
 
-/// Checks that NVML offers these profiles at these placements, and that no two placements overlap.
+/// Checks that NVML lists these profiles with these placements, and that no two placements overlap.
 fn check_placements(mig: &MigState, wanted: &[MigInstanceSpec]) -> Result<(), String> {
     // Some drivers list profiles only while MIG mode is on.
     if mig.profiles.is_empty() && !mig.enabled {
@@ -185,7 +185,7 @@ pub fn next_step<'a>(
 }
 
 /// Returns the number of memory slices of an instance with this profile. A profile that NVML does
-/// not list counts as the whole GPU, so no instance is created beside it.
+/// not list counts as the whole GPU, so the agent creates no instance beside it.
 fn profile_slices(gpu: &Gpu, profile: &str) -> u32 {
     let profiles: &[MigProfile] = gpu.mig.as_ref().map_or(&[], |mig| &mig.profiles);
     profiles.iter().find(|known| known.name == profile).map_or(u32::MAX, |known| known.size)
@@ -207,11 +207,11 @@ pub fn in_use_message(processes: &[&Process]) -> String {
 pub enum ChangeOutcome {
     /// The change succeeded.
     Done,
-    /// The instance or the GPU is in use. Nothing was changed.
+    /// The instance or the GPU is in use. The agent changed nothing.
     Busy(String),
     /// MIG mode changes with the next reset of the GPU. An administrator must reset the GPU.
     AfterReset,
-    /// The driver has not answered for this long. The driver may still answer.
+    /// The driver has not answered for this duration, but may still answer.
     Slow(Duration),
     /// NVML returned this error. Partial changes were undone.
     Failed(String),
@@ -362,7 +362,7 @@ impl MigProgress {
                 return None;
             }
             ChangeOutcome::Busy(why) => {
-                // Before each attempt to change the mode, the GPU's slices are withdrawn.
+                // The agent withdraws the GPU's slices before each attempt to change the mode.
                 let is_last = busy_checks + 1 >= MAX_CHANGE_ATTEMPTS && *change == MigChange::Mode(true);
                 let pause = Duration::from_secs(1).saturating_mul(1 << busy_checks.min(8)).min(MAX_RETRY_DELAY);
                 let pause = if is_last { MODE_RETRY_DELAY } else { pause };
@@ -403,8 +403,8 @@ impl MigProgress {
         warning
     }
 
-    /// Returns the changes that no Event has reported, as text. Returns `None` while changes are
-    /// left, or if every change was reported.
+    /// Returns the changes that no Event has reported, as text. Returns `None` while changes
+    /// remain, or if Events have reported every change.
     pub fn take_completed(&mut self, left: &[MigChange]) -> Option<String> {
         if !left.is_empty() || self.unreported == 0 {
             return None;

@@ -33,7 +33,7 @@ pub enum FaultClass {
     /// The GPU needs nothing: the XID is an error of a program, or a message from the driver. The
     /// agent reports the XID, and no slice becomes unhealthy.
     Application,
-    /// The GPU needs a quiet period, and then a full answer of NVML.
+    /// The GPU needs a quiet period, and then a full answer from NVML.
     Suspect,
     /// The GPU needs a reset, proven by NVML or by a reboot of the node. An administrator can also
     /// clear the fault.

@@ -43,8 +43,8 @@ impl PodSources<'_> {
     fn pod_of(&self, id: &str) -> Option<PodRef> {
         let allocation = self.allocations.get(id);
         let is = |row: &&ContainerDevices| {
-            // An init container's slices pass to another container. The kubelet lists them for that
-            // container.
+            // An init container's slices pass to another container, and the kubelet lists them for
+            // that container.
             let shares = |slice: &String| {
                 allocation
                     .is_some_and(|allocation| allocation.resource == row.resource && allocation.ids.contains(slice))
@@ -84,8 +84,8 @@ struct ReportedFault {
     reported: bool,
     /// Number of terminated clients that Events have reported.
     reported_terminations: usize,
-    /// Pods by allocation id. The fault keeps them, because a pod may be deleted before the fault
-    /// is reported.
+    /// Pods by allocation id, stored because a pod may be deleted before the agent reports the
+    /// fault.
     pods: BTreeMap<String, PodRef>,
 }
 

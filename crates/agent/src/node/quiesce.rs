@@ -15,14 +15,14 @@ use cleave_api::gpunode::QuiesceStatus;
 
 use crate::event::{EventSubject, NodeEvent};
 
-/// Time for which the slices are listed as Unhealthy before the MPS daemons exit. The kubelet may
-/// be allocating a slice at this moment.
+/// Time for which the agent lists the slices as Unhealthy before it stops the MPS daemons. The
+/// kubelet may be allocating a slice at this moment.
 const WITHDRAWAL_DELAY: Duration = Duration::from_millis(300);
 
 /// Progress of all requested quiesces, by UUID of the GPU.
 #[derive(Debug, Default)]
 pub struct Quiesces {
-    gpus: BTreeMap<String, Progress>,
+    gpus: BTreeMap<String, QuiesceProgress>,
     /// GPUs that an Event has reported as quiesced.
     reported: BTreeSet<String>,
     nvml_closed: bool,
@@ -30,7 +30,7 @@ pub struct Quiesces {
 
 /// Progress of one quiesce.
 #[derive(Debug, Default)]
-struct Progress {
+struct QuiesceProgress {
     /// When the last pod stopped using the GPU.
     free_since: Option<Instant>,
     /// Whether the GPU's MPS daemons must not run.
@@ -53,7 +53,7 @@ impl Quiesces {
     pub fn restore(gpus: impl Iterator<Item = String>, now: Instant) -> Self {
         let progress = |uuid| {
             let free_since = now.checked_sub(WITHDRAWAL_DELAY);
-            (uuid, Progress { free_since, ends_daemons: free_since.is_some(), waits: None })
+            (uuid, QuiesceProgress { free_since, ends_daemons: free_since.is_some(), waits: None })
         };
         Self { gpus: gpus.map(progress).collect(), ..Self::default() }
     }
@@ -71,7 +71,7 @@ impl Quiesces {
             let progress = self.gpus.entry(uuid.clone()).or_default();
             let GpuUse { in_use, daemons } = state(uuid);
             if let Some(why) = in_use {
-                *progress = Progress { waits: Some(why), ..Progress::default() };
+                *progress = QuiesceProgress { waits: Some(why), ..QuiesceProgress::default() };
                 continue;
             }
             let since = *progress.free_since.get_or_insert(now);
@@ -106,7 +106,7 @@ impl Quiesces {
 
     /// Returns the status of a GPU. `None` if no quiesce is requested.
     pub fn status(&self, uuid: &str) -> Option<QuiesceStatus> {
-        let Progress { waits, .. } = self.gpus.get(uuid)?;
+        let QuiesceProgress { waits, .. } = self.gpus.get(uuid)?;
         let message = match waits {
             Some(why) => format!("waiting: {why}"),
             None if self.nvml_closed => {
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn each_stage_waits_for_the_one_before_and_one_event_reports_the_end() {
+    fn each_stage_waits_for_the_previous_one_and_one_event_reports_the_end() {
         let (mut quiesces, start) = (Quiesces::default(), Instant::now());
         let in_use = |_: &str| GpuUse { in_use: Some("in use by ns/p".into()), daemons: None };
         quiesces.update(&wanted(), in_use, start);
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_got_a_slice_at_the_last_moment_stops_the_quiesce() {
+    fn an_allocation_at_the_last_moment_stops_the_quiesce() {
         let (mut quiesces, start) = (Quiesces::default(), Instant::now());
         quiesces.update(&wanted(), free, start);
         let in_use = |_: &str| GpuUse { in_use: Some("in use".into()), daemons: None };

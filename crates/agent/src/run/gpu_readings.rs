@@ -1,6 +1,6 @@
-//! Queries the sensors of GPUs when metrics are scraped, and only then. Each GPU has its own worker
-//! thread from the first scrape on: a GPU that hangs delays one scrape, by [`GPU_CALL_TIMEOUT`],
-//! and no other call.
+//! Queries the sensors of GPUs only when Prometheus scrapes the metrics. Each GPU has its own
+//! worker thread from the first scrape on: a GPU that hangs delays one scrape, by
+//! [`GPU_CALL_TIMEOUT`], and no other call.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -186,7 +186,7 @@ mod tests {
         let both = [("GPU-a", "40"), ("GPU-b", "40")];
         assert_eq!(values(&metrics, "cleave_gpu_temperature_celsius"), by_uuid(&both));
 
-        // While NVML is closed nothing is known. A GPU that is removed has no series.
+        // While NVML is closed, all readings are unknown. A removed GPU has no series.
         let closed = library.close();
         refresh().await;
         assert!(values(&metrics, "cleave_gpu_up").is_empty());

@@ -3,10 +3,10 @@
 //!
 //! Files in the state directory. The kernel releases a lock when its process ends.
 //!
-//! - The directory itself is locked by the agent that serves.
-//! - `successor` is locked by the agent that requests a hand-over, and contains its UID.
-//! - `waiting` has a shared lock of every agent that waits.
-//! - `hand-over.json` is the [`Record`]. Only the agent that serves writes it.
+//! - The agent that serves locks the directory itself.
+//! - The agent that requests a hand-over locks `successor`, which contains the agent's UID.
+//! - Every agent that waits has a shared lock on `waiting`.
+//! - `hand-over.json` is the [`HandOverRecord`]. Only the agent that serves writes it.
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::process::CommandExt as _;
@@ -22,7 +22,9 @@ use super::http::{Heartbeat, StandbyEndpoints, not_ready_reason};
 use crate::args::AgentArgs;
 use crate::checkpoint::{CheckpointStore, StateLock};
 use crate::files::write_json_atomically;
-use crate::hand_over::{LOCK_ERROR_TIMEOUT, Probation, Record, Standby, Start, judge_probation, may_take_lock};
+use crate::hand_over::{
+    HandOverRecord, LOCK_ERROR_TIMEOUT, Probation, ServiceStart, Standby, judge_probation, may_take_lock,
+};
 
 /// Interval between attempts to lock the state directory.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
@@ -41,19 +43,19 @@ impl HandOverFiles {
     }
 
     /// Reads the record. A record that cannot be read counts as absent.
-    fn load(&self) -> Record {
+    fn load(&self) -> HandOverRecord {
         let record = match std::fs::read(self.path("hand-over.json")) {
             Ok(bytes) => serde_json::from_slice(&bytes).map_err(io::Error::from),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Record::default(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return HandOverRecord::default(),
             Err(error) => Err(error),
         };
         record.unwrap_or_else(|error| {
             tracing::warn!(%error, "failed to read the record of hand-overs");
-            Record::default()
+            HandOverRecord::default()
         })
     }
 
-    fn save(&self, record: &Record) -> io::Result<()> {
+    fn save(&self, record: &HandOverRecord) -> io::Result<()> {
         write_json_atomically(&self.path("hand-over.json"), record)
     }
 
@@ -126,7 +128,7 @@ fn agent_id(args: &AgentArgs) -> String {
 /// The agent that serves.
 pub(super) struct Serving {
     pub(super) lock: StateLock,
-    pub(super) start: Start,
+    pub(super) start: ServiceStart,
     pub(super) watch: SuccessorWatch,
 }
 
@@ -145,7 +147,8 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// Reads the record at intervals, and requests a hand-over if [`Record`] decides so.
+    /// Reads the record at intervals, and requests a hand-over if [`HandOverRecord::standby`]
+    /// decides so.
     fn poll(&mut self) {
         if self.last_poll.is_none_or(|last_poll| last_poll.elapsed() >= POLL_INTERVAL) {
             self.last_poll = Some(Instant::now());
@@ -165,8 +168,8 @@ impl Waiting {
 }
 
 /// Waits until this is the only agent of the node that serves. During an upgrade, or by mistake,
-/// two agents may run. Each would write the MPS host's desired file without the allocations of the
-/// other, and so close the doors of running pods.
+/// two agents may run. Each agent would write the MPS host's desired file without the other's
+/// allocations, and so close the doors of running pods.
 ///
 /// # Errors
 /// Returns an error if the directory cannot be locked for [`LOCK_ERROR_TIMEOUT`]. Without the lock,
@@ -218,7 +221,7 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     };
     let mut record = files.load();
     let start = record.start_serving(&id);
-    let Start { probation, returns_ready } = start;
+    let ServiceStart { probation, returns_ready } = start;
     tracing::info!(agent = id, probation, returns_ready, "this agent serves the node");
     // Save the record before the request ends, so that a standby sees at once which agent is newer.
     if let Err(error) = files.save(&record) {
@@ -236,9 +239,9 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
 pub(super) struct SuccessorWatch {
     files: HandOverFiles,
     id: String,
-    record: Record,
+    record: HandOverRecord,
     /// The record in the file, if known.
-    saved: Option<Record>,
+    saved: Option<HandOverRecord>,
     /// When this agent began to serve.
     began: Instant,
     /// Maximum duration of a probation.
@@ -300,7 +303,7 @@ impl SuccessorWatch {
         Ok(())
     }
 
-    /// Returns the agent to hand over to now.
+    /// Returns the agent that this agent must hand over to now, if any.
     fn next_agent(&mut self, changing: bool) -> Option<String> {
         let requesting = self.files.requesting_agent().unwrap_or_else(|error| {
             tracing::warn!(%error, "failed to read the hand-over request");
@@ -343,7 +346,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_agent_at_a_time_asks_and_the_kernel_ends_the_request() {
+    fn only_one_agent_at_a_time_requests_a_hand_over() {
         let directory = tempfile::tempdir().unwrap();
         let files = HandOverFiles { directory: directory.path().to_owned() };
         assert_eq!(files.requesting_agent().unwrap(), None);
@@ -357,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_sees_whether_others_wait() {
+    fn an_agent_detects_whether_other_agents_wait() {
         let directory = tempfile::tempdir().unwrap();
         let files = HandOverFiles { directory: directory.path().to_owned() };
         assert!(!files.is_awaited().unwrap());
@@ -374,7 +377,7 @@ mod tests {
         assert!(files.load().is_empty());
         std::fs::write(directory.path().join("hand-over.json"), "{").unwrap();
         assert!(files.load().is_empty());
-        let mut record = Record::default();
+        let mut record = HandOverRecord::default();
         record.start_serving("a");
         files.save(&record).unwrap();
         assert_eq!(files.load(), record);

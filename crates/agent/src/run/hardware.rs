@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_read_that_is_not_complete_replaces_only_the_links_that_it_knows() {
+    async fn an_incomplete_read_replaces_only_the_links_that_it_contains() {
         let (_nvml, counted, mut received, watching) = start_watching_links(|number| {
             Ok(match number {
                 0 => topology(3, |_, _| true),

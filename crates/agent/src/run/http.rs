@@ -43,12 +43,12 @@ struct ProbeState {
     sensors: Option<Arc<GpuSensors>>,
     heartbeat: watch::Receiver<Heartbeat>,
     plugins: watch::Receiver<PluginServerState>,
-    /// The time until which the agent is ready in any case.
+    /// Time until which the agent reports that it is ready, regardless of its state.
     ready_until: Option<Instant>,
 }
 
-/// Serves HTTP requests, forever. Reports the sensors of GPUs if there is a library. Until
-/// `ready_until`, the agent is ready in any case.
+/// Serves HTTP requests, forever. Reports the sensors of GPUs if the caller passes a library. Until
+/// `ready_until`, reports that the agent is ready, regardless of its state.
 pub(super) async fn serve_endpoints(
     addr: SocketAddr,
     (metrics, library): (Metrics, Option<Library>),

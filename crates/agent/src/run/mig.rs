@@ -11,7 +11,8 @@ use crate::mig_order::apply_order;
 /// Changing a GPU that the driver resets takes some seconds.
 const SLOW_CHANGE_THRESHOLD: Duration = Duration::from_secs(15);
 
-/// Maximum time until NVML is closed before a change of MIG mode. Calls in progress have to return.
+/// Maximum time to wait until calls in progress return, so that NVML can be closed before a change
+/// of MIG mode.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(25);
 /// Interval between checks whether NVML is closed.
 const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(50);

@@ -7,14 +7,14 @@ use super::names::PodNames;
 use super::snapshot::{Share, SharedDevice, TenantSnapshot};
 use crate::cgroup::ProcessOwner;
 
-/// Tolerance in MiB: NVML may report this much more memory for a container than the container's
-/// shares allow.
+/// Maximum difference in MiB by which the memory that NVML reports for a container may exceed the
+/// limit of its shares.
 ///
 /// MPS and NVML count a context differently. On an H200 under driver 580, NVML shows 274 MiB for a
 /// client that has allocated nothing. For the same client, MPS counts from 57 MiB (8 SMs) to 514
 /// MiB (132 SMs) against its limit. A client at its MPS limit therefore shows up to 217 MiB more
 /// than the limit. The tolerance applies once per container, not once per process: the contexts of
-/// all its processes have to fit into its shares, like all other memory.
+/// all its processes must fit into its shares, like all other memory.
 pub const MEMORY_TOLERANCE_MIB: u64 = 256;
 
 const BYTES_PER_MIB: u64 = 1 << 20;

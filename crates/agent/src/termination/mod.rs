@@ -7,7 +7,7 @@
 //! - [`Terminations`] decides which clients to terminate now.
 //!
 //! All but `process` are pure. The task in `run` sends the requests to the MPS host. Changes of the
-//! node's pods and of the MPS host's status wake it.
+//! node's pods and of the MPS host's status wake this task.
 pub mod pods;
 pub(crate) mod process;
 pub mod shutdown;
@@ -129,7 +129,7 @@ impl Terminations {
             if client.stopped {
                 attempts.last_error = Some("the process is stopped, and MPS would wait for it".into());
             }
-            // A stopped client cannot be terminated in time: report it at once.
+            // MPS cannot terminate a stopped client in time, so report the client at once.
             let report_at = if client.stopped { now } else { attempts.due + LATE_CLIENT_REPORT_DELAY };
             if !attempts.reported && now >= report_at {
                 attempts.reported = true;
@@ -319,7 +319,7 @@ mod tests {
         Continue {
             client: usize,
         },
-        /// From now on, the device's daemon answers with this behavior.
+        /// From now on, the device's daemon answers in this way.
         Daemon {
             device: usize,
             behaviour: DaemonBehaviour,
@@ -355,7 +355,7 @@ mod tests {
 
         /// Runs random events with six pods of two clients each, on two devices.
         #[test]
-        fn clients_of_terminating_pods_are_terminated_or_reported_in_time_and_others_left_alone(steps in steps()) {
+        fn clients_of_terminating_pods_are_terminated_or_reported_in_time_and_others_are_not(steps in steps()) {
             let start = Instant::now();
             let name = |pod: usize| format!("p{pod}");
             let mut pods = TerminatingPods::default();

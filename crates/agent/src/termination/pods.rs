@@ -10,12 +10,12 @@ use crate::allocation::allocation_id;
 /// a pod that was deleted by force may still run: the kubelet grants them the grace period of the
 /// spec.
 const REMOVED_POD_RETENTION: Duration = Duration::from_secs(300);
-/// A `preStop` sleep up to this long only gives the agent time to act. A longer sleep gives the
-/// program time to finish its work.
+/// A `preStop` sleep of at most this duration only gives the agent time to act. A longer sleep
+/// gives the program time to finish its work.
 const MAX_SLEEP_FOR_AGENT: Duration = Duration::from_secs(2);
-/// Time before the end of the grace period at which clients that survive SIGTERM are terminated.
-/// On an H200 with driver 580, `terminate_client` takes 3 to 10 ms per client. A GPU has at most 48
-/// clients. Failed attempts are repeated.
+/// Time before the end of the grace period at which the agent terminates clients that survive
+/// SIGTERM. On an H200 with driver 580, `terminate_client` takes 3 to 10 ms per client. A GPU has
+/// at most 48 clients. The agent repeats failed attempts.
 const MAX_TERMINATION_MARGIN: Duration = Duration::from_secs(2);
 /// Minimum ratio of the grace period to the margin. The margin is at most a quarter of the grace
 /// period.
@@ -54,7 +54,7 @@ pub struct Deletion {
 pub struct TerminationDeadlines {
     /// When the termination was first observed.
     pub since: Instant,
-    /// When the kubelet kills the remaining programs, as an estimate.
+    /// Estimated time at which the kubelet kills the remaining programs.
     pub end: Instant,
     /// Deadlines for terminating the clients that SIGTERM ends, and the clients that survive
     /// SIGTERM.

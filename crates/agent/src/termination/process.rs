@@ -48,7 +48,8 @@ fn proc_directory(pid: u32) -> PathBuf {
     Path::new("/proc").join(pid.to_string())
 }
 
-/// Reads a file as text, lossily: a program may set its name to any bytes.
+/// Reads a file as text, and replaces invalid UTF-8, because a program may set its name to any
+/// bytes.
 fn read_lossily(path: &Path) -> Option<String> {
     fs::read(path).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
 }

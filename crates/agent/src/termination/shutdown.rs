@@ -3,7 +3,8 @@
 //!
 //! The kubelet does not delete these pods, and updates the status of each only after it has ended.
 //! Before the kubelet terminates the first pod, it records the start of the shutdown in a file. The
-//! kubelet's settings determine the order and the times. The agent receives them as arguments.
+//! kubelet's settings determine the order and the times. The agent receives these settings as
+//! arguments.
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -75,7 +76,7 @@ impl ShutdownPeriods {
         self.0.get(group).map_or(Duration::ZERO, |period| Duration::from_secs(period.seconds.into()))
     }
 
-    /// Returns the time that all groups have together.
+    /// Returns the sum of the periods of all groups.
     fn total_duration(&self) -> Duration {
         (0..self.0.len()).map(|group| self.duration(group)).sum()
     }

@@ -97,7 +97,8 @@ impl AdmissionTest {
         reservation.units - u32::try_from(allocated.len()).unwrap()
     }
 
-    /// Reserves shares for a new pod and binds it to the node. Ignores the pod if they do not fit.
+    /// Reserves shares for a new pod and binds it to the node. Ignores the pod if the shares do not
+    /// fit.
     fn add_pod(&mut self, shape: &[(bool, u32)]) {
         let kind = |init: bool| if init { When::Init } else { When::Main };
         let mut containers: Vec<Container> = shape
