@@ -5,8 +5,8 @@
 //! and the kubelet restarts it with a back-off (1 s, 10 s, 20 s and so on). During the back-off,
 //! the node's shares are unhealthy and new pods fail.
 //!
-//! The supervisor is small because it runs on every node: no threads, no runtime, no state. The
-//! supervisor forwards signals and exits with the program's exit status. If the supervisor is
+//! The supervisor runs on every node. To stay small, it has no threads, no runtime and no state.
+//! The supervisor forwards signals and exits with the program's exit status. If the supervisor is
 //! killed, the kernel also kills the program.
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -26,7 +26,7 @@ const FORWARDED_SIGNALS: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
 /// Maximum number of restarts within a period, and the period. After the maximum, the supervisor
 /// exits, and the kubelet restarts the container with its back-off.
-const MAX_RESTARTS: (usize, Duration) = (20, Duration::from_secs(60));
+const RESTART_LIMIT: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still handles the end of the old
 /// `ListAndWatch` stream would also close the new stream.
 const RESTART_DELAY: Duration = Duration::from_millis(50);
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     let ended = match under {
         Some(parent) => {
             args.pop_front();
-            become_program(&parent, args.make_contiguous())
+            exec_program(&parent, args.make_contiguous())
         }
         None => supervise(args.make_contiguous()),
     };
@@ -73,15 +73,15 @@ enum Reaction {
 struct RecentRestarts(VecDeque<Instant>);
 
 impl RecentRestarts {
-    /// Decides the action after the program has exited. `stopping` is true once a signal requested
-    /// that the supervisor stop.
+    /// Decides the action after the program has exited. `stopping` states whether a signal has
+    /// requested that the supervisor stop.
     fn reaction_to(&mut self, end: ProgramEnd, stopping: bool, now: Instant) -> Reaction {
         let code = |code: i32| Reaction::Exit(u8::try_from(code).unwrap_or(u8::MAX));
         let signal = match end {
             ProgramEnd::Exit(status) => return code(status),
             ProgramEnd::Signal(signal) => signal,
         };
-        let (most, within) = MAX_RESTARTS;
+        let (most, within) = RESTART_LIMIT;
         self.0.retain(|at| now.saturating_duration_since(*at) < within);
         if stopping || self.0.len() >= most {
             return code(SIGNAL_EXIT_CODE_OFFSET + signal);
@@ -154,7 +154,7 @@ fn program_end(status: WaitStatus) -> Option<ProgramEnd> {
 }
 
 /// Replaces this process with the program. Returns only on an error.
-fn become_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
+fn exec_program(parent: &str, command: &[OsString]) -> anyhow::Result<u8> {
     let Some((program, args)) = command.split_first() else { bail!("no program given") };
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .context("failed to set the parent death signal")?;
@@ -200,11 +200,11 @@ mod tests {
             Reaction::Exit(137)
         );
         assert_eq!(
-            restarts.reaction_to(KILLED_BY_SIGKILL, false, start + MAX_RESTARTS.1),
+            restarts.reaction_to(KILLED_BY_SIGKILL, false, start + RESTART_LIMIT.1),
             Reaction::Restart,
             "the first restart is a minute ago"
         );
-        assert_eq!(restarts.reaction_to(KILLED_BY_SIGKILL, false, start + MAX_RESTARTS.1), Reaction::Exit(137));
+        assert_eq!(restarts.reaction_to(KILLED_BY_SIGKILL, false, start + RESTART_LIMIT.1), Reaction::Exit(137));
     }
 
     #[test]

@@ -57,8 +57,8 @@ pub struct AgentArgs {
     pub host_root: PathBuf,
 
     /// Host directory of the driver's files, for `--device-list-strategy cdi` and `device-nodes`.
-    /// Without it, `cdi` uses NVIDIA's container toolkit on the host. The agent mounts the
-    /// directory read-only at `--container-driver-root` in containers that get a GPU.
+    /// Without this directory, `cdi` uses NVIDIA's container toolkit on the host. The agent mounts
+    /// the directory read-only at `--container-driver-root` in containers that get a GPU.
     #[arg(long, env = "CLEAVE_DRIVER_ROOT", value_name = "HOST_DIR")]
     pub driver_root: Option<PathBuf>,
 

@@ -95,7 +95,7 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
                 continue;
             }
             let devices = fs::read_to_string(host_root.join("proc/devices"))?;
-            let Some(major) = parse_major(&devices) else {
+            let Some(major) = parse_capability_major(&devices) else {
                 return Err(io::Error::new(io::ErrorKind::NotFound, "the kernel lists no nvidia-caps devices"));
             };
             if let Some(directory) = path.parent() {
@@ -115,7 +115,7 @@ pub fn create_capability_nodes(gpus: &[&Gpu], host_root: &Path) -> io::Result<()
 }
 
 /// Returns the major number of `nvidia-caps` in `/proc/devices`.
-fn parse_major(devices: &str) -> Option<u32> {
+fn parse_capability_major(devices: &str) -> Option<u32> {
     let numbers = devices.lines().filter_map(|line| line.trim().split_once(' '));
     numbers.filter(|(_, name)| *name == "nvidia-caps").find_map(|(number, _)| number.parse().ok())
 }
@@ -139,8 +139,8 @@ pub struct DriverEdits {
 }
 
 impl DriverEdits {
-    /// Mounts the driver's directory of the host read-only.
-    pub fn directory(host: &Path, container: &Path) -> Self {
+    /// Returns edits that mount the host's driver directory read-only.
+    pub fn from_directory(host: &Path, container: &Path) -> Self {
         let mount =
             json!({ "hostPath": host, "containerPath": container, "options": ["ro", "nosuid", "nodev", "rbind"] });
         Self { cdi_version: CDI_VERSION.to_owned(), edits: json!({ "mounts": [mount] }) }
@@ -201,7 +201,7 @@ mod tests {
     use crate::gpu::layout::tests::gpu;
 
     fn directory_edits() -> DriverEdits {
-        DriverEdits::directory(Path::new("/opt/nvidia"), Path::new("/usr/local/nvidia"))
+        DriverEdits::from_directory(Path::new("/opt/nvidia"), Path::new("/usr/local/nvidia"))
     }
 
     #[test]

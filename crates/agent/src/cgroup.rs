@@ -246,7 +246,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_causes_a_panic(text in ".*") {
+        fn no_cgroup_text_causes_a_panic(text in ".*") {
             let _ = (parse_owner(&text), parse_pod_uids(&text));
         }
 

@@ -27,8 +27,9 @@
 //!   and NVIDIA's container toolkit on the host, which knows the driver's files.
 //! - [`container_edits`], [`allocator`]: settings of a container, and the service that allocates.
 //! - [`device_plugin`]: the front end for extended resources. The front end translates the
-//!   kubelet's calls for the allocator. No module before it depends on it, but [`allocation`] and
-//!   [`node`] assume that the kubelet allocates extended resources and lists them in PodResources.
+//!   kubelet's calls for the allocator. No module that is listed earlier depends on the front end.
+//!   However, [`allocation`] and [`node`] assume that the kubelet allocates extended resources and
+//!   lists them in PodResources.
 //! - `run`: the tasks.
 //!
 //! Front ends answer from [`allocation::table::AllocationTable`] under a lock, and then notify the

@@ -301,7 +301,7 @@ struct TenantMetrics {
     memory: Family<TenantLabels, Gauge>,
     limit: Family<TenantLabels, Gauge>,
     findings: Family<FindingLabels, Counter>,
-    /// Labels that have a series. The series of a removed tenant is also removed.
+    /// Labels that have a series, so that the agent can remove the series of a removed tenant.
     known: Arc<Mutex<BTreeSet<TenantLabels>>>,
 }
 
@@ -620,15 +620,15 @@ impl Metrics {
         self.lock_known().gpus.iter().map(|label| label.uuid.clone()).collect()
     }
 
-    /// Sets what NVML reports about a GPU. `None` means that NVML did not answer. Ignores GPUs that
-    /// the last status does not list.
+    /// Sets the readings that NVML reports about a GPU. `None` means that NVML did not answer.
+    /// Ignores GPUs that the last status does not list.
     pub fn set_readings(&self, uuid: &str, readings: Option<&GpuReadings>) {
         let known = self.lock_known();
         let Some(label) = known.gpus.iter().find(|label| label.uuid == uuid) else { return };
         self.gpus.set_readings(label, readings);
     }
 
-    /// Removes what NVML reported about a GPU, because the GPU must not be queried now.
+    /// Removes the readings of a GPU that the agent must not query now.
     pub fn forget_readings(&self, uuid: &str) {
         let known = self.lock_known();
         if let Some(label) = known.gpus.iter().find(|label| label.uuid == uuid) {

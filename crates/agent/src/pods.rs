@@ -19,7 +19,7 @@ use crate::tenants::names::PodName;
 use crate::termination::pods::{Deletion, PodObservation, TerminatingPods};
 use crate::termination::shutdown::{self, Shutdown};
 
-/// Grace period in seconds of a pod that sets none. The API server uses the same default.
+/// Grace period in seconds of a pod that specifies none. The API server uses the same default.
 const DEFAULT_GRACE_SECONDS: i64 = 30;
 
 /// Annotation of a mirror pod: the API server's object for a static pod.

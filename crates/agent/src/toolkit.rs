@@ -175,7 +175,7 @@ mod tests {
     use crate::args::tests::parse_args;
     use crate::cdi::cdi_specification;
 
-    const LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05";
+    const DRIVER_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05";
 
     fn specification() -> Value {
         let hook =
@@ -189,7 +189,7 @@ mod tests {
                 "deviceNodes": [{"path": "/dev/nvidiactl"}, {"path": "/dev/nvidia-uvm"}],
                 "hooks": [hook],
                 "mounts": [
-                    {"hostPath": LIBRARY, "containerPath": LIBRARY, "options": ["ro"]},
+                    {"hostPath": DRIVER_LIBRARY, "containerPath": DRIVER_LIBRARY, "options": ["ro"]},
                     {"hostPath": "/tmp/nvidia-mps", "containerPath": "/tmp/nvidia-mps"},
                 ],
             },
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(edits.edits["env"], json!(["NVIDIA_CTK_LIBCUDA_DIR=/usr/lib"]));
         assert_eq!(edits.edits["hooks"][0]["args"], json!(["update-ldcache"]));
         assert_eq!(edits.edits["mounts"].as_array().unwrap().len(), 1, "not the sockets of another MPS daemon");
-        assert_eq!(edits.edits["mounts"][0]["hostPath"], LIBRARY);
+        assert_eq!(edits.edits["mounts"][0]["hostPath"], DRIVER_LIBRARY);
         assert!(edits.edits.get("deviceNodes").is_none());
         let nodes = BTreeMap::from([("GPU-1".to_owned(), vec!["/dev/nvidia1".to_owned()])]);
         let spec = cdi_specification(&nodes, &edits);

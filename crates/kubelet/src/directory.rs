@@ -156,7 +156,7 @@ pub(crate) struct DirectoryLock {
 
 impl DirectoryLock {
     /// Returns whether the path still names the locked directory.
-    pub(crate) fn holds(&self, directory: &Directory) -> bool {
+    pub(crate) fn is_still_at(&self, directory: &Directory) -> bool {
         std::fs::metadata(&directory.path).is_ok_and(|now| (now.dev(), now.ino()) == self.id)
     }
 }
@@ -281,7 +281,7 @@ impl DirectoryWatch {
     }
 }
 
-/// Intervals at which the directory is polled, with and without inotify.
+/// Intervals between polls of the directory, with and without inotify.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PollIntervals {
     pub(crate) watched: Duration,

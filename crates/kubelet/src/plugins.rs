@@ -15,7 +15,7 @@ use crate::directory::{
     Directory, DirectoryChange, DirectoryError, DirectoryLock, DirectoryWatch, PollIntervals, SocketId, socket_name,
 };
 use crate::registration::{
-    PluginObservation, RegisterError, RegistrationCause, RegistrationStep, call_own_socket, next_registration_step,
+    PluginObservation, RegisterError, RegistrationCause, RegistrationStep, next_registration_step, probe_own_socket,
     register,
 };
 use crate::resource::{Resource, ResourceName};
@@ -71,7 +71,7 @@ pub struct PluginTimings {
     /// connecting to the plugin.
     pub register_deadline: Duration,
     /// Delay before a registered plugin without a stream registers again. The delay doubles while
-    /// no stream is opened.
+    /// the kubelet opens no stream.
     pub stream: Backoff,
     /// Maximum time for the kubelet to disconnect after its stream ended.
     pub hang_up: Duration,
@@ -149,8 +149,8 @@ pub struct ResourceState {
     pub registrations: u64,
     /// Number of failed registrations.
     pub failures: u64,
-    /// Number of registrations that were repeated because the kubelet opened no stream, or ended
-    /// its stream without restarting.
+    /// Number of registrations that the plugin repeated because the kubelet opened no stream, or
+    /// ended its stream without restarting.
     pub streamless: u64,
     /// The last error and its causes. Cleared by the next success.
     pub error: Option<String>,
@@ -208,9 +208,9 @@ impl PluginServer {
         Ok(Self { wanted, run, state: states, manager: AbortOnDropHandle::new(tokio::spawn(manager.run())) })
     }
 
-    /// Replaces the set of resources. A new resource is registered, and the stream of a removed
-    /// resource ends. If the name is already served, the new resource replaces the old one in the
-    /// open stream.
+    /// Replaces the set of resources. Registers each new resource, and ends the stream of each
+    /// removed resource. A new resource with a served name replaces the old resource in the open
+    /// stream.
     pub fn set(&self, resources: BTreeMap<ResourceName, Arc<dyn Resource>>) {
         self.wanted.send_replace(resources);
     }
@@ -314,7 +314,7 @@ impl PluginManager {
         let mut directory =
             DirectoryWatch::start(&self.directory, PollIntervals { watched: poll_watched, unwatched: poll_unwatched });
         self.directory.remove_stale_sockets().await;
-        let mut tasks = Tasks {
+        let mut tasks = ResourceTasks {
             directory: self.directory.clone(),
             timings: self.timings,
             state: self.state.clone(),
@@ -344,7 +344,7 @@ impl PluginManager {
                     true
                 }
                 event = directory.changed() => {
-                    if event == DirectoryChange::Gone || !lock.holds(&self.directory) {
+                    if event == DirectoryChange::Gone || !lock.is_still_at(&self.directory) {
                         break;
                     }
                     tasks.directory_changes.send_replace(());
@@ -371,7 +371,7 @@ impl PluginManager {
 }
 
 /// The tasks of all resources.
-struct Tasks {
+struct ResourceTasks {
     directory: Directory,
     timings: PluginTimings,
     state: watch::Sender<PluginServerState>,
@@ -387,7 +387,7 @@ struct TaskHandle {
     run: watch::Sender<TaskCommand>,
 }
 
-impl Tasks {
+impl ResourceTasks {
     /// Starts the tasks of new resources, and ends the tasks of removed resources.
     fn reconcile(&mut self, wanted: &DesiredResources) {
         for (name, task) in &self.running {
@@ -577,7 +577,7 @@ impl Plugin {
         self.directory_changes.mark_unchanged();
         while self.directory.kubelet_socket_id() == Some(kubelet) && !self.is_stopping() {
             // The socket of a killed kubelet remains until the next kubelet removes it. The next
-            // kubelet removes Cleave's socket before its predecessor's.
+            // kubelet removes Cleave's socket before its predecessor's socket.
             tokio::select! {
                 () = wait_until_stopped(&mut self.run) => return,
                 () = tokio::time::sleep_until(settled) => return,
@@ -588,7 +588,7 @@ impl Plugin {
 
     /// Registers a session and supervises it until it ends.
     async fn run_session(&mut self, session: &mut Session, kubelet: SocketId, streamless: &mut u32) -> SessionEnd {
-        if let Err(error) = call_own_socket(session.path()).await {
+        if let Err(error) = probe_own_socket(session.path()).await {
             self.record_failure("Cleave's device plugin socket does not answer", &error);
             self.wait_or_stop(self.timings.register.cap).await;
             return SessionEnd::Restart;

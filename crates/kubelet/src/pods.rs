@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_containers_devices_of_several_numa_nodes_are_one_row() {
+    fn a_containers_devices_of_several_numa_nodes_are_one_entry() {
         let devices = |resource: &str, id: &str| wire::ContainerDevices {
             resource_name: resource.to_owned(),
             device_ids: vec![id.to_owned()],

@@ -83,7 +83,7 @@ pub(crate) enum OwnSocketError {
 
 /// Makes the kubelet's first call to Cleave's own socket. A registration cannot succeed if this
 /// call fails.
-pub(crate) async fn call_own_socket(socket: &Path) -> Result<(), OwnSocketError> {
+pub(crate) async fn probe_own_socket(socket: &Path) -> Result<(), OwnSocketError> {
     let endpoint = socket.to_str().and_then(unix_endpoint).ok_or(OwnSocketError::Path)?;
     let call = async {
         let channel = endpoint.connect().await.map_err(OwnSocketError::Connect)?;
@@ -99,7 +99,7 @@ pub(crate) async fn call_own_socket(socket: &Path) -> Result<(), OwnSocketError>
 /// The observed state of a registered plugin.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PluginObservation {
-    /// The `kubelet.sock` that the plugin was registered with.
+    /// The `kubelet.sock` with which the plugin is registered.
     pub(crate) registered_with: SocketId,
     /// The current `kubelet.sock`.
     pub(crate) kubelet: Option<SocketId>,
@@ -118,7 +118,7 @@ pub(crate) enum RegistrationStep {
     Keep,
     /// Check again after this time, or when something changes.
     CheckAgain(Duration),
-    /// Bind Cleave's socket at its path again. The stream is not interrupted.
+    /// Bind Cleave's socket at its path again. This does not interrupt the stream.
     Rebind,
     /// End this session and register a new one.
     Register(RegistrationCause),
@@ -127,7 +127,7 @@ pub(crate) enum RegistrationStep {
 /// Reason for a repeated registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RegistrationCause {
-    /// `kubelet.sock` is not the socket that the plugin was registered with.
+    /// `kubelet.sock` is not the socket with which the plugin is registered.
     KubeletRestarted,
     /// Cleave's socket was deleted and no stream is open.
     SocketLost,
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deleted_socket_is_rebound_or_without_a_stream_registered_again() {
+    fn a_deleted_socket_is_rebound_or_registered_again_without_a_stream() {
         let (seen, _) = healthy_observation();
         let lost = PluginObservation { reachable: false, ..seen };
         assert_eq!(next_registration_step(&lost, STREAM_GRACE), RegistrationStep::Rebind);

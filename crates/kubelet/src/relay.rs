@@ -39,11 +39,11 @@ use crate::resource::{
     ContainerResponse, DeviceList, PluginOptions, PreferredRequest, Refusal, Resource, ResourceName, parse_list,
 };
 
-/// Maximum size of a message from the agent, in bytes. A list of 20,000 devices fits in it.
+/// Maximum size of a message from the agent, in bytes. A list of 20,000 devices fits in this size.
 const MAX_MESSAGE_BYTES: usize = 4 << 20;
 
 /// Name of a new `kubelet.sock` before it replaces the old one.
-const NEW_SOCKET: &str = "kubelet.new";
+const NEW_SOCKET_NAME: &str = "kubelet.new";
 
 /// Configuration of the relay.
 #[derive(Clone, Debug)]
@@ -71,9 +71,10 @@ pub struct RelayTimings {
     /// The maximum for `PreStartContainer`, which delays only its own container. This maximum is
     /// longer than the agent's deadline of 25 s, and shorter than the kubelet's deadline of 30 s.
     pub start: Duration,
-    /// Time without the agent after which the relay reports its devices as unhealthy.
+    /// Time without the agent after which the relay reports the agent's devices as unhealthy.
     pub unhealthy: Duration,
-    /// Time without the agent after which the relay removes its resources, as a kubelet does.
+    /// Time without the agent after which the relay removes the agent's resources, as a kubelet
+    /// does.
     pub removed: Duration,
 }
 
@@ -175,7 +176,7 @@ pub async fn run_relay(config: RelayConfig, stop: impl Future<Output = ()>) -> R
 /// A resource that the agent has registered.
 struct Endpoint {
     resource: Arc<RelayedResource>,
-    /// Distinguishes this registration from later ones.
+    /// Distinguishes this registration from later registrations.
     number: u64,
     /// Name of the agent's socket.
     socket: String,
@@ -212,7 +213,7 @@ impl Relay {
     fn serve(self: &Arc<Self>) -> io::Result<RunningServer> {
         // Rename the new socket, so that the old socket works until the new socket does.
         let path = self.directory.path().join(KUBELET_SOCKET);
-        let new = self.directory.path().join(NEW_SOCKET);
+        let new = self.directory.path().join(NEW_SOCKET_NAME);
         match std::fs::remove_file(&new) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -284,7 +285,8 @@ impl Relay {
         };
         resource.devices.send_replace(devices);
         resource.agent.send_replace(AgentState::Present(AgentClient { number, client }));
-        let follower = tokio::spawn(Arc::clone(self).follow(name.clone(), number, Arc::clone(&resource), stream));
+        let follower =
+            tokio::spawn(Arc::clone(self).forward_device_lists(name.clone(), number, Arc::clone(&resource), stream));
         let endpoint = Endpoint { resource, number, socket, _follower: Some(AbortOnDropHandle::new(follower)) };
         endpoints.by_name.insert(name.clone(), endpoint);
         self.publish(&endpoints);
@@ -309,7 +311,7 @@ impl Relay {
     }
 
     /// Forwards the agent's lists, and withdraws the resource after the end of the stream.
-    async fn follow(
+    async fn forward_device_lists(
         self: Arc<Self>,
         name: ResourceName,
         number: u64,
@@ -351,7 +353,8 @@ impl Relay {
         let mut endpoints = lock(&self.endpoints);
         if endpoints.by_name.get(name).is_some_and(|endpoint| endpoint.number == number) {
             tracing::info!(resource = %name, "removed a resource");
-            // Dropping the handle must not abort the calling task before it has published.
+            // Dropping the handle must not abort the calling task before the task has published the
+            // change.
             let removed = endpoints.by_name.remove(name);
             self.publish(&endpoints);
             drop(removed);
@@ -451,8 +454,8 @@ impl RelayedResource {
         });
     }
 
-    /// Makes a call to the agent. Waits while the agent is absent, and repeats the call if the
-    /// agent ends before it answers.
+    /// Calls the agent. Waits while the agent is absent, and repeats the call if the agent ends
+    /// before it answers.
     async fn call<A, F>(&self, limit: Duration, call: impl Fn(DevicePluginClient<Channel>) -> F) -> Result<A, Refusal>
     where
         F: Future<Output = Result<Response<A>, Status>>,

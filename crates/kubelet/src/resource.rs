@@ -34,8 +34,8 @@ pub trait Resource: Send + Sync + 'static {
     /// Returns the settings for a container to which the kubelet allocates exactly these devices.
     /// The kubelet can repeat the call for the same devices.
     ///
-    /// `ids` is as the kubelet sent it. This method must refuse unknown ids, repeated ids and empty
-    /// lists.
+    /// `ids` contains the ids as the kubelet sent them. This method must refuse unknown ids,
+    /// repeated ids and empty lists.
     fn allocate<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<ContainerResponse, Refusal>>;
 
     /// Prepares a container with these devices. The server calls this method before each start of
@@ -354,10 +354,10 @@ impl From<wire::ContainerAllocateResponse> for ContainerResponse {
     }
 }
 
-/// Why a request is refused. The text appears in the pod's events.
+/// Why a plugin refuses a request. The text appears in the pod's events.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The request can never be granted: unknown or repeated ids, or shares of two GPUs.
+    /// The plugin can never grant the request: unknown or repeated ids, or shares of two GPUs.
     #[error("{0}")]
     Invalid(String),
     /// The request is valid, but the resource is not ready for it yet. The kubelet retries the

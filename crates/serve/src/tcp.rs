@@ -6,7 +6,8 @@ use rustix::io::Errno;
 use rustix::net::sockopt::set_ipv6_v6only;
 use tokio::net::{TcpListener, TcpSocket};
 
-/// Maximum number of connections that wait to be accepted. The kernel may apply a lower limit.
+/// Maximum number of connections that the kernel queues until the program accepts them. The kernel
+/// may apply a lower limit.
 const LISTEN_BACKLOG: u32 = 1024;
 
 /// Listens on an address. A listener on `[::]` also accepts IPv4, regardless of the node's
@@ -18,7 +19,7 @@ const LISTEN_BACKLOG: u32 = 1024;
 /// # Panics
 /// Panics if called outside a Tokio runtime.
 pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    listen_with(address, open)
+    listen_with(address, open_listener)
 }
 
 /// Listens on an address, or on its IPv4 substitute. `open` creates the listener.
@@ -41,7 +42,7 @@ fn ipv4_substitute(address: SocketAddr, error: &io::Error) -> Option<SocketAddr>
     (disabled && every_address).then(|| SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port())))
 }
 
-fn open(address: SocketAddr) -> io::Result<TcpListener> {
+fn open_listener(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = if address.is_ipv6() {
         let socket = TcpSocket::new_v6()?;
         set_ipv6_v6only(&socket, false)?;

@@ -29,9 +29,9 @@ pub struct BoundPod {
     pub namespace: String,
     /// Name of the pod.
     pub name: String,
-    /// Whether the pod is being deleted. The kubelet may then never call `Allocate` for the pod.
+    /// Whether the pod is being deleted. If so, the kubelet may never call `Allocate` for the pod.
     pub terminating: bool,
-    /// Whether the kubelet has admitted the pod. The kubelet has then called `Allocate` for every
+    /// Whether the kubelet has admitted the pod. If so, the kubelet has called `Allocate` for every
     /// container.
     pub admitted: bool,
     /// The requests of the pod's containers, in the kubelet's order.
@@ -311,8 +311,8 @@ impl PendingAllocations {
             if here.is_some() && allocated_on == here {
                 continue;
             }
-            // The call for this request was attributed to another request. Exchange the devices of
-            // the two requests.
+            // The agent attributed the call for this request to another request. Exchange the
+            // devices of the two requests.
             let taken = |other: &RequestKey, request: &PendingRequest| {
                 let open = matches!(request.state, RequestState::Answered(_))
                     && request.matches(&wanted.resource, wanted.units);
@@ -336,8 +336,8 @@ impl PendingAllocations {
         }
     }
 
-    /// Marks a request of an admitted pod as listed. If the request was still pending, its call was
-    /// attributed to another request, which becomes pending again.
+    /// Marks a request of an admitted pod as listed. If the request was still pending, the agent
+    /// had attributed its call to another request, which becomes pending again.
     fn mark_admitted(&mut self, key: &RequestKey) {
         let Some(request) = self.request_mut(key) else { return };
         let was = std::mem::replace(&mut request.state, RequestState::Listed);

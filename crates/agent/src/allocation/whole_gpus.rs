@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn links_do_not_decide_about_other_devices() {
+    fn links_do_not_determine_the_choice_of_other_devices() {
         let whole = || PoolKind::Whole;
         let pools = [pool("A", whole()), pool("B", PoolKind::TimeSliced), pool("C", whole())];
         assert_eq!(choose(&pools, "A B C", "", 2), None, "replicas");

@@ -351,7 +351,7 @@ impl HardwareTracker {
     }
 
     /// Ends the faults up to `until`, because an administrator cleared them. After a restart, call
-    /// this before any new fault is recorded.
+    /// this method before you record a new fault.
     pub fn clear_faults(&mut self, uuid: &str, until: &Time) {
         if self.cleared.get(uuid).is_none_or(|before| before < until) {
             self.cleared.insert(uuid.to_owned(), until.clone());
@@ -399,7 +399,7 @@ impl HardwareTracker {
             let health =
                 self.driver_error.as_ref().or(lost.as_ref()).map_or_else(|| history.health(), LossCause::health);
             let (gpu, processes) = (gpu.clone(), processes.clone());
-            KnownGpu { gpu, health, instances: history.instances(), observed: *observed, processes }
+            KnownGpu { gpu, health, instances: history.instance_health(), observed: *observed, processes }
         };
         let unnamed = |(index, slot): (u32, &GpuSlot)| match slot {
             GpuSlot::Unnamed(why) if self.driver_error.is_none() => Some((index, why.clone())),
@@ -459,7 +459,7 @@ pub(crate) mod tests {
         Ok(GpuObservation { gpu: gpu(uuid, index), processes: Vec::new() })
     }
 
-    fn hung_gpu() -> Result<GpuObservation, NvmlError> {
+    fn hung_gpu_answer() -> Result<GpuObservation, NvmlError> {
         Err(NvmlError::Hung(Duration::from_secs(20)))
     }
 
@@ -495,7 +495,7 @@ pub(crate) mod tests {
         let now = Instant::now();
         let mut tracker = two_gpu_tracker();
         tracker.observe(two_gpus(), now);
-        tracker.record_answer(1, hung_gpu(), now);
+        tracker.record_answer(1, hung_gpu_answer(), now);
         assert_eq!(
             (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
             (vec!["GPU-b".to_owned()], "GpuUnreachable".into())
@@ -520,7 +520,7 @@ pub(crate) mod tests {
         record_driver_answer(&mut tracker, 2, now);
         tracker.record_answer(0, observation("GPU-a", 0), now);
         assert_eq!((tracker.hardware().gpus.len(), tracker.is_complete()), (1, false));
-        tracker.record_answer(1, hung_gpu(), now);
+        tracker.record_answer(1, hung_gpu_answer(), now);
         assert!(tracker.is_complete());
         let hardware = tracker.hardware();
         assert!(hardware.gpus["GPU-a"].health.healthy);
@@ -535,7 +535,7 @@ pub(crate) mod tests {
         for same_boot in [true, false] {
             let mut tracker = tracker(vec![gpu("GPU-a", 0), gpu("GPU-b", 1)], same_boot);
             record_driver_answer(&mut tracker, 2, now);
-            tracker.record_answer(1, hung_gpu(), now);
+            tracker.record_answer(1, hung_gpu_answer(), now);
             tracker.record_answer(0, observation("GPU-a", 0), now);
             assert_eq!(
                 (unhealthy_uuids(&tracker), reason_of(&tracker, "GPU-b")),
@@ -550,7 +550,7 @@ pub(crate) mod tests {
         let now = Instant::now();
         let mut tracker = two_gpu_tracker();
         tracker.observe(two_gpus(), now);
-        tracker.record_answer(1, hung_gpu(), now);
+        tracker.record_answer(1, hung_gpu_answer(), now);
         tracker.record_driver_info(Err(NvmlError::Hung(Duration::from_secs(20))), now);
         // A GPU that answers is unusable while its driver does not answer.
         tracker.record_answer(0, observation("GPU-a", 0), now);
@@ -577,7 +577,7 @@ pub(crate) mod tests {
         // remaining indices have answered or failed.
         record_driver_answer(&mut tracker, 1, now);
         assert_eq!(reason_of(&tracker, "GPU-a"), "ResetRequired");
-        tracker.record_answer(1, hung_gpu(), now);
+        tracker.record_answer(1, hung_gpu_answer(), now);
         tracker.record_answer(0, observation("GPU-a", 0), now);
         assert_eq!((unhealthy_uuids(&tracker).len(), reason_of(&tracker, "GPU-b")), (2, "GpuLost".into()));
     }
@@ -765,7 +765,7 @@ pub(crate) mod tests {
                     0 => { tracker.record_xid("GPU-b", xid, Some(1), &[], now); }
                     1 => tracker.observe(inventory(vec![(0, Ok(gpu("GPU-a", 0))), (1, Err(NvmlError::Lost { call: "x" }))]), now),
                     2 => tracker.observe(two_gpus(), now),
-                    3 => tracker.record_answer(1, hung_gpu(), now),
+                    3 => tracker.record_answer(1, hung_gpu_answer(), now),
                     _ => tracker.record_vitals("GPU-b", GpuVitals { uncorrected: Some(errors), remap_failed: Some(errors == 4), ..GpuVitals::default() }, now),
                 }
                 prop_assert_eq!(&tracker.hardware().gpus["GPU-a"].health, &Health { healthy: true, ..Health::default() });

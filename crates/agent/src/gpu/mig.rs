@@ -1,7 +1,7 @@
 //! Replaces a GPU's current MIG instances with the desired ones, one change at a time. Pure.
 //!
-//! The remaining changes are computed each time from NVML's report. An agent that was killed
-//! between two changes therefore continues with the next one. When an agent exits, only
+//! The agent computes the remaining changes each time from NVML's report. An agent that restarts
+//! between two changes therefore continues with the next change. When an agent exits, only
 //! [`MigProgress`] is lost: the record of which changes failed, and how often.
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use cleave_gpu::nvml::{Gpu, MigInstance, MigProfile, MigState, Process};
 /// Maximum number of attempts at a failing change. After the last attempt, the agent retries only
 /// when the spec or the GPU changes.
 pub const MAX_CHANGE_ATTEMPTS: u32 = 5;
-/// Delay after the first failed attempt. Each further failure doubles it.
+/// Delay after the first failed attempt. Each further failure doubles the delay.
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(500);
 /// Maximum delay between attempts while the instance or the GPU is in use.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
@@ -142,9 +142,9 @@ pub enum NextStep {
 
 /// Returns the first change that can start now.
 ///
-/// `known` states whether the users of all slices are known, so that instances may be removed.
-/// `served` returns whether the kubelet can allocate slices of a device. `gone` returns `Ok` if the
-/// device's MPS daemon has exited, otherwise the reason as an error.
+/// `known` states whether the users of all slices are known, so that the agent may remove
+/// instances. `served` returns whether the kubelet can allocate slices of a device. `gone` returns
+/// `Ok` if the device's MPS daemon has exited, otherwise the reason as an error.
 pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,
@@ -297,7 +297,7 @@ impl MigProgress {
         self.attempts.iter().filter_map(|attempt| Some(attempt.not_before?.saturating_duration_since(now))).min()
     }
 
-    /// Records the remaining changes, and the reason why the next one waits.
+    /// Records the remaining changes, and the reason why the next change waits.
     pub fn record_plan(&mut self, gpu: &str, left: &[MigChange], next: &NextStep) {
         self.attempts.retain(|attempt| self.in_progress.is_some() || left.contains(&attempt.change));
         self.waits = match next {
@@ -309,8 +309,8 @@ impl MigProgress {
         }
     }
 
-    /// Returns whether the change in progress removes or replaces a device. Such a device must not
-    /// be allocated, even if the spec includes it again.
+    /// Returns whether the change in progress removes or replaces a device. The agent must not
+    /// allocate such a device, even if the spec includes the device again.
     pub fn removes(&self, gpu: &str, device: &str) -> bool {
         match &self.in_progress {
             Some(MigChange::Destroy(instance)) => instance.uuid == device,
@@ -435,7 +435,7 @@ pub struct MigOrder {
     pub change: MigChange,
 }
 
-/// Result of a MIG order, or a report that it is still in progress.
+/// Result of a MIG order, or a report that the order is still in progress.
 #[derive(Debug)]
 pub struct MigOrderResult {
     /// The order that this result belongs to.

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 /// can take it.
 pub const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for which an agent reports that it is ready while it starts to serve in place of a failed
-/// newer agent. Otherwise Kubernetes would delete its pod, as the module's description explains.
+/// newer agent. Otherwise Kubernetes would delete the agent's pod; see the module's description.
 pub const RETURN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time after which the agent exits because it repeatedly failed to lock the state directory.
 pub const LOCK_ERROR_TIMEOUT: Duration = Duration::from_secs(30);
@@ -46,8 +46,8 @@ pub struct HandOverRecord {
     agents: Vec<KnownAgent>,
     /// The agent that serves, or served last.
     serving: Option<String>,
-    /// The agent that takes over next: the serving agent has handed over, and this agent does not
-    /// serve yet.
+    /// The agent that takes over next. The serving agent has handed over to this agent, which does
+    /// not serve yet.
     successor: Option<String>,
     /// Whether the serving agent has yet to prove that it works.
     probation: bool,
@@ -124,14 +124,14 @@ impl HandOverRecord {
     }
 
     /// Returns the agent that should serve.
-    fn current(&self) -> Option<&str> {
+    fn designated_agent(&self) -> Option<&str> {
         self.successor.as_deref().or(self.serving.as_deref())
     }
 
     /// Records that this agent has the lock and serves from now on.
     pub fn start_serving(&mut self, id: &str) -> ServiceStart {
         let position = self.age_position(id);
-        let failed = self.current().filter(|other| self.age_position(other) > position).map(str::to_owned);
+        let failed = self.designated_agent().filter(|other| self.age_position(other) > position).map(str::to_owned);
         let before = self.serving.as_deref();
         let probation = match before {
             _ if failed.is_some() => false,
@@ -172,7 +172,7 @@ impl HandOverRecord {
     /// Decides what this agent does while another agent has the lock. An agent of a version without
     /// hand-over writes no record, and exits only after the new agent is ready.
     pub fn standby(&self, id: &str, waited: Duration) -> Standby {
-        let Some(current) = self.current() else {
+        let Some(current) = self.designated_agent() else {
             return Standby { requests_hand_over: true, ready: waited >= CLAIM_TIMEOUT };
         };
         let older = self.age_position(id) < self.age_position(current);

@@ -6,7 +6,7 @@ const SECOND: Duration = Duration::from_secs(1);
 const MINUTE: Duration = Duration::from_secs(60);
 
 /// Returns the record of a node on which `old` serves.
-fn old_serves(ready: bool) -> HandOverRecord {
+fn record_while_old_serves(ready: bool) -> HandOverRecord {
     let mut record = HandOverRecord::default();
     assert_eq!(record.start_serving("old"), ServiceStart { returns_ready: false, probation: false });
     record.set_ready("old", ready);
@@ -14,8 +14,8 @@ fn old_serves(ready: bool) -> HandOverRecord {
 }
 
 /// Returns the record after `old` has handed over to `new`, which serves on probation.
-fn new_serves() -> HandOverRecord {
-    let mut record = old_serves(true);
+fn record_while_new_serves() -> HandOverRecord {
+    let mut record = record_while_old_serves(true);
     record.hand_over_to("new");
     assert!(record.start_serving("new").probation);
     record
@@ -23,7 +23,7 @@ fn new_serves() -> HandOverRecord {
 
 #[test]
 fn a_new_agent_requests_a_hand_over_and_the_old_agent_grants_it_at_once() {
-    let record = old_serves(true);
+    let record = record_while_old_serves(true);
     assert_eq!(record.standby("new", MINUTE), Standby { requests_hand_over: true, ready: false });
     assert!(record.hands_over("old", "new", Duration::ZERO, false));
     assert!(!record.hands_over("old", "new", MINUTE, true), "not during a change of the hardware");
@@ -31,28 +31,28 @@ fn a_new_agent_requests_a_hand_over_and_the_old_agent_grants_it_at_once() {
 
 #[test]
 fn after_a_hand_over_the_old_agent_stays_ready_and_requests_none() {
-    let mut record = old_serves(true);
+    let mut record = record_while_old_serves(true);
     record.hand_over_to("new");
     assert_eq!(record.standby("old", SECOND), Standby { requests_hand_over: false, ready: true });
     assert_eq!(record.standby("new", SECOND), Standby { requests_hand_over: true, ready: false });
-    let record = new_serves();
+    let record = record_while_new_serves();
     assert_eq!(record.standby("old", SECOND), Standby { requests_hand_over: false, ready: true });
     assert!(!record.hands_over("new", "old", 60 * MINUTE, false));
-    let mut unready = old_serves(false);
+    let mut unready = record_while_old_serves(false);
     unready.hand_over_to("new");
     assert_eq!(unready.standby("old", SECOND), Standby { requests_hand_over: false, ready: false });
 }
 
 #[test]
 fn only_an_agent_that_follows_a_ready_agent_is_on_probation() {
-    assert!(new_serves().is_on_probation());
-    let mut record = old_serves(false);
+    assert!(record_while_new_serves().is_on_probation());
+    let mut record = record_while_old_serves(false);
     record.hand_over_to("new");
     assert!(!record.start_serving("new").probation);
     // Without a hand-over: the old agent was killed.
-    assert!(old_serves(true).start_serving("new").probation);
+    assert!(record_while_old_serves(true).start_serving("new").probation);
     // Readiness ends the probation, and a restart does not.
-    let mut record = new_serves();
+    let mut record = record_while_new_serves();
     assert!(record.start_serving("new").probation);
     record.set_ready("new", true);
     assert!(!record.start_serving("new").probation);
@@ -69,7 +69,7 @@ fn an_agent_on_probation_fails_only_if_another_agent_waits() {
 
 #[test]
 fn each_failure_of_the_new_agent_delays_the_next_hand_over_longer() {
-    let mut record = new_serves();
+    let mut record = record_while_new_serves();
     for minutes in [1, 2, 4, 8, 16, 32, 60, 60] {
         assert_eq!(record.start_serving("old"), ServiceStart { returns_ready: true, probation: false });
         assert_eq!(record.standby("new", MINUTE), Standby { requests_hand_over: true, ready: false });
@@ -84,7 +84,7 @@ fn each_failure_of_the_new_agent_delays_the_next_hand_over_longer() {
 
 #[test]
 fn a_successor_that_never_takes_the_lock_has_failed() {
-    let mut record = old_serves(true);
+    let mut record = record_while_old_serves(true);
     record.hand_over_to("new");
     assert!(record.start_serving("old").returns_ready);
     assert!(!record.hands_over("old", "new", 59 * SECOND, false));
@@ -105,8 +105,8 @@ fn a_new_agent_becomes_ready_beside_an_agent_without_hand_over() {
 }
 
 #[test]
-fn the_record_is_read_back_and_fields_may_be_missing() {
-    let record = new_serves();
+fn a_record_is_read_back_and_may_lack_fields() {
+    let record = record_while_new_serves();
     assert_eq!(serde_json::from_slice::<HandOverRecord>(&serde_json::to_vec(&record).unwrap()).unwrap(), record);
     assert!(serde_json::from_str::<HandOverRecord>(r#"{"later": 1}"#).unwrap().is_empty());
 }

@@ -177,8 +177,8 @@ impl HostLink {
             match UnixStream::connect(self.paths.socket()).await {
                 Ok(mut stream) => {
                     set(true);
-                    // The MPS host sends nothing without a request. The read returns when its
-                    // process ends or when it closes an idle connection.
+                    // The MPS host sends nothing without a request. The read returns when the MPS
+                    // host exits or closes an idle connection.
                     let _ = stream.read(&mut [0; 1]).await;
                     drop(stream);
                     if UnixStream::connect(self.paths.socket())

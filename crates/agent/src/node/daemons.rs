@@ -90,7 +90,7 @@ enum ReportedState {
     /// The agent has reported nothing, because the daemon or the agent has just started.
     #[default]
     Nothing,
-    /// The daemon serves. The number is its restart count at the time of the report.
+    /// The daemon serves. The number is the daemon's restart count at the time of the report.
     Serving(u32),
     /// The daemon does not serve.
     Unavailable,

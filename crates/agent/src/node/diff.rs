@@ -220,8 +220,8 @@ fn devices_blocked_by_pods(
     found
 }
 
-/// Returns the served devices that would be destroyed while processes outside of Kubernetes use
-/// them.
+/// Returns the served devices that the change would destroy while processes outside of Kubernetes
+/// use them.
 fn devices_blocked_by_processes(
     gpu: &Gpu,
     before: Option<&Layout>,

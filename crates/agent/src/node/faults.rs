@@ -68,7 +68,7 @@ pub struct FaultReport {
     pub wake_after: Option<Duration>,
 }
 
-/// The faults of each device, with the part that was reported.
+/// The faults of each device, and the parts that Events have reported.
 #[derive(Debug, Default)]
 pub struct ReportedFaults {
     /// PID of the MPS host that assigned the numbers of the faults.
@@ -76,7 +76,7 @@ pub struct ReportedFaults {
     seen: BTreeMap<String, ReportedFault>,
 }
 
-/// A fault, and the part of it that was reported.
+/// A fault, and the part that Events have reported.
 #[derive(Debug)]
 struct ReportedFault {
     fault: Fault,
@@ -217,7 +217,7 @@ impl ReportedFault {
         notes
     }
 
-    /// Returns events for pods with programs that were terminated since the last update.
+    /// Returns Events for pods whose programs the MPS host terminated since the last update.
     fn termination_events(&mut self, device: &str) -> Vec<NodeEvent> {
         let fresh = self.fault.ended.get(self.reported_terminations..).unwrap_or_default();
         let mut pods: Vec<&PodRef> = fresh.iter().filter_map(|client| self.pod(client)).collect();

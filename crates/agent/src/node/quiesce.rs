@@ -147,15 +147,15 @@ impl Quiesces {
 mod tests {
     use super::*;
 
-    fn wanted() -> BTreeSet<String> {
+    fn requested_gpus() -> BTreeSet<String> {
         BTreeSet::from(["GPU-a".to_owned()])
     }
 
-    fn free(_: &str) -> GpuUse {
+    fn unused(_: &str) -> GpuUse {
         GpuUse::default()
     }
 
-    fn reasons(quiesces: &mut Quiesces) -> Vec<&'static str> {
+    fn event_reasons(quiesces: &mut Quiesces) -> Vec<&'static str> {
         quiesces.take_events().into_iter().map(|event| event.reason).collect()
     }
 
@@ -163,46 +163,46 @@ mod tests {
     fn each_stage_waits_for_the_previous_one_and_one_event_reports_the_end() {
         let (mut quiesces, start) = (Quiesces::default(), Instant::now());
         let in_use = |_: &str| GpuUse { in_use: Some("in use by ns/p".into()), daemons: None };
-        quiesces.update(&wanted(), in_use, start);
+        quiesces.update(&requested_gpus(), in_use, start);
         assert!(!quiesces.ends_daemons("GPU-a") && !quiesces.closes_nvml());
         assert!(quiesces.status("GPU-a").unwrap().message.contains("ns/p"));
 
-        quiesces.update(&wanted(), free, start);
+        quiesces.update(&requested_gpus(), unused, start);
         assert!(!quiesces.ends_daemons("GPU-a"), "the kubelet may be allocating a slice");
         let later = start + WITHDRAWAL_DELAY;
         let running = |_: &str| GpuUse { in_use: None, daemons: Some("the MPS daemon has not exited yet".into()) };
-        quiesces.update(&wanted(), running, later);
+        quiesces.update(&requested_gpus(), running, later);
         assert!(quiesces.ends_daemons("GPU-a") && !quiesces.closes_nvml());
 
-        quiesces.update(&wanted(), free, later);
+        quiesces.update(&requested_gpus(), unused, later);
         assert!(quiesces.closes_nvml() && quiesces.is_in_progress());
-        assert!(!quiesces.status("GPU-a").unwrap().quiesced && reasons(&mut quiesces).is_empty());
+        assert!(!quiesces.status("GPU-a").unwrap().quiesced && event_reasons(&mut quiesces).is_empty());
         quiesces.record_nvml_closed(true);
         assert!(quiesces.status("GPU-a").unwrap().quiesced && !quiesces.is_in_progress());
-        assert_eq!(reasons(&mut quiesces), ["GpuQuiesced"]);
-        assert!(reasons(&mut quiesces).is_empty());
+        assert_eq!(event_reasons(&mut quiesces), ["GpuQuiesced"]);
+        assert!(event_reasons(&mut quiesces).is_empty());
 
-        quiesces.update(&BTreeSet::new(), free, later);
+        quiesces.update(&BTreeSet::new(), unused, later);
         assert!(!quiesces.closes_nvml() && quiesces.status("GPU-a").is_none());
-        assert_eq!(reasons(&mut quiesces), ["GpuResumed"]);
+        assert_eq!(event_reasons(&mut quiesces), ["GpuResumed"]);
     }
 
     #[test]
     fn an_allocation_at_the_last_moment_stops_the_quiesce() {
         let (mut quiesces, start) = (Quiesces::default(), Instant::now());
-        quiesces.update(&wanted(), free, start);
+        quiesces.update(&requested_gpus(), unused, start);
         let in_use = |_: &str| GpuUse { in_use: Some("in use".into()), daemons: None };
-        quiesces.update(&wanted(), in_use, start + WITHDRAWAL_DELAY / 2);
-        quiesces.update(&wanted(), free, start + WITHDRAWAL_DELAY);
+        quiesces.update(&requested_gpus(), in_use, start + WITHDRAWAL_DELAY / 2);
+        quiesces.update(&requested_gpus(), unused, start + WITHDRAWAL_DELAY);
         assert!(!quiesces.ends_daemons("GPU-a"), "the delay starts again");
     }
 
     #[test]
     fn a_restarted_agent_keeps_nvml_closed_from_the_start() {
         let now = Instant::now() + Duration::from_secs(60);
-        let mut quiesces = Quiesces::restore(wanted().into_iter(), now);
+        let mut quiesces = Quiesces::restore(requested_gpus().into_iter(), now);
         assert!(quiesces.closes_nvml());
-        quiesces.update(&wanted(), free, now);
+        quiesces.update(&requested_gpus(), unused, now);
         assert!(quiesces.closes_nvml());
     }
 }

@@ -381,8 +381,8 @@ impl Node {
         decided
     }
 
-    /// Delays the removal of slices by [`REMOVAL_DELAY`] after they are listed as Unhealthy. If
-    /// the kubelet allocates one of the slices during the delay, the change waits.
+    /// Delays the removal of slices by [`REMOVAL_DELAY`] after the agent lists them as Unhealthy.
+    /// If the kubelet allocates one of the slices during the delay, the change waits.
     fn delay_removals(&mut self, mut decided: LayoutDecision, now: Instant) -> LayoutDecision {
         let mut withdrawing = BTreeMap::new();
         for (uuid, after) in &mut decided.layouts {
@@ -400,8 +400,7 @@ impl Node {
         decided
     }
 
-    /// Updates the steps. Completed steps remain until the next change, and other steps are
-    /// replaced.
+    /// Updates the steps. Keeps completed steps until the next change, and replaces other steps.
     fn record_steps(&mut self, steps: Vec<StepStatus>, changed: bool) {
         if changed && steps.iter().any(|step| step.result == STEP_DONE) {
             self.steps = steps;

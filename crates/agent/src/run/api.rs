@@ -363,15 +363,15 @@ mod tests {
 
     const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-    type Server = mock::Handle<http::Request<Body>, http::Response<Body>>;
+    type MockServer = mock::Handle<http::Request<Body>, http::Response<Body>>;
 
-    fn mock_client() -> (Client, Server) {
+    fn mock_client() -> (Client, MockServer) {
         let (service, server) = mock::pair::<http::Request<Body>, http::Response<Body>>();
         (Client::new(service, "default"), server)
     }
 
     /// Receives the next request and answers it.
-    async fn answer_request(server: &mut Server, status: u16, body: &Value) -> (String, Value) {
+    async fn answer_request(server: &mut MockServer, status: u16, body: &Value) -> (String, Value) {
         let (request, reply) = timeout(TEST_TIMEOUT, server.next_request()).await.unwrap().unwrap();
         let line = format!("{} {}", request.method(), request.uri());
         let sent = request.into_body().collect_bytes().await.unwrap();

@@ -323,7 +323,7 @@ impl SuccessorWatch {
     }
 }
 
-/// Releases the lock, and replaces this process by the same program with the same arguments. The
+/// Releases the lock, and replaces this process with the same program and the same arguments. The
 /// new program waits as a standby, because the record names its successor. Returns only on an
 /// error.
 ///

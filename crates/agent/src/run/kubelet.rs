@@ -85,8 +85,8 @@ pub(super) async fn list_allocations(
             tracing::warn!(%error, "failed to read the kubelet's checkpoint");
             None
         });
-        // A restarted kubelet lists no pods at first, and registers Cleave's plugins only later.
-        // The main loop must know of the restart before it handles the list.
+        // A restarted kubelet lists no pods at first, and accepts registrations of plugins only
+        // later. The main loop must know of the restart before it handles the list.
         if kubelet.has_restarted(socket_id(socket)) {
             kubelet.unreported = false;
             if inputs.send(Input::KubeletStarted).await.is_err() {

@@ -87,8 +87,9 @@ impl MainLoop {
                 },
                 // Cancel-safe: an unreceived notification remains pending.
                 () = allocator.allocated.notified() => {
-                    // Wait briefly, so that the kubelet gets its response first and a burst of
-                    // allocations is handled together. The start of a container ends the wait.
+                    // Wait briefly, so that the kubelet gets its response first, and the agent
+                    // handles a burst of allocations together. The start of a container ends the
+                    // wait.
                     let _ = tokio::time::timeout(MAX_ALLOCATION_DELAY, allocator.starting.notified()).await;
                     self.listing.send_modify(|listing| listing.allocated += 1);
                 }

@@ -32,9 +32,9 @@ pub struct Findings {
     /// Violations of the previous sample, with the processes that caused them.
     previous: BTreeMap<ViolationKey, BTreeSet<ProcessId>>,
     confirmed: BTreeMap<ViolationKey, Finding>,
-    /// When the termination of each client was last requested.
+    /// Time of the last request to terminate each client.
     terminated: BTreeMap<ProcessId, Instant>,
-    /// When each process was last seen as an MPS client.
+    /// Time at which a sample last listed each process as an MPS client.
     clients: BTreeMap<ProcessId, Instant>,
 }
 
@@ -48,7 +48,7 @@ struct Finding {
     reported: bool,
 }
 
-/// Whether a sample has data of a device.
+/// Whether a sample has data about a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SampleState {
     /// The sample contains the device's processes.
@@ -68,15 +68,15 @@ pub struct FindingChanges {
     pub report: Vec<FindingStatus>,
     /// MPS clients to terminate, each with the UUID of its device.
     pub terminate: Vec<(String, ProcessId)>,
-    /// Whether a violation was seen for the first time, so that the next sample is needed early.
+    /// Whether the sample shows a new violation, which an early next sample must confirm.
     pub confirm: bool,
 }
 
 impl Findings {
     /// Updates the findings with an assessed sample.
     ///
-    /// `state` returns whether the sample has data of a device. `evicts` returns whether the policy
-    /// of a device evicts pods that exceed their limits.
+    /// `state` returns whether the sample has data about a device. `evicts` returns whether the
+    /// policy of a device evicts pods that exceed their limits.
     pub fn update(
         &mut self,
         Assessment { violations, clients, .. }: Assessment,

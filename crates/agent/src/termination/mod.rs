@@ -65,7 +65,7 @@ pub enum AttemptOutcome {
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct TerminationDecision {
     /// Clients to terminate now, at most one per device. Pass each outcome to
-    /// [`Terminations::record`].
+    /// [`Terminations::record_outcome`].
     pub terminate: Vec<Client>,
     /// Clients that were not terminated in time, each with the reason. Each client appears only
     /// once.
@@ -150,7 +150,8 @@ impl Terminations {
         }
         ready.sort_by(|(a, of_a), (b, of_b)| (a, &of_a.key).cmp(&(b, &of_b.key)));
         for (_, client) in ready {
-            // Other clients of the device wait until `record` receives the outcome of this one.
+            // Other clients of the device wait until `record_outcome` receives the outcome of this
+            // request.
             if self.busy.insert(client.key.device.clone()) {
                 decision.terminate.push(client);
             }

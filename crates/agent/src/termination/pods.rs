@@ -25,7 +25,7 @@ const MIN_GRACE_TO_MARGIN_RATIO: u32 = 4;
 /// 64-bit number of seconds, which would overflow an [`Instant`].
 const MAX_GRACE_OR_SLEEP: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// What the API server reports about the termination of a pod with shares.
+/// The API server's report about the termination of a pod with shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodObservation {
     /// UID of the pod.
@@ -52,7 +52,7 @@ pub struct Deletion {
 /// The deadlines of a terminating pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TerminationDeadlines {
-    /// When the termination was first observed.
+    /// Time at which the agent first observed the termination.
     pub since: Instant,
     /// Estimated time at which the kubelet kills the remaining programs.
     pub end: Instant,
@@ -78,9 +78,9 @@ impl TerminationDeadlines {
         Self { since, end, due: (ends.min(last), survives.min(last)), grace }
     }
 
-    /// Returns when the agent has to terminate a client. If SIGTERM ends the client, this time is
-    /// before the kubelet sends SIGTERM. Otherwise, this time is a margin before the grace period
-    /// ends.
+    /// Returns the time at which the agent must terminate a client. If SIGTERM ends the client,
+    /// this time is before the kubelet sends SIGTERM. Otherwise, this time is a margin before the
+    /// grace period ends.
     pub fn terminate_at(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }
@@ -92,7 +92,7 @@ struct TerminatingPod {
     name: String,
     /// The deadlines, if the pod terminates.
     deadlines: Option<TerminationDeadlines>,
-    /// When the agent observed that the API server had removed the pod.
+    /// Time at which the agent observed that the API server had removed the pod.
     removed: Option<Instant>,
 }
 
@@ -147,8 +147,8 @@ impl TerminatingPods {
         true
     }
 
-    /// Records that all pods that are not in `uids` have been removed. Returns whether the tracked
-    /// state changed.
+    /// Records the removal of all pods that are not in `uids`. Returns whether the tracked state
+    /// changed.
     pub fn retain_listed(&mut self, uids: &BTreeSet<String>, now: Instant) -> bool {
         let missing: Vec<String> = self.by_uid.keys().filter(|uid| !uids.contains(*uid)).cloned().collect();
         missing.iter().filter(|uid| self.record_removal(uid, now)).count() > 0
@@ -215,8 +215,8 @@ pub(super) mod tests {
         Duration::from_millis(millis)
     }
 
-    /// Returns a pod without a deletion, or with a deletion: its grace period and the remaining
-    /// time in seconds.
+    /// Returns a pod. `grace` contains the grace period and the remaining time of its deletion in
+    /// seconds, if any.
     pub(in crate::termination) fn observation(uid: &str, grace: Option<(u64, u64)>) -> PodObservation {
         let deletion = grace.map(|(grace, left)| Deletion { grace: secs(grace), left: secs(left) });
         PodObservation { uid: uid.into(), name: format!("ns/{uid}"), sleep: secs(1), deletion }

@@ -35,11 +35,11 @@ impl LiveProcess {
 /// Excludes pods that also contain the agent's own process: on a node that runs in a pod, all
 /// processes belong to that pod.
 pub(crate) fn pods_of(pid: u32) -> Vec<String> {
-    static OWN: LazyLock<Vec<String>> = LazyLock::new(|| {
+    static OWN_PODS: LazyLock<Vec<String>> = LazyLock::new(|| {
         cgroup::parse_pod_uids(&read_lossily(&proc_directory(std::process::id()).join("cgroup")).unwrap_or_default())
     });
     let mut pods = cgroup::parse_pod_uids(&read_lossily(&proc_directory(pid).join("cgroup")).unwrap_or_default());
-    pods.retain(|uid| !OWN.contains(uid));
+    pods.retain(|uid| !OWN_PODS.contains(uid));
     pods
 }
 

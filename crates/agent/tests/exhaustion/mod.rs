@@ -17,9 +17,9 @@ const FAILED_WRITE_ATTEMPTS: usize = 13;
 const WRITE_FAILURE_LOG_WORDS: &[&str] = &["failed to write files"];
 
 /// Starts a program with this limit of open files, soft and hard.
-const WITH_256_DESCRIPTORS: [&str; 3] = ["/bin/sh", "-c", "ulimit -n 256; exec \"$0\" \"$@\""];
+const RUN_WITH_256_DESCRIPTORS: [&str; 3] = ["/bin/sh", "-c", "ulimit -n 256; exec \"$0\" \"$@\""];
 /// Starts a program in a user namespace that allows no inotify instance.
-const WITHOUT_INOTIFY: [&str; 6] = [
+const RUN_WITHOUT_INOTIFY: [&str; 6] = [
     "/usr/bin/unshare",
     "--user",
     "--map-root-user",
@@ -93,7 +93,7 @@ async fn five_thousand_silent_connections_with_256_descriptors_make_no_share_unh
     const CONNECTIONS: usize = 5000;
     let mut machine = node_with_shares();
     machine.start_mps_host();
-    machine.start_agent_under(&WITH_256_DESCRIPTORS);
+    machine.start_agent_under(&RUN_WITH_256_DESCRIPTORS);
     machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
     let watching = expect_healthy_from_now_on(&machine);
 
@@ -150,8 +150,8 @@ async fn a_client_that_connects_while_the_mps_host_has_no_descriptor_waits_and_i
 #[tokio::test]
 async fn without_inotify_instances_agent_and_mps_host_notice_changes_by_polling() {
     let mut machine = node_with_shares();
-    machine.start_mps_host_under(&WITHOUT_INOTIFY);
-    machine.start_agent_under(&WITHOUT_INOTIFY);
+    machine.start_mps_host_under(&RUN_WITHOUT_INOTIFY);
+    machine.start_agent_under(&RUN_WITHOUT_INOTIFY);
     machine.wait_for_healthy(MPS_RESOURCE, TOTAL_SHARES).await;
     let watching = expect_healthy_from_now_on(&machine);
     check_new_pod_works(&machine, &share_ids(&machine.uuids[0], [1])[0]).await;

@@ -7,7 +7,7 @@ const OLD_AGENT_ARGUMENTS: [&str; 2] = ["--pod-uid", "old"];
 const NEW_AGENT_ARGUMENTS: [&str; 2] = ["--pod-uid", "new"];
 
 /// Returns a node on which the agent `old` serves ten shares and is ready.
-async fn old_agent_serves() -> Machine {
+async fn node_with_old_agent() -> Machine {
     let mut machine = Machine::new(&["H200"]);
     machine.set_spec("first", vec![mps_spec(&machine.uuids[0], 10)]);
     machine.start_mps_host();
@@ -46,7 +46,7 @@ async fn check_serves(machine: &Machine, share: u32) {
 
 #[tokio::test]
 async fn a_new_agent_takes_over_with_all_allocations_and_the_old_one_waits() {
-    let mut machine = old_agent_serves().await;
+    let mut machine = node_with_old_agent().await;
     check_serves(&machine, 2).await;
     let desired = machine.read_desired_file().unwrap();
     assert_eq!(desired.allocations.len(), 1);
@@ -82,7 +82,7 @@ async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
         // The old agent's program restarts, so there may be no answer yet.
         let answers = machine.readiness();
         assert!(answers[0].is_none() || is_ok(answers[0].as_ref()), "{answers:?}");
-        if let Some(exit) = machine.agent_exit() {
+        if let Some(exit) = machine.agent_exit_status() {
             break exit;
         }
     };
@@ -104,7 +104,7 @@ async fn check_failing_agent(machine: &mut Machine, faulty: &[&str]) {
 
 #[tokio::test]
 async fn an_agent_that_is_never_ready_is_replaced_by_the_old_one() {
-    let mut machine = old_agent_serves().await;
+    let mut machine = node_with_old_agent().await;
     let missing = machine.path("no-relay");
     check_failing_agent(&mut machine, &["--probation", "1", "--relay-dir", missing.to_str().unwrap()]).await;
     assert_eq!(machine.count_logged(&["this agent serves the node", "probation=true"]), 1);
@@ -112,7 +112,7 @@ async fn an_agent_that_is_never_ready_is_replaced_by_the_old_one() {
 
 #[tokio::test]
 async fn an_agent_that_exits_after_it_has_taken_over_is_replaced_by_the_old_one() {
-    let mut machine = old_agent_serves().await;
+    let mut machine = node_with_old_agent().await;
     // No interface has this address, so the agent cannot serve its endpoints.
     check_failing_agent(&mut machine, &["--metrics-addr", "192.0.2.1:1"]).await;
 }
@@ -125,7 +125,7 @@ async fn if_one_agent_is_killed_at_any_step_the_other_agent_serves() {
         &["this agent serves the node", "agent=\"new\""],
     ];
     for (step, victim) in steps.iter().flat_map(|step| [(step, 0), (step, 1)]) {
-        let mut machine = old_agent_serves().await;
+        let mut machine = node_with_old_agent().await;
         let before = machine.kubelet.state().borrow().registrations.len();
         machine.start_second_agent(&NEW_AGENT_ARGUMENTS);
         machine.wait_until(&format!("{step:?}"), || (machine.count_logged(step) > 0).then_some(())).await;
@@ -147,7 +147,7 @@ async fn if_one_agent_is_killed_at_any_step_the_other_agent_serves() {
 
 #[tokio::test]
 async fn a_killed_old_agent_does_not_request_a_hand_over_again() {
-    let mut machine = old_agent_serves().await;
+    let mut machine = node_with_old_agent().await;
     machine.start_second_agent(&NEW_AGENT_ARGUMENTS);
     machine.wait_until("the new agent is ready", || is_ok(machine.readiness()[1].as_ref()).then_some(())).await;
     machine.kill_first_agent();

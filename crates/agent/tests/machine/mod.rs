@@ -196,7 +196,7 @@ impl Machine {
     }
 
     /// Returns the exit status of the last started agent once it has ended.
-    pub(crate) fn agent_exit(&mut self) -> Option<std::process::ExitStatus> {
+    pub(crate) fn agent_exit_status(&mut self) -> Option<std::process::ExitStatus> {
         self.agent.as_mut()?.try_wait().unwrap()
     }
 
@@ -406,7 +406,7 @@ impl Machine {
         );
     }
 
-    /// Returns a program with the environment that its container would have.
+    /// Returns the command of a program with the environment of its container.
     pub(crate) fn container_command(
         &self,
         response: &cleave_kubelet::proto::v1beta1::ContainerAllocateResponse,

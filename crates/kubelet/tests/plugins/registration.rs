@@ -54,7 +54,7 @@ async fn every_published_list_is_streamed_once() {
     let endpoint = wait_until_served(&kubelet, MPS_RESOURCE, &["a::1"]).await;
     assert_eq!(endpoint.devices.len(), 2, "an unhealthy device stays in the list");
     assert_eq!(endpoint.lists, 3);
-    // An equal list must be sent again, so that the kubelet writes its checkpoint.
+    // The plugin must send an equal list again, so that the kubelet writes its checkpoint.
     shares.devices.send_modify(|list| *list = Arc::new(list.to_vec()));
     wait_for_kubelet(&kubelet, "an equal list", |seen| seen.endpoints[MPS_RESOURCE].lists == 4).await;
     assert_eq!(count_registrations(&kubelet, MPS_RESOURCE), 1);

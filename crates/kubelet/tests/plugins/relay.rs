@@ -83,7 +83,7 @@ async fn lists_and_calls_are_relayed() {
     kubelet.pre_start(MPS_RESOURCE, &["a"]).await.expect("ready");
     let refusal = kubelet.pre_start(MPS_RESOURCE, &[]).await.expect_err("not ready");
     assert_eq!((refusal.code(), refusal.message()), (tonic::Code::Unavailable, "the daemon starts"));
-    // A resource that the agent removes has no devices for the kubelet.
+    // The kubelet has no devices of a resource that the agent removes.
     agent.set(BTreeMap::new());
     let removed = |seen: &FakeKubeletState| seen.endpoints[MPS_RESOURCE].devices.is_empty();
     kubelet.wait_for(TEST_TIMEOUT, removed).await.expect("the resource is removed");
@@ -187,7 +187,7 @@ async fn after_a_restart_of_the_kubelet_resources_are_registered_without_the_age
     kubelet.wait_for(TEST_TIMEOUT, can_allocate_exactly(&["a"])).await.expect("the list again");
     let agent = fixture.agent.plugins(&[(MPS_RESOURCE, &shares)]);
     kubelet.allocate(MPS_RESOURCE, &["a"]).await.expect("an allocation");
-    // The agent detects the kubelet's next restart, because it must register again.
+    // The agent must register again after the kubelet's next restart.
     let mut states = agent.state();
     let registrations = |state: &PluginServerState| state.resources.values().map(|one| one.registrations).sum::<u64>();
     states.wait_for(PluginServerState::is_ready).await.expect("ready");
@@ -307,7 +307,7 @@ async fn an_agent_with_other_options_answers_a_held_call() {
 }
 
 #[tokio::test]
-async fn a_second_relay_waits_until_the_first_ends() {
+async fn a_second_relay_waits_until_the_first_exits() {
     let fixture = RelayFixture::new();
     let kubelet = fixture.kubelet.start_kubelet();
     let relay = fixture.start();
