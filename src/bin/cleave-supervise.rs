@@ -2,8 +2,8 @@
 //! kills it.
 //!
 //! The agent runs under this program. Without a supervisor, the container of a killed agent exits,
-//! and the kubelet restarts it with a back-off (1 s, 10 s, 20 s and so on). During the back-off,
-//! the node's shares are unhealthy and new pods fail.
+//! and the kubelet restarts it with a backoff (1 s, 10 s, 20 s and so on). During the backoff, the
+//! node's shares are unhealthy and new pods fail.
 //!
 //! The supervisor runs on every node. To stay small, it has no threads, no runtime and no state.
 //! The supervisor forwards signals and exits with the program's exit status. If the supervisor is
@@ -25,7 +25,7 @@ const PARENT_PID_FLAG: &str = "--under=";
 const FORWARDED_SIGNALS: [Signal; 6] =
     [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
 /// Maximum number of restarts within a period, and the period. After the maximum, the supervisor
-/// exits, and the kubelet restarts the container with its back-off.
+/// exits, and the kubelet restarts the container with its backoff.
 const RESTART_LIMIT: (usize, Duration) = (20, Duration::from_secs(60));
 /// Delay before a restart. A kubelet (up to 1.36) that still handles the end of the old
 /// `ListAndWatch` stream would also close the new stream.

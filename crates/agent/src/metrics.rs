@@ -362,7 +362,8 @@ impl Metrics {
         registry.register("slices_in_use", "Slices in use by containers", metrics.in_use.clone());
         registry.register("slices_unhealthy", "Slices reported to the kubelet as Unhealthy", metrics.unhealthy.clone());
         registry.register("gpu_healthy", "Whether a GPU can serve slices", metrics.gpu_healthy.clone());
-        let quiesced = "Whether a GPU is quiesced. While one is, the node's other GPUs are not monitored";
+        let quiesced = "Whether a GPU is quiesced. While a GPU is quiesced, the agent does not \
+        monitor the node's other GPUs";
         registry.register("gpu_quiesced", quiesced, metrics.gpu_quiesced.clone());
         registry.register("mps_restarts", "Restarts of an MPS daemon", metrics.restarts.clone());
         let doors = "1 for each MPS daemon, by whether its doors enforce limits: Hard, Advisory or Unknown";

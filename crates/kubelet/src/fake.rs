@@ -260,7 +260,7 @@ impl FakeKubelet {
         lock(&self.shared.faults).refuse = times;
     }
 
-    /// Sets whether the kubelet leaves registrations unanswered.
+    /// Sets whether the kubelet answers no registrations.
     pub fn set_hanging(&self, hang: bool) {
         lock(&self.shared.faults).hang = hang;
     }
@@ -531,7 +531,7 @@ impl FakePodResources {
         lock(&self.shared.allocatable).devices = devices.collect();
     }
 
-    /// Sets whether the kubelet leaves calls unanswered.
+    /// Sets whether the kubelet answers no calls.
     pub fn set_hanging(&self, hang: bool) {
         self.shared.hang.store(hang, std::sync::atomic::Ordering::SeqCst);
     }

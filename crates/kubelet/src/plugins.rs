@@ -426,7 +426,7 @@ impl ResourceTasks {
         }
     }
 
-    /// Removes a task that ended. Returns whether it ended without an error.
+    /// Removes an ended task. Returns whether the task ended without an error.
     fn remove_ended(&mut self, end: Result<(Id, ()), JoinError>) -> bool {
         let (id, failure) = match end {
             Ok((id, ())) => (id, None),

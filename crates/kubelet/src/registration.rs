@@ -26,7 +26,7 @@ pub(crate) fn unix_endpoint(path: &str) -> Option<Endpoint> {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RegisterError {
     /// No process listens at `kubelet.sock`. The kubelet binds the socket before it listens, and a
-    /// killed kubelet leaves the socket behind.
+    /// killed kubelet does not remove the socket.
     #[error("no process listens on kubelet.sock")]
     Unanswered(#[source] tonic::transport::Error),
     /// The kubelet refused the registration, or stopped during the call.
@@ -118,7 +118,7 @@ pub(crate) enum RegistrationStep {
     Keep,
     /// Check again after this time, or when something changes.
     CheckAgain(Duration),
-    /// Bind Cleave's socket at its path again. This does not interrupt the stream.
+    /// Bind Cleave's socket at its path again. The stream continues.
     Rebind,
     /// End this session and register a new one.
     Register(RegistrationCause),

@@ -62,7 +62,7 @@ pub struct RelayTimings {
     /// Deadline for the first answers of a plugin that registers.
     pub connect: Duration,
     /// Deadline for the kubelet's stream of a resource that registers. After the deadline, the
-    /// agent registers again. This deadline is shorter than the agent's own.
+    /// agent registers again. This deadline is shorter than the agent's own deadline.
     pub stream: Duration,
     /// Maximum time for which the relay holds calls of the kubelet while the agent is absent. Also
     /// the maximum time to wait for the agent's answer. The kubelet admits pods one by one. While
@@ -395,8 +395,7 @@ struct RegistrationService(Arc<Relay>);
 #[tonic::async_trait]
 impl Registration for RegistrationService {
     async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
-        // Use a separate task, so that an agent that disconnects does not leave a half-registered
-        // resource.
+        // Use a separate task, so that a registration completes even if the agent disconnects.
         let (relay, request) = (Arc::clone(&self.0), request.into_inner());
         let accepted = tokio::spawn(async move { relay.accept(request).await }).await;
         accepted.map_err(|error| Status::internal(error.to_string()))??;

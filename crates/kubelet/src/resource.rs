@@ -40,7 +40,7 @@ pub trait Resource: Send + Sync + 'static {
 
     /// Prepares a container with these devices. The server calls this method before each start of
     /// the container if [`PluginOptions::pre_start`] is set. The kubelet waits at most 30 s and
-    /// retries with the back-off of the container's restarts.
+    /// retries with the backoff of the container's restarts.
     fn pre_start<'a>(&'a self, ids: &'a [String]) -> BoxFuture<'a, Result<(), Refusal>> {
         let _ = ids;
         Box::pin(std::future::ready(Ok(())))

@@ -95,8 +95,8 @@ impl Session {
         SocketId::of(&self.path) == Some(self.socket)
     }
 
-    /// Binds the socket at its path again after the socket was deleted. This does not affect open
-    /// connections and streams.
+    /// Binds the socket at its path again after the socket was deleted. Open connections and
+    /// streams continue.
     pub(crate) fn rebind(&mut self) -> io::Result<()> {
         (self.listener, self.socket) = listen_at(&self.path, &self.connections)?;
         Ok(())

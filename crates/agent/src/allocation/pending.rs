@@ -99,8 +99,8 @@ struct PendingPod {
     /// Position in the order in which pods became known. The kubelet learns of pods in the same
     /// order, and admits them one by one.
     order: u64,
-    /// When the pod became known. A list requested before this time may contain an earlier pod with
-    /// the same name.
+    /// Time at which the pod became known. A list requested before this time may contain an earlier
+    /// pod with the same name.
     known_since: Instant,
     requests: Vec<PendingRequest>,
 }

@@ -107,7 +107,7 @@ pub struct HealthRecord {
     /// The driver's count of uncorrected memory errors since the last reset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uncorrected: Option<u64>,
-    /// When the driver first requested a reset. `None` if it requests none now.
+    /// Time at which the driver first requested a reset. `None` if it requests none now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reset_wanted: Option<Time>,
     /// Whether the GPU was lost and only a reset restores it.

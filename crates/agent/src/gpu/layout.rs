@@ -528,7 +528,7 @@ pub(crate) mod tests {
             assert_eq!(
                 (layout, changes.len()),
                 (empty_layout(SharingMode::Mig), 4),
-                "only after the instances and MIG mode are gone"
+                "only after the instances are destroyed and MIG mode is off"
             );
             assert_eq!(changes[3], MigChange::Mode(false));
             let off = mig_gpu("GPU-a", false, vec![]);

@@ -143,14 +143,14 @@ pub enum NextStep {
 /// Returns the first change that can start now.
 ///
 /// `known` states whether the users of all slices are known, so that the agent may remove
-/// instances. `served` returns whether the kubelet can allocate slices of a device. `gone` returns
-/// `Ok` if the device's MPS daemon has exited, otherwise the reason as an error.
+/// instances. `served` returns whether the kubelet can allocate slices of a device. `daemon_exited`
+/// returns `Ok` if the device's MPS daemon has exited. Otherwise the error states the reason.
 pub fn next_step<'a>(
     changes: impl IntoIterator<Item = &'a MigChange>,
     gpu: &Gpu,
     known: bool,
     served: impl Fn(&str) -> bool,
-    gone: impl Fn(&str) -> Result<(), String>,
+    daemon_exited: impl Fn(&str) -> Result<(), String>,
 ) -> NextStep {
     let enabled = gpu.mig.as_ref().is_some_and(|mig| mig.enabled);
     let there: &[MigInstance] = gpu.mig.as_ref().map_or(&[], |mig| &mig.instances);
@@ -159,9 +159,9 @@ pub fn next_step<'a>(
         let blocked = match change {
             MigChange::Destroy(_) | MigChange::Mode(_) if !known => continue,
             MigChange::Destroy(instance) if served(&instance.uuid) => continue,
-            MigChange::Destroy(instance) => gone(&instance.uuid),
+            MigChange::Destroy(instance) => daemon_exited(&instance.uuid),
             MigChange::Mode(true) if served(&gpu.uuid) => continue,
-            MigChange::Mode(true) => gone(&gpu.uuid),
+            MigChange::Mode(true) => daemon_exited(&gpu.uuid),
             MigChange::Mode(false) if enabled && !there.is_empty() => continue,
             MigChange::Mode(false) => Ok(()),
             MigChange::Create { profile, start } => {

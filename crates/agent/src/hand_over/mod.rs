@@ -1,7 +1,7 @@
 //! Hand-over: decides which of two agents of a node serves. Pure: callers pass in the record, the
 //! time and the waiting agents.
 //!
-//! During a roll-out, the pods of the old and the new agent run on a node at the same time. The
+//! During a rollout, the pods of the old and the new agent run on a node at the same time. The
 //! agent that holds the lock of the state directory serves. The other agent is a standby.
 //!
 //! ```text
@@ -77,7 +77,7 @@ pub struct ServiceStart {
 
 /// What an agent does while another agent serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Standby {
+pub struct StandbyDecision {
     /// Whether the agent requests a hand-over from the serving agent.
     pub requests_hand_over: bool,
     /// Whether the agent reports that it is ready.
@@ -171,12 +171,12 @@ impl HandOverRecord {
 
     /// Decides what this agent does while another agent has the lock. An agent of a version without
     /// hand-over writes no record, and exits only after the new agent is ready.
-    pub fn standby(&self, id: &str, waited: Duration) -> Standby {
+    pub fn decide_standby(&self, id: &str, waited: Duration) -> StandbyDecision {
         let Some(current) = self.designated_agent() else {
-            return Standby { requests_hand_over: true, ready: waited >= CLAIM_TIMEOUT };
+            return StandbyDecision { requests_hand_over: true, ready: waited >= CLAIM_TIMEOUT };
         };
         let older = self.age_position(id) < self.age_position(current);
-        Standby { requests_hand_over: !older, ready: older && self.was_ready(id) }
+        StandbyDecision { requests_hand_over: !older, ready: older && self.was_ready(id) }
     }
 
     /// Decides whether this serving agent hands over to the agent with a request. `served` is the

@@ -24,7 +24,7 @@ fn record_while_new_serves() -> HandOverRecord {
 #[test]
 fn a_new_agent_requests_a_hand_over_and_the_old_agent_grants_it_at_once() {
     let record = record_while_old_serves(true);
-    assert_eq!(record.standby("new", MINUTE), Standby { requests_hand_over: true, ready: false });
+    assert_eq!(record.decide_standby("new", MINUTE), StandbyDecision { requests_hand_over: true, ready: false });
     assert!(record.hands_over("old", "new", Duration::ZERO, false));
     assert!(!record.hands_over("old", "new", MINUTE, true), "not during a change of the hardware");
 }
@@ -33,14 +33,14 @@ fn a_new_agent_requests_a_hand_over_and_the_old_agent_grants_it_at_once() {
 fn after_a_hand_over_the_old_agent_stays_ready_and_requests_none() {
     let mut record = record_while_old_serves(true);
     record.hand_over_to("new");
-    assert_eq!(record.standby("old", SECOND), Standby { requests_hand_over: false, ready: true });
-    assert_eq!(record.standby("new", SECOND), Standby { requests_hand_over: true, ready: false });
+    assert_eq!(record.decide_standby("old", SECOND), StandbyDecision { requests_hand_over: false, ready: true });
+    assert_eq!(record.decide_standby("new", SECOND), StandbyDecision { requests_hand_over: true, ready: false });
     let record = record_while_new_serves();
-    assert_eq!(record.standby("old", SECOND), Standby { requests_hand_over: false, ready: true });
+    assert_eq!(record.decide_standby("old", SECOND), StandbyDecision { requests_hand_over: false, ready: true });
     assert!(!record.hands_over("new", "old", 60 * MINUTE, false));
     let mut unready = record_while_old_serves(false);
     unready.hand_over_to("new");
-    assert_eq!(unready.standby("old", SECOND), Standby { requests_hand_over: false, ready: false });
+    assert_eq!(unready.decide_standby("old", SECOND), StandbyDecision { requests_hand_over: false, ready: false });
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn only_an_agent_that_follows_a_ready_agent_is_on_probation() {
     let mut record = record_while_old_serves(false);
     record.hand_over_to("new");
     assert!(!record.start_serving("new").probation);
-    // Without a hand-over: the old agent was killed.
+    // The old agent was killed, so it did not hand over.
     assert!(record_while_old_serves(true).start_serving("new").probation);
     // Readiness ends the probation, and a restart does not.
     let mut record = record_while_new_serves();
@@ -72,7 +72,7 @@ fn each_failure_of_the_new_agent_delays_the_next_hand_over_longer() {
     let mut record = record_while_new_serves();
     for minutes in [1, 2, 4, 8, 16, 32, 60, 60] {
         assert_eq!(record.start_serving("old"), ServiceStart { returns_ready: true, probation: false });
-        assert_eq!(record.standby("new", MINUTE), Standby { requests_hand_over: true, ready: false });
+        assert_eq!(record.decide_standby("new", MINUTE), StandbyDecision { requests_hand_over: true, ready: false });
         let delay = minutes * MINUTE;
         assert!(!record.hands_over("old", "new", delay.saturating_sub(SECOND), false), "{minutes} min");
         assert!(record.hands_over("old", "new", delay, false), "{minutes} min");
@@ -100,8 +100,8 @@ fn a_standby_leaves_a_free_lock_to_the_requesting_agent_for_a_limited_time() {
 #[test]
 fn a_new_agent_becomes_ready_beside_an_agent_without_hand_over() {
     let record = HandOverRecord::default();
-    assert_eq!(record.standby("new", SECOND), Standby { requests_hand_over: true, ready: false });
-    assert_eq!(record.standby("new", CLAIM_TIMEOUT), Standby { requests_hand_over: true, ready: true });
+    assert_eq!(record.decide_standby("new", SECOND), StandbyDecision { requests_hand_over: true, ready: false });
+    assert_eq!(record.decide_standby("new", CLAIM_TIMEOUT), StandbyDecision { requests_hand_over: true, ready: true });
 }
 
 #[test]
@@ -128,7 +128,7 @@ proptest! {
                 next.start_serving(&other);
                 let back = next.hands_over(&other, &taker, MAX_RETRY_DELAY, false);
                 prop_assert!(!(there && back), "{taker} and {other} request each other: {record:?}");
-                prop_assert_eq!(there, record.standby(&other, MINUTE).requests_hand_over && !record.probation);
+                prop_assert_eq!(there, record.decide_standby(&other, MINUTE).requests_hand_over && !record.probation);
             }
         }
     }

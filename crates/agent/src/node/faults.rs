@@ -93,7 +93,7 @@ impl ReportedFaults {
     /// Compares the MPS host's status with earlier reports, and returns new Events.
     pub fn update(&mut self, view: &HostView, pods: &PodSources<'_>, now: Instant) -> FaultReport {
         let mut report = FaultReport::default();
-        // A stopped MPS host leaves a status without a PID, which contains nothing new.
+        // The status of a stopped MPS host has no PID, and contains nothing new.
         if !view.alive || view.status.pid == 0 {
             return report;
         }

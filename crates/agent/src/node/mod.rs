@@ -122,7 +122,8 @@ pub struct Node {
     mig_partitioned: BTreeSet<String>,
     /// Progress of MIG changes, by GPU.
     mig_progress: BTreeMap<String, MigProgress>,
-    /// When each GPU was last observed after a change. Answers to earlier requests are outdated.
+    /// Time of the last observation of each GPU after a change. Answers to earlier requests are
+    /// outdated.
     changed: BTreeMap<String, Instant>,
     /// Whether a checkpoint was found. If so, all earlier allocations are known.
     has_checkpoint: bool,
@@ -209,7 +210,7 @@ impl Node {
         (node, Allocations::restore(allocations, now))
     }
 
-    /// Sets whether the agent leaves the MIG mode of all GPUs unchanged.
+    /// Sets whether the agent must not change the MIG mode of any GPU.
     #[must_use]
     pub fn with_fixed_mig_mode(self, keep_mig_mode: bool) -> Self {
         Self { keep_mig_mode, ..self }

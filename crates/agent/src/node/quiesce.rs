@@ -31,7 +31,7 @@ pub struct Quiesces {
 /// Progress of one quiesce.
 #[derive(Debug, Default)]
 struct QuiesceProgress {
-    /// When the last pod stopped using the GPU.
+    /// Time at which the last pod stopped using the GPU.
     free_since: Option<Instant>,
     /// Whether the GPU's MPS daemons must not run.
     ends_daemons: bool,

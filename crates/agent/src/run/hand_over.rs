@@ -23,7 +23,7 @@ use crate::args::AgentArgs;
 use crate::checkpoint::{CheckpointStore, StateLock};
 use crate::files::write_json_atomically;
 use crate::hand_over::{
-    HandOverRecord, LOCK_ERROR_TIMEOUT, Probation, ServiceStart, Standby, judge_probation, may_take_lock,
+    HandOverRecord, LOCK_ERROR_TIMEOUT, Probation, ServiceStart, StandbyDecision, judge_probation, may_take_lock,
 };
 
 /// Interval between attempts to lock the state directory.
@@ -126,33 +126,33 @@ fn agent_id(args: &AgentArgs) -> String {
 }
 
 /// The agent that serves.
-pub(super) struct Serving {
+pub(super) struct ServingAgent {
     pub(super) lock: StateLock,
     pub(super) start: ServiceStart,
     pub(super) watch: SuccessorWatch,
 }
 
 /// State of an agent that waits for the lock.
-struct Waiting {
+struct WaitingAgent {
     files: HandOverFiles,
     id: String,
     since: Instant,
     endpoints: StandbyEndpoints,
     last_poll: Option<Instant>,
-    standby: Standby,
+    standby: StandbyDecision,
     /// Locked while this agent requests a hand-over.
     request: Option<File>,
     /// Locked while this agent waits.
     presence: Option<File>,
 }
 
-impl Waiting {
-    /// Reads the record at intervals, and requests a hand-over if [`HandOverRecord::standby`]
+impl WaitingAgent {
+    /// Reads the record at intervals, and requests a hand-over if [`HandOverRecord::decide_standby`]
     /// decides so.
     fn poll(&mut self) {
         if self.last_poll.is_none_or(|last_poll| last_poll.elapsed() >= POLL_INTERVAL) {
             self.last_poll = Some(Instant::now());
-            self.standby = self.files.load().standby(&self.id, self.since.elapsed());
+            self.standby = self.files.load().decide_standby(&self.id, self.since.elapsed());
             self.endpoints.record_heartbeat(self.standby.ready);
         }
         let report = |error: io::Error| tracing::warn!(%error, "failed to request a hand-over; retrying");
@@ -174,10 +174,10 @@ impl Waiting {
 /// # Errors
 /// Returns an error if the directory cannot be locked for [`LOCK_ERROR_TIMEOUT`]. Without the lock,
 /// a second agent could serve.
-pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> anyhow::Result<Serving> {
+pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> anyhow::Result<ServingAgent> {
     let files = HandOverFiles { directory: args.state_dir.clone() };
     let id = agent_id(args);
-    let mut waiting: Option<Waiting> = None;
+    let mut waiting: Option<WaitingAgent> = None;
     let mut failing: Option<Instant> = None;
     let begun = Instant::now();
     let lock = loop {
@@ -190,13 +190,13 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
                 failing = None;
                 let wait = || {
                     tracing::warn!("waiting for another agent of this node to exit");
-                    Waiting {
+                    WaitingAgent {
                         files: files.clone(),
                         id: id.clone(),
                         since: begun,
                         endpoints: StandbyEndpoints::start(args.metrics_addr),
                         last_poll: None,
-                        standby: Standby { requests_hand_over: false, ready: false },
+                        standby: StandbyDecision { requests_hand_over: false, ready: false },
                         request: None,
                         presence: None,
                     }
@@ -227,12 +227,12 @@ pub(super) async fn wait_for_lock(store: &CheckpointStore, args: &AgentArgs) -> 
     if let Err(error) = files.save(&record) {
         tracing::error!(%error, "failed to write the record of hand-overs; retrying");
     }
-    if let Some(Waiting { endpoints, .. }) = waiting {
+    if let Some(WaitingAgent { endpoints, .. }) = waiting {
         endpoints.stop().await;
     }
     let limit = Duration::from_secs(args.probation);
     let watch = SuccessorWatch { files, id, saved: None, record, began: Instant::now(), limit, refused: None };
-    Ok(Serving { lock, start, watch })
+    Ok(ServingAgent { lock, start, watch })
 }
 
 /// Watches for hand-over requests, and records whether this agent is ready.
@@ -242,7 +242,7 @@ pub(super) struct SuccessorWatch {
     record: HandOverRecord,
     /// The record in the file, if known.
     saved: Option<HandOverRecord>,
-    /// When this agent began to serve.
+    /// Time at which this agent began to serve.
     began: Instant,
     /// Maximum duration of a probation.
     limit: Duration,

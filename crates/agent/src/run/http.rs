@@ -27,7 +27,7 @@ const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 /// Heartbeat of the main loop.
 #[derive(Debug, Clone)]
 pub(super) struct Heartbeat {
-    /// When the main loop last reconciled.
+    /// Time of the main loop's last reconciliation.
     pub(super) reconciled: Instant,
     /// Why the agent is not ready. `None` if it is ready.
     pub(super) not_ready: Option<String>,

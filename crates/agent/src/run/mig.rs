@@ -17,7 +17,8 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(25);
 /// Interval between checks whether NVML is closed.
 const CLOSE_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Performs a change and reports its result. If the change is slow, reports this before the result.
+/// Performs a change and reports its result. If the change is slow, reports the delay before the
+/// result.
 pub(super) async fn run_order(library: Library, order: MigOrder, report: impl AsyncFn(MigOrderResult)) {
     let result = |outcome, after| MigOrderResult { order: order.clone(), outcome, after, at: Instant::now() };
     let worker = match Worker::start(&library, "nvml-change") {

@@ -86,7 +86,7 @@ pub struct Terminations {
 #[derive(Debug)]
 struct ClientAttempts {
     terminated: bool,
-    /// When the client became due.
+    /// Time at which the client became due.
     due: Instant,
     failures: u32,
     not_before: Instant,

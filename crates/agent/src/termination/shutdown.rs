@@ -231,7 +231,7 @@ pub fn elapsed_in_shutdown(record: &[u8], now: Timestamp, up: Duration, periods:
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ShutdownStart {
     record: Vec<u8>,
-    /// When the shutdown started.
+    /// Time at which the shutdown started.
     pub(crate) at: Instant,
 }
 
