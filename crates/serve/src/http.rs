@@ -2,11 +2,11 @@
 //!
 //! A peer may connect and send nothing, or send a request slowly. Each connection therefore has a
 //! deadline for the headers of each request, and the number of connections is limited. If all
-//! connections are in use, a new connection replaces the oldest. The server therefore answers the
-//! kubelet's probes even if thousands of silent peers connect. The server answers each request
-//! within milliseconds, so the oldest connection is idle or slow. Peers may also connect faster
-//! than the server serves them. After each accept, the server therefore yields to all open
-//! connections. Thus it answers a received request before a new connection replaces the old one.
+//! connections are in use, a new connection replaces the oldest, which is idle or slow because the
+//! server answers requests within milliseconds. The server therefore answers the kubelet's probes
+//! even if thousands of silent peers connect. Peers may also connect faster than the server serves
+//! them. The server therefore yields to all open connections after each accept, and answers
+//! received requests before it replaces a connection.
 use std::collections::VecDeque;
 use std::time::Duration;
 

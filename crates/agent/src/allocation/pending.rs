@@ -82,8 +82,8 @@ enum RequestState {
 #[derive(Debug, Clone)]
 struct PendingRequest {
     wanted: ContainerRequest,
-    /// Device of the reservation that this request will use. After a swap, this reservation was
-    /// created for another request.
+    /// Device of the reservation that this request will use. After a swap, this is a reservation
+    /// that the operator created for another request.
     reservation: Option<String>,
     state: RequestState,
     /// Device of the allocated slices, if known.

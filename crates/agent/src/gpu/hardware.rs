@@ -5,7 +5,8 @@
 //! GPU is unreachable when its own call fails or misses its deadline. If a call to the driver
 //! fails, all GPUs are unavailable. Once the driver answers, the last answer of each GPU is valid
 //! again. The tracker maps NVML's indices to GPUs, based only on answers since NVML's list last
-//! changed. The tracker marks no GPU as missing before every index has answered or failed.
+//! changed. The tracker marks no GPU as missing before the GPU at every index has answered or
+//! failed.
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -291,7 +292,8 @@ impl HardwareTracker {
         }
     }
 
-    /// Marks the GPUs without an index as missing, once every index has answered or failed.
+    /// Marks the GPUs without an index as missing, once the GPU at every index has answered or
+    /// failed.
     fn mark_missing(&mut self, since: &Time) {
         if !matches!(self.driver, DriverState::Present(_)) || !self.is_complete() {
             return;

@@ -44,7 +44,7 @@ const MAX_AGENTS: usize = 16;
 pub struct HandOverRecord {
     /// Agents, in the order in which they first served.
     agents: Vec<KnownAgent>,
-    /// The agent that serves, or served last.
+    /// The agent that serves now or served last.
     serving: Option<String>,
     /// The agent that takes over next. The serving agent has handed over to this agent, which does
     /// not serve yet.
@@ -70,8 +70,8 @@ struct KnownAgent {
 pub struct ServiceStart {
     /// Whether the agent was ready before, and serves again because a newer agent failed.
     pub returns_ready: bool,
-    /// Whether the agent is on probation: it exits if it is not ready in time and another agent
-    /// waits.
+    /// Whether the agent is on probation. An agent on probation exits if it is not ready in time
+    /// and another agent waits.
     pub probation: bool,
 }
 

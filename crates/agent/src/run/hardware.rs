@@ -26,7 +26,7 @@ use super::input::Input;
 
 /// Interval between polls. An event triggers a poll at once.
 const GPU_POLL_INTERVAL: Duration = Duration::from_secs(10);
-/// Number of latest link reads that the agent combines. If a read lacks a link, the link keeps its
+/// Number of recent link reads that the agent combines. If a read lacks a link, the link keeps its
 /// value from an earlier one of these reads.
 const MAX_LINK_READS: usize = 10;
 /// Minimum interval between polls, even if more events trigger polls.
