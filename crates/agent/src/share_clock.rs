@@ -39,7 +39,11 @@ mod tests {
     use super::*;
 
     /// Advances the clock and adds the share-seconds of each holder to `total`.
-    fn count(clock: &mut ShareClock<&'static str>, now: Instant, total: &mut BTreeMap<&'static str, f64>) {
+    fn count_share_seconds(
+        clock: &mut ShareClock<&'static str>,
+        now: Instant,
+        total: &mut BTreeMap<&'static str, f64>,
+    ) {
         for (holder, seconds) in clock.advance(now) {
             *total.entry(holder).or_default() += seconds;
         }
@@ -50,20 +54,20 @@ mod tests {
         let start = Instant::now();
         let at = |seconds: u64| start + Duration::from_secs(seconds);
         let (mut clock, mut total) = (ShareClock::default(), BTreeMap::new());
-        count(&mut clock, at(0), &mut total);
+        count_share_seconds(&mut clock, at(0), &mut total);
         clock.replace(BTreeMap::from([("a", 3)]));
         // A scrape between two changes of allocations.
-        count(&mut clock, at(4), &mut total);
-        count(&mut clock, at(10), &mut total);
+        count_share_seconds(&mut clock, at(4), &mut total);
+        count_share_seconds(&mut clock, at(10), &mut total);
         let ended = clock.replace(BTreeMap::from([("a", 1), ("b", 2)]));
         assert_eq!(ended, BTreeMap::from([("a", 3)]));
-        count(&mut clock, at(15), &mut total);
+        count_share_seconds(&mut clock, at(15), &mut total);
         clock.replace(BTreeMap::new());
-        count(&mut clock, at(100), &mut total);
+        count_share_seconds(&mut clock, at(100), &mut total);
         assert_eq!(total, BTreeMap::from([("a", 35.0), ("b", 10.0)]));
         // A monotonic clock never goes back. If it did, the total would not decrease.
         clock.replace(BTreeMap::from([("a", 1)]));
-        count(&mut clock, at(50), &mut total);
+        count_share_seconds(&mut clock, at(50), &mut total);
         assert_eq!(total, BTreeMap::from([("a", 35.0), ("b", 10.0)]));
     }
 }

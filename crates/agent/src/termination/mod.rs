@@ -108,7 +108,7 @@ impl Terminations {
         };
         let mut ready = Vec::new();
         for client in clients {
-            let due = client.deadlines.terminate_at(client.survives_sigterm);
+            let due = client.deadlines.termination_time(client.survives_sigterm);
             if now < due {
                 check_at(due);
                 continue;
@@ -407,7 +407,7 @@ mod tests {
                     for client in decision.terminate {
                         let index = client.key.pid as usize;
                         prop_assert!(deleted[index / 2], "the pod does not terminate");
-                        prop_assert!(now >= client.deadlines.terminate_at(client.survives_sigterm), "the client is not due");
+                        prop_assert!(now >= client.deadlines.termination_time(client.survives_sigterm), "the client is not due");
                         prop_assert!(!terminated[index] && !stopped[index]);
                         prop_assert_eq!(hanging[index % 2], None, "the daemon is busy");
                         match daemons[index % 2] {
@@ -427,7 +427,7 @@ mod tests {
                 }
                 for index in 0..12 {
                     let found = pods.find_terminating(&[name(index / 2)], None);
-                    let due = found.map(|(_, deadlines)| deadlines.terminate_at(index.is_multiple_of(3)));
+                    let due = found.map(|(_, deadlines)| deadlines.termination_time(index.is_multiple_of(3)));
                     // A client is overdue from the first step at which it is due.
                     let since = overdue_since[index].or(due.filter(|due| *due <= now).map(|_| now));
                     overdue_since[index] = since;

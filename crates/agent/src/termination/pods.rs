@@ -81,7 +81,7 @@ impl TerminationDeadlines {
     /// Returns the time at which the agent must terminate a client. If SIGTERM ends the client,
     /// this time is before the kubelet sends SIGTERM. Otherwise, this time is a margin before the
     /// grace period ends.
-    pub fn terminate_at(&self, survives_sigterm: bool) -> Instant {
+    pub fn termination_time(&self, survives_sigterm: bool) -> Instant {
         if survives_sigterm { self.due.1 } else { self.due.0 }
     }
 }
@@ -308,22 +308,22 @@ pub(super) mod tests {
     #[test]
     fn clients_are_due_before_sigterm_or_before_the_grace_period_ends() {
         let now = Instant::now();
-        let terminate_at = |grace: u64, sleep: u64, survives_sigterm: bool| {
+        let termination_time = |grace: u64, sleep: u64, survives_sigterm: bool| {
             let deadlines = TerminationDeadlines::new(now, now + secs(grace), secs(grace), secs(sleep));
-            (deadlines.terminate_at(survives_sigterm) - now).as_millis()
+            (deadlines.termination_time(survives_sigterm) - now).as_millis()
         };
         for (grace, millis) in [(0, 0), (1, 750), (4, 3000), (8, 6000), (30, 28_000), (3600, 3_598_000)] {
-            assert_eq!((terminate_at(grace, 1, false), terminate_at(grace, 1, true)), (0, millis), "{grace}");
+            assert_eq!((termination_time(grace, 1, false), termination_time(grace, 1, true)), (0, millis), "{grace}");
         }
         // The program needs a longer sleep to finish its work.
-        assert_eq!((terminate_at(30, 15, false), terminate_at(30, 15, true)), (13_000, 28_000));
-        assert_eq!(terminate_at(30, 30, false), 28_000);
-        assert_eq!(terminate_at(0, 15, false), 0);
+        assert_eq!((termination_time(30, 15, false), termination_time(30, 15, true)), (13_000, 28_000));
+        assert_eq!(termination_time(30, 30, false), 28_000);
+        assert_eq!(termination_time(0, 15, false), 0);
         // Shortening the grace period does not delay a deadline, although the margin shrinks.
         let long = TerminationDeadlines::new(now, now + secs(8), secs(8), secs(0));
-        assert_eq!(long.terminate_at(true), now + secs(6));
-        assert_eq!(long.with_earlier_end(now + secs(8), secs(1)).terminate_at(true), now + secs(6));
-        assert_eq!(long.with_earlier_end(now + secs(3), secs(1)).terminate_at(true), now + millis(2750));
+        assert_eq!(long.termination_time(true), now + secs(6));
+        assert_eq!(long.with_earlier_end(now + secs(8), secs(1)).termination_time(true), now + secs(6));
+        assert_eq!(long.with_earlier_end(now + secs(3), secs(1)).termination_time(true), now + millis(2750));
     }
 
     #[test]
